@@ -1,0 +1,1 @@
+"""Tests: `single` in one process, `parallel` under a real launcher, `launch` through run.sh."""

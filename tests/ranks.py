@@ -1,0 +1,167 @@
+"""Run one function in several real ranks, and get what each returned.
+
+    def mean_rank() -> float:
+        import horovod.tensorflow as hvd
+        hvd.init()
+        return float(hvd.allreduce(float(hvd.rank())))
+
+    def test_mean_rank() -> None:
+        assert run_ranks(mean_rank, 2) == [0.5, 0.5]
+
+The function must stand at the top level of its module; the module is imported by path in every rank, so keep what
+it imports at its top cheap. Arguments and return values travel as JSON: a tuple comes back as a list, a NumPy array
+or scalar as lists or numbers.
+"""
+
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+LOG_TAIL_LINES = 40
+LAUNCHERS = {
+    "mpirun": ["mpirun", "-np", "{n}", "--bind-to", "none", "--map-by", "slot", "--oversubscribe"],
+    "horovodrun": ["horovodrun", "--mpi", "-np", "{n}", "-H", "localhost:{n}"],
+    "gloo": ["horovodrun", "--gloo", "-np", "{n}", "-H", "localhost:{n}"],
+    "none": [],
+}
+
+
+class RanksFailed(Exception):
+    """A rank failed, or the job ran too long. `returncode` is None after a timeout; `logs` has a text per rank."""
+
+    def __init__(self, reason: str, returncode: int | None, logs: list[str], launcher_output: str) -> None:
+        self.returncode = returncode
+        self.logs = logs
+        tails = [f"--- rank {rank}\n{_tail(log)}" for rank, log in enumerate(logs)]
+        super().__init__("\n".join([reason, *tails, f"--- launcher\n{_tail(launcher_output)}"]))
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    n: int,
+    *args: Any,
+    launcher: str = "mpirun",
+    env: dict[str, str] | None = None,
+    timeout: float = 120,
+) -> list[Any]:
+    """Call `function(*args)` in `n` ranks and return their return values, by rank.
+
+    `launcher` is "mpirun", "horovodrun" (over MPI), "gloo" (horovodrun --gloo) or "none" (no launcher, n = 1).
+    `env` is added to the environment. After `timeout` seconds, and after any failure, no process is left behind.
+
+    Raises RanksFailed, with the end of every rank's output, where a rank fails or time runs out.
+    """
+    source = Path(inspect.getfile(function)).resolve()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder = Path(name)
+        call = {"module": str(source), "function": function.__name__, "args": args}
+        (folder / "call.json").write_text(json.dumps(call, default=_plain))
+        command = [word.format(n=n) for word in LAUNCHERS[launcher]]
+        command += [sys.executable, str(Path(__file__).resolve()), name]
+        with (folder / "launcher.log").open("w") as log:
+            returncode = run_to_end(command, timeout, stdout=log, stderr=log, env=environment(env), cwd=CHECKOUT)
+
+        logs = [_read(folder / f"rank-{rank}.log") for rank in range(n)]
+        results = [folder / f"rank-{rank}.json" for rank in range(n)]
+        if returncode == 0 and all(result.exists() for result in results):
+            return [json.loads(result.read_text()) for result in results]
+        reason = f"{function.__name__} on {n} ranks ({launcher}): "
+        reason += f"no end after {timeout} s" if returncode is None else f"exit code {returncode}"
+        raise RanksFailed(reason, returncode, logs, _read(folder / "launcher.log"))
+
+
+def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
+    """The environment for a job of several ranks that share few cores, perhaps as root in a container."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    defaults = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        # More ranks than cores: one that waits must not take the core from one that computes.
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**defaults, **os.environ, "PATH": path, **(extra or {})}
+
+
+def run_to_end(command: list[str], timeout: float, **popen: Any) -> int | None:
+    """Run `command` and return its exit code, or None if it was stopped after `timeout` seconds.
+
+    Its descendants end with it, in either case: a launcher puts each rank in a process group of its own, so the
+    descendants are found by walking the tree.
+    """
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **popen)
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        end_tree(process)
+
+
+def end_tree(process: "subprocess.Popen[Any]") -> None:
+    """End a process and its descendants: asked first, so that a launcher can tidy up, then killed."""
+    if process.poll() is not None:
+        return
+    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    process.terminate()
+    _, alive = psutil.wait_procs(tree, timeout=5)
+    for member in alive:
+        member.kill()
+    process.wait()
+
+
+def _rank_main(folder: Path) -> None:
+    """One rank's part: call the function named in `call.json`, write what it returns."""
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK", "0")))
+    with (folder / f"rank-{rank}.log").open("w") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    sys.path[:0] = [str(CHECKOUT)]
+    call = json.loads((folder / "call.json").read_text())
+    result = getattr(_import_file(Path(call["module"])), call["function"])(*call["args"])
+    partial = folder / f"rank-{rank}.part"
+    partial.write_text(json.dumps(result, default=_plain))
+    partial.rename(folder / f"rank-{rank}.json")
+
+
+def _import_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _plain(value: Any) -> Any:
+    """What JSON cannot write: arrays and scalars of NumPy (and what turns into them), paths, sets."""
+    if hasattr(value, "numpy"):
+        value = value.numpy()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
+
+
+if __name__ == "__main__":
+    _rank_main(Path(sys.argv[1]))
