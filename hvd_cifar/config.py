@@ -1,0 +1,189 @@
+"""Every setting of every command: typed, documented, validated where it is made.
+
+A field's name is its option (`global_batch_size` is `--global-batch-size`), its description is the option's help,
+and its type is its check. The command line, a `--config` file and a Python program all end in these classes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml  # JSON is a subset of YAML, so one reader serves both
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hvd_cifar.errors import UserError
+
+ModelName = Literal["tutorial", "resnet20", "resnet32", "resnet56"]
+DatasetName = Literal["auto", "cifar10", "synthetic"]
+Precision = Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"]
+
+DEFAULT_PER_RANK_BATCH_SIZE = 128
+CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # published on https://www.cs.toronto.edu/~kriz/cifar.html
+
+# A run's config.json holds, under these names, what the run was and not what it should do.
+RECORDED_SECTIONS = ("run",)
+
+
+def _absolute(path: Path) -> Path:
+    # Ranks on other hosts and a later `evaluate` may stand in another folder.
+    return path.expanduser().absolute()
+
+
+LocalPath = Annotated[Path, AfterValidator(_absolute)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataSettings(_Settings):
+    """Where the images come from."""
+
+    dataset: DatasetName = Field(
+        "auto",
+        description="cifar10, the embedded synthetic set, or auto: CIFAR-10, and synthetic only where CIFAR-10 is "
+        "neither there nor downloadable.",
+    )
+    data_dir: LocalPath = Field(
+        Path("~/.cache/hvd_cifar/data"),
+        validate_default=True,
+        description="Folder of the data set; CIFAR-10 in its binary layout is downloaded there if it is absent.",
+    )
+    data_url: str = Field(CIFAR10_URL, description="Address of the archive in CIFAR-10's binary layout.")
+    data_md5: str = Field(
+        CIFAR10_MD5, pattern=r"^[0-9a-f]{32}$", description="MD5 checksum of the archive at --data-url, 32 hex digits."
+    )
+
+
+class TrainSettings(DataSettings):
+    """One training run. None stands for "what the model's recipe says"; see `training.recipe`."""
+
+    model: ModelName = Field("tutorial", description="Net and recipe.")
+
+    batch_size: int | None = Field(
+        None,
+        gt=0,
+        description="Examples a rank processes at a time; the global batch is this times the number of ranks (times "
+        f"--gradient-accumulation), and the learning rate grows with it. [default: {DEFAULT_PER_RANK_BATCH_SIZE}]",
+    )
+    global_batch_size: int | None = Field(
+        None,
+        gt=0,
+        description="Examples per step over all ranks, instead of --batch-size; the learning rate is then taken as it "
+        "stands, so that any number of ranks trains alike.",
+    )
+    gradient_accumulation: int = Field(
+        1, gt=0, description="Micro-batches a rank adds up before its gradients are averaged and applied."
+    )
+    epochs: int | None = Field(None, gt=0, description="Passes over the training set. [default: the recipe's]")
+    max_steps: int | None = Field(None, gt=0, description="End after this many steps, if that is earlier.")
+
+    learning_rate: Finite | None = Field(
+        None, gt=0, description="Base learning rate, for a global batch of one rank's --batch-size. [default: the recipe's]"
+    )
+    warmup_epochs: Finite | None = Field(
+        None,
+        ge=0,
+        description="Epochs over which the learning rate rises from its base to its scaled value. [default: 1 where it "
+        "is scaled, else 0]",
+    )
+    weight_decay: Finite | None = Field(None, ge=0, description="L2 factor on the recipe's kernels. [default: the recipe's]")
+    ema_decay: Finite | None = Field(
+        None, ge=0, lt=1, description="Decay of the weights' moving average used in evaluation; 0: none. [default: the recipe's]"
+    )
+    clip_norm: Finite | None = Field(
+        None, gt=0, description="Clip the averaged gradient to this global norm. [default: no clipping]"
+    )
+    compression: Literal["none", "fp16"] = Field("none", description="Compression of gradients on the wire.")
+    precision: Precision = Field("float32", description="Type of the computation.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of initial weights, order and augmentation.")
+
+    log_every: int = Field(10, gt=0, description="Steps between log lines.")
+    checkpoint_every: int = Field(1000, gt=0, description="Steps between checkpoints; the newest 5 are kept.")
+    eval_every: int | None = Field(
+        None, ge=0, description="Steps between evaluations on the test set; 0: at the end only. [default: each epoch]"
+    )
+    resume: str = Field(
+        "auto",
+        min_length=1,
+        description="auto: go on from the newest checkpoint in --run-dir, if there is one; never: refuse a --run-dir that "
+        "has one; PATH: start from that checkpoint, or the newest one in that folder.",
+    )
+    run_dir: LocalPath | None = Field(
+        None, description="Folder for the run's output. [default: runs/MODEL-DATE-TIME]"
+    )
+
+    @model_validator(mode="after")
+    def _batch_is_given_once(self) -> TrainSettings:
+        if self.batch_size is not None and self.global_batch_size is not None:
+            raise ValueError("--batch-size and --global-batch-size exclude each other: give one of them")
+        return self
+
+
+class EvaluateSettings(_Settings):
+    """One evaluation of a run's checkpoint on the whole test set."""
+
+    run_dir: LocalPath = Field(description="Folder of the run to evaluate.")
+    checkpoint: LocalPath | None = Field(None, description="Checkpoint to evaluate. [default: the run's newest]")
+    dataset: DatasetName | None = Field(None, description="Data set to evaluate on. [default: the run's]")
+    data_dir: LocalPath | None = Field(None, description="Folder of the data set. [default: the run's]")
+    batch_size: int = Field(500, gt=0, description="Examples a rank evaluates at a time.")
+
+
+S = TypeVar("S", bound=_Settings)
+
+
+def option_name(field: str) -> str:
+    """`global_batch_size` -> `--global-batch-size`."""
+    return "--" + field.replace("_", "-")
+
+
+def make(kind: type[S], values: dict[str, Any]) -> S:
+    """Validate `values` (field name -> value, text is converted) into settings.
+
+    Raises:
+        UserError: with one line that names the first wrong option, its value and what it must be.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as failure:
+        first = failure.errors()[0]
+        if not first["loc"]:  # a check of several fields together brings its own words
+            raise UserError(str(first["ctx"]["error"]) if "ctx" in first else first["msg"]) from None
+        option = option_name(str(first["loc"][0]))
+        if first["type"] == "missing":
+            raise UserError(f"{option} is required") from None
+        if first["type"] == "extra_forbidden":
+            raise UserError(f"{option} is no setting of this command (see --help)") from None
+        message = first["msg"][0].lower() + first["msg"][1:]
+        raise UserError(f"{option} {first['input']}: {message}") from None
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Settings of a YAML or JSON file as field name -> value; a run's own config.json is one.
+
+    Raises:
+        UserError: where the file is not readable or holds no mapping.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as failure:
+        reason = getattr(failure, "strerror", None) or "is not text"
+        raise UserError(f"--config {path}: {reason}; give a YAML or JSON file of settings") from None
+    except yaml.YAMLError as failure:
+        mark = getattr(failure, "problem_mark", None)
+        where = f" (line {mark.line + 1})" if mark else ""
+        raise UserError(f"--config {path}: is neither YAML nor JSON{where}; write one 'name: value' a line") from None
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise UserError(f"--config {path}: holds no settings; write one 'name: value' a line")
+    return {key.replace("-", "_"): value for key, value in content.items() if key not in RECORDED_SECTIONS}
+
+
+def write_file(path: Path, settings: _Settings, run: dict[str, Any]) -> None:
+    """Write settings, and under "run" what the run is made of (versions, ranks), as config.json."""
+    content = {**settings.model_dump(mode="json"), "run": run}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,119 @@
+"""Random distortion of training images, and the plain view of test images.
+
+What happens to an example is a pure function of (seed, epoch, example): the draws are hashed from these three, so
+they depend neither on the batch nor on the rank that the example falls into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hvd_cifar.data import order
+
+# Mean and standard deviation of CIFAR-10's training pixels per channel (red, green, blue), on the scale 0 to 255.
+CHANNEL_MEAN = (125.3, 123.0, 113.9)
+CHANNEL_DEVIATION = (63.0, 62.1, 66.7)
+SIDE = 32  # pixels
+TUTORIAL_SIDE = 24  # pixels, the crop of TensorFlow's tutorial
+PAD = 4  # pixels, on each side, as He et al. 2015 (section 4.2)
+
+DRAWS_PER_EXAMPLE = 5  # row offset, column offset, flip, brightness, contrast
+
+# images uint8 [b, 32, 32, 3], draws float32 [b, 5] in [0, 1) -> float32 [b, side, side, 3]
+TrainView = Callable[[Any, Any], Any]
+# images uint8 [b, 32, 32, 3] -> float32 [b, side, side, 3]
+TestView = Callable[[Any], Any]
+
+
+class Views(NamedTuple):
+    """How one model sees images: its side in pixels, a random view for training, a plain one for tests."""
+
+    side: int
+    train: TrainView
+    test: TestView
+
+
+def draws(seed: int, epoch: int, examples: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Uniform numbers in [0, 1) for each example, float32 [len(examples), DRAWS_PER_EXAMPLE]."""
+    base = order.mix(examples.astype(np.uint64) ^ order.key(seed, 1, epoch))
+    columns = np.arange(1, DRAWS_PER_EXAMPLE + 1, dtype=np.uint64)
+    bits = order.mix(base[:, None] ^ order.mix(columns)[None, :])
+    return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)  # 24 bits fill a float32's mantissa
+
+
+def _crop_and_flip(images: Any, row: Any, column: Any, flip: Any, side: int) -> Any:
+    """Cut [side, side] out of [b, h, w, 3] at (row, column), int32 [b], mirrored where flip, bool [b].
+
+    One gather of pixels does both: tf.image would go through the batch image by image.
+    """
+    height, width = images.shape[1], images.shape[2]
+    steps = tf.range(side)
+    rows = row[:, None] + steps[None, :]
+    columns = column[:, None] + tf.where(flip[:, None], side - 1 - steps[None, :], steps[None, :])
+    pixels = rows[:, :, None] * width + columns[:, None, :]
+    flat = tf.reshape(images, [-1, height * width, 3])
+    return tf.gather(flat, pixels, batch_dims=1)
+
+
+def _offsets(draw: Any, choices: int) -> Any:
+    """Uniform numbers in [0, 1) -> int32 in 0 .. choices - 1."""
+    return tf.cast(draw * float(choices), tf.int32)
+
+
+def _standardise_each(images: Any) -> Any:
+    """Zero mean and unit variance per image, as tf.image.per_image_standardization, for a whole batch."""
+    mean, variance = tf.nn.moments(images, axes=[1, 2, 3], keepdims=True)
+    pixels = float(images.shape[1] * images.shape[2] * images.shape[3])
+    return (images - mean) / tf.maximum(tf.sqrt(variance), 1.0 / np.sqrt(pixels))
+
+
+def tutorial_train(images: Any, draw: Any) -> Any:
+    """The distortions of TensorFlow's CIFAR-10 tutorial: random 24x24 crop, flip, brightness, contrast, standardised."""
+    choices = SIDE - TUTORIAL_SIDE + 1
+    cut = _crop_and_flip(
+        images, _offsets(draw[:, 0], choices), _offsets(draw[:, 1], choices), draw[:, 2] < 0.5, TUTORIAL_SIDE
+    )
+    cut = tf.cast(cut, tf.float32)
+    brightness = (draw[:, 3] * 2.0 - 1.0) * 63.0
+    contrast = 0.2 + draw[:, 4] * 1.6
+    cut += brightness[:, None, None, None]
+    channel_mean = tf.reduce_mean(cut, axis=[1, 2], keepdims=True)
+    cut = (cut - channel_mean) * contrast[:, None, None, None] + channel_mean
+    return _standardise_each(cut)
+
+
+def tutorial_test(images: Any) -> Any:
+    """The middle 24x24 pixels, standardised per image."""
+    edge = (SIDE - TUTORIAL_SIDE) // 2
+    cut = images[:, edge : edge + TUTORIAL_SIDE, edge : edge + TUTORIAL_SIDE, :]
+    return _standardise_each(tf.cast(cut, tf.float32))
+
+
+def _standardise_channels(images: Any) -> Any:
+    return (tf.cast(images, tf.float32) - tf.constant(CHANNEL_MEAN)) * (1.0 / tf.constant(CHANNEL_DEVIATION))
+
+
+def standard_train(images: Any, draw: Any) -> Any:
+    """Four pixels of padding, random 32x32 crop, flip, channels standardised (He et al. 2015, section 4.2).
+
+    The padding has the colour of the channel means, so that it is zero in the standardised image (to 0.01).
+    """
+    colour = tf.constant(np.round(CHANNEL_MEAN), tf.uint8)
+    padded = tf.pad(images - colour, [[0, 0], [PAD, PAD], [PAD, PAD], [0, 0]]) + colour  # uint8 wraps there and back
+    choices = 2 * PAD + 1
+    cut = _crop_and_flip(padded, _offsets(draw[:, 0], choices), _offsets(draw[:, 1], choices), draw[:, 2] < 0.5, SIDE)
+    return _standardise_channels(cut)
+
+
+def standard_test(images: Any) -> Any:
+    """The whole image, channels standardised."""
+    return _standardise_channels(images)
+
+
+TUTORIAL_VIEWS = Views(TUTORIAL_SIDE, tutorial_train, tutorial_test)
+STANDARD_VIEWS = Views(SIDE, standard_train, standard_test)

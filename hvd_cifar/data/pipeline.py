@@ -1,0 +1,109 @@
+"""Examples -> batches: the whole input of a rank as one visible chain of tf.data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_cifar.data import order
+from hvd_cifar.data.augment import Views, draws
+from hvd_cifar.data.cifar10 import Examples
+
+PREFETCH_BATCHES = 4  # a few steps' worth hides a slow one; more only costs memory
+
+
+def training_batches(
+    examples: Examples,
+    views: Views,
+    *,
+    seed: int,
+    global_batch_size: int,
+    rank: int,
+    size: int,
+    first_step: int,
+    last_step: int,
+    device: str = "",
+) -> tf.data.Dataset:
+    """A rank's batches for the global steps first_step .. last_step - 1, over as many epochs as that takes.
+
+    Args:
+        examples: the whole training set, uint8; held once in memory and gathered from by index.
+        seed: of order and augmentation.
+        rank, size: this rank's shard; the order of the global batches does not depend on them.
+        device: where to stage batches, such as "/GPU:0"; empty: leave them in host memory.
+
+    Returns:
+        A dataset of (image float32 [b, side, side, 3], label int32 [b], weight float32 [b], example int64 [b]), one
+        element per global step on every rank. b is this rank's share of the global batch, so it varies by one where
+        `size` does not divide it. A rank without a share gets one example of weight 0 (`example` is then -1).
+    """
+    count = len(examples.labels)
+    steps = order.steps_per_epoch(count, global_batch_size)
+    first_epoch, steps_done = divmod(first_step, steps)
+    images, labels = tf.constant(examples.images), tf.constant(examples.labels)
+
+    def epoch_batches(epoch: Any) -> tf.data.Dataset:
+        epoch_order = tf.numpy_function(lambda e: order.epoch_order(seed, int(e), count), [epoch], tf.int64)
+        epoch_order = tf.ensure_shape(epoch_order, [count])
+        batches = tf.data.Dataset.from_tensor_slices(epoch_order).batch(global_batch_size)
+        return batches.map(lambda batch: (epoch, batch))
+
+    def shard(epoch: Any, batch: Any) -> tf.data.Dataset:
+        batch = tf.numpy_function(lambda b: order.pad_to_ranks(b, size), [batch], tf.int64)
+        batch = tf.ensure_shape(batch, [None])
+        # The shard is taken of each global batch, not of the whole set: so the batch is the same for any `size`.
+        mine = tf.data.Dataset.from_tensor_slices(batch).shard(size, rank).batch(global_batch_size)
+        return mine.map(lambda example: (epoch, example))
+
+    def view(epoch: Any, example: Any) -> tuple[Any, ...]:
+        present = tf.maximum(example, tf.constant(0, tf.int64))
+        draw = tf.numpy_function(lambda e, i: draws(seed, int(e), i), [epoch, present], tf.float32)
+        image = views.train(tf.gather(images, present), tf.ensure_shape(draw, [None, 5]))
+        weight = tf.cast(example >= 0, tf.float32)
+        return image, tf.gather(labels, present), weight, example
+
+    epochs = order.steps_per_epoch(last_step, steps) - first_epoch
+    chain = (
+        tf.data.Dataset.range(first_epoch, first_epoch + max(epochs, 0))
+        .flat_map(epoch_batches)  # global batches of indices, in order
+        .skip(steps_done)
+        .take(last_step - first_step)
+        .flat_map(shard)  # this rank's indices
+        .map(view, num_parallel_calls=1, deterministic=True)  # gather and augment; one core belongs to the step
+        .prefetch(PREFETCH_BATCHES)
+    )
+    chain = chain.with_options(_options())
+    return chain.apply(tf.data.experimental.prefetch_to_device(device)) if device else chain
+
+
+def evaluation_batches(
+    examples: Examples, views: Views, *, batch_size: int, rank: int, size: int
+) -> tf.data.Dataset:
+    """A rank's shard of a set, every example once, in plain view.
+
+    Returns:
+        A dataset of (image float32 [b, side, side, 3], label int32 [b]) with b <= batch_size. Ranks may have different
+        numbers of batches, or none: evaluation reduces sums once, at its end.
+    """
+    images, labels = tf.constant(examples.images), tf.constant(examples.labels)
+    return (
+        tf.data.Dataset.range(len(examples.labels))
+        .shard(size, rank)
+        .batch(batch_size)
+        .map(lambda index: (views.test(tf.gather(images, index)), tf.gather(labels, index)))
+        .prefetch(PREFETCH_BATCHES)
+        .with_options(_options())
+    )
+
+
+def _options() -> tf.data.Options:
+    options = tf.data.Options()
+    options.deterministic = True
+    # The pipeline is part of its rank's share of the cores: it must not start a thread for every core of the host.
+    options.threading.private_threadpool_size = 1
+    options.threading.max_intra_op_parallelism = 1
+    options.autotune.enabled = False
+    return options
+
+
