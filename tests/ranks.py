@@ -88,6 +88,8 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        # Without a launcher, MPI would start a daemon, which Open MPI's package does not find.
+        "OMPI_MCA_ess_singleton_isolated": "1",
         # More ranks than cores: one that waits must not take the core from one that computes.
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
