@@ -1,0 +1,109 @@
+"""CIFAR-10's binary layout: which files, how long, and how to read them.
+
+Source: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images" (2009), and the binary version's
+description at https://www.cs.toronto.edu/~kriz/cifar.html. A record is one label byte and 3,072 pixel bytes, all
+red ones first, then green, then blue, each a 32 x 32 plane row by row. The synthetic set has the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_cifar.errors import UserError
+
+CLASSES = 10
+SIDE = 32  # pixels
+CHANNELS = 3
+RECORD_BYTES = 1 + CHANNELS * SIDE * SIDE
+RECORDS_PER_FILE = 10_000
+FILE_BYTES = RECORDS_PER_FILE * RECORD_BYTES
+
+FOLDER = "cifar-10-batches-bin"
+TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
+TEST_FILES = ("test_batch.bin",)
+FILES = TRAIN_FILES + TEST_FILES
+
+Split = Literal["train", "test"]
+
+
+class Examples(NamedTuple):
+    """Examples held in memory, contiguous.
+
+    images: uint8 [n, 32, 32, 3], height, width, and channels in the order red, green, blue.
+    labels: int32 [n], 0 to 9.
+    """
+
+    images: NDArray[np.uint8]
+    labels: NDArray[np.int32]
+
+
+def locate(data_dir: Path) -> Path | None:
+    """The folder with the binary files: `data_dir` itself or its `cifar-10-batches-bin`; None if neither has any.
+
+    One file is enough: a set that has lost a file is damaged, and `check` says so; it is not absent.
+    """
+    for folder in (data_dir, data_dir / FOLDER):
+        if any((folder / name).is_file() for name in FILES):
+            return folder
+    return None
+
+
+def check(folder: Path, files: Sequence[str] = FILES) -> None:
+    """Raise UserError unless every one of the files is there and has 30,730,000 bytes. Reads no contents."""
+    for name in files:
+        path = folder / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise UserError(
+                f"cannot read {path} ({error.strerror}; {FILE_BYTES:,} bytes expected): "
+                f"restore it, or move {folder} away to have the set made anew"
+            ) from None
+        if size != FILE_BYTES:
+            raise UserError(
+                f"{path} has {size:,} bytes instead of {FILE_BYTES:,}: "
+                f"restore it, or move {folder} away to have the set made anew"
+            )
+
+
+def read(folder: Path, split: Split) -> Examples:
+    """Read a split: "train" is 50,000 examples, "test" 10,000, in the order of the files.
+
+    Raises UserError, naming the file, if one is missing, unreadable, too short or too long, or if a label is not 0
+    to 9.
+    """
+    files = TRAIN_FILES if split == "train" else TEST_FILES
+    check(folder, files)
+    images = np.empty((len(files) * RECORDS_PER_FILE, SIDE, SIDE, CHANNELS), np.uint8)
+    labels = np.empty(len(files) * RECORDS_PER_FILE, np.int32)
+    for number, name in enumerate(files):
+        rows = slice(number * RECORDS_PER_FILE, (number + 1) * RECORDS_PER_FILE)
+        records = _read_records(folder / name)
+        labels[rows] = records[:, 0]
+        planes = records[:, 1:].reshape(-1, CHANNELS, SIDE, SIDE)
+        images[rows] = planes.transpose(0, 2, 3, 1)
+    return Examples(images, labels)
+
+
+def _read_records(path: Path) -> NDArray[np.uint8]:
+    """One file as uint8 [10,000, 3,073], its labels checked."""
+    try:
+        records = np.fromfile(path, np.uint8)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}: make it readable, or restore it") from None
+    if records.size != FILE_BYTES:  # it was cut between the check and now
+        raise UserError(f"{path} has {records.size:,} bytes instead of {FILE_BYTES:,}: restore it")
+    records = records.reshape(RECORDS_PER_FILE, RECORD_BYTES)
+    wrong = np.flatnonzero(records[:, 0] >= CLASSES)
+    if wrong.size:
+        first = int(wrong[0])
+        raise UserError(
+            f"{path} is damaged: the label of record {first} is {records[first, 0]}, not 0 to {CLASSES - 1}: "
+            f"restore it, or move {path.parent} away to have the set made anew"
+        )
+    return records
