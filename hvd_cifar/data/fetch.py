@@ -1,0 +1,203 @@
+"""Bring CIFAR-10 from its address: once per host, resumed when cut, checked, and unpacked with care."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import tarfile
+import time
+import zlib
+from pathlib import Path, PurePosixPath
+from typing import NoReturn
+
+import requests
+import urllib3
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from hvd_cifar.data import cifar10
+from hvd_cifar.data.place import scratch_folder
+from hvd_cifar.errors import UserError
+
+CHUNK_BYTES = 1 << 16
+CONNECT_SECONDS = 10.0
+READ_SECONDS = 60.0  # without a single byte
+TRIES = 3  # in a row that bring nothing new
+RETRY_SECONDS = 1.0  # before the second try, doubled for each one after it
+WORTH_RETRYING = (408, 416, 429)  # of the 4xx: too slow, our part file does not fit, too many requests
+NOT_AN_ADDRESS = (
+    requests.exceptions.InvalidSchema,
+    requests.exceptions.InvalidURL,
+    requests.exceptions.MissingSchema,
+)
+
+
+class DownloadError(UserError):
+    """The archive could not be had: no network, no such host or file, a server that fails, or a time-out."""
+
+
+def fetch(data_dir: Path, url: str, md5: str, *, show_progress: bool) -> Path:
+    """Download the archive in CIFAR-10's binary layout and unpack it into `data_dir`, unless it is there already.
+
+    One process of the host does it and the others wait for it. A download that was cut, by the network or because its
+    process was killed, goes on where it stopped: the bytes so far stay in `data_dir` as a `.part` file.
+
+    Args:
+        data_dir: made if need be.
+        md5: of the archive, 32 hex digits; it is compared before anything is unpacked.
+        show_progress: draw a progress bar on stderr.
+
+    Returns:
+        The folder with the six binary files.
+
+    Raises:
+        DownloadError: nothing usable could be downloaded.
+        UserError: wrong checksum (the bad file is removed), an archive that is unsafe or not CIFAR-10's (nothing of
+            it is kept), an address that is none, or a folder that cannot be written.
+    """
+    with scratch_folder(data_dir) as scratch:
+        # Another process may have brought it while this one waited for the lock.
+        if (found := cifar10.locate(data_dir)) is not None:
+            return found
+        # Named by its checksum, so that the part of one archive is never continued with another's bytes.
+        archive = data_dir / f"cifar-10-binary-{md5[:8].lower()}.part"
+        try:
+            _obtain(url, md5.lower(), archive, show_progress)
+        except DownloadError as error:
+            raise DownloadError(
+                f"cannot download CIFAR-10 from {url}: {error}: check the network and --data-url, "
+                f"or put the files into {data_dir / cifar10.FOLDER}"
+            ) from error
+        target = data_dir / cifar10.FOLDER
+        os.rename(_unpack(archive, scratch, url), target)
+        for part in data_dir.glob("cifar-10-binary-*.part"):  # this one, and what other addresses left
+            part.unlink()
+        return target
+
+
+def _obtain(url: str, md5: str, archive: Path, show_progress: bool) -> None:
+    """Make `archive` the file with this checksum, from the bytes that are there and those of `url`."""
+    if archive.exists() and _md5(archive) == md5:
+        return  # a process was killed between the download and the unpacking
+    for _ in range(2):
+        continued = _download(url, archive, show_progress)
+        actual = _md5(archive)
+        if actual == md5:
+            return
+        archive.unlink()
+        if not continued:
+            break
+        # The bytes from before the cut may be the bad ones: once more, from the first byte.
+    raise UserError(
+        f"the file from {url} has the MD5 checksum {actual} instead of {md5}, and was removed: "
+        "try again, or correct --data-url or --data-md5"
+    )
+
+
+def _download(url: str, archive: Path, show_progress: bool) -> bool:
+    """Bring `archive` to its full length; True if that continued bytes from before. Raises DownloadError."""
+    columns = (TextColumn("CIFAR-10"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not show_progress) as progress:
+        failures, furthest = 0, _size(archive)
+        while True:
+            try:
+                return _receive(url, archive, progress)
+            except NOT_AN_ADDRESS as error:
+                raise UserError(f"cannot download from {url}: {error}: correct --data-url") from error
+            except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+                failures = 1 if _size(archive) > furthest else failures + 1
+                furthest = max(furthest, _size(archive))
+                if failures == TRIES or not _worth_retrying(error):
+                    raise DownloadError(_reason(error)) from error
+                time.sleep(RETRY_SECONDS * 2 ** (failures - 1))
+
+
+def _receive(url: str, archive: Path, progress: Progress) -> bool:
+    """Ask once for the bytes that `archive` lacks, and write what comes; True if they were added to earlier ones."""
+    start = _size(archive)
+    headers = {"Accept-Encoding": "identity"}
+    if start:
+        headers["Range"] = f"bytes={start}-"
+    with requests.get(url, headers=headers, stream=True, timeout=(CONNECT_SECONDS, READ_SECONDS)) as response:
+        if response.status_code == 416:
+            archive.unlink(missing_ok=True)  # there is nothing after our bytes, yet they are not the whole file
+        response.raise_for_status()
+        if response.status_code == 206 and not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+            archive.unlink(missing_ok=True)
+            raise requests.RequestException("the server sent another range than it was asked for")
+        if response.status_code != 206:
+            start = 0  # a server that does not know Range sends the whole file
+        length = response.headers.get("Content-Length")
+        total = start + int(length) if length else None
+        task = next(iter(progress.task_ids), None)
+        if task is None:
+            task = progress.add_task("")
+        progress.update(task, total=total, completed=start)
+        with open(archive, "ab" if start else "wb", buffering=0) as file:
+            # Raw, because some servers name .tar.gz a content encoding, and requests would then undo the compression.
+            for chunk in response.raw.stream(CHUNK_BYTES, decode_content=False):
+                file.write(chunk)
+                progress.advance(task, len(chunk))
+        if total is not None and _size(archive) < total:
+            raise requests.ConnectionError(f"the connection was cut at byte {_size(archive):,} of {total:,}")
+    return start > 0
+
+
+def _worth_retrying(error: Exception) -> bool:
+    if isinstance(error, requests.HTTPError) and error.response is not None:
+        status = error.response.status_code
+        return status >= 500 or status in WORTH_RETRYING
+    return True
+
+
+def _reason(error: Exception) -> str:
+    """The last cause in one line, without the names of the classes around it."""
+    if isinstance(error, requests.HTTPError) and error.response is not None:
+        return f"the server answered {error.response.status_code} {error.response.reason}"
+    if isinstance(error, requests.ConnectTimeout):
+        return f"no connection within {CONNECT_SECONDS:.0f} s"
+    if isinstance(error, requests.Timeout | urllib3.exceptions.TimeoutError):
+        return f"no answer for {READ_SECONDS:.0f} s"
+    cause = getattr(error.args[0], "reason", error) if error.args else error
+    return " ".join(str(cause).split()).rsplit("): ", 1)[-1] or type(error).__name__
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _md5(path: Path) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _unpack(archive: Path, scratch: Path, url: str) -> Path:
+    """Unpack into `scratch` and return the folder with the six files; UserError, and no archive, if anything is off."""
+
+    def refuse(reason: str) -> NoReturn:
+        archive.unlink()
+        raise UserError(f"the archive from {url} was refused and removed: {reason}: give another with --data-url")
+
+    try:
+        with tarfile.open(archive, "r:gz") as tar:
+            # Python's own guard, where this Python has it, behind the checks below.
+            tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
+            for member in tar:
+                path = PurePosixPath(member.name)
+                if path.is_absolute() or ".." in path.parts:
+                    refuse(f"{member.name!r} would leave the folder")
+                if not (member.isreg() or member.isdir()):
+                    refuse(f"{member.name!r} is a link or a device")
+                tar.extract(member, scratch, set_attrs=False)
+    except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+        refuse(f"it is damaged or not a tar archive ({' '.join(str(error).split())})")
+    folder = cifar10.locate(scratch)
+    if folder is None:
+        refuse(f"it has no {cifar10.FILES[0]}")
+    if fault := cifar10.fault(folder):
+        refuse(fault)
+    return folder

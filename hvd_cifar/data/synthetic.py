@@ -1,0 +1,148 @@
+"""The embedded data set: ten kinds of figures, drawn by a seeded program into CIFAR-10's binary layout.
+
+It stands in for CIFAR-10 where there is no network. Every image shows one figure (a disc, a ring, a square, ...) of
+random place, size, proportions, tilt and colour on a shaded ground, with strokes of other colours behind and across
+it, and noise. The class is the kind of figure and nothing else:
+
+- A figure is lighter or darker than its ground with equal chance, and everything else is symmetric about middle grey
+  too. So the mean image of every class is the same grey, and a linear model cannot do better than guess.
+- The mirror image of a class is that class, and shifts, brightness and contrast vary by themselves: the usual
+  augmentations lose nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_cifar.data import cifar10
+from hvd_cifar.data.place import scratch_folder
+
+Floats = NDArray[np.float32]
+
+FOLDER = "synthetic-v1"  # the drawing must never change under this name: a test holds its checksum
+IMAGES_AT_ONCE = 500  # fits a core's cache; part of the definition, since the random bits are drawn in this order
+STROKES_BEHIND = 3
+STROKES_ACROSS = 1
+
+
+def _cut(outer: Floats, hole: Floats) -> Floats:
+    return np.maximum(outer, -hole)
+
+
+# Each figure as its signed distance (negative inside) from coordinates u (right) and v (down); it reaches to about 1.
+FIGURES: dict[str, Callable[[Floats, Floats], Floats]] = {
+    "disc": lambda u, v: _radius(u, v) - 0.95,
+    "ring": lambda u, v: np.abs(_radius(u, v) - 0.75) - 0.2,
+    "square": lambda u, v: _box(u, v) - 0.85,
+    "frame": lambda u, v: np.abs(_box(u, v) - 0.66) - 0.2,
+    "triangle": lambda u, v: np.maximum(v - 0.7, (2 * np.abs(u) - v - 0.95) / 5**0.5),
+    "plus": lambda u, v: np.maximum(np.minimum(np.abs(u), np.abs(v)) - 0.28, _box(u, v) - 0.95),
+    "cross": lambda u, v: FIGURES["plus"]((u + v) / 2**0.5, (u - v) / 2**0.5),
+    "bars": lambda u, v: _cut(_box(u, v) - 0.85, np.abs(np.abs(v) - 0.34) - 0.17),
+    "pillars": lambda u, v: _cut(_box(u, v) - 0.85, np.abs(np.abs(u) - 0.34) - 0.17),
+    "checker": lambda u, v: np.maximum(_box(u, v) - 0.85, np.maximum(np.minimum(u, v), -np.maximum(u, v))),
+}
+
+
+def _radius(u: Floats, v: Floats) -> Floats:
+    return np.sqrt(u * u + v * v)
+
+
+def _box(u: Floats, v: Floats) -> Floats:
+    return np.maximum(np.abs(u), np.abs(v))
+
+
+def ensure(data_dir: Path) -> Path:
+    """The folder of the synthetic set in `data_dir`, drawn once per host (in seconds) if it is not there.
+
+    It holds 50,000 + 10,000 examples, every class equally often in every file, and `batches.meta.txt` with the names
+    of the classes. Every machine draws the same bytes.
+
+    Raises UserError if a file is there but damaged, or if the folder cannot be written.
+    """
+    folder = data_dir / FOLDER
+    if cifar10.locate(folder) is None:
+        with scratch_folder(data_dir) as scratch:
+            if cifar10.locate(folder) is None:  # else another process drew it while this one waited
+                for number, name in enumerate(cifar10.FILES):
+                    (scratch / name).write_bytes(draw_file(number).data)
+                (scratch / "batches.meta.txt").write_text("".join(f"{name}\n" for name in FIGURES))
+                os.rename(scratch, folder)
+    cifar10.check(folder)
+    return folder
+
+
+def draw_file(number: int) -> NDArray[np.uint8]:
+    """The records of file `number` (0 to 5; 5 is the test set), uint8 [10,000, 3,073]."""
+    # The raw bits of a bit generator are stable by NumPy's policy; distributions and permutations are not. From the
+    # bits on there is only arithmetic that IEEE 754 rounds correctly (+ - * / sqrt), the same on every machine.
+    bits = np.random.PCG64(number)
+    records = np.empty((cifar10.RECORDS_PER_FILE, cifar10.RECORD_BYTES), np.uint8)
+    in_turn = np.arange(cifar10.RECORDS_PER_FILE) % cifar10.CLASSES
+    records[:, 0] = in_turn[np.argsort(bits.random_raw(len(records)), kind="stable")]
+    for first in range(0, len(records), IMAGES_AT_ONCE):
+        rows = slice(first, first + IMAGES_AT_ONCE)
+        records[rows, 1:] = _draw(records[rows, 0], bits)
+    return records
+
+
+def _draw(labels: NDArray[np.uint8], bits: np.random.PCG64) -> NDArray[np.uint8]:
+    """Images of these classes, uint8 [n, 3 * 32 * 32]: planes of red, green and blue."""
+    count = len(labels)
+
+    def between(low: float, high: float) -> Floats:
+        """One random number for each image, [n, 1]."""
+        raw = bits.random_raw((count, 1)) >> np.uint64(40)
+        return low + (high - low) * (raw.astype(np.float32) * np.float32(2.0**-24))
+
+    def colour(low: float, high: float) -> Floats:
+        return np.stack([between(low, high) for _ in range(cifar10.CHANNELS)], axis=1)  # [n, 3, 1]
+
+    def paint(distance: Floats, paint_colour: Floats) -> None:
+        """Cover what is inside, with soft edges: `distance` in pixels, [n, 32 * 32]."""
+        cover = np.clip(0.5 - distance, 0, 1)[:, None, :]
+        image[:] += cover * (paint_colour - image)
+
+    def stroke() -> None:
+        u, v = x - between(-16, 16), y - between(-16, 16)
+        right, down = between(-1, 1), between(-1, 1)
+        length = np.sqrt(right * right + down * down + 1e-6)
+        along = np.abs(u * right + v * down) / length - between(2, 12)
+        aside = np.abs(v * right - u * down) / length - between(0.6, 3.5)
+        paint(np.maximum(along, aside), ground + colour(-90, 90))
+
+    def figure() -> None:
+        u, v = x - between(-5, 5), y - between(-5, 5)
+        tilt = between(-0.25, 0.25)  # tangent: 14 degrees
+        length = np.sqrt(1 + tilt * tilt)
+        stretch = between(0.8, 1.2)
+        mirror = np.where(between(0, 1) < 0.5, np.float32(-1), np.float32(1))
+        radius = between(6, 11)  # pixels
+        right = (u + tilt * v) / length * stretch / radius * mirror
+        down = (v - tilt * u) / length / stretch / radius
+        distance = np.empty_like(right)
+        for label, shape in enumerate(FIGURES.values()):
+            rows = np.flatnonzero(labels == label)
+            distance[rows] = shape(right[rows], down[rows]) * radius[rows]
+        lighter_or_darker = np.where(between(0, 1) < 0.5, np.float32(-1), np.float32(1))[:, :, None]
+        paint(distance, ground + lighter_or_darker * colour(40, 100))
+
+    pixels = np.arange(cifar10.SIDE**2)
+    x = (pixels % cifar10.SIDE).astype(np.float32) - 15.5
+    y = (pixels // cifar10.SIDE).astype(np.float32) - 15.5
+    ground = colour(60, 195)
+    image = ground + colour(-3, 3) * (between(-1, 1) * x + between(-1, 1) * y)[:, None, :]
+    for _ in range(STROKES_BEHIND):
+        stroke()
+    figure()
+    for _ in range(STROKES_ACROSS):
+        stroke()
+    # The difference of two uniform bytes: noise of triangular shape, of a strength that varies between images.
+    noise = bits.random_raw((2, count, 384)).astype("<u8").view(np.uint8).reshape(2, count, 3, -1).astype(np.float32)
+    image += (noise[0] - noise[1]) * between(20 / 255, 40 / 255)[:, :, None]
+    return np.clip(image + 0.5, 0, 255).astype(np.uint8).reshape(count, -1)
