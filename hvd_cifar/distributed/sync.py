@@ -1,0 +1,209 @@
+"""Keeping ranks alike and honest: broadcast, the start-up proof, sums over ranks, digests, shared errors.
+
+Everything here that is not marked as local is a collective: every rank calls it, in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hvd_cifar.errors import TrainingError, UserError
+
+T = TypeVar("T")
+
+# Types that Horovod does not send, and one of the same width that it does.
+_CARRIERS = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.bfloat16: tf.int16}
+
+
+def broadcast_variables(
+    target: keras.Model | keras.optimizers.Optimizer | Iterable[Any],
+    root_rank: int = 0,
+    process_set: Any = hvd.global_process_set,
+) -> None:
+    """Give all ranks the values that variables have on one, bit for bit.
+
+    Args:
+        target: a Keras 3 model (its weights, random seeds and, if it is compiled and built, its optimizer), a built
+            Keras 3 optimizer, or Keras or TensorFlow variables; the same on every rank.
+        root_rank: the rank whose values all get.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: where an optimizer has no slots yet, which would stay different on every rank.
+    """
+    if not process_set.included() or process_set.size() == 1:
+        return
+    variables = [_tensorflow_variable(v) for v in _variables_of(target)]
+    plain = [v for v in variables if v.dtype not in _CARRIERS]
+    odd = [v for v in variables if v.dtype in _CARRIERS]
+    if plain:
+        hvd.broadcast_variables(plain, root_rank, process_set=process_set)
+    for variable in odd:
+        carrier = tf.bitcast(variable.read_value(), _CARRIERS[variable.dtype])
+        received = hvd.broadcast(carrier, root_rank, process_set=process_set)
+        variable.assign(tf.bitcast(received, variable.dtype))
+
+
+def _variables_of(target: Any) -> list[Any]:
+    if isinstance(target, keras.optimizers.Optimizer):
+        if not target.built:
+            raise ValueError("the optimizer is not built yet: call optimizer.build(model.trainable_variables) first")
+        return list(target.variables)
+    if isinstance(target, keras.Model):
+        optimizer = getattr(target, "optimizer", None)
+        slots = list(optimizer.variables) if optimizer is not None and optimizer.built else []
+        return list(target.variables) + slots
+    return list(target)
+
+
+def _tensorflow_variable(variable: Any) -> Any:
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def prove_averaging(wrap: Callable[[keras.optimizers.Optimizer], Any], contributions: str = "average") -> None:
+    """Check by a tiny real update that `wrap` makes an optimizer which averages gradients over all ranks.
+
+    Rank r feeds the gradients r + 1 and -(r + 1)^2 to a wrapped SGD with learning rate 1, in a `tf.function` as in
+    training, and every rank looks at what every rank ended with.
+
+    Args:
+        wrap: how the run wraps its optimizer.
+        contributions: "average" where the ranks feed gradients of their own means, "sum" where they feed their shares
+            of the global mean; the result must be the same.
+
+    Raises:
+        TrainingError: on every rank, where any rank did not end at the average; it names ranks and values.
+    """
+    rank, size = hvd.rank(), hvd.size()
+    variable = keras.Variable(np.zeros(2, np.float32), dtype="float32", name="start_up_proof")
+    optimizer = wrap(keras.optimizers.SGD(1.0))
+    optimizer.build([variable])
+    mine = tf.constant([rank + 1.0, -((rank + 1.0) ** 2)], tf.float32)
+    if contributions == "sum":
+        mine /= size
+
+    @tf.function
+    def update() -> None:
+        optimizer.apply([mine], [variable])
+
+    update()
+    ended = hvd.allgather(tf.convert_to_tensor(variable)[None, :]).numpy()
+    ranks = np.arange(1, size + 1, dtype=np.float64)
+    expected = -np.array([ranks.mean(), -(ranks**2).mean()])
+    # fp16 on the wire rounds to 11 bits; a missing average is off by at least 1 part in 3.
+    wrong = [r for r in range(size) if not np.allclose(ended[r], expected, rtol=2e-3, atol=0)]
+    if wrong:
+        found = ", ".join(f"rank {r} ended at {_show(ended[r])}" for r in wrong[:8])
+        raise TrainingError(
+            f"gradients are not averaged over the ranks: with gradients 1..{size} and -1..-{size**2} every rank must end at "
+            f"{_show(expected)}, but {found}{' and others' * (len(wrong) > 8)}; the optimizer does not call Horovod"
+        )
+
+
+def _show(values: Sequence[float] | NDArray[Any]) -> str:
+    return "(" + ", ".join(f"{float(v):.6g}" for v in values) + ")"
+
+
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    """Sums over all ranks, in float64."""
+    if hvd.size() == 1:
+        return [float(v) for v in values]
+    return [float(v) for v in hvd.allreduce(tf.constant(values, tf.float64), op=hvd.Sum).numpy()]
+
+
+def sum_in_graph(value: Any) -> Any:
+    """The sum of a tensor over all ranks, as an operation of the step's own graph."""
+    return value if hvd.size() == 1 else hvd.allreduce(value, op=hvd.Sum)
+
+
+def average_variables(variables: Sequence[keras.Variable]) -> None:
+    """Replace variables by their mean over the ranks: batch norm's moving statistics, before they are used or saved."""
+    if hvd.size() == 1 or not variables:
+        return
+    means = hvd.grouped_allreduce([tf.convert_to_tensor(v.value) for v in variables], op=hvd.Average)
+    for variable, mean in zip(variables, means):
+        variable.assign(mean)
+
+
+def digest(variables: Iterable[keras.Variable]) -> str:
+    """SHA-256 of names, types, shapes and bits of variables, in the order given. Local to the rank."""
+    state = hashlib.sha256()
+    for variable in variables:
+        value = np.ascontiguousarray(variable.numpy())
+        state.update(f"{variable.path} {value.dtype} {value.shape}\n".encode())
+        state.update(value.tobytes())
+    return state.hexdigest()
+
+
+def gather(value: T) -> list[T]:
+    """What every rank passed, by rank."""
+    return [value] if hvd.size() == 1 else hvd.allgather_object(value)
+
+
+def from_root(value: T) -> T:
+    """What rank 0 passed."""
+    return value if hvd.size() == 1 else hvd.broadcast_object(value, root_rank=0)
+
+
+def on_every_rank(function: Callable[[], T]) -> T:
+    """Call a function that may fail on some ranks only, and fail on all of them if it does on any.
+
+    Without this the ranks that did not fail would wait for the others in the next collective.
+
+    Raises:
+        UserError, TrainingError: the first failed rank's, on every rank.
+        Exception: any other error, on the rank that had it; the others raise a TrainingError that names it.
+    """
+    result, failure = None, None
+    try:
+        result = function()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        failure = error
+    outcomes = gather(None if failure is None else _message(failure))
+    _raise_alike(failure, outcomes)
+    return result  # type: ignore[return-value]
+
+
+def on_root(function: Callable[[], T]) -> T:
+    """Call a function on rank 0 alone and give every rank its result; its failure is every rank's.
+
+    Raises: as `on_every_rank`.
+    """
+    result, failure = None, None
+    if hvd.rank() == 0:
+        try:
+            result = function()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            failure = error
+    message, result = from_root((None if failure is None else _message(failure), result))
+    _raise_alike(failure, [message])
+    return result  # type: ignore[return-value]
+
+
+def _message(failure: Exception) -> tuple[str, str]:
+    kind = type(failure).__name__
+    if isinstance(failure, UserError):
+        kind = "UserError"
+    return kind, str(failure)
+
+
+def _raise_alike(failure: Exception | None, outcomes: Sequence[tuple[str, str] | None]) -> None:
+    failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None]
+    if not failed:
+        return
+    rank, (kind, text) = failed[0]
+    if failure is not None and not isinstance(failure, (UserError, TrainingError)):
+        raise failure
+    if kind == "UserError":
+        raise UserError(text)
+    if kind == "TrainingError":
+        raise TrainingError(text)
+    raise TrainingError(f"rank {rank} failed with {kind}: {text.splitlines()[0] if text else ''}")

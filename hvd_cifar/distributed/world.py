@@ -1,0 +1,121 @@
+"""Starting a rank: Horovod, its device, its threads."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from dataclasses import dataclass
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from hvd_cifar.distributed import devices, environment
+
+
+@dataclass(frozen=True)
+class World:
+    """What a rank knows of itself and of the others."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str
+    device: str  # "/GPU:0" or "/CPU:0", as TensorFlow names it after this rank's choice
+    threads: int  # of TensorFlow's pool; 0 stands for TensorFlow's own choice, where a GPU computes
+    controller: str  # mpi or gloo: what Horovod talks over
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is rank 0, the one that writes and prints."""
+        return self.rank == 0
+
+    def describe(self) -> str:
+        """One line for the log: ranks, devices, controller."""
+        ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
+        kind = "one GPU each" if "GPU" in self.device else f"{self.threads} CPU thread{'s' * (self.threads > 1)} each"
+        return f"{ranks}, {kind}, all-reduce over {self.controller}"
+
+
+def start() -> World:
+    """Start Horovod in this process, pin its device and size its thread pool. Call it once, before any TensorFlow op.
+
+    Raises:
+        UserError: where the host has GPUs, but fewer than ranks.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    environment.prepare_mpi(os.environ, on_cpu=not gpus)
+    hvd.init()
+    local_rank, local_size = hvd.local_rank(), hvd.local_size()
+
+    view = devices.visible_gpus(devices.list_gpus(), os.environ) if gpus else []
+    if gpus and len(view) != len(gpus):
+        view = [gpu.name for gpu in gpus]  # nvidia-smi is silent or counts otherwise: go by TensorFlow's own names
+    views, masks = _look_around_the_host(view, frozenset(os.sched_getaffinity(0)))
+
+    choice = devices.choose_gpu(views, local_rank)
+    if choice is not None:
+        tf.config.set_visible_devices(gpus[choice], "GPU")
+        tf.config.experimental.set_memory_growth(gpus[choice], True)
+        threads = 0
+    else:
+        threads = devices.threads_per_rank(masks, local_rank, devices.cpu_quota())
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
+        tf.config.threading.set_inter_op_parallelism_threads(threads)
+    return World(
+        rank=hvd.rank(),
+        size=hvd.size(),
+        local_rank=local_rank,
+        local_size=local_size,
+        host=socket.gethostname(),
+        device="/CPU:0" if choice is None else "/GPU:0",
+        threads=threads,
+        controller="mpi" if hvd.mpi_enabled() else "gloo",
+    )
+
+
+def stop() -> None:
+    """Leave Horovod; every rank calls it when its work is done."""
+    hvd.shutdown()
+
+
+def _look_around_the_host(view: list[str], mask: frozenset[int]) -> tuple[list[list[str]], list[frozenset[int]]]:
+    """What every local rank of this host sees: its GPUs and its CPUs.
+
+    It cannot go through Horovod's own operations: they would start TensorFlow's runtime, after which neither devices
+    nor threads can be chosen. Under Gloo there is no other way to ask; horovodrun starts all ranks of a host alike.
+    """
+    if not hvd.mpi_enabled():
+        return [view] * hvd.local_size(), [mask] * hvd.local_size()
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # Horovod has started MPI, and Horovod ends it
+    mpi4py.rc.finalize = False
+    from mpi4py import MPI  # only here: under Gloo its import would try to start MPI
+
+    host = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, key=hvd.rank())
+    seen = host.allgather((view, mask))
+    host.Free()
+    return [v for v, _ in seen], [m for _, m in seen]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes here, by package name."""
+    import horovod
+    import keras
+    import numpy
+
+    found = {
+        "python": platform.python_version(),
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+        "numpy": numpy.__version__,
+        "horovod": horovod.__version__,
+    }
+    if hvd.mpi_enabled():
+        from mpi4py import MPI
+
+        name, numbers = MPI.get_vendor()
+        found["mpi"] = f"{name} {'.'.join(map(str, numbers))}"
+    return found
