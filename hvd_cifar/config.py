@@ -132,6 +132,7 @@ class EvaluateSettings(_Settings):
     dataset: DatasetName | None = Field(None, description="Data set to evaluate on. [default: the run's]")
     data_dir: LocalPath | None = Field(None, description="Folder of the data set. [default: the run's]")
     batch_size: int = Field(500, gt=0, description="Examples a rank evaluates at a time.")
+    output: LocalPath | None = Field(None, description="JSON file to write the result to.")
 
 
 S = TypeVar("S", bound=_Settings)

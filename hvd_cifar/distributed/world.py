@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
 
 from hvd_cifar.distributed import devices, environment
+from hvd_cifar.errors import TrainingError
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,20 @@ def start() -> World:
     )
 
 
-def stop() -> None:
-    """Leave Horovod; every rank calls it when its work is done."""
+@contextmanager
+def session() -> Iterator[World]:
+    """Start this rank, and turn the failure of a collective, because another rank is gone, into one line.
+
+    Raises:
+        TrainingError: where another rank ended, so that this one cannot go on.
+    """
+    world = start()
+    try:
+        yield world
+    except (tf.errors.OpError, HorovodInternalError) as failure:
+        if "Horovod" not in str(failure):
+            raise
+        raise TrainingError(f"rank {world.rank} lost another rank, which ended before it; see that one's error") from None
     hvd.shutdown()
 
 

@@ -1,0 +1,5 @@
+"""`python -m hvd_cifar`."""
+
+from hvd_cifar.cli import main
+
+main()

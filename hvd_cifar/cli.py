@@ -1,0 +1,132 @@
+"""The command line: parse, then call one function. Every option is a field of a class in `config`."""
+
+from __future__ import annotations
+
+import sys
+import time
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvd_cifar import __version__, config
+from hvd_cifar.distributed.environment import launched_rank
+from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.reporting import terminal
+from hvd_cifar.reporting.quiet import quiet_start
+
+USER_ERROR = 2
+TRAINING_ERROR = 1
+GRACE_SECONDS = 5.0  # for rank 0 to say what is wrong, before a launcher ends it for another rank's exit
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a command and end the process: 0 when it did its work, 1 when a run failed, 2 for a user's error."""
+    sys.exit(_run(sys.argv[1:] if argv is None else argv, only_check=False))
+
+
+def check(argv: list[str]) -> None:
+    """Parse and validate a command line without running it; ends the process with one line and code 2 if it is wrong.
+
+    A launcher calls it before it starts any rank. Help is printed here too, and ends the process with code 0.
+    """
+    code = _run(argv, only_check=True)
+    if code is not None:
+        sys.exit(code)
+
+
+def _run(argv: list[str], only_check: bool) -> int | None:
+    """The exit code; None where the command line was checked only, and is right."""
+    try:
+        work = _commands().main(argv, prog_name="hvd_cifar", standalone_mode=False)
+        if not callable(work):  # click has printed help or the version, and returns its exit code
+            return int(work or 0)
+        if only_check:
+            return None
+        work()
+        return 0
+    except click.ClickException as error:
+        return _complain_once(f"{error.format_message().rstrip('.')} (see --help)", USER_ERROR)
+    except UserError as error:
+        return _complain_once(str(error), USER_ERROR)
+    except TrainingError as error:
+        return _complain_once(str(error), TRAINING_ERROR)
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+
+
+def _complain_once(message: str, code: int) -> int:
+    """Rank 0 prints the line for all ranks; the others leave it the time to."""
+    if launched_rank() in (None, 0):
+        terminal.complain("hvd_cifar: " + " ".join(message.split()))
+    else:
+        time.sleep(GRACE_SECONDS)
+    return code
+
+
+def _commands() -> click.Group:
+    @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+    @click.version_option(__version__)
+    def commands() -> None:
+        """Train CIFAR-10 with TensorFlow and Horovod: one process per GPU or core, gradients averaged over all."""
+
+    _add(commands, "train", config.TrainSettings, _train, "Train a model; rank 0 writes the run directory.")
+    _add(commands, "evaluate", config.EvaluateSettings, _evaluate, "Evaluate a checkpoint on the whole test set.")
+    return commands
+
+
+def _add(
+    group: click.Group, name: str, kind: type[config.S], function: Callable[[config.S], None], help_text: str
+) -> None:
+    """Add a command whose options are the fields of `kind`; parsing returns the call to make, validated."""
+
+    def parse(**given: Any) -> Callable[[], None]:
+        file = given.pop("config", None)
+        values = config.read_file(Path(file)) if file else {}
+        chosen = {field: value for field, value in given.items() if value is not None}
+        if "global_batch_size" in chosen:
+            values.pop("batch_size", None)  # an option outdoes the file, also where the two exclude each other
+        if "batch_size" in chosen:
+            values.pop("global_batch_size", None)
+        settings = config.make(kind, {**values, **chosen})
+        return lambda: function(settings)
+
+    options: list[click.Parameter] = [
+        click.Option([config.option_name(field)], default=None, metavar=_metavar(info.annotation), help=_help(info))
+        for field, info in kind.model_fields.items()
+    ]
+    options.append(click.Option(["--config"], metavar="FILE", help="Settings from a YAML or JSON file; options outdo it."))
+    group.add_command(click.Command(name, params=options, callback=parse, help=help_text))
+
+
+def _help(info: Any) -> str:
+    text = str(info.description)
+    shown = info.default is not None and not info.is_required()
+    return f"{text} [default: {info.default}]" if shown else text
+
+
+def _metavar(annotation: Any) -> str:
+    """How an option's value is called in the help: its choices, or its kind."""
+    members = [m for m in typing.get_args(annotation) if m is not types.NoneType]
+    if typing.get_origin(annotation) is typing.Literal:
+        return "|".join(members)
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return _metavar(members[0])
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _metavar(members[0])
+    return {int: "N", float: "X", Path: "PATH"}.get(annotation, "TEXT")
+
+
+def _train(settings: config.TrainSettings) -> None:
+    with quiet_start():
+        from hvd_cifar.training.loop import train
+    train(settings)
+
+
+def _evaluate(settings: config.EvaluateSettings) -> None:
+    with quiet_start():
+        from hvd_cifar.training.evaluation import evaluate_run
+    evaluate_run(settings)

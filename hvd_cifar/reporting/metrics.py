@@ -1,0 +1,143 @@
+"""What a run tells: lines and a progress bar on the terminal, metrics.jsonl, TensorBoard, summary.json."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hvd_cifar.errors import UserError
+from hvd_cifar.reporting import terminal
+
+
+class Reporter:
+    """The voice of a run. Every rank has one; only rank 0's (with a folder) speaks and writes."""
+
+    def __init__(self, run_dir: Path | None, watched: bool) -> None:
+        self.run_dir = run_dir
+        self._console = Console(force_terminal=True) if run_dir and watched else None
+        self._progress: Progress | None = None
+        self._bar: Any = None
+        self._metrics: Any = None
+        self._board: Any = None
+
+    def open(self, first_step: int) -> None:
+        """Begin to write metrics from a step on; events of later steps, from a run that was cut off, are dropped."""
+        if self.run_dir is None:
+            return
+        path = self.run_dir / "metrics.jsonl"
+        with _writing(path):
+            _keep_events_up_to(path, first_step)
+            self._metrics = path.open("a", encoding="utf-8")
+            self._board = tf.summary.create_file_writer(str(self.run_dir / "tensorboard"))
+
+    def close(self) -> None:
+        """Finish what is being written."""
+        if self._metrics:
+            self._metrics.close()
+        if self._board:
+            self._board.close()
+
+    @contextmanager
+    def progress(self, first_step: int, total_steps: int) -> Iterator[None]:
+        """Show a bar over the steps while the block runs, if a person watches."""
+        if self._console is None:
+            yield
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        with Progress(*columns, console=self._console, refresh_per_second=4) as self._progress:
+            self._bar = self._progress.add_task("step", total=total_steps, completed=first_step, note="")
+            yield
+        self._progress = None
+
+    def say(self, line: str) -> None:
+        """Print a line, above the bar if there is one."""
+        if self.run_dir is None:
+            return
+        if self._progress is not None:
+            self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            terminal.say(line)
+
+    def train(
+        self, step: int, epoch: float, loss: float, learning_rate: float, images_per_second: float, seconds: float
+    ) -> None:
+        """Report a window of steps; `loss` is the last step's global mean, `seconds` are those of one step."""
+        if self.run_dir is None:
+            return
+        rate, per_batch = f"{images_per_second:.1f} images/s", f"{seconds:.3f} s/batch"
+        if self._progress is not None:
+            self._progress.update(self._bar, completed=step, note=f"loss {loss:.4f}  {rate}")
+        stamp = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        self.say(f"{stamp}: step {step}, loss = {loss:.4f} ({rate}; {per_batch})")
+        event = {"step": step, "epoch": epoch, "loss": loss, "learning_rate": learning_rate}
+        self._write("train", {**event, "images_per_second": images_per_second})
+
+    def evaluation(self, step: int, epoch: float, accuracy: float, loss: float, examples: int) -> None:
+        """Report an evaluation on the test set."""
+        if self.run_dir is None:
+            return
+        self.say(f"step {step} (epoch {epoch:.2f}): test accuracy {accuracy:.2%}, test loss {loss:.4f}, {examples} examples")
+        values = {"step": step, "epoch": epoch, "test_accuracy": accuracy, "test_loss": loss, "test_examples": examples}
+        self._write("eval", values)
+
+    def _write(self, event: str, values: dict[str, Any]) -> None:
+        assert self.run_dir is not None
+        with _writing(self.run_dir / "metrics.jsonl"):
+            self._metrics.write(json.dumps({"event": event, **values}) + "\n")
+            self._metrics.flush()
+        with self._board.as_default(step=values["step"]):
+            for name, value in values.items():
+                if name not in ("step", "epoch"):
+                    tf.summary.scalar(f"{event}/{name}", value)
+
+    def summary(self, values: dict[str, Any]) -> None:
+        """Write summary.json, whole or not at all."""
+        if self.run_dir is None:
+            return
+        path = self.run_dir / "summary.json"
+        with _writing(path):
+            replace_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file in one step: a reader, or a crash, sees the old text or the new one."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def _keep_events_up_to(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            break  # the line that a killed run was writing
+        if event["step"] <= step:
+            kept.append(line + "\n")
+    replace_text(path, "".join(kept))
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as failure:
+        raise UserError(f"cannot write {path}: {failure.strerror or failure}; make room or give another --run-dir") from None

@@ -1,0 +1,142 @@
+"""Saving and restoring everything that the rest of a run depends on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvd_cifar.errors import UserError
+from hvd_cifar.models import Net
+from hvd_cifar.training.step import MovingAverage
+
+KEPT = 5
+
+# Settings that the course of a run depends on: a checkpoint of other ones is another run.
+COURSE = (
+    "model",
+    "dataset",
+    "precision",
+    "seed",
+    "learning_rate",
+    "warmup_epochs",
+    "weight_decay",
+    "ema_decay",
+    "clip_norm",
+    "compression",
+)
+
+
+class State:
+    """What a run is at a step: weights, optimizer slots, moving averages, and the step itself.
+
+    To evaluate, no optimizer is needed. Order and augmentation are pure functions of the seed and the step, so the step is the position in the data too.
+    """
+
+    def __init__(self, net: Net, optimizer: Any, averages: MovingAverage | None) -> None:
+        self.net = net
+        self.optimizer = optimizer
+        self.averages = averages
+        self.step = keras.Variable(0, dtype="int64", trainable=False, name="step")
+
+    @property
+    def variables(self) -> list[Any]:
+        """All of it, in a fixed order, for broadcast and comparison."""
+        slots = self.optimizer.variables if self.optimizer else []
+        averages = self.averages.variables if self.averages else []
+        return [*self.net.model.variables, *slots, *averages, self.step]
+
+    @property
+    def trackable(self) -> tf.train.Checkpoint:
+        """The same as a TensorFlow checkpoint."""
+        parts: dict[str, Any] = {"model": self.net.model, "step": self.step.value}
+        if self.optimizer:
+            parts["optimizer"] = self.optimizer
+        if self.averages:
+            parts["averages"] = tf.train.Checkpoint(variables=[v.value for v in self.averages.variables])
+        return tf.train.Checkpoint(**parts)
+
+
+class Checkpoints:
+    """The newest checkpoints of a run directory. Only rank 0 has one."""
+
+    def __init__(self, folder: Path, state: State) -> None:
+        self.folder = folder
+        self.state = state
+        self.manager = tf.train.CheckpointManager(state.trackable, str(folder), max_to_keep=KEPT, checkpoint_name="step")
+
+    def save(self) -> Path:
+        """Write the present state; the newest 5 are kept.
+
+        Raises:
+            UserError: where it cannot be written; earlier checkpoints are then still there.
+        """
+        step = int(self.state.step.numpy())
+        try:
+            return Path(self.manager.save(checkpoint_number=step))
+        except (tf.errors.OpError, OSError) as failure:
+            raise UserError(
+                f"cannot write the checkpoint of step {step} in {self.folder}: {first_line(failure)}; "
+                "earlier checkpoints are kept; make room or give another --run-dir"
+            ) from None
+
+    def restore(self, path: Path) -> None:
+        """Read a state.
+
+        Raises:
+            UserError: where the checkpoint is damaged or of another model.
+        """
+        restore(self.state.trackable, path)
+
+
+def restore(trackable: tf.train.Checkpoint, path: Path, partial: bool = False) -> None:
+    """Read a checkpoint into existing objects; `partial` where it may hold more than these.
+
+    Raises:
+        UserError: where it is damaged, or lacks what the objects need.
+    """
+    try:
+        status = trackable.read(str(path))
+        status.assert_existing_objects_matched()
+        if not partial:
+            status.assert_consumed()
+        else:
+            status.expect_partial()
+    except (tf.errors.OpError, AssertionError, ValueError, OSError) as failure:
+        raise UserError(
+            f"cannot read the checkpoint {path}: {first_line(failure)}; give another one, or the settings it was made with"
+        ) from None
+
+
+def find(place: Path) -> Path | None:
+    """The checkpoint at a path: itself, or the newest one of a folder of checkpoints or a run directory; None: none."""
+    if Path(f"{place}.index").exists():
+        return place
+    for folder in (place, place / "checkpoints"):
+        newest = tf.train.latest_checkpoint(str(folder)) if folder.is_dir() else None
+        if newest is not None:
+            return Path(newest)
+    return None
+
+
+def differences(recorded: Path, now: dict[str, Any]) -> list[str]:
+    """What a run directory's config.json says otherwise than `now` (COURSE and global_batch_size), a line each.
+
+    Raises:
+        UserError: where the file is damaged.
+    """
+    try:
+        content = json.loads(recorded.read_text(encoding="utf-8"))
+        then = {**content, "global_batch_size": content["run"]["global_batch_size"], "dataset": content["run"]["dataset"]}
+    except (OSError, ValueError, KeyError, TypeError) as failure:
+        raise UserError(f"{recorded} is damaged ({first_line(failure)}): give another --run-dir") from None
+    return [f"{name} was {then.get(name)}, is {now[name]}" for name in now if then.get(name) != now[name]]
+
+
+def first_line(failure: BaseException) -> str:
+    """The first line of an error's text, or its type where it has none."""
+    text = str(getattr(failure, "message", None) or failure).strip()
+    return text.splitlines()[0][:300] if text else type(failure).__name__

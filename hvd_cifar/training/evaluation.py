@@ -1,0 +1,84 @@
+"""The `evaluate` command: a checkpoint of a run, on the whole test set, at any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hvd_cifar import config
+from hvd_cifar.config import EvaluateSettings, TrainSettings
+from hvd_cifar.data.dataset import load
+from hvd_cifar.distributed import sync
+from hvd_cifar.distributed.world import session
+from hvd_cifar.errors import UserError
+from hvd_cifar.models import build
+from hvd_cifar.reporting import terminal
+from hvd_cifar.reporting.metrics import replace_text
+from hvd_cifar.training import checkpoint
+from hvd_cifar.training.evaluate import make_evaluator
+from hvd_cifar.training.recipe import set_precision
+from hvd_cifar.training.sources import prepare_data, views_of
+from hvd_cifar.training.step import MovingAverage
+
+
+def evaluate_run(settings: EvaluateSettings) -> None:
+    """Evaluate a run's checkpoint on all ranks of this job; rank 0 prints, and writes --output.
+
+    Raises:
+        UserError: where there is no such run or checkpoint, or its data set is not to be had.
+    """
+    with session() as world:
+        trained, path = sync.on_root(lambda: _find(settings))
+        prepared = prepare_data(trained, world)
+        _, test_set = sync.on_every_rank(lambda: load(prepared))
+
+        set_precision(trained.precision, trained.seed)
+        views = views_of(trained.model)
+        net = build(trained.model, views.side, trained.precision)
+        averages = MovingAverage(net.model.trainable_variables, trained.ema_decay) if trained.ema_decay else None
+        state = checkpoint.State(net, None, averages)
+        sync.on_root(lambda: checkpoint.restore(state.trackable, path, partial=True))
+        sync.broadcast_variables(state.variables)
+        if averages:
+            averages.swap()
+
+        found = make_evaluator(net.model, test_set, views, world, settings.batch_size)()
+        result: dict[str, Any] = {
+            "dataset": prepared.name,
+            "model": trained.model,
+            "checkpoint": str(path),
+            "step": int(state.step.numpy()),
+            "world_size": world.size,
+            "test_accuracy": found.accuracy,
+            "test_loss": found.loss,
+            "test_examples": found.examples,
+        }
+        if world.is_root:
+            terminal.say(
+                f"{prepared.name}, {trained.model}, step {result['step']}: test accuracy {found.accuracy:.2%}, "
+                f"test loss {found.loss:.4f}, {found.examples} examples, {world.size} rank{'s' * (world.size > 1)}"
+            )
+        sync.on_root(lambda: _write(settings.output, result))
+
+
+def _find(settings: EvaluateSettings) -> tuple[TrainSettings, Path]:
+    """The settings that the run was trained with, changed as the evaluation asks, and the checkpoint."""
+    recorded = settings.run_dir / "config.json"
+    if not recorded.exists():
+        raise UserError(f"--run-dir {settings.run_dir}: there is no run (no config.json); give the folder of a run")
+    values = config.read_file(recorded)
+    values.update({name: v for name in ("dataset", "data_dir") if (v := getattr(settings, name)) is not None})
+    path = checkpoint.find(settings.checkpoint or settings.run_dir)
+    if path is None:
+        raise UserError(f"{settings.checkpoint or settings.run_dir}: there is no checkpoint; give --checkpoint PATH")
+    return config.make(TrainSettings, values), path
+
+
+def _write(output: Path | None, result: dict[str, Any]) -> None:
+    if output is None:
+        return
+    try:
+        replace_text(output, json.dumps(result, indent=2) + "\n")
+    except OSError as failure:
+        raise UserError(f"--output {output}: {failure.strerror}; give a file that can be written") from None

@@ -1,0 +1,117 @@
+"""What each model is trained with, unless the user says otherwise: the numbers of its paper or tutorial."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import keras
+
+from hvd_cifar.config import DEFAULT_PER_RANK_BATCH_SIZE, TrainSettings
+from hvd_cifar.errors import UserError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Defaults of one model. Learning rates are for a batch of 128, epochs are passes over 50,000 images."""
+
+    learning_rate: float
+    momentum: float
+    decay_epochs: tuple[float, ...]  # the learning rate falls to a tenth at each
+    weight_decay: float
+    ema_decay: float
+    epochs: int
+    epochs_reason: str
+
+
+def _resnet(epochs_reason: str = "64,000 steps of 128, as in the paper") -> Recipe:
+    # He et al. 2015, section 4.2: 0.1, momentum 0.9, a tenth at 32,000 and at 48,000 steps of 128, weight decay 1e-4.
+    steps_per_epoch = 50_000 / 128
+    return Recipe(
+        learning_rate=0.1,
+        momentum=0.9,
+        decay_epochs=(32_000 / steps_per_epoch, 48_000 / steps_per_epoch),
+        weight_decay=1e-4,
+        ema_decay=0.0,
+        epochs=164,
+        epochs_reason=epochs_reason,
+    )
+
+
+RECIPES = {
+    # TensorFlow's CIFAR-10 tutorial: cifar10.py and cifar10_multi_gpu_train.py.
+    "tutorial": Recipe(
+        learning_rate=0.1,
+        momentum=0.0,
+        decay_epochs=(350.0, 700.0, 1050.0),
+        weight_decay=0.004,
+        ema_decay=0.9999,
+        epochs=10,
+        epochs_reason="a first result within minutes on two cores; the tutorial itself goes on for 150 and more",
+    ),
+    "resnet20": _resnet(),
+    "resnet32": _resnet(),
+    "resnet56": _resnet(),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The batch arithmetic of a run: what is printed at its start, and what its steps follow.
+
+    Attributes:
+        global_batch_size: examples per step over all ranks and micro-batches.
+        steps_per_epoch: the ragged last one counted.
+        total_steps: at which the run ends.
+        learning_rate_factor: of the linear scaling rule; 1 where the global batch is given.
+    """
+
+    global_batch_size: int
+    steps_per_epoch: int
+    total_steps: int
+    learning_rate_factor: int
+
+
+def resolve(settings: TrainSettings) -> TrainSettings:
+    """Settings with the recipe's values in place of None, as far as they do not depend on the number of ranks."""
+    recipe = RECIPES[settings.model]
+    defaults = {
+        "batch_size": DEFAULT_PER_RANK_BATCH_SIZE if settings.global_batch_size is None else None,
+        "epochs": recipe.epochs,
+        "learning_rate": recipe.learning_rate,
+        "weight_decay": recipe.weight_decay,
+        "ema_decay": recipe.ema_decay,
+    }
+    missing = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
+    return settings.model_copy(update=missing)
+
+
+def plan(settings: TrainSettings, examples: int, size: int) -> Plan:
+    """The batch arithmetic of resolved settings for `examples` training examples on `size` ranks.
+
+    Raises:
+        UserError: where the global batch leaves a rank, or one of its micro-batches, without an example.
+    """
+    if settings.global_batch_size is not None:
+        batch, factor = settings.global_batch_size, 1
+        slices = size * settings.gradient_accumulation
+        if batch < slices:
+            raise UserError(
+                f"--global-batch-size {batch}: smaller than {size} ranks times --gradient-accumulation "
+                f"{settings.gradient_accumulation}; give at least {slices}"
+            )
+    else:
+        assert settings.batch_size is not None, "settings are resolved"
+        factor = size * settings.gradient_accumulation
+        batch = settings.batch_size * factor
+    if batch > examples:
+        raise UserError(f"the global batch of {batch} is larger than the training set of {examples}; make the batch smaller")
+    steps = -(-examples // batch)
+    assert settings.epochs is not None, "settings are resolved"
+    total = steps * settings.epochs
+    return Plan(batch, steps, min(total, settings.max_steps or total), factor)
+
+
+def set_precision(precision: str, seed: int) -> None:
+    """Types and seed of everything that Keras makes after this."""
+    keras.config.set_floatx("float64" if precision == "float64" else "float32")  # optimizers make their numbers in it
+    keras.utils.set_random_seed(seed % 2**32)

@@ -1,0 +1,226 @@
+"""One rank's part of a run: what it is made of, and each thing that the loop does, by name."""
+
+from __future__ import annotations
+
+import math
+import signal
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_cifar.config import TrainSettings
+from hvd_cifar.data import order
+from hvd_cifar.distributed import World, sync
+from hvd_cifar.distributed.world import versions
+from hvd_cifar.errors import TrainingError
+from hvd_cifar.reporting.metrics import Reporter
+from hvd_cifar.training.checkpoint import Checkpoints, State
+from hvd_cifar.training.evaluate import Evaluation, moving_statistics
+from hvd_cifar.training.recipe import Plan
+from hvd_cifar.training.schedule import Schedule
+
+WINDOWS_LEFT_OUT = 10  # steps whose speed does not count: tracing and warm caches
+
+
+@dataclass
+class _Window:
+    """The steps since the last log line."""
+
+    losses: list[Any] = field(default_factory=list)
+    examples: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Run:
+    """See the module. The loop uses it as a context, so that the terminal and the files are left in order."""
+
+    settings: TrainSettings
+    world: World
+    plan: Plan
+    data: str
+    examples: int
+    net: Net
+    optimizer: Any
+    averages: MovingAverage | None
+    state: State
+    schedule: Schedule
+    train_step: Any
+    evaluator: Any
+    batches: tf.data.Dataset
+    run_dir: Path
+    checkpoints: Checkpoints | None
+    reporter: Reporter
+
+    step_count: int = 0
+    checkpoint_was_requested: bool = False
+    _first_step: int = 0
+    _request: bool = False
+    _window: _Window = field(default_factory=_Window)
+    _rates: list[tuple[int, float]] = field(default_factory=list)
+    _loss: float | None = None
+    _evaluated: tuple[int, Evaluation] | None = None
+    _saved_step: int = -1
+    _progress: Any = None
+    _began: float = 0.0
+    _resumed: float = 0.0
+
+    @property
+    def epoch(self) -> float:
+        return self.step_count / self.plan.steps_per_epoch
+
+    def __enter__(self) -> Run:
+        """Start the clock, the bar and the listener for requests."""
+        self._first_step = self.step_count
+        self.reporter.open(self.step_count)
+        self._progress = self.reporter.progress(self.step_count, self.plan.total_steps)
+        self._progress.__enter__()
+        signal.signal(signal.SIGUSR1, self._on_request)
+        self._began = self._resumed = time.perf_counter()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        """Leave the terminal and the files in order, also after an error."""
+        self._progress.__exit__(None, None, None)
+        self.reporter.close()
+
+    def _on_request(self, *_: Any) -> None:
+        self._request = True
+
+    def step(self, image: Any, label: Any, weight: Any) -> None:
+        """One global step."""
+        count = order.examples_in_step(self.examples, self.plan.global_batch_size, self.step_count)
+        rate = self.schedule(self.step_count)
+        result = self.train_step(
+            image, label, weight, tf.constant(count), tf.constant(rate, self.real), tf.constant(float(self._request))
+        )
+        self._window.losses.append(result)
+        self._window.examples += count
+        self.step_count += 1
+
+    @property
+    def real(self) -> tf.DType:
+        return tf.float64 if self.settings.precision == "float64" else tf.float32
+
+    def step_is_due(self, every: int) -> bool:
+        return self.step_count % every == 0
+
+    def evaluation_is_due(self) -> bool:
+        every = self.settings.eval_every
+        if every == 0 or self.step_count == self.plan.total_steps:
+            return False  # the last evaluation is part of the end
+        return self.step_is_due(self.plan.steps_per_epoch if every is None else every)
+
+    def check_losses(self) -> None:
+        """Look at every loss since the last look; the losses and requests are the same on all ranks, so all act alike.
+
+        Raises:
+            TrainingError: at the first loss that is not finite.
+        """
+        first = self.step_count - len(self._window.losses) + 1
+        for step, (loss, requests) in enumerate((r.numpy() for r in self._window.losses), start=first):
+            if not math.isfinite(loss):
+                raise TrainingError(
+                    f"model diverged with loss = {float(loss)} at step {step}; nothing was saved after step "
+                    f"{max(self._saved_step, 0)}; lower --learning-rate or give --clip-norm"
+                )
+            self._loss = float(loss)
+            if requests > 0:
+                self.checkpoint_was_requested = True
+                self._request = False
+        self._window.losses.clear()
+
+    def log(self) -> None:
+        steps = len(self._window.losses)
+        self.check_losses()
+        seconds = self._window.seconds + time.perf_counter() - self._resumed
+        rate = self._window.examples / seconds
+        self._rates.append((self.step_count, rate))
+        assert self._loss is not None
+        self.reporter.train(
+            self.step_count,
+            round(self.epoch, 4),
+            self._loss,
+            self.schedule(self.step_count - 1),
+            round(rate, 2),
+            seconds / max(steps, 1),
+        )
+        self._window = _Window()
+        self._resumed = time.perf_counter()
+
+    def _pause(self) -> None:
+        """Keep the seconds of evaluation and saving out of the speed of the steps."""
+        self._window.seconds += time.perf_counter() - self._resumed
+
+    def _go_on(self) -> None:
+        self._resumed = time.perf_counter()
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate on the test set, with averaged weights where the recipe keeps them."""
+        self._pause()
+        self.check_losses()
+        sync.average_variables(moving_statistics(self.net.model))
+        if self.averages:
+            self.averages.swap()
+        found = self.evaluator()
+        if self.averages:
+            self.averages.swap()
+        self._evaluated = (self.step_count, found)
+        self.reporter.evaluation(self.step_count, round(self.epoch, 4), found.accuracy, found.loss, found.examples)
+        self._go_on()
+        return found
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, unless there is one."""
+        self._pause()
+        self.check_losses()
+        if self._saved_step != self.step_count:
+            sync.average_variables(moving_statistics(self.net.model))
+            self.state.step.assign(self.step_count)
+            path = sync.on_root(lambda: self.checkpoints.save() if self.checkpoints else None)
+            self._saved_step = self.step_count
+            self.reporter.say(f"step {self.step_count}: saved {path}")
+        self.checkpoint_was_requested = False
+        self._go_on()
+
+    def finish(self) -> None:
+        """Evaluate and save at the last step, compare the ranks, write the summary."""
+        if self._window.losses:
+            self.log()
+        evaluated = self._evaluated[1] if self._evaluated and self._evaluated[0] == self.step_count else self.evaluate()
+        self.save()
+        seconds = time.perf_counter() - self._began
+        digests = sync.gather(sync.digest(self.net.model.variables))
+        if len(set(digests)) > 1:
+            odd = [str(rank) for rank, found in enumerate(digests) if found != digests[0]]
+            raise TrainingError(f"weights differ between rank 0 and rank {', '.join(odd)} at step {self.step_count}")
+        rates = [rate for step, rate in self._rates if step > self._first_step + WINDOWS_LEFT_OUT]
+        rates = rates or [rate for _, rate in self._rates]
+        summary = {
+            "dataset": self.data,
+            "model": self.settings.model,
+            "world_size": self.world.size,
+            "global_batch_size": self.plan.global_batch_size,
+            "steps": self.step_count,
+            "epochs": round(self.epoch, 4),
+            "seed": self.settings.seed,
+            "precision": self.settings.precision,
+            "train_loss": self._loss,
+            "test_accuracy": evaluated.accuracy,
+            "test_loss": evaluated.loss,
+            "test_examples": evaluated.examples,
+            "images_per_second": round(statistics.median(rates), 2) if rates else None,
+            "training_seconds": round(seconds, 3),
+            "weights_sha256": digests[0],
+            "weights_sha256_by_rank": digests,
+            "versions": versions(),
+        }
+        self.reporter.summary(summary)
+        self.reporter.say(
+            f"{self.data}, {self.settings.model}: test accuracy {evaluated.accuracy:.2%} after {self.step_count} steps "
+            f"({self.epoch:.2f} epochs) in {seconds:.1f} s; {self.run_dir / 'summary.json'}"
+        )

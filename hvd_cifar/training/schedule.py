@@ -1,0 +1,36 @@
+"""The learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A staircase after a linear warm-up.
+
+    Attributes:
+        base: learning rate of one rank's batch, where the warm-up begins.
+        peak: learning rate after the warm-up, before the first decay; base times the number of ranks, if it is scaled.
+        warmup_steps: steps of the warm-up (Goyal et al. 2017, section 2.2); 0: none.
+        decay_steps: the steps at which the rate is multiplied by `decay`, ascending.
+        decay: factor, such as 0.1.
+    """
+
+    base: float
+    peak: float
+    warmup_steps: int
+    decay_steps: tuple[int, ...]
+    decay: float
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of the step that follows `step` finished ones."""
+        rate = self.peak
+        if step < self.warmup_steps:
+            rate = self.base + (self.peak - self.base) * step / self.warmup_steps
+        return rate * self.decay ** sum(1 for boundary in self.decay_steps if step >= boundary)
+
+
+def linear_scaling(base: float, batches_per_step: int) -> float:
+    """The linear scaling rule: k times the batch, k times the learning rate (Goyal et al. 2017, section 2.1)."""
+    return base * batches_per_step
