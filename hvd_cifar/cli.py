@@ -98,7 +98,8 @@ def _add(
         click.Option([config.option_name(field)], default=None, metavar=_metavar(info.annotation), help=_help(info))
         for field, info in kind.model_fields.items()
     ]
-    options.append(click.Option(["--config"], metavar="FILE", help="Settings from a YAML or JSON file; options outdo it."))
+    file_help = "Settings from a YAML or JSON file; options outdo it."
+    options.append(click.Option(["--config"], metavar="FILE", help=file_help))
     group.add_command(click.Command(name, params=options, callback=parse, help=help_text))
 
 

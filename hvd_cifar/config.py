@@ -83,7 +83,7 @@ class TrainSettings(DataSettings):
     max_steps: int | None = Field(None, gt=0, description="End after this many steps, if that is earlier.")
 
     learning_rate: Finite | None = Field(
-        None, gt=0, description="Base learning rate, for a global batch of one rank's --batch-size. [default: the recipe's]"
+        None, gt=0, description="Base learning rate, for one rank's --batch-size. [default: the recipe's]"
     )
     warmup_epochs: Finite | None = Field(
         None,
@@ -91,9 +91,14 @@ class TrainSettings(DataSettings):
         description="Epochs over which the learning rate rises from its base to its scaled value. [default: 1 where it "
         "is scaled, else 0]",
     )
-    weight_decay: Finite | None = Field(None, ge=0, description="L2 factor on the recipe's kernels. [default: the recipe's]")
+    weight_decay: Finite | None = Field(
+        None, ge=0, description="L2 factor on the recipe's kernels. [default: the recipe's]"
+    )
     ema_decay: Finite | None = Field(
-        None, ge=0, lt=1, description="Decay of the weights' moving average used in evaluation; 0: none. [default: the recipe's]"
+        None,
+        ge=0,
+        lt=1,
+        description="Decay of the weights' moving average for evaluation; 0: none. [default: the recipe's]",
     )
     clip_norm: Finite | None = Field(
         None, gt=0, description="Clip the averaged gradient to this global norm. [default: no clipping]"
@@ -110,12 +115,10 @@ class TrainSettings(DataSettings):
     resume: str = Field(
         "auto",
         min_length=1,
-        description="auto: go on from the newest checkpoint in --run-dir, if there is one; never: refuse a --run-dir that "
-        "has one; PATH: start from that checkpoint, or the newest one in that folder.",
+        description="auto: go on from the newest checkpoint in --run-dir, if there is one; never: refuse a --run-dir "
+        "that has one; PATH: start from that checkpoint, or the newest one in that folder.",
     )
-    run_dir: LocalPath | None = Field(
-        None, description="Folder for the run's output. [default: runs/MODEL-DATE-TIME]"
-    )
+    run_dir: LocalPath | None = Field(None, description="Folder for the run's output. [default: runs/MODEL-DATE-TIME]")
 
     @model_validator(mode="after")
     def _batch_is_given_once(self) -> TrainSettings:

@@ -73,7 +73,7 @@ def _standardise_each(images: Any) -> Any:
 
 
 def tutorial_train(images: Any, draw: Any) -> Any:
-    """The distortions of TensorFlow's CIFAR-10 tutorial: random 24x24 crop, flip, brightness, contrast, standardised."""
+    """The distortions of TensorFlow's tutorial: random 24x24 crop, flip, brightness, contrast; standardised."""
     choices = SIDE - TUTORIAL_SIDE + 1
     cut = _crop_and_flip(
         images, _offsets(draw[:, 0], choices), _offsets(draw[:, 1], choices), draw[:, 2] < 0.5, TUTORIAL_SIDE

@@ -77,9 +77,7 @@ def training_batches(
     return chain.apply(tf.data.experimental.prefetch_to_device(device)) if device else chain
 
 
-def evaluation_batches(
-    examples: Examples, views: Views, *, batch_size: int, rank: int, size: int
-) -> tf.data.Dataset:
+def evaluation_batches(examples: Examples, views: Views, *, batch_size: int, rank: int, size: int) -> tf.data.Dataset:
     """A rank's shard of a set, every example once, in plain view.
 
     Returns:
@@ -105,5 +103,3 @@ def _options() -> tf.data.Options:
     options.threading.max_intra_op_parallelism = 1
     options.autotune.enabled = False
     return options
-
-

@@ -61,9 +61,9 @@ class _Distributed:
         self._apply_every_few_passes(grads, variables)
 
     def _apply_every_few_passes(self, grads: list[Any], variables: list[Any]) -> None:
-        present = [(g, v) for g, v in zip(grads, variables) if g is not None]
+        present = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
         sums = [self._pass_sums[self._get_variable_index(v)] for _, v in present]  # type: ignore[attr-defined]
-        for total, (gradient, _) in zip(sums, present):
+        for total, (gradient, _) in zip(sums, present, strict=True):
             total.assign_add(tf.convert_to_tensor(gradient))
         self._passes_done.assign_add(1)
 
@@ -87,7 +87,7 @@ class _Distributed:
         return hvd.allreduce(failed, op=hvd.Sum, process_set=self._reduction.process_set) == 0.0
 
 
-def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
+def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
     *,
     op: Literal["average", "sum"] | Any = "average",
@@ -152,7 +152,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that Horovod's users know
         distributed._learning_rate = optimizer._learning_rate
     if optimizer.built:
         distributed.build(optimizer._trainable_variables)
-        for target, source in zip(distributed.variables, optimizer.variables):
+        for target, source in zip(distributed.variables, optimizer.variables, strict=True):
             target.assign(source)
     return distributed
 
@@ -175,7 +175,7 @@ def reduce_gradients(gradients: Sequence[Any], reduction: _Reduction) -> list[An
         results = hvd.grouped_allreduce(
             wide, op=reduction.op, compression=reduction.compression, process_set=reduction.process_set
         )
-        for i, result in zip(dense, results):
+        for i, result in zip(dense, results, strict=True):
             reduced[i] = tf.cast(result, gradients[i].dtype)
     for i, gradient in enumerate(gradients):
         if isinstance(gradient, tf.IndexedSlices):

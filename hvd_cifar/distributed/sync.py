@@ -103,8 +103,8 @@ def prove_averaging(wrap: Callable[[keras.optimizers.Optimizer], Any], contribut
     if wrong:
         found = ", ".join(f"rank {r} ended at {_show(ended[r])}" for r in wrong[:8])
         raise TrainingError(
-            f"gradients are not averaged over the ranks: with gradients 1..{size} and -1..-{size**2} every rank must end at "
-            f"{_show(expected)}, but {found}{' and others' * (len(wrong) > 8)}; the optimizer does not call Horovod"
+            f"gradients are not averaged over the ranks: with gradients 1..{size} and -1..-{size**2} every rank must "
+            f"end at {_show(expected)}, but {found}{' and others' * (len(wrong) > 8)}; the optimizer does not call Horovod"
         )
 
 
@@ -129,7 +129,7 @@ def average_variables(variables: Sequence[keras.Variable]) -> None:
     if hvd.size() == 1 or not variables:
         return
     means = hvd.grouped_allreduce([tf.convert_to_tensor(v.value) for v in variables], op=hvd.Average)
-    for variable, mean in zip(variables, means):
+    for variable, mean in zip(variables, means, strict=True):
         variable.assign(mean)
 
 
@@ -165,7 +165,7 @@ def on_every_rank(function: Callable[[], T]) -> T:
     result, failure = None, None
     try:
         result = function()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+    except Exception as error:  # whatever it is, the other ranks must hear of it
         failure = error
     outcomes = gather(None if failure is None else _message(failure))
     _raise_alike(failure, outcomes)
@@ -181,7 +181,7 @@ def on_root(function: Callable[[], T]) -> T:
     if hvd.rank() == 0:
         try:
             result = function()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
     message, result = from_root((None if failure is None else _message(failure), result))
     _raise_alike(failure, [message])

@@ -92,7 +92,7 @@ def session() -> Iterator[World]:
     except (tf.errors.OpError, HorovodInternalError) as failure:
         if "Horovod" not in str(failure):
             raise
-        raise TrainingError(f"rank {world.rank} lost another rank, which ended before it; see that one's error") from None
+        raise TrainingError(f"rank {world.rank} lost another rank, which ended first; see that one's error") from None
     hvd.shutdown()
 
 

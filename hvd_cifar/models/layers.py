@@ -1,4 +1,4 @@
-"""Layers that Keras lacks or runs slowly: fused batch norm, local response normalisation, the parameter-free shortcut."""
+"""Layers that Keras lacks or runs slowly: fused batch norm, local response normalisation, the padded shortcut."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class FusedBatchNormalization(keras.layers.Layer):
         self.epsilon = epsilon
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
+        """Make scale, offset and moving statistics, float [c] each."""
         shape = (input_shape[-1],)
         # autocast=False: the kernel wants float32 statistics and scale even where the images are bfloat16.
         self.gamma = self.add_weight(name="gamma", shape=shape, initializer="ones", autocast=False)
@@ -36,6 +37,7 @@ class FusedBatchNormalization(keras.layers.Layer):
         )
 
     def call(self, images: Any, training: bool = False) -> Any:
+        """[b, h, w, c] -> the same shape and type; `training` uses and gathers the batch's statistics."""
         if self.compute_dtype == "float64":
             return self._written_out(images, training)
         mean, variance = tf.convert_to_tensor(self.moving_mean), tf.convert_to_tensor(self.moving_variance)
@@ -68,9 +70,11 @@ class FusedBatchNormalization(keras.layers.Layer):
         return (images - mean) * scale + tf.convert_to_tensor(self.beta)
 
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        """What Keras asks for while it builds a model."""
         return input_shape
 
     def get_config(self) -> dict[str, Any]:
+        """What Keras saves of the layer."""
         return {**super().get_config(), "momentum": self.momentum, "epsilon": self.epsilon}
 
 
@@ -90,6 +94,7 @@ class LocalResponseNormalization(keras.layers.Layer):
         self.alpha = alpha
 
     def call(self, images: Any) -> Any:
+        """[b, h, w, c] -> the same shape and type."""
         x = tf.cast(images, tf.float64 if self.compute_dtype == "float64" else tf.float32)
         channels = x.shape[-1]
         band = tf.linalg.band_part(tf.ones([channels, channels], x.dtype), self.depth_radius, self.depth_radius)
@@ -98,9 +103,11 @@ class LocalResponseNormalization(keras.layers.Layer):
         return tf.cast(x * root * tf.sqrt(root), images.dtype)
 
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        """What Keras asks for while it builds a model."""
         return input_shape
 
     def get_config(self) -> dict[str, Any]:
+        """What Keras saves of the layer."""
         own = {"depth_radius": self.depth_radius, "bias": self.bias, "alpha": self.alpha}
         return {**super().get_config(), **own}
 
@@ -113,13 +120,16 @@ class PadShortcut(keras.layers.Layer):
         self.filters = filters
 
     def call(self, images: Any) -> Any:
+        """[b, h, w, c] -> [b, h / 2, w / 2, filters], rounded up."""
         missing = self.filters - images.shape[-1]
         return tf.pad(images[:, ::2, ::2, :], [[0, 0], [0, 0], [0, 0], [missing // 2, missing - missing // 2]])
 
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        """What Keras asks for while it builds a model."""
         batch, height, width, _ = input_shape
         halved = [None if side is None else (side + 1) // 2 for side in (height, width)]
         return (batch, halved[0], halved[1], self.filters)
 
     def get_config(self) -> dict[str, Any]:
+        """What Keras saves of the layer."""
         return {**super().get_config(), "filters": self.filters}

@@ -36,7 +36,13 @@ def build(side: int, classes: int, dtype: keras.DTypePolicy) -> keras.Model:
 
     def conv(x: keras.KerasTensor, bias: float, name: str) -> keras.KerasTensor:
         x = keras.layers.Conv2D(
-            64, 5, padding="same", kernel_initializer=normal(0.05), bias_initializer=constant(bias), dtype=dtype, name=name
+            64,
+            5,
+            padding="same",
+            kernel_initializer=normal(0.05),
+            bias_initializer=constant(bias),
+            dtype=dtype,
+            name=name,
         )(x)
         return keras.layers.ReLU(dtype=dtype, name=f"{name}_relu")(x)
 

@@ -91,7 +91,8 @@ class Reporter:
         """Report an evaluation on the test set."""
         if self.run_dir is None:
             return
-        self.say(f"step {step} (epoch {epoch:.2f}): test accuracy {accuracy:.2%}, test loss {loss:.4f}, {examples} examples")
+        found = f"test accuracy {accuracy:.2%}, test loss {loss:.4f}, {examples} examples"
+        self.say(f"step {step} (epoch {epoch:.2f}): {found}")
         values = {"step": step, "epoch": epoch, "test_accuracy": accuracy, "test_loss": loss, "test_examples": examples}
         self._write("eval", values)
 
@@ -140,4 +141,5 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as failure:
-        raise UserError(f"cannot write {path}: {failure.strerror or failure}; make room or give another --run-dir") from None
+        reason = failure.strerror or failure
+        raise UserError(f"cannot write {path}: {reason}; make room or give another --run-dir") from None

@@ -155,7 +155,9 @@ def _claim_run_dir(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[P
     if settings.resume not in ("auto", "never"):
         path = checkpoint.find(Path(settings.resume).expanduser().absolute())
         if path is None:
-            raise UserError(f"--resume {settings.resume}: there is no checkpoint; give auto, never, or a checkpoint's path")
+            raise UserError(
+                f"--resume {settings.resume}: no checkpoint is there; give auto, never, or a checkpoint's path"
+            )
         if own is not None and path.parent != own.parent:
             raise UserError(f"--run-dir {run_dir} already has a run; give another one to start from {path}")
         return run_dir, path, []
@@ -166,16 +168,18 @@ def _claim_run_dir(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[P
     changed = checkpoint.differences(run_dir / "config.json", recorded)
     if changed:
         raise UserError(
-            f"--run-dir {run_dir} has a run with other settings ({'; '.join(changed)}): give the same ones, or another --run-dir"
+            f"--run-dir {run_dir} has a run with other settings ({'; '.join(changed)}): "
+            "give the same ones, or another --run-dir"
         )
     return run_dir, own, []
 
 
 def _write_config(run_dir: Path, settings: TrainSettings, facts: dict[str, Any]) -> None:
+    path = run_dir / "config.json"
     try:
-        config.write_file(run_dir / "config.json", settings.model_copy(update={"run_dir": run_dir}), facts)
+        config.write_file(path, settings.model_copy(update={"run_dir": run_dir}), facts)
     except OSError as failure:
-        raise UserError(f"cannot write {run_dir / 'config.json'}: {failure.strerror}; make room or give another --run-dir") from None
+        raise UserError(f"cannot write {path}: {failure.strerror}; make room or give another --run-dir") from None
 
 
 def _describe(

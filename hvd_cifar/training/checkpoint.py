@@ -33,7 +33,9 @@ COURSE = (
 class State:
     """What a run is at a step: weights, optimizer slots, moving averages, and the step itself.
 
-    To evaluate, no optimizer is needed. Order and augmentation are pure functions of the seed and the step, so the step is the position in the data too.
+    `optimizer` is None where only an evaluation follows.
+
+    Order and augmentation are pure functions of the seed and the step, so the step is the position in the data too.
     """
 
     def __init__(self, net: Net, optimizer: Any, averages: MovingAverage | None) -> None:
@@ -66,7 +68,7 @@ class Checkpoints:
     def __init__(self, folder: Path, state: State) -> None:
         self.folder = folder
         self.state = state
-        self.manager = tf.train.CheckpointManager(state.trackable, str(folder), max_to_keep=KEPT, checkpoint_name="step")
+        self.manager = tf.train.CheckpointManager(state.trackable, str(folder), KEPT, checkpoint_name="step")
 
     def save(self) -> Path:
         """Write the present state; the newest 5 are kept.
@@ -107,7 +109,8 @@ def restore(trackable: tf.train.Checkpoint, path: Path, partial: bool = False) -
             status.expect_partial()
     except (tf.errors.OpError, AssertionError, ValueError, OSError) as failure:
         raise UserError(
-            f"cannot read the checkpoint {path}: {first_line(failure)}; give another one, or the settings it was made with"
+            f"cannot read the checkpoint {path}: {first_line(failure)}; "
+            "give another one, or the settings it was made with"
         ) from None
 
 
@@ -130,7 +133,7 @@ def differences(recorded: Path, now: dict[str, Any]) -> list[str]:
     """
     try:
         content = json.loads(recorded.read_text(encoding="utf-8"))
-        then = {**content, "global_batch_size": content["run"]["global_batch_size"], "dataset": content["run"]["dataset"]}
+        then = {**content, **{name: content["run"][name] for name in ("global_batch_size", "dataset")}}
     except (OSError, ValueError, KeyError, TypeError) as failure:
         raise UserError(f"{recorded} is damaged ({first_line(failure)}): give another --run-dir") from None
     return [f"{name} was {then.get(name)}, is {now[name]}" for name in now if then.get(name) != now[name]]

@@ -104,7 +104,7 @@ def plan(settings: TrainSettings, examples: int, size: int) -> Plan:
         factor = size * settings.gradient_accumulation
         batch = settings.batch_size * factor
     if batch > examples:
-        raise UserError(f"the global batch of {batch} is larger than the training set of {examples}; make the batch smaller")
+        raise UserError(f"the global batch of {batch} is larger than the training set of {examples}: make it smaller")
     steps = -(-examples // batch)
     assert settings.epochs is not None, "settings are resolved"
     total = steps * settings.epochs

@@ -17,11 +17,13 @@ from hvd_cifar.data import order
 from hvd_cifar.distributed import World, sync
 from hvd_cifar.distributed.world import versions
 from hvd_cifar.errors import TrainingError
+from hvd_cifar.models import Net
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.training.checkpoint import Checkpoints, State
 from hvd_cifar.training.evaluate import Evaluation, moving_statistics
 from hvd_cifar.training.recipe import Plan
 from hvd_cifar.training.schedule import Schedule
+from hvd_cifar.training.step import MovingAverage
 
 WINDOWS_LEFT_OUT = 10  # steps whose speed does not count: tracing and warm caches
 
@@ -71,6 +73,7 @@ class Run:
 
     @property
     def epoch(self) -> float:
+        """Epochs done, counted in steps."""
         return self.step_count / self.plan.steps_per_epoch
 
     def __enter__(self) -> Run:
@@ -104,12 +107,15 @@ class Run:
 
     @property
     def real(self) -> tf.DType:
+        """The type of losses and learning rates."""
         return tf.float64 if self.settings.precision == "float64" else tf.float32
 
     def step_is_due(self, every: int) -> bool:
+        """Whether a multiple of so many steps is done."""
         return self.step_count % every == 0
 
     def evaluation_is_due(self) -> bool:
+        """Whether to evaluate now: by --eval-every, or at the end of an epoch."""
         every = self.settings.eval_every
         if every == 0 or self.step_count == self.plan.total_steps:
             return False  # the last evaluation is part of the end
@@ -135,6 +141,7 @@ class Run:
         self._window.losses.clear()
 
     def log(self) -> None:
+        """Report the steps since the last log line."""
         steps = len(self._window.losses)
         self.check_losses()
         seconds = self._window.seconds + time.perf_counter() - self._resumed

@@ -36,5 +36,5 @@ def prepare_data(settings: config.DataSettings, world: World) -> Prepared:
     names = sync.gather((prepared.name, world.host))
     if len({name for name, _ in names}) > 1:
         found = ", ".join(f"{name} on {host}" for name, host in sorted(set(names)))
-        raise UserError(f"hosts have different data sets ({found}): give --dataset, or make --data-dir alike everywhere")
+        raise UserError(f"hosts have different data sets ({found}): give --dataset, or one --data-dir alike on all")
     return prepared

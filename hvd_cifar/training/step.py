@@ -62,7 +62,7 @@ def make_train_step(
         def add_slice(i: Any, share: Any, gradients: list[Any]) -> tuple[Any, Any, list[Any]]:
             part = slice(i * count // slices, (i + 1) * count // slices)
             more, grown = shares_of(image[part], label[part], weight[part], global_count)
-            return i + 1, share + more, [g + tf.convert_to_tensor(h) for g, h in zip(gradients, grown)]
+            return i + 1, share + more, [g + tf.convert_to_tensor(h) for g, h in zip(gradients, grown, strict=True)]
 
         start = (tf.constant(0), tf.zeros([], real), [tf.zeros_like(v.value) for v in variables])
         # One at a time: slices side by side would take the memory that slicing saves.
@@ -123,12 +123,12 @@ class MovingAverage:
         self.updates.assign_add(1)
         n = tf.cast(self.updates.value, tf.float64)
         rest = 1.0 - tf.minimum(tf.constant(self.decay, tf.float64), (1.0 + n) / (10.0 + n))
-        for average, source in zip(self.values, self.sources):
+        for average, source in zip(self.values, self.sources, strict=True):
             average.value.assign_sub((average.value - source.value) * tf.cast(rest, average.dtype))
 
     def swap(self) -> None:
         """Exchange the variables with their averages; a second call puts them back."""
-        for average, source in zip(self.values, self.sources):
+        for average, source in zip(self.values, self.sources, strict=True):
             kept = source.numpy()
             source.assign(average.value)
             average.assign(kept)

@@ -33,7 +33,7 @@ def _updates_by_hand() -> dict[str, list[float]]:
         optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), op="sum" if way == "sum" else "average")
         optimizer.build(variables)
         if way == "apply_gradients":
-            optimizer.apply_gradients(zip(gradients, variables))
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
         elif way == "tf.function":
             tf.function(optimizer.apply)(gradients, [v.value for v in variables])
         elif way == "LossScaleOptimizer":
@@ -161,12 +161,14 @@ def _fit(mixed: bool, poisoned: bool) -> dict[str, Any]:
     keras.utils.set_random_seed(world.rank)  # ranks begin differently, and must not stay so
 
     def model(optimizer: Any) -> keras.Model:
-        net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1, dtype="float32")])
+        layers = [keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1, dtype="float32")]
+        net = keras.Sequential(layers)
         net.compile(optimizer, loss="mse", jit_compile=False)
         return net
 
     draw = np.random.default_rng(5)
-    x, y = draw.normal(size=(8 * world.size, 3)).astype("float32"), draw.normal(size=(8 * world.size, 1)).astype("float32")
+    x = draw.normal(size=(8 * world.size, 3)).astype("float32")
+    y = draw.normal(size=(8 * world.size, 1)).astype("float32")
     net = model(DistributedOptimizer(keras.optimizers.Adam(0.05)))
     broadcast_variables(net)
     start = [w.tolist() for w in net.get_weights()]
@@ -175,7 +177,7 @@ def _fit(mixed: bool, poisoned: bool) -> dict[str, Any]:
     else:
         x_mine = x
     # Batches of 4 a rank: step k of the job is x[4 * size * k : 4 * size * (k + 1)].
-    mine = np.concatenate([np.arange(k * 4 * world.size, (k + 1) * 4 * world.size)[world.rank :: world.size] for k in range(2)])
+    mine = np.arange(8 * world.size).reshape(2, -1)[:, world.rank :: world.size].ravel()
     net.fit(x_mine[mine], y[mine], batch_size=4, epochs=3, shuffle=False, verbose=0)
 
     whole = model(keras.optimizers.Adam(0.05))
