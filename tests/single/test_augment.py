@@ -1,0 +1,80 @@
+"""Distortions: the pixels they take, and that they depend on nothing but (seed, epoch, example)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_cifar.data import augment
+
+
+def _images(count: int = 6) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(3).integers(0, 256, (count, 32, 32, 3)).astype(np.uint8)
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 500), st.lists(st.integers(0, 49_999), min_size=1, max_size=20))
+def test_draws_do_not_depend_on_the_batch(seed: int, epoch: int, examples: list[int]) -> None:
+    together = augment.draws(seed, epoch, np.asarray(examples))
+    alone = np.concatenate([augment.draws(seed, epoch, np.asarray([e])) for e in examples])
+    assert (together == alone).all()
+    assert ((together >= 0) & (together < 1)).all()
+
+
+def test_draws_are_uniform_and_differ_by_column_epoch_and_seed() -> None:
+    examples = np.arange(50_000)
+    first = augment.draws(0, 0, examples)
+    for column in range(augment.DRAWS_PER_EXAMPLE):
+        seen = np.bincount((first[:, column] * 10).astype(int), minlength=10)
+        assert ((seen - 5000) ** 2 / 5000).sum() < 45  # chi-square, 9 degrees of freedom, p < 1e-6
+    correlation = np.corrcoef(first.T) - np.eye(augment.DRAWS_PER_EXAMPLE)
+    assert np.abs(correlation).max() < 0.03  # 6 deviations of 1 / sqrt(50,000)
+    for other in (augment.draws(0, 1, examples), augment.draws(1, 0, examples)):
+        assert np.abs(np.corrcoef(first[:, 0], other[:, 0])[0, 1]) < 0.03
+
+
+def test_tutorial_crop_takes_the_right_pixels_and_mirrors_them() -> None:
+    images = _images(2)
+    # Offsets 8 * draw of 9 places: 0.5 -> 4, 0.99 -> 8. Flip below 0.5. Brightness 0 at 0.5, contrast 1 at 0.5.
+    draw = tf.constant([[0.5, 0.99, 0.9, 0.5, 0.5], [0.0, 0.5, 0.1, 0.5, 0.5]])
+    got = augment.tutorial_train(tf.constant(images), draw).numpy()
+    plain = images[0, 4:28, 8:32].astype(np.float32)
+    mirrored = images[1, 0:24, 4:28][:, ::-1].astype(np.float32)
+    for image, cut in zip(got, (plain, mirrored), strict=True):
+        assert np.allclose(image, (cut - cut.mean()) / cut.std(), atol=1e-4)
+
+
+def test_tutorial_distortions_equal_tensorflow_s_own_one_by_one() -> None:
+    images = _images(4)
+    draw = augment.draws(1, 2, np.arange(4))
+    got = augment.tutorial_train(tf.constant(images), tf.constant(draw)).numpy()
+    for image, (row, column, flip, brightness, contrast), ours in zip(images, draw, got, strict=True):
+        top, left = int(row * 9), int(column * 9)
+        cut = tf.cast(image[top : top + 24, left : left + 24], tf.float32)
+        cut = tf.image.flip_left_right(cut) if flip < 0.5 else cut
+        cut = tf.image.adjust_brightness(cut, (brightness * 2 - 1) * 63)
+        cut = tf.image.adjust_contrast(cut, 0.2 + contrast * 1.6)
+        assert np.allclose(ours, tf.image.per_image_standardization(cut).numpy(), atol=2e-4)
+
+
+def test_standard_crop_pads_with_the_mean_and_keeps_the_image() -> None:
+    images = _images(1)
+    deviation = np.asarray(augment.CHANNEL_DEVIATION)
+    middle = augment.standard_train(tf.constant(images), tf.constant([[0.5, 0.5, 0.9, 0, 0]])).numpy()
+    assert (middle == augment.standard_test(tf.constant(images)).numpy()).all()
+    corner = augment.standard_train(tf.constant(images), tf.constant([[0.0, 0.0, 0.9, 0, 0]])).numpy()
+    assert (corner[:, 4:, 4:] == middle[:, :-4, :-4]).all()
+    assert np.abs(corner[:, :4] * deviation).max() <= 0.5  # rounded to a whole pixel value
+    assert np.abs(corner[:, :, :4] * deviation).max() <= 0.5
+
+
+def test_test_views_are_plain() -> None:
+    images = _images(3)
+    middle = images[:, 4:28, 4:28].astype(np.float32)
+    expected = [(m - m.mean()) / m.std() for m in middle]
+    assert np.allclose(augment.tutorial_test(tf.constant(images)).numpy(), expected, atol=1e-4)
+    flat = np.zeros((1, 32, 32, 3), np.uint8)
+    assert (augment.tutorial_test(tf.constant(flat)).numpy() == 0).all()  # no division by a deviation of zero

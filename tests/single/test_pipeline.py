@@ -1,0 +1,92 @@
+"""A rank's batches: the order's own, sharded, augmented by example, also from the middle on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_cifar.data import order
+from hvd_cifar.data.augment import STANDARD_VIEWS, TUTORIAL_VIEWS, Views
+from hvd_cifar.data.cifar10 import Examples
+from hvd_cifar.data.pipeline import evaluation_batches, training_batches
+
+COUNT = 23
+
+
+def _examples() -> Examples:
+    draw = np.random.default_rng(0)
+    return Examples(draw.integers(0, 256, (COUNT, 32, 32, 3)).astype(np.uint8), np.arange(COUNT, dtype=np.int32) % 10)
+
+
+def _batches(size: int, batch: int, first: int, last: int, views: Views = STANDARD_VIEWS) -> list[list[Any]]:
+    """For each rank its batches of the steps first .. last - 1."""
+    return [
+        list(
+            training_batches(
+                _examples(),
+                views,
+                seed=5,
+                global_batch_size=batch,
+                rank=rank,
+                size=size,
+                first_step=first,
+                last_step=last,
+            ).as_numpy_iterator()
+        )
+        for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize(("size", "batch"), [(1, 8), (2, 8), (3, 8), (3, 7), (5, 4), (4, 23), (2, 22)])
+def test_every_rank_makes_every_step_on_its_share_of_the_order(size: int, batch: int) -> None:
+    steps = order.steps_per_epoch(COUNT, batch)
+    ranks = _batches(size, batch, 0, 2 * steps)
+    assert [len(batches) for batches in ranks] == [2 * steps] * size
+    for epoch in range(2):
+        whole = order.epoch_order(5, epoch, COUNT)
+        for step in range(steps):
+            part = whole[step * batch : (step + 1) * batch]
+            for rank, batches in enumerate(ranks):
+                _, label, weight, example = batches[epoch * steps + step]
+                assert example.tolist() == order.shard(part, rank, size).tolist()
+                assert weight.tolist() == [float(e >= 0) for e in example]
+                assert (label[example >= 0] == example[example >= 0] % 10).all()
+
+
+@pytest.mark.parametrize("views", [STANDARD_VIEWS, TUTORIAL_VIEWS])
+def test_an_image_does_not_depend_on_the_number_of_ranks(views: Views) -> None:
+    def by_example(size: int) -> dict[tuple[int, int], Any]:
+        found = {}
+        for batches in _batches(size, 8, 0, 6, views):
+            for step, (image, _, _, example) in enumerate(batches):
+                found.update({(step, int(e)): i for e, i in zip(example, image, strict=True) if e >= 0})
+        return found
+
+    alone, three = by_example(1), by_example(3)
+    assert alone.keys() == three.keys() and len(alone) == 2 * COUNT
+    assert all((alone[k] == three[k]).all() for k in alone)
+
+
+@pytest.mark.parametrize("first", [1, 3, 4, 7])
+def test_going_on_in_the_middle_gives_the_same_batches(first: int) -> None:
+    whole, rest = _batches(2, 8, 0, 9), _batches(2, 8, first, 9)
+    for rank in range(2):
+        assert len(rest[rank]) == 9 - first
+        for then, now in zip(whole[rank][first:], rest[rank], strict=True):
+            assert all((a == b).all() for a, b in zip(then, now, strict=True))
+
+
+def test_nothing_is_left_when_all_steps_are_done() -> None:
+    assert _batches(2, 8, 6, 6) == [[], []]
+    assert _batches(2, 8, 9, 6) == [[], []]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 30])
+def test_evaluation_sees_every_example_once(size: int) -> None:
+    labels: list[int] = []
+    for rank in range(size):
+        batches = evaluation_batches(_examples(), STANDARD_VIEWS, batch_size=4, rank=rank, size=size)
+        labels += [int(v) for _, label in batches.as_numpy_iterator() for v in label]
+    assert sorted(labels) == sorted(_examples().labels.tolist())
