@@ -129,12 +129,12 @@ def make_schedule(settings: TrainSettings, batch_plan: Plan) -> Schedule:
     assert settings.learning_rate is not None, "settings are resolved"
     scaled = batch_plan.learning_rate_factor > 1
     warmup_epochs = settings.warmup_epochs if settings.warmup_epochs is not None else (1.0 if scaled else 0.0)
-    steps = batch_plan.steps_per_epoch
+    batch = batch_plan.global_batch_size
     return Schedule(
         base=settings.learning_rate,
         peak=linear_scaling(settings.learning_rate, batch_plan.learning_rate_factor),
-        warmup_steps=round(warmup_epochs * steps),
-        decay_steps=tuple(round(epoch * steps) for epoch in RECIPES[settings.model].decay_epochs),
+        warmup_steps=round(warmup_epochs * batch_plan.steps_per_epoch),
+        decay_steps=tuple(examples // batch for examples in RECIPES[settings.model].decay_examples),
         decay=0.1,
     )
 

@@ -12,11 +12,11 @@ from hvd_cifar.errors import UserError
 
 @dataclass(frozen=True)
 class Recipe:
-    """Defaults of one model. Learning rates are for a batch of 128, epochs are passes over 50,000 images."""
+    """Defaults of one model; the learning rate is for a batch of 128, epochs are passes over 50,000 images."""
 
     learning_rate: float
     momentum: float
-    decay_epochs: tuple[float, ...]  # the learning rate falls to a tenth at each
+    decay_examples: tuple[int, ...]  # the learning rate falls to a tenth when so many have been seen
     weight_decay: float
     ema_decay: float
     epochs: int
@@ -25,11 +25,10 @@ class Recipe:
 
 def _resnet(epochs_reason: str = "64,000 steps of 128, as in the paper") -> Recipe:
     # He et al. 2015, section 4.2: 0.1, momentum 0.9, a tenth at 32,000 and at 48,000 steps of 128, weight decay 1e-4.
-    steps_per_epoch = 50_000 / 128
     return Recipe(
         learning_rate=0.1,
         momentum=0.9,
-        decay_epochs=(32_000 / steps_per_epoch, 48_000 / steps_per_epoch),
+        decay_examples=(32_000 * 128, 48_000 * 128),
         weight_decay=1e-4,
         ema_decay=0.0,
         epochs=164,
@@ -38,11 +37,11 @@ def _resnet(epochs_reason: str = "64,000 steps of 128, as in the paper") -> Reci
 
 
 RECIPES = {
-    # TensorFlow's CIFAR-10 tutorial: cifar10.py and cifar10_multi_gpu_train.py.
+    # TensorFlow's CIFAR-10 tutorial, cifar10.py and cifar10_multi_gpu_train.py: a tenth every 350 epochs.
     "tutorial": Recipe(
         learning_rate=0.1,
         momentum=0.0,
-        decay_epochs=(350.0, 700.0, 1050.0),
+        decay_examples=(350 * 50_000, 700 * 50_000, 1050 * 50_000),
         weight_decay=0.004,
         ema_decay=0.9999,
         epochs=10,

@@ -1,0 +1,143 @@
+"""The command line: every wrong value is one line on stderr and exit code 2; options, files and defaults agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_cifar import cli, config
+from hvd_cifar.errors import UserError
+
+WRONG = [
+    ["train", "--model", "vgg"],
+    ["train", "--dataset", "mnist"],
+    ["train", "--batch-size", "0"],
+    ["train", "--batch-size", "many"],
+    ["train", "--batch-size", "1.5"],
+    ["train", "--global-batch-size", "-8"],
+    ["train", "--batch-size", "8", "--global-batch-size", "16"],
+    ["train", "--epochs", "0"],
+    ["train", "--max-steps", "0"],
+    ["train", "--learning-rate", "0"],
+    ["train", "--learning-rate", "nan"],
+    ["train", "--learning-rate", "inf"],
+    ["train", "--warmup-epochs", "-1"],
+    ["train", "--weight-decay", "-0.1"],
+    ["train", "--ema-decay", "1"],
+    ["train", "--clip-norm", "0"],
+    ["train", "--seed", "-1"],
+    ["train", "--seed", str(2**63)],
+    ["train", "--precision", "int8"],
+    ["train", "--gradient-accumulation", "0"],
+    ["train", "--compression", "zip"],
+    ["train", "--log-every", "0"],
+    ["train", "--checkpoint-every", "0"],
+    ["train", "--eval-every", "-1"],
+    ["train", "--resume", ""],
+    ["train", "--data-md5", "abc"],
+    ["train", "--config", "/no/such/file.yaml"],
+    ["train", "--no-such-option", "1"],
+    ["train", "--batch-size"],
+    ["train", "surplus"],
+    ["evaluate"],
+    ["evaluate", "--run-dir", "r", "--batch-size", "0"],
+    ["evaluate", "--run-dir", "r", "--dataset", "mnist"],
+    ["no-such-command"],
+    [],
+]
+
+
+@pytest.mark.parametrize("argv", WRONG, ids=lambda argv: " ".join(argv) or "nothing")
+def test_a_wrong_value_is_one_line_and_code_2(argv: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.check(argv)
+    out, err = capfd.readouterr()
+    assert ended.value.code == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1 and err.startswith("hvd_cifar: ")
+    wrong = [word for word in argv if word.startswith("--")]
+    assert not wrong or any(word in err for word in wrong)
+
+
+def test_every_option_of_train_has_a_wrong_value_above() -> None:
+    # These take any text; what they name is looked at when the run starts.
+    free = {"data_dir", "data_url", "run_dir"}
+    tried = {word for argv in WRONG if argv[:1] == ["train"] for word in argv}
+    untried = {f for f in config.TrainSettings.model_fields if f not in free and config.option_name(f) not in tried}
+    assert untried == set()
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["evaluate", "-h"], ["--version"]])
+def test_help_ends_with_0(argv: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.check(argv)
+    assert ended.value.code == 0
+    assert capfd.readouterr().out
+
+
+def test_help_names_every_option_and_describes_it(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.check(["train", "--help"])
+    shown = capfd.readouterr().out
+    for field, info in config.TrainSettings.model_fields.items():
+        assert config.option_name(field) in shown
+        assert info.description
+
+
+def test_right_values_pass_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
+    cli.check(["train", "--model", "resnet20", "--learning-rate", "1e-2", "--seed", "3", "--resume", "never"])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_other_ranks_keep_silent(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli, "GRACE_SECONDS", 0.0)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        cli.check(["train", "--seed", "-1"])
+    assert ended.value.code == 2
+    assert capfd.readouterr() == ("", "")
+
+
+def _settings_of(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> config.TrainSettings:
+    seen: list[Any] = []
+    monkeypatch.setattr(cli, "_train", seen.append)
+    with pytest.raises(SystemExit):
+        cli.main(argv)
+    return seen[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("form", ["json", "yaml"])
+def test_options_outdo_the_file(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"model": "resnet32", "batch_size": 64, "learning-rate": 0.25}
+    file = tmp_path / f"settings.{form}"
+    text = json.dumps(values) if form == "json" else "".join(f"{k}: {v}\n" for k, v in values.items())
+    file.write_text(text)
+    alone = _settings_of(["train", "--config", str(file)], monkeypatch)
+    assert (alone.model, alone.batch_size, alone.learning_rate) == ("resnet32", 64, 0.25)
+    outdone = _settings_of(
+        ["train", "--config", str(file), "--global-batch-size", "96", "--model", "tutorial"], monkeypatch
+    )
+    assert (outdone.model, outdone.batch_size, outdone.global_batch_size) == ("tutorial", None, 96)
+
+
+def test_a_written_config_reads_back_the_same(tmp_path: Path) -> None:
+    settings = config.make(config.TrainSettings, {"model": "resnet56", "seed": "12", "run_dir": str(tmp_path)})
+    config.write_file(tmp_path / "config.json", settings, {"world_size": 2})
+    assert config.make(config.TrainSettings, config.read_file(tmp_path / "config.json")) == settings
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "3", "{", "model: [", "\x00"])
+def test_a_bad_file_is_one_line(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match="--config") as raised:
+        config.read_file(file)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_setting_that_does_not_exist_is_named() -> None:
+    with pytest.raises(UserError, match="--modle is no setting"):
+        config.make(config.TrainSettings, {"modle": "tutorial"})

@@ -1,0 +1,132 @@
+"""Which GPU and how many threads, on machines that are made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvd_cifar.distributed.devices import choose_gpu, cpu_quota, threads_per_rank, visible_gpus
+from hvd_cifar.distributed.environment import launched_rank, prepare_mpi
+from hvd_cifar.errors import UserError
+
+EIGHT = [f"GPU-{i}" for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("views", "choices"),
+    [
+        ([[]], [None]),
+        ([[]] * 4, [None] * 4),
+        ([["GPU-0"]], [0]),
+        ([EIGHT], [0]),
+        ([EIGHT] * 8, list(range(8))),
+        ([EIGHT] * 3, [0, 1, 2]),
+        # The scheduler shows each process a GPU of its own, or two.
+        ([["GPU-0"], ["GPU-1"], ["GPU-2"]], [0, 0, 0]),
+        ([["GPU-0", "GPU-1"], ["GPU-2", "GPU-3"]], [0, 0]),
+    ],
+)
+def test_one_gpu_for_each_local_rank(views: list[list[str]], choices: list[int | None]) -> None:
+    assert [choose_gpu(views, rank) for rank in range(len(views))] == choices
+
+
+def test_more_local_ranks_than_gpus_is_an_error_that_says_so() -> None:
+    for rank in range(3):
+        with pytest.raises(UserError, match="3 ranks on this host share 2 GPUs: start at most 2"):
+            choose_gpu([["GPU-0", "GPU-1"]] * 3, rank)
+    with pytest.raises(UserError, match="2 ranks on this host share 1 GPU: start at most 1"):
+        choose_gpu([["GPU-0"]] * 2, 1)
+
+
+def test_a_rank_that_sees_no_gpu_beside_one_that_does_is_an_error_on_both() -> None:
+    for rank in range(2):
+        with pytest.raises(UserError, match="local rank 1 sees no GPU"):
+            choose_gpu([["GPU-0"], []], rank)
+
+
+LISTING = "GPU 0: NVIDIA H100 (UUID: GPU-aa)\nGPU 1: NVIDIA H100 (UUID: GPU-bb)\nGPU 2: NVIDIA H100 (UUID: GPU-cc)\n"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "seen"),
+    [
+        (None, ["GPU-aa", "GPU-bb", "GPU-cc"]),
+        ("", []),
+        ("-1", []),
+        ("2", ["GPU-cc"]),
+        ("2,0", ["GPU-cc", "GPU-aa"]),
+        ("GPU-b", ["GPU-bb"]),
+        ("1,7,0", ["GPU-bb"]),  # CUDA stops at the first that does not exist
+    ],
+)
+def test_cuda_visible_devices(chosen: str | None, seen: list[str]) -> None:
+    assert visible_gpus(LISTING, {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}) == seen
+
+
+def _mask(*cpus: int) -> frozenset[int]:
+    return frozenset(cpus)
+
+
+@pytest.mark.parametrize(
+    ("masks", "quota", "threads"),
+    [
+        ([_mask(*range(8))], None, [8]),
+        ([_mask(*range(8))] * 2, None, [4, 4]),
+        ([_mask(*range(8))] * 3, None, [2, 2, 2]),
+        ([_mask(0, 1)] * 4, None, [1] * 4),  # more ranks than cores
+        ([_mask(0), _mask(1)], None, [1, 1]),  # mpirun binds each rank to a core
+        ([_mask(0, 1, 2, 3), _mask(4, 5, 6, 7)], None, [4, 4]),
+        ([_mask(*range(64))], 2.0, [2]),  # a container with a quota of 2 cores on a host of 64
+        ([_mask(*range(64))] * 2, 3.0, [1, 1]),
+        ([_mask(*range(64))], 0.5, [1]),
+    ],
+)
+def test_cores_are_divided_between_the_ranks_of_a_host(
+    masks: list[frozenset[int]], quota: float | None, threads: list[int]
+) -> None:
+    assert [threads_per_rank(masks, rank, quota) for rank in range(len(masks))] == threads
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "250000 100000\n"}, 2.5),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4.0),
+    ],
+)
+def test_cpu_quota_of_control_groups(files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cpu_quota(tmp_path) == quota
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({}, None),
+        ({"OMPI_COMM_WORLD_RANK": "3"}, 3),
+        ({"HOROVOD_RANK": "1"}, 1),
+        ({"PMIX_RANK": "7"}, 7),
+        ({"HOROVOD_RANK": "none"}, None),
+    ],
+)
+def test_the_launcher_s_rank(environment: dict[str, str], rank: int | None) -> None:
+    assert launched_rank(environment) == rank
+
+
+def test_what_the_user_has_set_stays() -> None:
+    environment = {"HOROVOD_CYCLE_TIME": "1", "OMPI_COMM_WORLD_RANK": "0"}
+    prepare_mpi(environment, on_cpu=True)
+    assert environment["HOROVOD_CYCLE_TIME"] == "1"
+    assert environment["OMPI_MCA_mpi_yield_when_idle"] == "1"
+
+
+def test_nothing_is_slowed_where_gpus_compute(tmp_path: Path) -> None:
+    environment = {"OMPI_COMM_WORLD_RANK": "0"}
+    prepare_mpi(environment, on_cpu=False, prefix=tmp_path)
+    assert environment == {"OMPI_COMM_WORLD_RANK": "0"}

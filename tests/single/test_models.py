@@ -1,0 +1,119 @@
+"""The nets against their papers' sizes, and the layers against Keras's and TensorFlow's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvd_cifar import models
+from hvd_cifar.models.layers import FusedBatchNormalization, LocalResponseNormalization, PadShortcut
+
+PRECISIONS = ["float32", "float64", "mixed_bfloat16", "mixed_float16"]
+
+
+def _parameters(model: keras.Model) -> int:
+    return sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "parameters", "paper"),
+    [
+        ("tutorial", 24, 1_068_298, None),
+        ("resnet20", 32, 269_722, 0.27e6),
+        ("resnet32", 32, 464_154, 0.46e6),
+        ("resnet56", 32, 853_018, 0.85e6),
+    ],
+)
+def test_parameter_counts(name: str, side: int, parameters: int, paper: float | None) -> None:
+    net = models.build(name, side, "float32")
+    assert _parameters(net.model) == parameters
+    assert paper is None or round(parameters / 1e4) == round(paper / 1e4)
+    assert net.model(np.zeros((2, side, side, 3), np.float32)).shape == (2, 10)
+
+
+def test_resnet_has_the_layers_of_its_name() -> None:
+    for depth in (20, 32, 56):
+        model = models.build(f"resnet{depth}", 32, "float32").model
+        weighted = [layer for layer in model.layers if isinstance(layer, (keras.layers.Conv2D, keras.layers.Dense))]
+        assert len(weighted) == depth
+
+
+def test_weight_decay_pulls_at_kernels_as_the_sources_say() -> None:
+    assert [v.path for v in models.build("tutorial", 24, "float32").decayed] == ["local3/kernel", "local4/kernel"]
+    decayed = models.build("resnet20", 32, "float32").decayed
+    assert len(decayed) == 20 and all(v.path.endswith("kernel") for v in decayed)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["tutorial", "resnet20"])
+def test_nets_train_in_every_precision(name: str, precision: str) -> None:
+    side = 24 if name == "tutorial" else 32
+    model = models.build(name, side, precision).model
+    images = np.random.default_rng(0).normal(size=(4, side, side, 3))
+    with tf.GradientTape() as tape:
+        logits = model(tf.cast(images, model.compute_dtype), training=True)
+        loss = tf.reduce_sum(tf.cast(logits, tf.float32) ** 2)
+    gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+    assert logits.dtype.name == precision.removeprefix("mixed_")
+    assert {v.dtype for v in model.trainable_variables} == {"float64" if precision == "float64" else "float32"}
+    assert all(bool(tf.reduce_all(tf.math.is_finite(g))) for g in gradients)
+
+
+@pytest.mark.parametrize("name", ["tutorial", "resnet20"])
+def test_written_out_layers_equal_the_fused_ones(name: str) -> None:
+    """The float64 net computes the same function as the float32 one."""
+    side = 24 if name == "tutorial" else 32
+    single, double = models.build(name, side, "float32").model, models.build(name, side, "float64").model
+    double.set_weights(single.get_weights())
+    images = np.random.default_rng(0).normal(size=(8, side, side, 3)).astype(np.float32)
+    for training in (True, False):
+        a, b = single(images, training=training).numpy(), double(images.astype(np.float64), training=training).numpy()
+        assert np.allclose(a, b, rtol=1e-3, atol=1e-4)  # float32's rounding through 20 layers
+    for v, w in zip(single.non_trainable_variables, double.non_trainable_variables, strict=True):
+        assert np.allclose(v.numpy(), w.numpy(), rtol=1e-3, atol=1e-4)
+
+
+def _run_norm(layer: Any, x: Any, training: bool) -> tuple[Any, Any]:
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = layer(x, training=training)
+        loss = tf.reduce_sum(tf.sin(tf.cast(y, tf.float32)))
+    return y.numpy(), tape.gradient(loss, x).numpy()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_fused_batch_norm_equals_keras(training: bool) -> None:
+    ours, theirs = FusedBatchNormalization(), keras.layers.BatchNormalization(momentum=0.9, epsilon=1e-5)
+    x = tf.constant(np.random.default_rng(1).normal(2.0, 3.0, (16, 5, 5, 7)).astype(np.float32))
+    ours(x), theirs(x)
+    for layer in (ours, theirs):
+        layer.gamma.assign(np.linspace(0.5, 2, 7))
+        layer.beta.assign(np.linspace(-1, 1, 7))
+    for a, b in zip(_run_norm(ours, x, training), _run_norm(theirs, x, training), strict=True):
+        assert np.allclose(a, b, atol=2e-4)
+    assert np.allclose(ours.moving_mean.numpy(), theirs.moving_mean.numpy(), atol=1e-5)
+    unbiased = 400 / 399  # Keras keeps the biased variance of the 16 * 5 * 5 values, the fused kernel the unbiased one
+    if training:
+        gathered = (theirs.moving_variance.numpy() - 0.9) * unbiased + 0.9
+        assert np.allclose(ours.moving_variance.numpy(), gathered, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_local_response_normalization_equals_tensorflow_s_kernel(dtype: str) -> None:
+    x = np.random.default_rng(2).normal(0, 40, (3, 4, 4, 16)).astype(np.float32)
+    layer = LocalResponseNormalization(dtype=dtype)
+    expected = tf.nn.local_response_normalization(x, 4, 1.0, 0.001 / 9.0, 0.75).numpy()
+    tolerance = {"mixed_bfloat16": 2e-2, "mixed_float16": 2e-3}.get(dtype, 1e-5)  # their 8 and 11 bits
+    assert np.allclose(layer(tf.cast(x, layer.compute_dtype)).numpy().astype(np.float32), expected, rtol=tolerance)
+
+
+def test_pad_shortcut_keeps_every_second_pixel_and_pads_channels() -> None:
+    x = np.random.default_rng(2).normal(size=(2, 4, 4, 16)).astype(np.float32)
+    y = PadShortcut(32)(x).numpy()
+    assert y.shape == (2, 2, 2, 32)
+    assert (y[..., 8:24] == x[:, ::2, ::2]).all()
+    assert (y[..., :8] == 0).all() and (y[..., 24:] == 0).all()

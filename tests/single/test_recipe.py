@@ -1,0 +1,93 @@
+"""Learning rates and batch arithmetic against tables written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hvd_cifar.config import TrainSettings, make
+from hvd_cifar.errors import UserError
+from hvd_cifar.training.assemble import make_schedule
+from hvd_cifar.training.recipe import plan, resolve
+from hvd_cifar.training.schedule import Schedule
+
+
+def _resolved(**values: Any) -> TrainSettings:
+    return resolve(make(TrainSettings, values))
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [(0, 0.1), (5, 0.25), (10, 0.4), (11, 0.4), (99, 0.4), (100, 0.04), (199, 0.04), (200, 0.004), (10_000, 0.004)],
+)
+def test_staircase_after_warm_up(step: int, rate: float) -> None:
+    schedule = Schedule(base=0.1, peak=0.4, warmup_steps=10, decay_steps=(100, 200), decay=0.1)
+    assert schedule(step) == pytest.approx(rate, rel=1e-12)
+
+
+# The papers' tables: ResNets fall at 32,000 and 48,000 steps of 128; the tutorial every 350 * 50,000 / 128 steps.
+@pytest.mark.parametrize(
+    ("values", "size", "expected"),
+    [
+        (
+            {"model": "resnet20", "global_batch_size": 128},
+            1,
+            {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001},
+        ),
+        ({"model": "resnet20"}, 1, {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001}),
+        ({"model": "tutorial"}, 1, {0: 0.1, 136_717: 0.1, 136_718: 0.01, 273_437: 0.001}),
+        # Two ranks: from 0.1 to 0.2 over the 196 steps of the first epoch.
+        ({"model": "tutorial"}, 2, {0: 0.1, 98: 0.15, 196: 0.2, 68_358: 0.2, 68_359: 0.02}),
+        # The global batch given: the rate is taken as it stands, at any number of ranks.
+        ({"model": "tutorial", "global_batch_size": 256}, 4, {0: 0.1, 10: 0.1}),
+        ({"model": "tutorial", "learning_rate": 0.05, "warmup_epochs": 0}, 8, {0: 0.4}),
+        ({"model": "tutorial", "gradient_accumulation": 3, "warmup_epochs": 0}, 2, {0: 0.6}),
+        ({"model": "tutorial", "warmup_epochs": 2}, 2, {0: 0.1, 196: 0.15, 392: 0.2}),
+    ],
+)
+def test_learning_rate_of_a_run(values: dict[str, Any], size: int, expected: dict[int, float]) -> None:
+    settings = _resolved(**values)
+    schedule = make_schedule(settings, plan(settings, 50_000, size))
+    assert {step: schedule(step) for step in expected} == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("values", "size", "batch", "steps", "total"),
+    [
+        ({"epochs": 3}, 1, 128, 391, 1173),
+        ({"epochs": 3}, 2, 256, 196, 588),
+        ({"epochs": 3, "batch_size": 100}, 5, 500, 100, 300),
+        ({"epochs": 3, "global_batch_size": 128}, 3, 128, 391, 1173),
+        ({"epochs": 3, "batch_size": 32, "gradient_accumulation": 4}, 2, 256, 196, 588),
+        ({"epochs": 3, "max_steps": 100}, 2, 256, 196, 100),
+        ({"epochs": 3, "max_steps": 100_000}, 2, 256, 196, 588),
+        ({"epochs": 1, "global_batch_size": 50_000}, 2, 50_000, 1, 1),
+    ],
+)
+def test_batch_arithmetic(values: dict[str, Any], size: int, batch: int, steps: int, total: int) -> None:
+    found = plan(_resolved(**values), 50_000, size)
+    assert (found.global_batch_size, found.steps_per_epoch, found.total_steps) == (batch, steps, total)
+
+
+@pytest.mark.parametrize(
+    ("values", "size", "words"),
+    [
+        ({"global_batch_size": 3}, 4, "smaller than 4 ranks"),
+        ({"global_batch_size": 7, "gradient_accumulation": 2}, 4, "give at least 8"),
+        ({"batch_size": 30_000}, 2, "larger than the training set"),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused(values: dict[str, Any], size: int, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        plan(_resolved(**values), 50_000, size)
+
+
+def test_recipes_fill_in_only_what_is_not_given() -> None:
+    plain = _resolved(model="tutorial")
+    assert (plain.learning_rate, plain.weight_decay, plain.ema_decay, plain.batch_size) == (0.1, 0.004, 0.9999, 128)
+    given = _resolved(
+        model="resnet20", weight_decay=0, ema_decay=0.5, learning_rate=0.3, epochs=7, global_batch_size=64
+    )
+    assert (given.learning_rate, given.weight_decay, given.ema_decay, given.epochs) == (0.3, 0.0, 0.5, 7)
+    assert given.batch_size is None
