@@ -133,9 +133,16 @@ def test_files_that_are_there_are_used_without_a_download(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", ["auto", "cifar10"])
-@pytest.mark.parametrize("lost", ["data_batch_4.bin", "test_batch.bin"])
-def test_a_damaged_set_is_an_error_under_auto_too(folder: Path, name: dataset.Name, lost: str) -> None:
-    (folder / lost).unlink()
-    with pytest.raises(UserError, match=lost) as caught:
+@pytest.mark.parametrize("file", ["data_batch_1.bin", "data_batch_4.bin", "test_batch.bin"])
+@pytest.mark.parametrize("size", [None, 30_729_999, 30_730_001])
+def test_a_damaged_set_is_an_error_under_auto_too(
+    folder: Path, name: dataset.Name, file: str, size: int | None
+) -> None:
+    if size is None:
+        (folder / file).unlink()
+    else:
+        with open(folder / file, "r+b") as opened:
+            opened.truncate(size)
+    with pytest.raises(UserError, match=file) as caught:
         prepare(name, folder)
     assert not isinstance(caught.value, DownloadError)

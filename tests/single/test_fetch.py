@@ -25,6 +25,7 @@ from hvd_cifar.data import cifar10, dataset, fetch
 from hvd_cifar.data.fetch import CHUNK_BYTES, DownloadError
 from hvd_cifar.errors import UserError
 
+ROOT = Path(__file__).parents[2]  # where the package can be imported from
 SECONDS = 60  # longer than anything here may take
 
 
@@ -33,6 +34,7 @@ class Answer(NamedTuple):
 
     status: int = 200
     ranges: bool = True  # honour a Range header
+    shift: int = 0  # send so many bytes further on than asked for
     cut: int | None = None  # close the connection after so many bytes of the body
     hold: int | None = None  # after so many bytes of the body, wait for `release`
 
@@ -66,6 +68,7 @@ class Handler(BaseHTTPRequestHandler):
         answer = server.answers[min(len(server.asked), len(server.answers) - 1)]
         server.asked.append(asked)
         start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and answer.ranges else 0
+        start += answer.shift
         body = server.body[start:]
         if start and not body:
             answer = Answer(status=416)
@@ -166,7 +169,7 @@ def start_fetch(server: Server, data_dir: Path) -> subprocess.Popen[str]:
         "print(fetch(Path(sys.argv[1]), sys.argv[2], sys.argv[3], show_progress=False))"
     )
     command = [sys.executable, "-c", program, str(data_dir), server.url, md5(server.body)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
@@ -267,7 +270,15 @@ def test_two_processes_download_once(server: Server, data_dir: Path) -> None:
 def test_a_server_without_range_sends_all_again(server: Server, data_dir: Path) -> None:
     server.answers = [Answer(cut=len(server.body) // 2), Answer(ranges=False)]
     assert_complete(bring(server, data_dir), data_dir)
-    assert server.asked[0] is None and server.asked[1] is not None
+    first, second = server.asked
+    assert first is None and second is not None
+
+
+def test_a_server_that_sends_another_range_is_asked_for_all(server: Server, data_dir: Path) -> None:
+    server.answers = [Answer(cut=len(server.body) // 2), Answer(shift=100), Answer()]
+    assert_complete(bring(server, data_dir), data_dir)
+    first, second, third = server.asked
+    assert first is None and second is not None and third is None
 
 
 def test_a_part_that_is_too_long_starts_from_zero(server: Server, data_dir: Path) -> None:
@@ -426,7 +437,7 @@ def test_a_disk_that_is_full(server: Server, data_dir: Path) -> None:
     # While downloading, and, as the second call finds most of the archive there, while unpacking.
     for limit in (500_000, 5_000_000):
         command = [sys.executable, "-c", program, str(data_dir), server.url, md5(server.body), str(limit)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=True, cwd=ROOT)
         assert re.fullmatch(r"UserError cannot write .*File too large.*--data-dir\n", done.stdout)
     assert part_of(server, data_dir).read_bytes() == server.body
     assert not (data_dir / ".unfinished").exists()
