@@ -11,7 +11,7 @@ def main() -> int:
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         this = "%d.%d" % sys.version_info[:2]  # noqa: UP031
         sys.stderr.write(
-            "error: Python %s (%s) has no TensorFlow 2.21, which needs 3.10 to 3.13; name another: "  # noqa: UP031
+            "hvd_cifar: Python %s (%s) has no TensorFlow 2.21, which needs 3.10 to 3.13; name another: "  # noqa: UP031
             "PYTHON=python3.12 ./run.sh\n" % (this, sys.executable)
         )
         return 2

