@@ -131,7 +131,7 @@ def _receive(url: str, archive: Path, progress: Progress) -> bool:
         if task is None:
             task = progress.add_task("")
         progress.update(task, total=total, completed=start)
-        with open(archive, "ab" if start else "wb", buffering=0) as file:
+        with open(archive, "ab" if start else "wb") as file:
             # Raw, because some servers name .tar.gz a content encoding, and requests would then undo the compression.
             for chunk in response.raw.stream(CHUNK_BYTES, decode_content=False):
                 file.write(chunk)
