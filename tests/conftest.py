@@ -1,0 +1,20 @@
+"""What all tests share: where real CIFAR-10 lies, if it does."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+FOLDER = "cifar-10-batches-bin"
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The `--data-dir` with real CIFAR-10 that HVD_CIFAR_TEST_DATA names; a test that asks for it is skipped without."""
+    named = os.environ.get("HVD_CIFAR_TEST_DATA")
+    if not named:
+        pytest.skip("needs real CIFAR-10: HVD_CIFAR_TEST_DATA names no folder")
+    folder = Path(named)
+    if not (folder / FOLDER).is_dir():
+        pytest.fail(f"HVD_CIFAR_TEST_DATA={named} holds no {FOLDER}")
+    return folder
