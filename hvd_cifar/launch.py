@@ -275,7 +275,8 @@ def _run(
 
     def forward(number: int, _: object) -> None:
         caught.append(number)
-        process.send_signal(number)
+        # A launcher tidies up on these two only, not when its terminal is gone.
+        process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, forward)
@@ -349,6 +350,10 @@ def _shortened(banner: bytes) -> bytes:
 
 
 TAG = re.compile(rb"\[(\d+)\]<(?:stdout|stderr)>:")
+# What horovodrun lets through from TensorFlow, which it imports to see what Horovod was built with.
+TENSORFLOW_NOTE = re.compile(
+    rb"WARNING: All log messages before absl|I\d{4} \d\d:\d\d:\d+\S* +\d+ \w+\.cc:|To enable the following instructions"
+)
 
 
 def without_tags(lines: Iterable[bytes], codes: list[int]) -> Iterator[bytes]:
@@ -366,7 +371,7 @@ def without_tags(lines: Iterable[bytes], codes: list[int]) -> Iterator[bytes]:
                 yield line[tag.end() :]
         elif code:
             codes.append(int(code[1]))
-        elif line.startswith(b"Terminating remaining workers"):
+        elif line.startswith(b"Terminating remaining workers") or TENSORFLOW_NOTE.match(line):
             pass
         elif traceback or line.startswith(b"Traceback (most recent call last)"):
             traceback.append(line)
