@@ -53,22 +53,22 @@ def locate(data_dir: Path) -> Path | None:
     return None
 
 
-def check(folder: Path, files: Sequence[str] = FILES) -> None:
-    """Raise UserError unless every one of the files is there and has 30,730,000 bytes. Reads no contents."""
-    for name in files:
-        path = folder / name
+def fault(folder: Path, files: Sequence[str] = FILES) -> str | None:
+    """What is wrong with the first of the files that is not there or has not 30,730,000 bytes; reads no contents."""
+    for path in (folder / name for name in files):
         try:
             size = path.stat().st_size
         except OSError as error:
-            raise UserError(
-                f"cannot read {path} ({error.strerror}; {FILE_BYTES:,} bytes expected): "
-                f"restore it, or move {folder} away to have the set made anew"
-            ) from None
+            return f"cannot read {path} ({error.strerror}; {FILE_BYTES:,} bytes expected)"
         if size != FILE_BYTES:
-            raise UserError(
-                f"{path} has {size:,} bytes instead of {FILE_BYTES:,}: "
-                f"restore it, or move {folder} away to have the set made anew"
-            )
+            return f"{path} has {size:,} bytes instead of {FILE_BYTES:,}"
+    return None
+
+
+def check(folder: Path, files: Sequence[str] = FILES) -> None:
+    """Raise UserError, naming the file, unless every one of the files has its length."""
+    if found := fault(folder, files):
+        raise UserError(f"{found}: restore it, or move {folder} away to have the set made anew")
 
 
 def read(folder: Path, split: Split) -> Examples:
