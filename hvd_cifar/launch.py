@@ -31,6 +31,7 @@ USAGE = "./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] COMMAND [O
 # Ranks on other hosts get these of the user's variables; those on this host inherit all.
 EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS")
 SECONDS_FOR_LAST_OUTPUT = 5.0
+SHOW_CURSOR = b"\x1b[?25h"
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -216,10 +217,16 @@ def _launch(request: Request, ranks: int) -> int:
     cores = _cores_here()
     if ranks > cores and all(map(is_local, request.hosts)):
         _complain(f"note: {ranks} ranks share {cores} core{'s' * (cores > 1)}: results stay right, speed does not")
-    if sys.stdout.isatty() and not request.gloo:
+    if request.gloo:
+        return _run_gloo(words, env)
+    watched = sys.stdout.isatty()
+    if watched:
         # Ranks see a terminal of mpirun's making, whatever this one is.
         env |= {"HVD_CIFAR_TERMINAL": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
-    return _run_gloo(words, env) if request.gloo else _run_mpi(words, env)
+    code = _run_mpi(words, env)
+    if watched and code >= 128:
+        _write(1, SHOW_CURSOR + b"\n")  # a rank that was ended could not take its progress bar away
+    return code
 
 
 def _run_mpi(words: list[str], env: Mapping[str, str]) -> int:

@@ -16,7 +16,7 @@ SHOWN_LINES = 12
 ERROR = re.compile(r"\berror\b|fatal|not found|no space|denied|timed out|no matching|cannot|failed", re.IGNORECASE)
 # pip's own summary of somebody else's error.
 SUMMARY = re.compile(
-    r"failed building wheel|failed to build|finished with status|subprocess-exited|exit code|note: this error|╰─>|×|^\s*#",
+    r"failed building wheel|failed to build|finished with status|subprocess-exited|exit code|note: this|╰─>|×|^\s*#",
     re.IGNORECASE,
 )
 

@@ -1,0 +1,306 @@
+"""run.sh itself, and the same program under bare launchers: real runs of one and two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hvd_cifar.data import synthetic
+from hvd_cifar.install import installer
+from tests.ranks import CHECKOUT, end_tree
+
+RUN_SH = str(CHECKOUT / "run.sh")
+MODULE = ["python", "-m", "hvd_cifar"]
+AS_ROOT = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+SHORT = ["--max-steps", "12", "--batch-size", "16", "--eval-every", "0", "--log-every", "4"]
+LONG = ["--max-steps", "1000000", "--batch-size", "16", "--eval-every", "0", "--checkpoint-every", "1000000"]
+
+
+def _environment(bin_folder: Path = installer.VENV / "bin") -> dict[str, str]:
+    """A user's variables with an activated environment, and nothing else that helps."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "HOROVOD_", "OPAL_"))}
+    return env | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+def _run(
+    words: list[str], cwd: Path = CHECKOUT, env: dict[str, str] | None = None, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    env = env or _environment()
+    nothing = subprocess.DEVNULL
+    return subprocess.run(words, cwd=cwd, env=env, timeout=timeout, stdin=nothing, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with the embedded set, drawn once."""
+    folder = tmp_path_factory.mktemp("data")
+    synthetic.ensure(folder)
+    return folder
+
+
+def _train(data: Path, run_dir: Path) -> list[str]:
+    return ["train", "--dataset", "synthetic", "--data-dir", str(data), "--run-dir", str(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], str]]:
+    """Train for a few steps by the launcher of a name; the summary and what was printed. Each launcher runs once."""
+    results: dict[str, tuple[dict[str, Any], str]] = {}
+    launchers = {
+        "run.sh": [RUN_SH, "-H", "localhost:2"],
+        "run.sh --gloo": [RUN_SH, "-np", "2", "--gloo"],
+        "horovodrun": ["horovodrun", "-np", "2", *MODULE],
+        "mpirun": ["mpirun", *AS_ROOT, "-np", "2", "--oversubscribe", *MODULE],
+        "run.sh alone": [RUN_SH, "-np", "1"],
+        "none": MODULE,
+    }
+
+    def train(name: str) -> tuple[dict[str, Any], str]:
+        if name not in results:
+            run_dir = tmp_path_factory.mktemp("run") / "r"
+            done = _run([*launchers[name], *_train(data, run_dir), *SHORT], cwd=run_dir.parent)
+            assert done.returncode == 0, done.stdout + done.stderr
+            results[name] = json.loads((run_dir / "summary.json").read_text()), done.stdout
+        return results[name]
+
+    return train
+
+
+@pytest.mark.parametrize("launcher", ["run.sh --gloo", "horovodrun", "mpirun"])
+def test_two_ranks_end_alike_whoever_starts_them(launcher: str, trained: Any) -> None:
+    summary, printed = trained(launcher)
+    expected, lines = trained("run.sh")
+    assert summary["world_size"] == 2
+    assert summary["weights_sha256"] == expected["weights_sha256"]
+    if launcher != "horovodrun":  # which tags its lines, and may cut them
+        assert [_masked(line) for line in printed.splitlines()] == [_masked(line) for line in lines.splitlines()]
+
+
+def test_one_rank_ends_alike_with_and_without_run_sh(trained: Any) -> None:
+    (with_it, lines), (without, printed) = trained("run.sh alone"), trained("none")
+    assert with_it["world_size"] == without["world_size"] == 1
+    assert with_it["weights_sha256"] == without["weights_sha256"]
+    assert [_masked(line) for line in printed.splitlines()] == [_masked(line) for line in lines.splitlines()]
+
+
+def _masked(line: str) -> str:
+    """A line without what may differ from run to run: times, speeds, paths, the controller."""
+    return re.sub(r"/\S+|mpi\b|gloo\b|[\d.,:+-]+", "#", line)
+
+
+@pytest.mark.parametrize("words", [[RUN_SH, "-np", "2"], ["mpirun", *AS_ROOT, "-np", "2", "--oversubscribe", *MODULE]])
+def test_a_wrong_option_is_told_once(words: list[str]) -> None:
+    done = _run([*words, "train", "--max-steps", "ten"])
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("hvd_cifar:") == 1
+    assert "--max-steps" in done.stderr
+    if words[0] == RUN_SH:
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-np", "none"], "whole number"),
+        (["-np", "3", "-H", "localhost:2", "train"], "more than the 2 slots"),
+        (["--frob"], "not an option of the launcher"),
+        (["frob"], "frob"),
+        (["setup", "--frob"], "--frob"),
+    ],
+)
+def test_a_user_error_is_one_line(words: list[str], message: str) -> None:
+    done = _run([RUN_SH, *words])
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize("launcher", ["--mpi", "--gloo"])
+def test_an_error_found_by_the_ranks_keeps_its_code(launcher: str, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = _run([RUN_SH, "-np", "2", launcher, *_train(data, tmp_path / "file" / "run"), *SHORT])
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_help_from_anywhere(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(RUN_SH)
+    done = _run(["./link", "--help"], cwd=tmp_path)
+    assert done.returncode == 0
+    assert "setup [--gpu] [--system-mpi]" in done.stdout
+    done = _run(["./link", "train", "--help"], cwd=tmp_path)
+    assert done.returncode == 0
+    assert "--global-batch-size" in done.stdout
+
+
+@pytest.fixture
+def long_run(data: Path, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+    """Start a training of two ranks that would not end, and return when it has made steps."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(launcher: str) -> subprocess.Popen[bytes]:
+        words = [RUN_SH, "-np", "2", launcher, *_train(data, tmp_path / "run"), *LONG]
+        with (tmp_path / "output").open("wb") as output:
+            process = subprocess.Popen(words, stdout=output, stderr=output, env=_environment(), start_new_session=True)
+        started.append(process)
+        _wait_for(lambda: b"step 10," in (tmp_path / "output").read_bytes(), process)
+        assert len(_processes_of(tmp_path / "run")) >= 3  # two ranks and what started them
+        return process
+
+    yield start
+    for process in started:
+        end_tree(process)
+
+
+def _wait_for(
+    condition: Callable[[], bool], process: subprocess.Popen[bytes] | None = None, timeout: float = 120
+) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end
+        assert process is None or process.poll() is None, "ended too early"
+        time.sleep(0.1)
+
+
+def _processes_of(run_dir: Path) -> list[psutil.Process]:
+    """All processes of a run, whoever is their parent: its folder stands in their command lines."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(run_dir) in process.cmdline():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("launcher", ["--mpi", "--gloo"])
+def test_sigterm_ends_all_ranks(launcher: str, long_run: Any, tmp_path: Path) -> None:
+    process = long_run(launcher)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 128 + signal.SIGTERM
+    _wait_for(lambda: not _processes_of(tmp_path / "run"), timeout=5)
+    assert b"Traceback" not in (tmp_path / "output").read_bytes()
+
+
+def test_kill_leaves_no_rank_behind(long_run: Any, tmp_path: Path) -> None:
+    process = long_run("--mpi")
+    process.kill()
+    process.wait()
+    _wait_for(lambda: not _processes_of(tmp_path / "run"), timeout=10)
+
+
+def test_a_killed_rank_ends_the_run_in_one_line(long_run: Any, tmp_path: Path) -> None:
+    process = long_run("--mpi")
+    ranks = [p for p in _processes_of(tmp_path / "run") if p.environ().get("OMPI_COMM_WORLD_RANK") == "1"]
+    ranks[0].kill()
+    assert process.wait(30) == 128 + signal.SIGKILL
+    printed = (tmp_path / "output").read_text()
+    assert re.search(r"(?m)^hvd_cifar: rank 1 on \S+ was ended by signal 9 \(Killed\)", printed)
+    assert "mpirun" not in printed
+
+
+def test_ctrl_c_in_a_terminal(data: Path, tmp_path: Path) -> None:
+    """In a terminal there is a progress bar, and Ctrl-C ends everything with code 130."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(RUN_SH, [RUN_SH, "-np", "2", *_train(data, tmp_path / "run"), *LONG], _environment())
+    seen = b""
+
+    def read() -> bool:
+        nonlocal seen
+        try:
+            data = os.read(terminal, 65536)
+        except OSError:  # the terminal's other side is closed
+            data = b""
+        seen += data
+        return bool(data)
+
+    while b"step 20," not in seen:
+        assert read(), seen
+    os.write(terminal, b"\x03")
+    while read():
+        pass
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 130
+    _wait_for(lambda: not _processes_of(tmp_path / "run"), timeout=5)
+    assert re.search(rb"\x1b\[\d+m +20/\d+", seen), "no progress bar"
+    assert b"\x1b[?25h" in seen, "the cursor stays hidden"
+    assert b"Traceback" not in seen
+
+
+def test_set_up_is_not_repeated() -> None:
+    begin = time.monotonic()
+    done = _run([RUN_SH, "setup", *_recorded_flags()])
+    assert done.returncode == 0
+    assert "Nothing to do" in done.stderr
+    assert time.monotonic() - begin < 2
+
+
+def test_missing_tools_are_told_before_anything_happens(tmp_path: Path) -> None:
+    """Neither the environment that is there nor its record is touched."""
+    for name in ("bash", "dirname", "readlink", "c++", "make"):
+        found = shutil.which(name)
+        assert found
+        (tmp_path / name).symlink_to(found)
+    before = installer.read_record()
+    done = _run([RUN_SH, "setup", "--system-mpi"], env={"PATH": str(tmp_path), "HOME": str(tmp_path)})
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "mpicc, mpicxx, mpirun not on PATH" in done.stderr
+    assert installer.read_record() == before
+
+
+def _recorded_flags() -> list[str]:
+    options = installer.recorded_options(installer.read_record())
+    return ["--gpu"] * options.gpu + ["--system-mpi"] * options.system_mpi
+
+
+@pytest.mark.timeout(900)
+def test_a_second_checkout_with_spaces_in_its_path(data: Path, tmp_path: Path) -> None:
+    """A copy sets up from the cached wheel, also after a first try was killed; then each launcher works in it."""
+    checkout = tmp_path / "second check out"
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.check_output(listed, cwd=CHECKOUT, text=True).split("\0"):
+        if name and (CHECKOUT / name).exists():
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(CHECKOUT / name, checkout / name)
+    run_sh, venv = str(checkout / "run.sh"), checkout / ".venv"
+    flags = _recorded_flags()
+
+    first = subprocess.Popen([run_sh, "setup", *flags], stderr=subprocess.DEVNULL, start_new_session=True)
+    _wait_for(lambda: (venv / "bin" / "pip").exists(), first)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    assert installer.read_record(venv)["complete"] is False
+
+    done = _run([run_sh, "setup", *flags], timeout=800)
+    assert done.returncode == 0, done.stderr
+    assert "built before" in done.stderr, done.stderr
+    assert installer.read_record(venv)["complete"] is True
+
+    env = _environment(venv / "bin")
+    done = _run([run_sh, "-np", "2", *_train(data, Path("my run")), *SHORT], cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "Setting up" not in done.stderr
+    assert json.loads((tmp_path / "my run" / "summary.json").read_text())["world_size"] == 2
+
+    program = "import horovod.tensorflow as hvd; hvd.init(); print('size', hvd.size(), flush=True)"
+    for launcher in (["mpirun", *AS_ROOT, "--oversubscribe"], ["horovodrun", "--mpi"], ["horovodrun", "--gloo"]):
+        words = [*launcher, "-np", "2", "python", "-c", program]
+        done = _run(words, cwd=tmp_path, env=env)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("size 2") == 2, done.stdout + done.stderr
+
+
