@@ -104,7 +104,8 @@ def prove_averaging(wrap: Callable[[keras.optimizers.Optimizer], Any], contribut
         found = ", ".join(f"rank {r} ended at {_show(ended[r])}" for r in wrong[:8])
         raise TrainingError(
             f"gradients are not averaged over the ranks: with gradients 1..{size} and -1..-{size**2} every rank must "
-            f"end at {_show(expected)}, but {found}{' and others' * (len(wrong) > 8)}; the optimizer does not call Horovod"
+            f"end at {_show(expected)}, but {found}{' and others' * (len(wrong) > 8)}; "
+            "the optimizer does not call Horovod"
         )
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from hvd_cifar.errors import UserError
+from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.models import Net
 from hvd_cifar.training.step import MovingAverage
 
@@ -74,9 +75,16 @@ class Checkpoints:
         """Write the present state; the newest 5 are kept.
 
         Raises:
+            TrainingError: where a value is not finite: a step may spoil the weights although its own loss was fine.
             UserError: where it cannot be written; earlier checkpoints are then still there.
         """
         step = int(self.state.step.numpy())
+        spoilt = [v.path for v in self.state.variables if not np.isfinite(v.numpy().astype(np.float64)).all()]
+        if spoilt:
+            raise TrainingError(
+                f"model diverged: {spoilt[0]} is not finite after step {step}; it was not saved; "
+                "lower --learning-rate or give --clip-norm"
+            )
         try:
             return Path(self.manager.save(checkpoint_number=step))
         except (tf.errors.OpError, OSError) as failure:
@@ -101,13 +109,14 @@ def restore(trackable: tf.train.Checkpoint, path: Path, partial: bool = False) -
         UserError: where it is damaged, or lacks what the objects need.
     """
     try:
-        status = trackable.read(str(path))
+        status = trackable.restore(str(path))
         status.assert_existing_objects_matched()
         if not partial:
             status.assert_consumed()
         else:
             status.expect_partial()
-    except (tf.errors.OpError, AssertionError, ValueError, OSError) as failure:
+    # TensorFlow turns the reader's errors into Python's built-in ones by their kind: a short file is an IndexError.
+    except (tf.errors.OpError, AssertionError, ValueError, LookupError, OSError, RuntimeError) as failure:
         raise UserError(
             f"cannot read the checkpoint {path}: {first_line(failure)}; "
             "give another one, or the settings it was made with"

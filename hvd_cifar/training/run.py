@@ -32,7 +32,7 @@ WINDOWS_LEFT_OUT = 10  # steps whose speed does not count: tracing and warm cach
 class _Window:
     """The steps since the last log line."""
 
-    losses: list[Any] = field(default_factory=list)
+    steps: int = 0
     examples: int = 0
     seconds: float = 0.0
 
@@ -63,6 +63,7 @@ class Run:
     _first_step: int = 0
     _request: bool = False
     _window: _Window = field(default_factory=_Window)
+    _unseen: list[Any] = field(default_factory=list)  # results of steps, not yet fetched from the device
     _rates: list[tuple[int, float]] = field(default_factory=list)
     _loss: float | None = None
     _evaluated: tuple[int, Evaluation] | None = None
@@ -101,7 +102,8 @@ class Run:
         result = self.train_step(
             image, label, weight, tf.constant(count), tf.constant(rate, self.real), tf.constant(float(self._request))
         )
-        self._window.losses.append(result)
+        self._unseen.append(result)
+        self._window.steps += 1
         self._window.examples += count
         self.step_count += 1
 
@@ -122,13 +124,13 @@ class Run:
         return self.step_is_due(self.plan.steps_per_epoch if every is None else every)
 
     def check_losses(self) -> None:
-        """Look at every loss since the last look; the losses and requests are the same on all ranks, so all act alike.
+        """Look at every result since the last look; results are the same on all ranks, so all act alike.
 
         Raises:
             TrainingError: at the first loss that is not finite.
         """
-        first = self.step_count - len(self._window.losses) + 1
-        for step, (loss, requests) in enumerate((r.numpy() for r in self._window.losses), start=first):
+        first = self.step_count - len(self._unseen) + 1
+        for step, (loss, requests) in enumerate((r.numpy() for r in self._unseen), start=first):
             if not math.isfinite(loss):
                 raise TrainingError(
                     f"model diverged with loss = {float(loss)} at step {step}; nothing was saved after step "
@@ -138,11 +140,10 @@ class Run:
             if requests > 0:
                 self.checkpoint_was_requested = True
                 self._request = False
-        self._window.losses.clear()
+        self._unseen.clear()
 
     def log(self) -> None:
         """Report the steps since the last log line."""
-        steps = len(self._window.losses)
         self.check_losses()
         seconds = self._window.seconds + time.perf_counter() - self._resumed
         rate = self._window.examples / seconds
@@ -154,7 +155,7 @@ class Run:
             self._loss,
             self.schedule(self.step_count - 1),
             round(rate, 2),
-            seconds / max(steps, 1),
+            seconds / self._window.steps,
         )
         self._window = _Window()
         self._resumed = time.perf_counter()
@@ -196,7 +197,7 @@ class Run:
 
     def finish(self) -> None:
         """Evaluate and save at the last step, compare the ranks, write the summary."""
-        if self._window.losses:
+        if self._window.steps:
             self.log()
         evaluated = self._evaluated[1] if self._evaluated and self._evaluated[0] == self.step_count else self.evaluate()
         self.save()

@@ -62,7 +62,8 @@ def _several_things() -> dict[str, Any]:
 
     from hvd_cifar.distributed import DistributedOptimizer
 
-    rank, seen = world.rank, {}
+    rank = world.rank
+    seen: dict[str, Any] = {}
 
     def variable(value: Any, dtype: str = "float32") -> keras.Variable:
         return keras.Variable(np.asarray(value, dtype="float32"), dtype=dtype)

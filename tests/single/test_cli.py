@@ -106,7 +106,7 @@ def _settings_of(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> config.Tra
     monkeypatch.setattr(cli, "_train", seen.append)
     with pytest.raises(SystemExit):
         cli.main(argv)
-    return seen[0]  # type: ignore[no-any-return]
+    return seen[0]
 
 
 @pytest.mark.parametrize("form", ["json", "yaml"])

@@ -1,0 +1,144 @@
+"""Broadcast, the start-up proof, sums and shared errors, on real ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.ranks import run_ranks
+
+
+def _broadcast_everything() -> dict[str, Any]:
+    from hvd_cifar.distributed import broadcast_variables, start, sync
+
+    world = start()
+    import keras
+
+    keras.utils.set_random_seed(world.rank)
+    net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dropout(0.5), keras.layers.Dense(2)])
+    net.compile(keras.optimizers.Adam(0.1 * (world.rank + 1)), loss="mse")
+    try:
+        broadcast_variables(net.optimizer)
+        unbuilt = "accepted"
+    except ValueError as error:
+        unbuilt = str(error)
+    net.optimizer.build(net.trainable_variables)
+    net.optimizer.variables[2].assign(np.full(net.optimizer.variables[2].shape, world.rank + 1.0))
+    odd = [
+        keras.Variable(np.asarray([world.rank + 1]), dtype=dtype)
+        for dtype in ("bfloat16", "float16", "float64", "uint32", "int64", "uint8", "bool")
+    ]
+    before = sync.digest([*net.variables, *net.optimizer.variables, *odd])
+    broadcast_variables(net)
+    broadcast_variables(odd, root_rank=world.size - 1)
+    return {
+        "unbuilt": unbuilt,
+        "before": before,
+        "after": sync.digest([*net.variables, *net.optimizer.variables]),
+        "odd": [float(v.numpy().astype("float64")[0]) for v in odd],
+        "types": sorted({str(v.dtype) for v in net.variables}),
+        "learning rate": float(net.optimizer.learning_rate.numpy()),
+        "slot": float(net.optimizer.variables[2].numpy().ravel()[0]),
+    }
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_broadcast_makes_all_ranks_alike(n: int) -> None:
+    ranks = run_ranks(_broadcast_everything, n)
+    assert len({rank["before"] for rank in ranks}) == n
+    assert len({rank["after"] for rank in ranks}) == 1
+    assert ranks[-1]["learning rate"] == pytest.approx(0.1) and ranks[-1]["slot"] == 1.0
+    assert ranks[0]["odd"] == [float(n)] * 6 + [1.0]  # from the last rank
+    assert ranks[0]["types"] == ["float32", "int64"]  # the weights, and Dropout's seed
+    assert "not built" in ranks[0]["unbuilt"]
+
+
+def _prove() -> dict[str, str]:
+    """What the proof says of several ways to wrap an optimizer."""
+    from hvd_cifar.distributed import DistributedOptimizer, prove_averaging, start
+    from hvd_cifar.errors import TrainingError
+
+    world = start()
+    import horovod.tensorflow.keras as horovod_keras
+
+    ways = {
+        "ours": lambda optimizer: DistributedOptimizer(optimizer),
+        "ours in fp16": lambda optimizer: DistributedOptimizer(optimizer, compression="fp16"),
+        "ours summing": lambda optimizer: DistributedOptimizer(optimizer, op="sum"),
+        "none": lambda optimizer: optimizer,
+        "Horovod's own": lambda optimizer: horovod_keras.DistributedOptimizer(optimizer),
+        "sum for average": lambda optimizer: DistributedOptimizer(optimizer, op="sum"),
+    }
+    said = {}
+    for how, wrap in ways.items():
+        try:
+            prove_averaging(wrap, contributions="sum" if how == "ours summing" else "average")
+            said[how] = f"proven to {world.size}"
+        except TrainingError as error:
+            said[how] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_the_proof_passes_with_the_average_and_names_ranks_and_values_without(n: int) -> None:
+    ranks = run_ranks(_prove, n)
+    assert ranks == [ranks[0]] * n  # every rank goes on, or ends, with the same words
+    said = ranks[0]
+    assert [said[how] for how in ("ours", "ours in fp16", "ours summing")] == [f"proven to {n}"] * 3
+    for how in ("none", "Horovod's own"):
+        assert {2: "must end at (-1.5, 2.5)", 3: "must end at (-2, 4.66667)"}[n] in said[how]
+        for rank in range(n):
+            assert f"rank {rank} ended at ({-(rank + 1)}, {(rank + 1) ** 2})" in said[how]
+    assert {2: "rank 1 ended at (-3, 5)", 3: "rank 1 ended at (-6, 14)"}[n] in said["sum for average"]
+
+
+def _sums_and_errors() -> dict[str, Any]:
+    from hvd_cifar.distributed import start, sync
+    from hvd_cifar.errors import TrainingError, UserError
+
+    world = start()
+    import keras
+
+    seen: dict[str, Any] = {}
+    seen["sums"] = sync.sum_over_ranks([world.rank + 1, 1e15 + world.rank, 1 / 3])
+    v = keras.Variable(np.full(3, world.rank, "float32"))
+    sync.average_variables([v])
+    seen["mean"] = v.numpy().tolist()
+    seen["gathered"] = sync.gather(f"rank {world.rank}")
+    seen["from root"] = sync.on_root(lambda: f"said by {world.rank}")
+
+    def fail_on_last(kind: type[Exception]) -> str:
+        if world.rank == world.size - 1:
+            raise kind(f"rank {world.rank} has no data")
+        return "fine"
+
+    for kind in (UserError, TrainingError, ZeroDivisionError):
+        try:
+            seen[kind.__name__] = sync.on_every_rank(partial(fail_on_last, kind))
+        except Exception as error:
+            seen[kind.__name__] = f"{type(error).__name__}: {error}"
+    try:
+        seen["root failed"] = sync.on_root(lambda: 1 / 0)
+    except Exception as error:
+        seen["root failed"] = f"{type(error).__name__}: {error}"
+    return seen
+
+
+@pytest.mark.parametrize(("n", "launcher"), [(2, "mpirun"), (3, "mpirun"), (2, "gloo")])
+def test_sums_gathers_and_errors_reach_every_rank(n: int, launcher: str) -> None:
+    ranks = run_ranks(_sums_and_errors, n, launcher=launcher)
+    last = n - 1
+    for rank, seen in enumerate(ranks):
+        assert seen["sums"] == [n * (n + 1) / 2, n * 1e15 + n * last / 2, pytest.approx(n / 3, rel=1e-15)]
+        assert seen["mean"] == [last / 2] * 3
+        assert seen["gathered"] == [f"rank {r}" for r in range(n)]
+        assert seen["from root"] == "said by 0"
+        assert seen["UserError"] == f"UserError: rank {last} has no data"
+        assert seen["TrainingError"] == f"TrainingError: rank {last} has no data"
+        told = f"TrainingError: rank {last} failed with ZeroDivisionError: rank {last} has no data"
+        assert seen["ZeroDivisionError"] == (f"ZeroDivisionError: rank {last} has no data" if rank == last else told)
+        told = "TrainingError: rank 0 failed with ZeroDivisionError: division by zero"
+        assert seen["root failed"] == ("ZeroDivisionError: division by zero" if rank == 0 else told)

@@ -1,0 +1,237 @@
+"""Whole runs under a real launcher: alike ranks, checkpoints, evaluation, and every way to fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import CHECKOUT, end_tree, environment
+
+QUICK = ["--log-every", "5", "--eval-every", "0"]
+
+
+def _command(n: int, *argv: Any) -> list[str]:
+    launcher = ["mpirun", "-q", "-np", str(n), "--bind-to", "none"] if n > 1 else []
+    return [*launcher, sys.executable, "-m", "hvd_cifar", *map(str, argv)]
+
+
+def _run(n: int, *argv: Any, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """A command on n ranks, to its end."""
+    return subprocess.run(
+        _command(n, *argv), capture_output=True, text=True, timeout=300, env=environment(env), cwd=CHECKOUT
+    )
+
+
+def _train(n: int, data: Path, run_dir: Path, *argv: Any) -> dict[str, Any]:
+    """A training run that must succeed; its summary."""
+    done = _run(n, "train", "--dataset", "synthetic", "--data-dir", data, "--run-dir", run_dir, *QUICK, *argv)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return summary
+
+
+def _losses(run_dir: Path) -> dict[int, float]:
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {e["step"]: e["loss"] for e in events if e["event"] == "train"}
+
+
+def test_a_run_leaves_what_it_promises(embedded: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    summary = _train(2, embedded, run_dir, "--max-steps", 12, "--batch-size", 16, "--checkpoint-every", 4)
+    promised = (
+        "dataset model world_size global_batch_size steps epochs seed precision train_loss test_accuracy test_examples "
+        "images_per_second training_seconds weights_sha256 versions"
+    )
+    assert set(promised.split()) <= set(summary)
+    assert (summary["dataset"], summary["model"], summary["world_size"]) == ("synthetic", "tutorial", 2)
+    assert (summary["global_batch_size"], summary["steps"], summary["test_examples"]) == (32, 12, 10_000)
+    assert re.fullmatch("[0-9a-f]{64}", summary["weights_sha256"])
+    assert summary["weights_sha256_by_rank"] == [summary["weights_sha256"]] * 2
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [(e["event"], e["step"]) for e in events] == [("train", 5), ("train", 10), ("train", 12), ("eval", 12)]
+    assert {"epoch", "loss", "learning_rate", "images_per_second"} <= set(events[0])
+    assert {"test_accuracy", "test_loss", "test_examples"} <= set(events[-1])
+    saved = sorted(p.name for p in (run_dir / "checkpoints").glob("*.index"))
+    assert saved == ["step-12.index", "step-4.index", "step-8.index"]
+    assert list((run_dir / "tensorboard").glob("events.*"))
+    config = json.loads((run_dir / "config.json").read_text())
+    assert config["run"]["world_size"] == 2 and config["learning_rate"] == 0.1
+
+    # Evaluation from the checkpoint: the same answer at any number of ranks, 10,000 divided by 3 too.
+    answers = []
+    for n in (1, 2, 3):
+        output = tmp_path / f"evaluation-{n}.json"
+        done = _run(n, "evaluate", "--run-dir", run_dir, "--output", output)
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(output.read_text()))
+    for answer in answers:
+        assert answer["test_examples"] == 10_000
+        assert answer["test_accuracy"] == summary["test_accuracy"]
+        assert answer["test_loss"] == pytest.approx(summary["test_loss"], rel=1e-6)  # float32 sums of other batches
+
+
+def test_one_two_and_three_ranks_train_alike_in_float64(embedded: Path, tmp_path: Path) -> None:
+    """The same global batch of 25, which neither 2 nor 3 divides, in micro-batches, clipped, decayed and averaged."""
+    options = ["--global-batch-size", 25, "--precision", "float64", "--max-steps", 10, "--clip-norm", 1.0]
+    losses = {}
+    for n, slices in ((1, 1), (2, 2), (3, 1)):
+        summary = _train(n, embedded, tmp_path / str(n), *options, "--gradient-accumulation", slices)
+        assert summary["weights_sha256_by_rank"] == [summary["weights_sha256"]] * n
+        losses[n] = _losses(tmp_path / str(n))
+        assert sorted(losses[n]) == [5, 10]
+    for n in (2, 3):
+        # Sums in another order, 10 steps: float64 rounds at 1e-16.
+        assert losses[n] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_resnet_ranks_agree_and_its_moving_statistics_are_averaged(embedded: Path, tmp_path: Path) -> None:
+    options = ["--model", "resnet20", "--precision", "mixed_bfloat16", "--max-steps", 6, "--batch-size", 8]
+    summary = _train(3, embedded, tmp_path / "run", *options)
+    assert summary["weights_sha256_by_rank"] == [summary["weights_sha256"]] * 3
+    output = tmp_path / "evaluation.json"
+    done = _run(1, "evaluate", "--run-dir", tmp_path / "run", "--output", output)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(output.read_text())
+    # The checkpoint holds the statistics of all ranks: one rank answers as three did. bfloat16 rounds other batches
+    # otherwise, which may move an example of 10,000 over the edge.
+    assert answer["test_accuracy"] == pytest.approx(summary["test_accuracy"], abs=2e-3)
+    assert answer["test_loss"] == pytest.approx(summary["test_loss"], rel=2e-3)
+
+
+def test_a_run_killed_and_resumed_on_other_ranks_goes_on_as_it_was(embedded: Path, tmp_path: Path) -> None:
+    options = ["--global-batch-size", 24, "--precision", "float64", "--checkpoint-every", 5]
+    whole = _train(2, embedded, tmp_path / "whole", *options, "--max-steps", 15)
+    cut = tmp_path / "cut"
+    arguments = ["--dataset", "synthetic", "--data-dir", embedded, "--run-dir", cut, *QUICK, *options]
+    job = subprocess.Popen(
+        _command(2, "train", *arguments),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(),
+        cwd=CHECKOUT,
+    )
+    try:
+        _wait_for(lambda: (cut / "checkpoints" / "step-5.index").exists())
+    finally:
+        for rank in _ranks_of(job):
+            os.kill(rank, signal.SIGKILL)
+        job.wait(timeout=60)
+    assert job.returncode != 0
+    resumed = _train(3, embedded, cut, *options, "--max-steps", 15)
+    assert resumed["steps"] == whole["steps"] == 15
+    assert _losses(cut) == pytest.approx(_losses(tmp_path / "whole"), rel=1e-12)
+    assert resumed["test_accuracy"] == whole["test_accuracy"]
+
+    other = _run(2, "train", *arguments, "--max-steps", 15, "--seed", 1)
+    assert other.returncode == 2
+    assert "seed was 0, is 1" in other.stderr and len(other.stderr.splitlines()) == 1
+    never = _run(2, "train", *arguments, "--max-steps", 15, "--resume", "never")
+    assert never.returncode == 2 and "already has a run" in never.stderr
+
+
+def _wait_for(condition: Any, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def _ranks_of(job: subprocess.Popen[Any]) -> list[int]:
+    import psutil
+
+    return [p.pid for p in psutil.Process(job.pid).children(recursive=True) if "hvd_cifar" in p.cmdline()]
+
+
+def test_a_checkpoint_on_request(embedded: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    job = subprocess.Popen(
+        _command(
+            2,
+            "train",
+            "--dataset",
+            "synthetic",
+            "--data-dir",
+            embedded,
+            "--run-dir",
+            run_dir,
+            "--batch-size",
+            8,
+            *QUICK,
+        ),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(),
+        cwd=CHECKOUT,
+    )
+    try:
+        _wait_for(lambda: (run_dir / "metrics.jsonl").exists() and _losses(run_dir))
+        os.kill(_ranks_of(job)[1], signal.SIGUSR1)  # any rank may be asked
+        _wait_for(lambda: list((run_dir / "checkpoints").glob("*.index")))
+        assert job.poll() is None  # and goes on
+    finally:
+        end_tree(job)
+
+
+def test_divergence_ends_all_ranks_and_keeps_the_last_good_checkpoint(embedded: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    _train(2, embedded, run_dir, "--max-steps", 5, "--batch-size", 8)
+    first = sorted((run_dir / "checkpoints").iterdir())
+    bad = tmp_path / "bad"
+    done = _run(
+        2, "train", "--dataset", "synthetic", "--data-dir", embedded, "--run-dir", bad, *QUICK, "--max-steps", 40,
+        "--batch-size", 8, "--learning-rate", 1e30, "--warmup-epochs", 0, "--checkpoint-every", 7,
+        "--resume", run_dir,
+    )  # fmt: skip
+    assert done.returncode == 1
+    message = [line for line in done.stderr.splitlines() if "model diverged with loss = " in line]
+    assert len(message) == 1 and re.search(r"loss = (nan|inf) at step \d+", message[0])
+    assert "Traceback" not in done.stderr
+    assert not list((bad / "checkpoints").glob("*.index"))
+    assert not (bad / "summary.json").exists()
+    assert sorted((run_dir / "checkpoints").iterdir()) == first
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--global-batch-size", 1], "smaller than 2 ranks"),
+        (["--resume", "/no/such/checkpoint"], "no checkpoint is there"),
+        (["--run-dir", "/proc/no"], "--run-dir /proc/no"),
+        (["--dataset", "cifar10", "--data-url", "http://127.0.0.1:9/x.tar.gz"], "127.0.0.1:9"),
+        (["--batch-size", 0], "--batch-size 0"),
+    ],
+)
+def test_what_only_a_started_run_can_find_wrong_is_one_line_too(
+    argv: list[Any], words: str, embedded: Path, tmp_path: Path
+) -> None:
+    data = tmp_path if "cifar10" in argv else embedded
+    base = ["--dataset", "synthetic", "--data-dir", data, "--run-dir", tmp_path / "run", "--max-steps", 1]
+    done = _run(2, "train", *base, *argv)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr and len(done.stderr.splitlines()) == 1
+    assert "step" not in done.stdout
+
+
+def test_a_rank_that_dies_ends_the_job(embedded: Path, tmp_path: Path) -> None:
+    job = subprocess.Popen(
+        _command(2, "train", "--dataset", "synthetic", "--data-dir", embedded, "--run-dir", tmp_path / "run", *QUICK),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(),
+        cwd=CHECKOUT,
+    )
+    try:
+        _wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and _losses(tmp_path / "run"))
+        os.kill(_ranks_of(job)[1], signal.SIGKILL)
+        assert job.wait(timeout=60) != 0
+    finally:
+        end_tree(job)

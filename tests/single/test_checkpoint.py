@@ -1,0 +1,113 @@
+"""Saving, keeping, restoring; and refusing what cannot be right."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.models import Net
+from hvd_cifar.training import checkpoint
+from hvd_cifar.training.checkpoint import KEPT, Checkpoints, State
+from hvd_cifar.training.step import MovingAverage
+
+
+def _state(seed: int = 0, units: int = 3, averages: bool = True) -> State:
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(units, name="first"), keras.layers.BatchNormalization(name="norm")]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    optimizer.apply([np.full(v.shape, 0.5 + seed, np.float32) for v in model.trainable_variables])
+    return State(Net(model, []), optimizer, MovingAverage(model.trainable_variables, 0.9) if averages else None)
+
+
+def _bits(state: State) -> list[bytes]:
+    return [np.asarray(v.numpy()).tobytes() for v in state.variables]
+
+
+def test_what_is_restored_is_what_was_saved(tmp_path: Path) -> None:
+    state = _state(0)
+    state.step.assign(12)
+    path = Checkpoints(tmp_path, state).save()
+    other = _state(1)
+    assert _bits(other) != _bits(state)
+    Checkpoints(tmp_path / "elsewhere", other).restore(path)
+    assert _bits(other) == _bits(state)
+    assert int(other.step.numpy()) == 12
+
+
+def test_the_newest_five_are_kept_also_after_a_restart(tmp_path: Path) -> None:
+    for steps in (range(1, 5), range(5, 9)):
+        state = _state()
+        checkpoints = Checkpoints(tmp_path, state)
+        for step in steps:
+            state.step.assign(step)
+            checkpoints.save()
+    kept = sorted(p.name for p in tmp_path.glob("*.index"))
+    assert kept == [f"step-{step}.index" for step in range(9 - KEPT, 9)]
+    assert checkpoint.find(tmp_path) == tmp_path / "step-8"
+
+
+def test_a_checkpoint_is_found_by_its_path_its_folder_and_its_run(tmp_path: Path) -> None:
+    state = _state()
+    path = Checkpoints(tmp_path / "checkpoints", state).save()
+    for place in (path, tmp_path / "checkpoints", tmp_path):
+        assert checkpoint.find(place) == path
+    assert checkpoint.find(tmp_path / "elsewhere") is None
+    assert checkpoint.find(tmp_path / "checkpoints" / "step-99") is None
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    state = _state()
+    path = Checkpoints(tmp_path, state).save()
+    data = Path(f"{path}.data-00000-of-00001")
+    data.write_bytes(data.read_bytes()[:20])
+    with pytest.raises(UserError, match="cannot read the checkpoint"):
+        Checkpoints(tmp_path / "elsewhere", _state()).restore(path)
+
+
+@pytest.mark.parametrize("other", [_state(units=4), _state(averages=False)], ids=["other shape", "no averages"])
+def test_a_checkpoint_of_another_model_is_refused(other: State, tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path, _state()).save()
+    with pytest.raises(UserError, match="the settings it was made with"):
+        Checkpoints(tmp_path / "elsewhere", other).restore(path)
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    state = _state()
+    checkpoints = Checkpoints(tmp_path, state)
+    checkpoints.save()
+    before = sorted(tmp_path.iterdir())
+    state.net.model.get_layer("first").kernel.assign(np.full((2, 3), np.nan))
+    state.step.assign(1)
+    with pytest.raises(TrainingError, match="first/kernel is not finite after step 1"):
+        checkpoints.save()
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
+def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.system(f"mount -t tmpfs -o size=200k tmpfs '{disk}' 2>/dev/null") != 0:
+        pytest.skip("no file system can be mounted here")
+    try:
+        state = _state()
+        checkpoints = Checkpoints(disk / "checkpoints", state)
+        first = checkpoints.save()
+        (disk / "filler").write_bytes(b"0" * (shutil.disk_usage(disk).free - 4096))
+        state.step.assign(1)
+        with pytest.raises(UserError, match="earlier checkpoints are kept"):
+            checkpoints.save()
+        (disk / "filler").unlink()
+        other = _state(1)
+        Checkpoints(disk / "elsewhere", other).restore(first)
+        assert int(other.step.numpy()) == 0
+    finally:
+        os.system(f"umount '{disk}'")
