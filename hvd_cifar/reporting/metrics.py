@@ -41,10 +41,13 @@ class Reporter:
 
     def close(self) -> None:
         """Finish what is being written."""
-        if self._metrics:
-            self._metrics.close()
-        if self._board:
-            self._board.close()
+        if self.run_dir is None:
+            return
+        with _writing(self.run_dir):
+            if self._metrics:
+                self._metrics.close()
+            if self._board:
+                self._board.close()
 
     @contextmanager
     def progress(self, first_step: int, total_steps: int) -> Iterator[None]:
@@ -101,7 +104,7 @@ class Reporter:
         with _writing(self.run_dir / "metrics.jsonl"):
             self._metrics.write(json.dumps({"event": event, **values}) + "\n")
             self._metrics.flush()
-        with self._board.as_default(step=values["step"]):
+        with _writing(self.run_dir / "tensorboard"), self._board.as_default(step=values["step"]):
             for name, value in values.items():
                 if name not in ("step", "epoch"):
                     tf.summary.scalar(f"{event}/{name}", value)
@@ -140,6 +143,6 @@ def _keep_events_up_to(path: Path, step: int) -> None:
 def _writing(path: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as failure:
-        reason = failure.strerror or failure
+    except (OSError, tf.errors.OpError) as failure:
+        reason = getattr(failure, "strerror", None) or str(failure).splitlines()[0]
         raise UserError(f"cannot write {path}: {reason}; make room or give another --run-dir") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from datetime import datetime
@@ -141,8 +142,7 @@ def make_schedule(settings: TrainSettings, batch_plan: Plan) -> Schedule:
 
 def _claim_run_dir(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path | None, list[str]]:
     """Rank 0 chooses and makes the run directory, and finds what to resume from."""
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    run_dir = settings.run_dir or Path("runs").absolute() / f"{settings.model}-{stamp}"
+    run_dir = settings.run_dir or _unused_run_dir(settings.model)
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         probe = run_dir / ".writable"
@@ -172,6 +172,12 @@ def _claim_run_dir(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[P
             "give the same ones, or another --run-dir"
         )
     return run_dir, own, []
+
+
+def _unused_run_dir(model: str) -> Path:
+    stem = f"{model}-{datetime.now():%Y%m%d-%H%M%S}"
+    names = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))  # two runs may start in one second
+    return next(path for path in (Path("runs").absolute() / name for name in names) if not path.exists())
 
 
 def _write_config(run_dir: Path, settings: TrainSettings, facts: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import statistics
@@ -16,7 +17,7 @@ from hvd_cifar.config import TrainSettings
 from hvd_cifar.data import order
 from hvd_cifar.distributed import World, sync
 from hvd_cifar.distributed.world import versions
-from hvd_cifar.errors import TrainingError
+from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.models import Net
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.training.checkpoint import Checkpoints, State
@@ -88,9 +89,10 @@ class Run:
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        """Leave the terminal and the files in order, also after an error."""
+        """Leave the terminal and the files in order, also after an error, which then is the one to tell of."""
         self._progress.__exit__(None, None, None)
-        self.reporter.close()
+        with contextlib.suppress(UserError) if failure[0] else contextlib.nullcontext():
+            self.reporter.close()
 
     def _on_request(self, *_: Any) -> None:
         self._request = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -219,6 +220,35 @@ def test_what_only_a_started_run_can_find_wrong_is_one_line_too(
     assert done.returncode == 2, done.stderr
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
     assert "step" not in done.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
+def test_a_full_disk_in_the_middle_of_a_run_is_one_line_and_ends_all_ranks(embedded: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("no file system can be mounted here")
+    base = ["--dataset", "synthetic", "--data-dir", embedded, "--run-dir", disk / "run", "--batch-size", 8, *QUICK]
+    job = subprocess.Popen(
+        _command(2, "train", *base),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        cwd=CHECKOUT,
+    )
+    try:
+        _wait_for(lambda: (disk / "run" / "metrics.jsonl").exists() and _losses(disk / "run"))
+        with contextlib.suppress(OSError), (disk / "filler").open("wb") as filler:
+            filler.write(b"0" * 2**20)
+        _, err = job.communicate(timeout=120)
+        lines = [line for line in err.splitlines() if line.startswith("hvd_cifar: ")]
+        assert len(lines) == 1 and re.search("cannot write .*No space left on device", lines[0]), err
+        assert "Traceback" not in err
+        assert job.returncode == 2
+    finally:
+        end_tree(job)
+        subprocess.run(["umount", "-l", disk], check=True)
 
 
 def test_a_rank_that_dies_ends_the_job(embedded: Path, tmp_path: Path) -> None:
