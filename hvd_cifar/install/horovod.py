@@ -109,29 +109,24 @@ def cached_wheel(folder: Path) -> Path | None:
     return None
 
 
-def build_environment(
-    venv: Path, machine: Machine, nccl_home: Path | None, cores: int, environ: Mapping[str, str]
-) -> dict[str, str]:
-    """The environment variables under which Horovod's setup.py runs.
-
-    `venv` is a path to the environment without spaces, `nccl_home` a folder with NCCL's include/ and lib/.
-    """
+def build_environment(work: Path, machine: Machine, cores: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables under which Horovod's setup.py runs; `work` is laid out by `_lay_out`."""
     env = {name: value for name, value in environ.items() if not name.startswith(("HOROVOD_", "PYTHON", "OMPI_"))}
     env |= {name: environ[name] for name in COMPILER_VARIABLES if environ.get(name)}
-    env |= SETTINGS | {"CXX": machine.compiler.path, "MAKEFLAGS": f"-j{cores}", "HOROVOD_CMAKE": f"{venv}/bin/cmake"}
+    env |= SETTINGS | {"CXX": machine.compiler.path, "MAKEFLAGS": f"-j{cores}", "HOROVOD_CMAKE": f"{work}/venv/bin/cmake"}
     if machine.vector_flags:
         env["HOROVOD_BUILD_ARCH_FLAGS"] = machine.vector_flags
-    path = [f"{venv}/bin", environ.get("PATH", os.defpath)]
-    if not machine.system_mpi:
-        env["OPAL_PREFIX"] = str(venv)
-        env["MPI_HOME"] = str(venv)
-        # mpicc's own flags would write the path of this environment's lib/ into the library.
-        env["OMPI_LDFLAGS"] = f"-L{venv}/lib"
+    path = [f"{work}/venv/bin", environ.get("PATH", os.defpath)]
     if machine.cuda:
         home = str(machine.cuda.home)
-        env |= GPU_SETTINGS | {"HOROVOD_NCCL_HOME": str(nccl_home)}
+        env |= GPU_SETTINGS | {"HOROVOD_NCCL_HOME": f"{work}/nccl"}
         env |= {"HOROVOD_CUDA_HOME": home, "CUDAToolkit_ROOT": home, "CUDACXX": f"{home}/bin/nvcc"}
-        path.insert(1, f"{home}/bin")
+        path.insert(0, f"{home}/bin")
+    if not machine.system_mpi:
+        path.insert(0, f"{work}/mpi/bin")
+        env |= {"MPI_HOME": f"{work}/mpi", "OPAL_PREFIX": f"{work}/venv"}
+        # mpicxx's own flags would write the path of this environment's lib/ into the library.
+        env["OMPI_LDFLAGS"] = f"-L{work}/venv/lib"
     return env | {"PATH": os.pathsep.join(path)}
 
 
@@ -168,17 +163,32 @@ def wheel(
 
 def _build(steps: Steps, work: Path, venv: Path, machine: Machine, nccl: Nccl | None) -> Path:
     """Build the wheel in `work`; return the folder that it is in."""
-    # Compilers and CMake stumble over a path with spaces, which a checkout may have: no path that they see leads
-    # through it.
-    (work / "venv").symlink_to(venv)
+    _lay_out(work, venv, nccl)
     python = str(work / "venv" / "bin" / "python")
     source = _source(steps, python, work)
-    nccl_home = _nccl_home(nccl, work / "nccl") if nccl else None
-    cores = len(os.sched_getaffinity(0))
-    env = build_environment(work / "venv", machine, nccl_home, cores, os.environ)
+    env = build_environment(work, machine, len(os.sched_getaffinity(0)), os.environ)
     options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--verbose"]
     steps.run([python, "-m", "pip", "wheel", *options, "--wheel-dir", str(work / "built"), str(source)], env)
     return work / "built"
+
+
+def _lay_out(work: Path, venv: Path, nccl: Nccl | None) -> None:
+    """Make links in `work` to all that the build needs of the environment.
+
+    Compilers and CMake stumble over a path with spaces, which a checkout may have: no path that they see leads
+    through it.
+    """
+    (work / "venv").symlink_to(venv)
+    # The package's mpicxx goes by where it lies itself; what it calls goes by OPAL_PREFIX, and by its own name.
+    (work / "mpi" / "bin").mkdir(parents=True)
+    for name in ("mpicc", "mpicxx"):
+        (work / "mpi" / "bin" / name).symlink_to(work / "venv" / "bin" / "opal_wrapper")
+    (work / "mpi" / "bin" / "mpiexec").symlink_to(work / "venv" / "bin" / "mpiexec")  # CMake looks beside it first
+    if nccl:
+        # As Horovod's CMake looks for it; NCCL's package has its library under another name.
+        (work / "nccl" / "lib").mkdir(parents=True)
+        (work / "nccl" / "include").symlink_to(nccl.include)
+        (work / "nccl" / "lib" / "libnccl.so").symlink_to(nccl.library)
 
 
 def _source(steps: Steps, python: str, work: Path) -> Path:
@@ -193,14 +203,6 @@ def _source(steps: Steps, python: str, work: Path) -> Path:
     source = work / f"horovod-{VERSION}"
     apply_patch(PATCH.read_text(), source)
     return source
-
-
-def _nccl_home(nccl: Nccl, folder: Path) -> Path:
-    """A folder with NCCL's header and library as Horovod's CMake looks for them: include/nccl.h, lib/libnccl.so."""
-    (folder / "lib").mkdir(parents=True)
-    (folder / "include").symlink_to(nccl.include)
-    (folder / "lib" / "libnccl.so").symlink_to(nccl.library)
-    return folder
 
 
 def _keep(built: Path, folder: Path) -> None:

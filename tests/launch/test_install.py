@@ -70,21 +70,22 @@ def test_target_knows_what_moves_and_what_does_not() -> None:
 def test_build_environment() -> None:
     here = machine.Machine(machine.Compiler("/usr/bin/c++", "c++ 12"), "-mavx -mfma")
     environ = {"PATH": "/p", "HOROVOD_WITHOUT_MPI": "1", "PYTHONPATH": "/x", "OMPI_CFLAGS": "-x", "LANG": "C"}
-    env = horovod.build_environment(Path("/w/venv"), here, None, 3, environ)
+    env = horovod.build_environment(Path("/w"), here, 3, environ)
     assert horovod.SETTINGS.items() <= env.items()
     assert not {"HOROVOD_WITHOUT_MPI", "PYTHONPATH", "OMPI_CFLAGS", "HOROVOD_GPU_OPERATIONS"} & env.keys()
-    assert (env["PATH"], env["MAKEFLAGS"], env["LANG"]) == ("/w/venv/bin:/p", "-j3", "C")
+    assert (env["PATH"], env["MAKEFLAGS"], env["LANG"]) == ("/w/mpi/bin:/w/venv/bin:/p", "-j3", "C")
     assert env["OMPI_LDFLAGS"] == "-L/w/venv/lib"
 
     gpu = dataclasses.replace(here, cuda=machine.Cuda(Path("/cuda"), "12.9"))
-    env = horovod.build_environment(Path("/w/venv"), gpu, Path("/w/nccl"), 3, environ)
+    env = horovod.build_environment(Path("/w"), gpu, 3, environ)
     assert horovod.GPU_SETTINGS.items() <= env.items()
     assert (env["HOROVOD_CUDA_HOME"], env["HOROVOD_NCCL_HOME"]) == ("/cuda", "/w/nccl")
-    assert env["PATH"] == "/w/venv/bin:/cuda/bin:/p"
+    assert env["PATH"] == "/w/mpi/bin:/cuda/bin:/w/venv/bin:/p"
 
     own = dataclasses.replace(here, system_mpi=machine.SystemMpi(Path("/opt/mpi/bin/mpicc"), "4.1.4"))
-    env = horovod.build_environment(Path("/w/venv"), own, None, 3, environ)
+    env = horovod.build_environment(Path("/w"), own, 3, environ)
     assert not {"OPAL_PREFIX", "OMPI_LDFLAGS", "MPI_HOME"} & env.keys()
+    assert env["PATH"] == "/w/venv/bin:/p"
 
 
 def test_the_patch_fits_the_real_source_and_only_that(tmp_path: Path) -> None:
