@@ -113,7 +113,8 @@ def build_environment(work: Path, machine: Machine, cores: int, environ: Mapping
     """The environment variables under which Horovod's setup.py runs; `work` is laid out by `_lay_out`."""
     env = {name: value for name, value in environ.items() if not name.startswith(("HOROVOD_", "PYTHON", "OMPI_"))}
     env |= {name: environ[name] for name in COMPILER_VARIABLES if environ.get(name)}
-    env |= SETTINGS | {"CXX": machine.compiler.path, "MAKEFLAGS": f"-j{cores}", "HOROVOD_CMAKE": f"{work}/venv/bin/cmake"}
+    env |= SETTINGS | {"CXX": machine.compiler.path, "MAKEFLAGS": f"-j{cores}"}
+    env["HOROVOD_CMAKE"] = f"{work}/venv/bin/cmake"
     if machine.vector_flags:
         env["HOROVOD_BUILD_ARCH_FLAGS"] = machine.vector_flags
     path = [f"{work}/venv/bin", environ.get("PATH", os.defpath)]
