@@ -217,7 +217,11 @@ def _fill(steps: Steps, options: Options, fresh: bool, here: machine.Machine) ->
     with steps.step("check"):
         steps.run([python, "-I", "-m", "pip", "install", "--no-deps", "--force-reinstall", str(wheel)])
         check = [python, "-I", "-c", CHECK] + (["--gpu"] if here.cuda else [])
-        steps.run(check, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"})
+        try:
+            steps.run(check, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"})
+        except StepFailed:
+            shutil.rmtree(wheel.parent, ignore_errors=True)  # perhaps it is the wheel: the next set-up builds anew
+            raise
     return described
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TextIO
 
 SHOWN_LINES = 12
-ERROR = re.compile(r"\berror\b|fatal|not found|no space|denied|timed out|no matching|cannot|failed", re.IGNORECASE)
+NEWLINE = "\n"
+ERROR = re.compile(r"error\b|undefined|fatal|not found|no space|denied|timed out|no matching|cannot|failed", re.IGNORECASE)
 # pip's own summary of somebody else's error.
 SUMMARY = re.compile(
     r"failed building wheel|failed to build|finished with status|subprocess-exited|exit code|note: this|╰─>|×|^\s*#",
@@ -48,7 +49,7 @@ class Steps:
 
     def run(self, command: list[str], env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
         """Run a command with its output in the log. Raises StepFailed."""
-        self.log.write(f"\n$ {' '.join(command)}\n")
+        self.log.write(f"\n$ {' '.join(word.partition(NEWLINE)[0] or '...' for word in command)}\n")
         self.log.flush()
         done = subprocess.run(
             command,
