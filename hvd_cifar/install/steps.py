@@ -14,7 +14,9 @@ from typing import TextIO
 
 SHOWN_LINES = 12
 NEWLINE = "\n"
-ERROR = re.compile(r"error\b|undefined|fatal|not found|no space|denied|timed out|no matching|cannot|failed", re.IGNORECASE)
+ERROR = re.compile(
+    r"error\b|undefined|fatal|not found|no space|denied|timed out|no matching|cannot|failed", re.IGNORECASE
+)
 # pip's own summary of somebody else's error.
 SUMMARY = re.compile(
     r"failed building wheel|failed to build|finished with status|subprocess-exited|exit code|note: this|╰─>|×|^\s*#",
