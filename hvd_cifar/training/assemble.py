@@ -58,11 +58,12 @@ def assemble(settings: TrainSettings, world: World) -> Run:
     state = State(net, optimizer, averages)
 
     prove_averaging(wrap, contributions="sum")
-    recorded = {
-        **{name: getattr(settings, name) for name in checkpoint.COURSE},
+    course = {
         "dataset": prepared.name,
         "global_batch_size": batch_plan.global_batch_size,
+        "learning_rate_schedule": str(schedule),
     }
+    recorded = {**{name: getattr(settings, name) for name in checkpoint.COURSE}, **course}
     run_dir, newest, notes = sync.on_root(lambda: _claim_run_dir(settings, recorded))
     checkpoints = Checkpoints(run_dir / "checkpoints", state) if world.is_root else None
     if newest is not None:
@@ -71,8 +72,7 @@ def assemble(settings: TrainSettings, world: World) -> Run:
     first_step = int(state.step.numpy())
 
     run_facts = {
-        "dataset": prepared.name,
-        "global_batch_size": batch_plan.global_batch_size,
+        **course,
         "world_size": world.size,
         "hosts": sync.gather(world.host),
         "device": world.device,
@@ -207,8 +207,7 @@ def _describe(
         f"{settings.model} ({parameters:,} parameters, {settings.precision}) on {data}: {world.describe()}",
         f"global batch {batch_plan.global_batch_size} = {world.size} ranks x {per_rank}{micro}; "
         f"{batch_plan.steps_per_epoch} steps an epoch, {batch_plan.total_steps} in all",
-        f"learning rate {schedule.peak:g}"
-        + (f", from {schedule.base:g} over {schedule.warmup_steps} steps" if schedule.warmup_steps else ""),
+        f"learning rate {schedule}",
         "start-up proof: gradients are averaged over all ranks" if world.size > 1 else "one rank: nothing to average",
         f"run directory {run_dir}",
     ]

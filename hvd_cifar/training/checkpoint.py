@@ -16,14 +16,12 @@ from hvd_cifar.training.step import MovingAverage
 
 KEPT = 5
 
-# Settings that the course of a run depends on: a checkpoint of other ones is another run.
+# Settings that the course of a run depends on, beside the facts that come of them (data set, batch, learning rate): a
+# checkpoint of other ones is another run.
 COURSE = (
     "model",
-    "dataset",
     "precision",
     "seed",
-    "learning_rate",
-    "warmup_epochs",
     "weight_decay",
     "ema_decay",
     "clip_norm",
@@ -135,17 +133,18 @@ def find(place: Path) -> Path | None:
 
 
 def differences(recorded: Path, now: dict[str, Any]) -> list[str]:
-    """What a run directory's config.json says otherwise than `now` (COURSE and global_batch_size), a line each.
+    """What a run directory's config.json, its settings and its "run" section, says otherwise than `now`, a line each.
 
     Raises:
         UserError: where the file is damaged.
     """
     try:
         content = json.loads(recorded.read_text(encoding="utf-8"))
-        then = {**content, **{name: content["run"][name] for name in ("global_batch_size", "dataset")}}
+        then = {**content, **content["run"]}
     except (OSError, ValueError, KeyError, TypeError) as failure:
         raise UserError(f"{recorded} is damaged ({first_line(failure)}): give another --run-dir") from None
-    return [f"{name} was {then.get(name)}, is {now[name]}" for name in now if then.get(name) != now[name]]
+    changed = [name for name in now if then.get(name) != now[name]]
+    return [f"{name.replace('_', ' ')} was {then.get(name)}, is {now[name]}" for name in changed]
 
 
 def first_line(failure: BaseException) -> str:

@@ -30,6 +30,12 @@ class Schedule:
             rate = self.base + (self.peak - self.base) * step / self.warmup_steps
         return rate * self.decay ** sum(1 for boundary in self.decay_steps if step >= boundary)
 
+    def __str__(self) -> str:
+        rise = (
+            f"{self.base:g} to {self.peak:g} over {self.warmup_steps} steps" if self.warmup_steps else f"{self.peak:g}"
+        )
+        return f"{rise}, times {self.decay:g} at steps {', '.join(map(str, self.decay_steps))}"
+
 
 def linear_scaling(base: float, batches_per_step: int) -> float:
     """The linear scaling rule: k times the batch, k times the learning rate (Goyal et al. 2017, section 2.1)."""

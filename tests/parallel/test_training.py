@@ -134,7 +134,7 @@ def test_a_run_killed_and_resumed_on_other_ranks_goes_on_as_it_was(embedded: Pat
 
     other = _run(2, "train", *arguments, "--max-steps", 15, "--seed", 1)
     assert other.returncode == 2
-    assert "seed was 0, is 1" in other.stderr and len(other.stderr.splitlines()) == 1
+    assert "(seed was 0, is 1)" in other.stderr and len(other.stderr.splitlines()) == 1
     never = _run(2, "train", *arguments, "--max-steps", 15, "--resume", "never")
     assert never.returncode == 2 and "already has a run" in never.stderr
 
