@@ -1,13 +1,13 @@
 """The embedded data set: ten kinds of figures, drawn by a seeded program into CIFAR-10's binary layout.
 
 It stands in for CIFAR-10 where there is no network. Every image shows one figure (a disc, a ring, a square, ...) of
-random place, size, proportions, tilt and colour on a shaded ground, with strokes of other colours behind and across
-it, and noise. The class is the kind of figure and nothing else:
+random place, size, proportions, tilt and colour, lighter than its ground, with strokes of other colours behind and
+across it, and noise. The class is the kind of figure and nothing else:
 
-- A figure is lighter or darker than its ground with equal chance, and everything else is symmetric about middle grey
-  too. So the mean image of every class is the same grey, and a linear model cannot do better than guess.
+- All kinds cover the same area and take the same colours, so neither mean nor colour tells them apart.
 - The mirror image of a class is that class, and shifts, brightness and contrast vary by themselves: the usual
   augmentations lose nothing.
+
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,30 +23,25 @@ from numpy.typing import NDArray
 from hvd_cifar.data import cifar10
 from hvd_cifar.data.place import scratch_folder
 
-Floats = NDArray[np.float32]
+Floats = NDArray[np.floating[Any]]  # float32 throughout
 
 FOLDER = "synthetic-v1"  # the drawing must never change under this name: a test holds its checksum
 IMAGES_AT_ONCE = 500  # fits a core's cache; part of the definition, since the random bits are drawn in this order
-STROKES_BEHIND = 3
+STROKES_BEHIND = 6
 STROKES_ACROSS = 1
 
-
-def _cut(outer: Floats, hole: Floats) -> Floats:
-    return np.maximum(outer, -hole)
-
-
-# Each figure as its signed distance (negative inside) from coordinates u (right) and v (down); it reaches to about 1.
+# Each figure as its signed distance (negative inside) from coordinates u (right) and v (down). All have the area 2.
 FIGURES: dict[str, Callable[[Floats, Floats], Floats]] = {
-    "disc": lambda u, v: _radius(u, v) - 0.95,
-    "ring": lambda u, v: np.abs(_radius(u, v) - 0.75) - 0.2,
-    "square": lambda u, v: _box(u, v) - 0.85,
-    "frame": lambda u, v: np.abs(_box(u, v) - 0.66) - 0.2,
-    "triangle": lambda u, v: np.maximum(v - 0.7, (2 * np.abs(u) - v - 0.95) / 5**0.5),
-    "plus": lambda u, v: np.maximum(np.minimum(np.abs(u), np.abs(v)) - 0.28, _box(u, v) - 0.95),
+    "disc": lambda u, v: _radius(u, v) - 0.798,
+    "ring": lambda u, v: np.abs(_radius(u, v) - 0.78) - 0.204,
+    "square": lambda u, v: _box(u, v) - 0.707,
+    "frame": lambda u, v: np.abs(_box(u, v) - 0.7285) - 0.1715,
+    "triangle": lambda u, v: np.maximum(v - 0.65, (1.9 * np.abs(u) - 1.05 * (v + 1.25)) / 2.171),
+    "plus": lambda u, v: np.maximum(np.minimum(np.abs(u), np.abs(v)) - 0.293, _box(u, v) - 1),
     "cross": lambda u, v: FIGURES["plus"]((u + v) / 2**0.5, (u - v) / 2**0.5),
-    "bars": lambda u, v: _cut(_box(u, v) - 0.85, np.abs(np.abs(v) - 0.34) - 0.17),
-    "pillars": lambda u, v: _cut(_box(u, v) - 0.85, np.abs(np.abs(u) - 0.34) - 0.17),
-    "checker": lambda u, v: np.maximum(_box(u, v) - 0.85, np.maximum(np.minimum(u, v), -np.maximum(u, v))),
+    "bars": lambda u, v: np.maximum(np.abs(u) - 0.9, _three(v)),
+    "pillars": lambda u, v: np.maximum(np.abs(v) - 0.9, _three(u)),
+    "checker": lambda u, v: np.maximum(_box(u, v) - 1, np.maximum(np.minimum(u, v), -np.maximum(u, v))),
 }
 
 
@@ -55,6 +51,11 @@ def _radius(u: Floats, v: Floats) -> Floats:
 
 def _box(u: Floats, v: Floats) -> Floats:
     return np.maximum(np.abs(u), np.abs(v))
+
+
+def _three(w: Floats) -> Floats:
+    """Three strips across the axis of w."""
+    return np.minimum(np.abs(w), np.abs(np.abs(w) - 0.715)) - 0.185
 
 
 def ensure(data_dir: Path) -> Path:
@@ -117,20 +118,19 @@ def _draw(labels: NDArray[np.uint8], bits: np.random.PCG64) -> NDArray[np.uint8]
         paint(np.maximum(along, aside), ground + colour(-90, 90))
 
     def figure() -> None:
-        u, v = x - between(-5, 5), y - between(-5, 5)
+        u, v = x - between(-4.5, 4.5), y - between(-4.5, 4.5)
         tilt = between(-0.25, 0.25)  # tangent: 14 degrees
         length = np.sqrt(1 + tilt * tilt)
         stretch = between(0.8, 1.2)
+        radius = between(7.5, 11)  # pixels
         mirror = np.where(between(0, 1) < 0.5, np.float32(-1), np.float32(1))
-        radius = between(6, 11)  # pixels
         right = (u + tilt * v) / length * stretch / radius * mirror
         down = (v - tilt * u) / length / stretch / radius
         distance = np.empty_like(right)
         for label, shape in enumerate(FIGURES.values()):
             rows = np.flatnonzero(labels == label)
             distance[rows] = shape(right[rows], down[rows]) * radius[rows]
-        lighter_or_darker = np.where(between(0, 1) < 0.5, np.float32(-1), np.float32(1))[:, :, None]
-        paint(distance, ground + lighter_or_darker * colour(40, 100))
+        paint(distance, ground + colour(50, 100))
 
     pixels = np.arange(cifar10.SIDE**2)
     x = (pixels % cifar10.SIDE).astype(np.float32) - 15.5
@@ -144,5 +144,5 @@ def _draw(labels: NDArray[np.uint8], bits: np.random.PCG64) -> NDArray[np.uint8]
         stroke()
     # The difference of two uniform bytes: noise of triangular shape, of a strength that varies between images.
     noise = bits.random_raw((2, count, 384)).astype("<u8").view(np.uint8).reshape(2, count, 3, -1).astype(np.float32)
-    image += (noise[0] - noise[1]) * between(20 / 255, 40 / 255)[:, :, None]
+    image += (noise[0] - noise[1]) * between(50 / 255, 90 / 255)[:, :, None]
     return np.clip(image + 0.5, 0, 255).astype(np.uint8).reshape(count, -1)
