@@ -1,0 +1,173 @@
+"""The embedded data set: the same bytes everywhere, balanced, and out of reach of a linear model."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from hvd_cifar.data import cifar10, dataset, fetch, synthetic
+from hvd_cifar.data.cifar10 import Examples
+from hvd_cifar.data.dataset import Prepared
+from hvd_cifar.data.fetch import DownloadError
+from hvd_cifar.errors import UserError
+
+# Of the six files one after the other. A change of the drawing needs a new name (synthetic.FOLDER), or results of the
+# same name could no longer be compared.
+MD5 = {"synthetic-v1": "a2a064725d91814178426e482784fb81"}
+
+Pixels = NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Drawn by two processes at once."""
+    data_dir = tmp_path_factory.mktemp("synthetic")
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        folders = pool.map(synthetic.ensure, [data_dir] * 2, chunksize=1)
+    assert folders == [data_dir / synthetic.FOLDER] * 2
+    yield data_dir
+    shutil.rmtree(data_dir)
+
+
+@pytest.fixture(scope="module")
+def sets(data_dir: Path) -> tuple[Examples, Examples]:
+    return dataset.load(Prepared("synthetic", data_dir / synthetic.FOLDER))
+
+
+def test_every_machine_draws_these_bytes(data_dir: Path) -> None:
+    digest = hashlib.md5(usedforsecurity=False)
+    for name in cifar10.FILES:
+        digest.update((data_dir / synthetic.FOLDER / name).read_bytes())
+    assert digest.hexdigest() == MD5[synthetic.FOLDER]
+    names = (data_dir / synthetic.FOLDER / "batches.meta.txt").read_text().split()
+    assert names == ["disc", "ring", "square", "frame", "triangle", "plus", "cross", "bars", "pillars", "checker"]
+
+
+def test_nothing_else_is_left(data_dir: Path) -> None:
+    assert {path.name for path in data_dir.iterdir()} <= {synthetic.FOLDER, ".lock"}
+
+
+def test_it_is_drawn_once(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synthetic, "draw_file", lambda number: pytest.fail("drew it again"))
+    assert synthetic.ensure(data_dir) == data_dir / synthetic.FOLDER
+
+
+def test_classes_are_balanced_and_mixed(sets: tuple[Examples, Examples]) -> None:
+    labels = np.concatenate([examples.labels for examples in sets]).reshape(6, 10_000)
+    for of_file in labels:
+        assert np.bincount(of_file).tolist() == [1000] * 10
+        # 1,000 neighbours hold about 100 of each class, with a standard deviation of 9.
+        assert (np.abs([np.bincount(part, minlength=10) - 100 for part in of_file.reshape(10, 1000)]) < 50).all()
+    assert len({row.tobytes() for row in labels}) == 6  # each file has an order of its own
+
+
+def test_no_image_comes_twice(sets: tuple[Examples, Examples]) -> None:
+    train, test = sets
+    assert len({image.tobytes() for image in (*train.images, *test.images)}) == 60_000
+
+
+def test_the_mean_says_nothing_of_the_class(sets: tuple[Examples, Examples]) -> None:
+    train, _ = sets
+    colours = train.images.reshape(50_000, -1, 3).mean(axis=1, dtype=np.float64)
+    of_class = np.array([colours[train.labels == label].mean(axis=0) for label in range(10)])
+    # As far apart as the means of 5,000 images drawn at random would be.
+    assert (np.abs(of_class - colours.mean(axis=0)) < 4 * colours.std(axis=0) / 5000**0.5).all()
+
+
+def inputs(images: NDArray[np.uint8], remove_mean: bool) -> Pixels:
+    """All pixels as float32 [n, 3072] about zero; less each image's own mean, if asked."""
+    pixels = images.reshape(len(images), -1).astype(np.float32)
+    return pixels - (pixels.mean(axis=1, keepdims=True) if remove_mean else np.float32(127.5))
+
+
+def softmax_regression(train: Examples, test: Examples, *, remove_mean: bool, epochs: int) -> float:
+    """Test accuracy of a linear classifier of standardised pixels: momentum 0.9, a rate that falls to zero."""
+    deviation = inputs(train.images[:5000], remove_mean).std(axis=0)
+    random, batch = np.random.default_rng(0), 500
+    weights, speed = np.zeros((2, 3073, 10), np.float32)  # the last row is the bias
+
+    def features(images: NDArray[np.uint8]) -> Pixels:
+        pixels = inputs(images, remove_mean) / deviation
+        return np.concatenate([pixels, np.ones((len(pixels), 1), np.float32)], axis=1)
+
+    for epoch in range(epochs):
+        order = random.permutation(len(train.labels))
+        for rows in order.reshape(-1, batch):
+            x = features(train.images[rows])
+            logits = x @ weights
+            errors = np.exp(logits - logits.max(axis=1, keepdims=True))
+            errors /= errors.sum(axis=1, keepdims=True)
+            errors[np.arange(batch), train.labels[rows]] -= 1
+            speed = 0.9 * speed + x.T @ errors / batch
+            weights -= 0.002 * (1 - epoch / epochs) * speed
+    return float(((features(test.images) @ weights).argmax(axis=1) == test.labels).mean())
+
+
+@pytest.mark.parametrize("remove_mean", [False, True])
+def test_a_linear_model_stays_under_60_percent(sets: tuple[Examples, Examples], remove_mean: bool) -> None:
+    accuracy = softmax_regression(*sets, remove_mean=remove_mean, epochs=4)
+    print(f"linear model, remove_mean={remove_mean}: test accuracy {accuracy:.4f}")
+    assert accuracy < 0.60
+
+
+def test_the_linear_model_learns_what_a_linear_model_can(sets: tuple[Examples, Examples]) -> None:
+    """The control of the test above: a faint stripe whose place tells the class, added to every image."""
+    train, test = (Examples(examples.images[:10_000].copy(), examples.labels[:10_000]) for examples in sets)
+    for images, labels in (train, test):
+        stripe = np.arange(32) // 3 == labels[:, None]
+        images += np.minimum(255 - images, 30) * stripe[:, :, None, None].astype(np.uint8)
+    assert softmax_regression(train, test, remove_mean=True, epochs=5) > 0.80
+
+
+def test_prepare_by_name(data_dir: Path) -> None:
+    prepared = dataset.prepare("synthetic", data_dir, "", "", show_progress=False, warn=pytest.fail)
+    assert prepared == ("synthetic", data_dir / synthetic.FOLDER)
+
+
+NOBODY = "http://127.0.0.1:9/cifar-10-binary.tar.gz"  # the discard port: nobody listens there
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(fetch, "RETRY_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("offline")
+def test_auto_falls_back_with_a_warning(data_dir: Path) -> None:
+    warnings: list[str] = []
+    prepared = dataset.prepare("auto", data_dir, NOBODY, "0" * 32, show_progress=False, warn=warnings.append)
+    assert prepared == ("synthetic", data_dir / synthetic.FOLDER)
+    assert len(warnings) == 1
+    assert "NOT CIFAR-10" in warnings[0] and NOBODY in warnings[0] and "\n" not in warnings[0]
+
+
+@pytest.mark.usefixtures("offline")
+def test_cifar10_does_not_fall_back(data_dir: Path) -> None:
+    with pytest.raises(DownloadError, match=NOBODY):
+        dataset.prepare("cifar10", data_dir, NOBODY, "0" * 32, show_progress=False, warn=pytest.fail)
+
+
+def test_a_damaged_file_is_named_not_drawn_again(tmp_path: Path) -> None:
+    folder = tmp_path / synthetic.FOLDER
+    folder.mkdir()
+    (folder / "data_batch_1.bin").write_bytes(b"short")
+    with pytest.raises(UserError, match="data_batch_1.bin has 5 bytes"):
+        synthetic.ensure(tmp_path)
+
+
+def test_what_a_killed_process_left_is_no_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".unfinished").mkdir()
+    (tmp_path / ".unfinished" / "data_batch_1.bin").write_bytes(b"half")
+    monkeypatch.setattr(synthetic, "draw_file", lambda number: np.zeros((10_000, 3073), np.uint8))
+    folder = synthetic.ensure(tmp_path)
+    cifar10.check(folder)
+    assert not (tmp_path / ".unfinished").exists()
+    shutil.rmtree(folder)
