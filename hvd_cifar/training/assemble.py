@@ -127,7 +127,11 @@ def assemble(settings: TrainSettings, world: World) -> Run:
 
 def make_schedule(settings: TrainSettings, batch_plan: Plan) -> Schedule:
     """The learning rate of resolved settings: the recipe's staircase, scaled and warmed up as the batch asks for."""
-    assert settings.learning_rate is not None, "settings are resolved"
+    assert settings.learning_rate is not None and settings.epochs is not None, "settings are resolved"
+    recipe = RECIPES[settings.model]
+    # A short run that never came down from its first rate would end on whatever its last step happened to be.
+    full = recipe.full_examples or 0
+    shrink = min(1.0, settings.epochs * batch_plan.examples / full) if full else 1.0
     scaled = batch_plan.learning_rate_factor > 1
     warmup_epochs = settings.warmup_epochs if settings.warmup_epochs is not None else (1.0 if scaled else 0.0)
     batch = batch_plan.global_batch_size
@@ -135,7 +139,7 @@ def make_schedule(settings: TrainSettings, batch_plan: Plan) -> Schedule:
         base=settings.learning_rate,
         peak=linear_scaling(settings.learning_rate, batch_plan.learning_rate_factor),
         warmup_steps=round(warmup_epochs * batch_plan.steps_per_epoch),
-        decay_steps=tuple(examples // batch for examples in RECIPES[settings.model].decay_examples),
+        decay_steps=tuple(int(examples * shrink) // batch for examples in recipe.decay_examples),
         decay=0.1,
     )
 

@@ -17,22 +17,22 @@ class Recipe:
     learning_rate: float
     momentum: float
     decay_examples: tuple[int, ...]  # the learning rate falls to a tenth when so many have been seen
+    full_examples: int | None  # a run over fewer goes through the staircase in proportion; None: it keeps these steps
     weight_decay: float
     ema_decay: float
     epochs: int
-    epochs_reason: str
 
 
-def _resnet(epochs_reason: str = "64,000 steps of 128, as in the paper") -> Recipe:
+def _resnet() -> Recipe:
     # He et al. 2015, section 4.2: 0.1, momentum 0.9, a tenth at 32,000 and at 48,000 steps of 128, weight decay 1e-4.
     return Recipe(
         learning_rate=0.1,
         momentum=0.9,
         decay_examples=(32_000 * 128, 48_000 * 128),
+        full_examples=64_000 * 128,
         weight_decay=1e-4,
         ema_decay=0.0,
-        epochs=164,
-        epochs_reason=epochs_reason,
+        epochs=164,  # 64,000 steps of 128, as in the paper
     )
 
 
@@ -42,10 +42,10 @@ RECIPES = {
         learning_rate=0.1,
         momentum=0.0,
         decay_examples=(350 * 50_000, 700 * 50_000, 1050 * 50_000),
+        full_examples=None,
         weight_decay=0.004,
         ema_decay=0.9999,
-        epochs=10,
-        epochs_reason="a first result within minutes on two cores; the tutorial itself goes on for 150 and more",
+        epochs=6,  # a first result within minutes on two cores; the tutorial itself goes on for 150 and more
     ),
     "resnet20": _resnet(),
     "resnet32": _resnet(),
@@ -58,12 +58,14 @@ class Plan:
     """The batch arithmetic of a run: what is printed at its start, and what its steps follow.
 
     Attributes:
+        examples: in the training set.
         global_batch_size: examples per step over all ranks and micro-batches.
         steps_per_epoch: the ragged last one counted.
         total_steps: at which the run ends.
         learning_rate_factor: of the linear scaling rule; 1 where the global batch is given.
     """
 
+    examples: int
     global_batch_size: int
     steps_per_epoch: int
     total_steps: int
@@ -107,7 +109,7 @@ def plan(settings: TrainSettings, examples: int, size: int) -> Plan:
     steps = -(-examples // batch)
     assert settings.epochs is not None, "settings are resolved"
     total = steps * settings.epochs
-    return Plan(batch, steps, min(total, settings.max_steps or total), factor)
+    return Plan(examples, batch, steps, min(total, settings.max_steps or total), factor)
 
 
 def set_precision(precision: str, seed: int) -> None:

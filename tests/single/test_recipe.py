@@ -36,6 +36,13 @@ def test_staircase_after_warm_up(step: int, rate: float) -> None:
             {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001},
         ),
         ({"model": "resnet20"}, 1, {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001}),
+        # A shorter run takes the steps at a half and at three quarters of its 1,173, as 32,000 and 48,000 are of 64,000.
+        (
+            {"model": "resnet20", "epochs": 3, "global_batch_size": 128},
+            1,
+            {0: 0.1, 584: 0.1, 585: 0.01, 877: 0.01, 878: 0.001},
+        ),
+        ({"model": "tutorial", "epochs": 3}, 1, {0: 0.1, 1172: 0.1}),
         ({"model": "tutorial"}, 1, {0: 0.1, 136_717: 0.1, 136_718: 0.01, 273_437: 0.001}),
         # Two ranks: from 0.1 to 0.2 over the 196 steps of the first epoch.
         ({"model": "tutorial"}, 2, {0: 0.1, 98: 0.15, 196: 0.2, 68_358: 0.2, 68_359: 0.02}),
