@@ -36,7 +36,7 @@ def test_staircase_after_warm_up(step: int, rate: float) -> None:
             {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001},
         ),
         ({"model": "resnet20"}, 1, {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001}),
-        # A shorter run takes the steps at a half and at three quarters of its 1,173, as 32,000 and 48,000 are of 64,000.
+        # A shorter run takes its steps at a half and at three quarters, as 32,000 and 48,000 are of 64,000.
         (
             {"model": "resnet20", "epochs": 3, "global_batch_size": 128},
             1,
