@@ -10,7 +10,7 @@ FOLDER = "cifar-10-batches-bin"
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The `--data-dir` with real CIFAR-10 that HVD_CIFAR_TEST_DATA names; a test that asks for it is skipped without."""
+    """The `--data-dir` with real CIFAR-10 that HVD_CIFAR_TEST_DATA names; tests that ask for it are skipped without."""
     named = os.environ.get("HVD_CIFAR_TEST_DATA")
     if not named:
         pytest.skip("needs real CIFAR-10: HVD_CIFAR_TEST_DATA names no folder")
