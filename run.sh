@@ -25,6 +25,10 @@ TEXT
 # The bare Python for set-up: the user's choice, else the one that the environment has, else python3.
 python=${PYTHON:-$here/.venv/bin/python}
 [[ -n ${PYTHON:-} || -x $python ]] || python=python3
+if ! command -v -- "$python" >/dev/null; then
+    echo "hvd_cifar: no such program: $python; install Python 3.10 to 3.13, or name one: PYTHON=python3.12 ./run.sh" >&2
+    exit 2
+fi
 install=("$python" "$here/hvd_cifar/install/__main__.py")
 
 run_tests() {

