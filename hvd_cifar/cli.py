@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 import types
@@ -48,6 +49,8 @@ def _run(argv: list[str], only_check: bool) -> int | None:
             return None
         work()
         return 0
+    except click.exceptions.NoArgsIsHelpError:
+        return _complain_once("give a command: train or evaluate (see --help)", USER_ERROR)
     except click.ClickException as error:
         return _complain_once(f"{error.format_message().rstrip('.')} (see --help)", USER_ERROR)
     except UserError as error:
@@ -122,6 +125,8 @@ def _metavar(annotation: Any) -> str:
 
 
 def _train(settings: config.TrainSettings) -> None:
+    # A request for a checkpoint that comes before there is anything to save must not kill the rank.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with quiet_start():
         from hvd_cifar.training.loop import train
     train(settings)
@@ -129,5 +134,5 @@ def _train(settings: config.TrainSettings) -> None:
 
 def _evaluate(settings: config.EvaluateSettings) -> None:
     with quiet_start():
-        from hvd_cifar.training.evaluation import evaluate_run
+        from hvd_cifar.training.evaluate_command import evaluate_run
     evaluate_run(settings)

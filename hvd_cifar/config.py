@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml  # JSON is a subset of YAML, so one reader serves both
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from hvd_cifar.errors import UserError
+from hvd_cifar.files import replace_text
 
 ModelName = Literal["tutorial", "resnet20", "resnet32", "resnet56"]
 DatasetName = Literal["auto", "cifar10", "synthetic"]
@@ -27,12 +28,22 @@ CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # published on https://www.cs.
 RECORDED_SECTIONS = ("run",)
 
 
-def _absolute(path: Path) -> Path:
-    # Ranks on other hosts and a later `evaluate` may stand in another folder.
-    return path.expanduser().absolute()
+def _not_empty(path: Any) -> Any:
+    if path == "":  # an unset variable of a shell; as a path it would be the present folder
+        raise ValueError("the path is empty")
+    return path
 
 
-LocalPath = Annotated[Path, AfterValidator(_absolute)]
+def absolute(path: Path) -> Path:
+    """A path as every rank and a later `evaluate` find it, wherever they stand; ValueError for an unknown ~user."""
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as failure:
+        raise ValueError(str(failure)) from None
+
+
+LocalPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(absolute)]
+Md5 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{32}$"), AfterValidator(str.lower)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -54,9 +65,7 @@ class DataSettings(_Settings):
         description="Folder of the data set; CIFAR-10 in its binary layout is downloaded there if it is absent.",
     )
     data_url: str = Field(CIFAR10_URL, description="Address of the archive in CIFAR-10's binary layout.")
-    data_md5: str = Field(
-        CIFAR10_MD5, pattern=r"^[0-9a-f]{32}$", description="MD5 checksum of the archive at --data-url, 32 hex digits."
-    )
+    data_md5: Md5 = Field(CIFAR10_MD5, description="MD5 checksum of the archive at --data-url, 32 hex digits.")
 
 
 class TrainSettings(DataSettings):
@@ -79,7 +88,12 @@ class TrainSettings(DataSettings):
     gradient_accumulation: int = Field(
         1, gt=0, description="Micro-batches a rank adds up before its gradients are averaged and applied."
     )
-    epochs: int | None = Field(None, gt=0, description="Passes over the training set. [default: the recipe's]")
+    epochs: int | None = Field(
+        None,
+        gt=0,
+        description="Passes over the training set; a ResNet run shorter than the paper's goes through its rates "
+        "in proportion. [default: the recipe's]",
+    )
     max_steps: int | None = Field(None, gt=0, description="End after this many steps, if that is earlier.")
 
     learning_rate: Finite | None = Field(
@@ -88,8 +102,8 @@ class TrainSettings(DataSettings):
     warmup_epochs: Finite | None = Field(
         None,
         ge=0,
-        description="Epochs over which the learning rate rises from its base to its scaled value. [default: 1 where it "
-        "is scaled, else 0]",
+        description="Epochs over which the learning rate rises to its full value, from the base where it is scaled, "
+        "else from 0. [default: 1 where it is scaled, else 0]",
     )
     weight_decay: Finite | None = Field(
         None, ge=0, description="L2 factor on the recipe's kernels. [default: the recipe's]"
@@ -190,4 +204,4 @@ def read_file(path: Path) -> dict[str, Any]:
 def write_file(path: Path, settings: _Settings, run: dict[str, Any]) -> None:
     """Write settings, and under "run" what the run is made of (versions, ranks), as config.json."""
     content = {**settings.model_dump(mode="json"), "run": run}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    replace_text(path, json.dumps(content, indent=2) + "\n")

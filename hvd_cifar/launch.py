@@ -7,6 +7,7 @@ pages; what the caller gets is the job's exit code. This process starts no Tenso
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -287,6 +288,9 @@ def _run(
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, forward)
+    # A request for a checkpoint: mpirun passes it on to its ranks, horovodrun over Gloo does not.
+    asks = Path(words[0]).name == "mpirun"
+    signal.signal(signal.SIGUSR1, (lambda *_: process.send_signal(signal.SIGUSR1)) if asks else signal.SIG_IGN)
     pumps = [threading.Thread(target=errors, args=[process.stderr], daemon=True)]
     if output:
         pumps.append(threading.Thread(target=output, args=[process.stdout], daemon=True))
@@ -394,8 +398,10 @@ def _chunks(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+    # A reader that has gone (`| head`) does not end the job, whose pipe must be kept empty or its ranks would block.
+    with contextlib.suppress(BrokenPipeError):
+        while data:
+            data = data[os.write(descriptor, data) :]
 
 
 def _complain(message: str) -> None:

@@ -68,7 +68,7 @@ def _tensorflow_variable(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def prove_averaging(wrap: Callable[[keras.optimizers.Optimizer], Any], contributions: str = "average") -> None:
+def prove_averaging(wrap: Callable[[keras.optimizers.Optimizer], Any], contributions: str = "average") -> str:
     """Check by a tiny real update that `wrap` makes an optimizer which averages gradients over all ranks.
 
     Rank r feeds the gradients r + 1 and -(r + 1)^2 to a wrapped SGD with learning rate 1, in a `tf.function` as in
@@ -78,6 +78,9 @@ def prove_averaging(wrap: Callable[[keras.optimizers.Optimizer], Any], contribut
         wrap: how the run wraps its optimizer.
         contributions: "average" where the ranks feed gradients of their own means, "sum" where they feed their shares
             of the global mean; the result must be the same.
+
+    Returns:
+        What was proven, in words.
 
     Raises:
         TrainingError: on every rank, where any rank did not end at the average; it names ranks and values.
@@ -107,6 +110,9 @@ def prove_averaging(wrap: Callable[[keras.optimizers.Optimizer], Any], contribut
             f"end at {_show(expected)}, but {found}{' and others' * (len(wrong) > 8)}; "
             "the optimizer does not call Horovod"
         )
+    if size == 1:
+        return "one rank applies its own gradients"
+    return f"gradients that differ by rank became {_show(expected)}, their average, on all {size} ranks"
 
 
 def _show(values: Sequence[float] | NDArray[Any]) -> str:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_cifar.distributed import devices, environment
-from hvd_cifar.errors import TrainingError
+from hvd_cifar.errors import TrainingError, UserError
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,11 @@ def start() -> World:
 
     view = devices.visible_gpus(devices.list_gpus(), os.environ) if gpus else []
     if gpus and len(view) != len(gpus):
-        view = [gpu.name for gpu in gpus]  # nvidia-smi is silent or counts otherwise: go by TensorFlow's own names
+        # nvidia-smi is silent or counts otherwise: what the scheduler set for this process tells its GPUs apart.
+        view = [f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')} {gpu.name}" for gpu in gpus]
     views, masks = _look_around_the_host(view, frozenset(os.sched_getaffinity(0)))
 
-    choice = devices.choose_gpu(views, local_rank)
+    choice = _choose_together(views, local_rank)
     if choice is not None:
         tf.config.set_visible_devices(gpus[choice], "GPU")
         tf.config.experimental.set_memory_growth(gpus[choice], True)
@@ -114,6 +115,24 @@ def _look_around_the_host(view: list[str], mask: frozenset[int]) -> tuple[list[l
     seen = host.allgather((view, mask))
     host.Free()
     return [v for v, _ in seen], [m for _, m in seen]
+
+
+def _choose_together(views: list[list[str]], local_rank: int) -> int | None:
+    """This rank's GPU; where a rank on any host has none to take, every rank raises its error."""
+    choice, error = None, None
+    try:
+        choice = devices.choose_gpu(views, local_rank)
+    except UserError as failure:
+        error = f"{socket.gethostname()}: {failure}"
+    errors = [error]
+    if hvd.mpi_enabled():
+        from mpi4py import MPI
+
+        errors = MPI.COMM_WORLD.allgather(error)
+    for text in errors:
+        if text is not None:
+            raise UserError(text)
+    return choice
 
 
 def versions() -> dict[str, str]:

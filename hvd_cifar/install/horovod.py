@@ -131,9 +131,7 @@ def build_environment(work: Path, machine: Machine, cores: int, environ: Mapping
     return env | {"PATH": os.pathsep.join(path)}
 
 
-def wheel(
-    steps: Steps, venv: Path, goal: Target, machine: Machine, nccl: Nccl | None, tools: list[str]
-) -> Path:
+def wheel(steps: Steps, venv: Path, goal: Target, machine: Machine, nccl: Nccl | None, tools: list[str]) -> Path:
     """Horovod's wheel for `goal`: the cached one, else a new one, which is then in the cache.
 
     `tools` are requirements to install in `venv` for building.

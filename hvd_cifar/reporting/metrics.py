@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -15,14 +14,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hvd_cifar.errors import UserError
+from hvd_cifar.files import replace_text
 from hvd_cifar.reporting import terminal
 
 
 class Reporter:
     """The voice of a run. Every rank has one; only rank 0's (with a folder) speaks and writes."""
 
-    def __init__(self, run_dir: Path | None, watched: bool) -> None:
+    def __init__(self, run_dir: Path | None, watched: bool, dataset: str) -> None:
         self.run_dir = run_dir
+        self.dataset = dataset  # named in every output, so that no figure passes for one on other data
         self._console = Console(force_terminal=True) if run_dir and watched else None
         self._progress: Progress | None = None
         self._bar: Any = None
@@ -94,7 +95,7 @@ class Reporter:
         """Report an evaluation on the test set."""
         if self.run_dir is None:
             return
-        found = f"test accuracy {accuracy:.2%}, test loss {loss:.4f}, {examples} examples"
+        found = f"{self.dataset} test accuracy {accuracy:.2%}, test loss {loss:.4f}, {examples} examples"
         self.say(f"step {step} (epoch {epoch:.2f}): {found}")
         values = {"step": step, "epoch": epoch, "test_accuracy": accuracy, "test_loss": loss, "test_examples": examples}
         self._write("eval", values)
@@ -102,12 +103,12 @@ class Reporter:
     def _write(self, event: str, values: dict[str, Any]) -> None:
         assert self.run_dir is not None
         with _writing(self.run_dir / "metrics.jsonl"):
-            self._metrics.write(json.dumps({"event": event, **values}) + "\n")
+            self._metrics.write(json.dumps({"event": event, "dataset": self.dataset, **values}) + "\n")
             self._metrics.flush()
         with _writing(self.run_dir / "tensorboard"), self._board.as_default(step=values["step"]):
             for name, value in values.items():
                 if name not in ("step", "epoch"):
-                    tf.summary.scalar(f"{event}/{name}", value)
+                    tf.summary.scalar(f"{self.dataset}/{event}/{name}", value)
 
     def summary(self, values: dict[str, Any]) -> None:
         """Write summary.json, whole or not at all."""
@@ -116,13 +117,6 @@ class Reporter:
         path = self.run_dir / "summary.json"
         with _writing(path):
             replace_text(path, json.dumps(values, indent=2) + "\n")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file in one step: a reader, or a crash, sees the old text or the new one."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
 
 
 def _keep_events_up_to(path: Path, step: int) -> None:

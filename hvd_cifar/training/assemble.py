@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+from filelock import FileLock, Timeout
 
 from hvd_cifar import config
 from hvd_cifar.config import TrainSettings
@@ -57,14 +58,14 @@ def assemble(settings: TrainSettings, world: World) -> Run:
     averages = MovingAverage(net.model.trainable_variables, settings.ema_decay) if settings.ema_decay else None
     state = State(net, optimizer, averages)
 
-    prove_averaging(wrap, contributions="sum")
+    proof = prove_averaging(wrap, contributions="sum")
     course = {
         "dataset": prepared.name,
         "global_batch_size": batch_plan.global_batch_size,
         "learning_rate_schedule": str(schedule),
     }
     recorded = {**{name: getattr(settings, name) for name in checkpoint.COURSE}, **course}
-    run_dir, newest, notes = sync.on_root(lambda: _claim_run_dir(settings, recorded))
+    run_dir, newest = sync.on_root(lambda: _claim_run_dir(settings, recorded))
     checkpoints = Checkpoints(run_dir / "checkpoints", state) if world.is_root else None
     if newest is not None:
         sync.on_root(lambda: checkpoints.restore(newest) if checkpoints else None)
@@ -81,17 +82,21 @@ def assemble(settings: TrainSettings, world: World) -> Run:
         "command": sys.argv,
         "versions": versions(),
     }
-    sync.on_root(lambda: _write_config(run_dir, settings, run_facts))
-    reporter = Reporter(run_dir if world.is_root else None, terminal.is_watched())
-    for line in (*notes, *_describe(settings, world, batch_plan, prepared.name, net, run_dir, newest, first_step)):
+    # The data set by its name, not "auto": a later evaluation must not find another one.
+    written = settings.model_copy(update={"run_dir": run_dir, "dataset": prepared.name})
+    sync.on_root(lambda: _write_config(run_dir, written, run_facts))
+    reporter = Reporter(run_dir if world.is_root else None, terminal.is_watched(), prepared.name)
+    resumed = [f"resumed from {newest} at step {first_step}"] if newest is not None else []
+    described = _describe(settings, world, batch_plan, prepared.name, net)
+    for line in (*described, f"start-up proof: {proof}", f"run directory {run_dir}", *resumed):
         reporter.say(line)
 
-    run = Run(
+    return Run(
         settings=settings,
         world=world,
         plan=batch_plan,
         data=prepared.name,
-        examples=len(train_set.labels),
+        example_count=len(train_set.labels),
         net=net,
         optimizer=optimizer,
         averages=averages,
@@ -120,9 +125,8 @@ def assemble(settings: TrainSettings, world: World) -> Run:
         checkpoints=checkpoints,
         reporter=reporter,
         step_count=first_step,
+        saved_step=first_step if newest is not None else -1,
     )
-    run._saved_step = first_step if newest is not None else -1
-    return run
 
 
 def make_schedule(settings: TrainSettings, batch_plan: Plan) -> Schedule:
@@ -135,47 +139,69 @@ def make_schedule(settings: TrainSettings, batch_plan: Plan) -> Schedule:
     scaled = batch_plan.learning_rate_factor > 1
     warmup_epochs = settings.warmup_epochs if settings.warmup_epochs is not None else (1.0 if scaled else 0.0)
     batch = batch_plan.global_batch_size
+    warmup_steps = round(warmup_epochs * batch_plan.steps_per_epoch)
     return Schedule(
-        base=settings.learning_rate,
+        base=settings.learning_rate if scaled or not warmup_steps else 0.0,
         peak=linear_scaling(settings.learning_rate, batch_plan.learning_rate_factor),
-        warmup_steps=round(warmup_epochs * batch_plan.steps_per_epoch),
+        warmup_steps=warmup_steps,
         decay_steps=tuple(int(examples * shrink) // batch for examples in recipe.decay_examples),
         decay=0.1,
     )
 
 
-def _claim_run_dir(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path | None, list[str]]:
-    """Rank 0 chooses and makes the run directory, and finds what to resume from."""
+_held: list[FileLock] = []  # this process's run directory, until it ends
+
+
+def _claim_run_dir(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path | None]:
+    """Rank 0 chooses, makes and locks the run directory, and finds what to resume from."""
     run_dir = settings.run_dir or _unused_run_dir(settings.model)
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        probe = run_dir / ".writable"
-        probe.touch()
-        probe.unlink()
+        lock = FileLock(run_dir / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"--run-dir {run_dir}: another run is writing there; wait for it, or give another one"
+        ) from None
     except OSError as failure:
         raise UserError(f"--run-dir {run_dir}: {failure.strerror}; give a folder that can be written") from None
+    _held.append(lock)
 
     own = checkpoint.find(run_dir)
-    if settings.resume not in ("auto", "never"):
-        path = checkpoint.find(Path(settings.resume).expanduser().absolute())
-        if path is None:
-            raise UserError(
-                f"--resume {settings.resume}: no checkpoint is there; give auto, never, or a checkpoint's path"
-            )
-        if own is not None and path.parent != own.parent:
-            raise UserError(f"--run-dir {run_dir} already has a run; give another one to start from {path}")
-        return run_dir, path, []
+    given = None if settings.resume in ("auto", "never") else _given_checkpoint(settings.resume)
+    if given is not None and (own is None or given.parent == own.parent):
+        # A checkpoint of another run may start one with another learning rate, but its step counts its batches.
+        names = list(recorded) if own is not None else ["model", "precision", "dataset", "global_batch_size"]
+        _refuse_differences(given.parent.parent, {name: recorded[name] for name in names})
+        return run_dir, given
     if own is None:
-        return run_dir, None, []
+        return run_dir, None
     if settings.resume == "never":
         raise UserError(f"--run-dir {run_dir} already has a run; give another one, or --resume auto to go on with it")
-    changed = checkpoint.differences(run_dir / "config.json", recorded)
+    if given is not None and config.read_file(run_dir / "config.json").get("resume") != settings.resume:
+        raise UserError(f"--run-dir {run_dir} already has a run; give another one to start from {given}")
+    _refuse_differences(run_dir, recorded)
+    return run_dir, own
+
+
+def _given_checkpoint(place: str) -> Path:
+    try:
+        path = checkpoint.find(config.absolute(Path(place)))
+    except ValueError as failure:
+        raise UserError(f"--resume {place}: {failure}") from None
+    if path is None:
+        raise UserError(f"--resume {place}: no checkpoint is there; give auto, never, or a checkpoint's path")
+    return path
+
+
+def _refuse_differences(run_dir: Path, now: dict[str, Any]) -> None:
+    """UserError where a run was made with other settings than `now`; a folder without config.json says nothing."""
+    path = run_dir / "config.json"
+    changed = checkpoint.differences(path, now) if path.exists() else []
     if changed:
         raise UserError(
-            f"--run-dir {run_dir} has a run with other settings ({'; '.join(changed)}): "
-            "give the same ones, or another --run-dir"
+            f"the run in {run_dir} has other settings ({'; '.join(changed)}): give the same ones, or another --run-dir"
         )
-    return run_dir, own, []
 
 
 def _unused_run_dir(model: str) -> Path:
@@ -187,7 +213,7 @@ def _unused_run_dir(model: str) -> Path:
 def _write_config(run_dir: Path, settings: TrainSettings, facts: dict[str, Any]) -> None:
     path = run_dir / "config.json"
     try:
-        config.write_file(path, settings.model_copy(update={"run_dir": run_dir}), facts)
+        config.write_file(path, settings, facts)
     except OSError as failure:
         raise UserError(f"cannot write {path}: {failure.strerror}; make room or give another --run-dir") from None
 
@@ -198,23 +224,15 @@ def _describe(
     batch_plan: Plan,
     data: str,
     net: Net,
-    run_dir: Path,
-    newest: Path | None,
-    first_step: int,
 ) -> list[str]:
     """The lines that open a run: who trains what on what, and the batch arithmetic."""
     schedule = make_schedule(settings, batch_plan)
     parameters = sum(math.prod(v.shape) for v in net.model.trainable_variables)
     micro = f" x {settings.gradient_accumulation} micro-batches" if settings.gradient_accumulation > 1 else ""
     per_rank = settings.batch_size or f"{batch_plan.global_batch_size / world.size / settings.gradient_accumulation:g}"
-    lines = [
+    return [
         f"{settings.model} ({parameters:,} parameters, {settings.precision}) on {data}: {world.describe()}",
         f"global batch {batch_plan.global_batch_size} = {world.size} ranks x {per_rank}{micro}; "
         f"{batch_plan.steps_per_epoch} steps an epoch, {batch_plan.total_steps} in all",
         f"learning rate {schedule}",
-        "start-up proof: gradients are averaged over all ranks" if world.size > 1 else "one rank: nothing to average",
-        f"run directory {run_dir}",
     ]
-    if newest is not None:
-        lines.append(f"resumed from {newest} at step {first_step}")
-    return lines

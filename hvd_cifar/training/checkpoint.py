@@ -42,18 +42,19 @@ class State:
         self.optimizer = optimizer
         self.averages = averages
         self.step = keras.Variable(0, dtype="int64", trainable=False, name="step")
+        self.seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="seconds")  # of training so far
 
     @property
     def variables(self) -> list[Any]:
         """All of it, in a fixed order, for broadcast and comparison."""
         slots = self.optimizer.variables if self.optimizer else []
         averages = self.averages.variables if self.averages else []
-        return [*self.net.model.variables, *slots, *averages, self.step]
+        return [*self.net.model.variables, *slots, *averages, self.step, self.seconds]
 
     @property
     def trackable(self) -> tf.train.Checkpoint:
         """The same as a TensorFlow checkpoint."""
-        parts: dict[str, Any] = {"model": self.net.model, "step": self.step.value}
+        parts: dict[str, Any] = {"model": self.net.model, "step": self.step.value, "seconds": self.seconds.value}
         if self.optimizer:
             parts["optimizer"] = self.optimizer
         if self.averages:
@@ -126,9 +127,10 @@ def find(place: Path) -> Path | None:
     if Path(f"{place}.index").exists():
         return place
     for folder in (place, place / "checkpoints"):
-        newest = tf.train.latest_checkpoint(str(folder)) if folder.is_dir() else None
-        if newest is not None:
-            return Path(newest)
+        # By the files themselves: TensorFlow's list of them may be damaged, or name one that is gone.
+        steps = {int(p.stem.removeprefix("step-")): p.with_suffix("") for p in folder.glob("step-*.index")}
+        if steps:
+            return steps[max(steps)]
     return None
 
 

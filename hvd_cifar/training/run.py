@@ -26,7 +26,7 @@ from hvd_cifar.training.recipe import Plan
 from hvd_cifar.training.schedule import Schedule
 from hvd_cifar.training.step import MovingAverage
 
-WINDOWS_LEFT_OUT = 10  # steps whose speed does not count: tracing and warm caches
+STEPS_LEFT_OUT = 10  # steps whose speed does not count: tracing and cold caches
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Run:
     world: World
     plan: Plan
     data: str
-    examples: int
+    example_count: int
     net: Net
     optimizer: Any
     averages: MovingAverage | None
@@ -60,6 +60,7 @@ class Run:
     reporter: Reporter
 
     step_count: int = 0
+    saved_step: int = -1  # of the newest checkpoint of this run; -1: none
     checkpoint_was_requested: bool = False
     _first_step: int = 0
     _request: bool = False
@@ -68,9 +69,9 @@ class Run:
     _rates: list[tuple[int, float]] = field(default_factory=list)
     _loss: float | None = None
     _evaluated: tuple[int, Evaluation] | None = None
-    _saved_step: int = -1
     _progress: Any = None
     _began: float = 0.0
+    _seconds_before: float = 0.0
     _resumed: float = 0.0
 
     @property
@@ -81,6 +82,7 @@ class Run:
     def __enter__(self) -> Run:
         """Start the clock, the bar and the listener for requests."""
         self._first_step = self.step_count
+        self._seconds_before = float(self.state.seconds.numpy())
         self.reporter.open(self.step_count)
         self._progress = self.reporter.progress(self.step_count, self.plan.total_steps)
         self._progress.__enter__()
@@ -99,7 +101,7 @@ class Run:
 
     def step(self, image: Any, label: Any, weight: Any) -> None:
         """One global step."""
-        count = order.examples_in_step(self.examples, self.plan.global_batch_size, self.step_count)
+        count = order.examples_in_step(self.example_count, self.plan.global_batch_size, self.step_count)
         rate = self.schedule(self.step_count)
         result = self.train_step(
             image, label, weight, tf.constant(count), tf.constant(rate, self.real), tf.constant(float(self._request))
@@ -136,7 +138,7 @@ class Run:
             if not math.isfinite(loss):
                 raise TrainingError(
                     f"model diverged with loss = {float(loss)} at step {step}; nothing was saved after step "
-                    f"{max(self._saved_step, 0)}; lower --learning-rate or give --clip-norm"
+                    f"{max(self.saved_step, 0)}; lower --learning-rate or give --clip-norm"
                 )
             self._loss = float(loss)
             if requests > 0:
@@ -149,7 +151,7 @@ class Run:
         self.check_losses()
         seconds = self._window.seconds + time.perf_counter() - self._resumed
         rate = self._window.examples / seconds
-        self._rates.append((self.step_count, rate))
+        self._rates.append((self.step_count - self._window.steps, rate))
         assert self._loss is not None
         self.reporter.train(
             self.step_count,
@@ -171,14 +173,19 @@ class Run:
 
     def evaluate(self) -> Evaluation:
         """Evaluate on the test set, with averaged weights where the recipe keeps them."""
+        self.check_losses()  # first: it waits for the device, which is part of the steps' time
         self._pause()
-        self.check_losses()
         sync.average_variables(moving_statistics(self.net.model))
         if self.averages:
             self.averages.swap()
         found = self.evaluator()
         if self.averages:
             self.averages.swap()
+        if not math.isfinite(found.loss):
+            raise TrainingError(
+                f"model diverged with test loss = {found.loss} at step {self.step_count}; nothing was saved after step "
+                f"{max(self.saved_step, 0)}; lower --learning-rate or give --clip-norm"
+            )
         self._evaluated = (self.step_count, found)
         self.reporter.evaluation(self.step_count, round(self.epoch, 4), found.accuracy, found.loss, found.examples)
         self._go_on()
@@ -186,29 +193,37 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of this step, unless there is one."""
-        self._pause()
         self.check_losses()
-        if self._saved_step != self.step_count:
+        self._pause()
+        if self.saved_step != self.step_count:
             sync.average_variables(moving_statistics(self.net.model))
             self.state.step.assign(self.step_count)
+            self.state.seconds.assign(self._seconds())
             path = sync.on_root(lambda: self.checkpoints.save() if self.checkpoints else None)
-            self._saved_step = self.step_count
+            self.saved_step = self.step_count
             self.reporter.say(f"step {self.step_count}: saved {path}")
         self.checkpoint_was_requested = False
         self._go_on()
 
+    def _seconds(self) -> float:
+        """Seconds of training, set-up left out, those before a resume included."""
+        return self._seconds_before + time.perf_counter() - self._began
+
     def finish(self) -> None:
-        """Evaluate and save at the last step, compare the ranks, write the summary."""
+        """Save and evaluate at the last step, compare the ranks, write the summary."""
+        if self.step_count == self._first_step and sync.from_root((self.run_dir / "summary.json").exists()):
+            self.reporter.say(f"nothing left to do after step {self.step_count}: see {self.run_dir / 'summary.json'}")
+            return
         if self._window.steps:
             self.log()
-        evaluated = self._evaluated[1] if self._evaluated and self._evaluated[0] == self.step_count else self.evaluate()
         self.save()
-        seconds = time.perf_counter() - self._began
+        evaluated = self._evaluated[1] if self._evaluated and self._evaluated[0] == self.step_count else self.evaluate()
+        seconds = self._seconds()
         digests = sync.gather(sync.digest(self.net.model.variables))
         if len(set(digests)) > 1:
             odd = [str(rank) for rank, found in enumerate(digests) if found != digests[0]]
             raise TrainingError(f"weights differ between rank 0 and rank {', '.join(odd)} at step {self.step_count}")
-        rates = [rate for step, rate in self._rates if step > self._first_step + WINDOWS_LEFT_OUT]
+        rates = [rate for start, rate in self._rates if start >= self._first_step + STEPS_LEFT_OUT]
         rates = rates or [rate for _, rate in self._rates]
         summary = {
             "dataset": self.data,

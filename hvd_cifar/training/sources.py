@@ -22,19 +22,21 @@ def prepare_data(settings: config.DataSettings, world: World) -> Prepared:
         UserError: on every rank, where the data is not to be had on one, or hosts have different data sets.
     """
 
-    def here() -> Prepared:
+    def prepare_as(name: config.DatasetName) -> Prepared:
         return prepare(
-            settings.dataset,
+            name,
             settings.data_dir,
             settings.data_url,
             settings.data_md5,
             show_progress=terminal.is_watched() and world.size == world.local_size,
-            warn=terminal.complain if world.local_rank == 0 else (lambda line: None),
+            warn=terminal.complain,
         )
 
-    prepared = sync.on_every_rank(here)
-    names = sync.gather((prepared.name, world.host))
-    if len({name for name, _ in names}) > 1:
-        found = ", ".join(f"{name} on {host}" for name, host in sorted(set(names)))
-        raise UserError(f"hosts have different data sets ({found}): give --dataset, or one --data-dir alike on all")
-    return prepared
+    # One rank of each host looks, and downloads if need be; where nobody answers, the others need not wait for it too.
+    first = sync.on_every_rank(lambda: prepare_as(settings.dataset) if world.local_rank == 0 else None)
+    found = sorted({(f.name, host) for f, host in sync.gather((first, world.host)) if f is not None})
+    names = {name for name, _ in found}
+    if len(names) > 1:
+        where = ", ".join(f"{name} on {host}" for name, host in found)
+        raise UserError(f"hosts have different data sets ({where}): give --dataset, or one --data-dir alike on all")
+    return sync.on_every_rank(lambda: first or prepare_as(names.copy().pop()))

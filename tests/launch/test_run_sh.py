@@ -312,5 +312,3 @@ def test_a_second_checkout_with_spaces_in_its_path(data: Path, tmp_path: Path) -
         done = _run(words, cwd=tmp_path, env=env)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("size 2") == 2, done.stdout + done.stderr
-
-

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import CHECKOUT, end_tree, environment
+from tests.ranks import CHECKOUT, end_tree, environment, run_ranks
 
 QUICK = ["--log-every", "5", "--eval-every", "0"]
 
@@ -40,9 +40,12 @@ def _train(n: int, data: Path, run_dir: Path, *argv: Any) -> dict[str, Any]:
     return summary
 
 
+def _events(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 def _losses(run_dir: Path) -> dict[int, float]:
-    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {e["step"]: e["loss"] for e in events if e["event"] == "train"}
+    return {e["step"]: e["loss"] for e in _events(run_dir) if e["event"] == "train"}
 
 
 def test_a_run_leaves_what_it_promises(embedded: Path, tmp_path: Path) -> None:
@@ -54,10 +57,11 @@ def test_a_run_leaves_what_it_promises(embedded: Path, tmp_path: Path) -> None:
     )
     assert set(promised.split()) <= set(summary)
     assert (summary["dataset"], summary["model"], summary["world_size"]) == ("synthetic", "tutorial", 2)
+    assert {e["dataset"] for e in _events(run_dir)} == {"synthetic"}
     assert (summary["global_batch_size"], summary["steps"], summary["test_examples"]) == (32, 12, 10_000)
     assert re.fullmatch("[0-9a-f]{64}", summary["weights_sha256"])
     assert summary["weights_sha256_by_rank"] == [summary["weights_sha256"]] * 2
-    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    events = _events(run_dir)
     assert [(e["event"], e["step"]) for e in events] == [("train", 5), ("train", 10), ("train", 12), ("eval", 12)]
     assert {"epoch", "loss", "learning_rate", "images_per_second"} <= set(events[0])
     assert {"test_accuracy", "test_loss", "test_examples"} <= set(events[-1])
@@ -66,6 +70,12 @@ def test_a_run_leaves_what_it_promises(embedded: Path, tmp_path: Path) -> None:
     assert list((run_dir / "tensorboard").glob("events.*"))
     config = json.loads((run_dir / "config.json").read_text())
     assert config["run"]["world_size"] == 2 and config["learning_rate"] == 0.1
+
+    # The same command again finds nothing to do, and leaves the results alone.
+    again = _run(2, "train", "--config", run_dir / "config.json", "--resume", "auto")
+    assert again.returncode == 0 and "nothing left to do" in again.stdout, again.stderr
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
+    assert _events(run_dir) == events
 
     # Evaluation from the checkpoint: the same answer at any number of ranks, 10,000 divided by 3 too.
     answers = []
@@ -108,6 +118,46 @@ def test_resnet_ranks_agree_and_its_moving_statistics_are_averaged(embedded: Pat
     assert answer["test_loss"] == pytest.approx(summary["test_loss"], rel=2e-3)
 
 
+def _train_without_averaging(data: str, run_dir: str) -> list[Any]:
+    """`train` as a user calls it, in a program whose optimizer is left as it is."""
+    import hvd_cifar.training.assemble as assemble
+    from hvd_cifar import cli
+    from hvd_cifar.reporting import terminal
+
+    vars(assemble)["DistributedOptimizer"] = lambda optimizer, **_: optimizer
+    said: list[str] = []
+    vars(terminal)["complain"] = said.append
+    cli.GRACE_SECONDS = 0.0
+    try:
+        cli.main(["train", "--dataset", "synthetic", "--data-dir", data, "--run-dir", run_dir, "--max-steps", "2"])
+    except SystemExit as ended:
+        return [ended.code, *said]
+    return ["went on"]
+
+
+def test_a_run_whose_gradients_are_not_averaged_ends_before_its_first_step(embedded: Path, tmp_path: Path) -> None:
+    first, second = run_ranks(_train_without_averaging, 2, str(embedded), str(tmp_path / "run"))
+    assert first[0] == second[0] == 1
+    assert len(first) == 2 and len(second) == 1  # said once
+    assert "gradients are not averaged over the ranks" in first[1]
+    assert "rank 0 ended at (-0.5, 0.5), rank 1 ended at (-1, 2)" in first[1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_cifar10_and_network_auto_trains_on_the_embedded_set_and_says_so(
+    embedded: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    options = ["--dataset", "auto", "--data-dir", embedded, "--data-url", "http://127.0.0.1:9/x.tar.gz"]
+    options += ["--precision", "mixed_float16", "--compression", "fp16", "--model", "resnet20", "--batch-size", 8]
+    done = _run(2, "train", *options, "--run-dir", run_dir, "--max-steps", 6, *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("THIS IS NOT CIFAR-10") == 1
+    assert json.loads((run_dir / "summary.json").read_text())["dataset"] == "synthetic"
+    assert json.loads((run_dir / "config.json").read_text())["dataset"] == "synthetic"
+    assert all("synthetic" in line for line in done.stdout.splitlines() if "test accuracy" in line)
+
+
 def test_real_cifar10_is_learnt(real_data: Path, tmp_path: Path) -> None:
     """70 steps of 256 real images: 33% was seen; a net that does not learn stays at 10%, one fed wrong labels too."""
     run_dir = tmp_path / "run"
@@ -143,6 +193,7 @@ def test_a_run_killed_and_resumed_on_other_ranks_goes_on_as_it_was(embedded: Pat
     assert resumed["steps"] == whole["steps"] == 15
     assert _losses(cut) == pytest.approx(_losses(tmp_path / "whole"), rel=1e-12)
     assert resumed["test_accuracy"] == whole["test_accuracy"]
+    assert len(resumed["weights_sha256_by_rank"]) == 3
 
     other = _run(2, "train", *arguments, "--max-steps", 15, "--seed", 1)
     assert other.returncode == 2

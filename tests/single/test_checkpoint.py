@@ -63,6 +63,19 @@ def test_a_checkpoint_is_found_by_its_path_its_folder_and_its_run(tmp_path: Path
     assert checkpoint.find(tmp_path / "checkpoints" / "step-99") is None
 
 
+def test_the_newest_one_is_found_without_tensorflow_s_list_of_them(tmp_path: Path) -> None:
+    state = _state()
+    checkpoints = Checkpoints(tmp_path, state)
+    for step in (9, 10, 11):
+        state.step.assign(step)
+        checkpoints.save()
+    for file in tmp_path.glob("step-11.*"):
+        file.unlink()  # what a user does with a damaged one; the list still names it
+    assert checkpoint.find(tmp_path) == tmp_path / "step-10"
+    (tmp_path / "checkpoint").unlink()
+    assert checkpoint.find(tmp_path) == tmp_path / "step-10"
+
+
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     state = _state()
     path = Checkpoints(tmp_path, state).save()

@@ -17,7 +17,7 @@ def _events(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _report(run_dir: Path, first: int, steps: list[int]) -> None:
-    reporter = Reporter(run_dir, watched=False)
+    reporter = Reporter(run_dir, watched=False, dataset="cifar10")
     reporter.open(first)
     for step in steps:
         reporter.train(step, step / 10, 1.0 / step, 0.1, 100.0, 0.5)
@@ -25,7 +25,7 @@ def _report(run_dir: Path, first: int, steps: list[int]) -> None:
 
 
 def test_events_are_an_object_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    reporter = Reporter(tmp_path, watched=False)
+    reporter = Reporter(tmp_path, watched=False, dataset="cifar10")
     reporter.open(0)
     reporter.train(10, 0.5, 2.25, 0.1, 1234.5, 0.25)
     reporter.evaluation(10, 0.5, 0.61, 1.5, 10_000)
@@ -33,6 +33,7 @@ def test_events_are_an_object_a_line(tmp_path: Path, capfd: pytest.CaptureFixtur
     train, evaluation = _events(tmp_path)
     assert train == {
         "event": "train",
+        "dataset": "cifar10",
         "step": 10,
         "epoch": 0.5,
         "loss": 2.25,
@@ -41,6 +42,7 @@ def test_events_are_an_object_a_line(tmp_path: Path, capfd: pytest.CaptureFixtur
     }
     assert evaluation == {
         "event": "eval",
+        "dataset": "cifar10",
         "step": 10,
         "epoch": 0.5,
         "test_accuracy": 0.61,
@@ -49,7 +51,7 @@ def test_events_are_an_object_a_line(tmp_path: Path, capfd: pytest.CaptureFixtur
     }
     lines = capfd.readouterr().out.splitlines()
     assert "step 10, loss = 2.2500 (1234.5 images/s; 0.250 s/batch)" in lines[0]
-    assert "test accuracy 61.00%" in lines[1]
+    assert "cifar10 test accuracy 61.00%" in lines[1]
 
 
 def test_a_resumed_run_keeps_one_curve(tmp_path: Path) -> None:
@@ -61,7 +63,7 @@ def test_a_resumed_run_keeps_one_curve(tmp_path: Path) -> None:
 
 
 def test_only_rank_0_writes_and_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    reporter = Reporter(None, watched=True)
+    reporter = Reporter(None, watched=True, dataset="cifar10")
     reporter.open(0)
     with reporter.progress(0, 10):
         reporter.train(1, 0.1, 1.0, 0.1, 1.0, 1.0)
@@ -74,7 +76,7 @@ def test_only_rank_0_writes_and_speaks(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def test_a_watched_run_draws_a_bar_above_which_lines_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    reporter = Reporter(tmp_path, watched=True)
+    reporter = Reporter(tmp_path, watched=True, dataset="cifar10")
     reporter.open(0)
     with reporter.progress(0, 40):
         reporter.train(10, 0.5, 2.25, 0.1, 1234.5, 0.25)
@@ -87,7 +89,7 @@ def test_a_watched_run_draws_a_bar_above_which_lines_stay(tmp_path: Path, capfd:
 def test_a_folder_that_cannot_be_written_is_a_user_s_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(UserError, match="cannot write"):
-        Reporter(tmp_path, watched=False).open(0)
+        Reporter(tmp_path, watched=False, dataset="cifar10").open(0)
     (tmp_path / "summary.json.part").mkdir()
     with pytest.raises(UserError, match=r"cannot write .*summary.json"):
-        Reporter(tmp_path, watched=False).summary({})
+        Reporter(tmp_path, watched=False, dataset="cifar10").summary({})

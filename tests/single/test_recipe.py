@@ -51,6 +51,8 @@ def test_staircase_after_warm_up(step: int, rate: float) -> None:
         ({"model": "tutorial", "learning_rate": 0.05, "warmup_epochs": 0}, 8, {0: 0.4}),
         ({"model": "tutorial", "gradient_accumulation": 3, "warmup_epochs": 0}, 2, {0: 0.6}),
         ({"model": "tutorial", "warmup_epochs": 2}, 2, {0: 0.1, 196: 0.15, 392: 0.2}),
+        # Asked for where nothing is scaled: from 0.
+        ({"model": "tutorial", "global_batch_size": 256, "warmup_epochs": 1}, 4, {0: 0.0, 98: 0.05, 196: 0.1}),
     ],
 )
 def test_learning_rate_of_a_run(values: dict[str, Any], size: int, expected: dict[int, float]) -> None:

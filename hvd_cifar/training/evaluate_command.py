@@ -12,9 +12,9 @@ from hvd_cifar.data.dataset import load
 from hvd_cifar.distributed import sync
 from hvd_cifar.distributed.world import session
 from hvd_cifar.errors import UserError
+from hvd_cifar.files import replace_text
 from hvd_cifar.models import build
 from hvd_cifar.reporting import terminal
-from hvd_cifar.reporting.metrics import replace_text
 from hvd_cifar.training import checkpoint
 from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.recipe import set_precision
