@@ -8,6 +8,14 @@ across it, and noise. The class is the kind of figure and nothing else:
 - The mirror image of a class is that class, and shifts, brightness and contrast vary by themselves: the usual
   augmentations lose nothing.
 
+Measured on two cores of an AMD EPYC, which other work shared, with TensorFlow 2.21, NumPy 2.4 and Python 3.11; each
+training is one run, with seed 0, so there is no spread to give:
+
+- Test accuracy of the tutorial net after epochs 1, 2 and 3, at learning rate 0.1:
+  global batch 256: 27.1%, 90.2%, 95.7%; global batch 128: 93.1% and 97.1% after two, where the run was ended.
+  `python -m hvd_cifar train --dataset synthetic --model tutorial --global-batch-size 256 --epochs 3` (or 128)
+- Test accuracy of softmax regression on standardised pixels: 36.7%, and the same without each image's mean.
+  `pytest -s tests/single/test_synthetic.py -k linear`
 """
 
 from __future__ import annotations
