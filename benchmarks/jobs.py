@@ -93,15 +93,15 @@ def _restored(run_dir: Path, settings: TrainSettings) -> tuple[dict[str, Any], d
     import tensorflow as tf
 
     from hvd_cifar.models import build
+    from hvd_cifar.training.averages import MovingAverage
     from hvd_cifar.training.checkpoint import find, restore
-    from hvd_cifar.training.recipe import set_precision
+    from hvd_cifar.training.recipe import precision_of, set_precision
     from hvd_cifar.training.sources import views_of
-    from hvd_cifar.training.step import MovingAverage
 
     path = find(run_dir)
     assert path is not None, f"no checkpoint in {run_dir}"
-    set_precision(settings.precision, settings.seed)
-    model = build(settings.model, views_of(settings.model).side, settings.precision).model
+    set_precision(precision_of(settings), settings.seed)
+    model = build(settings.model, views_of(settings.model).side, precision_of(settings)).model
     parts: dict[str, Any] = {"model": model}
     averages = MovingAverage(model.trainable_variables, settings.ema_decay) if settings.ema_decay else None
     if averages:

@@ -33,7 +33,7 @@ from hvd_cifar.data.pipeline import training_batches
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import build
 from hvd_cifar.training.assemble import make_schedule
-from hvd_cifar.training.recipe import RECIPES, plan, resolve, set_precision
+from hvd_cifar.training.recipe import RECIPES, plan, precision_of, resolve, set_precision
 from hvd_cifar.training.sources import views_of
 
 
@@ -59,9 +59,9 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
     train_set, _ = load(prepare(settings.dataset, *place, show_progress=False, warn=click.echo))
     batch_plan = plan(settings, len(train_set.labels), towers)
     schedule = make_schedule(settings, batch_plan)
-    set_precision(settings.precision, settings.seed)
+    set_precision(precision_of(settings), settings.seed)
     views = views_of(settings.model, settings.augmentation)
-    net = build(settings.model, views.side, settings.precision)
+    net = build(settings.model, views.side, precision_of(settings))
     model, variables = net.model, net.model.trainable_variables
     if nudge:
         value = variables[0].numpy()
@@ -131,7 +131,7 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--towers", default=1, show_default=True, type=click.IntRange(1), help="Copies of the net.")
 @click.option("--nudge", is_flag=True, help="Move one initial weight by its last bit.")
-@click.option("--model", help="As of train; so are the options below.")
+@click.option("--model", default="tutorial", help="As of train; so are the options below.")
 @click.option("--dataset")
 @click.option("--data-dir")
 @click.option("--global-batch-size")

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import replace_text
 
-ModelName = Literal["tutorial", "resnet20", "resnet32", "resnet56"]
+ModelName = Literal["fast", "tutorial", "resnet20", "resnet32", "resnet56"]
 DatasetName = Literal["auto", "cifar10", "synthetic"]
 Augmentation = Literal["recipe", "none"]
 Precision = Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"]
@@ -76,13 +76,14 @@ class DataSettings(_Settings):
 class TrainSettings(DataSettings):
     """One training run. None stands for "what the model's recipe says"; see `training.recipe`."""
 
-    model: ModelName = Field("tutorial", description="Net and recipe.")
+    model: ModelName = Field("fast", description="Net and recipe.")
 
     batch_size: int | None = Field(
         None,
         gt=0,
         description="Examples a rank processes at a time; the global batch is this times the number of ranks (times "
-        f"--gradient-accumulation), and the learning rate grows with it. [default: {DEFAULT_PER_RANK_BATCH_SIZE}]",
+        "--gradient-accumulation), and the learning rate grows with it. [default: "
+        f"{DEFAULT_PER_RANK_BATCH_SIZE}; fast has a global batch of 1024 on any number of ranks]",
     )
     global_batch_size: int | None = Field(
         None,
@@ -94,7 +95,7 @@ class TrainSettings(DataSettings):
         None,
         gt=0,
         description="What the learning rate is multiplied by after the warm-up. [default: how many of --batch-size the "
-        "global batch holds; 1 with --global-batch-size]",
+        "global batch holds; 1 with --global-batch-size, and for fast]",
     )
     gradient_accumulation: int = Field(
         1, gt=0, description="Micro-batches a rank adds up before its gradients are averaged and applied."
@@ -125,12 +126,26 @@ class TrainSettings(DataSettings):
         lt=1,
         description="Decay of the weights' moving average for evaluation; 0: none. [default: the recipe's]",
     )
+    label_smoothing: Finite | None = Field(
+        None, ge=0, lt=1, description="Share of the target spread over all classes. [default: the recipe's]"
+    )
+    lookahead: bool | None = Field(
+        None, description="Average the weights by look-ahead, every 5 steps. [default: the recipe's]"
+    )
     clip_norm: Finite | None = Field(
         None, gt=0, description="Clip the averaged gradient to this global norm. [default: no clipping]"
     )
     compression: Literal["none", "fp16"] = Field("none", description="Compression of gradients on the wire.")
-    precision: Precision = Field("float32", description="Type of the computation.")
+    precision: Precision | None = Field(
+        None,
+        description="Type of the computation. [default: float32; for fast mixed_bfloat16, where the processor or GPU "
+        "has instructions for it]",
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of initial weights, order and augmentation.")
+    test_time_augmentation: bool | None = Field(
+        None,
+        description="At the end, average the net's answers to six views of each test image. [default: the recipe's]",
+    )
     augmentation: Augmentation = Field(
         "recipe", description="Random distortion of training images: the recipe's, or none: as in evaluation."
     )
@@ -213,6 +228,9 @@ class EvaluateSettings(_Settings):
     dataset: DatasetName | None = Field(None, description="Data set to evaluate on. [default: the run's]")
     data_dir: LocalPath | None = Field(None, description="Folder of the data set. [default: the run's]")
     batch_size: int = Field(500, gt=0, description="Examples a rank evaluates at a time.")
+    test_time_augmentation: bool | None = Field(
+        None, description="Average the net's answers to six views of each test image. [default: the run's]"
+    )
     output: LocalPath | None = Field(None, description="JSON file to write the result to.")
 
 

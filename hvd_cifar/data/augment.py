@@ -22,7 +22,10 @@ SIDE = 32  # pixels
 TUTORIAL_SIDE = 24  # pixels, the crop of TensorFlow's tutorial
 PAD = 4  # pixels, on each side, as He et al. 2015 (section 4.2)
 
-DRAWS_PER_EXAMPLE = 5  # row offset, column offset, flip, brightness, contrast
+FAST_PAD = 2  # pixels, on each side, for `fast`
+
+RANDOM_DRAWS = 5  # row offset, column offset, flip, brightness, contrast
+DRAWS_PER_EXAMPLE = RANDOM_DRAWS + 1  # and the alternating flip
 
 # images uint8 [b, 32, 32, 3], draws float32 [b, 5] in [0, 1) -> float32 [b, side, side, 3]
 TrainView = Callable[[Any, Any], Any]
@@ -39,11 +42,18 @@ class Views(NamedTuple):
 
 
 def draws(seed: int, epoch: int, examples: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Uniform numbers in [0, 1) for each example, float32 [len(examples), DRAWS_PER_EXAMPLE]."""
+    """What distorts each example in an epoch, float32 [len(examples), DRAWS_PER_EXAMPLE].
+
+    Uniform numbers in [0, 1); and last the alternating flip, 0 or 1: random in epoch 0, and then the other one in every
+    epoch, so that two epochs in a row show both sides of every image (Jordan 2024, section 3.6).
+    """
     base = order.mix(examples.astype(np.uint64) ^ order.key(seed, 1, epoch))
-    columns = np.arange(1, DRAWS_PER_EXAMPLE + 1, dtype=np.uint64)
+    columns = np.arange(1, RANDOM_DRAWS + 1, dtype=np.uint64)
     bits = order.mix(base[:, None] ^ order.mix(columns)[None, :])
-    return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)  # 24 bits fill a float32's mantissa
+    uniform = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)  # 24 bits fill a float32's mantissa
+    first = order.mix(examples.astype(np.uint64) ^ order.key(seed, 2))
+    flip = ((first + np.uint64(epoch)) & np.uint64(1)).astype(np.float32)
+    return np.concatenate([uniform, flip[:, None]], axis=1)
 
 
 def _crop_and_flip(images: Any, row: Any, column: Any, flip: Any, side: int) -> Any:
@@ -115,5 +125,27 @@ def standard_test(images: Any) -> Any:
     return _standardise_channels(images)
 
 
+def fast_train(images: Any, draw: Any) -> Any:
+    """Moved by up to two pixels with a mirrored edge, and the flip that alternates; channels standardised.
+
+    Source: Jordan 2024, sections 3.1 and 3.6.
+    """
+    padded = tf.pad(images, [[0, 0], [FAST_PAD, FAST_PAD], [FAST_PAD, FAST_PAD], [0, 0]], mode="REFLECT")
+    choices = 2 * FAST_PAD + 1
+    cut = _crop_and_flip(padded, _offsets(draw[:, 0], choices), _offsets(draw[:, 1], choices), draw[:, 5] > 0, SIDE)
+    return _standardise_channels(cut)
+
+
+def six_views(images: Any) -> list[tuple[float, Any]]:
+    """Test images [b, side, side, 3] and their weights in an average: as they are, moved by a pixel up and left, and
+    down and right, and all of these mirrored (Jordan 2024, section 3.5)."""
+    side = images.shape[1]
+    padded = tf.pad(images, [[0, 0], [1, 1], [1, 1], [0, 0]], mode="REFLECT")
+    moved = [padded[:, offset : offset + side, offset : offset + side] for offset in (0, 2)]
+    weighted = [(0.25, images), *((0.125, image) for image in moved)]
+    return [*weighted, *((weight, image[:, :, ::-1]) for weight, image in weighted)]
+
+
 TUTORIAL_VIEWS = Views(TUTORIAL_SIDE, tutorial_train, tutorial_test)
 STANDARD_VIEWS = Views(SIDE, standard_train, standard_test)
+FAST_VIEWS = Views(SIDE, fast_train, standard_test)

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_cifar.data import order
-from hvd_cifar.data.augment import Views, draws
+from hvd_cifar.data.augment import DRAWS_PER_EXAMPLE, Views, draws
 from hvd_cifar.data.cifar10 import Examples
 
 PREFETCH_BATCHES = 4  # a few steps' worth hides a slow one; more only costs memory
@@ -64,7 +64,7 @@ def training_batches(
     def view(epoch: Any, example: Any) -> tuple[Any, ...]:
         present = tf.maximum(example, tf.constant(0, tf.int64))
         draw = tf.numpy_function(lambda e, i: draws(seed, int(e), i), [epoch, present], tf.float32)
-        image = views.train(tf.gather(images, present), tf.ensure_shape(draw, [None, 5]))
+        image = views.train(tf.gather(images, present), tf.ensure_shape(draw, [None, DRAWS_PER_EXAMPLE]))
         weight = tf.cast(example >= 0, tf.float32)
         return image, tf.gather(labels, present), weight, example
 

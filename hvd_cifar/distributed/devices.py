@@ -102,3 +102,12 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
     if limit in ("max", "-1"):
         return None
     return int(limit) / int(period)
+
+
+def multiplies_bfloat16(cpuinfo: Path) -> bool:
+    """Whether a CPU has instructions that multiply bfloat16, by Linux's description of it; without one: no."""
+    try:
+        words = cpuinfo.read_text().split()
+    except OSError:
+        return False
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)

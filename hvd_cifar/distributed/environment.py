@@ -37,4 +37,5 @@ def prepare_mpi(environment: MutableMapping[str, str], on_cpu: bool, prefix: Pat
     if on_cpu:
         # Horovod's background thread waits for MPI by polling, on the core that should compute: 40% of the speed.
         environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-        environment.setdefault("HOROVOD_CYCLE_TIME", "5")  # ms between looks for gradients to reduce
+        # ms between looks for gradients to reduce; looking costs 0.8% of a core at 2 as at 5, and 4% at 1.
+        environment.setdefault("HOROVOD_CYCLE_TIME", "2")

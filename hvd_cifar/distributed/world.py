@@ -8,6 +8,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -139,6 +141,16 @@ def _choose_together(views: list[list[str]], local_rank: int) -> int | None:
         if text is not None:
             raise UserError(text)
     return choice
+
+
+def native_precision(world: World) -> Literal["float32", "mixed_bfloat16"]:
+    """bfloat16 where this rank's device multiplies it faster than float32: a GPU since Ampere, a CPU that says so."""
+    if "GPU" in world.device:
+        details = tf.config.experimental.get_device_details(tf.config.get_visible_devices("GPU")[0])
+        fast = details.get("compute_capability", (0, 0)) >= (8, 0)
+    else:
+        fast = devices.multiplies_bfloat16(Path("/proc/cpuinfo"))
+    return "mixed_bfloat16" if fast else "float32"
 
 
 def versions() -> dict[str, str]:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
+from numpy.typing import NDArray
 
-from hvd_cifar.models import resnet, tutorial
+from hvd_cifar.models import fast, resnet, tutorial
 from hvd_cifar.models.layers import FusedBatchNormalization
 
 CLASSES = 10
 
 
 class Net(NamedTuple):
-    """A model and which of its variables weight decay pulls at."""
+    """A model, which of its variables weight decay pulls at, and how images prepare it before it is trained.
+
+    `prepare` takes some thousands of training images as the model sees test images, float [n, side, side, 3].
+    """
 
     model: keras.Model
     decayed: list[keras.Variable]
+    prepare: Callable[[NDArray[np.floating[Any]]], None] = lambda images: None
 
 
 def build(
@@ -25,7 +32,7 @@ def build(
     """A freshly initialised net for images of side x side pixels.
 
     Args:
-        name: tutorial, or resnet and its depth: resnet20, resnet32, resnet56.
+        name: fast, tutorial, or resnet and its depth: resnet20, resnet32, resnet56.
         precision: a Keras dtype policy: float32, float64, mixed_bfloat16, mixed_float16.
         normalization: the layer for batch norm, in nets that have it.
 
@@ -40,4 +47,8 @@ def build(
         model = resnet.build(int(name.removeprefix("resnet")), side, CLASSES, dtype, normalization)
         # Kernels alone: decaying batch norm's scale and all biases towards zero has no reason (Goyal et al. 2017, 5.1).
         return Net(model, [v for v in model.trainable_variables if v.path.endswith("kernel")])
+    if name == "fast":
+        model = fast.build(side, CLASSES, dtype, normalization)
+        decayed = [v for v in model.trainable_variables if v.path == fast.DECAYED]
+        return Net(model, decayed, lambda images: model.get_layer("whiten").kernel.assign(fast.whitening(images)))
     raise ValueError(f"no model is called {name!r}")

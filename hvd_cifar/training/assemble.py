@@ -13,34 +13,37 @@ from hvd_cifar.data.dataset import digest_of, load
 from hvd_cifar.data.order import Deal
 from hvd_cifar.data.pipeline import in_steps, training_batches
 from hvd_cifar.distributed import DistributedOptimizer, SyncBatchNormalization, World, prove_averaging, sync
-from hvd_cifar.distributed.world import versions
+from hvd_cifar.distributed.world import native_precision, versions
 from hvd_cifar.models import Net, build
 from hvd_cifar.models.layers import FusedBatchNormalization
 from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.training import run_dir
+from hvd_cifar.training.averages import Lookahead, MovingAverage
 from hvd_cifar.training.checkpoint import Checkpoints, State
 from hvd_cifar.training.evaluate import make_evaluator
-from hvd_cifar.training.recipe import RECIPES, Plan, plan, set_precision
+from hvd_cifar.training.recipe import RECIPES, Plan, plan, precision_of, set_precision
 from hvd_cifar.training.run import Run
 from hvd_cifar.training.schedule import Schedule, linear_scaling
 from hvd_cifar.training.sources import prepare_data, views_of
-from hvd_cifar.training.step import MovingAverage, make_train_step
+from hvd_cifar.training.step import make_train_step
 
+PREPARING_IMAGES = 5000  # as many as Jordan 2024 whitens with
 EVALUATION_BATCH = 500  # examples a rank evaluates at a time: enough to be fast, small enough for any device
 
 
 def assemble(settings: TrainSettings, world: World) -> Run:
     """Everything before the first step, in the order in which it can fail."""
-    settings = sync.on_root(lambda: run_dir.continue_batch(settings))
+    settings = sync.on_root(lambda: _for_machine(run_dir.continue_run(settings), world))
     prepared = prepare_data(settings, world)
     train_set, test_set = sync.on_every_rank(lambda: load(prepared))
     batch_plan = plan(settings, len(train_set.labels), world.size)
     deal = Deal(world.rank, world.size, settings.gradient_accumulation, settings.virtual_shards)
 
-    set_precision(settings.precision, settings.seed)
+    set_precision(precision_of(settings), settings.seed)
     views = views_of(settings.model, settings.augmentation)
     net = make_net(settings, views)
+    net.prepare(views.test(train_set.images[:PREPARING_IMAGES]).numpy())
 
     def wrap(optimizer: keras.optimizers.Optimizer) -> Any:
         # Horovod: "sum", since every rank feeds its share of the global batch's mean; see training.step.
@@ -49,15 +52,16 @@ def assemble(settings: TrainSettings, world: World) -> Run:
         )
 
     schedule = make_schedule(settings, batch_plan)
-    momentum = RECIPES[settings.model].momentum
-    sgd = keras.optimizers.SGD(schedule(0), momentum=momentum, global_clipnorm=settings.clip_norm)
-    optimizer = wrap(sgd)
+    recipe = RECIPES[settings.model]
+    optimizer = wrap(recipe.optimizer(schedule(0), momentum=recipe.momentum, global_clipnorm=settings.clip_norm))
     if settings.precision == "mixed_float16":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     optimizer.build(net.model.trainable_variables)
-    averages = MovingAverage(net.model.trainable_variables, settings.ema_decay) if settings.ema_decay else None
+    weights = net.model.trainable_variables
+    averages = MovingAverage(weights, settings.ema_decay) if settings.ema_decay else None
+    lookahead = Lookahead(weights, all_steps(settings, batch_plan)) if settings.lookahead else None
     origin = (settings.seed, batch_plan.global_batch_size, len(train_set.labels))
-    state = State(net, optimizer, averages, origin)
+    state = State(net, optimizer, averages, origin, lookahead)
 
     proof = prove_averaging(wrap, contributions="sum")
     facts = {
@@ -120,10 +124,12 @@ def assemble(settings: TrainSettings, world: World) -> Run:
             net,
             optimizer,
             weight_decay=settings.weight_decay or 0.0,
+            label_smoothing=settings.label_smoothing or 0.0,
             slices=deal.slices,
             virtual_shards=settings.virtual_shards,
             fixed_order=bool(settings.deterministic),
             averages=averages,
+            lookahead=lookahead,
         ),
         evaluator=make_evaluator(net.model, test_set, views, world, EVALUATION_BATCH),
         batches=in_steps(batches, deal.slices),
@@ -135,10 +141,17 @@ def assemble(settings: TrainSettings, world: World) -> Run:
     )
 
 
+def _for_machine(settings: TrainSettings, world: World) -> TrainSettings:
+    """Settings with the precision that this rank's device computes fastest in, where none was chosen."""
+    if settings.precision is not None:
+        return settings
+    return settings.model_copy(update={"precision": native_precision(world)})
+
+
 def make_net(settings: TrainSettings, views: Views) -> Net:
     """The settings' net, freshly initialised."""
     normalization = SyncBatchNormalization if settings.sync_batch_norm else FusedBatchNormalization
-    return build(settings.model, views.side, settings.precision, normalization)
+    return build(settings.model, views.side, precision_of(settings), normalization)
 
 
 def make_schedule(settings: TrainSettings, batch_plan: Plan) -> Schedule:
@@ -157,7 +170,14 @@ def make_schedule(settings: TrainSettings, batch_plan: Plan) -> Schedule:
         warmup_steps=warmup_steps,
         decay_steps=tuple(int(examples * shrink) // batch for examples in recipe.decay_examples),
         decay=0.1,
+        zero_at=all_steps(settings, batch_plan) if recipe.falls_to_zero else None,
     )
+
+
+def all_steps(settings: TrainSettings, batch_plan: Plan) -> int:
+    """Steps of all epochs, whether or not --max-steps ends the run earlier."""
+    assert settings.epochs is not None, "settings are resolved"
+    return batch_plan.steps_per_epoch * settings.epochs
 
 
 def _describe(

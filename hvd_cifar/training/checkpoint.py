@@ -14,7 +14,8 @@ import tensorflow as tf
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.models import Net
-from hvd_cifar.training.step import MovingAverage, moving_statistics
+from hvd_cifar.training.averages import Lookahead, MovingAverage
+from hvd_cifar.training.step import moving_statistics
 
 KEPT = 5
 TABLE_MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
@@ -30,11 +31,17 @@ class State:
     """
 
     def __init__(
-        self, net: Net, optimizer: Any, averages: MovingAverage | None, origin: tuple[int, int, int] = (0, 0, 0)
+        self,
+        net: Net,
+        optimizer: Any,
+        averages: MovingAverage | None,
+        origin: tuple[int, int, int] = (0, 0, 0),
+        lookahead: Lookahead | None = None,
     ) -> None:
         self.net = net
         self.optimizer = optimizer
         self.averages = averages
+        self.lookahead = lookahead
         self.step = keras.Variable(0, dtype="int64", trainable=False, name="step")
         self.origin = keras.Variable(np.asarray(origin), dtype="int64", trainable=False, name="origin")
         self.seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="seconds")  # of training so far
@@ -45,7 +52,7 @@ class State:
     def variables(self) -> list[Any]:
         """All of it, in a fixed order, for broadcast and comparison."""
         slots = self.optimizer.variables if self.optimizer else []
-        averages = self.averages.variables if self.averages else []
+        averages = [v for kept in (self.averages, self.lookahead) if kept for v in kept.variables]
         return [*self.net.model.variables, *slots, *averages, self.step, self.origin, self.mended, *self.clocks]
 
     @property
@@ -68,6 +75,8 @@ class State:
                 parts[name] = getattr(self, name).value
         if self.averages:
             parts["averages"] = tf.train.Checkpoint(variables=[v.value for v in self.averages.variables])
+        if self.lookahead:
+            parts["lookahead"] = tf.train.Checkpoint(variables=[v.value for v in self.lookahead.variables])
         return tf.train.Checkpoint(**parts)
 
 

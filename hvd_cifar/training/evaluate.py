@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_cifar.data.augment import Views
+from hvd_cifar.data.augment import Views, six_views
 from hvd_cifar.data.cifar10 import Examples
 from hvd_cifar.data.pipeline import evaluation_batches
 from hvd_cifar.distributed import World, sync
@@ -19,36 +19,45 @@ from hvd_cifar.training.step import cross_entropy
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results over all examples: accuracy as a fraction, loss as mean cross-entropy without weight decay."""
+    """Results over all examples: accuracy as a fraction, loss as mean cross-entropy without weight decay.
+
+    Both are of six views of each image where `views` is 6; `plain_accuracy` is of the image as it is.
+    """
 
     accuracy: float
     loss: float
     examples: int
+    plain_accuracy: float
+    views: int
 
 
 def make_evaluator(
     model: keras.Model, examples: Examples, views: Views, world: World, batch_size: int
-) -> Callable[[], Evaluation]:
-    """A function that evaluates the model as it then is; a collective.
+) -> Callable[[bool], Evaluation]:
+    """A function (six_views) that evaluates the model as it then is; a collective.
 
     Batch norm's moving statistics must be the same on all ranks: see `step.moving_statistics`.
     """
     batches = evaluation_batches(examples, views, batch_size=batch_size, rank=world.rank, size=world.size)
 
-    @tf.function(reduce_retracing=True)
-    def count(image: Any, label: Any) -> tuple[Any, Any]:
-        logits = model(image, training=False)
-        correct = tf.equal(tf.argmax(logits, axis=-1, output_type=label.dtype), label)
-        entropy = tf.cast(cross_entropy(label, logits), tf.float64)
-        return tf.reduce_sum(entropy), tf.reduce_sum(tf.cast(correct, tf.float64))
+    def correct(label: Any, logits: Any) -> Any:
+        return tf.reduce_sum(tf.cast(tf.equal(tf.argmax(logits, axis=-1, output_type=label.dtype), label), tf.float64))
 
-    def evaluate() -> Evaluation:
-        totals = np.zeros(3)
+    @tf.function(reduce_retracing=True)
+    def count(image: Any, label: Any, many: bool) -> Any:
+        weighted = six_views(image) if many else [(1.0, image)]
+        found = [(weight, model(view, training=False)) for weight, view in weighted]
+        exact = tf.float64 if model.compute_dtype == "float64" else tf.float32
+        logits = tf.add_n([weight * tf.cast(answer, exact) for weight, answer in found])
+        entropy = tf.reduce_sum(tf.cast(cross_entropy(label, logits), tf.float64))
+        return tf.stack([entropy, correct(label, logits), correct(label, found[0][1])])
+
+    def evaluate(many: bool = False) -> Evaluation:
+        totals = np.zeros(4)
         for image, label in batches:
-            entropy, correct = count(image, label)
-            totals += float(entropy), float(correct), len(label)
+            totals += [*count(image, label, many).numpy(), len(label)]
         # Horovod: sums and counts over the ranks, never means of means.
-        entropy, correct, seen = sync.sum_over_ranks(totals.tolist())
-        return Evaluation(correct / seen, entropy / seen, round(seen))
+        entropy, right, plain, seen = sync.sum_over_ranks(totals.tolist())
+        return Evaluation(right / seen, entropy / seen, round(seen), plain / seen, 6 if many else 1)
 
     return evaluate

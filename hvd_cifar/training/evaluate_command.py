@@ -16,10 +16,10 @@ from hvd_cifar.files import replace_text
 from hvd_cifar.reporting import terminal
 from hvd_cifar.training import checkpoint
 from hvd_cifar.training.assemble import make_net
+from hvd_cifar.training.averages import MovingAverage
 from hvd_cifar.training.evaluate import make_evaluator
-from hvd_cifar.training.recipe import set_precision
+from hvd_cifar.training.recipe import precision_of, set_precision
 from hvd_cifar.training.sources import prepare_data, views_of
-from hvd_cifar.training.step import MovingAverage
 
 
 def evaluate_run(settings: EvaluateSettings) -> None:
@@ -33,7 +33,7 @@ def evaluate_run(settings: EvaluateSettings) -> None:
         prepared = prepare_data(trained, world)
         _, test_set = sync.on_every_rank(lambda: load(prepared))
 
-        set_precision(trained.precision, trained.seed)
+        set_precision(precision_of(trained), trained.seed)
         views = views_of(trained.model)
         net = make_net(trained, views)
         averages = MovingAverage(net.model.trainable_variables, trained.ema_decay) if trained.ema_decay else None
@@ -43,7 +43,8 @@ def evaluate_run(settings: EvaluateSettings) -> None:
         if averages:
             averages.swap()
 
-        found = make_evaluator(net.model, test_set, views, world, settings.batch_size)()
+        many = bool(trained.test_time_augmentation)
+        found = make_evaluator(net.model, test_set, views, world, settings.batch_size)(many)
         result: dict[str, Any] = {
             "dataset": prepared.name,
             "model": trained.model,
@@ -52,6 +53,8 @@ def evaluate_run(settings: EvaluateSettings) -> None:
             "world_size": world.size,
             "test_accuracy": found.accuracy,
             "test_loss": found.loss,
+            "test_views": found.views,
+            "test_accuracy_of_one_view": found.plain_accuracy,
             "test_examples": found.examples,
         }
         if world.is_root:
@@ -68,7 +71,8 @@ def _find(settings: EvaluateSettings) -> tuple[TrainSettings, Path]:
     if not recorded.exists():
         raise UserError(f"--run-dir {settings.run_dir}: there is no run (no config.json); give the folder of a run")
     values = config.read_file(recorded)
-    values.update({name: v for name in ("dataset", "data_dir") if (v := getattr(settings, name)) is not None})
+    instead = ("dataset", "data_dir", "test_time_augmentation")
+    values.update({name: v for name in instead if (v := getattr(settings, name)) is not None})
     path = checkpoint.find(settings.checkpoint or settings.run_dir)
     if path is None:
         raise UserError(f"{settings.checkpoint or settings.run_dir}: there is no checkpoint; give --checkpoint PATH")

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import keras
 
-from hvd_cifar.config import DEFAULT_PER_RANK_BATCH_SIZE, TrainSettings
+from hvd_cifar.config import DEFAULT_PER_RANK_BATCH_SIZE, Precision, TrainSettings
 from hvd_cifar.errors import UserError
+from hvd_cifar.training.muon import Muon
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Defaults of one model; the learning rate is for a batch of 128, epochs are passes over 50,000 images."""
+    """Defaults of one model; epochs are passes over 50,000 images.
+
+    The learning rate is for a batch of 128, or for `global_batch_size`, where the recipe has one for all ranks.
+    """
 
     learning_rate: float
     momentum: float
@@ -21,6 +27,25 @@ class Recipe:
     weight_decay: float
     ema_decay: float
     epochs: int
+    global_batch_size: int | None = None
+    falls_to_zero: bool = False  # the learning rate, in a straight line
+    label_smoothing: float = 0.0
+    lookahead: bool = False
+    test_time_augmentation: bool = False
+    precision: Literal["float32"] | None = "float32"  # None: as the machine is
+    optimizer: Callable[..., keras.optimizers.Optimizer] = keras.optimizers.SGD
+
+
+def _muon(learning_rate: float, momentum: float, global_clipnorm: float | None) -> keras.optimizers.Optimizer:
+    # Rates of what is not a convolution, as fractions of the kernels' rate: a batch norm's offset and the logits.
+    others = {"": (FAST_OFFSETS / FAST_RATE, 0.0), "logits": (FAST_LOGITS / FAST_RATE, 0.0)}
+    return Muon(learning_rate, momentum, others=others, global_clipnorm=global_clipnorm)
+
+
+FAST_BATCH = 1024
+FAST_RATE = 0.24  # of kernels, whose update does not depend on the size of the gradient
+FAST_OFFSETS = 0.053 * FAST_BATCH  # of batch norms' offsets, for the gradient of a mean over the batch
+FAST_LOGITS = 0.67 * FAST_BATCH
 
 
 def _resnet() -> Recipe:
@@ -37,6 +62,23 @@ def _resnet() -> Recipe:
 
 
 RECIPES = {
+    # After airbench94 (Jordan 2024) and its record with Muon; see docs/performance.md for what differs, and why.
+    "fast": Recipe(
+        learning_rate=FAST_RATE,
+        momentum=0.6,
+        decay_examples=(),
+        full_examples=None,
+        weight_decay=3e-6,
+        ema_decay=0.0,
+        epochs=8,
+        global_batch_size=FAST_BATCH,
+        falls_to_zero=True,
+        label_smoothing=0.2,
+        lookahead=True,
+        test_time_augmentation=True,
+        precision=None,
+        optimizer=_muon,
+    ),
     # TensorFlow's CIFAR-10 tutorial, cifar10.py and cifar10_multi_gpu_train.py: a tenth every 350 epochs.
     "tutorial": Recipe(
         learning_rate=0.1,
@@ -75,7 +117,7 @@ class Plan:
 
 
 def resolve(settings: TrainSettings) -> TrainSettings:
-    """Settings with the recipe's values in place of None, as far as they do not depend on the number of ranks."""
+    """Settings with the recipe's values in place of None, as far as they do not depend on ranks and machines."""
     recipe = RECIPES[settings.model]
     exact = settings.virtual_shards is not None
     defaults = {
@@ -84,6 +126,10 @@ def resolve(settings: TrainSettings) -> TrainSettings:
         "learning_rate": recipe.learning_rate,
         "weight_decay": recipe.weight_decay,
         "ema_decay": recipe.ema_decay,
+        "label_smoothing": recipe.label_smoothing,
+        "lookahead": recipe.lookahead,
+        "test_time_augmentation": recipe.test_time_augmentation,
+        "precision": recipe.precision,
     }
     missing = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
     return settings.model_copy(update={**missing, "deterministic": bool(settings.deterministic or exact)})
@@ -99,11 +145,16 @@ def plan(settings: TrainSettings, examples: int, size: int) -> Plan:
     if shards is not None and shards % size:
         fitting = ", ".join(str(2**i) for i in range(shards.bit_length()))
         raise UserError(f"--virtual-shards {shards}: {size} ranks do not divide them; start {fitting} ranks")
-    if settings.global_batch_size is not None:
-        batch, factor = settings.global_batch_size, 1
+    whole = settings.global_batch_size or (
+        RECIPES[settings.model].global_batch_size if not settings.batch_size else None
+    )
+    if whole is not None:
+        batch, factor = whole, 1
     else:
         factor = size * settings.gradient_accumulation
         batch = (settings.batch_size or DEFAULT_PER_RANK_BATCH_SIZE) * factor
+        if RECIPES[settings.model].global_batch_size is not None:
+            factor = 1  # its rate is not one of a batch of 128
     slices = shards or size * settings.gradient_accumulation
     if batch < slices:
         dealt = f"{shards} virtual shards" if shards else f"{size} ranks"
@@ -118,6 +169,12 @@ def plan(settings: TrainSettings, examples: int, size: int) -> Plan:
     factor = settings.learning_rate_factor or factor
     warmup_epochs = settings.warmup_epochs if settings.warmup_epochs is not None else float(factor > 1)
     return Plan(examples, batch, steps, min(total, settings.max_steps or total), factor, warmup_epochs)
+
+
+def precision_of(settings: TrainSettings) -> Precision:
+    """The precision of settings that have one: after `resolve`, and for `fast` once the machine has been looked at."""
+    assert settings.precision is not None, "settings are resolved"
+    return settings.precision
 
 
 def set_precision(precision: str, seed: int) -> None:

@@ -22,11 +22,12 @@ from hvd_cifar.distributed.world import versions
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.models import Net
 from hvd_cifar.reporting.metrics import Reporter
+from hvd_cifar.training.averages import MovingAverage
 from hvd_cifar.training.checkpoint import Checkpoints, State
 from hvd_cifar.training.evaluate import Evaluation
 from hvd_cifar.training.recipe import Plan
 from hvd_cifar.training.schedule import Schedule
-from hvd_cifar.training.step import MovingAverage, moving_statistics
+from hvd_cifar.training.step import moving_statistics
 
 STEPS_LEFT_OUT = 10  # steps whose speed does not count: tracing and cold caches
 
@@ -243,14 +244,14 @@ class Run:
     def _go_on(self) -> None:
         self._resumed = time.perf_counter()
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self, six_views: bool = False) -> Evaluation:
         """Evaluate on the test set, with averaged weights where the recipe keeps them."""
         self.check_losses()  # first: it waits for the device, which is part of the steps' time
         self._pause()
         self._average_statistics()
         if self.averages:
             self.averages.swap()
-        found = self.evaluator()
+        found = self.evaluator(six_views)
         if self.averages:
             self.averages.swap()
         if not math.isfinite(found.loss):
@@ -290,7 +291,9 @@ class Run:
         if self._window.steps:
             self.log()
         self.save()
-        evaluated = self._evaluated[1] if self._evaluated and self._evaluated[0] == self.step_count else self.evaluate()
+        many = bool(self.settings.test_time_augmentation)
+        known = self._evaluated[1] if self._evaluated and self._evaluated[0] == self.step_count else None
+        evaluated = known if known is not None and known.views == (6 if many else 1) else self.evaluate(many)
         seconds = self._seconds()
         digests = sync.gather(sync.digest(self.net.model.variables))
         rates = [rate for start, rate in self._rates if start >= self._first_step + STEPS_LEFT_OUT]
@@ -307,6 +310,8 @@ class Run:
             "train_loss": self.reporter.last_train.get("loss"),
             "test_accuracy": evaluated.accuracy,
             "test_loss": evaluated.loss,
+            "test_views": evaluated.views,
+            "test_accuracy_of_one_view": evaluated.plain_accuracy,
             "test_examples": evaluated.examples,
             "images_per_second": round(statistics.median(rates), 2)
             if rates

@@ -25,6 +25,8 @@ COURSE = (
     "augmentation",
     "weight_decay",
     "ema_decay",
+    "label_smoothing",
+    "lookahead",
     "clip_norm",
     "compression",
     "sync_batch_norm",
@@ -43,15 +45,15 @@ def course_of(settings: TrainSettings, facts: dict[str, Any]) -> dict[str, Any]:
     return {**{name: getattr(settings, name) for name in names}, **facts}
 
 
-def continue_batch(settings: TrainSettings) -> TrainSettings:
-    """Where no batch is given, that of the run to go on with, so that it goes on on another number of ranks, too."""
-    if settings.batch_size is not None or settings.global_batch_size is not None:
-        return settings
+def continue_run(settings: TrainSettings) -> TrainSettings:
+    """Where no batch is given, or no precision, that of the run to go on with: so it does on other ranks, too."""
+    names = ["precision"]
+    if settings.batch_size is None and settings.global_batch_size is None:
+        names += ["global_batch_size", "learning_rate_factor", "warmup_epochs"]
     recorded = _origin(settings)
     if recorded is None or not recorded.exists():
         return settings
     then = config.read_file(recorded)
-    names = ("global_batch_size", "learning_rate_factor", "warmup_epochs")
     missing = {name: then[name] for name in names if getattr(settings, name) is None and name in then}
     return config.make(TrainSettings, {**settings.model_dump(), **missing})
 

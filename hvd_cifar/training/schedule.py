@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """A staircase after a linear warm-up.
+    """After a linear warm-up a staircase, or a straight line to zero.
 
     Attributes:
         base: learning rate of one rank's batch, where the warm-up begins.
@@ -15,6 +15,7 @@ class Schedule:
         warmup_steps: steps of the warm-up (Goyal et al. 2017, section 2.2); 0: none.
         decay_steps: the steps at which the rate is multiplied by `decay`, ascending.
         decay: factor, such as 0.1.
+        zero_at: the step at which a straight line from the peak at step 0 reaches zero; None: there is none.
     """
 
     base: float
@@ -22,12 +23,15 @@ class Schedule:
     warmup_steps: int
     decay_steps: tuple[int, ...]
     decay: float
+    zero_at: int | None = None
 
     def __call__(self, step: int) -> float:
         """The learning rate of the step that follows `step` finished ones."""
         rate = self.peak
         if step < self.warmup_steps:
             rate = self.base + (self.peak - self.base) * step / self.warmup_steps
+        if self.zero_at is not None:
+            rate *= max(0.0, 1.0 - step / self.zero_at)
         return rate * self.decay ** sum(1 for boundary in self.decay_steps if step >= boundary)
 
     def __str__(self) -> str:
@@ -42,6 +46,10 @@ class Schedule:
         rise = f"{self.peak:{digits}}"
         if self.warmup_steps:
             rise = f"{self.base:{digits}} to {rise} over {self.warmup_steps} steps"
+        if self.zero_at is not None:
+            rise = f"{rise}, in a straight line to 0 at step {self.zero_at}"
+        if not self.decay_steps:
+            return rise
         return f"{rise}, times {self.decay:g} at steps {', '.join(map(str, self.decay_steps))}"
 
 

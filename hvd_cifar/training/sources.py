@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvd_cifar import config
-from hvd_cifar.data.augment import STANDARD_VIEWS, TUTORIAL_VIEWS, Views
+from hvd_cifar.data.augment import FAST_VIEWS, STANDARD_VIEWS, TUTORIAL_VIEWS, Views
 from hvd_cifar.data.dataset import Prepared, prepare
 from hvd_cifar.distributed import World, sync
 from hvd_cifar.errors import UserError
@@ -12,7 +12,7 @@ from hvd_cifar.reporting import terminal
 
 def views_of(model: str, augmentation: config.Augmentation = "recipe") -> Views:
     """How a model sees images."""
-    views = TUTORIAL_VIEWS if model == "tutorial" else STANDARD_VIEWS
+    views = {"tutorial": TUTORIAL_VIEWS, "fast": FAST_VIEWS}.get(model, STANDARD_VIEWS)
     if augmentation == "none":
         return views._replace(train=lambda images, _: views.test(images))
     return views

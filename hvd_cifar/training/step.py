@@ -16,12 +16,19 @@ from hvd_cifar.distributed import sync
 from hvd_cifar.distributed.tree import add_in_tree
 from hvd_cifar.models import Net
 from hvd_cifar.models.layers import examples_present
+from hvd_cifar.training.averages import Lookahead, MovingAverage
 
 
-def cross_entropy(labels: Any, logits: Any) -> Any:
-    """Per-example cross-entropy [b] of int labels [b] and logits [b, classes], in float32 or better."""
+def cross_entropy(labels: Any, logits: Any, smoothing: float = 0.0) -> Any:
+    """Per-example cross-entropy [b] of int labels [b] and logits [b, classes], in float32 or better.
+
+    With `smoothing` s the target is 1 - s on the label and s spread evenly over all classes (Szegedy et al. 2015).
+    """
     logits = tf.cast(logits, tf.float64 if logits.dtype == tf.float64 else tf.float32)
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+    if not smoothing:
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+    target = tf.one_hot(labels, logits.shape[-1], 1.0 - smoothing, 0.0, dtype=logits.dtype)
+    return tf.nn.softmax_cross_entropy_with_logits(target + smoothing / logits.shape[-1], logits)
 
 
 def moving_statistics(model: keras.Model) -> list[keras.Variable]:
@@ -34,10 +41,12 @@ def make_train_step(
     optimizer: Any,
     *,
     weight_decay: float,
+    label_smoothing: float = 0.0,
     slices: int = 1,
     virtual_shards: int | None = None,
     fixed_order: bool = False,
     averages: MovingAverage | None = None,
+    lookahead: Lookahead | None = None,
 ) -> Callable[..., Any]:
     """Build the step.
 
@@ -45,11 +54,13 @@ def make_train_step(
         net: its model is trained.
         optimizer: distributed with op "sum": it adds up the ranks' shares of the global gradient.
         weight_decay: factor of sum(w^2) / 2 over `net.decayed`, in the loss and so in the gradient.
+        label_smoothing: of `cross_entropy`.
         slices: of the global batch that each rank computes, one after the other.
         virtual_shards: slices of the global batch over all ranks, each with batch-norm statistics of its own; what they
             add to the moving statistics is averaged over all. None: the ranks' slices update their own in turn.
         fixed_order: add over the ranks in the fixed order, as `optimizer` then has to, too.
         averages: moving averages to update after the weights, or None.
+        lookahead: slow weights to update after the weights, or None.
 
     Returns:
         A function (slices, global_count, learning_rate, request) -> float [2], the same on every rank: the loss of the
@@ -68,10 +79,10 @@ def make_train_step(
         weight, count = tf.cast(weight, real), tf.cast(count, real)
         present = tf.reduce_sum(weight)
         with examples_present(present > 0), tf.GradientTape() as tape:
-            share = tf.reduce_sum(cross_entropy(label, model(image, training=True)) * weight) / count
+            share = tf.reduce_sum(cross_entropy(label, model(image, training=True), label_smoothing) * weight) / count
             scaled = optimizer.scale_loss(share)
         gradients = [tf.convert_to_tensor(g) for g in tape.gradient(scaled, [v.value for v in variables])]
-        if weight_decay:
+        if weight_decay and net.decayed:
             # By the slice's examples, so that the shares of all add up to one whole.
             pull = present / count * weight_decay
             share += pull * tf.add_n([tf.cast(tf.nn.l2_loss(v.value), real) for v in net.decayed])
@@ -87,6 +98,8 @@ def make_train_step(
         loss_and_requests, *totals = sync.sums_in_graph(own, fixed_order)
         optimizer.learning_rate.assign(learning_rate)
         optimizer.apply(gradients, variables)
+        if lookahead is not None:
+            lookahead.update()
         if averages is not None:
             averages.update()
         for statistic, total in zip(statistics, totals, strict=True):
@@ -121,39 +134,3 @@ def make_train_step(
         return update_in_graph(share, found, learning_rate, request)
 
     return step_by_slices
-
-
-class MovingAverage:
-    """Exponential moving averages of variables, as TensorFlow's tutorial keeps them for evaluation.
-
-    average <- d * average + (1 - d) * value, with d = min(decay, (1 + n) / (10 + n)) after n updates, so that the first
-    averages are not mostly initial weights (tf.train.ExponentialMovingAverage with num_updates).
-    """
-
-    def __init__(self, variables: list[keras.Variable], decay: float) -> None:
-        self.sources = variables
-        self.decay = decay
-        self.updates = keras.Variable(0, dtype="int64", trainable=False, name="ema_updates")
-        self.values = [
-            keras.Variable(v.numpy(), dtype=v.dtype, trainable=False, name=f"ema_{i}") for i, v in enumerate(variables)
-        ]
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """Everything that has to be saved, restored and broadcast."""
-        return [self.updates, *self.values]
-
-    def update(self) -> None:
-        """Take in the variables' present values. Works in a graph."""
-        self.updates.assign_add(1)
-        n = tf.cast(self.updates.value, tf.float64)
-        rest = 1.0 - tf.minimum(tf.constant(self.decay, tf.float64), (1.0 + n) / (10.0 + n))
-        for average, source in zip(self.values, self.sources, strict=True):
-            average.value.assign_sub((average.value - source.value) * tf.cast(rest, average.dtype))
-
-    def swap(self) -> None:
-        """Exchange the variables with their averages; a second call puts them back."""
-        for average, source in zip(self.values, self.sources, strict=True):
-            kept = source.numpy()
-            source.assign(average.value)
-            average.assign(kept)

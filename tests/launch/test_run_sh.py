@@ -51,7 +51,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train(data: Path, run_dir: Path) -> list[str]:
-    return ["train", "--dataset", "synthetic", "--data-dir", str(data), "--run-dir", str(run_dir)]
+    return [
+        "train",
+        "--model",
+        "tutorial",
+        "--dataset",
+        "synthetic",
+        "--data-dir",
+        str(data),
+        "--run-dir",
+        str(run_dir),
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -31,11 +31,14 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "losses.json"
 BATCH, EXAMPLES, STEPS = 29, 263, 30
 
 RESNET = {"model": "resnet20", "sync_batch_norm": True, "learning_rate": 0.01}
+# Of this project's rates a thousandth: at the recipe's, for batches of 1024, its first steps on 29 are chaos.
+FAST = {"model": "fast", "sync_batch_norm": True, "learning_rate": 0.002}
 RUNS: dict[str, dict[str, Any]] = {
     "tutorial": {},
     "tutorial, plain": {"augmentation": "none", "weight_decay": 0, "ema_decay": 0},
     "tutorial, accumulated and clipped": {"gradient_accumulation": 2, "clip_norm": 1.0},
     "tutorial, float32": {"precision": "float32", "learning_rate": 0.02},
+    "fast": FAST,
     "resnet20": RESNET,
     "resnet20, plain, accumulated and clipped": {
         **RESNET,
@@ -55,8 +58,8 @@ FIRST_HALF = STEPS // 2
 # be a quarter of an hour.
 OF_RANKS = {
     1: list(RUNS),
-    2: [name for name in RUNS if name != "resnet20"] + [HALF],
-    3: ["tutorial, accumulated and clipped", "tutorial, float32", RESUMED],
+    2: [name for name in RUNS if name not in ("fast", "resnet20")] + [HALF],
+    3: ["fast", "tutorial, accumulated and clipped", "tutorial, float32", RESUMED],
     4: ["tutorial, accumulated and clipped", "resnet20"],
     5: ["tutorial", "tutorial, float32", "resnet20, plain, accumulated and clipped"],
 }
@@ -78,7 +81,7 @@ def _train_all(data: str, folder: str, runs: dict[str, dict[str, Any]]) -> dict[
     with session() as world:
         for name, options in runs.items():
             place = "resumed" if name in (HALF, RESUMED) else f"{name}/{world.size}"
-            common = {"dataset": "synthetic", "data_dir": data, "run_dir": f"{folder}/{place}"}
+            common = {"model": "tutorial", "dataset": "synthetic", "data_dir": data, "run_dir": f"{folder}/{place}"}
             course = {"global_batch_size": BATCH, "max_steps": STEPS, "epochs": 3, "precision": "float64"}
             settings = resolve(make(TrainSettings, {**common, **course, **options}))
             with assembly.assemble(settings, world) as run:
@@ -161,7 +164,18 @@ def test_ranks_train_as_the_towers_of_the_tutorial_do(embedded: Path, tmp_path: 
     from hvd_cifar.config import TrainSettings, make
     from hvd_cifar.training.recipe import resolve
 
-    options = ["--dataset", "synthetic", "--data-dir", embedded, "--global-batch-size", 30, "--precision", "float64"]
+    options = [
+        "--model",
+        "tutorial",
+        "--dataset",
+        "synthetic",
+        "--data-dir",
+        embedded,
+        "--global-batch-size",
+        30,
+        "--precision",
+        "float64",
+    ]
     options += ["--max-steps", STEPS, "--run-dir"]
     ranks, towers = tmp_path / "ranks", tmp_path / "towers"
     quiet = ["--log-every", 1, "--eval-every", 0]
@@ -171,7 +185,7 @@ def test_ranks_train_as_the_towers_of_the_tutorial_do(embedded: Path, tmp_path: 
         jobs.run([str(word) for word in words], run_dir / "log")
     assert len(jobs.losses(ranks)) == STEPS
     assert jobs.loss_apart(jobs.losses(ranks), jobs.losses(towers), STEPS) < 1e-12
-    settings = resolve(make(TrainSettings, {"precision": "float64"}))
+    settings = resolve(make(TrainSettings, {"model": "tutorial", "precision": "float64"}))
     averages = [jobs.averages(run_dir, settings) for run_dir in (ranks, towers)]
     # TensorFlow's moving average computes its decay in float32.
     assert averages[0] and jobs.weights_apart(*averages) < 1e-6

@@ -38,7 +38,7 @@ def few(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
 
 
 def _train(n: int, data: Path, run_dir: Path, env: dict[str, str], *options: Any) -> subprocess.CompletedProcess[str]:
-    base = ["--dataset", "synthetic", "--data-dir", data, "--run-dir", run_dir]
+    base = ["--model", "tutorial", "--dataset", "synthetic", "--data-dir", data, "--run-dir", run_dir]
     return _to_its_end(jobs.command(n, *base, *QUIET, *options), env, CHECKOUT)
 
 
@@ -64,7 +64,19 @@ def test_killed_at_random_and_resumed_on_other_ranks(embedded: Path, few: dict[s
     chance = random.Random(seed)
     kills = []
     for n in (3, 1, 2):
-        words = jobs.command(n, "--dataset", "synthetic", "--data-dir", embedded, "--run-dir", cut, *QUIET, *COURSE)
+        words = jobs.command(
+            n,
+            "--model",
+            "tutorial",
+            "--dataset",
+            "synthetic",
+            "--data-dir",
+            embedded,
+            "--run-dir",
+            cut,
+            *QUIET,
+            *COURSE,
+        )
         words += ["--max-steps", str(STEPS)]
         job = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=few, cwd=CHECKOUT)
         began, last = time.monotonic(), max(jobs.losses(cut), default=0)
@@ -128,7 +140,18 @@ def test_killed_before_the_first_checkpoint_and_after_the_last(
     embedded: Path, few: dict[str, str], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    base = ["--dataset", "synthetic", "--data-dir", embedded, "--run-dir", run_dir, "--precision", "float64"]
+    base = [
+        "--model",
+        "tutorial",
+        "--dataset",
+        "synthetic",
+        "--data-dir",
+        embedded,
+        "--run-dir",
+        run_dir,
+        "--precision",
+        "float64",
+    ]
     job = subprocess.Popen(
         jobs.command(2, *base, *QUIET), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=few, cwd=CHECKOUT
     )

@@ -76,7 +76,13 @@ def _train(data: str, folder: str, runs: list[tuple[str, dict[str, Any]]], threa
     ended = []
     with session(threads, deterministic=True) as world:
         for name, options in runs:
-            common = {"dataset": "synthetic", "data_dir": data, "run_dir": f"{folder}/{name}", "seed": 3}
+            common = {
+                "model": "tutorial",
+                "dataset": "synthetic",
+                "data_dir": data,
+                "run_dir": f"{folder}/{name}",
+                "seed": 3,
+            }
             settings = resolve(make(TrainSettings, {**common, "ema_decay": 0.9, **options}))
             with assemble(settings, world) as run:
                 for slices in run.batches:

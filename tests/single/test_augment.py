@@ -21,13 +21,14 @@ def test_draws_do_not_depend_on_the_batch(seed: int, epoch: int, examples: list[
     together = augment.draws(seed, epoch, np.asarray(examples))
     alone = np.concatenate([augment.draws(seed, epoch, np.asarray([e])) for e in examples])
     assert (together == alone).all()
-    assert ((together >= 0) & (together < 1)).all()
+    uniform = together[:, : augment.RANDOM_DRAWS]
+    assert ((uniform >= 0) & (uniform < 1)).all()
 
 
 def test_draws_are_uniform_and_differ_by_column_epoch_and_seed() -> None:
     examples = np.arange(50_000)
     first = augment.draws(0, 0, examples)
-    for column in range(augment.DRAWS_PER_EXAMPLE):
+    for column in range(augment.RANDOM_DRAWS):
         seen = np.bincount((first[:, column] * 10).astype(int), minlength=10)
         assert ((seen - 5000) ** 2 / 5000).sum() < 45  # chi-square, 9 degrees of freedom, p < 1e-6
     correlation = np.corrcoef(first.T) - np.eye(augment.DRAWS_PER_EXAMPLE)
@@ -51,7 +52,7 @@ def test_tutorial_distortions_equal_tensorflow_s_own_one_by_one() -> None:
     images = _images(4)
     draw = augment.draws(1, 2, np.arange(4))
     got = augment.tutorial_train(tf.constant(images), tf.constant(draw)).numpy()
-    for image, (row, column, flip, brightness, contrast), ours in zip(images, draw, got, strict=True):
+    for image, (row, column, flip, brightness, contrast, _), ours in zip(images, draw, got, strict=True):
         top, left = int(row * 9), int(column * 9)
         cut = tf.cast(image[top : top + 24, left : left + 24], tf.float32)
         cut = tf.image.flip_left_right(cut) if flip < 0.5 else cut
@@ -78,3 +79,33 @@ def test_test_views_are_plain() -> None:
     assert np.allclose(augment.tutorial_test(tf.constant(images)).numpy(), expected, atol=1e-4)
     flat = np.zeros((1, 32, 32, 3), np.uint8)
     assert (augment.tutorial_test(tf.constant(flat)).numpy() == 0).all()  # no division by a deviation of zero
+
+
+def test_the_flip_alternates_from_a_random_side() -> None:
+    examples = np.arange(10_000)
+    flips = [augment.draws(4, epoch, examples)[:, -1] for epoch in range(3)]
+    assert set(flips[0]) == {0.0, 1.0} and abs(flips[0].mean() - 0.5) < 0.03
+    assert (flips[1] == 1 - flips[0]).all() and (flips[2] == flips[0]).all()
+    other = augment.draws(5, 0, examples)[:, -1]
+    assert abs((flips[0] == other).mean() - 0.5) < 0.03
+
+
+def test_fast_moves_by_two_pixels_with_a_mirrored_edge() -> None:
+    images = _images(2)
+    middle, moved = augment.fast_train(
+        tf.constant(images), tf.constant([[0.5, 0.5, 0, 0, 0, 0], [0, 0.99, 0, 0, 0, 1]])
+    )
+    plain = augment.standard_test(tf.constant(images)).numpy()
+    assert (middle.numpy() == plain[0]).all()
+    padded = np.pad(plain[1], [(2, 2), (2, 2), (0, 0)], mode="reflect")
+    assert (moved.numpy() == padded[:32, 4:][:, ::-1]).all()
+
+
+def test_six_views_are_an_average_of_moved_and_mirrored_images() -> None:
+    images = np.random.default_rng(8).normal(size=(2, 6, 6, 3)).astype(np.float32)
+    views = [(weight, view.numpy()) for weight, view in augment.six_views(tf.constant(images))]
+    assert [weight for weight, _ in views] == [0.25, 0.125, 0.125] * 2
+    padded = np.pad(images, [(0, 0), (1, 1), (1, 1), (0, 0)], mode="reflect")
+    expected = [images, padded[:, :6, :6], padded[:, 2:, 2:]]
+    for (_, view), image in zip(views, [*expected, *(e[:, :, ::-1] for e in expected)], strict=True):
+        assert (view == image).all()

@@ -13,8 +13,8 @@ import pytest
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.models import Net
 from hvd_cifar.training import checkpoint
+from hvd_cifar.training.averages import MovingAverage
 from hvd_cifar.training.checkpoint import KEPT, Checkpoints, State
-from hvd_cifar.training.step import MovingAverage
 
 
 def _state(seed: int = 0, units: int = 3, averages: bool = True) -> State:

@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 
 from hvd_cifar import models
-from hvd_cifar.models.layers import FusedBatchNormalization, LocalResponseNormalization, PadShortcut
+from hvd_cifar.models.fast import Dirac, whitening
+from hvd_cifar.models.layers import FusedBatchNormalization, LocalResponseNormalization, PadShortcut, QuickGelu
 
 PRECISIONS = ["float32", "float64", "mixed_bfloat16", "mixed_float16"]
 
@@ -22,6 +23,7 @@ def _parameters(model: keras.Model) -> int:
 @pytest.mark.parametrize(
     ("name", "side", "parameters", "paper"),
     [
+        ("fast", 32, 1_971_328, 1.97e6),
         ("tutorial", 24, 1_068_298, None),
         ("resnet20", 32, 269_722, 0.27e6),
         ("resnet32", 32, 464_154, 0.46e6),
@@ -44,12 +46,13 @@ def test_resnet_has_the_layers_of_its_name() -> None:
 
 def test_weight_decay_pulls_at_kernels_as_the_sources_say() -> None:
     assert [v.path for v in models.build("tutorial", 24, "float32").decayed] == ["local3/kernel", "local4/kernel"]
+    assert [v.path for v in models.build("fast", 32, "float32").decayed] == ["logits/kernel"]
     decayed = models.build("resnet20", 32, "float32").decayed
     assert len(decayed) == 20 and all(v.path.endswith("kernel") for v in decayed)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["tutorial", "resnet20"])
+@pytest.mark.parametrize("name", ["fast", "tutorial", "resnet20"])
 def test_nets_train_in_every_precision(name: str, precision: str) -> None:
     side = 24 if name == "tutorial" else 32
     model = models.build(name, side, precision).model
@@ -117,3 +120,56 @@ def test_pad_shortcut_keeps_every_second_pixel_and_pads_channels() -> None:
     assert y.shape == (2, 2, 2, 32)
     assert (y[..., 8:24] == x[:, ::2, ::2]).all()
     assert (y[..., :8] == 0).all() and (y[..., 24:] == 0).all()
+
+
+@pytest.mark.parametrize("side", [4, 5])
+def test_pad_shortcut_s_gradient_goes_where_the_pixels_came_from(side: int) -> None:
+    x = tf.constant(np.random.default_rng(3).normal(size=(2, side, side, 16)).astype(np.float32))
+    half = (side + 1) // 2
+    upstream = np.random.default_rng(4).normal(size=(2, half, half, 32)).astype(np.float32)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = PadShortcut(32)(x)
+    expected = np.zeros(x.shape, np.float32)
+    expected[:, ::2, ::2] = upstream[..., 8:24]
+    assert (tape.gradient(y, x, upstream).numpy() == expected).all()
+
+
+def test_quick_gelu_is_near_gelu_and_has_its_own_gradient() -> None:
+    x = tf.constant(np.linspace(-6, 6, 1201), tf.float64)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = QuickGelu(dtype="float64")(x)
+    gradient = tape.gradient(y, x).numpy()
+    sigmoid = 1 / (1 + np.exp(-1.702 * x.numpy()))
+    assert np.allclose(y.numpy(), x.numpy() * sigmoid, atol=1e-14)
+    assert np.allclose(gradient, sigmoid + 1.702 * x.numpy() * sigmoid * (1 - sigmoid), atol=1e-14)
+    assert 0.01 < np.abs(y.numpy() - keras.activations.gelu(x).numpy()).max() < 0.021
+
+
+def test_dirac_passes_its_input_on_in_the_first_channels() -> None:
+    kernel = keras.ops.convert_to_numpy(Dirac()((3, 3, 4, 6)))
+    x = np.random.default_rng(5).normal(size=(2, 5, 5, 4)).astype(np.float32)
+    y = tf.nn.conv2d(x, kernel, 1, "SAME").numpy()
+    assert np.allclose(y[..., :4], x, atol=1e-6)
+    rest = kernel[..., 4:]
+    assert 0.8 / 6 < np.abs(rest).max() < 1 / 6  # uniform within 1 / sqrt(3 * 3 * 4)
+
+
+def test_whitening_makes_the_values_of_a_patch_uncorrelated() -> None:
+    draw = np.random.default_rng(6)
+    smooth = draw.normal(size=(400, 9, 9, 3)) @ draw.normal(size=(3, 3))  # colours go together
+    images = ((smooth[:, 1:] + smooth[:, :-1])[:, :, :8]).astype(np.float32)
+    kernel = whitening(images, epsilon=0.0)
+    assert kernel.shape == (2, 2, 3, 24)
+    found = tf.nn.conv2d(images, kernel, 1, "VALID").numpy().reshape(-1, 24)
+    assert np.allclose(found[:, :12], -found[:, 12:], atol=1e-4)
+    assert np.allclose(found[:, :12].T @ found[:, :12] / len(found), np.eye(12), atol=1e-3)
+
+
+def test_images_prepare_the_fast_net_s_first_layer() -> None:
+    net = models.build("fast", 32, "float32")
+    images = np.random.default_rng(7).normal(size=(50, 32, 32, 3)).astype(np.float32)
+    net.prepare(images)
+    assert (net.model.get_layer("whiten").kernel.numpy() == whitening(images)).all()
+    assert not any(v.path.startswith("whiten") for v in net.model.trainable_variables)

@@ -1,0 +1,86 @@
+"""Averages of the weights over the steps: exponential moving averages, and look-ahead."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+
+class MovingAverage:
+    """Exponential moving averages of variables, as TensorFlow's tutorial keeps them for evaluation.
+
+    average <- d * average + (1 - d) * value, with d = min(decay, (1 + n) / (10 + n)) after n updates, so that the first
+    averages are not mostly initial weights (tf.train.ExponentialMovingAverage with num_updates).
+    """
+
+    def __init__(self, variables: list[keras.Variable], decay: float) -> None:
+        self.sources = variables
+        self.decay = decay
+        self.updates = keras.Variable(0, dtype="int64", trainable=False, name="ema_updates")
+        self.values = [
+            keras.Variable(v.numpy(), dtype=v.dtype, trainable=False, name=f"ema_{i}") for i, v in enumerate(variables)
+        ]
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """Everything that has to be saved, restored and broadcast."""
+        return [self.updates, *self.values]
+
+    def update(self) -> None:
+        """Take in the variables' present values. Works in a graph."""
+        self.updates.assign_add(1)
+        n = tf.cast(self.updates.value, tf.float64)
+        rest = 1.0 - tf.minimum(tf.constant(self.decay, tf.float64), (1.0 + n) / (10.0 + n))
+        for average, source in zip(self.values, self.sources, strict=True):
+            average.value.assign_sub((average.value - source.value) * tf.cast(rest, average.dtype))
+
+    def swap(self) -> None:
+        """Exchange the variables with their averages; a second call puts them back."""
+        for average, source in zip(self.values, self.sources, strict=True):
+            kept = source.numpy()
+            source.assign(average.value)
+            average.assign(kept)
+
+
+class Lookahead:
+    """Slow weights that follow the fast ones, and now and then take their place.
+
+    After every 5 steps: slow <- d slow + (1 - d) fast, then fast <- slow, with d = 0.95^5 (t / T)^3 after t of T steps;
+    after the last step fast <- slow. d grows, so that it averages over more and more of the steps.
+
+    Source: Zhang et al., "Lookahead optimizer: k steps forward, 1 step back", 2019; the decay is of Jordan 2024,
+    section 3.4.
+    """
+
+    EVERY = 5  # steps
+
+    def __init__(self, variables: list[keras.Variable], total_steps: int) -> None:
+        self.sources = variables
+        self.total_steps = total_steps
+        self.steps = keras.Variable(0, dtype="int64", trainable=False, name="lookahead_steps")
+        self.values = [
+            keras.Variable(v.numpy(), dtype=v.dtype, trainable=False, name=f"slow_{i}") for i, v in enumerate(variables)
+        ]
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """Everything that has to be saved, restored and broadcast."""
+        return [self.steps, *self.values]
+
+    def update(self) -> None:
+        """Count a step, and do what is due after it. Works in a graph."""
+        self.steps.assign_add(1)
+        done = self.steps.value
+        decay = 0.95**self.EVERY * (tf.cast(done, tf.float64) / self.total_steps) ** 3
+
+        def mix() -> None:
+            for slow, fast in zip(self.values, self.sources, strict=True):
+                slow.value.assign_add((fast.value - slow.value) * tf.cast(1.0 - decay, slow.dtype))
+                fast.value.assign(slow.value)
+
+        def end() -> None:
+            for slow, fast in zip(self.values, self.sources, strict=True):
+                fast.value.assign(slow.value)
+
+        tf.cond(done % self.EVERY == 0, mix, lambda: None)
+        tf.cond(done == self.total_steps, end, lambda: None)

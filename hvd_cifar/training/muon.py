@@ -1,0 +1,108 @@
+"""`Muon`: momentum whose update of a convolution's kernel is made orthogonal; the rest by Nesterov's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# Newton and Schulz's iteration a x + b x^3 + c x^5, tuned to grow small singular values fast (Jordan, "Muon", 2024).
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+class Muon(keras.optimizers.Optimizer):
+    """Kernels of convolutions: v <- m v + g; w <- w / rms(w's rows) - r * orthogonal(g + m v). r is `learning_rate`.
+
+    The singular values of such an update are all near 1, so that rare directions are learnt as fast as frequent ones;
+    and a kernel keeps the length of its rows, since batch norm follows it: only their direction matters.
+
+    Other variables: v <- m' v + g + d w; w <- w - r * f (g + d w + m' v), with m' `momentum_of_others`, and f and d by
+    layer from `others`.
+
+    Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024, and the record of
+    airbench94 made with it; keras.optimizers.Muon leaves the rest to AdamW, and does not keep lengths.
+
+    Args:
+        learning_rate: of the kernels.
+        momentum: of the kernels.
+        momentum_of_others: of the rest.
+        others: (f, d) by the name of a variable's layer; "" stands for any other layer.
+        steps: of Newton and Schulz's iteration.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.24,
+        momentum: float = 0.6,
+        momentum_of_others: float = 0.85,
+        others: Mapping[str, Sequence[float]] | None = None,
+        steps: int = 3,
+        name: str = "muon",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(learning_rate=learning_rate, name=name, **kwargs)
+        self.momentum = momentum
+        self.momentum_of_others = momentum_of_others
+        self.others = {key: tuple(value) for key, value in (others or {"": (1.0, 0.0)}).items()}
+        self.steps = steps
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Make a velocity for every variable."""
+        if self.built:
+            return
+        super().build(variables)
+        self.velocities = [self.add_variable_from_reference(v, name="velocity") for v in variables]
+        # By the name of the layer, the last but one part of a path such as "block1_norm1/beta".
+        layers = [v.path.split("/")[-2] for v in variables]
+        self._of_variable = [self.others.get(layer, self.others[""]) for layer in layers]
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Apply the gradient of one variable."""
+        index = self._get_variable_index(variable)
+        velocity = self.velocities[index]
+        value = tf.convert_to_tensor(variable)
+        gradient, rate = tf.cast(gradient, value.dtype), tf.cast(learning_rate, value.dtype)
+        if len(variable.shape) == 4:
+            moved = self.momentum * tf.convert_to_tensor(velocity) + gradient
+            update = orthogonal(gradient + self.momentum * moved, self.steps)
+            # As long as a kernel whose output channels are vectors of length 1.
+            length = tf.sqrt(tf.cast(variable.shape[-1], value.dtype))
+            value = value * (length / tf.norm(value))
+        else:
+            factor, decay = self._of_variable[index]
+            gradient += decay * value
+            moved = self.momentum_of_others * tf.convert_to_tensor(velocity) + gradient
+            update = factor * (gradient + self.momentum_of_others * moved)
+        self.assign(velocity, moved)
+        self.assign(variable, value - rate * update)
+
+    def get_config(self) -> dict[str, Any]:
+        """What Keras saves of the optimizer."""
+        names = ("momentum", "momentum_of_others", "others", "steps")
+        return {**super().get_config(), **{name: getattr(self, name) for name in names}}
+
+
+def orthogonal(kernel: Any, steps: int) -> Any:
+    """The kernel [h, w, in, out], as a matrix [out, h w in], with singular values near 1 and the same directions.
+
+    Every step multiplies the matrix X by the polynomial a + b G + c G^2 of G = X X^T. These commute, so the steps are
+    made on G, which is small, and X is multiplied once: 2.5 times fewer operations for 256 x 2304.
+    """
+    rows = tf.transpose(tf.reshape(kernel, [-1, kernel.shape[-1]]))  # [out, h w in]
+    wide = rows.shape[0] <= rows.shape[1]
+    x = rows if wide else tf.transpose(rows)
+    x = x / (tf.norm(x) + tf.constant(1e-12, x.dtype))  # a gradient of zero stays one
+    a, b, c = (tf.constant(value, x.dtype) for value in COEFFICIENTS)
+    identity = tf.eye(x.shape[0], dtype=x.dtype)
+    gram = tf.matmul(x, x, transpose_b=True)
+    product = identity
+    for step in range(steps):
+        factor = a * identity + tf.matmul(gram, b * identity + c * gram)
+        product = tf.matmul(factor, product)
+        if step < steps - 1:
+            gram = tf.matmul(factor, tf.matmul(gram, factor))
+    x = tf.matmul(product, x)
+    rows = x if wide else tf.transpose(x)
+    return tf.reshape(tf.transpose(rows), tf.shape(kernel))

@@ -1,0 +1,68 @@
+"""Muon against its formulas, written out with NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvd_cifar.training.muon import COEFFICIENTS, Muon, orthogonal
+
+
+def _by_hand(matrix: np.ndarray[Any, Any], steps: int) -> np.ndarray[Any, Any]:
+    a, b, c = COEFFICIENTS
+    x = matrix / np.linalg.norm(matrix)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 4, 16), (3, 3, 1, 16), (2, 2, 3, 24)])  # the middle one is tall, not wide
+def test_an_orthogonal_kernel_is_newton_and_schulz_s(shape: tuple[int, ...]) -> None:
+    kernel = np.random.default_rng(0).normal(size=shape)
+    got = orthogonal(tf.constant(kernel), 3).numpy().reshape(-1, shape[-1]).T
+    assert np.allclose(got, _by_hand(kernel.reshape(-1, shape[-1]).T, 3), atol=1e-12)
+
+
+def test_its_singular_values_come_near_one() -> None:
+    kernel = np.random.default_rng(0).normal(size=(3, 3, 8, 16))
+    values = np.linalg.svd(orthogonal(tf.constant(kernel), 5).numpy().reshape(-1, 16))[1]
+    assert values.min() > 0.6 and values.max() < 1.3  # what the coefficients were tuned to
+
+
+def test_steps_follow_the_formulas() -> None:
+    draw = np.random.default_rng(1)
+    kernel, offset, logits = (draw.normal(size=shape) for shape in ((3, 3, 4, 8), (8,), (8, 10)))
+    inputs = keras.Input((6, 6, 4), dtype="float64")
+    x = keras.layers.Conv2D(8, 3, name="conv", dtype="float64")(inputs)
+    x = keras.layers.GlobalAveragePooling2D(dtype="float64")(x)
+    model = keras.Model(inputs, keras.layers.Dense(10, use_bias=False, name="logits", dtype="float64")(x))
+    variables = model.trainable_variables
+    for variable, value in zip(variables, (kernel, offset, logits), strict=True):
+        variable.assign(value)
+    optimizer = Muon(0.1, momentum=0.6, momentum_of_others=0.8, others={"logits": (30.0, 0.01), "": (5.0, 0.0)})
+    optimizer.build(variables)
+    velocities = [np.zeros_like(v) for v in (kernel, offset, logits)]
+    for rate in (0.1, 0.05):
+        gradients = [draw.normal(size=v.shape) for v in velocities]
+        optimizer.learning_rate.assign(rate)
+        optimizer.apply([tf.constant(g) for g in gradients], variables)
+        gradients[2] = gradients[2] + 0.01 * logits
+        velocities = [m * v + g for m, v, g in zip((0.6, 0.8, 0.8), velocities, gradients, strict=True)]
+        ahead = gradients[0] + 0.6 * velocities[0]
+        turned = _by_hand(ahead.reshape(-1, 8).T, 3).T.reshape(kernel.shape)
+        kernel = kernel * np.sqrt(8) / np.linalg.norm(kernel) - rate * turned
+        offset = offset - rate * 5.0 * (gradients[1] + 0.8 * velocities[1])
+        logits = logits - rate * 30.0 * (gradients[2] + 0.8 * velocities[2])
+    for variable, value in zip(variables, (kernel, offset, logits), strict=True):
+        # Keras keeps the learning rate in float32.
+        assert np.allclose(variable.numpy(), value, rtol=1e-6, atol=1e-7), variable.path
+
+
+def test_it_is_saved_and_made_again_from_its_configuration() -> None:
+    made = Muon.from_config(Muon(0.3, momentum=0.5, others={"": (2.0, 0.1)}, steps=4).get_config())
+    assert (made.momentum, made.others, made.steps) == (0.5, {"": (2.0, 0.1)}, 4)
