@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,14 +31,49 @@ FILES = TRAIN_FILES + TEST_FILES
 Split = Literal["train", "test"]
 
 
+class MappedImages:
+    """The images of several files as one array, uint8 [n, 32, 32, 3], which is read from them when it is indexed.
+
+    The files are mapped into memory: all ranks of a host share one copy, the operating system's.
+    """
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, files: Sequence[NDArray[np.uint8]]) -> None:
+        """`files`: records, uint8 [RECORDS_PER_FILE, RECORD_BYTES] each."""
+        self.files = tuple(files)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """As of an array."""
+        return len(self), SIDE, SIDE, CHANNELS
+
+    def __len__(self) -> int:
+        return len(self.files) * RECORDS_PER_FILE
+
+    def __getitem__(self, index: slice | NDArray[np.int64]) -> NDArray[np.uint8]:
+        """The images of a slice, or of indices [b] from 0 to n - 1, in their order: a copy, [b, 32, 32, 3]."""
+        indices = np.arange(len(self))[index] if isinstance(index, slice) else np.asarray(index)
+        planes = np.empty((len(indices), CHANNELS, SIDE, SIDE), np.uint8)
+        file, row = np.divmod(indices, RECORDS_PER_FILE)
+        for number in np.unique(file):
+            chosen = file == number
+            planes[chosen] = self.files[number][row[chosen], 1:].reshape(-1, CHANNELS, SIDE, SIDE)
+        return np.ascontiguousarray(planes.transpose(0, 2, 3, 1))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """All of it, in memory."""
+        return np.asarray(self[:], dtype)
+
+
 class Examples(NamedTuple):
-    """Examples held in memory, contiguous.
+    """Examples by index.
 
     images: uint8 [n, 32, 32, 3], height, width, and channels in the order red, green, blue.
     labels: int32 [n], 0 to 9.
     """
 
-    images: NDArray[np.uint8]
+    images: NDArray[np.uint8] | MappedImages
     labels: NDArray[np.int32]
 
 
@@ -72,28 +107,22 @@ def check(folder: Path, files: Sequence[str] = FILES) -> None:
 
 
 def read(folder: Path, split: Split) -> Examples:
-    """Read a split: "train" is 50,000 examples, "test" 10,000, in the order of the files.
+    """Map a split: "train" is 50,000 examples, "test" 10,000, in the order of the files.
 
     Raises UserError, naming the file, if one is missing, unreadable, too short or too long, or if a label is not 0
     to 9.
     """
     files = TRAIN_FILES if split == "train" else TEST_FILES
     check(folder, files)
-    images = np.empty((len(files) * RECORDS_PER_FILE, SIDE, SIDE, CHANNELS), np.uint8)
-    labels = np.empty(len(files) * RECORDS_PER_FILE, np.int32)
-    for number, name in enumerate(files):
-        rows = slice(number * RECORDS_PER_FILE, (number + 1) * RECORDS_PER_FILE)
-        records = _read_records(folder / name)
-        labels[rows] = records[:, 0]
-        planes = records[:, 1:].reshape(-1, CHANNELS, SIDE, SIDE)
-        images[rows] = planes.transpose(0, 2, 3, 1)
-    return Examples(images, labels)
+    records = [_map_records(folder / name) for name in files]
+    labels = np.concatenate([rows[:, 0] for rows in records]).astype(np.int32)
+    return Examples(MappedImages(records), labels)
 
 
-def _read_records(path: Path) -> NDArray[np.uint8]:
+def _map_records(path: Path) -> NDArray[np.uint8]:
     """One file as uint8 [10,000, 3,073], its labels checked."""
     try:
-        records = np.fromfile(path, np.uint8)
+        records: NDArray[np.uint8] = np.memmap(path, np.uint8, mode="r")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}: make it readable, or restore it") from None
     if records.size != FILE_BYTES:  # it was cut between the check and now

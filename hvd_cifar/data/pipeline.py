@@ -29,7 +29,7 @@ def training_batches(
     """A rank's slices of the global batches of steps first_step .. last_step - 1, over as many epochs as that takes.
 
     Args:
-        examples: the whole training set, uint8; held once in memory and gathered from by index.
+        examples: the whole training set, uint8, gathered from by index.
         seed: of order and augmentation.
         deal: which slices of each global batch are this rank's; the global batches do not depend on it.
         device: where to stage batches, such as "/GPU:0"; empty: leave them in host memory.
@@ -42,7 +42,6 @@ def training_batches(
     count = len(examples.labels)
     steps = order.steps_per_epoch(count, global_batch_size)
     first_epoch, steps_done = divmod(first_step, steps)
-    images, labels = tf.constant(examples.images), tf.constant(examples.labels)
 
     def epoch_batches(epoch: Any) -> tf.data.Dataset:
         epoch_order = tf.numpy_function(lambda e: order.epoch_order(seed, int(e), count), [epoch], tf.int64)
@@ -64,9 +63,10 @@ def training_batches(
     def view(epoch: Any, example: Any) -> tuple[Any, ...]:
         present = tf.maximum(example, tf.constant(0, tf.int64))
         draw = tf.numpy_function(lambda e, i: draws(seed, int(e), i), [epoch, present], tf.float32)
-        image = views.train(tf.gather(images, present), tf.ensure_shape(draw, [None, DRAWS_PER_EXAMPLE]))
+        image, label = _gather(examples, present)
+        image = views.train(image, tf.ensure_shape(draw, [None, DRAWS_PER_EXAMPLE]))
         weight = tf.cast(example >= 0, tf.float32)
-        return image, tf.gather(labels, present), weight, example
+        return image, label, weight, example
 
     epochs = order.steps_per_epoch(last_step, steps) - first_epoch
     chain = (
@@ -96,15 +96,28 @@ def evaluation_batches(examples: Examples, views: Views, *, batch_size: int, ran
         A dataset of (image float32 [b, side, side, 3], label int32 [b]) with b <= batch_size. Ranks may have different
         numbers of batches, or none: evaluation reduces sums once, at its end.
     """
-    images, labels = tf.constant(examples.images), tf.constant(examples.labels)
+
+    def view(index: Any) -> tuple[Any, Any]:
+        image, label = _gather(examples, index)
+        return views.test(image), label
+
     return (
         tf.data.Dataset.range(len(examples.labels))
         .shard(size, rank)
         .batch(batch_size)
-        .map(lambda index: (views.test(tf.gather(images, index)), tf.gather(labels, index)))
+        .map(view)
         .prefetch(PREFETCH_BATCHES)
         .with_options(_options())
     )
+
+
+def _gather(examples: Examples, index: Any) -> tuple[Any, Any]:
+    """Images uint8 [b, h, w, 3] and labels int32 [b] of indices [b].
+
+    By NumPy, from where they are: a constant of the graph would be a copy in every rank.
+    """
+    image = tf.numpy_function(lambda i: examples.images[i], [index], tf.uint8)
+    return tf.ensure_shape(image, [None, *examples.images.shape[1:]]), tf.gather(examples.labels, index)
 
 
 def _options() -> tf.data.Options:

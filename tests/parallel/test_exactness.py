@@ -1,7 +1,7 @@
 """The same training at any number of ranks: losses and weights against one rank's, and losses against those on record.
 
-Every run here makes 30 steps of 29 examples, three epochs over a set of 263: 2, 3, 4 and 5 ranks do not divide the
-batch, and the last batch of an epoch has 2 examples, less than most ranks.
+Every run here makes 30 steps of 29 examples (fast 10), three epochs over a set of 263: 2, 3, 4 and 5 ranks do not
+divide the batch, and the last batch of an epoch has 2 examples, less than most ranks.
 
 Tolerances. float64 rounds at 1.1e-16, sums are added in another order, and training multiplies what that leaves: 30
 steps of the tutorial net came to 3e-16 of a loss and 3e-15 of a weight, resnet20's to 3e-14 and 2e-12. A wrong
@@ -31,8 +31,8 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "losses.json"
 BATCH, EXAMPLES, STEPS = 29, 263, 30
 
 RESNET = {"model": "resnet20", "sync_batch_norm": True, "learning_rate": 0.01}
-# Of this project's rates a thousandth: at the recipe's, for batches of 1024, its first steps on 29 are chaos.
-FAST = {"model": "fast", "sync_batch_norm": True, "learning_rate": 0.002}
+# The recipe's rates are for batches of 1024; and in float64 its convolutions take a quarter of a minute for 10 steps.
+FAST = {"model": "fast", "sync_batch_norm": True, "learning_rate": 0.002, "max_steps": 10}
 RUNS: dict[str, dict[str, Any]] = {
     "tutorial": {},
     "tutorial, plain": {"augmentation": "none", "weight_decay": 0, "ema_decay": 0},
@@ -141,7 +141,7 @@ def test_ranks_train_as_one_rank_does(n: int, embedded: Path, folder: Path) -> N
             assert found[:20] == pytest.approx(losses[:20], rel=1e-5), name
             continue
         assert found == pytest.approx(losses, rel=1e-12), name
-        if last == STEPS:
+        if name != HALF:
             assert _apart(states[reference], theirs[name]) < 1e-11, name
 
 

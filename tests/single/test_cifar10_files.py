@@ -75,13 +75,26 @@ def test_read_gives_every_pixel_its_place(folder: Path) -> None:
 
     assert train.images.shape == (50_000, 32, 32, 3) and test.images.shape == (10_000, 32, 32, 3)
     assert train.images.dtype == np.uint8 and train.labels.dtype == np.int32
-    assert train.images.flags.c_contiguous and test.images.flags.c_contiguous
     for number, (images, labels) in enumerate(expected[:5]):
         rows = slice(number * 10_000, (number + 1) * 10_000)
         assert np.array_equal(train.images[rows], images)
         assert np.array_equal(train.labels[rows], labels)
     assert np.array_equal(test.images, expected[5][0])
     assert np.array_equal(test.labels, expected[5][1])
+    mixed = np.array([49_999, 0, 25_000, 10_000, 25_000, 9_999])
+    assert (train.images[mixed] == np.asarray(train.images)[mixed]).all()
+
+
+def test_images_are_mapped_not_copied(folder: Path) -> None:
+    """What is written to a file afterwards is what the next batch holds: this process has no copy of the set."""
+    for name in cifar10.FILES:
+        np.zeros((10_000, cifar10.RECORD_BYTES), np.uint8).tofile(folder / name)
+    train = cifar10.read(folder, "train")
+    assert train.images[np.array([12_345])].max() == 0
+    with (folder / "data_batch_2.bin").open("r+b") as file:
+        file.seek(2_345 * cifar10.RECORD_BYTES + 1)
+        file.write(bytes([200]))
+    assert train.images[np.array([12_345])][0, 0, 0].tolist() == [200, 0, 0]
 
 
 @pytest.mark.parametrize(
