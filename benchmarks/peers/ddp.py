@@ -4,7 +4,7 @@
 
 Runs in the peers' environment; `python -m benchmarks.peers` makes that, and starts the ranks. The same net, loss,
 optimizer, batch, order, augmentation and data as this project's own; what makes PyTorch fast on a CPU is on: channels
-last, the fused optimizer, autocast to bfloat16, gradients that are views of the buckets, no copies of moving statistics.
+last, the fused optimizer, autocast to bfloat16, gradients that are views of the buckets, moving statistics not sent.
 """
 
 from __future__ import annotations
