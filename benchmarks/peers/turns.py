@@ -15,7 +15,6 @@ from typing import IO
 import psutil
 
 from benchmarks.peers.rates import Stamp, rate
-from hvd_cifar.errors import UserError
 
 POLL_SECONDS = 0.004  # how late a line may be seen; looking costs microseconds
 START_SECONDS = 300.0  # to the first lines
@@ -104,7 +103,7 @@ class Job:
         """The stamps of each process over so many seconds, or longer until each has `least` of them.
 
         Raises:
-            UserError: where a process ends or falls silent, with the end of its output.
+            SystemExit: where a process ends or falls silent, with the end of its output.
         """
         for watch in self._watches:
             watch.look()
@@ -116,9 +115,9 @@ class Job:
                     stamps.append(Stamp(now, new[-1]))
                     last = now
             if now - last > (SILENCE_SECONDS if all(found) else START_SECONDS):
-                raise UserError(f"{self.side.name} has told of no step for {now - last:.0f} s: {self._tail()}")
+                raise SystemExit(f"{self.side.name} has told of no step for {now - last:.0f} s{self._tail()}")
             if any(process.poll() is not None for process in self._processes):
-                raise UserError(f"{self.side.name} ended while it was measured: {self._tail()}")
+                raise SystemExit(f"{self.side.name} ended while it was measured{self._tail()}")
             time.sleep(POLL_SECONDS)
         return found
 
@@ -128,7 +127,7 @@ class Job:
 
     def _tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-20:]
-        return "\n".join([f"see {self.log}", *lines])
+        return "\n".join([f"; the end of {self.log}:", *lines])
 
 
 class _Watch:
