@@ -2,6 +2,7 @@
 
     python -m benchmarks.peers --data-dir D                                  # resnet20, float32
     python -m benchmarks.peers --data-dir D --precision mixed_bfloat16
+    python -m benchmarks.peers --data-dir D --model fast                     # beside airbench94, bfloat16
 
 All sides are started once and warmed up. Then they take turns: in each repeat, in an order drawn anew, one side runs
 for --seconds while the others are stopped where they are. So a machine that grows slower or faster does so for all. A
@@ -29,19 +30,21 @@ from benchmarks.peers.turns import Job
 from hvd_cifar.data import cifar10
 from hvd_cifar.errors import UserError
 
-LOG_EVERY = 10
+FAST_BATCH = 1024
+BY_MODEL = "[default: float32; mixed_bfloat16 for fast]"
+LOG_EVERY = {"resnet20": 10, "resnet32": 5, "resnet56": 5, "fast": 2}  # steps: some two seconds
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
 @click.option("--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="With CIFAR-10, binary layout.")
-@click.option("--model", type=click.Choice(["resnet20", "resnet32", "resnet56"]), default="resnet20")
-@click.option("--precision", type=click.Choice(["float32", "mixed_bfloat16"]), default="float32")
+@click.option("--model", type=click.Choice(list(LOG_EVERY)), default="resnet20")
+@click.option("--precision", type=click.Choice(["float32", "mixed_bfloat16"]), help=BY_MODEL)
 @click.option("--ranks", type=click.IntRange(1), default=2)
-@click.option("--batch-size", type=click.IntRange(1), default=128, help="Of a rank.")
+@click.option("--batch-size", type=click.IntRange(1), default=128, help="Of a rank; fast has 1,024 over all ranks.")
 @click.option("--repeats", type=click.IntRange(1), default=7)
 @click.option("--seconds", type=click.FloatRange(1), default=8.0, help="Of a side's turn.")
 @click.option("--only", multiple=True, type=click.Choice(list(sides.SIDES)), help="These sides, not all.")
-@click.option("--base", default=sides.DDP, type=click.Choice(list(sides.SIDES)), help="What ratios are to.")
+@click.option("--base", type=click.Choice(list(sides.SIDES)), help="What ratios are to. [default: the PyTorch side]")
 @click.option("--environment", "peers", type=Path, default=Path("~/.cache/hvd_cifar/peers"), help="Of PyTorch.")
 @click.option("--seed", type=int, default=0, help="Of the order of turns.")
 @click.option("--keep", type=Path, help="Folder for the sides' output; without it it is thrown away.")
@@ -57,13 +60,13 @@ def main(**given: Any) -> None:
 def measure(
     data_dir: Path,
     model: str,
-    precision: str,
+    precision: str | None,
     ranks: int,
     batch_size: int,
     repeats: int,
     seconds: float,
     only: tuple[str, ...],
-    base: str,
+    base: str | None,
     peers: Path,
     seed: int,
     keep: Path | None,
@@ -77,7 +80,11 @@ def measure(
     data_dir = data_dir.expanduser().absolute()
     if cifar10.locate(data_dir) is None:
         raise UserError(f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there")
-    chosen = [name for name in sides.SIDES if not only or name in only]
+    able = sides.sides_of(model)
+    if unfit := [name for name in only if name not in able]:
+        raise UserError(f"--only {unfit[0]}: it does not train {model}; give some of {', '.join(able)}")
+    chosen = [name for name in able if not only or name in only]
+    base = base or able[1]
     if base not in chosen:
         raise UserError(f"--base {base}: it is not among the sides that are measured; name it in --only, too")
     python = environment.ensure(peers.expanduser().absolute())
@@ -85,11 +92,11 @@ def measure(
         folder = keep.absolute() if keep else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         work = sides.Work(
             model=model,
-            precision=precision,
+            precision=precision or ("mixed_bfloat16" if model == "fast" else "float32"),
             ranks=ranks,
-            per_rank=batch_size,
+            per_rank=FAST_BATCH // ranks if model == "fast" else batch_size,
             threads=sides.threads_of(ranks),
-            log_every=LOG_EVERY,
+            log_every=LOG_EVERY[model],
             data_dir=data_dir,
             peers_python=python,
             folder=folder,
@@ -109,9 +116,9 @@ def measure(
         print(table(named, running[base].side.name), flush=True)
     about = {
         "model": model,
-        "precision": precision,
+        "precision": work.precision,
         "ranks": ranks,
-        "examples a rank and step": batch_size,
+        "examples a rank and step": work.per_rank,
         "machine": machine(),
         "versions": {**jobs.versions(), **environment.versions(python)},
         "command": shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
