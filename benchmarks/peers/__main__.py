@@ -25,8 +25,8 @@ import click
 
 from benchmarks import jobs
 from benchmarks.peers import environment, sides
-from benchmarks.peers.rates import table
-from benchmarks.peers.turns import Job
+from benchmarks.peers.rates import spread, table
+from benchmarks.peers.turns import Job, Turn
 from hvd_cifar.data import cifar10
 from hvd_cifar.errors import UserError
 
@@ -108,11 +108,12 @@ def measure(
                 raise UserError(f"--keep {folder}: it holds an earlier measurement; give another folder")
             place.mkdir(parents=True)
             job = running[name] = stack.enter_context(Job(sides.SIDES[name](work), place, jobs.CHECKOUT))
-            job.rate_over(seconds)
+            job.take_turn(seconds)
             job.pause()
             click.echo(f"{job.side.name}: warm", err=True)
-        rates = _in_turns(running, repeats, seconds, random.Random(seed))
-        named = {job.side.name: rates[name] for name, job in running.items()}
+        turns = _in_turns(running, repeats, seconds, random.Random(seed))
+        named = {job.side.name: [turn.rate for turn in turns[name]] for name, job in running.items()}
+        others = spread([turn.others for of_side in turns.values() for turn in of_side])
         print(table(named, running[base].side.name), flush=True)
     about = {
         "model": model,
@@ -121,6 +122,7 @@ def measure(
         "examples a rank and step": work.per_rank,
         "machine": machine(),
         "versions": {**jobs.versions(), **environment.versions(python)},
+        "share of the cores that went to others": str(others),
         "command": shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
     }
     print("\n" + "; ".join(f"{k}: {_in_words(v)}" for k, v in about.items()))
@@ -128,18 +130,18 @@ def measure(
         output.write_text(json.dumps({**about, "images_per_second": named}, indent=2) + "\n")
 
 
-def _in_turns(running: dict[str, Job], repeats: int, seconds: float, draw: random.Random) -> dict[str, list[float]]:
-    """Images per second of each job in each repeat."""
-    rates: dict[str, list[float]] = {name: [] for name in running}
+def _in_turns(running: dict[str, Job], repeats: int, seconds: float, draw: random.Random) -> dict[str, list[Turn]]:
+    """The turns of each job, one in each repeat."""
+    turns: dict[str, list[Turn]] = {name: [] for name in running}
     for repeat in range(repeats):
         for name in draw.sample(list(running), len(running)):
             job = running[name]
             job.wake()
-            rates[name].append(job.rate_over(seconds))
+            turns[name].append(job.take_turn(seconds))
             job.pause()
-        told = ", ".join(f"{name} {values[-1]:.0f}" for name, values in rates.items())
+        told = ", ".join(f"{name} {of_side[-1].rate:.0f}" for name, of_side in turns.items())
         click.echo(f"repeat {repeat + 1} of {repeats}: {told} images/s", err=True)
-    return rates
+    return turns
 
 
 def machine() -> str:

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import psutil
 
@@ -38,6 +39,17 @@ class Side:
     metrics: Sequence[Path]
     images_per_step: int
     environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Turn(NamedTuple):
+    """What one turn of a side came to.
+
+    rate: images per second of all its processes together.
+    others: the share of the machine's cores that went to anything else, other virtual machines included.
+    """
+
+    rate: float
+    others: float
 
 
 class Job:
@@ -121,9 +133,22 @@ class Job:
             time.sleep(POLL_SECONDS)
         return found
 
-    def rate_over(self, seconds: float) -> float:
-        """Images per second of all processes together, over so many seconds."""
-        return sum(rate(stamps, self.side.images_per_step) for stamps in self.run_for(seconds, 3))
+    def take_turn(self, seconds: float) -> Turn:
+        """Measure over so many seconds; the processes go on."""
+        began, busy, own = time.monotonic(), _busy_seconds(), self._own_seconds()
+        found = self.run_for(seconds, 3)
+        available = (time.monotonic() - began) * (psutil.cpu_count() or 1)
+        others = (_busy_seconds() - busy) - (self._own_seconds() - own)
+        return Turn(sum(rate(stamps, self.side.images_per_step) for stamps in found), max(0.0, others / available))
+
+    def _own_seconds(self) -> float:
+        """CPU seconds that this job's processes have had."""
+        total = 0.0
+        for process in self._tree():
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
 
     def _tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-20:]
@@ -150,10 +175,14 @@ class _Watch:
 
 
 def _send(process: psutil.Process, number: signal.Signals) -> None:
-    try:
+    with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return
+
+
+def _busy_seconds() -> float:
+    """CPU seconds of this machine that were not idle, those that its host took away included."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
 
 
 def _runs(process: psutil.Process) -> bool:
