@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from benchmarks.peers.allocator import keep_memory
 from benchmarks.peers.stamps import Stamps
 from benchmarks.peers.torch_views import Windows
 from hvd_cifar.data import cifar10
@@ -161,6 +162,7 @@ def accuracy(net: Any, data: Windows, labels: Any, views: int, autocast: bool) -
 
 def main() -> None:
     """Train, then print and, with --run-dir, write what came out."""
+    keep_memory()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)

@@ -20,6 +20,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.peers.allocator import keep_memory
 from benchmarks.peers.stamps import Stamps
 from benchmarks.peers.torch_resnet import ResNet, kernels
 from benchmarks.peers.torch_views import Windows
@@ -35,6 +36,7 @@ PATIENCE = timedelta(days=1)  # ranks are stopped while others are measured
 
 def main() -> None:
     """Train until --max-steps, or for ever."""
+    keep_memory()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--store", required=True, help="File in which ranks find each other; it must not exist.")
     parser.add_argument("--data-dir", type=Path, required=True)

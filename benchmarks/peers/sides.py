@@ -71,7 +71,7 @@ def ddp(work: Work) -> Side:
     words += ["--batch-size", str(work.per_rank), "--threads", str(work.threads)]
     # Rank and size as torchrun gives them, without its agent, whose heartbeats a pause would break.
     commands = [["env", f"RANK={rank}", f"WORLD_SIZE={work.ranks}", *words] for rank in range(work.ranks)]
-    variables = {**_ALLOCATOR, "OMP_NUM_THREADS": str(work.threads), "GLOO_SOCKET_IFNAME": _LOOPBACK}
+    variables = {"OMP_NUM_THREADS": str(work.threads), "GLOO_SOCKET_IFNAME": _LOOPBACK}
     name = f"PyTorch DDP, Gloo, {_ranks(work)}"
     return Side(name, commands, [run_dir / "metrics.jsonl"], work.per_rank * work.ranks, variables)
 
@@ -89,7 +89,7 @@ def airbench(work: Work) -> Side:
         str(threads),
     ]
     name = f"airbench94 in PyTorch, 1 process, {threads} threads"
-    return Side(name, [words], [run_dir / "metrics.jsonl"], work.per_rank * work.ranks, _ALLOCATOR)
+    return Side(name, [words], [run_dir / "metrics.jsonl"], work.per_rank * work.ranks)
 
 
 def multi_worker(work: Work) -> Side:
@@ -147,14 +147,6 @@ def _free_ports(count: int) -> list[int]:
 
 
 _LOOPBACK = "lo"  # as the kernel names it
-# PyTorch on a CPU asks for and returns its large buffers in every step; glibc would hand them back to the kernel, and
-# take them in small pages. Without these it is 5 to 10% slower.
-_ALLOCATOR = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(2**35),
-    "MALLOC_TOP_PAD_": str(2**27),
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-}
 
 
 def _train(work: Work, run_dir: Path) -> list[str]:
