@@ -15,6 +15,7 @@ import json
 import platform
 import random
 import shlex
+import signal
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -51,6 +52,7 @@ LOG_EVERY = {"resnet20": 10, "resnet32": 5, "resnet56": 5, "fast": 2}  # steps: 
 @click.option("--output", type=Path, help="JSON file for every single rate.")
 def main(**given: Any) -> None:
     """Measure, then print a table in Markdown."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the sides end with this, stopped or not
     try:
         measure(**given)
     except UserError as error:
