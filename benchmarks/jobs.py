@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,18 @@ def kill(job: subprocess.Popen[bytes]) -> None:
         except psutil.NoSuchProcess:
             continue
     job.wait()
+
+
+def versions() -> dict[str, str]:
+    """Of what this project computes with, by the names of the packages."""
+    packages = ("tensorflow", "tensorflow_cpu", "keras", "numpy", "horovod")
+    found = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def losses(run_dir: Path) -> dict[int, float]:

@@ -113,7 +113,7 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
     assert settings.run_dir is not None
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     real = "float64" if settings.precision == "float64" else "float32"
-    with (settings.run_dir / "metrics.jsonl").open("w") as metrics:
+    with (settings.run_dir / "metrics.jsonl").open("w", buffering=1) as metrics:  # a line as soon as it is known
         for done, of_towers in enumerate(zip(*parts, strict=True)):
             rate = tf.constant(schedule(done), real)
             losses = train_step([(image, label) for image, label, *_ in of_towers], rate).numpy()

@@ -1,0 +1,1 @@
+"""This project beside others that train the same net: `python -m benchmarks.peers`."""

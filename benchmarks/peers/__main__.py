@@ -1,0 +1,164 @@
+"""Images per second of this project and of its peers, side by side: the tables of docs/benchmarks.md.
+
+    python -m benchmarks.peers --data-dir D                                  # resnet20, float32
+    python -m benchmarks.peers --data-dir D --precision mixed_bfloat16
+    python -m benchmarks.peers --data-dir D --model fast                     # beside airbench94, bfloat16
+
+All sides are started once and warmed up. Then they take turns: in each repeat, in an order drawn anew, one side runs
+for --seconds while the others are stopped where they are. So a machine that grows slower or faster does so for all. A
+side is timed by the lines of its metrics.jsonl, from the first one after it was woken to the last one of its turn.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import shlex
+import signal
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks import jobs
+from benchmarks.peers import environment, sides
+from benchmarks.peers.rates import spread, table
+from benchmarks.peers.turns import Job, Turn
+from hvd_cifar.data import cifar10
+from hvd_cifar.errors import UserError
+
+FAST_BATCH = 1024
+BY_MODEL = "[default: float32; mixed_bfloat16 for fast]"
+LOG_EVERY = {"resnet20": 10, "resnet32": 5, "resnet56": 5, "fast": 2}  # steps: some two seconds
+
+
+@click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
+@click.option("--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="With CIFAR-10, binary layout.")
+@click.option("--model", type=click.Choice(list(LOG_EVERY)), default="resnet20")
+@click.option("--precision", type=click.Choice(["float32", "mixed_bfloat16"]), help=BY_MODEL)
+@click.option("--ranks", type=click.IntRange(1), default=2)
+@click.option("--batch-size", type=click.IntRange(1), default=128, help="Of a rank; fast has 1,024 over all ranks.")
+@click.option("--repeats", type=click.IntRange(1), default=7)
+@click.option("--seconds", type=click.FloatRange(1), default=8.0, help="Of a side's turn.")
+@click.option("--only", multiple=True, type=click.Choice(list(sides.SIDES)), help="These sides, not all.")
+@click.option("--base", type=click.Choice(list(sides.SIDES)), help="What ratios are to. [default: the PyTorch side]")
+@click.option("--environment", "peers", type=Path, default=Path("~/.cache/hvd_cifar/peers"), help="Of PyTorch.")
+@click.option("--seed", type=int, default=0, help="Of the order of turns.")
+@click.option("--keep", type=Path, help="Folder for the sides' output; without it it is thrown away.")
+@click.option("--output", type=Path, help="JSON file for every single rate.")
+def main(**given: Any) -> None:
+    """Measure, then print a table in Markdown."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the sides end with this, stopped or not
+    try:
+        measure(**given)
+    except UserError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def measure(
+    data_dir: Path,
+    model: str,
+    precision: str | None,
+    ranks: int,
+    batch_size: int,
+    repeats: int,
+    seconds: float,
+    only: tuple[str, ...],
+    base: str | None,
+    peers: Path,
+    seed: int,
+    keep: Path | None,
+    output: Path | None,
+) -> None:
+    """See the module.
+
+    Raises:
+        UserError: where data or an environment is missing, or a side ends.
+    """
+    data_dir = data_dir.expanduser().absolute()
+    if cifar10.locate(data_dir) is None:
+        raise UserError(f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there")
+    able = sides.sides_of(model)
+    if unfit := [name for name in only if name not in able]:
+        raise UserError(f"--only {unfit[0]}: it does not train {model}; give some of {', '.join(able)}")
+    chosen = [name for name in able if not only or name in only]
+    base = base or able[1]
+    if base not in chosen:
+        raise UserError(f"--base {base}: it is not among the sides that are measured; name it in --only, too")
+    python = environment.ensure(peers.expanduser().absolute())
+    with ExitStack() as stack:
+        folder = keep.absolute() if keep else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        work = sides.Work(
+            model=model,
+            precision=precision or ("mixed_bfloat16" if model == "fast" else "float32"),
+            ranks=ranks,
+            per_rank=FAST_BATCH // ranks if model == "fast" else batch_size,
+            threads=sides.threads_of(ranks),
+            log_every=LOG_EVERY[model],
+            data_dir=data_dir,
+            peers_python=python,
+            folder=folder,
+        )
+        running: dict[str, Job] = {}
+        for name in chosen:
+            place = folder / name
+            if place.exists():
+                raise UserError(f"--keep {folder}: it holds an earlier measurement; give another folder")
+            place.mkdir(parents=True)
+            job = running[name] = stack.enter_context(Job(sides.SIDES[name](work), place, jobs.CHECKOUT))
+            job.take_turn(seconds)
+            job.pause()
+            click.echo(f"{job.side.name}: warm", err=True)
+        turns = _in_turns(running, repeats, seconds, random.Random(seed))
+        named = {job.side.name: [turn.rate for turn in turns[name]] for name, job in running.items()}
+        others = spread([turn.others for of_side in turns.values() for turn in of_side])
+        print(table(named, running[base].side.name), flush=True)
+    about = {
+        "model": model,
+        "precision": work.precision,
+        "ranks": ranks,
+        "examples a rank and step": work.per_rank,
+        "machine": machine(),
+        "versions": {**jobs.versions(), **environment.versions(python)},
+        "share of the cores that went to others": str(others),
+        "command": shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
+    }
+    print("\n" + "; ".join(f"{k}: {_in_words(v)}" for k, v in about.items()))
+    if output:
+        output.write_text(json.dumps({**about, "images_per_second": named}, indent=2) + "\n")
+
+
+def _in_turns(running: dict[str, Job], repeats: int, seconds: float, draw: random.Random) -> dict[str, list[Turn]]:
+    """The turns of each job, one in each repeat."""
+    turns: dict[str, list[Turn]] = {name: [] for name in running}
+    for repeat in range(repeats):
+        for name in draw.sample(list(running), len(running)):
+            job = running[name]
+            job.wake()
+            turns[name].append(job.take_turn(seconds))
+            job.pause()
+        told = ", ".join(f"{name} {of_side[-1].rate:.0f}" for name, of_side in turns.items())
+        click.echo(f"repeat {repeat + 1} of {repeats}: {told} images/s", err=True)
+    return turns
+
+
+def machine() -> str:
+    """Processor and cores, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {len(names) or '?'} cores, {platform.platform()}"
+
+
+def _in_words(value: Any) -> str:
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+
+
+if __name__ == "__main__":
+    main()

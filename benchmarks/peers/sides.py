@@ -1,0 +1,171 @@
+"""The commands of each side: on the same net, batch, precision and data, each as its users would start it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import jobs
+from benchmarks.peers.turns import Side
+
+OURS, DDP, AIRBENCH, MULTI_WORKER, TOWERS, LIMIT = "hvd_cifar", "ddp", "airbench", "multi-worker", "towers", "limit"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every side does.
+
+    Attributes:
+        data_dir: with CIFAR-10 in its binary layout.
+        peers_python: of the environment that has PyTorch.
+        folder: for run directories and logs, one folder a side.
+        per_rank: examples a rank processes in a step.
+        threads: a rank's share of the cores.
+        log_every: steps between the lines by which each side is timed.
+    """
+
+    model: str
+    precision: str
+    ranks: int
+    per_rank: int
+    threads: int
+    log_every: int
+    data_dir: Path
+    peers_python: Path
+    folder: Path
+
+
+def ours(work: Work) -> Side:
+    """This project as a user starts it; evaluation and checkpoints are put off, since they are not what is timed."""
+    run_dir = work.folder / OURS / "run"
+    words = ["horovodrun", "-np", str(work.ranks), sys.executable, "-m", "hvd_cifar", "train", *_train(work, run_dir)]
+    per_step = work.per_rank * work.ranks
+    name = f"hvd_cifar, {_ranks(work)}"
+    return Side(name, [words], [run_dir / "metrics.jsonl"], per_step, jobs.environment())
+
+
+def limit(work: Work) -> Side:
+    """As many processes of this project as there are ranks, each alone: what communication could at best not cost."""
+    commands, metrics = [], []
+    for i in range(work.ranks):
+        run_dir = work.folder / LIMIT / f"run-{i}"
+        words = [sys.executable, "-m", "hvd_cifar", "train", *_train(work, run_dir)]
+        commands.append([*words, "--threads-per-rank", str(work.threads), "--global-batch-size", str(work.per_rank)])
+        metrics.append(run_dir / "metrics.jsonl")
+    name = f"hvd_cifar, {work.ranks} processes that never communicate"
+    return Side(name, commands, metrics, work.per_rank, jobs.environment())
+
+
+def ddp(work: Work) -> Side:
+    """PyTorch's DistributedDataParallel over Gloo, a process a rank."""
+    run_dir = work.folder / DDP / "run"
+    words = [str(work.peers_python), "-m", "benchmarks.peers.ddp", *_peer(work, run_dir)]
+    words += ["--store", str(work.folder / DDP / "store"), "--depth", work.model.removeprefix("resnet")]
+    words += ["--batch-size", str(work.per_rank), "--threads", str(work.threads)]
+    # Rank and size as torchrun gives them, without its agent, whose heartbeats a pause would break.
+    commands = [["env", f"RANK={rank}", f"WORLD_SIZE={work.ranks}", *words] for rank in range(work.ranks)]
+    variables = {"OMP_NUM_THREADS": str(work.threads), "GLOO_SOCKET_IFNAME": _LOOPBACK}
+    name = f"PyTorch DDP, Gloo, {_ranks(work)}"
+    return Side(name, commands, [run_dir / "metrics.jsonl"], work.per_rank * work.ranks, variables)
+
+
+def airbench(work: Work) -> Side:
+    """The recipe that `--model fast` follows, in PyTorch, one process with a thread for every core of the ranks."""
+    run_dir = work.folder / AIRBENCH / "run"
+    threads = work.threads * work.ranks
+    words = [
+        str(work.peers_python),
+        "-m",
+        "benchmarks.peers.airbench",
+        *_peer(work, run_dir),
+        "--threads",
+        str(threads),
+    ]
+    name = f"airbench94 in PyTorch, 1 process, {threads} threads"
+    return Side(name, [words], [run_dir / "metrics.jsonl"], work.per_rank * work.ranks)
+
+
+def multi_worker(work: Work) -> Side:
+    """TensorFlow's MultiWorkerMirroredStrategy, a process a worker."""
+    run_dir = work.folder / MULTI_WORKER / "run"
+    words = [sys.executable, "-m", "benchmarks.peers.multi_worker", *_peer(work, run_dir), "--model", work.model]
+    words += ["--batch-size", str(work.per_rank), "--threads", str(work.threads)]
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in _free_ports(work.ranks)]}
+    tasks = [{"cluster": cluster, "task": {"type": "worker", "index": i}} for i in range(work.ranks)]
+    commands = [["env", f"TF_CONFIG={json.dumps(task)}", *words] for task in tasks]
+    name = f"TensorFlow MultiWorkerMirroredStrategy, {_ranks(work)}"
+    return Side(name, commands, [run_dir / "metrics.jsonl"], work.per_rank * work.ranks, jobs.environment())
+
+
+def towers(work: Work) -> Side:
+    """The tower trainer of TensorFlow's tutorial (benchmarks.tower): one process, a tower in place of a rank."""
+    run_dir, per_step = work.folder / TOWERS / "run", work.per_rank * work.ranks
+    words = [
+        sys.executable,
+        "-m",
+        "benchmarks.tower",
+        "--towers",
+        str(work.ranks),
+        "--global-batch-size",
+        str(per_step),
+    ]
+    words += ["--model", work.model, "--dataset", "cifar10", "--data-dir", str(work.data_dir)]
+    words += ["--precision", work.precision, "--run-dir", str(run_dir)]
+    name = f"towers of TensorFlow's tutorial, 1 process, {work.ranks} towers"
+    return Side(name, [words], [run_dir / "metrics.jsonl"], per_step, jobs.environment())
+
+
+SIDES: dict[str, Callable[[Work], Side]] = {
+    OURS: ours,
+    DDP: ddp,
+    AIRBENCH: airbench,
+    MULTI_WORKER: multi_worker,
+    TOWERS: towers,
+    LIMIT: limit,
+}
+
+
+def sides_of(model: str) -> list[str]:
+    """Which sides can train a model, by name; the peer that ratios are to stands second."""
+    return [OURS, AIRBENCH, LIMIT] if model == "fast" else [OURS, DDP, MULTI_WORKER, TOWERS, LIMIT]
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens at now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+_LOOPBACK = "lo"  # as the kernel names it
+
+
+def _train(work: Work, run_dir: Path) -> list[str]:
+    """Options of `train`; what is left out is as it is by default."""
+    given: list[Any] = ["--model", work.model, "--precision", work.precision]
+    given += ["--dataset", "cifar10", "--data-dir", work.data_dir]
+    given += ["--eval-every", 0, "--checkpoint-every", 10**6, "--log-every", work.log_every]
+    return [*map(str, given), "--run-dir", str(run_dir)]
+
+
+def _peer(work: Work, run_dir: Path) -> list[str]:
+    given = ["--data-dir", work.data_dir, "--precision", work.precision, "--log-every", work.log_every]
+    return [*map(str, given), "--run-dir", str(run_dir)]
+
+
+def _ranks(work: Work) -> str:
+    return "1 rank" if work.ranks == 1 else f"{work.ranks} ranks"
+
+
+def threads_of(ranks: int) -> int:
+    """A rank's share of the cores that this process may use."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
