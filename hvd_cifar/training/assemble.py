@@ -42,24 +42,13 @@ def assemble(settings: TrainSettings, world: World) -> Run:
     views = views_of(settings.model, settings.augmentation)
     net = make_net(settings, views)
 
-    def wrap(optimizer: keras.optimizers.Optimizer) -> Any:
-        # Horovod: "sum", since every rank feeds its share of the global batch's mean; see training.step.
-        return DistributedOptimizer(
-            optimizer, op="sum", compression=settings.compression, fixed_order=bool(settings.deterministic)
-        )
-
     schedule = make_schedule(settings, batch_plan)
-    momentum = RECIPES[settings.model].momentum
-    sgd = keras.optimizers.SGD(schedule(0), momentum=momentum, global_clipnorm=settings.clip_norm)
-    optimizer = wrap(sgd)
-    if settings.precision == "mixed_float16":
-        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-    optimizer.build(net.model.trainable_variables)
+    optimizer = make_optimizer(settings, net, schedule(0))
     averages = MovingAverage(net.model.trainable_variables, settings.ema_decay) if settings.ema_decay else None
     origin = (settings.seed, batch_plan.global_batch_size, len(train_set.labels))
     state = State(net, optimizer, averages, origin)
 
-    proof = prove_averaging(wrap, contributions="sum")
+    proof = prove_averaging(lambda plain: distribute(settings, plain), contributions="sum")
     facts = {
         "dataset": prepared.name,
         "global_batch_size": batch_plan.global_batch_size,
@@ -139,6 +128,33 @@ def make_net(settings: TrainSettings, views: Views) -> Net:
     """The settings' net, freshly initialised."""
     normalization = SyncBatchNormalization if settings.sync_batch_norm else FusedBatchNormalization
     return build(settings.model, views.side, settings.precision, normalization)
+
+
+def distribute(
+    settings: TrainSettings, optimizer: keras.optimizers.Optimizer, process_set: Any = sync.ALL_RANKS
+) -> Any:
+    """The optimizer, applying gradients that are summed over the ranks as the settings say."""
+    # Horovod: "sum", since every rank feeds its share of the global batch's mean; see training.step.
+    return DistributedOptimizer(
+        optimizer,
+        op="sum",
+        compression=settings.compression,
+        process_set=process_set,
+        fixed_order=bool(settings.deterministic),
+    )
+
+
+def make_optimizer(
+    settings: TrainSettings, net: Net, learning_rate: float, process_set: Any = sync.ALL_RANKS
+) -> Any:
+    """The optimizer of resolved settings, distributed over a process set, with its slots for the net's variables."""
+    momentum = RECIPES[settings.model].momentum
+    sgd = keras.optimizers.SGD(learning_rate, momentum=momentum, global_clipnorm=settings.clip_norm)
+    optimizer = distribute(settings, sgd, process_set)
+    if settings.precision == "mixed_float16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    optimizer.build(net.model.trainable_variables)
+    return optimizer
 
 
 def make_schedule(settings: TrainSettings, batch_plan: Plan) -> Schedule:
