@@ -49,7 +49,7 @@ def _absolute_unless_word(place: str) -> str:
 
 
 def _rank_counts(given: Any) -> Any:
-    """"1,2,4" -> (1, 2, 4), ascending, each once."""
+    """Text such as 1,2,4 as (1, 2, 4): ascending, each once."""
     words = given.split(",") if isinstance(given, str) else given if isinstance(given, (list, tuple)) else [given]
     texts = [str(word).strip() for word in words]
     if not all(re.fullmatch("[0-9]{1,6}", text) and int(text) > 0 for text in texts):
@@ -256,7 +256,7 @@ class _BenchmarkOutput(_Settings):
     plot_file: LocalPath | None = Field(None, description="PNG file to draw the result in.")
 
 
-class _StepWork(DataSettings):
+class StepWork(DataSettings):
     """What a benchmark trains: the step of `train` with these settings."""
 
     model: ModelName = Field(TrainSettings.model_fields["model"].default, description="Net and recipe.")
@@ -265,11 +265,11 @@ class _StepWork(DataSettings):
     threads_per_rank: int | None = Field(
         None, gt=0, description="CPU threads that a rank computes with. [default: its share of the host's cores]"
     )
-    steps: int = Field(20, gt=0, description="Steps between two looks at the clock.")
+    steps: int = Field(10, gt=0, description="Steps between two looks at the clock.")
     repeats: int = Field(5, gt=0, description="Measurements of everything, after one more that warms up.")
 
 
-class BenchmarkStepSettings(_StepWork, _BenchmarkOutput):
+class BenchmarkStepSettings(StepWork, _BenchmarkOutput):
     """How long a training step takes on 1 to N ranks, and where its time goes."""
 
     ranks: RankCounts | None = Field(
@@ -303,7 +303,7 @@ class BenchmarkAllreduceSettings(_BenchmarkOutput):
         return self
 
 
-class BenchmarkPredictSettings(_StepWork, _BenchmarkOutput):
+class BenchmarkPredictSettings(StepWork, _BenchmarkOutput):
     """What efficiency to expect on other numbers of ranks, and on another network."""
 
     allreduce_file: LocalPath | None = Field(

@@ -20,6 +20,9 @@ class Alone:
         return 1
 
 
+ALONE = Alone()
+
+
 def first_ranks(sizes: Sequence[int], world_size: int) -> dict[int, Any]:
     """Process sets of ranks 0 .. k - 1, by k; local, and to be called before Horovod starts.
 
@@ -27,7 +30,7 @@ def first_ranks(sizes: Sequence[int], world_size: int) -> dict[int, Any]:
     """
     sets: dict[int, Any] = {k: hvd.ProcessSet(range(k)) for k in sizes if 1 < k < world_size}
     if 1 in sizes:
-        sets[1] = Alone()
+        sets[1] = ALONE
     if world_size in sizes and world_size > 1:
         sets[world_size] = hvd.global_process_set  # Horovod refuses a second set of the same ranks
     return dict(sorted(sets.items()))
@@ -35,4 +38,4 @@ def first_ranks(sizes: Sequence[int], world_size: int) -> dict[int, Any]:
 
 def to_register(sets: dict[int, Any]) -> list[Any]:
     """Those of `first_ranks` that Horovod does not know by itself."""
-    return [s for s in sets.values() if not isinstance(s, Alone) and s is not hvd.global_process_set]
+    return [s for s in sets.values() if s is not ALONE and s is not hvd.global_process_set]

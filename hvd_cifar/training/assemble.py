@@ -144,9 +144,7 @@ def distribute(
     )
 
 
-def make_optimizer(
-    settings: TrainSettings, net: Net, learning_rate: float, process_set: Any = sync.ALL_RANKS
-) -> Any:
+def make_optimizer(settings: TrainSettings, net: Net, learning_rate: float, process_set: Any = sync.ALL_RANKS) -> Any:
     """The optimizer of resolved settings, distributed over a process set, with its slots for the net's variables."""
     momentum = RECIPES[settings.model].momentum
     sgd = keras.optimizers.SGD(learning_rate, momentum=momentum, global_clipnorm=settings.clip_norm)

@@ -126,7 +126,8 @@ def _non_negative(columns: Sequence[NDArray[np.float64]], target: NDArray[np.flo
 def end_of_overlapped(ready: Sequence[float], sizes: Sequence[int], fit: Fit, ranks: int) -> float:
     """When the last gradient is reduced, where the all-reduce runs beside the backward pass; in seconds.
 
-    Whenever the network is free, all gradients that are ready by then are sent as one message, as Horovod does.
+    As Horovod does it: it looks for gradients `start` after the first one is ready or the last all-reduce has ended,
+    and reduces all that are ready by then at once.
 
     Args:
         ready: when each gradient is ready, ascending, in seconds.
@@ -134,10 +135,10 @@ def end_of_overlapped(ready: Sequence[float], sizes: Sequence[int], fit: Fit, ra
     """
     now, sent = 0.0, 0
     while sent < len(sizes):
-        now = max(now, ready[sent])
+        now = max(now, ready[sent]) + fit.start
         upto = sent
         while upto < len(sizes) and ready[upto] <= now:
             upto += 1
-        now += fit.seconds(ranks, sum(sizes[sent:upto]))
+        now += fit.seconds(ranks, sum(sizes[sent:upto])) - fit.start
         sent = upto
     return now

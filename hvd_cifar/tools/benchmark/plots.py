@@ -11,8 +11,8 @@ import numpy as np
 from hvd_cifar.errors import UserError
 from hvd_cifar.tools.benchmark.results import AllreduceResult, Estimate, PredictResult, StepResult
 
-matplotlib.use("agg")
-from matplotlib import pyplot  # noqa: E402 (it looks for a screen unless told before)
+matplotlib.use("agg")  # before pyplot, which else looks for a screen
+from matplotlib import pyplot
 
 
 def of_step(found: StepResult, path: Path) -> None:
@@ -26,7 +26,8 @@ def of_step(found: StepResult, path: Path) -> None:
         _with_errors(speed, ranks, estimates, label)
     speed.set(xlabel="ranks", ylabel="images/s", xticks=ranks, ylim=(0, None))
     for w in found.worlds:
-        speed.annotate(f"{w.efficiency.mean:.0%}", (w.ranks, w.images_per_second.mean), (0, -14), textcoords="offset points")
+        place = (w.ranks, w.images_per_second.mean)
+        speed.annotate(f"{w.efficiency.mean:.0%}", place, (0, -14), textcoords="offset points")
     speed.legend()
     places = np.arange(len(ranks))
     bars = {

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_cifar.config import TrainSettings
+from hvd_cifar.config import StepWork, TrainSettings
 from hvd_cifar.data.cifar10 import Examples
 from hvd_cifar.data.dataset import load
 from hvd_cifar.data.order import Deal
@@ -32,8 +32,9 @@ from hvd_cifar.training.step import MovingAverage, cross_entropy, make_train_ste
 
 # Small, so that a net that sees one batch again and again stays finite; a step takes as long at any rate.
 LEARNING_RATE = 1e-3
-# Before the clock starts: caches fill, and batches that the pipeline had made ahead are used up.
-LEAD_IN = PREFETCH_BATCHES + 1
+# Before the clock starts: caches fill, and batches that the pipeline has made ahead are used up.
+LEAD_IN = 2
+LEAD_IN_OF_INPUT = PREFETCH_BATCHES + 1
 WAYS = ("step", "compute", "communication", "input", "fed")
 CUTS = 4  # of the backward pass, at which its time is taken
 PHASES = ("forward", *(f"backward {i}" for i in range(1, CUTS + 1)))
@@ -41,7 +42,7 @@ PHASES = ("forward", *(f"backward {i}" for i in range(1, CUTS + 1)))
 Work = Callable[[int], None]  # do it so many times, and come back when all is done
 
 
-def measure(job: Job, options: Any) -> StepResult:
+def measure(job: Job, options: StepWork) -> StepResult:
     """Measure the step of `options` (model, batch_size, precision, steps, repeats, data) on all groups of the job.
 
     A collective; every rank returns the same.
@@ -80,7 +81,9 @@ def measure(job: Job, options: Any) -> StepResult:
         dataset=prepared.name,
         per_rank_batch_size=batch,
         steps=options.steps,
-        worlds=[_world_result(k, {w: taken[k, w] for w in WAYS if (k, w) in taken}, batch, facts.hosts) for k in job.sets],
+        worlds=[
+            _world_result(k, {w: taken[k, w] for w in WAYS if (k, w) in taken}, batch, facts.hosts) for k in job.sets
+        ],
         phases=_phases(net, {phase: taken[most, phase] for phase in ("compute", *PHASES)}),
         memory_by_rank=sync.gather(memory_of_this_process()),
         waiting_cpu=statistics.fmean(c for cs in waited for c in cs) if any(waited) else None,
@@ -118,6 +121,7 @@ class Bench:
         decay = settings.ema_decay
         self.averages = MovingAverage(net.model.trainable_variables, decay) if decay else None
         self._works: dict[tuple[int, str], Work] = {}
+        self._traced: dict[int, Callable[..., Any]] = {}
 
     def time(self, k: int, way: str, steps: int) -> tuple[float, float]:
         """Seconds a step on the first k ranks, and how much of a core this rank took meanwhile; a collective.
@@ -132,7 +136,7 @@ class Bench:
                 self._works[k, way] = self._work(k, way)
             work = self._works[k, way]
             sync.meet(self.job.sets[k])
-            work(LEAD_IN)
+            work(LEAD_IN_OF_INPUT if way in ("input", "fed") else LEAD_IN)
             began = time.perf_counter()
             work(steps)
             seconds = (time.perf_counter() - began) / steps
@@ -146,7 +150,7 @@ class Bench:
         if way == "fed":
             return self._steps(ranks, k, lambda: next(self.batches)[:3])
         if way == "compute":
-            return self._steps(groups.Alone(), 1, lambda: self.in_memory)
+            return self._steps(groups.ALONE, 1, lambda: self.in_memory)
         if way == "communication":
             return self._reductions(ranks)
         if way == "input":
@@ -154,7 +158,9 @@ class Bench:
         return self._part(PHASES.index(way))
 
     def _steps(self, ranks: Any, k: int, batch: Callable[[], Any]) -> Work:
-        step = self.step_over(ranks)
+        if k not in self._traced:  # one graph for a group, however it is fed
+            self._traced[k] = self.step_over(ranks)
+        step = self._traced[k]
         count = tf.constant((self.settings.batch_size or 0) * k)
         real = tf.float64 if self.settings.precision == "float64" else tf.float32
         numbers = count, tf.constant(LEARNING_RATE, real), tf.constant(0.0)
@@ -251,7 +257,7 @@ def _phases(net: Net, taken: dict[str, list[list[float]]]) -> Phases:
     order = range(len(variables) - 1, -1, -1)
     ready = np.interp([len(variables) - i for i in order], [len(variables) - cut for cut in cuts], ends)
     gradients = [
-        Gradient(name=variables[i].path, bytes=int(np.prod(variables[i].shape)) * _width(variables[i]), ready_seconds=at)
+        Gradient(name=variables[i].path, bytes=_bytes_of(variables[i]), ready_seconds=at)
         for i, at in zip(order, ready.tolist(), strict=True)
     ]
     whole = forward + float(ends[-1])
@@ -263,5 +269,5 @@ def _phases(net: Net, taken: dict[str, list[list[float]]]) -> Phases:
     )
 
 
-def _width(variable: Any) -> int:
-    return int(tf.as_dtype(variable.dtype).size)
+def _bytes_of(variable: Any) -> int:
+    return int(np.prod(variable.shape)) * int(tf.as_dtype(variable.dtype).size)

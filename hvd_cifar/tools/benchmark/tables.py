@@ -15,7 +15,6 @@ from hvd_cifar.tools.benchmark.results import (
     Estimate,
     Facts,
     Memory,
-    Prediction,
     PredictResult,
     StepResult,
     WorldResult,
@@ -27,7 +26,7 @@ WAY_NAMES = {"horovod": "Horovod", "mpi": "MPI", "copy": "copy"}
 
 
 def plain(estimate: Estimate, digits: int, factor: float = 1.0) -> str:
-    """"12.3 ± 0.1": mean and standard error."""
+    """Mean and standard error: 12.3 ± 0.1."""
     text = f"{estimate.mean * factor:,.{digits}f}"
     if estimate.standard_error is None:
         return text
@@ -133,7 +132,7 @@ def of_allreduce(found: AllreduceResult) -> str:
 def of_predict(found: PredictResult) -> str:
     """Predicted beside measured, and predictions."""
     checks = _table(
-        f"{found.model}, {found.precision}, {found.per_rank_batch_size} images a rank: efficiency, measured and predicted",
+        f"{found.model}, {found.precision}, {found.per_rank_batch_size} images a rank: efficiency",
         ["ranks", "measured", "all-reduce after backward", "error", "beside backward", "error"],
     )
     for p in found.checks:
@@ -163,17 +162,12 @@ def of_predict(found: PredictResult) -> str:
     return _text(checks, predictions, lines)
 
 
-def error_of(prediction: Prediction) -> float:
-    """Of the prediction without overlap, as a fraction of what was measured."""
-    assert prediction.measured is not None
-    return prediction.efficiency / prediction.measured - 1
-
-
 def _fit(fit: Fit) -> str:
     bandwidth = f"{1 / fit.beta / 1e9:.3f} GB/s" if fit.beta else "too fast to tell"
     text = f"start {fit.start * 1e6:.1f} us, alpha {fit.alpha * 1e6:.1f} us, bandwidth {bandwidth}"
     if fit.errors:
-        text += f"; off by {fit.median_error:.0%} (median) and {fit.largest_error:.0%} (most) of {len(fit.errors)} times"
+        median, largest = f"{fit.median_error:.0%}", f"{fit.largest_error:.0%}"
+        text += f"; off by {median} (median) and {largest} (most) of {len(fit.errors)} times"
     return text
 
 
