@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from hvd_cifar.config import BenchmarkAllreduceSettings, BenchmarkPredictSettings, BenchmarkStepSettings
+from hvd_cifar.config import BenchmarkAllreduceSettings, BenchmarkPredictSettings, BenchmarkStepSettings, make
 from hvd_cifar.distributed import sync
 from hvd_cifar.distributed.environment import launched_rank, launched_size
 from hvd_cifar.errors import TrainingError, UserError
@@ -13,6 +13,9 @@ from hvd_cifar.reporting import terminal
 from hvd_cifar.tools.benchmark import allreduce, job, plots, results, step, tables
 from hvd_cifar.tools.benchmark.predict import predict
 from hvd_cifar.tools.benchmark.results import AllreduceResult, PredictResult, StepResult
+
+# What `predict` measures by itself: fewer sizes than `allreduce` tell three numbers, and gradients are not larger.
+SIZES_FOR_A_FIT = {"max_bytes": 2**26, "factor": 4}
 
 Settings = BenchmarkStepSettings | BenchmarkAllreduceSettings | BenchmarkPredictSettings
 
@@ -92,7 +95,7 @@ def benchmark_predict(settings: BenchmarkPredictSettings) -> None:
     with job.start(None, least=2, threads=settings.threads_per_rank) as ranks:
         of_step, of_allreduce = sync.on_root(lambda: _read_given(settings))
         of_step = of_step or step.measure(ranks, settings)
-        of_allreduce = of_allreduce or allreduce.measure(ranks, BenchmarkAllreduceSettings())
+        of_allreduce = of_allreduce or allreduce.measure(ranks, make(BenchmarkAllreduceSettings, SIZES_FOR_A_FIT))
         found = predict(of_step, of_allreduce, settings.ranks, settings.link, settings.latency)
         if ranks.world.is_root:
             terminal.say(tables.of_predict(found))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,9 +101,9 @@ def fit(points: Sequence[Point], with_start: bool, alpha: float | None = None) -
     target = (seconds - columns["alpha"] * known["alpha"]) / seconds
     found = _non_negative([columns[name] / seconds for name in unknown], target)
     known |= dict(zip(unknown, found, strict=True))
-    result = Fit(**known)
+    result = Fit(known["start"], known["alpha"], known["beta"])
     errors = sorted(abs(result.seconds(p.ranks, p.bytes) / p.seconds - 1) for p in points)
-    return Fit(**known, errors=tuple(errors))
+    return replace(result, errors=tuple(errors))
 
 
 def _non_negative(columns: Sequence[NDArray[np.float64]], target: NDArray[np.float64]) -> list[float]:
