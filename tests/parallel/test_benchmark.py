@@ -41,10 +41,11 @@ def test_the_step_is_measured_on_1_and_2_of_3_ranks_and_judged(embedded: Path, t
     assert [world["ranks"] for world in found["worlds"]] == [1, 2]
     for world in found["worlds"]:
         k = world["ranks"]
-        for name in ("step", "compute", "input", "fed"):
+        for name in ("step", "compute", "lockstep", "input", "fed"):
             assert world[f"{name}_seconds"]["mean"] > 0 and world[f"{name}_seconds"]["n"] == 2
         assert len(world["compute_seconds_by_rank"]) == len(world["input_seconds_by_rank"]) == k
         assert world["slowest"]["rank"] < k and world["slowest"]["host"] == found["facts"]["hosts"][0]
+        assert world["lockstep_seconds"]["mean"] >= 0.999 * world["compute_seconds"]["mean"]
         # Mean of ratios and ratio of means differ by little where repeats are alike, and always lie among the repeats.
         assert world["efficiency"]["n"] == world["images_per_second"]["n"] == 2
         ratio = world["images_per_second"]["mean"] / world["images_per_second_alone"]["mean"]

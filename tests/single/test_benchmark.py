@@ -55,8 +55,8 @@ def _estimate(value: float) -> Estimate:
     return Estimate(mean=value, standard_error=None, n=1)
 
 
-def _step(compute: float, worlds: dict[int, float], phases: Phases) -> StepResult:
-    """A result whose ranks compute in `compute` seconds and reach the efficiencies of `worlds`."""
+def _step(compute: float, worlds: dict[int, float], phases: Phases, lag: float = 1.0) -> StepResult:
+    """A result whose ranks compute in `compute` seconds, the slowest in `lag` times that, and reach `worlds`."""
     return StepResult(
         facts=FACTS,
         model="resnet20",
@@ -72,6 +72,7 @@ def _step(compute: float, worlds: dict[int, float], phases: Phases) -> StepResul
                 efficiency=_estimate(efficiency),
                 step_seconds=_estimate(compute / efficiency),
                 compute_seconds=_estimate(compute),
+                lockstep_seconds=_estimate(compute * lag),
                 communication_seconds=_estimate(0.02) if k > 1 else None,
                 input_seconds=_estimate(0.01),
                 fed_seconds=_estimate(compute / efficiency),
@@ -167,28 +168,36 @@ def test_a_fit_has_no_number_below_zero() -> None:
 
 def test_prediction_limits() -> None:
     step = _step(4.0, {1: 1.0, 2: 0.9}, PHASES)
-    free = predict_one(step, Fit(0.0, 0.0, 0.0), 512, 4.0)
+    free = predict_one(step, Fit(0.0, 0.0, 0.0), 512, step.worlds[-1])
     assert (free.efficiency, free.efficiency_overlapped) == (1.0, 1.0)
-    alone = predict_one(step, Fit(1.0, 1.0, 1.0), 1, 4.0)
+    alone = predict_one(step, Fit(1.0, 1.0, 1.0), 1, step.worlds[-1])
     assert (alone.efficiency, alone.efficiency_overlapped) == (1.0, 1.0)
     # Bandwidth alone: with many ranks an all-reduce takes 2 S beta, whatever their number.
-    narrow = predict_one(step, Fit(0.0, 0.0, 0.01), 100_000, 4.0)
+    narrow = predict_one(step, Fit(0.0, 0.0, 0.01), 100_000, step.worlds[-1])
     assert narrow.communication_seconds == pytest.approx(2 * 400 * 0.01, rel=1e-4)
     assert narrow.efficiency == pytest.approx(4 / 12, rel=1e-4)
     # Latency alone grows with the ranks, and so does what is lost.
-    slow = [predict_one(step, Fit(0.0, 0.001, 0.0), p, 4.0).efficiency for p in (2, 16, 512)]
+    slow = [predict_one(step, Fit(0.0, 0.001, 0.0), p, step.worlds[-1]).efficiency for p in (2, 16, 512)]
     assert slow == pytest.approx([4 / (4 + 2 * (p - 1) * 0.001) for p in (2, 16, 512)])
 
 
 def test_overlap_hides_all_but_the_last_gradients() -> None:
     step = _step(4.0, {1: 1.0, 2: 0.9}, PHASES)
     # 2 ranks: 100 bytes take 0.2 s. Each is done before the next is ready; the last ends 0.2 s after the backward pass.
-    found = predict_one(step, Fit(0.0, 0.0, 0.002), 2, 4.0)
+    found = predict_one(step, Fit(0.0, 0.0, 0.002), 2, step.worlds[-1])
     assert found.efficiency == pytest.approx(4 / 4.8)
     assert found.efficiency_overlapped == pytest.approx(4 / 4.2)
     # Where the computation takes twice as long, so do its parts, and the all-reduce does not.
-    slower = predict_one(step, Fit(0.0, 0.0, 0.002), 2, 8.0)
-    assert slower.efficiency_overlapped == pytest.approx(8 / 8.2)
+    slower = _step(8.0, {1: 1.0, 2: 0.9}, PHASES)
+    assert predict_one(step, Fit(0.0, 0.0, 0.002), 2, slower.worlds[1]).efficiency_overlapped == pytest.approx(8 / 8.2)
+
+
+def test_ranks_wait_for_the_slowest() -> None:
+    step = _step(4.0, {1: 1.0, 2: 0.9}, PHASES, lag=1.25)
+    found = predict_one(step, Fit(0.0, 0.0, 0.002), 2, step.worlds[-1])
+    assert found.efficiency == pytest.approx(4 / (5 + 0.8))
+    assert found.efficiency_overlapped == pytest.approx(4 / (5 + 0.2))
+    assert predict_one(step, Fit(0.0, 0.0, 0.002), 1, step.worlds[-1]).efficiency == 1.0
 
 
 def test_overlapped_gradients_travel_as_horovod_sends_them() -> None:
@@ -226,6 +235,7 @@ def test_a_world_is_as_fast_as_its_slowest_rank_and_loses_against_ranks_that_do_
     taken = {
         "step": [[2.0, 2.5], [2.5, 2.4]],
         "compute": [[1.0, 2.0], [1.0, 2.0]],
+        "lockstep": [[2.1], [2.3]],
         "communication": [[0.1, 0.2], [0.2, 0.1]],
         "input": [[0.1, 0.3], [0.1, 0.3]],
         "fed": [[2.5, 2.0], [3.0, 2.0]],
@@ -235,6 +245,7 @@ def test_a_world_is_as_fast_as_its_slowest_rank_and_loses_against_ranks_that_do_
     assert found.images_per_second_alone.mean == 150.0
     assert found.efficiency.mean == pytest.approx(80 / 150) and found.efficiency.standard_error == 0.0
     assert found.compute_seconds.mean == pytest.approx(200 / 150)
+    assert found.lockstep_seconds.mean == pytest.approx(2.2)
     assert found.communication_seconds is not None and found.communication_seconds.mean == pytest.approx(0.2)
     assert found.input_cost.mean == pytest.approx((0.0 + 0.2) / 2)
     assert (found.slowest.rank, found.slowest.host) == (1, "b")

@@ -67,6 +67,7 @@ class WorldResult(_Result):
     efficiency: Estimate  # the first over the second, by repeat
     step_seconds: Estimate  # computation and all-reduce together, as in training
     compute_seconds: Estimate  # the same step without communication
+    lockstep_seconds: Estimate  # the same, if each step had to wait for its slowest rank
     communication_seconds: Estimate | None  # the all-reduce of the gradients by itself; None: nothing to reduce
     input_seconds: Estimate  # the pipeline by itself, for one batch
     fed_seconds: Estimate  # the step, fed by the pipeline
@@ -159,6 +160,7 @@ class PredictResult(_Result):
     per_rank_batch_size: int
     gradient_bytes: int
     compute_seconds: float  # of a step on the most ranks that were measured
+    lockstep_seconds: float  # of its slowest rank
     fit: Fit  # of the all-reduce, as measured
     link_fit: Fit  # the same with the link's numbers, where they are given
     checks: list[Prediction]  # with `fit`, where `measured` is known

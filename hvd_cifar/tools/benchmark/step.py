@@ -64,11 +64,14 @@ def measure(job: Job, options: StepWork) -> StepResult:
     waited: list[list[float]] = []
     for repeat in range(options.repeats + 1):
         for k, way in turns if repeat % 2 else turns[::-1]:
-            seconds, cpu = bench.time(k, way, options.steps)
-            by_rank = sync.gather((seconds, cpu))
+            by_rank = sync.gather(bench.time(k, way, options.steps))
             if repeat:  # the first one traces and warms up
-                taken[k, way].append([s for s, _ in by_rank[:k]])
-                waited.append([c for _, c in by_rank[k:]])
+                taken[k, way].append([statistics.fmean(looks) for looks, _ in by_rank[:k]])
+                waited.append([cpu for _, cpu in by_rank[k:]])
+                if way == "compute":
+                    # If each step waited for its slowest rank, and nothing else.
+                    slowest = [max(look) for look in zip(*(looks for looks, _ in by_rank[:k]), strict=True)]
+                    taken[k, "lockstep"].append([statistics.fmean(slowest)])
         if world.is_root and repeat == 0:
             terminal.say("warmed up")
 
@@ -82,7 +85,8 @@ def measure(job: Job, options: StepWork) -> StepResult:
         per_rank_batch_size=batch,
         steps=options.steps,
         worlds=[
-            _world_result(k, {w: taken[k, w] for w in WAYS if (k, w) in taken}, batch, facts.hosts) for k in job.sets
+            _world_result(k, {way: of_k for (n, way), of_k in taken.items() if n == k}, batch, facts.hosts)
+            for k in job.sets
         ],
         phases=_phases(net, {phase: taken[most, phase] for phase in ("compute", *PHASES)}),
         memory_by_rank=sync.gather(memory_of_this_process()),
@@ -123,23 +127,25 @@ class Bench:
         self._works: dict[tuple[int, str], Work] = {}
         self._traced: dict[int, Callable[..., Any]] = {}
 
-    def time(self, k: int, way: str, steps: int) -> tuple[float, float]:
-        """Seconds a step on the first k ranks, and how much of a core this rank took meanwhile; a collective.
+    def time(self, k: int, way: str, steps: int) -> tuple[list[float], float]:
+        """Seconds of each step on the first k ranks, and how much of a core this rank took meanwhile; a collective.
 
-        On the other ranks the seconds mean nothing.
+        Where a GPU works ahead of its process, only the mean of all steps is known. The other ranks get no seconds.
         """
         sync.meet()
         cpu, wall = time.process_time(), time.perf_counter()
-        seconds = 0.0
+        seconds: list[float] = []
         if self.job.includes_me(k):
             if (k, way) not in self._works:
                 self._works[k, way] = self._work(k, way)
             work = self._works[k, way]
             sync.meet(self.job.sets[k])
             work(LEAD_IN_OF_INPUT if way in ("input", "fed") else LEAD_IN)
-            began = time.perf_counter()
-            work(steps)
-            seconds = (time.perf_counter() - began) / steps
+            at_once = steps if "GPU" in self.job.world.device else 1
+            for _ in range(steps // at_once):
+                began = time.perf_counter()
+                work(at_once)
+                seconds.append((time.perf_counter() - began) / at_once)
         sync.meet()
         return seconds, (time.process_time() - cpu) / (time.perf_counter() - wall)
 
@@ -154,7 +160,7 @@ class Bench:
         if way == "communication":
             return self._reductions(ranks)
         if way == "input":
-            return _repeated(lambda: next(self.batches)[0])
+            return _repeated(lambda: next(self.batches)[1])
         return self._part(PHASES.index(way))
 
     def _steps(self, ranks: Any, k: int, batch: Callable[[], Any]) -> Work:
@@ -228,6 +234,7 @@ def _world_result(k: int, taken: dict[str, list[list[float]]], batch: int, hosts
         efficiency=Estimate.of([a / b for a, b in zip(images, alone, strict=True)]),
         step_seconds=Estimate.of(step),
         compute_seconds=Estimate.of([k * batch / rate for rate in alone]),
+        lockstep_seconds=Estimate.of([of_slowest for (of_slowest,) in taken["lockstep"]]),
         communication_seconds=Estimate.of([max(s) for s in taken["communication"]]) if k > 1 else None,
         input_seconds=Estimate.of([statistics.fmean(by_rank) for by_rank in taken["input"]]),
         fed_seconds=Estimate.of(fed),

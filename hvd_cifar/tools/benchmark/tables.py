@@ -17,7 +17,6 @@ from hvd_cifar.tools.benchmark.results import (
     Memory,
     PredictResult,
     StepResult,
-    WorldResult,
 )
 
 WIDTH = 200  # of the widest table; a terminal's own width would cut columns off
@@ -52,7 +51,17 @@ def of_step(found: StepResult) -> str:
         )
     parts = _table(
         "milliseconds a step",
-        ["ranks", "step", "computation alone", "all-reduce alone", "hidden", "input alone", "step with input", "costs"],
+        [
+            "ranks",
+            "step",
+            "computation alone",
+            "of the slowest",
+            "all-reduce alone",
+            "shows",
+            "input alone",
+            "fed",
+            "costs",
+        ],
     )
     for w in found.worlds:
         alone = w.communication_seconds
@@ -60,8 +69,9 @@ def of_step(found: StepResult) -> str:
             str(w.ranks),
             plain(w.step_seconds, 2, 1e3),
             plain(w.compute_seconds, 2, 1e3),
+            plain(w.lockstep_seconds, 2, 1e3),
             plain(alone, 2, 1e3) if alone else "",
-            f"{hidden(w):.0%}" if alone else "",
+            f"{(w.step_seconds.mean - w.lockstep_seconds.mean) * 1e3:.2f}" if alone else "",
             plain(w.input_seconds, 2, 1e3),
             plain(w.fed_seconds, 2, 1e3),
             plain(w.input_cost, 1, 100) + "%",
@@ -93,15 +103,6 @@ def of_step(found: StepResult) -> str:
     if found.waiting_cpu is not None:
         lines.append(f"ranks that waited took {found.waiting_cpu:.0%} of a core each")
     return _text(speed, parts, by_rank, lines)
-
-
-def hidden(world: WorldResult) -> float:
-    """The part of the all-reduce's time that a step does not show, 0 to 1."""
-    alone = world.communication_seconds
-    if alone is None:
-        return 0.0
-    shown = world.step_seconds.mean - world.compute_seconds.mean
-    return min(1.0, max(0.0, 1 - shown / alone.mean))
 
 
 def of_allreduce(found: AllreduceResult) -> str:
@@ -154,7 +155,8 @@ def of_predict(found: PredictResult) -> str:
         milliseconds = f"{p.communication_seconds * 1e3:.2f}"
         predictions.add_row(str(p.ranks), milliseconds, f"{p.efficiency:.3f}", f"{p.efficiency_overlapped:.3f}")
     lines = [
-        f"a step computes {found.compute_seconds * 1e3:.2f} ms; gradients of {found.gradient_bytes / 2**20:.2f} MiB",
+        f"a step computes {found.compute_seconds * 1e3:.2f} ms, {found.lockstep_seconds * 1e3:.2f} ms on its slowest "
+        f"rank; gradients of {found.gradient_bytes / 2**20:.2f} MiB",
         f"all-reduce as measured: {_fit(found.fit)}",
     ]
     if found.link_fit != found.fit:
