@@ -29,8 +29,8 @@ def benchmark_step(settings: BenchmarkStepSettings) -> None:
     """
     if settings.min_efficiency is not None and max(settings.ranks or [launched_size() or 2]) == 1:
         raise UserError("--min-efficiency: the efficiency of one rank alone is 1; start more (-np 2)")
-    results.check_writable(settings.json_file, settings.plot_file)
     with job.start(settings.ranks, threads=settings.threads_per_rank) as ranks:
+        sync.on_root(lambda: _check_outputs(settings))
         found = step.measure(ranks, settings)
         if ranks.world.is_root:
             terminal.say(tables.of_step(found))
@@ -56,8 +56,8 @@ def benchmark_allreduce(settings: BenchmarkAllreduceSettings) -> None:
         UserError: where a setting does not fit the job.
         TrainingError: where a sum is wrong.
     """
-    results.check_writable(settings.json_file, settings.plot_file)
     with job.start(settings.ranks, least=2) as ranks:
+        sync.on_root(lambda: _check_outputs(settings))
         found = allreduce.measure(ranks, settings)
         if ranks.world.is_root:
             terminal.say(tables.of_allreduce(found))
@@ -83,9 +83,9 @@ def benchmark_predict(settings: BenchmarkPredictSettings) -> None:
     Raises:
         UserError: where a file holds no such result, or the job has one rank only.
     """
-    results.check_writable(settings.json_file, settings.plot_file)
     if settings.step_file and settings.allreduce_file:
         if launched_rank() in (None, 0):  # no rank needs another one
+            _check_outputs(settings)
             of_step, of_allreduce = _read_given(settings)
             assert of_step and of_allreduce
             found = predict(of_step, of_allreduce, settings.ranks, settings.link, settings.latency)
@@ -93,6 +93,7 @@ def benchmark_predict(settings: BenchmarkPredictSettings) -> None:
             _write(settings, found, lambda path: plots.of_predict(found, path))
         return
     with job.start(None, least=2, threads=settings.threads_per_rank) as ranks:
+        sync.on_root(lambda: _check_outputs(settings))
         of_step, of_allreduce = sync.on_root(lambda: _read_given(settings))
         of_step = of_step or step.measure(ranks, settings)
         of_allreduce = of_allreduce or allreduce.measure(ranks, make(BenchmarkAllreduceSettings, SIZES_FOR_A_FIT))
@@ -108,6 +109,11 @@ def _read_given(settings: BenchmarkPredictSettings) -> tuple[StepResult | None, 
         results.read(StepResult, step_file, "--step") if step_file else None,
         results.read(AllreduceResult, allreduce_file, "--allreduce") if allreduce_file else None,
     )
+
+
+def _check_outputs(settings: Settings) -> None:
+    """Before minutes of measuring, not after."""
+    results.check_writable(settings.json_file, settings.plot_file)
 
 
 def _write(

@@ -190,7 +190,7 @@ def read(kind: type[R], path: Path, option: str) -> R:
 
 
 def check_writable(*paths: Path | None) -> None:
-    """UserError where a file cannot be written later on: before minutes of measuring, not after."""
+    """UserError where a file could not be written later on, as its folder is not there, or it is one itself."""
     for path in paths:
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
