@@ -199,10 +199,12 @@ class Bench:
         @tf.function
         def part(image: Any, label: Any, weight: Any) -> Any:
             with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(cross_entropy(label, model(image, training=True)) * tf.cast(weight, tf.float32))
+                entropy = cross_entropy(label, model(image, training=True))
+                loss = tf.reduce_mean(entropy * tf.cast(weight, entropy.dtype))
             return [loss, *(tape.gradient(loss, wanted) if wanted else [])]
 
-        return _repeated(lambda: part(*self.in_memory)[-1])
+        traced = part.get_concrete_function(*self.in_memory)  # TensorFlow would warn of many functions of one name
+        return _repeated(lambda: traced(*self.in_memory)[-1])
 
 
 def _repeated(once: Callable[[], Any]) -> Work:

@@ -77,9 +77,7 @@ def of_step(found: StepResult) -> str:
             plain(w.input_cost, 1, 100) + "%",
         )
     most = found.worlds[-1]
-    by_rank = _table(
-        f"each of {most.ranks} ranks", ["rank", "host", "computation, ms", "input, ms", "memory, MiB", "of it its own"]
-    )
+    by_rank = _table("by rank", ["rank", "host", "computation, ms", "input, ms", "memory, MiB", "of it its own"])
     shown = sorted(range(most.ranks), key=lambda rank: -most.compute_seconds_by_rank[rank])[:RANKS_SHOWN]
     for rank in sorted(shown):
         resident, proportional = _mebibytes(found.memory_by_rank[rank])
@@ -186,7 +184,7 @@ def _mebibytes(memory: Memory) -> tuple[str, str]:
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, header_style="")
+    table = Table(title=title, box=box.SIMPLE_HEAD, header_style="")
     for column in columns:
         left = column in ("slowest rank", "host")
         table.add_column(column, justify="left" if left else "right", no_wrap=True)
@@ -198,6 +196,8 @@ def _text(*parts: Table | Sequence[str]) -> str:
     console = Console(file=stream, width=WIDTH, color_system=None, highlight=False)
     for part in parts:
         if isinstance(part, Table):
+            console.print(part.title, markup=False, soft_wrap=True)
+            part.title = None  # which rich would break at the table's width
             console.print(part)
         else:
             for line in part:
