@@ -13,7 +13,7 @@ Train CIFAR-10 with TensorFlow and Horovod: one process (rank) per GPU or core.
   ./run.sh test [PYTEST OPTIONS]           lint, types and all tests; with options only pytest, with these
   ./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] COMMAND [OPTIONS]
 
-COMMAND is train or evaluate; `./run.sh train --help` lists its options.
+COMMAND is train, evaluate, or benchmark step|allreduce|predict; `./run.sh train --help` lists its options.
   -np N              ranks; default: one per GPU, else one per core, at most 8
   -H a:4,b:4         where they run: host:slots
   --hostfile FILE    the same from a file with lines `host slots=N`, see hostfiles/

@@ -49,8 +49,8 @@ def _run(argv: list[str], only_check: bool) -> int | None:
             return None
         work()
         return 0
-    except click.exceptions.NoArgsIsHelpError:
-        return _complain_once("give a command: train or evaluate (see --help)", USER_ERROR)
+    except click.exceptions.NoArgsIsHelpError as error:
+        return _complain_once(f"give a command: {_choices_of(error)} (see --help)", USER_ERROR)
     except click.ClickException as error:
         return _complain_once(f"{error.format_message().rstrip('.')} (see --help)", USER_ERROR)
     except UserError as error:
@@ -59,6 +59,15 @@ def _run(argv: list[str], only_check: bool) -> int | None:
         return _complain_once(str(error), TRAINING_ERROR)
     except (click.Abort, KeyboardInterrupt):
         return 130
+
+
+def _choices_of(error: click.exceptions.NoArgsIsHelpError) -> str:
+    """The commands of the group that got none, as words of the command line."""
+    group = error.ctx.command if error.ctx else None
+    assert error.ctx and isinstance(group, click.Group), "only a group asks for a command"
+    path = error.ctx.command_path.split()[1:]
+    *others, last = (" ".join([*path, name]) for name in group.list_commands(error.ctx))
+    return f"{', '.join(others)} or {last}"
 
 
 def _complain_once(message: str, code: int) -> int:
@@ -78,6 +87,17 @@ def _commands() -> click.Group:
 
     _add(commands, "train", config.TrainSettings, _train, "Train a model; rank 0 writes the run directory.")
     _add(commands, "evaluate", config.EvaluateSettings, _evaluate, "Evaluate a checkpoint on the whole test set.")
+
+    @commands.group()
+    def benchmark() -> None:
+        """Measure this machine or cluster: the training step, the all-reduce, and what more ranks would bring."""
+
+    step_help = "Speed of the training step on 1 to N ranks, where its time goes, and its scaling efficiency."
+    _add(benchmark, "step", config.BenchmarkStepSettings, _benchmark_step, step_help)
+    allreduce_help = "Time and bandwidth of all-reduces of many sizes, through Horovod and through MPI directly."
+    _add(benchmark, "allreduce", config.BenchmarkAllreduceSettings, _benchmark_allreduce, allreduce_help)
+    predict_help = "Scaling efficiency to expect on other numbers of ranks and other networks, and how far that is off."
+    _add(benchmark, "predict", config.BenchmarkPredictSettings, _benchmark_predict, predict_help)
     return commands
 
 
@@ -108,7 +128,7 @@ def _option(field: str, info: Any) -> click.Option:
     if info.annotation in (bool, bool | None):
         # Both ways, so that an option outdoes a file that says the other.
         return click.Option([f"{name}/--no-{name.removeprefix('--')}"], default=None, help=_help(info))
-    return click.Option([name], default=None, metavar=_metavar(info.annotation), help=_help(info))
+    return click.Option([name, field], default=None, metavar=_metavar(info.annotation), help=_help(info))
 
 
 def _help(info: Any) -> str:
@@ -126,7 +146,7 @@ def _metavar(annotation: Any) -> str:
         return _metavar(members[0])
     if typing.get_origin(annotation) is typing.Annotated:
         return _metavar(members[0])
-    return {int: "N", float: "X", Path: "PATH"}.get(annotation, "TEXT")
+    return {int: "N", float: "X", Path: "PATH", tuple[int, ...]: "N,N,..."}.get(annotation, "TEXT")
 
 
 def _train(settings: config.TrainSettings) -> None:
@@ -141,3 +161,21 @@ def _evaluate(settings: config.EvaluateSettings) -> None:
     with quiet_start():
         from hvd_cifar.training.evaluate_command import evaluate_run
     evaluate_run(settings)
+
+
+def _benchmark_step(settings: config.BenchmarkStepSettings) -> None:
+    with quiet_start():
+        from hvd_cifar.tools.benchmark.commands import benchmark_step
+    benchmark_step(settings)
+
+
+def _benchmark_allreduce(settings: config.BenchmarkAllreduceSettings) -> None:
+    with quiet_start():
+        from hvd_cifar.tools.benchmark.commands import benchmark_allreduce
+    benchmark_allreduce(settings)
+
+
+def _benchmark_predict(settings: config.BenchmarkPredictSettings) -> None:
+    with quiet_start():
+        from hvd_cifar.tools.benchmark.commands import benchmark_predict
+    benchmark_predict(settings)

@@ -7,6 +7,7 @@ and its type is its check. The command line, a `--config` file and a Python prog
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -47,6 +48,40 @@ def _absolute_unless_word(place: str) -> str:
     return place if place in ("auto", "never") else str(absolute(Path(place)))
 
 
+def _rank_counts(given: Any) -> Any:
+    """Text such as 1,2,4 as (1, 2, 4): ascending, each once."""
+    words = given.split(",") if isinstance(given, str) else given if isinstance(given, (list, tuple)) else [given]
+    texts = [str(word).strip() for word in words]
+    if not all(re.fullmatch("[0-9]{1,6}", text) and int(text) > 0 for text in texts):
+        raise ValueError("write numbers of ranks with commas between them, such as 1,2,4")
+    return tuple(sorted({int(text) for text in texts}))
+
+
+# A unit, and what one of it is: in bytes, in bytes a second, in seconds.
+_SIZES = {"": 1, "B": 1, "K": 2**10, "KiB": 2**10, "M": 2**20, "MiB": 2**20, "G": 2**30, "GiB": 2**30}
+_SPEEDS = {f"{p}bit/s": 10**n / 8 for p, n in (("", 0), ("k", 3), ("M", 6), ("G", 9), ("T", 12))} | {
+    f"{p}B/s": 10.0**n for p, n in (("", 0), ("k", 3), ("M", 6), ("G", 9), ("T", 12))
+}
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+
+def _quantity(units: dict[str, float], example: str) -> BeforeValidator:
+    def read(given: Any) -> Any:
+        match = re.fullmatch(r"([0-9.]+) ?([A-Za-z/]*)", given.strip()) if isinstance(given, str) else None
+        if match is None and not isinstance(given, (int, float)):
+            raise ValueError(f"write a number and a unit, such as {example}")
+        number, unit = (match[1], match[2]) if match else (str(given), "")
+        if unit not in units or not re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", number):
+            raise ValueError(f"write a number and one of {', '.join(filter(None, units))}, such as {example}")
+        return float(number) * units[unit]
+
+    return BeforeValidator(read)
+
+
+RankCounts = Annotated[tuple[int, ...], BeforeValidator(_rank_counts)]
+Bytes = Annotated[int, _quantity(_SIZES, "4, 64K or 256MiB")]
+BytesPerSecond = Annotated[float, _quantity(_SPEEDS, "10Gbit/s")]
+Seconds = Annotated[float, _quantity(_TIMES, "20us")]
 LocalPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(absolute)]
 Md5 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{32}$"), AfterValidator(str.lower)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -234,12 +269,82 @@ class EvaluateSettings(_Settings):
     output: LocalPath | None = Field(None, description="JSON file to write the result to.")
 
 
+class _BenchmarkOutput(_Settings):
+    json_file: LocalPath | None = Field(None, description="JSON file to write the result to.")
+    plot_file: LocalPath | None = Field(None, description="PNG file to draw the result in.")
+
+
+class StepWork(DataSettings):
+    """What a benchmark trains: the step of `train` with these settings."""
+
+    model: ModelName = Field(TrainSettings.model_fields["model"].default, description="Net and recipe.")
+    batch_size: int = Field(DEFAULT_PER_RANK_BATCH_SIZE, gt=0, description="Examples a rank processes at a time.")
+    precision: Precision | None = Field(None, description=str(TrainSettings.model_fields["precision"].description))
+    threads_per_rank: int | None = Field(
+        None, gt=0, description="CPU threads that a rank computes with. [default: its share of the host's cores]"
+    )
+    steps: int = Field(10, gt=0, description="Steps between two looks at the clock.")
+    repeats: int = Field(5, gt=0, description="Measurements of everything, after one more that warms up.")
+
+
+class BenchmarkStepSettings(StepWork, _BenchmarkOutput):
+    """How long a training step takes on 1 to N ranks, and where its time goes."""
+
+    ranks: RankCounts | None = Field(
+        None, description="Numbers of ranks to measure, such as 1,2,3. [default: powers of two, and all]"
+    )
+    min_efficiency: Finite | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="End with exit code 1 where the scaling efficiency on the most ranks is lower than this fraction.",
+    )
+
+
+class BenchmarkAllreduceSettings(_BenchmarkOutput):
+    """How long all-reduces of many sizes take."""
+
+    ranks: RankCounts | None = Field(
+        None, description="Numbers of ranks to measure, such as 2,4. [default: powers of two, and all]"
+    )
+    min_bytes: Bytes = Field(4, ge=4, validate_default=True, description="Smallest message; K, M, G are of 1024.")
+    max_bytes: Bytes = Field(2**28, ge=4, description="Largest message.")
+    factor: int = Field(2, ge=2, description="From one size to the next.")
+    seconds: Finite = Field(0.3, gt=0, description="Time to spend on each size in each way, about.")
+    iterations: int = Field(100, gt=0, description="All-reduces of a size in each repeat, at most.")
+    repeats: int = Field(5, gt=0, description="Measurements of each size and way, one after the other in turn.")
+
+    @model_validator(mode="after")
+    def _sizes_ascend(self) -> BenchmarkAllreduceSettings:
+        if self.min_bytes > self.max_bytes:
+            raise ValueError(f"--min-bytes {self.min_bytes} is more than --max-bytes {self.max_bytes}: make it smaller")
+        return self
+
+
+class BenchmarkPredictSettings(StepWork, _BenchmarkOutput):
+    """What efficiency to expect on other numbers of ranks, and on another network."""
+
+    allreduce_file: LocalPath | None = Field(
+        None, description="JSON file of `benchmark allreduce`. [default: measure now, on the ranks of this job]"
+    )
+    step_file: LocalPath | None = Field(
+        None, description="JSON file of `benchmark step`. [default: measure now, with the options above]"
+    )
+    ranks: RankCounts = Field((2, 4, 8, 16, 64, 512), description="Numbers of ranks to predict for.")
+    link: BytesPerSecond | None = Field(
+        None, gt=0, allow_inf_nan=False, description="Speed of each host's link, such as 10Gbit/s. [default: measured]"
+    )
+    latency: Seconds | None = Field(
+        None, ge=0, description="Time of a message over the link, such as 20us. [default: measured]"
+    )
+
+
 S = TypeVar("S", bound=_Settings)
 
 
 def option_name(field: str) -> str:
-    """`global_batch_size` -> `--global-batch-size`."""
-    return "--" + field.replace("_", "-")
+    """`global_batch_size` -> `--global-batch-size`, `json_file` -> `--json`."""
+    return "--" + field.removesuffix("_file").replace("_", "-")
 
 
 def make(kind: type[S], values: dict[str, Any]) -> S:
@@ -259,7 +364,8 @@ def make(kind: type[S], values: dict[str, Any]) -> S:
             raise UserError(f"{option} is required") from None
         if first["type"] == "extra_forbidden":
             raise UserError(f"{option} is no setting of this command (see --help)") from None
-        message = first["msg"][0].lower() + first["msg"][1:]
+        message = first["msg"].removeprefix("Value error, ")
+        message = message[0].lower() + message[1:]
         raise UserError(f"{option} {first['input']}: {message}") from None
 
 

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
 # The variables by which a launcher names a process's rank: horovodrun over Gloo, mpirun, PMIx (srun, prte), PMI-2.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+# And the number of ranks; PMIx has none, but Slurm does.
+SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> int | None:
     """This process's rank as its launcher set it, or None where no launcher did."""
-    for name in RANK_VARIABLES:
-        value = environment.get(name, "")
-        if value.isdecimal():
-            return int(value)
-    return None
+    return _first_number(RANK_VARIABLES, environment)
+
+
+def launched_size(environment: Mapping[str, str] = os.environ) -> int | None:
+    """How many ranks the launcher says it has started; 1 without a launcher, None where one does not say."""
+    return 1 if launched_rank(environment) is None else _first_number(SIZE_VARIABLES, environment)
+
+
+def _first_number(names: Iterable[str], environment: Mapping[str, str]) -> int | None:
+    values = (environment.get(name, "") for name in names)
+    return next((int(value) for value in values if value.isdecimal()), None)
 
 
 def prepare_mpi(environment: MutableMapping[str, str], on_cpu: bool, prefix: Path = Path(sys.prefix)) -> None:

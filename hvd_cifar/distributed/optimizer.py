@@ -54,7 +54,7 @@ class _Distributed:
         grads = list(grads)
         variables = None if trainable_variables is None else list(trainable_variables)
         if self._reduction.passes == 1 or not grads:
-            super().apply(reduce_gradients(grads, self._reduction), variables)  # type: ignore[misc]
+            super().apply(self.reduce(grads), variables)  # type: ignore[misc]
             return
         if not self.built:  # type: ignore[has-type]
             with keras.name_scope(self.name):  # type: ignore[attr-defined]
@@ -74,14 +74,16 @@ class _Distributed:
         def update() -> None:
             divisor = self._reduction.passes if self._reduction.average_passes else 1
             totals = [tf.convert_to_tensor(total) / divisor for total in sums]
-            super(_Distributed, self).apply(  # type: ignore[misc]
-                reduce_gradients(totals, self._reduction), [v for _, v in present]
-            )
+            super(_Distributed, self).apply(self.reduce(totals), [v for _, v in present])  # type: ignore[misc]
             for total in sums:
                 total.assign(tf.zeros_like(total.value))
             self._passes_done.assign(0)
 
         tf.cond(self._passes_done.value >= self._reduction.passes, update, lambda: None)
+
+    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
+        """What `apply` applies: gradients reduced over the ranks."""
+        return reduce_gradients(gradients, self._reduction)
 
     def on_all_ranks(self, condition: Any) -> Any:
         """Whether `condition`, a boolean scalar of each rank, holds on all of them."""

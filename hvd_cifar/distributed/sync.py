@@ -20,6 +20,8 @@ from hvd_cifar.errors import TrainingError, UserError
 
 T = TypeVar("T")
 
+ALL_RANKS = hvd.global_process_set
+
 # Types that Horovod does not send, and one of the same width that it does.
 _CARRIERS = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.bfloat16: tf.int16}
 
@@ -132,15 +134,24 @@ def sum_in_graph(value: Any) -> Any:
     return value if hvd.size() == 1 else hvd.allreduce(value, op=hvd.Sum)
 
 
-def sums_in_graph(values: Sequence[Any], fixed_order: bool) -> list[Any]:
-    """Sums of tensors of one type over all ranks, as operations of the step's own graph.
+def sums_in_graph(values: Sequence[Any], fixed_order: bool, process_set: Any = ALL_RANKS) -> list[Any]:
+    """Sums of tensors of one type over the ranks, as operations of the step's own graph.
 
     Args:
         fixed_order: add by `tree.all_reduce_in_tree`, for the same bits at any number of ranks.
+        process_set: the ranks that add up; this rank is one of them.
     """
-    if hvd.size() == 1:
+    if process_set.size() == 1:
         return list(values)
-    return all_reduce_in_tree(values) if fixed_order else [sum_in_graph(value) for value in values]
+    if fixed_order:
+        return all_reduce_in_tree(values, process_set)
+    return [hvd.allreduce(value, op=hvd.Sum, process_set=process_set) for value in values]
+
+
+def meet(process_set: Any = ALL_RANKS) -> None:
+    """Wait until all ranks of a process set, of which this rank is one, are here."""
+    if process_set.size() > 1:
+        hvd.allreduce(tf.zeros(1), op=hvd.Sum, process_set=process_set)
 
 
 def average_variables(variables: Sequence[keras.Variable]) -> None:

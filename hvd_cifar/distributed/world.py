@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -44,19 +44,20 @@ class World:
         return f"{ranks}, {kind}, all-reduce over {self.controller}"
 
 
-def start(threads: int | None = None, deterministic: bool = False) -> World:
+def start(threads: int | None = None, deterministic: bool = False, process_sets: Sequence[Any] = ()) -> World:
     """Start Horovod in this process, pin its device and size its thread pool. Call it once, before any TensorFlow op.
 
     Args:
         threads: of TensorFlow's pools where the CPU computes; None: this rank's share of the host's cores.
         deterministic: have TensorFlow choose operations that give the same bits every time.
+        process_sets: Horovod's, to be made known to all ranks; see `groups`.
 
     Raises:
         UserError: where the host has GPUs, but fewer than ranks.
     """
     gpus = tf.config.list_physical_devices("GPU")
     environment.prepare_mpi(os.environ, on_cpu=not gpus)
-    hvd.init()
+    hvd.init(process_sets=process_sets)
     local_rank, local_size = hvd.local_rank(), hvd.local_size()
 
     view = devices.visible_gpus(devices.list_gpus(), os.environ) if gpus else []
@@ -89,13 +90,15 @@ def start(threads: int | None = None, deterministic: bool = False) -> World:
 
 
 @contextmanager
-def session(threads: int | None = None, deterministic: bool = False) -> Iterator[World]:
+def session(
+    threads: int | None = None, deterministic: bool = False, process_sets: Sequence[Any] = ()
+) -> Iterator[World]:
     """Start this rank as `start` does, and turn a collective's failure, as another rank is gone, into one line.
 
     Raises:
         TrainingError: where another rank ended, so that this one cannot go on.
     """
-    world = start(threads, deterministic)
+    world = start(threads, deterministic, process_sets)
     try:
         yield world
     except (tf.errors.OpError, HorovodInternalError) as failure:

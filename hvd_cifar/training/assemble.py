@@ -34,7 +34,7 @@ EVALUATION_BATCH = 500  # examples a rank evaluates at a time: enough to be fast
 
 def assemble(settings: TrainSettings, world: World) -> Run:
     """Everything before the first step, in the order in which it can fail."""
-    settings = sync.on_root(lambda: _for_machine(run_dir.continue_run(settings), world))
+    settings = sync.on_root(lambda: for_machine(run_dir.continue_run(settings), world))
     prepared = prepare_data(settings, world)
     train_set, test_set = sync.on_every_rank(lambda: load(prepared))
     batch_plan = plan(settings, len(train_set.labels), world.size)
@@ -45,25 +45,15 @@ def assemble(settings: TrainSettings, world: World) -> Run:
     net = make_net(settings, views)
     net.prepare(views.test(train_set.images[:PREPARING_IMAGES]).numpy())
 
-    def wrap(optimizer: keras.optimizers.Optimizer) -> Any:
-        # Horovod: "sum", since every rank feeds its share of the global batch's mean; see training.step.
-        return DistributedOptimizer(
-            optimizer, op="sum", compression=settings.compression, fixed_order=bool(settings.deterministic)
-        )
-
     schedule = make_schedule(settings, batch_plan)
-    recipe = RECIPES[settings.model]
-    optimizer = wrap(recipe.optimizer(schedule(0), momentum=recipe.momentum, global_clipnorm=settings.clip_norm))
-    if settings.precision == "mixed_float16":
-        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-    optimizer.build(net.model.trainable_variables)
+    optimizer = make_optimizer(settings, net, schedule(0))
     weights = net.model.trainable_variables
     averages = MovingAverage(weights, settings.ema_decay) if settings.ema_decay else None
     lookahead = Lookahead(weights, all_steps(settings, batch_plan)) if settings.lookahead else None
     origin = (settings.seed, batch_plan.global_batch_size, len(train_set.labels))
     state = State(net, optimizer, averages, origin, lookahead)
 
-    proof = prove_averaging(wrap, contributions="sum")
+    proof = prove_averaging(lambda plain: distribute(settings, plain), contributions="sum")
     facts = {
         "dataset": prepared.name,
         "global_batch_size": batch_plan.global_batch_size,
@@ -141,7 +131,7 @@ def assemble(settings: TrainSettings, world: World) -> Run:
     )
 
 
-def _for_machine(settings: TrainSettings, world: World) -> TrainSettings:
+def for_machine(settings: TrainSettings, world: World) -> TrainSettings:
     """Settings with the precision that this rank's device computes fastest in, where none was chosen."""
     if settings.precision is not None:
         return settings
@@ -152,6 +142,31 @@ def make_net(settings: TrainSettings, views: Views) -> Net:
     """The settings' net, freshly initialised."""
     normalization = SyncBatchNormalization if settings.sync_batch_norm else FusedBatchNormalization
     return build(settings.model, views.side, precision_of(settings), normalization)
+
+
+def distribute(
+    settings: TrainSettings, optimizer: keras.optimizers.Optimizer, process_set: Any = sync.ALL_RANKS
+) -> Any:
+    """The optimizer, applying gradients that are summed over the ranks as the settings say."""
+    # Horovod: "sum", since every rank feeds its share of the global batch's mean; see training.step.
+    return DistributedOptimizer(
+        optimizer,
+        op="sum",
+        compression=settings.compression,
+        process_set=process_set,
+        fixed_order=bool(settings.deterministic),
+    )
+
+
+def make_optimizer(settings: TrainSettings, net: Net, learning_rate: float, process_set: Any = sync.ALL_RANKS) -> Any:
+    """The optimizer of resolved settings, distributed over a process set, with its slots for the net's variables."""
+    recipe = RECIPES[settings.model]
+    plain = recipe.optimizer(learning_rate, momentum=recipe.momentum, global_clipnorm=settings.clip_norm)
+    optimizer = distribute(settings, plain, process_set)
+    if settings.precision == "mixed_float16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    optimizer.build(net.model.trainable_variables)
+    return optimizer
 
 
 def make_schedule(settings: TrainSettings, batch_plan: Plan) -> Schedule:

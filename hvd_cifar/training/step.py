@@ -47,6 +47,7 @@ def make_train_step(
     fixed_order: bool = False,
     averages: MovingAverage | None = None,
     lookahead: Lookahead | None = None,
+    process_set: Any = sync.ALL_RANKS,
 ) -> Callable[..., Any]:
     """Build the step.
 
@@ -61,6 +62,7 @@ def make_train_step(
         fixed_order: add over the ranks in the fixed order, as `optimizer` then has to, too.
         averages: moving averages to update after the weights, or None.
         lookahead: slow weights to update after the weights, or None.
+        process_set: the ranks that train together, as for `optimizer`.
 
     Returns:
         A function (slices, global_count, learning_rate, request) -> float [2], the same on every rank: the loss of the
@@ -95,7 +97,7 @@ def make_train_step(
         gradients, moved = found[: len(variables)], found[len(variables) :]
         # Horovod: the loss travels beside the gradients, in the same cycle and the same buffer.
         own = [tf.stack([share, tf.cast(request, share.dtype)]), *moved]
-        loss_and_requests, *totals = sync.sums_in_graph(own, fixed_order)
+        loss_and_requests, *totals = sync.sums_in_graph(own, fixed_order, process_set)
         optimizer.learning_rate.assign(learning_rate)
         optimizer.apply(gradients, variables)
         if lookahead is not None:

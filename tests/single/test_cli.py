@@ -64,6 +64,48 @@ WRONG = [
     ["evaluate", "--run-dir", "r", "--batch-size", "0"],
     ["evaluate", "--run-dir", "r", "--dataset", "mnist"],
     ["no-such-command"],
+    ["benchmark"],
+    ["benchmark", "speed"],
+    *(
+        ["benchmark", *words]
+        for words in (
+            ["step", "--model", "vgg"],
+            ["step", "--batch-size", "0"],
+            ["step", "--precision", "int8"],
+            ["step", "--dataset", "mnist"],
+            ["step", "--data-md5", "abc"],
+            ["step", "--threads-per-rank", "0"],
+            ["step", "--steps", "0"],
+            ["step", "--repeats", "0"],
+            ["step", "--ranks", "1,two"],
+            ["step", "--ranks", "0"],
+            ["step", "--ranks", ""],
+            ["step", "--min-efficiency", "90"],
+            ["step", "--min-efficiency", "0"],
+            ["step", "--json", ""],
+            ["step", "--plot", ""],
+            ["allreduce", "--ranks", "2;4"],
+            ["allreduce", "--min-bytes", "2"],
+            ["allreduce", "--min-bytes", "4Q"],
+            ["allreduce", "--max-bytes", "many"],
+            ["allreduce", "--max-bytes", "4.5"],
+            ["allreduce", "--min-bytes", "8K", "--max-bytes", "4K"],
+            ["allreduce", "--factor", "1"],
+            ["allreduce", "--seconds", "0"],
+            ["allreduce", "--iterations", "0"],
+            ["allreduce", "--repeats", "0"],
+            ["allreduce", "--json", ""],
+            ["allreduce", "--plot", ""],
+            ["predict", "--ranks", "-1"],
+            ["predict", "--link", "10"],
+            ["predict", "--link", "0Gbit/s"],
+            ["predict", "--link", "1.2.3Gbit/s"],
+            ["predict", "--latency", "20"],
+            ["predict", "--latency", "-1us"],
+            ["predict", "--step", ""],
+            ["predict", "--allreduce", ""],
+        )
+    ),
     [],
 ]
 
@@ -86,6 +128,19 @@ def test_every_option_of_train_has_a_wrong_value_above() -> None:
     tried = {word.partition("=")[0] for argv in WRONG if argv[:1] == ["train"] for word in argv}
     untried = {f for f in config.TrainSettings.model_fields if f not in free and config.option_name(f) not in tried}
     assert untried == set()
+
+
+@pytest.mark.parametrize(
+    ("command", "settings"),
+    [
+        ("step", config.BenchmarkStepSettings),
+        ("allreduce", config.BenchmarkAllreduceSettings),
+    ],
+)
+def test_every_option_of_a_benchmark_has_a_wrong_value_above(command: str, settings: type[config.S]) -> None:
+    tried = {word for argv in WRONG if argv[:2] == ["benchmark", command] for word in argv}
+    untried = {f for f in settings.model_fields if config.option_name(f) not in tried}
+    assert untried <= {"data_dir", "data_url"}
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["evaluate", "-h"], ["--version"]])

@@ -1,0 +1,167 @@
+"""`benchmark allreduce`: time, bandwidth and correctness of all-reduces, over sizes, as nccl-tests has it.
+
+Each size goes through Horovod as gradients do, and through MPI directly, beside a copy in memory; the ways take turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hvd_cifar.config import BenchmarkAllreduceSettings
+from hvd_cifar.distributed import DistributedOptimizer, direct_mpi, sync
+from hvd_cifar.tools.benchmark.fits import Point, fit, traffic
+from hvd_cifar.tools.benchmark.job import Job, facts_of
+from hvd_cifar.tools.benchmark.results import AllreducePoint, AllreduceResult, Estimate
+
+Way = Literal["horovod", "mpi", "copy"]
+WAYS: tuple[Way, ...] = ("horovod", "mpi", "copy")
+WIDTH = 4  # bytes of a float32
+# Terms are small whole numbers: float32 holds their sum over 80,000 ranks exactly, in any order.
+RANK_FACTORS = 16
+PATTERN = 13
+
+Reduce = Callable[[Any], Any]  # this rank's terms -> the sums over the ranks
+
+
+def sizes(least: int, most: int, factor: int) -> list[int]:
+    """Bytes of the messages: from `least` in steps of `factor`, whole float32 values, and `most` at the end."""
+    found = {least // WIDTH * WIDTH, most // WIDTH * WIDTH}
+    size = least
+    while size < most:
+        found.add(size // WIDTH * WIDTH)
+        size *= factor
+    return sorted(found)
+
+
+def terms_of(rank: int, count: int) -> NDArray[np.float32]:
+    """What a rank adds: float32 [count], other numbers on every rank (up to 16) and at neighbouring places."""
+    return (np.arange(count, dtype=np.float32) % PATTERN + 1) * np.float32(rank % RANK_FACTORS + 1)
+
+
+def sums_of(ranks: int, count: int) -> NDArray[np.float32]:
+    """What comes out on every rank, exactly: float32 [count]."""
+    factors = sum(rank % RANK_FACTORS + 1 for rank in range(ranks))
+    return (np.arange(count, dtype=np.float32) % PATTERN + 1) * np.float32(factors)
+
+
+def through_horovod(process_set: Any) -> Reduce:
+    """As gradients are reduced, by the optimizer."""
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(), op="sum", process_set=process_set)
+    # One graph for all sizes, as one for each would have to be traced.
+    signature = [tf.TensorSpec([None], tf.float32)]
+    return tf.function(lambda terms: optimizer.reduce([terms])[0], input_signature=signature)
+
+
+def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
+    """Measure all sizes on all groups of the job; a collective, and every rank returns the same.
+
+    Wrong sums do not end it: they are counted in the result.
+    """
+    reason = direct_mpi.why_not()
+    points = []
+    for k, process_set in job.sets.items():
+        horovod = through_horovod(process_set) if job.includes_me(k) else None
+        mpi = None if reason else direct_mpi.make_sum(k)
+        for size in sizes(settings.min_bytes, settings.max_bytes, settings.factor):
+            ways = _ways(job, k, size, horovod, mpi)
+            points += list(_measure_size(job, k, size, ways, reason is None, settings))
+    return AllreduceResult(
+        facts=facts_of(job.world),
+        points=points,
+        fits=fits_of(points),
+        skipped={"mpi": reason} if reason else {},
+    )
+
+
+def _ways(job: Job, k: int, size: int, horovod: Reduce | None, mpi: Any) -> dict[Way, Callable[[], Any]]:
+    """For each way a function that does it once and returns the sums, or what it copied; none on ranks that wait."""
+    if not job.includes_me(k):
+        return {}
+    terms = terms_of(job.world.rank, size // WIDTH)
+    received, copied = np.empty_like(terms), np.empty_like(terms)
+    with tf.device(job.world.device):
+        tensor = tf.constant(terms)
+    assert horovod is not None
+    reduce = horovod
+
+    def by_mpi() -> Any:
+        mpi(terms, received)
+        return received
+
+    def by_copy() -> Any:
+        np.copyto(copied, terms)
+        return copied
+
+    return {"horovod": lambda: reduce(tensor), "mpi": by_mpi, "copy": by_copy}
+
+
+def _measure_size(
+    job: Job, k: int, size: int, ways: dict[Way, Any], mpi_too: bool, settings: BenchmarkAllreduceSettings
+) -> Iterator[AllreducePoint]:
+    chosen = [way for way in WAYS if mpi_too or way != "mpi"]
+    budget = settings.seconds / settings.repeats
+    iterations: dict[Way, int] = {}
+    for way in chosen:
+        once = max(_time(job, k, ways.get(way), 2)[0])
+        iterations[way] = int(min(settings.iterations, max(1.0, budget / max(once, 1e-9))))
+    seconds: dict[Way, list[float]] = {way: [] for way in chosen}
+    wrong: dict[Way, int] = dict.fromkeys(chosen, 0)
+    for repeat in range(settings.repeats):
+        for way in chosen if repeat % 2 else chosen[::-1]:
+            by_rank, result = _time(job, k, ways.get(way), iterations[way])
+            seconds[way].append(max(by_rank))
+            if repeat == settings.repeats - 1:
+                wrong[way] = sum(sync.gather(_count_wrong(job, k, way, result)))
+    for way in chosen:
+        estimate = Estimate.of(seconds[way])
+        bandwidth = size / estimate.mean
+        yield AllreducePoint(
+            way=way,
+            ranks=k,
+            bytes=size,
+            iterations=iterations[way] * settings.repeats,
+            seconds=estimate,
+            algorithm_bandwidth=bandwidth,
+            bus_bandwidth=bandwidth * (1.0 if way == "copy" else traffic(k)),
+            wrong_values=wrong[way],
+        )
+
+
+def _time(job: Job, k: int, once: Callable[[], Any] | None, iterations: int) -> tuple[list[float], Any]:
+    """Seconds of one iteration, by rank, and the last result; a collective of all ranks."""
+    seconds, result = 0.0, None
+    if once is not None:
+        sync.meet(job.sets[k])
+        began = time.perf_counter()
+        for _ in range(iterations):
+            result = once()
+        result = np.asarray(result)  # waits for the device
+        seconds = (time.perf_counter() - began) / iterations
+    return sync.gather(seconds)[:k], result
+
+
+def _count_wrong(job: Job, k: int, way: Way, result: NDArray[np.float32] | None) -> int:
+    if result is None:
+        return 0
+    count = len(result)
+    expected = terms_of(job.world.rank, count) if way == "copy" else sums_of(k, count)
+    return int((result != expected).sum())
+
+
+def fits_of(points: list[AllreducePoint]) -> dict[str, Any]:
+    """alpha, beta and, for Horovod, the start, from the measurements of each way."""
+    measured = {
+        way: [Point(p.ranks, p.bytes, p.seconds.mean) for p in points if p.way == way] for way in ("mpi", "horovod")
+    }
+    mpi = fit(measured["mpi"], with_start=False)
+    # Of one number of ranks Horovod's start cannot be told from its messages; MPI's are the same messages.
+    single = len({p.ranks for p in measured["horovod"]}) == 1
+    horovod = fit(measured["horovod"], with_start=True, alpha=mpi.alpha if mpi and single else None)
+    return {way: found for way, found in (("horovod", horovod), ("mpi", mpi)) if found is not None}

@@ -1,0 +1,125 @@
+"""The three benchmarks as commands: measure on all ranks, print and write on rank 0, judge on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from hvd_cifar.config import BenchmarkAllreduceSettings, BenchmarkPredictSettings, BenchmarkStepSettings, make
+from hvd_cifar.distributed import sync
+from hvd_cifar.distributed.environment import launched_rank, launched_size
+from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.reporting import terminal
+from hvd_cifar.tools.benchmark import allreduce, job, plots, results, step, tables
+from hvd_cifar.tools.benchmark.predict import predict
+from hvd_cifar.tools.benchmark.results import AllreduceResult, PredictResult, StepResult
+
+# What `predict` measures by itself: fewer sizes than `allreduce` tell three numbers, and gradients are not larger.
+SIZES_FOR_A_FIT = {"max_bytes": 2**26, "factor": 4}
+
+Settings = BenchmarkStepSettings | BenchmarkAllreduceSettings | BenchmarkPredictSettings
+
+
+def benchmark_step(settings: BenchmarkStepSettings) -> None:
+    """Measure the training step on all ranks of this job.
+
+    Raises:
+        UserError: where a setting does not fit the job or the data.
+        TrainingError: where the efficiency is below --min-efficiency.
+    """
+    if settings.min_efficiency is not None and max(settings.ranks or [launched_size() or 2]) == 1:
+        raise UserError("--min-efficiency: the efficiency of one rank alone is 1; start more (-np 2)")
+    with job.start(settings.ranks, threads=settings.threads_per_rank) as ranks:
+        sync.on_root(lambda: _check_outputs(settings))
+        found = step.measure(ranks, settings)
+        if ranks.world.is_root:
+            terminal.say(tables.of_step(found))
+        sync.on_root(lambda: _write(settings, found, lambda path: plots.of_step(found, path)))
+        judge_efficiency(found, settings.min_efficiency)
+
+
+def judge_efficiency(found: StepResult, wanted: float | None) -> None:
+    """TrainingError where the efficiency on the most ranks is below what is wanted."""
+    world = max(found.worlds, key=lambda world: world.ranks)
+    if wanted is not None and world.efficiency.mean < wanted:
+        raise TrainingError(
+            f"scaling efficiency on {world.ranks} ranks is {tables.plain(world.efficiency, 4)}, below --min-efficiency "
+            f"{wanted:g}: {world.images_per_second.mean:,.0f} images/s, of "
+            f"{world.images_per_second_alone.mean:,.0f} without communication"
+        )
+
+
+def benchmark_allreduce(settings: BenchmarkAllreduceSettings) -> None:
+    """Measure all-reduces on all ranks of this job.
+
+    Raises:
+        UserError: where a setting does not fit the job.
+        TrainingError: where a sum is wrong.
+    """
+    with job.start(settings.ranks, least=2) as ranks:
+        sync.on_root(lambda: _check_outputs(settings))
+        found = allreduce.measure(ranks, settings)
+        if ranks.world.is_root:
+            terminal.say(tables.of_allreduce(found))
+        sync.on_root(lambda: _write(settings, found, lambda path: plots.of_allreduce(found, path)))
+        judge_sums(found)
+
+
+def judge_sums(found: AllreduceResult) -> None:
+    """TrainingError where a value is wrong, naming the first size."""
+    wrong = [p for p in found.points if p.wrong_values]
+    if wrong:
+        first = wrong[0]
+        others = f", and in {len(wrong) - 1} more cases" if len(wrong) > 1 else ""
+        raise TrainingError(
+            f"wrong sums: {first.wrong_values:,} values of an all-reduce of {first.bytes:,} bytes ({first.way}) "
+            f"on {first.ranks} ranks{others}; training over this network or MPI would go wrong"
+        )
+
+
+def benchmark_predict(settings: BenchmarkPredictSettings) -> None:
+    """Predict from files, or from what this job measures first.
+
+    Raises:
+        UserError: where a file holds no such result, or the job has one rank only.
+    """
+    if settings.step_file and settings.allreduce_file:
+        if launched_rank() in (None, 0):  # no rank needs another one
+            _check_outputs(settings)
+            of_step, of_allreduce = _read_given(settings)
+            assert of_step and of_allreduce
+            found = predict(of_step, of_allreduce, settings.ranks, settings.link, settings.latency)
+            terminal.say(tables.of_predict(found))
+            _write(settings, found, lambda path: plots.of_predict(found, path))
+        return
+    with job.start(None, least=2, threads=settings.threads_per_rank) as ranks:
+        sync.on_root(lambda: _check_outputs(settings))
+        of_step, of_allreduce = sync.on_root(lambda: _read_given(settings))
+        of_step = of_step or step.measure(ranks, settings)
+        of_allreduce = of_allreduce or allreduce.measure(ranks, make(BenchmarkAllreduceSettings, SIZES_FOR_A_FIT))
+        found = predict(of_step, of_allreduce, settings.ranks, settings.link, settings.latency)
+        if ranks.world.is_root:
+            terminal.say(tables.of_predict(found))
+        sync.on_root(lambda: _write(settings, found, lambda path: plots.of_predict(found, path)))
+
+
+def _read_given(settings: BenchmarkPredictSettings) -> tuple[StepResult | None, AllreduceResult | None]:
+    step_file, allreduce_file = settings.step_file, settings.allreduce_file
+    return (
+        results.read(StepResult, step_file, "--step") if step_file else None,
+        results.read(AllreduceResult, allreduce_file, "--allreduce") if allreduce_file else None,
+    )
+
+
+def _check_outputs(settings: Settings) -> None:
+    """Before minutes of measuring, not after."""
+    results.check_writable(settings.json_file, settings.plot_file)
+
+
+def _write(
+    settings: Settings, found: StepResult | AllreduceResult | PredictResult, plot: Callable[[Path], None]
+) -> None:
+    if settings.json_file:
+        results.write(settings.json_file, found)
+    if settings.plot_file:
+        plot(settings.plot_file)

@@ -1,0 +1,144 @@
+"""The time of an all-reduce as a formula, and its numbers from measurements. Pure functions.
+
+A ring all-reduce of S bytes over p ranks takes 2 (p - 1) messages, one after the other, of S / p bytes each:
+
+    seconds = start + 2 (p - 1) alpha + 2 (p - 1) / p * S * beta
+
+alpha is the time of a message without content, beta the time of a byte (Patarasuk, Yuan: Bandwidth optimal all-reduce
+algorithms for clusters of workstations, 2009). `start` is what comes once, whatever the ranks: Horovod looks for work
+at intervals (HOROVOD_CYCLE_TIME) and lets the ranks agree on it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement: an all-reduce of so many bytes over so many ranks."""
+
+    ranks: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The formula's numbers, and how far the measurements are from it.
+
+    start, alpha: in seconds. beta: in seconds a byte; 0 where no measurement was long enough to show it.
+    errors: |predicted / measured - 1| of the measurements, ascending.
+    """
+
+    start: float
+    alpha: float
+    beta: float
+    errors: tuple[float, ...] = ()
+
+    @property
+    def median_error(self) -> float:
+        """Of |predicted / measured - 1|; 0 without measurements."""
+        return float(np.median(self.errors)) if self.errors else 0.0
+
+    @property
+    def largest_error(self) -> float:
+        """Of |predicted / measured - 1|; 0 without measurements."""
+        return max(self.errors, default=0.0)
+
+    def seconds(self, ranks: int, size: float) -> float:
+        """The time of an all-reduce of `size` bytes; 0 for one rank."""
+        if ranks == 1:
+            return 0.0
+        return self.start + messages(ranks) * self.alpha + traffic(ranks) * size * self.beta
+
+
+def messages(ranks: int) -> int:
+    """Messages that a ring all-reduce sends one after the other: 2 (p - 1)."""
+    return 2 * (ranks - 1)
+
+
+def traffic(ranks: int) -> float:
+    """Bytes that each rank sends for each byte to be reduced: 2 (p - 1) / p. Bus bandwidth is this times S / t."""
+    return 2 * (ranks - 1) / ranks
+
+
+def fit(points: Sequence[Point], with_start: bool, alpha: float | None = None) -> Fit | None:
+    """Least squares of the relative errors, with no number below 0.
+
+    Relative, since times go from microseconds to seconds and all sizes count alike.
+
+    Args:
+        with_start: whether there may be a `start`. Measurements of one number of ranks alone cannot tell it from
+            alpha: it is then taken as 0, unless alpha is given.
+        alpha: taken as it is, where it is known from elsewhere.
+
+    Returns:
+        None without a measurement of two ranks or more.
+    """
+    points = [p for p in points if p.ranks > 1]
+    if not points:
+        return None
+    seconds = np.array([p.seconds for p in points])
+    columns = {
+        "start": np.ones(len(points)),
+        "alpha": np.array([messages(p.ranks) for p in points], float),
+        "beta": np.array([traffic(p.ranks) * p.bytes for p in points]),
+    }
+    known = dict.fromkeys(columns, 0.0)
+    unknown = ["beta"]
+    if alpha is None:
+        unknown.append("alpha")
+    else:
+        known["alpha"] = alpha
+    if with_start and (alpha is not None or len({p.ranks for p in points}) > 1):
+        unknown.append("start")
+    target = (seconds - columns["alpha"] * known["alpha"]) / seconds
+    found = _non_negative([columns[name] / seconds for name in unknown], target)
+    known |= dict(zip(unknown, found, strict=True))
+    result = Fit(known["start"], known["alpha"], known["beta"])
+    errors = sorted(abs(result.seconds(p.ranks, p.bytes) / p.seconds - 1) for p in points)
+    return replace(result, errors=tuple(errors))
+
+
+def _non_negative(columns: Sequence[NDArray[np.float64]], target: NDArray[np.float64]) -> list[float]:
+    """Least squares with no coefficient below 0: of all choices of columns the best one, as there are few columns."""
+    best, coefficients = float(target @ target), [0.0] * len(columns)
+    for count in range(1, len(columns) + 1):
+        for chosen in itertools.combinations(range(len(columns)), count):
+            matrix = np.stack([columns[i] for i in chosen], axis=1)
+            scale = np.linalg.norm(matrix, axis=0)  # columns differ by the size of a byte's time
+            values, *_ = np.linalg.lstsq(matrix / scale, target, rcond=None)
+            rest = target - (matrix / scale) @ values
+            if (values >= 0).all() and rest @ rest < best:
+                best = float(rest @ rest)
+                coefficients = [0.0] * len(columns)
+                for i, value in zip(chosen, values / scale, strict=True):
+                    coefficients[i] = float(value)
+    return coefficients
+
+
+def end_of_overlapped(ready: Sequence[float], sizes: Sequence[int], fit: Fit, ranks: int) -> float:
+    """When the last gradient is reduced, where the all-reduce runs beside the backward pass; in seconds.
+
+    As Horovod does it: it looks for gradients `start` after the first one is ready or the last all-reduce has ended,
+    and reduces all that are ready by then at once.
+
+    Args:
+        ready: when each gradient is ready, ascending, in seconds.
+        sizes: bytes of each.
+    """
+    now, sent = 0.0, 0
+    while sent < len(sizes):
+        now = max(now, ready[sent]) + fit.start
+        upto = sent
+        while upto < len(sizes) and ready[upto] <= now:
+            upto += 1
+        now += fit.seconds(ranks, sum(sizes[sent:upto])) - fit.start
+        sent = upto
+    return now

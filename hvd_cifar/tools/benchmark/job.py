@@ -1,0 +1,106 @@
+"""The job that measures: its ranks, the groups of them that are measured, and the facts of the machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hvd_cifar.distributed import devices, groups, sync
+from hvd_cifar.distributed.environment import launched_size
+from hvd_cifar.distributed.world import World, session, versions
+from hvd_cifar.errors import UserError
+from hvd_cifar.reporting import provenance
+from hvd_cifar.tools.benchmark.results import Facts, Memory
+
+
+@dataclass(frozen=True)
+class Job:
+    """This rank's part of the job, and process sets of ranks 0 .. k - 1 by k."""
+
+    world: World
+    sets: dict[int, Any]
+
+    def includes_me(self, k: int) -> bool:
+        """Whether this rank is one of the first k."""
+        return self.world.rank < k
+
+
+def sizes_to_measure(chosen: Sequence[int] | None, world_size: int, least: int = 1) -> list[int]:
+    """Numbers of ranks: the chosen ones, or powers of two from `least` on, and all.
+
+    Raises:
+        UserError: where there are not so many, or too few.
+    """
+    if world_size < least:
+        raise UserError(f"this job has {world_size} rank, which has nobody to reduce with; start more (-np {least})")
+    if chosen is None:
+        powers = [2**i for i in range(world_size.bit_length()) if least <= 2**i <= world_size]
+        return sorted({*powers, world_size})
+    for k in chosen:
+        if k > world_size:
+            raise UserError(f"--ranks {k}: this job has {world_size}; start more (-np {k}), or give a smaller number")
+        if k < least:
+            raise UserError(f"--ranks {k}: one rank alone has nobody to reduce with; give at least {least}")
+    return sorted(set(chosen))
+
+
+@contextmanager
+def start(chosen: Sequence[int] | None, least: int = 1, threads: int | None = None) -> Iterator[Job]:
+    """Start this rank with process sets of the numbers of ranks to measure.
+
+    Raises:
+        UserError: where the job has too few ranks, or does not say how many.
+    """
+    size = launched_size()
+    if size is None:
+        raise UserError("the launcher does not say how many ranks it starts: use ./run.sh, horovodrun or mpirun")
+    sets = groups.first_ranks(sizes_to_measure(chosen, size, least), size)
+    with session(threads, process_sets=groups.to_register(sets)) as world:
+        if world.size != size:
+            raise UserError(f"the launcher said {size} ranks, but Horovod found {world.size}: start with ./run.sh")
+        yield Job(world, sets)
+
+
+def facts_of(world: World) -> Facts:
+    """Where and when this is measured; a collective."""
+    return sync.from_root(
+        Facts(
+            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            command=provenance.command(),
+            git_commit=provenance.git_commit() if world.is_root else None,
+            versions=versions(),
+            processor=_processor("GPU" in world.device),
+            cores=len(os.sched_getaffinity(0)),
+            hosts=sync.gather(world.host),
+            device=world.device,
+            threads=world.threads,
+            controller=world.controller,
+        )
+    )
+
+
+def _processor(gpu: bool) -> str:
+    found = re.search(r"^GPU \d+: (.*?) \(UUID", devices.list_gpus(), re.MULTILINE) if gpu else None
+    try:
+        found = found or re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else os.uname().machine
+
+
+def memory_of_this_process() -> Memory:
+    """What this process has resident; pages that processes share count in each, but proportionally in the second."""
+    process = psutil.Process()
+    try:
+        proportional = process.memory_full_info().pss
+    except (psutil.Error, OSError):  # some containers do not show smaps
+        proportional = None
+    return Memory(resident=process.memory_info().rss, proportional=proportional)

@@ -1,0 +1,100 @@
+"""Results as pictures (PNG)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from hvd_cifar.errors import UserError
+from hvd_cifar.tools.benchmark.results import AllreduceResult, Estimate, PredictResult, StepResult
+
+matplotlib.use("agg")  # before pyplot, which else looks for a screen
+from matplotlib import pyplot
+
+
+def of_step(found: StepResult, path: Path) -> None:
+    """Images/s over ranks, with and without communication; and the parts of a step's time."""
+    figure, (speed, parts) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    ranks = [w.ranks for w in found.worlds]
+    for label, estimates in (
+        ("without communication", [w.images_per_second_alone for w in found.worlds]),
+        ("training", [w.images_per_second for w in found.worlds]),
+    ):
+        _with_errors(speed, ranks, estimates, label)
+    speed.set(xlabel="ranks", ylabel="images/s", xticks=ranks, ylim=(0, None))
+    for w in found.worlds:
+        place = (w.ranks, w.images_per_second.mean)
+        speed.annotate(f"{w.efficiency.mean:.0%}", place, (0, -14), textcoords="offset points")
+    speed.legend()
+    places = np.arange(len(ranks))
+    bars = {
+        "computation": [w.compute_seconds.mean for w in found.worlds],
+        "waiting for the slowest": [w.lockstep_seconds.mean - w.compute_seconds.mean for w in found.worlds],
+        "all-reduce that shows": [max(0.0, w.step_seconds.mean - w.lockstep_seconds.mean) for w in found.worlds],
+        "input that shows": [max(0.0, w.fed_seconds.mean - w.step_seconds.mean) for w in found.worlds],
+    }
+    bottom = np.zeros(len(ranks))
+    for label, seconds in bars.items():
+        parts.bar(places, np.array(seconds) * 1e3, bottom=bottom, label=label, width=0.6)
+        bottom += np.array(seconds) * 1e3
+    parts.set(xlabel="ranks", ylabel="ms a step", xticks=places, xticklabels=ranks)
+    parts.legend()
+    figure.suptitle(f"{found.model}, {found.precision}, {found.per_rank_batch_size} images a rank")
+    _save(figure, path)
+
+
+def of_allreduce(found: AllreduceResult, path: Path) -> None:
+    """Time and bus bandwidth over sizes, for each way and number of ranks, with the fitted formula."""
+    figure, (times, bandwidths) = pyplot.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    groups = sorted({(p.way, p.ranks) for p in found.points if p.way != "copy" or p.ranks == found.points[-1].ranks})
+    for way, ranks in groups:
+        points = [p for p in found.points if (p.way, p.ranks) == (way, ranks)]
+        size = [p.bytes for p in points]
+        (line,) = times.plot(size, [p.seconds.mean * 1e6 for p in points], marker=".", label=f"{way}, {ranks} ranks")
+        fit = found.fits.get(way)
+        if fit:
+            fitted = [fit.seconds(ranks, s) * 1e6 for s in size]
+            times.plot(size, fitted, color=line.get_color(), linestyle=":", linewidth=1)
+        bandwidths.plot(size, [p.bus_bandwidth / 1e9 for p in points], marker=".", color=line.get_color())
+    times.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us", title="time (dotted: fitted)")
+    bandwidths.set(xscale="log", yscale="log", xlabel="bytes", ylabel="GB/s", title="bus bandwidth")
+    times.legend(fontsize="small")
+    _save(figure, path)
+
+
+def of_predict(found: PredictResult, path: Path) -> None:
+    """Efficiency over ranks, predicted and measured."""
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    ranks = [p.ranks for p in found.predictions]
+    axes.plot(ranks, [p.efficiency for p in found.predictions], marker=".", label="all-reduce after backward")
+    beside = [p.efficiency_overlapped for p in found.predictions]
+    axes.plot(ranks, beside, marker=".", label="all-reduce beside backward")
+    measured = [
+        Estimate(mean=p.measured, standard_error=p.measured_standard_error, n=0)
+        for p in found.checks
+        if p.measured is not None
+    ]
+    if measured:
+        _with_errors(axes, [p.ranks for p in found.checks], measured, "measured", linestyle="", color="black")
+    axes.set(xscale="log", xlabel="ranks", ylabel="scaling efficiency", ylim=(0, 1.05), xticks=ranks, xticklabels=ranks)
+    axes.minorticks_off()
+    axes.set_title(f"{found.model}, {found.precision}, {found.per_rank_batch_size} images a rank")
+    axes.legend()
+    _save(figure, path)
+
+
+def _with_errors(axes: Any, x: list[int], estimates: list[Estimate], label: str, **style: Any) -> None:
+    errors = [e.standard_error or 0.0 for e in estimates]
+    axes.errorbar(x, [e.mean for e in estimates], yerr=errors, marker=".", capsize=3, label=label, **style)
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, format="png", dpi=110)
+    except OSError as failure:
+        raise UserError(f"cannot write {path}: {failure.strerror}; give a file that can be written") from None
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,197 @@
+"""What the benchmarks find, as it stands in their JSON files. Times are in seconds, sizes in bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hvd_cifar.errors import UserError
+from hvd_cifar.files import replace_text
+from hvd_cifar.tools.benchmark.fits import Fit
+
+
+class _Result(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Estimate(_Result):
+    """Mean of n repeats and its standard error; None for a single one."""
+
+    mean: float
+    standard_error: float | None
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """From the values of all repeats."""
+        n = len(values)
+        error = statistics.stdev(values) / math.sqrt(n) if n > 1 else None
+        return cls(mean=statistics.fmean(values), standard_error=error, n=n)
+
+
+class Facts(_Result):
+    """Where and when a result was measured."""
+
+    date: str
+    command: str
+    git_commit: str | None
+    versions: dict[str, str]
+    processor: str  # of rank 0's host: its GPU, or its CPU
+    cores: int  # that rank 0 may use
+    hosts: list[str]  # by rank
+    device: str
+    threads: int
+    controller: str
+
+
+class SlowestRank(_Result):
+    """The rank that takes longest over its part of the step, without any communication."""
+
+    rank: int
+    host: str
+    behind_median: float  # as a fraction of the median rank's time
+
+
+class WorldResult(_Result):
+    """The step on the first `ranks` ranks of the job."""
+
+    ranks: int
+    images_per_second: Estimate
+    images_per_second_alone: Estimate  # of as many processes that do not communicate
+    efficiency: Estimate  # the first over the second, by repeat
+    step_seconds: Estimate  # computation and all-reduce together, as in training
+    compute_seconds: Estimate  # the same step without communication
+    lockstep_seconds: Estimate  # the same, if each step had to wait for its slowest rank
+    communication_seconds: Estimate | None  # the all-reduce of the gradients by itself; None: nothing to reduce
+    input_seconds: Estimate  # the pipeline by itself, for one batch
+    fed_seconds: Estimate  # the step, fed by the pipeline
+    input_cost: Estimate  # fed over not fed, minus 1, by repeat
+    compute_seconds_by_rank: list[float]
+    input_seconds_by_rank: list[float]
+    slowest: SlowestRank
+
+
+class Gradient(_Result):
+    """A variable's gradient, in the order in which the backward pass comes by."""
+
+    name: str
+    bytes: int
+    ready_seconds: float  # after the start of the backward pass
+
+
+class Phases(_Result):
+    """Parts of one rank's step without communication, on the most ranks at once."""
+
+    forward_seconds: float
+    backward_seconds: float
+    update_seconds: float
+    gradients: list[Gradient]
+
+
+class Memory(_Result):
+    """Of one rank's process: what is resident, and its proportional share of what it shares (None: not known)."""
+
+    resident: int
+    proportional: int | None
+
+
+class StepResult(_Result):
+    """Of `benchmark step`."""
+
+    benchmark: Literal["step"] = "step"
+    facts: Facts
+    model: str
+    precision: str
+    dataset: str
+    per_rank_batch_size: int
+    steps: int
+    worlds: list[WorldResult]
+    phases: Phases
+    memory_by_rank: list[Memory]
+    waiting_cpu: float | None  # part of a core that a rank takes while it waits for others; None: none waited
+
+
+class AllreducePoint(_Result):
+    """All-reduces of one size over the first `ranks` ranks; "copy" is a copy in memory by each of them."""
+
+    way: Literal["horovod", "mpi", "copy"]
+    ranks: int
+    bytes: int
+    iterations: int
+    seconds: Estimate
+    algorithm_bandwidth: float  # bytes a second
+    bus_bandwidth: float  # the same, times 2 (p - 1) / p
+    wrong_values: int  # over all ranks
+
+
+class AllreduceResult(_Result):
+    """Of `benchmark allreduce`."""
+
+    benchmark: Literal["allreduce"] = "allreduce"
+    facts: Facts
+    points: list[AllreducePoint]
+    fits: dict[str, Fit]  # by way
+    skipped: dict[str, str]  # ways that were not to be had, and why
+
+
+class Prediction(_Result):
+    """Scaling efficiency on `ranks` ranks."""
+
+    ranks: int
+    communication_seconds: float
+    efficiency: float  # where the all-reduce begins after the backward pass
+    efficiency_overlapped: float  # where it runs beside it
+    measured: float | None = None
+    measured_standard_error: float | None = None
+
+
+class PredictResult(_Result):
+    """Of `benchmark predict`."""
+
+    benchmark: Literal["predict"] = "predict"
+    model: str
+    precision: str
+    per_rank_batch_size: int
+    gradient_bytes: int
+    compute_seconds: float  # of a step on the most ranks that were measured
+    lockstep_seconds: float  # of its slowest rank
+    fit: Fit  # of the all-reduce, as measured
+    link_fit: Fit  # the same with the link's numbers, where they are given
+    checks: list[Prediction]  # with `fit`, where `measured` is known
+    predictions: list[Prediction]  # with `link_fit`
+
+
+R = TypeVar("R", bound=_Result)
+
+
+def write(path: Path, result: _Result) -> None:
+    """Write a result as JSON. Raises UserError where it cannot be written."""
+    try:
+        replace_text(path, json.dumps(result.model_dump(mode="json"), indent=2) + "\n")
+    except OSError as failure:
+        raise UserError(f"cannot write {path}: {failure.strerror}; give a file that can be written") from None
+
+
+def read(kind: type[R], path: Path, option: str) -> R:
+    """Read a result that `write` wrote. Raises UserError, naming the option, where the file holds no such result."""
+    name: Any = kind.model_fields["benchmark"].default
+    try:
+        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+    except OSError as failure:
+        raise UserError(f"{option} {path}: {failure.strerror}; give the --json file of `benchmark {name}`") from None
+    except (ValidationError, UnicodeDecodeError):
+        raise UserError(f"{option} {path}: is no result of `benchmark {name}`; give its --json file") from None
+
+
+def check_writable(*paths: Path | None) -> None:
+    """UserError where a file could not be written later on, as its folder is not there, or it is one itself."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            raise UserError(f"cannot write {path}: {what}; give another file")

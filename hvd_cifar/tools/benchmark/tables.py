@@ -1,0 +1,205 @@
+"""Results as tables for a terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hvd_cifar.tools.benchmark.fits import Fit
+from hvd_cifar.tools.benchmark.results import (
+    AllreduceResult,
+    Estimate,
+    Facts,
+    Memory,
+    PredictResult,
+    StepResult,
+)
+
+WIDTH = 200  # of the widest table; a terminal's own width would cut columns off
+RANKS_SHOWN = 16
+WAY_NAMES = {"horovod": "Horovod", "mpi": "MPI", "copy": "copy"}
+
+
+def plain(estimate: Estimate, digits: int, factor: float = 1.0) -> str:
+    """Mean and standard error: 12.3 ± 0.1."""
+    text = f"{estimate.mean * factor:,.{digits}f}"
+    if estimate.standard_error is None:
+        return text
+    return f"{text} ± {estimate.standard_error * factor:,.{digits}f}"
+
+
+def of_step(found: StepResult) -> str:
+    """Speed and efficiency by number of ranks, the parts of a step's time, and each rank's part."""
+    n = found.worlds[0].step_seconds.n
+    speed = _table(
+        f"{found.model}, {found.precision}, {found.per_rank_batch_size} images a rank and step; {found.dataset}; "
+        f"mean ± standard error of {n} x {found.steps} steps",
+        ["ranks", "images/s", "images/s without communication", "efficiency", "slowest rank"],
+    )
+    for w in found.worlds:
+        slowest = f"{w.slowest.rank} on {w.slowest.host}, {w.slowest.behind_median:.1%} behind the median"
+        speed.add_row(
+            str(w.ranks),
+            plain(w.images_per_second, 0),
+            plain(w.images_per_second_alone, 0),
+            plain(w.efficiency, 3),
+            slowest if w.ranks > 1 else "",
+        )
+    parts = _table(
+        "milliseconds a step",
+        [
+            "ranks",
+            "step",
+            "computation alone",
+            "of the slowest",
+            "all-reduce alone",
+            "shows",
+            "input alone",
+            "fed",
+            "costs",
+        ],
+    )
+    for w in found.worlds:
+        alone = w.communication_seconds
+        parts.add_row(
+            str(w.ranks),
+            plain(w.step_seconds, 2, 1e3),
+            plain(w.compute_seconds, 2, 1e3),
+            plain(w.lockstep_seconds, 2, 1e3),
+            plain(alone, 2, 1e3) if alone else "",
+            f"{(w.step_seconds.mean - w.lockstep_seconds.mean) * 1e3:.2f}" if alone else "",
+            plain(w.input_seconds, 2, 1e3),
+            plain(w.fed_seconds, 2, 1e3),
+            plain(w.input_cost, 1, 100) + "%",
+        )
+    most = found.worlds[-1]
+    by_rank = _table("by rank", ["rank", "host", "computation, ms", "input, ms", "memory, MiB", "of it its own"])
+    shown = sorted(range(most.ranks), key=lambda rank: -most.compute_seconds_by_rank[rank])[:RANKS_SHOWN]
+    for rank in sorted(shown):
+        resident, proportional = _mebibytes(found.memory_by_rank[rank])
+        by_rank.add_row(
+            str(rank),
+            found.facts.hosts[rank],
+            f"{most.compute_seconds_by_rank[rank] * 1e3:.2f}",
+            f"{most.input_seconds_by_rank[rank] * 1e3:.2f}",
+            resident,
+            proportional,
+        )
+    lines = [_facts(found.facts)]
+    p = found.phases
+    lines.append(
+        f"computation on {most.ranks} ranks: forward {p.forward_seconds * 1e3:.2f} ms, backward "
+        f"{p.backward_seconds * 1e3:.2f} ms, update {p.update_seconds * 1e3:.2f} ms; gradients of "
+        f"{sum(g.bytes for g in p.gradients) / 2**20:.2f} MiB in {len(p.gradients)} variables"
+    )
+    if most.ranks > RANKS_SHOWN:
+        lines.append(f"the {RANKS_SHOWN} slowest ranks of {most.ranks} are shown; all are in the JSON file")
+    if found.waiting_cpu is not None:
+        lines.append(f"ranks that waited took {found.waiting_cpu:.0%} of a core each")
+    return _text(speed, parts, by_rank, lines)
+
+
+def of_allreduce(found: AllreduceResult) -> str:
+    """A table for each number of ranks, with a row a size; and the fits."""
+    tables = []
+    for ranks in sorted({p.ranks for p in found.points}):
+        points = {(p.way, p.bytes): p for p in found.points if p.ranks == ranks}
+        ways = [way for way in WAY_NAMES if any(w == way for w, _ in points)]
+        columns = ["bytes"]
+        for way in ways:
+            bandwidths = ["GB/s"] if way == "copy" else ["algorithm GB/s", "bus GB/s", "wrong"]
+            columns += [f"{WAY_NAMES[way]}: us", *bandwidths]
+        table = _table(f"all-reduce of float32 over {ranks} ranks", columns)
+        for size in sorted({size for _, size in points}):
+            row = [f"{size:,}"]
+            for way in ways:
+                p = points[way, size]  # type: ignore[index]
+                row += [plain(p.seconds, 1, 1e6), f"{p.algorithm_bandwidth / 1e9:.3f}"]
+                row += [] if way == "copy" else [f"{p.bus_bandwidth / 1e9:.3f}", str(p.wrong_values)]
+            table.add_row(*row)
+        tables.append(table)
+    fits = [f"{WAY_NAMES[way]}: {_fit(fit)}" for way, fit in found.fits.items()]
+    skipped = [f"{WAY_NAMES[way]} was left out: {reason}" for way, reason in found.skipped.items()]
+    formula = "seconds = start + 2 (p - 1) alpha + 2 (p - 1) / p * bytes / bandwidth, fitted to all sizes:"
+    return _text(*tables, [_facts(found.facts), formula, *fits, *skipped])
+
+
+def of_predict(found: PredictResult) -> str:
+    """Predicted beside measured, and predictions."""
+    checks = _table(
+        f"{found.model}, {found.precision}, {found.per_rank_batch_size} images a rank: efficiency",
+        ["ranks", "measured", "all-reduce after backward", "error", "beside backward", "error"],
+    )
+    for p in found.checks:
+        assert p.measured is not None
+        measured = Estimate(mean=p.measured, standard_error=p.measured_standard_error, n=0)
+        checks.add_row(
+            str(p.ranks),
+            plain(measured, 3),
+            f"{p.efficiency:.3f}",
+            f"{p.efficiency / p.measured - 1:+.1%}",
+            f"{p.efficiency_overlapped:.3f}",
+            f"{p.efficiency_overlapped / p.measured - 1:+.1%}",
+        )
+    predictions = _table(
+        "efficiency to expect",
+        ["ranks", "all-reduce, ms", "all-reduce after backward", "beside backward"],
+    )
+    for p in found.predictions:
+        milliseconds = f"{p.communication_seconds * 1e3:.2f}"
+        predictions.add_row(str(p.ranks), milliseconds, f"{p.efficiency:.3f}", f"{p.efficiency_overlapped:.3f}")
+    lines = [
+        f"a step computes {found.compute_seconds * 1e3:.2f} ms, {found.lockstep_seconds * 1e3:.2f} ms on its slowest "
+        f"rank; gradients of {found.gradient_bytes / 2**20:.2f} MiB",
+        f"all-reduce as measured: {_fit(found.fit)}",
+    ]
+    if found.link_fit != found.fit:
+        lines.append(f"all-reduce of the predictions: {_fit(found.link_fit)}")
+    return _text(checks, predictions, lines)
+
+
+def _fit(fit: Fit) -> str:
+    bandwidth = f"{1 / fit.beta / 1e9:.3f} GB/s" if fit.beta else "too fast to tell"
+    text = f"start {fit.start * 1e6:.1f} us, alpha {fit.alpha * 1e6:.1f} us, bandwidth {bandwidth}"
+    if fit.errors:
+        median, largest = f"{fit.median_error:.0%}", f"{fit.largest_error:.0%}"
+        text += f"; off by {median} (median) and {largest} (most) of {len(fit.errors)} times"
+    return text
+
+
+def _facts(facts: Facts) -> str:
+    hosts = len(set(facts.hosts))
+    where = f"{len(facts.hosts)} rank{'s' * (len(facts.hosts) > 1)} on {hosts} host{'s' * (hosts > 1)}"
+    names = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    return f"{where}, {facts.processor}, {facts.cores} cores, over {facts.controller}; {names}"
+
+
+def _mebibytes(memory: Memory) -> tuple[str, str]:
+    own = "not known" if memory.proportional is None else f"{memory.proportional / 2**20:,.0f}"
+    return f"{memory.resident / 2**20:,.0f}", own
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, header_style="")
+    for column in columns:
+        left = column in ("slowest rank", "host")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+    return table
+
+
+def _text(*parts: Table | Sequence[str]) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, width=WIDTH, color_system=None, highlight=False)
+    for part in parts:
+        if isinstance(part, Table):
+            console.print(part.title, markup=False, soft_wrap=True)
+            part.title = None  # which rich would break at the table's width
+            console.print(part)
+        else:
+            for line in part:
+                console.print(line, markup=False, soft_wrap=True)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"

@@ -1,0 +1,177 @@
+"""The benchmarks on real ranks: what they write, what they judge, and that they measure what they say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import CHECKOUT, environment, run_ranks
+
+
+def _benchmark(n: int, *argv: Any, gloo: bool = False) -> subprocess.CompletedProcess[str]:
+    launcher = ["mpirun", "-q", "-np", str(n), "--bind-to", "none"]
+    if gloo:
+        launcher = ["horovodrun", "--gloo", "-np", str(n), "-H", f"localhost:{n}"]
+    words = [*launcher, sys.executable, "-m", "hvd_cifar", "benchmark", *map(str, argv)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment(), cwd=CHECKOUT)
+
+
+def test_the_step_is_measured_on_1_and_2_of_3_ranks_and_judged(embedded: Path, tmp_path: Path) -> None:
+    output = tmp_path / "step.json"
+    words = [
+        "--model",
+        "tutorial",
+        "--dataset",
+        "synthetic",
+        "--data-dir",
+        embedded,
+        "--batch-size",
+        4,
+        "--steps",
+        2,
+        "--repeats",
+        2,
+    ]
+    # The all-reduce of 4 MiB takes a good part of a step of 4 images: nothing reaches an efficiency of 1.
+    done = _benchmark(
+        3, "step", *words, "--ranks", "1,2", "--min-efficiency", 1, "--json", output, "--plot", tmp_path / "step.png"
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("hvd_cifar: scaling efficiency")]
+    assert len(said) == 1 and "on 2 ranks" in said[0] and "below --min-efficiency 1" in said[0]
+
+    found = json.loads(output.read_text())
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    assert found["benchmark"] == "step" and found["dataset"] == "synthetic" and found["model"] == "tutorial"
+    assert len(found["facts"]["hosts"]) == len(found["memory_by_rank"]) == 3
+    assert all(memory["resident"] > 100 * 2**20 for memory in found["memory_by_rank"])
+    assert 0 < found["waiting_cpu"] < 10
+    assert [world["ranks"] for world in found["worlds"]] == [1, 2]
+    for world in found["worlds"]:
+        k = world["ranks"]
+        for name in ("step", "compute", "lockstep", "input", "fed"):
+            assert world[f"{name}_seconds"]["mean"] > 0 and world[f"{name}_seconds"]["n"] == 2
+        assert len(world["compute_seconds_by_rank"]) == len(world["input_seconds_by_rank"]) == k
+        assert world["slowest"]["rank"] < k and world["slowest"]["host"] == found["facts"]["hosts"][0]
+        assert world["lockstep_seconds"]["mean"] >= 0.999 * world["compute_seconds"]["mean"]
+        # Mean of ratios and ratio of means differ by little where repeats are alike, and always lie among the repeats.
+        assert world["efficiency"]["n"] == world["images_per_second"]["n"] == 2
+        ratio = world["images_per_second"]["mean"] / world["images_per_second_alone"]["mean"]
+        assert world["efficiency"]["mean"] == pytest.approx(ratio, rel=0.5)
+        assert world["images_per_second"]["mean"] >= k * 4 / world["step_seconds"]["mean"] * 0.999
+    assert found["worlds"][0]["communication_seconds"] is None
+    assert found["worlds"][1]["communication_seconds"]["mean"] > 0
+    assert f"{found['worlds'][1]['efficiency']['mean']:.4f}" in said[0]
+    phases = found["phases"]
+    assert phases["forward_seconds"] > 0 and phases["backward_seconds"] > 0
+    names = [gradient["name"] for gradient in phases["gradients"]]
+    assert "softmax_linear" in names[0] and "conv1" in names[-1]  # from the last layer to the first
+    assert sum(gradient["bytes"] for gradient in phases["gradients"]) == 4 * 1_068_298
+    ready = [gradient["ready_seconds"] for gradient in phases["gradients"]]
+    assert ready == sorted(ready) and ready[-1] == pytest.approx(phases["backward_seconds"])
+
+    loose = _benchmark(2, "step", *words, "--ranks", 2, "--min-efficiency", 0.001, "--precision", "float64")
+    assert loose.returncode == 0, loose.stdout + loose.stderr
+
+
+def _weights_after_steps(data: str) -> dict[str, Any]:
+    from hvd_cifar.config import TrainSettings
+    from hvd_cifar.data.dataset import load
+    from hvd_cifar.distributed import sync
+    from hvd_cifar.tools.benchmark import job, step
+    from hvd_cifar.training.assemble import make_net
+    from hvd_cifar.training.recipe import resolve, set_precision
+    from hvd_cifar.training.sources import prepare_data, views_of
+
+    settings = resolve(
+        TrainSettings.model_validate({"model": "tutorial", "dataset": "synthetic", "data_dir": data, "batch_size": 2})
+    )
+    with job.start((2,)) as ranks:
+        train_set, _ = load(prepare_data(settings, ranks.world))
+        set_precision("float32", 0)
+        net = make_net(settings, views_of(settings.model))
+        bench = step.Bench(ranks, settings, net, step._endless_batches(ranks, settings, train_set, 6))
+        start = [v.numpy() for v in net.model.variables]
+        digests = {"first": sync.digest(net.model.variables)}
+        for way in ("compute", "step", "fed"):
+            for variable, value in zip(net.model.variables, start, strict=True):
+                variable.assign(value)
+            bench.time(2, way, 1)
+            digests[way] = sync.digest(net.model.variables)
+        return digests
+
+
+def test_one_way_communicates_and_the_other_does_not(embedded: Path) -> None:
+    ranks = run_ranks(_weights_after_steps, 3, str(embedded))
+    assert len({rank["first"] for rank in ranks}) == 1
+    # Every rank has a batch of its own: alone, each goes its own way; together, they stay as one.
+    assert len({rank["compute"] for rank in ranks[:2]}) == 2
+    for way in ("step", "fed"):
+        assert ranks[0][way] == ranks[1][way] != ranks[0]["first"]
+        assert ranks[0][way] not in {rank["compute"] for rank in ranks}
+    # The third rank is no member of the group, and waits.
+    assert set(ranks[2].values()) == {ranks[2]["first"]}
+
+
+def test_all_reduces_are_measured_checked_and_fitted(tmp_path: Path) -> None:
+    output = tmp_path / "allreduce.json"
+    words = ["--factor", 64, "--max-bytes", "1M", "--seconds", 0.02, "--repeats", 2, "--json", output]
+    done = _benchmark(3, "allreduce", *words, "--plot", tmp_path / "allreduce.png")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "allreduce.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads(output.read_text())
+    keys = {(p["way"], p["ranks"], p["bytes"]) for p in found["points"]}
+    sizes = (4, 256, 16384, 2**20)
+    assert keys == {(way, k, size) for way in ("horovod", "mpi", "copy") for k in (2, 3) for size in sizes}
+    for p in found["points"]:
+        assert p["wrong_values"] == 0 and p["seconds"]["n"] == 2 and p["iterations"] >= 2
+        assert p["algorithm_bandwidth"] == pytest.approx(p["bytes"] / p["seconds"]["mean"])
+        factor = 1 if p["way"] == "copy" else {2: 1, 3: 4 / 3}[p["ranks"]]
+        assert p["bus_bandwidth"] == pytest.approx(p["algorithm_bandwidth"] * factor)
+    assert set(found["fits"]) == {"horovod", "mpi"} and len(found["fits"]["mpi"]["errors"]) == 8
+    assert found["skipped"] == {}
+
+    over_gloo = _benchmark(2, "allreduce", *words, gloo=True)
+    assert over_gloo.returncode == 0, over_gloo.stdout + over_gloo.stderr
+    found = json.loads(output.read_text())
+    assert {p["way"] for p in found["points"]} == {"horovod", "copy"} and "Gloo" in found["skipped"]["mpi"]
+
+
+def _one_value_wrong(output: str) -> str:
+    from hvd_cifar import config
+    from hvd_cifar.errors import TrainingError
+    from hvd_cifar.tools.benchmark import allreduce, commands
+
+    true_sum = allreduce.through_horovod
+
+    def through_horovod(process_set: Any) -> allreduce.Reduce:
+        reduce = true_sum(process_set)
+
+        def spoilt(terms: Any) -> Any:
+            sums = reduce(terms).numpy()
+            if process_set.rank() == 1 and len(sums) == 16:
+                sums[5] += 1
+            return sums
+
+        return spoilt
+
+    allreduce.through_horovod = through_horovod
+    values = {"max_bytes": "1K", "factor": 4, "seconds": 0.01, "repeats": 1, "json_file": output}
+    try:
+        commands.benchmark_allreduce(config.make(config.BenchmarkAllreduceSettings, values))
+    except TrainingError as error:
+        return str(error)
+    return "nothing was found"
+
+
+def test_one_wrong_value_on_one_rank_is_found_by_all(tmp_path: Path) -> None:
+    said = run_ranks(_one_value_wrong, 2, str(tmp_path / "found.json"))
+    assert said[0] == said[1]
+    assert "1 values of an all-reduce of 64 bytes (horovod) on 2 ranks;" in said[0]
+    points = json.loads((tmp_path / "found.json").read_text())["points"]
+    assert [(p["way"], p["bytes"]) for p in points if p["wrong_values"]] == [("horovod", 64)]
