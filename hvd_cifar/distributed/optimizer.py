@@ -27,7 +27,6 @@ class _Reduction:
     process_set: Any
     sparse_as_dense: bool
     fixed_order: bool = False
-    groups: int = 1
 
     @property
     def is_local(self) -> bool:
@@ -103,7 +102,6 @@ def DistributedOptimizer(
     process_set: Any = hvd.global_process_set,
     sparse_as_dense: bool = False,
     fixed_order: bool = False,
-    num_groups: int = 1,
 ) -> Any:
     """Wrap a Keras 3 optimizer so that gradients are reduced over all ranks before they are applied.
 
@@ -126,8 +124,6 @@ def DistributedOptimizer(
             gathered from all ranks.
         fixed_order: add gradients in the order of the ranks, in a binary tree (`tree.all_reduce_in_tree`), and not as
             MPI or NCCL pleases: the same terms give the same bits, however they are spread over ranks.
-        num_groups: send dense gradients in so many groups of about the same size, each as soon as backward has made
-            all of its members, and not all at once when it has ended.
 
     Raises:
         TypeError: where `optimizer` is no Keras 3 optimizer.
@@ -143,8 +139,6 @@ def DistributedOptimizer(
         raise ValueError("put the loss scale outside: LossScaleOptimizer(DistributedOptimizer(optimizer))")
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}: it must be at least 1")
-    if num_groups < 1:
-        raise ValueError(f"num_groups is {num_groups}: it must be at least 1")
     if not hvd.is_initialized():
         raise RuntimeError("Horovod is not initialised: call hvd.init() first")
     reduction = _Reduction(
@@ -155,7 +149,6 @@ def DistributedOptimizer(
         process_set=process_set,
         sparse_as_dense=sparse_as_dense,
         fixed_order=fixed_order,
-        groups=num_groups,
     )
     _agree_on_finite_gradients()
 
@@ -191,13 +184,9 @@ def reduce_gradients(gradients: Sequence[Any], reduction: _Reduction) -> list[An
         results = (
             _reduce_in_tree(wide, reduction)
             if reduction.fixed_order
-            else [
-                result
-                for group in _groups(wide, reduction.groups)
-                for result in hvd.grouped_allreduce(
-                    group, op=reduction.op, compression=reduction.compression, process_set=reduction.process_set
-                )
-            ]
+            else hvd.grouped_allreduce(
+                wide, op=reduction.op, compression=reduction.compression, process_set=reduction.process_set
+            )
         )
         for i, result in zip(dense, results, strict=True):
             reduced[i] = tf.cast(result, gradients[i].dtype)
@@ -205,17 +194,6 @@ def reduce_gradients(gradients: Sequence[Any], reduction: _Reduction) -> list[An
         if isinstance(gradient, tf.IndexedSlices):
             reduced[i] = _reduce_sparse(gradient, reduction)
     return reduced
-
-
-def _groups(gradients: Sequence[Any], count: int) -> list[list[Any]]:
-    """Neighbours in up to `count` groups of about as many values each; of the variables' order, so of one stage."""
-    sizes = [gradient.shape.num_elements() for gradient in gradients]
-    total, seen = sum(sizes), 0
-    groups: list[list[Any]] = [[] for _ in range(count)]
-    for gradient, size in zip(gradients, sizes, strict=True):
-        groups[min(count - 1, seen * count // max(total, 1))].append(gradient)
-        seen += size
-    return [group for group in groups if group]
 
 
 def _named_by_graph(tensor: Any) -> Any:
