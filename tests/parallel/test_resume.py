@@ -6,6 +6,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,7 @@ def test_the_batch_of_a_run_stays_on_other_ranks(embedded: Path, few: dict[str, 
     config = json.loads((run_dir / "config.json").read_text())
     assert {"seed", "model", "dataset", "global_batch_size"} <= set(config)
     assert {"world_size", "hosts", "command", "git_commit", "versions"} <= set(config["run"])
-    assert config["run"]["command"].startswith("python -m hvd_cifar train --dataset synthetic")
+    assert config["run"]["command"].startswith("python -m hvd_cifar train --model tutorial --dataset synthetic")
     assert [part["world_size"] for part in config["run"]["earlier"]] == [2]
     again = _to_its_end(jobs.command(3, "--config", run_dir / "config.json"), few, tmp_path)
     assert again.returncode == 0, again.stderr
@@ -136,22 +137,46 @@ def test_the_batch_of_a_run_stays_on_other_ranks(embedded: Path, few: dict[str, 
     assert len(jobs.losses(repeated)) == 4
 
 
+def test_fast_goes_on_exactly_and_is_evaluated_in_six_views(
+    embedded: Path, few: dict[str, str], tmp_path: Path
+) -> None:
+    """Its slow weights are mixed in after steps 5 and 10: what a checkpoint between these holds of them counts."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    # Synchronised: each checkpoint makes the ranks' moving statistics one, which rounds.
+    course = ["--model", "fast", "--global-batch-size", 24, "--learning-rate", 0.01, "--sync-batch-norm"]
+    course += ["--lookahead", "--check-sync-every", 2, "--max-steps"]
+    for run_dir, steps in ((whole, 10), (cut, 7), (cut, 10)):
+        done = _train(2, embedded, run_dir, few, *course, steps)
+        assert done.returncode == 0, done.stderr
+    one, other = jobs.summary(whole), jobs.summary(cut)
+    assert one["replicas_identical"] and one["weights_sha256"] == other["weights_sha256"]
+    assert jobs.losses(whole) == jobs.losses(cut) and len(jobs.losses(cut)) == 10
+    precision = json.loads((cut / "config.json").read_text())["precision"]
+    assert one["precision"] == precision in ("float32", "mixed_bfloat16")
+
+    # Another machine's precision does not change a run that has one.
+    refused = _train(1, embedded, cut, few, *course, 12, "--precision", "float64")
+    assert refused.returncode == 2 and f"precision was {precision}, is float64" in refused.stderr
+
+    assert one["test_views"] == 6 and 0 < one["test_accuracy_of_one_view"] < 1
+    words = [sys.executable, "-m", "hvd_cifar", "evaluate", "--run-dir", str(whole), "--output"]
+    six, plain = tmp_path / "six.json", tmp_path / "plain.json"
+    for extra in ([str(six)], [str(plain), "--no-test-time-augmentation"]):
+        done = _to_its_end([*words, *extra], few, CHECKOUT)
+        assert done.returncode == 0, done.stderr
+    found = [json.loads(path.read_text()) for path in (six, plain)]
+    assert [result["test_views"] for result in found] == [6, 1]
+    assert found[0]["test_loss"] == pytest.approx(one["test_loss"], rel=1e-3)
+    assert found[0]["test_loss"] != pytest.approx(found[1]["test_loss"], rel=1e-6)
+    assert found[1]["test_accuracy"] == found[0]["test_accuracy_of_one_view"]
+
+
 def test_killed_before_the_first_checkpoint_and_after_the_last(
     embedded: Path, few: dict[str, str], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    base = [
-        "--model",
-        "tutorial",
-        "--dataset",
-        "synthetic",
-        "--data-dir",
-        embedded,
-        "--run-dir",
-        run_dir,
-        "--precision",
-        "float64",
-    ]
+    base = ["--model", "tutorial", "--dataset", "synthetic", "--data-dir", embedded, "--run-dir", run_dir]
+    base += ["--precision", "float64"]
     job = subprocess.Popen(
         jobs.command(2, *base, *QUIET), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=few, cwd=CHECKOUT
     )
