@@ -34,7 +34,7 @@ EVALUATION_BATCH = 500  # examples a rank evaluates at a time: enough to be fast
 
 def assemble(settings: TrainSettings, world: World) -> Run:
     """Everything before the first step, in the order in which it can fail."""
-    settings = sync.on_root(lambda: for_machine(run_dir.continue_run(settings), world))
+    settings = for_machines(sync.on_root(lambda: run_dir.continue_run(settings)), world)
     prepared = prepare_data(settings, world)
     train_set, test_set = sync.on_every_rank(lambda: load(prepared))
     batch_plan = plan(settings, len(train_set.labels), world.size)
@@ -131,11 +131,15 @@ def assemble(settings: TrainSettings, world: World) -> Run:
     )
 
 
-def for_machine(settings: TrainSettings, world: World) -> TrainSettings:
-    """Settings with the precision that this rank's device computes fastest in, where none was chosen."""
+def for_machines(settings: TrainSettings, world: World) -> TrainSettings:
+    """Settings, the same on all ranks, with the precision that suits every rank's device, where none was chosen.
+
+    A collective.
+    """
     if settings.precision is not None:
         return settings
-    return settings.model_copy(update={"precision": native_precision(world)})
+    everywhere = set(sync.gather(native_precision(world)))
+    return settings.model_copy(update={"precision": everywhere.pop() if len(everywhere) == 1 else "float32"})
 
 
 def make_net(settings: TrainSettings, views: Views) -> Net:

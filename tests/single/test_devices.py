@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from hvd_cifar.distributed.devices import choose_gpu, cpu_quota, threads_per_rank, visible_gpus
+from hvd_cifar.distributed.devices import (
+    choose_gpu,
+    cpu_quota,
+    multiplies_bfloat16,
+    threads_per_rank,
+    visible_gpus,
+)
 from hvd_cifar.distributed.environment import launched_rank, prepare_mpi
 from hvd_cifar.errors import UserError
 
@@ -130,3 +136,19 @@ def test_nothing_is_slowed_where_gpus_compute(tmp_path: Path) -> None:
     environment = {"OMPI_COMM_WORLD_RANK": "0"}
     prepare_mpi(environment, on_cpu=False, prefix=tmp_path)
     assert environment == {"OMPI_COMM_WORLD_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "fast"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16 clzero\n", True),
+        ("flags\t\t: fpu amx_bf16\n", True),
+        ("Features\t: fp asimd bf16 i8mm\n", True),  # as Linux says it on ARM
+        ("flags\t\t: fpu avx512f avx512_bf16x avx2\n", False),
+        (None, False),
+    ],
+)
+def test_bfloat16_is_multiplied_where_the_processor_says_so(tmp_path: Path, flags: str | None, fast: bool) -> None:
+    if flags is not None:
+        (tmp_path / "cpuinfo").write_text(flags)
+    assert multiplies_bfloat16(tmp_path / "cpuinfo") == fast

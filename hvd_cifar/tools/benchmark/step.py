@@ -25,7 +25,7 @@ from hvd_cifar.models import Net
 from hvd_cifar.reporting import terminal
 from hvd_cifar.tools.benchmark.job import Job, facts_of, memory_of_this_process
 from hvd_cifar.tools.benchmark.results import Estimate, Gradient, Phases, SlowestRank, StepResult, WorldResult
-from hvd_cifar.training.assemble import for_machine, make_net, make_optimizer
+from hvd_cifar.training.assemble import for_machines, make_net, make_optimizer
 from hvd_cifar.training.averages import Lookahead, MovingAverage
 from hvd_cifar.training.recipe import plan, precision_of, resolve, set_precision
 from hvd_cifar.training.sources import prepare_data, views_of
@@ -50,7 +50,7 @@ def measure(job: Job, options: StepWork) -> StepResult:
     """
     world = job.world
     given = {name: getattr(options, name) for name in type(options).model_fields if name in TrainSettings.model_fields}
-    settings = sync.from_root(for_machine(resolve(TrainSettings(**given)), world))
+    settings = for_machines(resolve(TrainSettings(**given)), world)
     prepared = prepare_data(settings, world)
     train_set, _ = sync.on_every_rank(lambda: load(prepared))
     batch_plan = plan(settings, len(train_set.labels), world.size)
