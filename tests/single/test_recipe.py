@@ -58,10 +58,10 @@ def test_staircase_after_warm_up(step: int, rate: float) -> None:
             {0: 0.1, 98: 0.15, 196: 0.2, 68_358: 0.2, 68_359: 0.02},
         ),
         # A straight line over all epochs, at any number of ranks, also where the run ends before.
-        ({"model": "fast"}, 1, {0: 0.24, 196: 0.12, 391: 0.24 / 392}),
-        ({"model": "fast", "max_steps": 200}, 5, {0: 0.24, 196: 0.12}),
+        ({"model": "fast"}, 1, {0: 0.24, 147: 0.16, 440: 0.24 / 441}),
+        ({"model": "fast", "max_steps": 200}, 5, {0: 0.24, 147: 0.16}),
         ({"model": "fast", "batch_size": 512, "epochs": 4}, 2, {0: 0.24, 98: 0.12}),
-        ({"model": "fast", "warmup_epochs": 1}, 2, {0: 0.0, 24: 0.24 * 24 / 49 * (1 - 24 / 392), 49: 0.24 * 7 / 8}),
+        ({"model": "fast", "warmup_epochs": 1}, 2, {0: 0.0, 24: 0.24 * 24 / 49 * (1 - 24 / 441), 49: 0.24 * 8 / 9}),
         # Asked for where nothing is scaled: from 0.
         ({"model": "tutorial", "global_batch_size": 256, "warmup_epochs": 1}, 4, {0: 0.0, 98: 0.05, 196: 0.1}),
     ],
@@ -83,9 +83,9 @@ def test_learning_rate_of_a_run(values: dict[str, Any], size: int, expected: dic
         ({"epochs": 3, "max_steps": 100}, 2, 256, 196, 100),
         ({"epochs": 3, "max_steps": 100_000}, 2, 256, 196, 588),
         ({"epochs": 1, "global_batch_size": 50_000}, 2, 50_000, 1, 1),
-        ({"model": "fast"}, 1, 1024, 49, 392),
-        ({"model": "fast"}, 3, 1024, 49, 392),
-        ({"model": "fast", "batch_size": 100}, 5, 500, 100, 800),
+        ({"model": "fast"}, 1, 1024, 49, 441),
+        ({"model": "fast"}, 3, 1024, 49, 441),
+        ({"model": "fast", "batch_size": 100}, 5, 500, 100, 900),
     ],
 )
 def test_batch_arithmetic(values: dict[str, Any], size: int, batch: int, steps: int, total: int) -> None:
