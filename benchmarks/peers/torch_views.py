@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -22,7 +23,7 @@ class Windows:
     def __init__(
         self, images: Any, pad: int, mode: str, mean: Sequence[float], deviation: Sequence[float], dtype: Any
     ) -> None:
-        planes = torch.as_tensor(images).permute(0, 3, 1, 2)
+        planes = torch.as_tensor(np.asarray(images)).permute(0, 3, 1, 2)
         n, channels, side, _ = planes.shape
         wide = side + 2 * pad
         padded = torch.empty(n, wide, wide, channels, dtype=torch.uint8)
