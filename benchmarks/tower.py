@@ -53,6 +53,10 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
     Args:
         nudge: move one value of the first variable by its last bit before training, to see what that comes to.
     """
+    if settings.model == "fast":
+        raise UserError(
+            "--model fast: towers train with the tutorial's step, which knows nothing of Muon; give another"
+        )
     devices = towers_of(towers)
     settings = resolve(settings)
     place = settings.data_dir, settings.data_url, settings.data_md5

@@ -40,6 +40,8 @@ def course_of(settings: TrainSettings, facts: dict[str, Any]) -> dict[str, Any]:
     names = list(COURSE)
     if settings.sync_batch_norm:
         names.append("gradient_accumulation")  # whose micro-batches the statistics are taken over
+    if settings.lookahead:
+        names.append("epochs")  # whose steps its decay counts in
     if settings.virtual_shards:
         names.append("threads_per_rank")  # which the last bits depend on
     return {**{name: getattr(settings, name) for name in names}, **facts}

@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvd_cifar import models
 from hvd_cifar.models.fast import Dirac, whitening
 from hvd_cifar.models.layers import FusedBatchNormalization, LocalResponseNormalization, PadShortcut, QuickGelu
+from hvd_cifar.training.step import cross_entropy
 
 PRECISIONS = ["float32", "float64", "mixed_bfloat16", "mixed_float16"]
 
@@ -173,3 +174,13 @@ def test_images_prepare_the_fast_net_s_first_layer() -> None:
     net.prepare(images)
     assert (net.model.get_layer("whiten").kernel.numpy() == whitening(images)).all()
     assert not any(v.path.startswith("whiten") for v in net.model.trainable_variables)
+
+
+def test_smoothed_cross_entropy_is_keras_s() -> None:
+    draw = np.random.default_rng(9)
+    logits, labels = draw.normal(size=(6, 10)), draw.integers(0, 10, 6).astype(np.int32)
+    expected = keras.losses.categorical_crossentropy(
+        np.eye(10)[labels], tf.constant(logits), from_logits=True, label_smoothing=0.2
+    )
+    assert np.allclose(cross_entropy(labels, tf.constant(logits), 0.2).numpy(), expected.numpy(), rtol=1e-6)
+    assert not np.allclose(cross_entropy(labels, tf.constant(logits)).numpy(), expected.numpy(), rtol=1e-2)
