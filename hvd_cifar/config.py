@@ -57,6 +57,14 @@ def _rank_counts(given: Any) -> Any:
     return tuple(sorted({int(text) for text in texts}))
 
 
+def _image_sizes(given: Any) -> Any:
+    """Text such as 20,24,32 as (20, 24, 32), in its order."""
+    words = given.split(",") if isinstance(given, str) else given
+    if isinstance(given, str) and not all(re.fullmatch(" *[0-9]{1,4} *", word) for word in words):
+        raise ValueError("write pixels with commas between them, such as 20,24,32")
+    return tuple(words) if isinstance(words, list) else words
+
+
 # A unit, and what one of it is: in bytes, in bytes a second, in seconds.
 _SIZES = {"": 1, "B": 1, "K": 2**10, "KiB": 2**10, "M": 2**20, "MiB": 2**20, "G": 2**30, "GiB": 2**30}
 _SPEEDS = {f"{p}bit/s": 10**n / 8 for p, n in (("", 0), ("k", 3), ("M", 6), ("G", 9), ("T", 12))} | {
@@ -79,6 +87,7 @@ def _quantity(units: dict[str, float], example: str) -> BeforeValidator:
 
 
 RankCounts = Annotated[tuple[int, ...], BeforeValidator(_rank_counts)]
+ImageSizes = Annotated[tuple[Annotated[int, Field(ge=8, le=32)], ...], BeforeValidator(_image_sizes)]
 Bytes = Annotated[int, _quantity(_SIZES, "4, 64K or 256MiB")]
 BytesPerSecond = Annotated[float, _quantity(_SPEEDS, "10Gbit/s")]
 Seconds = Annotated[float, _quantity(_TIMES, "20us")]
@@ -167,6 +176,11 @@ class TrainSettings(DataSettings):
     lookahead: bool | None = Field(
         None, description="Average the weights by look-ahead, every 5 steps. [default: the recipe's]"
     )
+    image_sizes: ImageSizes | None = Field(
+        None,
+        description="Train on images shrunk to these widths in turn, such as 20,24,32, each for an equal part of the "
+        "epochs: early steps learn as much of fewer pixels. [default: the recipe's]",
+    )
     clip_norm: Finite | None = Field(
         None, gt=0, description="Clip the averaged gradient to this global norm. [default: no clipping]"
     )
@@ -221,7 +235,10 @@ class TrainSettings(DataSettings):
     log_every: int = Field(10, gt=0, description="Steps between log lines.")
     checkpoint_every: int = Field(1000, gt=0, description="Steps between checkpoints; the newest 5 are kept.")
     eval_every: int | None = Field(
-        None, ge=0, description="Steps between evaluations on the test set; 0: at the end only. [default: each epoch]"
+        None,
+        ge=0,
+        description="Steps between evaluations on the test set; 0: at the end only. [default: each epoch; "
+        "fast every third]",
     )
     resume: Annotated[str, AfterValidator(_absolute_unless_word)] = Field(
         "auto",
@@ -235,6 +252,14 @@ class TrainSettings(DataSettings):
     def _batch_is_given_once(self) -> TrainSettings:
         if self.batch_size is not None and self.global_batch_size is not None:
             raise ValueError("--batch-size and --global-batch-size exclude each other: give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _image_sizes_suit_the_net(self) -> TrainSettings:
+        if self.image_sizes and self.model == "tutorial":
+            raise ValueError(
+                "--image-sizes: the tutorial's net takes images of one size; leave it out, or give --model"
+            )
         return self
 
     @model_validator(mode="after")

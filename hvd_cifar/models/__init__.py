@@ -16,12 +16,14 @@ CLASSES = 10
 
 
 class Net(NamedTuple):
-    """A model, which of its variables weight decay pulls at, and how images prepare it before it is trained.
+    """A model, the side of its images in pixels, what weight decay pulls at, and how images prepare it.
 
-    `prepare` takes some thousands of training images as the model sees test images, float [n, side, side, 3].
+    `prepare` takes some thousands of training images as the model sees test images, float [n, side, side, 3], before
+    the first step.
     """
 
     model: keras.Model
+    side: int
     decayed: list[keras.Variable]
     prepare: Callable[[NDArray[np.floating[Any]]], None] = lambda images: None
 
@@ -42,13 +44,13 @@ def build(
     dtype = keras.DTypePolicy(precision)
     if name == "tutorial":
         model = tutorial.build(side, CLASSES, dtype)
-        return Net(model, [v for v in model.trainable_variables if v.path in tutorial.DECAYED])
+        return Net(model, side, [v for v in model.trainable_variables if v.path in tutorial.DECAYED])
     if name.startswith("resnet"):
-        model = resnet.build(int(name.removeprefix("resnet")), side, CLASSES, dtype, normalization)
+        model = resnet.build(int(name.removeprefix("resnet")), CLASSES, dtype, normalization)
         # Kernels alone: decaying batch norm's scale and all biases towards zero has no reason (Goyal et al. 2017, 5.1).
-        return Net(model, [v for v in model.trainable_variables if v.path.endswith("kernel")])
+        return Net(model, side, [v for v in model.trainable_variables if v.path.endswith("kernel")])
     if name == "fast":
-        model = fast.build(side, CLASSES, dtype, normalization)
+        model = fast.build(CLASSES, dtype, normalization)
         decayed = [v for v in model.trainable_variables if v.path == fast.DECAYED]
-        return Net(model, decayed, lambda images: model.get_layer("whiten").kernel.assign(fast.whitening(images)))
+        return Net(model, side, decayed, lambda images: model.get_layer("whiten").kernel.assign(fast.whitening(images)))
     raise ValueError(f"no model is called {name!r}")

@@ -54,7 +54,6 @@ def whitening(images: NDArray[np.floating[Any]], epsilon: float = 5e-4) -> NDArr
 
 
 def build(
-    side: int,
     classes: int,
     dtype: keras.DTypePolicy,
     normalization: type[FusedBatchNormalization] = FusedBatchNormalization,
@@ -69,11 +68,10 @@ def build(
     Source: Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", 2024, sections 3.1 and 3.2.
 
     Args:
-        side: of the square images, in pixels.
         normalization: the layer for batch norm.
 
     Returns:
-        A model from images float [b, side, side, 3] to logits [b, classes], in the policy's compute type.
+        A model from images float [b, h, w, 3] to logits [b, classes], in the policy's compute type.
     """
 
     def norm(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
@@ -87,7 +85,7 @@ def build(
             filters, 3, padding="same", use_bias=False, kernel_initializer=Dirac(), dtype=dtype, name=name
         )(x)
 
-    images = keras.Input((side, side, 3), dtype=dtype.compute_dtype, name="images")
+    images = keras.Input((None, None, 3), dtype=dtype.compute_dtype, name="images")
     # Without an offset to learn, backward ends before this layer, and before the widest gradient of all.
     x = keras.layers.Conv2D(FILTERS, PATCH, use_bias=False, trainable=False, dtype=dtype, name="whiten")(images)
     x = gelu(x, "whiten_gelu")

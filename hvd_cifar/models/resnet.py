@@ -9,7 +9,6 @@ from hvd_cifar.models.layers import FusedBatchNormalization, PadShortcut
 
 def build(
     depth: int,
-    side: int,
     classes: int,
     dtype: keras.DTypePolicy,
     normalization: type[FusedBatchNormalization] = FusedBatchNormalization,
@@ -21,11 +20,10 @@ def build(
 
     Args:
         depth: 6n + 2: 20, 32, 44, 56, ...
-        side: of the square images, in pixels.
         normalization: the layer for batch norm.
 
     Returns:
-        A model from images float [b, side, side, 3] to logits [b, classes], in the policy's compute type.
+        A model from images float [b, h, w, 3] to logits [b, classes], in the policy's compute type.
     """
     if depth < 8 or (depth - 2) % 6:
         raise ValueError(f"a CIFAR ResNet has 6n + 2 layers, not {depth}")
@@ -49,7 +47,7 @@ def build(
         x = keras.layers.Add(dtype=dtype, name=f"{name}_add")([x, shortcut])
         return relu(x, f"{name}_relu2")
 
-    images = keras.Input((side, side, 3), dtype=dtype.compute_dtype, name="images")
+    images = keras.Input((None, None, 3), dtype=dtype.compute_dtype, name="images")
     x = relu(norm(conv(images, 16, 1, "conv"), "norm"), "relu")
     for stage, filters in enumerate((16, 32, 64), start=1):
         for i in range(1, blocks + 1):

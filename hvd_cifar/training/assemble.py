@@ -22,6 +22,7 @@ from hvd_cifar.training import run_dir
 from hvd_cifar.training.averages import Lookahead, MovingAverage
 from hvd_cifar.training.checkpoint import Checkpoints, State
 from hvd_cifar.training.evaluate import make_evaluator
+from hvd_cifar.training.image_sizes import ImageSizes
 from hvd_cifar.training.recipe import RECIPES, Plan, plan, precision_of, set_precision
 from hvd_cifar.training.run import Run
 from hvd_cifar.training.schedule import Schedule, linear_scaling
@@ -52,6 +53,7 @@ def assemble(settings: TrainSettings, world: World) -> Run:
     lookahead = Lookahead(weights, all_steps(settings, batch_plan)) if settings.lookahead else None
     origin = (settings.seed, batch_plan.global_batch_size, len(train_set.labels))
     state = State(net, optimizer, averages, origin, lookahead)
+    sizes = ImageSizes(settings.image_sizes or (views.side,), all_steps(settings, batch_plan))
 
     proof = prove_averaging(lambda plain: distribute(settings, plain), contributions="sum")
     facts = {
@@ -110,17 +112,22 @@ def assemble(settings: TrainSettings, world: World) -> Run:
         averages=averages,
         state=state,
         schedule=schedule,
-        train_step=make_train_step(
-            net,
-            optimizer,
-            weight_decay=settings.weight_decay or 0.0,
-            label_smoothing=settings.label_smoothing or 0.0,
-            slices=deal.slices,
-            virtual_shards=settings.virtual_shards,
-            fixed_order=bool(settings.deterministic),
-            averages=averages,
-            lookahead=lookahead,
-        ),
+        image_sizes=sizes,
+        train_steps={
+            side: make_train_step(
+                net,
+                optimizer,
+                weight_decay=settings.weight_decay or 0.0,
+                label_smoothing=settings.label_smoothing or 0.0,
+                slices=deal.slices,
+                virtual_shards=settings.virtual_shards,
+                fixed_order=bool(settings.deterministic),
+                averages=averages,
+                lookahead=lookahead,
+                shrunk_to=side,
+            )
+            for side in sizes.sides
+        },
         evaluator=make_evaluator(net.model, test_set, views, world, EVALUATION_BATCH),
         batches=in_steps(batches, deal.slices),
         run_dir=folder,

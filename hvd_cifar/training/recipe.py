@@ -31,7 +31,9 @@ class Recipe:
     falls_to_zero: bool = False  # the learning rate, in a straight line
     label_smoothing: float = 0.0
     lookahead: bool = False
+    image_sizes: tuple[int, ...] = ()
     test_time_augmentation: bool = False
+    evaluation_epochs: int = 1  # between evaluations
     precision: Literal["float32"] | None = "float32"  # None: as the machine is
     optimizer: Callable[..., keras.optimizers.Optimizer] = keras.optimizers.SGD
 
@@ -75,7 +77,9 @@ RECIPES = {
         falls_to_zero=True,
         label_smoothing=0.2,
         lookahead=True,
+        image_sizes=(20, 24, 32),
         test_time_augmentation=True,
+        evaluation_epochs=3,  # one takes a fifteenth of an epoch of whole images, and a sixth of one of small ones
         precision=None,
         optimizer=_muon,
     ),
@@ -128,6 +132,7 @@ def resolve(settings: TrainSettings) -> TrainSettings:
         "ema_decay": recipe.ema_decay,
         "label_smoothing": recipe.label_smoothing,
         "lookahead": recipe.lookahead,
+        "image_sizes": recipe.image_sizes,
         "test_time_augmentation": recipe.test_time_augmentation,
         "precision": recipe.precision,
     }

@@ -25,7 +25,8 @@ from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.training.averages import MovingAverage
 from hvd_cifar.training.checkpoint import Checkpoints, State
 from hvd_cifar.training.evaluate import Evaluation
-from hvd_cifar.training.recipe import Plan
+from hvd_cifar.training.image_sizes import ImageSizes
+from hvd_cifar.training.recipe import RECIPES, Plan
 from hvd_cifar.training.schedule import Schedule
 from hvd_cifar.training.step import moving_statistics
 
@@ -55,7 +56,8 @@ class Run:
     averages: MovingAverage | None
     state: State
     schedule: Schedule
-    train_step: Any
+    image_sizes: ImageSizes
+    train_steps: dict[int, Any]  # by image size
     evaluator: Any
     batches: Iterator[list[Any]]
     run_dir: Path
@@ -112,7 +114,7 @@ class Run:
         """One global step on this rank's slices of its batch: image, label, weight and example of each."""
         count = order.examples_in_step(self.example_count, self.plan.global_batch_size, self.step_count)
         rate = self.schedule(self.step_count)
-        result = self.train_step(
+        result = self.train_steps[self.image_sizes(self.step_count)](
             [(image, label, weight) for image, label, weight, _ in slices],
             tf.constant(count),
             tf.constant(rate, self.real),
@@ -136,11 +138,12 @@ class Run:
         return self.step_count % every == 0
 
     def evaluation_is_due(self) -> bool:
-        """Whether to evaluate now: by --eval-every, or at the end of an epoch."""
+        """Whether to evaluate now: by --eval-every, or at the end of each or the recipe's third epoch."""
         every = self.settings.eval_every
         if every == 0 or self.step_count == self.plan.total_steps:
             return False  # the last evaluation is part of the end
-        return self.step_is_due(self.plan.steps_per_epoch if every is None else every)
+        of_recipe = RECIPES[self.settings.model].evaluation_epochs * self.plan.steps_per_epoch
+        return self.step_is_due(of_recipe if every is None else every)
 
     def sync_check_is_due(self) -> bool:
         """Whether to compare the ranks now."""

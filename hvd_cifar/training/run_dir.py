@@ -27,6 +27,7 @@ COURSE = (
     "ema_decay",
     "label_smoothing",
     "lookahead",
+    "image_sizes",
     "clip_norm",
     "compression",
     "sync_batch_norm",
@@ -40,11 +41,12 @@ def course_of(settings: TrainSettings, facts: dict[str, Any]) -> dict[str, Any]:
     names = list(COURSE)
     if settings.sync_batch_norm:
         names.append("gradient_accumulation")  # whose micro-batches the statistics are taken over
-    if settings.lookahead:
-        names.append("epochs")  # whose steps its decay counts in
+    if settings.lookahead or settings.image_sizes:
+        names.append("epochs")  # whose steps its decay, or its sizes, are counted in
     if settings.virtual_shards:
         names.append("threads_per_rank")  # which the last bits depend on
-    return {**{name: getattr(settings, name) for name in names}, **facts}
+    kept = settings.model_dump(mode="json")  # as config.json will say it
+    return {**{name: kept[name] for name in names}, **facts}
 
 
 def continue_run(settings: TrainSettings) -> TrainSettings:

@@ -17,6 +17,7 @@ from hvd_cifar.distributed.tree import add_in_tree
 from hvd_cifar.models import Net
 from hvd_cifar.models.layers import examples_present
 from hvd_cifar.training.averages import Lookahead, MovingAverage
+from hvd_cifar.training.image_sizes import shrink
 
 
 def cross_entropy(labels: Any, logits: Any, smoothing: float = 0.0) -> Any:
@@ -47,6 +48,7 @@ def make_train_step(
     fixed_order: bool = False,
     averages: MovingAverage | None = None,
     lookahead: Lookahead | None = None,
+    shrunk_to: int | None = None,
     process_set: Any = sync.ALL_RANKS,
 ) -> Callable[..., Any]:
     """Build the step.
@@ -62,6 +64,7 @@ def make_train_step(
         fixed_order: add over the ranks in the fixed order, as `optimizer` then has to, too.
         averages: moving averages to update after the weights, or None.
         lookahead: slow weights to update after the weights, or None.
+        shrunk_to: pixels, to which the step shrinks its images' sides first; None: it takes them as they are.
         process_set: the ranks that train together, as for `optimizer`.
 
     Returns:
@@ -78,6 +81,8 @@ def make_train_step(
         """A slice's share of the loss, and of its gradient with, for virtual shards, its moving statistics."""
         for statistic, value in zip(statistics, start, strict=True):
             statistic.assign(value)
+        if shrunk_to not in (None, net.side):
+            image = shrink(tf.cast(image, real), shrunk_to)
         weight, count = tf.cast(weight, real), tf.cast(count, real)
         present = tf.reduce_sum(weight)
         with examples_present(present > 0), tf.GradientTape() as tape:
@@ -108,10 +113,9 @@ def make_train_step(
             statistic.assign(total / virtual_shards)
         return loss_and_requests
 
-    side = model.input_shape[1]
     # One graph for all batch sizes: one for each would name its collectives by shapes that ranks do not share.
     of_slice = (
-        tf.TensorSpec([None, side, side, 3], tf.float32),
+        tf.TensorSpec([None, net.side, net.side, 3], tf.float32),
         tf.TensorSpec([None], tf.int32),
         tf.TensorSpec([None], tf.float32),
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.options import TUTORIAL
 from tests.ranks import CHECKOUT, environment, run_ranks
 
 
@@ -23,20 +24,7 @@ def _benchmark(n: int, *argv: Any, gloo: bool = False) -> subprocess.CompletedPr
 
 def test_the_step_is_measured_on_1_and_2_of_3_ranks_and_judged(embedded: Path, tmp_path: Path) -> None:
     output = tmp_path / "step.json"
-    words = [
-        "--model",
-        "tutorial",
-        "--dataset",
-        "synthetic",
-        "--data-dir",
-        embedded,
-        "--batch-size",
-        4,
-        "--steps",
-        2,
-        "--repeats",
-        2,
-    ]
+    words = [*TUTORIAL, embedded, "--batch-size", 4, "--steps", 2, "--repeats", 2]
     # The all-reduce of 4 MiB takes a good part of a step of 4 images: nothing reaches an efficiency of 1.
     done = _benchmark(
         3, "step", *words, "--ranks", "1,2", "--min-efficiency", 1, "--json", output, "--plot", tmp_path / "step.png"

@@ -25,14 +25,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.options import TUTORIAL
 from tests.ranks import run_ranks
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "losses.json"
 BATCH, EXAMPLES, STEPS = 29, 263, 30
 
 RESNET = {"model": "resnet20", "sync_batch_norm": True, "learning_rate": 0.01}
-# The recipe's rates are for batches of 1024; and in float64 its convolutions take a quarter of a minute for 10 steps.
-FAST = {"model": "fast", "sync_batch_norm": True, "learning_rate": 0.002, "max_steps": 10}
+# The recipe's rates are for batches of 1024; and in float64 its convolutions take long. In one epoch all sizes of image
+# take their turn.
+FAST = {"model": "fast", "sync_batch_norm": True, "learning_rate": 0.002, "epochs": 1, "max_steps": 10}
 RUNS: dict[str, dict[str, Any]] = {
     "tutorial": {},
     "tutorial, plain": {"augmentation": "none", "weight_decay": 0, "ema_decay": 0},
@@ -164,18 +166,7 @@ def test_ranks_train_as_the_towers_of_the_tutorial_do(embedded: Path, tmp_path: 
     from hvd_cifar.config import TrainSettings, make
     from hvd_cifar.training.recipe import resolve
 
-    options = [
-        "--model",
-        "tutorial",
-        "--dataset",
-        "synthetic",
-        "--data-dir",
-        embedded,
-        "--global-batch-size",
-        30,
-        "--precision",
-        "float64",
-    ]
+    options = [*TUTORIAL, embedded, "--global-batch-size", 30, "--precision", "float64"]
     options += ["--max-steps", STEPS, "--run-dir"]
     ranks, towers = tmp_path / "ranks", tmp_path / "towers"
     quiet = ["--log-every", 1, "--eval-every", 0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.options import TUTORIAL
 from tests.ranks import run_ranks
 
 
@@ -74,19 +75,7 @@ def _drift(data: str, run_dir: str, options: list[str]) -> dict[str, Any]:
     said: list[str] = []
     vars(terminal)["complain"] = said.append
     cli.GRACE_SECONDS = 0.0
-    base = [
-        "train",
-        "--model",
-        "tutorial",
-        "--dataset",
-        "synthetic",
-        "--data-dir",
-        data,
-        "--run-dir",
-        run_dir,
-        "--eval-every",
-        "0",
-    ]
+    base = ["train", *TUTORIAL, data, "--run-dir", run_dir, "--eval-every", "0"]
     code: Any = 0
     try:
         cli.main([*base, "--batch-size", "8", "--max-steps", "12", "--checkpoint-every", "4", *options])
@@ -96,8 +85,7 @@ def _drift(data: str, run_dir: str, options: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("options", "step"),
-    [(["--check-sync-every", "5"], 8), (["--check-sync-every", "7", "--checkpoint-every", "6"], 7)],
+    ("options", "step"), [(["--check-sync-every", "5"], 8), (["--check-sync-every", "7", "--checkpoint-every", "6"], 7)]
 )
 def test_a_planted_drift_ends_the_run_before_anything_is_saved(
     options: list[str], step: int, embedded: Path, tmp_path: Path

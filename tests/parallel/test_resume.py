@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import jobs
+from tests.options import TUTORIAL
 from tests.ranks import CHECKOUT, end_tree, environment
 
 # 263 examples in batches of 24 are 11 steps an epoch, the last one of 23: steps 5 and 15 are in the middle of one.
@@ -39,7 +40,7 @@ def few(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
 
 
 def _train(n: int, data: Path, run_dir: Path, env: dict[str, str], *options: Any) -> subprocess.CompletedProcess[str]:
-    base = ["--model", "tutorial", "--dataset", "synthetic", "--data-dir", data, "--run-dir", run_dir]
+    base = [*TUTORIAL, data, "--run-dir", run_dir]
     return _to_its_end(jobs.command(n, *base, *QUIET, *options), env, CHECKOUT)
 
 
@@ -65,19 +66,7 @@ def test_killed_at_random_and_resumed_on_other_ranks(embedded: Path, few: dict[s
     chance = random.Random(seed)
     kills = []
     for n in (3, 1, 2):
-        words = jobs.command(
-            n,
-            "--model",
-            "tutorial",
-            "--dataset",
-            "synthetic",
-            "--data-dir",
-            embedded,
-            "--run-dir",
-            cut,
-            *QUIET,
-            *COURSE,
-        )
+        words = jobs.command(n, *TUTORIAL, embedded, "--run-dir", cut, *QUIET, *COURSE)
         words += ["--max-steps", str(STEPS)]
         job = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=few, cwd=CHECKOUT)
         began, last = time.monotonic(), max(jobs.losses(cut), default=0)
@@ -140,11 +129,11 @@ def test_the_batch_of_a_run_stays_on_other_ranks(embedded: Path, few: dict[str, 
 def test_fast_goes_on_exactly_and_is_evaluated_in_six_views(
     embedded: Path, few: dict[str, str], tmp_path: Path
 ) -> None:
-    """Its slow weights are mixed in after steps 5 and 10: what a checkpoint between these holds of them counts."""
+    """Slow weights are mixed in after steps 5 and 10, images grow after 4 and 8: the cut is between these."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     # Synchronised: each checkpoint makes the ranks' moving statistics one, which rounds.
     course = ["--model", "fast", "--global-batch-size", 24, "--learning-rate", 0.01, "--sync-batch-norm"]
-    course += ["--lookahead", "--check-sync-every", 2, "--max-steps"]
+    course += ["--lookahead", "--epochs", 1, "--check-sync-every", 2, "--max-steps"]
     for run_dir, steps in ((whole, 10), (cut, 7), (cut, 10)):
         done = _train(2, embedded, run_dir, few, *course, steps)
         assert done.returncode == 0, done.stderr
@@ -175,7 +164,7 @@ def test_killed_before_the_first_checkpoint_and_after_the_last(
     embedded: Path, few: dict[str, str], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    base = ["--model", "tutorial", "--dataset", "synthetic", "--data-dir", embedded, "--run-dir", run_dir]
+    base = [*TUTORIAL, embedded, "--run-dir", run_dir]
     base += ["--precision", "float64"]
     job = subprocess.Popen(
         jobs.command(2, *base, *QUIET), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=few, cwd=CHECKOUT

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.options import TUTORIAL
 from tests.ranks import CHECKOUT, end_tree, environment, run_ranks
 
 QUICK = ["--log-every", "5", "--eval-every", "0"]
@@ -34,20 +35,7 @@ def _run(n: int, *argv: Any, env: dict[str, str] | None = None) -> subprocess.Co
 
 def _train(n: int, data: Path, run_dir: Path, *argv: Any) -> dict[str, Any]:
     """A training run that must succeed; its summary."""
-    done = _run(
-        n,
-        "train",
-        "--model",
-        "tutorial",
-        "--dataset",
-        "synthetic",
-        "--data-dir",
-        data,
-        "--run-dir",
-        run_dir,
-        *QUICK,
-        *argv,
-    )
+    done = _run(n, "train", *TUTORIAL, data, "--run-dir", run_dir, *QUICK, *argv)
     assert done.returncode == 0, done.stdout + done.stderr
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     return summary
@@ -129,21 +117,7 @@ def _train_without_averaging(data: str, run_dir: str) -> list[Any]:
     vars(terminal)["complain"] = said.append
     cli.GRACE_SECONDS = 0.0
     try:
-        cli.main(
-            [
-                "train",
-                "--model",
-                "tutorial",
-                "--dataset",
-                "synthetic",
-                "--data-dir",
-                data,
-                "--run-dir",
-                run_dir,
-                "--max-steps",
-                "2",
-            ]
-        )
+        cli.main(["train", *TUTORIAL, data, "--run-dir", run_dir, "--max-steps", "2"])
     except SystemExit as ended:
         return [ended.code, *said]
     return ["went on"]
@@ -244,7 +218,7 @@ def test_divergence_ends_all_ranks_and_keeps_the_last_good_checkpoint(embedded: 
     first = sorted((run_dir / "checkpoints").iterdir())
     bad = tmp_path / "bad"
     done = _run(
-        2, "train", "--model", "tutorial", "--dataset", "synthetic", "--data-dir", embedded, "--run-dir", bad, *QUICK,
+        2, "train", *TUTORIAL, embedded, "--run-dir", bad, *QUICK,
         "--max-steps", 40, "--batch-size", 8, "--learning-rate", 1e30, "--warmup-epochs", 0, "--checkpoint-every", 7,
         "--resume", run_dir,
     )  # fmt: skip
@@ -271,18 +245,7 @@ def test_what_only_a_started_run_can_find_wrong_is_one_line_too(
     argv: list[Any], words: str, embedded: Path, tmp_path: Path
 ) -> None:
     data = tmp_path if "cifar10" in argv else embedded
-    base = [
-        "--model",
-        "tutorial",
-        "--dataset",
-        "synthetic",
-        "--data-dir",
-        data,
-        "--run-dir",
-        tmp_path / "run",
-        "--max-steps",
-        1,
-    ]
+    base = [*TUTORIAL, data, "--run-dir", tmp_path / "run", "--max-steps", 1]
     done = _run(2, "train", *base, *argv)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
@@ -295,19 +258,7 @@ def test_a_full_disk_in_the_middle_of_a_run_is_one_line_and_ends_all_ranks(embed
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], stderr=subprocess.DEVNULL).returncode:
         pytest.skip("no file system can be mounted here")
-    base = [
-        "--model",
-        "tutorial",
-        "--dataset",
-        "synthetic",
-        "--data-dir",
-        embedded,
-        "--run-dir",
-        disk / "run",
-        "--batch-size",
-        8,
-        *QUICK,
-    ]
+    base = [*TUTORIAL, embedded, "--run-dir", disk / "run", "--batch-size", 8, *QUICK]
     job = subprocess.Popen(
         _command(2, "train", *base),
         stdout=subprocess.DEVNULL,
@@ -332,19 +283,7 @@ def test_a_full_disk_in_the_middle_of_a_run_is_one_line_and_ends_all_ranks(embed
 
 def test_a_rank_that_dies_ends_the_job(embedded: Path, tmp_path: Path) -> None:
     job = subprocess.Popen(
-        _command(
-            2,
-            "train",
-            "--model",
-            "tutorial",
-            "--dataset",
-            "synthetic",
-            "--data-dir",
-            embedded,
-            "--run-dir",
-            tmp_path / "run",
-            *QUICK,
-        ),
+        _command(2, "train", *TUTORIAL, embedded, "--run-dir", tmp_path / "run", *QUICK),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=environment(),

@@ -1,0 +1,50 @@
+"""Progressive resizing: the size of image that each step trains on, and images made that small."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class ImageSizes:
+    """Sizes in turn, each for an equal part of a run's steps.
+
+    Attributes:
+        sides: in pixels, one for each part.
+        total_steps: of all epochs, whether or not the run ends earlier.
+    """
+
+    sides: tuple[int, ...]
+    total_steps: int
+
+    def __call__(self, step: int) -> int:
+        """The size for the step that follows `step` finished ones."""
+        return self.sides[min(step * len(self.sides) // self.total_steps, len(self.sides) - 1)]
+
+
+def shrink(images: Any, side: int) -> Any:
+    """Float [b, s, s, 3] -> [b, side, side, 3], as `tf.image.resize` does with antialias, in two matrix products.
+
+    Each new pixel is a mean of the old ones, weighted by a triangle two new pixels wide.
+    """
+    whole = images.shape[1]
+    rows = tf.constant(_triangles(whole, side), images.dtype)
+    columns = tf.constant(np.kron(_triangles(whole, side), np.eye(3)).T, images.dtype)
+    shrunk = tf.matmul(rows, tf.reshape(images, [-1, whole, whole * 3]))
+    shrunk = tf.matmul(tf.reshape(shrunk, [-1, whole * 3]), columns)
+    return tf.reshape(shrunk, [-1, side, side, 3])
+
+
+@cache
+def _triangles(whole: int, side: int) -> NDArray[np.float64]:
+    """[side, whole]: what each old pixel weighs in each new one."""
+    scale = whole / side
+    centres = (np.arange(side)[:, None] + 0.5) * scale
+    weights = np.maximum(0.0, 1.0 - np.abs(np.arange(whole)[None, :] + 0.5 - centres) / scale)
+    return np.asarray(weights / weights.sum(axis=1, keepdims=True))
