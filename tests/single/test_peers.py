@@ -1,6 +1,7 @@
 """The comparison with peers: its arithmetic, its turns, and that PyTorch's side trains the same net."""
 
 import os
+import random
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.peers import rates
+from benchmarks.peers import rates, whole
 from benchmarks.peers.rates import Stamp
 from benchmarks.peers.turns import Job, Side
 from hvd_cifar.models import build
@@ -77,6 +78,26 @@ def test_a_side_that_ends_is_told_of_with_its_output(tmp_path: Path) -> None:
     side = Side("broken", [[sys.executable, "-c", "print('no such thing')"]], [tmp_path / "metrics.jsonl"], 10)
     with Job(side, tmp_path, tmp_path) as job, pytest.raises(SystemExit, match=r"broken ended(.|\n)*no such thing"):
         job.take_turn(20.0)
+
+
+COUNTER = (
+    "import pathlib, sys, time\nfor i in range(6): time.sleep(0.05); pathlib.Path(sys.argv[1]).open('a').write('x')"
+)
+
+
+def test_whole_runs_take_turns_to_their_ends(tmp_path: Path) -> None:
+    sides = {}
+    for name in ("one", "other"):
+        sides[name] = Side(name, [[sys.executable, "-c", COUNTER, str(tmp_path / name)]], [], 1)
+    spent = whole.in_turns(sides, tmp_path, 0.1, random.Random(0))
+    assert set(spent) == set(sides) and min(spent.values()) > 0
+    assert all((tmp_path / name).read_text() == "xxxxxx" for name in sides)
+
+
+def test_a_whole_run_that_fails_is_told_of_with_its_output(tmp_path: Path) -> None:
+    broken = Side("broken", [[sys.executable, "-c", "raise SystemExit('no such thing')"]], [], 1)
+    with pytest.raises(SystemExit, match=r"broken failed(.|\n)*no such thing"):
+        whole.in_turns({"broken": broken}, tmp_path, 20.0, random.Random(0))
 
 
 # Keras pads a convolution of stride 2 below and to the right alone, PyTorch's layer all around: here alike.
