@@ -1,0 +1,94 @@
+"""Memory of every rank over an epoch, and that a host holds the images once: the table of docs/performance.md.
+
+    python -m benchmarks.memory --data-dir D                         # resnet20, 2 ranks, one epoch
+    python -m benchmarks.memory --data-dir D --ranks 4 -- --model tutorial
+
+Looks at the ranks' processes (`smaps_rollup` and `smaps` of Linux) whenever one in --every steps is done. A page that
+k processes share counts 1/k in PSS. Options of `train` follow after `--`.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import psutil
+
+from benchmarks import jobs
+
+MIB = 1024  # kB, as the kernel counts
+IMAGES = re.compile(r"(data_batch_\d|test_batch)\.bin$")
+
+
+class Memory(NamedTuple):
+    """Of a process, in MiB: resident, its share of that, and what it holds and shares of the files of images."""
+
+    resident: float
+    own: float
+    images: float
+    images_own: float
+
+
+@click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
+@click.option("--data-dir", type=Path, required=True)
+@click.option("--ranks", type=click.IntRange(1), default=2)
+@click.option("--every", type=click.IntRange(1), default=39, help="Steps between looks.")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def main(data_dir: Path, ranks: int, every: int, options: tuple[str, ...]) -> None:
+    """Train one epoch, then print a table in Markdown."""
+    print("| step | " + " | ".join(f"rank {i}: resident, its share, images, its share" for i in range(ranks)) + " |")
+    print("|---" * (ranks + 1) + "|")
+    with tempfile.TemporaryDirectory() as name:
+        run_dir = Path(name)
+        common = ["--model", "resnet20", "--dataset", "cifar10", "--data-dir", data_dir.absolute()]
+        common += ["--epochs", 1, "--eval-every", 0, "--log-every", every, *options, "--run-dir", run_dir]
+        job = jobs.start(jobs.command(ranks, *common), run_dir / "log")
+        try:
+            seen: set[int] = set()
+            while job.poll() is None:
+                for step in sorted(set(jobs.losses(run_dir)) - seen):
+                    seen.add(step)
+                    print(f"| {step} | " + " | ".join(_words(of_rank) for of_rank in _look(job.pid)) + " |", flush=True)
+                time.sleep(0.05)
+        finally:
+            if job.poll() is None:
+                jobs.kill(job)
+        if job.returncode or not seen:
+            raise SystemExit((run_dir / "log").read_text())
+
+
+def _look(launcher: int) -> list[Memory]:
+    """Of the ranks that a launcher has started, in the order of their processes."""
+    root = psutil.Process(launcher)
+    tree = [root, *root.children(recursive=True)]
+    return [_memory(p.pid) for p in sorted(tree, key=lambda p: p.pid) if "hvd_cifar" in p.cmdline() and _trains(p)]
+
+
+def _trains(process: psutil.Process) -> bool:
+    return "python" in Path(process.exe()).name
+
+
+def _memory(pid: int) -> Memory:
+    whole = _sums(Path(f"/proc/{pid}/smaps_rollup").read_text())
+    images = [0.0, 0.0]
+    for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path(f"/proc/{pid}/smaps").read_text()):
+        if IMAGES.search(part.split("\n", 1)[0]):
+            images = [one + other for one, other in zip(images, _sums(part), strict=True)]
+    return Memory(*whole, *images)
+
+
+def _sums(text: str) -> list[float]:
+    """Resident memory and its share, MiB."""
+    return [sum(int(kb) for kb in re.findall(rf"^{name}: +(\d+) kB", text, re.M)) / MIB for name in ("Rss", "Pss")]
+
+
+def _words(memory: Memory) -> str:
+    return ", ".join(f"{value:,.0f}" for value in memory)
+
+
+if __name__ == "__main__":
+    main()
