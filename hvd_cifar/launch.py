@@ -30,11 +30,14 @@ from hvd_cifar.cluster.hosts import Host, count, hosts_of_ranks, is_local, parse
 from hvd_cifar.cluster.network import Network, find_network
 from hvd_cifar.cluster.streams import NamedLines, by_rank
 from hvd_cifar.distributed import devices
+from hvd_cifar.distributed.transport import RING_PARAMETERS, RING_VARIABLES
 from hvd_cifar.errors import UserError
 from hvd_cifar.install.installer import read_record
 
 MOST_RANKS_BY_DEFAULT = 8
-USAGE = "./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] [--dry-run] COMMAND [OPTIONS]"
+USAGE = (
+    "./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] [--allreduce ring|auto] [--dry-run] COMMAND [OPTIONS]"
+)
 # Ranks on other hosts get these of the user's variables; those on this host inherit all.
 EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS")
 # How soon mpirun notices that a host is gone, in seconds and tries; by itself it would take eight minutes.
@@ -53,6 +56,7 @@ class Request:
     gloo: bool
     command: tuple[str, ...]
     dry_run: bool = False
+    ring: bool = False
 
 
 def main(argv: list[str]) -> int:
@@ -74,7 +78,7 @@ def parse(argv: list[str]) -> Request:
     """
     ranks: int | None = None
     hosts: tuple[Host, ...] = ()
-    gloo = dry_run = False
+    gloo = dry_run = ring = False
     words = list(argv)
     while words and words[0].startswith("-"):
         option, _, value = words.pop(0).partition("=")
@@ -84,7 +88,7 @@ def parse(argv: list[str]) -> Request:
         if option == "--dry-run" and not value:
             dry_run = True
             continue
-        if option not in ("-np", "-n", "-H", "--hostfile"):
+        if option not in ("-np", "-n", "-H", "--hostfile", "--allreduce"):
             raise UserError(
                 f"{option} is not an option of the launcher ({USAGE}); a command's options follow the command"
             )
@@ -94,6 +98,10 @@ def parse(argv: list[str]) -> Request:
             value = words.pop(0)
         if option in ("-np", "-n"):
             ranks = count(value, f"{option} {value}")
+        elif option == "--allreduce":
+            if value not in ("ring", "auto"):
+                raise UserError(f"--allreduce {value}: give ring, or auto for the library's choice")
+            ring = value == "ring"
         elif hosts:
             raise UserError("-H and --hostfile exclude each other, and each is given once")
         else:
@@ -103,7 +111,7 @@ def parse(argv: list[str]) -> Request:
         raise UserError(
             f"-np {ranks} is more than the {slots} slot{'s' * (slots != 1)} of the hosts; lower it or add slots"
         )
-    return Request(ranks, hosts, gloo, tuple(words) or ("train",), dry_run)
+    return Request(ranks, hosts, gloo, tuple(words) or ("train",), dry_run, ring)
 
 
 def ranks_by_default(gpus: int, cores: int) -> int:
@@ -168,6 +176,8 @@ def command(
     words += ["--allow-run-as-root"] if root else []
     # As horovodrun does: the threads of Horovod and TensorFlow need all cores, and openib is Open MPI's old InfiniBand.
     words += ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
+    if request.ring:
+        words += [word for name, value in RING_PARAMETERS.items() for word in ("-mca", name, value)]
     if network is not None:
         words += _of_other_hosts(network, environ)
         if Path(mpirun).parent == bin_folder:
@@ -194,7 +204,7 @@ def _of_other_hosts(network: Network, environ: Mapping[str, str]) -> list[str]:
 def _launch(request: Request, ranks: int) -> int:
     bin_folder = Path(sys.executable).parent
     path = os.pathsep.join([str(bin_folder), os.environ.get("PATH", os.defpath)])
-    env = {**os.environ, "PATH": path}
+    env = {**os.environ, "PATH": path, **(RING_VARIABLES if request.ring else {})}
     mpirun = shutil.which("mpirun", path=path)
     if mpirun is None:
         raise UserError("mpirun is gone from PATH; load its module again, or run: ./run.sh setup")

@@ -33,6 +33,9 @@ FLAGS = ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "b
         (["-H", "a:4,b:2", "train"], Request(None, (Host("a", 4), Host("b", 2)), False, ("train",))),
         (["-np", "5", "-H", "a:4,b", "train"], Request(5, (Host("a", 4), Host("b", 1)), False, ("train",))),
         (["-H=localhost:2", "train"], Request(None, (Host("localhost", 2),), False, ("train",))),
+        (["--dry-run", "train"], Request(None, (), False, ("train",), dry_run=True)),
+        (["--allreduce", "ring", "train"], Request(None, (), False, ("train",), ring=True)),
+        (["--allreduce=auto"], Request(None, (), False, ("train",))),
     ],
 )
 def test_parse(argv: list[str], request_: Request) -> None:
@@ -51,6 +54,9 @@ def test_parse(argv: list[str], request_: Request) -> None:
         (["-H", "a:2", "-H", "b:2"], "exclude each other"),
         (["-H", "a:2,,b:2"], "'' is not a host"),
         (["-H", "a:x"], "slots of a"),
+        (["-H", "a:2,b:1,a:1"], "a is there twice"),
+        (["--allreduce", "tree"], "--allreduce tree: give ring, or auto"),
+        (["--dry-run=yes"], "not an option"),
         (["-H", "a;reboot:1"], "is not a host"),
         (["--epochs", "3"], "options follow the command"),
         (["--hostfile", "/no/such/file"], "No such file"),
@@ -122,6 +128,14 @@ def test_command_here() -> None:
     named = (Host(socket.gethostname(), 4),)
     assert "-x" not in _command(2, hosts=named)
     assert _command(2, gloo=True) == [str(BIN / "horovodrun"), "--gloo", "-np", "2", "-H", "localhost:2", *PROGRAM]
+
+
+def test_a_ring_is_asked_of_mpirun() -> None:
+    request = Request(2, (), False, ("train",), ring=True)
+    words = launch.command(request, 2, PYTHON, BIN, MPIRUN, {}, False)
+    assert words[words.index("coll_tuned_allreduce_algorithm") + 1] == "4"
+    assert words[words.index("coll_tuned_use_dynamic_rules") + 1] == "1"
+    assert "coll_tuned_allreduce_algorithm" not in _command(2)
 
 
 def test_command_on_other_hosts() -> None:
