@@ -116,6 +116,12 @@ class Host:
                     found.append(process)
         return found
 
+    def kill_all(self) -> None:
+        """Kill all processes of the host but its sshds."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
     def end(self) -> None:
         """Turn the host off, as if its power were cut."""
         if self.init is not None:
