@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,7 @@ def test_failures_wait_for_the_end(source: Path, tmp_path: Path) -> None:
 def test_what_a_killed_receiver_left_is_cleared(source: Path, tmp_path: Path) -> None:
     first = transfer.Receiver(tmp_path / "data")
     assert first._scratch
-    left = first._scratch.with_name(first._scratch.name.replace(str(__import__("os").getpid()), "999999999"))
+    left = first._scratch.with_name(first._scratch.name.replace(str(os.getpid()), "999999999"))
     first._scratch.rename(left)
     transfer.Receiver(tmp_path / "data")
     assert not left.exists()
