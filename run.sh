@@ -10,14 +10,17 @@ Train CIFAR-10 with TensorFlow and Horovod: one process (rank) per GPU or core.
 
   ./run.sh                                 set up if needed, then train with the defaults
   ./run.sh setup [--gpu] [--system-mpi]    set up only: in .venv, with TensorFlow for the CPU and a packaged MPI
+  ./run.sh setup --hostfile FILE           the same on every host of the file, in the same versions as here
   ./run.sh test [PYTEST OPTIONS]           lint, types and all tests; with options only pytest, with these
-  ./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] COMMAND [OPTIONS]
+  ./run.sh [-np N] [-H HOSTS | --hostfile FILE] [LAUNCHER OPTIONS] COMMAND [OPTIONS]
 
 COMMAND is train, evaluate, or benchmark step|allreduce|predict; `./run.sh train --help` lists its options.
   -np N              ranks; default: one per GPU, else one per core, at most 8
   -H a:4,b:4         where they run: host:slots
   --hostfile FILE    the same from a file with lines `host slots=N`, see hostfiles/
   --mpi, --gloo      start ranks with mpirun (default), or with horovodrun over Gloo
+  --allreduce ring   have MPI or NCCL add gradients up in a ring, however small; auto (default): as they choose
+  --dry-run          print the command that would start the ranks, and start nothing
   PYTHON=python3.12 ./run.sh setup         the Python to set up with (3.10 to 3.13; default: python3)
 TEXT
 }

@@ -19,6 +19,7 @@ from hvd_cifar.files import replace_text
 
 ModelName = Literal["fast", "tutorial", "resnet20", "resnet32", "resnet56"]
 DatasetName = Literal["auto", "cifar10", "synthetic"]
+DataSource = Literal["auto", "local", "rank0"]
 Augmentation = Literal["recipe", "none"]
 Precision = Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"]
 
@@ -112,6 +113,11 @@ class DataSettings(_Settings):
         Path("~/.cache/hvd_cifar/data"),
         validate_default=True,
         description="Folder of the data set; CIFAR-10 in its binary layout is downloaded there if it is absent.",
+    )
+    data_source: DataSource = Field(
+        "auto",
+        description="Where a host gets the data set from. auto: from its own --data-dir, else from rank 0, over the "
+        "network; rank0: the same, and also where its own set is another one or damaged; local: by itself alone.",
     )
     data_url: str = Field(CIFAR10_URL, description="Address of the archive in CIFAR-10's binary layout.")
     data_md5: Md5 = Field(CIFAR10_MD5, description="MD5 checksum of the archive at --data-url, 32 hex digits.")

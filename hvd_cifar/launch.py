@@ -1,8 +1,9 @@
 """From one command line to N ranks: `./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] COMMAND [OPTIONS]`.
 
 The command is checked here, once, before any rank starts. One rank runs without a launcher; several run under
-mpirun, or under horovodrun with --gloo. What the user reads is what the ranks print, without the launcher's tags and
-pages; what the caller gets is the job's exit code. This process starts no TensorFlow.
+mpirun, or under horovodrun with --gloo. Ranks on other hosts need ssh to them and the environment there at the same
+path; the network that they use is found here (`cluster.network`). What the user reads is what the ranks print, without
+the launcher's tags and pages; what the caller gets is the job's exit code. This process starts no TensorFlow.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -18,30 +20,31 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from hvd_cifar import cli
+from hvd_cifar.cluster import ssh
+from hvd_cifar.cluster.hosts import Host, count, hosts_of_ranks, is_local, parse_hosts, read_hostfile
+from hvd_cifar.cluster.network import Network, find_network
+from hvd_cifar.cluster.streams import NamedLines, by_rank
 from hvd_cifar.distributed import devices
+from hvd_cifar.distributed.transport import RING_PARAMETERS, RING_VARIABLES
 from hvd_cifar.errors import UserError
 from hvd_cifar.install.installer import read_record
 
 MOST_RANKS_BY_DEFAULT = 8
-USAGE = "./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] COMMAND [OPTIONS]"
+USAGE = (
+    "./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] [--allreduce ring|auto] [--dry-run] COMMAND [OPTIONS]"
+)
 # Ranks on other hosts get these of the user's variables; those on this host inherit all.
 EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS")
+# How soon mpirun notices that a host is gone, in seconds and tries; by itself it would take eight minutes.
+KEEPALIVE = {"oob_tcp_keepalive_time": 10, "oob_tcp_keepalive_intvl": 5, "oob_tcp_keepalive_probes": 4}
 SECONDS_FOR_LAST_OUTPUT = 5.0
 SHOW_CURSOR = b"\x1b[?25h"
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-
-
-@dataclass(frozen=True)
-class Host:
-    """A host and how many ranks it may have."""
-
-    name: str
-    slots: int
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Request:
     hosts: tuple[Host, ...]
     gloo: bool
     command: tuple[str, ...]
+    dry_run: bool = False
+    ring: bool = False
 
 
 def main(argv: list[str]) -> int:
@@ -73,14 +78,17 @@ def parse(argv: list[str]) -> Request:
     """
     ranks: int | None = None
     hosts: tuple[Host, ...] = ()
-    gloo = False
+    gloo = dry_run = ring = False
     words = list(argv)
     while words and words[0].startswith("-"):
         option, _, value = words.pop(0).partition("=")
         if option in ("--mpi", "--gloo") and not value:
             gloo = option == "--gloo"
             continue
-        if option not in ("-np", "-n", "-H", "--hostfile"):
+        if option == "--dry-run" and not value:
+            dry_run = True
+            continue
+        if option not in ("-np", "-n", "-H", "--hostfile", "--allreduce"):
             raise UserError(
                 f"{option} is not an option of the launcher ({USAGE}); a command's options follow the command"
             )
@@ -89,7 +97,11 @@ def parse(argv: list[str]) -> Request:
                 raise UserError(f"{option} needs a value ({USAGE})")
             value = words.pop(0)
         if option in ("-np", "-n"):
-            ranks = _count(value, f"{option} {value}")
+            ranks = count(value, f"{option} {value}")
+        elif option == "--allreduce":
+            if value not in ("ring", "auto"):
+                raise UserError(f"--allreduce {value}: give ring, or auto for the library's choice")
+            ring = value == "ring"
         elif hosts:
             raise UserError("-H and --hostfile exclude each other, and each is given once")
         else:
@@ -99,44 +111,7 @@ def parse(argv: list[str]) -> Request:
         raise UserError(
             f"-np {ranks} is more than the {slots} slot{'s' * (slots != 1)} of the hosts; lower it or add slots"
         )
-    return Request(ranks, hosts, gloo, tuple(words) or ("train",))
-
-
-def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Hosts as in `-H a:4,b:4`; a host without a number has one slot. Raises UserError."""
-    hosts = []
-    for part in text.split(","):
-        name, colon, slots = part.strip().partition(":")
-        if not re.fullmatch(r"[\w.-]+", name):
-            raise UserError(f"-H {text}: '{part}' is not a host; write NAME:SLOTS, separated by commas")
-        hosts.append(Host(name, _count(slots, f"-H {text}: slots of {name}") if colon else 1))
-    return tuple(hosts)
-
-
-def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Hosts of a file with a line `NAME slots=N` each; blank lines and comments (#) are skipped. Raises UserError."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise UserError(f"--hostfile {path}: {error.strerror}") from None
-    hosts = []
-    for number, line in enumerate(lines, 1):
-        text = line.partition("#")[0].strip()
-        if not text:
-            continue
-        match = re.fullmatch(r"([\w.-]+)\s+slots\s*=\s*(\S+)", text)
-        if not match:
-            raise UserError(f"--hostfile {path} line {number}: '{text}' is not NAME slots=N")
-        hosts.append(Host(match[1], _count(match[2], f"--hostfile {path} line {number}: slots")))
-    if not hosts:
-        raise UserError(f"--hostfile {path} names no host; write a line NAME slots=N for each")
-    return tuple(hosts)
-
-
-def _count(text: str, what: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
-        raise UserError(f"{what}: expected a whole number of at least 1, got '{text}'")
-    return int(text)
+    return Request(ranks, hosts, gloo, tuple(words) or ("train",), dry_run, ring)
 
 
 def ranks_by_default(gpus: int, cores: int) -> int:
@@ -161,14 +136,15 @@ def _cores_here() -> int:
     return usable_cores(len(os.sched_getaffinity(0)), devices.cpu_quota())
 
 
-def is_local(host: Host) -> bool:
-    """Whether a host is this machine, going by its name alone."""
-    names = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().partition(".")[0]}
-    return host.name in names
-
-
 def command(
-    request: Request, ranks: int, python: str, bin_folder: Path, mpirun: str, environ: Mapping[str, str], root: bool
+    request: Request,
+    ranks: int,
+    python: str,
+    bin_folder: Path,
+    mpirun: str,
+    environ: Mapping[str, str],
+    root: bool,
+    network: Network | None = None,
 ) -> list[str]:
     """The command that starts `ranks` ranks, as words.
 
@@ -180,74 +156,143 @@ def command(
         mpirun: its path.
         environ: this process's variables, some of which ranks on other hosts need.
         root: whether the user is root, to whom mpirun refuses itself.
+        network: what joins the hosts; None: all ranks run here.
     """
     program = [python, "-m", "hvd_cifar", *request.command]
     hosts = request.hosts or (Host("localhost", ranks),)
-    remote = any(not is_local(host) for host in hosts)
-    if ranks == 1 and not remote:
+    if ranks == 1 and network is None:
         return program
     where = ["-np", str(ranks), "-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
     if request.gloo:
-        return [str(bin_folder / "horovodrun"), "--gloo", *where, *program]
+        words = [str(bin_folder / "horovodrun"), "--gloo", *where]
+        if network is not None:
+            here = next(card.name for host, card in network.cards.items() if is_local(host))
+            # Hosts have been reached a moment ago: what horovodrun remembers of earlier tries is of no use.
+            words += ["--network-interfaces", here, "--disable-cache"]
+            words += [python, "-m", "hvd_cifar.cluster.guard", "--subnet", network.subnet]
+        return words + program
 
     words = [mpirun, *where]
     words += ["--allow-run-as-root"] if root else []
     # As horovodrun does: the threads of Horovod and TensorFlow need all cores, and openib is Open MPI's old InfiniBand.
     words += ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
-    if remote:
-        words += [word for name in sorted(environ) if EXPORTED.fullmatch(name) for word in ("-x", name)]
+    if request.ring:
+        words += [word for name, value in RING_PARAMETERS.items() for word in ("-mca", name, value)]
+    if network is not None:
+        words += _of_other_hosts(network, environ)
         if Path(mpirun).parent == bin_folder:
             # The packaged Open MPI looks for itself where it was built, unless both are told.
             words += ["--prefix", str(bin_folder.parent), "-x", "OPAL_PREFIX"]
     return words + program
 
 
+def _of_other_hosts(network: Network, environ: Mapping[str, str]) -> list[str]:
+    """mpirun's options for ranks on other hosts."""
+    # Ranks talk over this network, and mpirun with its daemons too: it would take any card that is up.
+    words = ["-mca", "btl_tcp_if_include", network.subnet, "-mca", "oob_tcp_if_include", network.subnet]
+    # This machine logs in to every host; hosts need no way to log in to each other.
+    words += ["-mca", "plm_rsh_no_tree_spawn", "1", "-mca", "plm_rsh_args", " ".join(ssh.OPTIONS)]
+    for name, seconds in KEEPALIVE.items():
+        words += ["-mca", name, str(seconds)]
+    words += ["--tag-output"]
+    words += [word for name in sorted(environ) if EXPORTED.fullmatch(name) for word in ("-x", name)]
+    if "NCCL_SOCKET_IFNAME" not in environ:
+        words += ["-x", f"NCCL_SOCKET_IFNAME=={','.join(network.card_names)}"]  # the second = asks for whole names
+    return words
+
+
 def _launch(request: Request, ranks: int) -> int:
     bin_folder = Path(sys.executable).parent
     path = os.pathsep.join([str(bin_folder), os.environ.get("PATH", os.defpath)])
-    env = {**os.environ, "PATH": path}
+    env = {**os.environ, "PATH": path, **(RING_VARIABLES if request.ring else {})}
     mpirun = shutil.which("mpirun", path=path)
     if mpirun is None:
         raise UserError("mpirun is gone from PATH; load its module again, or run: ./run.sh setup")
     if Path(mpirun).parent == bin_folder:
         env.setdefault("OPAL_PREFIX", str(bin_folder.parent))
-    words = command(request, ranks, sys.executable, bin_folder, mpirun, env, os.geteuid() == 0)
+    of_ranks = hosts_of_ranks(request.hosts, ranks)
+    request = replace(request, hosts=tuple(host for host in request.hosts if host.name in of_ranks))
+    network = _find_network(request, bin_folder)
+    words = command(request, ranks, sys.executable, bin_folder, mpirun, env, os.geteuid() == 0, network)
+    if request.dry_run:
+        _write(1, f"{_as_typed(words, env)}\n".encode())
+        return 0
     if words[0] == sys.executable:
         os.execve(words[0], words, env)
 
     cores = _cores_here()
-    if ranks > cores and all(map(is_local, request.hosts)):
+    if ranks > cores and network is None:
         _complain(f"note: {ranks} ranks share {cores} core{'s' * (cores > 1)}: results stay right, speed does not")
     if request.gloo:
-        return _run_gloo(words, env)
+        return _run_gloo(words, env, of_ranks if network else [])
     watched = sys.stdout.isatty()
     if watched:
         # Ranks see a terminal of mpirun's making, whatever this one is.
         env |= {"HVD_CIFAR_TERMINAL": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
-    code = _run_mpi(words, env)
+    code = _run_mpi(words, env, of_ranks if network else [])
     if watched and code >= 128:
         _write(1, SHOW_CURSOR + b"\n")  # a rank that was ended could not take its progress bar away
     return code
 
 
-def _run_mpi(words: list[str], env: Mapping[str, str]) -> int:
+def _find_network(request: Request, bin_folder: Path) -> Network | None:
+    """What joins the hosts of a job; None where all of it runs here. Raises UserError."""
+    names = [host.name for host in request.hosts]
+    here = next((name for name in names if is_local(name)), None)
+    if all(map(is_local, names)):
+        return None
+    if not request.gloo and " " in str(bin_folder):
+        raise UserError(f"mpirun starts nothing on other hosts from a path with spaces ({bin_folder}); use --gloo")
+    # The launcher takes part also where it has no rank.
+    everyone = names if here else [socket.gethostname(), *names]
+    return find_network(everyone, here or socket.gethostname(), sys.executable, request.gloo)
+
+
+def _as_typed(words: list[str], env: Mapping[str, str]) -> str:
+    """A command as one types it in a shell, with the variables that differ from this process's in front."""
+    differing = [f"{name}={shlex.quote(value)}" for name, value in env.items() if os.environ.get(name) != value]
+    return " ".join([*differing, shlex.join(words)])
+
+
+def _run_mpi(words: list[str], env: Mapping[str, str], hosts: list[str]) -> int:
+    """Run mpirun. `hosts`: of each rank, where they are several, whose ranks are then told apart."""
+    lines = NamedLines(hosts)
+
+    def output(stream: BinaryIO) -> None:
+        for rank, piece in by_rank(_chunks(stream)):
+            if rank in (0, None):
+                _write(1, piece)
+
+    def of_mpirun(chunks: Iterable[bytes]) -> Iterator[bytes]:
+        for rank, piece in by_rank(chunks):
+            if rank is None:
+                yield piece
+            else:
+                _write(2, lines.add(rank, piece))
+
     def errors(stream: BinaryIO) -> None:
-        for piece in without_banners(_chunks(stream)):
+        chunks = _chunks(stream)
+        for piece in without_banners(of_mpirun(chunks) if hosts else chunks):
             _write(2, piece)
+        _write(2, lines.rest())
 
-    return _run(words, env, None, errors)
+    return _run(words, env, output if hosts else None, errors)
 
 
-def _run_gloo(words: list[str], env: Mapping[str, str]) -> int:
+def _run_gloo(words: list[str], env: Mapping[str, str], hosts: list[str]) -> int:
+    """Run horovodrun. `hosts`: of each rank, where they are several, whose ranks are then told apart."""
     codes: list[int] = []
 
     def output(stream: BinaryIO) -> None:
-        for line in without_tags(stream, codes):
-            _write(1, line)
+        for rank, line in without_tags(stream, codes):
+            if not hosts or rank in (0, None):
+                _write(1, line)
 
     def errors(stream: BinaryIO) -> None:
-        for line in without_tags(stream, codes):
-            _write(2, line)
+        lines = NamedLines(hosts)
+        for rank, line in without_tags(stream, codes):
+            _write(2, line if rank is None or not hosts else lines.add(rank, line))
+        _write(2, lines.rest())
 
     code = _run(words, env, output, errors)
     # horovodrun ends with 1 whatever its ranks ended with, but names their codes, the first one first.
@@ -367,9 +412,10 @@ TENSORFLOW_NOTE = re.compile(
 )
 
 
-def without_tags(lines: Iterable[bytes], codes: list[int]) -> Iterator[bytes]:
-    """horovodrun's output over Gloo without its tags, its remarks on ranks that failed, and its traceback.
+def without_tags(lines: Iterable[bytes], codes: list[int]) -> Iterator[tuple[int | None, bytes]]:
+    """horovodrun's output over Gloo by rank, without its tags, its remarks on ranks that failed, and its traceback.
 
+    What horovodrun itself says has no rank.
     Exit codes of ranks that failed are added to `codes`, in the order in which they ended. A traceback of
     horovodrun for any other reason comes out at the end.
     """
@@ -379,7 +425,7 @@ def without_tags(lines: Iterable[bytes], codes: list[int]) -> Iterator[bytes]:
         code = re.match(rb"Process \d+ exit with status code (-?\d+)\.", line)
         if tag:
             if line[tag.end() :].strip() != b"Terminated":  # said by the shell around a rank
-                yield line[tag.end() :]
+                yield int(tag[1]), line[tag.end() :]
         elif code:
             codes.append(int(code[1]))
         elif line.startswith(b"Terminating remaining workers") or TENSORFLOW_NOTE.match(line):
@@ -387,9 +433,9 @@ def without_tags(lines: Iterable[bytes], codes: list[int]) -> Iterator[bytes]:
         elif traceback or line.startswith(b"Traceback (most recent call last)"):
             traceback.append(line)
         else:
-            yield line
+            yield None, line
     if b"one or more processes exited with non-zero status" not in b"".join(traceback):
-        yield from traceback
+        yield from ((None, line) for line in traceback)
 
 
 def _chunks(stream: BinaryIO) -> Iterator[bytes]:

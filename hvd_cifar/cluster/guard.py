@@ -1,0 +1,84 @@
+"""Around one rank that horovodrun has started: `python -m hvd_cifar.cluster.guard --subnet 10.0.0.0/24 PROGRAM ...`.
+
+It does two things that horovodrun does not. It tells Gloo which card leads to the other hosts: cards have other names
+on other hosts, and horovodrun knows one for all. And it ends the rank when the ssh that it was started through is
+gone: ssh tells nobody on the other side, so that ranks would train on there after a Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_TO_END = 5.0
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+def main(argv: list[str]) -> int:
+    """Run the program to its end, or to that of whoever started it; its exit code, or 128 + the signal."""
+    option, subnets, *program = argv
+    assert option == "--subnet" and program
+    card = card_on(subnets)
+    if card is not None:
+        os.environ["HOROVOD_GLOO_IFACE"] = card
+    starters = starters_of(os.getpid())
+    libc = ctypes.CDLL(None)
+    rank = subprocess.Popen(program, preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: rank.terminate())
+    while True:
+        try:
+            code = rank.wait(SECONDS_BETWEEN_LOOKS)
+            return code if code >= 0 else 128 - code
+        except subprocess.TimeoutExpired:
+            if not all(starter.is_running() for starter in starters):
+                return _end(rank)
+
+
+def _end(rank: subprocess.Popen[bytes]) -> int:
+    rank.terminate()
+    try:
+        rank.wait(SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        rank.kill()
+        rank.wait()
+    return 128 + signal.SIGTERM
+
+
+def card_on(subnets: str) -> str | None:
+    """The name of this host's card on one of the subnets, which have commas between them."""
+    wanted = [ipaddress.ip_network(subnet) for subnet in subnets.split(",")]
+    for name, addresses in psutil.net_if_addrs().items():
+        for entry in addresses:
+            if entry.family == socket.AF_INET and any(ipaddress.ip_address(entry.address) in net for net in wanted):
+                return name
+    return None
+
+
+def starters_of(pid: int) -> list[psutil.Process]:
+    """The processes between this one and the sshd that runs it for another host; none where no sshd does.
+
+    A program that is not the child of horovodrun, on the host where that runs, is the child of an sshd. There, an sshd
+    further up is the user's own login, and no concern of the job's: it may end while the job goes on.
+    """
+    found = []
+    for parent in psutil.Process(pid).parents():
+        found.append(parent)
+        if Path(parent.name()).name.startswith("sshd"):
+            return found
+        if "horovodrun" in " ".join(parent.cmdline()):
+            break
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

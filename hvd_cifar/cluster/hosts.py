@@ -1,0 +1,86 @@
+"""Hosts and their slots, as `-H` and hostfiles name them. Standard library only: set-up uses it on a bare Python."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_cifar.errors import UserError
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host and how many ranks it may have."""
+
+    name: str
+    slots: int
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Hosts as in `-H a:4,b:4`; a host without a number has one slot. Raises UserError."""
+    hosts = []
+    for part in text.split(","):
+        name, colon, slots = part.strip().partition(":")
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise UserError(f"-H {text}: '{part}' is not a host; write NAME:SLOTS, separated by commas")
+        hosts.append(Host(name, count(slots, f"-H {text}: slots of {name}") if colon else 1))
+    _check_each_is_there_once(hosts, f"-H {text}")
+    return tuple(hosts)
+
+
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """Hosts of a file with a line `NAME slots=N` each; blank lines and comments (#) are skipped. Raises UserError."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise UserError(f"--hostfile {path}: {reason}") from None
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = re.fullmatch(r"([\w.-]+)\s+slots\s*=\s*(\S+)", text)
+        if not match:
+            raise UserError(f"--hostfile {path} line {number}: '{text}' is not NAME slots=N")
+        hosts.append(Host(match[1], count(match[2], f"--hostfile {path} line {number}: slots")))
+    if not hosts:
+        raise UserError(f"--hostfile {path} names no host; write a line NAME slots=N for each")
+    _check_each_is_there_once(hosts, f"--hostfile {path}")
+    return tuple(hosts)
+
+
+def count(text: str, what: str) -> int:
+    """A whole number of at least 1. Raises UserError, which calls it `what`."""
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
+        raise UserError(f"{what}: expected a whole number of at least 1, got '{text}'")
+    return int(text)
+
+
+def _check_each_is_there_once(hosts: Sequence[Host], where: str) -> None:
+    names = [host.name for host in hosts]
+    for name in names:
+        if names.count(name) > 1:  # launchers differ in what they make of it
+            raise UserError(f"{where}: {name} is there twice; give it one line with all its slots")
+
+
+def hosts_of_ranks(hosts: Sequence[Host], ranks: int) -> list[str]:
+    """The name of each rank's host: the first host is filled before the next, as every launcher does here."""
+    return [host.name for host in hosts for _ in range(host.slots)][:ranks]
+
+
+def is_local(name: str) -> bool:
+    """Whether a host is this machine, by its name or by its address."""
+    own = socket.gethostname()
+    if name in ("localhost", own, own.partition(".")[0]):
+        return True
+    try:
+        address = socket.gethostbyname(name)
+        with socket.socket() as probe:
+            probe.bind((address, 0))  # works for this machine's own addresses only
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,144 @@
+"""A data set on its way from one host to another: taken apart into blocks there, put together and checked here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from hvd_cifar.data import cifar10
+from hvd_cifar.data.place import scratch_folder
+from hvd_cifar.errors import UserError
+
+BLOCK_BYTES = 4 << 20
+UNFINISHED = ".receiving"
+
+
+class Block(NamedTuple):
+    """A part of one of the files: all files have the same length, so that every rank knows all blocks."""
+
+    file: str
+    start: int
+    length: int
+
+
+def blocks() -> Iterator[Block]:
+    """The whole set, file by file."""
+    for file in cifar10.FILES:
+        for start in range(0, cifar10.FILE_BYTES, BLOCK_BYTES):
+            yield Block(file, start, min(BLOCK_BYTES, cifar10.FILE_BYTES - start))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of each of the set's files. Raises UserError for one that cannot be read."""
+    found = {}
+    for name in cifar10.FILES:
+        state = hashlib.sha256()
+        try:
+            with open(folder / name, "rb") as file:
+                while chunk := file.read(BLOCK_BYTES):
+                    state.update(chunk)
+        except OSError as error:
+            raise UserError(f"cannot read {folder / name}: {error.strerror}: restore it") from None
+        found[name] = state.hexdigest()
+    return found
+
+
+class Sender:
+    """Reads blocks of a set. A failure is kept for the end, since receivers wait for every block."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._failure: OSError | None = None
+
+    def read(self, block: Block) -> NDArray[np.uint8]:
+        """The bytes of a block, uint8 [length]; zeros from a failure on."""
+        if self._failure is None:
+            try:
+                with open(self._folder / block.file, "rb") as file:
+                    file.seek(block.start)
+                    read = np.frombuffer(file.read(block.length), np.uint8)
+                if len(read) == block.length:
+                    return read
+                raise OSError(0, "it has become shorter", str(self._folder / block.file))
+            except OSError as error:
+                self._failure = error
+        return np.zeros(block.length, np.uint8)
+
+    def finish(self) -> None:
+        """Raise UserError if anything could not be read."""
+        if self._failure is not None:
+            raise UserError(f"cannot read {self._failure.filename}: {self._failure.strerror}: restore it")
+
+
+class Receiver:
+    """Writes blocks into a folder of its own in `data_dir`, which becomes the set when all of it is there and right.
+
+    No lock is held meanwhile: blocks come in step with all other hosts, and two jobs that waited for each other's
+    locks would wait for ever. A failure is kept for the end, since the other hosts go on.
+    """
+
+    def __init__(self, data_dir: Path) -> None:
+        self._data_dir = data_dir
+        self._scratch: Path | None = None
+        self._states = {name: hashlib.sha256() for name in cifar10.FILES}
+        self._failure: OSError | None = None
+        try:
+            data_dir.mkdir(parents=True, exist_ok=True)
+            _clear(data_dir)
+            prefix = f"{UNFINISHED}-{socket.gethostname()}-{os.getpid()}-"
+            self._scratch = Path(tempfile.mkdtemp(dir=data_dir, prefix=prefix))
+            self._scratch.chmod(0o755)
+        except OSError as error:
+            self._failure = error
+
+    def take(self, block: Block, content: NDArray[np.uint8]) -> None:
+        """Write the next block; they come in order."""
+        self._states[block.file].update(content.data)
+        if self._failure is None and self._scratch is not None:
+            try:
+                with open(self._scratch / block.file, "ab") as file:
+                    file.write(content.data)
+            except OSError as error:
+                self._failure = error
+
+    def finish(self, expected: Mapping[str, str], place: Path) -> None:
+        """Put the set in its place, unless one has come there meanwhile.
+
+        Raises UserError where it could not be written, or is not what was sent.
+        """
+        try:
+            if self._failure is not None:
+                where = self._failure.filename or self._data_dir
+                raise UserError(
+                    f"cannot write {where}: {self._failure.strerror}: free space, allow writing there, or name another "
+                    "folder with --data-dir"
+                )
+            wrong = [name for name, state in self._states.items() if state.hexdigest() != expected[name]]
+            if wrong:
+                raise UserError(f"{wrong[0]} arrived damaged (its SHA-256 is another one): start again")
+            assert self._scratch is not None
+            with scratch_folder(self._data_dir):
+                if not place.exists():
+                    os.rename(self._scratch, place)
+        finally:
+            if self._scratch is not None:
+                shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _clear(data_dir: Path) -> None:
+    """Remove what processes of this host left that were killed while they received."""
+    start = f"{UNFINISHED}-{socket.gethostname()}-"
+    for left in data_dir.glob(f"{start}*"):
+        pid = left.name.removeprefix(start).partition("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)

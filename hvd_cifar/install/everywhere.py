@@ -1,0 +1,199 @@
+"""Set-up on every host of a job, side by side: the files of this checkout, this Python, these versions of packages.
+
+A host needs ssh, a Python like this one's, and what set-up needs here: a compiler, make and a package index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import secrets
+import shlex
+import subprocess
+import tarfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_cifar.cluster import ssh
+from hvd_cifar.cluster.hosts import Host, is_local
+from hvd_cifar.install.steps import say
+from hvd_cifar.install.versions import as_constraints, differences, versions_of
+
+# Not the code's: environments, results, caches. In the checkout's top folder only.
+LEFT_OUT = {".git", ".venv", "runs", "data"}
+CACHES = {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache"}
+SENT = ".sent-by-set-up"  # in a checkout that came from another host, and may be replaced by a newer one from there
+VERSIONS = ".versions"  # in every checkout that is set up for another host's sake: which versions it is to have
+
+LOOK = """
+if [ -e {token} ]; then echo shared
+elif [ ! -e {checkout}/run.sh ]; then echo absent
+elif cd {checkout} && sha256sum --status --check -; then echo same
+elif [ -e {checkout}/{sent} ]; then echo sent
+else echo other; fi
+"""
+UNPACK = "mkdir -p {checkout} && cd {checkout} && tar -xf - && touch {sent}"
+NOTE = "cat > {checkout}/{versions}"
+SET_UP = """
+cd {checkout} || exit 1
+for python in {pythons}; do
+    if "$python" -c 'import sys; sys.exit(sys.version_info[:2] != {wanted})' 2>/dev/null; then
+        exec env PYTHON="$python" ./run.sh setup --like {checkout}/{versions} {flags}
+    fi
+done
+echo "hvd_cifar: there is no Python {version} like here; install it" >&2
+exit 2
+"""
+
+
+class HostFailed(Exception):
+    """A host could not be set up; the message says why, in one line."""
+
+
+@dataclass(frozen=True)
+class Here:
+    """What all hosts are to be like.
+
+    python: the base interpreter; version: like (3, 11); files: of the checkout, relative to it.
+    """
+
+    checkout: Path
+    python: str
+    version: tuple[int, int]
+    flags: tuple[str, ...]
+    files: tuple[str, ...]
+    packages: dict[str, str]
+
+    def fill(self, script: str, **more: str) -> str:
+        """A script with the checkout's paths in it, quoted."""
+        paths = {"checkout": str(self.checkout), "sent": SENT, "versions": VERSIONS}
+        return script.format(**{name: shlex.quote(value) for name, value in paths.items()}, **more)
+
+
+def set_up_hosts(hosts: Sequence[Host], here: Here) -> int:
+    """Set up every host but this one, which is; tell how it went on each, and return the exit code."""
+    others = [host.name for host in hosts if not is_local(host.name)]
+    if not others:
+        return 0
+    say(f"Setting up {len(others)} more host{'s' * (len(others) > 1)}: {', '.join(others)}")
+    with _token(here.checkout) as token, ThreadPoolExecutor(max_workers=len(others)) as pool:
+        results = dict(zip(others, pool.map(lambda name: _result(name, here, token), others), strict=True))
+    width = max(map(len, results))
+    for name, (ready, text) in results.items():
+        say(f"{name:{width}}  {'ready' if ready else 'FAILED'}: {text}")
+    return 0 if all(ready for ready, _ in results.values()) else 1
+
+
+def _result(name: str, here: Here, token: Path) -> tuple[bool, str]:
+    try:
+        return True, _set_up(name, here, token)
+    except HostFailed as failure:
+        return False, str(failure)
+
+
+def _set_up(name: str, here: Here, token: Path) -> str:
+    """Bring one host to the state of this one; how that went. Raises HostFailed."""
+    listed = "".join(f"{_sha256(here.checkout / file)}  {file}\n" for file in here.files)
+    state = _ask(name, here.fill(LOOK, token=shlex.quote(str(token))), listed.encode()).split()[-1:]
+    if state == ["shared"]:
+        return "shares this checkout"
+    if state == ["other"]:
+        raise HostFailed(f"{here.checkout} there holds other files than here: update it, or move it away")
+    if state != ["same"]:
+        say(f"{name}: sending the checkout ({len(here.files)} files)")
+        _ask(name, here.fill(UNPACK), _packed(here.checkout, here.files))
+    _ask(name, here.fill(NOTE), as_constraints(here.packages).encode())
+    _run(name, _set_up_script(here))
+
+    python = here.checkout / ".venv" / "bin" / "python"
+    there = versions_of(lambda program: _ask(name, shlex.join([str(python), "-I", "-c", program])))
+    different = differences(here.packages, there)
+    if different:
+        raise HostFailed(f"other versions than here: {', '.join(different)}")
+    return f"{len(there)} packages, versions as here"
+
+
+def _set_up_script(here: Here) -> str:
+    version = ".".join(map(str, here.version))
+    pythons = [here.python, f"python{version}", "python3"]
+    return here.fill(
+        SET_UP, pythons=shlex.join(pythons), wanted=str(here.version), version=version, flags=shlex.join(here.flags)
+    )
+
+
+def _ask(name: str, script: str, stdin: bytes = b"") -> str:
+    """What a shell script on a host prints. Raises HostFailed."""
+    done = subprocess.run(ssh.words(name, ["sh", "-c", script]), input=stdin, capture_output=True)
+    complaint = done.stderr.decode(errors="replace")
+    if done.returncode == ssh.FAILED:
+        raise HostFailed(ssh.explain(name, complaint))
+    if done.returncode:
+        lines = complaint.strip().splitlines()
+        raise HostFailed(lines[-1] if lines else f"exit code {done.returncode}")
+    return done.stdout.decode(errors="replace")
+
+
+def _run(name: str, script: str) -> None:
+    """Run a shell script on a host and show its output with the host's name in front. Raises HostFailed.
+
+    With a terminal on the other side: when this side goes away, that ends what runs there.
+    """
+    ssh_command, *words = ssh.words(name, ["sh", "-c", script])
+    process = subprocess.Popen(
+        [ssh_command, "-tt", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout and process.stderr
+    complaint = ""
+    for line in io.TextIOWrapper(process.stdout, errors="replace"):
+        if line.strip():
+            say(f"{name}: {line.rstrip()}")
+        if line.startswith("hvd_cifar: "):
+            complaint = line.removeprefix("hvd_cifar: ").strip()
+    said = process.stderr.read().decode(errors="replace")
+    code = process.wait()
+    if code == ssh.FAILED:
+        raise HostFailed(ssh.explain(name, said))
+    if code:
+        raise HostFailed(complaint or f"exit code {code}")
+
+
+@contextlib.contextmanager
+def _token(checkout: Path) -> Iterator[Path]:
+    """A file that a host sees only if the checkout is on a disk that it shares."""
+    token = checkout / ".venv" / f".here-{secrets.token_hex(8)}"
+    token.touch()
+    try:
+        yield token
+    finally:
+        token.unlink(missing_ok=True)
+
+
+def files_of(checkout: Path) -> tuple[str, ...]:
+    """The files of a checkout, changed and new ones too, relative to it; what git ignores is left out."""
+    git = ["git", "-C", str(checkout), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(git, capture_output=True, text=True, check=True).stdout.split("\0")
+    except (OSError, subprocess.CalledProcessError):  # no git, or a copy without its history
+        listed = []
+        for folder, folders, names in os.walk(checkout):
+            is_top = Path(folder) == checkout
+            folders[:] = [f for f in folders if f not in CACHES and not (is_top and f in LEFT_OUT)]
+            listed += [str((Path(folder) / name).relative_to(checkout)) for name in names]
+    left_out = {SENT, VERSIONS, ".venv"}
+    return tuple(sorted(name for name in listed if name and name not in left_out and (checkout / name).is_file()))
+
+
+def _packed(checkout: Path, files: Sequence[str]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for file in files:
+            archive.add(checkout / file, file)
+    return packed.getvalue()
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,47 @@
+"""The versions of an environment's packages: as a file that pip is held to, and compared with another host's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+# Not from the index: the checkout itself, and Horovod, which every host builds from one source.
+OWN = ("hvd-cifar", "horovod")
+LIST = (
+    "import json, importlib.metadata as m; "
+    "print(json.dumps({str(d.metadata['Name']): d.version for d in m.distributions()}))"
+)
+
+
+def versions_of(run: Callable[[str], str]) -> dict[str, str]:
+    """Version by package of the environment whose Python `run` calls with a program."""
+    listed: dict[str, str] = json.loads(run(LIST).strip().splitlines()[-1])
+    return {_plain(name): version for name, version in listed.items()}
+
+
+def as_constraints(packages: Mapping[str, str]) -> str:
+    """The text of a file for pip's --constraint."""
+    return "".join(f"{name}=={version}\n" for name, version in sorted(packages.items()) if name not in OWN)
+
+
+def read_constraints(path: Path) -> dict[str, str]:
+    """Version by package, from such a file."""
+    pairs = [
+        (line.partition("==")[0], line.partition("==")[2]) for line in path.read_text().splitlines() if "==" in line
+    ]
+    return dict(pairs)
+
+
+def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """Packages that both have, in different versions, like "numpy 2.4.6, not 2.4.5"."""
+    return [
+        f"{name} {found[name]}, not {version}"
+        for name, version in sorted(wanted.items())
+        if name in found and found[name] != version and name not in ("pip", "setuptools")
+    ]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,174 @@
+"""Jobs over hosts that share nothing but ssh, by mpirun and by Gloo: results, output, exit codes, and nothing left."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_cifar.data import synthetic
+from tests.cluster.hosts import Cluster, Host
+from tests.cluster.jobs import launcher, losses, recorded, training, variables, wait_for
+
+LAUNCHERS = ["--mpi", "--gloo"]
+EXACT = ["--precision", "float64", "--threads-per-rank", "1"]
+ENDLESS = ["--max-steps", "1000000", "--checkpoint-every", "1000000"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded set, drawn once, on a disk that all hosts share."""
+    folder = tmp_path_factory.mktemp("data")
+    synthetic.ensure(folder)
+    return folder
+
+
+def _launch(host: Host, words: list[str | Path], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    return host.run([*launcher(), *words], env=variables(host), timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def alone(three_hosts: Cluster, data: Path) -> list[float]:
+    """The losses of four ranks on one host."""
+    run_dir = three_hosts.own / "alone"
+    done = _launch(three_hosts[0], ["-np", "4", *training(data, run_dir, *EXACT)])
+    assert done.returncode == 0, done.stderr
+    return losses(three_hosts[0].files / "alone")
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_three_hosts_with_uneven_slots_train_as_one(
+    kind: str, three_hosts: Cluster, data: Path, alone: list[float]
+) -> None:
+    first = three_hosts[0]
+    name = f"together{kind}"
+    words: list[str | Path] = ["-np", "4", "--hostfile", three_hosts.hostfile(2, 1, 1), kind]
+    done = _launch(first, [*words, *training(data, three_hosts.own / name, *EXACT)])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.count("step 4, loss") == 1  # rank 0's output, once
+    facts = recorded(first.files / name)
+    assert facts["hosts"] == ["node1", "node1", "node2", "node3"]
+    assert facts["controller"] == kind.removeprefix("--")
+    found = losses(first.files / name)
+    assert len(found) == 4
+    assert found == pytest.approx(alone, rel=1e-12)
+    assert not any(host.processes() for host in three_hosts)
+
+
+@pytest.fixture
+def endless(three_hosts: Cluster, data: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+    """Start a job that would not end, and return when it has made steps.
+
+    Its launcher has no rank beside it, so that no rank learns of its end from another one.
+    """
+    output = three_hosts.folder / "output"
+
+    def start(kind: str) -> subprocess.Popen[bytes]:
+        words: list[str | Path] = [*launcher(), "-H", "node2:1,node3:1", kind]
+        words += training(data, three_hosts.own / f"endless{kind}", "--resume", "never", *ENDLESS)
+        with output.open("wb") as file:
+            process = three_hosts[0].start(words, env=variables(three_hosts[0]), stdout=file, stderr=file)
+        wait_for(lambda: b"step 2, loss" in output.read_bytes() or process.poll() is not None, "step 2", 300)
+        assert process.poll() is None, output.read_text()
+        assert all(host.processes("-m hvd_cifar train") for host in three_hosts)
+        return process
+
+    yield start
+    for host in three_hosts:
+        host.kill_all()
+        subprocess.run(["rm", "-rf", *host.files.glob("endless*")], check=True)
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_a_killed_rank_ends_the_job_on_all_hosts(kind: str, three_hosts: Cluster, endless: Any) -> None:
+    process = endless(kind)
+    ranks = [p for p in three_hosts[2].processes("-m hvd_cifar train") if "guard" not in " ".join(p.cmdline())]
+    ranks = [p for p in ranks if p.name().startswith("python")]
+    assert len(ranks) == 1
+    ranks[0].kill()
+    assert process.wait(60) == 128 + signal.SIGKILL
+    wait_for(lambda: not any(host.processes() for host in three_hosts), "all processes to end", 30)
+    if kind == "--mpi":
+        said = (three_hosts.folder / "output").read_text()
+        assert re.search(r"(?m)^hvd_cifar: rank 1 on node3 was ended by signal 9 \(Killed\)", said), said
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_ctrl_c_leaves_nothing_on_any_host(kind: str, three_hosts: Cluster, endless: Any) -> None:
+    process = endless(kind)
+    starts = three_hosts[0].processes("hvd_cifar.launch")
+    assert len(starts) == 1
+    starts[0].send_signal(signal.SIGINT)
+    assert process.wait(60) == 128 + signal.SIGINT
+    wait_for(lambda: not any(host.processes() for host in three_hosts), "all processes to end", 30)
+    assert "Traceback" not in (three_hosts.folder / "output").read_text()
+
+
+def test_a_killed_launcher_leaves_nothing_on_any_host(three_hosts: Cluster, endless: Any) -> None:
+    """Nobody is left who could tell the ranks on other hosts; over Gloo their guards see that their ssh is gone."""
+    process = endless("--gloo")
+    three_hosts[0].kill_all()
+    process.wait(60)
+    wait_for(lambda: not any(host.processes() for host in three_hosts), "all processes to end", 30)
+
+
+RANK_SCRIPT = """
+import os, sys, time
+rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["HOROVOD_RANK"]
+os.write(1, f"out of {rank}\\npart".encode())
+os.write(2, f"error of {rank} on {os.uname().nodename}\\n".encode())
+time.sleep(1)
+os.write(1, b" and rest\\n")
+sys.exit(5 if rank == "2" else 0)
+"""
+DRIVER = """
+import sys
+from hvd_cifar import launch
+sys.exit(getattr(launch, sys.argv[1])(sys.argv[3:], __import__("os").environ, sys.argv[2].split(",")))
+"""
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_the_printed_command_works_and_its_output_is_told_apart(kind: str, three_hosts: Cluster, data: Path) -> None:
+    """The command of --dry-run, with a small program in place of the training."""
+    first = three_hosts[0]
+    train = training(data, three_hosts.own / "never")
+    done = _launch(first, ["--dry-run", "--hostfile", three_hosts.hostfile(1, 1, 1), kind, *train])
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
+    assert not (first.files / "never").exists()
+    assert done.stdout.endswith(f" -m hvd_cifar {shlex.join(train)}\n")
+    words = shlex.split(done.stdout)
+    assert words.count("10.77.0.0/24") == (2 if kind == "--mpi" else 1)
+    words = [*words[: -len(train) - 2], "-c", RANK_SCRIPT]
+    done = first.run(["env", *words], env=variables(first))
+    assert sorted(re.findall(r"error of \d on node\d", done.stdout + done.stderr)) == [
+        f"error of {rank} on node{rank + 1}" for rank in range(3)
+    ]
+
+    runner = "_run_mpi" if kind == "--mpi" else "_run_gloo"
+    settings = [word for word in words if re.match(r"(PATH|OPAL_PREFIX)=", word)]
+    command = words[len(settings) :]
+    driver = ["env", *settings, sys.executable, "-c", DRIVER, runner, "node1,node2,node3", *command]
+    done = first.run(driver, env=variables(first))
+    assert done.returncode == 5
+    assert done.stdout == "out of 0\npart and rest\n"
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("hvd_cifar: rank 2 ended first")]
+    assert sorted(lines) == [f"rank {rank} on node{rank + 1}: error of {rank} on node{rank + 1}" for rank in range(3)]
+
+
+def test_a_host_without_a_rank_needs_nothing(three_hosts: Cluster) -> None:
+    """Two slots on the first host are enough for two ranks: the others are not even asked."""
+    three_hosts.cut(three_hosts[1])
+    words: list[str | Path] = ["--dry-run", "-np", "2", "--hostfile", three_hosts.hostfile(2, 1, 1), "train"]
+    done = _launch(three_hosts[0], words)
+    three_hosts.mend(three_hosts[1])
+    assert done.returncode == 0, done.stderr
+    assert "node2" not in done.stdout and "btl_tcp_if_include" not in done.stdout

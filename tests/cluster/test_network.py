@@ -1,0 +1,85 @@
+"""Which network a job takes on real hosts, and what is said where it cannot start: one line, before any rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Cluster
+from tests.cluster.jobs import launcher, variables
+
+
+def _dry_run(cluster: Cluster, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """A job of a rank on each of two hosts, as it would be started."""
+    first = cluster[0]
+    hosts: list[str | Path] = ["--hostfile", cluster.hostfile(1, 1)]
+    return first.run([*launcher(), "--dry-run", *hosts, *words], env=variables(first))
+
+
+def test_cards_that_lead_nowhere_are_not_taken(two_hosts: Cluster) -> None:
+    """A container bridge with one address everywhere, and a second network that nobody has connected."""
+    for host, number in zip(two_hosts, (1, 2), strict=True):
+        two_hosts.add_interface(host, "docker0", "10.1.0.1/24", connected=False)
+        two_hosts.add_interface(host, "ib0", f"10.2.0.{number}/24", connected=False)
+    # The names lead to the network without cables: it is tried first.
+    for host in two_hosts:
+        two_hosts.set_names(host, two_hosts.names() + "10.2.0.1 node1\n")
+    done = _dry_run(two_hosts, "train")
+    assert done.returncode == 0, done.stderr
+    assert "btl_tcp_if_include 10.77.0.0/24 " in done.stdout and "oob_tcp_if_include 10.77.0.0/24 " in done.stdout
+    for host in two_hosts:
+        two_hosts.set_names(host, two_hosts.names())
+        for card in ("docker0", "ib0"):
+            host.must("ip", "link", "del", card)
+
+
+def test_gloo_is_told_each_hosts_own_card(two_hosts: Cluster) -> None:
+    """The same network under different names of cards."""
+    for host, name, number in zip(two_hosts, ("fast0", "ens9"), (1, 2), strict=True):
+        two_hosts.add_interface(host, name, f"10.3.0.{number}/24", connected=True)
+    guard = [sys.executable, "-m", "hvd_cifar.cluster.guard", "--subnet", "10.3.0.0/24"]
+    program = [*guard, "sh", "-c", "echo $HOROVOD_GLOO_IFACE; exit 7"]
+    for host, name in zip(two_hosts, ("fast0", "ens9"), strict=True):
+        done = host.run(program, env=variables(host))
+        assert (done.returncode, done.stdout) == (7, f"{name}\n"), done.stderr
+        host.must("ip", "link", "del", name)
+
+
+FAULTS = {
+    "key": "ssh node2: it asks for a password: ssh-copy-id node2",
+    "host key": "ssh node2: its key is not known here",
+    "name": "ssh node2: no such name",
+    "sshd": "ssh node2: no sshd there",
+    "own name": "node2 does not know its own name, 'node2', and Gloo would crash there: add the line '10.77.0.2 node2'",
+    "environment": "node2 has no environment like this one",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_is_told_in_one_line(fault: str, two_hosts: Cluster) -> None:
+    first, second = two_hosts
+    venv = Path(sys.executable).parents[1]
+    changed = {
+        "key": second.files / "key.pub",
+        "host key": first.files / "known_hosts",
+        "name": first.files / "hosts",
+        "sshd": first.files / "ssh" / "ssh_config",
+        "own name": second.files / "hosts",
+    }
+    if fault == "environment":
+        second.must("mount", "-t", "tmpfs", "tmpfs", venv)
+    else:
+        before = changed[fault].read_text()
+        others = [line for line in before.splitlines(keepends=True) if "node2" not in line]
+        changed[fault].write_text(f"{before}  Port 2\n" if fault == "sshd" else "".join(others[: fault != "key"]))
+    done = _dry_run(two_hosts, "--gloo", "train")
+    if fault == "environment":
+        second.must("umount", venv)
+    else:
+        changed[fault].write_text(before)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert FAULTS[fault] in done.stderr
+    assert not second.processes()

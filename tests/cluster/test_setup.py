@@ -1,0 +1,92 @@
+"""Set-up on every host: what is sent, what is asked for, and what is told of each host. No package index is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvd_cifar.install import everywhere, installer
+from tests.cluster.hosts import Cluster, Host
+from tests.cluster.jobs import variables
+from tests.ranks import CHECKOUT
+
+
+def _checkout(folder: Path) -> None:
+    for name in everywhere.files_of(CHECKOUT):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(CHECKOUT / name, folder / name)
+
+
+def _environment(host: Host, own: Path) -> None:
+    """An environment in the host's checkout that is set up to all appearances: links to this one's packages."""
+    real, venv = Path(sys.executable).parents[1], host.files / "checkout" / ".venv"
+    packages = Path(sysconfig.get_path("purelib")).relative_to(real)
+    (venv / packages).mkdir(parents=True)
+    for folder in (Path(), *reversed(packages.parents[:-1]), packages):
+        for entry in (real / folder).iterdir():
+            if not (venv / folder / entry.name).exists() and entry.name != installer.RECORD:
+                (venv / folder / entry.name).symlink_to(entry)
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    # The checkout's place, as the host sees it, is part of the fingerprint.
+    code = f"from hvd_cifar.install import installer; print(installer.fingerprint(python='{python}'))"
+    found = host.run([sys.executable, "-c", code], env={**variables(host), "PYTHONPATH": str(own / "checkout")})
+    options = {"gpu": False, "system_mpi": False, "test": True}
+    record = {"complete": True, "options": options, "python": python, "fingerprint": found.stdout.strip()}
+    (venv / installer.RECORD).write_text(json.dumps(record))
+
+
+@pytest.fixture(scope="module")
+def prepared(four_hosts: Cluster) -> Iterator[Cluster]:
+    """node1 is set up; node2 has nothing; node3 is as node1; node4 has other code."""
+    own = four_hosts.own
+    for number in (0, 2):
+        _checkout(four_hosts[number].files / "checkout")
+        _environment(four_hosts[number], own)
+    _checkout(four_hosts[3].files / "checkout")
+    (four_hosts[3].files / "checkout" / "setup.cfg").write_text("another\n")
+    yield four_hosts
+
+
+def test_every_host_is_reported(prepared: Cluster) -> None:
+    first, second, third, _ = prepared
+    for host in (second, third):
+        (host.files / "ssh" / "sshd_config").write_text(
+            (host.files / "ssh" / "sshd_config").read_text() + "SetEnv PIP_NO_INDEX=1 PIP_CONFIG_FILE=/dev/null\n"
+        )
+        os.kill(host.pid, 1)  # sshd reads its settings again
+    run_sh = prepared.own / "checkout" / "run.sh"
+    done = first.run([run_sh, "setup", "--hostfile", prepared.hostfile(1, 1, 1, 1)], env=variables(first), timeout=400)
+    assert done.returncode == 1, done.stderr
+    report = dict(line.split("  ", 1) for line in done.stderr.splitlines()[-3:])
+    assert "ready: " in report["node3"] and "versions as here" in report["node3"]
+    assert "FAILED: set-up failed" in report["node2"]
+    assert "FAILED" in report["node4"] and "holds other files than here" in report["node4"]
+    assert "Nothing to do" in done.stderr.partition("Setting up 3 more hosts")[0]
+
+    # The host without anything got the code, and these versions to install.
+    sent = second.files / "checkout"
+    assert all((sent / name).read_bytes() == (CHECKOUT / name).read_bytes() for name in everywhere.files_of(CHECKOUT))
+    versions = (sent / everywhere.VERSIONS).read_text()
+    assert "numpy==" in versions and "horovod==" not in versions
+    assert "--constraint" in (sent / ".venv" / "set-up.log").read_text()
+
+
+def test_other_versions_are_not_taken_for_set_up(prepared: Cluster) -> None:
+    first, _, third, _ = prepared
+    venv = third.files / "checkout" / ".venv"
+    info = next(venv.glob("lib/python3*/site-packages/rich-*.dist-info"))
+    text = (info / "METADATA").read_text()
+    info.unlink()  # a link to the real one
+    info.mkdir()
+    (info / "METADATA").write_text(text.replace("\nVersion: ", "\nVersion: 1", 1))
+    run_sh = prepared.own / "checkout" / "run.sh"
+    done = first.run([run_sh, "setup", "-H", "node1:1,node3:1"], env=variables(first), timeout=400)
+    assert done.returncode == 1
+    assert "node3: Setting up" in done.stderr and "FAILED: set-up failed" in done.stderr.splitlines()[-1]

@@ -1,0 +1,49 @@
+"""Whether Open MPI really adds up in a ring: the bits of a sum show the order in which its terms were added."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_cifar.distributed.transport import RING_PARAMETERS
+from tests.ranks import run_ranks
+
+RANKS = 4
+VALUES = 64 * RANKS  # few: of these MPI by itself would make no ring
+
+
+def _terms(rank: int) -> NDArray[np.float32]:
+    return np.random.default_rng(rank).standard_normal(VALUES).astype(np.float32)
+
+
+def _sum_through_mpi() -> list[float]:
+    from mpi4py import MPI
+
+    sums = np.empty(VALUES, np.float32)
+    MPI.COMM_WORLD.Allreduce(_terms(MPI.COMM_WORLD.rank), sums)
+    return [float(value) for value in sums]
+
+
+def _in_ring() -> NDArray[np.float32]:
+    """Block b goes round from rank b, and every rank adds its own terms to what has come."""
+    sums = np.empty(VALUES, np.float32)
+    for number, block in enumerate(np.split(np.arange(VALUES), RANKS)):
+        total = _terms(number)[block]
+        for step in range(1, RANKS):
+            total = _terms((number + step) % RANKS)[block] + total
+        sums[block] = total
+    return sums
+
+
+def _sums(parameters: dict[str, str]) -> Any:
+    env = {f"OMPI_MCA_{name}": value for name, value in parameters.items()}
+    return run_ranks(_sum_through_mpi, RANKS, env=env)
+
+
+def test_ring_parameters_make_a_ring() -> None:
+    expected = [float(value) for value in _in_ring()]
+    assert _sums(RING_PARAMETERS) == [expected] * RANKS
+    by_choice = _sums({})
+    assert np.allclose(by_choice[0], expected) and by_choice[0] != expected

@@ -1,0 +1,41 @@
+"""Which all-reduce runs, and over what, as the job's variables say it."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvd_cifar.distributed.transport import algorithm, transport
+
+RING = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
+OB1 = {"OMPI_MCA_pml": "ob1"}
+
+
+@pytest.mark.parametrize(
+    ("controller", "by_nccl", "environ", "expected"),
+    [
+        ("mpi", False, {}, "MPI's choice"),
+        ("mpi", False, RING, "ring"),
+        ("mpi", False, {**RING, "OMPI_MCA_coll_tuned_use_dynamic_rules": "0"}, "MPI's choice"),
+        ("mpi", False, {**RING, "OMPI_MCA_coll_tuned_allreduce_algorithm": "3"}, "recursive doubling"),
+        ("gloo", False, {}, "ring"),
+        ("mpi", True, RING, "NCCL's choice"),
+        ("gloo", True, {"NCCL_ALGO": "Ring"}, "ring"),
+    ],
+)
+def test_algorithm(controller: str, by_nccl: bool, environ: dict[str, str], expected: str) -> None:
+    assert algorithm(controller, by_nccl, environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("controller", "by_nccl", "environ", "hosts", "expected"),
+    [
+        ("mpi", False, {}, 1, "MPI's transport"),
+        ("mpi", False, OB1, 1, "shared memory"),
+        ("mpi", False, OB1, 2, "TCP and shared memory"),
+        ("mpi", False, {**OB1, "OMPI_MCA_btl_tcp_if_include": "10.0.0.0/24"}, 2, "TCP (10.0.0.0/24) and shared memory"),
+        ("gloo", False, {"HOROVOD_GLOO_IFACE": "eth0"}, 2, "TCP (eth0)"),
+        ("gloo", True, {}, 2, "NCCL"),
+    ],
+)
+def test_transport(controller: str, by_nccl: bool, environ: dict[str, str], hosts: int, expected: str) -> None:
+    assert transport(controller, by_nccl, environ, hosts) == expected
