@@ -176,6 +176,13 @@ FAILED = (
     + RULE
 )
 KILLED = RULE + "mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed).\n" + RULE
+LOST = (
+    RULE
+    + "ORTE has lost communication with a remote daemon.\n\n"
+    + "  HNP daemon   : [[19433,0],0] on node node1\n  Remote daemon: [[19433,0],2] on node node3\n\n"
+    + "This is usually due to either a failure of the TCP network\n"
+    + RULE
+)
 UNKNOWN = RULE + "There are not enough slots available in the system.\n" + RULE
 
 
@@ -189,6 +196,7 @@ UNKNOWN = RULE + "There are not enough slots available in the system.\n" + RULE
             KILLED,
             "hvd_cifar: rank 1 on vm was ended by signal 9 (Killed); perhaps the machine ran out of memory\n",
         ),
+        (LOST, "hvd_cifar: node3 is lost, and its ranks with it: is it on, and its network up?\n"),
         (UNKNOWN, UNKNOWN),
         ("table\n-----\n" + RULE + "a\n" * 60, "table\n-----\n" + RULE + "a\n" * 60),
         ("no newline at the end", "no newline at the end"),
