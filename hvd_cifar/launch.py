@@ -391,8 +391,11 @@ def _shortened(banner: bytes) -> bytes:
     killed = re.search(
         r"process rank (\d+) with PID \d+ on\s+node (\S+) exited\s+on\s+signal (\d+)(?: \((.+)\))?", text
     )
+    lost = re.search(r"lost communication with a remote daemon.*Remote daemon: \S+ on node (\S+)", text, re.DOTALL)
     if "Primary job  terminated normally" in text:
         return b""
+    if lost:
+        return f"hvd_cifar: {lost[1]} is lost, and its ranks with it: is it on, and its network up?\n".encode()
     if ended:
         return (
             b"" if ended[2] == "2" else f"hvd_cifar: rank {ended[1]} ended first, with exit code {ended[2]}\n".encode()

@@ -4,7 +4,8 @@
 
 Runs in the peers' environment; `python -m benchmarks.peers` makes that, and starts the ranks. The same net, loss,
 optimizer, batch, order, augmentation and data as this project's own; what makes PyTorch fast on a CPU is on: channels
-last, the fused optimizer, autocast to bfloat16, gradients that are views of the buckets, moving statistics not sent.
+last, autocast to bfloat16, the fused optimizer, gradients that are views of the buckets, a static graph, moving
+statistics not sent, an allocator that keeps its memory. --defaults leaves DDP, SGD and the allocator as they are.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ PATIENCE = timedelta(days=1)  # ranks are stopped while others are measured
 
 def main() -> None:
     """Train until --max-steps, or for ever."""
-    keep_memory()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--store", required=True, help="File in which ranks find each other; it must not exist.")
     parser.add_argument("--data-dir", type=Path, required=True)
@@ -47,7 +47,10 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int)
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--defaults", action="store_true", help="DDP, SGD and the allocator as they are by default.")
     given = parser.parse_args()
+    if not given.defaults:
+        keep_memory()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
@@ -67,7 +70,8 @@ def main() -> None:
     count = sum(p.numel() for p in net.parameters())
     if count != PARAMETERS.get(given.depth, count):
         raise RuntimeError(f"the net has {count:,} parameters, not {PARAMETERS[given.depth]:,}: it is another net")
-    replica = DistributedDataParallel(net, gradient_as_bucket_view=True, static_graph=True, forward_sync_buffers=False)
+    chosen = {"gradient_as_bucket_view": True, "static_graph": True, "forward_sync_buffers": False}
+    replica = DistributedDataParallel(net, **({} if given.defaults else chosen))
     decayed = kernels(net)
     held = {id(p) for p in decayed}
     groups = [
@@ -75,7 +79,8 @@ def main() -> None:
         {"params": [p for p in net.parameters() if id(p) not in held], "weight_decay": 0.0},
     ]
     batch = given.batch_size * size
-    optimizer = torch.optim.SGD(groups, lr=RATE * batch / 128, momentum=MOMENTUM, fused=True)
+    fused = None if given.defaults else True
+    optimizer = torch.optim.SGD(groups, lr=RATE * batch / 128, momentum=MOMENTUM, fused=fused)
     loss_of = nn.CrossEntropyLoss()
     generator = torch.Generator().manual_seed(rank)
     stamps = Stamps(given.run_dir if rank == 0 else None)
@@ -92,7 +97,7 @@ def main() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logits = replica(images.random(index, mirrored, generator))
         loss = loss_of(logits.float(), labels[index])
-        optimizer.zero_grad(set_to_none=False)  # gradients are views of the buckets, and stay so
+        optimizer.zero_grad(set_to_none=given.defaults)  # gradients that are views of the buckets stay so
         loss.backward()
         optimizer.step()
         step += 1

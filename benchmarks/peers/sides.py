@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from benchmarks import jobs
 from benchmarks.peers.turns import Side
 
 OURS, DDP, AIRBENCH, MULTI_WORKER, TOWERS, LIMIT = "hvd_cifar", "ddp", "airbench", "multi-worker", "towers", "limit"
+DDP_DEFAULTS = "ddp-defaults"
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,18 @@ def limit(work: Work) -> Side:
     return Side(name, commands, metrics, work.per_rank, jobs.environment())
 
 
-def ddp(work: Work) -> Side:
-    """PyTorch's DistributedDataParallel over Gloo, a process a rank."""
-    run_dir = work.folder / DDP / "run"
+def ddp(work: Work, defaults: bool = False) -> Side:
+    """PyTorch's DistributedDataParallel over Gloo, a process a rank; `defaults`: with nothing set to make it fast."""
+    folder = work.folder / (DDP_DEFAULTS if defaults else DDP)
+    run_dir = folder / "run"
     words = [str(work.peers_python), "-m", "benchmarks.peers.ddp", *_peer(work, run_dir)]
-    words += ["--store", str(work.folder / DDP / "store"), "--depth", work.model.removeprefix("resnet")]
+    words += ["--store", str(folder / "store"), "--depth", work.model.removeprefix("resnet")]
     words += ["--batch-size", str(work.per_rank), "--threads", str(work.threads)]
+    words += ["--defaults"] if defaults else []
     # Rank and size as torchrun gives them, without its agent, whose heartbeats a pause would break.
     commands = [["env", f"RANK={rank}", f"WORLD_SIZE={work.ranks}", *words] for rank in range(work.ranks)]
     variables = {"OMP_NUM_THREADS": str(work.threads), "GLOO_SOCKET_IFNAME": _LOOPBACK}
-    name = f"PyTorch DDP, Gloo, {_ranks(work)}"
+    name = f"PyTorch DDP, Gloo, {'its defaults, ' if defaults else ''}{_ranks(work)}"
     return Side(name, commands, [run_dir / "metrics.jsonl"], work.per_rank * work.ranks, variables)
 
 
@@ -125,6 +129,7 @@ def towers(work: Work) -> Side:
 SIDES: dict[str, Callable[[Work], Side]] = {
     OURS: ours,
     DDP: ddp,
+    DDP_DEFAULTS: partial(ddp, defaults=True),
     AIRBENCH: airbench,
     MULTI_WORKER: multi_worker,
     TOWERS: towers,
@@ -134,7 +139,7 @@ SIDES: dict[str, Callable[[Work], Side]] = {
 
 def sides_of(model: str) -> list[str]:
     """Which sides can train a model, by name; the peer that ratios are to stands second."""
-    return [OURS, AIRBENCH, LIMIT] if model == "fast" else [OURS, DDP, MULTI_WORKER, TOWERS, LIMIT]
+    return [OURS, AIRBENCH, LIMIT] if model == "fast" else [OURS, DDP, DDP_DEFAULTS, MULTI_WORKER, TOWERS, LIMIT]
 
 
 def _free_ports(count: int) -> list[int]:

@@ -102,6 +102,21 @@ def test_a_killed_rank_ends_the_job_on_all_hosts(kind: str, three_hosts: Cluster
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)
+def test_a_host_that_is_cut_off_ends_the_job_on_both_sides(kind: str, three_hosts: Cluster, endless: Any) -> None:
+    """No connection is closed, so nobody is told: silence has to be noticed."""
+    process = endless(kind)
+    three_hosts.cut(three_hosts[2])
+    try:
+        code, said = process.wait(120), (three_hosts.folder / "output").read_text()
+        assert code not in (0, 2), said
+        named = {"--mpi": "hvd_cifar: node3 is lost", "--gloo": "hvd_cifar: rank 0 lost another rank"}
+        assert named[kind] in said
+        wait_for(lambda: not any(host.processes() for host in three_hosts), "all processes to end")
+    finally:
+        three_hosts.mend(three_hosts[2])
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
 def test_ctrl_c_leaves_nothing_on_any_host(kind: str, three_hosts: Cluster, endless: Any) -> None:
     process = endless(kind)
     starts = three_hosts[0].processes("hvd_cifar.launch")

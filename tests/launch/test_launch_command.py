@@ -79,18 +79,17 @@ def test_hostfile(tmp_path: Path) -> None:
 
 
 def test_horovodrun_reads_the_hostfiles_alike(tmp_path: Path) -> None:
-    """Without comments: `grep -v '^#'`, as hostfiles/README.md says."""
+    """As set-up has patched it; comments and empty lines were not for it."""
     from horovod.runner.common.util.hosts import parse_host_files
 
+    more = tmp_path / "hosts"
+    more.write_text("# when\n\na slots=4  # fast\n  \nb.example slots=2\n")
     files = [path for path in (Path(launch.__file__).parents[1] / "hostfiles").iterdir() if not path.suffix]
-    assert files
-    for path in files:
-        hosts = read_hostfile(path)
-        lines = path.read_text().splitlines(keepends=True)
-        assert lines[0].startswith("# ")  # when to use it
-        bare = tmp_path / path.name
-        bare.write_text("".join(line for line in lines if not line.startswith("#")))
-        assert parse_host_files(str(bare)) == ",".join(f"{host.name}:{host.slots}" for host in hosts)
+    assert len(files) >= 3
+    assert all(path.read_text().startswith("# ") for path in files)  # when to use it
+    for path in [*files, more]:
+        hosts = ",".join(f"{host.name}:{host.slots}" for host in read_hostfile(path))
+        assert parse_host_files(str(path)) == hosts
 
 
 @pytest.mark.parametrize(
@@ -177,6 +176,13 @@ FAILED = (
     + RULE
 )
 KILLED = RULE + "mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed).\n" + RULE
+LOST = (
+    RULE
+    + "ORTE has lost communication with a remote daemon.\n\n"
+    + "  HNP daemon   : [[19433,0],0] on node node1\n  Remote daemon: [[19433,0],2] on node node3\n\n"
+    + "This is usually due to either a failure of the TCP network\n"
+    + RULE
+)
 UNKNOWN = RULE + "There are not enough slots available in the system.\n" + RULE
 
 
@@ -190,6 +196,7 @@ UNKNOWN = RULE + "There are not enough slots available in the system.\n" + RULE
             KILLED,
             "hvd_cifar: rank 1 on vm was ended by signal 9 (Killed); perhaps the machine ran out of memory\n",
         ),
+        (LOST, "hvd_cifar: node3 is lost, and its ranks with it: is it on, and its network up?\n"),
         (UNKNOWN, UNKNOWN),
         ("table\n-----\n" + RULE + "a\n" * 60, "table\n-----\n" + RULE + "a\n" * 60),
         ("no newline at the end", "no newline at the end"),
