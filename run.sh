@@ -42,7 +42,7 @@ run_tests() {
         "$bin/ruff" check .
         "$bin/mypy"
         "$bin/lint-imports"
-        "$bin/shellcheck" run.sh .ci/run
+        "$bin/shellcheck" run.sh .ci/run deploy/*.sh deploy/*.sbatch
     fi
     exec "$bin/python" -m pytest "$@"
 }

@@ -2,8 +2,9 @@
 
 The command is checked here, once, before any rank starts. One rank runs without a launcher; several run under
 mpirun, or under horovodrun with --gloo. Ranks on other hosts need ssh to them and the environment there at the same
-path; the network that they use is found here (`cluster.network`). What the user reads is what the ranks print, without
-the launcher's tags and pages; what the caller gets is the job's exit code. This process starts no TensorFlow.
+path; within an allocation of Slurm its nodes are the hosts, and Slurm starts mpirun's daemons there instead of ssh.
+The network that they use is found here (`cluster.network`). What the user reads is what the ranks print, without the
+launcher's tags and pages; what the caller gets is the job's exit code. This process starts no TensorFlow.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hvd_cifar import cli
-from hvd_cifar.cluster import ssh
+from hvd_cifar.cluster import slurm, ssh
 from hvd_cifar.cluster.hosts import Host, count, hosts_of_ranks, is_local, parse_hosts, read_hostfile
 from hvd_cifar.cluster.network import Network, find_network
 from hvd_cifar.cluster.streams import NamedLines, by_rank
 from hvd_cifar.distributed import devices
+from hvd_cifar.distributed.environment import launched_size
 from hvd_cifar.distributed.transport import RING_PARAMETERS, RING_VARIABLES
 from hvd_cifar.errors import UserError
 from hvd_cifar.install.installer import read_record
@@ -57,13 +59,17 @@ class Request:
     command: tuple[str, ...]
     dry_run: bool = False
     ring: bool = False
+    in_slurm: bool = False  # the hosts are those of this process's allocation
 
 
 def main(argv: list[str]) -> int:
     """Launch what `argv` asks for; return the exit code of the job."""
     try:
         request = parse(argv)
+        if max(launched_size() or 1, slurm.copies(os.environ)) > 1:
+            raise UserError("mpirun or srun started this several times; it starts the ranks itself: call it once")
         cli.check(list(request.command))
+        request = with_allocation(request, slurm.allocation(os.environ))
         ranks = request.ranks or sum(host.slots for host in request.hosts) or _default_ranks()
         return _launch(request, ranks)
     except UserError as error:
@@ -106,12 +112,25 @@ def parse(argv: list[str]) -> Request:
             raise UserError("-H and --hostfile exclude each other, and each is given once")
         else:
             hosts = parse_hosts(value) if option == "-H" else read_hostfile(Path(value))
+    _check_slots(ranks, hosts, "slot", "the hosts; lower it or add slots")
+    return Request(ranks, hosts, gloo, tuple(words) or ("train",), dry_run, ring)
+
+
+def with_allocation(request: Request, nodes: tuple[Host, ...]) -> Request:
+    """The request on the nodes that Slurm gave to this job, () outside of one, unless it names hosts itself.
+
+    Raises UserError where it wants more ranks than the job has tasks.
+    """
+    if request.hosts or not nodes:
+        return request
+    _check_slots(request.ranks, nodes, "task", "this Slurm job; lower it, or give sbatch or salloc --ntasks")
+    return replace(request, hosts=nodes, in_slurm=True)
+
+
+def _check_slots(ranks: int | None, hosts: tuple[Host, ...], kind: str, where: str) -> None:
     slots = sum(host.slots for host in hosts)
     if ranks and hosts and ranks > slots:
-        raise UserError(
-            f"-np {ranks} is more than the {slots} slot{'s' * (slots != 1)} of the hosts; lower it or add slots"
-        )
-    return Request(ranks, hosts, gloo, tuple(words) or ("train",), dry_run, ring)
+        raise UserError(f"-np {ranks} is more than the {slots} {kind}{'s' * (slots != 1)} of {where}")
 
 
 def ranks_by_default(gpus: int, cores: int) -> int:
@@ -178,6 +197,8 @@ def command(
     words += ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
     if request.ring:
         words += [word for name, value in RING_PARAMETERS.items() for word in ("-mca", name, value)]
+    if "SLURM_JOB_ID" in environ and not request.in_slurm:
+        words += ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]  # mpirun would look for the hosts among its nodes
     if network is not None:
         words += _of_other_hosts(network, environ)
         if Path(mpirun).parent == bin_folder:
@@ -245,7 +266,8 @@ def _find_network(request: Request, bin_folder: Path) -> Network | None:
         raise UserError(f"mpirun starts nothing on other hosts from a path with spaces ({bin_folder}); use --gloo")
     # The launcher takes part also where it has no rank.
     everyone = names if here else [socket.gethostname(), *names]
-    return find_network(everyone, here or socket.gethostname(), sys.executable, request.gloo)
+    way = slurm if request.in_slurm and not request.gloo else ssh  # horovodrun itself goes by ssh
+    return find_network(everyone, here or socket.gethostname(), sys.executable, request.gloo, way)
 
 
 def _as_typed(words: list[str], env: Mapping[str, str]) -> str:

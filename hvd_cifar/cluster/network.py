@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hvd_cifar.cluster import ssh
 from hvd_cifar.errors import UserError
@@ -99,19 +99,32 @@ def candidates(reports: Mapping[str, Report], resolved: Mapping[str, str | None]
     return [Network(",".join(sorted({card.subnet for card in routed.values()})), routed)]
 
 
-def find_network(hosts: Sequence[str], here: str, python: str, gloo: bool) -> Network:
+class Way(Protocol):
+    """How to run something on another host: the module `ssh`, or `slurm` within an allocation."""
+
+    FAILED: int
+
+    def words(self, host: str, command: Sequence[str]) -> list[str]:
+        """The command that runs `command` on `host`."""
+
+    def explain(self, host: str, complaint: str) -> str:
+        """One line on why it ended with `FAILED`."""
+
+
+def find_network(hosts: Sequence[str], here: str, python: str, gloo: bool, way: Way = ssh) -> Network:
     """The network of a job on these hosts, tried out.
 
     Args:
         hosts: all that take part; `here` is among them.
-        here: the name of this machine, which is asked without ssh.
+        here: the name of this machine, which is asked directly.
         python: the interpreter on every host, at the same path.
         gloo: whether the job runs over Gloo, which ends with a crash on a host that does not know its own name.
+        way: to the other hosts.
 
     Raises:
         UserError: a host cannot be reached, has no environment, or cannot reach another one.
     """
-    with asked(hosts, here, python) as probes:
+    with asked(hosts, here, python, way) as probes:
         reports = {host: probe.report for host, probe in probes.items()}
         for host, report in reports.items():
             if gloo and not report.resolves_itself:
@@ -136,11 +149,12 @@ def find_network(hosts: Sequence[str], here: str, python: str, gloo: bool) -> Ne
 class Probe:
     """The program `probe.py` as it runs on one host."""
 
-    def __init__(self, host: str, is_here: bool, python: str) -> None:
+    def __init__(self, host: str, is_here: bool, python: str, way: Way = ssh) -> None:
         words = [python, "-I", "-c", PROBE.read_text()]
         self.host = host
+        self.way = way
         self.process = subprocess.Popen(
-            words if is_here else ssh.words(host, words),
+            words if is_here else way.words(host, words),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -179,7 +193,7 @@ class Probe:
         return answer
 
     def end(self) -> None:
-        """Let the program on the host end, and ssh with it."""
+        """Let the program on the host end, and ssh or srun with it."""
         self._limit.cancel()
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream:
@@ -198,8 +212,8 @@ class Probe:
             _, complaint = self.process.communicate(timeout=SECONDS_TO_ANSWER)
         except subprocess.TimeoutExpired:
             complaint = b""
-        if self.process.returncode == ssh.FAILED:
-            return ssh.explain(self.host, complaint.decode(errors="replace"))
+        if self.process.returncode == self.way.FAILED:
+            return self.way.explain(self.host, complaint.decode(errors="replace"))
         return (
             f"{self.host} has no environment like this one ({shlex.quote(python)}): "
             "./run.sh setup --hostfile FILE makes it on every host"
@@ -207,9 +221,9 @@ class Probe:
 
 
 @contextlib.contextmanager
-def asked(hosts: Sequence[str], here: str, python: str) -> Iterator[dict[str, Probe]]:
+def asked(hosts: Sequence[str], here: str, python: str, way: Way = ssh) -> Iterator[dict[str, Probe]]:
     """Probes of all hosts, which have reported, by name; all at once. Raises UserError that names every bad host."""
-    probes = {host: Probe(host, host == here, python) for host in hosts}
+    probes = {host: Probe(host, host == here, python, way) for host in hosts}
     try:
         with ThreadPoolExecutor(max_workers=len(probes)) as pool:
             failures = list(pool.map(lambda probe: _failure(probe, python), probes.values()))

@@ -1,4 +1,4 @@
-"""What the launcher says of this process before Horovod starts. Standard library only."""
+"""What the launcher says of this process before Horovod starts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
+
+from hvd_cifar.cluster import slurm
+from hvd_cifar.errors import UserError
 
 # The variables by which a launcher names a process's rank: horovodrun over Gloo, mpirun, PMIx (srun, prte), PMI-2.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
@@ -26,6 +29,13 @@ def launched_size(environment: Mapping[str, str] = os.environ) -> int | None:
 def _first_number(names: Iterable[str], environment: Mapping[str, str]) -> int | None:
     values = (environment.get(name, "") for name in names)
     return next((int(value) for value in values if value.isdecimal()), None)
+
+
+def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
+    """UserError where srun started ranks that do not know of each other: each would train alone, and write one run."""
+    tasks = slurm.copies(environment)
+    if tasks > 1 and launched_rank(environment) is None:
+        raise UserError(f"srun started {tasks} tasks, but none knows its rank: give srun --mpi=pmix, or use ./run.sh")
 
 
 def prepare_mpi(environment: MutableMapping[str, str], on_cpu: bool, prefix: Path = Path(sys.prefix)) -> None:

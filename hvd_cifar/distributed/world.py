@@ -56,8 +56,9 @@ def start(threads: int | None = None, deterministic: bool = False, process_sets:
         process_sets: Horovod's, to be made known to all ranks; see `groups`.
 
     Raises:
-        UserError: where the host has GPUs, but fewer than ranks.
+        UserError: where the host has GPUs, but fewer than ranks, or the launcher did not tell ranks apart.
     """
+    environment.check_launcher()
     gpus = tf.config.list_physical_devices("GPU")
     environment.prepare_mpi(os.environ, on_cpu=not gpus)
     hvd.init(process_sets=process_sets)

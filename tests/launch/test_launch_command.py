@@ -68,6 +68,41 @@ def test_parse_refuses(argv: list[str], message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+NODES = (Host("n1", 4), Host("n2", 2))
+
+
+@pytest.mark.parametrize(
+    ("argv", "nodes", "hosts", "in_slurm"),
+    [
+        ([], (), (), False),
+        ([], NODES, NODES, True),
+        (["-np", "6"], NODES, NODES, True),
+        (["-H", "a:2"], NODES, (Host("a", 2),), False),
+    ],
+)
+def test_the_nodes_of_a_slurm_job_are_the_hosts(
+    argv: list[str], nodes: tuple[Host, ...], hosts: tuple[Host, ...], in_slurm: bool
+) -> None:
+    request = launch.with_allocation(launch.parse(argv), nodes)
+    assert (request.hosts, request.in_slurm) == (hosts, in_slurm)
+
+
+def test_more_ranks_than_tasks_of_a_slurm_job() -> None:
+    with pytest.raises(UserError, match="-np 7 is more than the 6 tasks of this Slurm job; lower it, or give .*ntasks"):
+        launch.with_allocation(launch.parse(["-np", "7"]), NODES)
+
+
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD", "SLURM_STEP"])
+def test_started_several_times(
+    variable: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2" if variable == "OMPI_COMM_WORLD" else "1")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2" if variable == "SLURM_STEP" else "1")
+    assert launch.main(["train", "--max-steps", "1"]) == 2
+    assert "it starts the ranks itself: call it once" in capfd.readouterr().err
+
+
 def test_hostfile(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# two machines\n\na slots=4\nb.example   slots = 2  # the old one\n")
@@ -102,6 +137,16 @@ def test_ranks_by_default(gpus: int, cores: int, ranks: int) -> None:
 @pytest.mark.parametrize(("mask", "quota", "cores"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 6.0, 2)])
 def test_usable_cores(mask: int, quota: float | None, cores: int) -> None:
     assert launch.usable_cores(mask, quota) == cores
+
+
+def test_hosts_named_within_a_slurm_job_are_not_looked_for_among_its_nodes() -> None:
+    named = launch.parse(["-H", "localhost:2"])
+    environ = {"SLURM_JOB_ID": "1"}
+    words = launch.command(named, 2, PYTHON, BIN, MPIRUN, environ, False)
+    assert words[words.index("plm") - 1 :][:6] == ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]
+    given = launch.with_allocation(launch.parse([]), (Host("localhost", 2),))
+    assert "^slurm" not in launch.command(given, 2, PYTHON, BIN, MPIRUN, environ, False)
+    assert "^slurm" not in launch.command(named, 2, PYTHON, BIN, MPIRUN, {}, False)
 
 
 def _command(

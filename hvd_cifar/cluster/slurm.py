@@ -1,0 +1,58 @@
+"""The hosts that Slurm gave to this job, and how to reach them: Slurm starts what runs there, and ssh is not needed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from hvd_cifar.cluster.hosts import Host
+from hvd_cifar.errors import UserError
+
+FAILED = 1  # srun's exit code where it could start nothing
+# A task beside those that the job may have already, without MPI; srun would take what it lacks here from the job.
+SRUN = ("srun", "--quiet", "--overlap", "--mpi=none", "--nodes=1", "--ntasks=1")
+
+
+def allocation(environ: Mapping[str, str]) -> tuple[Host, ...]:
+    """The nodes of the allocation that this process is in, each with its tasks as slots; () outside of one.
+
+    Raises UserError where Slurm does not tell them.
+    """
+    nodes, tasks = environ.get("SLURM_JOB_NODELIST"), environ.get("SLURM_TASKS_PER_NODE")
+    if not ("SLURM_JOB_ID" in environ and nodes and tasks):
+        return ()
+    try:
+        words = ["scontrol", "show", "hostnames", nodes]
+        names = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        raise UserError(f"scontrol does not tell the names of Slurm's nodes {nodes}; name hosts with -H") from None
+    slots = tasks_per_node(tasks)
+    if len(names) != len(slots):  # in a step on some of the job's nodes, say of srun --pty bash
+        raise UserError(f"this shell is on {len(slots)} of the {len(names)} nodes of the Slurm job; name hosts with -H")
+    return tuple(Host(name, count) for name, count in zip(names, slots, strict=True))
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Tasks of each node as Slurm writes them: 2(x3),1 is 2, 2, 2, 1 (sbatch's manual, SLURM_TASKS_PER_NODE)."""
+    found = []
+    for tasks, _, nodes in re.findall(r"(\d+)(\(x(\d+)\))?", text):
+        found += [int(tasks)] * int(nodes or 1)
+    return found
+
+
+def copies(environ: Mapping[str, str]) -> int:
+    """How many times srun started what this process is, or a part of."""
+    count = environ.get("SLURM_STEP_NUM_TASKS", "")
+    return int(count) if count.isdecimal() else 1
+
+
+def words(host: str, command: Sequence[str]) -> list[str]:
+    """The command that runs `command` on one node of the allocation."""
+    return [*SRUN, f"--nodelist={host}", *command]
+
+
+def explain(host: str, complaint: str) -> str:
+    """One line on why srun could not start anything on a node; `complaint`: what it wrote to stderr."""
+    said = [line.strip() for line in complaint.splitlines() if line.strip()]
+    return f"srun on {host}: {said[-1] if said else 'it started nothing'}; see scontrol show node {host}"

@@ -1,0 +1,139 @@
+"""On a real Slurm: who is which rank under each launcher, and a job that is preempted, requeued, and ends as if not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_cifar.data import synthetic
+from tests.cluster import jobs
+from tests.launch.slurm import Slurm, reason_to_skip, slurm
+from tests.ranks import CHECKOUT
+
+BATCH = CHECKOUT / "deploy" / "slurm.sbatch"
+VENV = Path(sys.prefix)
+AS_ROOT = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+NETWORK = "10.77.0.0/24"
+# What a rank knows of itself, in one write: launchers mix the pieces of several ranks' lines.
+WHO = """
+import json, sys
+from hvd_cifar.distributed import world
+me = world.start()
+sys.stdout.write(f"RANK {json.dumps([me.rank, me.size, me.local_rank, me.local_size, me.host])}\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Two nodes of two processors each."""
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    with slurm(2, 2, tmp_path_factory.mktemp("site")) as made:
+        yield made
+
+
+def _variables(site: Slurm) -> dict[str, str]:
+    """What a job gets beside Slurm's variables; the command of users lies where `launcher` says."""
+    return {name: jobs.variables(site.front)[name] for name in ("PATH", "PYTHONPATH", "TF_CPP_MIN_LOG_LEVEL")}
+
+
+ON_HOSTS = ["-np", "3", "-H", "node1:2,node2:1"]
+OPTIONS = ["-mca", "btl_tcp_if_include", NETWORK, "-mca", "oob_tcp_if_include", NETWORK, "--bind-to", "none"]
+PREFIX = ["--prefix", str(VENV), "-x", "PATH", "-x", "PYTHONPATH"]
+LAUNCHERS = {
+    "srun": ["srun", "--mpi=pmix", "--nodes=2", "--ntasks=3"],
+    "mpirun in an allocation": ["salloc", "--nodes=2", "--ntasks=3", "mpirun", *AS_ROOT, *OPTIONS],
+    "mpirun": ["mpirun", *AS_ROOT, *ON_HOSTS, *OPTIONS, *PREFIX],
+    "horovodrun": ["horovodrun", "--gloo", *ON_HOSTS, "--network-interfaces", "eth0"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_know_who_they_are(launcher: str, site: Slurm) -> None:
+    """Three ranks on two hosts, two and one, whoever starts them."""
+    done = site.run([*LAUNCHERS[launcher], sys.executable, "-c", WHO], _variables(site))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(line.partition("RANK ")[2]) for line in done.stdout.splitlines() if "RANK " in line]
+    assert sorted(found) == [[0, 3, 0, 2, "node1"], [1, 3, 1, 2, "node1"], [2, 3, 0, 1, "node2"]]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where users hand jobs in; a stand-in where ./run.sh would first set up an environment like the one in use."""
+    words = jobs.launcher()
+    if words[0] == str(CHECKOUT / "run.sh"):
+        return CHECKOUT
+    folder = tmp_path_factory.mktemp("checkout")
+    run_sh = folder / "run.sh"
+    run_sh.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    run_sh.chmod(run_sh.stat().st_mode | stat.S_IXUSR)
+    return folder
+
+
+STEPS = 24
+# In its first two lives a job takes half a second for a step, so that there is time to take its nodes away.
+SLOW = """
+import os, sys, time
+lives = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+if "hvd_cifar" in sys.orig_argv and os.environ.get("SLURM_JOB_PARTITION") == "normal" and lives < 2:
+    from hvd_cifar.data import order
+    count = order.examples_in_step
+    def slow(*of_step):
+        time.sleep(0.5)
+        return count(*of_step)
+    order.examples_in_step = slow
+"""
+
+
+def test_a_job_outlives_preemption_and_requeue(site: Slurm, checkout: Path, tmp_path: Path) -> None:
+    """Nodes taken by a more urgent job after a warning, then by a requeue without one: losses are as if not."""
+    data, slow = tmp_path / "data", tmp_path / "slow"
+    synthetic.ensure(data)
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(SLOW)
+    variables = _variables(site)
+    variables["PYTHONPATH"] = os.pathsep.join([str(slow), variables["PYTHONPATH"]])
+
+    def submit(name: str, *options: str) -> str:
+        words: list[str | Path] = ["--nodes=2", "--ntasks-per-node=1", "--exclusive", f"--chdir={checkout}", *options]
+        words += [f"--output={tmp_path / name}.out", BATCH]
+        words += ["--model", "tutorial", "--dataset", "synthetic", "--data-dir", data, "--global-batch-size", "32"]
+        words += ["--max-steps", str(STEPS), "--eval-every", "0", "--log-every", "1", "--checkpoint-every", "10"]
+        return site.submit([str(word) for word in words], variables | {"RUN_DIR": str(tmp_path / name)})
+
+    def steps(name: str) -> dict[int, Any]:
+        path = tmp_path / name / "metrics.jsonl"
+        events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return {event["step"]: event["loss"] for event in events if "learning_rate" in event}
+
+    def wait_for_step(step: int) -> None:
+        jobs.wait_for(lambda: step in steps("cut") or site.job(cut)["JobState"] != "RUNNING", f"step {step}")
+        assert step in steps("cut"), (tmp_path / "cut.out").read_text()
+
+    cut = submit("cut")
+    site.wait_for(cut, "RUNNING")
+    wait_for_step(3)
+    whole = submit("whole", "--partition=urgent")
+    site.wait_for(whole, "COMPLETED")
+    first = (tmp_path / "cut.out").read_text()
+    assert "asking for a checkpoint" in first and "back into the queue" in first
+
+    site.wait_for(cut, "RUNNING")
+    wait_for_step(11)
+    site.must("scontrol", "requeue", cut)
+    found = site.wait_for(cut, "COMPLETED")
+    assert found["Restarts"] == "2"
+    printed = (tmp_path / "cut.out").read_text()
+    print(printed)
+    assert printed.count("resumed from") == 2
+    assert list(steps("whole")) == list(range(1, STEPS + 1))
+    assert steps("cut") == steps("whole")
+    assert not site.front.processes("hvd_cifar")
