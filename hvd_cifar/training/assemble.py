@@ -78,6 +78,8 @@ def assemble(settings: TrainSettings, world: World) -> Run:
         "device": world.device,
         "threads": world.threads,
         "controller": world.controller,
+        "algorithm": world.algorithm,
+        "transport": world.transport,
         "command": provenance.command(),
         "git_commit": provenance.git_commit() if world.is_root else None,
         "versions": versions(),
