@@ -26,7 +26,7 @@ fault() {
         return
     }
     [ "${1%%.*}" = "$(hostname)" ] || {
-        said=$(ssh -n -o BatchMode=yes -o ConnectTimeout=5 "$1" true 2>&1) || echo "$said" | tail -n 1
+        said=$(ssh -n -o BatchMode=yes -o ConnectTimeout=5 "$1" true 2>&1) || echo "$said" | tr -d '\r' | tail -n 1
     }
 }
 

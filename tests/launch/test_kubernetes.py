@@ -1,0 +1,160 @@
+"""The MPIJob: right by the operator's schema, and its launcher's command run for real on two hosts."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from hvd_cifar.data import synthetic
+from tests.cluster import jobs
+from tests.cluster.hosts import Cluster, cluster, reason_to_skip
+from tests.ranks import CHECKOUT
+
+JOB = yaml.safe_load((CHECKOUT / "deploy" / "mpijob.yaml").read_text())
+SCHEMA = json.loads(Path(__file__).with_name("mpijob-v2beta1.json").read_text())
+WAIT = CHECKOUT / "deploy" / "wait-for-hosts.sh"
+IN_IMAGE = "/opt/hvd_cifar"
+REPLICAS = JOB["spec"]["mpiReplicaSpecs"]
+LAUNCHER, WORKER = (REPLICAS[kind]["template"]["spec"]["containers"][0] for kind in ("Launcher", "Worker"))
+
+
+def test_the_job_is_right_by_the_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(JOB, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("apiVersion", "kubeflow.org/v1"),
+        ("spec.slotsPerWorker", "2"),
+        ("spec.mpiImplementation", "MVAPICH"),
+        ("spec.sshMountPath", "/home/hvd/.ssh"),
+        ("spec.mpiReplicaSpecs.Worker.template.spec.containers.0.argv", ["sshd"]),
+        ("spec.mpiReplicaSpecs.Worker.template.spec.securityContext.runAsUser", "hvd"),
+    ],
+)
+def test_the_schema_finds_mistakes(path: str, value: Any) -> None:
+    job = copy.deepcopy(JOB)
+    *parents, last = path.split(".")
+    place = job
+    for name in parents:
+        place = place[int(name) if name.isdecimal() else name]
+    place[last] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(job, SCHEMA)
+
+
+def test_what_the_schema_leaves_to_the_operator() -> None:
+    """Its webhook's rules, and what it does to pods: it adds an sshd of its own where a worker has no command."""
+    assert set(REPLICAS) == {"Launcher", "Worker"}
+    assert REPLICAS["Launcher"]["replicas"] == 1
+    assert all(spec["restartPolicy"] in ("Never", "OnFailure") for spec in REPLICAS.values())
+    assert WORKER["args"] == ["sshd"]
+    for spec in REPLICAS.values():
+        pod = spec["template"]["spec"]
+        assert "restartPolicy" not in pod  # the operator's, above, outdoes it
+        assert pod["securityContext"]["runAsUser"] == 1000  # the image's user, whose home the keys are in
+        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+    assert JOB["spec"]["sshAuthMountPath"] == "/home/hvd/.ssh"
+    words = LAUNCHER["command"] + LAUNCHER["args"]
+    scripts = [word for word in words if word.startswith(f"{IN_IMAGE}/")]
+    assert scripts and all((CHECKOUT / script.removeprefix(f"{IN_IMAGE}/")).exists() for script in scripts)
+
+
+NAMES = [f"hvd-cifar-{pod}.hvd-cifar.default.svc" for pod in ("launcher", "worker-0")]
+# What the operator sets for the launcher of an Open MPI job.
+VARIABLES = {
+    "K_MPI_JOB_ROLE": "launcher",
+    "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
+    "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
+    "OMPI_MCA_orte_set_default_slots": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two hosts with pods' names; the first does not know the second one's."""
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    with cluster(2, tmp_path_factory.mktemp("pods") / "cluster") as made:
+        for host, name in zip(made, NAMES, strict=True):
+            host.must("hostname", name.partition(".")[0])
+        for host in made:
+            known = host.files / "known_hosts"
+            keys = known.read_text().splitlines()
+            known.write_text("".join(f"{name},{key}\n" for name, key in zip(NAMES, keys, strict=True)))
+        yield made
+
+
+def _names(pods: Cluster, count: int) -> str:
+    lines = [f"{host.address} {name} {name.partition('.')[0]}\n" for host, name in zip(pods, NAMES, strict=True)]
+    return "127.0.0.1 localhost\n" + "".join(lines[:count])
+
+
+def _hostfile(pods: Cluster) -> Path:
+    path = pods.folder / "hostfile"
+    path.write_text("".join(f"{name} slots=1\n" for name in NAMES))
+    return path
+
+
+def test_the_launcher_waits_for_names_and_then_trains(pods: Cluster, tmp_path: Path) -> None:
+    data, run_dir = tmp_path / "data", tmp_path / "run"
+    synthetic.ensure(data)
+    hostfile, errors = _hostfile(pods), tmp_path / "stderr"
+    words = LAUNCHER["command"] + LAUNCHER["args"]
+    assert words[:2] == ["/usr/bin/tini", "--"]
+    place = {"/etc/mpi/hostfile": str(hostfile), "python": sys.executable}
+    words = [place.get(word, word.replace(IN_IMAGE, str(CHECKOUT))) for word in words[2:]]
+    words += jobs.training(data, run_dir)[1:]
+    first = pods[0]
+    env = jobs.variables(first) | VARIABLES | {"OMPI_MCA_orte_default_hostfile": str(hostfile)}
+    pods.set_names(pods[1], _names(pods, 2))
+    pods.set_names(first, _names(pods, 1))
+    with errors.open("wb") as file:
+        job = first.start(words, env=env, stdout=subprocess.PIPE, stderr=file)
+    jobs.wait_for(lambda: b"waiting for" in errors.read_bytes() or job.poll() is not None, "the script to wait")
+    time.sleep(1.5)
+    assert job.poll() is None, errors.read_text()
+    pods.set_names(first, _names(pods, 2))
+    printed = job.communicate(timeout=200)[0].decode()
+    assert job.returncode == 0, printed + errors.read_text()
+    assert errors.read_text() == f"waiting for {NAMES[1]}: its name does not resolve\n"
+    assert jobs.recorded(run_dir)["hosts"] == [name.partition(".")[0] for name in NAMES]
+    assert len(jobs.losses(run_dir)) == 4
+    assert json.loads((run_dir / "summary.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.parametrize(("known", "why"), [(1, "its name does not resolve"), (2, "refused")])
+def test_the_wait_has_an_end(pods: Cluster, known: int, why: str) -> None:
+    """A name that never resolves, and a host without an sshd: its port is another one's."""
+    first, hostfile = pods[0], _hostfile(pods)
+    pods.set_names(first, _names(pods, known))
+    env = first.environment()
+    config = pods[0].files / "ssh" / "ssh_config"
+    before = config.read_text()
+    if known == 2:
+        config.write_text(f"Host *\n  Port 2\n{before}")
+    done = first.run([WAIT, "-t", "1", hostfile, "echo", "started"], env=env)
+    config.write_text(before)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"hvd_cifar: {NAMES[1]} cannot be reached after 1 s: " in done.stderr and why in done.stderr
+    assert done.stderr.count("hvd_cifar:") == 1 and done.stderr.count("\n") == 2
+
+
+def test_the_wait_needs_a_hostfile() -> None:
+    done = subprocess.run([WAIT, "/no/such/file", "true"], capture_output=True, text=True, env=os.environ)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "no hostfile /no/such/file" in done.stderr
