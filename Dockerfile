@@ -1,4 +1,4 @@
-# The image: the environment as `./run.sh setup` makes it, the code, and an sshd for other nodes; deploy/README.md.
+# The image: the environment as `./run.sh setup` makes it, the code, and an sshd for other nodes; deploy/containers.md.
 #
 #   docker build -t hvd-cifar .
 #   docker build -t hvd-cifar:gpu --build-arg GPU=1 --build-arg BASE=ubuntu:24.04 \
@@ -22,7 +22,8 @@ COPY hvd_cifar/distributed/check_build.py hvd_cifar/distributed/
 COPY hvd_cifar/install hvd_cifar/install
 COPY deploy/slim.sh deploy/
 ARG GPU=
-RUN ./run.sh setup ${GPU:+--gpu} && deploy/slim.sh .venv
+RUN ./run.sh setup ${GPU:+--gpu} && deploy/slim.sh .venv \
+    && .venv/bin/python hvd_cifar/distributed/check_build.py ${GPU:+--gpu}
 
 FROM ${BASE}
 # Ubuntu has a user with our number already. An image's own host keys would be everybody's.
@@ -45,6 +46,6 @@ USER hvd
 WORKDIR /home/hvd
 EXPOSE 2222
 HEALTHCHECK --interval=30s --timeout=20s --start-period=10s --retries=3 CMD ["/opt/hvd_cifar/deploy/healthcheck.sh"]
-# tini: the first process passes signals on and buries the dead, which neither Python nor a shell does.
-ENTRYPOINT ["/usr/bin/tini", "--", "/opt/hvd_cifar/deploy/entry.sh"]
+# tini passes signals on and buries the dead, as Python and a shell do not; -s: also where it is not the first process.
+ENTRYPOINT ["/usr/bin/tini", "-s", "--", "/opt/hvd_cifar/deploy/entry.sh"]
 CMD ["train"]

@@ -13,5 +13,5 @@ for key in "$HOME"/.ssh/id_ed25519 "$HOME"/.ssh/id_ecdsa "$HOME"/.ssh/id_rsa; do
     fi
 done
 echo "hvd_cifar: no key that user $(id -un) can read in $HOME/.ssh; mount a folder with id_ed25519 and" \
-    "id_ed25519.pub there (deploy/README.md)" >&2
+    "id_ed25519.pub there (deploy/containers.md)" >&2
 exit 2

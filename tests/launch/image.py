@@ -19,6 +19,7 @@ import ast
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ TAG = "localhost/hvd-cifar"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hvd_cifar", "image-tests")
 UID = 1000
 BUILD_SECONDS = 3600
+# What buildah says when a container ends with another exit code than 0, and hands that on.
+OF_BUILDAH = re.compile(r"(?m)^(subprocess exited with status \d+|Error: exit status \d+)\n|^Error: while running .*\n")
 # As the real base: without what only a person at a terminal reads.
 LEFT_OUT = ("doc", "groff", "info", "linda", "lintian", "locale", "man")
 
@@ -78,8 +81,11 @@ class Container:
         """Run a command to its end, here or on a host, with its output as text."""
         words = self.words(command, entry)
         if host is not None:
-            return host.run(words, timeout=timeout)
-        return subprocess.run(words, timeout=timeout, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            done = host.run(words, timeout=timeout)
+        else:
+            done = subprocess.run(words, timeout=timeout, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done.stderr = OF_BUILDAH.sub("", done.stderr)
+        return done
 
     def check_health(self, host: Host | None = None) -> int:
         """The exit code of the image's health check."""
@@ -126,15 +132,14 @@ class Machine:
         return TAG
 
     def inspect(self, tag: str) -> dict[str, Any]:
-        """What an image says of itself, as Docker has it; `Size` is in bytes."""
-        found: dict[str, Any] = json.loads(self("inspect", "--type", "image", tag))["Docker"]
-        sizes = json.loads(self("images", "--json", tag))
-        return found | {"Size": sizes[0]["size"]}
+        """What an image says of how it is run, as Docker has it (Config)."""
+        found: dict[str, Any] = json.loads(self("inspect", "--type", "image", tag))["Docker"]["config"]
+        return found
 
     def container(self, tag: str, name: str, **settings: Any) -> Container:
         """A container, not yet started. `settings`: fields of Container."""
         made = self("from", "--pull-never", tag).strip()
-        return Container(self, made, name, self.inspect(tag)["config"], **settings)
+        return Container(self, made, name, self.inspect(tag), **settings)
 
     def _build_base(self) -> None:
         archive = CACHE / f"{RELEASE}.tar"
@@ -167,7 +172,8 @@ def make_base(root: Path, archive: Path) -> None:
     """A small Debian, as an archive; `root` is where it is made, and is removed."""
     try:
         _must(["debootstrap", "--variant=minbase", RELEASE, str(root)])
-        for place in [*(root / "usr" / "share" / name for name in LEFT_OUT), root / "var/cache/apt", root / "var/log"]:
+        emptied = [*(f"usr/share/{name}" for name in LEFT_OUT), "var/cache/apt", "var/log", "dev"]
+        for place in (root / name for name in emptied):
             for path in place.glob("*"):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         shutil.rmtree(root / "var/lib/apt/lists")
