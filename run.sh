@@ -11,7 +11,8 @@ Train CIFAR-10 with TensorFlow and Horovod: one process (rank) per GPU or core.
   ./run.sh                                 set up if needed, then train with the defaults
   ./run.sh setup [--gpu] [--system-mpi]    set up only: in .venv, with TensorFlow for the CPU and a packaged MPI
   ./run.sh setup --hostfile FILE           the same on every host of the file, in the same versions as here
-  ./run.sh test [PYTEST OPTIONS]           lint, types and all tests; with options only pytest, with these
+  ./run.sh test [PYTEST OPTIONS]           lint, types and all tests but slow ones; with options only pytest, with these
+  ./run.sh test --all [PYTEST OPTIONS]     the same with the slow ones, which build the container image
   ./run.sh [-np N] [-H HOSTS | --hostfile FILE] [LAUNCHER OPTIONS] COMMAND [OPTIONS]
 
 COMMAND is train, evaluate, or benchmark step|allreduce|predict; `./run.sh train --help` lists its options.
@@ -37,14 +38,18 @@ install=("$python" "$here/hvd_cifar/install/__main__.py")
 run_tests() {
     "${install[@]}" needed --test
     cd -- "$here"
-    local bin=$here/.venv/bin
+    local bin=$here/.venv/bin slow=()
+    if [[ ${1:-} == --all ]]; then
+        slow=(-m "slow or not slow")
+        shift
+    fi
     if (($# == 0)); then
         "$bin/ruff" check .
         "$bin/mypy"
         "$bin/lint-imports"
         "$bin/shellcheck" run.sh .ci/run deploy/*.sh deploy/*.sbatch
     fi
-    exec "$bin/python" -m pytest "$@"
+    exec "$bin/python" -m pytest "${slow[@]}" "$@"
 }
 
 case ${1:-} in

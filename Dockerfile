@@ -1,0 +1,51 @@
+# The image: the environment as `./run.sh setup` makes it, the code, and an sshd for other nodes; deploy/containers.md.
+#
+#   docker build -t hvd-cifar .
+#   docker build -t hvd-cifar:gpu --build-arg GPU=1 --build-arg BASE=ubuntu:24.04 \
+#       --build-arg BUILD_BASE=nvidia/cuda:12.9.1-devel-ubuntu24.04 .
+#
+# BASE: Debian or Ubuntu, whose Python the image takes (3.10 to 3.13). BUILD_BASE: the same release, with what building
+# needs more: for GPU=1 the CUDA toolkit. What runs there comes with TensorFlow.
+ARG BASE=debian:bookworm-slim
+ARG BUILD_BASE=${BASE}
+
+FROM ${BUILD_BASE} AS build
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends binutils g++ make python3 python3-venv
+# The path that the image has, too: scripts of an environment contain it.
+WORKDIR /opt/hvd_cifar
+# What set-up reads, and no more: another line of code elsewhere does not build Horovod anew.
+COPY run.sh setup.cfg pyproject.toml ./
+COPY hvd_cifar/__init__.py hvd_cifar/errors.py hvd_cifar/
+COPY hvd_cifar/cluster/__init__.py hvd_cifar/cluster/hosts.py hvd_cifar/cluster/ssh.py hvd_cifar/cluster/
+COPY hvd_cifar/distributed/check_build.py hvd_cifar/distributed/
+COPY hvd_cifar/install hvd_cifar/install
+COPY deploy/slim.sh deploy/
+ARG GPU=
+RUN ./run.sh setup ${GPU:+--gpu} && deploy/slim.sh .venv \
+    && .venv/bin/python hvd_cifar/distributed/check_build.py ${GPU:+--gpu}
+
+FROM ${BASE}
+# Ubuntu has a user with our number already. An image's own host keys would be everybody's.
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends \
+        openssh-client openssh-server procps python3 tini \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin /var/log/apt /var/log/dpkg.log /etc/ssh/ssh_host_* \
+    && (! getent passwd 1000 >/dev/null || userdel --remove "$(getent passwd 1000 | cut -d: -f1)") \
+    && useradd --uid 1000 --create-home --shell /bin/bash --password '*' hvd \
+    && install -d -o hvd -g hvd -m 700 /home/hvd/.ssh \
+    && install -d -o hvd -g hvd /home/hvd/.cache /home/hvd/.cache/hvd_cifar /home/hvd/runs
+COPY --from=build /opt/hvd_cifar/.venv /opt/hvd_cifar/.venv
+COPY . /opt/hvd_cifar
+COPY deploy/ssh.conf /etc/ssh/ssh_config.d/hvd_cifar.conf
+# No cross-memory attach between ranks: where a container may not use it, MPI ends with "Read -1, expected ...".
+ENV PATH=/opt/hvd_cifar/.venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    PYTHONUNBUFFERED=1 \
+    OMPI_MCA_btl_vader_single_copy_mechanism=none
+USER hvd
+WORKDIR /home/hvd
+EXPOSE 2222
+HEALTHCHECK --interval=30s --timeout=20s --start-period=10s --retries=3 CMD ["/opt/hvd_cifar/deploy/healthcheck.sh"]
+# tini passes signals on and buries the dead, as Python and a shell do not; -s: also where it is not the first process.
+ENTRYPOINT ["/usr/bin/tini", "-s", "--", "/opt/hvd_cifar/deploy/entry.sh"]
+CMD ["train"]

@@ -1,0 +1,17 @@
+#!/bin/sh
+# What a container does: `sshd` waits for ranks of another container; all else is for the launcher, as for ./run.sh.
+set -eu
+
+if [ "${1:-}" != sshd ]; then
+    exec python -m hvd_cifar.launch "$@"
+fi
+
+# The cluster's key is the host key, too: who has it belongs to the cluster, in both directions (ssh.conf).
+for key in "$HOME"/.ssh/id_ed25519 "$HOME"/.ssh/id_ecdsa "$HOME"/.ssh/id_rsa; do
+    if [ -r "$key" ] && [ -r "$key.pub" ]; then
+        exec /usr/sbin/sshd -D -e -f /opt/hvd_cifar/deploy/sshd.conf -h "$key"
+    fi
+done
+echo "hvd_cifar: no key that user $(id -un) can read in $HOME/.ssh; mount a folder with id_ed25519 and" \
+    "id_ed25519.pub there (deploy/containers.md)" >&2
+exit 2
