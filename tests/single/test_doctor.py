@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hvd_cifar.cluster.hosts import Host
 from hvd_cifar.cluster.network import Card as NetworkCard
 from hvd_cifar.cluster.network import Network, NoWay
-from hvd_cifar.config import DoctorSettings
+from hvd_cifar.config import DoctorSettings, make
 from hvd_cifar.data.cifar10 import FILE_BYTES, FILES, RECORD_BYTES
 from hvd_cifar.errors import UserError
 from hvd_cifar.tools.doctor import ask, examine, findings, job, plan, table
@@ -524,7 +524,7 @@ def test_the_jobs_command() -> None:
 
 def test_hosts_and_their_slots(tmp_path: Path) -> None:
     def hosts(**given: Any) -> list[tuple[str, int]]:
-        return [(host.name, host.slots) for host in examine.hosts_of(DoctorSettings(**given))]
+        return [(host.name, host.slots) for host in examine.hosts_of(make(DoctorSettings, given))]
 
     file = tmp_path / "hosts"
     file.write_text("a slots=2\nb slots=2\n")
@@ -533,8 +533,8 @@ def test_hosts_and_their_slots(tmp_path: Path) -> None:
     assert hosts(hosts="a:2,b:2", ranks=2) == [("a", 2)]
     assert hosts(ranks=3) == [("localhost", 3)]
     nodes = (Host("n1", 2), Host("n2", 2))  # of a Slurm job
-    assert examine.hosts_of(DoctorSettings(), nodes) == nodes
-    assert examine.hosts_of(DoctorSettings(hosts="a:2"), nodes) == (Host("a", 2),)
+    assert examine.hosts_of(make(DoctorSettings, {}), nodes) == nodes
+    assert examine.hosts_of(make(DoctorSettings, {"hosts": "a:2"}), nodes) == (Host("a", 2),)
     with pytest.raises(UserError, match="-np 5 is more than the 4 slots"):
         hosts(hosts="a:2,b:2", ranks=5)
 

@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def command(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool) -> list[str]:
-    """The launcher's command line for a job with all slots of these hosts; `unnamed`: the launcher takes them by itself."""
+    """The launcher's command line for a job with all slots of these hosts; `unnamed`: it takes them by itself."""
     words = ["--gloo" if gloo else "--mpi", *(["--allreduce", "ring"] if ring else [])]
     words += ["-np", str(sum(host.slots for host in hosts))]
     if not unnamed:
