@@ -14,6 +14,7 @@ Train CIFAR-10 with TensorFlow and Horovod: one process (rank) per GPU or core.
   ./run.sh test [PYTEST OPTIONS]           lint, types and all tests but slow ones; with options only pytest, with these
   ./run.sh test --all [PYTEST OPTIONS]     the same with the slow ones, which build the container image
   ./run.sh [-np N] [-H HOSTS | --hostfile FILE] [LAUNCHER OPTIONS] COMMAND [OPTIONS]
+  ./run.sh doctor [-H HOSTS | --hostfile FILE] [--gloo]    look on all hosts at once for what usually goes wrong
 
 COMMAND is train, evaluate, or benchmark step|allreduce|predict; `./run.sh train --help` lists its options.
   -np N              ranks; default: one per GPU, else one per core, at most 8

@@ -66,7 +66,8 @@ def _choices_of(error: click.exceptions.NoArgsIsHelpError) -> str:
     group = error.ctx.command if error.ctx else None
     assert error.ctx and isinstance(group, click.Group), "only a group asks for a command"
     path = error.ctx.command_path.split()[1:]
-    *others, last = (" ".join([*path, name]) for name in group.list_commands(error.ctx))
+    names = [name for name in group.list_commands(error.ctx) if not group.commands[name].hidden]
+    *others, last = (" ".join([*path, name]) for name in names)
     return f"{', '.join(others)} or {last}"
 
 
@@ -98,11 +99,22 @@ def _commands() -> click.Group:
     _add(benchmark, "allreduce", config.BenchmarkAllreduceSettings, _benchmark_allreduce, allreduce_help)
     predict_help = "Scaling efficiency to expect on other numbers of ranks and other networks, and how far that is off."
     _add(benchmark, "predict", config.BenchmarkPredictSettings, _benchmark_predict, predict_help)
+
+    doctor_help = (
+        "Look for what usually goes wrong, on all hosts at once, and run a small job; exit code 1: a run fails."
+    )
+    _add(commands, "doctor", config.DoctorSettings, _doctor, doctor_help)
+    _add(commands, "doctor-job", config.DoctorJobSettings, _doctor_job, "The doctor's small job.", hidden=True)
     return commands
 
 
 def _add(
-    group: click.Group, name: str, kind: type[config.S], function: Callable[[config.S], None], help_text: str
+    group: click.Group,
+    name: str,
+    kind: type[config.S],
+    function: Callable[[config.S], None],
+    help_text: str,
+    hidden: bool = False,
 ) -> None:
     """Add a command whose options are the fields of `kind`; parsing returns the call to make, validated."""
 
@@ -120,11 +132,15 @@ def _add(
     options: list[click.Parameter] = [_option(field, info) for field, info in kind.model_fields.items()]
     file_help = "Settings from a YAML or JSON file; options outdo it."
     options.append(click.Option(["--config"], metavar="FILE", help=file_help))
-    group.add_command(click.Command(name, params=options, callback=parse, help=help_text))
+    group.add_command(click.Command(name, params=options, callback=parse, help=help_text, hidden=hidden))
 
 
 def _option(field: str, info: Any) -> click.Option:
     name = config.option_name(field)
+    if flags := (info.json_schema_extra or {}).get("flags"):
+        is_flag = info.annotation is bool
+        metavar = None if is_flag else _metavar(info.annotation)
+        return click.Option([*flags, field], default=None, is_flag=is_flag, metavar=metavar, help=_help(info))
     if info.annotation in (bool, bool | None):
         # Both ways, so that an option outdoes a file that says the other.
         return click.Option([f"{name}/--no-{name.removeprefix('--')}"], default=None, help=_help(info))
@@ -179,3 +195,15 @@ def _benchmark_predict(settings: config.BenchmarkPredictSettings) -> None:
     with quiet_start():
         from hvd_cifar.tools.benchmark.commands import benchmark_predict
     benchmark_predict(settings)
+
+
+def _doctor(settings: config.DoctorSettings) -> None:
+    from hvd_cifar.tools.doctor.examine import examine
+
+    examine(settings)
+
+
+def _doctor_job(settings: config.DoctorJobSettings) -> None:
+    with quiet_start():
+        from hvd_cifar.tools.doctor.ranks import run
+    run(settings)

@@ -370,6 +370,52 @@ class BenchmarkPredictSettings(StepWork, _BenchmarkOutput):
     )
 
 
+class DoctorSettings(_Settings):
+    """What the doctor looks at: hosts, as for the launcher, and folders, as for a run."""
+
+    hostfile: LocalPath | None = Field(
+        None, description="Hosts to look at, a line `NAME slots=N` each. [default: this machine]"
+    )
+    hosts: str | None = Field(
+        None, description="The same as NAME:SLOTS,NAME:SLOTS.", json_schema_extra={"flags": ["-H", "--hosts"]}
+    )
+    ranks: int | None = Field(
+        None,
+        gt=0,
+        description="Ranks that the run is to have: hosts are filled in turn. [default: all slots; here one per GPU, "
+        "else per core, at most 8]",
+        json_schema_extra={"flags": ["-np", "-n", "--ranks"]},
+    )
+    gloo: bool = Field(
+        False, description="Whether the run goes over Gloo, or MPI.", json_schema_extra={"flags": ["--gloo/--mpi"]}
+    )
+    allreduce: Literal["auto", "ring"] = Field("auto", description="How the small job adds up: as for the launcher.")
+    dataset: DatasetName = Field("auto", description="The run's data set.")
+    data_dir: LocalPath = Field(
+        DataSettings.model_fields["data_dir"].default, validate_default=True, description="The run's folder of data."
+    )
+    run_dir: LocalPath = Field(Path("runs"), validate_default=True, description="The run's folder for output.")
+    probe_timeout: Finite = Field(30, gt=0, description="Seconds that a host may take to tell its facts.")
+    job_timeout: Finite = Field(120, gt=0, description="Seconds after which the small job is ended.")
+    as_json: bool = Field(
+        False, description="Print facts and findings as JSON, not as a table.", json_schema_extra={"flags": ["--json"]}
+    )
+
+    @model_validator(mode="after")
+    def _hosts_are_given_once(self) -> DoctorSettings:
+        if self.hostfile is not None and self.hosts is not None:
+            raise ValueError("-H and --hostfile exclude each other: give one of them")
+        return self
+
+
+class DoctorJobSettings(_Settings):
+    """The doctor's small job, as each of its ranks is started."""
+
+    per_host: str = Field(
+        pattern=r"^[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*$", description="Ranks on each host in turn, such as 2,1,1."
+    )
+
+
 S = TypeVar("S", bound=_Settings)
 
 

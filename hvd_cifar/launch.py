@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 from hvd_cifar import cli
 from hvd_cifar.cluster import slurm, ssh
-from hvd_cifar.cluster.hosts import Host, count, hosts_of_ranks, is_local, parse_hosts, read_hostfile
+from hvd_cifar.cluster.hosts import Host, count, hosts_of_ranks, is_local, parse_hosts, ranks_by_default, read_hostfile
 from hvd_cifar.cluster.network import Network, find_network
 from hvd_cifar.cluster.streams import NamedLines, by_rank
 from hvd_cifar.distributed import devices
@@ -36,7 +36,6 @@ from hvd_cifar.distributed.transport import RING_PARAMETERS, RING_VARIABLES
 from hvd_cifar.errors import UserError
 from hvd_cifar.install.installer import read_record
 
-MOST_RANKS_BY_DEFAULT = 8
 USAGE = (
     "./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] [--allreduce ring|auto] [--dry-run] COMMAND [OPTIONS]"
 )
@@ -68,6 +67,8 @@ def main(argv: list[str]) -> int:
         request = parse(argv)
         if max(launched_size() or 1, slurm.copies(os.environ)) > 1:
             raise UserError("mpirun or srun started this several times; it starts the ranks itself: call it once")
+        if request.command[0] == "doctor":
+            return _start_doctor(request)
         cli.check(list(request.command))
         request = with_allocation(request, slurm.allocation(os.environ))
         ranks = request.ranks or sum(host.slots for host in request.hosts) or _default_ranks()
@@ -131,11 +132,6 @@ def _check_slots(ranks: int | None, hosts: tuple[Host, ...], kind: str, where: s
     slots = sum(host.slots for host in hosts)
     if ranks and hosts and ranks > slots:
         raise UserError(f"-np {ranks} is more than the {slots} {kind}{'s' * (slots != 1)} of {where}")
-
-
-def ranks_by_default(gpus: int, cores: int) -> int:
-    """One rank per GPU, else one per core, but not more than an ordinary batch is worth splitting among."""
-    return min(gpus or cores, MOST_RANKS_BY_DEFAULT)
 
 
 def usable_cores(mask: int, quota: float | None) -> int:
@@ -220,6 +216,21 @@ def _of_other_hosts(network: Network, environ: Mapping[str, str]) -> list[str]:
     if "NCCL_SOCKET_IFNAME" not in environ:
         words += ["-x", f"NCCL_SOCKET_IFNAME=={','.join(network.card_names)}"]  # the second = asks for whole names
     return words
+
+
+def _start_doctor(request: Request) -> int:
+    """Run the doctor, once, here: it starts ranks itself, and has the launcher's options, too."""
+    words = list(request.command)
+    words += ["--gloo"] if request.gloo else []
+    words += ["--allreduce", "ring"] if request.ring else []
+    words += ["-np", str(request.ranks)] if request.ranks else []
+    words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in request.hosts)] if request.hosts else []
+    cli.check(words)
+    words = [sys.executable, "-m", "hvd_cifar", *words]
+    if request.dry_run:
+        _write(1, f"{shlex.join(words)}\n".encode())
+        return 0
+    os.execv(words[0], words)
 
 
 def _launch(request: Request, ranks: int) -> int:

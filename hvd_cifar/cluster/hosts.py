@@ -10,6 +10,8 @@ from pathlib import Path
 
 from hvd_cifar.errors import UserError
 
+MOST_RANKS_BY_DEFAULT = 8
+
 
 @dataclass(frozen=True)
 class Host:
@@ -70,6 +72,11 @@ def _check_each_is_there_once(hosts: Sequence[Host], where: str) -> None:
 def hosts_of_ranks(hosts: Sequence[Host], ranks: int) -> list[str]:
     """The name of each rank's host: the first host is filled before the next, as every launcher does here."""
     return [host.name for host in hosts for _ in range(host.slots)][:ranks]
+
+
+def ranks_by_default(gpus: int, cores: int) -> int:
+    """One rank per GPU, else one per core, but not more than an ordinary batch is worth splitting among."""
+    return min(gpus or cores, MOST_RANKS_BY_DEFAULT)
 
 
 def is_local(name: str) -> bool:

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
-import shlex
 import socket
-import subprocess
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hvd_cifar.cluster import ssh
+from hvd_cifar.cluster.program import Program, Way
 from hvd_cifar.errors import UserError
 
 PROBE = Path(__file__).with_name("probe.py")
@@ -99,18 +96,6 @@ def candidates(reports: Mapping[str, Report], resolved: Mapping[str, str | None]
     return [Network(",".join(sorted({card.subnet for card in routed.values()})), routed)]
 
 
-class Way(Protocol):
-    """How to run something on another host: the module `ssh`, or `slurm` within an allocation."""
-
-    FAILED: int
-
-    def words(self, host: str, command: Sequence[str]) -> list[str]:
-        """The command that runs `command` on `host`."""
-
-    def explain(self, host: str, complaint: str) -> str:
-        """One line on why it ended with `FAILED`."""
-
-
 def find_network(hosts: Sequence[str], here: str, python: str, gloo: bool, way: Way = ssh) -> Network:
     """The network of a job on these hosts, tried out.
 
@@ -124,7 +109,9 @@ def find_network(hosts: Sequence[str], here: str, python: str, gloo: bool, way: 
     Raises:
         UserError: a host cannot be reached, has no environment, or cannot reach another one.
     """
-    with asked(hosts, here, python, way) as probes:
+    with asked(hosts, here, python, way) as (probes, silent):
+        if silent:
+            raise UserError("; ".join(": ".join(filter(None, fault)) for fault in silent.values()))
         reports = {host: probe.report for host, probe in probes.items()}
         for host, report in reports.items():
             if gloo and not report.resolves_itself:
@@ -132,7 +119,7 @@ def find_network(hosts: Sequence[str], here: str, python: str, gloo: bool, way: 
                     f"{host} does not know its own name, '{report.hostname}', and Gloo would crash there: add the "
                     f"line '{_first_address(report)} {report.hostname}' to its /etc/hosts, or use --mpi"
                 )
-        found = candidates(reports, {host: _resolve(host) for host in hosts})
+        found = candidates(reports, {host: resolve(host) for host in hosts})
         if not found:
             cards = "; ".join(
                 f"{host}: {', '.join(f'{card.name} {card.subnet}' for card in report.cards) or 'none'}"
@@ -140,9 +127,9 @@ def find_network(hosts: Sequence[str], here: str, python: str, gloo: bool, way: 
             )
             raise UserError(f"the hosts have no network in common ({cards}): connect them to one")
         faults = try_out(found, probes)
-    works = next((network for network, fault in zip(found, faults, strict=True) if fault is None), None)
+    works = next((network for network, fault in zip(found, faults, strict=True) if not fault), None)
     if works is None:
-        raise UserError(f"{faults[0]}: check its cable and the firewalls, which must let all ports through")
+        raise UserError(f"{faults[0][0]}: check its cable and the firewalls, which must let all ports through")
     return works
 
 
@@ -150,26 +137,15 @@ class Probe:
     """The program `probe.py` as it runs on one host."""
 
     def __init__(self, host: str, is_here: bool, python: str, way: Way = ssh) -> None:
-        words = [python, "-I", "-c", PROBE.read_text()]
         self.host = host
-        self.way = way
-        self.process = subprocess.Popen(
-            words if is_here else way.words(host, words),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C is for the launcher, which ends this
-        )
+        self.program = Program(host, is_here, python, PROBE.read_text(), SECONDS_TO_ANSWER, way)
         self.report = Report("", False, ())
-        self._limit = threading.Timer(SECONDS_TO_ANSWER, self.process.kill)
-        self._limit.start()
 
-    def listen(self, python: str) -> None:
-        """Take the host's report. Raises UserError."""
-        try:
-            said = json.loads(self._line(b"{"))
-        except ValueError:
-            raise UserError(self._why(python)) from None
+    def listen(self) -> tuple[str, str] | None:
+        """Take the host's report; otherwise what is wrong with the host, and what mends it."""
+        said = self.program.hear(b"{")
+        if said is None:
+            return self.program.why()
         self.report = Report(
             said["hostname"],
             said["resolves_itself"],
@@ -179,73 +155,50 @@ class Probe:
             ),
             said["port"],
         )
+        return None
 
     def ask(self, targets: list[tuple[str, int]]) -> list[bool]:
         """Which of these addresses and ports the host reaches. Once only."""
-        assert self.process.stdin
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(f"{json.dumps(targets)}\n".encode())
-            self.process.stdin.flush()
-        try:
-            answer: list[bool] = json.loads(self._line(b"["))
-        except ValueError:
-            return [False] * len(targets)
-        return answer
+        self.program.say(targets)
+        return self.program.hear(b"[") or [False] * len(targets)
 
     def end(self) -> None:
-        """Let the program on the host end, and ssh or srun with it."""
-        self._limit.cancel()
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-            if stream:
-                with contextlib.suppress(OSError):
-                    stream.close()
-        self.process.terminate()
-        self.process.wait()
-
-    def _line(self, start: bytes) -> bytes:
-        """The next line that starts so: a login shell may write lines of its own."""
-        assert self.process.stdout
-        return next((line for line in self.process.stdout if line.startswith(start)), b"")
-
-    def _why(self, python: str) -> str:
-        try:
-            _, complaint = self.process.communicate(timeout=SECONDS_TO_ANSWER)
-        except subprocess.TimeoutExpired:
-            complaint = b""
-        if self.process.returncode == self.way.FAILED:
-            return self.way.explain(self.host, complaint.decode(errors="replace"))
-        return (
-            f"{self.host} has no environment like this one ({shlex.quote(python)}): "
-            "./run.sh setup --hostfile FILE makes it on every host"
-        )
+        """Let the program on the host end."""
+        self.program.end()
 
 
 @contextlib.contextmanager
-def asked(hosts: Sequence[str], here: str, python: str, way: Way = ssh) -> Iterator[dict[str, Probe]]:
-    """Probes of all hosts, which have reported, by name; all at once. Raises UserError that names every bad host."""
-    probes = {host: Probe(host, host == here, python, way) for host in hosts}
-    try:
-        with ThreadPoolExecutor(max_workers=len(probes)) as pool:
-            failures = list(pool.map(lambda probe: _failure(probe, python), probes.values()))
-        wrong = [text for text in failures if text]
-        if wrong:
-            raise UserError("; ".join(wrong))
-        yield probes
-    finally:
-        for probe in probes.values():
-            probe.end()
+def asked(
+    hosts: Sequence[str], here: str, python: str, way: Way = ssh
+) -> Iterator[tuple[dict[str, Probe], dict[str, tuple[str, str]]]]:
+    """Probes of the hosts that have reported, all at once; and what is wrong with the others, and what mends it."""
+    probes: dict[str, Probe] = {}
+    with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
+        try:
+            for host in hosts:
+                probes[host] = Probe(host, host == here, python, way)
+            answers = dict(zip(probes, pool.map(Probe.listen, probes.values()), strict=True))
+            silent = {host: fault for host, fault in answers.items() if fault is not None}
+            yield {host: probe for host, probe in probes.items() if host not in silent}, silent
+        finally:  # first of all: what waits for an answer then has it
+            for probe in probes.values():
+                probe.end()
 
 
-def _failure(probe: Probe, python: str) -> str | None:
-    try:
-        probe.listen(python)
-    except UserError as error:
-        return str(error)
-    return None
+@dataclass(frozen=True)
+class NoWay:
+    """One host does not reach another one at the address of a card."""
+
+    here: str
+    there: str
+    card: Card
+
+    def __str__(self) -> str:
+        return f"{self.here} cannot reach {self.there} at {self.card.address} ({self.card.name}, {self.card.subnet})"
 
 
-def try_out(networks: Sequence[Network], probes: Mapping[str, Probe]) -> list[str | None]:
-    """What is wrong with each network, None where nothing is: every host connects to every other one on each."""
+def try_out(networks: Sequence[Network], probes: Mapping[str, Probe]) -> list[list[NoWay]]:
+    """What is wrong with each network, [] where nothing is: every host connects to every other one on each."""
     ways = [(number, there) for number in range(len(networks)) for there in probes]
 
     def reached_from(here: str) -> list[bool]:
@@ -254,12 +207,11 @@ def try_out(networks: Sequence[Network], probes: Mapping[str, Probe]) -> list[st
 
     with ThreadPoolExecutor(max_workers=len(probes)) as pool:
         answers = dict(zip(probes, pool.map(reached_from, probes), strict=True))
-    faults: list[str | None] = [None] * len(networks)
+    faults: list[list[NoWay]] = [[] for _ in networks]
     for here, reached in answers.items():
         for (number, there), works in zip(ways, reached, strict=True):
-            if not works and faults[number] is None:
-                card = networks[number].cards[there]
-                faults[number] = f"{here} cannot reach {there} at {card.address} ({card.name}, {card.subnet})"
+            if not works:
+                faults[number].append(NoWay(here, there, networks[number].cards[there]))
     return faults
 
 
@@ -271,7 +223,8 @@ def _first_address(report: Report) -> str:
     return report.cards[0].address if report.cards else "127.0.1.1"
 
 
-def _resolve(host: str) -> str | None:
+def resolve(host: str) -> str | None:
+    """The address of a name as this machine sees it; None: it has none."""
     try:
         return socket.gethostbyname(host)
     except OSError:

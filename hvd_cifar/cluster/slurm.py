@@ -52,7 +52,7 @@ def words(host: str, command: Sequence[str]) -> list[str]:
     return [*SRUN, f"--nodelist={host}", *command]
 
 
-def explain(host: str, complaint: str) -> str:
-    """One line on why srun could not start anything on a node; `complaint`: what it wrote to stderr."""
+def diagnose(host: str, complaint: str) -> tuple[str, str]:
+    """Why srun could not start anything on a node, and what to do; `complaint`: what it wrote to stderr."""
     said = [line.strip() for line in complaint.splitlines() if line.strip()]
-    return f"srun on {host}: {said[-1] if said else 'it started nothing'}; see scontrol show node {host}"
+    return f"srun on {host}: {said[-1] if said else 'it started nothing'}", f"see scontrol show node {host}"

@@ -10,12 +10,16 @@ OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 FAILED = 255  # ssh's own exit code, also that of a program that ends with 255
 # What ssh says, and what to do about it.
 ADVICE = (
-    ("Host key verification failed", "its key is not known here, or has changed: log in once by hand (ssh {host})"),
-    ("Permission denied", "it asks for a password: ssh-copy-id {host}"),
-    ("Could not resolve hostname", "no such name: correct it, or add it to /etc/hosts"),
-    ("timed out", "no answer: is it on, and on this network?"),
-    ("No route to host", "no way to it: is it on, and on this network?"),
-    ("Connection refused", "no sshd there: apt-get install openssh-server, on it"),
+    (
+        "Host key verification failed",
+        "its key is not known here, or has changed",
+        "log in once by hand (ssh {host})",
+    ),
+    ("Permission denied", "it asks for a password", "ssh-copy-id {host}"),
+    ("Could not resolve hostname", "no such name", "correct it, or add it to /etc/hosts"),
+    ("timed out", "no answer", "is it on, and on this network?"),
+    ("No route to host", "no way to it", "is it on, and on this network?"),
+    ("Connection refused", "no sshd there", "apt-get install openssh-server, on it"),
 )
 
 
@@ -24,10 +28,15 @@ def words(host: str, command: Sequence[str]) -> list[str]:
     return ["ssh", *OPTIONS, host, shlex.join(command)]
 
 
-def explain(host: str, complaint: str) -> str:
-    """One line on why ssh could not reach a host, and what to do; `complaint`: what it wrote to stderr."""
+def diagnose(host: str, complaint: str) -> tuple[str, str]:
+    """Why ssh could not reach a host, and what to do; `complaint`: what it wrote to stderr."""
     said = [line.strip() for line in complaint.splitlines() if line.strip()]
-    for text, advice in ADVICE:
+    for text, what, mend in ADVICE:
         if any(text in line for line in said):
-            return f"ssh {host}: {advice.format(host=host)}"
-    return f"ssh {host}: {said[-1] if said else 'the connection was lost'}"
+            return f"ssh {host}: {what}", mend.format(host=host)
+    return f"ssh {host}: {said[-1] if said else 'the connection was lost'}", ""
+
+
+def explain(host: str, complaint: str) -> str:
+    """The same in one line."""
+    return ": ".join(filter(None, diagnose(host, complaint)))

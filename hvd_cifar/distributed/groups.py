@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -36,6 +36,6 @@ def first_ranks(sizes: Sequence[int], world_size: int) -> dict[int, Any]:
     return dict(sorted(sets.items()))
 
 
-def to_register(sets: dict[int, Any]) -> list[Any]:
-    """Those of `first_ranks` that Horovod does not know by itself."""
+def to_register(sets: Mapping[Any, Any]) -> list[Any]:
+    """Those process sets that Horovod does not know by itself."""
     return [s for s in sets.values() if s is not ALONE and s is not hvd.global_process_set]

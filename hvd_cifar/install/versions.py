@@ -18,7 +18,7 @@ LIST = (
 def versions_of(run: Callable[[str], str]) -> dict[str, str]:
     """Version by package of the environment whose Python `run` calls with a program."""
     listed: dict[str, str] = json.loads(run(LIST).strip().splitlines()[-1])
-    return {_plain(name): version for name, version in listed.items()}
+    return {plain(name): version for name, version in listed.items()}
 
 
 def as_constraints(packages: Mapping[str, str]) -> str:
@@ -43,5 +43,6 @@ def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str
     ]
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
+    """A name as package indexes compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_cifar import launch
-from hvd_cifar.cluster.hosts import Host, read_hostfile
+from hvd_cifar.cluster.hosts import Host, ranks_by_default, read_hostfile
 from hvd_cifar.cluster.network import Card, Network
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch import Request
@@ -131,7 +132,7 @@ def test_horovodrun_reads_the_hostfiles_alike(tmp_path: Path) -> None:
     ("gpus", "cores", "ranks"), [(0, 1, 1), (0, 2, 2), (0, 64, 8), (1, 64, 1), (4, 2, 4), (16, 64, 8)]
 )
 def test_ranks_by_default(gpus: int, cores: int, ranks: int) -> None:
-    assert launch.ranks_by_default(gpus, cores) == ranks
+    assert ranks_by_default(gpus, cores) == ranks
 
 
 @pytest.mark.parametrize(("mask", "quota", "cores"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 6.0, 2)])
@@ -163,6 +164,22 @@ def _command(
 
 
 PROGRAM = [PYTHON, "-m", "hvd_cifar", "train", "--run-dir", "a b"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["doctor"], "doctor"),
+        (["doctor", "--hostfile", "f", "--gloo", "--json"], "doctor --hostfile f --gloo --json"),
+        (["-H", "a:2,b", "--gloo", "-np", "2", "doctor", "--json"], "doctor --json --gloo -np 2 -H a:2,b:1"),
+        (["--allreduce", "ring", "doctor"], "doctor --allreduce ring"),
+    ],
+)
+def test_the_doctor_runs_once_and_takes_the_launchers_options(
+    argv: list[str], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch.main(["--dry-run", *argv]) == 0
+    assert capfd.readouterr().out == f"{sys.executable} -m hvd_cifar {words}\n"
 
 
 def test_command_of_one_rank_needs_no_launcher() -> None:

@@ -109,6 +109,26 @@ WRONG = [
             ["predict", "--allreduce", ""],
         )
     ),
+    *(
+        ["doctor", *words]
+        for words in (
+            ["--hostfile", ""],
+            ["--hostfile", "f", "--hosts", "a:1"],
+            ["--ranks", "0"],
+            ["--gloo=1"],
+            ["--mpi=1"],
+            ["--allreduce", "tree"],
+            ["--dataset", "mnist"],
+            ["--data-dir", ""],
+            ["--run-dir", ""],
+            ["--probe-timeout", "0"],
+            ["--job-timeout", "soon"],
+            ["--json=x"],
+            ["--no-such-option"],
+        )
+    ),
+    ["doctor-job"],
+    ["doctor-job", "--per-host", "2,,1"],
     [],
 ]
 
@@ -146,7 +166,15 @@ def test_every_option_of_a_benchmark_has_a_wrong_value_above(command: str, setti
     assert untried <= {"data_dir", "data_url"}
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["evaluate", "-h"], ["--version"]])
+def test_every_option_of_the_doctor_has_a_wrong_value_above() -> None:
+    tried = {word.partition("=")[0] for argv in WRONG if argv[:1] == ["doctor"] for word in argv}
+    tried |= {"--as-json"} if "--json" in tried else set()
+    assert {f for f in config.DoctorSettings.model_fields if config.option_name(f) not in tried} == set()
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["doctor", "--help"], ["train", "--help"], ["evaluate", "-h"], ["--version"]]
+)
 def test_help_ends_with_0(argv: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.check(argv)

@@ -66,7 +66,7 @@ def test_ranks_that_do_not_know_of_each_other(variables: dict[str, str], lost: b
 
 def test_why_srun_started_nothing() -> None:
     said = "srun: error: x\nsrun: error: Unable to create step: Requested node configuration is not available\n"
-    assert slurm.explain("n2", said) == (
-        "srun on n2: srun: error: Unable to create step: Requested node configuration is not available; "
-        "see scontrol show node n2"
+    assert slurm.diagnose("n2", said) == (
+        "srun on n2: srun: error: Unable to create step: Requested node configuration is not available",
+        "see scontrol show node n2",
     )

@@ -1,0 +1,57 @@
+"""All-reduces between two ranks: by MPI itself where the job runs over it, else by Horovod's process sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hvd_cifar.distributed.environment import launched_size
+
+Reduce = Callable[[NDArray[np.float32]], NDArray[np.float32]]  # this rank's terms [n] -> the sums [n]
+Pairs = Sequence[tuple[int, int]]
+
+
+def sets_for(rounds: Sequence[Pairs]) -> dict[tuple[int, int], Any]:
+    """A process set for each pair; local, and to be called before Horovod starts.
+
+    Those that `groups.to_register` returns have to be given to `world.start`.
+    """
+    everyone = launched_size()  # Horovod refuses a second set of the same ranks
+    return {
+        pair: hvd.global_process_set if everyone == 2 else hvd.ProcessSet(pair) for pairs in rounds for pair in pairs
+    }
+
+
+def by_horovod(device: str, process_set: Any = hvd.global_process_set) -> Reduce:
+    """Sums over a process set, of which this rank is one, as gradients are added up; `device` as in `World`."""
+
+    def reduce(terms: NDArray[np.float32]) -> NDArray[np.float32]:
+        if process_set.size() == 1:
+            return terms
+        with tf.device(device):
+            return hvd.allreduce(tf.constant(terms), op=hvd.Sum, process_set=process_set).numpy()
+
+    return reduce
+
+
+def by_mpi(pairs: Pairs) -> Reduce | None:
+    """Sums over this rank's pair, by MPI itself; None on a rank that is in none. A collective of all ranks."""
+    from mpi4py import MPI  # only here: under Gloo its import would try to start MPI
+
+    everyone = MPI.COMM_WORLD
+    mine = next((number for number, pair in enumerate(pairs) if everyone.rank in pair), MPI.UNDEFINED)
+    pair = everyone.Split(mine, key=everyone.rank)
+    if pair == MPI.COMM_NULL:
+        return None
+
+    def reduce(terms: NDArray[np.float32]) -> NDArray[np.float32]:
+        sums = np.empty_like(terms)
+        pair.Allreduce(terms, sums, op=MPI.SUM)
+        return sums
+
+    return reduce

@@ -1,0 +1,79 @@
+"""Asking all hosts at once: what each says of itself, and whether they reach each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from hvd_cifar.cluster import ssh
+from hvd_cifar.cluster.network import Network, NoWay, asked, candidates, resolve, try_out
+from hvd_cifar.cluster.program import Program, Way
+from hvd_cifar.tools.doctor.facts import GROUPS, HostFacts
+
+PROBE = Path(__file__).with_name("probe.py")
+
+Silent = tuple[str, str]  # what is wrong with a host that does not answer, and what mends it
+
+
+def facts_of_all(
+    hosts: Sequence[str], here: str, python: str, questions: Mapping[str, Any], seconds: float, way: Way = ssh
+) -> tuple[dict[str, HostFacts], dict[str, Silent]]:
+    """What the hosts say of themselves, and why some do not.
+
+    Args:
+        hosts: their names; `here` is this machine's, which is asked directly.
+        python: the interpreter on every host.
+        questions: what `probe.py` reads.
+        seconds: how long a host may take.
+        way: to the other hosts.
+    """
+    programs: list[Program] = []
+    with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
+        try:
+            text = PROBE.read_text()
+            programs += [Program(host, host == here, python, text, seconds, way) for host in hosts]
+            answers = dict(zip(hosts, pool.map(lambda program: _listen(program, questions), programs), strict=True))
+        finally:  # first of all: what waits for an answer then has it
+            for program in programs:
+                program.end()
+    facts = {host: answer for host, answer in answers.items() if isinstance(answer, HostFacts)}
+    return facts, {host: answer for host, answer in answers.items() if not isinstance(answer, HostFacts)}
+
+
+def _listen(program: Program, questions: Mapping[str, Any]) -> HostFacts | Silent:
+    # The program runs, and waits for a line, once it has said so: only then is the time of an answer that of a message.
+    if program.hear(b"{") is None:
+        return program.why()
+    sent = time.time()
+    program.say(questions)
+    clock = program.hear(b"{")
+    received = time.time()
+    if clock is None:
+        return program.why()
+    found: dict[str, Any] = {"clock": (clock["facts"] - (sent + received) / 2, (received - sent) / 2)}
+    missing: dict[str, str] = {}
+    for name in GROUPS:
+        answer = program.hear(b"{")
+        if answer is None:
+            missing |= dict.fromkeys(GROUPS[GROUPS.index(name) :], "no answer in time" if program.late else "it ended")
+            break
+        if "error" in answer:
+            missing[name] = answer["error"]
+        else:
+            found[name] = answer["facts"]
+    return HostFacts(**found, missing=missing)
+
+
+def network_of(hosts: Sequence[str], here: str, python: str, way: Way = ssh) -> tuple[Network | None, list[NoWay]]:
+    """The network that joins the hosts that answer, and where it does not lead; None where nothing joins them."""
+    with asked(hosts, here, python, way) as (probes, _):
+        reports = {host: probe.report for host, probe in probes.items()}
+        found = candidates(reports, {host: resolve(host) for host in probes}) if len(probes) > 1 else []
+        if not found:
+            return None, []
+        faults = try_out(found, probes)
+    best = min(range(len(found)), key=lambda number: len(faults[number]))
+    return found[best], faults[best]

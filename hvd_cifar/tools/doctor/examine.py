@@ -1,0 +1,153 @@
+"""`doctor`, once, on the machine where it is typed: ask all hosts, look at what they say, run the job, tell."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hvd_cifar
+from hvd_cifar.cluster import slurm, ssh
+from hvd_cifar.cluster.hosts import Host, hosts_of_ranks, is_local, parse_hosts, ranks_by_default, read_hostfile
+from hvd_cifar.cluster.program import Way
+from hvd_cifar.config import DoctorSettings
+from hvd_cifar.data import cifar10, synthetic
+from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.reporting import terminal
+from hvd_cifar.tools.doctor import ask, findings, job, table
+from hvd_cifar.tools.doctor.facts import HostFacts, Subject
+
+SINGLE_COPY = "OMPI_MCA_btl_vader_single_copy_mechanism"
+LEAST_WIDTH, WIDTH_OF_A_FILE = 60, 120
+
+
+def examine(settings: DoctorSettings) -> None:
+    """Look at all hosts, and print what was found.
+
+    Raises:
+        UserError: where hosts or ranks are not given rightly.
+        TrainingError: where a run would fail.
+    """
+    # An exception, so that what runs on other hosts is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    nodes = slurm.allocation(os.environ)
+    hosts = hosts_of(settings, nodes)
+    in_slurm = bool(nodes) and not (settings.hosts or settings.hostfile)
+    way: Way = slurm if in_slurm and not settings.gloo else ssh  # horovodrun itself goes by ssh
+    names = [host.name for host in hosts]
+    here = next((name for name in names if is_local(name)), socket.gethostname())
+    everyone = list(dict.fromkeys([here, *names]))  # this machine takes part also where it has no rank
+    _tell(f"asking {len(everyone)} host{'s' * (len(everyone) > 1)} ...")
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        joining = pool.submit(ask.network_of, everyone, here, sys.executable, way) if len(everyone) > 1 else None
+        facts, silent = ask.facts_of_all(
+            everyone, here, sys.executable, _questions(settings, everyone), settings.probe_timeout, way
+        )
+        network, blocked = joining.result() if joining else (None, [])
+    subject = Subject(
+        hosts=_with_slots(hosts, facts),
+        here=here,
+        gloo=settings.gloo,
+        dataset=settings.dataset,
+        data_dir=str(settings.data_dir),
+        run_dir=str(settings.run_dir),
+        facts=facts,
+        silent=silent,
+        network=network,
+        blocked=tuple(blocked),
+        single_copy_off=os.environ.get(SINGLE_COPY) in ("none", "emulated"),
+    )
+    subject = _with_job(subject, settings, in_slurm)
+    found = findings.of(subject)
+    if settings.as_json:
+        terminal.say(table.as_json(subject, found))
+    else:
+        watched = sys.stdout.isatty()
+        width = max(LEAST_WIDTH, shutil.get_terminal_size((WIDTH_OF_A_FILE, 24)).columns)
+        terminal.say(table.of(subject, found, width, colour=watched and "NO_COLOR" not in os.environ))
+    if failed := [finding for finding in found if finding.level == "failure"]:
+        what = ", ".join(dict.fromkeys(f"{f.check}{' on ' * bool(f.host)}{f.host}" for f in failed))
+        raise TrainingError(f"a run would fail: {what}")
+
+
+def hosts_of(settings: DoctorSettings, nodes: tuple[Host, ...] = ()) -> tuple[Host, ...]:
+    """The hosts with the slots that a run would use; this machine with 0 where none and no number is given.
+
+    `nodes`: Slurm's, where this is in an allocation.
+
+    Raises UserError.
+    """
+    if settings.hostfile is not None:
+        hosts = read_hostfile(settings.hostfile)
+    elif settings.hosts is not None:
+        hosts = parse_hosts(settings.hosts)
+    elif nodes:
+        hosts = nodes
+    else:
+        return (Host("localhost", settings.ranks or 0),)
+    slots = sum(host.slots for host in hosts)
+    if settings.ranks is None:
+        return hosts
+    if settings.ranks > slots:
+        raise UserError(f"-np {settings.ranks} is more than the {slots} slots of the hosts; lower it or add slots")
+    used = Counter(hosts_of_ranks(hosts, settings.ranks))
+    return tuple(Host(name, count) for name, count in used.items())
+
+
+def _with_slots(hosts: tuple[Host, ...], facts: Mapping[str, HostFacts]) -> tuple[Host, ...]:
+    """Where nobody said how many ranks: as many as the launcher would start."""
+    if hosts[0].slots:
+        return hosts
+    found = facts.get(hosts[0].name, HostFacts())
+    gpus = len(found.gpus or ()) if findings.computes_on_gpus(found) else 0
+    return (replace(hosts[0], slots=ranks_by_default(gpus, found.cpu.usable if found.cpu else 1)),)
+
+
+def _questions(settings: DoctorSettings, everyone: Sequence[str]) -> dict[str, Any]:
+    """What `probe.py` is to look at."""
+    folder = settings.data_dir
+    cifar = [str(folder), str(folder / cifar10.FOLDER)]
+    return {
+        "hosts": list(everyone),
+        "package": str(Path(hvd_cifar.__file__).parent),
+        "run_dir": str(settings.run_dir),
+        "data_folders": [str(folder / synthetic.FOLDER)] if settings.dataset == "synthetic" else cifar,
+        "data_files": list(cifar10.FILES),
+        "record_bytes": cifar10.RECORD_BYTES,
+        "classes": cifar10.CLASSES,
+    }
+
+
+def _with_job(subject: Subject, settings: DoctorSettings, in_slurm: bool) -> Subject:
+    hosts = [Host(host.name, _ranks_on(host, subject)) for host in findings.hosts_for_the_job(subject)]
+    if not hosts:
+        return subject.model_copy(update={"no_job": "no host is left that ranks could start on"})
+    if in_slurm:  # the launcher takes its nodes as they are
+        if len(hosts) < len(subject.hosts):
+            return subject.model_copy(update={"no_job": "not all nodes of this Slurm job could take part"})
+        hosts = list(subject.hosts)
+    ranks = sum(host.slots for host in hosts)
+    _tell(f"a small job of {ranks} rank{'s' * (ranks > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)} ...")
+    unnamed = in_slurm or (len(hosts) == 1 and hosts[0].name == subject.here)
+    done = job.run(hosts, unnamed, settings.gloo, settings.allreduce == "ring", settings.job_timeout)
+    return subject.model_copy(update={"job": done})
+
+
+def _ranks_on(host: Host, subject: Subject) -> int:
+    """Two of a host's ranks see each other; GPUs are tried with all of them."""
+    facts = subject.facts.get(host.name, HostFacts())
+    return host.slots if findings.computes_on_gpus(facts) else min(host.slots, job.LOCAL_RANKS)
+
+
+def _tell(text: str) -> None:
+    """What is under way, to whoever watches."""
+    if sys.stderr.isatty():
+        terminal.complain(text)

@@ -1,0 +1,312 @@
+"""What a host says of itself to the doctor: a program that is sent to it over ssh.
+
+It says that it is there, reads a line of JSON (what to look at), answers with its clock at once, and then writes a line
+for each group of facts as soon as it has them; so whoever asks knows what a host hung at. It ends when the asking side
+goes away. It imports nothing of this package, whose version there may be another one.
+"""
+
+import contextlib
+import ctypes
+import glob
+import hashlib
+import importlib.metadata
+import json
+import mmap
+import os
+import platform
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+import psutil
+
+# Names that the linker leaves in Horovod's library where that way of adding up was built in.
+BUILT = {"MPI": b"12MPIAllreduceE", "Gloo": b"13GlooAllreduceE", "NCCL": b"13NCCLAllreduceE"}
+PR_SET_PDEATHSIG, PR_SET_PTRACER, PR_SET_PTRACER_ANY = 1, 0x59616D61, -1  # of Linux's prctl
+PROGRAM_SECONDS = 10.0
+BLOCK_BYTES = 4 << 20
+TRIAL_BYTES = 1 << 20
+
+Asked = dict[str, Any]
+
+
+def versions(asked: Asked) -> Any:
+    """Python, packages, what Horovod was built for and with, and the code of this project."""
+    packages = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name and name not in packages:  # the first one on the path is the one that is imported
+            packages[name] = distribution.version
+    return {
+        "python": platform.python_version(),
+        "packages": packages,
+        "mpi": _first_line(["mpirun", "--version"]),
+        "horovod": _horovod(),
+        "code": _code(asked["package"]),
+    }
+
+
+def _horovod() -> Any:
+    for folder in sys.path:
+        for library in glob.glob(os.path.join(folder, "horovod", "tensorflow", "mpi_lib*.so")):
+            with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                features = [name for name, mark in BUILT.items() if content.find(mark) >= 0]
+            built_for = ""
+            with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, "horovod", "metadata.json")) as f:
+                built_for = str(json.load(f).get("tensorflow", ""))
+            return {"tensorflow": built_for, "features": features}
+    return None
+
+
+def _code(package: str) -> str:
+    """A digest of the package's files; "" where it is not there."""
+    state = hashlib.sha256()
+    files = sorted(glob.glob(os.path.join(glob.escape(package), "**", "*.py"), recursive=True))
+    for path in files:
+        with open(path, "rb") as file:
+            state.update(os.path.relpath(path, package).encode() + b"\0" + file.read())
+    return state.hexdigest() if files else ""
+
+
+def cpu(asked: Asked) -> Any:
+    """Cores that a process may use here, and what the processor is."""
+    about = _read("/proc/cpuinfo").splitlines()
+
+    def field(*names: str) -> str:
+        lines = (line.partition(":") for line in about)
+        return next((value.strip() for name, _, value in lines if name.strip() in names), "")
+
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "quota": _quota(),
+        "model": field("model name") or platform.machine(),
+        "flags": field("flags", "Features").split(),
+    }
+
+
+def _quota() -> "float | None":
+    """The control group's limit in cores; None: there is none."""
+    words = _read("/sys/fs/cgroup/cpu.max").split() or [
+        _read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").strip(),
+        _read("/sys/fs/cgroup/cpu/cpu.cfs_period_us").strip(),
+    ]
+    return int(words[0]) / int(words[1]) if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal() else None
+
+
+def gpus(asked: Asked) -> Any:
+    """Name and driver of each GPU."""
+    said = _output(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
+    rows = [line.rpartition(",") for line in said.splitlines() if "," in line]
+    return [{"name": name.strip(), "driver": driver.strip()} for name, _, driver in rows]
+
+
+def memory(asked: Asked) -> Any:
+    """Bytes of memory that are free for ranks; shared memory; whether a process may read another one's memory."""
+    available = psutil.virtual_memory().available
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdecimal() and used.isdecimal():
+        available = min(available, int(limit) - int(used))
+    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return {
+        "available": available,
+        "shm_total": shm.f_blocks * shm.f_frsize if shm else 0,
+        "shm_free": shm.f_bavail * shm.f_frsize if shm else 0,
+        "attach_error": _attach_error(),
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    }
+
+
+class _Part(ctypes.Structure):
+    """`struct iovec`."""
+
+    _fields_ = [("start", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+
+
+def _attach_error() -> str:
+    """Why this process cannot read the memory of another one of the same user; "": it can.
+
+    MPI's ranks on a host pass large messages so. The other one is a child that lets everybody in, as MPI's ranks do.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    mine, wanted = ctypes.create_string_buffer(8), ctypes.create_string_buffer(b"doctor!")
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_PTRACER, ctypes.c_long(PR_SET_PTRACER_ANY), 0, 0, 0)
+        os.write(tell, b"1")
+        time.sleep(PROGRAM_SECONDS)
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        local, remote = (_Part(ctypes.addressof(buffer), len(buffer)) for buffer in (mine, wanted))
+        libc.process_vm_readv.restype = ctypes.c_ssize_t
+        read = libc.process_vm_readv(child, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        return "" if read == len(mine) and mine.value == wanted.value else os.strerror(ctypes.get_errno())
+    finally:
+        os.close(ready)
+        os.close(tell)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def network(asked: Asked) -> Any:
+    """This host's name, its cards, also those that are down, and what it takes names of hosts for."""
+    states = psutil.net_if_stats()
+    cards = []
+    for name, addresses in psutil.net_if_addrs().items():
+        for entry in addresses:
+            if entry.family == socket.AF_INET and not entry.address.startswith("127."):
+                state = states.get(name)
+                cards.append(
+                    {
+                        "name": name,
+                        "address": entry.address,
+                        "netmask": entry.netmask or "255.255.255.255",
+                        "up": bool(state and state.isup),
+                        "speed": max(0, state.speed) if state else 0,
+                    }
+                )
+    own = socket.gethostname()
+    forward = {name: _addresses(name) for name in {*asked["hosts"], own}}
+    back = {address: _name(address) for addresses in forward.values() for address in addresses}
+    return {"hostname": own, "cards": cards, "addresses": forward, "names": back}
+
+
+def _addresses(name: str) -> "list[str]":
+    try:
+        return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET)})
+    except OSError:
+        return []
+
+
+def _name(address: str) -> str:
+    try:
+        return socket.gethostbyaddr(address)[0]
+    except OSError:
+        return ""
+
+
+def disk(asked: Asked) -> Any:
+    """Whether the run's folder can be written, and how much room is there and in the folder for temporary files."""
+    folder = asked["run_dir"]
+    while not os.path.isdir(folder) and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
+    temporary = tempfile.gettempdir()
+    return {
+        "folder": folder,
+        "free": shutil.disk_usage(folder).free,
+        "error": _write_error(folder),
+        "temporary": temporary,
+        "temporary_error": _write_error(temporary),
+    }
+
+
+def _write_error(folder: str) -> str:
+    """Why a file of a mebibyte cannot be written there; "": it can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            left = TRIAL_BYTES
+            while left:
+                left -= file.write(bytes(left))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def data(asked: Asked) -> Any:
+    """The data set: size and SHA-256 of each of its files that is there, and the first label that is none."""
+    folders = [folder for folder in asked["data_folders"] if _has_any(folder, asked["data_files"])]
+    if not folders:
+        return None
+    files = {}
+    for name in asked["data_files"]:
+        path = os.path.join(folders[0], name)
+        with contextlib.suppress(OSError):
+            files[name] = _look_at(path, asked["record_bytes"], asked["classes"])
+    return {"folder": folders[0], "files": files}
+
+
+def _has_any(folder: str, names: "list[str]") -> bool:
+    return any(os.path.isfile(os.path.join(folder, name)) for name in names)
+
+
+def _look_at(path: str, record_bytes: int, classes: int) -> Any:
+    state = hashlib.sha256()
+    wrong, size = -1, 0
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES // record_bytes * record_bytes):
+            state.update(block)
+            if wrong < 0 and max(labels := block[::record_bytes]) >= classes:
+                place = next(place for place, label in enumerate(labels) if label >= classes)
+                wrong = size // record_bytes + place
+            size += len(block)
+    return {"bytes": size, "sha256": state.hexdigest(), "wrong_label_at": wrong}
+
+
+def _output(words: "list[str]") -> str:
+    # The environment's own programs come first; its MPI looks for itself where it was built, unless it is told.
+    folder = os.path.dirname(sys.executable)
+    path = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
+    program = shutil.which(words[0], path=path)
+    environment = {**os.environ, "PATH": path}
+    if program and os.path.dirname(program) == folder:
+        environment["OPAL_PREFIX"] = os.path.dirname(folder)
+    try:
+        done = subprocess.run(
+            [program or words[0], *words[1:]],
+            capture_output=True,
+            text=True,
+            timeout=PROGRAM_SECONDS,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _first_line(words: "list[str]") -> str:
+    return _output(words).partition("\n")[0].strip()
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+# The quick ones first, and those that may hang on a bad disk last.
+GROUPS = {group.__name__: group for group in (network, cpu, memory, versions, gpus, disk, data)}
+
+
+def main() -> None:
+    """See the module."""
+    print(json.dumps({"group": "ready"}), flush=True)
+    asked = json.loads(sys.stdin.readline())
+    print(json.dumps({"group": "clock", "facts": time.time()}), flush=True)
+
+    def end_with_input() -> None:
+        sys.stdin.read()
+        os._exit(0)
+
+    threading.Thread(target=end_with_input, daemon=True).start()
+    for name, group in GROUPS.items():
+        try:
+            answer = {"group": name, "facts": group(asked)}
+        except Exception as error:  # the other groups are worth having all the same
+            answer = {"group": name, "error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

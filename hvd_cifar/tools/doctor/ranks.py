@@ -1,0 +1,101 @@
+"""The small job as its ranks run it: are sums right, over all ranks and between every two hosts, and how fast are they?
+
+Ranks say on stderr which pair they begin and end with, so that a pair that hangs has a name; rank 0 ends with a line
+of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hvd_cifar.config import DoctorJobSettings
+from hvd_cifar.distributed import direct_mpi, groups, pairs, sync
+from hvd_cifar.distributed.environment import launched_size, under_mpi
+from hvd_cifar.distributed.world import session
+from hvd_cifar.errors import UserError
+from hvd_cifar.reporting import terminal
+from hvd_cifar.tools.benchmark.allreduce import sums_of, terms_of
+from hvd_cifar.tools.doctor.job import BEGINS, ENDS, RESULT
+from hvd_cifar.tools.doctor.plan import Pair, rounds
+
+WIDTH = 4  # bytes of a float32
+TRIES, FEW_TRIES = 10, 3  # the best one counts, as whatever else a host does only makes it longer
+FIRST_BYTES, MOST_BYTES, FACTOR = 2**16, 2**24, 4
+ENOUGH_SECONDS = 0.05  # for a message whose time tells the bandwidth
+SECONDS_OF_TRIES = 0.4  # of the largest message
+COUNT_OVER_ALL = 2**18  # values of the all-reduce over all ranks: about a small net's gradients
+
+
+def run(settings: DoctorJobSettings) -> None:
+    """This rank's part of the job.
+
+    Raises UserError where the job is not the one that `--per-host` describes.
+    """
+    per_host = [int(word) for word in settings.per_host.split(",")]
+    if launched_size() != sum(per_host):
+        raise UserError(f"--per-host {settings.per_host}: the launcher started {launched_size()} ranks")
+    planned = rounds(per_host, under_mpi())
+    sets = {} if under_mpi() else pairs.sets_for(planned)
+    with session(process_sets=groups.to_register(sets)) as world:
+        everyone = pairs.by_horovod(world.device)
+        terms = terms_of(world.rank, COUNT_OVER_ALL)
+        wrong = int(np.sum(everyone(terms) != sums_of(world.size, COUNT_OVER_ALL)))
+        mpi = under_mpi() and direct_mpi.why_not() is None
+        links: list[list[float]] = []
+        for planned_round in planned if mpi or not under_mpi() else []:
+            mine = next((pair for pair in planned_round if world.rank in pair), None)
+            reduce = pairs.by_mpi(planned_round) if mpi else None
+            if mine is None:
+                continue
+            reduce = reduce or pairs.by_horovod(world.device, sets[mine])
+            terminal.complain(f"{BEGINS} {mine[0]} {mine[1]}")
+            found = measure(reduce, world.rank, mine)
+            terminal.complain(f"{ENDS} {mine[0]} {mine[1]}")
+            if world.rank == mine[0]:
+                links.append([*mine, *found])
+        gathered = sync.gather((world.host, wrong, links))
+        if world.is_root:
+            result = {
+                "how": world.describe(),
+                "hosts": [host for host, _, _ in gathered],
+                "wrong_values": sum(count for _, count, _ in gathered),
+                "links": [link for _, _, of_rank in gathered for link in of_rank],
+                "through": "MPI" if mpi else "Horovod",
+            }
+            terminal.say(RESULT + json.dumps(result))
+
+
+def measure(reduce: Callable[[Any], Any], rank: int, pair: Pair) -> tuple[float, float, int]:
+    """Seconds of the smallest all-reduce of a pair, bytes a second of a large one, and values that were wrong.
+
+    Both ranks measure the same, in step: how long something took is agreed on by the all-reduce itself.
+    """
+    wrong = 0
+
+    def seconds(count: int, tries: int) -> float:
+        nonlocal wrong
+        terms = terms_of(rank, count)
+        expected = terms_of(pair[0], count) + terms_of(pair[1], count)
+        best = float("inf")
+        for _ in range(tries):
+            begin = time.perf_counter()
+            sums = reduce(terms)
+            best = min(best, time.perf_counter() - begin)
+            wrong += int(np.sum(sums != expected))
+        return float(reduce(np.array([best], np.float32))[0]) / 2
+
+    seconds(1, 1)  # connections are made with the first message
+    smallest = seconds(1, TRIES)
+    size, took = FIRST_BYTES, seconds(FIRST_BYTES // WIDTH, FEW_TRIES)
+    while took < ENOUGH_SECONDS and size < MOST_BYTES:
+        size *= FACTOR
+        took = seconds(size // WIDTH, FEW_TRIES)
+    if tries := min(TRIES, int(SECONDS_OF_TRIES / took)):
+        took = min(took, seconds(size // WIDTH, tries))
+    both = float(reduce(np.array([wrong], np.float32))[0])
+    return smallest, size / max(took - smallest, 1e-9), int(both)

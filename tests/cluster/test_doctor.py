@@ -1,0 +1,267 @@
+"""The doctor on real hosts: all is well where all is well, and every fault that is planted is named, with its host.
+
+Each test of faults has hosts of its own: nothing is left over from another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_cifar.data import cifar10
+from tests.cluster.hosts import Cluster, Host, cluster
+from tests.cluster.jobs import launcher, variables, wait_for
+from tests.ranks import CHECKOUT
+
+SECONDS = 500
+PATIENT = ["--probe-timeout", "200", "--job-timeout", "400"]  # these hosts share few cores
+CLOCK_SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+int clock_gettime(clockid_t id, struct timespec *now) {
+    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+    int result = real(id, now);
+    if (id == CLOCK_REALTIME) now->tv_sec += 3600;
+    return result;
+}
+"""
+# Stands for a GPU, which cannot be had here.
+NVIDIA_SMI = "#!/bin/sh\necho 'NVIDIA H200, 570.86.15'\n"
+
+
+def _doctor(hosts: Cluster, *words: str | Path) -> tuple[int, dict[str, Any], str]:
+    """Exit code, all of the JSON, and stderr of a doctor on the first host."""
+    first = hosts[0]
+    done = first.run([*launcher(), "doctor", "--json", *PATIENT, *words], env=variables(first), timeout=SECONDS)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+def _found(said: dict[str, Any]) -> dict[str, list[str]]:
+    """Of each check that is not ok, its findings as "level host: text -> advice"."""
+    found: dict[str, list[str]] = {}
+    for f in said["findings"]:
+        if f["level"] != "ok":
+            found.setdefault(f["check"], []).append(f"{f['level']} {f['host']}: {f['text']} -> {f['mend']}")
+    return found
+
+
+def _data(folder: Path) -> None:
+    """A set whose files have the right lengths, and labels."""
+    folder.mkdir()
+    for name in cifar10.FILES:
+        with open(folder / name, "wb") as file:
+            file.truncate(cifar10.FILE_BYTES)
+
+
+@pytest.mark.parametrize("kind", ["--mpi", "--gloo"])
+def test_healthy_hosts_are_well(kind: str, three_hosts: Cluster) -> None:
+    for host in three_hosts:
+        if not (host.files / "data").exists():
+            _data(host.files / "data")
+    options = [kind, "--data-dir", str(three_hosts.own / "data"), "--allreduce", "ring"]
+    code, said, errors = _doctor(three_hosts, "--hostfile", three_hosts.hostfile(2, 1, 1), *options)
+    # Hosts that share cores may slow each other's links; nothing else is to be found.
+    found = _found(said)
+    assert code == 0 and set(found) <= {"links"}, (found, errors)
+    assert len({f["check"] for f in said["findings"]}) == 16
+    assert said["network"] == {"subnet": "10.77.0.0/24", "cards": dict.fromkeys(["node1", "node2", "node3"], "eth0")}
+    job = said["job"]
+    assert job["hosts"] == ["node1", "node1", "node2", "node3"]
+    pairs = [(link["a"], link["b"]) for link in job["links"]]
+    assert pairs == [("node1", "node1"), ("node1", "node2"), ("node1", "node3"), ("node2", "node3")]
+    assert all(link["wrong_values"] == 0 and link["seconds"] > 0 for link in job["links"])
+    how = (
+        "over gloo (ring; TCP (eth0))" if kind == "--gloo" else "over mpi (ring; TCP (10.77.0.0/24) and shared memory)"
+    )
+    assert how in job["how"]
+    assert not any(host.processes() for host in three_hosts)
+
+
+def test_this_machine_by_itself(three_hosts: Cluster) -> None:
+    """No hosts are given; the table is read, as a person would."""
+    first = three_hosts[0]
+    words = ["doctor", "-np", "2", "--dataset", "synthetic", *PATIENT]
+    done = first.run([*launcher(), *words], env=variables(first) | {"COLUMNS": "80"}, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "FAIL" not in done.stdout
+    assert any(re.match(r"job +ok +2 ranks", line) for line in lines)
+    assert any(re.match(r"localhost +\(two of its ranks\) .* right", line) for line in lines)
+
+
+def _plant_other_version(host: Host) -> None:
+    info = next(Path(sysconfig.get_path("purelib")).glob("numpy-*.dist-info"))
+    other = host.files / "numpy"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 2.0.99\n")
+    host.must("mount", "--bind", host.own / "numpy", info)
+
+
+def _set_for_logins(host: Host, **variables: str) -> None:
+    """Variables that everything has which is started there over ssh."""
+    settings = host.files / "ssh" / "sshd_config"
+    pairs = " ".join(f"{name}={value}" for name, value in variables.items())
+    settings.write_text(f"{settings.read_text()}SetEnv {pairs}\n")
+    os.kill(host.pid, signal.SIGHUP)  # sshd reads its settings again
+
+
+def _turn_clock(host: Host) -> None:
+    (host.files / "clock.c").write_text(CLOCK_SHIM)
+    command: list[str | Path] = [
+        "cc",
+        "-shared",
+        "-fPIC",
+        "-o",
+        host.files / "clock.so",
+        host.files / "clock.c",
+        "-ldl",
+    ]
+    subprocess.run(command, check=True)
+    _set_for_logins(host, LD_PRELOAD=f"{host.own}/clock.so")
+
+
+def test_planted_faults_are_named(need_hosts: None, tmp_path: Path) -> None:
+    with cluster(5, tmp_path / "cluster") as hosts:
+        first, second, third, fourth, fifth = hosts
+        for host in hosts:
+            _data(host.files / "data")
+        # On the first: too many slots, too little shared memory, a folder for the run that cannot be written.
+        first.must("mount", "-o", "remount,size=64k", "/dev/shm")
+        (first.files / "runs").mkdir()
+        first.must("mount", "--bind", hosts.own / "runs", hosts.own / "runs")
+        first.must("mount", "-o", "remount,bind,ro", hosts.own / "runs")
+        # On the second: another version, a clock that is wrong, damaged data, few open files.
+        _plant_other_version(second)
+        _turn_clock(second)
+        with open(second.files / "data" / cifar10.FILES[1], "r+b") as file:
+            file.seek(5 * cifar10.RECORD_BYTES)
+            file.write(b"\x0b")
+        subprocess.run(["prlimit", f"--pid={second.pid}", "--nofile=80:80"], check=True)
+        # On the third: a firewall, a full disk, and names that it does not know.
+        third.must("ip", "rule", "add", "sport", "32768-65534", "blackhole")
+        (third.files / "tmp").mkdir()
+        third.must("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", hosts.own / "tmp")
+        _set_for_logins(third, TMPDIR=f"{hosts.own}/tmp")
+        hosts.set_names(third, hosts.names().replace(f"{fourth.address} node4\n", ""))
+        # On the fourth: a slow link, a second card that is down, and another data set.
+        for number, host in enumerate(hosts, 1):
+            hosts.add_interface(host, "ib0", f"10.99.0.{number}/24", connected=True)
+        fourth.must("ip", "link", "set", "ib0", "down")
+        hosts.slow(fourth, "10mbit")
+        with open(fourth.files / "data" / cifar10.FILES[5], "r+b") as file:
+            file.write(b"\x01")
+        # On the fifth: a GPU that nobody uses, a missing file of the data set, and no name of its own.
+        (fifth.files / "bin").mkdir()
+        (fifth.files / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
+        (fifth.files / "bin" / "nvidia-smi").chmod(0o755)
+        _set_for_logins(fifth, PATH=f"{hosts.own}/bin:/usr/bin:/bin")
+        (fifth.files / "data" / cifar10.FILES[0]).unlink()
+        hosts.set_names(fifth, hosts.names().replace(f"{fifth.address} node5\n", ""))
+
+        place = ["--data-dir", str(hosts.own / "data"), "--run-dir", str(hosts.own / "runs")]
+        cores = len(os.sched_getaffinity(0))
+        code, said, errors = _doctor(hosts, "--hostfile", hosts.hostfile(cores + 1, 1, 1, 1, 1), *place)
+        found = _found(said)
+
+        def is_named(check: str, start: str, *parts: str) -> None:
+            lines = [line for line in found.pop(check, []) if line.startswith(start)]
+            assert len(lines) == 1 and all(part in lines[0] for part in parts), (check, lines, said["findings"])
+
+        assert code == 1
+        assert re.search("a run would fail: ports on node3, versions on node2, .*data on node5", errors), errors
+        assert len(found["data"]) == 3
+        data = sorted(found.pop("data"))
+        assert f"failure node2: {hosts.own}/data/data_batch_2.bin is damaged: the label of record 5" in data[0]
+        assert f"failure node4: {hosts.own}/data/test_batch.bin is not that of node1" in data[1]
+        assert f"failure node5: {hosts.own}/data/data_batch_1.bin is missing" in data[2]
+        names = found["names"]
+        found["names"] = [line for line in names if "node3" in line.partition(":")[0]]
+        assert any("warning node5: does not know its own name, node5" in line for line in names)
+        is_named("names", "warning node3: does not know the name node4", f"echo '{fourth.address} node4' >> /etc/hosts")
+        is_named("cores", "warning node1", f"{cores + 1} slots share {cores} core", f"slots={cores}")
+        is_named("shared memory", "warning node1: 64.0 KiB free in /dev/shm", "--shm-size")
+        is_named("run folder", f"failure node1: rank 0 cannot write to {hosts.own}/runs: Read-only file system")
+        is_named("versions", "failure node2: numpy 2.0.99, not ", "./run.sh setup --hostfile")
+        is_named("clocks", "warning node2: its clock is 3,600 s ahead", "timedatectl")
+        is_named("open files", "failure node2: a process may open 80 files", "nofile")
+        others = "node1, node2, node4 and 1 more"
+        is_named("ports", f"failure node3: ports are blocked between it and {others}", "ufw allow from 10.77.0.0/24")
+        is_named("disk", f"failure node3: nothing can be written to {hosts.own}/tmp: No space left on device")
+        is_named("network", "warning node4: ib0 (10.99.0.4) is down", "ip link set ib0 up")
+        is_named("GPUs", "warning node5: 1 GPU, but the environment is one for the CPU", "setup --hostfile FILE --gpu")
+        # The job ran on the three hosts that could take part, and found the slow one.
+        assert said["job"]["ranks"] == {"node1": min(2, cores + 1), "node4": 1, "node5": 1}
+        is_named("job", "warning : it ran without node2, node3")
+        slow = [line for line in found.pop("links") if "node4" in line]
+        assert slow and all("on node4: ethtool eth0" in line for line in slow), slow
+        speeds = {(link["a"], link["b"]): link["bytes_per_second"] * 8 / 1e6 for link in said["job"]["links"]}
+        assert speeds["node1", "node4"] < 30 and speeds["node4", "node5"] < 30 < speeds["node1", "node5"], speeds
+        assert not found
+        assert not any(host.processes() for host in hosts)
+
+
+def test_hosts_that_do_not_answer_are_named(need_hosts: None, tmp_path: Path) -> None:
+    """Off, not to be logged in to, unknown, without an environment; and the only one left is looked at all the same."""
+    with cluster(5, tmp_path / "cluster") as hosts:
+        first, second, third, fourth, fifth = hosts
+        second.end()
+        (third.files / "key.pub").write_text("")
+        known = (first.files / "known_hosts").read_text().splitlines(keepends=True)
+        (first.files / "known_hosts").write_text("".join(line for line in known if "node4" not in line))
+        fifth.must("mount", "-t", "tmpfs", "tmpfs", Path(sys.executable).parents[1])
+        options: list[str | Path] = ["--hostfile", hosts.hostfile(1, 1, 1, 1, 1), "--dataset", "synthetic"]
+        code, said, _ = _doctor(hosts, *options)
+        assert code == 1
+        found = _found(said)
+        silent = sorted(found["ssh"])
+        assert len(silent) == 4
+        assert re.match("failure node2: ssh node2: no (way to it|answer) -> is it on", silent[0])
+        assert silent[1] == "failure node3: ssh node3: it asks for a password -> ssh-copy-id node3"
+        assert silent[2].startswith("failure node4: ssh node4: its key is not known here") and "ssh node4" in silent[2]
+        assert silent[3].startswith("failure node5: node5 has no environment like this one")
+        assert "./run.sh setup --hostfile FILE" in silent[3]
+        assert said["job"]["ranks"] == {"node1": 1} and not said["job"]["failure"]
+
+
+def test_a_job_that_takes_too_long_is_ended_everywhere(three_hosts: Cluster) -> None:
+    words: list[str | Path] = [
+        "--hostfile",
+        three_hosts.hostfile(1, 1, 1),
+        "--dataset",
+        "synthetic",
+        "--job-timeout",
+        "2",
+    ]
+    code, said, errors = _doctor(three_hosts, *words)
+    assert code == 1
+    assert _found(said)["job"][0].startswith("failure : no end within 2 s"), said["findings"]
+    assert "a run would fail: job" in errors
+    wait_for(lambda: not any(host.processes() for host in three_hosts), "all processes to end", 60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_doctor_leaves_nothing(number: signal.Signals, three_hosts: Cluster) -> None:
+    first = three_hosts[0]
+    words = [*launcher(), "doctor", *PATIENT, "--dataset", "synthetic", "-H", "node1:1,node2:1,node3:1"]
+    process = first.start(words, env=variables(first), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    there = [three_hosts[1], three_hosts[2]]
+    wait_for(lambda: all(host.processes("doctor-job") for host in there) or process.poll() is not None, "the job", 300)
+    doctor = [p for p in first.processes(f"{CHECKOUT}") + first.processes("hvd_cifar doctor") if p.is_running()]
+    doctor = [p for p in doctor if p.cmdline()[1:4] == ["-m", "hvd_cifar", "doctor"]]
+    assert doctor
+    doctor[0].send_signal(number)
+    assert process.wait(120) == (130 if number == signal.SIGINT else 128 + number)
+    wait_for(lambda: not any(host.processes() for host in three_hosts), "all processes to end", 60)
+    assert process.stderr and b"Traceback" not in process.stderr.read()

@@ -1,0 +1,631 @@
+"""The doctor's findings, from made-up facts; what its job's output becomes; and the probe on this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_cifar.cluster.hosts import Host
+from hvd_cifar.cluster.network import Card as NetworkCard
+from hvd_cifar.cluster.network import Network, NoWay
+from hvd_cifar.config import DoctorSettings, make
+from hvd_cifar.data.cifar10 import FILE_BYTES, FILES, RECORD_BYTES
+from hvd_cifar.errors import UserError
+from hvd_cifar.tools.doctor import ask, examine, findings, job, plan, table
+from hvd_cifar.tools.doctor.facts import (
+    GROUPS,
+    Card,
+    Cpu,
+    Data,
+    DataFile,
+    Disk,
+    Gpu,
+    HorovodBuild,
+    HostFacts,
+    Job,
+    Link,
+    Memory,
+    Names,
+    Subject,
+    Versions,
+)
+from hvd_cifar.tools.doctor.findings import Finding
+
+HOSTS = ("a", "b", "c")
+ADDRESS = {name: f"10.0.0.{number}" for number, name in enumerate(HOSTS, 1)}
+CARDS = {name: NetworkCard("eth0", address, "10.0.0.0/24", 10_000) for name, address in ADDRESS.items()}
+PACKAGES = {"tensorflow-cpu": "2.21.0", "keras": "3.15.1", "numpy": "2.4.6", "horovod": "0.28.1", "rich": "14.0"}
+GPU, OLD_GPU = Gpu(name="H200", driver="570.1"), Gpu(name="H200", driver="560.0")
+GOOD_FILE = DataFile(bytes=FILE_BYTES, sha256="1", wrong_label_at=-1)
+
+
+def _healthy_host(name: str) -> HostFacts:
+    return HostFacts(
+        clock=(0.001, 0.002),
+        network=Names(
+            hostname=name,
+            cards=(Card(name="eth0", address=ADDRESS[name], netmask="255.255.255.0", up=True, speed=10_000),),
+            addresses={host: (address,) for host, address in ADDRESS.items()},
+            names={address: host for host, address in ADDRESS.items()},
+        ),
+        cpu=Cpu(cores=8, quota=None, model="x", flags=("avx", "f16c", "fma", "avx512_bf16")),
+        memory=Memory(available=2**35, shm_total=2**33, shm_free=2**33, attach_error="", open_files=1024),
+        versions=Versions(
+            python="3.11.7",
+            packages=PACKAGES,
+            mpi="mpirun (Open MPI) 4.1.8",
+            horovod=HorovodBuild(tensorflow="2.21.0", features=("MPI", "Gloo")),
+            code="abc",
+        ),
+        gpus=(),
+        disk=Disk(folder="/runs", free=2**40, error="", temporary="/tmp", temporary_error=""),
+        data=Data(folder="/data", files=dict.fromkeys(FILES, GOOD_FILE)),
+    )
+
+
+def _link(a: str, b: str, speed: float = 1e9, late: float = 1e-4, wrong: int = 0) -> Link:
+    return Link(a=a, b=b, seconds=late, bytes_per_second=speed, wrong_values=wrong)
+
+
+LINKS = (_link("a", "a", 5e9, 1e-6), _link("a", "b"), _link("a", "c"), _link("b", "c"))
+HEALTHY = Subject(
+    hosts=(Host("a", 2), Host("b", 1), Host("c", 1)),
+    here="a",
+    gloo=False,
+    dataset="auto",
+    data_dir="/data",
+    run_dir="/runs/x",
+    facts={name: _healthy_host(name) for name in HOSTS},
+    network=Network("10.0.0.0/24", CARDS),
+    job=Job(ranks={"a": 2, "b": 1, "c": 1}, how="4 ranks", hosts=("a", "a", "b", "c"), links=LINKS, pairs=3),
+)
+
+
+def _with(subject: Subject, **changed: Any) -> Subject:
+    return subject.model_copy(update=changed)
+
+
+def _changed(host: str, group: str, /, subject: Subject = HEALTHY, **fields: Any) -> Subject:
+    """A subject in which one host's facts of a group are others."""
+    facts = subject.facts[host]
+    new = getattr(facts, group).model_copy(update=fields)
+    return _with(subject, facts={**subject.facts, host: facts.model_copy(update={group: new})})
+
+
+def _told(host: str, group: str, value: Any, subject: Subject = HEALTHY) -> Subject:
+    """A subject in which one host told something else for a whole group."""
+    return _with(subject, facts={**subject.facts, host: subject.facts[host].model_copy(update={group: value})})
+
+
+def _gpu_cluster(count: int, slots: int) -> Subject:
+    build = HorovodBuild(tensorflow="2.21.0", features=("MPI", "Gloo", "NCCL"))
+    subject = _with(HEALTHY, hosts=tuple(Host(name, slots) for name in HOSTS))
+    for name in HOSTS:
+        subject = _changed(name, "versions", subject, horovod=build)
+        subject = _told(name, "gpus", (GPU,) * count, subject)
+    return subject
+
+
+def _data(**files: DataFile | None) -> Data:
+    kept = {**dict.fromkeys(FILES, GOOD_FILE), **{f"{name}.bin": file for name, file in files.items()}}
+    return Data(folder="/data", files={name: file for name, file in kept.items() if file})
+
+
+def _names(host: str, **fields: Any) -> Subject:
+    return _changed(host, "network", **fields)
+
+
+def _knows(host: str, **addresses: str) -> Subject:
+    return _names(host, addresses={name: (address,) for name, address in addresses.items()})
+
+
+def _missing(host: str, group: str) -> Subject:
+    facts = HEALTHY.facts[host].model_copy(update={group: None, "missing": {group: "no answer in time"}})
+    return _with(HEALTHY, facts={**HEALTHY.facts, host: facts})
+
+
+def _versions(host: str, **fields: Any) -> Subject:
+    return _changed(host, "versions", **fields)
+
+
+def _packages(**versions: str | None) -> dict[str, str]:
+    return {name: version for name, version in (PACKAGES | versions).items() if version}
+
+
+def _build(*features: str, tensorflow: str = "2.21.0") -> HorovodBuild:
+    return HorovodBuild(tensorflow=tensorflow, features=features)
+
+
+def _without_mpi() -> Subject:
+    """One host, whose Horovod knows Gloo alone."""
+    facts = {"b": _versions("b", horovod=_build("Gloo")).facts["b"]}
+    return _with(HEALTHY, facts=facts, hosts=(Host("b", 1),), here="b", network=None, job=None, no_job="x")
+
+
+def _cpu(host: str, **fields: Any) -> Subject:
+    return _changed(host, "cpu", **fields)
+
+
+def _memory(host: str, subject: Subject = HEALTHY, /, **fields: Any) -> Subject:
+    return _changed(host, "memory", subject, **fields)
+
+
+def _disk(host: str, **fields: Any) -> Subject:
+    return _changed(host, "disk", **fields)
+
+
+def _everywhere(group: str, **by_host: Any) -> Subject:
+    return _with(HEALTHY, facts={n: f.model_copy(update={group: by_host[n]}) for n, f in HEALTHY.facts.items()})
+
+
+def _file(**fields: Any) -> DataFile:
+    return GOOD_FILE.model_copy(update=fields)
+
+
+def _has(host: str, **files: DataFile | None) -> Subject:
+    return _told(host, "data", _data(**files))
+
+
+def _slots(**slots: int) -> Subject:
+    return _with(HEALTHY, hosts=tuple(Host(host.name, slots.get(host.name, host.slots)) for host in HEALTHY.hosts))
+
+
+def _job(**changed: Any) -> Subject:
+    assert HEALTHY.job
+    return _with(HEALTHY, job=HEALTHY.job.model_copy(update=changed))
+
+
+def _blocked(*pairs: str) -> Subject:
+    return _with(HEALTHY, blocked=tuple(NoWay(pair[0], pair[1], CARDS[pair[1]]) for pair in pairs))
+
+
+DOWN = Card(name="ib0", address="10.9.0.2", netmask="255.255.255.0", up=False, speed=0)
+UP = {
+    name: Card(name="ib0", address=f"10.9.0.{n}", netmask="255.255.255.0", up=True, speed=0)
+    for n, name in enumerate("ac")
+}
+
+
+def _ib_down() -> Subject:
+    subject = HEALTHY
+    for name, card in (("a", UP["a"]), ("b", DOWN), ("c", UP["c"])):
+        there = subject.facts[name].network
+        assert there
+        subject = _changed(name, "network", subject, cards=(*there.cards, card))
+    return subject
+
+
+# By check: a subject, and of the finding on it the level and host, a part of its text, and one of its advice.
+Case = tuple[Subject, str, str, str]
+CASES: dict[str, list[Case]] = {
+    "ssh": [
+        (_with(HEALTHY, silent={"b": ("ssh b: no answer", "is it on?")}), "failure b", "no answer", "is it on"),
+        (_missing("b", "gpus"), "warning b", "could not tell its gpus", "ssh b"),
+    ],
+    "names": [
+        (
+            _knows("b", a="10.0.0.1", c="10.0.0.3"),
+            "warning b",
+            "does not know its own name, b",
+            "echo '10.0.0.2 b' >> /etc/hosts",
+        ),
+        (_with(_knows("b", a="10.0.0.1", c="10.0.0.3"), gloo=True), "failure b", "Gloo would crash", "/etc/hosts"),
+        (_knows("b", a="10.0.0.1", b="10.0.0.2"), "warning b", "does not know the name c", "echo '10.0.0.3 c'"),
+        (
+            _knows("b", a="10.0.0.1", b="10.0.0.2", c="10.5.5.5"),
+            "warning b",
+            "takes c for 10.5.5.5, which is none",
+            "10.0.0.3",
+        ),
+        (
+            _names("b", names={"10.0.0.1": "c", "10.0.0.2": "b", "10.0.0.3": "c"}),
+            "warning b",
+            "takes 10.0.0.1, which is a's, for c",
+            "10.0.0.1",
+        ),
+    ],
+    "network": [
+        (_with(HEALTHY, network=None), "failure", "none in common (a: eth0 10.0.0.0/24;", "connect"),
+        (_ib_down(), "warning b", "ib0 (10.9.0.2) is down, while a, c has it up", "ip link set ib0 up"),
+    ],
+    "ports": [
+        (
+            _blocked("ab", "ba", "cb", "bc"),
+            "failure b",
+            "ports are blocked between it and a, c: ssh gets through",
+            "ufw allow from 10.0.0.0/24",
+        ),
+        (_blocked("ac"), "failure c", "ports are blocked between it and a", "ufw"),
+    ],
+    "versions": [
+        (
+            _versions("b", packages=_packages(numpy="2.3.0")),
+            "failure b",
+            "numpy 2.3.0, not 2.4.6",
+            "./run.sh setup --hostfile",
+        ),
+        (_versions("b", packages=_packages(keras=None)), "failure b", "no keras", "setup"),
+        (_versions("b", packages=_packages(rich="13.0")), "warning b", "rich 13.0, not 14.0", "setup"),
+        (_versions("b", python="3.12.1"), "failure b", "Python 3.12.1, not 3.11.7", "setup"),
+        (_versions("b", python="3.11.9"), "warning b", "3.11.9", "setup"),
+        (_versions("b", mpi="mpirun (Open MPI) 5.0.1"), "failure b", "5.0.1, not mpirun (Open MPI) 4.1.8", ""),
+        (_versions("b", mpi=""), "failure b", "no mpirun", ""),
+        (_versions("c", code="def"), "failure c", "other files of this project", "update that checkout"),
+        (_versions("c", code=""), "failure c", "this project is not there", "setup"),
+    ],
+    "Horovod": [
+        (_versions("b", horovod=None), "failure b", "not there", "setup"),
+        (_without_mpi(), "failure b", "without MPI", "setup"),
+        (
+            _versions("b", horovod=_build("MPI", "Gloo", tensorflow="2.20.0")),
+            "failure b",
+            "for TensorFlow 2.20.0, but 2.21.0",
+            "rm -r .venv",
+        ),
+        (
+            _versions("b", horovod=_build("MPI", "Gloo", "NCCL")),
+            "failure",
+            "not built alike (a: MPI, Gloo; b: MPI, Gloo, NCCL",
+            "setup",
+        ),
+    ],
+    "cores": [
+        (_slots(a=9), "warning a", "9 slots share 8 cores", "slots=8"),
+        (_cpu("a", quota=1.5), "warning a", "2 slots share 1 core:", "slots=1"),
+        (_cpu("c", flags=("f16c", "fma", "avx512_bf16")), "failure c", "has no avx, which others have", "leave it out"),
+        (_cpu("c", flags=("avx", "f16c", "fma")), "warning c", "bfloat16 on c", "--precision"),
+    ],
+    "GPUs": [
+        (
+            _with(_gpu_cluster(4, 4), hosts=(Host("a", 4), Host("b", 5), Host("c", 4))),
+            "failure b",
+            "5 slots, but 4 GPUs",
+            "slots=4",
+        ),
+        (_told("b", "gpus", (GPU,)), "warning b", "1 GPU, but the environment is one for the CPU", "--gpu"),
+        (_told("c", "gpus", (), _gpu_cluster(4, 4)), "failure c", "no GPU on c", "nvidia-smi"),
+        (
+            _told("c", "gpus", (OLD_GPU,) * 4, _gpu_cluster(4, 4)),
+            "warning",
+            "a: 570.1; b: 570.1; c: 560.0",
+            "one driver",
+        ),
+    ],
+    "shared memory": [
+        (
+            _memory("a", shm_free=65536),
+            "warning a",
+            "64.0 KiB free in /dev/shm, but 2 ranks need 8.0 MiB",
+            "--shm-size=1g",
+        ),
+        (_memory("a", _gpu_cluster(4, 4), shm_free=2**25), "failure a", "NCCL would fail", "--shm-size"),
+        (
+            _memory("a", attach_error="Operation not permitted"),
+            "failure a",
+            '"Read -1, expected"',
+            "--cap-add=SYS_PTRACE",
+        ),
+    ],
+    "memory": [
+        (_memory("b", available=800 * 2**20), "warning b", "800 MiB free for each of 1 rank", "fewer slots"),
+        (_memory("a", available=2**30), "failure a", "512 MiB free for each of 2 ranks", "fewer slots"),
+    ],
+    "open files": [
+        (_memory("b", open_files=256), "warning b", "may open 256 files", "nofile"),
+        (_memory("b", open_files=64), "failure b", "a rank of 4 needs about 80", "limits.d"),
+    ],
+    "run folder": [
+        (_disk("a", free=2**20), "failure a", "1.0 MiB free in /runs", "--run-dir"),
+        (_disk("a", free=2**29), "warning a", "512 MiB free", "--run-dir"),
+        (_disk("a", error="Read-only file system"), "failure a", "cannot write to /runs: Read-only", "--run-dir"),
+    ],
+    "disk": [
+        (_disk("c", temporary_error="No space left"), "failure c", "/tmp: No space left", "TMPDIR"),
+    ],
+    "clocks": [
+        (_told("b", "clock", (-3600.0, 0.1)), "warning b", "3,600 s behind", "timedatectl"),
+        (_everywhere("clock", a=(0.0, 0.1), b=(60.0, 0.1), c=(60.0, 0.1)), "warning a", "60.0 s behind", "timedatectl"),
+    ],
+    "data": [
+        (_everywhere("data", a=None, b=None, c=None), "warning a", "no CIFAR-10 in /data", "--data-dir"),
+        (_has("a", data_batch_3=None), "failure a", "data_batch_3.bin is missing", "restore it"),
+        (_has("b", data_batch_3=_file(bytes=5)), "failure b", "has 5 bytes instead", "rank 0 sends it anew"),
+        (_has("b", test_batch=_file(wrong_label_at=7)), "failure b", "label of record 7", "sends it anew"),
+        (
+            _has("b", test_batch=_file(sha256="2")),
+            "failure b",
+            "test_batch.bin is not that of a",
+            "--data-source rank0",
+        ),
+    ],
+    "job": [
+        (_with(HEALTHY, job=None, no_job="no host is left"), "warning", "not started: no host is left", ""),
+        (_job(failure="ImportError: x"), "failure", "ImportError: x", "train --max-steps 1"),
+        (
+            _job(failure="no end within 5 s", pending=(("b", "c"),)),
+            "failure",
+            "it hung between b and c",
+            "ports through between b and c",
+        ),
+        (_job(complaints=("Read -1, expected 5234, errno = 1",)), "failure", "Read -1, expected 5234", "SYS_PTRACE"),
+        (_job(wrong_values=3), "failure", "3 wrong values in an all-reduce over all ranks", ""),
+    ],
+    "links": [
+        (
+            _job(links=(*LINKS[:3], _link("b", "c", wrong=4))),
+            "failure",
+            "4 wrong values in an all-reduce between b and c",
+            "ethtool",
+        ),
+        (
+            _job(links=(*LINKS[:3], _link("b", "c", 100000000.0))),
+            "warning",
+            "between b and c it is slow: 800.0 Mbit/s, 100 us, of the others 8.0 Gbit/s",
+            "ethtool eth0",
+        ),
+        (
+            _job(links=(*LINKS[:2], _link("a", "c", 1200000.0), _link("b", "c", 1300000.0))),
+            "warning c",
+            "all its links are slow: 9.6 Mbit/s to 10.4 Mbit/s",
+            "on c: ethtool eth0",
+        ),
+        (_job(links=(*LINKS[:3], _link("b", "c", late=0.02))), "warning", "20 ms, of the others 100 us", "ethtool"),
+        (
+            _job(links=tuple((_link(x, y, 100000000.0) for x, y in ("ab", "ac", "bc")))),
+            "warning",
+            "of 10.0 Gbit/s that the cards promise",
+            "ethtool",
+        ),
+    ],
+}
+
+
+def _wrong(subject: Subject) -> list[Finding]:
+    return [finding for finding in findings.of(subject) if finding.level != "ok"]
+
+
+@pytest.mark.parametrize(
+    ("check", "case"),
+    [pytest.param(check, case, id=case[2]) for check, cases in CASES.items() for case in cases],
+)
+def test_each_fault_is_named_with_host_and_advice(check: str, case: Case) -> None:
+    subject, where, text, mend = case
+    found = [f for f in _wrong(subject) if f.check == check]
+    assert found and f"{found[0].level} {found[0].host}".strip() == where
+    assert text in found[0].text and mend in found[0].mend, found[0]
+    assert all("\n" not in f.text + f.mend for f in found)
+    # Other checks see no fault in it, but for those that follow from it.
+    others = {f.check for f in _wrong(subject)} - {check}
+    assert others <= {"job", "links", "Horovod"}, others
+
+
+def test_nothing_is_wrong_with_healthy_hosts() -> None:
+    assert _wrong(HEALTHY) == []
+    assert [f.check for f in findings.of(HEALTHY)] == [
+        "ssh", "names", "network", "ports", "versions", "Horovod", "cores", "GPUs", "shared memory", "memory",
+        "open files", "run folder", "clocks", "data", "job", "links",
+    ]  # fmt: skip
+    assert table.summary(findings.of(HEALTHY)) == "All is well."
+
+
+def test_what_harms_nobody_is_no_fault() -> None:
+    alone = _with(
+        HEALTHY, hosts=(Host("a", 2),), facts={"a": HEALTHY.facts["a"]}, network=None, job=Job(ranks={"a": 2}, how="x")
+    )
+    attach: dict[str, Any] = {"attach_error": "Operation not permitted"}
+    shm: dict[str, Any] = {"shm_free": 65536, **attach}
+    for fine in (
+        alone,
+        _changed("b", "memory", **shm),  # one rank has nobody to share with
+        _with(_changed("a", "memory", **shm), gloo=True),
+        _with(_changed("a", "memory", **attach), single_copy_off=True),
+        _told("b", "data", None),  # rank 0 sends it
+        _with(_changed("b", "versions", mpi=""), gloo=True),
+        _changed("b", "disk", error="Read-only file system", free=0),  # rank 0 writes the run
+        _names("b", names={}),  # no names for addresses: nobody needs them
+        _told("b", "gpus", (), _gpu_cluster(0, 1)),
+        _changed("b", "memory", open_files=-1),
+        _with(_told("a", "data", None), dataset="synthetic"),
+    ):
+        assert _wrong(fine) == [], _wrong(fine)
+
+
+def test_the_job_leaves_out_hosts_that_cannot_take_part() -> None:
+    def left(subject: Subject) -> list[str]:
+        return [host.name for host in findings.hosts_for_the_job(subject)]
+
+    assert left(HEALTHY) == ["a", "b", "c"]
+    assert left(_blocked("ab", "ba", "cb", "bc")) == ["a", "c"]
+    assert left(_blocked("bc", "cb")) == ["a", "b"]
+    assert left(_with(_blocked("ab", "ac"), here="a")) == ["a"]
+    assert left(_changed("b", "versions", code="other")) == ["a", "c"]
+    assert left(_with(HEALTHY, facts={n: HEALTHY.facts[n] for n in "ac"})) == ["a", "c"]
+    assert left(_changed("a", "disk", error="Read-only file system")) == ["a", "b", "c"]
+    assert left(_told("b", "data", _data(test_batch=None))) == ["a", "b", "c"]
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=40), st.booleans())
+def test_every_two_hosts_meet_once_and_nobody_twice_at_a_time(per_host: list[int], by_mpi: bool) -> None:
+    rounds = plan.rounds(per_host, by_mpi)
+    for pairs in rounds:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(ranks) == len(set(ranks)) and pairs
+    first = plan.leaders(per_host)
+    between = [pair for pairs in rounds for pair in pairs if pair[0] in first and pair[1] in first]
+    between = [(a, b) for a, b in between if first.index(a) != first.index(b)]
+    assert len(between) == len(set(between)) and all(a < b for a, b in between)
+    n = len(per_host)
+    if by_mpi or n <= plan.ALL_PAIRS_OVER_HOROVOD:
+        assert len(between) == n * (n - 1) // 2
+        assert len(rounds) <= n + 1
+    else:
+        assert {rank for pair in between for rank in pair} == set(first)
+        assert len(rounds) <= 3 * n.bit_length() + 1
+    assert sum(b - a == 1 and a in first and b not in first for pairs in rounds for a, b in pairs) == sum(
+        count > 1 for count in per_host
+    )
+
+
+OF_TWO = [Host("a", 2), Host("b", 1)]
+SAID = f"noise\n{job.RESULT}" + json.dumps(
+    {
+        "how": "3 ranks",
+        "hosts": ["a", "a", "b"],
+        "wrong_values": 0,
+        "through": "MPI",
+        "links": [[0, 1, 1e-6, 5e9, 0], [0, 2, 1e-4, 1e9, 0]],
+    }
+)
+
+
+def test_what_a_job_said_becomes_links_of_hosts() -> None:
+    done = job.result_of(OF_TWO, 0, SAID, "hvd_cifar: note: 3 ranks share\n", None)
+    assert (done.failure, done.how, done.complaints) == ("", "3 ranks", ())
+    assert [(link.a, link.b) for link in done.links] == [("a", "a"), ("a", "b")]
+    assert done.pairs == 1
+
+
+IMPORT = "rank 1 on a: Traceback\nrank 1 on a: ImportError: no libmpi\n"
+HANGS = f"rank 0 on a: {job.BEGINS} 0 2\nrank 2 on b: {job.BEGINS} 0 2\nrank 2 on b: {job.ENDS} 0 2\n"
+ENDED = f"{job.BEGINS} 0 1\n{job.ENDS} 0 1\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "errors", "late", "failure", "pending"),
+    [
+        (1, "", IMPORT, None, "rank 1 on a: ImportError: no libmpi", ()),
+        (2, "", "hvd_cifar: b cannot reach a\n", None, "b cannot reach a", ()),
+        (0, "", "", None, "it ended with exit code 0 and said nothing", ()),
+        (143, "", HANGS, 5.0, "no end within 5 s", (("a", "b"),)),
+        (143, "", ENDED, 5.0, "no end within 5 s", ()),
+    ],
+)
+def test_why_a_job_failed(
+    code: int, output: str, errors: str, late: float | None, failure: str, pending: tuple[tuple[str, str], ...]
+) -> None:
+    done = job.result_of(OF_TWO, code, output, errors, late)
+    assert (done.failure, done.pending) == (failure, pending)
+
+
+def test_the_jobs_command() -> None:
+    words = job.command(OF_TWO, unnamed=False, gloo=True, ring=True)
+    assert words == [*["--gloo", "--allreduce", "ring", "-np", "3", "-H", "a:2,b:1", "doctor-job", "--per-host", "2,1"]]
+    assert job.command([Host("localhost", 2)], True, False, False) == [
+        *["--mpi", "-np", "2", "doctor-job", "--per-host", "2"]
+    ]
+
+
+def test_hosts_and_their_slots(tmp_path: Path) -> None:
+    def hosts(**given: Any) -> list[tuple[str, int]]:
+        return [(host.name, host.slots) for host in examine.hosts_of(make(DoctorSettings, given))]
+
+    file = tmp_path / "hosts"
+    file.write_text("a slots=2\nb slots=2\n")
+    assert hosts(hostfile=file) == [("a", 2), ("b", 2)]
+    assert hosts(hostfile=file, ranks=3) == [("a", 2), ("b", 1)]
+    assert hosts(hosts="a:2,b:2", ranks=2) == [("a", 2)]
+    assert hosts(ranks=3) == [("localhost", 3)]
+    nodes = (Host("n1", 2), Host("n2", 2))  # of a Slurm job
+    assert examine.hosts_of(make(DoctorSettings, {}), nodes) == nodes
+    assert examine.hosts_of(make(DoctorSettings, {"hosts": "a:2"}), nodes) == (Host("a", 2),)
+    with pytest.raises(UserError, match="-np 5 is more than the 4 slots"):
+        hosts(hosts="a:2,b:2", ranks=5)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_fits(width: int) -> None:
+    broken = _changed("b", "versions", packages={**PACKAGES, "numpy": "2.3.0"})
+    text = table.of(broken, findings.of(broken), width, colour=False)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    row = next(line for line in lines if line.startswith("versions"))
+    assert row.split()[:3] == ["versions", "FAIL", "b"] and "numpy 2.3.0, not 2.4.6" in row
+    assert "-> ./run.sh setup --hostfile FILE" in text
+    assert lines[-1] == "A run would fail: 1 failure."
+    assert [line.split()[:2] for line in lines if "Gbit/s" in line and line[0] in "abc" and "right" in line][1:] == [
+        ["a", "b"],
+        ["a", "c"],
+        ["b", "c"],
+    ]
+
+
+def test_json_holds_all_of_it() -> None:
+    said = json.loads(table.as_json(HEALTHY, findings.of(HEALTHY)))
+    assert said["would_fail"] is False
+    assert said["job"]["how"] == "4 ranks" and len(said["job"]["links"]) == 4
+    assert said["facts"]["b"]["versions"]["packages"]["numpy"] == "2.4.6"
+    assert said["network"] == {"subnet": "10.0.0.0/24", "cards": {"a": "eth0", "b": "eth0", "c": "eth0"}}
+
+
+QUESTIONS = {"hosts": ["localhost"], "data_files": ["x.bin"], "record_bytes": RECORD_BYTES, "classes": 10}
+
+
+def _ask(tmp_path: Path, **more: Any) -> HostFacts:
+    folders = {"package": str(tmp_path), "run_dir": str(tmp_path / "not" / "yet"), "data_folders": [str(tmp_path)]}
+    facts, silent = ask.facts_of_all(["here"], "here", sys.executable, {**QUESTIONS, **folders, **more}, 60)
+    assert not silent
+    return facts["here"]
+
+
+def test_this_machine_tells_its_facts(tmp_path: Path) -> None:
+    block = bytearray(2 * RECORD_BYTES)
+    block[RECORD_BYTES] = 10
+    (tmp_path / "x.bin").write_bytes(block)
+    found = _ask(tmp_path)
+    assert not found.missing
+    assert found.cpu and found.cpu.cores > 0 and found.memory and found.memory.available > 0
+    assert found.versions and found.versions.packages["psutil"] and found.versions.horovod
+    assert {"MPI", "Gloo"} <= set(found.versions.horovod.features)
+    assert "Open MPI" in found.versions.mpi
+    assert found.disk and (found.disk.folder, found.disk.error) == (str(tmp_path), "")
+    assert found.data and found.data.files["x.bin"].wrong_label_at == 1
+    assert found.data.files["x.bin"].bytes == 2 * RECORD_BYTES
+    assert found.clock and abs(found.clock[0]) < 1
+
+
+def test_a_group_that_fails_costs_no_other(tmp_path: Path) -> None:
+    found = _ask(tmp_path, record_bytes=0)  # divides by it
+    (tmp_path / "x.bin").write_bytes(b"1")
+    found = _ask(tmp_path, record_bytes=0)
+    assert set(found.missing) == {"data"} and "ZeroDivisionError" in found.missing["data"]
+    assert found.disk is not None
+
+
+def test_a_host_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of its facts: what it told counts, and it is said what it hung at."""
+    hung = tmp_path / "probe.py"
+    text = ask.PROBE.read_text()
+    hung.write_text(
+        text.replace("def memory(asked: Asked) -> Any:\n", "def memory(asked: Asked) -> Any:\n    time.sleep(600)\n")
+    )
+    monkeypatch.setattr(ask, "PROBE", hung)
+    facts, _ = ask.facts_of_all(
+        ["here"],
+        "here",
+        sys.executable,
+        {**QUESTIONS, "package": str(tmp_path), "run_dir": "/", "data_folders": []},
+        20,
+    )
+    assert facts["here"].missing == dict.fromkeys(GROUPS[GROUPS.index("memory") :], "no answer in time")
+    assert facts["here"].cpu is not None
+
+
+def test_the_probe_ends_with_whoever_asks(tmp_path: Path) -> None:
+    text = ask.PROBE.read_text().replace(
+        "def network(asked: Asked) -> Any:\n", "def network(asked: Asked) -> Any:\n    time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-I", "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin and process.stdout
+    process.stdout.readline()
+    process.stdin.write(json.dumps(QUESTIONS).encode() + b"\n")
+    process.stdin.flush()
+    assert json.loads(process.stdout.readline())["group"] == "clock"
+    process.stdin.close()
+    assert process.wait(60) == 0
