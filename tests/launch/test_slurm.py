@@ -19,9 +19,7 @@ from tests.launch.slurm import Slurm, reason_to_skip, slurm
 from tests.ranks import CHECKOUT
 
 BATCH = CHECKOUT / "deploy" / "slurm.sbatch"
-VENV = Path(sys.prefix)
 AS_ROOT = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-NETWORK = "10.77.0.0/24"
 # What a rank knows of itself, in one write: launchers mix the pieces of several ranks' lines.
 WHO = """
 import json, sys
@@ -45,20 +43,16 @@ def _variables(site: Slurm) -> dict[str, str]:
     return {name: jobs.variables(site.front)[name] for name in ("PATH", "PYTHONPATH", "TF_CPP_MIN_LOG_LEVEL")}
 
 
-ON_HOSTS = ["-np", "3", "-H", "node1:2,node2:1"]
-OPTIONS = ["-mca", "btl_tcp_if_include", NETWORK, "-mca", "oob_tcp_if_include", NETWORK, "--bind-to", "none"]
-PREFIX = ["--prefix", str(VENV), "-x", "PATH", "-x", "PYTHONPATH"]
+# horovodrun and mpirun outside of Slurm: test_run_sh.py here, and tests/cluster/test_launch.py.
 LAUNCHERS = {
     "srun": ["srun", "--mpi=pmix", "--nodes=2", "--ntasks=3"],
-    "mpirun in an allocation": ["salloc", "--nodes=2", "--ntasks=3", "mpirun", *AS_ROOT, *OPTIONS],
-    "mpirun": ["mpirun", *AS_ROOT, *ON_HOSTS, *OPTIONS, *PREFIX],
-    "horovodrun": ["horovodrun", "--gloo", *ON_HOSTS, "--network-interfaces", "eth0"],
+    "mpirun": ["salloc", "--nodes=2", "--ntasks=3", "mpirun", *AS_ROOT, "--bind-to", "none"],
 }
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_know_who_they_are(launcher: str, site: Slurm) -> None:
-    """Three ranks on two hosts, two and one, whoever starts them."""
+    """Three ranks on two nodes, two and one, whoever starts them."""
     done = site.run([*LAUNCHERS[launcher], sys.executable, "-c", WHO], _variables(site))
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line.partition("RANK ")[2]) for line in done.stdout.splitlines() if "RANK " in line]
@@ -134,6 +128,8 @@ def test_a_job_outlives_preemption_and_requeue(site: Slurm, checkout: Path, tmp_
     printed = (tmp_path / "cut.out").read_text()
     print(printed)
     assert printed.count("resumed from") == 2
+    facts = jobs.recorded(tmp_path / "cut")
+    assert (facts["hosts"], facts["local_ranks"]) == (["node1", "node2"], [0, 0])
     assert list(steps("whole")) == list(range(1, STEPS + 1))
     assert steps("cut") == steps("whole")
     assert not site.front.processes("hvd_cifar")
