@@ -75,6 +75,7 @@ def assemble(settings: TrainSettings, world: World) -> Run:
         "first_step": first_step,
         "world_size": world.size,
         "hosts": sync.gather(world.host),
+        "local_ranks": sync.gather(world.local_rank),
         "device": world.device,
         "threads": world.threads,
         "controller": world.controller,

@@ -56,6 +56,7 @@ def test_three_hosts_with_uneven_slots_train_as_one(
     assert done.stdout.count("step 4, loss") == 1  # rank 0's output, once
     facts = recorded(first.files / name)
     assert facts["hosts"] == ["node1", "node1", "node2", "node3"]
+    assert facts["local_ranks"] == [0, 1, 0, 0]
     assert facts["controller"] == kind.removeprefix("--")
     found = losses(first.files / name)
     assert len(found) == 4

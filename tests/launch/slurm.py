@@ -115,7 +115,7 @@ class Slurm:
         while (found := self.job(number))["JobState"] != state:
             done = found["JobState"] in ("FAILED", "CANCELLED", "TIMEOUT", "COMPLETED", "NODE_FAIL", "BOOT_FAIL")
             assert not done and time.monotonic() < end, f"job {number} is {found}, not {state}\n{self.logs()}"
-            time.sleep(0.2)
+            time.sleep(0.5)  # each look is a process
         return found
 
     def logs(self) -> str:

@@ -132,7 +132,9 @@ def test_the_launcher_waits_for_names_and_then_trains(pods: Cluster, tmp_path: P
     printed = job.communicate(timeout=200)[0].decode()
     assert job.returncode == 0, printed + errors.read_text()
     assert errors.read_text() == f"waiting for {NAMES[1]}: its name does not resolve\n"
-    assert jobs.recorded(run_dir)["hosts"] == [name.partition(".")[0] for name in NAMES]
+    facts = jobs.recorded(run_dir)
+    assert facts["hosts"] == [name.partition(".")[0] for name in NAMES]
+    assert facts["local_ranks"] == [0, 0]
     assert len(jobs.losses(run_dir)) == 4
     assert json.loads((run_dir / "summary.json").read_text())["world_size"] == 2
 

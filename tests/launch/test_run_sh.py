@@ -82,7 +82,10 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
             run_dir = tmp_path_factory.mktemp("run") / "r"
             done = _run([*launchers[name], *_train(data, run_dir), *SHORT], cwd=run_dir.parent)
             assert done.returncode == 0, done.stdout + done.stderr
-            results[name] = json.loads((run_dir / "summary.json").read_text()), done.stdout
+            summary = json.loads((run_dir / "summary.json").read_text())
+            local_ranks = json.loads((run_dir / "config.json").read_text())["run"]["local_ranks"]
+            assert local_ranks == list(range(summary["world_size"]))
+            results[name] = summary, done.stdout
         return results[name]
 
     return train

@@ -19,9 +19,7 @@ from tests.launch.slurm import Slurm, reason_to_skip, slurm
 from tests.ranks import CHECKOUT
 
 BATCH = CHECKOUT / "deploy" / "slurm.sbatch"
-VENV = Path(sys.prefix)
 AS_ROOT = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-NETWORK = "10.77.0.0/24"
 # What a rank knows of itself, in one write: launchers mix the pieces of several ranks' lines.
 WHO = """
 import json, sys
@@ -45,20 +43,16 @@ def _variables(site: Slurm) -> dict[str, str]:
     return {name: jobs.variables(site.front)[name] for name in ("PATH", "PYTHONPATH", "TF_CPP_MIN_LOG_LEVEL")}
 
 
-ON_HOSTS = ["-np", "3", "-H", "node1:2,node2:1"]
-OPTIONS = ["-mca", "btl_tcp_if_include", NETWORK, "-mca", "oob_tcp_if_include", NETWORK, "--bind-to", "none"]
-PREFIX = ["--prefix", str(VENV), "-x", "PATH", "-x", "PYTHONPATH"]
+# horovodrun and mpirun outside of Slurm: test_run_sh.py here, and tests/cluster/test_launch.py.
 LAUNCHERS = {
     "srun": ["srun", "--mpi=pmix", "--nodes=2", "--ntasks=3"],
-    "mpirun in an allocation": ["salloc", "--nodes=2", "--ntasks=3", "mpirun", *AS_ROOT, *OPTIONS],
-    "mpirun": ["mpirun", *AS_ROOT, *ON_HOSTS, *OPTIONS, *PREFIX],
-    "horovodrun": ["horovodrun", "--gloo", *ON_HOSTS, "--network-interfaces", "eth0"],
+    "mpirun": ["salloc", "--nodes=2", "--ntasks=3", "mpirun", *AS_ROOT, "--bind-to", "none"],
 }
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_know_who_they_are(launcher: str, site: Slurm) -> None:
-    """Three ranks on two hosts, two and one, whoever starts them."""
+    """Three ranks on two nodes, two and one, whoever starts them."""
     done = site.run([*LAUNCHERS[launcher], sys.executable, "-c", WHO], _variables(site))
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line.partition("RANK ")[2]) for line in done.stdout.splitlines() if "RANK " in line]
@@ -79,11 +73,12 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 STEPS = 24
-# In its first two lives a job takes half a second for a step, so that there is time to take its nodes away.
+# In its first lives a job takes half a second for a step, so that there is time to take its nodes away.
 SLOW = """
 import os, sys, time
 lives = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-if "hvd_cifar" in sys.orig_argv and os.environ.get("SLURM_JOB_PARTITION") == "normal" and lives < 2:
+is_slow = os.environ.get("SLURM_JOB_PARTITION") == "normal" and lives < int(os.environ["SLOW_LIVES"])
+if is_slow and "hvd_cifar" in sys.orig_argv:
     from hvd_cifar.data import order
     count = order.examples_in_step
     def slow(*of_step):
@@ -93,7 +88,8 @@ if "hvd_cifar" in sys.orig_argv and os.environ.get("SLURM_JOB_PARTITION") == "no
 """
 
 
-def test_a_job_outlives_preemption_and_requeue(site: Slurm, checkout: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("requeued", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_job_outlives_preemption_and_requeue(requeued: bool, site: Slurm, checkout: Path, tmp_path: Path) -> None:
     """Nodes taken by a more urgent job after a warning, then by a requeue without one: losses are as if not."""
     data, slow = tmp_path / "data", tmp_path / "slow"
     synthetic.ensure(data)
@@ -101,6 +97,7 @@ def test_a_job_outlives_preemption_and_requeue(site: Slurm, checkout: Path, tmp_
     (slow / "sitecustomize.py").write_text(SLOW)
     variables = _variables(site)
     variables["PYTHONPATH"] = os.pathsep.join([str(slow), variables["PYTHONPATH"]])
+    variables["SLOW_LIVES"] = "2" if requeued else "1"
 
     def submit(name: str, *options: str) -> str:
         words: list[str | Path] = ["--nodes=2", "--ntasks-per-node=1", "--exclusive", f"--chdir={checkout}", *options]
@@ -115,25 +112,27 @@ def test_a_job_outlives_preemption_and_requeue(site: Slurm, checkout: Path, tmp_
         return {event["step"]: event["loss"] for event in events if "learning_rate" in event}
 
     def wait_for_step(step: int) -> None:
-        jobs.wait_for(lambda: step in steps("cut") or site.job(cut)["JobState"] != "RUNNING", f"step {step}")
-        assert step in steps("cut"), (tmp_path / "cut.out").read_text()
+        site.wait_for(cut, "RUNNING")
+        jobs.wait_for(lambda: step in steps("cut"), f"step {step}")
 
     cut = submit("cut")
-    site.wait_for(cut, "RUNNING")
     wait_for_step(3)
     whole = submit("whole", "--partition=urgent")
     site.wait_for(whole, "COMPLETED")
     first = (tmp_path / "cut.out").read_text()
     assert "asking for a checkpoint" in first and "back into the queue" in first
 
-    site.wait_for(cut, "RUNNING")
-    wait_for_step(11)
-    site.must("scontrol", "requeue", cut)
+    if requeued:
+        wait_for_step(11)
+        site.must("scontrol", "requeue", cut)
     found = site.wait_for(cut, "COMPLETED")
-    assert found["Restarts"] == "2"
+    lives = 3 if requeued else 2
+    assert found["Restarts"] == str(lives - 1)
     printed = (tmp_path / "cut.out").read_text()
     print(printed)
-    assert printed.count("resumed from") == 2
+    assert printed.count("resumed from") == lives - 1
+    facts = jobs.recorded(tmp_path / "cut")
+    assert (facts["hosts"], facts["local_ranks"]) == (["node1", "node2"], [0, 0])
     assert list(steps("whole")) == list(range(1, STEPS + 1))
     assert steps("cut") == steps("whole")
     assert not site.front.processes("hvd_cifar")
