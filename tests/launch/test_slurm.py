@@ -108,6 +108,7 @@ if is_slow and "hvd_cifar" in sys.orig_argv:
 """
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("requeued", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_job_outlives_preemption_and_requeue(requeued: bool, site: Slurm, checkout: Path, tmp_path: Path) -> None:
     """Nodes taken by a more urgent job after a warning, then by a requeue without one: losses are as if not."""
@@ -133,7 +134,7 @@ def test_a_job_outlives_preemption_and_requeue(requeued: bool, site: Slurm, chec
 
     def wait_for_step(step: int) -> None:
         site.wait_for(cut, "RUNNING")
-        jobs.wait_for(lambda: step in steps("cut"), f"step {step}")
+        jobs.wait_for(lambda: step in steps("cut"), f"step {step}", 300)
 
     cut = submit("cut")
     wait_for_step(3)
