@@ -37,7 +37,7 @@ def _first_number(names: Iterable[str], environment: Mapping[str, str]) -> int |
 
 
 def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """UserError where srun started ranks that do not know of each other: each would train alone, and write one run."""
+    """UserError where srun started several ranks that do not know of each other: each would take itself for all."""
     tasks = slurm.copies(environment)
     if tasks > 1 and launched_rank(environment) is None:
         raise UserError(f"srun started {tasks} tasks, but none knows its rank: give srun --mpi=pmix, or use ./run.sh")
@@ -54,6 +54,8 @@ def prepare_mpi(environment: MutableMapping[str, str], on_cpu: bool, prefix: Pat
     if launched_rank(environment) is None:
         # A single process without mpirun: do not start MPI's daemon just to be alone.
         environment.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
+        # Nor ask srun for other ranks, in a step of one task (srun --pty bash), and end for want of an answer.
+        environment.pop("SLURM_STEP_ID", None)
         if (prefix / "lib" / "libmpi.so.40").exists():
             # The packaged Open MPI looks for its files where it was built, unless it is told; its mpirun does tell.
             environment.setdefault("OPAL_PREFIX", str(prefix))

@@ -109,7 +109,7 @@ class Slurm:
         """What the controller says of a job: JobState, Restarts, NodeList and so on."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.must("scontrol", "show", "job", number)))
 
-    def wait_for(self, number: str, state: str, seconds: float = 200) -> dict[str, str]:
+    def wait_for(self, number: str, state: str, seconds: float = 400) -> dict[str, str]:
         """Wait until a job is in a state; what the controller then says of it. Fails where it ends in another."""
         end = time.monotonic() + seconds
         while (found := self.job(number))["JobState"] != state:

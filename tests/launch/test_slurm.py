@@ -59,6 +59,26 @@ def test_ranks_know_who_they_are(launcher: str, site: Slurm) -> None:
     assert sorted(found) == [[0, 3, 0, 2, "node1"], [1, 3, 1, 2, "node1"], [2, 3, 0, 1, "node2"]]
 
 
+ALONE = """
+import os
+from hvd_cifar.distributed.environment import check_launcher, prepare_mpi
+check_launcher()
+prepare_mpi(os.environ, on_cpu=True)
+from mpi4py import MPI
+print("size", MPI.COMM_WORLD.size)
+"""
+
+
+def test_srun_without_pmix(site: Slurm) -> None:
+    """One task trains alone, as in `srun --pty bash`; several do not start."""
+    words = ["srun", "--mpi=none", "--nodes=1"]
+    one = site.run([*words, "--ntasks=1", sys.executable, "-c", ALONE], _variables(site))
+    assert (one.returncode, one.stdout) == (0, "size 1\n"), one.stderr
+    two = site.run([*words, "--ntasks=2", sys.executable, "-c", ALONE], _variables(site))
+    assert two.returncode != 0 and two.stdout == ""
+    assert "srun started 2 tasks, but none knows its rank: give srun --mpi=pmix" in two.stderr
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where users hand jobs in; a stand-in where ./run.sh would first set up an environment like the one in use."""
@@ -88,6 +108,7 @@ if is_slow and "hvd_cifar" in sys.orig_argv:
 """
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("requeued", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_job_outlives_preemption_and_requeue(requeued: bool, site: Slurm, checkout: Path, tmp_path: Path) -> None:
     """Nodes taken by a more urgent job after a warning, then by a requeue without one: losses are as if not."""
@@ -113,7 +134,7 @@ def test_a_job_outlives_preemption_and_requeue(requeued: bool, site: Slurm, chec
 
     def wait_for_step(step: int) -> None:
         site.wait_for(cut, "RUNNING")
-        jobs.wait_for(lambda: step in steps("cut"), f"step {step}")
+        jobs.wait_for(lambda: step in steps("cut"), f"step {step}", 300)
 
     cut = submit("cut")
     wait_for_step(3)

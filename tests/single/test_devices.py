@@ -132,6 +132,15 @@ def test_what_the_user_has_set_stays() -> None:
     assert environment["OMPI_MCA_mpi_yield_when_idle"] == "1"
 
 
+def test_a_process_alone_does_not_look_for_other_ranks(tmp_path: Path) -> None:
+    environment = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    prepare_mpi(environment, on_cpu=False, prefix=tmp_path)
+    assert environment == {"SLURM_JOB_ID": "7", "OMPI_MCA_ess_singleton_isolated": "1"}
+    of_srun = {"PMIX_RANK": "0", "SLURM_STEP_ID": "0"}
+    prepare_mpi(of_srun, on_cpu=False, prefix=tmp_path)
+    assert of_srun == {"PMIX_RANK": "0", "SLURM_STEP_ID": "0"}
+
+
 def test_nothing_is_slowed_where_gpus_compute(tmp_path: Path) -> None:
     environment = {"OMPI_COMM_WORLD_RANK": "0"}
     prepare_mpi(environment, on_cpu=False, prefix=tmp_path)
