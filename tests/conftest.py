@@ -1,4 +1,4 @@
-"""What all tests share: where real CIFAR-10 lies, if it does."""
+"""What all tests share: the embedded data set, and where real CIFAR-10 lies, if it does."""
 
 import os
 from pathlib import Path
@@ -10,6 +10,16 @@ settings.register_profile("shared machine", deadline=None)  # a slow example is 
 settings.load_profile("shared machine")
 
 FOLDER = "cifar-10-batches-bin"
+
+
+@pytest.fixture(scope="session")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with the embedded set, drawn once: do not write there."""
+    from hvd_cifar.data import synthetic
+
+    folder = tmp_path_factory.mktemp("data")
+    synthetic.ensure(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

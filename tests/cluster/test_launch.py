@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from hvd_cifar.data import synthetic
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.jobs import launcher, losses, recorded, training, variables, wait_for
 
@@ -23,11 +22,9 @@ ENDLESS = ["--max-steps", "1000000", "--checkpoint-every", "1000000"]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded set, drawn once, on a disk that all hosts share."""
-    folder = tmp_path_factory.mktemp("data")
-    synthetic.ensure(folder)
-    return folder
+def data(embedded: Path) -> Path:
+    """The embedded set, on a disk that all hosts share."""
+    return embedded
 
 
 def _launch(host: Host, words: list[str | Path], timeout: float = 300) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,6 @@ import jsonschema
 import pytest
 import yaml
 
-from hvd_cifar.data import synthetic
 from tests.cluster import jobs
 from tests.cluster.hosts import Cluster, cluster, reason_to_skip
 from tests.ranks import CHECKOUT
@@ -110,15 +109,13 @@ def _hostfile(pods: Cluster) -> Path:
     return path
 
 
-def test_the_launcher_waits_for_names_and_then_trains(pods: Cluster, tmp_path: Path) -> None:
-    data, run_dir = tmp_path / "data", tmp_path / "run"
-    synthetic.ensure(data)
-    hostfile, errors = _hostfile(pods), tmp_path / "stderr"
+def test_the_launcher_waits_for_names_and_then_trains(pods: Cluster, embedded: Path, tmp_path: Path) -> None:
+    run_dir, hostfile, errors = tmp_path / "run", _hostfile(pods), tmp_path / "stderr"
     words = LAUNCHER["command"] + LAUNCHER["args"]
     assert words[:2] == ["/usr/bin/tini", "--"]
     place = {"/etc/mpi/hostfile": str(hostfile), "python": sys.executable}
     words = [place.get(word, word.replace(IN_IMAGE, str(CHECKOUT))) for word in words[2:]]
-    words += jobs.training(data, run_dir)[1:]
+    words += jobs.training(embedded, run_dir)[1:]
     first = pods[0]
     env = jobs.variables(first) | VARIABLES | {"OMPI_MCA_orte_default_hostfile": str(hostfile)}
     pods.set_names(pods[1], _names(pods, 2))

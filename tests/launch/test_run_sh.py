@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from hvd_cifar.data import synthetic
 from hvd_cifar.install import installer
 from tests.ranks import CHECKOUT, end_tree
 
@@ -43,11 +42,9 @@ def _run(
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder with the embedded set, drawn once."""
-    folder = tmp_path_factory.mktemp("data")
-    synthetic.ensure(folder)
-    return folder
+def data(embedded: Path) -> Path:
+    """A data folder with the embedded set."""
+    return embedded
 
 
 def _train(data: Path, run_dir: Path) -> list[str]:

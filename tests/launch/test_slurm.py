@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from hvd_cifar.data import synthetic
 from tests.cluster import jobs
 from tests.launch.slurm import Slurm, reason_to_skip, slurm
 from tests.ranks import CHECKOUT
@@ -110,10 +109,11 @@ if is_slow and "hvd_cifar" in sys.orig_argv:
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("requeued", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_job_outlives_preemption_and_requeue(requeued: bool, site: Slurm, checkout: Path, tmp_path: Path) -> None:
+def test_a_job_outlives_preemption_and_requeue(
+    requeued: bool, site: Slurm, checkout: Path, embedded: Path, tmp_path: Path
+) -> None:
     """Nodes taken by a more urgent job after a warning, then by a requeue without one: losses are as if not."""
-    data, slow = tmp_path / "data", tmp_path / "slow"
-    synthetic.ensure(data)
+    slow = tmp_path / "slow"
     slow.mkdir()
     (slow / "sitecustomize.py").write_text(SLOW)
     variables = _variables(site)
@@ -123,7 +123,7 @@ def test_a_job_outlives_preemption_and_requeue(requeued: bool, site: Slurm, chec
     def submit(name: str, *options: str) -> str:
         words: list[str | Path] = ["--nodes=2", "--ntasks-per-node=1", "--exclusive", f"--chdir={checkout}", *options]
         words += [f"--output={tmp_path / name}.out", BATCH]
-        words += ["--model", "tutorial", "--dataset", "synthetic", "--data-dir", data, "--global-batch-size", "32"]
+        words += ["--model", "tutorial", "--dataset", "synthetic", "--data-dir", embedded, "--global-batch-size", "32"]
         words += ["--max-steps", str(STEPS), "--eval-every", "0", "--log-every", "1", "--checkpoint-every", "10"]
         return site.submit([str(word) for word in words], variables | {"RUN_DIR": str(tmp_path / name)})
 
