@@ -242,6 +242,8 @@ def _launch(request: Request, ranks: int) -> int:
         raise UserError("mpirun is gone from PATH; load its module again, or run: ./run.sh setup")
     if Path(mpirun).parent == bin_folder:
         env.setdefault("OPAL_PREFIX", str(bin_folder.parent))
+    if request.in_slurm:
+        env["SLURM_EXPORT_ENV"] = "ALL"  # after sbatch --export=NONE mpirun's daemons would lack PATH and OPAL_PREFIX
     of_ranks = hosts_of_ranks(request.hosts, ranks)
     request = replace(request, hosts=tuple(host for host in request.hosts if host.name in of_ranks))
     network = _find_network(request, bin_folder)
