@@ -22,5 +22,8 @@ done
 find "$packages/tensorflow" "$packages/horovod" -type f \( -name '*.so' -o -name '*.so.*' \) \
     -exec strip --strip-unneeded {} +
 
-# Last of all: nothing is installed into an image.
+# Nothing is installed into an image.
 "$1"/bin/python -m pip uninstall --yes --quiet pip
+# Bytecode that is taken as it is: layers of images round files' times, by which Python would otherwise take half of it
+# for old, and compile that again whenever a rank starts, since the image's user cannot write it down.
+"$1"/bin/python -m compileall -q -f -j 0 --invalidation-mode unchecked-hash "$packages" || true
