@@ -244,6 +244,12 @@ CASES: dict[str, list[Case]] = {
             "ufw allow from 10.0.0.0/24",
         ),
         (_blocked("ac"), "failure c", "ports are blocked between it and a", "ufw"),
+        (
+            _with(HEALTHY, blocked=(NoWay("a", "c", CARDS["c"], 1024),)),
+            "failure c",
+            "some ports (1024) are blocked between it and a",
+            "ufw",
+        ),
     ],
     "versions": [
         (
@@ -310,7 +316,7 @@ CASES: dict[str, list[Case]] = {
         (
             _memory("a", attach_error="Operation not permitted"),
             "warning a",
-            '"Read -1, expected"',
+            "'Read -1, expected'",
             "--cap-add=SYS_PTRACE",
         ),
     ],

@@ -33,7 +33,13 @@ class Answers:
 
 
 def ask_all(
-    hosts: Sequence[str], here: str, python: str, questions: Mapping[str, Any], seconds: float, way: Way = ssh
+    hosts: Sequence[str],
+    here: str,
+    python: str,
+    questions: Mapping[str, Any],
+    seconds: float,
+    gloo: bool = False,
+    way: Way = ssh,
 ) -> Answers:
     """Ask all hosts at once.
 
@@ -42,6 +48,7 @@ def ask_all(
         python: the interpreter on every host.
         questions: what `probe.py` reads.
         seconds: how long a host may take to tell its facts.
+        gloo: whether ranks would talk over Gloo, which wants other ports than MPI.
         way: to the other hosts.
     """
     programs: list[Program] = []
@@ -50,7 +57,7 @@ def ask_all(
             text = PROBE.read_text()
             programs += [Program(host, host == here, python, text, seconds, way) for host in hosts]
             listening = pool.map(lambda program: _listen(program, questions), programs)
-            network, blocked = _network_of(hosts, here, python, way) if len(hosts) > 1 else (None, [])
+            network, blocked = _network_of(hosts, here, python, gloo, way) if len(hosts) > 1 else (None, [])
             answers = dict(zip(hosts, listening, strict=True))
         finally:  # first of all: what waits for an answer then has it
             for program in programs:
@@ -84,13 +91,15 @@ def _listen(program: Program, questions: Mapping[str, Any]) -> HostFacts | Silen
     return HostFacts(**found, missing=missing)
 
 
-def _network_of(hosts: Sequence[str], here: str, python: str, way: Way) -> tuple[Network | None, list[NoWay]]:
+def _network_of(
+    hosts: Sequence[str], here: str, python: str, gloo: bool, way: Way
+) -> tuple[Network | None, list[NoWay]]:
     """The network that joins the hosts that answer, and where it does not lead; None where nothing joins them."""
     with asked(hosts, here, python, way) as (probes, _):
         reports = {host: probe.report for host, probe in probes.items()}
         found = candidates(reports, {host: resolve(host) for host in probes}) if len(probes) > 1 else []
         if not found:
             return None, []
-        faults = try_out(found, probes)
+        faults = try_out(found, probes, gloo)
     best = min(range(len(found)), key=lambda number: len(faults[number]))
     return found[best], faults[best]

@@ -49,7 +49,7 @@ def examine(settings: DoctorSettings) -> None:
     everyone = list(dict.fromkeys([here, *names]))  # this machine takes part also where it has no rank
     _tell(f"asking {len(everyone)} host{'s' * (len(everyone) > 1)} ...")
     questions = _questions(settings, everyone)
-    answers = ask.ask_all(everyone, here, sys.executable, questions, settings.probe_timeout, way)
+    answers = ask.ask_all(everyone, here, sys.executable, questions, settings.probe_timeout, settings.gloo, way)
     subject = Subject(
         hosts=_with_slots(hosts, answers.facts),
         here=here,

@@ -191,7 +191,11 @@ def ports(subject: Subject) -> Iterator[Finding]:
         card = cards.get(worst) or cards[pairs[0][1]]
         mine = subject.facts[subject.here].network if subject.here in subject.facts else None
         if mine and card.address in mine.addresses.get(worst, ()):
-            text = f"ports are blocked between it and {_list(others)}: ssh gets through at {card.address}, ranks do not"
+            some = {way.port for way in subject.blocked if worst in (way.here, way.there)}
+            which = "ports" if None in some else f"some ports ({min(filter(None, some))})"
+            text = (
+                f"{which} are blocked between it and {_list(others)}: ssh gets through at {card.address}, ranks do not"
+            )
         else:
             text = f"no way between it and {_list(others)} at {card.address} ({card.name}): a cable, or a firewall"
         mend = f"ufw allow from {card.subnet}, or what else lets all its ports through"
@@ -369,7 +373,7 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
             found(host.name, "failure" if on_gpus else "warning", text, mend)
         if memory.attach_error and not subject.gloo and not subject.single_copy_off:
             # Open MPI 4.1.8 then copies through /dev/shm, and complains of every message.
-            text = f'ranks may not read each other\'s memory ({memory.attach_error}): MPI says "Read -1, expected" each time'
+            text = f"ranks may not read each other's memory ({memory.attach_error}): MPI says 'Read -1, expected'"
             found(host.name, "warning", text, LET_READ)
     yield from wrong
     if known and not wrong:
