@@ -55,7 +55,7 @@ def _healthy_host(name: str) -> HostFacts:
             addresses={host: (address,) for host, address in ADDRESS.items()},
             names={address: host for host, address in ADDRESS.items()},
         ),
-        cpu=Cpu(cores=8, quota=None, model="x", flags=("avx", "f16c", "fma", "avx512_bf16")),
+        cpu=Cpu(cores=8, quota=None, load=1.0, model="x", flags=("avx", "f16c", "fma", "avx512_bf16")),
         memory=Memory(available=2**35, shm_total=2**33, shm_free=2**33, attach_error="", open_files=1024),
         versions=Versions(
             python="3.11.7",
@@ -388,6 +388,12 @@ CASES: dict[str, list[Case]] = {
             _job(links=tuple((_link(x, y, 100000000.0) for x, y in ("ab", "ac", "bc")))),
             "warning",
             "of 10.0 Gbit/s that the cards promise",
+            "ethtool",
+        ),
+        (
+            _with(_cpu("b", load=20.0), job=_job(links=(*LINKS[:3], _link("b", "c", 1e8))).job),
+            "warning",
+            "cores are busy there, which slows it, too (load 20 on b's 8)",
             "ethtool",
         ),
     ],

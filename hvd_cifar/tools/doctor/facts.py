@@ -37,10 +37,11 @@ class Versions(_Facts):
 
 
 class Cpu(_Facts):
-    """The cores that a process may use, within the container's limit (`quota`, in cores)."""
+    """The cores that a process may use, within the container's limit (`quota`, in cores), and how many are in use."""
 
     cores: int
     quota: float | None
+    load: float  # of the last minute
     model: str
     flags: tuple[str, ...]
 

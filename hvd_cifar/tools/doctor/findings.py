@@ -33,6 +33,7 @@ LEAST_DISK, GOOD_DISK = 100 * MIB, 1 * GIB
 CLOCK_SECONDS = 2.0
 # Of the other links' median; of what the card promises; and what nobody wants to train over.
 SLOW_OF_OTHERS, SLOW_OF_CARD, SLOW_BYTES_PER_SECOND = 0.25, 0.1, 100e6 / 8
+BUSY = 1.5  # processes for each core
 LATE_OF_OTHERS, LATE_SECONDS = 10.0, 5e-3
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 NEEDED_FLAGS = ("avx", "f16c", "fma")  # TensorFlow is built for the first, Horovod with all that set-up found
@@ -594,10 +595,12 @@ def links(subject: Subject) -> Iterator[Finding]:
         text = f"all its links are slow: {_speeds(mine)}"
         rest = [link for link in between if link not in mine]
         text += f"; the others: {_speeds(rest)}" if rest else ""
+        text += _busy(subject, [host])
         yield Finding(check="links", level="warning", host=host, text=text, mend=_mend_link(subject, host))
     for link in slow:
         if link.a not in named and link.b not in named:
             text = f"{_between(link)} it is slow: {_speeds([link])}{_why_slow(link, between, subject)}"
+            text += _busy(subject, [link.a, link.b])
             yield Finding(check="links", level="warning", text=text, mend=_mend_link(subject, link.b))
     if not wrong and not slow:
         measured = f"{len(between)} of {_count(done.pairs, 'pair')} of hosts" if len(between) < done.pairs else ""
@@ -629,6 +632,13 @@ def _hosts_behind(slow: Sequence[Link], all_links: Sequence[Link]) -> list[str]:
         return []
     mine = {host: [link for link in all_links if host in (link.a, link.b)] for host in hosts}
     return [host for host in hosts if len(mine[host]) > 1 and all(link in slow for link in mine[host])]
+
+
+def _busy(subject: Subject, names: Sequence[str]) -> str:
+    """What else may make these hosts' links slow: other work on their cores."""
+    cpus = {name: facts.cpu for name, facts in subject.facts.items() if name in names and facts.cpu}
+    busy = [f"{cpu.load:.0f} on {name}'s {cpu.usable}" for name, cpu in cpus.items() if cpu.load > BUSY * cpu.usable]
+    return f"; but cores are busy there, which slows it, too (load {', '.join(busy)})" if busy else ""
 
 
 def _mend_link(subject: Subject, host: str) -> str:
