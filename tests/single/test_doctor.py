@@ -393,7 +393,7 @@ CASES: dict[str, list[Case]] = {
         (
             _with(_cpu("b", load=20.0), job=_job(links=(*LINKS[:3], _link("b", "c", 1e8))).job),
             "warning",
-            "cores are busy there, which slows it, too (load 20 on b's 8)",
+            "cores are busy there, which slows it (load 20 on b's 8)",
             "ethtool",
         ),
     ],

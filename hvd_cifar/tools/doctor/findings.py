@@ -564,10 +564,9 @@ def job(subject: Subject) -> Iterator[Finding]:
         yield Finding(check="job", level="warning", text=f"a rank said: {read_failed}", mend=LET_READ)
     if done.failure:
         pending = _list([f"{a} and {b}" for a, b in done.pending])
-        text = done.failure + f"; it hung between {pending}" * bool(pending)
-        mend = (
-            f"let all ports through between {pending}" if pending else "./run.sh train --max-steps 1 there shows more"
-        )
+        text = done.failure + f"; it hung between {pending}" * bool(pending) + _busy(subject, list(done.ranks))
+        mend = "./run.sh train --max-steps 1 there shows more; where it is only slow: --job-timeout"
+        mend = f"let all ports through between {pending}" if pending else mend
         yield Finding(check="job", level="failure", text=text, mend=mend)
         return
     if done.wrong_values:
@@ -638,7 +637,7 @@ def _busy(subject: Subject, names: Sequence[str]) -> str:
     """What else may make these hosts' links slow: other work on their cores."""
     cpus = {name: facts.cpu for name, facts in subject.facts.items() if name in names and facts.cpu}
     busy = [f"{cpu.load:.0f} on {name}'s {cpu.usable}" for name, cpu in cpus.items() if cpu.load > BUSY * cpu.usable]
-    return f"; but cores are busy there, which slows it, too (load {', '.join(busy)})" if busy else ""
+    return f"; cores are busy there, which slows it (load {', '.join(busy)})" if busy else ""
 
 
 def _mend_link(subject: Subject, host: str) -> str:
