@@ -396,7 +396,7 @@ class DoctorSettings(_Settings):
     )
     run_dir: LocalPath = Field(Path("runs"), validate_default=True, description="The run's folder for output.")
     probe_timeout: Finite = Field(30, gt=0, description="Seconds that a host may take to tell its facts.")
-    job_timeout: Finite = Field(120, gt=0, description="Seconds after which the small job is ended.")
+    job_timeout: Finite = Field(180, gt=0, description="Seconds after which the small job is ended.")
     as_json: bool = Field(
         False, description="Print facts and findings as JSON, not as a table.", json_schema_extra={"flags": ["--json"]}
     )

@@ -35,12 +35,15 @@ class Card:
 
 @dataclass(frozen=True)
 class Report:
-    """What a host said of itself. `port` is where it listens while the hosts try to reach each other."""
+    """What a host said of itself. `ports`: where it listens while the hosts try to reach each other.
+
+    The first is one as Gloo's ranks have, the others are as MPI's.
+    """
 
     hostname: str
     resolves_itself: bool
     cards: tuple[Card, ...]
-    port: int = 0
+    ports: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def find_network(hosts: Sequence[str], here: str, python: str, gloo: bool, way: 
                 for host, report in reports.items()
             )
             raise UserError(f"the hosts have no network in common ({cards}): connect them to one")
-        faults = try_out(found, probes)
+        faults = try_out(found, probes, gloo)
     works = next((network for network, fault in zip(found, faults, strict=True) if not fault), None)
     if works is None:
         raise UserError(f"{faults[0][0]}: check its cable and the firewalls, which must let all ports through")
@@ -153,7 +156,7 @@ class Probe:
                 Card(card["name"], card["address"], _subnet(card["address"], card["netmask"]), card["speed"])
                 for card in said["interfaces"]
             ),
-            said["port"],
+            tuple(said["ports"]),
         )
         return None
 
@@ -187,31 +190,43 @@ def asked(
 
 @dataclass(frozen=True)
 class NoWay:
-    """One host does not reach another one at the address of a card."""
+    """One host does not reach another one at the address of a card, at some port or at all."""
 
     here: str
     there: str
     card: Card
+    port: int | None = None  # None: at no port that was tried
 
     def __str__(self) -> str:
-        return f"{self.here} cannot reach {self.there} at {self.card.address} ({self.card.name}, {self.card.subnet})"
+        port = f", port {self.port}" if self.port else ""
+        return (
+            f"{self.here} cannot reach {self.there} at {self.card.address}{port} ({self.card.name}, {self.card.subnet})"
+        )
 
 
-def try_out(networks: Sequence[Network], probes: Mapping[str, Probe]) -> list[list[NoWay]]:
-    """What is wrong with each network, [] where nothing is: every host connects to every other one on each."""
+def try_out(networks: Sequence[Network], probes: Mapping[str, Probe], gloo: bool) -> list[list[NoWay]]:
+    """What is wrong with each network, [] where nothing is: every host connects to every other one on each.
+
+    `gloo`: ports as MPI has them need not be open.
+    """
     ways = [(number, there) for number in range(len(networks)) for there in probes]
+    ports = {host: probe.report.ports[:1] if gloo else probe.report.ports for host, probe in probes.items()}
 
     def reached_from(here: str) -> list[bool]:
-        targets = [(networks[number].cards[there].address, probes[there].report.port) for number, there in ways]
-        return probes[here].ask(targets)
+        return probes[here].ask(
+            [(networks[number].cards[there].address, port) for number, there in ways for port in ports[there]]
+        )
 
     with ThreadPoolExecutor(max_workers=len(probes)) as pool:
         answers = dict(zip(probes, pool.map(reached_from, probes), strict=True))
     faults: list[list[NoWay]] = [[] for _ in networks]
     for here, reached in answers.items():
-        for (number, there), works in zip(ways, reached, strict=True):
-            if not works:
-                faults[number].append(NoWay(here, there, networks[number].cards[there]))
+        left = iter(reached)
+        for number, there in ways:
+            closed = [port for port in ports[there] if not next(left)]
+            if closed:
+                port = closed[0] if len(closed) < len(ports[there]) else None
+                faults[number].append(NoWay(here, there, networks[number].cards[there], port))
     return faults
 
 

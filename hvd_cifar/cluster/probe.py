@@ -1,6 +1,6 @@
 """What a host says of itself to one that wants to start ranks there: a program that is sent to it over ssh.
 
-It writes a line of JSON (its name, its network cards, a port that it listens at), reads one (addresses and ports to
+It writes a line of JSON (its name, its network cards, the ports that it listens at), reads one (addresses and ports to
 try), writes which of them it reached, and ends; it ends, too, when the asking side goes away. It imports nothing of
 this package, whose version there may be another one.
 """
@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 
 CONNECT_SECONDS = 3.0
+FIRST_MPI_PORT = 1024  # Open MPI's ranks listen from there on (btl_tcp_port_min_v4); Gloo's where the system says
 
 
 def interfaces() -> "list[dict[str, object]]":
@@ -47,15 +48,26 @@ def reaches(target: "list[str | int]") -> bool:
         return False
 
 
+def listeners() -> "list[socket.socket]":
+    """Listening where Gloo's ranks would, and where MPI's would. Connections wait there: nobody need accept them."""
+    found = [socket.create_server(("0.0.0.0", 0), backlog=512)]
+    for port in range(FIRST_MPI_PORT, FIRST_MPI_PORT + 100):
+        try:
+            return [*found, socket.create_server(("0.0.0.0", port), backlog=512)]
+        except OSError:
+            pass
+    return found
+
+
 def main() -> None:
     """See the module."""
-    listener = socket.create_server(("0.0.0.0", 0), backlog=512)  # connections wait there, nobody need accept them
+    listening = listeners()
     name = socket.gethostname()
     report = {
         "hostname": name,
         "resolves_itself": resolves(name),
         "interfaces": interfaces(),
-        "port": listener.getsockname()[1],
+        "ports": [listener.getsockname()[1] for listener in listening],
     }
     print(json.dumps(report), flush=True)
     asked = sys.stdin.readline()
@@ -64,7 +76,7 @@ def main() -> None:
     targets = json.loads(asked)
     with ThreadPoolExecutor(max_workers=32) as pool:
         print(json.dumps(list(pool.map(reaches, targets))), flush=True)
-    # The listener stays until all hosts have tried: the asking side then closes this side's input.
+    # The listeners stay until all hosts have tried: the asking side then closes this side's input.
     sys.stdin.read()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hvd_cifar.distributed.environment import launched_size
+
+SECONDS_BETWEEN_LOOKS = 2e-3
 
 Reduce = Callable[[NDArray[np.float32]], NDArray[np.float32]]  # this rank's terms [n] -> the sums [n]
 Pairs = Sequence[tuple[int, int]]
@@ -44,6 +47,9 @@ def by_mpi(pairs: Pairs) -> Reduce | None:
     from mpi4py import MPI  # only here: under Gloo its import would try to start MPI
 
     everyone = MPI.COMM_WORLD
+    together = everyone.Ibarrier()
+    while not together.Test():  # MPI itself would poll, and take a core from pairs that are still at it
+        time.sleep(SECONDS_BETWEEN_LOOKS)
     mine = next((number for number, pair in enumerate(pairs) if everyone.rank in pair), MPI.UNDEFINED)
     pair = everyone.Split(mine, key=everyone.rank)
     if pair == MPI.COMM_NULL:

@@ -172,7 +172,8 @@ def test_planted_faults_are_named(need_hosts: None, tmp_path: Path) -> None:
 
         place = ["--data-dir", str(hosts.own / "data"), "--run-dir", str(hosts.own / "runs")]
         cores = len(os.sched_getaffinity(0))
-        code, said, errors = _doctor(hosts, "--hostfile", hosts.hostfile(cores + 1, 1, 1, 1, 1), *place)
+        hostfile = hosts.hostfile(cores + 1, 1, 1, 1, 1)
+        code, said, errors = _doctor(hosts, "--hostfile", hostfile, *place)
         found = _found(said)
 
         def is_named(check: str, start: str, *parts: str) -> None:
@@ -193,19 +194,21 @@ def test_planted_faults_are_named(need_hosts: None, tmp_path: Path) -> None:
         is_named("cores", "warning node1", f"{cores + 1} slots share {cores} core", f"slots={cores}")
         is_named("shared memory", "warning node1: 64.0 KiB free in /dev/shm", "--shm-size")
         is_named("run folder", f"failure node1: rank 0 cannot write to {hosts.own}/runs: Read-only file system")
-        is_named("versions", "failure node2: numpy 2.0.99, not ", "./run.sh setup --hostfile")
+        is_named("versions", "failure node2: numpy 2.0.99, not ", f"./run.sh setup --hostfile {hostfile}")
         is_named("clocks", "warning node2: its clock is 3,600 s ahead", "timedatectl")
         is_named("open files", "failure node2: a process may open 80 files", "nofile")
         others = "node1, node2, node4 and 1 more"
         is_named("ports", f"failure node3: ports are blocked between it and {others}", "ufw allow from 10.77.0.0/24")
         is_named("disk", f"failure node3: nothing can be written to {hosts.own}/tmp: No space left on device")
         is_named("network", "warning node4: ib0 (10.99.0.4) is down", "ip link set ib0 up")
-        is_named("GPUs", "warning node5: 1 GPU, but the environment is one for the CPU", "setup --hostfile FILE --gpu")
+        is_named(
+            "GPUs", "warning node5: 1 GPU, but the environment is one for the CPU", f"setup --hostfile {hostfile} --gpu"
+        )
         # The job ran on the three hosts that could take part, and found the slow one.
         assert said["job"]["ranks"] == {"node1": min(2, cores + 1), "node4": 1, "node5": 1}
         is_named("job", "warning : it ran without node2, node3")
         slow = [line for line in found.pop("links") if "node4" in line]
-        assert slow and all("on node4: ethtool eth0" in line for line in slow), slow
+        assert slow and all("ethtool -S eth0 on node4" in line for line in slow), slow
         speeds = {(link["a"], link["b"]): link["bytes_per_second"] * 8 / 1e6 for link in said["job"]["links"]}
         assert speeds["node1", "node4"] < 30 and speeds["node4", "node5"] < 30 < speeds["node1", "node5"], speeds
         assert not found
@@ -231,7 +234,7 @@ def test_hosts_that_do_not_answer_are_named(need_hosts: None, tmp_path: Path) ->
         assert silent[1] == "failure node3: ssh node3: it asks for a password -> ssh-copy-id node3"
         assert silent[2].startswith("failure node4: ssh node4: its key is not known here") and "ssh node4" in silent[2]
         assert silent[3].startswith("failure node5: node5 has no environment like this one")
-        assert "./run.sh setup --hostfile FILE" in silent[3]
+        assert f"./run.sh setup --hostfile {options[1]}" in silent[3]
         assert said["job"]["ranks"] == {"node1": 1} and not said["job"]["failure"]
 
 

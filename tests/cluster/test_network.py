@@ -48,6 +48,17 @@ def test_gloo_is_told_each_hosts_own_card(two_hosts: Cluster) -> None:
         host.must("ip", "link", "del", name)
 
 
+def test_ports_that_mpi_listens_at_are_tried_for_mpi(two_hosts: Cluster) -> None:
+    """A firewall that lets the system's usual ports through: enough for Gloo."""
+    rule = ["sport", "1024-1200", "blackhole"]
+    two_hosts[1].must("ip", "rule", "add", *rule)
+    done = {kind: _dry_run(two_hosts, kind, "train") for kind in ("--mpi", "--gloo")}
+    two_hosts[1].must("ip", "rule", "del", *rule)
+    assert done["--mpi"].returncode == 2
+    assert "node1 cannot reach node2 at 10.77.0.2, port 1024 (eth0, 10.77.0.0/24)" in done["--mpi"].stderr
+    assert done["--gloo"].returncode == 0, done["--gloo"].stderr
+
+
 FAULTS = {
     "key": "ssh node2: it asks for a password: ssh-copy-id node2",
     "host key": "ssh node2: its key is not known here",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,36 @@ PROBE = Path(__file__).with_name("probe.py")
 Silent = tuple[str, str]  # what is wrong with a host that does not answer, and what mends it
 
 
-def facts_of_all(
-    hosts: Sequence[str], here: str, python: str, questions: Mapping[str, Any], seconds: float, way: Way = ssh
-) -> tuple[dict[str, HostFacts], dict[str, Silent]]:
-    """What the hosts say of themselves, and why some do not.
+@dataclass(frozen=True)
+class Answers:
+    """What the hosts say: facts of those that answer, what is wrong with the others, and what joins them.
+
+    `network` is None where nothing does, or one host alone was asked; `blocked`: where it does not lead.
+    """
+
+    facts: dict[str, HostFacts]
+    silent: dict[str, Silent]
+    network: Network | None
+    blocked: list[NoWay]
+
+
+def ask_all(
+    hosts: Sequence[str],
+    here: str,
+    python: str,
+    questions: Mapping[str, Any],
+    seconds: float,
+    gloo: bool = False,
+    way: Way = ssh,
+) -> Answers:
+    """Ask all hosts at once.
 
     Args:
         hosts: their names; `here` is this machine's, which is asked directly.
         python: the interpreter on every host.
         questions: what `probe.py` reads.
-        seconds: how long a host may take.
+        seconds: how long a host may take to tell its facts.
+        gloo: whether ranks would talk over Gloo, which wants other ports than MPI.
         way: to the other hosts.
     """
     programs: list[Program] = []
@@ -35,12 +56,15 @@ def facts_of_all(
         try:
             text = PROBE.read_text()
             programs += [Program(host, host == here, python, text, seconds, way) for host in hosts]
-            answers = dict(zip(hosts, pool.map(lambda program: _listen(program, questions), programs), strict=True))
+            listening = pool.map(lambda program: _listen(program, questions), programs)
+            network, blocked = _network_of(hosts, here, python, gloo, way) if len(hosts) > 1 else (None, [])
+            answers = dict(zip(hosts, listening, strict=True))
         finally:  # first of all: what waits for an answer then has it
             for program in programs:
                 program.end()
     facts = {host: answer for host, answer in answers.items() if isinstance(answer, HostFacts)}
-    return facts, {host: answer for host, answer in answers.items() if not isinstance(answer, HostFacts)}
+    silent = {host: answer for host, answer in answers.items() if not isinstance(answer, HostFacts)}
+    return Answers(facts, silent, network, blocked)
 
 
 def _listen(program: Program, questions: Mapping[str, Any]) -> HostFacts | Silent:
@@ -67,13 +91,15 @@ def _listen(program: Program, questions: Mapping[str, Any]) -> HostFacts | Silen
     return HostFacts(**found, missing=missing)
 
 
-def network_of(hosts: Sequence[str], here: str, python: str, way: Way = ssh) -> tuple[Network | None, list[NoWay]]:
+def _network_of(
+    hosts: Sequence[str], here: str, python: str, gloo: bool, way: Way
+) -> tuple[Network | None, list[NoWay]]:
     """The network that joins the hosts that answer, and where it does not lead; None where nothing joins them."""
     with asked(hosts, here, python, way) as (probes, _):
         reports = {host: probe.report for host, probe in probes.items()}
         found = candidates(reports, {host: resolve(host) for host in probes}) if len(probes) > 1 else []
         if not found:
             return None, []
-        faults = try_out(found, probes)
+        faults = try_out(found, probes, gloo)
     best = min(range(len(found)), key=lambda number: len(faults[number]))
     return found[best], faults[best]

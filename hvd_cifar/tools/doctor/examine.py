@@ -9,7 +9,6 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from hvd_cifar.cluster.hosts import Host, hosts_of_ranks, is_local, parse_hosts,
 from hvd_cifar.cluster.program import Way
 from hvd_cifar.config import DoctorSettings
 from hvd_cifar.data import cifar10, synthetic
+from hvd_cifar.distributed.environment import launched_size
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.tools.doctor import ask, findings, job, table
@@ -33,11 +33,13 @@ def examine(settings: DoctorSettings) -> None:
     """Look at all hosts, and print what was found.
 
     Raises:
-        UserError: where hosts or ranks are not given rightly.
+        UserError: where hosts or ranks are not given rightly, or a launcher started this.
         TrainingError: where a run would fail.
     """
     # An exception, so that what runs on other hosts is ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if (launched_size() or 1) > 1:
+        raise UserError("a launcher started this several times; the doctor starts ranks itself: call it once")
     nodes = slurm.allocation(os.environ)
     hosts = hosts_of(settings, nodes)
     in_slurm = bool(nodes) and not (settings.hosts or settings.hostfile)
@@ -46,23 +48,20 @@ def examine(settings: DoctorSettings) -> None:
     here = next((name for name in names if is_local(name)), socket.gethostname())
     everyone = list(dict.fromkeys([here, *names]))  # this machine takes part also where it has no rank
     _tell(f"asking {len(everyone)} host{'s' * (len(everyone) > 1)} ...")
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        joining = pool.submit(ask.network_of, everyone, here, sys.executable, way) if len(everyone) > 1 else None
-        facts, silent = ask.facts_of_all(
-            everyone, here, sys.executable, _questions(settings, everyone), settings.probe_timeout, way
-        )
-        network, blocked = joining.result() if joining else (None, [])
+    questions = _questions(settings, everyone)
+    answers = ask.ask_all(everyone, here, sys.executable, questions, settings.probe_timeout, settings.gloo, way)
     subject = Subject(
-        hosts=_with_slots(hosts, facts),
+        hosts=_with_slots(hosts, answers.facts),
         here=here,
+        hosts_option=_hosts_option(settings, hosts),
         gloo=settings.gloo,
         dataset=settings.dataset,
         data_dir=str(settings.data_dir),
         run_dir=str(settings.run_dir),
-        facts=facts,
-        silent=silent,
-        network=network,
-        blocked=tuple(blocked),
+        facts=answers.facts,
+        silent=answers.silent,
+        network=answers.network,
+        blocked=tuple(answers.blocked),
         single_copy_off=os.environ.get(SINGLE_COPY) in ("none", "emulated"),
     )
     subject = _with_job(subject, settings, in_slurm)
@@ -100,6 +99,16 @@ def hosts_of(settings: DoctorSettings, nodes: tuple[Host, ...] = ()) -> tuple[Ho
         raise UserError(f"-np {settings.ranks} is more than the {slots} slots of the hosts; lower it or add slots")
     used = Counter(hosts_of_ranks(hosts, settings.ranks))
     return tuple(Host(name, count) for name, count in used.items())
+
+
+def _hosts_option(settings: DoctorSettings, hosts: Sequence[Host]) -> str:
+    """How a command line names these hosts; "" where there is this machine alone."""
+    if settings.hostfile is not None:
+        inside = settings.hostfile.is_relative_to(Path.cwd())
+        return f"--hostfile {settings.hostfile.relative_to(Path.cwd()) if inside else settings.hostfile}"
+    if settings.hosts is None and len(hosts) == 1:
+        return ""
+    return f"-H {','.join(f'{host.name}:{host.slots}' for host in hosts)}"
 
 
 def _with_slots(hosts: tuple[Host, ...], facts: Mapping[str, HostFacts]) -> tuple[Host, ...]:

@@ -37,10 +37,11 @@ class Versions(_Facts):
 
 
 class Cpu(_Facts):
-    """The cores that a process may use, within the container's limit (`quota`, in cores)."""
+    """The cores that a process may use, within the container's limit (`quota`, in cores), and how many are in use."""
 
     cores: int
     quota: float | None
+    load: float  # of the last minute
     model: str
     flags: tuple[str, ...]
 
@@ -174,6 +175,7 @@ class Subject(_Facts):
     """All that the findings are drawn from.
 
     hosts: with the slots that a job would use; here: this machine's name, which may be none of them.
+    hosts_option: how a command line names the hosts, such as --hostfile FILE.
     silent: what is wrong with hosts that did not answer, and what mends it.
     network: what would join the hosts, None: nothing does, or all is one host. blocked: where it does not lead.
     job: None: it was not started; why not: `no_job`.
@@ -183,6 +185,7 @@ class Subject(_Facts):
 
     hosts: tuple[Host, ...]
     here: str
+    hosts_option: str
     gloo: bool
     dataset: DatasetName
     data_dir: str

@@ -33,11 +33,13 @@ LEAST_DISK, GOOD_DISK = 100 * MIB, 1 * GIB
 CLOCK_SECONDS = 2.0
 # Of the other links' median; of what the card promises; and what nobody wants to train over.
 SLOW_OF_OTHERS, SLOW_OF_CARD, SLOW_BYTES_PER_SECOND = 0.25, 0.1, 100e6 / 8
+BUSY = 1.5  # processes for each core
 LATE_OF_OTHERS, LATE_SECONDS = 10.0, 5e-3
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 NEEDED_FLAGS = ("avx", "f16c", "fma")  # TensorFlow is built for the first, Horovod with all that set-up found
 SET_UP = "./run.sh setup"
 SET_UP_ALL = "./run.sh setup --hostfile FILE"
+LET_READ = "docker run --cap-add=SYS_PTRACE, or: export OMPI_MCA_btl_vader_single_copy_mechanism=none"
 NAMES_SHOWN = 3
 RUN_FOLDER = "run folder"
 
@@ -56,7 +58,9 @@ class Finding(BaseModel):
 
 def of(subject: Subject) -> list[Finding]:
     """All findings, in the order in which they are best read."""
-    return [finding for check in CHECKS for finding in check(subject)]
+    found = [finding for check in CHECKS for finding in check(subject)]
+    option = subject.hosts_option or "--hostfile FILE"
+    return [finding.model_copy(update={"mend": finding.mend.replace("--hostfile FILE", option)}) for finding in found]
 
 
 def before_the_job(subject: Subject) -> list[Finding]:
@@ -107,7 +111,8 @@ def _wrong_names(subject: Subject) -> Iterator[Finding]:
         return Finding(check="names", level=level, host=host, text=text, mend=mend)
 
     known = {name: facts.network for name, facts in subject.facts.items() if facts.network}
-    several = len(subject.hosts) > 1
+    # Nobody calls this machine by its name where it has no rank; and localhost is every host's own.
+    called = [host.name for host in subject.hosts if host.name in known and host.name != "localhost"]
     for host, mine in known.items():
         own = mine.addresses.get(mine.hostname, ())
         if not own:
@@ -116,9 +121,10 @@ def _wrong_names(subject: Subject) -> Iterator[Finding]:
             # Over MPI nobody asks for it but tools such as sudo.
             level: Level = "failure" if subject.gloo else "warning"
             yield wrong(host, text, f"echo '{address} {mine.hostname}' >> /etc/hosts", level)
-        for other, theirs in known.items() if several else ():
+        for other in called:
             if other == host:
                 continue
+            theirs = known[other]
             addresses = mine.addresses.get(other, ())
             real = [card.address for card in theirs.cards]
             fits = [address for address in addresses if address in real]
@@ -184,12 +190,16 @@ def ports(subject: Subject) -> Iterator[Finding]:
         left = [pair for pair in left if worst not in pair]
         others = sorted({name for pair in pairs for name in pair} - {worst})
         card = cards.get(worst) or cards[pairs[0][1]]
-        by_ssh = [f.network.addresses.get(worst, ()) for f in subject.facts.values() if f.network]
-        if any(card.address in addresses for addresses in by_ssh):
-            text = f"ports are blocked between it and {_list(others)}: ssh gets through at {card.address}, ranks do not"
+        mine = subject.facts[subject.here].network if subject.here in subject.facts else None
+        if mine and card.address in mine.addresses.get(worst, ()):
+            some = {way.port for way in subject.blocked if worst in (way.here, way.there)}
+            which = "ports" if None in some else f"some ports ({min(filter(None, some))})"
+            text = (
+                f"{which} are blocked between it and {_list(others)}: ssh gets through at {card.address}, ranks do not"
+            )
         else:
             text = f"no way between it and {_list(others)} at {card.address} ({card.name}): a cable, or a firewall"
-        mend = f"let all ports of {card.subnet} through: ufw allow from {card.subnet}"
+        mend = f"ufw allow from {card.subnet}, or what else lets all its ports through"
         yield Finding(check="ports", level="failure", host=worst, text=text, mend=mend)
 
 
@@ -363,9 +373,9 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
             mend = "mount -o remount,size=1G /dev/shm; in a container: docker run --shm-size=1g"
             found(host.name, "failure" if on_gpus else "warning", text, mend)
         if memory.attach_error and not subject.gloo and not subject.single_copy_off:
-            text = f'ranks may not read each other\'s memory ({memory.attach_error}): MPI would say "Read -1, expected"'
-            mend = "docker run --cap-add=SYS_PTRACE, or: export OMPI_MCA_btl_vader_single_copy_mechanism=none"
-            found(host.name, "failure", text, mend)
+            # Open MPI 4.1.8 then copies through /dev/shm, and complains of every message.
+            text = f"ranks may not read each other's memory ({memory.attach_error}): MPI says 'Read -1, expected'"
+            found(host.name, "warning", text, LET_READ)
     yield from wrong
     if known and not wrong:
         free = _size(min(memory.shm_free for memory in known.values()))
@@ -550,14 +560,13 @@ def job(subject: Subject) -> Iterator[Finding]:
         text = f"it ran without {_list(left_out)}, for what is said of {'it' if len(left_out) == 1 else 'them'} above"
         yield Finding(check="job", level="warning", text=text)
     read_failed = next((line for line in done.complaints if "Read -1, expected" in line), "")
-    if done.failure or read_failed:
+    if read_failed:
+        yield Finding(check="job", level="warning", text=f"a rank said: {read_failed}", mend=LET_READ)
+    if done.failure:
         pending = _list([f"{a} and {b}" for a, b in done.pending])
-        text = (done.failure or f"a rank said: {read_failed}") + f"; it hung between {pending}" * bool(pending)
-        mend = "./run.sh train --max-steps 1 with the same hosts shows more"
-        if read_failed:
-            mend = "docker run --cap-add=SYS_PTRACE, or: export OMPI_MCA_btl_vader_single_copy_mechanism=none"
-        elif pending:
-            mend = f"let all ports through between {pending}"
+        text = done.failure + f"; it hung between {pending}" * bool(pending) + _busy(subject, list(done.ranks))
+        mend = "./run.sh train --max-steps 1 there shows more; where it is only slow: --job-timeout"
+        mend = f"let all ports through between {pending}" if pending else mend
         yield Finding(check="job", level="failure", text=text, mend=mend)
         return
     if done.wrong_values:
@@ -575,7 +584,7 @@ def links(subject: Subject) -> Iterator[Finding]:
     wrong = [link for link in done.links if link.wrong_values]
     for link in wrong:
         text = f"{link.wrong_values:,} wrong values in an all-reduce {_between(link)}"
-        mend = "ethtool -S CARD: count its errors; swap the cable or the card" if link.a != link.b else SET_UP
+        mend = "ethtool -S CARD: errors? Then try another cable, or card" if link.a != link.b else SET_UP
         yield Finding(check="links", level="failure", host=link.a if link.a == link.b else "", text=text, mend=mend)
     between = [link for link in done.links if link.a != link.b]
     slow = [link for link in between if _why_slow(link, between, subject)]
@@ -585,10 +594,12 @@ def links(subject: Subject) -> Iterator[Finding]:
         text = f"all its links are slow: {_speeds(mine)}"
         rest = [link for link in between if link not in mine]
         text += f"; the others: {_speeds(rest)}" if rest else ""
+        text += _busy(subject, [host])
         yield Finding(check="links", level="warning", host=host, text=text, mend=_mend_link(subject, host))
     for link in slow:
         if link.a not in named and link.b not in named:
             text = f"{_between(link)} it is slow: {_speeds([link])}{_why_slow(link, between, subject)}"
+            text += _busy(subject, [link.a, link.b])
             yield Finding(check="links", level="warning", text=text, mend=_mend_link(subject, link.b))
     if not wrong and not slow:
         measured = f"{len(between)} of {_count(done.pairs, 'pair')} of hosts" if len(between) < done.pairs else ""
@@ -622,9 +633,18 @@ def _hosts_behind(slow: Sequence[Link], all_links: Sequence[Link]) -> list[str]:
     return [host for host in hosts if len(mine[host]) > 1 and all(link in slow for link in mine[host])]
 
 
+def _busy(subject: Subject, names: Sequence[str]) -> str:
+    """What else may make these hosts' links slow: other work on their cores."""
+    cpus = {name: facts.cpu for name, facts in subject.facts.items() if name in names and facts.cpu}
+    busy = [f"{cpu.load:.0f} on {name}'s {cpu.usable}" for name, cpu in cpus.items() if cpu.load > BUSY * cpu.usable]
+    return f"; cores are busy there, which slows it (load {', '.join(busy)})" if busy else ""
+
+
 def _mend_link(subject: Subject, host: str) -> str:
     card = subject.network.cards.get(host) if subject.network else None
-    return f"on {host}: ethtool {card.name if card else 'CARD'}: its speed, its errors; then cable and switch"
+    return (
+        f"ethtool -S {card.name if card else 'CARD'} on {host}: errors? Then try another cable, or port of the switch"
+    )
 
 
 def _between(link: Link) -> str:

@@ -86,6 +86,7 @@ def cpu(asked: Asked) -> Any:
     return {
         "cores": len(os.sched_getaffinity(0)),
         "quota": _quota(),
+        "load": os.getloadavg()[0],
         "model": field("model name") or platform.machine(),
         "flags": field("flags", "Features").split(),
     }

@@ -26,8 +26,8 @@ from hvd_cifar.tools.doctor.plan import Pair, rounds
 WIDTH = 4  # bytes of a float32
 TRIES, FEW_TRIES = 10, 3  # the best one counts, as whatever else a host does only makes it longer
 FIRST_BYTES, MOST_BYTES, FACTOR = 2**16, 2**24, 4
-ENOUGH_SECONDS = 0.05  # for a message whose time tells the bandwidth
-SECONDS_OF_TRIES = 0.4  # of the largest message
+ENOUGH_SECONDS = 0.2  # for a message whose time tells the bandwidth, also where cores are busy with other work
+SECONDS_OF_TRIES = 0.4  # of one size, about
 COUNT_OVER_ALL = 2**18  # values of the all-reduce over all ranks: about a small net's gradients
 
 
@@ -94,8 +94,8 @@ def measure(reduce: Callable[[Any], Any], rank: int, pair: Pair) -> tuple[float,
     size, took = FIRST_BYTES, seconds(FIRST_BYTES // WIDTH, FEW_TRIES)
     while took < ENOUGH_SECONDS and size < MOST_BYTES:
         size *= FACTOR
-        took = seconds(size // WIDTH, FEW_TRIES)
-    if tries := min(TRIES, int(SECONDS_OF_TRIES / took)):
+        took = seconds(size // WIDTH, max(1, min(FEW_TRIES, int(SECONDS_OF_TRIES / (took * FACTOR)))))
+    if tries := min(FEW_TRIES, int(SECONDS_OF_TRIES / took)):
         took = min(took, seconds(size // WIDTH, tries))
     both = float(reduce(np.array([wrong], np.float32))[0])
     return smallest, size / max(took - smallest, 1e-9), int(both)
