@@ -29,6 +29,7 @@ from hvd_cifar import cli
 from hvd_cifar.cluster import slurm, ssh
 from hvd_cifar.cluster.hosts import Host, count, hosts_of_ranks, is_local, parse_hosts, ranks_by_default, read_hostfile
 from hvd_cifar.cluster.network import Network, find_network
+from hvd_cifar.cluster.remarks import without_banners, without_tags
 from hvd_cifar.cluster.streams import NamedLines, by_rank
 from hvd_cifar.distributed import devices
 from hvd_cifar.distributed.environment import launched_size
@@ -382,98 +383,6 @@ def _run(
     if caught:
         return 128 + caught[0]
     return code if code >= 0 else 128 - code
-
-
-RULE = b"-" * 74
-BANNER_LINES = 40
-
-
-def without_banners(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """mpirun's stderr without its pages about a rank that failed; where one adds something, a line remains of it.
-
-    Such a page stands between two rules. All else passes at once, also a line that is not yet complete (a progress
-    bar), unless it may become a rule.
-    """
-    pending = b""
-    block: list[bytes] = []
-    at_start = True
-    for chunk in chunks:
-        data, pending = pending + chunk, b""
-        for piece in re.findall(rb"[^\n]*\n|[^\n]+", data):
-            complete = piece.endswith(b"\n")
-            is_rule = complete and piece.rstrip() == RULE
-            if block and not complete or not block and at_start and not complete and RULE.startswith(piece):
-                pending = piece
-            elif block:
-                block.append(piece)
-                if is_rule or len(block) > BANNER_LINES:
-                    yield _shortened(b"".join(block))
-                    block = []
-            elif at_start and is_rule:
-                block = [piece]
-            else:
-                yield piece
-                at_start = complete
-    rest = b"".join(block) + pending
-    if rest:
-        yield _shortened(rest)
-
-
-def _shortened(banner: bytes) -> bytes:
-    """What a user needs of one of mpirun's pages: nothing where a rank told its error itself."""
-    text = banner.decode(errors="replace")
-    ended = re.search(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)", text)
-    killed = re.search(
-        r"process rank (\d+) with PID \d+ on\s+node (\S+) exited\s+on\s+signal (\d+)(?: \((.+)\))?", text
-    )
-    lost = re.search(r"lost communication with a remote daemon.*Remote daemon: \S+ on node (\S+)", text, re.DOTALL)
-    if "Primary job  terminated normally" in text:
-        return b""
-    if lost:
-        return f"hvd_cifar: {lost[1]} is lost, and its ranks with it: is it on, and its network up?\n".encode()
-    if ended:
-        return (
-            b"" if ended[2] == "2" else f"hvd_cifar: rank {ended[1]} ended first, with exit code {ended[2]}\n".encode()
-        )
-    if killed:
-        why = "; perhaps the machine ran out of memory" if killed[3] == "9" else ""
-        return (
-            f"hvd_cifar: rank {killed[1]} on {killed[2]} was ended by signal {killed[3]} ({killed[4]}){why}\n".encode()
-        )
-    return banner
-
-
-TAG = re.compile(rb"\[(\d+)\]<(?:stdout|stderr)>:")
-# What horovodrun lets through from TensorFlow, which it imports to see what Horovod was built with.
-TENSORFLOW_NOTE = re.compile(
-    rb"WARNING: All log messages before absl|I\d{4} \d\d:\d\d:\d+\S* +\d+ \w+\.cc:|To enable the following instructions"
-)
-
-
-def without_tags(lines: Iterable[bytes], codes: list[int]) -> Iterator[tuple[int | None, bytes]]:
-    """horovodrun's output over Gloo by rank, without its tags, its remarks on ranks that failed, and its traceback.
-
-    What horovodrun itself says has no rank.
-    Exit codes of ranks that failed are added to `codes`, in the order in which they ended. A traceback of
-    horovodrun for any other reason comes out at the end.
-    """
-    traceback: list[bytes] = []
-    for line in lines:
-        tag = TAG.match(line)
-        code = re.match(rb"Process \d+ exit with status code (-?\d+)\.", line)
-        if tag:
-            if line[tag.end() :].strip() != b"Terminated":  # said by the shell around a rank
-                yield int(tag[1]), line[tag.end() :]
-        elif code:
-            codes.append(int(code[1]))
-        elif line.startswith(b"Terminating remaining workers") or TENSORFLOW_NOTE.match(line):
-            pass
-        elif traceback or line.startswith(b"Traceback (most recent call last)"):
-            traceback.append(line)
-        else:
-            yield None, line
-    if b"one or more processes exited with non-zero status" not in b"".join(traceback):
-        yield from ((None, line) for line in traceback)
 
 
 def _chunks(stream: BinaryIO) -> Iterator[bytes]:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_cifar import launch
+from hvd_cifar.cluster import remarks
 from hvd_cifar.cluster.hosts import Host, ranks_by_default, read_hostfile
 from hvd_cifar.cluster.network import Card, Network
 from hvd_cifar.errors import UserError
@@ -266,7 +267,7 @@ UNKNOWN = RULE + "There are not enough slots available in the system.\n" + RULE
     ],
 )
 def test_banners(said: str, shown: str) -> None:
-    assert b"".join(launch.without_banners([said.encode()])).decode() == shown
+    assert b"".join(remarks.without_banners([said.encode()])).decode() == shown
 
 
 @given(
@@ -277,7 +278,7 @@ def test_banners_do_not_depend_on_how_output_is_cut(parts: list[str], cuts: list
     text = "".join(parts).encode()
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
-    assert b"".join(launch.without_banners(pieces)) == b"".join(launch.without_banners([text]))
+    assert b"".join(remarks.without_banners(pieces)) == b"".join(remarks.without_banners([text]))
 
 
 def test_an_incomplete_line_passes_at_once() -> None:
@@ -289,7 +290,7 @@ def test_an_incomplete_line_passes_at_once() -> None:
         yield b"\rstep 2\n"
 
     seen.extend([])
-    for piece in launch.without_banners(source()):
+    for piece in remarks.without_banners(source()):
         seen.append(piece)
     assert b"".join(seen) == b"\rstep 1\rstep 2\n"
 
@@ -308,8 +309,8 @@ def test_tags() -> None:
         b"RuntimeError: Horovod detected that one or more processes exited with non-zero status, thus ...\n",
     ]
     codes: list[int] = []
-    shown = list(launch.without_tags(said, codes))
+    shown = list(remarks.without_tags(said, codes))
     assert shown == [(0, b"step 10, loss = 2.3\n"), (1, b"hvd_cifar: no such folder\n")]
     assert codes == [2, 143]
     other = [b"Traceback (most recent call last):\n", b"ValueError: another reason\n"]
-    assert list(launch.without_tags(other, [])) == [(None, line) for line in other]
+    assert list(remarks.without_tags(other, [])) == [(None, line) for line in other]

@@ -39,7 +39,7 @@ from hvd_cifar.tools.doctor.facts import (
     Subject,
     Versions,
 )
-from hvd_cifar.tools.doctor.findings import Finding
+from hvd_cifar.tools.doctor.finding import Finding
 
 HOSTS = ("a", "b", "c")
 ADDRESS = {name: f"10.0.0.{number}" for number, name in enumerate(HOSTS, 1)}

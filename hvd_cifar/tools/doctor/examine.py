@@ -22,7 +22,7 @@ from hvd_cifar.data import cifar10, synthetic
 from hvd_cifar.distributed.environment import launched_size
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import terminal
-from hvd_cifar.tools.doctor import ask, findings, job, table
+from hvd_cifar.tools.doctor import ask, findings, job, machine, table
 from hvd_cifar.tools.doctor.facts import HostFacts, Subject
 
 SINGLE_COPY = "OMPI_MCA_btl_vader_single_copy_mechanism"
@@ -116,7 +116,7 @@ def _with_slots(hosts: tuple[Host, ...], facts: Mapping[str, HostFacts]) -> tupl
     if hosts[0].slots:
         return hosts
     found = facts.get(hosts[0].name, HostFacts())
-    gpus = len(found.gpus or ()) if findings.computes_on_gpus(found) else 0
+    gpus = len(found.gpus or ()) if machine.computes_on_gpus(found) else 0
     return (replace(hosts[0], slots=ranks_by_default(gpus, found.cpu.usable if found.cpu else 1)),)
 
 
@@ -153,7 +153,7 @@ def _with_job(subject: Subject, settings: DoctorSettings, in_slurm: bool) -> Sub
 def _ranks_on(host: Host, subject: Subject) -> int:
     """Two of a host's ranks see each other; GPUs are tried with all of them."""
     facts = subject.facts.get(host.name, HostFacts())
-    return host.slots if findings.computes_on_gpus(facts) else min(host.slots, job.LOCAL_RANKS)
+    return host.slots if machine.computes_on_gpus(facts) else min(host.slots, job.LOCAL_RANKS)
 
 
 def _tell(text: str) -> None:

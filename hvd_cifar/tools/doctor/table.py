@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hvd_cifar.tools.doctor.facts import Link, Subject
-from hvd_cifar.tools.doctor.findings import Finding, seconds, speed
+from hvd_cifar.tools.doctor.finding import Finding, seconds, speed
 
 WORDS = {"ok": "ok", "warning": "warn", "failure": "FAIL"}
 STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}

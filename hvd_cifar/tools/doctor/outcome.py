@@ -1,0 +1,133 @@
+"""Findings on what the small job showed: whether it ended, whether sums are right, and how fast each link is."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from hvd_cifar.tools.doctor.facts import Link, Subject
+from hvd_cifar.tools.doctor.finding import SET_UP, Finding, counted, listed, ranged, seconds, speed
+from hvd_cifar.tools.doctor.machine import LET_READ
+
+# Of the other links' median; of what the card promises; and what nobody wants to train over.
+SLOW_OF_OTHERS, SLOW_OF_CARD, SLOW_BYTES_PER_SECOND = 0.25, 0.1, 100e6 / 8
+BUSY = 1.5  # processes for each core
+LATE_OF_OTHERS, LATE_SECONDS = 10.0, 5e-3
+
+
+def job(subject: Subject) -> Iterator[Finding]:
+    """The small job came to its end, with right sums."""
+    done = subject.job
+    if done is None:
+        yield Finding(check="job", level="warning", text=f"not started: {subject.no_job}")
+        return
+    left_out = [host.name for host in subject.hosts if host.name not in done.ranks]
+    if left_out:
+        text = f"it ran without {listed(left_out)}, for what is said of {'it' if len(left_out) == 1 else 'them'} above"
+        yield Finding(check="job", level="warning", text=text)
+    read_failed = next((line for line in done.complaints if "Read -1, expected" in line), "")
+    if read_failed:
+        yield Finding(check="job", level="warning", text=f"a rank said: {read_failed}", mend=LET_READ)
+    if done.failure:
+        pending = listed([f"{a} and {b}" for a, b in done.pending])
+        text = done.failure + f"; it hung between {pending}" * bool(pending) + _busy(subject, list(done.ranks))
+        mend = "./run.sh train --max-steps 1 there shows more; where it is only slow: --job-timeout"
+        mend = f"let all ports through between {pending}" if pending else mend
+        yield Finding(check="job", level="failure", text=text, mend=mend)
+        return
+    if done.wrong_values:
+        text = f"{done.wrong_values:,} wrong values in an all-reduce over all ranks: training would go wrong"
+        yield Finding(check="job", level="failure", text=text, mend=f"rm -r .venv, then {SET_UP}")
+    else:
+        yield Finding(check="job", level="ok", text=f"{done.how}; sums are right ({done.seconds:.0f} s)")
+
+
+def links(subject: Subject) -> Iterator[Finding]:
+    """Sums of every pair of hosts are right, and no link is much slower than the others, or than its card promises."""
+    done = subject.job
+    if done is None or done.failure or not done.links:
+        return
+    wrong = [link for link in done.links if link.wrong_values]
+    for link in wrong:
+        text = f"{link.wrong_values:,} wrong values in an all-reduce {_between(link)}"
+        mend = "ethtool -S CARD: errors? Then try another cable, or card" if link.a != link.b else SET_UP
+        yield Finding(check="links", level="failure", host=link.a if link.a == link.b else "", text=text, mend=mend)
+    between = [link for link in done.links if link.a != link.b]
+    slow = [link for link in between if _why_slow(link, between, subject)]
+    named = _hosts_behind(slow, between)
+    for host in named:
+        mine = [link for link in slow if host in (link.a, link.b)]
+        text = f"all its links are slow: {_speeds(mine)}"
+        rest = [link for link in between if link not in mine]
+        text += f"; the others: {_speeds(rest)}" if rest else ""
+        text += _busy(subject, [host])
+        yield Finding(check="links", level="warning", host=host, text=text, mend=_mend_link(subject, host))
+    for link in slow:
+        if link.a not in named and link.b not in named:
+            text = f"{_between(link)} it is slow: {_speeds([link])}{_why_slow(link, between, subject)}"
+            text += _busy(subject, [link.a, link.b])
+            yield Finding(check="links", level="warning", text=text, mend=_mend_link(subject, link.b))
+    if not wrong and not slow:
+        measured = f"{len(between)} of {counted(done.pairs, 'pair')} of hosts" if len(between) < done.pairs else ""
+        shown = measured or (f"every pair of hosts is right ({len(between)})" if between else "ranks of one host only")
+        yield Finding(check="links", level="ok", text=f"{shown}; {_speeds(between or list(done.links))}")
+
+
+def _why_slow(link: Link, all_links: Sequence[Link], subject: Subject) -> str:
+    """Why a link counts as slow; "": it does not."""
+    others = [other for other in all_links if other is not link]
+    if others:
+        usual = statistics.median(other.bytes_per_second for other in others)
+        if link.bytes_per_second < SLOW_OF_OTHERS * usual:
+            return f", of the others {speed(usual)}"
+        latency = statistics.median(other.seconds for other in others)
+        if link.seconds > max(LATE_SECONDS, LATE_OF_OTHERS * latency):
+            return f", of the others {seconds(latency)}"
+    cards = subject.network.cards if subject.network else {}
+    promised = min((cards[host].speed for host in (link.a, link.b) if host in cards), default=0) * 1e6 / 8
+    if promised and link.bytes_per_second < SLOW_OF_CARD * promised:
+        return f", of {speed(promised)} that the cards promise"
+    return ", which is slow for any training" if link.bytes_per_second < SLOW_BYTES_PER_SECOND else ""
+
+
+def _hosts_behind(slow: Sequence[Link], all_links: Sequence[Link]) -> list[str]:
+    """Hosts all of whose links are slow, with at least one other pair that is not: it is theirs, not the network's."""
+    hosts = sorted({host for link in all_links for host in (link.a, link.b)})
+    if len(hosts) < 3 or len(slow) == len(all_links):
+        return []
+    mine = {host: [link for link in all_links if host in (link.a, link.b)] for host in hosts}
+    return [host for host in hosts if len(mine[host]) > 1 and all(link in slow for link in mine[host])]
+
+
+def _busy(subject: Subject, names: Sequence[str]) -> str:
+    """What else may make these hosts' links slow: other work on their cores."""
+    cpus = {name: facts.cpu for name, facts in subject.facts.items() if name in names and facts.cpu}
+    busy = [f"{cpu.load:.0f} on {name}'s {cpu.usable}" for name, cpu in cpus.items() if cpu.load > BUSY * cpu.usable]
+    return f"; cores are busy there, which slows it (load {', '.join(busy)})" if busy else ""
+
+
+def _mend_link(subject: Subject, host: str) -> str:
+    card = subject.network.cards.get(host) if subject.network else None
+    return (
+        f"ethtool -S {card.name if card else 'CARD'} on {host}: errors? Then try another cable, or port of the switch"
+    )
+
+
+def _between(link: Link) -> str:
+    return f"between {link.a} and {link.b}" if link.a != link.b else f"within {link.a}"
+
+
+def _speeds(links: Sequence[Link]) -> str:
+    """Latency and bandwidth of links, as a range."""
+    slowest, fastest = min(links, key=_fast), max(links, key=_fast)
+    fast = [speed(slowest.bytes_per_second), speed(fastest.bytes_per_second)]
+    late = [seconds(min(links, key=_late).seconds), seconds(max(links, key=_late).seconds)]
+    return f"{ranged(fast)}, {ranged(late)}"
+
+
+def _late(link: Link) -> float:
+    return link.seconds
+
+
+def _fast(link: Link) -> float:
+    return link.bytes_per_second
