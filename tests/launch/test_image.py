@@ -228,6 +228,21 @@ def test_two_nodes_train_as_one(
         assert [process.name() for process in two_hosts[1].processes("hvd_cifar train")] == []
 
 
+def test_the_doctor_is_content(two_hosts: Cluster, services: dict[str, Any], node2: Any) -> None:
+    """With one container, and with both nodes: nothing that a run would fail of."""
+    node = services["node1"]["container"]
+    patient = ["--dataset", "synthetic", "--json", "--probe-timeout", "200", "--job-timeout", "400"]
+    for where in (["-np", "2"], ["-H", "node1:1,node2:1"]):
+        done = node.run([*where, "doctor", *patient], two_hosts[0], timeout=900)
+        assert done.stdout, done.stderr
+        findings = json.loads(done.stdout)["findings"]
+        wrong = [finding for finding in findings if finding["level"] == "failure"]
+        assert (done.returncode, wrong) == (0, []), wrong
+        well = {finding["check"] for finding in findings if finding["level"] == "ok"}
+        print(where, [finding for finding in findings if finding["level"] != "ok"])
+        assert {"shared memory", "job", "versions"} <= well, well
+
+
 def _sshds(two_hosts: Cluster, index: int) -> list[psutil.Process]:
     """The sshds of a container on a host, whose own sshd is root's."""
     space = os.readlink(f"/proc/{two_hosts[index].pid}/ns/pid")
