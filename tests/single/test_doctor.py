@@ -393,6 +393,12 @@ CASES: dict[str, list[Case]] = {
             "of 10.0 Gbit/s that the cards promise",
             "ethtool",
         ),
+        (  # among links that are all slow
+            _job(links=(_link("a", "b", 5e7), _link("a", "c", 1e6), _link("b", "c", 1.1e6))),
+            "warning c",
+            "all its links are slow: 8.0 Mbit/s to 8.8 Mbit/s, 100 us; the others: 400.0 Mbit/s",
+            "ethtool -S eth0 on c",
+        ),
         (
             _with(_cpu("b", load=20.0), job=_job(links=(*LINKS[:3], _link("b", "c", 1e8))).job),
             "warning",

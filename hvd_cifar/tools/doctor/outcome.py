@@ -91,12 +91,19 @@ def _why_slow(link: Link, all_links: Sequence[Link], subject: Subject) -> str:
 
 
 def _hosts_behind(slow: Sequence[Link], all_links: Sequence[Link]) -> list[str]:
-    """Hosts all of whose links are slow, with at least one other pair that is not: it is theirs, not the network's."""
-    hosts = sorted({host for link in all_links for host in (link.a, link.b)})
-    if len(hosts) < 3 or len(slow) == len(all_links):
-        return []
-    mine = {host: [link for link in all_links if host in (link.a, link.b)] for host in hosts}
-    return [host for host in hosts if len(mine[host]) > 1 and all(link in slow for link in mine[host])]
+    """Hosts all of whose links are slow, and far behind those of the others: it is theirs, not the network's."""
+    found = []
+    for host in sorted({host for link in all_links for host in (link.a, link.b)}):
+        mine = [link for link in all_links if host in (link.a, link.b)]
+        rest = [link for link in all_links if link not in mine]
+        if len(mine) < 2 or not rest or not all(link in slow for link in mine):
+            continue
+        usual = statistics.median(link.bytes_per_second for link in rest)
+        if all(link.bytes_per_second < SLOW_OF_OTHERS * usual for link in mine) or not any(
+            link in slow for link in rest
+        ):
+            found.append(host)
+    return found
 
 
 def _busy(subject: Subject, names: Sequence[str]) -> str:
