@@ -39,7 +39,7 @@ COPY --from=build /opt/hvd_cifar/.venv /opt/hvd_cifar/.venv
 COPY . /opt/hvd_cifar
 RUN python3 -m compileall -q --invalidation-mode unchecked-hash /opt/hvd_cifar/hvd_cifar
 COPY deploy/ssh.conf /etc/ssh/ssh_config.d/hvd_cifar.conf
-# No cross-memory attach between ranks: where a container may not use it, MPI ends with "Read -1, expected ...".
+# No cross-memory attach between ranks: where a container may not use it, MPI complains of "Read -1, expected ...".
 ENV PATH=/opt/hvd_cifar/.venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     PYTHONUNBUFFERED=1 \
     OMPI_MCA_btl_vader_single_copy_mechanism=none

@@ -7,16 +7,22 @@
 # -t: how long to wait for all of them together; default: 600. Exit code 2 when it gives up.
 set -eu
 
+wrong() {
+    echo "hvd_cifar: $1; use: wait-for-hosts.sh [-t SECONDS] HOSTFILE COMMAND [ARGUMENTS]" >&2
+    exit 2
+}
+
 seconds=600
 if [ "${1:-}" = -t ]; then
-    seconds=$2
+    seconds=${2:-}
+    case $seconds in
+        '' | *[!0-9]*) wrong "-t $seconds: give a number of seconds" ;;
+    esac
     shift 2
 fi
-if [ $# -lt 2 ] || ! [ -r "$1" ]; then
-    echo "hvd_cifar: no hostfile ${1:-}; use: wait-for-hosts.sh [-t SECONDS] HOSTFILE COMMAND [ARGUMENTS]" >&2
-    exit 2
-fi
-hostfile=$1
+[ $# -ge 2 ] && [ -r "$1" ] || wrong "no hostfile ${1:-}"
+hosts=$(sed 's/#.*//; s/[[:space:]:].*//' "$1")
+[ -n "$hosts" ] || wrong "$1 names no host"
 shift
 
 # What is wrong with a host, or nothing. This machine has no need of an sshd of its own.
@@ -26,14 +32,15 @@ fault() {
         return
     }
     [ "${1%%.*}" = "$(hostname)" ] || {
-        said=$(ssh -n -o BatchMode=yes -o ConnectTimeout=5 "$1" true 2>&1) || echo "$said" | tr -d '\r' | tail -n 1
+        # One that takes the connection and then says nothing is not there either.
+        said=$(timeout 20 ssh -n -o BatchMode=yes -o ConnectTimeout=5 "$1" true 2>&1) ||
+            echo "${said:-no answer}" | tr -d '\r' | tail -n 1
     }
 }
 
 began=$(date +%s)
 told=
-# shellcheck disable=SC2013 # names have no spaces
-for host in $(sed 's/#.*//; s/[[:space:]:].*//' "$hostfile"); do
+for host in $hosts; do
     while what=$(fault "$host") && [ -n "$what" ]; do
         if [ $(($(date +%s) - began)) -ge "$seconds" ]; then
             echo "hvd_cifar: $host cannot be reached after $seconds s: $what; is it running, and its name in DNS?" >&2

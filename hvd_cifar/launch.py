@@ -77,6 +77,8 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         _complain(str(error))
         return 2
+    except KeyboardInterrupt:  # while hosts were asked
+        return 130
 
 
 def parse(argv: list[str]) -> Request:

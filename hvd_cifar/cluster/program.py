@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from hvd_cifar.cluster import ssh
+from hvd_cifar.errors import UserError
 
 NO_ENVIRONMENT = "no environment like this one"
 SET_UP = "./run.sh setup --hostfile FILE makes it on every host"
@@ -40,19 +41,24 @@ class Program:
             text: the program.
             seconds: after so long it is ended, whatever it does.
             way: to another host.
+
+        Raises UserError where ssh, or what else leads there, is not to be had.
         """
         words = [python, "-I", "-c", text]
         self.host = host
         self.python = python
         self.way = way
         self.late = False
-        self.process = subprocess.Popen(
-            words if is_here else way.words(host, words),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C is for the launcher, which ends this
-        )
+        try:
+            self.process = subprocess.Popen(
+                words if is_here else way.words(host, words),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # a Ctrl-C is for the launcher, which ends this
+            )
+        except FileNotFoundError as error:
+            raise UserError(ssh.NO_SSH if error.filename == "ssh" else f"there is no {error.filename} here") from None
         self._seconds = seconds
         self._limit = threading.Timer(seconds, self._stop)
         self._limit.daemon = True

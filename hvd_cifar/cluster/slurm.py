@@ -24,8 +24,8 @@ def allocation(environ: Mapping[str, str]) -> tuple[Host, ...]:
         return ()
     try:
         words = ["scontrol", "show", "hostnames", nodes]
-        names = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
-    except (OSError, subprocess.CalledProcessError):
+        names = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+    except (OSError, subprocess.SubprocessError):
         raise UserError(f"scontrol does not tell the names of Slurm's nodes {nodes}; name hosts with -H") from None
     slots = tasks_per_node(tasks)
     if len(names) != len(slots):  # in a step on some of the job's nodes, say of srun --pty bash

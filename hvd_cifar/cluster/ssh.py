@@ -5,15 +5,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-# A question would wait for an answer that nobody is there to give.
-OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+# A question would wait for an answer that nobody is there to give; a host that is gone without a word is given up after
+# half a minute.
+_SETTINGS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=10", "ServerAliveCountMax=3")
+OPTIONS = tuple(word for setting in _SETTINGS for word in ("-o", setting))
+NO_SSH = "there is no ssh here: apt-get install openssh-client"
 FAILED = 255  # ssh's own exit code, also that of a program that ends with 255
 # What ssh says, and what to do about it.
 ADVICE = (
     (
         "Host key verification failed",
         "its key is not known here, or has changed",
-        "log in once by hand (ssh {host})",
+        "log in once by hand (ssh {host}), after a change: ssh-keygen -R {host}",
     ),
     ("Permission denied", "it asks for a password", "ssh-copy-id {host}"),
     ("Could not resolve hostname", "no such name", "correct it, or add it to /etc/hosts"),

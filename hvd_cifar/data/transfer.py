@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -128,8 +129,11 @@ class Receiver:
                 raise UserError(f"{wrong[0]} arrived damaged (its SHA-256 is another one): start again")
             assert self._scratch is not None
             with scratch_folder(self._data_dir):
-                if not place.exists():
-                    os.rename(self._scratch, place)
+                try:
+                    os.rename(self._scratch, place)  # in place of an empty folder, too
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # the set that has come meanwhile
+                        raise
         finally:
             if self._scratch is not None:
                 shutil.rmtree(self._scratch, ignore_errors=True)

@@ -1,4 +1,6 @@
-"""Which algorithm adds the gradients up, and what carries them: as far as the job's variables say, no guesses.
+"""Which algorithm adds the gradients up, and what carries them: as far as the job's variables say.
+
+It is what MPI was set to use: where shared memory is short, MPI goes over TCP, and says nothing of it.
 
 Under Open MPI the algorithm is the one of `coll_tuned_allreduce_algorithm`, where dynamic rules let it count; else MPI
 chooses by message and number of ranks (ompi_coll_tuned_allreduce_intra_dec_fixed, in Open MPI's source). mpirun puts

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import io
 import os
+import re
 import secrets
 import shlex
 import subprocess
@@ -24,7 +25,12 @@ from hvd_cifar.install.steps import say
 from hvd_cifar.install.versions import as_constraints, differences, versions_of
 
 # Not the code's: environments, results, caches. In the checkout's top folder only.
-LEFT_OUT = {".git", ".venv", "runs", "data"}
+LEFT_OUT = {".git", ".venv", "runs", "data", "keys"}
+SECRET = re.compile(r"id_[a-z0-9]+|.*\.(pem|key)")  # a cluster's keys, which containers.md makes in the checkout
+PACKAGE = "hvd_cifar/"
+# What a run depends on: hosts may differ in all else.
+COMPARED = ("run.sh", "setup.cfg", "pyproject.toml")
+SECONDS_TO_ANSWER = 300.0
 CACHES = {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache"}
 SENT = ".sent-by-set-up"  # in a checkout that came from another host, and may be replaced by a newer one from there
 VERSIONS = ".versions"  # in every checkout that is set up for another host's sake: which versions it is to have
@@ -32,11 +38,17 @@ VERSIONS = ".versions"  # in every checkout that is set up for another host's sa
 LOOK = """
 if [ -e {token} ]; then echo shared
 elif [ ! -e {checkout}/run.sh ]; then echo absent
-elif cd {checkout} && sha256sum --status --check -; then echo same
+elif cd {checkout} && sha256sum --status --check - &&
+    [ "$(find hvd_cifar -name '*.py' | LC_ALL=C sort | sha256sum)" = "{names}  -" ]; then echo same
 elif [ -e {checkout}/{sent} ]; then echo sent
 else echo other; fi
 """
-UNPACK = "mkdir -p {checkout} && cd {checkout} && tar -xf - && touch {sent}"
+# What was sent before goes first: a file that is gone here must not stay there.
+UNPACK = """
+mkdir -p {checkout} && cd {checkout} || exit 1
+if [ -e {sent} ]; then rm -rf hvd_cifar; fi
+tar -xf - && touch {sent}
+"""
 NOTE = "cat > {checkout}/{versions}"
 SET_UP = """
 cd {checkout} || exit 1
@@ -97,8 +109,12 @@ def _result(name: str, here: Here, token: Path) -> tuple[bool, str]:
 
 def _set_up(name: str, here: Here, token: Path) -> str:
     """Bring one host to the state of this one; how that went. Raises HostFailed."""
-    listed = "".join(f"{_sha256(here.checkout / file)}  {file}\n" for file in here.files)
-    state = _ask(name, here.fill(LOOK, token=shlex.quote(str(token))), listed.encode()).split()[-1:]
+    compared = [file for file in here.files if file.startswith(PACKAGE) or file in COMPARED]
+    listed = "".join(f"{_sha256(here.checkout / file)}  {file}\n" for file in compared)
+    code = "".join(f"{file}\n" for file in compared if file.startswith(PACKAGE) and file.endswith(".py"))
+    names = hashlib.sha256(code.encode()).hexdigest()
+    look = here.fill(LOOK, token=shlex.quote(str(token)), names=names)
+    state = _ask(name, look, listed.encode()).split()[-1:]
     if state == ["shared"]:
         return "shares this checkout"
     if state == ["other"]:
@@ -127,7 +143,13 @@ def _set_up_script(here: Here) -> str:
 
 def _ask(name: str, script: str, stdin: bytes = b"") -> str:
     """What a shell script on a host prints. Raises HostFailed."""
-    done = subprocess.run(ssh.words(name, ["sh", "-c", script]), input=stdin, capture_output=True)
+    words = ssh.words(name, ["sh", "-c", script])
+    try:
+        done = subprocess.run(words, input=stdin, capture_output=True, timeout=SECONDS_TO_ANSWER)
+    except FileNotFoundError:
+        raise HostFailed(ssh.NO_SSH) from None
+    except subprocess.TimeoutExpired:
+        raise HostFailed(f"no answer within {SECONDS_TO_ANSWER:g} s") from None
     complaint = done.stderr.decode(errors="replace")
     if done.returncode == ssh.FAILED:
         raise HostFailed(ssh.explain(name, complaint))
@@ -143,9 +165,11 @@ def _run(name: str, script: str) -> None:
     With a terminal on the other side: when this side goes away, that ends what runs there.
     """
     ssh_command, *words = ssh.words(name, ["sh", "-c", script])
-    process = subprocess.Popen(
-        [ssh_command, "-tt", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    command = [ssh_command, "-tt", *words]
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    except FileNotFoundError:
+        raise HostFailed(ssh.NO_SSH) from None
     assert process.stdout and process.stderr
     complaint = ""
     for line in io.TextIOWrapper(process.stdout, errors="replace"):
@@ -173,10 +197,13 @@ def _token(checkout: Path) -> Iterator[Path]:
 
 
 def files_of(checkout: Path) -> tuple[str, ...]:
-    """The files of a checkout, changed and new ones too, relative to it; what git ignores is left out."""
-    git = ["git", "-C", str(checkout), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    """The files of a checkout, relative to it: those that git knows, as they are now, and new ones of the package."""
+    git = ["git", "-C", str(checkout), "ls-files", "-z"]
+    new = ["--others", "--exclude-standard", "--", PACKAGE]
     try:
-        listed = subprocess.run(git, capture_output=True, text=True, check=True).stdout.split("\0")
+        listed = []
+        for words in ([*git, "--cached"], [*git, *new]):
+            listed += subprocess.run(words, capture_output=True, text=True, check=True).stdout.split("\0")
     except (OSError, subprocess.CalledProcessError):  # no git, or a copy without its history
         listed = []
         for folder, folders, names in os.walk(checkout):
@@ -184,7 +211,8 @@ def files_of(checkout: Path) -> tuple[str, ...]:
             folders[:] = [f for f in folders if f not in CACHES and not (is_top and f in LEFT_OUT)]
             listed += [str((Path(folder) / name).relative_to(checkout)) for name in names]
     left_out = {SENT, VERSIONS, ".venv"}
-    return tuple(sorted(name for name in listed if name and name not in left_out and (checkout / name).is_file()))
+    found = {name for name in listed if name and name not in left_out and not SECRET.fullmatch(Path(name).name)}
+    return tuple(sorted(name for name in found if (checkout / name).is_file()))
 
 
 def _packed(checkout: Path, files: Sequence[str]) -> bytes:

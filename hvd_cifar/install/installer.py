@@ -120,6 +120,8 @@ def _take_wishes(words: list[str]) -> tuple[Wishes, list[str]]:
         if option == "--like":
             wishes = replace(wishes, like=Path(value))
         else:
+            if wishes.hosts:
+                raise UserError("setup: -H and --hostfile exclude each other, and each is given once")
             hosts = parse_hosts(value) if option == "-H" else read_hostfile(Path(value))
             wishes = replace(wishes, hosts=hosts)
     return wishes, rest

@@ -94,6 +94,8 @@ def test_the_five_steps(bare: Cluster, packages: Path) -> None:
         "gloo": "ring",
         "ring": "ring",
     }
+    measured = next(done.stdout for command, done in said.items() if "benchmark allreduce" in command)
+    assert "(MPI's choice; TCP (10.77.0.0/24) and shared memory)" in measured
     predicted = next(done.stdout for command, done in said.items() if " predict " in command)
     assert "efficiency to expect" in predicted
 

@@ -27,33 +27,33 @@ def _train(hosts: Cluster, data: str, source: str) -> subprocess.CompletedProces
     return hosts[0].run(words, env=variables(hosts[0]), timeout=400)
 
 
-def test_a_host_without_data_is_sent_it(three_hosts: Cluster, drawn: Path) -> None:
-    """node1 has the set, node2 nothing, node3 another one, which only `rank0` puts up with."""
-    folders = [host.files / "data" / synthetic.FOLDER for host in three_hosts]
+def test_a_host_without_data_is_sent_it(four_hosts: Cluster, drawn: Path) -> None:
+    """node1 has the set, node2 and node4 nothing, node3 another one, which only `rank0` puts up with."""
+    folders = [host.files / "data" / synthetic.FOLDER for host in four_hosts]
     shutil.copytree(drawn, folders[0])
     shutil.copytree(drawn, folders[2])
     spoilt = folders[2] / cifar10.FILES[2]
     spoilt.write_bytes(bytes([1]) + spoilt.read_bytes()[1:])
 
-    done = _train(three_hosts, "data", "auto")
+    done = _train(four_hosts, "data", "auto")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1, done.stderr
-    assert f"node3: {three_hosts.own}/data/{synthetic.FOLDER}/{cifar10.FILES[2]} is not rank 0's" in done.stderr
+    assert f"node3: {four_hosts.own}/data/{synthetic.FOLDER}/{cifar10.FILES[2]} is not rank 0's" in done.stderr
     assert not folders[1].exists()
 
-    done = _train(three_hosts, "data", "rank0")
+    done = _train(four_hosts, "data", "rank0")
     assert done.returncode == 0, done.stderr
-    assert "synthetic sent to node2, node3: 184 MB each, SHA-256 checked" in done.stdout
+    assert "synthetic sent to node2, node3, node4: 184 MB each, SHA-256 checked" in done.stdout
     expected = transfer.digests(drawn)
-    assert transfer.digests(folders[1]) == expected
-    received = [path for path in (three_hosts[2].files / "data").iterdir() if path.name.startswith("received-")]
+    assert transfer.digests(folders[1]) == transfer.digests(folders[3]) == expected
+    received = [path for path in (four_hosts[2].files / "data").iterdir() if path.name.startswith("received-")]
     assert [transfer.digests(path) for path in received] == [expected]
     assert spoilt.read_bytes()[:1] == b"\1"  # what was there stays
-    for host in three_hosts:
+    for host in four_hosts:
         assert not list((host.files / "data").glob(f"{transfer.UNFINISHED}*"))
 
     shutil.rmtree(folders[2])
     received[0].rename(folders[2])
-    done = _train(three_hosts, "data", "auto")
+    done = _train(four_hosts, "data", "auto")
     assert done.returncode == 0, done.stderr
     assert "sent to" not in done.stdout

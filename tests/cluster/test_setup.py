@@ -44,13 +44,22 @@ def _environment(host: Host, own: Path) -> None:
 
 @pytest.fixture(scope="module")
 def prepared(four_hosts: Cluster) -> Iterator[Cluster]:
-    """node1 is set up; node2 has nothing; node3 is as node1; node4 has other code."""
+    """node1 is set up; node2 has nothing; node3 is as node1, but for what is no code; node4 has other code.
+
+    node1 also has what users put beside the code: a hostfile, keys.
+    """
     own = four_hosts.own
     for number in (0, 2):
         _checkout(four_hosts[number].files / "checkout")
         _environment(four_hosts[number], own)
     _checkout(four_hosts[3].files / "checkout")
     (four_hosts[3].files / "checkout" / "setup.cfg").write_text("another\n")
+    mine = four_hosts[0].files / "checkout"
+    (mine / "my-cluster").write_text("node2 slots=1\n")
+    (mine / "keys").mkdir()
+    for secret in ("keys/id_ed25519", "id_rsa", "hvd_cifar/cluster.pem"):
+        (mine / secret).write_text("secret\n")
+    (four_hosts[2].files / "checkout" / "README.md").write_text("another\n")
     yield four_hosts
 
 
@@ -76,6 +85,14 @@ def test_every_host_is_reported(prepared: Cluster) -> None:
     versions = (sent / everywhere.VERSIONS).read_text()
     assert "numpy==" in versions and "horovod==" not in versions
     assert "--constraint" in (sent / ".venv" / "set-up.log").read_text()
+    assert not [path for path in sent.rglob("*") if path.name in ("id_ed25519", "id_rsa", "cluster.pem")]
+
+    # A file that is gone here goes there, too: the rest is the same, and yet it is sent again.
+    gone = sent / "hvd_cifar" / "cluster" / "gone.py"
+    gone.touch()
+    first.run([run_sh, "setup", "-H", "node1:1,node2:1"], env=variables(first), timeout=400)
+    assert not gone.exists()
+    assert (sent / "hvd_cifar" / "launch.py").read_bytes() == (CHECKOUT / "hvd_cifar" / "launch.py").read_bytes()
 
 
 def test_other_versions_are_not_taken_for_set_up(prepared: Cluster) -> None:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from hvd_cifar import launch
 from hvd_cifar.cluster import remarks
 from hvd_cifar.cluster.hosts import Host, ranks_by_default, read_hostfile
-from hvd_cifar.cluster.network import Card, Network
+from hvd_cifar.cluster.network import Card, Network, find_network
 from hvd_cifar.errors import UserError
+from hvd_cifar.install import everywhere, installer
 from hvd_cifar.launch import Request
 
 BIN = Path("/checkout with space/.venv/bin")
@@ -224,6 +225,22 @@ def test_command_on_other_hosts() -> None:
     words = _command(2, hosts, gloo=True, network=network)
     assert words[words.index("--network-interfaces") + 1] == "eth0"
     assert words[-len(PROGRAM) - 5 :] == [PYTHON, "-m", "hvd_cifar.cluster.guard", "--subnet", "10.0.0.0/24", *PROGRAM]
+
+
+def test_an_interrupt_while_hosts_are_asked_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> Network:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "find_network", interrupted)
+    assert launch.main(["-H", "localhost:1,nosuch.invalid:1", "train", "--dataset", "synthetic"]) == 130
+
+
+def test_no_ssh_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(UserError, match="there is no ssh here: apt-get install openssh-client"):
+        find_network(["localhost", "nosuch.invalid"], "localhost", sys.executable, False)
+    assert everywhere.set_up_hosts([Host("nosuch.invalid", 1)], installer._describe_here([])) == 1
+    assert "nosuch.invalid  FAILED: there is no ssh here" in capfd.readouterr().err
 
 
 RULE = "-" * 74 + "\n"

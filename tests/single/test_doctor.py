@@ -586,6 +586,14 @@ def test_json_holds_all_of_it() -> None:
     assert said["network"] == {"subnet": "10.0.0.0/24", "cards": {"a": "eth0", "b": "eth0", "c": "eth0"}}
 
 
+def test_a_silent_host_is_promised_no_data() -> None:
+    subject = HEALTHY.model_copy(
+        update={"facts": {h: f for h, f in HEALTHY.facts.items() if h != "c"}, "silent": {"c": ("no answer", "")}}
+    )
+    (said,) = [finding.text for finding in findings.of(subject) if finding.check == "data"]
+    assert said.startswith("complete in /data") and "c" not in said.partition(";")[2]
+
+
 QUESTIONS = {"hosts": ["localhost"], "data_files": ["x.bin"], "record_bytes": RECORD_BYTES, "classes": 10}
 
 

@@ -43,6 +43,17 @@ def test_what_arrives_is_what_was_sent(source: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in data_dir.iterdir()) == [".lock", "set"]
 
 
+def test_an_empty_folder_is_no_set_and_a_full_one_stays(source: Path, tmp_path: Path) -> None:
+    place = tmp_path / "data" / "set"
+    place.mkdir(parents=True)
+    expected = transfer.digests(source)
+    for _ in range(2):  # the second time another process has been there before
+        receiver = transfer.Receiver(tmp_path / "data")
+        _send(source, receiver).finish()
+        receiver.finish(expected, place)
+        assert transfer.digests(place) == expected
+
+
 def test_a_wrong_byte_is_noticed(source: Path, tmp_path: Path) -> None:
     receiver = transfer.Receiver(tmp_path / "data")
     _send(source, receiver, spoil=7)

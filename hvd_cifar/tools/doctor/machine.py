@@ -283,9 +283,9 @@ def data(subject: Subject) -> Iterator[Finding]:
         found(first, "warning", text, "name its folder: --data-dir")
     yield from wrong
     if sets and not wrong:
-        lacking = [name for name in sets if name not in have]
+        lacking = [name for name in sets if name not in have and name in subject.facts]
         if first in have:
-            text = f"whole in {have[first].folder}"
+            text = f"complete in {have[first].folder}"
             text += f"; {listed(lacking)} will be sent it" * bool(lacking) + " on all hosts" * (
                 not lacking and len(sets) > 1
             )
