@@ -125,9 +125,10 @@ def test_ctrl_c_leaves_nothing_on_any_host(kind: str, three_hosts: Cluster, endl
     assert "Traceback" not in (three_hosts.folder / "output").read_text()
 
 
-def test_a_killed_launcher_leaves_nothing_on_any_host(three_hosts: Cluster, endless: Any) -> None:
-    """Nobody is left who could tell the ranks on other hosts; over Gloo their guards see that their ssh is gone."""
-    process = endless("--gloo")
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_a_killed_launcher_leaves_nothing_on_any_host(kind: str, three_hosts: Cluster, endless: Any) -> None:
+    """Nobody is left to tell ranks on other hosts: MPI's daemons see that mpirun is gone, Gloo's guards that ssh is."""
+    process = endless(kind)
     three_hosts[0].kill_all()
     process.wait(60)
     wait_for(lambda: not any(host.processes() for host in three_hosts), "all processes to end", 30)
