@@ -2,10 +2,11 @@
 
     python -m benchmarks.peers.whole --data-dir D                # one seed
     python -m benchmarks.peers.whole --data-dir D --seeds 5
+    python -m benchmarks.peers.whole --data-dir D --precision float32    # where the processor has no bfloat16
 
 One side runs for --seconds while the other is stopped where it is (SIGSTOP), until both have ended. What counts is each
 side's own time, from the start of its first process to the end of its last: imports, compilation, training and the
-evaluation with six views. Both train in bfloat16.
+evaluation with six views. Both train in --precision: bfloat16, for which both are made, or float32.
 """
 
 from __future__ import annotations
@@ -40,13 +41,21 @@ class Result(NamedTuple):
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
 @click.option("--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="With CIFAR-10, binary layout.")
 @click.option("--ranks", type=click.IntRange(1), default=2)
+@click.option("--precision", type=click.Choice(["float32", "mixed_bfloat16"]), default="mixed_bfloat16")
 @click.option("--seeds", type=click.IntRange(1), default=1)
 @click.option("--first-seed", type=click.IntRange(0), default=0)
 @click.option("--seconds", type=click.FloatRange(1), default=30.0, help="Of a turn.")
 @click.option("--environment", "peers", type=Path, default=Path("~/.cache/hvd_cifar/peers"), help="Of PyTorch.")
 @click.option("--output", type=Path, help="JSON file for every single result.")
 def main(
-    data_dir: Path, ranks: int, seeds: int, first_seed: int, seconds: float, peers: Path, output: Path | None
+    data_dir: Path,
+    ranks: int,
+    precision: str,
+    seeds: int,
+    first_seed: int,
+    seconds: float,
+    peers: Path,
+    output: Path | None,
 ) -> None:
     """Measure, then print a table in Markdown."""
     python = environment.ensure(peers.expanduser().absolute())
@@ -54,8 +63,9 @@ def main(
     for seed in range(first_seed, first_seed + seeds):
         with tempfile.TemporaryDirectory() as name:
             folders = {"hvd_cifar": Path(name) / "ours", "airbench94": Path(name) / "airbench"}
-            given = ["--data-dir", str(data_dir.expanduser().absolute()), "--seed", str(seed), "--run-dir"]
-            ours = jobs.command(ranks, "--model", "fast", "--precision", "mixed_bfloat16", *given, folders["hvd_cifar"])
+            given = ["--data-dir", str(data_dir.expanduser().absolute()), "--seed", str(seed)]
+            given += ["--precision", precision, "--run-dir"]
+            ours = jobs.command(ranks, "--model", "fast", *given, folders["hvd_cifar"])
             theirs = [str(python), "-m", "benchmarks.peers.airbench", *given, str(folders["airbench94"])]
             theirs += ["--threads", str(ranks * sides.threads_of(ranks))]
             both = {"hvd_cifar": ours, "airbench94": theirs}

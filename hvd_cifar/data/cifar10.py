@@ -52,14 +52,17 @@ class MappedImages:
         return len(self.files) * RECORDS_PER_FILE
 
     def __getitem__(self, index: slice | NDArray[np.int64]) -> NDArray[np.uint8]:
-        """The images of a slice, or of indices [b] from 0 to n - 1, in their order: a copy, [b, 32, 32, 3]."""
+        """The images of a slice, or of indices [b] from 0 to n - 1, in their order: a copy, [b, 32, 32, 3].
+
+        In memory it has the order of the files, a plane for each channel: turning it costs more than gathering it.
+        """
         indices = np.arange(len(self))[index] if isinstance(index, slice) else np.asarray(index)
         planes = np.empty((len(indices), CHANNELS, SIDE, SIDE), np.uint8)
         file, row = np.divmod(indices, RECORDS_PER_FILE)
         for number in np.unique(file):
             chosen = file == number
             planes[chosen] = self.files[number][row[chosen], 1:].reshape(-1, CHANNELS, SIDE, SIDE)
-        return np.ascontiguousarray(planes.transpose(0, 2, 3, 1))
+        return planes.transpose(0, 2, 3, 1)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         """All of it, in memory."""

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from hvd_cifar.data import order
-from hvd_cifar.data.augment import DRAWS_PER_EXAMPLE, Views, draws
+from hvd_cifar.data.augment import Views, draws
 from hvd_cifar.data.cifar10 import Examples
 
 PREFETCH_BATCHES = 4  # a few steps' worth hides a slow one; more only costs memory
@@ -39,34 +41,40 @@ def training_batches(
         `deal.slices` elements per global step on every rank. b varies by one where the shards do not divide the batch.
         A slice without an example is one example of weight 0 (`example` is then -1).
     """
-    count = len(examples.labels)
-    steps = order.steps_per_epoch(count, global_batch_size)
+    count, batch = len(examples.labels), global_batch_size
+    steps = order.steps_per_epoch(count, batch)
     first_epoch, steps_done = divmod(first_step, steps)
 
     def epoch_batches(epoch: Any) -> tf.data.Dataset:
         epoch_order = tf.numpy_function(lambda e: order.epoch_order(seed, int(e), count), [epoch], tf.int64)
         epoch_order = tf.ensure_shape(epoch_order, [count])
-        batches = tf.data.Dataset.from_tensor_slices(epoch_order).batch(global_batch_size)
-        return batches.map(lambda batch: (epoch, batch))
+        # Slices of the order: to batch its entries one by one takes some microseconds each.
+        return tf.data.Dataset.range(steps).map(lambda t: (epoch, epoch_order[t * batch : (t + 1) * batch]))
 
-    def slices(epoch: Any, batch: Any) -> tf.data.Dataset:
-        return tf.data.Dataset.range(deal.slices).flat_map(lambda j: shard(epoch, batch, j))
+    def slices(epoch: Any, whole: Any) -> tf.data.Dataset:
+        return tf.data.Dataset.range(deal.slices).flat_map(lambda j: shard(epoch, whole, j))
 
-    def shard(epoch: Any, batch: Any, j: Any) -> tf.data.Dataset:
-        lo, hi, index, shards = deal.place(j, tf.size(batch, out_type=tf.int64))
-        part = tf.numpy_function(lambda b: order.pad_to_shards(b, shards), [batch[lo:hi]], tf.int64)
+    def shard(epoch: Any, whole: Any, j: Any) -> tf.data.Dataset:
+        lo, hi, index, shards = deal.place(j, tf.size(whole, out_type=tf.int64))
+        part = tf.numpy_function(lambda b: order.pad_to_shards(b, shards), [whole[lo:hi]], tf.int64)
         part = tf.ensure_shape(part, [None])
         # The shard is taken of each global batch, not of the whole set: so the batch is the same for any `size`.
         mine = tf.data.Dataset.from_tensor_slices(part).shard(shards, index).batch(global_batch_size)
         return mine.map(lambda example: (epoch, example))
 
     def view(epoch: Any, example: Any) -> tuple[Any, ...]:
-        present = tf.maximum(example, tf.constant(0, tf.int64))
-        draw = tf.numpy_function(lambda e, i: draws(seed, int(e), i), [epoch, present], tf.float32)
-        image, label = _gather(examples, present)
-        image = views.train(image, tf.ensure_shape(draw, [None, DRAWS_PER_EXAMPLE]))
+        image, label = tf.numpy_function(seen, [epoch, example], [tf.float32, tf.int32])
         weight = tf.cast(example >= 0, tf.float32)
-        return image, label, weight, example
+        return (
+            tf.ensure_shape(image, [None, views.side, views.side, 3]),
+            tf.ensure_shape(label, [None]),
+            weight,
+            example,
+        )
+
+    def seen(epoch: Any, example: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        present = np.maximum(example, 0)
+        return views.train(examples.images[present], draws(seed, int(epoch), present)), examples.labels[present]
 
     epochs = order.steps_per_epoch(last_step, steps) - first_epoch
     chain = (
@@ -98,8 +106,11 @@ def evaluation_batches(examples: Examples, views: Views, *, batch_size: int, ran
     """
 
     def view(index: Any) -> tuple[Any, Any]:
-        image, label = _gather(examples, index)
-        return views.test(image), label
+        image, label = tf.numpy_function(seen, [index], [tf.float32, tf.int32])
+        return tf.ensure_shape(image, [None, views.side, views.side, 3]), tf.ensure_shape(label, [None])
+
+    def seen(index: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        return views.test(examples.images[index]), examples.labels[index]
 
     return (
         tf.data.Dataset.range(len(examples.labels))
@@ -109,15 +120,6 @@ def evaluation_batches(examples: Examples, views: Views, *, batch_size: int, ran
         .prefetch(PREFETCH_BATCHES)
         .with_options(_options())
     )
-
-
-def _gather(examples: Examples, index: Any) -> tuple[Any, Any]:
-    """Images uint8 [b, h, w, 3] and labels int32 [b] of indices [b].
-
-    By NumPy, from where they are: a constant of the graph would be a copy in every rank.
-    """
-    image = tf.numpy_function(lambda i: examples.images[i], [index], tf.uint8)
-    return tf.ensure_shape(image, [None, *examples.images.shape[1:]]), tf.gather(examples.labels, index)
 
 
 def _options() -> tf.data.Options:

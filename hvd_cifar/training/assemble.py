@@ -44,7 +44,7 @@ def assemble(settings: TrainSettings, world: World) -> Run:
     set_precision(precision_of(settings), settings.seed)
     views = views_of(settings.model, settings.augmentation)
     net = make_net(settings, views)
-    net.prepare(views.test(train_set.images[:PREPARING_IMAGES]).numpy())
+    net.prepare(views.test(train_set.images[:PREPARING_IMAGES]))
 
     schedule = make_schedule(settings, batch_plan)
     optimizer = make_optimizer(settings, net, schedule(0))

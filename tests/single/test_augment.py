@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,10 @@ from hvd_cifar.data import augment
 
 def _images(count: int = 6) -> np.ndarray[Any, Any]:
     return np.random.default_rng(3).integers(0, 256, (count, 32, 32, 3)).astype(np.uint8)
+
+
+def _draws(rows: list[list[float]]) -> np.ndarray[Any, Any]:
+    return np.asarray(rows, np.float32)
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 500), st.lists(st.integers(0, 49_999), min_size=1, max_size=20))
@@ -40,8 +45,8 @@ def test_draws_are_uniform_and_differ_by_column_epoch_and_seed() -> None:
 def test_tutorial_crop_takes_the_right_pixels_and_mirrors_them() -> None:
     images = _images(2)
     # Offsets 8 * draw of 9 places: 0.5 -> 4, 0.99 -> 8. Flip below 0.5. Brightness 0 at 0.5, contrast 1 at 0.5.
-    draw = tf.constant([[0.5, 0.99, 0.9, 0.5, 0.5], [0.0, 0.5, 0.1, 0.5, 0.5]])
-    got = augment.tutorial_train(tf.constant(images), draw).numpy()
+    draw = _draws([[0.5, 0.99, 0.9, 0.5, 0.5], [0.0, 0.5, 0.1, 0.5, 0.5]])
+    got = augment.tutorial_train(images, draw)
     plain = images[0, 4:28, 8:32].astype(np.float32)
     mirrored = images[1, 0:24, 4:28][:, ::-1].astype(np.float32)
     for image, cut in zip(got, (plain, mirrored), strict=True):
@@ -51,7 +56,7 @@ def test_tutorial_crop_takes_the_right_pixels_and_mirrors_them() -> None:
 def test_tutorial_distortions_equal_tensorflow_s_own_one_by_one() -> None:
     images = _images(4)
     draw = augment.draws(1, 2, np.arange(4))
-    got = augment.tutorial_train(tf.constant(images), tf.constant(draw)).numpy()
+    got = augment.tutorial_train(images, draw)
     for image, (row, column, flip, brightness, contrast, _), ours in zip(images, draw, got, strict=True):
         top, left = int(row * 9), int(column * 9)
         cut = tf.cast(image[top : top + 24, left : left + 24], tf.float32)
@@ -64,9 +69,9 @@ def test_tutorial_distortions_equal_tensorflow_s_own_one_by_one() -> None:
 def test_standard_crop_pads_with_the_mean_and_keeps_the_image() -> None:
     images = _images(1)
     deviation = np.asarray(augment.CHANNEL_DEVIATION)
-    middle = augment.standard_train(tf.constant(images), tf.constant([[0.5, 0.5, 0.9, 0, 0]])).numpy()
-    assert (middle == augment.standard_test(tf.constant(images)).numpy()).all()
-    corner = augment.standard_train(tf.constant(images), tf.constant([[0.0, 0.0, 0.9, 0, 0]])).numpy()
+    middle = augment.standard_train(images, _draws([[0.5, 0.5, 0.9, 0, 0]]))
+    assert (middle == augment.standard_test(images)).all()
+    corner = augment.standard_train(images, _draws([[0.0, 0.0, 0.9, 0, 0]]))
     assert (corner[:, 4:, 4:] == middle[:, :-4, :-4]).all()
     assert np.abs(corner[:, :4] * deviation).max() <= 0.5  # rounded to a whole pixel value
     assert np.abs(corner[:, :, :4] * deviation).max() <= 0.5
@@ -76,9 +81,19 @@ def test_test_views_are_plain() -> None:
     images = _images(3)
     middle = images[:, 4:28, 4:28].astype(np.float32)
     expected = [(m - m.mean()) / m.std() for m in middle]
-    assert np.allclose(augment.tutorial_test(tf.constant(images)).numpy(), expected, atol=1e-4)
+    assert np.allclose(augment.tutorial_test(images), expected, atol=1e-4)
     flat = np.zeros((1, 32, 32, 3), np.uint8)
-    assert (augment.tutorial_test(tf.constant(flat)).numpy() == 0).all()  # no division by a deviation of zero
+    assert (augment.tutorial_test(flat) == 0).all()  # no division by a deviation of zero
+
+
+@pytest.mark.parametrize("name", ["tutorial", "standard", "fast"])
+def test_views_do_not_depend_on_the_order_in_memory(name: str) -> None:
+    by_pixel = _images()
+    by_plane = np.ascontiguousarray(by_pixel.transpose(0, 3, 1, 2)).transpose(0, 2, 3, 1)  # as it comes from the files
+    draw, train = augment.draws(0, 0, np.arange(6)), getattr(augment, f"{name}_train")
+    assert (train(by_pixel, draw) == train(by_plane, draw)).all()
+    test = augment.tutorial_test if name == "tutorial" else augment.standard_test
+    assert (test(by_pixel) == test(by_plane)).all()
 
 
 def test_the_flip_alternates_from_a_random_side() -> None:
@@ -92,13 +107,11 @@ def test_the_flip_alternates_from_a_random_side() -> None:
 
 def test_fast_moves_by_two_pixels_with_a_mirrored_edge() -> None:
     images = _images(2)
-    middle, moved = augment.fast_train(
-        tf.constant(images), tf.constant([[0.5, 0.5, 0, 0, 0, 0], [0, 0.99, 0, 0, 0, 1]])
-    )
-    plain = augment.standard_test(tf.constant(images)).numpy()
-    assert (middle.numpy() == plain[0]).all()
+    middle, moved = augment.fast_train(images, _draws([[0.5, 0.5, 0, 0, 0, 0], [0, 0.99, 0, 0, 0, 1]]))
+    plain = augment.standard_test(images)
+    assert (middle == plain[0]).all()
     padded = np.pad(plain[1], [(2, 2), (2, 2), (0, 0)], mode="reflect")
-    assert (moved.numpy() == padded[:32, 4:][:, ::-1]).all()
+    assert (moved == padded[:32, 4:][:, ::-1]).all()
 
 
 def test_six_views_are_an_average_of_moved_and_mirrored_images() -> None:
