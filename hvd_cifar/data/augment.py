@@ -24,7 +24,7 @@ PAD = 4  # pixels, on each side, as He et al. 2015 (section 4.2)
 
 FAST_PAD = 2  # pixels, on each side, for `fast`
 
-RANDOM_DRAWS = 5  # row offset, column offset, flip, brightness, contrast
+RANDOM_DRAWS = 5  # row offset, column offset, flip, brightness (which no view uses), contrast
 DRAWS_PER_EXAMPLE = RANDOM_DRAWS + 1  # and the alternating flip
 
 Images = NDArray[np.uint8]
@@ -73,8 +73,9 @@ def _cut(planes: Images, row: NDArray[Any], column: NDArray[Any], flip: NDArray[
     cut = np.empty((*planes.shape[:2], side, side), np.uint8)
     places = zip(row.tolist(), column.tolist(), flip.tolist(), strict=True)
     for image, target, (top, left, mirrored) in zip(planes, cut, places, strict=True):
-        part = image[:, top : top + side, left : left + side]
-        target[:] = part[:, :, ::-1] if mirrored else part
+        last = left - 1 if left else None
+        columns = slice(left + side - 1, last, -1) if mirrored else slice(left, left + side)
+        target[...] = image[:, top : top + side, columns]
     return cut
 
 
@@ -92,39 +93,45 @@ def _standardise_channels(planes: Images) -> Floats:
     return images
 
 
-def _standardise_each(planes: Floats) -> Floats:
-    """[b, c, h, w] -> [b, h, w, c] of zero mean and unit variance per image (tf.image.per_image_standardization)."""
+def _standardise_each(planes: Images, contrast: NDArray[np.float32] | None = None) -> Floats:
+    """[b, c, h, w] -> [b, h, w, c] of zero mean and unit variance per image (tf.image.per_image_standardization).
+
+    Before that, with `contrast` [b], what a pixel differs from its channel's mean by is multiplied (adjust_contrast).
+    Both together are one multiplication and one addition for each image and channel.
+    """
     count, channels, height, width = planes.shape
-    flat = planes.reshape(count, -1)
-    centred = flat - flat.mean(axis=1, keepdims=True)
-    deviation = np.sqrt(np.square(centred).mean(axis=1))
+    centred = planes.reshape(count, channels, -1).astype(np.float32)
+    mean = centred.mean(axis=2)
+    centred -= mean[:, :, None]
+    variance = np.square(centred).mean(axis=2)
+    factor = np.ones((count, 1), np.float32) if contrast is None else contrast[:, None]
+    offset = mean - mean.mean(axis=1, keepdims=True)
+    deviation = np.sqrt((np.square(factor) * variance + np.square(offset)).mean(axis=1, keepdims=True))
     # An image of one colour has no deviation; it becomes zeros.
-    divisor = np.maximum(deviation, np.float32(flat.shape[1] ** -0.5))[:, None, None]
-    images = np.empty((count, height, width, channels), np.float32)
+    scale = 1 / np.maximum(deviation, np.float32((channels * height * width) ** -0.5))
+    centred *= (factor * scale)[:, :, None]
+    offset *= scale
+    images = np.empty((count, height * width, channels), np.float32)
     for channel in range(channels):
-        np.divide(centred.reshape(planes.shape)[:, channel], divisor, out=images[..., channel])
-    return images
+        np.add(centred[:, channel], offset[:, channel, None], out=images[..., channel])
+    return images.reshape(count, height, width, channels)
 
 
 def tutorial_train(images: Images, draw: NDArray[np.float32]) -> Floats:
-    """The distortions of TensorFlow's tutorial: random 24x24 crop, flip, brightness, contrast; standardised."""
+    """The distortions of TensorFlow's tutorial: random 24x24 crop, flip, contrast; standardised.
+
+    The tutorial's random brightness is left out: what it adds to all of an image, standardising takes away again.
+    """
     choices = SIDE - TUTORIAL_SIDE + 1
     row, column = _offsets(draw[:, 0], choices), _offsets(draw[:, 1], choices)
-    cut = _cut(_planes(images), row, column, draw[:, 2] < 0.5, TUTORIAL_SIDE).astype(np.float32)
-    brightness, contrast = (draw[:, column, None, None, None] for column in (3, 4))
-    cut += (brightness * np.float32(2.0) - np.float32(1.0)) * np.float32(63.0)
-    channel_mean = cut.mean(axis=(2, 3), keepdims=True)
-    cut -= channel_mean
-    cut *= np.float32(0.2) + contrast * np.float32(1.6)
-    cut += channel_mean
-    return _standardise_each(cut)
+    cut = _cut(_planes(images), row, column, draw[:, 2] < 0.5, TUTORIAL_SIDE)
+    return _standardise_each(cut, np.float32(0.2) + draw[:, 4] * np.float32(1.6))
 
 
 def tutorial_test(images: Images) -> Floats:
     """The middle 24x24 pixels, standardised per image."""
     edge = (SIDE - TUTORIAL_SIDE) // 2
-    middle = _planes(images)[:, :, edge : edge + TUTORIAL_SIDE, edge : edge + TUTORIAL_SIDE]
-    return _standardise_each(middle.astype(np.float32))
+    return _standardise_each(_planes(images)[:, :, edge : edge + TUTORIAL_SIDE, edge : edge + TUTORIAL_SIDE])
 
 
 def standard_train(images: Images, draw: NDArray[np.float32]) -> Floats:

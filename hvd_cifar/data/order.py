@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         return z ^ (z >> np.uint64(31))
 
 
+@lru_cache(maxsize=64)
 def key(*parts: int) -> np.uint64:
     """A 64-bit key of a tuple of non-negative integers, such as (seed, purpose, epoch)."""
     state = np.zeros(1, np.uint64)
