@@ -33,7 +33,7 @@ from hvd_cifar.errors import UserError
 
 FAST_BATCH = 1024
 BY_MODEL = "[default: float32; mixed_bfloat16 for fast]"
-LOG_EVERY = {"resnet20": 10, "resnet32": 5, "resnet56": 5, "fast": 2}  # steps: some two seconds
+LOG_EVERY = {"resnet20": 5, "resnet32": 5, "resnet56": 5, "fast": 2}  # steps: some two seconds
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
