@@ -15,7 +15,6 @@ import json
 import platform
 import random
 import shlex
-import signal
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -27,7 +26,7 @@ import click
 from benchmarks import jobs
 from benchmarks.peers import environment, sides
 from benchmarks.peers.rates import spread, table
-from benchmarks.peers.turns import Job, Turn
+from benchmarks.peers.turns import Job, Turn, end_on_sigterm
 from hvd_cifar.data import cifar10
 from hvd_cifar.errors import UserError
 
@@ -52,7 +51,7 @@ LOG_EVERY = {"resnet20": 5, "resnet32": 5, "resnet56": 5, "fast": 2}  # steps: s
 @click.option("--output", type=Path, help="JSON file for every single rate.")
 def main(**given: Any) -> None:
     """Measure, then print a table in Markdown."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the sides end with this, stopped or not
+    end_on_sigterm()
     try:
         measure(**given)
     except UserError as error:

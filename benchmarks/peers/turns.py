@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -169,6 +170,16 @@ class Job:
     def _tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-20:]
         return "\n".join([f"; the end of {self.log}:", *lines])
+
+
+def end_on_sigterm() -> None:
+    """Have SIGTERM end this program as Ctrl-C does, so that no side stays behind, stopped. A second one is ignored."""
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 class _Watch:

@@ -25,7 +25,7 @@ from benchmarks import jobs
 from benchmarks.peers import environment, sides
 from benchmarks.peers.__main__ import machine
 from benchmarks.peers.rates import paired, spread
-from benchmarks.peers.turns import Job, Side
+from benchmarks.peers.turns import Job, Side, end_on_sigterm
 
 BATCH = 1024  # of both, over all ranks
 
@@ -58,6 +58,7 @@ def main(
     output: Path | None,
 ) -> None:
     """Measure, then print a table in Markdown."""
+    end_on_sigterm()
     python = environment.ensure(peers.expanduser().absolute())
     found: dict[str, list[Result]] = {}
     for seed in range(first_seed, first_seed + seeds):

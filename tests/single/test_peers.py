@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from benchmarks.peers import rates, whole
@@ -98,6 +99,31 @@ def test_a_whole_run_that_fails_is_told_of_with_its_output(tmp_path: Path) -> No
     broken = Side("broken", [[sys.executable, "-c", "raise SystemExit('no such thing')"]], [], 1)
     with pytest.raises(SystemExit, match=r"broken failed(.|\n)*no such thing"):
         whole.in_turns({"broken": broken}, tmp_path, 20.0, random.Random(0))
+
+
+MEASURER = """
+import pathlib, random, sys
+from benchmarks.peers import turns, whole
+turns.end_on_sigterm()
+sleeper = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
+sides = {str(i): turns.Side(str(i), [sleeper] * 20, [], 1) for i in range(2)}
+whole.in_turns(sides, pathlib.Path(sys.argv[1]), 0.5, random.Random(0))
+"""
+
+
+def test_sigterm_twice_leaves_no_side_behind(tmp_path: Path) -> None:
+    measurer = subprocess.Popen([sys.executable, "-c", MEASURER, str(tmp_path)], cwd=CHECKOUT)
+    until = time.monotonic() + 60
+    logs = [tmp_path / f"{i}-output" / "log" for i in range(2)]
+    while sum(len(log.read_text().split()) for log in logs if log.exists()) < 40:
+        assert time.monotonic() < until and measurer.poll() is None
+        time.sleep(0.05)
+    while measurer.poll() is None:  # as timeout and a person at once would
+        measurer.terminate()
+        time.sleep(0.001)
+    assert measurer.returncode == 143
+    pids = [int(word) for log in logs for word in log.read_text().split()]
+    assert len(pids) == 40 and not any(psutil.pid_exists(pid) for pid in pids)
 
 
 # Keras pads a convolution of stride 2 below and to the right alone, PyTorch's layer all around: here alike.
