@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import atexit
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -72,6 +75,7 @@ def training_batches(
             example,
         )
 
+    @_counted
     def seen(epoch: Any, example: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         present = np.maximum(example, 0)
         return views.train(examples.images[present], draws(seed, int(epoch), present)), examples.labels[present]
@@ -120,6 +124,41 @@ def evaluation_batches(examples: Examples, views: Views, *, batch_size: int, ran
         .prefetch(PREFETCH_BATCHES)
         .with_options(_options())
     )
+
+
+class _Makers:
+    """What the threads that make this process's batches are doing."""
+
+    lock = threading.Lock()
+    busy = 0
+    made = 0
+
+
+def _counted(make: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(*args: Any) -> Any:
+        with _Makers.lock:
+            _Makers.busy += 1
+        try:
+            return make(*args)
+        finally:
+            with _Makers.lock:
+                _Makers.busy -= 1
+                _Makers.made += 1
+
+    return counted
+
+
+@atexit.register
+def settle(seconds: float = 0.05) -> None:
+    """Wait until every pipeline of this process has filled its buffer: until none has made anything for so long.
+
+    Where Python ends earlier, with an iterator that has not come to its end, TensorFlow waits for the thread that makes
+    batches, and holds Python's lock meanwhile; a thread that asks for the lock just then waits for ever.
+    """
+    made = -1
+    while _Makers.busy or made != _Makers.made:
+        made = _Makers.made
+        time.sleep(seconds)
 
 
 def _options() -> tf.data.Options:

@@ -142,3 +142,36 @@ def test_sums_gathers_and_errors_reach_every_rank(n: int, launcher: str) -> None
         assert seen["ZeroDivisionError"] == (f"ZeroDivisionError: rank {last} has no data" if rank == last else told)
         told = "TrainingError: rank 0 failed with ZeroDivisionError: division by zero"
         assert seen["root failed"] == ("ZeroDivisionError: division by zero" if rank == 0 else told)
+
+
+def _meetings_while_idle() -> dict[str, float]:
+    """How often the busiest thread of this rank slept in 40 periods of idleness, and what a sum gives after them."""
+    import time
+    from pathlib import Path
+
+    from hvd_cifar.distributed import start, sync
+
+    def sleeps() -> dict[str, int]:
+        counts = {}
+        for status in Path("/proc/self/task").glob("*/status"):
+            lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+            counts[lines["Pid"].strip()] = int(lines["voluntary_ctxt_switches"])
+        return counts
+
+    world = start()
+    sync.sum_over_ranks([1.0])
+    before = sleeps()
+    time.sleep(2.0)
+    most = max(count - before.get(thread, 0) for thread, count in sleeps().items())
+    time.sleep(0.3 * world.rank)  # the other rank's sum waits for this one's
+    return {"most": most, "sum": sync.sum_over_ranks([world.rank + 1.0])[0]}
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
+def test_a_rank_with_nothing_to_reduce_leaves_its_core_alone(launcher: str) -> None:
+    ranks = run_ranks(_meetings_while_idle, 2, launcher=launcher)
+    assert [rank["sum"] for rank in ranks] == [3.0, 3.0]
+    eager = run_ranks(_meetings_while_idle, 2, launcher=launcher, env={"HOROVOD_IDLE_CYCLE_TIME": "0"})
+    assert [rank["sum"] for rank in eager] == [3.0, 3.0]
+    # 40 meetings in place of up to 1,000; in each of them a thread may sleep some times.
+    assert max(rank["most"] for rank in ranks) < min(rank["most"] for rank in eager) / 2

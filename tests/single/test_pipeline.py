@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hvd_cifar.data import order
 from hvd_cifar.data.augment import STANDARD_VIEWS, TUTORIAL_VIEWS, Views
 from hvd_cifar.data.cifar10 import Examples
-from hvd_cifar.data.pipeline import evaluation_batches, in_steps, training_batches
+from hvd_cifar.data.pipeline import PREFETCH_BATCHES, evaluation_batches, in_steps, settle, training_batches
 
 COUNT = 23
 
@@ -118,3 +119,23 @@ def test_evaluation_sees_every_example_once(size: int) -> None:
         batches = evaluation_batches(_examples(), STANDARD_VIEWS, batch_size=4, rank=rank, size=size)
         labels += [int(v) for _, label in batches.as_numpy_iterator() for v in label]
     assert sorted(labels) == sorted(_examples().labels.tolist())
+
+
+def test_settling_waits_until_the_buffer_is_full() -> None:
+    made: list[int] = []
+
+    def slow(images: Any, draw: Any) -> Any:
+        time.sleep(0.02)
+        made.append(len(images))
+        return STANDARD_VIEWS.train(images, draw)
+
+    views = STANDARD_VIEWS._replace(train=slow)
+    batches = training_batches(
+        _examples(), views, seed=0, global_batch_size=4, deal=order.Deal(0, 1), first_step=0, last_step=100
+    )
+    elements = iter(batches)
+    next(elements)
+    settle()
+    assert len(made) == 1 + PREFETCH_BATCHES
+    time.sleep(0.2)
+    assert len(made) == 1 + PREFETCH_BATCHES  # and nothing more is made until one is taken
