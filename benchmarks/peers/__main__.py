@@ -115,7 +115,8 @@ def measure(
         turns = _in_turns(running, repeats, seconds, random.Random(seed))
         named = {job.side.name: [turn.rate for turn in turns[name]] for name, job in running.items()}
         others = spread([turn.others for of_side in turns.values() for turn in of_side])
-        print(table(named, running[base].side.name), flush=True)
+        bases = dict.fromkeys([base, sides.LIMIT] if sides.LIMIT in running else [base])
+        print(table(named, *(running[name].side.name for name in bases)), flush=True)
     about = {
         "model": model,
         "precision": work.precision,

@@ -54,13 +54,15 @@ def paired(values: Sequence[float], base: Sequence[float]) -> list[float]:
     return [value / other for value, other in zip(values, base, strict=True)]
 
 
-def table(rates: dict[str, list[float]], base: str) -> str:
-    """Markdown: a row a side, with its images/s and its ratio to `base` in the same repeat.
+def table(rates: dict[str, list[float]], *bases: str) -> str:
+    """Markdown: a row a side, with its images/s and its ratio to each of `bases` in the same repeat.
 
     Args:
         rates: by the side's name, images/s in each repeat, all of one length.
     """
-    lines = [f"| side | images/s | ratio to {base} | n |", "|---|---|---|---|"]
+    lines = [f"| side | images/s | {' | '.join(f'ratio to {base}' for base in bases)} | n |"]
+    lines.append("|---" * (len(bases) + 3) + "|")
     for name, values in rates.items():
-        lines.append(f"| {name} | {spread(values)} | {spread(paired(values, rates[base]))} | {len(values)} |")
+        ratios = [str(spread(paired(values, rates[base]))) for base in bases]
+        lines.append(f"| {name} | {spread(values)} | {' | '.join(ratios)} | {len(values)} |")
     return "\n".join(lines)
