@@ -147,6 +147,7 @@ def test_sums_gathers_and_errors_reach_every_rank(n: int, launcher: str) -> None
 def _meetings_while_idle() -> dict[str, float]:
     """How often the busiest thread of this rank slept in 40 periods of idleness, and what a sum gives after them."""
     import time
+    from contextlib import suppress
     from pathlib import Path
 
     from hvd_cifar.distributed import start, sync
@@ -154,8 +155,9 @@ def _meetings_while_idle() -> dict[str, float]:
     def sleeps() -> dict[str, int]:
         counts = {}
         for status in Path("/proc/self/task").glob("*/status"):
-            lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-            counts[lines["Pid"].strip()] = int(lines["voluntary_ctxt_switches"])
+            with suppress(OSError):  # a thread may end between the listing and the look
+                lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+                counts[lines["Pid"].strip()] = int(lines["voluntary_ctxt_switches"])
         return counts
 
     world = start()
@@ -173,5 +175,5 @@ def test_a_rank_with_nothing_to_reduce_leaves_its_core_alone(launcher: str) -> N
     assert [rank["sum"] for rank in ranks] == [3.0, 3.0]
     eager = run_ranks(_meetings_while_idle, 2, launcher=launcher, env={"HOROVOD_IDLE_CYCLE_TIME": "0"})
     assert [rank["sum"] for rank in eager] == [3.0, 3.0]
-    # 40 meetings in place of up to 1,000; in each of them a thread may sleep some times.
-    assert max(rank["most"] for rank in ranks) < min(rank["most"] for rank in eager) / 2
+    # 40 meetings in place of up to 1,000. Of ranks that meet, one sleeps each time; one that waits may only yield.
+    assert max(rank["most"] for rank in ranks) < max(rank["most"] for rank in eager) / 2
