@@ -25,15 +25,21 @@ def _benchmark(n: int, *argv: Any, gloo: bool = False) -> subprocess.CompletedPr
 def test_the_step_is_measured_on_1_and_2_of_3_ranks_and_judged(embedded: Path, tmp_path: Path) -> None:
     output = tmp_path / "step.json"
     words = [*TUTORIAL, embedded, "--batch-size", 4, "--steps", 2, "--repeats", 2]
-    # The all-reduce of 4 MiB takes a good part of a step of 4 images: nothing reaches an efficiency of 1.
     done = _benchmark(
         3, "step", *words, "--ranks", "1,2", "--min-efficiency", 1, "--json", output, "--plot", tmp_path / "step.png"
     )
-    assert done.returncode == 1, done.stdout + done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("hvd_cifar: scaling efficiency")]
-    assert len(said) == 1 and "on 2 ranks" in said[0] and "below --min-efficiency 1" in said[0]
-
+    assert output.exists(), done.stdout + done.stderr
     found = json.loads(output.read_text())
+    # The all-reduce of 4 MiB takes a good part of a step of 4 images, and yet a busy machine may find more than 1.
+    efficiency = found["worlds"][1]["efficiency"]["mean"]
+    said = [line for line in done.stderr.splitlines() if line.startswith("hvd_cifar: ")]
+    if efficiency < 1:
+        assert done.returncode == 1 and len(said) == 1, done.stdout + done.stderr
+        assert f"scaling efficiency on 2 ranks is {efficiency:.4f}" in said[0]
+        assert "below --min-efficiency 1" in said[0]
+    else:
+        assert done.returncode == 0 and said == [], done.stdout + done.stderr
+
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     assert found["benchmark"] == "step" and found["dataset"] == "synthetic" and found["model"] == "tutorial"
     assert len(found["facts"]["hosts"]) == len(found["memory_by_rank"]) == 3
@@ -47,14 +53,14 @@ def test_the_step_is_measured_on_1_and_2_of_3_ranks_and_judged(embedded: Path, t
         assert len(world["compute_seconds_by_rank"]) == len(world["input_seconds_by_rank"]) == k
         assert world["slowest"]["rank"] < k and world["slowest"]["host"] == found["facts"]["hosts"][0]
         assert world["lockstep_seconds"]["mean"] >= 0.999 * world["compute_seconds"]["mean"]
-        # Mean of ratios and ratio of means differ by little where repeats are alike, and always lie among the repeats.
+        # Ratio of means and mean of ratios both lie between the two repeats' ratios, which are 2 standard errors apart.
         assert world["efficiency"]["n"] == world["images_per_second"]["n"] == 2
         ratio = world["images_per_second"]["mean"] / world["images_per_second_alone"]["mean"]
-        assert world["efficiency"]["mean"] == pytest.approx(ratio, rel=0.5)
+        apart = 2 * world["efficiency"]["standard_error"]
+        assert world["efficiency"]["mean"] == pytest.approx(ratio, abs=1.001 * apart + 1e-9)
         assert world["images_per_second"]["mean"] >= k * 4 / world["step_seconds"]["mean"] * 0.999
     assert found["worlds"][0]["communication_seconds"] is None
     assert found["worlds"][1]["communication_seconds"]["mean"] > 0
-    assert f"{found['worlds'][1]['efficiency']['mean']:.4f}" in said[0]
     phases = found["phases"]
     assert phases["forward_seconds"] > 0 and phases["backward_seconds"] > 0
     names = [gradient["name"] for gradient in phases["gradients"]]
