@@ -100,20 +100,23 @@ def _standardise_each(planes: Images, contrast: NDArray[np.float32] | None = Non
     Both together are one multiplication and one addition for each image and channel.
     """
     count, channels, height, width = planes.shape
-    centred = planes.reshape(count, channels, -1).astype(np.float32)
-    mean = centred.mean(axis=2)
-    centred -= mean[:, :, None]
-    variance = np.square(centred).mean(axis=2)
-    factor = np.ones((count, 1), np.float32) if contrast is None else contrast[:, None]
+    pixels = height * width
+    # Minus 128: then float32 adds up the squares of 32 x 32 pixels without rounding, all of them below 2**24.
+    values = (planes.reshape(count, channels, pixels) ^ np.uint8(128)).view(np.int8).astype(np.float32)
+    mean = np.einsum("bci->bc", values).astype(np.float64) / pixels
+    variance = np.einsum("bci,bci->bc", values, values).astype(np.float64) / pixels - np.square(mean)
+    factor = np.ones((count, 1)) if contrast is None else contrast[:, None].astype(np.float64)
     offset = mean - mean.mean(axis=1, keepdims=True)
     deviation = np.sqrt((np.square(factor) * variance + np.square(offset)).mean(axis=1, keepdims=True))
     # An image of one colour has no deviation; it becomes zeros.
-    scale = 1 / np.maximum(deviation, np.float32((channels * height * width) ** -0.5))
-    centred *= (factor * scale)[:, :, None]
-    offset *= scale
-    images = np.empty((count, height * width, channels), np.float32)
+    scale = 1 / np.maximum(deviation, (channels * pixels) ** -0.5)
+    slope = (factor * scale).astype(np.float32)
+    # Rounded as the pixels' own products are, so that an image of one colour comes out as zeros, exactly.
+    shift = (offset * scale).astype(np.float32) - slope * mean.astype(np.float32)
+    values *= slope[:, :, None]
+    images = np.empty((count, pixels, channels), np.float32)
     for channel in range(channels):
-        np.add(centred[:, channel], offset[:, channel, None], out=images[..., channel])
+        np.add(values[:, channel], shift[:, channel, None], out=images[..., channel])
     return images.reshape(count, height, width, channels)
 
 

@@ -82,8 +82,9 @@ def test_test_views_are_plain() -> None:
     middle = images[:, 4:28, 4:28].astype(np.float32)
     expected = [(m - m.mean()) / m.std() for m in middle]
     assert np.allclose(augment.tutorial_test(images), expected, atol=1e-4)
-    flat = np.zeros((1, 32, 32, 3), np.uint8)
-    assert (augment.tutorial_test(flat) == 0).all()  # no division by a deviation of zero
+    for grey in (0, 37, 255):
+        flat = np.full((1, 32, 32, 3), grey, np.uint8)
+        assert (augment.tutorial_test(flat) == 0).all()  # no division by a deviation of zero
 
 
 @pytest.mark.parametrize("name", ["tutorial", "standard", "fast"])
