@@ -20,6 +20,7 @@ from hvd_cifar.data.cifar10 import Examples
 PREFETCH_BATCHES = 4  # a few steps' worth hides a slow one; more only costs memory
 
 
+@tf.autograph.experimental.do_not_convert
 def training_batches(
     examples: Examples,
     views: Views,
@@ -101,6 +102,7 @@ def in_steps(batches: Iterable[Any], slices: int) -> Iterator[list[Any]]:
         yield step
 
 
+@tf.autograph.experimental.do_not_convert
 def evaluation_batches(examples: Examples, views: Views, *, batch_size: int, rank: int, size: int) -> tf.data.Dataset:
     """A rank's shard of a set, every example once, in plain view.
 

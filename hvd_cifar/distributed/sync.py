@@ -96,7 +96,7 @@ def prove_averaging(wrap: Callable[[keras.optimizers.Optimizer], Any], contribut
     if contributions == "sum":
         mine /= size
 
-    @tf.function
+    @tf.function(autograph=False)
     def update() -> None:
         optimizer.apply([mine], [variable])
 

@@ -131,13 +131,13 @@ def _quick_gelu(x: Any) -> Any:
     return _quick_gelu_forward(x), lambda gradient: _quick_gelu_backward(x, gradient)
 
 
-@tf.function(jit_compile=True)
+@tf.function(jit_compile=True, autograph=False)
 def _quick_gelu_forward(x: Any) -> Any:
     wide, tanh = _wide_and_tanh(x)
     return tf.cast(0.5 * wide * (1.0 + tanh), x.dtype)
 
 
-@tf.function(jit_compile=True)
+@tf.function(jit_compile=True, autograph=False)
 def _quick_gelu_backward(x: Any, gradient: Any) -> Any:
     wide, tanh = _wide_and_tanh(x)
     return tf.cast(tf.cast(gradient, wide.dtype) * 0.5 * (1.0 + tanh) * (1.0 + 0.851 * wide * (1.0 - tanh)), x.dtype)

@@ -43,7 +43,7 @@ def make_evaluator(
     def correct(label: Any, logits: Any) -> Any:
         return tf.reduce_sum(tf.cast(tf.equal(tf.argmax(logits, axis=-1, output_type=label.dtype), label), tf.float64))
 
-    @tf.function(reduce_retracing=True)
+    @tf.function(reduce_retracing=True, autograph=False)
     def count(image: Any, label: Any, many: bool) -> Any:
         weighted = six_views(image) if many else [(1.0, image)]
         found = [(weight, model(view, training=False)) for weight, view in weighted]

@@ -7,6 +7,7 @@ batch are dealt to ranks and slices: the sum of all shares is the gradient of th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -18,6 +19,9 @@ from hvd_cifar.models import Net
 from hvd_cifar.models.layers import examples_present
 from hvd_cifar.training.averages import Lookahead, MovingAverage
 from hvd_cifar.training.image_sizes import shrink
+
+# No branch or loop here hangs on a tensor, so no source has to be rewritten: that takes a rank 2 seconds at its start.
+_graph = partial(tf.function, autograph=False)
 
 
 def cross_entropy(labels: Any, logits: Any, smoothing: float = 0.0) -> Any:
@@ -122,7 +126,7 @@ def make_train_step(
     number = tf.TensorSpec([], tf.int32)
     if slices == 1 and not virtual_shards:
 
-        @tf.function(input_signature=[*of_slice, number, tf.TensorSpec([], real), tf.TensorSpec([], tf.float32)])
+        @_graph(input_signature=[*of_slice, number, tf.TensorSpec([], real), tf.TensorSpec([], tf.float32)])
         def whole_step(image: Any, label: Any, weight: Any, count: Any, learning_rate: Any, request: Any) -> Any:
             return update(*share_of(image, label, weight, count, []), learning_rate, request)
 
@@ -130,9 +134,9 @@ def make_train_step(
 
     # A graph for a slice, which is the same however many slices a rank has; and one for what follows them.
     start_of = [tf.TensorSpec(s.shape, s.dtype) for s in statistics]
-    slice_share = tf.function(share_of, input_signature=[*of_slice, number, start_of])
-    add = tf.function(lambda one, other: tf.nest.map_structure(tf.add, one, other))
-    update_in_graph = tf.function(update)
+    slice_share = _graph(share_of, input_signature=[*of_slice, number, start_of])
+    add = _graph(lambda one, other: tf.nest.map_structure(tf.add, one, other))
+    update_in_graph = _graph(update)
 
     def step_by_slices(parts: Sequence[tuple[Any, ...]], count: Any, learning_rate: Any, request: Any) -> Any:
         start = [tf.identity(s.value) for s in statistics]

@@ -56,7 +56,7 @@ def through_horovod(process_set: Any) -> Reduce:
     optimizer = DistributedOptimizer(keras.optimizers.SGD(), op="sum", process_set=process_set)
     # One graph for all sizes, as one for each would have to be traced.
     signature = [tf.TensorSpec([None], tf.float32)]
-    return tf.function(lambda terms: optimizer.reduce([terms])[0], input_signature=signature)
+    return tf.function(lambda terms: optimizer.reduce([terms])[0], input_signature=signature, autograph=False)
 
 
 def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:

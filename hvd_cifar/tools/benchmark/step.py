@@ -192,7 +192,7 @@ class Bench:
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         with tf.device(self.job.world.device):
             gradients = [tf.zeros(v.shape, v.dtype) for v in self.net.model.trainable_variables]
-        reduce = tf.function(lambda: optimizer.reduce(gradients))
+        reduce = tf.function(lambda: optimizer.reduce(gradients), autograph=False)
         return _repeated(lambda: reduce()[-1])
 
     def _part(self, cut: int) -> Work:
@@ -200,7 +200,7 @@ class Bench:
         model, variables = self.net.model, self.net.model.trainable_variables
         wanted = [v.value for v in variables[_cut_at(cut, len(variables)) :]]
 
-        @tf.function
+        @tf.function(autograph=False)
         def part(image: Any, label: Any, weight: Any) -> Any:
             with tf.GradientTape() as tape:
                 entropy = cross_entropy(label, model(image, training=True))
