@@ -246,6 +246,12 @@ class TrainSettings(DataSettings):
         description="Steps between evaluations on the test set; 0: at the end only. [default: each epoch; "
         "fast every third]",
     )
+    eval_examples: int | None = Field(
+        None,
+        gt=0,
+        le=10_000,
+        description="Evaluate on the first so many examples of the test set alone: for tries. [default: all]",
+    )
     resume: Annotated[str, AfterValidator(_absolute_unless_word)] = Field(
         "auto",
         min_length=1,
@@ -287,13 +293,16 @@ class TrainSettings(DataSettings):
 
 
 class EvaluateSettings(_Settings):
-    """One evaluation of a run's checkpoint on the whole test set."""
+    """One evaluation of a run's checkpoint on the test set."""
 
     run_dir: LocalPath = Field(description="Folder of the run to evaluate.")
     checkpoint: LocalPath | None = Field(None, description="Checkpoint to evaluate. [default: the run's newest]")
     dataset: DatasetName | None = Field(None, description="Data set to evaluate on. [default: the run's]")
     data_dir: LocalPath | None = Field(None, description="Folder of the data set. [default: the run's]")
     batch_size: int = Field(500, gt=0, description="Examples a rank evaluates at a time.")
+    eval_examples: int | None = Field(
+        None, gt=0, le=10_000, description=str(TrainSettings.model_fields["eval_examples"].description)
+    )
     test_time_augmentation: bool | None = Field(
         None, description="Average the net's answers to six views of each test image. [default: the run's]"
     )

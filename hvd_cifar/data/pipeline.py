@@ -103,8 +103,13 @@ def in_steps(batches: Iterable[Any], slices: int) -> Iterator[list[Any]]:
 
 
 @tf.autograph.experimental.do_not_convert
-def evaluation_batches(examples: Examples, views: Views, *, batch_size: int, rank: int, size: int) -> tf.data.Dataset:
+def evaluation_batches(
+    examples: Examples, views: Views, *, batch_size: int, rank: int, size: int, count: int | None = None
+) -> tf.data.Dataset:
     """A rank's shard of a set, every example once, in plain view.
+
+    Args:
+        count: take the first so many examples for the whole set; None: all.
 
     Returns:
         A dataset of (image float32 [b, side, side, 3], label int32 [b]) with b <= batch_size. Ranks may have different
@@ -119,7 +124,7 @@ def evaluation_batches(examples: Examples, views: Views, *, batch_size: int, ran
         return views.test(examples.images[index]), examples.labels[index]
 
     return (
-        tf.data.Dataset.range(len(examples.labels))
+        tf.data.Dataset.range(len(examples.labels) if count is None else count)
         .shard(size, rank)
         .batch(batch_size)
         .map(view)

@@ -131,7 +131,7 @@ def assemble(settings: TrainSettings, world: World) -> Run:
             )
             for side in sizes.sides
         },
-        evaluator=make_evaluator(net.model, test_set, views, world, EVALUATION_BATCH),
+        evaluator=make_evaluator(net.model, test_set, views, world, EVALUATION_BATCH, settings.eval_examples),
         batches=in_steps(batches, deal.slices),
         run_dir=folder,
         checkpoints=checkpoints,

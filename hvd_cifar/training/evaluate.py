@@ -32,19 +32,19 @@ class Evaluation:
 
 
 def make_evaluator(
-    model: keras.Model, examples: Examples, views: Views, world: World, batch_size: int
+    model: keras.Model, examples: Examples, views: Views, world: World, batch_size: int, count: int | None = None
 ) -> Callable[[bool], Evaluation]:
-    """A function (six_views) that evaluates the model as it then is; a collective.
+    """A function (six_views) that evaluates the model as it then is, on the first `count` examples; a collective.
 
     Batch norm's moving statistics must be the same on all ranks: see `step.moving_statistics`.
     """
-    batches = evaluation_batches(examples, views, batch_size=batch_size, rank=world.rank, size=world.size)
+    batches = evaluation_batches(examples, views, batch_size=batch_size, rank=world.rank, size=world.size, count=count)
 
     def correct(label: Any, logits: Any) -> Any:
         return tf.reduce_sum(tf.cast(tf.equal(tf.argmax(logits, axis=-1, output_type=label.dtype), label), tf.float64))
 
     @tf.function(reduce_retracing=True, autograph=False)
-    def count(image: Any, label: Any, many: bool) -> Any:
+    def sums(image: Any, label: Any, many: bool) -> Any:
         weighted = six_views(image) if many else [(1.0, image)]
         found = [(weight, model(view, training=False)) for weight, view in weighted]
         exact = tf.float64 if model.compute_dtype == "float64" else tf.float32
@@ -55,7 +55,7 @@ def make_evaluator(
     def evaluate(many: bool = False) -> Evaluation:
         totals = np.zeros(4)
         for image, label in batches:
-            totals += [*count(image, label, many).numpy(), len(label)]
+            totals += [*sums(image, label, many).numpy(), len(label)]
         # Horovod: sums and counts over the ranks, never means of means.
         entropy, right, plain, seen = sync.sum_over_ranks(totals.tolist())
         return Evaluation(right / seen, entropy / seen, round(seen), plain / seen, 6 if many else 1)

@@ -44,7 +44,8 @@ def evaluate_run(settings: EvaluateSettings) -> None:
             averages.swap()
 
         many = bool(trained.test_time_augmentation)
-        found = make_evaluator(net.model, test_set, views, world, settings.batch_size)(many)
+        evaluator = make_evaluator(net.model, test_set, views, world, settings.batch_size, settings.eval_examples)
+        found = evaluator(many)
         result: dict[str, Any] = {
             "dataset": prepared.name,
             "model": trained.model,

@@ -32,7 +32,8 @@ HOME = "/home/hvd"
 MOST_BYTES = 1_450_000_000  # as deploy/containers.md states it, and some room for the next TensorFlow
 COMPILERS = re.compile(r"(.*-)?(gcc|g\+\+|cc|c\+\+|cpp|ld|as|clang|make|cmake|nvcc|mpicc|mpicxx)(-[\d.]+)?|cc1(plus)?")
 # Four steps, and losses that do not depend on how ranks are spread.
-SHORT = ["--dataset", "synthetic", "--max-steps", "4", "--eval-every", "0", "--log-every", "1"]
+SHORT = ["--dataset", "synthetic", "--max-steps", "4", "--eval-every", "0", "--eval-examples", "100"]
+SHORT += ["--log-every", "1"]
 SHORT += ["--global-batch-size", "32", "--precision", "float64", "--threads-per-rank", "1"]
 
 

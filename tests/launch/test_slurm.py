@@ -125,7 +125,8 @@ def test_a_job_outlives_preemption_and_requeue(
         words: list[str | Path] = ["--nodes=2", "--ntasks-per-node=1", "--exclusive", f"--chdir={checkout}", *options]
         words += [f"--output={tmp_path / name}.out", BATCH]
         words += ["--model", "tutorial", "--dataset", "synthetic", "--data-dir", embedded, "--global-batch-size", "32"]
-        words += ["--max-steps", str(STEPS), "--eval-every", "0", "--log-every", "1", "--checkpoint-every", "10"]
+        words += ["--max-steps", str(STEPS), "--log-every", "1", "--checkpoint-every", "10"]
+        words += ["--eval-every", "0", "--eval-examples", "100"]
         return site.submit([str(word) for word in words], variables | {"RUN_DIR": str(tmp_path / name)})
 
     def steps(name: str) -> dict[int, Any]:

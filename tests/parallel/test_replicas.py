@@ -75,7 +75,7 @@ def _drift(data: str, run_dir: str, options: list[str]) -> dict[str, Any]:
     said: list[str] = []
     vars(terminal)["complain"] = said.append
     cli.GRACE_SECONDS = 0.0
-    base = ["train", *TUTORIAL, data, "--run-dir", run_dir, "--eval-every", "0"]
+    base = ["train", *TUTORIAL, data, "--run-dir", run_dir, "--eval-every", "0", "--eval-examples", "100"]
     code: Any = 0
     try:
         cli.main([*base, "--batch-size", "8", "--max-steps", "12", "--checkpoint-every", "4", *options])

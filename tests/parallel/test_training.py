@@ -18,7 +18,7 @@ import pytest
 from tests.options import TUTORIAL
 from tests.ranks import CHECKOUT, end_tree, environment, run_ranks
 
-QUICK = ["--log-every", "5", "--eval-every", "0"]
+QUICK = ["--log-every", "5", "--eval-every", "0", "--eval-examples", "100"]
 
 
 def _command(n: int, *argv: Any) -> list[str]:
@@ -51,7 +51,8 @@ def _losses(run_dir: Path) -> dict[int, float]:
 
 def test_a_run_leaves_what_it_promises(embedded: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    summary = _train(2, embedded, run_dir, "--max-steps", 12, "--batch-size", 16, "--checkpoint-every", 4)
+    options: list[Any] = ["--max-steps", 12, "--batch-size", 16, "--checkpoint-every", 4, "--eval-examples", 10_000]
+    summary = _train(2, embedded, run_dir, *options)
     promised = (
         "dataset model world_size global_batch_size steps epochs seed precision train_loss test_accuracy test_examples "
         "images_per_second training_seconds weights_sha256 versions"
@@ -93,15 +94,17 @@ def test_a_run_leaves_what_it_promises(embedded: Path, tmp_path: Path) -> None:
 
 
 def test_resnet_ranks_agree_and_its_moving_statistics_are_averaged(embedded: Path, tmp_path: Path) -> None:
-    options = ["--model", "resnet20", "--precision", "mixed_bfloat16", "--max-steps", 6, "--batch-size", 8]
-    summary = _train(3, embedded, tmp_path / "run", *options)
+    options: list[Any] = ["--model", "resnet20", "--precision", "mixed_bfloat16", "--max-steps", 6, "--batch-size", 8]
+    few = ["--eval-examples", 2000]
+    summary = _train(3, embedded, tmp_path / "run", *options, *few)
     assert summary["weights_sha256_by_rank"] == [summary["weights_sha256"]] * 3
     output = tmp_path / "evaluation.json"
-    done = _run(1, "evaluate", "--run-dir", tmp_path / "run", "--output", output)
+    done = _run(1, "evaluate", "--run-dir", tmp_path / "run", "--output", output, *few)
     assert done.returncode == 0, done.stderr
     answer = json.loads(output.read_text())
     # The checkpoint holds the statistics of all ranks: one rank answers as three did. bfloat16 rounds other batches
-    # otherwise, which may move an example of 10,000 over the edge.
+    # otherwise, which may move an example of 2,000 over the edge.
+    assert answer["test_examples"] == summary["test_examples"] == 2000
     assert answer["test_accuracy"] == pytest.approx(summary["test_accuracy"], abs=2e-3)
     assert answer["test_loss"] == pytest.approx(summary["test_loss"], rel=2e-3)
 
