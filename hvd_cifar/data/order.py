@@ -92,7 +92,7 @@ class Deal:
         return j * count // self.micro_batches, (j + 1) * count // self.micro_batches, self.rank, self.size
 
     def slice_of(self, batch: NDArray[np.int64], j: int) -> NDArray[np.int64]:
-        """Slice j of a global batch, padded so that it is not empty: what the pipeline takes by `Dataset.shard`."""
+        """Slice j of a global batch, padded so that it is not empty. Its examples are those of a `Dataset.shard`."""
         lo, hi, index, shards = self.place(j, len(batch))
         return pad_to_shards(batch[lo:hi], shards)[index::shards]
 
@@ -102,4 +102,5 @@ def pad_to_shards(batch: NDArray[np.int64], shards: int) -> NDArray[np.int64]:
 
     A rank without a shard would make one step fewer than the others, and the others would wait for it for ever.
     """
-    return np.pad(batch, (0, max(0, shards - len(batch))), constant_values=PADDING)
+    missing = np.full(max(0, shards - len(batch)), PADDING, np.int64)
+    return np.concatenate([batch, missing]) if len(missing) else batch

@@ -56,18 +56,14 @@ def training_batches(
         return tf.data.Dataset.range(steps).map(lambda t: (epoch, epoch_order[t * batch : (t + 1) * batch]))
 
     def slices(epoch: Any, whole: Any) -> tf.data.Dataset:
-        return tf.data.Dataset.range(deal.slices).flat_map(lambda j: shard(epoch, whole, j))
+        # The shard is of each global batch, not of the whole set, so that the batch is the same for any `size`. And it is
+        # of slices: a walk over the examples of all ranks takes longer, at 64 ranks, than all else here together.
+        every = tf.data.Dataset.range(deal.slices * deal.size)
+        return every.shard(deal.size, deal.rank).map(lambda number: (epoch, whole, number // deal.size))
 
-    def shard(epoch: Any, whole: Any, j: Any) -> tf.data.Dataset:
-        lo, hi, index, shards = deal.place(j, tf.size(whole, out_type=tf.int64))
-        part = tf.numpy_function(lambda b: order.pad_to_shards(b, shards), [whole[lo:hi]], tf.int64)
-        part = tf.ensure_shape(part, [None])
-        # The shard is taken of each global batch, not of the whole set: so the batch is the same for any `size`.
-        mine = tf.data.Dataset.from_tensor_slices(part).shard(shards, index).batch(global_batch_size)
-        return mine.map(lambda example: (epoch, example))
-
-    def view(epoch: Any, example: Any) -> tuple[Any, ...]:
-        image, label = tf.numpy_function(seen, [epoch, example], [tf.float32, tf.int32])
+    def view(epoch: Any, whole: Any, j: Any) -> tuple[Any, ...]:
+        image, label, example = tf.numpy_function(seen, [epoch, whole, j], [tf.float32, tf.int32, tf.int64])
+        example = tf.ensure_shape(example, [None])
         weight = tf.cast(example >= 0, tf.float32)
         return (
             tf.ensure_shape(image, [None, views.side, views.side, 3]),
@@ -77,9 +73,11 @@ def training_batches(
         )
 
     @_counted
-    def seen(epoch: Any, example: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    def seen(epoch: Any, whole: NDArray[np.int64], j: Any) -> tuple[NDArray[Any], ...]:
+        example = deal.slice_of(whole, int(j))
         present = np.maximum(example, 0)
-        return views.train(examples.images[present], draws(seed, int(epoch), present)), examples.labels[present]
+        image = views.train(examples.images[present], draws(seed, int(epoch), present))
+        return image, examples.labels[present], example
 
     epochs = order.steps_per_epoch(last_step, steps) - first_epoch
     chain = (
@@ -87,8 +85,8 @@ def training_batches(
         .flat_map(epoch_batches)  # global batches of indices, in order
         .skip(steps_done)
         .take(max(last_step - first_step, 0))  # a negative number would stand for all
-        .flat_map(slices)  # this rank's indices
-        .map(view)  # gather and augment, one slice at a time: the cores belong to the step
+        .flat_map(slices)  # which of its slices are this rank's
+        .map(view)  # the slice: gathered and augmented, one at a time, since the cores belong to the step
         .prefetch(PREFETCH_BATCHES)
     )
     chain = chain.with_options(_options())
