@@ -56,8 +56,8 @@ def training_batches(
         return tf.data.Dataset.range(steps).map(lambda t: (epoch, epoch_order[t * batch : (t + 1) * batch]))
 
     def slices(epoch: Any, whole: Any) -> tf.data.Dataset:
-        # The shard is of each global batch, not of the whole set, so that the batch is the same for any `size`. And it is
-        # of slices: a walk over the examples of all ranks takes longer, at 64 ranks, than all else here together.
+        # The shard is of each global batch, not of the whole set: so the batch is the same for any `size`. And it is of
+        # slices: a walk over the examples of all ranks takes longer, at 64 ranks, than all else here together.
         every = tf.data.Dataset.range(deal.slices * deal.size)
         return every.shard(deal.size, deal.rank).map(lambda number: (epoch, whole, number // deal.size))
 
