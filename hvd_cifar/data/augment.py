@@ -101,7 +101,7 @@ def _standardise_each(planes: Images, contrast: NDArray[np.float32] | None = Non
     """
     count, channels, height, width = planes.shape
     pixels = height * width
-    # Minus 128: then float32 adds up the squares of 32 x 32 pixels without rounding, all of them below 2**24.
+    # Minus 128: then float32 adds up the squares of 32 x 32 pixels without rounding: they are at most 2**24.
     values = (planes.reshape(count, channels, pixels) ^ np.uint8(128)).view(np.int8).astype(np.float32)
     mean = np.einsum("bci->bc", values).astype(np.float64) / pixels
     variance = np.einsum("bci,bci->bc", values, values).astype(np.float64) / pixels - np.square(mean)

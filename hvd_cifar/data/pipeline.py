@@ -121,8 +121,9 @@ def evaluation_batches(
     def seen(index: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         return views.test(examples.images[index]), examples.labels[index]
 
+    every = len(examples.labels)
     return (
-        tf.data.Dataset.range(len(examples.labels) if count is None else count)
+        tf.data.Dataset.range(every if count is None else min(count, every))
         .shard(size, rank)
         .batch(batch_size)
         .map(view)
