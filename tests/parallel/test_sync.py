@@ -174,4 +174,4 @@ def test_a_rank_with_nothing_to_reduce_leaves_its_core_alone(launcher: str, tmp_
     # What the sum brought may still be in the first. A busy machine makes the pauses longer, never shorter.
     pauses = np.diff(ranks[0]["meetings"][1:])
     assert len(pauses) >= 3
-    assert min(pauses) >= 49_000, f"pauses in us: {pauses}"
+    assert min(pauses) >= 49_000  # us
