@@ -236,23 +236,23 @@ def test_a_failure_shows_what_failed_first() -> None:
 
 def test_a_lock_outlives_its_process_while_a_child_has_it(tmp_path: Path) -> None:
     """Set-up is killed, its pip lives on: the next set-up must wait for that pip."""
+    child = f"touch {tmp_path}/begun; sleep 2; touch {tmp_path}/over"
     script = f"""
 import os, sys
 sys.path.insert(0, {str(installer.CHECKOUT)!r})
 from pathlib import Path
 from hvd_cifar.install.steps import Steps, locked
 with locked(Path({str(tmp_path)!r}), "waiting") as lock, open(os.devnull, "w") as log:
-    print("locked", flush=True)
-    Steps(log, lock).run(["sleep", "2"])
+    Steps(log, lock).run(["sh", "-c", {child!r}])
 """
-    holder = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout and holder.stdout.readline() == "locked\n"
-    time.sleep(0.3)
+    holder = subprocess.Popen([sys.executable, "-c", script])
+    while not (tmp_path / "begun").exists():
+        assert holder.poll() is None
+        time.sleep(0.05)
     holder.kill()
     holder.wait()
-    begin = time.monotonic()
     with locked(tmp_path, "waiting"):
-        assert 0.5 < time.monotonic() - begin < 10
+        assert (tmp_path / "over").exists()
 
 
 def test_another_python_is_refused_in_one_line(tmp_path: Path) -> None:
