@@ -4,13 +4,15 @@
     python -m benchmarks.accuracy --data-dir D --runs runs/accuracy --ranks 1 --ranks 4   # the same on others
     python -m benchmarks.accuracy --data-dir D --runs runs/accuracy --seeds 2 --name float32 -- --precision float32
 
-Runs that `--runs` already holds are read, not made again, so a table can grow over several calls. Options of `train`
-follow after `--`.
+Runs that `--runs` already holds are read, not made again, so a table can grow over several calls; those of the same
+name, but made with other options, are refused. Options of `train` follow after `--`.
 """
 
 from __future__ import annotations
 
+import shlex
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +40,21 @@ def main(
         found = []
         for seed in range(seeds):
             run_dir = runs / f"{model}{name and f'-{name}'}-{count}-{seed}"
+            check_options(run_dir, options)
             if not (run_dir / "summary.json").exists():
-                run_dir.mkdir(parents=True, exist_ok=True)
-                common = ["--model", model, "--seed", seed, "--data-dir", data_dir.absolute()]
+                common = ["--model", model, "--seed", seed, "--dataset", "cifar10", "--data-dir", data_dir.absolute()]
                 jobs.run(jobs.command(count, *common, "--run-dir", run_dir.absolute(), *options), run_dir / "log")
             found.append(jobs.summary(run_dir))
         print(f"| {count} rank{'s' * (count > 1)} | {_row(found)} |", flush=True)
+
+
+def check_options(run_dir: Path, options: Sequence[str]) -> None:
+    """Note the options of a new run. UsageError where a run of that name was made with others, or elsewhere."""
+    note = run_dir / "options"
+    if run_dir.exists() and (note.read_text() if note.exists() else None) != shlex.join(options):
+        raise click.UsageError(f"{run_dir} was made with other options: give another --name")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    note.write_text(shlex.join(options))
 
 
 def _row(found: list[dict[str, Any]]) -> str:

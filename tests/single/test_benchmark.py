@@ -218,10 +218,18 @@ def test_predictions_use_the_link_and_checks_use_what_was_measured() -> None:
         worlds[i] = worlds[i].model_copy(update=changes)
     step = step.model_copy(update={"worlds": worlds})
     found = predict(step, _allreduce(measured, [2, 4]), [2, 64], link=100.0, latency=0.5)
-    # A check computes as was measured on as many ranks; a prediction as on the most.
+    # A check computes as was measured on as many ranks, and another one as on the fewest; a prediction as on the most.
     times = [(c.efficiency, c.communication_seconds) for c in (*found.checks, found.predictions[1])]
-    assert [e for e, _ in times] == pytest.approx([s / (s + t) for s, (_, t) in zip((4, 2, 2), times, strict=True)])
-    assert [(c.ranks, c.measured) for c in found.checks] == [(2, 0.8), (4, 0.7)]
+    assert [e for e, _ in times] == pytest.approx([s / (s + t) for s, (_, t) in zip((4, 2, 4, 2), times, strict=True)])
+    assert [(c.ranks, c.measured_on, c.measured) for c in found.checks] == [(2, 2, 0.8), (4, 4, 0.7), (4, 2, 0.7)]
+    assert found.predictions[1].measured_on == 4
+    assert found.checks[2].error == pytest.approx(found.checks[2].efficiency / 0.7 - 1)
+    assert json.loads(found.model_dump_json())["checks"][2]["error"] == found.checks[2].error
+    # Of two ranks alone, without MPI's alpha, the fit takes the start for two messages; four ranks send six.
+    of_two = fit(_points(measured, [2]), with_start=True)
+    assert of_two is not None and of_two.start == 0.0
+    assert found.checks[2].communication_seconds == pytest.approx(of_two.seconds(4, 400))
+    assert found.checks[2].communication_seconds == pytest.approx(measured.seconds(4, 400) + 2 * measured.start)
     assert found.checks[0].communication_seconds == pytest.approx(measured.seconds(2, 400))
     assert found.predictions[1].communication_seconds == pytest.approx(Fit(0.001, 0.5, 0.01).seconds(64, 400))
     plain = predict(step, _allreduce(measured, [2, 4]), [2])
@@ -229,6 +237,25 @@ def test_predictions_use_the_link_and_checks_use_what_was_measured() -> None:
     assert plain.predictions[0].communication_seconds == plain.checks[0].communication_seconds
     shown = tables.of_predict(found)
     assert f"{found.checks[0].efficiency / 0.8 - 1:+.1%}" in shown and "0.7" in shown
+
+
+def test_a_prediction_from_two_machines_says_so() -> None:
+    step, allreduce = _step(4.0, {1: 1.0, 2: 0.8}, PHASES), _allreduce(Fit(0.001, 0.01, 0.001), [2])
+    assert "NOT MEASURED ALIKE" not in tables.of_predict(predict(step, allreduce, [2]))
+    elsewhere = allreduce.model_copy(
+        update={"facts": FACTS.model_copy(update={"hosts": ["x", "x"], "controller": "gloo"})}
+    )
+    found = predict(step, elsewhere, [2])
+    assert "NOT MEASURED ALIKE (hosts, controller)" in tables.of_predict(found)
+    assert (found.step_facts, found.allreduce_facts.hosts) == (FACTS, ["x", "x"])
+
+
+def test_a_message_too_large_for_the_host_is_refused() -> None:
+    from hvd_cifar.tools.benchmark.allreduce import check_memory
+
+    check_memory(2**20, 2, 16 * 2**20)
+    with pytest.raises(UserError, match=r"--max-bytes 1,048,577: 2 ranks of \S+ need .* give at most 1,048,576"):
+        check_memory(2**20 + 1, 2, 16 * 2**20)
 
 
 def test_estimates() -> None:
@@ -259,8 +286,10 @@ def test_a_world_is_as_fast_as_its_slowest_rank_and_loses_against_ranks_that_do_
     assert found.communication_seconds is not None and found.communication_seconds.mean == pytest.approx(0.2)
     assert found.input_cost.mean == pytest.approx((0.0 + 0.2) / 2)
     assert (found.slowest.rank, found.slowest.host) == (1, "b")
-    assert found.slowest.behind_median == pytest.approx(2 / 1.5 - 1)
+    assert found.slowest.behind_median == pytest.approx(2 / 1 - 1)  # of two, the median is the faster
     assert found.input_seconds_by_rank == pytest.approx([0.1, 0.3])
+    assert found.communication_seconds_by_rank == pytest.approx([0.15, 0.15])
+    assert found.step_seconds_by_rank == pytest.approx([2.25, 2.45])
 
 
 def test_sums_are_exact_and_terms_differ_by_rank() -> None:
@@ -379,11 +408,18 @@ def test_an_output_that_cannot_be_written_is_refused_before_measuring(
 ) -> None:
     # Neither input is there, either; the output is what is complained of.
     files = ["--step", str(tmp_path / "s.json"), "--allreduce", str(tmp_path / "a.json")]
-    for option, place in (("--json", tmp_path), ("--plot", tmp_path / "none" / "x.png")):
+    for option, place in (("--json", tmp_path), ("--plot", tmp_path / "none" / "x.png"), ("--json", Path("/proc/x"))):
         with pytest.raises(SystemExit) as ended:
             cli.main(["benchmark", "predict", *files, option, str(place)])
         _, err = capfd.readouterr()
         assert ended.value.code == 2 and len(err.splitlines()) == 1 and f"cannot write {place}" in err
+    same = ["--json", str(tmp_path / "x"), "--plot", str(tmp_path / "x")]
+    for words in (same, ["--json", str(tmp_path / "s.json")]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["benchmark", "predict", *files, *words])
+        _, err = capfd.readouterr()
+        assert ended.value.code == 2 and len(err.splitlines()) == 1 and f"{words[-1]} is given twice" in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_rank_is_told_to_become_more(capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,20 +5,23 @@ Each size goes through Horovod as gradients do, and through MPI directly, beside
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import keras
 import numpy as np
+import psutil
 import tensorflow as tf
 from numpy.typing import NDArray
 
 from hvd_cifar.config import BenchmarkAllreduceSettings
 from hvd_cifar.distributed import DistributedOptimizer, direct_mpi, sync
-from hvd_cifar.tools.benchmark.fits import Point, fit, traffic
+from hvd_cifar.errors import UserError
+from hvd_cifar.tools.benchmark.fits import fits_by_way, traffic
 from hvd_cifar.tools.benchmark.job import Job, facts_of
-from hvd_cifar.tools.benchmark.results import AllreducePoint, AllreduceResult, Estimate
+from hvd_cifar.tools.benchmark.results import AllreducePoint, AllreduceResult, Estimate, points_by_way
 
 Way = Literal["horovod", "mpi", "copy"]
 WAYS: tuple[Way, ...] = ("horovod", "mpi", "copy")
@@ -26,6 +29,8 @@ WIDTH = 4  # bytes of a float32
 # Terms are small whole numbers: float32 holds their sum over 80,000 ranks exactly, in any order.
 RANK_FACTORS = 16
 PATTERN = 13
+# Of the size of a message, on each rank: terms, TensorFlow's copy, received, copied, sums, expected, two on the way.
+BUFFERS = 8
 
 Reduce = Callable[[Any], Any]  # this rank's terms -> the sums over the ranks
 
@@ -63,7 +68,12 @@ def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
     """Measure all sizes on all groups of the job; a collective, and every rank returns the same.
 
     Wrong sums do not end it: they are counted in the result.
+
+    Raises:
+        UserError: on every rank, where a host lacks the memory for the largest message.
     """
+    on_host = sync.gather(job.world.host).count(job.world.host)
+    sync.on_every_rank(lambda: check_memory(settings.max_bytes, on_host, psutil.virtual_memory().available))
     reason = direct_mpi.why_not()
     points = []
     for k, process_set in job.sets.items():
@@ -75,9 +85,19 @@ def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
     return AllreduceResult(
         facts=facts_of(job.world),
         points=points,
-        fits=fits_of(points),
+        fits=fits_by_way(points_by_way(points)),
         skipped={"mpi": reason} if reason else {},
     )
+
+
+def check_memory(largest: int, ranks: int, available: int) -> None:
+    """UserError where `ranks` ranks of this host cannot hold messages of `largest` bytes in `available` bytes."""
+    needed = BUFFERS * largest * ranks
+    if needed > available:
+        raise UserError(
+            f"--max-bytes {largest:,}: {ranks} ranks of {socket.gethostname()} need {needed / 2**30:,.1f} GiB for "
+            f"that, and {available / 2**30:,.1f} GiB are free; give at most {available // (BUFFERS * ranks):,}"
+        )
 
 
 def _ways(job: Job, k: int, size: int, horovod: Reduce | None, mpi: Any) -> dict[Way, Callable[[], Any]]:
@@ -153,15 +173,3 @@ def _count_wrong(job: Job, k: int, way: Way, result: NDArray[np.float32] | None)
     count = len(result)
     expected = terms_of(job.world.rank, count) if way == "copy" else sums_of(k, count)
     return int((result != expected).sum())
-
-
-def fits_of(points: list[AllreducePoint]) -> dict[str, Any]:
-    """alpha, beta and, for Horovod, the start, from the measurements of each way."""
-    measured = {
-        way: [Point(p.ranks, p.bytes, p.seconds.mean) for p in points if p.way == way] for way in ("mpi", "horovod")
-    }
-    mpi = fit(measured["mpi"], with_start=False)
-    # Of one number of ranks Horovod's start cannot be told from its messages; MPI's are the same messages.
-    single = len({p.ranks for p in measured["horovod"]}) == 1
-    horovod = fit(measured["horovod"], with_start=True, alpha=mpi.alpha if mpi and single else None)
-    return {way: found for way, found in (("horovod", horovod), ("mpi", mpi)) if found is not None}

@@ -113,7 +113,8 @@ def _read_given(settings: BenchmarkPredictSettings) -> tuple[StepResult | None, 
 
 def _check_outputs(settings: Settings) -> None:
     """Before minutes of measuring, not after."""
-    results.check_writable(settings.json_file, settings.plot_file)
+    inputs = [getattr(settings, name, None) for name in ("step_file", "allreduce_file")]
+    results.check_writable(settings.json_file, settings.plot_file, inputs=inputs)
 
 
 def _write(

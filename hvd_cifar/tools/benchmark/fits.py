@@ -12,7 +12,7 @@ at intervals (HOROVOD_CYCLE_TIME) and lets the ranks agree on it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -121,6 +121,16 @@ def _non_negative(columns: Sequence[NDArray[np.float64]], target: NDArray[np.flo
                 for i, value in zip(chosen, values / scale, strict=True):
                     coefficients[i] = float(value)
     return coefficients
+
+
+def fits_by_way(measured: Mapping[str, Sequence[Point]]) -> dict[str, Fit]:
+    """alpha, beta and, for Horovod, the start, from the measurements of each way ("horovod", "mpi")."""
+    mpi = fit(measured.get("mpi", ()), with_start=False)
+    points = measured.get("horovod", ())
+    # Of one number of ranks Horovod's start cannot be told from its messages; MPI's are the same messages.
+    single = len({p.ranks for p in points}) == 1
+    horovod = fit(points, with_start=True, alpha=mpi.alpha if mpi and single else None)
+    return {way: found for way, found in (("horovod", horovod), ("mpi", mpi)) if found is not None}
 
 
 def end_of_overlapped(ready: Sequence[float], sizes: Sequence[int], fit: Fit, ranks: int) -> float:

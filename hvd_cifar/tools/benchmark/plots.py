@@ -17,7 +17,7 @@ from matplotlib import pyplot
 
 def of_step(found: StepResult, path: Path) -> None:
     """Images/s over ranks, with and without communication; and the parts of a step's time."""
-    figure, (speed, parts) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    figure, (speed, parts) = pyplot.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
     ranks = [w.ranks for w in found.worlds]
     for label, estimates in (
         ("without communication", [w.images_per_second_alone for w in found.worlds]),
@@ -41,7 +41,7 @@ def of_step(found: StepResult, path: Path) -> None:
         parts.bar(places, np.array(seconds) * 1e3, bottom=bottom, label=label, width=0.6)
         bottom += np.array(seconds) * 1e3
     parts.set(xlabel="ranks", ylabel="ms a step", xticks=places, xticklabels=ranks)
-    parts.legend()
+    parts.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
     figure.suptitle(f"{found.model}, {found.precision}, {found.per_rank_batch_size} images a rank")
     _save(figure, path)
 
@@ -72,13 +72,13 @@ def of_predict(found: PredictResult, path: Path) -> None:
     axes.plot(ranks, [p.efficiency for p in found.predictions], marker=".", label="all-reduce after backward")
     beside = [p.efficiency_overlapped for p in found.predictions]
     axes.plot(ranks, beside, marker=".", label="all-reduce beside backward")
+    own = [p for p in found.checks if p.measured_on == p.ranks]
     measured = [
-        Estimate(mean=p.measured, standard_error=p.measured_standard_error, n=0)
-        for p in found.checks
-        if p.measured is not None
+        Estimate(mean=p.measured, standard_error=p.measured_standard_error, n=0) for p in own if p.measured is not None
     ]
     if measured:
-        _with_errors(axes, [p.ranks for p in found.checks], measured, "measured", linestyle="", color="black")
+        label = "measured" if found.link_fit == found.fit else "measured, without that link"
+        _with_errors(axes, [p.ranks for p in own], measured, label, linestyle="", color="black")
     axes.set(xscale="log", xlabel="ranks", ylabel="scaling efficiency", ylim=(0, 1.05), xticks=ranks, xticklabels=ranks)
     axes.minorticks_off()
     axes.set_title(f"{found.model}, {found.precision}, {found.per_rank_batch_size} images a rank")

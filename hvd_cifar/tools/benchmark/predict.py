@@ -2,7 +2,8 @@
 
 A step takes as long as its slowest rank computes, and an all-reduce: of all gradients after the backward pass, or
 beside it, as they get ready. Efficiency is the mean rank's computation over that. What ranks compute, and how far the
-slowest is behind, is taken to be as where most ranks were measured.
+slowest is behind, is taken to be as where most ranks were measured; how good that is, is seen by predicting what was
+measured from the fewest ranks alone.
 """
 
 from __future__ import annotations
@@ -10,8 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hvd_cifar.tools.benchmark.fits import Fit, end_of_overlapped
-from hvd_cifar.tools.benchmark.results import AllreduceResult, Prediction, PredictResult, StepResult, WorldResult
+from hvd_cifar.reporting import provenance
+from hvd_cifar.tools.benchmark.fits import Fit, end_of_overlapped, fits_by_way
+from hvd_cifar.tools.benchmark.results import (
+    AllreduceResult,
+    Prediction,
+    PredictResult,
+    StepResult,
+    WorldResult,
+    points_by_way,
+)
 
 
 def predict_one(step: StepResult, fit: Fit, ranks: int, like: WorldResult) -> Prediction:
@@ -29,6 +38,7 @@ def predict_one(step: StepResult, fit: Fit, ranks: int, like: WorldResult) -> Pr
     overlapped = lockstep + max(0.0, end - before_update)
     return Prediction(
         ranks=ranks,
+        measured_on=like.ranks,
         communication_seconds=communication,
         efficiency=like.compute_seconds.mean / (lockstep + communication),
         efficiency_overlapped=like.compute_seconds.mean / overlapped,
@@ -44,6 +54,9 @@ def predict(
 ) -> PredictResult:
     """Predictions for `ranks`, and checks against all numbers of ranks that were measured.
 
+    A check of p ranks is made twice: with the computation measured on p ranks and the fit to all all-reduces, which
+    tests the formula; and with the computation and the all-reduces of the fewest ranks alone, as a prediction is made.
+
     Args:
         link: bytes a second of each host's link, in place of the measured bandwidth.
         latency: seconds of a message, in place of the measured one.
@@ -55,18 +68,25 @@ def predict(
         beta=fit.beta if link is None else 1 / link,
         errors=() if link or latency is not None else fit.errors,
     )
+    worlds = sorted((world for world in step.worlds if world.ranks > 1), key=lambda world: world.ranks)
+    fewest = worlds[0].ranks if worlds else 0
+    of_fewest = fits_by_way(points_by_way(allreduce.points, fewest)).get("horovod", fit)
+    pairs = [(world, world, fit) for world in worlds]
+    pairs += [(world, worlds[0], of_fewest) for world in worlds[1:]]
     checks = [
-        predict_one(step, fit, world.ranks, world).model_copy(
+        predict_one(step, by, world.ranks, like).model_copy(
             update={
                 "measured": world.efficiency.mean,
                 "measured_standard_error": world.efficiency.standard_error,
             }
         )
-        for world in step.worlds
-        if world.ranks > 1
+        for world, like, by in pairs
     ]
     most = max(step.worlds, key=lambda world: world.ranks)
     return PredictResult(
+        command=provenance.command(),
+        step_facts=step.facts,
+        allreduce_facts=allreduce.facts,
         model=step.model,
         precision=step.precision,
         per_rank_batch_size=step.per_rank_batch_size,

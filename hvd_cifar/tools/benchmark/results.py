@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, computed_field
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import replace_text
-from hvd_cifar.tools.benchmark.fits import Fit
+from hvd_cifar.tools.benchmark.fits import Fit, Point
 
 
 class _Result(BaseModel):
@@ -57,7 +59,7 @@ class SlowestRank(_Result):
 
     rank: int
     host: str
-    behind_median: float  # as a fraction of the median rank's time
+    behind_median: float  # as a fraction of the median rank's time; of an even number, the faster of the two
 
 
 class WorldResult(_Result):
@@ -76,6 +78,8 @@ class WorldResult(_Result):
     input_cost: Estimate  # fed over not fed, minus 1, by repeat
     compute_seconds_by_rank: list[float]
     input_seconds_by_rank: list[float]
+    step_seconds_by_rank: list[float] = []  # as compute_seconds_by_rank: means; empty in files of older versions
+    communication_seconds_by_rank: list[float] = []  # and where there is nothing to reduce
     slowest: SlowestRank
 
 
@@ -142,21 +146,46 @@ class AllreduceResult(_Result):
     skipped: dict[str, str]  # ways that were not to be had, and why
 
 
+def points_by_way(points: Sequence[AllreducePoint], most_ranks: int | None = None) -> dict[str, list[Point]]:
+    """The measurements on up to `most_ranks` ranks, by way, as they are fitted."""
+    found: dict[str, list[Point]] = {}
+    for p in points:
+        if most_ranks is None or p.ranks <= most_ranks:
+            found.setdefault(p.way, []).append(Point(p.ranks, p.bytes, p.seconds.mean))
+    return found
+
+
 class Prediction(_Result):
-    """Scaling efficiency on `ranks` ranks."""
+    """Scaling efficiency on `ranks` ranks, from what was measured on `measured_on` at most."""
 
     ranks: int
+    measured_on: int
     communication_seconds: float
     efficiency: float  # where the all-reduce begins after the backward pass
     efficiency_overlapped: float  # where it runs beside it
     measured: float | None = None
     measured_standard_error: float | None = None
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def error(self) -> float | None:
+        """efficiency / measured - 1."""
+        return None if self.measured is None else self.efficiency / self.measured - 1
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def error_overlapped(self) -> float | None:
+        """efficiency_overlapped / measured - 1."""
+        return None if self.measured is None else self.efficiency_overlapped / self.measured - 1
+
 
 class PredictResult(_Result):
     """Of `benchmark predict`."""
 
     benchmark: Literal["predict"] = "predict"
+    command: str
+    step_facts: Facts  # of the two results that it is made from
+    allreduce_facts: Facts
     model: str
     precision: str
     per_rank_batch_size: int
@@ -165,7 +194,7 @@ class PredictResult(_Result):
     lockstep_seconds: float  # of its slowest rank
     fit: Fit  # of the all-reduce, as measured
     link_fit: Fit  # the same with the link's numbers, where they are given
-    checks: list[Prediction]  # with `fit`, where `measured` is known
+    checks: list[Prediction]  # of what was measured: from measurements on as many ranks, and on the fewest alone
     predictions: list[Prediction]  # with `link_fit`
 
 
@@ -191,9 +220,23 @@ def read(kind: type[R], path: Path, option: str) -> R:
         raise UserError(f"{option} {path}: is no result of `benchmark {name}`; give its --json file") from None
 
 
-def check_writable(*paths: Path | None) -> None:
-    """UserError where a file could not be written later on, as its folder is not there, or it is one itself."""
+def check_writable(*paths: Path | None, inputs: Sequence[Path | None] = ()) -> None:
+    """UserError where a file could not be written later on, or would be written over another one or an input."""
+    seen = {path.resolve() for path in inputs if path is not None}
     for path in paths:
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        if path is None:
+            continue
+        if path.resolve() in seen:
+            raise UserError(f"{path} is given twice, and one file would be written over the other; give two names")
+        seen.add(path.resolve())
+        what = f"there is no folder {path.parent}" if not path.parent.is_dir() else ""
+        if path.is_dir():
+            what = "is a folder"
+        elif not what:
+            try:
+                with tempfile.TemporaryFile(dir=path.parent), path.open("ab") if path.exists() else nullcontext():
+                    pass
+            except OSError as failure:
+                what = str(failure.strerror)
+        if what:
             raise UserError(f"cannot write {path}: {what}; give another file")

@@ -247,10 +247,12 @@ def _world_result(k: int, taken: dict[str, list[list[float]]], batch: int, hosts
         input_cost=Estimate.of([a / b - 1 for a, b in zip(fed, step, strict=True)]),
         compute_seconds_by_rank=compute_by_rank,
         input_seconds_by_rank=_by_rank(taken["input"]),
+        step_seconds_by_rank=_by_rank(taken["step"]),
+        communication_seconds_by_rank=_by_rank(taken["communication"]) if k > 1 else [],
         slowest=SlowestRank(
             rank=slowest,
             host=hosts[slowest],
-            behind_median=compute_by_rank[slowest] / statistics.median(compute_by_rank) - 1,
+            behind_median=compute_by_rank[slowest] / statistics.median_low(compute_by_rank) - 1,
         ),
     )
 

@@ -77,15 +77,21 @@ def of_step(found: StepResult) -> str:
             plain(w.input_cost, 1, 100) + "%",
         )
     most = found.worlds[-1]
-    by_rank = _table("by rank", ["rank", "host", "computation, ms", "input, ms", "memory, MiB", "of it its own"])
+    parts_of = {
+        "computation": most.compute_seconds_by_rank,
+        "all-reduce": most.communication_seconds_by_rank,
+        "both: a step": most.step_seconds_by_rank,
+        "input": most.input_seconds_by_rank,
+    }
+    columns = [f"{name}, ms" for name in parts_of]
+    by_rank = _table("by rank", ["rank", "host", *columns, "memory, MiB", "of it its own"])
     shown = sorted(range(most.ranks), key=lambda rank: -most.compute_seconds_by_rank[rank])[:RANKS_SHOWN]
     for rank in sorted(shown):
         resident, proportional = _mebibytes(found.memory_by_rank[rank])
         by_rank.add_row(
             str(rank),
             found.facts.hosts[rank],
-            f"{most.compute_seconds_by_rank[rank] * 1e3:.2f}",
-            f"{most.input_seconds_by_rank[rank] * 1e3:.2f}",
+            *(f"{seconds[rank] * 1e3:.2f}" if seconds else "" for seconds in parts_of.values()),
             resident,
             proportional,
         )
@@ -132,18 +138,19 @@ def of_predict(found: PredictResult) -> str:
     """Predicted beside measured, and predictions."""
     checks = _table(
         f"{found.model}, {found.precision}, {found.per_rank_batch_size} images a rank: efficiency",
-        ["ranks", "measured", "all-reduce after backward", "error", "beside backward", "error"],
+        ["ranks", "measured", "predicted from", "all-reduce after backward", "error", "beside backward", "error"],
     )
     for p in found.checks:
-        assert p.measured is not None
+        assert p.measured is not None and p.error is not None and p.error_overlapped is not None
         measured = Estimate(mean=p.measured, standard_error=p.measured_standard_error, n=0)
         checks.add_row(
             str(p.ranks),
             plain(measured, 3),
+            f"{p.measured_on} ranks",
             f"{p.efficiency:.3f}",
-            f"{p.efficiency / p.measured - 1:+.1%}",
+            f"{p.error:+.1%}",
             f"{p.efficiency_overlapped:.3f}",
-            f"{p.efficiency_overlapped / p.measured - 1:+.1%}",
+            f"{p.error_overlapped:+.1%}",
         )
     predictions = _table(
         "efficiency to expect",
@@ -159,6 +166,13 @@ def of_predict(found: PredictResult) -> str:
     ]
     if found.link_fit != found.fit:
         lines.append(f"all-reduce of the predictions: {_fit(found.link_fit)}")
+    lines += [f"the step: {_facts(found.step_facts)}", f"all-reduces: {_facts(found.allreduce_facts)}"]
+    one, other = found.step_facts, found.allreduce_facts
+    differ = [name for name in ("processor", "device", "controller") if getattr(one, name) != getattr(other, name)]
+    if {*one.hosts} != {*other.hosts}:
+        differ.insert(0, "hosts")
+    if differ:
+        lines.append(f"THE TWO WERE NOT MEASURED ALIKE ({', '.join(differ)}): the checks say little")
     return _text(checks, predictions, lines)
 
 
