@@ -79,7 +79,8 @@ def of_predict(found: PredictResult, path: Path) -> None:
     if measured:
         label = "measured" if found.link_fit == found.fit else "measured, without that link"
         _with_errors(axes, [p.ranks for p in own], measured, label, linestyle="", color="black")
-    axes.set(xscale="log", xlabel="ranks", ylabel="scaling efficiency", ylim=(0, 1.05), xticks=ranks, xticklabels=ranks)
+    ticks = sorted({*ranks, *(p.ranks for p in own)})
+    axes.set(xscale="log", xlabel="ranks", ylabel="scaling efficiency", ylim=(0, 1.05), xticks=ticks, xticklabels=ticks)
     axes.minorticks_off()
     axes.set_title(f"{found.model}, {found.precision}, {found.per_rank_batch_size} images a rank")
     axes.legend()
