@@ -58,6 +58,14 @@ def main(**given: Any) -> None:
         raise click.UsageError(str(error)) from None
 
 
+def real_data(data_dir: Path) -> Path:
+    """The folder, absolute. Raises UserError where it holds no CIFAR-10."""
+    data_dir = data_dir.expanduser().absolute()
+    if cifar10.locate(data_dir) is None:
+        raise UserError(f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there")
+    return data_dir
+
+
 def measure(
     data_dir: Path,
     model: str,
@@ -78,9 +86,7 @@ def measure(
     Raises:
         UserError: where data or an environment is missing, or a side ends.
     """
-    data_dir = data_dir.expanduser().absolute()
-    if cifar10.locate(data_dir) is None:
-        raise UserError(f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there")
+    data_dir = real_data(data_dir)
     able = sides.sides_of(model)
     if unfit := [name for name in only if name not in able]:
         raise UserError(f"--only {unfit[0]}: it does not train {model}; give some of {', '.join(able)}")

@@ -23,10 +23,9 @@ import click
 
 from benchmarks import jobs
 from benchmarks.peers import environment, sides
-from benchmarks.peers.__main__ import machine
+from benchmarks.peers.__main__ import machine, real_data
 from benchmarks.peers.rates import paired, spread
 from benchmarks.peers.turns import Job, Side, end_on_sigterm
-from hvd_cifar.data import cifar10
 from hvd_cifar.errors import UserError
 
 BATCH = 1024  # of both, over all ranks
@@ -62,8 +61,7 @@ def main(
     """Measure, then print a table in Markdown."""
     end_on_sigterm()
     try:
-        if cifar10.locate(data_dir.expanduser()) is None:
-            raise UserError(f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there")
+        data_dir = real_data(data_dir)
         python = environment.ensure(peers.expanduser().absolute())
     except UserError as error:
         raise click.UsageError(str(error)) from None
@@ -71,7 +69,7 @@ def main(
     for seed in range(first_seed, first_seed + seeds):
         with tempfile.TemporaryDirectory() as name:
             folders = {"hvd_cifar": Path(name) / "ours", "airbench94": Path(name) / "airbench"}
-            given = ["--data-dir", str(data_dir.expanduser().absolute()), "--seed", str(seed)]
+            given = ["--data-dir", str(data_dir), "--seed", str(seed)]
             given += ["--precision", precision, "--run-dir"]
             ours = jobs.command(ranks, "--model", "fast", "--dataset", "cifar10", *given, folders["hvd_cifar"])
             theirs = [str(python), "-m", "benchmarks.peers.airbench", *given, str(folders["airbench94"])]

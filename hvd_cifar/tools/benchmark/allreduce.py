@@ -5,7 +5,6 @@ Each size goes through Horovod as gradients do, and through MPI directly, beside
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -72,8 +71,9 @@ def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
     Raises:
         UserError: on every rank, where a host lacks the memory for the largest message.
     """
-    on_host = sync.gather(job.world.host).count(job.world.host)
-    sync.on_every_rank(lambda: check_memory(settings.max_bytes, on_host, psutil.virtual_memory().available))
+    host = job.world.host
+    ranks = sync.gather(host).count(host)
+    sync.on_every_rank(lambda: check_memory(settings.max_bytes, ranks, host, psutil.virtual_memory().available))
     reason = direct_mpi.why_not()
     points = []
     for k, process_set in job.sets.items():
@@ -90,12 +90,12 @@ def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
     )
 
 
-def check_memory(largest: int, ranks: int, available: int) -> None:
-    """UserError where `ranks` ranks of this host cannot hold messages of `largest` bytes in `available` bytes."""
+def check_memory(largest: int, ranks: int, host: str, available: int) -> None:
+    """UserError where the `ranks` ranks of a host cannot hold messages of `largest` bytes in `available` bytes."""
     needed = BUFFERS * largest * ranks
     if needed > available:
         raise UserError(
-            f"--max-bytes {largest:,}: {ranks} ranks of {socket.gethostname()} need {needed / 2**30:,.1f} GiB for "
+            f"--max-bytes {largest:,}: {ranks} ranks of {host} need {needed / 2**30:,.1f} GiB for "
             f"that, and {available / 2**30:,.1f} GiB are free; give at most {available // (BUFFERS * ranks):,}"
         )
 
