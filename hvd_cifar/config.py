@@ -150,11 +150,12 @@ class TrainSettings(DataSettings):
     gradient_accumulation: int = Field(
         1, gt=0, description="Micro-batches a rank adds up before its gradients are averaged and applied."
     )
-    epochs: int | None = Field(
+    epochs: Finite | None = Field(
         None,
         gt=0,
-        description="Passes over the training set; a ResNet run shorter than the paper's goes through its rates "
-        "in proportion. [default: the recipe's]",
+        le=1_000_000,
+        description="Passes over the training set; 9.9 ends within the tenth. A ResNet run shorter than the paper's "
+        "goes through its rates in proportion. [default: the recipe's]",
     )
     max_steps: int | None = Field(None, gt=0, description="End after this many steps, if that is earlier.")
 

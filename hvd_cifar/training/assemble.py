@@ -50,10 +50,10 @@ def assemble(settings: TrainSettings, world: World) -> Run:
     optimizer = make_optimizer(settings, net, schedule(0))
     weights = net.model.trainable_variables
     averages = MovingAverage(weights, settings.ema_decay) if settings.ema_decay else None
-    lookahead = Lookahead(weights, all_steps(settings, batch_plan)) if settings.lookahead else None
+    lookahead = Lookahead(weights, batch_plan.all_steps) if settings.lookahead else None
     origin = (settings.seed, batch_plan.global_batch_size, len(train_set.labels))
     state = State(net, optimizer, averages, origin, lookahead)
-    sizes = ImageSizes(settings.image_sizes or (views.side,), all_steps(settings, batch_plan))
+    sizes = ImageSizes(settings.image_sizes or (views.side,), batch_plan.all_steps)
 
     proof = prove_averaging(lambda plain: distribute(settings, plain), contributions="sum")
     facts = {
@@ -199,14 +199,8 @@ def make_schedule(settings: TrainSettings, batch_plan: Plan) -> Schedule:
         warmup_steps=warmup_steps,
         decay_steps=tuple(int(examples * shrink) // batch for examples in recipe.decay_examples),
         decay=0.1,
-        zero_at=all_steps(settings, batch_plan) if recipe.falls_to_zero else None,
+        zero_at=batch_plan.all_steps if recipe.falls_to_zero else None,
     )
-
-
-def all_steps(settings: TrainSettings, batch_plan: Plan) -> int:
-    """Steps of all epochs, whether or not --max-steps ends the run earlier."""
-    assert settings.epochs is not None, "settings are resolved"
-    return batch_plan.steps_per_epoch * settings.epochs
 
 
 def _describe(

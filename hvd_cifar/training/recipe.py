@@ -15,7 +15,7 @@ from hvd_cifar.training.muon import Muon
 
 @dataclass(frozen=True)
 class Recipe:
-    """Defaults of one model; epochs are passes over 50,000 images.
+    """Defaults of one model; epochs are passes over 50,000 images, the last of which may be a part.
 
     The learning rate is for a batch of 128, or for `global_batch_size`, where the recipe has one for all ranks.
     """
@@ -26,7 +26,7 @@ class Recipe:
     full_examples: int | None  # a run over fewer goes through the staircase in proportion; None: it keeps these steps
     weight_decay: float
     ema_decay: float
-    epochs: int
+    epochs: float
     global_batch_size: int | None = None
     falls_to_zero: bool = False  # the learning rate, in a straight line
     label_smoothing: float = 0.0
@@ -108,6 +108,7 @@ class Plan:
         global_batch_size: examples per step over all ranks and micro-batches.
         steps_per_epoch: the ragged last one counted.
         total_steps: at which the run ends.
+        all_steps: of all epochs, whether or not --max-steps ends the run earlier.
         learning_rate_factor: of the linear scaling rule; 1 where the global batch is given, unless it is given too.
         warmup_epochs: over which the learning rate rises; it does by default where it is scaled.
     """
@@ -116,6 +117,7 @@ class Plan:
     global_batch_size: int
     steps_per_epoch: int
     total_steps: int
+    all_steps: int
     learning_rate_factor: int
     warmup_epochs: float
 
@@ -170,10 +172,10 @@ def plan(settings: TrainSettings, examples: int, size: int) -> Plan:
         raise UserError(f"the global batch of {batch} is larger than the training set of {examples}: make it smaller")
     steps = -(-examples // batch)
     assert settings.epochs is not None, "settings are resolved"
-    total = steps * settings.epochs
+    total = max(1, round(steps * settings.epochs))
     factor = settings.learning_rate_factor or factor
     warmup_epochs = settings.warmup_epochs if settings.warmup_epochs is not None else float(factor > 1)
-    return Plan(examples, batch, steps, min(total, settings.max_steps or total), factor, warmup_epochs)
+    return Plan(examples, batch, steps, min(total, settings.max_steps or total), total, factor, warmup_epochs)
 
 
 def precision_of(settings: TrainSettings) -> Precision:

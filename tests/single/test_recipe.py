@@ -61,6 +61,7 @@ def test_staircase_after_warm_up(step: int, rate: float) -> None:
         ({"model": "fast"}, 1, {0: 0.24, 147: 0.16, 440: 0.24 / 441}),
         ({"model": "fast", "max_steps": 200}, 5, {0: 0.24, 147: 0.16}),
         ({"model": "fast", "batch_size": 512, "epochs": 4}, 2, {0: 0.24, 98: 0.12}),
+        ({"model": "fast", "epochs": 0.5, "max_steps": 9}, 2, {0: 0.24, 6: 0.18, 24: 0.0}),
         ({"model": "fast", "warmup_epochs": 1}, 2, {0: 0.0, 24: 0.24 * 24 / 49 * (1 - 24 / 441), 49: 0.24 * 8 / 9}),
         # Asked for where nothing is scaled: from 0.
         ({"model": "tutorial", "global_batch_size": 256, "warmup_epochs": 1}, 4, {0: 0.0, 98: 0.05, 196: 0.1}),
@@ -83,6 +84,8 @@ def test_learning_rate_of_a_run(values: dict[str, Any], size: int, expected: dic
         ({"epochs": 3, "max_steps": 100}, 2, 256, 196, 100),
         ({"epochs": 3, "max_steps": 100_000}, 2, 256, 196, 588),
         ({"epochs": 1, "global_batch_size": 50_000}, 2, 50_000, 1, 1),
+        ({"epochs": 9.9, "global_batch_size": 1024}, 2, 1024, 49, 485),
+        ({"epochs": 0.001}, 2, 256, 196, 1),
         ({"model": "fast"}, 1, 1024, 49, 441),
         ({"model": "fast"}, 3, 1024, 49, 441),
         ({"model": "fast", "batch_size": 100}, 5, 500, 100, 900),
