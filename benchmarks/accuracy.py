@@ -5,11 +5,13 @@
     python -m benchmarks.accuracy --data-dir D --runs runs/accuracy --seeds 2 --name float32 -- --precision float32
 
 Runs that `--runs` already holds are read, not made again, so a table can grow over several calls; those of the same
-name, but made with other options, are refused. Options of `train` follow after `--`.
+name, but made with other options, are refused. Below the table stands which commits the runs are of. Options of `train`
+follow after `--`.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 import statistics
 from collections.abc import Sequence
@@ -18,7 +20,9 @@ from typing import Any
 
 import click
 
-from benchmarks import jobs
+from benchmarks import jobs, setting
+from benchmarks.runs import summary
+from hvd_cifar.errors import UserError
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])
@@ -33,6 +37,12 @@ def main(
     data_dir: Path, runs: Path, model: str, ranks: tuple[int, ...], seeds: int, name: str, options: tuple[str, ...]
 ) -> None:
     """Train what is missing, then print the table."""
+    jobs.end_on_sigterm()
+    try:
+        data_dir = setting.real_data(data_dir)
+    except UserError as error:
+        raise click.UsageError(str(error)) from None
+    commits = set()
     words = " ".join(options) or "defaults"
     print(f"| {model}, {words} | test accuracy, each seed | mean | deviation | of one view | seconds | images/s |")
     print("|---|---|---|---|---|---|---|")
@@ -42,16 +52,23 @@ def main(
             run_dir = runs / f"{model}{name and f'-{name}'}-{count}-{seed}"
             check_options(run_dir, options)
             if not (run_dir / "summary.json").exists():
-                common = ["--model", model, "--seed", seed, "--dataset", "cifar10", "--data-dir", data_dir.absolute()]
+                common = ["--model", model, "--seed", seed, "--dataset", "cifar10", "--data-dir", data_dir]
                 jobs.run(jobs.command(count, *common, "--run-dir", run_dir.absolute(), *options), run_dir / "log")
-            found.append(jobs.summary(run_dir))
+            found.append(summary(run_dir))
+            commits.add(_commit(run_dir))
         print(f"| {count} rank{'s' * (count > 1)} | {_row(found)} |", flush=True)
+    print(f"\n{setting.about()}; runs of commits {', '.join(sorted(commits))}")
+
+
+def _commit(run_dir: Path) -> str:
+    return setting.short(json.loads((run_dir / "config.json").read_text())["run"]["git_commit"])
 
 
 def check_options(run_dir: Path, options: Sequence[str]) -> None:
     """Note the options of a new run. UsageError where a run of that name was made with others, or elsewhere."""
     note = run_dir / "options"
-    if run_dir.exists() and (note.read_text() if note.exists() else None) != shlex.join(options):
+    made = (run_dir / "config.json").exists()  # a run that was refused at its start leaves none
+    if made and (note.read_text() if note.exists() else None) != shlex.join(options):
         raise click.UsageError(f"{run_dir} was made with other options: give another --name")
     run_dir.mkdir(parents=True, exist_ok=True)
     note.write_text(shlex.join(options))

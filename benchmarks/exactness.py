@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from benchmarks import jobs
+from benchmarks import jobs, runs
 from hvd_cifar import config
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.training.recipe import resolve
@@ -36,6 +36,7 @@ QUIET = ("--log-every", 1, "--eval-every", 0, "--checkpoint-every", 10_000)
 @click.pass_context
 def main(context: click.Context, keep: Path | None) -> None:
     """Print the tables of docs/exactness.md."""
+    jobs.end_on_sigterm()
     folder = keep or Path(context.with_resource(tempfile.TemporaryDirectory()))
     folder.mkdir(parents=True, exist_ok=True)
     context.obj = folder
@@ -114,9 +115,9 @@ class _Course:
         return run_dir
 
     def compare(self, what: str, alone: Path, other: Path) -> None:
-        losses = jobs.losses(alone), jobs.losses(other)
-        first, whole = (jobs.loss_apart(*losses, last) for last in (FIRST, self.settings.max_steps or 0))
-        weights = jobs.weights_apart(jobs.weights(alone, self.settings), jobs.weights(other, self.settings))
+        losses = runs.losses(alone), runs.losses(other)
+        first, whole = (runs.loss_apart(*losses, last) for last in (FIRST, self.settings.max_steps or 0))
+        weights = runs.weights_apart(runs.weights(alone, self.settings), runs.weights(other, self.settings))
         print(f"| {what} | {self.settings.precision} | {first:.1e} | {whole:.1e} | {weights:.1e} |", flush=True)
 
 
@@ -135,7 +136,7 @@ def digests(folder: Path, dataset: str, data_dir: str, model: str, steps: int, s
         run_dir = folder / f"{model}-{shards}-shards-{size}-ranks"
         run_dir.mkdir(exist_ok=True)
         jobs.run(jobs.command(size, *options, *QUIET, "--run-dir", run_dir), run_dir / "log")
-        digest = jobs.summary(run_dir)["weights_sha256"]
+        digest = runs.summary(run_dir)["weights_sha256"]
         print(f"| {size} rank{'s' * (size > 1)} | `{digest[:16]}...` |", flush=True)
         size *= 2
 
@@ -166,7 +167,7 @@ def costs(folder: Path, dataset: str, data_dir: str, model: str, steps: int, ran
             run_dir = folder / f"{model}-cost-{i}-{repeat}"
             run_dir.mkdir()
             jobs.run(jobs.command(ranks, *options, *more, "--run-dir", run_dir), run_dir / "log")
-            found = jobs.summary(run_dir)
+            found = runs.summary(run_dir)
             rates[name].append(found["images_per_second"])
             if "check" in name:
                 per_check.append(found["sync_check_seconds"] / (steps // 10 + 1))

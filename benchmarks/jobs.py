@@ -1,28 +1,28 @@
-"""Training jobs for the benchmarks: N ranks from a command line, and what a run directory holds afterwards."""
+"""Training jobs for the benchmarks: N ranks from a command line, to their end or until they are killed."""
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import signal
 import subprocess
 import sys
-from importlib import metadata
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from hvd_cifar.config import TrainSettings
+import psutil
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def command(ranks: int, *words: Any) -> list[str]:
     """`train` with options, on so many ranks of this machine."""
-    launcher = ["mpirun", "-q", "-np", str(ranks), "--bind-to", "none"] if ranks > 1 else []
-    return [*launcher, sys.executable, "-m", "hvd_cifar", "train", *map(str, words)]
+    return [*(launcher(ranks) if ranks > 1 else []), sys.executable, "-m", "hvd_cifar", "train", *map(str, words)]
+
+
+def launcher(ranks: int) -> list[str]:
+    """Starts a program on so many ranks of this machine."""
+    return ["mpirun", "-q", "-np", str(ranks), "--bind-to", "none"]
 
 
 def environment() -> dict[str, str]:
@@ -42,11 +42,15 @@ def run(words: list[str], log: Path) -> None:
     Raises:
         SystemExit: where it fails, with the end of its output.
     """
-    with log.open("w") as file:
-        done = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, env=environment(), cwd=CHECKOUT)
-    if done.returncode:
+    log.unlink(missing_ok=True)
+    job = start(words, log)
+    try:
+        code = job.wait()
+    finally:
+        kill(job)
+    if code:
         tail = "\n".join(log.read_text().splitlines()[-20:])
-        raise SystemExit(f"{' '.join(words)}\nended with {done.returncode}:\n{tail}")
+        raise SystemExit(f"{' '.join(words)}\nended with {code}:\n{tail}")
 
 
 def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -58,85 +62,20 @@ def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def kill(job: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to the launcher and all its ranks at once."""
-    import psutil
-
+    """SIGKILL to the launcher and all its ranks at once; nothing where they have ended."""
+    if job.poll() is not None:
+        return
     for process in (*psutil.Process(job.pid).children(recursive=True), psutil.Process(job.pid)):
-        try:
+        with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
     job.wait()
 
 
-def versions() -> dict[str, str]:
-    """Of what this project computes with, by the names of the packages."""
-    packages = ("tensorflow", "tensorflow_cpu", "keras", "numpy", "horovod")
-    found = {"python": platform.python_version()}
-    for name in packages:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+def end_on_sigterm() -> None:
+    """Have SIGTERM end this program as Ctrl-C does, so that no job stays behind. A second one is ignored."""
 
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + signal.SIGTERM)
 
-def losses(run_dir: Path) -> dict[int, float]:
-    """The losses of a run by step."""
-    path = run_dir / "metrics.jsonl"
-    events = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            break  # the line that a killed run was writing
-    return {e["step"]: e["loss"] for e in events if e["event"] == "train"}
-
-
-def weights(run_dir: Path, settings: TrainSettings) -> dict[str, Any]:
-    """The model's variables in the newest checkpoint, by name."""
-    return _restored(run_dir, settings)[0]
-
-
-def averages(run_dir: Path, settings: TrainSettings) -> dict[str, Any]:
-    """The moving averages of the model's variables in the newest checkpoint, by the variables' names."""
-    return _restored(run_dir, settings)[1]
-
-
-def _restored(run_dir: Path, settings: TrainSettings) -> tuple[dict[str, Any], dict[str, Any]]:
-    import tensorflow as tf
-
-    from hvd_cifar.models import build
-    from hvd_cifar.training.averages import MovingAverage
-    from hvd_cifar.training.checkpoint import find, restore
-    from hvd_cifar.training.recipe import precision_of, set_precision
-    from hvd_cifar.training.sources import views_of
-
-    path = find(run_dir)
-    assert path is not None, f"no checkpoint in {run_dir}"
-    set_precision(precision_of(settings), settings.seed)
-    model = build(settings.model, views_of(settings.model).side, precision_of(settings)).model
-    parts: dict[str, Any] = {"model": model}
-    averages = MovingAverage(model.trainable_variables, settings.ema_decay) if settings.ema_decay else None
-    if averages:
-        parts["averages"] = tf.train.Checkpoint(variables=[v.value for v in averages.variables])
-    restore(tf.train.Checkpoint(**parts), path, partial=True)
-    averaged = zip(averages.sources, averages.values, strict=True) if averages else ()
-    return {v.path: v.numpy() for v in model.variables}, {v.path: average.numpy() for v, average in averaged}
-
-
-def loss_apart(one: dict[int, float], other: dict[int, float], up_to: int) -> float:
-    """The largest relative difference of a step's loss, over the first `up_to` steps."""
-    return float(np.max([abs(other[step] / one[step] - 1) for step in one if step <= up_to]))  # a NaN stays one
-
-
-def weights_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest difference of a weight, as a fraction of its variable's largest absolute value."""
-    assert one.keys() == other.keys() and one
-    return float(np.max([np.abs(other[n] - one[n]).max() / max(np.abs(one[n]).max(), 1e-30) for n in one]))
-
-
-def summary(run_dir: Path) -> dict[str, Any]:
-    """A run's summary.json."""
-    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    return found
+    signal.signal(signal.SIGTERM, end)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import click
 import psutil
 
-from benchmarks import jobs
+from benchmarks import jobs, runs, setting
 
 MIB = 1024  # kB, as the kernel counts
 IMAGES = re.compile(r"(data_batch_\d|test_batch)\.bin$")
@@ -40,6 +40,7 @@ class Memory(NamedTuple):
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def main(data_dir: Path, ranks: int, every: int, options: tuple[str, ...]) -> None:
     """Train one epoch, then print a table in Markdown."""
+    jobs.end_on_sigterm()
     print("| step | " + " | ".join(f"rank {i}: resident, its share, images, its share" for i in range(ranks)) + " |")
     print("|---" * (ranks + 1) + "|")
     with tempfile.TemporaryDirectory() as name:
@@ -50,15 +51,15 @@ def main(data_dir: Path, ranks: int, every: int, options: tuple[str, ...]) -> No
         try:
             seen: set[int] = set()
             while job.poll() is None:
-                for step in sorted(set(jobs.losses(run_dir)) - seen):
+                for step in sorted(set(runs.losses(run_dir)) - seen):
                     seen.add(step)
                     print(f"| {step} | " + " | ".join(_words(of_rank) for of_rank in _look(job.pid)) + " |", flush=True)
                 time.sleep(0.05)
         finally:
-            if job.poll() is None:
-                jobs.kill(job)
+            jobs.kill(job)
         if job.returncode or not seen:
             raise SystemExit((run_dir / "log").read_text())
+    print(f"\n{setting.about()}")
 
 
 def _look(launcher: int) -> list[Memory]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from benchmarks import jobs
+from benchmarks import jobs, runs
 
 SIZES = (2, 3, 1, 4, 2, 1)  # ranks of each part
 SHARDED_SIZES = (2, 4, 1, 8, 2, 1)
@@ -47,6 +47,7 @@ def main(
     plot: Path | None,
 ) -> None:
     """Run both, compare, and print."""
+    jobs.end_on_sigterm()
     folder = keep or Path(context.with_resource(tempfile.TemporaryDirectory()))
     seed = random.randrange(1000) if seed is None else seed
     options: list[Any] = ["--dataset", dataset, "--data-dir", data_dir, "--model", model, "--max-steps", steps]
@@ -60,14 +61,14 @@ def main(
     jobs.run(jobs.command(sizes[0], *options, "--run-dir", whole), whole / "log")
     kills = _train_with_kills(options, cut, sizes, steps, random.Random(seed))
 
-    one, other = jobs.losses(whole), jobs.losses(cut)
+    one, other = runs.losses(whole), runs.losses(cut)
     assert list(one) == list(other) == list(range(1, steps + 1)), "a step is missing, or was logged twice"
     print(f"{model}, {steps} steps of {batch}, seed {seed}")
     for n, killed, resumed in kills:
         print(f"  {n} ranks, killed after step {killed}, resumed from step {resumed}")
     print(f"  {sizes[len(kills)]} ranks to the end")
-    print(f"largest relative difference of a loss: {jobs.loss_apart(one, other, steps):.1e}")
-    digests = [jobs.summary(run_dir)["weights_sha256"] for run_dir in (whole, cut)]
+    print(f"largest relative difference of a loss: {runs.loss_apart(one, other, steps):.1e}")
+    digests = [runs.summary(run_dir)["weights_sha256"] for run_dir in (whole, cut)]
     print(
         f"weights_sha256 {digests[0][:16]}..., {digests[1][:16]}...: {'the same' if len({*digests}) == 1 else 'other'}"
     )
@@ -85,14 +86,16 @@ def _train_with_kills(
     moments = sorted(chance.sample(range(steps // 20, steps - steps // 20), len(sizes) - 1))
     for n, moment in zip(sizes[:-1], moments, strict=True):
         job = jobs.start(jobs.command(n, *options, "--run-dir", run_dir), run_dir / "log")
-        while job.poll() is None and max(jobs.losses(run_dir), default=0) < moment:
-            time.sleep(0.02)
-        time.sleep(chance.random() * 0.3)  # in the middle of whatever it is doing
-        assert job.poll() is None, f"the run ended before it was killed: see {run_dir / 'log'}"
-        jobs.kill(job)
+        try:
+            while job.poll() is None and max(runs.losses(run_dir), default=0) < moment:
+                time.sleep(0.02)
+            time.sleep(chance.random() * 0.3)  # in the middle of whatever it is doing
+            assert job.poll() is None, f"the run ended before it was killed: see {run_dir / 'log'}"
+        finally:
+            jobs.kill(job)
         newest = find(run_dir)
         saved = int(newest.name.removeprefix("step-")) if newest else 0
-        kills.append((n, max(jobs.losses(run_dir)), saved))
+        kills.append((n, max(runs.losses(run_dir)), saved))
     jobs.run(jobs.command(sizes[-1], *options, "--run-dir", run_dir), run_dir / "last.log")
     return kills
 

@@ -140,6 +140,7 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
 @click.option("--data-dir")
 @click.option("--global-batch-size")
 @click.option("--learning-rate")
+@click.option("--epochs")
 @click.option("--max-steps")
 @click.option("--precision")
 @click.option("--augmentation")

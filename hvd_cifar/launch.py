@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
             return _start_doctor(request)
         cli.check(list(request.command))
         request = with_allocation(request, slurm.allocation(os.environ))
-        ranks = request.ranks or sum(host.slots for host in request.hosts) or _default_ranks()
+        ranks = request.ranks or (1 if _measures_nothing(request.command) else _ranks_of(request.hosts))
         return _launch(request, ranks)
     except UserError as error:
         _complain(str(error))
@@ -142,7 +142,15 @@ def usable_cores(mask: int, quota: float | None) -> int:
     return max(1, mask if quota is None else min(mask, int(quota)))
 
 
-def _default_ranks() -> int:
+def _measures_nothing(words: tuple[str, ...]) -> bool:
+    """Whether a command is a prediction from two files, which takes no ranks."""
+    return words[:2] == ("benchmark", "predict") and {"--step", "--allreduce"} <= {w.partition("=")[0] for w in words}
+
+
+def _ranks_of(hosts: tuple[Host, ...]) -> int:
+    """One for every slot; where no hosts are named, as many as suit this machine."""
+    if hosts:
+        return sum(host.slots for host in hosts)
     gpus = len(devices.visible_gpus(devices.list_gpus(), os.environ))
     if gpus and not read_record().get("options", {}).get("gpu"):
         _complain(f"note: training on the CPU, though this machine has GPUs ({gpus}); ./run.sh setup --gpu uses them")

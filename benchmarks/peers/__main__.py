@@ -2,6 +2,7 @@
 
     python -m benchmarks.peers --data-dir D                                  # resnet20, float32
     python -m benchmarks.peers --data-dir D --precision mixed_bfloat16
+    python -m benchmarks.peers --data-dir D --model tutorial                 # likewise resnet32, resnet56
     python -m benchmarks.peers --data-dir D --model fast                     # beside airbench94, bfloat16
 
 All sides are started once and warmed up. Then they take turns: in each repeat, in an order drawn anew, one side runs
@@ -12,7 +13,6 @@ side is timed by the lines of its metrics.jsonl, from the first one after it was
 from __future__ import annotations
 
 import json
-import platform
 import random
 import shlex
 import sys
@@ -23,16 +23,14 @@ from typing import Any
 
 import click
 
-from benchmarks import jobs
+from benchmarks import jobs, setting
 from benchmarks.peers import environment, sides
 from benchmarks.peers.rates import spread, table
-from benchmarks.peers.turns import Job, Turn, end_on_sigterm
-from hvd_cifar.data import cifar10
+from benchmarks.peers.turns import Job, Turn
 from hvd_cifar.errors import UserError
 
-FAST_BATCH = 1024
 BY_MODEL = "[default: float32; mixed_bfloat16 for fast]"
-LOG_EVERY = {"resnet20": 5, "resnet32": 5, "resnet56": 5, "fast": 2}  # steps: some two seconds
+LOG_EVERY = {"resnet20": 5, "resnet32": 3, "resnet56": 2, "tutorial": 10, "fast": 1}  # steps: seconds
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
@@ -51,19 +49,11 @@ LOG_EVERY = {"resnet20": 5, "resnet32": 5, "resnet56": 5, "fast": 2}  # steps: s
 @click.option("--output", type=Path, help="JSON file for every single rate.")
 def main(**given: Any) -> None:
     """Measure, then print a table in Markdown."""
-    end_on_sigterm()
+    jobs.end_on_sigterm()
     try:
         measure(**given)
     except UserError as error:
         raise click.UsageError(str(error)) from None
-
-
-def real_data(data_dir: Path) -> Path:
-    """The folder, absolute. Raises UserError where it holds no CIFAR-10."""
-    data_dir = data_dir.expanduser().absolute()
-    if cifar10.locate(data_dir) is None:
-        raise UserError(f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there")
-    return data_dir
 
 
 def measure(
@@ -86,7 +76,8 @@ def measure(
     Raises:
         UserError: where data or an environment is missing, or a side ends.
     """
-    data_dir = real_data(data_dir)
+    data_dir = setting.real_data(data_dir)
+    setting.check_output(output)
     able = sides.sides_of(model)
     if unfit := [name for name in only if name not in able]:
         raise UserError(f"--only {unfit[0]}: it does not train {model}; give some of {', '.join(able)}")
@@ -94,18 +85,18 @@ def measure(
     base = base or able[1]
     if base not in chosen:
         raise UserError(f"--base {base}: it is not among the sides that are measured; name it in --only, too")
-    python = environment.ensure(peers.expanduser().absolute())
+    python = environment.ensure(peers.expanduser().absolute()) if sides.TORCH & {*chosen} else None
     with ExitStack() as stack:
         folder = keep.absolute() if keep else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         work = sides.Work(
             model=model,
             precision=precision or ("mixed_bfloat16" if model == "fast" else "float32"),
             ranks=ranks,
-            per_rank=FAST_BATCH // ranks if model == "fast" else batch_size,
+            per_rank=sides.FAST_BATCH // ranks if model == "fast" else batch_size,
             threads=sides.threads_of(ranks),
             log_every=LOG_EVERY[model],
             data_dir=data_dir,
-            peers_python=python,
+            peers_python=python or Path(sys.executable),
             folder=folder,
         )
         running: dict[str, Job] = {}
@@ -128,12 +119,11 @@ def measure(
         "precision": work.precision,
         "ranks": ranks,
         "examples a rank and step": work.per_rank,
-        "machine": machine(),
-        "versions": {**jobs.versions(), **environment.versions(python)},
+        "about": setting.about(**(environment.versions(python) if python else {})),
         "share of the cores that went to others": str(others),
         "command": shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
     }
-    print("\n" + "; ".join(f"{k}: {_in_words(v)}" for k, v in about.items()))
+    print("\n" + "; ".join(f"{name}: {value}" for name, value in about.items()))
     if output:
         output.write_text(json.dumps({**about, "images_per_second": named}, indent=2) + "\n")
 
@@ -150,20 +140,6 @@ def _in_turns(running: dict[str, Job], repeats: int, seconds: float, draw: rando
         told = ", ".join(f"{name} {of_side[-1].rate:.0f}" for name, of_side in turns.items())
         click.echo(f"repeat {repeat + 1} of {repeats}: {told} images/s", err=True)
     return turns
-
-
-def machine() -> str:
-    """Processor and cores, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(names) or '?'} cores, {platform.platform()}"
-
-
-def _in_words(value: Any) -> str:
-    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
 if __name__ == "__main__":

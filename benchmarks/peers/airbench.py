@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=float, default=EPOCHS)
     parser.add_argument("--max-steps", type=int, help="Stop early; the schedule stays that of all epochs.")
+    parser.add_argument("--whitening-bias-epochs", type=int, default=WHITENING_BIAS_EPOCHS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", choices=("float32", "mixed_bfloat16"), default="mixed_bfloat16")
     parser.add_argument("--log-every", type=int, default=10)
@@ -204,7 +205,7 @@ def main() -> None:
         epoch, within = divmod(step, per_epoch)
         if within == 0:
             order = torch.randperm(len(labels), generator=generator)
-            net.whiten.bias.requires_grad_(epoch < WHITENING_BIAS_EPOCHS)
+            net.whiten.bias.requires_grad_(epoch < given.whitening_bias_epochs)
         index = order[within * BATCH : (within + 1) * BATCH]
         mirrored = mirrored_first[index] ^ bool(epoch % 2)  # every image in both ways, in any two epochs
         for group, rate in zip(optimizer.param_groups, base, strict=True):

@@ -1,17 +1,19 @@
-"""A ResNet under PyTorch's DistributedDataParallel over Gloo, one process a rank: the peer of `horovodrun ... train`.
+"""A net under PyTorch's DistributedDataParallel over Gloo, one process a rank: the peer of `horovodrun ... train`.
 
     RANK=0 WORLD_SIZE=2 PEERS/bin/python -m benchmarks.peers.ddp --store FILE --data-dir D --run-dir R
 
 Runs in the peers' environment; `python -m benchmarks.peers` makes that, and starts the ranks. The same net, loss,
 optimizer, batch, order, augmentation and data as this project's own; what makes PyTorch fast on a CPU is on: channels
 last, autocast to bfloat16, the fused optimizer, gradients that are views of the buckets, a static graph, moving
-statistics not sent, an allocator that keeps its memory. --defaults leaves DDP, SGD and the allocator as they are.
+statistics not sent, local responses by a product of matrices, an allocator that keeps its memory. --defaults leaves
+DDP, SGD, that layer and the allocator as they are.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,18 +23,56 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.peers import torch_resnet, torch_tutorial
 from benchmarks.peers.allocator import keep_memory
 from benchmarks.peers.stamps import Stamps
-from benchmarks.peers.torch_resnet import ResNet, kernels
-from benchmarks.peers.torch_views import Windows
+from benchmarks.peers.torch_views import Distorted, Windows
 from hvd_cifar.data import cifar10, order
+from hvd_cifar.data.augment import CHANNEL_DEVIATION, CHANNEL_MEAN, PAD, SIDE, TUTORIAL_SIDE
 
-MEAN, DEVIATION = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # as data.augment; its module needs TensorFlow
-PAD = 4
-MOMENTUM, WEIGHT_DECAY = 0.9, 1e-4
-RATE = 0.1  # for a batch of 128
-PARAMETERS = {20: 269_722, 32: 464_154, 56: 853_018}
+PARAMETERS = {"tutorial": 1_068_298, "resnet20": 269_722, "resnet32": 464_154, "resnet56": 853_018}
 PATIENCE = timedelta(days=1)  # ranks are stopped while others are measured
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is particular to a model: as this project's recipes have it."""
+
+    net: Any
+    decayed: list[Any]
+    rate: float
+    momentum: float
+    weight_decay: float
+    pad: int = 0  # pixels on each side of an image, in the mean's colour
+    window: int = SIDE  # pixels, side of what is cut
+    views: type[Windows] = Windows
+    ema_decay: float = 0.0
+
+
+def work_of(model: str, batch: int, defaults: bool) -> Work:
+    """See the class; `batch` is that of all ranks."""
+    if model == "tutorial":
+        net = torch_tutorial.Tutorial(plain=defaults)
+        options: dict[str, Any] = {"window": TUTORIAL_SIDE, "views": Distorted, "ema_decay": 0.9999}
+        return Work(net, torch_tutorial.decayed(net), rate=0.1, momentum=0.0, weight_decay=0.004, **options)
+    resnet = torch_resnet.ResNet(int(model.removeprefix("resnet")))
+    rate = 0.1 * batch / 128
+    return Work(resnet, torch_resnet.kernels(resnet), rate=rate, momentum=0.9, weight_decay=1e-4, pad=PAD)
+
+
+class MovingAverage:
+    """Exponential moving averages of the weights, as the tutorial keeps them for evaluation."""
+
+    def __init__(self, net: Any, decay: float) -> None:
+        self.sources = [p.data for p in net.parameters()]
+        self.values = [p.clone() for p in self.sources]
+        self.decay, self.updates = decay, 0
+
+    def update(self) -> None:
+        """Take in the present weights."""
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        torch._foreach_lerp_(self.values, self.sources, 1 - decay)
 
 
 def main() -> None:
@@ -40,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--store", required=True, help="File in which ranks find each other; it must not exist.")
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--depth", type=int, default=20)
+    parser.add_argument("--model", choices=tuple(PARAMETERS), default="resnet20")
     parser.add_argument("--batch-size", type=int, default=128, help="Of a rank.")
     parser.add_argument("--precision", choices=("float32", "mixed_bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=1)
@@ -62,25 +102,27 @@ def main() -> None:
         parser.error(f"--data-dir {given.data_dir}: no CIFAR-10 in its binary layout is there")
     examples = cifar10.read(folder, "train")
     autocast = given.precision == "mixed_bfloat16"
-    images = Windows(examples.images, PAD, "mean", MEAN, DEVIATION, torch.bfloat16 if autocast else torch.float32)
+    batch = given.batch_size * size
+    work = work_of(given.model, batch, given.defaults)
+    dtype = torch.bfloat16 if autocast else torch.float32
+    images = work.views(examples.images, work.pad, "mean", CHANNEL_MEAN, CHANNEL_DEVIATION, dtype, work.window)
     labels = torch.from_numpy(examples.labels.astype(np.int64))
     del examples
 
-    net = ResNet(given.depth).to(memory_format=torch.channels_last)
+    net = work.net.to(memory_format=torch.channels_last)
     count = sum(p.numel() for p in net.parameters())
-    if count != PARAMETERS.get(given.depth, count):
-        raise RuntimeError(f"the net has {count:,} parameters, not {PARAMETERS[given.depth]:,}: it is another net")
+    if count != PARAMETERS[given.model]:
+        raise RuntimeError(f"the net has {count:,} parameters, not {PARAMETERS[given.model]:,}: it is another net")
     chosen = {"gradient_as_bucket_view": True, "static_graph": True, "forward_sync_buffers": False}
     replica = DistributedDataParallel(net, **({} if given.defaults else chosen))
-    decayed = kernels(net)
-    held = {id(p) for p in decayed}
+    held = {id(p) for p in work.decayed}
     groups = [
-        {"params": decayed, "weight_decay": WEIGHT_DECAY},
+        {"params": work.decayed, "weight_decay": work.weight_decay},
         {"params": [p for p in net.parameters() if id(p) not in held], "weight_decay": 0.0},
     ]
-    batch = given.batch_size * size
     fused = None if given.defaults else True
-    optimizer = torch.optim.SGD(groups, lr=RATE * batch / 128, momentum=MOMENTUM, fused=fused)
+    optimizer = torch.optim.SGD(groups, lr=work.rate, momentum=work.momentum, fused=fused)
+    averages = MovingAverage(net, work.ema_decay) if work.ema_decay else None
     loss_of = nn.CrossEntropyLoss()
     generator = torch.Generator().manual_seed(rank)
     stamps = Stamps(given.run_dir if rank == 0 else None)
@@ -100,6 +142,8 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=given.defaults)  # gradients that are views of the buckets stay so
         loss.backward()
         optimizer.step()
+        if averages:
+            averages.update()
         step += 1
         if step % given.log_every == 0:
             stamps.write(step, loss.item())

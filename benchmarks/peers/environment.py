@@ -11,12 +11,13 @@ import click
 
 from hvd_cifar.errors import UserError
 
-REQUIREMENTS = ("torch==2.13.0", "numpy>=2,<3")
+TORCH = "2.13.0"  # what docs/benchmarks.md names; builds differ in what follows a "+"
+REQUIREMENTS = (f"torch=={TORCH}", "numpy>=2,<3")
 ASK = "import json, numpy, torch; print(json.dumps({'torch': torch.__version__, 'numpy': numpy.__version__}))"
 
 
 def ensure(folder: Path) -> Path:
-    """The Python of an environment with PyTorch; made in `folder` if there is none.
+    """The Python of an environment with this version of PyTorch; made in `folder` if there is none.
 
     pip's own settings say where packages come from, such as an index of builds without GPU support.
 
@@ -24,7 +25,7 @@ def ensure(folder: Path) -> Path:
         UserError: where it cannot be made.
     """
     python = folder / "bin" / "python"
-    if python.exists() and versions(python):
+    if python.exists() and versions(python).get("torch", "").split("+")[0] == TORCH:
         return python
     click.echo(f"making an environment with {', '.join(REQUIREMENTS)} in {folder}", err=True)
     for words in ([sys.executable, "-m", "venv", str(folder)], [str(python), "-m", "pip", "install", *REQUIREMENTS]):

@@ -27,7 +27,7 @@ class Spread(NamedTuple):
         return f"{self.middle:,.{digits}f} ({self.low:,.{digits}f} to {self.high:,.{digits}f})"
 
 
-def rate(stamps: Sequence[Stamp], images_per_step: int) -> float:
+def rate(stamps: Sequence[Stamp], images_per_step: float) -> float:
     """Images per second between the first stamp and the last.
 
     What lies before the first stamp is left out: a step that was cut by a pause, and caches that others have filled.

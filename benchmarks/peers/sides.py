@@ -15,9 +15,14 @@ from typing import Any
 
 from benchmarks import jobs
 from benchmarks.peers.turns import Side
+from hvd_cifar.data import order
+from hvd_cifar.data.augment import SIDE
 
 OURS, DDP, AIRBENCH, MULTI_WORKER, TOWERS, LIMIT = "hvd_cifar", "ddp", "airbench", "multi-worker", "towers", "limit"
 DDP_DEFAULTS = "ddp-defaults"
+EXAMPLES = 50_000  # of CIFAR-10's training set
+FAST_BATCH = 1024  # of `fast` and of airbench94, over all ranks
+ENDLESS = 10_000  # epochs: no side may come to its end while it is measured
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,9 @@ def ours(work: Work) -> Side:
     """This project as a user starts it; evaluation and checkpoints are put off, since they are not what is timed."""
     run_dir = work.folder / OURS / "run"
     words = ["horovodrun", "-np", str(work.ranks), sys.executable, "-m", "hvd_cifar", "train", *_train(work, run_dir)]
-    per_step = work.per_rank * work.ranks
+    words += ["--batch-size", str(work.per_rank)]
     name = f"hvd_cifar, {_ranks(work)}"
-    return Side(name, [words], [run_dir / "metrics.jsonl"], per_step, jobs.environment())
+    return Side(name, [words], [run_dir / "metrics.jsonl"], _per_step(work.per_rank * work.ranks), jobs.environment())
 
 
 def limit(work: Work) -> Side:
@@ -62,7 +67,7 @@ def limit(work: Work) -> Side:
         commands.append([*words, "--threads-per-rank", str(work.threads), "--global-batch-size", str(work.per_rank)])
         metrics.append(run_dir / "metrics.jsonl")
     name = f"hvd_cifar, {work.ranks} processes that never communicate"
-    return Side(name, commands, metrics, work.per_rank, jobs.environment())
+    return Side(name, commands, metrics, _per_step(work.per_rank), jobs.environment())
 
 
 def ddp(work: Work, defaults: bool = False) -> Side:
@@ -70,28 +75,25 @@ def ddp(work: Work, defaults: bool = False) -> Side:
     folder = work.folder / (DDP_DEFAULTS if defaults else DDP)
     run_dir = folder / "run"
     words = [str(work.peers_python), "-m", "benchmarks.peers.ddp", *_peer(work, run_dir)]
-    words += ["--store", str(folder / "store"), "--depth", work.model.removeprefix("resnet")]
+    words += ["--store", str(folder / "store"), "--model", work.model]
     words += ["--batch-size", str(work.per_rank), "--threads", str(work.threads)]
     words += ["--defaults"] if defaults else []
     # Rank and size as torchrun gives them, without its agent, whose heartbeats a pause would break.
     commands = [["env", f"RANK={rank}", f"WORLD_SIZE={work.ranks}", *words] for rank in range(work.ranks)]
     variables = {"OMP_NUM_THREADS": str(work.threads), "GLOO_SOCKET_IFNAME": _LOOPBACK}
     name = f"PyTorch DDP, Gloo, {'its defaults, ' if defaults else ''}{_ranks(work)}"
-    return Side(name, commands, [run_dir / "metrics.jsonl"], work.per_rank * work.ranks, variables)
+    return Side(name, commands, [run_dir / "metrics.jsonl"], _per_step(work.per_rank * work.ranks), variables)
 
 
 def airbench(work: Work) -> Side:
-    """The recipe that `--model fast` follows, in PyTorch, one process with a thread for every core of the ranks."""
+    """The recipe that `--model fast` follows, in PyTorch, one process with a thread for every core of the ranks.
+
+    Its step is that of the last 6.9 of its 9.9 epochs, in which the first layer's bias learns no longer.
+    """
     run_dir = work.folder / AIRBENCH / "run"
     threads = work.threads * work.ranks
-    words = [
-        str(work.peers_python),
-        "-m",
-        "benchmarks.peers.airbench",
-        *_peer(work, run_dir),
-        "--threads",
-        str(threads),
-    ]
+    words = [str(work.peers_python), "-m", "benchmarks.peers.airbench", *_peer(work, run_dir)]
+    words += ["--threads", str(threads), "--epochs", str(ENDLESS), "--whitening-bias-epochs", "0"]
     name = f"airbench94 in PyTorch, 1 process, {threads} threads"
     return Side(name, [words], [run_dir / "metrics.jsonl"], work.per_rank * work.ranks)
 
@@ -105,25 +107,18 @@ def multi_worker(work: Work) -> Side:
     tasks = [{"cluster": cluster, "task": {"type": "worker", "index": i}} for i in range(work.ranks)]
     commands = [["env", f"TF_CONFIG={json.dumps(task)}", *words] for task in tasks]
     name = f"TensorFlow MultiWorkerMirroredStrategy, {_ranks(work)}"
-    return Side(name, commands, [run_dir / "metrics.jsonl"], work.per_rank * work.ranks, jobs.environment())
+    per_step = _per_step(work.per_rank * work.ranks)
+    return Side(name, commands, [run_dir / "metrics.jsonl"], per_step, jobs.environment())
 
 
 def towers(work: Work) -> Side:
     """The tower trainer of TensorFlow's tutorial (benchmarks.tower): one process, a tower in place of a rank."""
-    run_dir, per_step = work.folder / TOWERS / "run", work.per_rank * work.ranks
-    words = [
-        sys.executable,
-        "-m",
-        "benchmarks.tower",
-        "--towers",
-        str(work.ranks),
-        "--global-batch-size",
-        str(per_step),
-    ]
+    run_dir, batch = work.folder / TOWERS / "run", work.per_rank * work.ranks
+    words = [sys.executable, "-m", "benchmarks.tower", "--towers", str(work.ranks), "--global-batch-size", str(batch)]
     words += ["--model", work.model, "--dataset", "cifar10", "--data-dir", str(work.data_dir)]
-    words += ["--precision", work.precision, "--run-dir", str(run_dir)]
+    words += ["--precision", work.precision, "--epochs", str(ENDLESS), "--run-dir", str(run_dir)]
     name = f"towers of TensorFlow's tutorial, 1 process, {work.ranks} towers"
-    return Side(name, [words], [run_dir / "metrics.jsonl"], per_step, jobs.environment())
+    return Side(name, [words], [run_dir / "metrics.jsonl"], _per_step(batch), jobs.environment())
 
 
 SIDES: dict[str, Callable[[Work], Side]] = {
@@ -136,10 +131,21 @@ SIDES: dict[str, Callable[[Work], Side]] = {
     LIMIT: limit,
 }
 
+TORCH = {DDP, DDP_DEFAULTS, AIRBENCH}  # these need the peers' environment
+
 
 def sides_of(model: str) -> list[str]:
     """Which sides can train a model, by name; the peer that ratios are to stands second."""
-    return [OURS, AIRBENCH, LIMIT] if model == "fast" else [OURS, DDP, DDP_DEFAULTS, MULTI_WORKER, TOWERS, LIMIT]
+    if model == "fast":
+        return [OURS, AIRBENCH, LIMIT]
+    if model == "tutorial":  # multi_worker has the ResNets' optimizer alone
+        return [OURS, DDP, DDP_DEFAULTS, TOWERS, LIMIT]
+    return [OURS, DDP, DDP_DEFAULTS, MULTI_WORKER, TOWERS, LIMIT]
+
+
+def _per_step(batch: int) -> float:
+    """Images of a step on average: the last one of an epoch has what is left."""
+    return EXAMPLES / order.steps_per_epoch(EXAMPLES, batch)
 
 
 def _free_ports(count: int) -> list[int]:
@@ -158,7 +164,8 @@ def _train(work: Work, run_dir: Path) -> list[str]:
     """Options of `train`; what is left out is as it is by default."""
     given: list[Any] = ["--model", work.model, "--precision", work.precision]
     given += ["--dataset", "cifar10", "--data-dir", work.data_dir]
-    given += ["--eval-every", 0, "--checkpoint-every", 10**6, "--log-every", work.log_every]
+    given += ["--eval-every", 0, "--checkpoint-every", 10**6, "--log-every", work.log_every, "--epochs", ENDLESS]
+    given += ["--image-sizes", SIDE] if work.model == "fast" else []  # whole ones, as its peer's
     return [*map(str, given), "--run-dir", str(run_dir)]
 
 

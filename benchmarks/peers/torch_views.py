@@ -11,17 +11,25 @@ from torch.nn import functional
 
 
 class Windows:
-    """Every [32, 32] window of padded images, as a view: a batch of random crops is one indexing.
+    """Every window of padded images, as a view: a batch of random crops is one indexing.
 
     Args:
         images: uint8 [n, 32, 32, 3].
         pad: pixels on each side.
         mode: of the padding: "reflect", or "mean" for the colour `mean`.
         mean, deviation: of the channels, on the scale 0 to 255.
+        window: side of a window, in pixels; by default that of an image.
     """
 
     def __init__(
-        self, images: Any, pad: int, mode: str, mean: Sequence[float], deviation: Sequence[float], dtype: Any
+        self,
+        images: Any,
+        pad: int,
+        mode: str,
+        mean: Sequence[float],
+        deviation: Sequence[float],
+        dtype: Any,
+        window: int | None = None,
     ) -> None:
         planes = torch.as_tensor(np.asarray(images)).permute(0, 3, 1, 2)
         n, channels, side, _ = planes.shape
@@ -33,30 +41,51 @@ class Windows:
         else:
             padded.copy_(torch.tensor(mean).round().to(torch.uint8).expand_as(padded))
             padded[:, pad : pad + side, pad : pad + side] = planes.permute(0, 2, 3, 1)
-        self.pad, self.dtype = pad, dtype
+        window = window or side
+        self.dtype = dtype
         self.mean, self.scale = torch.tensor(mean), 1.0 / torch.tensor(deviation)
         row, image = wide * channels, wide * wide * channels
-        choices = 2 * pad + 1
+        self.choices = wide - window + 1
         self.windows = padded.as_strided(
-            (n, choices, choices, side, side, channels), (image, row, channels, row, channels, 1)
+            (n, self.choices, self.choices, window, window, channels), (image, row, channels, row, channels, 1)
         )
 
     def cut(self, index: Any, row: Any, column: Any, mirrored: Any) -> Any:
-        """The windows at (row, column), int64 [b] in 0 .. 2 pad, mirrored where bool [b].
+        """The windows at (row, column), int64 [b] in 0 .. `choices` - 1, mirrored where bool [b].
 
         Returns:
-            `dtype` [b, 3, 32, 32], channels last in memory, standardised.
+            uint8 [b, window, window, 3].
         """
         cut = self.windows[index, row, column]
-        cut = torch.where(mirrored[:, None, None, None], cut.flip(2), cut)
-        return ((cut.float() - self.mean) * self.scale).to(self.dtype).permute(0, 3, 1, 2)
+        return torch.where(mirrored[:, None, None, None], cut.flip(2), cut)
+
+    def anywhere(self, index: Any, mirrored: Any, generator: Any) -> Any:
+        """`cut` at random places."""
+        place = torch.randint(0, self.choices, (2, len(index)), generator=generator)
+        return self.cut(index, place[0], place[1], mirrored)
 
     def middle(self, index: Any) -> Any:
-        """The images as they are, as `cut` gives them."""
-        here = torch.full_like(index, self.pad)
-        return self.cut(index, here, here, torch.zeros_like(index, dtype=torch.bool))
+        """The images as they are, as `random` gives them."""
+        here = torch.full_like(index, self.choices // 2)
+        return self._standardised(self.cut(index, here, here, torch.zeros_like(index, dtype=torch.bool)))
 
     def random(self, index: Any, mirrored: Any, generator: Any) -> Any:
-        """Windows anywhere."""
-        place = torch.randint(0, 2 * self.pad + 1, (2, len(index)), generator=generator)
-        return self.cut(index, place[0], place[1], mirrored)
+        """Windows anywhere: `dtype` [b, 3, window, window], channels last in memory, channels standardised."""
+        return self._standardised(self.anywhere(index, mirrored, generator))
+
+    def _standardised(self, cut: Any) -> Any:
+        return ((cut.float() - self.mean) * self.scale).to(self.dtype).permute(0, 3, 1, 2)
+
+
+class Distorted(Windows):
+    """Windows with a random contrast, each image standardised: what TensorFlow's tutorial trains on."""
+
+    def random(self, index: Any, mirrored: Any, generator: Any) -> Any:
+        """`dtype` [b, 3, window, window], channels last in memory, each image of zero mean and unit variance."""
+        x = self.anywhere(index, mirrored, generator).float()
+        contrast = 0.2 + 1.6 * torch.rand(len(index), 1, 1, 1, generator=generator)
+        channel = x.mean((1, 2), keepdim=True)
+        x = (x - channel) * contrast + channel
+        variance, mean = torch.var_mean(x, (1, 2, 3), correction=0, keepdim=True)
+        least = x[0].numel() ** -0.5  # of a deviation: an image of one colour becomes zeros
+        return ((x - mean) / variance.sqrt().clamp(min=least)).to(self.dtype).permute(0, 3, 1, 2)

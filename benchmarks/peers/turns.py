@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -31,14 +30,14 @@ class Side:
         name: for the table.
         commands: of processes that run at the same time.
         metrics: the metrics.jsonl that each of them writes.
-        images_per_step: of each of them.
+        images_per_step: of each of them, on average over an epoch.
         environment: variables besides those of this process.
     """
 
     name: str
     commands: Sequence[Sequence[str]]
     metrics: Sequence[Path]
-    images_per_step: int
+    images_per_step: float
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -64,20 +63,25 @@ class Job:
         self._watches = [_Watch(path) for path in side.metrics]
 
     def __enter__(self) -> Job:
-        with self.log.open("wb") as log:
-            for words in self.side.commands:
-                self._processes.append(
-                    subprocess.Popen(
-                        list(words),
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        cwd=self._cwd,
-                        env={**os.environ, **self.side.environment},
-                        start_new_session=True,
-                    )
-                )
+        try:
+            with self.log.open("wb") as log:
+                for words in self.side.commands:
+                    self._processes.append(self._start(words, log))
+        except BaseException:  # a command that cannot be started, or SIGTERM: those before it end
+            self.__exit__()
+            raise
         return self
+
+    def _start(self, words: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            list(words),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=self._cwd,
+            env={**os.environ, **self.side.environment},
+            start_new_session=True,
+        )
 
     def __exit__(self, *_: object) -> None:
         for process in self._tree():
@@ -170,16 +174,6 @@ class Job:
     def _tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-20:]
         return "\n".join([f"; the end of {self.log}:", *lines])
-
-
-def end_on_sigterm() -> None:
-    """Have SIGTERM end this program as Ctrl-C does, so that no side stays behind, stopped. A second one is ignored."""
-
-    def end(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        sys.exit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, end)
 
 
 class _Watch:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 import tempfile
 import time
 from contextlib import ExitStack
@@ -21,14 +22,11 @@ from typing import NamedTuple
 
 import click
 
-from benchmarks import jobs
+from benchmarks import jobs, setting
 from benchmarks.peers import environment, sides
-from benchmarks.peers.__main__ import machine, real_data
 from benchmarks.peers.rates import paired, spread
-from benchmarks.peers.turns import Job, Side, end_on_sigterm
+from benchmarks.peers.turns import Job, Side
 from hvd_cifar.errors import UserError
-
-BATCH = 1024  # of both, over all ranks
 
 
 class Result(NamedTuple):
@@ -59,9 +57,10 @@ def main(
     output: Path | None,
 ) -> None:
     """Measure, then print a table in Markdown."""
-    end_on_sigterm()
+    jobs.end_on_sigterm()
     try:
-        data_dir = real_data(data_dir)
+        data_dir = setting.real_data(data_dir)
+        setting.check_output(output)
         python = environment.ensure(peers.expanduser().absolute())
     except UserError as error:
         raise click.UsageError(str(error)) from None
@@ -76,7 +75,7 @@ def main(
             theirs += ["--threads", str(ranks * sides.threads_of(ranks))]
             both = {"hvd_cifar": ours, "airbench94": theirs}
             spent = in_turns(
-                {side: Side(side, [words], [], BATCH, jobs.environment()) for side, words in both.items()},
+                {side: Side(side, [words], [], sides.FAST_BATCH, jobs.environment()) for side, words in both.items()},
                 Path(name),
                 seconds,
                 random.Random(seed),
@@ -90,13 +89,19 @@ def main(
     print("| side | accuracy, six views | one view | seconds | of airbench94's | n |\n|---|---|---|---|---|---|")
     base = [result.seconds for result in found["airbench94"]]
     for side, results in found.items():
-        means = [f"{sum(values) / seeds:.2%}" for values in ([r[i] for r in results] for i in (1, 2))]
+        means = [_mean([result[i] for result in results]) for i in (1, 2)]
         times = [result.seconds for result in results]
         print(f"| {side} | {' | '.join(means)} | {spread(times)} | {spread(paired(times, base))} | {seeds} |")
-    versions = {**jobs.versions(), **environment.versions(python)}
-    print(f"\n{machine()}; {', '.join(f'{name} {version}' for name, version in versions.items())}")
+    print(f"\n{setting.about(**environment.versions(python))}")
     if output:
         output.write_text(json.dumps({side: [r._asdict() for r in found[side]] for side in found}, indent=2) + "\n")
+
+
+def _mean(accuracies: list[float]) -> str:
+    """The mean in percent, and the deviation where there are several."""
+    percent = [100 * accuracy for accuracy in accuracies]
+    deviation = f" ± {statistics.stdev(percent):.2f}" if len(percent) > 1 else ""
+    return f"{statistics.mean(percent):.2f}%{deviation}"
 
 
 def in_turns(given: dict[str, Side], folder: Path, seconds: float, draw: random.Random) -> dict[str, float]:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
 from numpy.typing import NDArray
 
 from hvd_cifar.data import order
@@ -178,16 +177,6 @@ def _mirror_edges(planes: Images, pad: int) -> Images:
     padded[..., :pad] = padded[..., 2 * pad : pad : -1]
     padded[..., -pad:] = padded[..., -2 - pad : -2 - 2 * pad : -1]
     return padded
-
-
-def six_views(images: Any) -> list[tuple[float, Any]]:
-    """Test images [b, side, side, 3] and their weights in an average: as they are, moved by a pixel up and left, and
-    down and right, and all of these mirrored (Jordan 2024, section 3.5)."""
-    side = images.shape[1]
-    padded = tf.pad(images, [[0, 0], [1, 1], [1, 1], [0, 0]], mode="REFLECT")
-    moved = [padded[:, offset : offset + side, offset : offset + side] for offset in (0, 2)]
-    weighted = [(0.25, images), *((0.125, image) for image in moved)]
-    return [*weighted, *((weight, image[:, :, ::-1]) for weight, image in weighted)]
 
 
 TUTORIAL_VIEWS = Views(TUTORIAL_SIDE, tutorial_train, tutorial_test)

@@ -118,6 +118,7 @@ def evaluation_batches(
         image, label = tf.numpy_function(seen, [index], [tf.float32, tf.int32])
         return tf.ensure_shape(image, [None, views.side, views.side, 3]), tf.ensure_shape(label, [None])
 
+    @_counted
     def seen(index: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         return views.test(examples.images[index]), examples.labels[index]
 

@@ -144,6 +144,7 @@ def restore(trackable: tf.train.Checkpoint, path: Path, partial: bool = False) -
             status.expect_partial()
     # TensorFlow turns the reader's errors into Python's built-in ones by their kind: a short file is an IndexError.
     except (tf.errors.OpError, AssertionError, ValueError, LookupError, OSError, RuntimeError) as failure:
+        tf.get_logger().setLevel("ERROR")  # else what did not fit is listed at exit, a line for each variable
         raise UserError(
             f"cannot read the checkpoint {path}: {first_line(failure)}; "
             "give another one, or the settings it was made with"

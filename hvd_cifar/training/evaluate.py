@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_cifar.data.augment import Views, six_views
+from hvd_cifar.data.augment import Views
 from hvd_cifar.data.cifar10 import Examples
 from hvd_cifar.data.pipeline import evaluation_batches
 from hvd_cifar.distributed import World, sync
@@ -61,3 +61,13 @@ def make_evaluator(
         return Evaluation(right / seen, entropy / seen, round(seen), plain / seen, 6 if many else 1)
 
     return evaluate
+
+
+def six_views(images: Any) -> list[tuple[float, Any]]:
+    """Test images [b, side, side, 3] and their weights in an average: as they are, moved by a pixel up and left, and
+    down and right, and all of these mirrored (Jordan 2024, section 3.5)."""
+    side = images.shape[1]
+    padded = tf.pad(images, [[0, 0], [1, 1], [1, 1], [0, 0]], mode="REFLECT")
+    moved = [padded[:, offset : offset + side, offset : offset + side] for offset in (0, 2)]
+    weighted = [(0.25, images), *((0.125, image) for image in moved)]
+    return [*weighted, *((weight, image[:, :, ::-1]) for weight, image in weighted)]

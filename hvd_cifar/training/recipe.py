@@ -64,7 +64,7 @@ def _resnet() -> Recipe:
 
 
 RECIPES = {
-    # After airbench94 (Jordan 2024) and its record with Muon; see docs/performance.md for what differs, and why.
+    # After airbench94 (Jordan 2024) and its record with Muon; see docs/fast.md for what differs, and why.
     "fast": Recipe(
         learning_rate=FAST_RATE,
         momentum=0.6,
@@ -79,7 +79,7 @@ RECIPES = {
         lookahead=True,
         image_sizes=(24, 32, 32),
         test_time_augmentation=True,
-        evaluation_epochs=3,  # one takes a fifteenth of an epoch of whole images, and a sixth of one of small ones
+        evaluation_epochs=3,  # one takes a fifteenth of an epoch of whole images, and a greater part of a smaller one
         precision=None,
         optimizer=_muon,
     ),

@@ -190,6 +190,14 @@ def test_command_of_one_rank_needs_no_launcher() -> None:
     assert _command(1, hosts=(Host("localhost", 4),)) == PROGRAM
 
 
+@pytest.mark.parametrize("argv", [["--step", "a.json", "--allreduce", "b.json"], ["--allreduce=b", "--step=a"]])
+def test_a_prediction_from_files_starts_no_ranks(argv: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["--dry-run", "-H", "localhost:4", "benchmark", "predict", *argv]) == 0
+    assert "mpirun" not in capfd.readouterr().out
+    assert launch.main(["--dry-run", "-H", "localhost:4", "benchmark", "predict"]) == 0
+    assert "mpirun" in capfd.readouterr().out
+
+
 def test_command_here() -> None:
     assert _command(2) == [MPIRUN, "-np", "2", "-H", "localhost:2", *FLAGS, *PROGRAM]
     assert "--allow-run-as-root" in _command(2, root=True)

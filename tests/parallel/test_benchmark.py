@@ -91,7 +91,7 @@ def _weights_after_steps(data: str) -> dict[str, Any]:
         train_set, _ = load(prepare_data(settings, ranks.world))
         set_precision("float32", 0)
         net = make_net(settings, views_of(settings.model))
-        bench = step.Bench(ranks, settings, net, step._endless_batches(ranks, settings, train_set, 6))
+        bench = step.Bench(ranks, settings, net, step.endless_batches(ranks, settings, train_set, 6))
         start = [v.numpy() for v in net.model.variables]
         digests = {"first": sync.digest(net.model.variables)}
         for way in ("compute", "step", "fed"):

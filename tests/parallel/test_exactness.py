@@ -161,7 +161,7 @@ def test_one_rank_trains_as_on_record(embedded: Path, folder: Path) -> None:
 
 def test_ranks_train_as_the_towers_of_the_tutorial_do(embedded: Path, tmp_path: Path) -> None:
     """3 ranks against 2 towers, which share nothing but the net and the batches with them; 20 steps of 30 examples."""
-    from benchmarks import jobs
+    from benchmarks import jobs, runs
     from hvd_cifar.config import TrainSettings, make
     from hvd_cifar.training.recipe import resolve
 
@@ -173,10 +173,10 @@ def test_ranks_train_as_the_towers_of_the_tutorial_do(embedded: Path, tmp_path: 
     for words, run_dir in ((jobs.command(3, *options, ranks, *quiet), ranks), (tower_command, towers)):
         run_dir.mkdir()
         jobs.run([str(word) for word in words], run_dir / "log")
-    assert len(jobs.losses(ranks)) == STEPS
-    assert jobs.loss_apart(jobs.losses(ranks), jobs.losses(towers), STEPS) < 1e-12
+    assert len(runs.losses(ranks)) == STEPS
+    assert runs.loss_apart(runs.losses(ranks), runs.losses(towers), STEPS) < 1e-12
     settings = resolve(make(TrainSettings, {"model": "tutorial", "precision": "float64"}))
-    averages = [jobs.averages(run_dir, settings) for run_dir in (ranks, towers)]
+    averages = [runs.averages(run_dir, settings) for run_dir in (ranks, towers)]
     # TensorFlow's moving average computes its decay in float32.
-    assert averages[0] and jobs.weights_apart(*averages) < 1e-6
-    assert jobs.weights_apart(jobs.weights(ranks, settings), jobs.weights(towers, settings)) < 1e-11
+    assert averages[0] and runs.weights_apart(*averages) < 1e-6
+    assert runs.weights_apart(runs.weights(ranks, settings), runs.weights(towers, settings)) < 1e-11

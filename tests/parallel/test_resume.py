@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import jobs
+from benchmarks import jobs, runs
 from tests.options import TUTORIAL
 from tests.ranks import CHECKOUT, end_tree, environment
 
@@ -69,20 +69,20 @@ def test_killed_at_random_and_resumed_on_other_ranks(embedded: Path, few: dict[s
         words = jobs.command(n, *TUTORIAL, embedded, "--run-dir", cut, *QUIET, *COURSE)
         words += ["--max-steps", str(STEPS)]
         job = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=few, cwd=CHECKOUT)
-        began, last = time.monotonic(), max(jobs.losses(cut), default=0)
+        began, last = time.monotonic(), max(runs.losses(cut), default=0)
         target = last + chance.randint(2, 9)
-        while max(jobs.losses(cut), default=0) < target and job.poll() is None and time.monotonic() < began + 120:
+        while max(runs.losses(cut), default=0) < target and job.poll() is None and time.monotonic() < began + 120:
             time.sleep(chance.random() * 0.05)
         assert job.poll() is None, f"it ended by itself before step {target}"
         jobs.kill(job)
-        kills.append((n, target, max(jobs.losses(cut), default=0)))
+        kills.append((n, target, max(runs.losses(cut), default=0)))
     done = _train(3, embedded, cut, few, *COURSE, "--max-steps", STEPS)
     print(kills)
     assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
 
-    losses = jobs.losses(cut)
+    losses = runs.losses(cut)
     assert list(losses) == list(range(1, STEPS + 1))  # each step once, and in order
-    assert losses == pytest.approx(jobs.losses(whole), rel=1e-12)
+    assert losses == pytest.approx(runs.losses(whole), rel=1e-12)
     for run_dir in (whole, cut):
         record = _examples(run_dir)
         assert [entry["step"] for entry in record] == list(range(1, STEPS + 1))
@@ -92,7 +92,7 @@ def test_killed_at_random_and_resumed_on_other_ranks(embedded: Path, few: dict[s
             assert sorted(used) == list(range(EXAMPLES)), epoch
     for one, other in zip(_examples(whole), _examples(cut), strict=True):
         assert sorted(sum(one["ranks"], [])) == sorted(sum(other["ranks"], []))
-    assert jobs.summary(cut)["test_accuracy"] == jobs.summary(whole)["test_accuracy"]
+    assert runs.summary(cut)["test_accuracy"] == runs.summary(whole)["test_accuracy"]
 
     refused = _train(2, embedded, cut, few, *COURSE, "--seed", 1)
     assert refused.returncode == 2
@@ -122,8 +122,8 @@ def test_the_batch_of_a_run_stays_on_other_ranks(embedded: Path, few: dict[str, 
     again = _to_its_end(jobs.command(3, "--config", run_dir / "config.json"), few, tmp_path)
     assert again.returncode == 0, again.stderr
     (repeated,) = (tmp_path / "runs").iterdir()
-    assert jobs.losses(repeated) == pytest.approx(jobs.losses(run_dir), rel=1e-12)
-    assert len(jobs.losses(repeated)) == 4
+    assert runs.losses(repeated) == pytest.approx(runs.losses(run_dir), rel=1e-12)
+    assert len(runs.losses(repeated)) == 4
 
 
 def test_fast_goes_on_exactly_and_is_evaluated_in_six_views(
@@ -133,13 +133,13 @@ def test_fast_goes_on_exactly_and_is_evaluated_in_six_views(
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     # Synchronised: each checkpoint makes the ranks' moving statistics one, which rounds.
     course = ["--model", "fast", "--global-batch-size", 24, "--learning-rate", 0.01, "--sync-batch-norm"]
-    course += ["--lookahead", "--epochs", 1, "--check-sync-every", 2, "--max-steps"]
+    course += ["--image-sizes", "16,24,32", "--lookahead", "--epochs", 1, "--check-sync-every", 2, "--max-steps"]
     for run_dir, steps in ((whole, 10), (cut, 7), (cut, 10)):
         done = _train(2, embedded, run_dir, few, *course, steps)
         assert done.returncode == 0, done.stderr
-    one, other = jobs.summary(whole), jobs.summary(cut)
+    one, other = runs.summary(whole), runs.summary(cut)
     assert one["replicas_identical"] and one["weights_sha256"] == other["weights_sha256"]
-    assert jobs.losses(whole) == jobs.losses(cut) and len(jobs.losses(cut)) == 10
+    assert runs.losses(whole) == runs.losses(cut) and len(runs.losses(cut)) == 10
     precision = json.loads((cut / "config.json").read_text())["precision"]
     assert one["precision"] == precision in ("float32", "mixed_bfloat16")
 
@@ -170,19 +170,19 @@ def test_killed_before_the_first_checkpoint_and_after_the_last(
         jobs.command(2, *base, *QUIET), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=few, cwd=CHECKOUT
     )
     end = time.monotonic() + 120
-    while not jobs.losses(run_dir) and time.monotonic() < end:
+    while not runs.losses(run_dir) and time.monotonic() < end:
         time.sleep(0.05)
     jobs.kill(job)
-    first = jobs.losses(run_dir)
+    first = runs.losses(run_dir)
     assert first and not list((run_dir / "checkpoints").glob("*.index"))
 
     # It is a run already: not to be taken for another, and its batch is that of two ranks.
     other = _train(1, embedded, run_dir, few, "--precision", "float64", "--seed", 3)
     assert other.returncode == 2 and "(seed was 0, is 3)" in other.stderr
-    assert jobs.losses(run_dir) == first
+    assert runs.losses(run_dir) == first
     done = _train(1, embedded, run_dir, few, "--precision", "float64", "--max-steps", 4)
     assert done.returncode == 0 and "global batch 256" in done.stdout, done.stderr
-    losses, summary = jobs.losses(run_dir), jobs.summary(run_dir)
+    losses, summary = runs.losses(run_dir), runs.summary(run_dir)
     assert all(losses[step] == pytest.approx(first[step], rel=1e-12) for step in first if step <= 4)
 
     # Killed between the last checkpoint and the summary, or asked for less than there is: no step is made.
@@ -192,4 +192,4 @@ def test_killed_before_the_first_checkpoint_and_after_the_last(
     assert again.returncode == 0, again.stderr
     assert (run_dir / "metrics.jsonl").read_text() == metrics
     for name in ("steps", "train_loss", "test_accuracy", "weights_sha256"):
-        assert jobs.summary(run_dir)[name] == summary[name], name
+        assert runs.summary(run_dir)[name] == summary[name], name

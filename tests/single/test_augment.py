@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_cifar.data import augment
+from hvd_cifar.training.evaluate import six_views
 
 
 def _images(count: int = 6) -> np.ndarray[Any, Any]:
@@ -117,7 +118,7 @@ def test_fast_moves_by_two_pixels_with_a_mirrored_edge() -> None:
 
 def test_six_views_are_an_average_of_moved_and_mirrored_images() -> None:
     images = np.random.default_rng(8).normal(size=(2, 6, 6, 3)).astype(np.float32)
-    views = [(weight, view.numpy()) for weight, view in augment.six_views(tf.constant(images))]
+    views = [(weight, view.numpy()) for weight, view in six_views(tf.constant(images))]
     assert [weight for weight, _ in views] == [0.25, 0.125, 0.125] * 2
     padded = np.pad(images, [(0, 0), (1, 1), (1, 1), (0, 0)], mode="reflect")
     expected = [images, padded[:, :6, :6], padded[:, 2:, 2:]]

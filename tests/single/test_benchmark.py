@@ -253,9 +253,9 @@ def test_a_prediction_from_two_machines_says_so() -> None:
 def test_a_message_too_large_for_the_host_is_refused() -> None:
     from hvd_cifar.tools.benchmark.allreduce import check_memory
 
-    check_memory(2**20, 2, "node7", 16 * 2**20)
-    with pytest.raises(UserError, match=r"--max-bytes 1,048,577: 2 ranks of node7 need .* give at most 1,048,576"):
-        check_memory(2**20 + 1, 2, "node7", 16 * 2**20)
+    check_memory(2**20, 2, "node7", 16 * 2**20, "")
+    with pytest.raises(UserError, match=r"of 1,048,577 bytes: 2 ranks of node7 need .* give at most 1,048,576"):
+        check_memory(2**20 + 1, 2, "node7", 16 * 2**20, "give at most {most:,}")
 
 
 def test_estimates() -> None:

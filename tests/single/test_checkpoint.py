@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import keras
@@ -15,6 +17,7 @@ from hvd_cifar.models import Net
 from hvd_cifar.training import checkpoint
 from hvd_cifar.training.averages import MovingAverage
 from hvd_cifar.training.checkpoint import KEPT, Checkpoints, State
+from tests.ranks import CHECKOUT, environment
 
 
 def _state(seed: int = 0, units: int = 3, averages: bool = True) -> State:
@@ -119,6 +122,26 @@ def test_a_checkpoint_of_another_model_is_refused(other: State, tmp_path: Path) 
     path = Checkpoints(tmp_path, _state()).save()
     with pytest.raises(UserError, match="the settings it was made with"):
         Checkpoints(tmp_path / "elsewhere", other).restore(path)
+
+
+@pytest.mark.parametrize("units, partial", [(4, False), (4, True), (3, False)])
+def test_what_does_not_fit_is_said_once(units: int, partial: bool, tmp_path: Path) -> None:
+    """TensorFlow lists it again as the process ends, a line a variable: other shapes, or averages too many."""
+    path = Checkpoints(tmp_path, _state()).save()
+    code = (
+        "import sys\n"
+        "from hvd_cifar.errors import UserError\n"
+        "from hvd_cifar.training.checkpoint import restore\n"
+        "from tests.single.test_checkpoint import _state\n"
+        "def main():\n"
+        f"    state = _state(1, {units}, averages=False)\n"
+        f"    try: restore(state.trackable, {str(path)!r}, partial={partial})\n"
+        "    except UserError as error: print(error, file=sys.stderr)\n"
+        "main()"
+    )
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=CHECKOUT)
+    assert done.stderr.splitlines()[-1].startswith(f"cannot read the checkpoint {path}")
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:

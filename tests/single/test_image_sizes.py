@@ -38,7 +38,7 @@ def test_only_a_net_that_takes_any_size_is_given_several() -> None:
         make(TrainSettings, {"model": "tutorial", "image_sizes": "16,32"})
 
 
-@pytest.mark.parametrize("given", ["", "20;24", "4,24", "24,33", "-20", "20.5"])
+@pytest.mark.parametrize("given", ["", "20;24", "4,24", "8", "24,33", "-20", "20.5"])
 def test_sizes_that_are_none_are_refused(given: str) -> None:
     with pytest.raises(UserError, match="--image-sizes"):
         make(TrainSettings, {"image_sizes": given})

@@ -10,11 +10,17 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from click.testing import CliRunner
 
-from benchmarks.peers import rates, whole
+from benchmarks import setting
+from benchmarks.peers import rates, sides, whole
+from benchmarks.peers.__main__ import LOG_EVERY
 from benchmarks.peers.rates import Stamp
 from benchmarks.peers.turns import Job, Side
+from hvd_cifar.config import TrainSettings, make
+from hvd_cifar.errors import UserError
 from hvd_cifar.models import build
+from hvd_cifar.training.recipe import plan, resolve
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 PEERS = Path(os.environ.get("HVD_CIFAR_PEERS", "~/.cache/hvd_cifar/peers")).expanduser()
@@ -81,18 +87,83 @@ def test_a_side_that_ends_is_told_of_with_its_output(tmp_path: Path) -> None:
         job.take_turn(20.0)
 
 
-COUNTER = (
-    "import pathlib, sys, time\nfor i in range(6): time.sleep(0.05); pathlib.Path(sys.argv[1]).open('a').write('x')"
-)
+# Ends after so many looks at the clock, whatever they took.
+CLOCK = """
+import pathlib, sys, time
+with pathlib.Path(sys.argv[1]).open("w") as file:
+    for _ in range(int(sys.argv[2])):
+        time.sleep(0.02)
+        print(time.monotonic(), file=file, flush=True)
+"""
 
 
-def test_whole_runs_take_turns_to_their_ends(tmp_path: Path) -> None:
-    sides = {}
-    for name in ("one", "other"):
-        sides[name] = Side(name, [[sys.executable, "-c", COUNTER, str(tmp_path / name)]], [], 1)
-    spent = whole.in_turns(sides, tmp_path, 0.1, random.Random(0))
-    assert set(spent) == set(sides) and min(spent.values()) > 0
-    assert all((tmp_path / name).read_text() == "xxxxxx" for name in sides)
+def test_whole_runs_take_turns_to_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = {"one": 20, "other": 60}
+    paused: dict[str, list[float]] = {name: [] for name in looks}
+    woken: dict[str, list[float]] = {name: [] for name in looks}
+    pause, wake = Job.pause, Job.wake
+
+    def noted_wake(job: Job) -> None:
+        woken[job.side.name].append(time.monotonic())
+        wake(job)
+
+    def noted_pause(job: Job) -> None:
+        pause(job)
+        paused[job.side.name].append(time.monotonic())
+
+    monkeypatch.setattr(Job, "wake", noted_wake)
+    monkeypatch.setattr(Job, "pause", noted_pause)
+    given = {}
+    for name, count in looks.items():
+        given[name] = Side(name, [[sys.executable, "-c", CLOCK, str(tmp_path / name), str(count)]], [], 1)
+    began = time.monotonic()
+    spent = whole.in_turns(given, tmp_path, 0.1, random.Random(0))
+    assert sum(spent.values()) <= time.monotonic() - began
+
+    seen = {name: [float(at) for at in (tmp_path / name).read_text().split()] for name in looks}
+    for name, count in looks.items():
+        assert len(seen[name]) == count
+        rests = [*zip(paused[name], woken[name], strict=False)]
+        assert rests and not any(stop < at < go for at in seen[name] for stop, go in rests)
+        # A look takes 0.02 s at least, but for one that a pause fell into.
+        assert spent[name] >= 0.02 * (count - len(rests) - 1)
+
+
+def test_whole_runs_want_real_data_and_a_place_for_their_results(tmp_path: Path) -> None:
+    words = ["--data-dir", str(tmp_path), "--environment", str(tmp_path / "none")]
+    found = CliRunner().invoke(whole.main, words)
+    assert found.exit_code == 2 and "no CIFAR-10 in its binary layout is there" in found.output
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(UserError, match=f"there is no folder {tmp_path / 'none'} that can be written"):
+        setting.check_output(tmp_path / "none" / "rates.json")
+    setting.check_output(tmp_path / "rates.json")
+
+
+@pytest.mark.parametrize("model", list(LOG_EVERY))
+def test_our_sides_do_the_work_that_is_counted(model: str, tmp_path: Path) -> None:
+    """Whole images, the batch that is asked for, and no end."""
+    work = sides.Work(model, "float32", 3, 100, 1, 5, tmp_path, tmp_path / "python", tmp_path)
+    for side, ranks in ((sides.ours(work), 3), (sides.limit(work), 1)):
+        for words in side.commands:
+            options = words[words.index("train") + 1 :]
+            given = {
+                name.removeprefix("--").replace("-", "_"): v
+                for name, v in zip(options[::2], options[1::2], strict=True)
+            }
+            settings = resolve(make(TrainSettings, given))
+            batch_plan = plan(settings, sides.EXAMPLES, ranks)
+            assert batch_plan.global_batch_size == ranks * work.per_rank
+            assert side.images_per_step * batch_plan.steps_per_epoch == pytest.approx(sides.EXAMPLES)
+            assert batch_plan.total_steps > 10**6
+            assert settings.model == model and settings.image_sizes in ((), (32,))
+
+
+def test_a_command_that_cannot_be_started_leaves_none_behind(tmp_path: Path) -> None:
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)", str(tmp_path)]
+    side = Side("half", [sleeper, [str(tmp_path / "none")]], [], 1)
+    with pytest.raises(FileNotFoundError), Job(side, tmp_path, tmp_path):
+        pass
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or [])]
 
 
 def test_a_whole_run_that_fails_is_told_of_with_its_output(tmp_path: Path) -> None:
@@ -103,8 +174,9 @@ def test_a_whole_run_that_fails_is_told_of_with_its_output(tmp_path: Path) -> No
 
 MEASURER = """
 import pathlib, random, sys
+from benchmarks import jobs
 from benchmarks.peers import turns, whole
-turns.end_on_sigterm()
+jobs.end_on_sigterm()
 sleeper = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
 sides = {str(i): turns.Side(str(i), [sleeper] * 20, [], 1) for i in range(2)}
 whole.in_turns(sides, pathlib.Path(sys.argv[1]), 0.5, random.Random(0))
@@ -129,9 +201,9 @@ def test_sigterm_twice_leaves_no_side_behind(tmp_path: Path) -> None:
 # Keras pads a convolution of stride 2 below and to the right alone, PyTorch's layer all around: here alike.
 TORCH_SIDE = """
 import sys, numpy, torch
-from benchmarks.peers.torch_resnet import ResNet
+from benchmarks.peers import ddp
 given = numpy.load(sys.argv[1])
-net = ResNet(20).double()
+net = ddp.work_of(sys.argv[3], 256, sys.argv[4:] == ["defaults"]).net.double()
 for m in list(net.modules()):
     if isinstance(m, torch.nn.Conv2d) and m.stride == (2, 2):
         m.padding = (0, 0)
@@ -144,32 +216,45 @@ with torch.no_grad():
 images = torch.from_numpy(given["images"]).permute(0, 3, 1, 2)
 logits = net(images)
 logits.square().sum().backward()
-found = {"logits": logits.detach().numpy(), "gradient": net.conv.weight.grad.permute(2, 3, 1, 0).numpy()}
-numpy.savez(sys.argv[2], count=sum(p.numel() for p in parameters), mean=net.norm.running_mean.numpy(), **found)
+found = {"logits": logits.detach().numpy(), "gradient": parameters[0].grad.permute(2, 3, 1, 0).numpy()}
+if hasattr(net.norm, "running_mean"):
+    found["mean"] = net.norm.running_mean.numpy()
+numpy.savez(sys.argv[2], count=sum(p.numel() for p in parameters), **found)
 """
 
 
 @pytest.mark.skipif(not (PEERS / "bin" / "python").exists(), reason=f"needs PyTorch; no environment in {PEERS}")
-def test_pytorchs_resnet20_is_ours(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name, side, parameters, more",
+    [
+        ("resnet20", 32, 269_722, []),
+        ("resnet32", 32, 464_154, []),
+        ("tutorial", 24, 1_068_298, []),
+        ("tutorial", 24, 1_068_298, ["defaults"]),
+    ],
+)
+def test_pytorchs_net_is_ours(name: str, side: int, parameters: int, more: list[str], tmp_path: Path) -> None:
     import tensorflow as tf
 
-    model = build("resnet20", 32, "float64").model
+    model = build(name, side, "float64").model
     random = np.random.default_rng(0)
     for v in model.trainable_variables:
         v.assign(v.numpy() + 0.1 * random.standard_normal(v.shape))
-    images = random.standard_normal((4, 32, 32, 3))
+    images = random.standard_normal((4, side, side, 3))
     with tf.GradientTape() as tape:
         logits = model(images, training=True)
         loss = tf.reduce_sum(tf.square(logits))
     weights = [v.numpy() for v in model.trainable_variables]
     given, answer = tmp_path / "given.npz", tmp_path / "answer.npz"
     np.savez(given, *weights, images=images)
-    words = [str(PEERS / "bin" / "python"), "-c", TORCH_SIDE, str(given), str(answer)]
+    words = [str(PEERS / "bin" / "python"), "-c", TORCH_SIDE, str(given), str(answer), name, *more]
     subprocess.run(words, cwd=CHECKOUT, check=True, timeout=120)
     found = np.load(answer)
-    assert int(found["count"]) == 269_722
+    assert int(found["count"]) == parameters
     np.testing.assert_allclose(found["logits"], logits.numpy(), rtol=1e-9, atol=1e-12)
     gradient = tape.gradient(loss, model.trainable_variables[0].value)
     np.testing.assert_allclose(found["gradient"], gradient.numpy(), rtol=1e-7, atol=1e-10)
-    mean = next(v for v in model.variables if v.path.endswith("moving_mean"))
-    np.testing.assert_allclose(found["mean"], mean.numpy(), rtol=1e-9, atol=1e-12)
+    means = [v for v in model.variables if v.path.endswith("moving_mean")]
+    assert bool(means) == ("mean" in found)
+    if means:
+        np.testing.assert_allclose(found["mean"], means[0].numpy(), rtol=1e-9, atol=1e-12)

@@ -71,9 +71,7 @@ def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
     Raises:
         UserError: on every rank, where a host lacks the memory for the largest message.
     """
-    host = job.world.host
-    ranks = sync.gather(host).count(host)
-    sync.on_every_rank(lambda: check_memory(settings.max_bytes, ranks, host, psutil.virtual_memory().available))
+    check_hosts(job, settings.max_bytes, "give --max-bytes at most {most:,}")
     reason = direct_mpi.why_not()
     points = []
     for k, process_set in job.sets.items():
@@ -90,13 +88,23 @@ def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
     )
 
 
-def check_memory(largest: int, ranks: int, host: str, available: int) -> None:
-    """UserError where the `ranks` ranks of a host cannot hold messages of `largest` bytes in `available` bytes."""
+def check_hosts(job: Job, largest: int, advice: str) -> None:
+    """UserError, on every rank, where a host lacks the memory for messages of `largest` bytes; a collective."""
+    host = job.world.host
+    ranks = sync.gather(host).count(host)
+    sync.on_every_rank(lambda: check_memory(largest, ranks, host, psutil.virtual_memory().available, advice))
+
+
+def check_memory(largest: int, ranks: int, host: str, available: int, advice: str) -> None:
+    """UserError where the `ranks` ranks of a host cannot hold messages of `largest` bytes in `available` bytes.
+
+    `advice` may have a place for `most`, the bytes that they can hold.
+    """
     needed = BUFFERS * largest * ranks
     if needed > available:
         raise UserError(
-            f"--max-bytes {largest:,}: {ranks} ranks of {host} need {needed / 2**30:,.1f} GiB for "
-            f"that, and {available / 2**30:,.1f} GiB are free; give at most {available // (BUFFERS * ranks):,}"
+            f"all-reduces of {largest:,} bytes: {ranks} ranks of {host} need {needed / 2**30:,.1f} GiB for them, and "
+            f"{available / 2**30:,.1f} GiB are free; " + advice.format(most=available // (BUFFERS * ranks))
         )
 
 

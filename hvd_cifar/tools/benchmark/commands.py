@@ -95,6 +95,9 @@ def benchmark_predict(settings: BenchmarkPredictSettings) -> None:
     with job.start(None, least=2, threads=settings.threads_per_rank) as ranks:
         sync.on_root(lambda: _check_outputs(settings))
         of_step, of_allreduce = sync.on_root(lambda: _read_given(settings))
+        if not of_allreduce:  # before the minutes that the step takes
+            advice = "start fewer ranks a host, or give --allreduce FILE, of benchmark allreduce --max-bytes {most}"
+            allreduce.check_hosts(ranks, SIZES_FOR_A_FIT["max_bytes"], advice)
         of_step = of_step or step.measure(ranks, settings)
         of_allreduce = of_allreduce or allreduce.measure(ranks, make(BenchmarkAllreduceSettings, SIZES_FOR_A_FIT))
         found = predict(of_step, of_allreduce, settings.ranks, settings.link, settings.latency)

@@ -36,7 +36,7 @@ LEARNING_RATE = 1e-3
 # Before the clock starts: caches fill, and batches that the pipeline has made ahead are used up.
 LEAD_IN = 2
 LEAD_IN_OF_INPUT = PREFETCH_BATCHES + 1
-WAYS = ("step", "compute", "communication", "input", "fed")
+WAYS = ("communication", "input", "fed", "step", "compute")  # what is compared, one right after the other
 CUTS = 4  # of the backward pass, at which its time is taken
 PHASES = ("forward", *(f"backward {i}" for i in range(1, CUTS + 1)))
 
@@ -56,7 +56,7 @@ def measure(job: Job, options: StepWork) -> StepResult:
     batch_plan = plan(settings, len(train_set.labels), world.size)
     set_precision(precision_of(settings), settings.seed)
     net = make_net(settings, views_of(settings.model))
-    bench = Bench(job, settings, net, _endless_batches(job, settings, train_set, batch_plan.global_batch_size))
+    bench = Bench(job, settings, net, endless_batches(job, settings, train_set, batch_plan.global_batch_size))
 
     most = max(job.sets)
     turns = [(k, way) for k in job.sets for way in WAYS if not (way == "communication" and k == 1)]
@@ -95,7 +95,7 @@ def measure(job: Job, options: StepWork) -> StepResult:
     )
 
 
-def _endless_batches(job: Job, settings: TrainSettings, examples: Examples, global_batch: int) -> Iterator[Any]:
+def endless_batches(job: Job, settings: TrainSettings, examples: Examples, global_batch: int) -> Iterator[Any]:
     """This rank's batches as `train` makes them on all ranks, but never a ragged one: all take the same time."""
     count = len(examples.labels) // global_batch * global_batch
     device = job.world.device
@@ -138,9 +138,7 @@ class Bench:
         cpu, wall = time.process_time(), time.perf_counter()
         seconds: list[float] = []
         if self.job.includes_me(k):
-            if (k, way) not in self._works:
-                self._works[k, way] = self._work(k, way)
-            work = self._works[k, way]
+            work = self.work(k, way)
             sync.meet(self.job.sets[k])
             work(LEAD_IN_OF_INPUT if way in ("input", "fed") else LEAD_IN)
             at_once = steps if "GPU" in self.job.world.device else 1
@@ -151,7 +149,13 @@ class Bench:
         sync.meet()
         return seconds, (time.process_time() - cpu) / (time.perf_counter() - wall)
 
-    def _work(self, k: int, way: str) -> Work:
+    def work(self, k: int, way: str) -> Work:
+        """What a way does on the first k ranks."""
+        if (k, way) not in self._works:
+            self._works[k, way] = self._make(k, way)
+        return self._works[k, way]
+
+    def _make(self, k: int, way: str) -> Work:
         ranks = self.job.sets[k]
         if way == "step":
             return self._steps(ranks, k, lambda: self.in_memory)

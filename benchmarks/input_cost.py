@@ -1,0 +1,103 @@
+"""What a step fed by the pipeline costs more than one fed from memory, in pairs: the table of docs/performance.md.
+
+    python -m benchmarks.input_cost --data-dir D --model tutorial --pairs 40
+
+Both are measured in one job, one right after the other and each of them first in every second pair. `benchmark step`
+has the same two among its parts; here they are all there is, so that a noisy machine can be asked more often.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks import jobs, setting
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+WAYS = ("step", "fed")
+
+
+@click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
+@click.option("--data-dir", type=Path, required=True, help="With CIFAR-10, binary layout.")
+@click.option("--model", default="tutorial")
+@click.option("--precision", default="float32")
+@click.option("--batch-size", type=click.IntRange(1), default=128, help="Of a rank.")
+@click.option("--ranks", type=click.IntRange(1), default=2)
+@click.option("--steps", type=click.IntRange(1), default=10, help="In each half of a pair.")
+@click.option("--pairs", type=click.IntRange(2), default=40)
+def main(data_dir: Path, ranks: int, **given: Any) -> None:
+    """Measure on all ranks, then print a row of Markdown."""
+    from hvd_cifar.distributed.environment import launched_rank
+    from hvd_cifar.errors import UserError
+
+    try:
+        data_dir = setting.real_data(data_dir)
+    except UserError as error:
+        raise click.UsageError(str(error)) from None
+    if ranks > 1 and launched_rank() is None:
+        words = [sys.executable, "-m", "benchmarks.input_cost", *sys.argv[1:]]
+        os.chdir(jobs.CHECKOUT)
+        os.execvpe("mpirun", [*jobs.launcher(ranks), *words], jobs.environment())
+    _measure(data_dir, **given)
+
+
+def _measure(data_dir: Path, model: str, precision: str, batch_size: int, steps: int, pairs: int) -> None:
+    from hvd_cifar.config import TrainSettings, make
+    from hvd_cifar.data.dataset import load
+    from hvd_cifar.distributed import sync
+    from hvd_cifar.tools.benchmark import job
+    from hvd_cifar.tools.benchmark.step import LEAD_IN_OF_INPUT, Bench, endless_batches
+    from hvd_cifar.training.assemble import make_net
+    from hvd_cifar.training.recipe import resolve, set_precision
+    from hvd_cifar.training.sources import prepare_data, views_of
+
+    given = {"model": model, "precision": precision, "batch_size": batch_size, "dataset": "cifar10"}
+    settings = resolve(make(TrainSettings, {**given, "data_dir": str(data_dir)}))
+    with job.start(None) as ranks:
+        size = ranks.world.size
+        train_set, _ = load(prepare_data(settings, ranks.world))
+        set_precision(precision, settings.seed)
+        net = make_net(settings, views_of(model))
+        bench = Bench(ranks, settings, net, endless_batches(ranks, settings, train_set, batch_size * size))
+        wall: dict[str, list[float]] = {way: [] for way in WAYS}
+        processor: dict[str, list[float]] = {way: [] for way in WAYS}
+        for pair in range(pairs + 1):  # the first one traces and warms up
+            for way in WAYS if pair % 2 else WAYS[::-1]:
+                work = bench.work(size, way)
+                sync.meet()
+                work(LEAD_IN_OF_INPUT)
+                cpu, began = time.process_time(), time.perf_counter()
+                work(steps)
+                wall[way].append((time.perf_counter() - began) / steps)
+                processor[way].append((time.process_time() - cpu) / steps)
+        by_rank = sync.gather((wall, processor))
+        if ranks.world.is_root:
+            print("| model | from memory, ms | fed costs more, time | median | processor time | median | pairs |")
+            print("|---|---|---|---|---|---|---|")
+            times, cpus = (_pairs([of_rank[i] for of_rank in by_rank]) for i in (0, 1))
+            whole = 1000 * statistics.fmean(step for step, _ in times)
+            print(f"| `{model}`, {batch_size} a rank | {whole:,.1f} | {_cost(times)} | {_cost(cpus)} | {len(times)} |")
+            print(f"\n{size} ranks, {precision}, {steps} steps in each half; {setting.about()}")
+
+
+def _pairs(by_rank: list[dict[str, list[float]]]) -> list[tuple[float, float]]:
+    """Seconds of a step from memory and of a fed one, in each pair: means over the ranks."""
+    means = {way: [statistics.fmean(turn) for turn in zip(*(r[way] for r in by_rank), strict=True)] for way in WAYS}
+    return list(zip(means["step"], means["fed"], strict=True))[1:]
+
+
+def _cost(pairs: list[tuple[float, float]]) -> str:
+    more = [100 * (fed / step - 1) for step, fed in pairs]
+    error = statistics.stdev(more) / len(more) ** 0.5
+    return f"{statistics.fmean(more):.1f} ± {error:.1f}% | {statistics.median(more):.1f}%"
+
+
+if __name__ == "__main__":
+    main()

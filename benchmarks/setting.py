@@ -1,0 +1,59 @@
+"""What a measurement stands on: the data it needs, and the machine, versions and commit that are told beside it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+from hvd_cifar.data import cifar10
+from hvd_cifar.errors import UserError
+from hvd_cifar.reporting import provenance
+
+
+def real_data(data_dir: Path) -> Path:
+    """The folder, absolute. Raises UserError where it holds no CIFAR-10."""
+    data_dir = data_dir.expanduser().absolute()
+    if cifar10.locate(data_dir) is None:
+        raise UserError(f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there")
+    return data_dir
+
+
+def check_output(file: Path | None) -> None:
+    """UserError where a file could not be written: before hours of measuring, not after."""
+    if file and not (file.absolute().parent.is_dir() and os.access(file.absolute().parent, os.W_OK)):
+        raise UserError(f"--output {file}: there is no folder {file.absolute().parent} that can be written; make it")
+
+
+def machine() -> str:
+    """Processor and cores, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {len(names) or '?'} cores, {platform.platform()}"
+
+
+def versions() -> dict[str, str]:
+    """Of what this project computes with, by the names of the packages."""
+    packages = ("tensorflow", "tensorflow_cpu", "keras", "numpy", "horovod")
+    found = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def about(**more: str) -> str:
+    """Machine, versions and commit in one line, for below a table; `more` are versions of what else took part."""
+    told = ", ".join(f"{name} {version}" for name, version in {**versions(), **more}.items())
+    return f"{machine()}; {told}; commit {short(provenance.git_commit())}"
+
+
+def short(commit: str | None) -> str:
+    """A commit as people write it, with "-dirty" where files had changed."""
+    return commit[:8] + commit[40:] if commit else "unknown"
