@@ -81,19 +81,20 @@ def _measure(data_dir: Path, model: str, precision: str, batch_size: int, steps:
         if ranks.world.is_root:
             print("| model | from memory, ms | fed costs more, time | median | processor time | median | pairs |")
             print("|---|---|---|---|---|---|---|")
-            times, cpus = (_pairs([of_rank[i] for of_rank in by_rank]) for i in (0, 1))
+            times, cpus = (pairs_of([of_rank[i] for of_rank in by_rank]) for i in (0, 1))
             whole = 1000 * statistics.fmean(step for step, _ in times)
-            print(f"| `{model}`, {batch_size} a rank | {whole:,.1f} | {_cost(times)} | {_cost(cpus)} | {len(times)} |")
+            print(f"| `{model}`, {batch_size} a rank | {whole:,.1f} | {cost(times)} | {cost(cpus)} | {len(times)} |")
             print(f"\n{size} ranks, {precision}, {steps} steps in each half; {setting.about()}")
 
 
-def _pairs(by_rank: list[dict[str, list[float]]]) -> list[tuple[float, float]]:
+def pairs_of(by_rank: list[dict[str, list[float]]]) -> list[tuple[float, float]]:
     """Seconds of a step from memory and of a fed one, in each pair: means over the ranks."""
     means = {way: [statistics.fmean(turn) for turn in zip(*(r[way] for r in by_rank), strict=True)] for way in WAYS}
     return list(zip(means["step"], means["fed"], strict=True))[1:]
 
 
-def _cost(pairs: list[tuple[float, float]]) -> str:
+def cost(pairs: list[tuple[float, float]]) -> str:
+    """What the second of a pair is more than the first: mean and standard error, and median, as cells of a row."""
     more = [100 * (fed / step - 1) for step, fed in pairs]
     error = statistics.stdev(more) / len(more) ** 0.5
     return f"{statistics.fmean(more):.1f} ± {error:.1f}% | {statistics.median(more):.1f}%"

@@ -1,0 +1,53 @@
+"""The programs behind docs/performance.md: their arithmetic, and (slow) that they run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import input_cost, operations
+from benchmarks.operations import Row
+from tests.ranks import CHECKOUT, environment
+
+
+def test_small_kinds_of_operation_stand_together_and_all_add_up_to_the_step() -> None:
+    rows = [Row("Conv2D", 60.0, 9), Row("MatMul", 20.0, 99), Row("Relu", 0.4, 3), Row("Sum", 0.2, 2)]
+    lines = operations.table(rows, 100.0, 0.005).splitlines()[2:]
+    assert lines == [
+        "| Conv2D | 60.0 | 60.0% | 9 |",
+        "| MatMul | 20.0 | 20.0% | 99 |",
+        "| 2 other kinds | 0.6 | 0.6% | 5 |",
+        "| between operations, in XLA, and Python | 19.4 | 19.4% | |",
+        "| the step | 100.0 | 100.0% | |",
+    ]
+
+
+def test_pairs_are_means_over_ranks_without_the_first_which_warms_up() -> None:
+    one = {"step": [9.0, 1.0, 1.0], "fed": [9.0, 1.1, 1.0]}
+    other = {"step": [9.0, 1.0, 3.0], "fed": [9.0, 1.1, 3.5]}
+    pairs = input_cost.pairs_of([one, other])
+    assert len(pairs) == 2
+    assert [*pairs[0], *pairs[1]] == pytest.approx([1.0, 1.1, 2.0, 2.25])
+    assert input_cost.cost([(1.0, 1.02), (1.0, 1.04)]) == "3.0 ± 1.0% | 3.0%"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words, shown",
+    [
+        (
+            ["operations", "--steps", "2"],
+            ["Conv2DBackpropFilter", "| the step |", "tutorial, float32, 8 images"],
+        ),
+        (["input_cost", "--steps", "1", "--pairs", "2"], ["| `tutorial`, 8 a rank |", "2 ranks, float32, 1 steps"]),
+    ],
+)
+def test_they_run(words: list[str], shown: list[str], real_data: Path) -> None:
+    program = [sys.executable, "-m", f"benchmarks.{words[0]}", *words[1:]]
+    program += ["--data-dir", str(real_data), "--model", "tutorial", "--batch-size", "8"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=250, env=environment(), cwd=CHECKOUT)
+    assert done.returncode == 0, done.stderr
+    assert all(part in done.stdout for part in shown), done.stdout
