@@ -11,7 +11,13 @@ import tensorflow as tf
 
 from hvd_cifar import models
 from hvd_cifar.models.fast import Dirac, whitening
-from hvd_cifar.models.layers import FusedBatchNormalization, LocalResponseNormalization, PadShortcut, QuickGelu
+from hvd_cifar.models.layers import (
+    FewPixelsConv2D,
+    FusedBatchNormalization,
+    LocalResponseNormalization,
+    PadShortcut,
+    QuickGelu,
+)
 from hvd_cifar.training.step import cross_entropy
 
 PRECISIONS = ["float32", "float64", "mixed_bfloat16", "mixed_float16"]
@@ -67,7 +73,7 @@ def test_nets_train_in_every_precision(name: str, precision: str) -> None:
     assert all(bool(tf.reduce_all(tf.math.is_finite(g))) for g in gradients)
 
 
-@pytest.mark.parametrize("name", ["tutorial", "resnet20"])
+@pytest.mark.parametrize("name", ["tutorial", "resnet20", "fast"])
 def test_written_out_layers_equal_the_fused_ones(name: str) -> None:
     """The float64 net computes the same function as the float32 one."""
     side = 24 if name == "tutorial" else 32
@@ -123,6 +129,26 @@ def test_pad_shortcut_keeps_every_second_pixel_and_pads_channels() -> None:
     assert (y[..., :8] == 0).all() and (y[..., 24:] == 0).all()
 
 
+@pytest.mark.parametrize("height, width", [(3, 3), (2, 2), (1, 1), (2, 3), (3, 1), (4, 3)])
+def test_a_convolution_of_few_pixels_equals_tensorflow_s(height: int, width: int) -> None:
+    draw = np.random.default_rng(11)
+    layer = FewPixelsConv2D(5, dtype="float64")
+    x = tf.constant(draw.normal(size=(4, height, width, 7)))
+    upstream = draw.normal(size=(4, height, width, 5))
+    layer.build(x.shape)
+    found = []
+    for conv in (layer, lambda x: tf.nn.conv2d(x, layer.kernel.value, 1, "SAME")):
+        traced = tf.function(conv, autograph=False)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = traced(x)
+        found.append([y, *tape.gradient(y, [x, layer.kernel.value], upstream)])
+        kinds = {op.type for op in traced.get_concrete_function(x).graph.get_operations()}
+        assert ("Conv2D" in kinds) == (conv is not layer or max(height, width) > 3)
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize("side", [4, 5])
 def test_pad_shortcut_s_gradient_goes_where_the_pixels_came_from(side: int) -> None:
     x = tf.constant(np.random.default_rng(3).normal(size=(2, side, side, 16)).astype(np.float32))
@@ -146,6 +172,55 @@ def test_quick_gelu_is_near_gelu_and_has_its_own_gradient() -> None:
     assert np.allclose(y.numpy(), x.numpy() * sigmoid, atol=1e-14)
     assert np.allclose(gradient, sigmoid + 1.702 * x.numpy() * sigmoid * (1 - sigmoid), atol=1e-14)
     assert 0.01 < np.abs(y.numpy() - keras.activations.gelu(x).numpy()).max() < 0.021
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_quick_gelu_in_half_types_is_rounded_once(dtype: str) -> None:
+    values = np.random.default_rng(8).normal(scale=3.0, size=1000)
+    x = tf.cast(values, dtype)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = QuickGelu(dtype=dtype)(x)
+    gradient = tape.gradient(y, x)
+    exact = tf.cast(x, tf.float64).numpy()
+    sigmoid = 1 / (1 + np.exp(-1.702 * exact))
+    expected = exact * sigmoid, sigmoid * (1 + 1.702 * exact * (1 - sigmoid))
+    bits = {"bfloat16": 8, "float16": 11}[dtype]
+    for found, wanted in zip((y, gradient), expected, strict=True):
+        # Half a unit in the last place, and float32's rounding of 1 + tanh on the way.
+        unit = np.maximum(np.abs(wanted), 1e-4) * 2.0 ** (1 - bits)
+        assert (np.abs(tf.cast(found, tf.float64).numpy() - wanted) <= 0.5 * unit + 3e-6).all()
+
+
+def test_the_fast_net_is_what_is_written_here() -> None:
+    """In float64, from its weights alone: which layer comes after which, and what is added to what."""
+    model = models.build("fast", 32, "float64").model
+    draw = np.random.default_rng(10)
+    for v in model.variables:
+        if v.path.endswith(("beta", "moving_mean", "moving_variance")):  # which start as zeros and ones
+            v.assign(np.abs(v.numpy() + 0.1 * draw.normal(size=v.shape)))
+    weights = {v.path: v.numpy() for v in model.variables}
+
+    def gelu(x: Any) -> Any:
+        return x / (1 + np.exp(-1.702 * x))
+
+    def conv(x: Any, name: str) -> Any:
+        return tf.nn.conv2d(x, weights[f"{name}/kernel"], 1, "VALID" if name == "whiten" else "SAME").numpy()
+
+    def norm(x: Any, name: str) -> Any:
+        mean, variance, offset = (weights[f"{name}/{part}"] for part in ("moving_mean", "moving_variance", "beta"))
+        return (x - mean) / np.sqrt(variance + 1e-5) + offset
+
+    images = draw.normal(size=(2, 32, 32, 3))
+    x = gelu(conv(images, "whiten"))
+    for block in ("block1", "block2", "block3"):
+        x = tf.nn.max_pool2d(tf.constant(conv(x, f"{block}_conv1")), 2, 2, "VALID").numpy()
+        first = gelu(norm(x, f"{block}_norm1"))
+        x = gelu(norm(conv(first, f"{block}_conv2"), f"{block}_norm2"))
+        if block != "block2":
+            x = gelu(norm(conv(x, f"{block}_conv3"), f"{block}_norm3") + first)
+    expected = x.max(axis=(1, 2)) / 256 @ weights["logits/kernel"]
+    assert np.allclose(model(tf.constant(images), training=False).numpy(), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_dirac_passes_its_input_on_in_the_first_channels() -> None:
