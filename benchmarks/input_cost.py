@@ -50,22 +50,16 @@ def main(data_dir: Path, ranks: int, **given: Any) -> None:
 
 def _measure(data_dir: Path, model: str, precision: str, batch_size: int, steps: int, pairs: int) -> None:
     from hvd_cifar.config import TrainSettings, make
-    from hvd_cifar.data.dataset import load
     from hvd_cifar.distributed import sync
     from hvd_cifar.tools.benchmark import job
-    from hvd_cifar.tools.benchmark.step import LEAD_IN_OF_INPUT, Bench, endless_batches
-    from hvd_cifar.training.assemble import make_net
-    from hvd_cifar.training.recipe import resolve, set_precision
-    from hvd_cifar.training.sources import prepare_data, views_of
+    from hvd_cifar.tools.benchmark.step import LEAD_IN_OF_INPUT, make_bench
+    from hvd_cifar.training.recipe import resolve
 
     given = {"model": model, "precision": precision, "batch_size": batch_size, "dataset": "cifar10"}
     settings = resolve(make(TrainSettings, {**given, "data_dir": str(data_dir)}))
     with job.start(None) as ranks:
         size = ranks.world.size
-        train_set, _ = load(prepare_data(settings, ranks.world))
-        set_precision(precision, settings.seed)
-        net = make_net(settings, views_of(model))
-        bench = Bench(ranks, settings, net, endless_batches(ranks, settings, train_set, batch_size * size))
+        bench = make_bench(ranks, settings)
         wall: dict[str, list[float]] = {way: [] for way in WAYS}
         processor: dict[str, list[float]] = {way: [] for way in WAYS}
         for pair in range(pairs + 1):  # the first one traces and warms up

@@ -44,13 +44,10 @@ def main(data_dir: Path, model: str, precision: str, batch_size: int, steps: int
     """Profile, then print a table in Markdown."""
     from benchmarks import setting
     from hvd_cifar.config import TrainSettings, make
-    from hvd_cifar.data.dataset import load
     from hvd_cifar.errors import UserError
     from hvd_cifar.tools.benchmark import job
-    from hvd_cifar.tools.benchmark.step import Bench, endless_batches
-    from hvd_cifar.training.assemble import make_net
-    from hvd_cifar.training.recipe import resolve, set_precision
-    from hvd_cifar.training.sources import prepare_data, views_of
+    from hvd_cifar.tools.benchmark.step import make_bench
+    from hvd_cifar.training.recipe import resolve
 
     given = {"model": model, "precision": precision, "batch_size": batch_size, "dataset": "cifar10"}
     try:
@@ -58,10 +55,7 @@ def main(data_dir: Path, model: str, precision: str, batch_size: int, steps: int
     except UserError as error:
         raise click.UsageError(str(error)) from None
     with job.start((1,), threads=1) as alone:
-        train_set, _ = load(prepare_data(settings, alone.world))
-        set_precision(precision, settings.seed)
-        net = make_net(settings, views_of(model))
-        bench = Bench(alone, settings, net, endless_batches(alone, settings, train_set, batch_size))
+        bench = make_bench(alone, settings)
         step = bench.work(1, "step")
         step(3)  # traces, and fills caches
         began = time.perf_counter()

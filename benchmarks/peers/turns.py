@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -63,13 +63,11 @@ class Job:
         self._watches = [_Watch(path) for path in side.metrics]
 
     def __enter__(self) -> Job:
-        try:
-            with self.log.open("wb") as log:
-                for words in self.side.commands:
-                    self._processes.append(self._start(words, log))
-        except BaseException:  # a command that cannot be started, or SIGTERM: those before it end
-            self.__exit__()
-            raise
+        with ExitStack() as undo, self.log.open("wb") as log:
+            undo.callback(self.__exit__)  # where a command cannot be started, or SIGTERM comes, those before it end
+            for words in self.side.commands:
+                self._processes.append(self._start(words, log))
+            undo.pop_all()
         return self
 
     def _start(self, words: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:

@@ -77,28 +77,23 @@ def test_the_step_is_measured_on_1_and_2_of_3_ranks_and_judged(embedded: Path, t
 
 def _weights_after_steps(data: str) -> dict[str, Any]:
     from hvd_cifar.config import TrainSettings
-    from hvd_cifar.data.dataset import load
     from hvd_cifar.distributed import sync
     from hvd_cifar.tools.benchmark import job, step
-    from hvd_cifar.training.assemble import make_net
-    from hvd_cifar.training.recipe import resolve, set_precision
-    from hvd_cifar.training.sources import prepare_data, views_of
+    from hvd_cifar.training.recipe import resolve
 
     settings = resolve(
         TrainSettings.model_validate({"model": "tutorial", "dataset": "synthetic", "data_dir": data, "batch_size": 2})
     )
     with job.start((2,)) as ranks:
-        train_set, _ = load(prepare_data(settings, ranks.world))
-        set_precision("float32", 0)
-        net = make_net(settings, views_of(settings.model))
-        bench = step.Bench(ranks, settings, net, step.endless_batches(ranks, settings, train_set, 6))
-        start = [v.numpy() for v in net.model.variables]
-        digests = {"first": sync.digest(net.model.variables)}
+        bench = step.make_bench(ranks, settings)
+        variables = bench.net.model.variables
+        start = [v.numpy() for v in variables]
+        digests = {"first": sync.digest(variables)}
         for way in ("compute", "step", "fed"):
-            for variable, value in zip(net.model.variables, start, strict=True):
+            for variable, value in zip(variables, start, strict=True):
                 variable.assign(value)
             bench.time(2, way, 1)
-            digests[way] = sync.digest(net.model.variables)
+            digests[way] = sync.digest(variables)
         return digests
 
 

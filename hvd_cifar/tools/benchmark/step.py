@@ -51,12 +51,7 @@ def measure(job: Job, options: StepWork) -> StepResult:
     world = job.world
     given = {name: getattr(options, name) for name in type(options).model_fields if name in TrainSettings.model_fields}
     settings = for_machines(resolve(TrainSettings(**given)), world)
-    prepared = prepare_data(settings, world)
-    train_set, _ = sync.on_every_rank(lambda: load(prepared))
-    batch_plan = plan(settings, len(train_set.labels), world.size)
-    set_precision(precision_of(settings), settings.seed)
-    net = make_net(settings, views_of(settings.model))
-    bench = Bench(job, settings, net, endless_batches(job, settings, train_set, batch_plan.global_batch_size))
+    bench = make_bench(job, settings)
 
     most = max(job.sets)
     turns = [(k, way) for k in job.sets for way in WAYS if not (way == "communication" and k == 1)]
@@ -82,20 +77,31 @@ def measure(job: Job, options: StepWork) -> StepResult:
         facts=facts,
         model=settings.model,
         precision=precision_of(settings),
-        dataset=prepared.name,
+        dataset=bench.dataset,
         per_rank_batch_size=batch,
         steps=options.steps,
         worlds=[
             _world_result(k, {way: of_k for (n, way), of_k in taken.items() if n == k}, batch, facts.hosts)
             for k in job.sets
         ],
-        phases=_phases(net, {phase: taken[most, phase] for phase in ("compute", *PHASES)}),
+        phases=_phases(bench.net, {phase: taken[most, phase] for phase in ("compute", *PHASES)}),
         memory_by_rank=sync.gather(memory_of_this_process()),
         waiting_cpu=statistics.fmean(c for cs in waited for c in cs) if any(waited) else None,
     )
 
 
-def endless_batches(job: Job, settings: TrainSettings, examples: Examples, global_batch: int) -> Iterator[Any]:
+def make_bench(job: Job, settings: TrainSettings) -> Bench:
+    """A bench for resolved settings that have a precision and a batch; a collective."""
+    prepared = prepare_data(settings, job.world)
+    train_set, _ = sync.on_every_rank(lambda: load(prepared))
+    batch_plan = plan(settings, len(train_set.labels), job.world.size)
+    set_precision(precision_of(settings), settings.seed)
+    net = make_net(settings, views_of(settings.model))
+    batches = _endless_batches(job, settings, train_set, batch_plan.global_batch_size)
+    return Bench(job, settings, net, batches, prepared.name)
+
+
+def _endless_batches(job: Job, settings: TrainSettings, examples: Examples, global_batch: int) -> Iterator[Any]:
     """This rank's batches as `train` makes them on all ranks, but never a ragged one: all take the same time."""
     count = len(examples.labels) // global_batch * global_batch
     device = job.world.device
@@ -116,8 +122,9 @@ def endless_batches(job: Job, settings: TrainSettings, examples: Examples, globa
 class Bench:
     """What this rank does in each way, made when it is first asked for: a trace takes seconds."""
 
-    def __init__(self, job: Job, settings: TrainSettings, net: Net, batches: Iterator[Any]) -> None:
+    def __init__(self, job: Job, settings: TrainSettings, net: Net, batches: Iterator[Any], dataset: str) -> None:
         self.job = job
+        self.dataset = dataset
         self.settings = settings
         self.net = net
         self.batches = batches
