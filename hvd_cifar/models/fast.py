@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.models.layers import FewPixelsConv2D, FusedBatchNormalization, QuickGelu
+from hvd_cifar.models.layers import FusedBatchNormalization, QuickGelu
+from hvd_cifar.models.winograd import WinogradConv2D
 
 PATCH = 2  # pixels, the side of the whitened patches
 FILTERS = 2 * 3 * PATCH**2  # each direction of a patch's colour space, and its opposite
@@ -84,7 +85,7 @@ def build(
         return QuickGelu(dtype=dtype, name=name)(x)
 
     def conv(x: keras.KerasTensor, filters: int, name: str) -> keras.KerasTensor:
-        return FewPixelsConv2D(filters, kernel_initializer=Dirac(), dtype=dtype, name=name)(x)
+        return WinogradConv2D(filters, kernel_initializer=Dirac(), dtype=dtype, name=name)(x)
 
     images = keras.Input((None, None, 3), dtype=dtype.compute_dtype, name="images")
     # Without an offset to learn, backward ends before this layer, and before the widest gradient of all.

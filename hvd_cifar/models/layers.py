@@ -1,4 +1,4 @@
-"""Layers that Keras lacks or runs slowly: batch norm, convolutions of few pixels, GELU, local responses, a shortcut."""
+"""Layers that Keras lacks or runs slowly: batch norm, GELU, local responses, a shortcut."""
 
 from __future__ import annotations
 
@@ -146,67 +146,6 @@ def _quick_gelu_backward(x: Any, gradient: Any) -> Any:
 def _wide_and_tanh(x: Any) -> tuple[Any, Any]:
     wide = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
     return wide, tf.tanh(0.851 * wide)
-
-
-class FewPixelsConv2D(keras.layers.Conv2D):
-    """A 3 x 3 convolution, padded with zeros, without offset; quick on a CPU where an image has 3 x 3 pixels or less.
-
-    Of the products of a kernel with an image of 3 x 3 pixels 40% are with the padding, and oneDNN makes them all, at
-    half of its speed on larger images. Here a pixel is one product of matrices, of the pixels around it that there are
-    with their part of the kernel: a third to a half of the time. Larger images go the usual way, as on a GPU.
-    """
-
-    def __init__(self, filters: int, **kwargs: Any) -> None:
-        super().__init__(filters, 3, padding="same", use_bias=False, **kwargs)
-
-    def call(self, images: Any) -> Any:
-        """[b, h, w, c] -> [b, h, w, filters]."""
-        height, width = images.shape[1:3]
-        few = height is not None and width is not None and max(height, width) <= 3
-        if not few or tf.config.list_logical_devices("GPU"):
-            return super().call(images)
-        return _few_pixels_conv(images, tf.convert_to_tensor(self.kernel))
-
-
-@tf.custom_gradient
-def _few_pixels_conv(x: Any, kernel: Any) -> Any:
-    def gradients(upstream: Any) -> tuple[Any, Any]:
-        mirrored = tf.transpose(kernel[::-1, ::-1], [0, 1, 3, 2])
-        return _pixel_by_pixel(upstream, mirrored), _kernel_gradient(x, upstream)
-
-    return _pixel_by_pixel(x, kernel), gradients
-
-
-def _pixel_by_pixel(x: Any, kernel: Any) -> Any:
-    """[b, h, w, c] and [3, 3, c, f] -> [b, h, w, f]."""
-    _, height, width, _ = x.shape
-    filters = kernel.shape[3]
-    pixels = []
-    for rows, kernel_rows in map(_around, range(height), [height] * height):
-        for columns, kernel_columns in map(_around, range(width), [width] * width):
-            part = tf.reshape(kernel[kernel_rows, kernel_columns], [-1, filters])
-            pixels.append(tf.matmul(tf.reshape(x[:, rows, columns], [-1, part.shape[0]]), part))
-    return tf.reshape(tf.stack(pixels, axis=1), [-1, height, width, filters])
-
-
-def _around(i: int, size: int) -> tuple[slice, slice]:
-    """Those of the places i - 1, i and i + 1 that there are, and the kernel's places that meet them."""
-    first, last = max(0, i - 1), min(size, i + 2)
-    return slice(first, last), slice(first - i + 1, last - i + 1)
-
-
-def _kernel_gradient(x: Any, upstream: Any) -> Any:
-    """[b, h, w, c] and [b, h, w, f] -> [3, 3, c, f]: for each place of the kernel a sum over the pixels it meets."""
-    _, height, width, channels = x.shape
-    filters = upstream.shape[3]
-    parts = []
-    for down in (-1, 0, 1):
-        for right in (-1, 0, 1):
-            seen = x[:, max(0, down) : height + min(0, down), max(0, right) : width + min(0, right)]
-            into = upstream[:, max(0, -down) : height - max(0, down), max(0, -right) : width - max(0, right)]
-            rows = tf.reshape(seen, [-1, channels]), tf.reshape(into, [-1, filters])
-            parts.append(tf.matmul(*rows, transpose_a=True))
-    return tf.reshape(tf.stack(parts), [3, 3, channels, filters])
 
 
 class LocalResponseNormalization(keras.layers.Layer):

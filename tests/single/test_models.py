@@ -12,7 +12,6 @@ import tensorflow as tf
 from hvd_cifar import models
 from hvd_cifar.models.fast import Dirac, whitening
 from hvd_cifar.models.layers import (
-    FewPixelsConv2D,
     FusedBatchNormalization,
     LocalResponseNormalization,
     PadShortcut,
@@ -127,26 +126,6 @@ def test_pad_shortcut_keeps_every_second_pixel_and_pads_channels() -> None:
     assert y.shape == (2, 2, 2, 32)
     assert (y[..., 8:24] == x[:, ::2, ::2]).all()
     assert (y[..., :8] == 0).all() and (y[..., 24:] == 0).all()
-
-
-@pytest.mark.parametrize("height, width", [(3, 3), (2, 2), (1, 1), (2, 3), (3, 1), (4, 3)])
-def test_a_convolution_of_few_pixels_equals_tensorflow_s(height: int, width: int) -> None:
-    draw = np.random.default_rng(11)
-    layer = FewPixelsConv2D(5, dtype="float64")
-    x = tf.constant(draw.normal(size=(4, height, width, 7)))
-    upstream = draw.normal(size=(4, height, width, 5))
-    layer.build(x.shape)
-    found = []
-    for conv in (layer, lambda x: tf.nn.conv2d(x, layer.kernel.value, 1, "SAME")):
-        traced = tf.function(conv, autograph=False)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = traced(x)
-        found.append([y, *tape.gradient(y, [x, layer.kernel.value], upstream)])
-        kinds = {op.type for op in traced.get_concrete_function(x).graph.get_operations()}
-        assert ("Conv2D" in kinds) == (conv is not layer or max(height, width) > 3)
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("side", [4, 5])
