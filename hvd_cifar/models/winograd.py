@@ -21,8 +21,6 @@ LARGEST_TILE = 4  # outputs; the rounding errors grow with it
 # Where polynomials are evaluated that stand for filter and inputs: a set of small errors (Barabasz et al. 2018). On 7 x
 # 7 pixels and 256 channels those of outputs are 2.7 times oneDNN's, where 0, 1, -1, 2, -2 would have 3.6.
 POINTS = (0.0, 1.0, -1.0, 0.5, -2.0)
-
-
 # Where it is quicker than oneDNN on a CPU: what moves through memory counts for more the larger the image, and for less
 # the more channels each value meets.
 MOST_PIXELS = 12  # in height and in width
