@@ -42,12 +42,13 @@ began=$(date +%s)
 told=
 for host in $hosts; do
     while what=$(fault "$host") && [ -n "$what" ]; do
-        if [ $(($(date +%s) - began)) -ge "$seconds" ]; then
+        [ "$told" = "$host" ] || echo "waiting for $host: $what" >&2
+        told=$host
+        # Whole seconds: a difference of 1 may be a moment only.
+        if [ $(($(date +%s) - began)) -gt "$seconds" ]; then
             echo "hvd_cifar: $host cannot be reached after $seconds s: $what; is it running, and its name in DNS?" >&2
             exit 2
         fi
-        [ "$told" = "$host" ] || echo "waiting for $host: $what" >&2
-        told=$host
         sleep 1
     done
 done
