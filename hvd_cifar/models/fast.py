@@ -19,6 +19,7 @@ RESIDUAL = (1, 3)  # blocks with a third convolution: those where it costs least
 STATISTICS_MOMENTUM = 0.9  # of the moving statistics, per step
 
 
+@keras.saving.register_keras_serializable(package="hvd_cifar")
 class Dirac(keras.initializers.Initializer):
     """Uniform weights, but the first output channels pass the input channels on unchanged.
 
@@ -85,7 +86,9 @@ def build(
         return QuickGelu(dtype=dtype, name=name)(x)
 
     def conv(x: keras.KerasTensor, filters: int, name: str) -> keras.KerasTensor:
-        return WinogradConv2D(filters, kernel_initializer=Dirac(), dtype=dtype, name=name)(x)
+        return WinogradConv2D(
+            filters, 3, padding="same", use_bias=False, kernel_initializer=Dirac(), dtype=dtype, name=name
+        )(x)
 
     images = keras.Input((None, None, 3), dtype=dtype.compute_dtype, name="images")
     # Without an offset to learn, backward ends before this layer, and before the widest gradient of all.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 
 from hvd_cifar.models.layers import LocalResponseNormalization
+from hvd_cifar.models.winograd import WinogradConv2D
 
 
 def build(side: int, classes: int, dtype: keras.DTypePolicy) -> keras.Model:
@@ -35,7 +36,7 @@ def build(side: int, classes: int, dtype: keras.DTypePolicy) -> keras.Model:
         )(x)
 
     def conv(x: keras.KerasTensor, bias: float, name: str) -> keras.KerasTensor:
-        x = keras.layers.Conv2D(
+        x = WinogradConv2D(
             64,
             5,
             padding="same",

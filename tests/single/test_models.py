@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -73,6 +74,15 @@ def test_nets_train_in_every_precision(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tutorial", "resnet20", "fast"])
+def test_keras_can_make_a_net_anew_from_its_configuration(name: str) -> None:
+    model = models.build(name, 16, "float32").model
+    clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    images = np.random.default_rng(6).normal(size=(3, 16, 16, 3)).astype(np.float32)
+    assert np.array_equal(clone(images), model(images))
+
+
+@pytest.mark.parametrize("name", ["tutorial", "resnet20", "fast"])
 def test_written_out_layers_equal_the_fused_ones(name: str) -> None:
     """The float64 net computes the same function as the float32 one."""
     side = 24 if name == "tutorial" else 32
@@ -113,11 +123,23 @@ def test_fused_batch_norm_equals_keras(training: bool) -> None:
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
 def test_local_response_normalization_equals_tensorflow_s_kernel(dtype: str) -> None:
-    x = np.random.default_rng(2).normal(0, 40, (3, 4, 4, 16)).astype(np.float32)
+    x, upstream = np.random.default_rng(2).normal(0, 40, (2, 3, 4, 4, 16)).astype(np.float32)
     layer = LocalResponseNormalization(dtype=dtype)
-    expected = tf.nn.local_response_normalization(x, 4, 1.0, 0.001 / 9.0, 0.75).numpy()
+    found = _with_gradient(layer, tf.cast(x, layer.compute_dtype), upstream)
+    expected = _with_gradient(
+        lambda x: tf.nn.local_response_normalization(x, 4, 1.0, 0.001 / 9.0, 0.75), tf.constant(x), upstream
+    )
     tolerance = {"mixed_bfloat16": 2e-2, "mixed_float16": 2e-3}.get(dtype, 1e-5)  # their 8 and 11 bits
-    assert np.allclose(layer(tf.cast(x, layer.compute_dtype)).numpy().astype(np.float32), expected, rtol=tolerance)
+    # Gradients of some 20 are differences of two terms, and may come near zero; responses do not.
+    for one, other, near_zero in zip(found, expected, (1e-8, 10 * tolerance), strict=True):
+        np.testing.assert_allclose(tf.cast(one, tf.float32), other, rtol=tolerance, atol=near_zero)
+
+
+def _with_gradient(function: Callable[[Any], Any], x: Any, upstream: Any) -> tuple[Any, Any]:
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = function(x)
+    return y, tape.gradient(y, x, tf.cast(upstream, y.dtype))
 
 
 def test_pad_shortcut_keeps_every_second_pixel_and_pads_channels() -> None:

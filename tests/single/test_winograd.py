@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -18,13 +19,19 @@ def _plain(x: Any, kernel: Any) -> Any:
 
 
 def _both_ways(
-    conv: Callable[[Any, Any], Any], height: int, width: int, channels: int, filters: int, dtype: str = "float64"
+    conv: Callable[[Any, Any], Any],
+    batch: int,
+    size: tuple[int, int],
+    taps: int,
+    channels: int,
+    filters: int,
+    dtype: str = "float64",
 ) -> list[Any]:
     """Outputs and gradients of images and kernel, all of numbers that float32 holds, outputs and gradients near 1."""
     draw = np.random.default_rng(11)
-    shapes = (4, height, width, channels), (3, 3, channels, filters), (4, height, width, filters)
+    shapes = (batch, *size, channels), (taps, taps, channels, filters), (batch, *size, filters)
     values = [draw.normal(size=shape).astype(np.float32) for shape in shapes]
-    values[1] /= np.float32(np.sqrt(9 * channels))
+    values[1] /= np.float32(np.sqrt(taps**2 * channels))
     x, kernel, upstream = (tf.constant(value, dtype) for value in values)
     with tf.GradientTape() as tape:
         tape.watch([x, kernel])
@@ -32,52 +39,97 @@ def _both_ways(
     return [tf.cast(found, tf.float64) for found in (y, *tape.gradient(y, [x, kernel], upstream))]
 
 
-@pytest.mark.parametrize("height, width", [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (7, 7), (9, 12), (1, 6), (15, 2)])
-def test_it_is_the_convolution_with_its_gradients(height: int, width: int) -> None:
-    found = _both_ways(winograd.convolve, height, width, 7, 5)
-    for one, other in zip(found, _both_ways(_plain, height, width, 7, 5), strict=True):
+SIZES = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (7, 7), (9, 12), (1, 6), (15, 2)]
+
+
+@pytest.mark.parametrize("taps", [3, 5])
+@pytest.mark.parametrize("size", [*SIZES, (12, 12), (8, 5), (12, 7)])  # in equal tiles, or one dimension alone
+def test_it_is_the_convolution_with_its_gradients(size: tuple[int, int], taps: int) -> None:
+    found = _both_ways(winograd.convolve, 11, size, taps, 7, 5)  # 11 images: 8 parts that differ
+    for one, other in zip(found, _both_ways(_plain, 11, size, taps, 7, 5), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 
 
-def test_float32_is_rounded_a_little_more_than_in_a_plain_sum() -> None:
-    exact = _both_ways(_plain, 7, 7, 256, 256)
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-12), ("float32", 1e-3)])  # an image missing is 1 or more
+@pytest.mark.parametrize("batch", [1, 3, 9])  # of 8 parts, so that most are empty, or one image longer
+def test_fewer_images_than_parts_are_all_there(batch: int, dtype: str, tolerance: float) -> None:
+    found = _both_ways(winograd.convolve, batch, (8, 8), 5, 4, 4, dtype)
+    for one, other in zip(found, _both_ways(_plain, batch, (8, 8), 5, 4, 4), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("batch, side, taps, channels, times", [(4, 7, 3, 256, 8), (16, 12, 5, 64, 16)])
+def test_float32_is_rounded_a_little_more_than_in_a_plain_sum(
+    batch: int, side: int, taps: int, channels: int, times: float
+) -> None:
+    shape = batch, (side, side), taps, channels, channels
+    exact = _both_ways(_plain, *shape)
 
     def errors(conv: Callable[[Any, Any], Any]) -> list[float]:
-        found = _both_ways(conv, 7, 7, 256, 256, "float32")
+        found = _both_ways(conv, *shape, "float32")
         return [float(np.std(np.subtract(one, other))) for one, other in zip(found, exact, strict=True)]
 
     for quick, plain in zip(errors(winograd.convolve), errors(_plain), strict=True):
-        assert quick < 8 * plain
+        assert quick < times * plain
 
 
+@pytest.mark.parametrize("taps", [3, 5])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_a_tile_s_transforms_multiply_as_often_as_it_sees_pixels(size: int) -> None:
-    tile = of_tile(size)
-    assert [part.shape for part in tile] == [(size + 2, size + 2), (size + 2, 3), (size, size + 2)]
+def test_a_tile_s_transforms_multiply_as_often_as_it_sees_pixels(size: int, taps: int) -> None:
+    tile = of_tile(size, taps)
+    seen = size + taps - 1
+    assert [part.shape for part in tile] == [(seen, seen), (seen, taps), (size, seen)]
     draw = np.random.default_rng(1)
-    inputs, weights = draw.normal(size=size + 2), draw.normal(size=3)
+    inputs, weights = draw.normal(size=seen), draw.normal(size=taps)
     found = tile.outputs @ ((tile.kernel @ weights) * (tile.inputs @ inputs))
     np.testing.assert_allclose(found, np.correlate(inputs, weights), atol=1e-13)
 
 
 @pytest.mark.parametrize(
-    ("side", "channels", "filters", "dtype", "quick"),
+    ("side", "taps", "channels", "filters", "dtype", "quick"),
     [
-        (7, 256, 256, "float32", True),
-        (12, 64, 256, "float64", True),
-        (7, 64, 64, "float32", False),  # few channels
-        (15, 64, 256, "float32", False),  # many pixels
-        (7, 256, 256, "bfloat16", False),  # few bits
-        (None, 256, 256, "float32", False),  # of any size: a model that is being built
+        (7, 3, 256, 256, "float32", True),
+        (12, 3, 64, 256, "float64", True),
+        (12, 5, 64, 64, "float32", True),
+        (7, 3, 64, 64, "float32", False),  # few weights
+        (15, 3, 64, 256, "float32", False),  # many pixels
+        (7, 7, 64, 64, "float32", False),  # a size without points
+        (7, 3, 256, 256, "bfloat16", False),  # few bits
+        (None, 3, 256, 256, "float32", False),  # of any size: a model that is being built
     ],
 )
+@pytest.mark.parametrize("bias", [True, False])
 def test_the_layer_takes_it_where_it_is_quicker(
-    side: int | None, channels: int, filters: int, dtype: str, quick: bool
+    side: int | None, taps: int, channels: int, filters: int, dtype: str, quick: bool, bias: bool
 ) -> None:
-    layer = WinogradConv2D(filters, dtype=dtype)
+    layer = WinogradConv2D(filters, taps, padding="same", use_bias=bias, dtype=dtype, bias_initializer="ones")
     shape = (None, side, side, channels)
     layer.build(shape)
     traced = tf.function(layer, autograph=False).get_concrete_function(tf.TensorSpec(shape, dtype))
     kinds = {op.type for op in traced.graph.get_operations()}
     assert ("Conv2D" not in kinds) == quick
     assert traced.structured_outputs.shape[1:] == (side, side, filters)
+    if side is not None:
+        assert np.allclose(traced(tf.zeros((1, *shape[1:]), dtype))[0], float(bias))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation": "relu"},
+        {"dilation_rate": 2},
+        {"strides": 2},
+        {"groups": 2},
+        {"padding": "valid"},
+    ],
+)
+def test_the_layer_is_keras_s_with_any_option(options: dict[str, Any]) -> None:
+    images = tf.constant(np.random.default_rng(5).normal(size=(2, 7, 7, 256)), "float64")
+    layers = [
+        kind(128, 3, dtype="float64", **{"padding": "same", **options})
+        for kind in (WinogradConv2D, keras.layers.Conv2D)
+    ]
+    for layer in layers:
+        layer.build(images.shape)
+    layers[1].set_weights(layers[0].get_weights())
+    np.testing.assert_allclose(layers[0](images), layers[1](images), rtol=0, atol=1e-12)
