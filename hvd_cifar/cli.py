@@ -150,7 +150,8 @@ def _option(field: str, info: Any) -> click.Option:
 def _help(info: Any) -> str:
     text = str(info.description)
     shown = info.default not in (None, False) and not info.is_required()
-    return f"{text} [default: {info.default}]" if shown else text
+    default = ",".join(map(str, info.default)) if isinstance(info.default, tuple) else info.default
+    return f"{text} [default: {default}]" if shown else text
 
 
 def _metavar(annotation: Any) -> str:
