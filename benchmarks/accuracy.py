@@ -22,7 +22,6 @@ import click
 
 from benchmarks import jobs, setting
 from benchmarks.runs import summary
-from hvd_cifar.errors import UserError
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])
@@ -33,15 +32,13 @@ from hvd_cifar.errors import UserError
 @click.option("--seeds", default=5, show_default=True, type=click.IntRange(1))
 @click.option("--name", default="", help="Of the variation, where options are given.")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@setting.one_line_for_users()
 def main(
     data_dir: Path, runs: Path, model: str, ranks: tuple[int, ...], seeds: int, name: str, options: tuple[str, ...]
 ) -> None:
     """Train what is missing, then print the table."""
     jobs.end_on_sigterm()
-    try:
-        data_dir = setting.real_data(data_dir)
-    except UserError as error:
-        raise click.UsageError(str(error)) from None
+    data_dir = setting.real_data(data_dir)
     commits = set()
     words = " ".join(options) or "defaults"
     print(f"| {model}, {words} | test accuracy, each seed | mean | deviation | of one view | seconds | images/s |")

@@ -19,9 +19,10 @@ from typing import Any
 
 import click
 
-from benchmarks import jobs, runs
+from benchmarks import jobs, runs, setting
 from hvd_cifar import config
 from hvd_cifar.config import TrainSettings
+from hvd_cifar.errors import UserError
 from hvd_cifar.training.recipe import resolve
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -47,7 +48,7 @@ def _common(function: Any) -> Any:
         click.option("--dataset", default="cifar10"),
         click.option("--data-dir", default="~/.cache/hvd_cifar/data"),
         click.option("--model", default="tutorial"),
-        click.option("--steps", default=200),
+        click.option("--steps", default=200, type=click.IntRange(1)),
     ):
         function = option(function)
     return function
@@ -60,6 +61,7 @@ def _common(function: Any) -> Any:
 @click.option("--towers", multiple=True, type=int, default=(2, 4))
 @click.option("--learning-rate", help="Other than the recipe's.")
 @click.pass_obj
+@setting.one_line_for_users()
 def ranks(
     folder: Path,
     dataset: str,
@@ -72,12 +74,12 @@ def ranks(
     learning_rate: str | None,
 ) -> None:
     """Losses and weights against one rank's."""
+    rate = {"learning_rate": learning_rate} if learning_rate else {}
+    given = {"model": model, "dataset": dataset, "data_dir": data_dir, "max_steps": steps, **rate}
+    courses = [_Course(folder, {**given, "precision": kind, "global_batch_size": BATCH}) for kind in precision]
     print(f"| {model}, {steps} steps of {BATCH} | precision | loss, first {FIRST} steps | loss, all | weights |")
     print("|---|---|---|---|---|")
-    for kind in precision:
-        given = {"model": model, "dataset": dataset, "data_dir": data_dir, "max_steps": steps, "precision": kind}
-        rate = {"learning_rate": learning_rate} if learning_rate else {}
-        course = _Course(folder, {**given, **rate, "global_batch_size": BATCH})
+    for course in courses:
         alone = course.train(1)
         for n in ranks:
             course.compare(f"{n} ranks", alone, course.train(n))
@@ -144,8 +146,9 @@ def digests(folder: Path, dataset: str, data_dir: str, model: str, steps: int, s
 @main.command()
 @_common
 @click.option("--ranks", default=2)
-@click.option("--repeats", default=3)
+@click.option("--repeats", default=3, type=click.IntRange(1))
 @click.pass_obj
+@setting.one_line_for_users()
 def costs(folder: Path, dataset: str, data_dir: str, model: str, steps: int, ranks: int, repeats: int) -> None:
     """Speed with each guarantee, in turns within each repeat, so that a machine that drifts favours none."""
     ways: dict[str, list[Any]] = {
@@ -165,6 +168,8 @@ def costs(folder: Path, dataset: str, data_dir: str, model: str, steps: int, ran
     for repeat in range(repeats):
         for i, (name, more) in enumerate(ways.items()):
             run_dir = folder / f"{model}-cost-{i}-{repeat}"
+            if run_dir.exists():
+                raise UserError(f"--keep {folder}: it holds an earlier measurement; give another folder")
             run_dir.mkdir()
             jobs.run(jobs.command(ranks, *options, *more, "--run-dir", run_dir), run_dir / "log")
             found = runs.summary(run_dir)

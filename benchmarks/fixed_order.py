@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import statistics
 import time
+import typing
 
 import click
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvd_cifar.config import ModelName
 from hvd_cifar.distributed import start
 from hvd_cifar.distributed.tree import all_reduce_in_tree
 from hvd_cifar.models import build
@@ -23,8 +25,8 @@ from hvd_cifar.training.sources import views_of
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])
-@click.option("--model", default="tutorial", show_default=True)
-@click.option("--repeats", default=40, show_default=True)
+@click.option("--model", type=click.Choice(typing.get_args(ModelName)), default="tutorial", show_default=True)
+@click.option("--repeats", type=click.IntRange(2), default=40, show_default=True)
 def main(model: str, repeats: int) -> None:
     """Measure; rank 0 prints a table."""
     world = start()

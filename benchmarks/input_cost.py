@@ -13,11 +13,12 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 
 from benchmarks import jobs, setting
+from hvd_cifar.config import TrainSettings, make
+from hvd_cifar.distributed.environment import launched_rank
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -32,34 +33,27 @@ WAYS = ("step", "fed")
 @click.option("--ranks", type=click.IntRange(1), default=2)
 @click.option("--steps", type=click.IntRange(1), default=10, help="In each half of a pair.")
 @click.option("--pairs", type=click.IntRange(2), default=40)
-def main(data_dir: Path, ranks: int, **given: Any) -> None:
+@setting.one_line_for_users()
+def main(data_dir: Path, model: str, precision: str, batch_size: int, ranks: int, steps: int, pairs: int) -> None:
     """Measure on all ranks, then print a row of Markdown."""
-    from hvd_cifar.distributed.environment import launched_rank
-    from hvd_cifar.errors import UserError
-
-    try:
-        data_dir = setting.real_data(data_dir)
-    except UserError as error:
-        raise click.UsageError(str(error)) from None
+    given = {"model": model, "precision": precision, "batch_size": batch_size, "dataset": "cifar10"}
+    settings = make(TrainSettings, {**given, "data_dir": str(setting.real_data(data_dir))})
     if ranks > 1 and launched_rank() is None:
         words = [sys.executable, "-m", "benchmarks.input_cost", *sys.argv[1:]]
         os.chdir(jobs.CHECKOUT)
         os.execvpe("mpirun", [*jobs.launcher(ranks), *words], jobs.environment())
-    _measure(data_dir, **given)
+    _measure(settings, steps, pairs)
 
 
-def _measure(data_dir: Path, model: str, precision: str, batch_size: int, steps: int, pairs: int) -> None:
-    from hvd_cifar.config import TrainSettings, make
+def _measure(settings: TrainSettings, steps: int, pairs: int) -> None:
     from hvd_cifar.distributed import sync
     from hvd_cifar.tools.benchmark import job
     from hvd_cifar.tools.benchmark.step import LEAD_IN_OF_INPUT, make_bench
     from hvd_cifar.training.recipe import resolve
 
-    given = {"model": model, "precision": precision, "batch_size": batch_size, "dataset": "cifar10"}
-    settings = resolve(make(TrainSettings, {**given, "data_dir": str(data_dir)}))
     with job.start(None) as ranks:
         size = ranks.world.size
-        bench = make_bench(ranks, settings)
+        bench = make_bench(ranks, resolve(settings))
         wall: dict[str, list[float]] = {way: [] for way in WAYS}
         processor: dict[str, list[float]] = {way: [] for way in WAYS}
         for pair in range(pairs + 1):  # the first one traces and warms up
@@ -77,8 +71,9 @@ def _measure(data_dir: Path, model: str, precision: str, batch_size: int, steps:
             print("|---|---|---|---|---|---|---|")
             times, cpus = (pairs_of([of_rank[i] for of_rank in by_rank]) for i in (0, 1))
             whole = 1000 * statistics.fmean(step for step, _ in times)
-            print(f"| `{model}`, {batch_size} a rank | {whole:,.1f} | {cost(times)} | {cost(cpus)} | {len(times)} |")
-            print(f"\n{size} ranks, {precision}, {steps} steps in each half; {setting.about()}")
+            name = f"`{settings.model}`, {settings.batch_size} a rank"
+            print(f"| {name} | {whole:,.1f} | {cost(times)} | {cost(cpus)} | {len(times)} |")
+            print(f"\n{size} ranks, {settings.precision}, {steps} steps in each half; {setting.about()}")
 
 
 def pairs_of(by_rank: list[dict[str, list[float]]]) -> list[tuple[float, float]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,14 +39,16 @@ class Memory(NamedTuple):
 @click.option("--ranks", type=click.IntRange(1), default=2)
 @click.option("--every", type=click.IntRange(1), default=39, help="Steps between looks.")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@setting.one_line_for_users()
 def main(data_dir: Path, ranks: int, every: int, options: tuple[str, ...]) -> None:
     """Train one epoch, then print a table in Markdown."""
     jobs.end_on_sigterm()
+    data_dir = setting.real_data(data_dir)
     print("| step | " + " | ".join(f"rank {i}: resident, its share, images, its share" for i in range(ranks)) + " |")
     print("|---" * (ranks + 1) + "|")
     with tempfile.TemporaryDirectory() as name:
         run_dir = Path(name)
-        common = ["--model", "resnet20", "--dataset", "cifar10", "--data-dir", data_dir.absolute()]
+        common = ["--model", "resnet20", "--dataset", "cifar10", "--data-dir", data_dir]
         common += ["--epochs", 1, "--eval-every", 0, "--log-every", every, *options, "--run-dir", run_dir]
         job = jobs.start(jobs.command(ranks, *common), run_dir / "log")
         try:
@@ -53,7 +56,9 @@ def main(data_dir: Path, ranks: int, every: int, options: tuple[str, ...]) -> No
             while job.poll() is None:
                 for step in sorted(set(runs.losses(run_dir)) - seen):
                     seen.add(step)
-                    print(f"| {step} | " + " | ".join(_words(of_rank) for of_rank in _look(job.pid)) + " |", flush=True)
+                    with suppress(psutil.Error, OSError):  # ranks that have just ended
+                        found = " | ".join(_words(of_rank) for of_rank in _look(job.pid))
+                        print(f"| {step} | {found} |", flush=True)
                 time.sleep(0.05)
         finally:
             jobs.kill(job)

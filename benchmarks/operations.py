@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 
 import click
 
+from benchmarks import setting
+from hvd_cifar.config import TrainSettings, make
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 # As the profiler names the run of an operation: its name in the graph, and its kind.
@@ -40,20 +43,15 @@ class Row(NamedTuple):
 @click.option("--batch-size", type=click.IntRange(1), default=128)
 @click.option("--steps", type=click.IntRange(1), default=5)
 @click.option("--least", type=click.FloatRange(0), default=0.005, help="Of the step, for a row of its own.")
+@setting.one_line_for_users()
 def main(data_dir: Path, model: str, precision: str, batch_size: int, steps: int, least: float) -> None:
     """Profile, then print a table in Markdown."""
-    from benchmarks import setting
-    from hvd_cifar.config import TrainSettings, make
-    from hvd_cifar.errors import UserError
     from hvd_cifar.tools.benchmark import job
     from hvd_cifar.tools.benchmark.step import make_bench
     from hvd_cifar.training.recipe import resolve
 
     given = {"model": model, "precision": precision, "batch_size": batch_size, "dataset": "cifar10"}
-    try:
-        settings = resolve(make(TrainSettings, {**given, "data_dir": str(setting.real_data(data_dir))}))
-    except UserError as error:
-        raise click.UsageError(str(error)) from None
+    settings = resolve(make(TrainSettings, {**given, "data_dir": str(setting.real_data(data_dir))}))
     with job.start((1,), threads=1) as alone:
         bench = make_bench(alone, settings)
         step = bench.work(1, "step")

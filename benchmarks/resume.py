@@ -17,7 +17,8 @@ from typing import Any
 
 import click
 
-from benchmarks import jobs, runs
+from benchmarks import jobs, runs, setting
+from hvd_cifar.errors import UserError
 
 SIZES = (2, 3, 1, 4, 2, 1)  # ranks of each part
 SHARDED_SIZES = (2, 4, 1, 8, 2, 1)
@@ -27,13 +28,14 @@ SHARDED_SIZES = (2, 4, 1, 8, 2, 1)
 @click.option("--dataset", default="cifar10", show_default=True)
 @click.option("--data-dir", default="~/.cache/hvd_cifar/data", show_default=True)
 @click.option("--model", default="tutorial", show_default=True)
-@click.option("--steps", default=300, show_default=True)
+@click.option("--steps", default=300, show_default=True, type=click.IntRange(10))
 @click.option("--batch", default=96, show_default=True, help="Global batch size.")
 @click.option("--seed", type=int, help="Of the moments to kill at.")
 @click.option("--virtual-shards", type=int, help="Compare bits in float32, and not losses in float64.")
 @click.option("--keep", type=Path, help="Folder for the runs; without it they are thrown away.")
 @click.option("--plot", type=Path, help="Write a plot of both curves.")
 @click.pass_context
+@setting.one_line_for_users()
 def main(
     context: click.Context,
     dataset: str,
@@ -90,7 +92,8 @@ def _train_with_kills(
             while job.poll() is None and max(runs.losses(run_dir), default=0) < moment:
                 time.sleep(0.02)
             time.sleep(chance.random() * 0.3)  # in the middle of whatever it is doing
-            assert job.poll() is None, f"the run ended before it was killed: see {run_dir / 'log'}"
+            if job.poll() is not None:
+                raise UserError("the run ended before it was killed: give more --steps, or --keep and see its log")
         finally:
             jobs.kill(job)
         newest = find(run_dir)

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+
+import click
 
 from hvd_cifar.data import cifar10
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import provenance
+from hvd_cifar.tools.benchmark.results import check_writable
+
+
+@contextmanager
+def one_line_for_users() -> Iterator[None]:
+    """What a user can put right ends a program as a wrong option does: in one line, with exit code 2."""
+    try:
+        yield
+    except UserError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def real_data(data_dir: Path) -> Path:
@@ -22,8 +35,7 @@ def real_data(data_dir: Path) -> Path:
 
 def check_output(file: Path | None) -> None:
     """UserError where a file could not be written: before hours of measuring, not after."""
-    if file and not (file.absolute().parent.is_dir() and os.access(file.absolute().parent, os.W_OK)):
-        raise UserError(f"--output {file}: there is no folder {file.absolute().parent} that can be written; make it")
+    check_writable(file)
 
 
 def machine() -> str:

@@ -25,6 +25,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from benchmarks import setting
 from hvd_cifar import config
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.dataset import load, prepare
@@ -146,13 +147,11 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
 @click.option("--augmentation")
 @click.option("--seed")
 @click.option("--run-dir", required=True, type=Path)
+@setting.one_line_for_users()
 def main(towers: int, nudge: bool, **given: Any) -> None:
     """Parse, then train."""
-    try:
-        values = {name: value for name, value in given.items() if value is not None}
-        train(config.make(TrainSettings, values), towers, nudge)
-    except UserError as error:
-        raise click.UsageError(str(error)) from None
+    values = {name: value for name, value in given.items() if value is not None}
+    train(config.make(TrainSettings, values), towers, nudge)
 
 
 if __name__ == "__main__":

@@ -47,13 +47,11 @@ LOG_EVERY = {"resnet20": 5, "resnet32": 3, "resnet56": 2, "tutorial": 10, "fast"
 @click.option("--seed", type=int, default=0, help="Of the order of turns.")
 @click.option("--keep", type=Path, help="Folder for the sides' output; without it it is thrown away.")
 @click.option("--output", type=Path, help="JSON file for every single rate.")
+@setting.one_line_for_users()
 def main(**given: Any) -> None:
     """Measure, then print a table in Markdown."""
     jobs.end_on_sigterm()
-    try:
-        measure(**given)
-    except UserError as error:
-        raise click.UsageError(str(error)) from None
+    measure(**given)
 
 
 def measure(

@@ -24,6 +24,8 @@ def ensure(folder: Path) -> Path:
     Raises:
         UserError: where it cannot be made.
     """
+    if folder.resolve() == Path(sys.prefix).resolve():
+        raise UserError(f"--environment {folder}: it is this project's own; give another folder")
     python = folder / "bin" / "python"
     if python.exists() and versions(python).get("torch", "").split("+")[0] == TORCH:
         return python

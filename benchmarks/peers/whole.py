@@ -26,7 +26,6 @@ from benchmarks import jobs, setting
 from benchmarks.peers import environment, sides
 from benchmarks.peers.rates import paired, spread
 from benchmarks.peers.turns import Job, Side
-from hvd_cifar.errors import UserError
 
 
 class Result(NamedTuple):
@@ -46,6 +45,7 @@ class Result(NamedTuple):
 @click.option("--seconds", type=click.FloatRange(1), default=30.0, help="Of a turn.")
 @click.option("--environment", "peers", type=Path, default=Path("~/.cache/hvd_cifar/peers"), help="Of PyTorch.")
 @click.option("--output", type=Path, help="JSON file for every single result.")
+@setting.one_line_for_users()
 def main(
     data_dir: Path,
     ranks: int,
@@ -58,12 +58,9 @@ def main(
 ) -> None:
     """Measure, then print a table in Markdown."""
     jobs.end_on_sigterm()
-    try:
-        data_dir = setting.real_data(data_dir)
-        setting.check_output(output)
-        python = environment.ensure(peers.expanduser().absolute())
-    except UserError as error:
-        raise click.UsageError(str(error)) from None
+    data_dir = setting.real_data(data_dir)
+    setting.check_output(output)
+    python = environment.ensure(peers.expanduser().absolute())
     found: dict[str, list[Result]] = {}
     for seed in range(first_seed, first_seed + seeds):
         with tempfile.TemporaryDirectory() as name:

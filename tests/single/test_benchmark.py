@@ -237,6 +237,11 @@ def test_predictions_use_the_link_and_checks_use_what_was_measured() -> None:
     assert plain.predictions[0].communication_seconds == plain.checks[0].communication_seconds
     shown = tables.of_predict(found)
     assert f"{found.checks[0].efficiency / 0.8 - 1:+.1%}" in shown and "0.7" in shown
+    # Nothing is checked "as a prediction is made" where no all-reduce was measured on the fewest ranks.
+    of_four = predict(step, _allreduce(measured, [4, 8]), [2])
+    assert [(c.ranks, c.measured_on) for c in of_four.checks] == [(2, 2), (4, 4)]
+    with pytest.raises(UserError, match="no fit of Horovod's"):
+        predict(step, _allreduce(measured, [2, 4]).model_copy(update={"fits": {}}), [2])
 
 
 def test_a_prediction_from_two_machines_says_so() -> None:
@@ -299,6 +304,7 @@ def test_sums_are_exact_and_terms_differ_by_rank() -> None:
         total = np.sum([terms_of(rank, 1000).astype(np.int64) for rank in range(ranks)], axis=0)
         assert (total == sums_of(ranks, 1000)).all()
     assert (terms_of(0, 100) != terms_of(1, 100)).all()
+    assert (np.diff(terms_of(0, 2**24 + 100)[-200:]) != 0).all()  # beyond what float32 can count to
     assert sums_of(80_000, 13).max() < 2**24  # the last whole number that float32 can count to
     assert sizes(4, 64, 2) == [4, 8, 16, 32, 64]
     assert sizes(5, 100, 4) == [4, 20, 80, 100]

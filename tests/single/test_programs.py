@@ -1,12 +1,14 @@
-"""The programs behind docs/performance.md: their arithmetic, and (slow) that they run."""
+"""The programs behind the tables of docs/: their arithmetic, wrong input, and (slow) that they run."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from benchmarks import input_cost, operations
 from benchmarks.operations import Row
@@ -32,6 +34,31 @@ def test_pairs_are_means_over_ranks_without_the_first_which_warms_up() -> None:
     assert len(pairs) == 2
     assert [*pairs[0], *pairs[1]] == pytest.approx([1.0, 1.1, 2.0, 2.25])
     assert input_cost.cost([(1.0, 1.02), (1.0, 1.04)]) == "3.0 ± 1.0% | 3.0%"
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["input_cost", "--model", "alexnet", "--data-dir", "DATA"], "--model alexnet"),
+        (["input_cost", "--precision", "int8", "--data-dir", "DATA"], "--precision int8"),
+        (["exactness", "ranks", "--data-dir", "DATA", "--learning-rate", "abc"], "--learning-rate abc"),
+        (["exactness", "costs", "--steps", "0"], "--steps"),
+        (["memory", "--data-dir", "/none"], "--data-dir /none: no CIFAR-10"),
+        (["fixed_order", "--repeats", "1"], "--repeats"),
+        (["fixed_order", "--model", "alexnet"], "--model"),
+        (["resume", "--steps", "4"], "--steps"),
+        (["accuracy", "--data-dir", "/none", "--runs", "/none"], "--data-dir /none: no CIFAR-10"),
+        (["peers.whole", "--data-dir", "DATA", "--output", "/"], "cannot write /: is a folder"),
+        (["peers.whole", "--data-dir", "DATA", "--environment", sys.prefix], "is this project's own"),
+        (["tower", "--towers", "2", "--model", "alexnet", "--run-dir", "/none"], "--model alexnet"),
+    ],
+)
+def test_wrong_input_ends_with_one_line(words: list[str], told: str, real_data: Path) -> None:
+    program = import_module(f"benchmarks.{words[0]}").main
+    done = CliRunner().invoke(program, [str(real_data) if word == "DATA" else word for word in words[1:]])
+    assert done.exit_code == 2, done.output
+    last = done.output.splitlines()[-1]
+    assert last.startswith("Error: ") and told in last, done.output
 
 
 @pytest.mark.slow

@@ -46,13 +46,18 @@ def sizes(least: int, most: int, factor: int) -> list[int]:
 
 def terms_of(rank: int, count: int) -> NDArray[np.float32]:
     """What a rank adds: float32 [count], other numbers on every rank (up to 16) and at neighbouring places."""
-    return (np.arange(count, dtype=np.float32) % PATTERN + 1) * np.float32(rank % RANK_FACTORS + 1)
+    return _pattern(count) * np.float32(rank % RANK_FACTORS + 1)
 
 
 def sums_of(ranks: int, count: int) -> NDArray[np.float32]:
     """What comes out on every rank, exactly: float32 [count]."""
     factors = sum(rank % RANK_FACTORS + 1 for rank in range(ranks))
-    return (np.arange(count, dtype=np.float32) % PATTERN + 1) * np.float32(factors)
+    return _pattern(count) * np.float32(factors)
+
+
+def _pattern(count: int) -> NDArray[np.float32]:
+    # Counted in whole numbers: float32 would skip every second one past 2^24, which is 64 MiB.
+    return (np.arange(count, dtype=np.int32) % PATTERN + 1).astype(np.float32)
 
 
 def through_horovod(process_set: Any) -> Reduce:

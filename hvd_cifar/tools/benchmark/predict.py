@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import provenance
 from hvd_cifar.tools.benchmark.fits import Fit, end_of_overlapped, fits_by_way
 from hvd_cifar.tools.benchmark.results import (
@@ -55,12 +56,18 @@ def predict(
     """Predictions for `ranks`, and checks against all numbers of ranks that were measured.
 
     A check of p ranks is made twice: with the computation measured on p ranks and the fit to all all-reduces, which
-    tests the formula; and with the computation and the all-reduces of the fewest ranks alone, as a prediction is made.
+    tests the formula; and with the computation and the all-reduces of the fewest ranks alone, as a prediction is made,
+    where all-reduces were measured on so few.
 
     Args:
         link: bytes a second of each host's link, in place of the measured bandwidth.
         latency: seconds of a message, in place of the measured one.
+
+    Raises:
+        UserError: where no fit of Horovod's all-reduce is among the results.
     """
+    if "horovod" not in allreduce.fits:
+        raise UserError("the all-reduces hold no fit of Horovod's: measure them again, with more sizes or ranks")
     fit = allreduce.fits["horovod"]
     link_fit = replace(
         fit,
@@ -70,9 +77,9 @@ def predict(
     )
     worlds = sorted((world for world in step.worlds if world.ranks > 1), key=lambda world: world.ranks)
     fewest = worlds[0].ranks if worlds else 0
-    of_fewest = fits_by_way(points_by_way(allreduce.points, fewest)).get("horovod", fit)
+    of_fewest = fits_by_way(points_by_way(allreduce.points, fewest)).get("horovod")
     pairs = [(world, world, fit) for world in worlds]
-    pairs += [(world, worlds[0], of_fewest) for world in worlds[1:]]
+    pairs += [(world, worlds[0], of_fewest) for world in worlds[1:] if of_fewest]
     checks = [
         predict_one(step, by, world.ranks, like).model_copy(
             update={
