@@ -100,7 +100,7 @@ def orthogonal(kernel: Any, steps: int) -> Any:
     product = identity
     for step in range(steps):
         factor = a * identity + tf.matmul(gram, b * identity + c * gram)
-        product = tf.matmul(factor, product)
+        product = tf.matmul(factor, product) if step else factor
         if step < steps - 1:
             gram = tf.matmul(factor, tf.matmul(gram, factor))
     x = tf.matmul(product, x)
