@@ -13,7 +13,6 @@ import click
 from hvd_cifar.data import cifar10
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import provenance
-from hvd_cifar.tools.benchmark.results import check_writable
 
 
 @contextmanager
@@ -31,11 +30,6 @@ def real_data(data_dir: Path) -> Path:
     if cifar10.locate(data_dir) is None:
         raise UserError(f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there")
     return data_dir
-
-
-def check_output(file: Path | None) -> None:
-    """UserError where a file could not be written: before hours of measuring, not after."""
-    check_writable(file)
 
 
 def machine() -> str:

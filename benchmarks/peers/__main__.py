@@ -28,6 +28,7 @@ from benchmarks.peers import environment, sides
 from benchmarks.peers.rates import spread, table
 from benchmarks.peers.turns import Job, Turn
 from hvd_cifar.errors import UserError
+from hvd_cifar.tools.benchmark.results import check_writable
 
 BY_MODEL = "[default: float32; mixed_bfloat16 for fast]"
 LOG_EVERY = {"resnet20": 5, "resnet32": 3, "resnet56": 2, "tutorial": 10, "fast": 1}  # steps: seconds
@@ -75,7 +76,7 @@ def measure(
         UserError: where data or an environment is missing, or a side ends.
     """
     data_dir = setting.real_data(data_dir)
-    setting.check_output(output)
+    check_writable(output)
     able = sides.sides_of(model)
     if unfit := [name for name in only if name not in able]:
         raise UserError(f"--only {unfit[0]}: it does not train {model}; give some of {', '.join(able)}")

@@ -26,6 +26,7 @@ from benchmarks import jobs, setting
 from benchmarks.peers import environment, sides
 from benchmarks.peers.rates import paired, spread
 from benchmarks.peers.turns import Job, Side
+from hvd_cifar.tools.benchmark.results import check_writable
 
 
 class Result(NamedTuple):
@@ -59,7 +60,7 @@ def main(
     """Measure, then print a table in Markdown."""
     jobs.end_on_sigterm()
     data_dir = setting.real_data(data_dir)
-    setting.check_output(output)
+    check_writable(output)
     python = environment.ensure(peers.expanduser().absolute())
     found: dict[str, list[Result]] = {}
     for seed in range(first_seed, first_seed + seeds):

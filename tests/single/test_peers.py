@@ -12,7 +12,6 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import setting
 from benchmarks.peers import rates, sides, whole
 from benchmarks.peers.__main__ import LOG_EVERY
 from benchmarks.peers.rates import Stamp
@@ -20,6 +19,7 @@ from benchmarks.peers.turns import Job, Side
 from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import build
+from hvd_cifar.tools.benchmark.results import check_writable
 from hvd_cifar.training.recipe import plan, resolve
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
@@ -134,9 +134,9 @@ def test_whole_runs_want_real_data_and_a_place_for_their_results(tmp_path: Path)
     found = CliRunner().invoke(whole.main, words)
     assert found.exit_code == 2 and "no CIFAR-10 in its binary layout is there" in found.output
     assert not (tmp_path / "none").exists()
-    with pytest.raises(UserError, match=f"there is no folder {tmp_path / 'none'} that can be written"):
-        setting.check_output(tmp_path / "none" / "rates.json")
-    setting.check_output(tmp_path / "rates.json")
+    with pytest.raises(UserError, match=f"there is no folder {tmp_path / 'none'}; give another"):
+        check_writable(tmp_path / "none" / "rates.json")
+    check_writable(tmp_path / "rates.json")
 
 
 @pytest.mark.parametrize("model", list(LOG_EVERY))
