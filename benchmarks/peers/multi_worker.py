@@ -1,10 +1,11 @@
-"""A ResNet under tf.distribute.MultiWorkerMirroredStrategy: the peer that TensorFlow itself brings.
+"""A net under tf.distribute.MultiWorkerMirroredStrategy: the peer that TensorFlow itself brings.
 
     TF_CONFIG=... python -m benchmarks.peers.multi_worker --data-dir D --run-dir R
 
-`python -m benchmarks.peers` starts the workers. Net, batches and augmentation are this project's own, so the table
-shows what the strategy costs and nothing else. It is given its best: plain variables and one fused update a variable,
-which Keras 3's optimizers are not under this strategy, and the gradients as one tensor to its ring all-reduce.
+`python -m benchmarks.peers` starts the workers. Net, batches, augmentation and moving averages are this project's own,
+so the table shows what the strategy costs and nothing else. It is given its best: plain variables and one fused update
+a variable, which Keras 3's optimizers are not under this strategy, and the gradients as one tensor to its ring
+all-reduce.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ from hvd_cifar.data import cifar10
 from hvd_cifar.data.order import Deal
 from hvd_cifar.data.pipeline import training_batches
 from hvd_cifar.models import build
-from hvd_cifar.training.recipe import set_precision
+from hvd_cifar.training.averages import MovingAverage
+from hvd_cifar.training.recipe import RECIPES, set_precision
 from hvd_cifar.training.sources import views_of
 from hvd_cifar.training.step import cross_entropy
 
-MOMENTUM, WEIGHT_DECAY = 0.9, 1e-4
-RATE = 0.1  # for a batch of 128
 STEPS = 10**6
 PATIENCE_MILLISECONDS = 24 * 3600 * 1000  # workers are stopped while others are measured
 
@@ -76,23 +76,30 @@ def main(
     net = build(model, views.side, precision)
     variables = [v.value for v in net.model.trainable_variables]
     decayed = {id(v.value) for v in net.decayed}
-    slots = [tf.Variable(tf.zeros_like(v), trainable=False) for v in variables]
+    recipe = RECIPES[model]
+    slots = [tf.Variable(tf.zeros_like(v), trainable=False) for v in variables] if recipe.momentum else []
+    averages = MovingAverage(net.model.trainable_variables, recipe.ema_decay) if recipe.ema_decay else None
     sizes = [v.shape.num_elements() for v in variables]
     batch = batch_size * len(workers)
-    rate = RATE * batch / 128
+    rate = recipe.learning_rate * batch / 128
 
     def replica_step(image: Any, label: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(cross_entropy(label, net.model(image, training=True))) / batch
         own = tf.concat([tf.reshape(g, [-1]) for g in tape.gradient(loss, variables)], 0)
         total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own, options)
-        for v, slot, part in zip(variables, slots, tf.split(total, sizes), strict=True):
+        for i, (v, part) in enumerate(zip(variables, tf.split(total, sizes), strict=True)):
             gradient = tf.reshape(part, v.shape)
             if id(v) in decayed:
-                gradient += WEIGHT_DECAY * v
-            tf.raw_ops.ResourceApplyMomentum(
-                var=v.handle, accum=slot.handle, lr=rate, grad=gradient, momentum=MOMENTUM, use_locking=False
-            )
+                gradient += recipe.weight_decay * v
+            if slots:
+                tf.raw_ops.ResourceApplyMomentum(
+                    var=v.handle, accum=slots[i].handle, lr=rate, grad=gradient, momentum=recipe.momentum
+                )
+            else:
+                tf.raw_ops.ResourceApplyGradientDescent(var=v.handle, alpha=rate, delta=gradient)
+        if averages:
+            averages.update()
         return loss
 
     @tf.function(reduce_retracing=True)

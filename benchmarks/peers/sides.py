@@ -138,8 +138,6 @@ def sides_of(model: str) -> list[str]:
     """Which sides can train a model, by name; the peer that ratios are to stands second."""
     if model == "fast":
         return [OURS, AIRBENCH, LIMIT]
-    if model == "tutorial":  # multi_worker has the ResNets' optimizer alone
-        return [OURS, DDP, DDP_DEFAULTS, TOWERS, LIMIT]
     return [OURS, DDP, DDP_DEFAULTS, MULTI_WORKER, TOWERS, LIMIT]
 
 
