@@ -15,7 +15,7 @@ def without_banners(chunks: Iterable[bytes]) -> Iterator[bytes]:
     Such a page stands between two rules. All else passes at once, also a line that is not yet complete (a progress
     bar), unless it may become a rule.
     """
-    pending = b""
+    pending = line = said = b""  # said: the last line that passed and was not empty
     block: list[bytes] = []
     at_start = True
     for chunk in chunks:
@@ -28,20 +28,23 @@ def without_banners(chunks: Iterable[bytes]) -> Iterator[bytes]:
             elif block:
                 block.append(piece)
                 if is_rule or len(block) > BANNER_LINES:
-                    yield _shortened(b"".join(block))
+                    yield _shortened(b"".join(block), said)
                     block = []
             elif at_start and is_rule:
                 block = [piece]
             else:
                 yield piece
                 at_start = complete
+                line += piece
+                if complete:
+                    said, line = line if line.strip() else said, b""
     rest = b"".join(block) + pending
     if rest:
-        yield _shortened(rest)
+        yield _shortened(rest, said)
 
 
-def _shortened(banner: bytes) -> bytes:
-    """What a user needs of one of mpirun's pages: nothing where a rank told its error itself."""
+def _shortened(banner: bytes, said: bytes) -> bytes:
+    """What a user needs of one of mpirun's pages: nothing where a rank told its error itself, in the line `said`."""
     text = banner.decode(errors="replace")
     ended = re.search(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)", text)
     killed = re.search(
@@ -53,9 +56,8 @@ def _shortened(banner: bytes) -> bytes:
     if lost:
         return f"hvd_cifar: {lost[1]} is lost, and its ranks with it: is it on, and its network up?\n".encode()
     if ended:
-        return (
-            b"" if ended[2] == "2" else f"hvd_cifar: rank {ended[1]} ended first, with exit code {ended[2]}\n".encode()
-        )
+        told = ended[2] == "2" or ended[2] == "1" and b"hvd_cifar: " in said
+        return b"" if told else f"hvd_cifar: rank {ended[1]} ended first, with exit code {ended[2]}\n".encode()
     if killed:
         why = "; perhaps the machine ran out of memory" if killed[3] == "9" else ""
         return (

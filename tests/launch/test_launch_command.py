@@ -280,6 +280,8 @@ UNKNOWN = RULE + "There are not enough slots available in the system.\n" + RULE
         (FAILED.format(code=2), ""),
         ("error: no\n" + FAILED.format(code=2), "error: no\n"),
         (FAILED.format(code=3), "hvd_cifar: rank 1 ended first, with exit code 3\n"),
+        ("hvd_cifar: too slow\n\n" + FAILED.format(code=1), "hvd_cifar: too slow\n\n"),
+        ("KeyError: 1\n" + FAILED.format(code=1), "KeyError: 1\nhvd_cifar: rank 1 ended first, with exit code 1\n"),
         (
             KILLED,
             "hvd_cifar: rank 1 on vm was ended by signal 9 (Killed); perhaps the machine ran out of memory\n",
@@ -296,7 +298,7 @@ def test_banners(said: str, shown: str) -> None:
 
 
 @given(
-    st.lists(st.sampled_from([FAILED.format(code=3), KILLED, UNKNOWN, "a line\n", "-\n", "bar\r", "--", RULE])),
+    st.lists(st.sampled_from([FAILED.format(code=1), "hvd_cifar: no\n", KILLED, UNKNOWN, "a line\n", "-\n", "bar\r", "--", RULE])),
     st.lists(st.integers(0, 500)),
 )
 def test_banners_do_not_depend_on_how_output_is_cut(parts: list[str], cuts: list[int]) -> None:

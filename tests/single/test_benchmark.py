@@ -148,8 +148,9 @@ def test_one_number_of_ranks_tells_the_start_from_alpha_only_where_alpha_is_know
     assert known is not None and (known.start, known.beta) == pytest.approx((5e-3, 1e-9), rel=1e-6)
     assert known.alpha == 1e-5
     unknown = fit(points, with_start=True)
-    assert unknown is not None and unknown.start == 0.0
-    assert unknown.alpha == pytest.approx(5e-3 / 6 + 1e-5, rel=1e-6)
+    assert unknown is not None and unknown.alpha == 0.0 and not unknown.alpha_known
+    assert unknown.start == pytest.approx(5e-3 + 6 * 1e-5, rel=1e-6)
+    assert known.alpha_known and "alpha 10.0 us" in tables._fit(known) and "not known" in tables._fit(unknown)
     assert unknown.seconds(4, 1000) == pytest.approx(truth.seconds(4, 1000), rel=1e-6)
 
 
@@ -163,7 +164,8 @@ def test_a_fit_has_no_number_below_zero() -> None:
     times = np.array([p.seconds for p in points])
     assert found.start == pytest.approx((1 / times).sum() / (1 / times**2).sum())
     assert found.errors == pytest.approx(sorted(abs(found.start / t - 1) for t in times))
-    assert fit([Point(1, 4, 1.0)], with_start=True) is None
+    assert fit([Point(1, 4, 1.0), Point(1, 8, 1.0)], with_start=True) is None
+    assert fit([Point(2, 4, 1.0), Point(4, 4, 2.0)], with_start=True) is None  # of one size alone
 
 
 def test_prediction_limits() -> None:
@@ -225,11 +227,11 @@ def test_predictions_use_the_link_and_checks_use_what_was_measured() -> None:
     assert found.predictions[1].measured_on == 4
     assert found.checks[2].error == pytest.approx(found.checks[2].efficiency / 0.7 - 1)
     assert json.loads(found.model_dump_json())["checks"][2]["error"] == found.checks[2].error
-    # Of two ranks alone, without MPI's alpha, the fit takes the start for two messages; four ranks send six.
+    # Of two ranks alone, without MPI's alpha, the fit takes two messages for the start; four ranks send six.
     of_two = fit(_points(measured, [2]), with_start=True)
-    assert of_two is not None and of_two.start == 0.0
+    assert of_two is not None and of_two.alpha == 0.0
     assert found.checks[2].communication_seconds == pytest.approx(of_two.seconds(4, 400))
-    assert found.checks[2].communication_seconds == pytest.approx(measured.seconds(4, 400) + 2 * measured.start)
+    assert found.checks[2].communication_seconds == pytest.approx(measured.seconds(4, 400) - 4 * measured.alpha)
     assert found.checks[0].communication_seconds == pytest.approx(measured.seconds(2, 400))
     assert found.predictions[1].communication_seconds == pytest.approx(Fit(0.001, 0.5, 0.01).seconds(64, 400))
     plain = predict(step, _allreduce(measured, [2, 4]), [2])

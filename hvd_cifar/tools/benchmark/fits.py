@@ -33,6 +33,7 @@ class Fit:
     """The formula's numbers, and how far the measurements are from it.
 
     start, alpha: in seconds. beta: in seconds a byte; 0 where no measurement was long enough to show it.
+    alpha_known: False where the measurements could not tell alpha from `start`, which then holds both.
     errors: |predicted / measured - 1| of the measurements, ascending.
     """
 
@@ -40,6 +41,7 @@ class Fit:
     alpha: float
     beta: float
     errors: tuple[float, ...] = ()
+    alpha_known: bool = True
 
     @property
     def median_error(self) -> float:
@@ -75,15 +77,16 @@ def fit(points: Sequence[Point], with_start: bool, alpha: float | None = None) -
 
     Args:
         with_start: whether there may be a `start`. Measurements of one number of ranks alone cannot tell it from
-            alpha: it is then taken as 0, unless alpha is given.
+            alpha: alpha is then taken as 0, unless it is given, since a cycle of Horovod's is a hundred messages long.
         alpha: taken as it is, where it is known from elsewhere.
 
     Returns:
-        None without a measurement of two ranks or more.
+        None without measurements of two sizes on two ranks or more.
     """
     points = [p for p in points if p.ranks > 1]
-    if not points:
+    if len({p.bytes for p in points}) < 2:
         return None
+    alpha_known = not with_start or alpha is not None or len({p.ranks for p in points}) > 1
     seconds = np.array([p.seconds for p in points])
     columns = {
         "start": np.ones(len(points)),
@@ -92,18 +95,18 @@ def fit(points: Sequence[Point], with_start: bool, alpha: float | None = None) -
     }
     known = dict.fromkeys(columns, 0.0)
     unknown = ["beta"]
-    if alpha is None:
-        unknown.append("alpha")
-    else:
+    if alpha is not None:
         known["alpha"] = alpha
-    if with_start and (alpha is not None or len({p.ranks for p in points}) > 1):
+    elif alpha_known:
+        unknown.append("alpha")
+    if with_start:
         unknown.append("start")
     target = (seconds - columns["alpha"] * known["alpha"]) / seconds
     found = _non_negative([columns[name] / seconds for name in unknown], target)
     known |= dict(zip(unknown, found, strict=True))
     result = Fit(known["start"], known["alpha"], known["beta"])
     errors = sorted(abs(result.seconds(p.ranks, p.bytes) / p.seconds - 1) for p in points)
-    return replace(result, errors=tuple(errors))
+    return replace(result, errors=tuple(errors), alpha_known=alpha_known)
 
 
 def _non_negative(columns: Sequence[NDArray[np.float64]], target: NDArray[np.float64]) -> list[float]:

@@ -33,7 +33,9 @@ def of_step(found: StepResult, path: Path) -> None:
     bars = {
         "computation": [w.compute_seconds.mean for w in found.worlds],
         "waiting for the slowest": [w.lockstep_seconds.mean - w.compute_seconds.mean for w in found.worlds],
-        "all-reduce that shows": [max(0.0, w.step_seconds.mean - w.lockstep_seconds.mean) for w in found.worlds],
+        "all-reduce that shows": [  # one rank has none
+            max(0.0, w.step_seconds.mean - w.lockstep_seconds.mean) if w.ranks > 1 else 0.0 for w in found.worlds
+        ],
         "input that shows": [max(0.0, w.fed_seconds.mean - w.step_seconds.mean) for w in found.worlds],
     }
     bottom = np.zeros(len(ranks))

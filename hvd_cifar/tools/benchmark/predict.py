@@ -72,6 +72,7 @@ def predict(
     link_fit = replace(
         fit,
         alpha=fit.alpha if latency is None else latency,
+        alpha_known=fit.alpha_known or latency is not None,
         beta=fit.beta if link is None else 1 / link,
         errors=() if link or latency is not None else fit.errors,
     )
@@ -98,6 +99,8 @@ def predict(
         precision=step.precision,
         per_rank_batch_size=step.per_rank_batch_size,
         gradient_bytes=sum(gradient.bytes for gradient in step.phases.gradients),
+        most_bytes=max(p.bytes for p in allreduce.points if p.way == "horovod"),
+        most_ranks=max(p.ranks for p in allreduce.points if p.way == "horovod"),
         compute_seconds=most.compute_seconds.mean,
         lockstep_seconds=most.lockstep_seconds.mean,
         fit=fit,

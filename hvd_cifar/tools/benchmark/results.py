@@ -190,6 +190,8 @@ class PredictResult(_Result):
     precision: str
     per_rank_batch_size: int
     gradient_bytes: int
+    most_bytes: int  # of an all-reduce that was measured
+    most_ranks: int
     compute_seconds: float  # of a step on the most ranks that were measured
     lockstep_seconds: float  # of its slowest rank
     fit: Fit  # of the all-reduce, as measured

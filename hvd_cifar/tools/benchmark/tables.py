@@ -128,7 +128,8 @@ def of_allreduce(found: AllreduceResult) -> str:
                 row += [] if way == "copy" else [f"{p.bus_bandwidth / 1e9:.3f}", str(p.wrong_values)]
             table.add_row(*row)
         tables.append(table)
-    fits = [f"{WAY_NAMES[way]}: {_fit(fit)}" for way, fit in found.fits.items()]
+    fitted = [way for way in WAY_NAMES if way != "copy" and any(p.way == way for p in found.points)]
+    fits = [f"{WAY_NAMES[way]}: {_fit(found.fits.get(way))}" for way in fitted]
     skipped = [f"{WAY_NAMES[way]} was left out: {reason}" for way, reason in found.skipped.items()]
     formula = "seconds = start + 2 (p - 1) alpha + 2 (p - 1) / p * bytes / bandwidth, fitted to all sizes:"
     return _text(*tables, [_facts(found.facts), formula, *fits, *skipped])
@@ -166,6 +167,7 @@ def of_predict(found: PredictResult) -> str:
     ]
     if found.link_fit != found.fit:
         lines.append(f"all-reduce of the predictions: {_fit(found.link_fit)}")
+    lines += _beyond(found)
     lines += [f"the step: {_facts(found.step_facts)}", f"all-reduces: {_facts(found.allreduce_facts)}"]
     one, other = found.step_facts, found.allreduce_facts
     differ = [name for name in ("processor", "device", "controller") if getattr(one, name) != getattr(other, name)]
@@ -176,9 +178,28 @@ def of_predict(found: PredictResult) -> str:
     return _text(checks, predictions, lines)
 
 
-def _fit(fit: Fit) -> str:
+def _beyond(found: PredictResult) -> list[str]:
+    """What the predictions take for granted beyond the all-reduces that were measured."""
+    lines = []
+    if not found.link_fit.alpha_known and any(p.ranks > found.most_ranks for p in found.predictions):
+        lines.append(
+            f"ALPHA IS NOT KNOWN from all-reduces on {found.most_ranks} ranks alone, and taken as 0: more ranks do "
+            "worse than this says; measure on several numbers of ranks, or give --latency"
+        )
+    if found.gradient_bytes > found.most_bytes:
+        lines.append(
+            f"THE GRADIENTS ARE LONGER than the longest all-reduce measured, {found.most_bytes:,} bytes: "
+            "measure with a larger --max-bytes"
+        )
+    return lines
+
+
+def _fit(fit: Fit | None) -> str:
+    if fit is None:
+        return "not fitted, as that takes two sizes and two ranks at least"
     bandwidth = f"{1 / fit.beta / 1e9:.3f} GB/s" if fit.beta else "too fast to tell"
-    text = f"start {fit.start * 1e6:.1f} us, alpha {fit.alpha * 1e6:.1f} us, bandwidth {bandwidth}"
+    alpha = f"{fit.alpha * 1e6:.1f} us" if fit.alpha_known else "not known (of one number of ranks, start holds it)"
+    text = f"start {fit.start * 1e6:.1f} us, alpha {alpha}, bandwidth {bandwidth}"
     if fit.errors:
         median, largest = f"{fit.median_error:.0%}", f"{fit.largest_error:.0%}"
         text += f"; off by {median} (median) and {largest} (most) of {len(fit.errors)} times"
