@@ -22,6 +22,7 @@ import click
 
 from benchmarks import jobs, setting
 from benchmarks.runs import summary
+from hvd_cifar.errors import UserError
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])
@@ -62,11 +63,11 @@ def _commit(run_dir: Path) -> str:
 
 
 def check_options(run_dir: Path, options: Sequence[str]) -> None:
-    """Note the options of a new run. UsageError where a run of that name was made with others, or elsewhere."""
+    """Note the options of a new run. UserError where a run of that name was made with others, or elsewhere."""
     note = run_dir / "options"
     made = (run_dir / "config.json").exists()  # a run that was refused at its start leaves none
     if made and (note.read_text() if note.exists() else None) != shlex.join(options):
-        raise click.UsageError(f"{run_dir} was made with other options: give another --name")
+        raise UserError(f"{run_dir} was made with other options: give another --name")
     run_dir.mkdir(parents=True, exist_ok=True)
     note.write_text(shlex.join(options))
 

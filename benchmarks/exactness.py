@@ -127,6 +127,7 @@ class _Course:
 @_common
 @click.option("--shards", default=8)
 @click.pass_obj
+@setting.one_line_for_users()
 def digests(folder: Path, dataset: str, data_dir: str, model: str, steps: int, shards: int) -> None:
     """SHA-256 of the weights with virtual shards."""
     print(f"| {model}, float32, {steps} steps of {BATCH}, {shards} virtual shards | weights_sha256 |")

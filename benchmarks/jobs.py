@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 
+from hvd_cifar.errors import UserError
+
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
@@ -40,7 +42,8 @@ def run(words: list[str], log: Path) -> None:
     """Run a command to its end; its output goes to a file.
 
     Raises:
-        SystemExit: where it fails, with the end of its output.
+        UserError: where it refuses what it was given, with its own line.
+        SystemExit: where it fails otherwise, with the end of its output.
     """
     log.unlink(missing_ok=True)
     job = start(words, log)
@@ -48,8 +51,12 @@ def run(words: list[str], log: Path) -> None:
         code = job.wait()
     finally:
         kill(job)
+    said = log.read_text().splitlines()
+    told = [line for line in said if line.startswith("hvd_cifar: ")]
+    if code == 2 and told:
+        raise UserError(told[-1].removeprefix("hvd_cifar: "))
     if code:
-        tail = "\n".join(log.read_text().splitlines()[-20:])
+        tail = "\n".join(said[-20:])
         raise SystemExit(f"{' '.join(words)}\nended with {code}:\n{tail}")
 
 

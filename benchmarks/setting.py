@@ -15,20 +15,28 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import provenance
 
 
+class WrongInput(click.ClickException):
+    """One line on stderr, and exit code 2."""
+
+    exit_code = 2
+
+
 @contextmanager
 def one_line_for_users() -> Iterator[None]:
     """What a user can put right ends a program as a wrong option does: in one line, with exit code 2."""
     try:
         yield
     except UserError as error:
-        raise click.UsageError(str(error)) from None
+        raise WrongInput(str(error)) from None
 
 
 def real_data(data_dir: Path) -> Path:
     """The folder, absolute. Raises UserError where it holds no CIFAR-10."""
     data_dir = data_dir.expanduser().absolute()
     if cifar10.locate(data_dir) is None:
-        raise UserError(f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there")
+        raise UserError(
+            f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there; name its folder, or have `train` download it"
+        )
     return data_dir
 
 

@@ -54,7 +54,7 @@ def _rank_counts(given: Any) -> Any:
     words = given.split(",") if isinstance(given, str) else given if isinstance(given, (list, tuple)) else [given]
     texts = [str(word).strip() for word in words]
     if not all(re.fullmatch("[0-9]{1,6}", text) and int(text) > 0 for text in texts):
-        raise ValueError("write numbers of ranks with commas between them, such as 1,2,4")
+        raise ValueError("write numbers of ranks, each at most 999999, with commas between them, such as 1,2,4")
     return tuple(sorted({int(text) for text in texts}))
 
 

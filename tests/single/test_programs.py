@@ -47,15 +47,18 @@ def test_pairs_are_means_over_ranks_without_the_first_which_warms_up() -> None:
         (["fixed_order", "--repeats", "1"], "--repeats"),
         (["fixed_order", "--model", "alexnet"], "--model"),
         (["resume", "--steps", "4"], "--steps"),
+        (["accuracy", "--model", "nope", "--data-dir", "DATA", "--runs", "RUNS"], "--model nope"),
+        (["exactness", "digests", "--data-dir", "DATA", "--shards", "3"], "--virtual-shards 3"),
         (["accuracy", "--data-dir", "/none", "--runs", "/none"], "--data-dir /none: no CIFAR-10"),
         (["peers.whole", "--data-dir", "DATA", "--output", "/"], "cannot write /: is a folder"),
         (["peers.whole", "--data-dir", "DATA", "--environment", sys.prefix], "is this project's own"),
         (["tower", "--towers", "2", "--model", "alexnet", "--run-dir", "/none"], "--model alexnet"),
     ],
 )
-def test_wrong_input_ends_with_one_line(words: list[str], told: str, real_data: Path) -> None:
+def test_wrong_input_ends_with_one_line(words: list[str], told: str, real_data: Path, tmp_path: Path) -> None:
     program = import_module(f"benchmarks.{words[0]}").main
-    done = CliRunner().invoke(program, [str(real_data) if word == "DATA" else word for word in words[1:]])
+    places = {"DATA": str(real_data), "RUNS": str(tmp_path)}
+    done = CliRunner().invoke(program, [places.get(word, word) for word in words[1:]])
     assert done.exit_code == 2, done.output
     last = done.output.splitlines()[-1]
     assert last.startswith("Error: ") and told in last, done.output
