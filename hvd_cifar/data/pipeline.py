@@ -6,6 +6,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -47,45 +48,34 @@ def training_batches(
     """
     count, batch = len(examples.labels), global_batch_size
     steps = order.steps_per_epoch(count, batch)
-    first_epoch, steps_done = divmod(first_step, steps)
+    of_all = deal.slices * deal.size  # slices of a global batch
+    order_of = lru_cache(maxsize=1)(lambda epoch: order.epoch_order(seed, epoch, count))
 
-    def epoch_batches(epoch: Any) -> tf.data.Dataset:
-        epoch_order = tf.numpy_function(lambda e: order.epoch_order(seed, int(e), count), [epoch], tf.int64)
-        epoch_order = tf.ensure_shape(epoch_order, [count])
-        # Slices of the order: to batch its entries one by one takes some microseconds each.
-        return tf.data.Dataset.range(steps).map(lambda t: (epoch, epoch_order[t * batch : (t + 1) * batch]))
-
-    def slices(epoch: Any, whole: Any) -> tf.data.Dataset:
-        # The shard is of each global batch, not of the whole set: so the batch is the same for any `size`. And it is of
-        # slices: a walk over the examples of all ranks takes longer, at 64 ranks, than all else here together.
-        every = tf.data.Dataset.range(deal.slices * deal.size)
-        return every.shard(deal.size, deal.rank).map(lambda number: (epoch, whole, number // deal.size))
-
-    def view(epoch: Any, whole: Any, j: Any) -> tuple[Any, ...]:
-        image, label, example = tf.numpy_function(seen, [epoch, whole, j], [tf.float32, tf.int32, tf.int64])
-        example = tf.ensure_shape(example, [None])
-        weight = tf.cast(example >= 0, tf.float32)
-        return (
-            tf.ensure_shape(image, [None, views.side, views.side, 3]),
-            tf.ensure_shape(label, [None]),
-            weight,
-            example,
+    def view(number: Any) -> tuple[Any, ...]:
+        image, label, weight, example = tf.numpy_function(
+            seen, [number], [tf.float32, tf.int32, tf.float32, tf.int64], stateful=False
         )
+        image.set_shape([None, views.side, views.side, 3])
+        for column in (label, weight, example):
+            column.set_shape([None])
+        return image, label, weight, example
 
     @_counted
-    def seen(epoch: Any, whole: NDArray[np.int64], j: Any) -> tuple[NDArray[Any], ...]:
-        example = deal.slice_of(whole, int(j))
+    def seen(number: np.int64) -> tuple[NDArray[Any], ...]:
+        step, slice_of_all = divmod(int(number), of_all)
+        epoch, within = divmod(step, steps)
+        whole = order_of(epoch)[within * batch : (within + 1) * batch]
+        example = deal.slice_of(whole, slice_of_all // deal.size)
         present = np.maximum(example, 0)
-        image = views.train(examples.images[present], draws(seed, int(epoch), present))
-        return image, examples.labels[present], example
+        image = views.train(examples.images[present], draws(seed, epoch, present))
+        return image, examples.labels[present], (example >= 0).astype(np.float32), example
 
-    epochs = order.steps_per_epoch(last_step, steps) - first_epoch
+    # The shard is of each global batch's slices, which are as many for every rank, and not of the examples: so the
+    # batch is the same for any `size`, and a walk over the examples of all ranks takes longer, at 64 ranks, than all
+    # else here together.
     chain = (
-        tf.data.Dataset.range(first_epoch, first_epoch + max(epochs, 0))
-        .flat_map(epoch_batches)  # global batches of indices, in order
-        .skip(steps_done)
-        .take(max(last_step - first_step, 0))  # a negative number would stand for all
-        .flat_map(slices)  # which of its slices are this rank's
+        tf.data.Dataset.range(first_step * of_all, max(first_step, last_step) * of_all)  # slices, over all epochs
+        .shard(deal.size, deal.rank)  # which of them are this rank's
         .map(view)  # the slice: gathered and augmented, one at a time, since the cores belong to the step
         .prefetch(PREFETCH_BATCHES)
     )
