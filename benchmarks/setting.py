@@ -35,7 +35,7 @@ def real_data(data_dir: Path) -> Path:
     data_dir = data_dir.expanduser().absolute()
     if cifar10.locate(data_dir) is None:
         raise UserError(
-            f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there; name its folder, or have `train` download it"
+            f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there: name another, or have `train` fetch it"
         )
     return data_dir
 

@@ -298,7 +298,11 @@ def test_banners(said: str, shown: str) -> None:
 
 
 @given(
-    st.lists(st.sampled_from([FAILED.format(code=1), "hvd_cifar: no\n", KILLED, UNKNOWN, "a line\n", "-\n", "bar\r", "--", RULE])),
+    st.lists(
+        st.sampled_from(
+            [FAILED.format(code=1), "hvd_cifar: no\n", KILLED, UNKNOWN, "a line\n", "-\n", "bar\r", "--", RULE]
+        )
+    ),
     st.lists(st.integers(0, 500)),
 )
 def test_banners_do_not_depend_on_how_output_is_cut(parts: list[str], cuts: list[int]) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner
 
 from benchmarks.accuracy import check_options, main
+from hvd_cifar.errors import UserError
 
 
 def test_runs_made_with_other_options_are_refused(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_runs_made_with_other_options_are_refused(tmp_path: Path) -> None:
     check_options(run_dir, ["--precision", "float32"])
     (run_dir / "config.json").touch()
     check_options(run_dir, ["--precision", "float32"])  # of the same run, to be gone on with or read
-    with pytest.raises(click.UsageError, match="fast-2-0 was made with other options: give another --name"):
+    with pytest.raises(UserError, match="fast-2-0 was made with other options: give another --name"):
         check_options(run_dir, [])
     batches = tmp_path / "data" / "cifar-10-batches-bin"
     batches.mkdir(parents=True)
@@ -30,5 +30,5 @@ def test_runs_made_with_other_options_are_refused(tmp_path: Path) -> None:
     assert found.exit_code == 2 and "no CIFAR-10 in its binary layout is there" in found.output
     (tmp_path / "copied").mkdir()
     (tmp_path / "copied" / "config.json").touch()
-    with pytest.raises(click.UsageError, match="copied was made with other options"):
+    with pytest.raises(UserError, match="copied was made with other options"):
         check_options(tmp_path / "copied", [])
