@@ -52,9 +52,8 @@ def training_batches(
     order_of = lru_cache(maxsize=1)(lambda epoch: order.epoch_order(seed, epoch, count))
 
     def view(number: Any) -> tuple[Any, ...]:
-        image, label, weight, example = tf.numpy_function(
-            seen, [number], [tf.float32, tf.int32, tf.float32, tf.int64], stateful=False
-        )
+        kinds = [tf.float32, tf.int32, tf.float32, tf.int64]
+        image, label, weight, example = tf.numpy_function(seen, [number], kinds)
         image.set_shape([None, views.side, views.side, 3])
         for column in (label, weight, example):
             column.set_shape([None])

@@ -300,7 +300,8 @@ def test_banners(said: str, shown: str) -> None:
 @given(
     st.lists(
         st.sampled_from(
-            [FAILED.format(code=1), "hvd_cifar: no\n", KILLED, UNKNOWN, "a line\n", "-\n", "bar\r", "--", RULE]
+            [FAILED.format(code=1), FAILED.format(code=3), "hvd_cifar: no\n"]
+            + [KILLED, UNKNOWN, "a line\n", "-\n", "bar\r", "--", RULE]
         )
     ),
     st.lists(st.integers(0, 500)),

@@ -239,6 +239,14 @@ def test_predictions_use_the_link_and_checks_use_what_was_measured() -> None:
     assert plain.predictions[0].communication_seconds == plain.checks[0].communication_seconds
     shown = tables.of_predict(found)
     assert f"{found.checks[0].efficiency / 0.8 - 1:+.1%}" in shown and "0.7" in shown
+    # What lies beyond the measurements is told: more ranks where alpha is not known, longer messages than any.
+    assert of_two.alpha_known is False and "NOT KNOWN" not in shown and "ARE LONGER" not in shown
+    few = _allreduce(of_two, [2])
+    assert "ALPHA IS NOT KNOWN from all-reduces on 2 ranks" in tables.of_predict(predict(step, few, [2, 64]))
+    assert "NOT KNOWN from" not in tables.of_predict(predict(step, few, [2]))
+    assert "NOT KNOWN from" not in tables.of_predict(predict(step, few, [64], latency=0.5))
+    short = few.model_copy(update={"points": [p for p in few.points if p.bytes < 400]})
+    assert "GRADIENTS ARE LONGER than" in tables.of_predict(predict(step, short, [2]))
     # Nothing is checked "as a prediction is made" where no all-reduce was measured on the fewest ranks.
     of_four = predict(step, _allreduce(measured, [4, 8]), [2])
     assert [(c.ranks, c.measured_on) for c in of_four.checks] == [(2, 2), (4, 4)]
