@@ -1,6 +1,8 @@
 """What all tests share: the embedded data set, and where real CIFAR-10 lies, if it does."""
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,19 @@ settings.register_profile("shared machine", deadline=None)  # a slow example is 
 settings.load_profile("shared machine")
 
 FOLDER = "cifar-10-batches-bin"
+
+
+@pytest.fixture(autouse=True)
+def _types_of_before() -> Iterator[None]:
+    """A test that sets Keras's types (as training in float64 does) leaves them as they were for the next."""
+    keras = sys.modules.get("keras")
+    before = (keras.config.floatx(), keras.config.dtype_policy()) if keras else None
+    yield
+    keras = sys.modules.get("keras")
+    if keras:
+        real, policy = before or ("float32", "float32")
+        keras.config.set_floatx(real)
+        keras.config.set_dtype_policy(policy)
 
 
 @pytest.fixture(scope="session")
