@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_cifar.distributed import sync
-from hvd_cifar.models.layers import FusedBatchNormalization, present
+from hvd_cifar.models.normalization import FusedBatchNormalization, present
 
 
 class SyncBatchNormalization(FusedBatchNormalization):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_cifar.models import fast, resnet, tutorial
-from hvd_cifar.models.layers import FusedBatchNormalization
+from hvd_cifar.models.normalization import FusedBatchNormalization
 
 CLASSES = 10
 

@@ -9,8 +9,10 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.models.layers import FusedBatchNormalization, QuickGelu
-from hvd_cifar.models.winograd import WinogradConv2D
+from hvd_cifar.models.activation import QuickGelu
+from hvd_cifar.models.convolution import QuickConv2D
+from hvd_cifar.models.normalization import FusedBatchNormalization
+from hvd_cifar.models.pooling import SteadyMaxPooling2D
 
 PATCH = 2  # pixels, the side of the whitened patches
 FILTERS = 2 * 3 * PATCH**2  # each direction of a patch's colour space, and its opposite
@@ -82,11 +84,11 @@ def build(
     def norm(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
         return normalization(momentum=STATISTICS_MOMENTUM, scale=False, dtype=dtype, name=name)(x)
 
-    def gelu(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
-        return QuickGelu(dtype=dtype, name=name)(x)
+    def gelu(x: Any, name: str, copies: int = 1) -> Any:
+        return QuickGelu(copies, dtype=dtype, name=name)(x)
 
     def conv(x: keras.KerasTensor, filters: int, name: str) -> keras.KerasTensor:
-        return WinogradConv2D(
+        return QuickConv2D(
             filters, 3, padding="same", use_bias=False, kernel_initializer=Dirac(), dtype=dtype, name=name
         )(x)
 
@@ -96,14 +98,15 @@ def build(
     x = gelu(x, "whiten_gelu")
     for block, width in enumerate(WIDTHS, start=1):
         x = conv(x, width, f"block{block}_conv1")
-        x = keras.layers.MaxPooling2D(2, dtype=dtype, name=f"block{block}_pool")(x)
-        x = gelu(norm(x, f"block{block}_norm1"), f"block{block}_gelu1")
-        shortcut = x
+        x = SteadyMaxPooling2D(2, dtype=dtype, name=f"block{block}_pool")(x)
+        residual = block in RESIDUAL
+        x = gelu(norm(x, f"block{block}_norm1"), f"block{block}_gelu1", copies=2 if residual else 1)
+        x, shortcut = x if residual else (x, None)
         x = gelu(norm(conv(x, width, f"block{block}_conv2"), f"block{block}_norm2"), f"block{block}_gelu2")
-        if block in RESIDUAL:
+        if residual:
             x = norm(conv(x, width, f"block{block}_conv3"), f"block{block}_norm3")
-            x = gelu(keras.layers.Add(dtype=dtype, name=f"block{block}_add")([x, shortcut]), f"block{block}_gelu3")
-    x = keras.layers.GlobalMaxPooling2D(dtype=dtype, name="pool")(x)
+            x = gelu([x, shortcut], f"block{block}_gelu3")  # of the sum
+    x = SteadyMaxPooling2D(dtype=dtype, name="pool")(x)
     x = keras.layers.Rescaling(1.0 / WIDTHS[-1], dtype=dtype, name="scale")(x)
     logits = keras.layers.Dense(
         classes,

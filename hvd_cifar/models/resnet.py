@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 
-from hvd_cifar.models.layers import FusedBatchNormalization, PadShortcut
+from hvd_cifar.models.activation import QuickRelu
+from hvd_cifar.models.convolution import QuickConv2D
+from hvd_cifar.models.normalization import FusedBatchNormalization
+from hvd_cifar.models.pooling import PadShortcut
 
 
 def build(
@@ -30,28 +35,31 @@ def build(
     blocks = (depth - 2) // 6
 
     def conv(x: keras.KerasTensor, filters: int, stride: int, name: str) -> keras.KerasTensor:
-        return keras.layers.Conv2D(
+        return QuickConv2D(
             filters, 3, stride, "same", use_bias=False, kernel_initializer="he_normal", dtype=dtype, name=name
         )(x)
 
     def norm(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
         return normalization(dtype=dtype, name=name)(x)
 
-    def relu(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
-        return keras.layers.ReLU(dtype=dtype, name=name)(x)
+    def relu(x: Any, name: str, copies: int = 1) -> Any:
+        return QuickRelu(copies, dtype=dtype, name=name)(x)
 
-    def block(x: keras.KerasTensor, filters: int, stride: int, name: str) -> keras.KerasTensor:
-        shortcut = x if stride == 1 else PadShortcut(filters, dtype=dtype, name=f"{name}_shortcut")(x)
+    def block(
+        x: keras.KerasTensor, shortcut: keras.KerasTensor, filters: int, stride: int, name: str
+    ) -> tuple[keras.KerasTensor, keras.KerasTensor]:
+        if stride > 1:
+            shortcut = PadShortcut(filters, dtype=dtype, name=f"{name}_shortcut")(shortcut)
         x = relu(norm(conv(x, filters, stride, f"{name}_conv1"), f"{name}_norm1"), f"{name}_relu1")
         x = norm(conv(x, filters, 1, f"{name}_conv2"), f"{name}_norm2")
-        x = keras.layers.Add(dtype=dtype, name=f"{name}_add")([x, shortcut])
-        return relu(x, f"{name}_relu2")
+        return relu([x, shortcut], f"{name}_relu2", copies=2)  # of the sum; for the next block and its shortcut
 
     images = keras.Input((None, None, 3), dtype=dtype.compute_dtype, name="images")
-    x = relu(norm(conv(images, 16, 1, "conv"), "norm"), "relu")
+    x, shortcut = relu(norm(conv(images, 16, 1, "conv"), "norm"), "relu", copies=2)
     for stage, filters in enumerate((16, 32, 64), start=1):
         for i in range(1, blocks + 1):
-            x = block(x, filters, 2 if stage > 1 and i == 1 else 1, f"stage{stage}_block{i}")
+            stride = 2 if stage > 1 and i == 1 else 1
+            x, shortcut = block(x, shortcut, filters, stride, f"stage{stage}_block{i}")
     x = keras.layers.GlobalAveragePooling2D(dtype=dtype, name="pool")(x)
     logits = keras.layers.Dense(classes, kernel_initializer="he_normal", dtype=dtype, name="logits")(x)
     return keras.Model(images, logits, name=f"resnet{depth}")

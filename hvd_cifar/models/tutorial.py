@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import keras
 
-from hvd_cifar.models.layers import LocalResponseNormalization
-from hvd_cifar.models.winograd import WinogradConv2D
+from hvd_cifar.models.activation import QuickRelu
+from hvd_cifar.models.convolution import QuickConv2D
+from hvd_cifar.models.normalization import LocalResponseNormalization
 
 
 def build(side: int, classes: int, dtype: keras.DTypePolicy) -> keras.Model:
@@ -36,7 +37,7 @@ def build(side: int, classes: int, dtype: keras.DTypePolicy) -> keras.Model:
         )(x)
 
     def conv(x: keras.KerasTensor, bias: float, name: str) -> keras.KerasTensor:
-        x = WinogradConv2D(
+        x = QuickConv2D(
             64,
             5,
             padding="same",
@@ -45,7 +46,7 @@ def build(side: int, classes: int, dtype: keras.DTypePolicy) -> keras.Model:
             dtype=dtype,
             name=name,
         )(x)
-        return keras.layers.ReLU(dtype=dtype, name=f"{name}_relu")(x)
+        return QuickRelu(dtype=dtype, name=f"{name}_relu")(x)
 
     images = keras.Input((side, side, 3), dtype=dtype.compute_dtype, name="images")
     x = conv(images, 0.0, "conv1")

@@ -10,10 +10,8 @@ with channels x filters. Per output and channel that is ((m + r - 1) / m)^2 in p
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
@@ -24,36 +22,9 @@ LARGEST_TILE = 4  # outputs; the rounding errors grow with it
 POINTS = (0.0, 1.0, -1.0, 0.5, -2.0, 2.0, -0.5)
 # Where it is quicker than oneDNN on a CPU: what moves through memory counts for more the larger the image, and for less
 # the more weights each value meets.
-MOST_PIXELS = 12  # in height and in width
+MOST_PIXELS = 16  # in height and in width
 LEAST_WEIGHTS = 100_000
 PARTS = 8  # of a batch, one after the other, for what lies between the transforms to stay in a core's cache
-
-
-class WinogradConv2D(keras.layers.Conv2D):
-    """Keras's convolution, in fewer multiplications where that is quicker.
-
-    That is on a CPU, in float32 and float64, for 3 x 3 or 5 x 5 pixels of many weights on few pixels, of stride 1 and
-    padded with zeros. Half types have no bits to spare for the transforms, and so go the usual way, as all types do on
-    a GPU.
-    """
-
-    def call(self, images: Any) -> Any:
-        """[b, h, w, c] -> [b, h, w, filters]."""
-        if not self._quicker(images):
-            return super().call(images)
-        outputs = convolve(images, tf.convert_to_tensor(self.kernel))
-        if self.use_bias:
-            outputs = tf.nn.bias_add(outputs, tf.convert_to_tensor(self.bias))
-        return self.activation(outputs)
-
-    def _quicker(self, images: Any) -> bool:
-        _, height, width, _ = images.shape
-        plain = self.strides == self.dilation_rate == (1, 1) and self.groups == 1
-        same = self.padding == "same" and self.data_format == "channels_last"
-        few = height is not None and width is not None and max(height, width) <= MOST_PIXELS
-        many = self.kernel_size in ((3, 3), (5, 5)) and math.prod(self.kernel.shape) >= LEAST_WEIGHTS
-        exact = self.compute_dtype in ("float32", "float64")
-        return plain and same and few and many and exact and not tf.config.list_logical_devices("GPU")
 
 
 class Transforms(NamedTuple):

@@ -15,7 +15,7 @@ from hvd_cifar.data.pipeline import in_steps, training_batches
 from hvd_cifar.distributed import DistributedOptimizer, SyncBatchNormalization, World, prove_averaging, sync
 from hvd_cifar.distributed.world import native_precision, versions
 from hvd_cifar.models import Net, build
-from hvd_cifar.models.layers import FusedBatchNormalization
+from hvd_cifar.models.normalization import FusedBatchNormalization
 from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.training import run_dir

@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvd_cifar.distributed import sync
 from hvd_cifar.distributed.tree import add_in_tree
 from hvd_cifar.models import Net
-from hvd_cifar.models.layers import examples_present
+from hvd_cifar.models.normalization import examples_present
 from hvd_cifar.training.averages import Lookahead, MovingAverage
 from hvd_cifar.training.image_sizes import shrink
 
@@ -104,8 +104,10 @@ def make_train_step(
 
     def update(share: Any, found: Sequence[Any], learning_rate: Any, request: Any) -> Any:
         gradients, moved = found[: len(variables)], found[len(variables) :]
-        # Horovod: the loss travels beside the gradients, in the same cycle and the same buffer.
-        own = [tf.stack([share, tf.cast(request, share.dtype)]), *moved]
+        # Horovod: the loss travels beside the gradients, in the same cycle and the same buffer. It is known before
+        # backward begins; sent then, Horovod's threads would wait for each other all the time that backward takes.
+        with tf.control_dependencies(gradients):
+            own = [tf.stack([share, tf.cast(request, share.dtype)]), *moved]
         loss_and_requests, *totals = sync.sums_in_graph(own, fixed_order, process_set)
         optimizer.learning_rate.assign(learning_rate)
         optimizer.apply(gradients, variables)

@@ -59,7 +59,7 @@ def _on_ranks() -> dict[str, Any]:
     import tensorflow as tf
 
     from hvd_cifar.distributed import sync
-    from hvd_cifar.models.layers import examples_present
+    from hvd_cifar.models.normalization import examples_present
 
     found: dict[str, Any] = {}
     for kind in ("float64", "float32"):
@@ -82,7 +82,7 @@ def _on_ranks() -> dict[str, Any]:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_ranks_normalise_as_one_process_with_all_images(n: int) -> None:
-    from hvd_cifar.models.layers import FusedBatchNormalization
+    from hvd_cifar.models.normalization import FusedBatchNormalization
 
     ranks = run_ranks(_on_ranks, n)
     # float64 sums in another order; float32's fused kernel against sums written out.

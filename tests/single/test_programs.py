@@ -7,10 +7,12 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tensorflow as tf
 from click.testing import CliRunner
 
-from benchmarks import input_cost, operations
+from benchmarks import input_cost, layers, operations
 from benchmarks.operations import Row
 from tests.ranks import CHECKOUT, environment
 
@@ -36,6 +38,32 @@ def test_pairs_are_means_over_ranks_without_the_first_which_warms_up() -> None:
     assert input_cost.cost([(1.0, 1.02), (1.0, 1.04)]) == "3.0 ± 1.0% | 3.0%"
 
 
+def test_layers_are_compared_pair_by_pair() -> None:
+    case = layers.Case("maximum", (8, 4, 4, 2), abs, abs)
+    told = layers.row(case, [0.001, 0.002, 0.004], [0.002, 0.002, 0.002])
+    assert told == "| maximum | 8 x 4 x 4 x 2 | 2.0 | 2.0 | 1.00 (0.50 to 2.00) |"
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("number", range(len(layers.cases("float32"))))
+def test_both_ways_of_a_layer_come_to_the_same(number: int, precision: str) -> None:
+    case = layers.cases(precision)[number]
+    draw = np.random.default_rng(14)
+    images = tf.constant(draw.normal(0, 10, size=(2, *case.shape[1:])), precision)
+    upstream = tf.constant(draw.normal(size=case.own(images).shape), precision)
+    found = []
+    for way in (case.plain, case.own):
+        with tf.GradientTape() as tape:
+            tape.watch(images)
+            result = way(images)
+        found.append((result, tape.gradient(result, images, upstream)))
+    near = (0.021, 0.2) if case.name.startswith("GELU") else (1e-3, 1e-3)  # which is another function, within so much
+    rounding = {"float32": 0.0, "bfloat16": 2**-6}[precision]
+    for plain, own, most in zip(*found, near, strict=True):
+        plain, own = (tf.cast(value, tf.float64) for value in (plain, own))
+        np.testing.assert_allclose(own, plain, rtol=rounding, atol=most + rounding)
+
+
 @pytest.mark.parametrize(
     "words, told",
     [
@@ -45,6 +73,7 @@ def test_pairs_are_means_over_ranks_without_the_first_which_warms_up() -> None:
         (["exactness", "costs", "--steps", "0"], "--steps"),
         (["memory", "--data-dir", "/none"], "--data-dir /none: no CIFAR-10"),
         (["fixed_order", "--repeats", "1"], "--repeats"),
+        (["layers", "--only", "attention"], "no row's name holds 'attention'"),
         (["fixed_order", "--model", "alexnet"], "--model"),
         (["resume", "--steps", "4"], "--steps"),
         (["accuracy", "--model", "nope", "--data-dir", "DATA", "--runs", "RUNS"], "--model nope"),

@@ -1,17 +1,16 @@
-"""Convolutions in fewer multiplications: TensorFlow's own, to rounding, and only where they are quicker."""
+"""Convolutions in fewer multiplications: TensorFlow's own, to rounding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from hvd_cifar.models import winograd
-from hvd_cifar.models.winograd import WinogradConv2D, of_tile
+from hvd_cifar.models.winograd import of_tile
 
 
 def _plain(x: Any, kernel: Any) -> Any:
@@ -83,53 +82,3 @@ def test_a_tile_s_transforms_multiply_as_often_as_it_sees_pixels(size: int, taps
     inputs, weights = draw.normal(size=seen), draw.normal(size=taps)
     found = tile.outputs @ ((tile.kernel @ weights) * (tile.inputs @ inputs))
     np.testing.assert_allclose(found, np.correlate(inputs, weights), atol=1e-13)
-
-
-@pytest.mark.parametrize(
-    ("side", "taps", "channels", "filters", "dtype", "quick"),
-    [
-        (7, 3, 256, 256, "float32", True),
-        (12, 3, 64, 256, "float64", True),
-        (12, 5, 64, 64, "float32", True),
-        (7, 3, 64, 64, "float32", False),  # few weights
-        (15, 3, 64, 256, "float32", False),  # many pixels
-        (7, 7, 64, 64, "float32", False),  # a size without points
-        (7, 3, 256, 256, "bfloat16", False),  # few bits
-        (None, 3, 256, 256, "float32", False),  # of any size: a model that is being built
-    ],
-)
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_layer_takes_it_where_it_is_quicker(
-    side: int | None, taps: int, channels: int, filters: int, dtype: str, quick: bool, bias: bool
-) -> None:
-    layer = WinogradConv2D(filters, taps, padding="same", use_bias=bias, dtype=dtype, bias_initializer="ones")
-    shape = (None, side, side, channels)
-    layer.build(shape)
-    traced = tf.function(layer, autograph=False).get_concrete_function(tf.TensorSpec(shape, dtype))
-    kinds = {op.type for op in traced.graph.get_operations()}
-    assert ("Conv2D" not in kinds) == quick
-    assert traced.structured_outputs.shape[1:] == (side, side, filters)
-    if side is not None:
-        assert np.allclose(traced(tf.zeros((1, *shape[1:]), dtype))[0], float(bias))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"activation": "relu"},
-        {"dilation_rate": 2},
-        {"strides": 2},
-        {"groups": 2},
-        {"padding": "valid"},
-    ],
-)
-def test_the_layer_is_keras_s_with_any_option(options: dict[str, Any]) -> None:
-    images = tf.constant(np.random.default_rng(5).normal(size=(2, 7, 7, 256)), "float64")
-    layers = [
-        kind(128, 3, dtype="float64", **{"padding": "same", **options})
-        for kind in (WinogradConv2D, keras.layers.Conv2D)
-    ]
-    for layer in layers:
-        layer.build(images.shape)
-    layers[1].set_weights(layers[0].get_weights())
-    np.testing.assert_allclose(layers[0](images), layers[1](images), rtol=0, atol=1e-12)

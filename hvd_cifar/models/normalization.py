@@ -1,4 +1,4 @@
-"""Layers that Keras lacks or runs slowly: batch norm, GELU, local responses, a shortcut."""
+"""Layers that normalise: batch norm, and local responses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+
+from hvd_cifar.models.half import narrow, widen
 
 _present: ContextVar[Any] = ContextVar("present", default=True)
 
@@ -106,52 +108,6 @@ class FusedBatchNormalization(keras.layers.Layer):
         return {**super().get_config(), **own}
 
 
-class QuickGelu(keras.layers.Layer):
-    """x * sigmoid(1.702 x): within 0.02 of GELU (Hendrycks and Gimpel 2016, section 2).
-
-    Compiled by XLA into one pass forward and one backward: a fifth of the time of `keras.activations.gelu` on a CPU.
-    """
-
-    def call(self, images: Any) -> Any:
-        """Any shape -> the same shape and type."""
-        return _quick_gelu(images)
-
-    def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        """What Keras asks for while it builds a model."""
-        return input_shape
-
-    def get_config(self) -> dict[str, Any]:
-        """What Keras saves of the layer; without this it refuses a dtype that is a policy."""
-        return dict(super().get_config())
-
-
-# sigmoid(1.702 x) = (1 + tanh(0.851 x)) / 2, which XLA computes faster. The gradient is written out, and computes tanh
-# anew: TensorFlow would have the forward pass write the sigmoid, too, and read it back. Half types are rounded once, at
-# the end; XLA rounds them after every operation.
-
-
-@tf.custom_gradient
-def _quick_gelu(x: Any) -> Any:
-    return _quick_gelu_forward(x), lambda gradient: _quick_gelu_backward(x, gradient)
-
-
-@tf.function(jit_compile=True, autograph=False)
-def _quick_gelu_forward(x: Any) -> Any:
-    wide, tanh = _wide_and_tanh(x)
-    return tf.cast(0.5 * wide * (1.0 + tanh), x.dtype)
-
-
-@tf.function(jit_compile=True, autograph=False)
-def _quick_gelu_backward(x: Any, gradient: Any) -> Any:
-    wide, tanh = _wide_and_tanh(x)
-    return tf.cast(tf.cast(gradient, wide.dtype) * 0.5 * (1.0 + tanh) * (1.0 + 0.851 * wide * (1.0 - tanh)), x.dtype)
-
-
-def _wide_and_tanh(x: Any) -> tuple[Any, Any]:
-    wide = _wide(x)
-    return wide, tf.tanh(0.851 * wide)
-
-
 class LocalResponseNormalization(keras.layers.Layer):
     """x / (bias + alpha * sum of x^2 over neighbouring channels)^0.75 (Krizhevsky et al. 2012, section 3.3).
 
@@ -197,50 +153,21 @@ def _local_response(images: Any, radius: int, bias: float, alpha: float) -> Any:
 
 @tf.function(jit_compile=True, autograph=False)
 def _local_response_forward(x: Any, radius: int, bias: float, alpha: float) -> Any:
-    wide = _wide(x)
+    wide = widen(x)
     root = tf.math.rsqrt(bias + alpha * _neighbours(tf.square(wide), radius))
-    return tf.cast(wide * root * tf.sqrt(root), x.dtype)
+    return narrow(wide * root * tf.sqrt(root), x.dtype)
 
 
 @tf.function(jit_compile=True, autograph=False)
 def _local_response_backward(x: Any, gradient: Any, radius: int, bias: float, alpha: float) -> Any:
-    wide, upstream = _wide(x), _wide(gradient)
+    wide, upstream = widen(x), widen(gradient)
     root = tf.math.rsqrt(bias + alpha * _neighbours(tf.square(wide), radius))
     power = root * tf.sqrt(root)
     others = _neighbours(upstream * wide * power * tf.square(root), radius)
-    return tf.cast(upstream * power - 1.5 * alpha * wide * others, x.dtype)
+    return narrow(upstream * power - 1.5 * alpha * wide * others, x.dtype)
 
 
 def _neighbours(values: Any, radius: int) -> Any:
     channels = values.shape[-1]
     padded = tf.pad(values, [[0, 0]] * (values.shape.rank - 1) + [[radius, radius]])
     return tf.add_n([padded[..., i : i + channels] for i in range(2 * radius + 1)])
-
-
-def _wide(x: Any) -> Any:
-    return tf.cast(x, tf.float32) if x.dtype.size < 4 else x
-
-
-class PadShortcut(keras.layers.Layer):
-    """The parameter-free shortcut between stages: every second pixel, new channels zero (He et al. 2015, option A)."""
-
-    def __init__(self, filters: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.filters = filters
-
-    def call(self, images: Any) -> Any:
-        """[b, h, w, c] -> [b, h / 2, w / 2, filters], rounded up."""
-        missing = self.filters - images.shape[-1]
-        # Pooling over one pixel is the same as images[:, ::2, ::2], in a tenth of the time on a CPU, gradient and all.
-        halved = tf.nn.avg_pool2d(images, ksize=1, strides=2, padding="VALID")
-        return tf.pad(halved, [[0, 0], [0, 0], [0, 0], [missing // 2, missing - missing // 2]])
-
-    def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        """What Keras asks for while it builds a model."""
-        batch, height, width, _ = input_shape
-        halved = [None if side is None else (side + 1) // 2 for side in (height, width)]
-        return (batch, halved[0], halved[1], self.filters)
-
-    def get_config(self) -> dict[str, Any]:
-        """What Keras saves of the layer."""
-        return {**super().get_config(), "filters": self.filters}

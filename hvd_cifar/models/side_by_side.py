@@ -1,0 +1,73 @@
+"""Gradients of kernels in bfloat16, over images that lie side by side.
+
+oneDNN sums the gradient of a kernel along an image's rows. A processor with tiles (AMX) sums 32 bfloat16 numbers at a
+time, so that rows of 7 pixels leave it idle for three quarters of the time. As many images as 32 columns hold, with
+zeros between them, make a row that fills it; the zeros stand for the padding, and add nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+COLUMNS = 32  # that a tile sums at a time
+MOST_PIXELS = 12  # in a row; longer rows lose more to the copies than they gain
+
+
+def convolve(images: Any, kernel: Any) -> Any:
+    """`tf.nn.conv2d` of stride 1, padded with zeros, but for the way in which its kernel's gradient is summed.
+
+    Args:
+        images: float [b, h, w, c]; h and w are known while the graph is made.
+        kernel: of the same type, [r, r, c, f], r odd.
+
+    Returns:
+        [b, h, w, f].
+    """
+
+    @tf.custom_gradient
+    def convolution(x: Any, weights: Any) -> Any:
+        def gradients(upstream: Any) -> tuple[Any, Any]:
+            of_images = tf.raw_ops.Conv2DBackpropInput(
+                input_sizes=tf.shape(x), filter=weights, out_backprop=upstream, strides=[1, 1, 1, 1], padding="SAME"
+            )
+            return of_images, kernel_gradient(x, upstream, weights.shape)
+
+        return tf.nn.conv2d(x, weights, 1, "SAME"), gradients
+
+    return convolution(images, kernel)
+
+
+def kernel_gradient(images: Any, upstream: Any, shape: tuple[int, ...]) -> Any:
+    """Of the sum of `upstream` times the convolution, by a kernel of `shape` [r, r, c, f].
+
+    Args:
+        images: float [b, h, w, c].
+        upstream: of the same type, [b, h, w, f].
+    """
+    gap = shape[1] // 2
+    count = max(1, (COLUMNS + gap) // (images.shape[2] + gap))
+    return tf.raw_ops.Conv2DBackpropFilter(
+        input=in_rows(images, count, gap),
+        filter_sizes=shape,
+        out_backprop=in_rows(upstream, count, gap),
+        strides=[1, 1, 1, 1],
+        padding="SAME",
+    )
+
+
+def in_rows(images: Any, count: int, gap: int) -> Any:
+    """[b, h, w, c] -> [b / count, h, count * w + (count - 1) * gap, c], rounded up: `gap` columns of zeros between two.
+
+    Where `count` does not divide the batch, the last row ends with images of zeros.
+    """
+    if count == 1:
+        return images
+    batch = tf.shape(images)[0]
+    rows = -(-batch // count)
+    missing = rows * count - batch
+    whole = tf.cond(missing > 0, lambda: tf.pad(images, [[0, missing], [0, 0], [0, 0], [0, 0]]), lambda: images)
+    between = tf.zeros([rows, images.shape[1], gap, images.shape[3]], images.dtype)
+    parts = [part for image in tf.split(whole, count) for part in (image, between)]
+    return tf.concat(parts[:-1], axis=2)

@@ -1,0 +1,121 @@
+"""Activations, alone and of a sum: their values, their gradients, their rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvd_cifar.models import half
+from hvd_cifar.models.activation import QuickGelu, QuickRelu
+from hvd_cifar.models.normalization import FusedBatchNormalization
+
+
+def test_quick_gelu_is_near_gelu_and_has_its_own_gradient() -> None:
+    x = tf.constant(np.linspace(-6, 6, 1201), tf.float64)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = QuickGelu(dtype="float64")(x)
+    gradient = tape.gradient(y, x).numpy()
+    sigmoid = 1 / (1 + np.exp(-1.702 * x.numpy()))
+    assert np.allclose(y.numpy(), x.numpy() * sigmoid, atol=1e-14)
+    assert np.allclose(gradient, sigmoid + 1.702 * x.numpy() * sigmoid * (1 - sigmoid), atol=1e-14)
+    assert 0.01 < np.abs(y.numpy() - keras.activations.gelu(x).numpy()).max() < 0.021
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_quick_gelu_in_half_types_is_rounded_once(dtype: str) -> None:
+    values = np.random.default_rng(8).normal(scale=3.0, size=1000)
+    x = tf.cast(values, dtype)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = QuickGelu(dtype=dtype)(x)
+    gradient = tape.gradient(y, x)
+    exact = tf.cast(x, tf.float64).numpy()
+    sigmoid = 1 / (1 + np.exp(-1.702 * exact))
+    expected = exact * sigmoid, sigmoid * (1 + 1.702 * exact * (1 - sigmoid))
+    bits = {"bfloat16": 8, "float16": 11}[dtype]
+    for found, wanted in zip((y, gradient), expected, strict=True):
+        # Half a unit in the last place, and float32's rounding of 1 + tanh on the way.
+        unit = np.maximum(np.abs(wanted), 1e-4) * 2.0 ** (1 - bits)
+        assert (np.abs(tf.cast(found, tf.float64).numpy() - wanted) <= 0.5 * unit + 3e-6).all()
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", [QuickGelu, QuickRelu])
+def test_an_activation_of_a_sum_for_several_ways_onwards(kind: Any, dtype: str, terms: int, copies: int) -> None:
+    draw = np.random.default_rng(9)
+    given = [tf.cast(draw.normal(size=(4, 3, 3, 5)), dtype) for _ in range(terms)]
+    upstream = [tf.cast(draw.normal(size=(4, 3, 3, 5)), dtype) for _ in range(copies)]
+    layer = kind(copies, dtype=dtype)
+
+    def both(given: list[Any]) -> tuple[Any, Any]:
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            made = layer(given if terms > 1 else given[0])
+            made = list(made) if copies > 1 else [made]
+        return made, tape.gradient(made, given, upstream)
+
+    x, weight = (np.sum([tf.cast(v, tf.float64).numpy() for v in values], axis=0) for values in (given, upstream))
+    sigmoid = 1 / (1 + np.exp(-1.702 * x))
+    if kind is QuickGelu:
+        value, slope = x * sigmoid, sigmoid * (1 + 1.702 * x * (1 - sigmoid))
+    else:
+        value, slope = np.maximum(x, 0), (x > 0).astype(float)
+    most = {"float64": 1e-13, "float32": 1e-5, "float16": 8e-3, "bfloat16": 6e-2}[dtype]
+    for made, gradients in (both(given), tf.function(both, autograph=False)(given)):
+        assert [len(made), len(gradients)] == [copies, terms]
+        for found in made:
+            assert found.dtype.name == dtype
+            np.testing.assert_allclose(tf.cast(found, tf.float64), value, rtol=0, atol=most)
+        for found in gradients:
+            assert found.dtype.name == dtype
+            np.testing.assert_allclose(tf.cast(found, tf.float64), weight * slope, rtol=0, atol=most)
+
+
+@pytest.mark.parametrize("kind", [QuickGelu, QuickRelu])
+def test_nan_goes_through_an_activation(kind: Any) -> None:
+    """The check of the loss has to see it."""
+    for dtype in ("float32", "bfloat16"):
+        pair = [tf.constant([np.nan, 1.0], dtype), tf.constant([1.0, np.nan], dtype)]
+        assert np.isnan(tf.cast(kind(dtype=dtype)(pair), tf.float64)).all()
+
+
+def test_relu_stays_part_of_batch_norm_s_kernel_in_bfloat16() -> None:
+    """TensorFlow takes a ReLU into that kernel only if nothing else, such as a gradient, reads batch norm's output."""
+    norm, relu = FusedBatchNormalization(dtype="mixed_bfloat16"), QuickRelu(dtype="mixed_bfloat16")
+    images = tf.cast(np.random.default_rng(2).normal(size=(2, 4, 4, 8)), tf.bfloat16)
+
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = relu(norm(x, training=True))
+        return tape.gradient(y, x)
+
+    traced = tf.function(step, autograph=False).get_concrete_function(images)
+    norms = [op for op in traced.graph.get_operations() if op.type == "FusedBatchNormV3"]
+    assert len(norms) == 1
+    made = norms[0].outputs[0]
+    readers = {op.type for op in made.consumers()}
+    for op in made.consumers():  # what a gradient of one's own hands on, which nobody needs to take
+        if op.type == "IdentityN":
+            handed_on = [out for given, out in zip(op.inputs, op.outputs, strict=True) if given is made]
+            readers |= {reader.type for out in handed_on for reader in out.consumers()}
+    assert readers <= {"Identity", "IdentityN", "Relu"}, readers
+
+
+def test_half_types_are_rounded_to_the_nearest_and_ties_to_even() -> None:
+    draw = np.random.default_rng(4)
+    values = draw.integers(0, 2**32, size=100_000, dtype=np.uint32).view(np.float32)
+    values = values[~np.isnan(values)]
+    ties = (draw.integers(0, 2**16, size=5_000, dtype=np.uint32) * 2**16 + 2**15).astype(np.uint32).view(np.float32)
+    values = np.concatenate([values, ties[~np.isnan(ties)], [np.inf, -np.inf, 0.0, -0.0, 3.4e38]]).astype(np.float32)
+    narrow = tf.function(lambda x: half.narrow(x, tf.bfloat16), jit_compile=True, autograph=False)
+    found, wanted = narrow(values), tf.cast(values, tf.bfloat16)
+    assert (tf.bitcast(found, tf.uint16).numpy() == tf.bitcast(wanted, tf.uint16).numpy()).all()
+    assert np.isnan(narrow(np.array([np.nan, -np.nan], np.float32)).numpy().astype(np.float32)).all()

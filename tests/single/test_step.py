@@ -1,0 +1,59 @@
+"""What the step sends, and when: looked at in its graph, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+from hvd_cifar import models
+from hvd_cifar.distributed import sync
+from hvd_cifar.training.step import make_train_step
+
+
+class _Recorder:
+    """An optimizer that notes the gradients it is given."""
+
+    def __init__(self) -> None:
+        self.learning_rate = keras.Variable(0.0)
+        self.gradients: list[Any] = []
+
+    def scale_loss(self, loss: Any) -> Any:
+        return loss
+
+    def apply(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        assert len(gradients) == len(variables)
+        self.gradients = list(gradients)
+
+
+def _all_before(op: Any) -> set[str]:
+    """Names of the operations that come before one, by data or by control."""
+    found: set[str] = set()
+    waiting = [op]
+    while waiting:
+        for other in [*(tensor.op for tensor in waiting[-1].inputs), *waiting.pop().control_inputs]:
+            if other.name not in found:
+                found.add(other.name)
+                waiting.append(other)
+    return found
+
+
+def test_the_loss_is_sent_when_the_gradients_are_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod's threads would wait for each other, on cores that compute, from the first thing sent to the last."""
+    sent: list[Any] = []
+
+    def record(values: Sequence[Any], *_: Any) -> list[Any]:
+        sent.extend(values)
+        return list(values)
+
+    monkeypatch.setattr(sync, "sums_in_graph", record)
+    optimizer = _Recorder()
+    step = make_train_step(models.build("tutorial", 24, "float32"), optimizer, weight_decay=0.004)
+    images, labels = tf.zeros((2, 24, 24, 3)), tf.zeros((2,), tf.int32)
+    step([(images, labels, tf.ones((2,)))], tf.constant(2), tf.constant(0.1), tf.constant(0.0))
+    assert len(sent) == 1 and len(optimizer.gradients) == 10
+    before = _all_before(sent[0].op)
+    assert {gradient.op.name for gradient in optimizer.gradients} <= before
