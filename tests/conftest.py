@@ -1,4 +1,4 @@
-"""What all tests share: the embedded data set, and where real CIFAR-10 lies, if it does."""
+"""What all tests share: Keras's types put back, the embedded data set, and where real CIFAR-10 lies, if it does."""
 
 import os
 import sys

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import keras
@@ -62,7 +64,7 @@ class QuickRelu(_Activation):
             forward = _relu_forward if len(terms) > 1 else tf.nn.relu
             # Of what it made, not of its terms: batch norm's kernel takes in a ReLU only if none else reads its output.
             return _copies_of(forward, lambda made, _, upstream: _relu_backward(made, upstream), terms, self.copies)
-        made = tf.nn.relu(terms[0] + terms[1] if len(terms) > 1 else terms[0])
+        made = tf.nn.relu(functools.reduce(operator.add, terms))
         return (made,) * self.copies
 
 
@@ -111,6 +113,5 @@ def _relu_backward(made: Any, upstream: tuple[Any, ...]) -> Any:
 
 
 def _sum(terms: tuple[Any, ...]) -> Any:
-    """Of one or two, as wide as float32 at least."""
-    wide = [widen(term) for term in terms]
-    return wide[0] if len(wide) == 1 else wide[0] + wide[1]
+    """As wide as float32 at least."""
+    return functools.reduce(operator.add, (widen(term) for term in terms))

@@ -46,6 +46,8 @@ def kernel_gradient(images: Any, upstream: Any, shape: tuple[int, ...]) -> Any:
         images: float [b, h, w, c].
         upstream: of the same type, [b, h, w, f].
     """
+    # The gradient of a maximum over whole images does not say how large they are.
+    upstream = tf.ensure_shape(upstream, [None, *images.shape[1:3], shape[3]])
     gap = shape[1] // 2
     count = max(1, (COLUMNS + gap) // (images.shape[2] + gap))
     return tf.raw_ops.Conv2DBackpropFilter(

@@ -44,8 +44,8 @@ def test_quick_gelu_in_half_types_is_rounded_once(dtype: str) -> None:
         assert (np.abs(tf.cast(found, tf.float64).numpy() - wanted) <= 0.5 * unit + 3e-6).all()
 
 
-@pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("copies", [1, 2, 3])
+@pytest.mark.parametrize("terms", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", [QuickGelu, QuickRelu])
 def test_an_activation_of_a_sum_for_several_ways_onwards(kind: Any, dtype: str, terms: int, copies: int) -> None:

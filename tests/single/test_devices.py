@@ -132,6 +132,13 @@ def test_what_the_user_has_set_stays() -> None:
     assert environment["OMPI_MCA_mpi_yield_when_idle"] == "1"
 
 
+def test_how_often_horovod_looks_on_a_cpu() -> None:
+    environment = {"OMPI_COMM_WORLD_RANK": "0"}
+    prepare_mpi(environment, on_cpu=True)
+    assert environment["HOROVOD_CYCLE_TIME"] == "0.5"
+    assert environment["HOROVOD_IDLE_CYCLE_TIME"] == "50"
+
+
 def test_a_process_alone_does_not_look_for_other_ranks(tmp_path: Path) -> None:
     environment = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
     prepare_mpi(environment, on_cpu=False, prefix=tmp_path)

@@ -1,4 +1,4 @@
-"""What the step sends, and when: looked at in its graph, on one rank."""
+"""What the step sends, and when: looked at in its graph, on one rank; and sizes of images."""
 
 from __future__ import annotations
 
@@ -57,3 +57,19 @@ def test_the_loss_is_sent_when_the_gradients_are_and_not_before(monkeypatch: pyt
     assert len(sent) == 1 and len(optimizer.gradients) == 10
     before = _all_before(sent[0].op)
     assert {gradient.op.name for gradient in optimizer.gradients} <= before
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("side", [9, 16, 17])
+def test_fast_trains_on_the_smallest_images(side: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of batches of any size, as in a run: what the graph does not know of a shape, a layer must not ask it."""
+    monkeypatch.setattr(sync, "sums_in_graph", lambda values, *_: list(values))
+    optimizer = _Recorder()
+    step = make_train_step(models.build("fast", 32, precision), optimizer, weight_decay=0.0, shrunk_to=side)
+    batch = tf.zeros((2, 32, 32, 3)), tf.zeros((2,), tf.int32), tf.ones((2,))
+    specs = [(tf.TensorSpec((None, *value.shape[1:]), value.dtype)) for value in batch]
+    traced = tf.function(
+        lambda *given: step([given], tf.constant(2), tf.constant(0.1), tf.constant(0.0)), input_signature=specs
+    )
+    traced(*batch)
+    assert all(gradient is not None for gradient in optimizer.gradients)
