@@ -20,6 +20,7 @@ COPY hvd_cifar/__init__.py hvd_cifar/errors.py hvd_cifar/
 COPY hvd_cifar/cluster/__init__.py hvd_cifar/cluster/hosts.py hvd_cifar/cluster/ssh.py hvd_cifar/cluster/
 COPY hvd_cifar/distributed/check_build.py hvd_cifar/distributed/
 COPY hvd_cifar/install hvd_cifar/install
+COPY hvd_cifar/models/native hvd_cifar/models/native
 COPY deploy/slim.sh deploy/
 ARG GPU=
 RUN ./run.sh setup ${GPU:+--gpu} && deploy/slim.sh .venv \

@@ -68,7 +68,7 @@ def cases(precision: str) -> list[Case]:
     import keras
     import tensorflow as tf
 
-    from hvd_cifar.models import side_by_side, winograd
+    from hvd_cifar.models import compiled, side_by_side, winograd
     from hvd_cifar.models.activation import QuickGelu, QuickRelu
     from hvd_cifar.models.normalization import FusedBatchNormalization, LocalResponseNormalization
     from hvd_cifar.models.pooling import PadShortcut, SteadyMaxPooling2D
@@ -82,13 +82,18 @@ def cases(precision: str) -> list[Case]:
             drawn = tf.random.stateless_normal((taps, taps, shape[-1], filters), (1, 2))
             return tf.Variable(tf.cast(drawn / (taps * shape[-1] ** 0.5), precision))
 
-        many = taps**2 * shape[-1] * filters >= winograd.LEAST_WEIGHTS
-        taken = many if precision == "float32" else shape[2] <= side_by_side.MOST_PIXELS
+        if compiled.is_quicker(*shape[1:3], (taps, taps, shape[-1], filters), precision):
+            own, remark = compiled.convolve, ", compiled"
+        else:
+            own = convolve
+            many = taps**2 * shape[-1] * filters >= winograd.LEAST_WEIGHTS
+            taken = many if precision == "float32" else shape[2] <= side_by_side.MOST_PIXELS
+            remark = "" if taken else " (goes the plain way)"
         return Case(
-            f"convolution {taps} x {taps} to {filters}, {name}" + ("" if taken else " (goes the plain way)"),
+            f"convolution {taps} x {taps} to {filters}, {name}{remark}",
             shape,
             lambda x: tf.nn.conv2d(x, kernel(), 1, "SAME"),
-            lambda x: convolve(x, tf.convert_to_tensor(kernel())),
+            lambda x: own(x, tf.convert_to_tensor(kernel())),
         )
 
     def maximum(name: str, shape: tuple[int, int, int, int]) -> Case:
@@ -113,6 +118,10 @@ def cases(precision: str) -> list[Case]:
         convolution("fast's second block, small images", (512, 11, 11, 64), 256, 3),
         convolution("fast's second block", (512, 15, 15, 64), 256, 3),
         convolution("tutorial", (128, 12, 12, 64), 64, 5),
+        convolution("fast's first block", (512, 31, 31, 24), 64, 3),
+        convolution("fast's first block", (512, 15, 15, 64), 64, 3),
+        convolution("ResNets' first stage", (128, 32, 32, 16), 16, 3),
+        convolution("ResNets' second stage", (128, 16, 16, 32), 32, 3),
         convolution("ResNets' last stage", (128, 8, 8, 64), 64, 3),
         maximum("fast's first block", (512, 31, 31, 64)),
         maximum("fast's second block", (512, 15, 15, 256)),

@@ -19,7 +19,7 @@ from typing import Any
 
 from hvd_cifar.cluster.hosts import Host, parse_hosts, read_hostfile
 from hvd_cifar.errors import UserError
-from hvd_cifar.install import horovod, machine
+from hvd_cifar.install import convolutions, horovod, machine
 from hvd_cifar.install.everywhere import Here, files_of, set_up_hosts
 from hvd_cifar.install.steps import SHOWN_LINES, StepFailed, Steps, locked, say, telling_lines
 from hvd_cifar.install.versions import differences, read_constraints, versions_of
@@ -160,7 +160,8 @@ def recorded_options(record: dict[str, Any]) -> Options:
 
 def fingerprint(checkout: Path = CHECKOUT, python: str = "") -> str:
     """A hash of all that set-up depends on. The checkout's path counts: scripts in an environment contain it."""
-    sources = sorted(path for path in (checkout / "hvd_cifar" / "install").iterdir() if path.is_file())
+    folders = [checkout / "hvd_cifar" / "install", checkout / convolutions.SOURCES.relative_to(CHECKOUT)]
+    sources = sorted(path for folder in folders for path in folder.iterdir() if path.is_file())
     digest = hashlib.sha256(f"{checkout} {python}".encode())
     for path in [checkout / "setup.cfg", checkout / CHECK.relative_to(CHECKOUT), *sources]:
         digest.update(path.read_bytes())
@@ -233,6 +234,7 @@ def _set_up(options: Options, like: Path | None, lock: int) -> None:
                     _write_record(before)
                 raise
             described = _install_horovod(steps, here)
+            convolutions.compile_into(steps, VENV, described, here)
         except (StepFailed, OSError) as error:
             log.flush()
             lines = telling_lines(log_path.read_text(errors="replace"))

@@ -8,15 +8,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_cifar.models import side_by_side, winograd
+from hvd_cifar.models import compiled, side_by_side, winograd
 
 
 class QuickConv2D(keras.layers.Conv2D):
     """Keras's convolution, by another way where that is quicker.
 
-    That is on a CPU, of stride 1 and padded with zeros, for 3 x 3 or 5 x 5 pixels of a kernel, on small images: in
-    float32 and float64 in fewer multiplications (`winograd`), where weights are many; in bfloat16, which has no bits to
-    spare for that, with the kernel's gradient over images side by side (`side_by_side`).
+    That is on a CPU, of stride 1 and padded with zeros, for 3 x 3 or 5 x 5 pixels of a kernel: in fewer multiplications
+    by what set-up compiled (`compiled`), or by products of matrices where images are small and weights many
+    (`winograd`, float32 and float64); in bfloat16, which has no bits to spare for those, with the kernel's gradient
+    over images side by side (`side_by_side`).
     """
 
     def call(self, images: Any) -> Any:
@@ -37,6 +38,8 @@ class QuickConv2D(keras.layers.Conv2D):
             return None
         if tf.config.list_logical_devices("GPU"):
             return None
+        if compiled.is_quicker(height, width, self.kernel.shape, self.compute_dtype):
+            return compiled.convolve
         if self.compute_dtype == "bfloat16":
             return side_by_side.convolve if width <= side_by_side.MOST_PIXELS else None
         few = max(height, width) <= winograd.MOST_PIXELS

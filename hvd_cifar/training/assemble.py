@@ -14,7 +14,7 @@ from hvd_cifar.data.order import Deal
 from hvd_cifar.data.pipeline import in_steps, training_batches
 from hvd_cifar.distributed import DistributedOptimizer, SyncBatchNormalization, World, prove_averaging, sync
 from hvd_cifar.distributed.world import native_precision, versions
-from hvd_cifar.models import Net, build
+from hvd_cifar.models import Net, build, compiled
 from hvd_cifar.models.normalization import FusedBatchNormalization
 from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.reporting.metrics import Reporter
@@ -78,6 +78,7 @@ def assemble(settings: TrainSettings, world: World) -> Run:
         "local_ranks": sync.gather(world.local_rank),
         "device": world.device,
         "threads": world.threads,
+        "convolutions": "TensorFlow's" if "GPU" in world.device else compiled.about(),
         "controller": world.controller,
         "algorithm": world.algorithm,
         "transport": world.transport,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.install import horovod, installer, machine
+from hvd_cifar.install import convolutions, horovod, installer, machine
 from hvd_cifar.install.patch import PatchError, apply_patch
 from hvd_cifar.install.steps import StepFailed, Steps, locked, telling_lines
+from hvd_cifar.models import compiled
 
 TARGET = horovod.Target(
     python=".cpython-311-x86_64-linux-gnu.so",
@@ -272,7 +274,9 @@ def test_fingerprint_follows_what_set_up_depends_on(tmp_path: Path) -> None:
     package = tmp_path / "hvd_cifar"
     (package / "install").mkdir(parents=True)
     (package / "distributed").mkdir()
+    (package / "models" / "native").mkdir(parents=True)
     files = [tmp_path / "setup.cfg", package / "install" / "x.patch", package / "distributed" / "check_build.py"]
+    files += [package / "models" / "native" / "x.cc"]
     for path in files:
         path.write_text("1")
     first = installer.fingerprint(tmp_path, "3.11")
@@ -285,6 +289,24 @@ def test_fingerprint_follows_what_set_up_depends_on(tmp_path: Path) -> None:
     moved = tmp_path.with_name("moved")
     os.rename(tmp_path, moved)
     assert installer.fingerprint(moved, "3.11") != first
+
+
+def test_set_up_goes_on_without_convolutions_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = machine.Machine(machine.Compiler(str(_tool(tmp_path, "c++", "echo no such flag >&2; exit 1")), "c++ 3"), "")
+    library = tmp_path / "venv" / convolutions.LIBRARY
+    library.parent.mkdir(parents=True)
+    library.write_text("of before")
+    with (tmp_path / "log").open("w+") as log, locked(tmp_path, "") as lock:
+        convolutions.compile_into(Steps(log, lock), tmp_path / "venv", {"packages": str(tmp_path)}, here)
+    assert not library.exists()
+    if platform.machine() == "x86_64":
+        assert "no such flag" in (tmp_path / "log").read_text()
+        assert "convolutions failed" in (said := capsys.readouterr().err) and "TensorFlow's" in said
+
+
+def test_what_is_compiled_is_where_training_looks() -> None:
+    assert convolutions.LIBRARY == compiled.LIBRARY
+    assert convolutions.SOURCES == Path(compiled.__file__).parent / "native"
 
 
 def test_a_record_that_was_cut_counts_as_none(tmp_path: Path) -> None:

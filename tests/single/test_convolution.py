@@ -9,10 +9,37 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_cifar.models import side_by_side
+from hvd_cifar.models import compiled, side_by_side
 from hvd_cifar.models.convolution import QuickConv2D
 
 
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "operations", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("side", "channels", "dtype", "own"),
+    [
+        (16, 32, "float32", True),
+        (16, 8, "float32", False),
+        (16, 32, "float64", False),
+        (None, 32, "float32", False),  # of any size: a model that is being built
+    ],
+)
+def test_what_set_up_compiled_is_taken(side: int | None, channels: int, dtype: str, own: bool) -> None:
+    layer = QuickConv2D(32, 3, padding="same", use_bias=False, dtype=dtype)
+    shape = (None, side, side, channels)
+    layer.build(shape)
+    traced = tf.function(layer, autograph=False).get_concrete_function(tf.TensorSpec(shape, dtype))
+    kinds = {op.type for op in traced.graph.get_operations()}
+    own = own and compiled.operations() is not None
+    assert ("HvdCifarConvolution" in kinds) == own
+    assert ("Conv2D" in kinds) == (not own)
+    assert traced.structured_outputs.shape[1:] == (side, side, 32)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize(
     ("side", "taps", "channels", "filters", "dtype", "quick"),
     [
@@ -93,6 +120,7 @@ def test_images_lie_in_rows_with_zeros_between() -> None:
     ]
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize(
     ("side", "taps", "dtype", "joined"),
     [

@@ -1,0 +1,60 @@
+"""Compile the project's own convolutions (hvd_cifar/models/native) into an environment, for its TensorFlow."""
+
+import platform
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvd_cifar.install.machine import Machine
+from hvd_cifar.install.steps import StepFailed, Steps, say
+
+SOURCES = Path(__file__).parents[1] / "models" / "native"
+LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environment; models/compiled.py looks there
+
+OPTIONS = ["-std=c++17", "-fPIC", "-DNDEBUG"]
+# Numbers keep their NaN and infinities; what is left out are the flags that C's mathematics sets.
+QUICK = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+# One translation for each set of instructions; which one runs is found out there. Registers: 32, and 16 of AVX2.
+SETS = {
+    "avx512": [
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"),
+        *("-DLANES=16", "-DMANY_TILES=8", "-DMANY_CHANNELS=8"),
+    ],
+    "avx2": ["-mavx2", "-mfma", "-DLANES=8", "-DMANY_TILES=4", "-DMANY_CHANNELS=4"],
+}
+
+
+def compile_into(steps: Steps, venv: Path, described: Mapping[str, str], machine: Machine) -> None:
+    """Compile the library, or say why there is none: training then goes on with TensorFlow's convolutions.
+
+    `described` is what the environment's Python says of itself (installer.DESCRIBE).
+    """
+    library = venv / LIBRARY
+    library.unlink(missing_ok=True)
+    if platform.machine() != "x86_64":
+        return
+    tensorflow = Path(described["packages"]) / "tensorflow"
+    try:
+        with steps.step("convolutions"), tempfile.TemporaryDirectory(prefix="hvd_cifar-") as work:
+            _compile(steps, machine.compiler.path, tensorflow, Path(work))
+            library.parent.mkdir(parents=True, exist_ok=True)
+            partial = library.with_suffix(".partial")
+            shutil.copyfile(Path(work, library.name), partial)
+            partial.replace(library)
+    except StepFailed as error:
+        say(f"    {error}, see the log; TensorFlow's convolutions take their place, and ResNets train slower")
+
+
+def _compile(steps: Steps, compiler: str, tensorflow: Path, work: Path) -> None:
+    objects = []
+    for name, options in SETS.items():
+        objects.append(str(work / f"{name}.o"))
+        source = str(SOURCES / "winograd.cc")
+        steps.run([compiler, *OPTIONS, *QUICK, *options, f"-DSET={name}", "-c", source, "-o", objects[-1]])
+    # TensorFlow's headers, whose warnings are not ours.
+    objects.append(str(work / "op.o"))
+    headers = ["-w", "-isystem", str(tensorflow / "include")]
+    steps.run([compiler, *OPTIONS, "-O2", *headers, "-c", str(SOURCES / "op.cc"), "-o", objects[-1]])
+    linked = ["-L", str(tensorflow), "-l:libtensorflow_framework.so.2"]
+    steps.run([compiler, "-shared", *objects, "-o", str(work / LIBRARY.name), *linked])

@@ -1,0 +1,84 @@
+"""Convolutions that set-up compiled (native/): whether they are there, and as TensorFlow's operations."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environment, where install/ puts it
+TYPES = ("float32", "bfloat16")
+# Channels, of images and of outputs, from which on it is quicker than oneDNN: transforms are for each channel, products
+# for each pair of channels.
+LEAST_CHANNELS = 16
+# Weights that are too many for a core's cache, for each of a few tiles: `winograd` and oneDNN are quicker with them.
+MOST_WEIGHTS, LEAST_PIXELS = 200_000, 8
+
+
+@functools.cache
+def operations() -> Any:
+    """The library's operations; None where there are none: not compiled, or no processor for them.
+
+    Those are x86 with AVX2, or AVX-512. `HVD_CIFAR_VECTORS` (512, 256 or 0 bits) has them do with less, or not run.
+    """
+    path = Path(sys.prefix) / LIBRARY
+    if not path.exists():
+        return None
+    try:
+        made = tf.load_op_library(str(path))
+    except tf.errors.NotFoundError:  # of another TensorFlow
+        return None
+    return made if _told("hvd_cifar_vectors") else None
+
+
+def about() -> str:
+    """Whose convolutions a run takes, in words for its record."""
+    return f"compiled, vectors of {_told('hvd_cifar_vectors')} bits" if operations() else "TensorFlow's"
+
+
+def is_quicker(height: int, width: int, shape: tuple[int, ...], dtype: str) -> bool:
+    """Whether `convolve` is there for a kernel of `shape` [r, r, c, f] on height x width pixels, and quicker.
+
+    Not in bfloat16 where the processor multiplies that in tiles (AMX).
+    """
+    *taps, channels, filters = shape
+    if taps != [3, 3] or dtype not in TYPES or min(channels, filters) < LEAST_CHANNELS:
+        return False
+    if 9 * channels * filters > MOST_WEIGHTS and min(height, width) < LEAST_PIXELS:
+        return False
+    return operations() is not None and not (dtype == "bfloat16" and _told("hvd_cifar_tiles"))
+
+
+def _told(question: str) -> int:
+    return int(getattr(ctypes.CDLL(str(Path(sys.prefix) / LIBRARY)), question)())
+
+
+def convolve(images: Any, kernel: Any) -> Any:
+    """Convolution of stride 1, padded with zeros, as `tf.nn.conv2d` has it but for rounding (twice its errors).
+
+    Sums are float32's in both types. An infinity or NaN spreads over the 4 x 4 outputs of a tile. Results do not hang
+    on the number of threads, and those of an image not on what else is in its batch.
+
+    Args:
+        images: float32 or bfloat16 [b, h, w, c].
+        kernel: of the same type, [3, 3, c, f].
+
+    Returns:
+        [b, h, w, f].
+    """
+    made = operations()
+
+    @tf.custom_gradient
+    def convolution(x: Any, weights: Any) -> Any:
+        def gradients(upstream: Any) -> tuple[Any, Any]:
+            turned = tf.transpose(tf.reverse(weights, [0, 1]), [0, 1, 3, 2])
+            of_images = made.hvd_cifar_convolution(images=upstream, kernel=turned)
+            return of_images, made.hvd_cifar_kernel_gradient(images=x, gradients=upstream)
+
+        return made.hvd_cifar_convolution(images=x, kernel=weights), gradients
+
+    return convolution(images, kernel)

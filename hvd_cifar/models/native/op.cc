@@ -1,0 +1,173 @@
+// The operations of TensorFlow that winograd.cc is behind: a convolution, and its kernel's gradient. (The gradient of
+// images is a convolution, too: with the kernel turned round and its channels exchanged.)
+#include <cpuid.h>
+
+#include "tensorflow/core/framework/bfloat16.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/util/work_sharder.h"
+#include "winograd.h"
+
+// Which instructions this processor has: 512, 256 (AVX2 with FMA) or 0 bits in a vector that winograd.cc is compiled
+// for. HVD_CIFAR_VECTORS=256 or 0 says less.
+extern "C" int hvd_cifar_vectors() {
+    static const int bits = [] {
+        __builtin_cpu_init();
+        const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+        const int most = wide ? 512 : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 256 : 0;
+        const char* said = std::getenv("HVD_CIFAR_VECTORS");
+        const int wish = said ? std::atoi(said) : most;
+        return wish >= 512 ? most : wish >= 256 ? std::min(most, 256) : 0;
+    }();
+    return bits;
+}
+
+// Whether it multiplies bfloat16 in tiles (AMX): leaf 7 of CPUID.
+extern "C" int hvd_cifar_tiles() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1);
+}
+
+namespace hvd_cifar {
+
+std::ptrdiff_t tiles_of(const Shape& s) { return s.images * ((s.height + 3) / 4) * ((s.width + 3) / 4); }
+
+std::ptrdiff_t padded(std::ptrdiff_t channels) { return (channels + 15) / 16 * 16; }
+
+namespace {
+
+using namespace tensorflow;
+
+constexpr std::ptrdiff_t CHANNELS = 16;  // of images whose weights' gradients one thread sums at least
+// Tiles whose share of the kernel's gradient is summed by itself: the order of a sum is that of the shapes, whatever the
+// number of threads. Fewer parts cost less.
+constexpr std::ptrdiff_t TILES_OF_PART = 1024, MOST_PARTS = 8;
+
+Functions functions(bool half) { return hvd_cifar_vectors() == 512 ? avx512::functions(half) : avx2::functions(half); }
+
+// A thread's own memory, kept: what is given back to the system comes again page by page.
+float* scratch(std::size_t size) {
+    thread_local std::vector<float> kept;
+    if (kept.size() < size) kept.resize(size);
+    return kept.data();
+}
+
+template <class T>
+class Convolution : public OpKernel {
+  public:
+    using OpKernel::OpKernel;
+
+    void Compute(OpKernelContext* context) override {
+        const Tensor &images = context->input(0), &kernel = context->input(1);
+        OP_REQUIRES(context, images.dims() == 4 && kernel.dims() == 4 && kernel.dim_size(0) == 3 &&
+                    kernel.dim_size(1) == 3 && kernel.dim_size(2) == images.dim_size(3),
+                    errors::InvalidArgument("images [b, h, w, c] and a kernel [3, 3, c, f] are wanted, not ",
+                                            images.shape().DebugString(), " and ", kernel.shape().DebugString()));
+        OP_REQUIRES(context, hvd_cifar_vectors(), errors::Unimplemented("this processor has no AVX2"));
+        const Shape shape{images.dim_size(0), images.dim_size(1), images.dim_size(2), images.dim_size(3),
+                          kernel.dim_size(3)};
+        TensorShape wanted = images.shape();
+        wanted.set_dim(3, shape.out);
+        Tensor* outputs = nullptr;
+        OP_REQUIRES_OK(context, context->allocate_output(0, wanted, &outputs));
+        if (!outputs->NumElements()) return;
+        Tensor weights;
+        OP_REQUIRES_OK(context, context->allocate_temp(DT_FLOAT, {POINTS, shape.in, padded(shape.out)}, &weights));
+        const Functions to = functions(sizeof(T) == 2);
+        float* transformed = weights.flat<float>().data();
+        to.transform(kernel.data(), shape, transformed);
+        auto* threads = context->device()->tensorflow_cpu_worker_threads();
+        const std::ptrdiff_t cost = POINTS * (shape.in + 8) * (shape.out + 8) / 16;  // cycles of a tile, roughly
+        Shard(threads->num_threads, threads->workers, tiles_of(shape), cost, [&](int64_t first, int64_t last) {
+            to.forward(images.data(), transformed, shape, first, last, outputs->data(),
+                       scratch(scratch_of(shape)));
+        });
+    }
+};
+
+template <class T>
+class KernelGradient : public OpKernel {
+  public:
+    using OpKernel::OpKernel;
+
+    void Compute(OpKernelContext* context) override {
+        const Tensor &images = context->input(0), &gradients = context->input(1);
+        bool fit = images.dims() == 4 && gradients.dims() == 4;
+        for (int i = 0; fit && i < 3; i++) fit = images.dim_size(i) == gradients.dim_size(i);
+        OP_REQUIRES(context, fit,
+                    errors::InvalidArgument("images [b, h, w, c] and gradients [b, h, w, f] are wanted, not ",
+                                            images.shape().DebugString(), " and ", gradients.shape().DebugString()));
+        OP_REQUIRES(context, hvd_cifar_vectors(), errors::Unimplemented("this processor has no AVX2"));
+        const Shape shape{images.dim_size(0), images.dim_size(1), images.dim_size(2), images.dim_size(3),
+                          gradients.dim_size(3)};
+        Tensor* kernel = nullptr;
+        OP_REQUIRES_OK(context, context->allocate_output(0, {3, 3, shape.in, shape.out}, &kernel));
+        if (!kernel->NumElements()) return;
+        const std::ptrdiff_t tiles = tiles_of(shape), in = padded(shape.in), out = padded(shape.out);
+        const std::ptrdiff_t parts = std::clamp<std::ptrdiff_t>(tiles / TILES_OF_PART, 1, MOST_PARTS);
+        Tensor sums;
+        OP_REQUIRES_OK(context, context->allocate_temp(DT_FLOAT, {parts, POINTS, in, out}, &sums));
+        float* weights = sums.flat<float>().data();
+        std::fill_n(weights, sums.NumElements(), 0.0f);
+        const Functions to = functions(sizeof(T) == 2);
+        auto* threads = context->device()->tensorflow_cpu_worker_threads();
+        // Channels are shared out only where there are threads for them: each share transforms all gradients.
+        const std::ptrdiff_t shares =
+            std::min<std::ptrdiff_t>((threads->num_threads + parts - 1) / parts, in / CHANNELS);
+        const std::ptrdiff_t wide = (in / CHANNELS + shares - 1) / shares * CHANNELS;
+        const std::ptrdiff_t cost = tiles / parts * POINTS * (wide + 8) * (out + 8) / 16;
+        Shard(threads->num_threads, threads->workers, parts * shares, cost, [&](int64_t first, int64_t last) {
+            for (std::ptrdiff_t i = first; i < last; i++) {
+                const std::ptrdiff_t part = i / shares, channel = i % shares * wide;
+                const std::ptrdiff_t end = std::min(channel + wide, shape.in);
+                if (channel < end)
+                    to.gradient(images.data(), gradients.data(), shape, tiles * part / parts,
+                                tiles * (part + 1) / parts, channel, end, weights + part * POINTS * in * out,
+                                scratch(scratch_of(shape)));
+            }
+        });
+        to.collect(weights, parts, shape, kernel->data());
+    }
+};
+
+Status convolution_shape(shape_inference::InferenceContext* context) {
+    shape_inference::ShapeHandle images, kernel, outputs;
+    TF_RETURN_IF_ERROR(context->WithRank(context->input(0), 4, &images));
+    TF_RETURN_IF_ERROR(context->WithRank(context->input(1), 4, &kernel));
+    TF_RETURN_IF_ERROR(context->ReplaceDim(images, 3, context->Dim(kernel, 3), &outputs));
+    context->set_output(0, outputs);
+    return absl::OkStatus();
+}
+
+Status gradient_shape(shape_inference::InferenceContext* context) {
+    shape_inference::ShapeHandle images, gradients;
+    TF_RETURN_IF_ERROR(context->WithRank(context->input(0), 4, &images));
+    TF_RETURN_IF_ERROR(context->WithRank(context->input(1), 4, &gradients));
+    context->set_output(0, context->MakeShape({context->MakeDim(3), context->MakeDim(3), context->Dim(images, 3),
+                                               context->Dim(gradients, 3)}));
+    return absl::OkStatus();
+}
+
+REGISTER_OP("HvdCifarConvolution")
+    .Attr("T: {float, bfloat16}")
+    .Input("images: T")
+    .Input("kernel: T")
+    .Output("outputs: T")
+    .SetShapeFn(convolution_shape);
+REGISTER_OP("HvdCifarKernelGradient")
+    .Attr("T: {float, bfloat16}")
+    .Input("images: T")
+    .Input("gradients: T")
+    .Output("kernel: T")
+    .SetShapeFn(gradient_shape);
+
+#define REGISTER(T)                                                                                                 \
+    REGISTER_KERNEL_BUILDER(Name("HvdCifarConvolution").Device(DEVICE_CPU).TypeConstraint<T>("T"), Convolution<T>); \
+    REGISTER_KERNEL_BUILDER(Name("HvdCifarKernelGradient").Device(DEVICE_CPU).TypeConstraint<T>("T"), KernelGradient<T>)
+REGISTER(float);
+REGISTER(bfloat16);
+
+}  // namespace
+}  // namespace hvd_cifar

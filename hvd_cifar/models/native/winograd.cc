@@ -1,0 +1,362 @@
+// Convolutions in fewer multiplications (Winograd 1980; Lavin and Gray 2015), each tile transformed where it is used.
+//
+// 4 x 4 outputs of a 3 x 3 kernel take 144 multiplications as they stand, and 36 where the 6 x 6 inputs and the kernel
+// go through fixed transforms first, and the products through a third. Compiled once for each set of instructions (SET,
+// a namespace), with vectors of LANES numbers. A block of tiles stays in a core's cache from its pixels to its outputs:
+// what makes the transforms cheap, and what operations on whole batches cannot have.
+//
+// Polynomials are evaluated at 0, +-sqrt(1/2), +-sqrt(2) and infinity: the squares are each other's inverses, which
+// keeps all numbers near one. Errors are 2 times those of a sum of products, with 0, +-1, +-2 they would be 4 times.
+//
+// Nothing of the standard library is used here: a function of it, compiled for these instructions, could become the one
+// that the rest of the program gets.
+#include "winograd.h"
+
+#include <cstdint>
+#include <cstring>
+
+namespace hvd_cifar::SET {
+namespace {
+
+#define INLINE static inline __attribute__((always_inline))
+
+using Index = std::ptrdiff_t;
+using Vector = float __attribute__((vector_size(LANES * 4), aligned(4)));
+using Bits = std::uint32_t __attribute__((vector_size(LANES * 4)));
+using Halves = std::uint16_t __attribute__((vector_size(LANES * 2), aligned(2)));
+using Half = std::uint16_t;  // a bfloat16's bits
+
+constexpr Index OUTPUTS = 4, INPUTS = 6;  // of a tile's side
+constexpr Index CHANNELS = 16;  // to which channels are padded
+constexpr Index FEW_CHANNELS = 64, TILES_OF_FEW = MOST_TILES, TILES_OF_MANY = MOST_TILES / 2;
+
+constexpr float A = 0.70710678118654752f, B = 1.41421356237309505f;
+constexpr float KERNEL[INPUTS][3] = {
+    {1.0f, 0.0f, 0.0f},        {-2.0f / 3, -2.0f / 3 * A, -1.0f / 3}, {-2.0f / 3, 2.0f / 3 * A, -1.0f / 3},
+    {1.0f / 6, B / 6, 1.0f / 3}, {1.0f / 6, -B / 6, 1.0f / 3},          {0.0f, 0.0f, 1.0f},
+};
+
+INLINE Index least(Index a, Index b) { return a < b ? a : b; }
+INLINE Index most(Index a, Index b) { return a > b ? a : b; }
+INLINE Index padded_(Index channels) { return (channels + CHANNELS - 1) / CHANNELS * CHANNELS; }
+INLINE Index block_of(const Shape& s) { return s.in + s.out <= FEW_CHANNELS ? TILES_OF_FEW : TILES_OF_MANY; }
+
+INLINE Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
+INLINE void store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
+INLINE Vector load(const Half* from) {
+    const Bits bits = __builtin_convertvector(*reinterpret_cast<const Halves*>(from), Bits) << 16;
+    return reinterpret_cast<const Vector&>(bits);
+}
+INLINE void store(Half* to, Vector value) {
+    // To the nearest, ties to even. Sums of bfloat16 have no NaN whose bits this would carry into the sign.
+    const Bits bits = reinterpret_cast<const Bits&>(value);
+    *reinterpret_cast<Halves*>(to) = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves);
+}
+// The first `count` numbers, zeros behind them.
+template <class T>
+INLINE Vector load(const T* from, Index count) {
+    if (count >= LANES) return load(from);
+    T some[LANES] = {};
+    for (Index i = 0; i < count; i++) some[i] = from[i];
+    return load(some);
+}
+template <class T>
+INLINE void store(T* to, Vector value, Index count) {
+    if (count >= LANES) return store(to, value);
+    T some[LANES];
+    store(some, value);
+    for (Index i = 0; i < count; i++) to[i] = some[i];
+}
+
+// The three transforms of a line: of inputs, of products to outputs, and this one's transpose.
+INLINE void of_inputs(const Vector* d, Vector* to) {
+    const Vector even = d[4] - 2.0f * d[2], odd = A * (d[3] - 2.0f * d[1]);
+    const Vector even2 = d[4] - 0.5f * d[2], odd2 = B * (d[3] - 0.5f * d[1]);
+    to[0] = d[0] - 2.5f * d[2] + d[4];
+    to[1] = even + odd;
+    to[2] = even - odd;
+    to[3] = even2 + odd2;
+    to[4] = even2 - odd2;
+    to[5] = d[1] - 2.5f * d[3] + d[5];
+}
+INLINE void of_products(const Vector* m, Vector* to) {
+    const Vector sum = m[1] + m[2], difference = A * (m[1] - m[2]);
+    const Vector sum2 = m[3] + m[4], difference2 = B * (m[3] - m[4]);
+    to[0] = m[0] + sum + sum2;
+    to[1] = difference + difference2;
+    to[2] = 0.5f * sum + 2.0f * sum2;
+    to[3] = 0.5f * difference + 2.0f * difference2 + m[5];
+}
+INLINE void of_gradients(const Vector* y, Vector* to) {
+    const Vector even = y[0] + 0.5f * y[2], odd = A * (y[1] + 0.5f * y[3]);
+    const Vector even2 = y[0] + 2.0f * y[2], odd2 = B * (y[1] + 2.0f * y[3]);
+    to[0] = y[0];
+    to[1] = even + odd;
+    to[2] = even - odd;
+    to[3] = even2 + odd2;
+    to[4] = even2 - odd2;
+    to[5] = y[3];
+}
+
+// A tile's first output, and its pixels that are within the image: rows from `top` up to `bottom`, columns likewise.
+struct Place {
+    Index image, row, column, top, bottom, left, right;
+    bool inside;  // all of them
+};
+INLINE Place place_of(const Shape& s, Index tile, Index before, Index side) {
+    const Index across = (s.width + OUTPUTS - 1) / OUTPUTS, down = (s.height + OUTPUTS - 1) / OUTPUTS;
+    Place p;
+    p.image = tile / (across * down);
+    const Index within = tile - p.image * across * down;
+    p.row = within / across * OUTPUTS - before;
+    p.column = within % across * OUTPUTS - before;
+    p.top = most(0, -p.row);
+    p.left = most(0, -p.column);
+    p.bottom = least(side, s.height - p.row);
+    p.right = least(side, s.width - p.column);
+    p.inside = p.top == 0 && p.left == 0 && p.bottom == side && p.right == side;
+    return p;
+}
+
+// SIDE x SIDE pixels of each tile and of channels from `channel` up to `end`, transformed by LINE along both axes, as
+// [POINTS, count tiles, channels padded], APART between points.
+template <Index SIDE, void (*LINE)(const Vector*, Vector*), class T>
+INLINE void spread(const T* pixels, const Shape& s, Index channels, Index channel, Index end, Index first, Index count,
+                   float* to) {
+    const Index wide = padded_(end - channel), point = count * wide + APART;
+    const Index next_column = channels, next_row = s.width * channels;
+    for (Index t = 0; t < count; t++) {
+        const Place p = place_of(s, first + t, SIDE == INPUTS ? 1 : 0, SIDE);
+        const T* corner = pixels + (p.image * s.height + p.row) * next_row + p.column * next_column + channel;
+        for (Index c = 0; c < wide; c += LANES) {
+            Vector lines[INPUTS][SIDE];
+            float* target = to + t * wide + c;
+            const Index here = end - channel - c;
+            if (p.inside && here >= LANES) {
+#pragma GCC unroll 6
+                for (Index j = 0; j < SIDE; j++) {
+                    Vector seen[SIDE], made[INPUTS];
+#pragma GCC unroll 6
+                    for (Index i = 0; i < SIDE; i++) seen[i] = load(corner + i * next_row + j * next_column + c);
+                    LINE(seen, made);
+#pragma GCC unroll 6
+                    for (Index i = 0; i < INPUTS; i++) lines[i][j] = made[i];
+                }
+            } else {
+                for (Index j = 0; j < SIDE; j++) {
+                    Vector seen[SIDE], made[INPUTS];
+                    for (Index i = 0; i < SIDE; i++) {
+                        const bool there = i >= p.top && i < p.bottom && j >= p.left && j < p.right && here > 0;
+                        seen[i] = there ? load(corner + i * next_row + j * next_column + c, here) : Vector{};
+                    }
+                    LINE(seen, made);
+                    for (Index i = 0; i < INPUTS; i++) lines[i][j] = made[i];
+                }
+            }
+#pragma GCC unroll 6
+            for (Index i = 0; i < INPUTS; i++) {
+                Vector made[INPUTS];
+                LINE(lines[i], made);
+#pragma GCC unroll 6
+                for (Index j = 0; j < INPUTS; j++) store(target + (i * INPUTS + j) * point, made[j]);
+            }
+        }
+    }
+}
+
+// [TILES, inner] times [inner, VECTORS vectors of `out`] -> [TILES, VECTORS vectors of `out`].
+template <Index TILES, Index VECTORS>
+INLINE void product(const float* tiles, Index stride, Index inner, const float* weights, Index out, float* to) {
+    Vector sums[TILES][VECTORS];
+#pragma GCC unroll 16
+    for (Index t = 0; t < TILES; t++)
+#pragma GCC unroll 2
+        for (Index v = 0; v < VECTORS; v++) sums[t][v] = Vector{};
+    for (Index c = 0; c < inner; c++) {
+        Vector weight[VECTORS];
+#pragma GCC unroll 2
+        for (Index v = 0; v < VECTORS; v++) weight[v] = load(weights + c * out + v * LANES);
+#pragma GCC unroll 16
+        for (Index t = 0; t < TILES; t++)
+#pragma GCC unroll 2
+            for (Index v = 0; v < VECTORS; v++) sums[t][v] += tiles[t * stride + c] * weight[v];
+    }
+#pragma GCC unroll 16
+    for (Index t = 0; t < TILES; t++)
+#pragma GCC unroll 2
+        for (Index v = 0; v < VECTORS; v++) store(to + t * out + v * LANES, sums[t][v]);
+}
+
+// All tiles of a block, MANY at a time.
+template <Index MANY, Index VECTORS>
+INLINE void products(const float* tiles, Index stride, Index inner, const float* weights, Index out, Index count,
+                     float* to) {
+    for (Index k = 0; k < out; k += VECTORS * LANES) {
+        Index t = 0;
+        for (; t + MANY <= count; t += MANY)
+            product<MANY, VECTORS>(tiles + t * stride, stride, inner, weights + k, out, to + t * out + k);
+        for (; t < count; t++)
+            product<1, VECTORS>(tiles + t * stride, stride, inner, weights + k, out, to + t * out + k);
+    }
+}
+
+// weights [CHANNELS_, VECTORS vectors of `out`] += [count tiles, CHANNELS_] transposed times [count tiles, out].
+template <Index CHANNELS_, Index VECTORS>
+INLINE void outer(const float* tiles, Index stride, const float* gradients, Index out, Index count, float* weights) {
+    Vector sums[CHANNELS_][VECTORS];
+#pragma GCC unroll 16
+    for (Index c = 0; c < CHANNELS_; c++)
+#pragma GCC unroll 2
+        for (Index v = 0; v < VECTORS; v++) sums[c][v] = load(weights + c * out + v * LANES);
+    for (Index t = 0; t < count; t++) {
+        Vector gradient[VECTORS];
+#pragma GCC unroll 2
+        for (Index v = 0; v < VECTORS; v++) gradient[v] = load(gradients + t * out + v * LANES);
+#pragma GCC unroll 16
+        for (Index c = 0; c < CHANNELS_; c++)
+#pragma GCC unroll 2
+            for (Index v = 0; v < VECTORS; v++) sums[c][v] += tiles[t * stride + c] * gradient[v];
+    }
+#pragma GCC unroll 16
+    for (Index c = 0; c < CHANNELS_; c++)
+#pragma GCC unroll 2
+        for (Index v = 0; v < VECTORS; v++) store(weights + c * out + v * LANES, sums[c][v]);
+}
+
+template <Index MANY, Index VECTORS>
+INLINE void outers(const float* tiles, Index in, const float* gradients, Index out, Index count, float* weights) {
+    for (Index k = 0; k < out; k += VECTORS * LANES)
+        for (Index c = 0; c < in; c += MANY)
+            outer<MANY, VECTORS>(tiles + c, in, gradients + k, out, count, weights + c * out + k);
+}
+
+template <class T>
+void transform(const void* kernel, const Shape& s, float* weights) {
+    const Index out = padded_(s.out);
+    for (Index c = 0; c < s.in; c++)
+        for (Index k = 0; k < out; k += LANES) {
+            Vector seen[3][3], lines[INPUTS][3];
+            for (Index i = 0; i < 3; i++)
+                for (Index j = 0; j < 3; j++) {
+                    const T* from = static_cast<const T*>(kernel) + ((i * 3 + j) * s.in + c) * s.out + k;
+                    seen[i][j] = s.out > k ? load(from, s.out - k) : Vector{};
+                }
+            for (Index i = 0; i < INPUTS; i++)
+                for (Index j = 0; j < 3; j++)
+                    lines[i][j] = KERNEL[i][0] * seen[0][j] + KERNEL[i][1] * seen[1][j] + KERNEL[i][2] * seen[2][j];
+            for (Index i = 0; i < INPUTS; i++)
+                for (Index j = 0; j < INPUTS; j++)
+                    store(weights + ((i * INPUTS + j) * s.in + c) * out + k,
+                          KERNEL[j][0] * lines[i][0] + KERNEL[j][1] * lines[i][1] + KERNEL[j][2] * lines[i][2]);
+        }
+}
+
+template <class T>
+void forward(const void* images, const float* weights, const Shape& s, Index first, Index last, void* outputs,
+             float* scratch) {
+    const Index block = block_of(s), in = padded_(s.in), out = padded_(s.out);
+    float* made = scratch + POINTS * (block * in + APART);
+    for (Index f = first; f < last; f += block) {
+        const Index count = least(block, last - f);
+        spread<INPUTS, of_inputs>(static_cast<const T*>(images), s, s.in, 0, s.in, f, count, scratch);
+        const Index point = count * out + APART;
+        for (Index p = 0; p < POINTS; p++) {
+            const float* tiles = scratch + p * (count * in + APART);
+            const float* weight = weights + p * s.in * out;
+            if (out % (2 * LANES))
+                products<2 * MANY_TILES, 1>(tiles, in, s.in, weight, out, count, made + p * point);
+            else
+                products<MANY_TILES, 2>(tiles, in, s.in, weight, out, count, made + p * point);
+        }
+        for (Index t = 0; t < count; t++) {
+            const Place p = place_of(s, f + t, 0, OUTPUTS);
+            T* corner = static_cast<T*>(outputs) + ((p.image * s.height + p.row) * s.width + p.column) * s.out;
+            for (Index k = 0; k < s.out; k += LANES) {
+                Vector lines[OUTPUTS][INPUTS];
+                const float* from = made + t * out + k;
+#pragma GCC unroll 6
+                for (Index j = 0; j < INPUTS; j++) {
+                    Vector seen[INPUTS], results[OUTPUTS];
+#pragma GCC unroll 6
+                    for (Index i = 0; i < INPUTS; i++) seen[i] = load(from + (i * INPUTS + j) * point);
+                    of_products(seen, results);
+#pragma GCC unroll 4
+                    for (Index i = 0; i < OUTPUTS; i++) lines[i][j] = results[i];
+                }
+                if (p.inside && s.out - k >= LANES) {
+#pragma GCC unroll 4
+                    for (Index i = 0; i < OUTPUTS; i++) {
+                        Vector results[OUTPUTS];
+                        of_products(lines[i], results);
+#pragma GCC unroll 4
+                        for (Index j = 0; j < OUTPUTS; j++) store(corner + (i * s.width + j) * s.out + k, results[j]);
+                    }
+                } else {
+                    for (Index i = 0; i < p.bottom; i++) {
+                        Vector results[OUTPUTS];
+                        of_products(lines[i], results);
+                        for (Index j = 0; j < p.right; j++)
+                            store(corner + (i * s.width + j) * s.out + k, results[j], s.out - k);
+                    }
+                }
+            }
+        }
+    }
+}
+
+template <class T>
+void gradient(const void* images, const void* gradients, const Shape& s, Index first, Index last, Index channel,
+              Index end, float* weights, float* scratch) {
+    const Index block = block_of(s), here = padded_(end - channel), in = padded_(s.in), out = padded_(s.out);
+    float* changes = scratch + POINTS * (block * here + APART);
+    for (Index f = first; f < last; f += block) {
+        const Index count = least(block, last - f);
+        spread<INPUTS, of_inputs>(static_cast<const T*>(images), s, s.in, channel, end, f, count, scratch);
+        spread<OUTPUTS, of_gradients>(static_cast<const T*>(gradients), s, s.out, 0, s.out, f, count, changes);
+        for (Index p = 0; p < POINTS; p++) {
+            const float* tiles = scratch + p * (count * here + APART);
+            const float* change = changes + p * (count * out + APART);
+            float* sums = weights + (p * in + channel) * out;
+            if (out % (2 * LANES))
+                outers<2 * MANY_CHANNELS, 1>(tiles, here, change, out, count, sums);
+            else
+                outers<MANY_CHANNELS, 2>(tiles, here, change, out, count, sums);
+        }
+    }
+}
+
+template <class T>
+void collect(const float* weights, Index parts, const Shape& s, void* kernel) {
+    const Index in = padded_(s.in), out = padded_(s.out);
+    for (Index c = 0; c < s.in; c++)
+        for (Index k = 0; k < s.out; k += LANES) {
+            Vector lines[3][INPUTS];
+            for (Index j = 0; j < INPUTS; j++) {
+                Vector sums[3] = {};
+                for (Index i = 0; i < INPUTS; i++) {
+                    Vector sum{};
+                    for (Index part = 0; part < parts; part++)
+                        sum += load(weights + ((part * POINTS + i * INPUTS + j) * in + c) * out + k);
+                    for (Index tap = 0; tap < 3; tap++) sums[tap] += KERNEL[i][tap] * sum;
+                }
+                for (Index tap = 0; tap < 3; tap++) lines[tap][j] = sums[tap];
+            }
+            for (Index i = 0; i < 3; i++)
+                for (Index tap = 0; tap < 3; tap++) {
+                    Vector sum{};
+                    for (Index j = 0; j < INPUTS; j++) sum += KERNEL[j][tap] * lines[i][j];
+                    store(static_cast<T*>(kernel) + ((i * 3 + tap) * s.in + c) * s.out + k, sum, s.out - k);
+                }
+        }
+}
+
+template <class T>
+Functions of() {
+    return {transform<T>, forward<T>, gradient<T>, collect<T>};
+}
+
+}  // namespace
+
+Functions functions(bool half) { return half ? of<Half>() : of<float>(); }
+
+}  // namespace hvd_cifar::SET

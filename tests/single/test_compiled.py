@@ -1,0 +1,200 @@
+"""Convolutions that set-up compiled: TensorFlow's values and gradients, to the bit however they are computed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvd_cifar.models import compiled
+
+CPUINFO = Path("/proc/cpuinfo").read_text()
+there = pytest.mark.skipif(
+    platform.machine() != "x86_64" or " avx2" not in CPUINFO, reason="compiled for processors with AVX2"
+)
+# Whole tiles, parts of them, less than one; channels that fill vectors, and that do not; as many tiles as have parts.
+SHAPES = [
+    (2, 8, 8, 16, 16),
+    (3, 7, 5, 24, 40),
+    (1, 1, 1, 3, 5),
+    (5, 9, 14, 17, 33),
+    (2, 15, 15, 64, 64),
+    (1, 4, 4, 128, 48),
+    (70, 16, 23, 16, 32),
+]
+
+
+def draw(shape: tuple[int, ...], dtype: Any) -> list[Any]:
+    """Images, kernel, and a gradient of outputs."""
+    images, height, width, channels, filters = shape
+    numbers = np.random.default_rng(7)
+    sizes = (images, height, width, channels), (3, 3, channels, filters), (images, height, width, filters)
+    return [tf.cast(numbers.normal(size=size), dtype) for size in sizes]
+
+
+def both_ways(convolve: Any, images: Any, kernel: Any, upstream: Any) -> list[Any]:
+    """Outputs, gradients of images and of the kernel, in float64."""
+
+    def run(x: Any, weights: Any, change: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            tape.watch([x, weights])
+            made = convolve(x, weights)
+        return [made, *tape.gradient(made, [x, weights], change)]
+
+    results = tf.function(run, autograph=False)(images, kernel, upstream)
+    return [tf.cast(value, tf.float64).numpy() for value in results]
+
+
+def plain(images: Any, kernel: Any) -> Any:
+    return tf.nn.conv2d(images, kernel, 1, "SAME")
+
+
+@there
+def test_set_up_compiled_them() -> None:
+    assert compiled.operations() is not None
+    assert compiled.about() == f"compiled, vectors of {512 if ' avx512f' in CPUINFO else 256} bits"
+
+
+@there
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients_are_the_convolution_s(shape: tuple[int, ...], dtype: str) -> None:
+    given = draw(shape, dtype)
+    exact = both_ways(plain, *(tf.cast(value, tf.float64) for value in given))
+    for ours, right in zip(both_ways(compiled.convolve, *given), exact, strict=True):
+        assert ours.shape == right.shape
+        typical = np.sqrt((right**2).mean())
+        # Of float32, what sums of thousands lose; of bfloat16 half of its last digit, and no more.
+        relative, absolute = (0, 3e-5) if dtype == "float32" else (2**-8, 1e-4)
+        np.testing.assert_allclose(ours, right, rtol=relative, atol=absolute * typical)
+
+
+@there
+def test_an_image_s_outputs_do_not_hang_on_its_batch() -> None:
+    images, kernel, _ = draw((70, 15, 14, 24, 32), "float32")
+    whole = compiled.convolve(images, kernel)
+    for first, last in ((0, 70), (3, 4), (11, 60)):
+        assert np.array_equal(compiled.convolve(images[first:last], kernel), whole[first:last])
+
+
+@there
+def test_no_images_have_a_gradient_of_zeros() -> None:
+    outputs, images, kernel = both_ways(compiled.convolve, *draw((0, 8, 8, 16, 16), "float32"))
+    assert outputs.shape == (0, 8, 8, 16) and images.shape == (0, 8, 8, 16)
+    assert kernel.shape == (3, 3, 16, 16) and not kernel.any()
+
+
+@there
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so(wrong: float, dtype: str) -> None:
+    images, kernel, upstream = draw((2, 8, 8, 16, 16), "float32")
+    spoilt = images.numpy()
+    spoilt[1, 5, 2, 3] = wrong
+    given = [tf.cast(value, dtype) for value in (spoilt, kernel, upstream)]
+    outputs, _, of_kernel = both_ways(compiled.convolve, *given)
+    assert not np.isfinite(outputs[1, 4:7, 1:4]).any()
+    assert np.isfinite(outputs[0]).all()
+    assert not np.isfinite(of_kernel[:, :, 3]).any()
+
+
+@there
+@pytest.mark.parametrize(
+    ("images", "kernel"),
+    [((2, 8, 8, 16), (3, 3, 8, 16)), ((2, 8, 8, 16), (5, 5, 16, 16)), ((8, 8, 16), (3, 3, 16, 16))],
+)
+def test_other_shapes_are_refused(images: tuple[int, ...], kernel: tuple[int, ...]) -> None:
+    made = compiled.operations()
+    with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
+        made.hvd_cifar_convolution(images=tf.zeros(images), kernel=tf.zeros(kernel))
+    with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
+        made.hvd_cifar_kernel_gradient(images=tf.zeros(images), gradients=tf.zeros((2, 8, 7, 16)))
+
+
+DIGESTS = """
+import hashlib
+import tensorflow as tf
+tf.config.threading.set_intra_op_parallelism_threads({threads})
+from tests.single.test_compiled import SHAPES, both_ways, compiled, draw
+if compiled.operations() is None:
+    print("none")
+else:
+    for dtype in ("float32", "bfloat16"):
+        for shape in SHAPES:
+            values = both_ways(compiled.convolve, *draw(shape, dtype))
+            print(hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest())
+"""
+
+
+def digests(threads: int, vectors: int) -> list[str]:
+    """Of all results, by a process of its own with so many threads, and vectors of so many bits."""
+    done = subprocess.run(
+        [sys.executable, "-c", DIGESTS.format(threads=threads)],
+        env={**os.environ, "HVD_CIFAR_VECTORS": str(vectors), "TF_CPP_MIN_LOG_LEVEL": "2"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+@there
+def test_the_same_bits_with_any_threads_and_vectors() -> None:
+    alone = digests(1, 512)
+    assert len(alone) == 2 * len(SHAPES)
+    assert digests(5, 512) == alone
+    assert digests(2, 256) == alone  # where there is AVX-512, the other translation
+
+
+@there
+def test_they_can_be_left_out() -> None:
+    assert digests(1, 0) == ["none"]
+
+
+def test_without_the_library_or_with_one_of_another_tensorflow_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert compiled.operations.__wrapped__() is None
+    (tmp_path / compiled.LIBRARY).parent.mkdir(parents=True)
+    (tmp_path / compiled.LIBRARY).write_bytes(b"\x7fELF of somebody else's")
+    assert compiled.operations.__wrapped__() is None
+
+
+@pytest.mark.parametrize(
+    ("size", "shape", "dtype", "tiles", "quicker"),
+    [
+        ((32, 32), (3, 3, 16, 16), "float32", False, True),
+        ((32, 32), (3, 3, 16, 16), "bfloat16", False, True),
+        ((16, 16), (3, 3, 32, 32), "bfloat16", False, True),
+        ((16, 16), (3, 3, 32, 32), "bfloat16", True, False),
+        ((16, 16), (3, 3, 32, 32), "float32", True, True),
+        ((32, 32), (3, 3, 3, 16), "float32", False, False),
+        ((16, 16), (5, 5, 32, 32), "float32", False, False),
+        ((16, 16), (3, 3, 32, 32), "float64", False, False),
+        ((16, 16), (3, 3, 32, 32), "float16", False, False),
+        ((7, 7), (3, 3, 256, 256), "float32", False, False),
+        ((15, 15), (3, 3, 64, 256), "float32", False, True),
+    ],
+)
+def test_where_they_are_quicker(
+    size: tuple[int, int],
+    shape: tuple[int, ...],
+    dtype: str,
+    tiles: bool,
+    quicker: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiled, "operations", lambda: object())
+    monkeypatch.setattr(compiled, "_told", lambda question: int(tiles))
+    assert compiled.is_quicker(*size, shape, dtype) == quicker
+    monkeypatch.setattr(compiled, "operations", lambda: None)
+    assert not compiled.is_quicker(*size, shape, dtype)
