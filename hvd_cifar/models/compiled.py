@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,9 @@ from typing import Any
 import tensorflow as tf
 
 LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environment, where install/ puts it
-TYPES = ("float32", "bfloat16")
 # Channels, of images and of outputs, from which on it is quicker than oneDNN: transforms are for each channel, products
 # for each pair of channels.
-LEAST_CHANNELS = 16
+LEAST_CHANNELS = {"float32": 16, "bfloat16": 24}
 # Weights that are too many for a core's cache, for each of a few tiles: `winograd` and oneDNN are quicker with them.
 MOST_WEIGHTS, LEAST_PIXELS = 200_000, 8
 
@@ -46,7 +46,7 @@ def is_quicker(height: int, width: int, shape: tuple[int, ...], dtype: str) -> b
     Not in bfloat16 where the processor multiplies that in tiles (AMX).
     """
     *taps, channels, filters = shape
-    if taps != [3, 3] or dtype not in TYPES or min(channels, filters) < LEAST_CHANNELS:
+    if taps != [3, 3] or min(channels, filters) < LEAST_CHANNELS.get(dtype, math.inf):
         return False
     if 9 * channels * filters > MOST_WEIGHTS and min(height, width) < LEAST_PIXELS:
         return False

@@ -6,6 +6,7 @@ batch are dealt to ranks and slices: the sum of all shares is the gradient of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -80,6 +81,8 @@ def make_train_step(
     real = tf.float64 if model.compute_dtype == "float64" else tf.float32
     statistics = moving_statistics(model) if virtual_shards else []
     index_of = {id(v): i for i, v in enumerate(variables)}
+    decayed = {id(v) for v in net.decayed} if weight_decay else set()
+    watched = [v for v in variables if id(v) not in decayed]
 
     def share_of(image: Any, label: Any, weight: Any, count: Any, start: Sequence[Any]) -> tuple[Any, list[Any]]:
         """A slice's share of the loss, and of its gradient with, for virtual shards, its moving statistics."""
@@ -100,6 +103,11 @@ def make_train_step(
             pull = tf.cast(optimizer.scale_loss(pull), real)
             for v in net.decayed:
                 gradients[index_of[id(v)]] += tf.cast(pull, v.dtype) * v.value
+        if watched:
+            # TensorFlow's maxima, and its batch norm with a ReLU behind it, let no NaN through to the loss. Backward
+            # meets it, and puts it into a variable: weight decay shows it in the next loss, and this where none is.
+            sound = tf.math.is_finite(tf.add_n([tf.cast(tf.nn.l2_loss(v.value), real) for v in watched]))
+            share = tf.where(sound, share, tf.constant(math.nan, real))
         return share, [*gradients, *(tf.convert_to_tensor(statistic.value) for statistic in statistics)]
 
     def update(share: Any, found: Sequence[Any], learning_rate: Any, request: Any) -> Any:

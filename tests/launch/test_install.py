@@ -306,7 +306,7 @@ def test_set_up_goes_on_without_convolutions_of_its_own(tmp_path: Path, capsys: 
 
 def test_what_is_compiled_is_where_training_looks() -> None:
     assert convolutions.LIBRARY == compiled.LIBRARY
-    assert convolutions.SOURCES == Path(compiled.__file__).parent / "native"
+    assert Path(compiled.__file__).parent / "native" == convolutions.SOURCES
 
 
 def test_a_record_that_was_cut_counts_as_none(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -73,3 +74,36 @@ def test_fast_trains_on_the_smallest_images(side: int, precision: str, monkeypat
     )
     traced(*batch)
     assert all(gradient is not None for gradient in optimizer.gradients)
+
+
+class _Descent(_Recorder):
+    """The optimizer's share in a NaN's way: what a gradient has, its variable gets."""
+
+    def apply(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        for gradient, variable in zip(gradients, variables, strict=True):
+            variable.assign_sub(0.001 * gradient)
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16", "float64"])
+@pytest.mark.parametrize("name", ["tutorial", "resnet8", "fast"])
+def test_a_nan_shows_in_the_loss(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the next one at the latest, although TensorFlow's maxima and its batch norm with a ReLU let none through."""
+    monkeypatch.setattr(sync, "sums_in_graph", lambda values, *_: list(values))
+    net = models.build(name, 32, precision)
+    step = make_train_step(net, _Descent(), weight_decay=0.001)
+    images = np.random.default_rng(3).normal(size=(4, 32, 32, 3)).astype(np.float32)
+    start = [variable.numpy() for variable in net.model.variables]
+
+    def loss() -> float:
+        batch = tf.constant(images), tf.constant([1, 2, 3, 4]), tf.ones((4,))
+        return float(step([batch], tf.constant(4), tf.constant(0.1), tf.constant(0.0))[0])
+
+    assert np.isfinite([loss(), loss()]).all()
+    images[2, 5, 7, 1] = np.nan
+    loss()
+    images[2, 5, 7, 1] = 0.0
+    assert np.isnan(loss())
+    for spoilt in net.model.trainable_variables:
+        for variable, value in zip(net.model.variables, start, strict=True):
+            variable.assign(np.full_like(value, np.nan) if variable is spoilt else value)
+        assert np.isnan(loss()), spoilt.path
