@@ -1,6 +1,7 @@
 """What all tests share: Keras's types put back, the embedded data set, and where real CIFAR-10 lies, if it does."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ settings.register_profile("shared machine", deadline=None)  # a slow example is 
 settings.load_profile("shared machine")
 
 FOLDER = "cifar-10-batches-bin"
+
+# A shell's background jobs ignore it, and what they start does, too: tests of Ctrl-C would wait for nothing.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
