@@ -74,8 +74,9 @@ def make_train_step(
 
     Returns:
         A function (slices, global_count, learning_rate, request) -> float [2], the same on every rank: the loss of the
-        global batch (mean cross-entropy plus weight decay), and the sum of the ranks' `request`s, by which they agree
-        on a checkpoint without a collective of its own. `slices` are (image [b, side, side, 3], label [b], weight [b]).
+        global batch (mean cross-entropy plus weight decay; NaN where a variable is not finite), and the sum of the
+        ranks' `request`s, by which they agree on a checkpoint without a collective of its own. `slices` are
+        (image [b, side, side, 3], label [b], weight [b]).
     """
     model, variables = net.model, net.model.trainable_variables
     real = tf.float64 if model.compute_dtype == "float64" else tf.float32

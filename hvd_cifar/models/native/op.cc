@@ -34,13 +34,11 @@ namespace hvd_cifar {
 
 std::ptrdiff_t tiles_of(const Shape& s) { return s.images * ((s.height + 3) / 4) * ((s.width + 3) / 4); }
 
-std::ptrdiff_t padded(std::ptrdiff_t channels) { return (channels + 15) / 16 * 16; }
-
 namespace {
 
 using namespace tensorflow;
 
-constexpr std::ptrdiff_t CHANNELS = 16;  // of images whose weights' gradients one thread sums at least
+constexpr std::ptrdiff_t CHANNELS = padded(1);  // of images whose weights' gradients one thread sums at least
 // Tiles whose share of the kernel's gradient is summed by itself: the order of a sum is that of the shapes, whatever the
 // number of threads. Fewer parts cost less.
 constexpr std::ptrdiff_t TILES_OF_PART = 1024, MOST_PARTS = 8;

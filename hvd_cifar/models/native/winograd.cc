@@ -27,7 +27,6 @@ using Halves = std::uint16_t __attribute__((vector_size(LANES * 2), aligned(2)))
 using Half = std::uint16_t;  // a bfloat16's bits
 
 constexpr Index OUTPUTS = 4, INPUTS = 6;  // of a tile's side
-constexpr Index CHANNELS = 16;  // to which channels are padded
 constexpr Index FEW_CHANNELS = 64, TILES_OF_FEW = MOST_TILES, TILES_OF_MANY = MOST_TILES / 2;
 
 constexpr float A = 0.70710678118654752f, B = 1.41421356237309505f;
@@ -38,7 +37,6 @@ constexpr float KERNEL[INPUTS][3] = {
 
 INLINE Index least(Index a, Index b) { return a < b ? a : b; }
 INLINE Index most(Index a, Index b) { return a > b ? a : b; }
-INLINE Index padded_(Index channels) { return (channels + CHANNELS - 1) / CHANNELS * CHANNELS; }
 INLINE Index block_of(const Shape& s) { return s.in + s.out <= FEW_CHANNELS ? TILES_OF_FEW : TILES_OF_MANY; }
 
 INLINE Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
@@ -123,7 +121,7 @@ INLINE Place place_of(const Shape& s, Index tile, Index before, Index side) {
 template <Index SIDE, void (*LINE)(const Vector*, Vector*), class T>
 INLINE void spread(const T* pixels, const Shape& s, Index channels, Index channel, Index end, Index first, Index count,
                    float* to) {
-    const Index wide = padded_(end - channel), point = count * wide + APART;
+    const Index wide = padded(end - channel), point = count * wide + APART;
     const Index next_column = channels, next_row = s.width * channels;
     for (Index t = 0; t < count; t++) {
         const Place p = place_of(s, first + t, SIDE == INPUTS ? 1 : 0, SIDE);
@@ -232,7 +230,7 @@ INLINE void outers(const float* tiles, Index in, const float* gradients, Index o
 
 template <class T>
 void transform(const void* kernel, const Shape& s, float* weights) {
-    const Index out = padded_(s.out);
+    const Index out = padded(s.out);
     for (Index c = 0; c < s.in; c++)
         for (Index k = 0; k < out; k += LANES) {
             Vector seen[3][3], lines[INPUTS][3];
@@ -254,7 +252,7 @@ void transform(const void* kernel, const Shape& s, float* weights) {
 template <class T>
 void forward(const void* images, const float* weights, const Shape& s, Index first, Index last, void* outputs,
              float* scratch) {
-    const Index block = block_of(s), in = padded_(s.in), out = padded_(s.out);
+    const Index block = block_of(s), in = padded(s.in), out = padded(s.out);
     float* made = scratch + POINTS * (block * in + APART);
     for (Index f = first; f < last; f += block) {
         const Index count = least(block, last - f);
@@ -307,7 +305,7 @@ void forward(const void* images, const float* weights, const Shape& s, Index fir
 template <class T>
 void gradient(const void* images, const void* gradients, const Shape& s, Index first, Index last, Index channel,
               Index end, float* weights, float* scratch) {
-    const Index block = block_of(s), here = padded_(end - channel), in = padded_(s.in), out = padded_(s.out);
+    const Index block = block_of(s), here = padded(end - channel), in = padded(s.in), out = padded(s.out);
     float* changes = scratch + POINTS * (block * here + APART);
     for (Index f = first; f < last; f += block) {
         const Index count = least(block, last - f);
@@ -327,7 +325,7 @@ void gradient(const void* images, const void* gradients, const Shape& s, Index f
 
 template <class T>
 void collect(const float* weights, Index parts, const Shape& s, void* kernel) {
-    const Index in = padded_(s.in), out = padded_(s.out);
+    const Index in = padded(s.in), out = padded(s.out);
     for (Index c = 0; c < s.in; c++)
         for (Index k = 0; k < s.out; k += LANES) {
             Vector lines[3][INPUTS];

@@ -15,7 +15,7 @@ struct Shape {
 std::ptrdiff_t tiles_of(const Shape& shape);
 
 // Channels as they are in scratch and in transformed weights: vectors are full there.
-std::ptrdiff_t padded(std::ptrdiff_t channels);
+static constexpr std::ptrdiff_t padded(std::ptrdiff_t channels) { return (channels + 15) / 16 * 16; }
 
 constexpr std::ptrdiff_t POINTS = 36;  // transformed weights of a kernel for each pair of channels, 6 x 6
 
