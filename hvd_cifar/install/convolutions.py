@@ -16,12 +16,11 @@ OPTIONS = ["-std=c++17", "-fPIC", "-DNDEBUG"]
 # Numbers keep their NaN and infinities; what is left out are the flags that C's mathematics sets.
 QUICK = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 # One translation for each set of instructions; which one runs is found out there. Registers: 32, and 16 of AVX2.
+WIDE = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512", "-DLANES=16"]
 SETS = {
-    "avx512": [
-        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"),
-        *("-DLANES=16", "-DMANY_TILES=8", "-DMANY_CHANNELS=8"),
-    ],
-    "avx2": ["-mavx2", "-mfma", "-DLANES=8", "-DMANY_TILES=4", "-DMANY_CHANNELS=4"],
+    "avx512": ["winograd.cc", *WIDE, "-DMANY_TILES=8", "-DMANY_CHANNELS=8"],
+    "avx2": ["winograd.cc", "-mavx2", "-mfma", "-DLANES=8", "-DMANY_TILES=4", "-DMANY_CHANNELS=4"],
+    "avx512_bf16": ["dots.cc", *WIDE, "-mavx512bf16"],
 }
 
 
@@ -48,10 +47,10 @@ def compile_into(steps: Steps, venv: Path, described: Mapping[str, str], machine
 
 def _compile(steps: Steps, compiler: str, tensorflow: Path, work: Path) -> None:
     objects = []
-    for name, options in SETS.items():
+    for name, (source, *options) in SETS.items():
         objects.append(str(work / f"{name}.o"))
-        source = str(SOURCES / "winograd.cc")
-        steps.run([compiler, *OPTIONS, *QUICK, *options, f"-DSET={name}", "-c", source, "-o", objects[-1]])
+        there = str(SOURCES / source)
+        steps.run([compiler, *OPTIONS, *QUICK, *options, f"-DSET={name}", "-c", there, "-o", objects[-1]])
     # TensorFlow's headers, whose warnings are not ours.
     objects.append(str(work / "op.o"))
     headers = ["-w", "-isystem", str(tensorflow / "include")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import tensorflow as tf
 LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environment, where install/ puts it
 # Channels, of images and of outputs, from which on it is quicker than oneDNN: transforms are for each channel, products
 # for each pair of channels.
-LEAST_CHANNELS = {"float32": 16, "bfloat16": 24}
+LEAST_CHANNELS = {"float32": 16, "bfloat16": 24, "bfloat16, dots": 16}
 # Weights that are too many for a core's cache, for each of a few tiles: `winograd` and oneDNN are quicker with them.
 MOST_WEIGHTS, LEAST_PIXELS = 200_000, 8
 
@@ -23,7 +22,8 @@ MOST_WEIGHTS, LEAST_PIXELS = 200_000, 8
 def operations() -> Any:
     """The library's operations; None where there are none: not compiled, or no processor for them.
 
-    Those are x86 with AVX2, or AVX-512. `HVD_CIFAR_VECTORS` (512, 256 or 0 bits) has them do with less, or not run.
+    Those are x86 with AVX2, or AVX-512. `HVD_CIFAR_VECTORS` (512, 256 or 0 bits) has them do with less, or not run;
+    `HVD_CIFAR_DOTS=0` without sums of bfloat16's products (AVX512-BF16), which are quicker and less exact.
     """
     path = Path(sys.prefix) / LIBRARY
     if not path.exists():
@@ -32,12 +32,15 @@ def operations() -> Any:
         made = tf.load_op_library(str(path))
     except tf.errors.NotFoundError:  # of another TensorFlow
         return None
-    return made if _told("hvd_cifar_vectors") else None
+    return made if told("vectors") else None
 
 
 def about() -> str:
     """Whose convolutions a run takes, in words for its record."""
-    return f"compiled, vectors of {_told('hvd_cifar_vectors')} bits" if operations() else "TensorFlow's"
+    if operations() is None:
+        return "TensorFlow's"
+    dots = ", bfloat16 by sums of products" if told("dots") else ""
+    return f"compiled, vectors of {told('vectors')} bits{dots}"
 
 
 def is_quicker(height: int, width: int, shape: tuple[int, ...], dtype: str) -> bool:
@@ -46,15 +49,19 @@ def is_quicker(height: int, width: int, shape: tuple[int, ...], dtype: str) -> b
     Not in bfloat16 where the processor multiplies that in tiles (AMX).
     """
     *taps, channels, filters = shape
-    if taps != [3, 3] or min(channels, filters) < LEAST_CHANNELS.get(dtype, math.inf):
+    if taps != [3, 3] or dtype not in LEAST_CHANNELS or operations() is None:
         return False
-    if 9 * channels * filters > MOST_WEIGHTS and min(height, width) < LEAST_PIXELS:
+    if dtype == "bfloat16" and told("tiles"):
         return False
-    return operations() is not None and not (dtype == "bfloat16" and _told("hvd_cifar_tiles"))
+    dots = dtype == "bfloat16" and told("dots")
+    if min(channels, filters) < LEAST_CHANNELS[f"{dtype}, dots" if dots else dtype]:
+        return False
+    return bool(dots) or 9 * channels * filters <= MOST_WEIGHTS or min(height, width) >= LEAST_PIXELS
 
 
-def _told(question: str) -> int:
-    return int(getattr(ctypes.CDLL(str(Path(sys.prefix) / LIBRARY)), question)())
+def told(question: str) -> int:
+    """What the library has found out of the processor: bits of its `vectors`, whether it has `dots` or `tiles`."""
+    return int(getattr(ctypes.CDLL(str(Path(sys.prefix) / LIBRARY)), f"hvd_cifar_{question}")())
 
 
 def convolve(images: Any, kernel: Any) -> Any:

@@ -19,6 +19,7 @@ CPUINFO = Path("/proc/cpuinfo").read_text()
 there = pytest.mark.skipif(
     platform.machine() != "x86_64" or " avx2" not in CPUINFO, reason="compiled for processors with AVX2"
 )
+DOTS = " avx512_bf16" in CPUINFO
 # Whole tiles, parts of them, less than one; channels that fill vectors, and that do not; as many tiles as have parts.
 SHAPES = [
     (2, 8, 8, 16, 16),
@@ -59,7 +60,8 @@ def plain(images: Any, kernel: Any) -> Any:
 @there
 def test_set_up_compiled_them() -> None:
     assert compiled.operations() is not None
-    assert compiled.about() == f"compiled, vectors of {512 if ' avx512f' in CPUINFO else 256} bits"
+    dots = ", bfloat16 by sums of products" if DOTS else ""
+    assert compiled.about() == f"compiled, vectors of {512 if ' avx512f' in CPUINFO else 256} bits{dots}"
 
 
 @there
@@ -71,14 +73,20 @@ def test_values_and_gradients_are_the_convolution_s(shape: tuple[int, ...], dtyp
     for ours, right in zip(both_ways(compiled.convolve, *given), exact, strict=True):
         assert ours.shape == right.shape
         typical = np.sqrt((right**2).mean())
+        if dtype == "bfloat16" and compiled.told("dots"):
+            # What lies between the transforms has 8 bits, too.
+            assert np.sqrt(((ours - right) ** 2).mean()) < 0.016 * typical
+            np.testing.assert_allclose(ours, right, rtol=2**-8, atol=0.15 * typical)
+            continue
         # Of float32, what sums of thousands lose; of bfloat16 half of its last digit, and no more.
         relative, absolute = (0, 3e-5) if dtype == "float32" else (2**-8, 1e-4)
         np.testing.assert_allclose(ours, right, rtol=relative, atol=absolute * typical)
 
 
 @there
-def test_an_image_s_outputs_do_not_hang_on_its_batch() -> None:
-    images, kernel, _ = draw((70, 15, 14, 24, 32), "float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_image_s_outputs_do_not_hang_on_its_batch(dtype: str) -> None:
+    images, kernel, _ = draw((70, 15, 14, 24, 32), dtype)
     whole = compiled.convolve(images, kernel)
     for first, last in ((0, 70), (3, 4), (11, 60)):
         assert np.array_equal(compiled.convolve(images[first:last], kernel), whole[first:last])
@@ -122,28 +130,31 @@ DIGESTS = """
 import hashlib
 import tensorflow as tf
 tf.config.threading.set_intra_op_parallelism_threads({threads})
-from tests.single.test_compiled import SHAPES, both_ways, compiled, draw
+from tests.single.test_compiled import *
 if compiled.operations() is None:
     print("none")
 else:
     for dtype in ("float32", "bfloat16"):
         for shape in SHAPES:
             values = both_ways(compiled.convolve, *draw(shape, dtype))
-            print(hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest())
+            print(dtype, hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest())
+            test_values_and_gradients_are_the_convolution_s(shape, dtype)
 """
 
 
-def digests(threads: int, vectors: int) -> list[str]:
+def digests(threads: int, vectors: int, dots: bool = True) -> list[str]:
     """Of all results, by a process of its own with so many threads, and vectors of so many bits."""
+    told = {"HVD_CIFAR_VECTORS": str(vectors), "HVD_CIFAR_DOTS": str(int(dots)), "TF_CPP_MIN_LOG_LEVEL": "2"}
     done = subprocess.run(
         [sys.executable, "-c", DIGESTS.format(threads=threads)],
-        env={**os.environ, "HVD_CIFAR_VECTORS": str(vectors), "TF_CPP_MIN_LOG_LEVEL": "2"},
+        env={**os.environ, **told},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
-    return done.stdout.split()
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 @there
@@ -151,7 +162,9 @@ def test_the_same_bits_with_any_threads_and_vectors() -> None:
     alone = digests(1, 512)
     assert len(alone) == 2 * len(SHAPES)
     assert digests(5, 512) == alone
-    assert digests(2, 256) == alone  # where there is AVX-512, the other translation
+    without = digests(1, 512, dots=False)
+    assert digests(2, 256) == without  # where there is AVX-512, the other translation
+    assert all((one == other) == (not DOTS or "float32" in one) for one, other in zip(alone, without, strict=True))
 
 
 @there
@@ -170,31 +183,36 @@ def test_without_the_library_or_with_one_of_another_tensorflow_there_are_none(
 
 
 @pytest.mark.parametrize(
-    ("size", "shape", "dtype", "tiles", "quicker"),
+    ("size", "shape", "dtype", "has", "quicker"),
     [
-        ((32, 32), (3, 3, 16, 16), "float32", False, True),
-        ((32, 32), (3, 3, 16, 16), "bfloat16", False, False),
-        ((16, 16), (3, 3, 32, 32), "bfloat16", False, True),
-        ((16, 16), (3, 3, 32, 32), "bfloat16", True, False),
-        ((16, 16), (3, 3, 32, 32), "float32", True, True),
-        ((32, 32), (3, 3, 3, 16), "float32", False, False),
-        ((16, 16), (5, 5, 32, 32), "float32", False, False),
-        ((16, 16), (3, 3, 32, 32), "float64", False, False),
-        ((16, 16), (3, 3, 32, 32), "float16", False, False),
-        ((7, 7), (3, 3, 256, 256), "float32", False, False),
-        ((15, 15), (3, 3, 64, 256), "float32", False, True),
+        ((32, 32), (3, 3, 16, 16), "float32", "", True),
+        ((32, 32), (3, 3, 16, 16), "bfloat16", "", False),
+        ((16, 16), (3, 3, 32, 32), "bfloat16", "", True),
+        ((16, 16), (3, 3, 32, 32), "bfloat16", "tiles, dots", False),
+        ((16, 16), (3, 3, 32, 32), "float32", "tiles, dots", True),
+        ((32, 32), (3, 3, 3, 16), "float32", "", False),
+        ((16, 16), (5, 5, 32, 32), "float32", "", False),
+        ((16, 16), (3, 3, 32, 32), "float64", "", False),
+        ((16, 16), (3, 3, 32, 32), "float16", "", False),
+        ((7, 7), (3, 3, 256, 256), "float32", "", False),
+        ((15, 15), (3, 3, 64, 256), "float32", "", True),
+        ((32, 32), (3, 3, 16, 16), "bfloat16", "dots", True),
+        ((7, 7), (3, 3, 256, 256), "bfloat16", "", False),
+        ((7, 7), (3, 3, 256, 256), "bfloat16", "dots", True),
+        ((7, 7), (3, 3, 256, 256), "bfloat16", "tiles, dots", False),
+        ((7, 7), (3, 3, 256, 256), "float32", "dots", False),
     ],
 )
 def test_where_they_are_quicker(
     size: tuple[int, int],
     shape: tuple[int, ...],
     dtype: str,
-    tiles: bool,
+    has: str,
     quicker: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compiled, "operations", lambda: object())
-    monkeypatch.setattr(compiled, "_told", lambda question: int(tiles))
+    monkeypatch.setattr(compiled, "told", lambda question: int(question in has))
     assert compiled.is_quicker(*size, shape, dtype) == quicker
     monkeypatch.setattr(compiled, "operations", lambda: None)
     assert not compiled.is_quicker(*size, shape, dtype)

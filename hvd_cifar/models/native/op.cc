@@ -1,6 +1,12 @@
 // The operations of TensorFlow that winograd.cc is behind: a convolution, and its kernel's gradient. (The gradient of
 // images is a convolution, too: with the kernel turned round and its channels exchanged.)
 #include <cpuid.h>
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
 
 #include "tensorflow/core/framework/bfloat16.h"
 #include "tensorflow/core/framework/op.h"
@@ -24,6 +30,15 @@ extern "C" int hvd_cifar_vectors() {
     return bits;
 }
 
+// Whether it sums products of bfloat16 (AVX512-BF16). HVD_CIFAR_DOTS=0 says no.
+extern "C" int hvd_cifar_dots() {
+    static const bool has = [] {
+        const char* said = std::getenv("HVD_CIFAR_DOTS");
+        return hvd_cifar_vectors() == 512 && __builtin_cpu_supports("avx512bf16") && !(said && std::atoi(said) == 0);
+    }();
+    return has;
+}
+
 // Whether it multiplies bfloat16 in tiles (AMX): leaf 7 of CPUID.
 extern "C" int hvd_cifar_tiles() {
     unsigned a = 0, b = 0, c = 0, d = 0;
@@ -43,13 +58,28 @@ constexpr std::ptrdiff_t CHANNELS = padded(1);  // of images whose weights' grad
 // number of threads. Fewer parts cost less.
 constexpr std::ptrdiff_t TILES_OF_PART = 1024, MOST_PARTS = 8;
 
-Functions functions(bool half) { return hvd_cifar_vectors() == 512 ? avx512::functions(half) : avx2::functions(half); }
+Functions functions(bool half) {
+    if (half && hvd_cifar_dots()) return avx512_bf16::functions();
+    return hvd_cifar_vectors() == 512 ? avx512::functions(half) : avx2::functions(half);
+}
 
-// A thread's own memory, kept: what is given back to the system comes again page by page.
-float* scratch(std::size_t size) {
-    thread_local std::vector<float> kept;
-    if (kept.size() < size) kept.resize(size);
-    return kept.data();
+// A thread's own memory for one purpose, kept: what is given back to the system comes again page by page. Pages are
+// huge where the system has such: a tile's 36 numbers lie on as many small ones, at places that collide by chance.
+enum Purpose { SCRATCH, WEIGHTS };
+template <Purpose>
+float* kept(std::size_t size) {
+    constexpr std::size_t HUGE_PAGE = std::size_t{1} << 21;
+    thread_local std::unique_ptr<float, decltype(&std::free)> memory(nullptr, &std::free);
+    thread_local std::size_t has = 0;
+    const std::size_t wanted = (size * sizeof(float) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    if (has < wanted) {
+        memory.reset(static_cast<float*>(std::aligned_alloc(HUGE_PAGE, wanted)));
+        if (!memory) throw std::bad_alloc();
+        madvise(memory.get(), wanted, MADV_HUGEPAGE);
+        std::memset(memory.get(), 0, wanted);
+        has = wanted;
+    }
+    return memory.get();
 }
 
 template <class T>
@@ -71,16 +101,14 @@ class Convolution : public OpKernel {
         Tensor* outputs = nullptr;
         OP_REQUIRES_OK(context, context->allocate_output(0, wanted, &outputs));
         if (!outputs->NumElements()) return;
-        Tensor weights;
-        OP_REQUIRES_OK(context, context->allocate_temp(DT_FLOAT, {POINTS, shape.in, padded(shape.out)}, &weights));
         const Functions to = functions(sizeof(T) == 2);
-        float* transformed = weights.flat<float>().data();
+        float* transformed = kept<WEIGHTS>(POINTS * padded(shape.in) * padded(shape.out));
         to.transform(kernel.data(), shape, transformed);
         auto* threads = context->device()->tensorflow_cpu_worker_threads();
         const std::ptrdiff_t cost = POINTS * (shape.in + 8) * (shape.out + 8) / 16;  // cycles of a tile, roughly
         Shard(threads->num_threads, threads->workers, tiles_of(shape), cost, [&](int64_t first, int64_t last) {
             to.forward(images.data(), transformed, shape, first, last, outputs->data(),
-                       scratch(scratch_of(shape)));
+                       kept<SCRATCH>(to.scratch(shape)));
         });
     }
 };
@@ -105,10 +133,9 @@ class KernelGradient : public OpKernel {
         if (!kernel->NumElements()) return;
         const std::ptrdiff_t tiles = tiles_of(shape), in = padded(shape.in), out = padded(shape.out);
         const std::ptrdiff_t parts = std::clamp<std::ptrdiff_t>(tiles / TILES_OF_PART, 1, MOST_PARTS);
-        Tensor sums;
-        OP_REQUIRES_OK(context, context->allocate_temp(DT_FLOAT, {parts, POINTS, in, out}, &sums));
-        float* weights = sums.flat<float>().data();
-        std::fill_n(weights, sums.NumElements(), 0.0f);
+        const std::ptrdiff_t part_size = POINTS * in * out;
+        float* weights = kept<WEIGHTS>(parts * part_size);
+        std::fill_n(weights, parts * part_size, 0.0f);
         const Functions to = functions(sizeof(T) == 2);
         auto* threads = context->device()->tensorflow_cpu_worker_threads();
         // Channels are shared out only where there are threads for them: each share transforms all gradients.
@@ -122,8 +149,8 @@ class KernelGradient : public OpKernel {
                 const std::ptrdiff_t end = std::min(channel + wide, shape.in);
                 if (channel < end)
                     to.gradient(images.data(), gradients.data(), shape, tiles * part / parts,
-                                tiles * (part + 1) / parts, channel, end, weights + part * POINTS * in * out,
-                                scratch(scratch_of(shape)));
+                                tiles * (part + 1) / parts, channel, end, weights + part * part_size,
+                                kept<SCRATCH>(to.scratch(shape)));
             }
         });
         to.collect(weights, parts, shape, kernel->data());

@@ -1,120 +1,16 @@
 // Convolutions in fewer multiplications (Winograd 1980; Lavin and Gray 2015), each tile transformed where it is used.
 //
 // 4 x 4 outputs of a 3 x 3 kernel take 144 multiplications as they stand, and 36 where the 6 x 6 inputs and the kernel
-// go through fixed transforms first, and the products through a third. Compiled once for each set of instructions (SET,
-// a namespace), with vectors of LANES numbers. A block of tiles stays in a core's cache from its pixels to its outputs:
-// what makes the transforms cheap, and what operations on whole batches cannot have.
-//
-// Polynomials are evaluated at 0, +-sqrt(1/2), +-sqrt(2) and infinity: the squares are each other's inverses, which
-// keeps all numbers near one. Errors are 2 times those of a sum of products, with 0, +-1, +-2 they would be 4 times.
-//
-// Nothing of the standard library is used here: a function of it, compiled for these instructions, could become the one
-// that the rest of the program gets.
-#include "winograd.h"
-
-#include <cstdint>
-#include <cstring>
+// go through fixed transforms first, and the products through a third. A block of tiles stays in a core's cache from
+// its pixels to its outputs: what makes the transforms cheap, and what operations on whole batches cannot have.
+#include "transforms.h"
 
 namespace hvd_cifar::SET {
 namespace {
 
-#define INLINE static inline __attribute__((always_inline))
+constexpr Index FEW_CHANNELS = 64, TILES_OF_FEW = 48, TILES_OF_MANY = 24;
 
-using Index = std::ptrdiff_t;
-using Vector = float __attribute__((vector_size(LANES * 4), aligned(4)));
-using Bits = std::uint32_t __attribute__((vector_size(LANES * 4)));
-using Halves = std::uint16_t __attribute__((vector_size(LANES * 2), aligned(2)));
-using Half = std::uint16_t;  // a bfloat16's bits
-
-constexpr Index OUTPUTS = 4, INPUTS = 6;  // of a tile's side
-constexpr Index FEW_CHANNELS = 64, TILES_OF_FEW = MOST_TILES, TILES_OF_MANY = MOST_TILES / 2;
-
-constexpr float A = 0.70710678118654752f, B = 1.41421356237309505f;
-constexpr float KERNEL[INPUTS][3] = {
-    {1.0f, 0.0f, 0.0f},        {-2.0f / 3, -2.0f / 3 * A, -1.0f / 3}, {-2.0f / 3, 2.0f / 3 * A, -1.0f / 3},
-    {1.0f / 6, B / 6, 1.0f / 3}, {1.0f / 6, -B / 6, 1.0f / 3},          {0.0f, 0.0f, 1.0f},
-};
-
-INLINE Index least(Index a, Index b) { return a < b ? a : b; }
-INLINE Index most(Index a, Index b) { return a > b ? a : b; }
 INLINE Index block_of(const Shape& s) { return s.in + s.out <= FEW_CHANNELS ? TILES_OF_FEW : TILES_OF_MANY; }
-
-INLINE Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
-INLINE void store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
-INLINE Vector load(const Half* from) {
-    const Bits bits = __builtin_convertvector(*reinterpret_cast<const Halves*>(from), Bits) << 16;
-    return reinterpret_cast<const Vector&>(bits);
-}
-INLINE void store(Half* to, Vector value) {
-    // To the nearest, ties to even. Sums of bfloat16 have no NaN whose bits this would carry into the sign.
-    const Bits bits = reinterpret_cast<const Bits&>(value);
-    *reinterpret_cast<Halves*>(to) = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves);
-}
-// The first `count` numbers, zeros behind them.
-template <class T>
-INLINE Vector load(const T* from, Index count) {
-    if (count >= LANES) return load(from);
-    T some[LANES] = {};
-    for (Index i = 0; i < count; i++) some[i] = from[i];
-    return load(some);
-}
-template <class T>
-INLINE void store(T* to, Vector value, Index count) {
-    if (count >= LANES) return store(to, value);
-    T some[LANES];
-    store(some, value);
-    for (Index i = 0; i < count; i++) to[i] = some[i];
-}
-
-// The three transforms of a line: of inputs, of products to outputs, and this one's transpose.
-INLINE void of_inputs(const Vector* d, Vector* to) {
-    const Vector even = d[4] - 2.0f * d[2], odd = A * (d[3] - 2.0f * d[1]);
-    const Vector even2 = d[4] - 0.5f * d[2], odd2 = B * (d[3] - 0.5f * d[1]);
-    to[0] = d[0] - 2.5f * d[2] + d[4];
-    to[1] = even + odd;
-    to[2] = even - odd;
-    to[3] = even2 + odd2;
-    to[4] = even2 - odd2;
-    to[5] = d[1] - 2.5f * d[3] + d[5];
-}
-INLINE void of_products(const Vector* m, Vector* to) {
-    const Vector sum = m[1] + m[2], difference = A * (m[1] - m[2]);
-    const Vector sum2 = m[3] + m[4], difference2 = B * (m[3] - m[4]);
-    to[0] = m[0] + sum + sum2;
-    to[1] = difference + difference2;
-    to[2] = 0.5f * sum + 2.0f * sum2;
-    to[3] = 0.5f * difference + 2.0f * difference2 + m[5];
-}
-INLINE void of_gradients(const Vector* y, Vector* to) {
-    const Vector even = y[0] + 0.5f * y[2], odd = A * (y[1] + 0.5f * y[3]);
-    const Vector even2 = y[0] + 2.0f * y[2], odd2 = B * (y[1] + 2.0f * y[3]);
-    to[0] = y[0];
-    to[1] = even + odd;
-    to[2] = even - odd;
-    to[3] = even2 + odd2;
-    to[4] = even2 - odd2;
-    to[5] = y[3];
-}
-
-// A tile's first output, and its pixels that are within the image: rows from `top` up to `bottom`, columns likewise.
-struct Place {
-    Index image, row, column, top, bottom, left, right;
-    bool inside;  // all of them
-};
-INLINE Place place_of(const Shape& s, Index tile, Index before, Index side) {
-    const Index across = (s.width + OUTPUTS - 1) / OUTPUTS, down = (s.height + OUTPUTS - 1) / OUTPUTS;
-    Place p;
-    p.image = tile / (across * down);
-    const Index within = tile - p.image * across * down;
-    p.row = within / across * OUTPUTS - before;
-    p.column = within % across * OUTPUTS - before;
-    p.top = most(0, -p.row);
-    p.left = most(0, -p.column);
-    p.bottom = least(side, s.height - p.row);
-    p.right = least(side, s.width - p.column);
-    p.inside = p.top == 0 && p.left == 0 && p.bottom == side && p.right == side;
-    return p;
-}
 
 // SIDE x SIDE pixels of each tile and of channels from `channel` up to `end`, transformed by LINE along both axes, as
 // [POINTS, count tiles, channels padded], APART between points.
@@ -323,34 +219,13 @@ void gradient(const void* images, const void* gradients, const Shape& s, Index f
     }
 }
 
-template <class T>
-void collect(const float* weights, Index parts, const Shape& s, void* kernel) {
-    const Index in = padded(s.in), out = padded(s.out);
-    for (Index c = 0; c < s.in; c++)
-        for (Index k = 0; k < s.out; k += LANES) {
-            Vector lines[3][INPUTS];
-            for (Index j = 0; j < INPUTS; j++) {
-                Vector sums[3] = {};
-                for (Index i = 0; i < INPUTS; i++) {
-                    Vector sum{};
-                    for (Index part = 0; part < parts; part++)
-                        sum += load(weights + ((part * POINTS + i * INPUTS + j) * in + c) * out + k);
-                    for (Index tap = 0; tap < 3; tap++) sums[tap] += KERNEL[i][tap] * sum;
-                }
-                for (Index tap = 0; tap < 3; tap++) lines[tap][j] = sums[tap];
-            }
-            for (Index i = 0; i < 3; i++)
-                for (Index tap = 0; tap < 3; tap++) {
-                    Vector sum{};
-                    for (Index j = 0; j < INPUTS; j++) sum += KERNEL[j][tap] * lines[i][j];
-                    store(static_cast<T*>(kernel) + ((i * 3 + tap) * s.in + c) * s.out + k, sum, s.out - k);
-                }
-        }
+std::size_t scratch_of(const Shape& s) {
+    return POINTS * (block_of(s) * (padded(s.in) + padded(s.out)) + 2 * APART);
 }
 
 template <class T>
 Functions of() {
-    return {transform<T>, forward<T>, gradient<T>, collect<T>};
+    return {transform<T>, forward<T>, gradient<T>, collect<T>, scratch_of};
 }
 
 }  // namespace

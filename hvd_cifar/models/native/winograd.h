@@ -1,4 +1,4 @@
-// What winograd.cc has for one set of instructions, and op.cc gives to TensorFlow.
+// What winograd.cc and dots.cc have for one set of instructions, and op.cc gives to TensorFlow.
 #pragma once
 
 #include <cstddef>
@@ -19,36 +19,35 @@ static constexpr std::ptrdiff_t padded(std::ptrdiff_t channels) { return (channe
 
 constexpr std::ptrdiff_t POINTS = 36;  // transformed weights of a kernel for each pair of channels, 6 x 6
 
-// Functions for elements of one type, `half` (bfloat16) or not. Sums and what lies between are float32.
+// Functions for elements of one type, `half` (bfloat16) or not. Sums are float32.
 struct Functions {
-    // kernel [3, 3, in, out] -> weights, float32 [POINTS, in, padded(out)].
+    // kernel [3, 3, in, out] -> weights, of which only `forward` knows the type and the order: room for float32 [POINTS,
+    // padded(in), padded(out)].
     void (*transform)(const void* kernel, const Shape& shape, float* weights);
-    // Outputs of the tiles from `first` up to `last`. `scratch`: `scratch_of(shape)` numbers.
+    // Outputs of the tiles from `first` up to `last`. `room`: `scratch(shape)` numbers.
     void (*forward)(const void* images, const float* weights, const Shape& shape, std::ptrdiff_t first,
-                    std::ptrdiff_t last, void* outputs, float* scratch);
+                    std::ptrdiff_t last, void* outputs, float* room);
     // Adds the share of the tiles from `first` up to `last` to the gradient of transformed weights, float32 [POINTS,
     // padded(in), padded(out)], for input channels from `channel` up to `end`, multiples of 16 but for the last one.
     void (*gradient)(const void* images, const void* gradients, const Shape& shape, std::ptrdiff_t first,
-                     std::ptrdiff_t last, std::ptrdiff_t channel, std::ptrdiff_t end, float* weights, float* scratch);
+                     std::ptrdiff_t last, std::ptrdiff_t channel, std::ptrdiff_t end, float* weights, float* room);
     // Those gradients, the sum of `parts` of them that lie one after the other -> kernel's, [3, 3, in, out].
     void (*collect)(const float* weights, std::ptrdiff_t parts, const Shape& shape, void* kernel);
+    std::size_t (*scratch)(const Shape& shape);
 };
 
-// Tiles of a block: what lies between the transforms of so many fits a core's cache.
-constexpr std::ptrdiff_t MOST_TILES = 48;
 // Between what belongs to one point and what to the next: without it all points of a tile fall on the same few lines
 // of the cache.
 constexpr std::ptrdiff_t APART = 16;
-
-inline std::size_t scratch_of(const Shape& shape) {
-    return POINTS * (MOST_TILES * (padded(shape.in) + padded(shape.out)) + 2 * APART);
-}
 
 namespace avx512 {
 Functions functions(bool half);
 }
 namespace avx2 {
 Functions functions(bool half);
+}
+namespace avx512_bf16 {
+Functions functions();  // for bfloat16
 }
 
 }  // namespace hvd_cifar

@@ -1,0 +1,308 @@
+// The convolutions of winograd.cc for bfloat16, on processors with a sum of its products (AVX512-BF16).
+//
+// What lies between the transforms is bfloat16, too: its products take half the time of float32's, and half the room.
+// Rounding of the transformed numbers makes errors of 1% of an output's typical size, where rounding the output itself
+// makes 0.2%. Sums are float32.
+#include "transforms.h"
+
+// After the names of types: this header has thousands of its own.
+#include <immintrin.h>
+
+namespace hvd_cifar::SET {
+namespace {
+
+constexpr Index TOGETHER = 8;     // tiles, or channels, of one product, ...
+constexpr Index WIDE = 2 * LANES;  // ... and output channels of it: 16 sums, which outlast a sum's delay
+constexpr Index APART_HALVES = 2 * APART;
+
+// Tiles of a block. Few: what lies between the transforms fits the nearest cache. More where weights are many, since
+// each block reads all of them, from a cache further off; sums of a kernel's gradient are written as well.
+INLINE Index block_of(const Shape& s) { return s.in * s.out <= 128 * 128 ? 16 : 24; }
+INLINE Index block_of_sums(const Shape& s) { return s.in * s.out <= 64 * 64 ? 48 : 192; }
+
+INLINE __m256i rounded(Vector v) { return (__m256i)_mm512_cvtneps_pbh((__m512)v); }
+INLINE __m512i rounded(Vector a, Vector b) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a); }
+// a0 b0 a1 b1 ...: what one product sums.
+INLINE __m512i in_pairs(Vector a, Vector b) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+}
+INLINE __m512bh pairs(const Half* from) { return (__m512bh)_mm512_loadu_si512(from); }
+INLINE __m512bh one_pair(const Half* from) {
+    return (__m512bh)_mm512_set1_epi32(*reinterpret_cast<const std::int32_t __attribute__((may_alias))*>(from));
+}
+INLINE Vector load(const Half* from, __mmask16 lanes) {
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from));
+    return (Vector)_mm512_slli_epi32(bits, 16);
+}
+
+// SIDE x SIDE pixels of a tile, zeros where there are none, and LINE along their columns.
+template <Index SIDE, void (*LINE)(const Vector*, Vector*), bool ALL>
+INLINE void columns(const Half* corner, Index next_row, Index next_column, const Place& p, __mmask16 lanes,
+                    Vector (*lines)[SIDE]) {
+    const unsigned rows = (1u << p.bottom) - (1u << p.top);
+#pragma GCC unroll 6
+    for (Index j = 0; j < SIDE; j++) {
+        const unsigned here = j >= p.left && j < p.right ? rows : 0;
+        Vector seen[SIDE], made[INPUTS];
+#pragma GCC unroll 6
+        for (Index i = 0; i < SIDE; i++) {
+            const Half* pixel = corner + i * next_row + j * next_column;
+            seen[i] = ALL ? load(pixel) : load(pixel, here >> i & 1 ? lanes : __mmask16(0));
+        }
+        LINE(seen, made);
+#pragma GCC unroll 6
+        for (Index i = 0; i < INPUTS; i++) lines[i][j] = made[i];
+    }
+}
+template <Index SIDE, void (*LINE)(const Vector*, Vector*)>
+INLINE void columns(const Half* pixels, const Shape& s, Index channels, const Place& p, Index channel, Index end,
+                    Vector (*lines)[SIDE]) {
+    const Index next_row = s.width * channels;
+    const Half* corner = pixels + (p.image * s.height + p.row) * next_row + p.column * channels + channel;
+    if (p.inside && end - channel >= LANES)
+        columns<SIDE, LINE, true>(corner, next_row, channels, p, 0xffff, lines);
+    else
+        columns<SIDE, LINE, false>(corner, next_row, channels, p, (1u << least(end - channel, LANES)) - 1, lines);
+}
+
+// 6 x 6 pixels of each tile, transformed, as [POINTS, tiles, channels padded].
+INLINE void spread(const Half* images, const Shape& s, Index first, Index count, Index point, Half* to) {
+    const Index wide = padded(s.in);
+    for (Index t = 0; t < count; t++) {
+        const Place p = place_of(s, first + t, 1, INPUTS);
+        for (Index c = 0; c < wide; c += LANES) {
+            Vector lines[INPUTS][INPUTS], made[INPUTS];
+            columns<INPUTS, of_inputs>(images, s, s.in, p, c, s.in, lines);
+            Half* target = to + t * wide + c;
+#pragma GCC unroll 6
+            for (Index i = 0; i < INPUTS; i++) {
+                of_inputs(lines[i], made);
+#pragma GCC unroll 6
+                for (Index j = 0; j < INPUTS; j++)
+                    _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + (i * INPUTS + j) * point), rounded(made[j]));
+            }
+        }
+    }
+}
+
+// SIDE x SIDE pixels of each tile and of channels from `channel` up to `end`, transformed by LINE, two tiles side by
+// side, as [POINTS, tiles / 2, channels padded, 2].
+template <Index SIDE, void (*LINE)(const Vector*, Vector*)>
+INLINE void spread_pairs(const Half* pixels, const Shape& s, Index channels, Index channel, Index end, Index first,
+                         Index count, Index point, Half* to) {
+    const Index wide = padded(end - channel);
+    for (Index t = 0; t < count; t += 2) {
+        const Index before = SIDE == INPUTS ? 1 : 0;
+        const Place p = place_of(s, first + t, before, SIDE);
+        Place next = place_of(s, first + t + 1, before, SIDE);
+        if (t + 1 == count) next.inside = false, next.bottom = next.top = 0;  // none: zeros
+        for (Index c = 0; c < wide; c += LANES) {
+            Vector lines[INPUTS][SIDE], beside[INPUTS][SIDE];
+            columns<SIDE, LINE>(pixels, s, channels, p, channel + c, end, lines);
+            columns<SIDE, LINE>(pixels, s, channels, next, channel + c, end, beside);
+            Half* target = to + t * wide + 2 * c;
+#pragma GCC unroll 6
+            for (Index i = 0; i < INPUTS; i++) {
+                Vector one[INPUTS], other[INPUTS];
+                LINE(lines[i], one);
+                LINE(beside[i], other);
+#pragma GCC unroll 6
+                for (Index j = 0; j < INPUTS; j++)
+                    _mm512_storeu_si512(target + (i * INPUTS + j) * point, in_pairs(one[j], other[j]));
+            }
+        }
+    }
+}
+
+// Sums [TOGETHER, VECTORS vectors] += one side's pairs, `stride` halves apart, times the other's, over `inner` pairs.
+template <Index VECTORS>
+INLINE void product(const Half* left, Index next_left, Index stride, const Half* right, Index next_right, Index inner,
+                    Vector (*sums)[VECTORS]) {
+    for (Index c = 0; c < inner; c++) {
+        __m512bh other[VECTORS];
+#pragma GCC unroll 2
+        for (Index v = 0; v < VECTORS; v++) other[v] = pairs(right + c * next_right + 2 * v * LANES);
+#pragma GCC unroll 8
+        for (Index t = 0; t < TOGETHER; t++) {
+            const __m512bh one = one_pair(left + c * next_left + t * stride);
+#pragma GCC unroll 2
+            for (Index v = 0; v < VECTORS; v++)
+                sums[t][v] = (Vector)_mm512_dpbf16_ps((__m512)sums[t][v], one, other[v]);
+        }
+    }
+}
+
+// A point's tiles [count, in padded] times weights [in / 2, VECTORS vectors, 2] -> [count, VECTORS vectors].
+template <Index VECTORS>
+INLINE void products(const Half* tiles, Index in, const Half* weights, Index count, float* to) {
+    for (Index t = 0; t < count; t += TOGETHER) {
+        Vector sums[TOGETHER][VECTORS] = {};
+        product<VECTORS>(tiles + t * padded(in), 2, padded(in), weights, 2 * VECTORS * LANES, (in + 1) / 2, sums);
+#pragma GCC unroll 8
+        for (Index i = 0; i < TOGETHER; i++)
+#pragma GCC unroll 2
+            for (Index v = 0; v < VECTORS; v++) store(to + ((t + i) * VECTORS + v) * LANES, sums[i][v]);
+    }
+}
+
+// A point's weights [in, out] += its tiles [pairs, in, 2] times gradients [pairs, out, 2].
+template <Index VECTORS>
+INLINE void outers(const Half* tiles, Index in, const Half* gradients, Index out, Index pairs, float* weights) {
+    for (Index c = 0; c < in; c += TOGETHER) {
+        Vector sums[TOGETHER][VECTORS];
+#pragma GCC unroll 8
+        for (Index i = 0; i < TOGETHER; i++)
+#pragma GCC unroll 2
+            for (Index v = 0; v < VECTORS; v++) sums[i][v] = load(weights + (c + i) * out + v * LANES);
+        product<VECTORS>(tiles + 2 * c, 2 * in, 2, gradients, 2 * out, pairs, sums);
+#pragma GCC unroll 8
+        for (Index i = 0; i < TOGETHER; i++)
+#pragma GCC unroll 2
+            for (Index v = 0; v < VECTORS; v++) store(weights + (c + i) * out + v * LANES, sums[i][v]);
+    }
+}
+
+// Results of `count` tiles and of channels from `channel` on, VECTORS vectors of them.
+template <Index VECTORS>
+INLINE void gather(const float* made, Index point, const Shape& s, Index first, Index count, Index channel,
+                   Half* outputs) {
+    const Index next_row = s.width * s.out, left = s.out - channel;
+    const __mmask32 lanes = left >= WIDE ? ~0u : (1u << left) - 1;
+    // Past the cache, where vectors fill what they touch: it holds what is used again before all of this is.
+    const bool past = left >= VECTORS * LANES && s.out % (VECTORS * LANES) == 0 &&
+                      reinterpret_cast<std::uintptr_t>(outputs) % 64 == 0;
+    for (Index t = 0; t < count; t++) {
+        const Place p = place_of(s, first + t, 0, OUTPUTS);
+        Half* corner = outputs + (p.image * s.height + p.row) * next_row + p.column * s.out + channel;
+        Vector lines[VECTORS][OUTPUTS][INPUTS], results[VECTORS][OUTPUTS];
+#pragma GCC unroll 2
+        for (Index v = 0; v < VECTORS; v++) {
+            const float* from = made + (t * VECTORS + v) * LANES;
+#pragma GCC unroll 6
+            for (Index j = 0; j < INPUTS; j++) {
+                Vector seen[INPUTS];
+#pragma GCC unroll 6
+                for (Index i = 0; i < INPUTS; i++) seen[i] = load(from + (i * INPUTS + j) * point);
+                of_products(seen, results[0]);
+#pragma GCC unroll 4
+                for (Index i = 0; i < OUTPUTS; i++) lines[v][i][j] = results[0][i];
+            }
+        }
+#pragma GCC unroll 4
+        for (Index i = 0; i < OUTPUTS; i++) {
+            if (i >= p.bottom) break;
+#pragma GCC unroll 2
+            for (Index v = 0; v < VECTORS; v++) of_products(lines[v][i], results[v]);
+#pragma GCC unroll 4
+            for (Index j = 0; j < OUTPUTS; j++) {
+                if (j >= p.right) break;
+                Half* pixel = corner + i * next_row + j * s.out;
+                if constexpr (VECTORS == 1) {
+                    if (past)
+                        _mm256_stream_si256(reinterpret_cast<__m256i*>(pixel), rounded(results[0][j]));
+                    else
+                        _mm256_mask_storeu_epi16(pixel, lanes, rounded(results[0][j]));
+                } else {
+                    if (past)
+                        _mm512_stream_si512(reinterpret_cast<__m512i*>(pixel), rounded(results[0][j], results[1][j]));
+                    else
+                        _mm512_mask_storeu_epi16(pixel, lanes, rounded(results[0][j], results[1][j]));
+                }
+            }
+        }
+    }
+}
+
+// Weights as they are used: WIDE output channels (the last time perhaps half of them) of all points, [POINTS, padded(in)
+// / 2, WIDE, 2], then the next.
+void transform(const void* kernel, const Shape& s, float* to) {
+    const Index in = padded(s.in), out = padded(s.out);
+    Half* weights = reinterpret_cast<Half*>(to);
+    for (Index c = 0; c < in; c += 2)
+        for (Index k = 0; k < out; k += LANES) {
+            Vector made[2][POINTS];
+            for (Index one = 0; one < 2; one++) {
+                Vector seen[3][3], lines[INPUTS][3];
+                for (Index i = 0; i < 3; i++)
+                    for (Index j = 0; j < 3; j++) {
+                        const bool there = c + one < s.in && k < s.out;
+                        const Half* from = static_cast<const Half*>(kernel) + ((i * 3 + j) * s.in + c + one) * s.out + k;
+                        seen[i][j] = there ? load(from, s.out - k) : Vector{};
+                    }
+                for (Index i = 0; i < INPUTS; i++)
+                    for (Index j = 0; j < 3; j++)
+                        lines[i][j] =
+                            KERNEL[i][0] * seen[0][j] + KERNEL[i][1] * seen[1][j] + KERNEL[i][2] * seen[2][j];
+                for (Index i = 0; i < INPUTS; i++)
+                    for (Index j = 0; j < INPUTS; j++)
+                        made[one][i * INPUTS + j] =
+                            KERNEL[j][0] * lines[i][0] + KERNEL[j][1] * lines[i][1] + KERNEL[j][2] * lines[i][2];
+            }
+            const Index chunk = k / WIDE * WIDE, wide = least(out - chunk, WIDE);
+            Half* to_here = weights + chunk * POINTS * in + 2 * (k - chunk);
+            for (Index p = 0; p < POINTS; p++)
+                _mm512_storeu_si512(to_here + (p * in + c) * wide, in_pairs(made[0][p], made[1][p]));
+        }
+}
+
+void forward(const void* images, const float* transformed, const Shape& s, Index first, Index last, void* outputs,
+             float* scratch) {
+    const Index block = block_of(s), in = padded(s.in), out = padded(s.out);
+    const Index point = block * in + APART_HALVES, made_point = block * least(out, WIDE) + APART;
+    const Half* weights = reinterpret_cast<const Half*>(transformed);
+    float* made = scratch;
+    Half* tiles = reinterpret_cast<Half*>(scratch + POINTS * made_point);
+    for (Index f = first; f < last; f += block) {
+        const Index count = least(block, last - f);
+        spread(static_cast<const Half*>(images), s, f, count, point, tiles);
+        for (Index k = 0; k < out; k += WIDE) {
+            const Half* weight = weights + k * POINTS * in;
+            if (out - k >= WIDE) {
+                for (Index p = 0; p < POINTS; p++)
+                    products<2>(tiles + p * point, s.in, weight + p * in * WIDE, count, made + p * made_point);
+                gather<2>(made, made_point, s, f, count, k, static_cast<Half*>(outputs));
+            } else {
+                for (Index p = 0; p < POINTS; p++)
+                    products<1>(tiles + p * point, s.in, weight + p * in * LANES, count, made + p * made_point);
+                gather<1>(made, made_point, s, f, count, k, static_cast<Half*>(outputs));
+            }
+        }
+    }
+    _mm_sfence();  // before another thread hears that it is done
+}
+
+void gradient(const void* images, const void* gradients, const Shape& s, Index first, Index last, Index channel,
+              Index end, float* weights, float* scratch) {
+    const Index block = block_of_sums(s), here = padded(end - channel), in = padded(s.in), out = padded(s.out);
+    const Index point = block * here + APART_HALVES, change_point = block * out + APART_HALVES;
+    Half* tiles = reinterpret_cast<Half*>(scratch);
+    Half* changes = tiles + POINTS * point;
+    for (Index f = first; f < last; f += block) {
+        const Index count = least(block, last - f), two = (count + 1) / 2;
+        spread_pairs<INPUTS, of_inputs>(static_cast<const Half*>(images), s, s.in, channel, end, f, count, point, tiles);
+        spread_pairs<OUTPUTS, of_gradients>(static_cast<const Half*>(gradients), s, s.out, 0, s.out, f, count,
+                                            change_point, changes);
+        for (Index p = 0; p < POINTS; p++)
+            for (Index k = 0; k < out; k += WIDE) {
+                const Half *tile = tiles + p * point, *change = changes + p * change_point + 2 * k;
+                float* sums = weights + (p * in + channel) * out + k;
+                if (out - k >= WIDE)
+                    outers<2>(tile, here, change, out, two, sums);
+                else
+                    outers<1>(tile, here, change, out, two, sums);
+            }
+    }
+}
+
+std::size_t scratch_of(const Shape& s) {
+    const Index in = padded(s.in), out = padded(s.out), block = block_of(s), sums = block_of_sums(s);
+    return POINTS * most(block * (in / 2 + WIDE) + 2 * APART, sums * (in + out) / 2 + 2 * APART);
+}
+
+}  // namespace
+
+Functions functions() { return {transform, forward, gradient, collect<Half>, scratch_of}; }
+
+}  // namespace hvd_cifar::SET
