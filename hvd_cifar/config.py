@@ -155,7 +155,7 @@ class TrainSettings(DataSettings):
         None,
         gt=0,
         le=1_000_000,
-        description="Passes over the training set; 8.5 ends within the ninth. A ResNet run shorter than the paper's "
+        description="Passes over the training set; 9.9 ends within the tenth. A ResNet run shorter than the paper's "
         "goes through its rates in proportion. [default: the recipe's]",
     )
     max_steps: int | None = Field(None, gt=0, description="End after this many steps, if that is earlier.")

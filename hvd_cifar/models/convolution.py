@@ -16,8 +16,8 @@ class QuickConv2D(keras.layers.Conv2D):
 
     That is on a CPU, of stride 1 and padded with zeros, for 3 x 3 or 5 x 5 pixels of a kernel: in fewer multiplications
     by what set-up compiled (`compiled`), or by products of matrices where images are small and weights many
-    (`winograd`, float32 and float64); in bfloat16, which has no bits to spare for those, with the kernel's gradient
-    over images side by side (`side_by_side`).
+    (`winograd`, float32 and float64); in bfloat16, where the former are not quicker, with the kernel's gradient over
+    images side by side (`side_by_side`).
     """
 
     def call(self, images: Any) -> Any:
