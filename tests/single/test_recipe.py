@@ -58,11 +58,11 @@ def test_staircase_after_warm_up(step: int, rate: float) -> None:
             {0: 0.1, 98: 0.15, 196: 0.2, 68_358: 0.2, 68_359: 0.02},
         ),
         # A straight line over all epochs, at any number of ranks, also where the run ends before.
-        ({"model": "fast"}, 1, {0: 0.24, 104: 0.18, 415: 0.24 / 416}),
+        ({"model": "fast"}, 1, {0: 0.24, 97: 0.192, 484: 0.24 / 485}),
         ({"model": "fast", "max_steps": 200}, 5, {0: 0.24, 104: 0.18}),
         ({"model": "fast", "batch_size": 512, "epochs": 4}, 2, {0: 0.24, 98: 0.12}),
         ({"model": "fast", "epochs": 0.5, "max_steps": 9}, 2, {0: 0.24, 6: 0.18, 24: 0.0}),
-        ({"model": "fast", "warmup_epochs": 1}, 2, {0: 0.0, 24: 0.24 * 24 / 49 * (1 - 24 / 416), 49: 0.24 * 367 / 416}),
+        ({"model": "fast", "warmup_epochs": 1}, 2, {0: 0.0, 24: 0.24 * 24 / 49 * (1 - 24 / 485), 49: 0.24 * 436 / 485}),
         # Asked for where nothing is scaled: from 0.
         ({"model": "tutorial", "global_batch_size": 256, "warmup_epochs": 1}, 4, {0: 0.0, 98: 0.05, 196: 0.1}),
     ],
@@ -86,8 +86,8 @@ def test_learning_rate_of_a_run(values: dict[str, Any], size: int, expected: dic
         ({"epochs": 1, "global_batch_size": 50_000}, 2, 50_000, 1, 1),
         ({"epochs": 9.9, "global_batch_size": 1024}, 2, 1024, 49, 485),
         ({"epochs": 0.001}, 2, 256, 196, 1),
-        ({"model": "fast"}, 1, 1024, 49, 416),
-        ({"model": "fast"}, 3, 1024, 49, 416),
+        ({"model": "fast"}, 1, 1024, 49, 485),
+        ({"model": "fast"}, 3, 1024, 49, 485),
         ({"model": "fast", "batch_size": 100}, 5, 500, 100, 850),
     ],
 )
