@@ -14,8 +14,8 @@ LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environme
 # Channels, of images and of outputs, from which on it is quicker than oneDNN: transforms are for each channel, products
 # for each pair of channels. Dots: where the processor sums products of bfloat16 (native/dots.cc).
 LEAST_CHANNELS = {"float32": 16, "bfloat16": 24, "bfloat16, dots": 16}
-# Weights that are too many for a core's cache, for each of a few tiles: `winograd` and oneDNN are quicker with them, but
-# for dots.
+# Weights that are too many for a core's cache, for each of a few tiles: `winograd` and oneDNN are quicker with them, not
+# than dots.
 MOST_WEIGHTS, LEAST_PIXELS = 200_000, 8
 
 
@@ -40,7 +40,7 @@ def about() -> str:
     """Whose convolutions a run takes, in words for its record."""
     if operations() is None:
         return "TensorFlow's"
-    dots = ", bfloat16 by sums of products" if told("dots") else ""
+    dots = ", bfloat16 by sums of products" if told("dots") and not told("tiles") else ""
     return f"compiled, vectors of {told('vectors')} bits{dots}"
 
 
@@ -68,10 +68,10 @@ def told(question: str) -> int:
 def convolve(images: Any, kernel: Any) -> Any:
     """Convolution of stride 1, padded with zeros, as `tf.nn.conv2d` has it but for rounding.
 
-    Sums are float32's in both types. Errors are twice `tf.nn.conv2d`'s in float32; in bfloat16 they are that of rounding
-    the result, 0.2% of its typical size, and with sums of bfloat16's products 1.2%: what is multiplied is rounded then,
-    too. An infinity or NaN spreads over the 4 x 4 outputs of a tile. Results do not hang on the number of threads, and
-    those of an image not on what else is in its batch.
+    Sums are float32's in both types. Errors are twice `tf.nn.conv2d`'s in float32. In bfloat16 they are those of
+    rounding the result, 0.2% of its typical size; with sums of bfloat16's products 1.2%, since what is multiplied is
+    rounded, too. An infinity or NaN spreads over the 4 x 4 outputs of each tile that sees it. Results do not hang on
+    the number of threads, and those of an image not on what else is in its batch.
 
     Args:
         images: float32 or bfloat16 [b, h, w, c].

@@ -60,7 +60,7 @@ def plain(images: Any, kernel: Any) -> Any:
 @there
 def test_set_up_compiled_them() -> None:
     assert compiled.operations() is not None
-    dots = ", bfloat16 by sums of products" if DOTS else ""
+    dots = ", bfloat16 by sums of products" if DOTS and " amx_tile" not in CPUINFO else ""
     assert compiled.about() == f"compiled, vectors of {512 if ' avx512f' in CPUINFO else 256} bits{dots}"
 
 
@@ -85,8 +85,9 @@ def test_values_and_gradients_are_the_convolution_s(shape: tuple[int, ...], dtyp
 
 @there
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_image_s_outputs_do_not_hang_on_its_batch(dtype: str) -> None:
-    images, kernel, _ = draw((70, 15, 14, 24, 32), dtype)
+@pytest.mark.parametrize("filters", [16, 17, 32, 48])
+def test_an_image_s_outputs_do_not_hang_on_its_batch(filters: int, dtype: str) -> None:
+    images, kernel, _ = draw((70, 15, 14, 24, filters), dtype)
     whole = compiled.convolve(images, kernel)
     for first, last in ((0, 70), (3, 4), (11, 60)):
         assert np.array_equal(compiled.convolve(images[first:last], kernel), whole[first:last])
@@ -124,6 +125,39 @@ def test_other_shapes_are_refused(images: tuple[int, ...], kernel: tuple[int, ..
         made.hvd_cifar_convolution(images=tf.zeros(images), kernel=tf.zeros(kernel))
     with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
         made.hvd_cifar_kernel_gradient(images=tf.zeros(images), gradients=tf.zeros((2, 8, 7, 16)))
+
+
+NO_MEMORY = """
+import resource
+import tensorflow as tf
+from hvd_cifar.models import compiled
+images, kernel = tf.zeros((1, 4, 4, {channels})), tf.zeros((3, 3, {channels}, {channels}))
+made = compiled.operations()
+made.hvd_cifar_convolution(images=images[..., :16], kernel=kernel[:, :, :16, :16])
+now = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (now + {more}, now + {more}))
+for convolve in (
+    lambda: made.hvd_cifar_convolution(images=images, kernel=kernel),
+    lambda: made.hvd_cifar_kernel_gradient(images=images, gradients=images[..., :1024]),
+):
+    try:
+        convolve()
+    except tf.errors.ResourceExhaustedError as error:
+        print(error.message)
+"""
+
+
+@there
+def test_too_little_memory_is_an_error_and_no_crash() -> None:
+    """Weights of 600 and 300 MB, where there are 200 more."""
+    told = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    script = NO_MEMORY.format(channels=2048, more=200_000_000)
+    done = subprocess.run([sys.executable, "-c", script], env=told, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.splitlines()
+    assert len(found) == 2
+    assert "no memory for what a convolution of 2048 to 2048 channels needs" in found[0]
+    assert "no memory for what a convolution of 2048 to 1024 channels needs" in found[1]
 
 
 DIGESTS = """

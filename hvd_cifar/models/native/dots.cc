@@ -1,8 +1,8 @@
 // The convolutions of winograd.cc for bfloat16, on processors with a sum of its products (AVX512-BF16).
 //
-// What lies between the transforms is bfloat16, too: its products take half the time of float32's, and half the room.
-// Rounding of the transformed numbers makes errors of 1% of an output's typical size, where rounding the output itself
-// makes 0.2%. Sums are float32.
+// What is multiplied is bfloat16, too: the products take half the time of float32's, and transformed images and weights
+// half the room. Rounding those makes errors of 1.2% of an output's typical size, where rounding the output itself makes
+// 0.2%. Sums are float32.
 #include "transforms.h"
 
 // After the names of types: this header has thousands of its own.
@@ -11,12 +11,12 @@
 namespace hvd_cifar::SET {
 namespace {
 
-constexpr Index TOGETHER = 8;     // tiles, or channels, of one product, ...
-constexpr Index WIDE = 2 * LANES;  // ... and output channels of it: 16 sums, which outlast a sum's delay
+constexpr Index TOGETHER = 8;      // tiles, or channels, of one product, ...
+constexpr Index WIDE = 2 * LANES;  // ... and output channels of it, at most: 16 sums, which outlast a sum's delay
 constexpr Index APART_HALVES = 2 * APART;
 
-// Tiles of a block. Few: what lies between the transforms fits the nearest cache. More where weights are many, since
-// each block reads all of them, from a cache further off; sums of a kernel's gradient are written as well.
+// Tiles of a block. Few, for what lies between the transforms to stay near. More where weights are many, since each
+// block reads all of them, from a cache further off; sums of a kernel's gradient are written as well.
 INLINE Index block_of(const Shape& s) { return s.in * s.out <= 128 * 128 ? 16 : 24; }
 INLINE Index block_of_sums(const Shape& s) { return s.in * s.out <= 64 * 64 ? 48 : 192; }
 
@@ -29,8 +29,9 @@ INLINE __m512i in_pairs(Vector a, Vector b) {
     return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
 }
 INLINE __m512bh pairs(const Half* from) { return (__m512bh)_mm512_loadu_si512(from); }
+using Pair = std::int32_t __attribute__((may_alias));
 INLINE __m512bh one_pair(const Half* from) {
-    return (__m512bh)_mm512_set1_epi32(*reinterpret_cast<const std::int32_t __attribute__((may_alias))*>(from));
+    return (__m512bh)_mm512_set1_epi32(*reinterpret_cast<const Pair*>(from));
 }
 INLINE Vector load(const Half* from, __mmask16 lanes) {
     const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from));
@@ -170,9 +171,8 @@ INLINE void gather(const float* made, Index point, const Shape& s, Index first, 
                    Half* outputs) {
     const Index next_row = s.width * s.out, left = s.out - channel;
     const __mmask32 lanes = left >= WIDE ? ~0u : (1u << left) - 1;
-    // Past the cache, where vectors fill what they touch: it holds what is used again before all of this is.
-    const bool past = left >= VECTORS * LANES && s.out % (VECTORS * LANES) == 0 &&
-                      reinterpret_cast<std::uintptr_t>(outputs) % 64 == 0;
+    // Past the cache, where they fill its lines: it holds what is used again before all of this is.
+    const bool past = (s.out % WIDE == 0 || s.out == LANES) && reinterpret_cast<std::uintptr_t>(outputs) % 64 == 0;
     for (Index t = 0; t < count; t++) {
         const Place p = place_of(s, first + t, 0, OUTPUTS);
         Half* corner = outputs + (p.image * s.height + p.row) * next_row + p.column * s.out + channel;

@@ -1,12 +1,12 @@
-// The operations of TensorFlow that winograd.cc is behind: a convolution, and its kernel's gradient. (The gradient of
+// The operations of TensorFlow that winograd.cc and dots.cc are behind: a convolution, and its kernel's gradient. (The gradient of
 // images is a convolution, too: with the kernel turned round and its channels exchanged.)
 #include <cpuid.h>
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
 
 #include "tensorflow/core/framework/bfloat16.h"
 #include "tensorflow/core/framework/op.h"
@@ -34,7 +34,7 @@ extern "C" int hvd_cifar_vectors() {
 extern "C" int hvd_cifar_dots() {
     static const bool has = [] {
         const char* said = std::getenv("HVD_CIFAR_DOTS");
-        return hvd_cifar_vectors() == 512 && __builtin_cpu_supports("avx512bf16") && !(said && std::atoi(said) == 0);
+        return hvd_cifar_vectors() == 512 && __builtin_cpu_supports("avx512bf16") && !(said && std::strcmp(said, "0") == 0);
     }();
     return has;
 }
@@ -65,6 +65,7 @@ Functions functions(bool half) {
 
 // A thread's own memory for one purpose, kept: what is given back to the system comes again page by page. Pages are
 // huge where the system has such: a tile's 36 numbers lie on as many small ones, at places that collide by chance.
+// Null where there is no memory.
 enum Purpose { SCRATCH, WEIGHTS };
 template <Purpose>
 float* kept(std::size_t size) {
@@ -73,13 +74,20 @@ float* kept(std::size_t size) {
     thread_local std::size_t has = 0;
     const std::size_t wanted = (size * sizeof(float) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
     if (has < wanted) {
+        has = 0;
+        memory.reset();
         memory.reset(static_cast<float*>(std::aligned_alloc(HUGE_PAGE, wanted)));
-        if (!memory) throw std::bad_alloc();
+        if (!memory) return nullptr;
         madvise(memory.get(), wanted, MADV_HUGEPAGE);
         std::memset(memory.get(), 0, wanted);
         has = wanted;
     }
     return memory.get();
+}
+
+Status no_memory(const Shape& s) {
+    return errors::ResourceExhausted("no memory for what a convolution of ", s.in, " to ", s.out,
+                                     " channels needs beside its images");
 }
 
 template <class T>
@@ -93,7 +101,7 @@ class Convolution : public OpKernel {
                     kernel.dim_size(1) == 3 && kernel.dim_size(2) == images.dim_size(3),
                     errors::InvalidArgument("images [b, h, w, c] and a kernel [3, 3, c, f] are wanted, not ",
                                             images.shape().DebugString(), " and ", kernel.shape().DebugString()));
-        OP_REQUIRES(context, hvd_cifar_vectors(), errors::Unimplemented("this processor has no AVX2"));
+        OP_REQUIRES(context, hvd_cifar_vectors(), errors::Unimplemented("no AVX2 with FMA, or HVD_CIFAR_VECTORS=0"));
         const Shape shape{images.dim_size(0), images.dim_size(1), images.dim_size(2), images.dim_size(3),
                           kernel.dim_size(3)};
         TensorShape wanted = images.shape();
@@ -103,13 +111,18 @@ class Convolution : public OpKernel {
         if (!outputs->NumElements()) return;
         const Functions to = functions(sizeof(T) == 2);
         float* transformed = kept<WEIGHTS>(POINTS * padded(shape.in) * padded(shape.out));
+        OP_REQUIRES(context, transformed, no_memory(shape));
         to.transform(kernel.data(), shape, transformed);
         auto* threads = context->device()->tensorflow_cpu_worker_threads();
         const std::ptrdiff_t cost = POINTS * (shape.in + 8) * (shape.out + 8) / 16;  // cycles of a tile, roughly
+        std::atomic<bool> failed{false};
         Shard(threads->num_threads, threads->workers, tiles_of(shape), cost, [&](int64_t first, int64_t last) {
-            to.forward(images.data(), transformed, shape, first, last, outputs->data(),
-                       kept<SCRATCH>(to.scratch(shape)));
+            if (float* room = kept<SCRATCH>(to.scratch(shape)))
+                to.forward(images.data(), transformed, shape, first, last, outputs->data(), room);
+            else
+                failed = true;
         });
+        OP_REQUIRES(context, !failed, no_memory(shape));
     }
 };
 
@@ -125,7 +138,7 @@ class KernelGradient : public OpKernel {
         OP_REQUIRES(context, fit,
                     errors::InvalidArgument("images [b, h, w, c] and gradients [b, h, w, f] are wanted, not ",
                                             images.shape().DebugString(), " and ", gradients.shape().DebugString()));
-        OP_REQUIRES(context, hvd_cifar_vectors(), errors::Unimplemented("this processor has no AVX2"));
+        OP_REQUIRES(context, hvd_cifar_vectors(), errors::Unimplemented("no AVX2 with FMA, or HVD_CIFAR_VECTORS=0"));
         const Shape shape{images.dim_size(0), images.dim_size(1), images.dim_size(2), images.dim_size(3),
                           gradients.dim_size(3)};
         Tensor* kernel = nullptr;
@@ -135,6 +148,7 @@ class KernelGradient : public OpKernel {
         const std::ptrdiff_t parts = std::clamp<std::ptrdiff_t>(tiles / TILES_OF_PART, 1, MOST_PARTS);
         const std::ptrdiff_t part_size = POINTS * in * out;
         float* weights = kept<WEIGHTS>(parts * part_size);
+        OP_REQUIRES(context, weights, no_memory(shape));
         std::fill_n(weights, parts * part_size, 0.0f);
         const Functions to = functions(sizeof(T) == 2);
         auto* threads = context->device()->tensorflow_cpu_worker_threads();
@@ -143,16 +157,20 @@ class KernelGradient : public OpKernel {
             std::min<std::ptrdiff_t>((threads->num_threads + parts - 1) / parts, in / CHANNELS);
         const std::ptrdiff_t wide = (in / CHANNELS + shares - 1) / shares * CHANNELS;
         const std::ptrdiff_t cost = tiles / parts * POINTS * (wide + 8) * (out + 8) / 16;
+        std::atomic<bool> failed{false};
         Shard(threads->num_threads, threads->workers, parts * shares, cost, [&](int64_t first, int64_t last) {
-            for (std::ptrdiff_t i = first; i < last; i++) {
+            float* room = kept<SCRATCH>(to.scratch(shape));
+            if (!room) failed = true;
+            for (std::ptrdiff_t i = first; room && i < last; i++) {
                 const std::ptrdiff_t part = i / shares, channel = i % shares * wide;
                 const std::ptrdiff_t end = std::min(channel + wide, shape.in);
                 if (channel < end)
                     to.gradient(images.data(), gradients.data(), shape, tiles * part / parts,
                                 tiles * (part + 1) / parts, channel, end, weights + part * part_size,
-                                kept<SCRATCH>(to.scratch(shape)));
+                                room);
             }
         });
+        OP_REQUIRES(context, !failed, no_memory(shape));
         to.collect(weights, parts, shape, kernel->data());
     }
 };
