@@ -14,8 +14,8 @@ LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environme
 # Channels, of images and of outputs, from which on it is quicker than oneDNN: transforms are for each channel, products
 # for each pair of channels. Dots: where the processor sums products of bfloat16 (native/dots.cc).
 LEAST_CHANNELS = {"float32": 16, "bfloat16": 24, "bfloat16, dots": 16}
-# Weights that are too many for a core's cache, for each of a few tiles: `winograd` and oneDNN are quicker with them, not
-# than dots.
+# Weights too many for a core's cache, for each of a few tiles: `winograd` and oneDNN are quicker with them, dots not
+# slower.
 MOST_WEIGHTS, LEAST_PIXELS = 200_000, 8
 
 
