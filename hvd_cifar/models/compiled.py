@@ -50,11 +50,13 @@ def is_quicker(height: int, width: int, shape: tuple[int, ...], dtype: str) -> b
     Not in bfloat16 where the processor multiplies that in tiles (AMX).
     """
     *taps, channels, filters = shape
-    if taps != [3, 3] or dtype not in LEAST_CHANNELS or operations() is None:
+    if taps not in ([3, 3], [5, 5]) or dtype not in LEAST_CHANNELS or operations() is None:
         return False
     if dtype == "bfloat16" and told("tiles"):
         return False
     dots = dtype == "bfloat16" and told("dots")
+    if taps == [5, 5] and not dots:
+        return False
     if min(channels, filters) < LEAST_CHANNELS[f"{dtype}, dots" if dots else dtype]:
         return False
     return bool(dots) or 9 * channels * filters <= MOST_WEIGHTS or min(height, width) >= LEAST_PIXELS
@@ -70,24 +72,24 @@ def convolve(images: Any, kernel: Any) -> Any:
 
     Sums are float32's in both types. Errors are twice `tf.nn.conv2d`'s in float32. In bfloat16 they are those of
     rounding the result, 0.2% of its typical size; with sums of bfloat16's products 1.2%, since what is multiplied is
-    rounded, too. An infinity or NaN spreads over the 4 x 4 outputs of each tile that sees it. Results do not hang on
-    the number of threads, and those of an image not on what else is in its batch.
+    rounded, too. An infinity or NaN spreads over the outputs (4 x 4, or 2 x 2) of each tile that sees it. Results do
+    not hang on the number of threads, and those of an image not on what else is in its batch.
 
     Args:
         images: float32 or bfloat16 [b, h, w, c].
-        kernel: of the same type, [3, 3, c, f].
+        kernel: of the same type, [3, 3, c, f], or [5, 5, c, f] for sums of bfloat16's products.
 
     Returns:
         [b, h, w, f].
     """
-    made = operations()
+    made, taps = operations(), kernel.shape[0]
 
     @tf.custom_gradient
     def convolution(x: Any, weights: Any) -> Any:
         def gradients(upstream: Any) -> tuple[Any, Any]:
             turned = tf.transpose(tf.reverse(weights, [0, 1]), [0, 1, 3, 2])
             of_images = made.hvd_cifar_convolution(images=upstream, kernel=turned)
-            return of_images, made.hvd_cifar_kernel_gradient(images=x, gradients=upstream)
+            return of_images, made.hvd_cifar_kernel_gradient(images=x, gradients=upstream, taps=taps)
 
         return made.hvd_cifar_convolution(images=x, kernel=weights), gradients
 

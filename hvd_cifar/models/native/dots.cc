@@ -69,10 +69,11 @@ INLINE void columns(const Half* pixels, const Shape& s, Index channels, const Pl
 }
 
 // 6 x 6 pixels of each tile, transformed, as [POINTS, tiles, channels padded].
+template <Index TAPS>
 INLINE void spread(const Half* images, const Shape& s, Index first, Index count, Index point, Half* to) {
     const Index wide = padded(s.in);
     for (Index t = 0; t < count; t++) {
-        const Place p = place_of(s, first + t, 1, INPUTS);
+        const Place p = place_of<Side<TAPS>::OUTPUTS>(s, first + t, TAPS / 2, INPUTS);
         for (Index c = 0; c < wide; c += LANES) {
             Vector lines[INPUTS][INPUTS], made[INPUTS];
             columns<INPUTS, of_inputs>(images, s, s.in, p, c, s.in, lines);
@@ -90,14 +91,14 @@ INLINE void spread(const Half* images, const Shape& s, Index first, Index count,
 
 // SIDE x SIDE pixels of each tile and of channels from `channel` up to `end`, transformed by LINE, two tiles side by
 // side, as [POINTS, tiles / 2, channels padded, 2].
-template <Index SIDE, void (*LINE)(const Vector*, Vector*)>
+template <Index TAPS, Index SIDE, void (*LINE)(const Vector*, Vector*)>
 INLINE void spread_pairs(const Half* pixels, const Shape& s, Index channels, Index channel, Index end, Index first,
                          Index count, Index point, Half* to) {
     const Index wide = padded(end - channel);
     for (Index t = 0; t < count; t += 2) {
-        const Index before = SIDE == INPUTS ? 1 : 0;
-        const Place p = place_of(s, first + t, before, SIDE);
-        Place next = place_of(s, first + t + 1, before, SIDE);
+        constexpr Index OUTPUTS = Side<TAPS>::OUTPUTS, before = SIDE == INPUTS ? TAPS / 2 : 0;
+        const Place p = place_of<OUTPUTS>(s, first + t, before, SIDE);
+        Place next = place_of<OUTPUTS>(s, first + t + 1, before, SIDE);
         if (t + 1 == count) next.inside = false, next.bottom = next.top = 0;  // none: zeros
         for (Index c = 0; c < wide; c += LANES) {
             Vector lines[INPUTS][SIDE], beside[INPUTS][SIDE];
@@ -166,15 +167,16 @@ INLINE void outers(const Half* tiles, Index in, const Half* gradients, Index out
 }
 
 // Results of `count` tiles and of channels from `channel` on, VECTORS vectors of them.
-template <Index VECTORS>
+template <Index TAPS, Index VECTORS>
 INLINE void gather(const float* made, Index point, const Shape& s, Index first, Index count, Index channel,
                    Half* outputs) {
+    constexpr Index OUTPUTS = Side<TAPS>::OUTPUTS;
     const Index next_row = s.width * s.out, left = s.out - channel;
     const __mmask32 lanes = left >= WIDE ? ~0u : (1u << left) - 1;
     // Past the cache, where they fill its lines: it holds what is used again before all of this is.
     const bool past = (s.out % WIDE == 0 || s.out == LANES) && reinterpret_cast<std::uintptr_t>(outputs) % 64 == 0;
     for (Index t = 0; t < count; t++) {
-        const Place p = place_of(s, first + t, 0, OUTPUTS);
+        const Place p = place_of<OUTPUTS>(s, first + t, 0, OUTPUTS);
         Half* corner = outputs + (p.image * s.height + p.row) * next_row + p.column * s.out + channel;
         Vector lines[VECTORS][OUTPUTS][INPUTS], results[VECTORS][OUTPUTS];
 #pragma GCC unroll 2
@@ -185,7 +187,7 @@ INLINE void gather(const float* made, Index point, const Shape& s, Index first, 
                 Vector seen[INPUTS];
 #pragma GCC unroll 6
                 for (Index i = 0; i < INPUTS; i++) seen[i] = load(from + (i * INPUTS + j) * point);
-                of_products(seen, results[0]);
+                Side<TAPS>::of_products(seen, results[0]);
 #pragma GCC unroll 4
                 for (Index i = 0; i < OUTPUTS; i++) lines[v][i][j] = results[0][i];
             }
@@ -194,7 +196,7 @@ INLINE void gather(const float* made, Index point, const Shape& s, Index first, 
         for (Index i = 0; i < OUTPUTS; i++) {
             if (i >= p.bottom) break;
 #pragma GCC unroll 2
-            for (Index v = 0; v < VECTORS; v++) of_products(lines[v][i], results[v]);
+            for (Index v = 0; v < VECTORS; v++) Side<TAPS>::of_products(lines[v][i], results[v]);
 #pragma GCC unroll 4
             for (Index j = 0; j < OUTPUTS; j++) {
                 if (j >= p.right) break;
@@ -217,28 +219,31 @@ INLINE void gather(const float* made, Index point, const Shape& s, Index first, 
 
 // Weights as they are used: WIDE output channels (the last time perhaps half of them) of all points, [POINTS, padded(in)
 // / 2, WIDE, 2], then the next.
+template <Index TAPS>
 void transform(const void* kernel, const Shape& s, float* to) {
+    constexpr auto& KERNEL = Side<TAPS>::KERNEL;
     const Index in = padded(s.in), out = padded(s.out);
     Half* weights = reinterpret_cast<Half*>(to);
     for (Index c = 0; c < in; c += 2)
         for (Index k = 0; k < out; k += LANES) {
             Vector made[2][POINTS];
             for (Index one = 0; one < 2; one++) {
-                Vector seen[3][3], lines[INPUTS][3];
-                for (Index i = 0; i < 3; i++)
-                    for (Index j = 0; j < 3; j++) {
+                Vector seen[TAPS][TAPS], lines[INPUTS][TAPS] = {};
+                for (Index i = 0; i < TAPS; i++)
+                    for (Index j = 0; j < TAPS; j++) {
                         const bool there = c + one < s.in && k < s.out;
-                        const Half* from = static_cast<const Half*>(kernel) + ((i * 3 + j) * s.in + c + one) * s.out + k;
+                        const Half* from = static_cast<const Half*>(kernel) + ((i * TAPS + j) * s.in + c + one) * s.out + k;
                         seen[i][j] = there ? load(from, s.out - k) : Vector{};
                     }
                 for (Index i = 0; i < INPUTS; i++)
-                    for (Index j = 0; j < 3; j++)
-                        lines[i][j] =
-                            KERNEL[i][0] * seen[0][j] + KERNEL[i][1] * seen[1][j] + KERNEL[i][2] * seen[2][j];
+                    for (Index j = 0; j < TAPS; j++)
+                        for (Index tap = 0; tap < TAPS; tap++) lines[i][j] += KERNEL[i][tap] * seen[tap][j];
                 for (Index i = 0; i < INPUTS; i++)
-                    for (Index j = 0; j < INPUTS; j++)
-                        made[one][i * INPUTS + j] =
-                            KERNEL[j][0] * lines[i][0] + KERNEL[j][1] * lines[i][1] + KERNEL[j][2] * lines[i][2];
+                    for (Index j = 0; j < INPUTS; j++) {
+                        Vector sum{};
+                        for (Index tap = 0; tap < TAPS; tap++) sum += KERNEL[j][tap] * lines[i][tap];
+                        made[one][i * INPUTS + j] = sum;
+                    }
             }
             const Index chunk = k / WIDE * WIDE, wide = least(out - chunk, WIDE);
             Half* to_here = weights + chunk * POINTS * in + 2 * (k - chunk);
@@ -247,6 +252,7 @@ void transform(const void* kernel, const Shape& s, float* to) {
         }
 }
 
+template <Index TAPS>
 void forward(const void* images, const float* transformed, const Shape& s, Index first, Index last, void* outputs,
              float* scratch) {
     const Index block = block_of(s), in = padded(s.in), out = padded(s.out);
@@ -256,23 +262,24 @@ void forward(const void* images, const float* transformed, const Shape& s, Index
     Half* tiles = reinterpret_cast<Half*>(scratch + POINTS * made_point);
     for (Index f = first; f < last; f += block) {
         const Index count = least(block, last - f);
-        spread(static_cast<const Half*>(images), s, f, count, point, tiles);
+        spread<TAPS>(static_cast<const Half*>(images), s, f, count, point, tiles);
         for (Index k = 0; k < out; k += WIDE) {
             const Half* weight = weights + k * POINTS * in;
             if (out - k >= WIDE) {
                 for (Index p = 0; p < POINTS; p++)
                     products<2>(tiles + p * point, s.in, weight + p * in * WIDE, count, made + p * made_point);
-                gather<2>(made, made_point, s, f, count, k, static_cast<Half*>(outputs));
+                gather<TAPS, 2>(made, made_point, s, f, count, k, static_cast<Half*>(outputs));
             } else {
                 for (Index p = 0; p < POINTS; p++)
                     products<1>(tiles + p * point, s.in, weight + p * in * LANES, count, made + p * made_point);
-                gather<1>(made, made_point, s, f, count, k, static_cast<Half*>(outputs));
+                gather<TAPS, 1>(made, made_point, s, f, count, k, static_cast<Half*>(outputs));
             }
         }
     }
     _mm_sfence();  // before another thread hears that it is done
 }
 
+template <Index TAPS>
 void gradient(const void* images, const void* gradients, const Shape& s, Index first, Index last, Index channel,
               Index end, float* weights, float* scratch) {
     const Index block = block_of_sums(s), here = padded(end - channel), in = padded(s.in), out = padded(s.out);
@@ -281,8 +288,8 @@ void gradient(const void* images, const void* gradients, const Shape& s, Index f
     Half* changes = tiles + POINTS * point;
     for (Index f = first; f < last; f += block) {
         const Index count = least(block, last - f), two = (count + 1) / 2;
-        spread_pairs<INPUTS, of_inputs>(static_cast<const Half*>(images), s, s.in, channel, end, f, count, point, tiles);
-        spread_pairs<OUTPUTS, of_gradients>(static_cast<const Half*>(gradients), s, s.out, 0, s.out, f, count,
+        spread_pairs<TAPS, INPUTS, of_inputs>(static_cast<const Half*>(images), s, s.in, channel, end, f, count, point, tiles);
+        spread_pairs<TAPS, Side<TAPS>::OUTPUTS, Side<TAPS>::of_gradients>(static_cast<const Half*>(gradients), s, s.out, 0, s.out, f, count,
                                             change_point, changes);
         for (Index p = 0; p < POINTS; p++)
             for (Index k = 0; k < out; k += WIDE) {
@@ -301,8 +308,13 @@ std::size_t scratch_of(const Shape& s) {
     return POINTS * most(block * (in / 2 + WIDE) + 2 * APART, sums * (in + out) / 2 + 2 * APART);
 }
 
+template <Index TAPS>
+Functions of() {
+    return {transform<TAPS>, forward<TAPS>, gradient<TAPS>, collect<Half, TAPS>, scratch_of};
+}
+
 }  // namespace
 
-Functions functions() { return {transform, forward, gradient, collect<Half>, scratch_of}; }
+Functions functions(Index taps) { return taps == 5 ? of<5>() : of<3>(); }
 
 }  // namespace hvd_cifar::SET

@@ -47,7 +47,10 @@ extern "C" int hvd_cifar_tiles() {
 
 namespace hvd_cifar {
 
-std::ptrdiff_t tiles_of(const Shape& s) { return s.images * ((s.height + 3) / 4) * ((s.width + 3) / 4); }
+std::ptrdiff_t tiles_of(const Shape& s) {
+    const std::ptrdiff_t side = 7 - s.taps;
+    return s.images * ((s.height + side - 1) / side) * ((s.width + side - 1) / side);
+}
 
 namespace {
 
@@ -58,8 +61,11 @@ constexpr std::ptrdiff_t CHANNELS = padded(1);  // of images whose weights' grad
 // number of threads. Fewer parts cost less.
 constexpr std::ptrdiff_t TILES_OF_PART = 1024, MOST_PARTS = 8;
 
-Functions functions(bool half) {
-    if (half && hvd_cifar_dots()) return avx512_bf16::functions();
+// Whether there is a way for kernels of this side.
+bool known(bool half, std::ptrdiff_t taps) { return taps == 3 || (taps == 5 && half && hvd_cifar_dots()); }
+
+Functions functions(bool half, std::ptrdiff_t taps) {
+    if (half && hvd_cifar_dots()) return avx512_bf16::functions(taps);
     return hvd_cifar_vectors() == 512 ? avx512::functions(half) : avx2::functions(half);
 }
 
@@ -97,19 +103,20 @@ class Convolution : public OpKernel {
 
     void Compute(OpKernelContext* context) override {
         const Tensor &images = context->input(0), &kernel = context->input(1);
-        OP_REQUIRES(context, images.dims() == 4 && kernel.dims() == 4 && kernel.dim_size(0) == 3 &&
-                    kernel.dim_size(1) == 3 && kernel.dim_size(2) == images.dim_size(3),
-                    errors::InvalidArgument("images [b, h, w, c] and a kernel [3, 3, c, f] are wanted, not ",
+        OP_REQUIRES(context, images.dims() == 4 && kernel.dims() == 4 && kernel.dim_size(0) == kernel.dim_size(1) &&
+                    known(sizeof(T) == 2, kernel.dim_size(0)) && kernel.dim_size(2) == images.dim_size(3),
+                    errors::InvalidArgument("images [b, h, w, c] and a kernel [3, 3, c, f] are wanted (or 5 x 5, for "
+                                            "sums of bfloat16's products), not ",
                                             images.shape().DebugString(), " and ", kernel.shape().DebugString()));
         OP_REQUIRES(context, hvd_cifar_vectors(), errors::Unimplemented("no AVX2 with FMA, or HVD_CIFAR_VECTORS=0"));
         const Shape shape{images.dim_size(0), images.dim_size(1), images.dim_size(2), images.dim_size(3),
-                          kernel.dim_size(3)};
+                          kernel.dim_size(3), kernel.dim_size(0)};
         TensorShape wanted = images.shape();
         wanted.set_dim(3, shape.out);
         Tensor* outputs = nullptr;
         OP_REQUIRES_OK(context, context->allocate_output(0, wanted, &outputs));
         if (!outputs->NumElements()) return;
-        const Functions to = functions(sizeof(T) == 2);
+        const Functions to = functions(sizeof(T) == 2, shape.taps);
         float* transformed = kept<WEIGHTS>(POINTS * padded(shape.in) * padded(shape.out));
         OP_REQUIRES(context, transformed, no_memory(shape));
         to.transform(kernel.data(), shape, transformed);
@@ -129,7 +136,12 @@ class Convolution : public OpKernel {
 template <class T>
 class KernelGradient : public OpKernel {
   public:
-    using OpKernel::OpKernel;
+    explicit KernelGradient(OpKernelConstruction* context) : OpKernel(context) {
+        OP_REQUIRES_OK(context, context->GetAttr("taps", &taps_));
+        OP_REQUIRES(context, known(sizeof(T) == 2, taps_),
+                    errors::InvalidArgument("kernels of 3 x 3 are known (or 5 x 5, for sums of bfloat16's products), "
+                                            "not of ", taps_, " x ", taps_));
+    }
 
     void Compute(OpKernelContext* context) override {
         const Tensor &images = context->input(0), &gradients = context->input(1);
@@ -140,9 +152,9 @@ class KernelGradient : public OpKernel {
                                             images.shape().DebugString(), " and ", gradients.shape().DebugString()));
         OP_REQUIRES(context, hvd_cifar_vectors(), errors::Unimplemented("no AVX2 with FMA, or HVD_CIFAR_VECTORS=0"));
         const Shape shape{images.dim_size(0), images.dim_size(1), images.dim_size(2), images.dim_size(3),
-                          gradients.dim_size(3)};
+                          gradients.dim_size(3), taps_};
         Tensor* kernel = nullptr;
-        OP_REQUIRES_OK(context, context->allocate_output(0, {3, 3, shape.in, shape.out}, &kernel));
+        OP_REQUIRES_OK(context, context->allocate_output(0, {taps_, taps_, shape.in, shape.out}, &kernel));
         if (!kernel->NumElements()) return;
         const std::ptrdiff_t tiles = tiles_of(shape), in = padded(shape.in), out = padded(shape.out);
         const std::ptrdiff_t parts = std::clamp<std::ptrdiff_t>(tiles / TILES_OF_PART, 1, MOST_PARTS);
@@ -150,7 +162,7 @@ class KernelGradient : public OpKernel {
         float* weights = kept<WEIGHTS>(parts * part_size);
         OP_REQUIRES(context, weights, no_memory(shape));
         std::fill_n(weights, parts * part_size, 0.0f);
-        const Functions to = functions(sizeof(T) == 2);
+        const Functions to = functions(sizeof(T) == 2, shape.taps);
         auto* threads = context->device()->tensorflow_cpu_worker_threads();
         // Channels are shared out only where there are threads for them: each share transforms all gradients.
         const std::ptrdiff_t shares =
@@ -173,6 +185,9 @@ class KernelGradient : public OpKernel {
         OP_REQUIRES(context, !failed, no_memory(shape));
         to.collect(weights, parts, shape, kernel->data());
     }
+
+  private:
+    std::int64_t taps_;
 };
 
 Status convolution_shape(shape_inference::InferenceContext* context) {
@@ -188,8 +203,10 @@ Status gradient_shape(shape_inference::InferenceContext* context) {
     shape_inference::ShapeHandle images, gradients;
     TF_RETURN_IF_ERROR(context->WithRank(context->input(0), 4, &images));
     TF_RETURN_IF_ERROR(context->WithRank(context->input(1), 4, &gradients));
-    context->set_output(0, context->MakeShape({context->MakeDim(3), context->MakeDim(3), context->Dim(images, 3),
-                                               context->Dim(gradients, 3)}));
+    std::int64_t taps;
+    TF_RETURN_IF_ERROR(context->GetAttr("taps", &taps));
+    context->set_output(0, context->MakeShape({context->MakeDim(taps), context->MakeDim(taps),
+                                               context->Dim(images, 3), context->Dim(gradients, 3)}));
     return absl::OkStatus();
 }
 
@@ -201,6 +218,7 @@ REGISTER_OP("HvdCifarConvolution")
     .SetShapeFn(convolution_shape);
 REGISTER_OP("HvdCifarKernelGradient")
     .Attr("T: {float, bfloat16}")
+    .Attr("taps: int = 3")
     .Input("images: T")
     .Input("gradients: T")
     .Output("kernel: T")

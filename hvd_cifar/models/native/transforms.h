@@ -23,14 +23,9 @@ using Bits = std::uint32_t __attribute__((vector_size(LANES * 4)));
 using Halves = std::uint16_t __attribute__((vector_size(LANES * 2), aligned(2)));
 using Half = std::uint16_t;  // a bfloat16's bits
 
-constexpr Index OUTPUTS = 4, INPUTS = 6;  // of a tile's side
+constexpr Index INPUTS = 6;  // of a tile's side
 
 constexpr float A = 0.70710678118654752f, B = 1.41421356237309505f;
-constexpr float KERNEL[INPUTS][3] = {
-    {1.0f, 0.0f, 0.0f},        {-2.0f / 3, -2.0f / 3 * A, -1.0f / 3}, {-2.0f / 3, 2.0f / 3 * A, -1.0f / 3},
-    {1.0f / 6, B / 6, 1.0f / 3}, {1.0f / 6, -B / 6, 1.0f / 3},          {0.0f, 0.0f, 1.0f},
-};
-
 INLINE Index least(Index a, Index b) { return a < b ? a : b; }
 INLINE Index most(Index a, Index b) { return a > b ? a : b; }
 
@@ -61,7 +56,7 @@ INLINE void store(T* to, Vector value, Index count) {
     for (Index i = 0; i < count; i++) to[i] = some[i];
 }
 
-// The three transforms of a line: of inputs, of products to outputs, and this one's transpose.
+// The transform of a line of inputs.
 INLINE void of_inputs(const Vector* d, Vector* to) {
     const Vector even = d[4] - 2.0f * d[2], odd = A * (d[3] - 2.0f * d[1]);
     const Vector even2 = d[4] - 0.5f * d[2], odd2 = B * (d[3] - 0.5f * d[1]);
@@ -72,30 +67,68 @@ INLINE void of_inputs(const Vector* d, Vector* to) {
     to[4] = even2 - odd2;
     to[5] = d[1] - 2.5f * d[3] + d[5];
 }
-INLINE void of_products(const Vector* m, Vector* to) {
-    const Vector sum = m[1] + m[2], difference = A * (m[1] - m[2]);
-    const Vector sum2 = m[3] + m[4], difference2 = B * (m[3] - m[4]);
-    to[0] = m[0] + sum + sum2;
-    to[1] = difference + difference2;
-    to[2] = 0.5f * sum + 2.0f * sum2;
-    to[3] = 0.5f * difference + 2.0f * difference2 + m[5];
-}
-INLINE void of_gradients(const Vector* y, Vector* to) {
-    const Vector even = y[0] + 0.5f * y[2], odd = A * (y[1] + 0.5f * y[3]);
-    const Vector even2 = y[0] + 2.0f * y[2], odd2 = B * (y[1] + 2.0f * y[3]);
-    to[0] = y[0];
-    to[1] = even + odd;
-    to[2] = even - odd;
-    to[3] = even2 + odd2;
-    to[4] = even2 - odd2;
-    to[5] = y[3];
-}
+// What hangs on the kernel's side, TAPS pixels: the OUTPUTS of a tile's, the transforms from products to them and this
+// one's transpose, and the kernel's: the powers of each point, over its distances to the others.
+template <Index TAPS>
+struct Side;
+template <>
+struct Side<3> {
+    static constexpr Index OUTPUTS = 4;
+    static constexpr float KERNEL[INPUTS][3] = {
+        {1.0f, 0.0f, 0.0f},        {-2.0f / 3, -2.0f / 3 * A, -1.0f / 3}, {-2.0f / 3, 2.0f / 3 * A, -1.0f / 3},
+        {1.0f / 6, B / 6, 1.0f / 3}, {1.0f / 6, -B / 6, 1.0f / 3},          {0.0f, 0.0f, 1.0f},
+    };
+    INLINE void of_products(const Vector* m, Vector* to) {
+        const Vector sum = m[1] + m[2], difference = A * (m[1] - m[2]);
+        const Vector sum2 = m[3] + m[4], difference2 = B * (m[3] - m[4]);
+        to[0] = m[0] + sum + sum2;
+        to[1] = difference + difference2;
+        to[2] = 0.5f * sum + 2.0f * sum2;
+        to[3] = 0.5f * difference + 2.0f * difference2 + m[5];
+    }
+    INLINE void of_gradients(const Vector* y, Vector* to) {
+        const Vector even = y[0] + 0.5f * y[2], odd = A * (y[1] + 0.5f * y[3]);
+        const Vector even2 = y[0] + 2.0f * y[2], odd2 = B * (y[1] + 2.0f * y[3]);
+        to[0] = y[0];
+        to[1] = even + odd;
+        to[2] = even - odd;
+        to[3] = even2 + odd2;
+        to[4] = even2 - odd2;
+        to[5] = y[3];
+    }
+};
+template <>
+struct Side<5> {
+    static constexpr Index OUTPUTS = 2;
+    static constexpr float KERNEL[INPUTS][5] = {
+        {1.0f, 0.0f, 0.0f, 0.0f, 0.0f},
+        {-2.0f / 3, -2.0f / 3 * A, -1.0f / 3, -1.0f / 3 * A, -1.0f / 6},
+        {-2.0f / 3, 2.0f / 3 * A, -1.0f / 3, 1.0f / 3 * A, -1.0f / 6},
+        {1.0f / 6, B / 6, 1.0f / 3, B / 3, 2.0f / 3},
+        {1.0f / 6, -B / 6, 1.0f / 3, -B / 3, 2.0f / 3},
+        {0.0f, 0.0f, 0.0f, 0.0f, 1.0f},
+    };
+    INLINE void of_products(const Vector* m, Vector* to) {
+        to[0] = m[0] + (m[1] + m[2]) + (m[3] + m[4]);
+        to[1] = A * (m[1] - m[2]) + B * (m[3] - m[4]) + m[5];
+    }
+    INLINE void of_gradients(const Vector* y, Vector* to) {
+        const Vector odd = A * y[1], odd2 = B * y[1];
+        to[0] = y[0];
+        to[1] = y[0] + odd;
+        to[2] = y[0] - odd;
+        to[3] = y[0] + odd2;
+        to[4] = y[0] - odd2;
+        to[5] = y[1];
+    }
+};
 
 // A tile's first output, and its pixels that are within the image: rows from `top` up to `bottom`, columns likewise.
 struct Place {
     Index image, row, column, top, bottom, left, right;
     bool inside;  // all of them
 };
+template <Index OUTPUTS>
 INLINE Place place_of(const Shape& s, Index tile, Index before, Index side) {
     const Index across = (s.width + OUTPUTS - 1) / OUTPUTS, down = (s.height + OUTPUTS - 1) / OUTPUTS;
     Place p;
@@ -111,27 +144,27 @@ INLINE Place place_of(const Shape& s, Index tile, Index before, Index side) {
     return p;
 }
 
-template <class T>
+template <class T, Index TAPS>
 void collect(const float* weights, Index parts, const Shape& s, void* kernel) {
     const Index in = padded(s.in), out = padded(s.out);
     for (Index c = 0; c < s.in; c++)
         for (Index k = 0; k < s.out; k += LANES) {
-            Vector lines[3][INPUTS];
+            Vector lines[TAPS][INPUTS];
             for (Index j = 0; j < INPUTS; j++) {
-                Vector sums[3] = {};
+                Vector sums[TAPS] = {};
                 for (Index i = 0; i < INPUTS; i++) {
                     Vector sum{};
                     for (Index part = 0; part < parts; part++)
                         sum += load(weights + ((part * POINTS + i * INPUTS + j) * in + c) * out + k);
-                    for (Index tap = 0; tap < 3; tap++) sums[tap] += KERNEL[i][tap] * sum;
+                    for (Index tap = 0; tap < TAPS; tap++) sums[tap] += Side<TAPS>::KERNEL[i][tap] * sum;
                 }
-                for (Index tap = 0; tap < 3; tap++) lines[tap][j] = sums[tap];
+                for (Index tap = 0; tap < TAPS; tap++) lines[tap][j] = sums[tap];
             }
-            for (Index i = 0; i < 3; i++)
-                for (Index tap = 0; tap < 3; tap++) {
+            for (Index i = 0; i < TAPS; i++)
+                for (Index tap = 0; tap < TAPS; tap++) {
                     Vector sum{};
-                    for (Index j = 0; j < INPUTS; j++) sum += KERNEL[j][tap] * lines[i][j];
-                    store(static_cast<T*>(kernel) + ((i * 3 + tap) * s.in + c) * s.out + k, sum, s.out - k);
+                    for (Index j = 0; j < INPUTS; j++) sum += Side<TAPS>::KERNEL[j][tap] * lines[i][j];
+                    store(static_cast<T*>(kernel) + ((i * TAPS + tap) * s.in + c) * s.out + k, sum, s.out - k);
                 }
         }
 }

@@ -8,6 +8,8 @@
 namespace hvd_cifar::SET {
 namespace {
 
+constexpr Index OUTPUTS = Side<3>::OUTPUTS;
+constexpr auto& KERNEL = Side<3>::KERNEL;
 constexpr Index FEW_CHANNELS = 64, TILES_OF_FEW = 48, TILES_OF_MANY = 24;
 
 INLINE Index block_of(const Shape& s) { return s.in + s.out <= FEW_CHANNELS ? TILES_OF_FEW : TILES_OF_MANY; }
@@ -20,7 +22,7 @@ INLINE void spread(const T* pixels, const Shape& s, Index channels, Index channe
     const Index wide = padded(end - channel), point = count * wide + APART;
     const Index next_column = channels, next_row = s.width * channels;
     for (Index t = 0; t < count; t++) {
-        const Place p = place_of(s, first + t, SIDE == INPUTS ? 1 : 0, SIDE);
+        const Place p = place_of<OUTPUTS>(s, first + t, SIDE == INPUTS ? 1 : 0, SIDE);
         const T* corner = pixels + (p.image * s.height + p.row) * next_row + p.column * next_column + channel;
         for (Index c = 0; c < wide; c += LANES) {
             Vector lines[INPUTS][SIDE];
@@ -163,7 +165,7 @@ void forward(const void* images, const float* weights, const Shape& s, Index fir
                 products<MANY_TILES, 2>(tiles, in, s.in, weight, out, count, made + p * point);
         }
         for (Index t = 0; t < count; t++) {
-            const Place p = place_of(s, f + t, 0, OUTPUTS);
+            const Place p = place_of<OUTPUTS>(s, f + t, 0, OUTPUTS);
             T* corner = static_cast<T*>(outputs) + ((p.image * s.height + p.row) * s.width + p.column) * s.out;
             for (Index k = 0; k < s.out; k += LANES) {
                 Vector lines[OUTPUTS][INPUTS];
@@ -173,7 +175,7 @@ void forward(const void* images, const float* weights, const Shape& s, Index fir
                     Vector seen[INPUTS], results[OUTPUTS];
 #pragma GCC unroll 6
                     for (Index i = 0; i < INPUTS; i++) seen[i] = load(from + (i * INPUTS + j) * point);
-                    of_products(seen, results);
+                    Side<3>::of_products(seen, results);
 #pragma GCC unroll 4
                     for (Index i = 0; i < OUTPUTS; i++) lines[i][j] = results[i];
                 }
@@ -181,14 +183,14 @@ void forward(const void* images, const float* weights, const Shape& s, Index fir
 #pragma GCC unroll 4
                     for (Index i = 0; i < OUTPUTS; i++) {
                         Vector results[OUTPUTS];
-                        of_products(lines[i], results);
+                        Side<3>::of_products(lines[i], results);
 #pragma GCC unroll 4
                         for (Index j = 0; j < OUTPUTS; j++) store(corner + (i * s.width + j) * s.out + k, results[j]);
                     }
                 } else {
                     for (Index i = 0; i < p.bottom; i++) {
                         Vector results[OUTPUTS];
-                        of_products(lines[i], results);
+                        Side<3>::of_products(lines[i], results);
                         for (Index j = 0; j < p.right; j++)
                             store(corner + (i * s.width + j) * s.out + k, results[j], s.out - k);
                     }
@@ -206,7 +208,7 @@ void gradient(const void* images, const void* gradients, const Shape& s, Index f
     for (Index f = first; f < last; f += block) {
         const Index count = least(block, last - f);
         spread<INPUTS, of_inputs>(static_cast<const T*>(images), s, s.in, channel, end, f, count, scratch);
-        spread<OUTPUTS, of_gradients>(static_cast<const T*>(gradients), s, s.out, 0, s.out, f, count, changes);
+        spread<OUTPUTS, Side<3>::of_gradients>(static_cast<const T*>(gradients), s, s.out, 0, s.out, f, count, changes);
         for (Index p = 0; p < POINTS; p++) {
             const float* tiles = scratch + p * (count * here + APART);
             const float* change = changes + p * (count * out + APART);
@@ -225,7 +227,7 @@ std::size_t scratch_of(const Shape& s) {
 
 template <class T>
 Functions of() {
-    return {transform<T>, forward<T>, gradient<T>, collect<T>, scratch_of};
+    return {transform<T>, forward<T>, gradient<T>, collect<T, 3>, scratch_of};
 }
 
 }  // namespace
