@@ -1,5 +1,5 @@
-// The operations of TensorFlow that winograd.cc and dots.cc are behind: a convolution, and its kernel's gradient. (The gradient of
-// images is a convolution, too: with the kernel turned round and its channels exchanged.)
+// The operations of TensorFlow that winograd.cc and dots.cc are behind: a convolution, and its kernel's gradient. (The
+// gradient of images is a convolution, too: with the kernel turned round and its channels exchanged.)
 #include <cpuid.h>
 #include <sys/mman.h>
 
@@ -78,7 +78,7 @@ float* kept(std::size_t size) {
     constexpr std::size_t HUGE_PAGE = std::size_t{1} << 21;
     thread_local std::unique_ptr<float, decltype(&std::free)> memory(nullptr, &std::free);
     thread_local std::size_t has = 0;
-    const std::size_t wanted = (size * sizeof(float) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    const std::size_t wanted = (size * sizeof(float) / HUGE_PAGE + 1) * HUGE_PAGE;  // not none, where there are no channels
     if (has < wanted) {
         has = 0;
         memory.reset();

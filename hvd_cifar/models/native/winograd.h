@@ -22,8 +22,8 @@ constexpr std::ptrdiff_t POINTS = 36;  // transformed weights of a kernel for ea
 
 // Functions for kernels of one side, and elements of one type, `half` (bfloat16) or not. Sums are float32.
 struct Functions {
-    // kernel [taps, taps, in, out] -> weights, of which only `forward` knows the type and the order: room for float32 [POINTS,
-    // padded(in), padded(out)].
+    // kernel [taps, taps, in, out] -> weights, of which only `forward` knows the type and the order: room for float32
+    // [POINTS, padded(in), padded(out)].
     void (*transform)(const void* kernel, const Shape& shape, float* weights);
     // Outputs of the tiles from `first` up to `last`. `room`: `scratch(shape)` numbers.
     void (*forward)(const void* images, const float* weights, const Shape& shape, std::ptrdiff_t first,
