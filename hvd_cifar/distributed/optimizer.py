@@ -15,6 +15,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvd_cifar.distributed import sync
 from hvd_cifar.distributed.tree import all_reduce_in_tree
 
 
@@ -32,6 +33,11 @@ class _Reduction:
     def is_local(self) -> bool:
         """Whether there is nobody to reduce with: alone, or not a member of the process set."""
         return not self.process_set.included() or self.process_set.size() == 1
+
+    @property
+    def is_plain_sum(self) -> bool:
+        """Whether what it makes of any tensor is its sum over the ranks, to the last bit, and at every call."""
+        return self.op == hvd.Sum and self.compression is hvd.Compression.none and self.passes == 1
 
 
 class _Distributed:
@@ -62,6 +68,12 @@ class _Distributed:
         if variables is None:
             variables = list(self._trainable_variables)  # type: ignore[attr-defined]
         self._apply_every_few_passes(grads, variables)
+
+    def apply_and_sum(self, grads: Sequence[Any], variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """`apply`, with the `values` in the gradients' message; where the reduction `is_plain_sum`."""
+        reduced = self.reduce([*grads, *values])
+        super().apply(reduced[: len(grads)], list(variables))  # type: ignore[misc]
+        return reduced[len(grads) :]
 
     def _apply_every_few_passes(self, grads: list[Any], variables: list[Any]) -> None:
         present = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
@@ -164,6 +176,37 @@ def DistributedOptimizer(
         for target, source in zip(distributed.variables, optimizer.variables, strict=True):
             target.assign(source)
     return distributed
+
+
+def apply_and_sum(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], values: Sequence[Any]
+) -> list[Any]:
+    """`optimizer.apply`, and the sums of `values` over the ranks that the optimizer reduces over. A collective.
+
+    They travel as one message where the gradients' may hold them, since each message makes the ranks' threads wait for
+    each other once more. Beside gradients that are averaged, compressed or not reduced in every call, or that a loss
+    scale looks at first, values go on their own.
+
+    Args:
+        optimizer: a `DistributedOptimizer`, or a LossScaleOptimizer around one.
+        values: tensors of one floating type; the same shapes on every rank.
+
+    Raises:
+        TypeError: where `optimizer` is another one.
+    """
+    distributed = getattr(optimizer, "inner_optimizer", optimizer)
+    if not isinstance(distributed, _Distributed):
+        raise TypeError(f"{type(distributed).__name__} is not a DistributedOptimizer")
+    reduction = distributed._reduction
+    if distributed is optimizer and reduction.is_plain_sum:
+        return distributed.apply_and_sum(gradients, variables, values)
+    # Not before the gradients are there: from the first tensor sent to the last the ranks' threads keep each other
+    # awake, on cores that still compute.
+    with tf.control_dependencies([g for g in gradients if g is not None]):
+        values = [tf.identity(value) for value in values]
+    sums = values if reduction.is_local else sync.sums_in_graph(values, reduction.fixed_order, reduction.process_set)
+    optimizer.apply(gradients, variables)
+    return sums
 
 
 def reduce_gradients(gradients: Sequence[Any], reduction: _Reduction) -> list[Any]:

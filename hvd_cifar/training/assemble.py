@@ -125,7 +125,6 @@ def assemble(settings: TrainSettings, world: World) -> Run:
                 label_smoothing=settings.label_smoothing or 0.0,
                 slices=deal.slices,
                 virtual_shards=settings.virtual_shards,
-                fixed_order=bool(settings.deterministic),
                 averages=averages,
                 lookahead=lookahead,
                 shrunk_to=side,

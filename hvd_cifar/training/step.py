@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_cifar.distributed import sync
+from hvd_cifar.distributed.optimizer import apply_and_sum
 from hvd_cifar.distributed.tree import add_in_tree
 from hvd_cifar.models import Net
 from hvd_cifar.models.normalization import examples_present
@@ -50,11 +50,9 @@ def make_train_step(
     label_smoothing: float = 0.0,
     slices: int = 1,
     virtual_shards: int | None = None,
-    fixed_order: bool = False,
     averages: MovingAverage | None = None,
     lookahead: Lookahead | None = None,
     shrunk_to: int | None = None,
-    process_set: Any = sync.ALL_RANKS,
 ) -> Callable[..., Any]:
     """Build the step.
 
@@ -66,11 +64,9 @@ def make_train_step(
         slices: of the global batch that each rank computes, one after the other.
         virtual_shards: slices of the global batch over all ranks, each with batch-norm statistics of its own; what they
             add to the moving statistics is averaged over all. None: the ranks' slices update their own in turn.
-        fixed_order: add over the ranks in the fixed order, as `optimizer` then has to, too.
         averages: moving averages to update after the weights, or None.
         lookahead: slow weights to update after the weights, or None.
         shrunk_to: pixels, to which the step shrinks its images' sides first; None: it takes them as they are.
-        process_set: the ranks that train together, as for `optimizer`.
 
     Returns:
         A function (slices, global_count, learning_rate, request) -> float [2], the same on every rank: the loss of the
@@ -113,13 +109,10 @@ def make_train_step(
 
     def update(share: Any, found: Sequence[Any], learning_rate: Any, request: Any) -> Any:
         gradients, moved = found[: len(variables)], found[len(variables) :]
-        # Horovod: the loss travels beside the gradients, in the same cycle and the same buffer. It is known before
-        # backward begins; sent then, Horovod's threads would wait for each other all the time that backward takes.
-        with tf.control_dependencies(gradients):
-            own = [tf.stack([share, tf.cast(request, share.dtype)]), *moved]
-        loss_and_requests, *totals = sync.sums_in_graph(own, fixed_order, process_set)
+        own = [tf.stack([share, tf.cast(request, share.dtype)]), *moved]
         optimizer.learning_rate.assign(learning_rate)
-        optimizer.apply(gradients, variables)
+        # Horovod: gradients are summed over the ranks and applied; the loss travels in their message.
+        loss_and_requests, *totals = apply_and_sum(optimizer, gradients, variables, own)
         if lookahead is not None:
             lookahead.update()
         if averages is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,84 @@ def test_two_ranks_in_all_variants() -> None:
     assert first["passes averaged=True"] == [0.0, -2.25, -2.25, -7.5, -7.5]
     assert first["updates"] == 2
     assert first["clipped"] == pytest.approx([-0.6, -0.8])
+
+
+def _sums_beside_gradients() -> dict[str, Any]:
+    """`apply_and_sum` in a graph, in all ways: what variable and values become, and what is sent before what."""
+    world = _start()
+    import keras
+    import tensorflow as tf
+
+    from hvd_cifar.distributed.optimizer import DistributedOptimizer
+
+    rank = world.rank
+    ways: dict[str, dict[str, Any]] = {
+        "sum": {"op": "sum"},
+        "average": {"op": "average"},
+        "fp16": {"op": "sum", "compression": "fp16"},
+        "fixed order": {"op": "sum", "fixed_order": True},
+        "passes": {"op": "sum", "backward_passes_per_step": 2},
+        "loss scale": {"op": "sum"},
+    }
+    seen: dict[str, Any] = {}
+    for way, options in ways.items():
+        variable = keras.Variable(np.zeros(1, "float32"))
+        optimizer: Any = DistributedOptimizer(keras.optimizers.SGD(1.0), **options)
+        if way == "loss scale":
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
+        optimizer.build([variable])
+
+        step = tf.function(_apply_with(optimizer, variable), autograph=False)
+        graph = step.get_concrete_function(tf.TensorSpec([1], tf.float32)).graph
+        sums = step(tf.constant([rank + 1.0]))
+        sent = [op for op in graph.get_operations() if op.type.startswith("Horovod")]
+        seen[way] = {
+            "variable": float(variable.numpy()[0]),
+            "sums": [s.numpy().tolist() for s in sums],
+            "sent": [len(op.inputs) for op in sent],
+            "early": [op.name for op in sent if "gradient" not in _before(op)],
+        }
+    return seen
+
+
+def _apply_with(optimizer: Any, variable: Any) -> Callable[[Any], list[Any]]:
+    import tensorflow as tf
+
+    from hvd_cifar.distributed.optimizer import apply_and_sum
+
+    def step(value: Any) -> list[Any]:
+        gradient = tf.square(value, name="gradient")
+        return apply_and_sum(optimizer, [gradient], [variable], [value / 3.0, tf.stack([value[0], -value[0]])])
+
+    return step
+
+
+def _before(op: Any) -> set[str]:
+    """Names of the operations that come before one, by data or by control."""
+    found: set[str] = set()
+    waiting = [op]
+    while waiting:
+        for other in [*(tensor.op for tensor in waiting[-1].inputs), *waiting.pop().control_inputs]:
+            if other.name not in found:
+                found.add(other.name)
+                waiting.append(other)
+    return found
+
+
+def test_what_is_summed_beside_gradients_travels_in_their_message_where_it_can() -> None:
+    """The loss of each step: in a message of its own it costs each step a meeting of the ranks' threads."""
+    first, second = run_ranks(_sums_beside_gradients, 2)
+    assert first == second
+    for way, seen in first.items():
+        moved = {"average": -2.5, "passes": 0.0}.get(way, -5.0)
+        assert seen["variable"] == moved, way
+        thirds, pair = seen["sums"]
+        assert thirds == [float(np.float32(1 / 3) + np.float32(2 / 3))], way  # to the bit: no half precision
+        assert pair == [3.0, -3.0], way
+        assert seen["early"] == [], way  # of a gradient: the ranks' threads would meet while backward computes
+    assert first["sum"]["sent"] == [3]
+    assert first["fixed order"]["sent"] == [1]  # all in one tensor
+    assert all(len(seen["sent"]) > 1 for way, seen in first.items() if way not in ("sum", "fixed order"))
 
 
 def _update_in_process_set() -> float:

@@ -1,4 +1,4 @@
-"""What the step sends, and when: looked at in its graph, on one rank; and sizes of images."""
+"""The step on one rank without Horovod: the smallest images, and a NaN's way to the loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from hvd_cifar import models
-from hvd_cifar.distributed import sync
+from hvd_cifar.training import step as step_module
 from hvd_cifar.training.step import make_train_step
 
 
@@ -30,41 +30,21 @@ class _Recorder:
         self.gradients = list(gradients)
 
 
-def _all_before(op: Any) -> set[str]:
-    """Names of the operations that come before one, by data or by control."""
-    found: set[str] = set()
-    waiting = [op]
-    while waiting:
-        for other in [*(tensor.op for tensor in waiting[-1].inputs), *waiting.pop().control_inputs]:
-            if other.name not in found:
-                found.add(other.name)
-                waiting.append(other)
-    return found
+@pytest.fixture(autouse=True)
+def on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Horovod: nothing to sum up over."""
 
-
-def test_the_loss_is_sent_when_the_gradients_are_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Horovod's threads would wait for each other, on cores that compute, from the first thing sent to the last."""
-    sent: list[Any] = []
-
-    def record(values: Sequence[Any], *_: Any) -> list[Any]:
-        sent.extend(values)
+    def apply_and_sum(optimizer: Any, gradients: Any, variables: Any, values: Any) -> list[Any]:
+        optimizer.apply(gradients, variables)
         return list(values)
 
-    monkeypatch.setattr(sync, "sums_in_graph", record)
-    optimizer = _Recorder()
-    step = make_train_step(models.build("tutorial", 24, "float32"), optimizer, weight_decay=0.004)
-    images, labels = tf.zeros((2, 24, 24, 3)), tf.zeros((2,), tf.int32)
-    step([(images, labels, tf.ones((2,)))], tf.constant(2), tf.constant(0.1), tf.constant(0.0))
-    assert len(sent) == 1 and len(optimizer.gradients) == 10
-    before = _all_before(sent[0].op)
-    assert {gradient.op.name for gradient in optimizer.gradients} <= before
+    monkeypatch.setattr(step_module, "apply_and_sum", apply_and_sum)
 
 
 @pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
 @pytest.mark.parametrize("side", [9, 16, 17])
-def test_fast_trains_on_the_smallest_images(side: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_trains_on_the_smallest_images(side: int, precision: str) -> None:
     """Of batches of any size, as in a run: what the graph does not know of a shape, a layer must not ask it."""
-    monkeypatch.setattr(sync, "sums_in_graph", lambda values, *_: list(values))
     optimizer = _Recorder()
     step = make_train_step(models.build("fast", 32, precision), optimizer, weight_decay=0.0, shrunk_to=side)
     batch = tf.zeros((2, 32, 32, 3)), tf.zeros((2,), tf.int32), tf.ones((2,))
@@ -86,9 +66,8 @@ class _Descent(_Recorder):
 
 @pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
 @pytest.mark.parametrize("name", ["tutorial", "resnet8", "fast"])
-def test_a_nan_shows_in_the_loss(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nan_shows_in_the_loss(name: str, precision: str) -> None:
     """In the next one at the latest, although TensorFlow's maxima and its batch norm with a ReLU let none through."""
-    monkeypatch.setattr(sync, "sums_in_graph", lambda values, *_: list(values))
     net = models.build(name, 32, precision)
     step = make_train_step(net, _Descent(), weight_decay=0.001)
     images = np.random.default_rng(3).normal(size=(4, 32, 32, 3)).astype(np.float32)

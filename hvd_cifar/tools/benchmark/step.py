@@ -194,7 +194,6 @@ class Bench:
             label_smoothing=self.settings.label_smoothing or 0.0,
             averages=self.averages,
             lookahead=self.lookahead,
-            process_set=ranks,
         )
 
     def _reductions(self, ranks: Any) -> Work:
