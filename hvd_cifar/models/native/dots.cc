@@ -232,7 +232,8 @@ void transform(const void* kernel, const Shape& s, float* to) {
                 for (Index i = 0; i < TAPS; i++)
                     for (Index j = 0; j < TAPS; j++) {
                         const bool there = c + one < s.in && k < s.out;
-                        const Half* from = static_cast<const Half*>(kernel) + ((i * TAPS + j) * s.in + c + one) * s.out + k;
+                        const Half* all = static_cast<const Half*>(kernel);
+                        const Half* from = all + ((i * TAPS + j) * s.in + c + one) * s.out + k;
                         seen[i][j] = there ? load(from, s.out - k) : Vector{};
                     }
                 for (Index i = 0; i < INPUTS; i++)
@@ -288,9 +289,10 @@ void gradient(const void* images, const void* gradients, const Shape& s, Index f
     Half* changes = tiles + POINTS * point;
     for (Index f = first; f < last; f += block) {
         const Index count = least(block, last - f), two = (count + 1) / 2;
-        spread_pairs<TAPS, INPUTS, of_inputs>(static_cast<const Half*>(images), s, s.in, channel, end, f, count, point, tiles);
-        spread_pairs<TAPS, Side<TAPS>::OUTPUTS, Side<TAPS>::of_gradients>(static_cast<const Half*>(gradients), s, s.out, 0, s.out, f, count,
-                                            change_point, changes);
+        spread_pairs<TAPS, INPUTS, of_inputs>(static_cast<const Half*>(images), s, s.in, channel, end, f, count, point,
+                                              tiles);
+        spread_pairs<TAPS, Side<TAPS>::OUTPUTS, Side<TAPS>::of_gradients>(static_cast<const Half*>(gradients), s, s.out,
+                                                                          0, s.out, f, count, change_point, changes);
         for (Index p = 0; p < POINTS; p++)
             for (Index k = 0; k < out; k += WIDE) {
                 const Half *tile = tiles + p * point, *change = changes + p * change_point + 2 * k;

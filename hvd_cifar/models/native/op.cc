@@ -34,7 +34,8 @@ extern "C" int hvd_cifar_vectors() {
 extern "C" int hvd_cifar_dots() {
     static const bool has = [] {
         const char* said = std::getenv("HVD_CIFAR_DOTS");
-        return hvd_cifar_vectors() == 512 && __builtin_cpu_supports("avx512bf16") && !(said && std::strcmp(said, "0") == 0);
+        const bool unwanted = said && std::strcmp(said, "0") == 0;
+        return hvd_cifar_vectors() == 512 && __builtin_cpu_supports("avx512bf16") && !unwanted;
     }();
     return has;
 }
