@@ -31,6 +31,7 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.tools.benchmark.results import check_writable
 
 BY_MODEL = "[default: float32; mixed_bfloat16 for fast]"
+DISTURBED = 0.1  # of the cores gone to others: ranks that wait for each other lose more to that than the other sides
 LOG_EVERY = {"resnet20": 5, "resnet32": 3, "resnet56": 2, "tutorial": 10, "fast": 1}  # steps: seconds
 
 
@@ -113,6 +114,8 @@ def measure(
         others = spread([turn.others for of_side in turns.values() for turn in of_side])
         bases = dict.fromkeys([base, sides.LIMIT] if sides.LIMIT in running else [base])
         print(table(named, *(running[name].side.name for name in bases)), flush=True)
+        if others.middle > DISTURBED:
+            print(f"\nTHIS TABLE SAYS LITTLE: {others.middle:.0%} of the cores went to others")
     about = {
         "model": model,
         "precision": work.precision,

@@ -19,7 +19,7 @@ from hvd_cifar.data import order
 from hvd_cifar.data.augment import SIDE
 
 OURS, DDP, AIRBENCH, MULTI_WORKER, TOWERS, LIMIT = "hvd_cifar", "ddp", "airbench", "multi-worker", "towers", "limit"
-DDP_DEFAULTS = "ddp-defaults"
+DDP_DEFAULTS, AIRBENCH_DDP = "ddp-defaults", "airbench-ddp"
 EXAMPLES = 50_000  # of CIFAR-10's training set
 FAST_BATCH = 1024  # of `fast` and of airbench94, over all ranks
 ENDLESS = 10_000  # epochs: no side may come to its end while it is measured
@@ -78,11 +78,15 @@ def ddp(work: Work, defaults: bool = False) -> Side:
     words += ["--store", str(folder / "store"), "--model", work.model]
     words += ["--batch-size", str(work.per_rank), "--threads", str(work.threads)]
     words += ["--defaults"] if defaults else []
+    name = f"PyTorch DDP, Gloo, {'its defaults, ' if defaults else ''}{_ranks(work)}"
+    return _over_gloo(work, name, words, run_dir, _per_step(work.per_rank * work.ranks))
+
+
+def _over_gloo(work: Work, name: str, words: list[str], run_dir: Path, per_step: float) -> Side:
     # Rank and size as torchrun gives them, without its agent, whose heartbeats a pause would break.
     commands = [["env", f"RANK={rank}", f"WORLD_SIZE={work.ranks}", *words] for rank in range(work.ranks)]
     variables = {"OMP_NUM_THREADS": str(work.threads), "GLOO_SOCKET_IFNAME": _LOOPBACK}
-    name = f"PyTorch DDP, Gloo, {'its defaults, ' if defaults else ''}{_ranks(work)}"
-    return Side(name, commands, [run_dir / "metrics.jsonl"], _per_step(work.per_rank * work.ranks), variables)
+    return Side(name, commands, [run_dir / "metrics.jsonl"], per_step, variables)
 
 
 def airbench(work: Work) -> Side:
@@ -96,6 +100,16 @@ def airbench(work: Work) -> Side:
     words += ["--threads", str(threads), "--epochs", str(ENDLESS), "--whitening-bias-epochs", "0"]
     name = f"airbench94 in PyTorch, 1 process, {threads} threads"
     return Side(name, [words], [run_dir / "metrics.jsonl"], work.per_rank * work.ranks)
+
+
+def airbench_ddp(work: Work) -> Side:
+    """The same step under PyTorch's DistributedDataParallel over Gloo, a process a rank, each with its threads."""
+    folder = work.folder / AIRBENCH_DDP
+    words = [str(work.peers_python), "-m", "benchmarks.peers.airbench", *_peer(work, folder / "run")]
+    words += ["--threads", str(work.threads), "--epochs", str(ENDLESS), "--whitening-bias-epochs", "0"]
+    words += ["--store", str(folder / "store")]
+    name = f"airbench94 in PyTorch DDP, Gloo, {_ranks(work)}"
+    return _over_gloo(work, name, words, folder / "run", work.per_rank * work.ranks)
 
 
 def multi_worker(work: Work) -> Side:
@@ -126,18 +140,19 @@ SIDES: dict[str, Callable[[Work], Side]] = {
     DDP: ddp,
     DDP_DEFAULTS: partial(ddp, defaults=True),
     AIRBENCH: airbench,
+    AIRBENCH_DDP: airbench_ddp,
     MULTI_WORKER: multi_worker,
     TOWERS: towers,
     LIMIT: limit,
 }
 
-TORCH = {DDP, DDP_DEFAULTS, AIRBENCH}  # these need the peers' environment
+TORCH = {DDP, DDP_DEFAULTS, AIRBENCH, AIRBENCH_DDP}  # these need the peers' environment
 
 
 def sides_of(model: str) -> list[str]:
     """Which sides can train a model, by name; the peer that ratios are to stands second."""
     if model == "fast":
-        return [OURS, AIRBENCH, LIMIT]
+        return [OURS, AIRBENCH, AIRBENCH_DDP, LIMIT]
     return [OURS, DDP, DDP_DEFAULTS, MULTI_WORKER, TOWERS, LIMIT]
 
 

@@ -189,10 +189,10 @@ def apply_and_sum(
 
     Args:
         optimizer: a `DistributedOptimizer`, or a LossScaleOptimizer around one.
-        values: tensors of one floating type; the same shapes on every rank.
+        values: tensors of the gradients' floating type; the same shapes on every rank.
 
     Raises:
-        TypeError: where `optimizer` is another one.
+        TypeError: where `optimizer` is another one, or a value has another type.
     """
     distributed = getattr(optimizer, "inner_optimizer", optimizer)
     if not isinstance(distributed, _Distributed):

@@ -1,5 +1,6 @@
 """The comparison with peers: its arithmetic, its turns, and that PyTorch's side trains the same net."""
 
+import json
 import os
 import random
 import subprocess
@@ -261,3 +262,27 @@ def test_pytorchs_net_is_ours(name: str, side: int, parameters: int, more: list[
     assert bool(means) == ("mean" in found)
     if means:
         np.testing.assert_allclose(found["mean"], means[0].numpy(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.skipif(not (PEERS / "bin/python").exists(), reason="needs PyTorch in an environment of its own")
+def test_ranks_of_airbench_train_as_one_process_does(tmp_path: Path) -> None:
+    """Up to batch norm and the random views, which they have for themselves. Half the rate, or twice it, is far off."""
+    data = os.environ.get("HVD_CIFAR_TEST_DATA")
+    if not data:
+        pytest.skip("needs CIFAR-10 in HVD_CIFAR_TEST_DATA")
+    words = [str(PEERS / "bin/python"), "-m", "benchmarks.peers.airbench", "--data-dir", data]
+    words += ["--epochs", "0.5", "--max-steps", "10", "--log-every", "1", "--whitening-bias-epochs", "0"]
+    losses = {}
+    for size in (1, 2):
+        store = ["--run-dir", str(tmp_path / str(size)), "--store", str(tmp_path / "store"), "--threads", "1"]
+        environment = {**os.environ, "WORLD_SIZE": str(size)}
+        ranks = [
+            subprocess.Popen([*words, *store], cwd=CHECKOUT, env={**environment, "RANK": str(rank)})
+            for rank in range(size)
+        ]
+        assert [process.wait(300) for process in ranks] == [0] * size
+        lines = (tmp_path / str(size) / "metrics.jsonl").read_text().splitlines()
+        losses[size] = [json.loads(line)["loss"] for line in lines]
+    assert len(losses[1]) == len(losses[2]) == 10
+    print(losses)
+    assert losses[2] == pytest.approx(losses[1], rel=0.05)
