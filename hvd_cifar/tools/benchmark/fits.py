@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+STEPS = 50  # of a fit at most, so that rounding cannot keep it from ending
+
 
 @dataclass(frozen=True)
 class Point:
@@ -127,12 +129,14 @@ def _by_ratio(
         return float(np.square(np.log(times / seconds)).sum()) if (times > 0).all() else math.inf
 
     best = np.array(_non_negative([column / seconds for column in columns], 1 - fixed / seconds))
-    while badness(best) < math.inf:
+    for _ in range(STEPS):
+        if badness(best) == math.inf:
+            break
         times = predicted(best)
         target = np.log(seconds / times) + 1 - fixed / times
         aim = np.array(_non_negative([column / times for column in columns], target))
         tries = (best + (aim - best) / 2**halvings for halvings in range(10))
-        better = next((values for values in tries if badness(values) < badness(best) * (1 - 1e-9)), None)
+        better = next((values for values in tries if badness(values) < badness(best)), None)
         if better is None:
             break
         best = better
