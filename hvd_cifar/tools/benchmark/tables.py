@@ -21,7 +21,7 @@ from hvd_cifar.tools.benchmark.results import (
 
 WIDTH = 200  # of the widest table; a terminal's own width would cut columns off
 RANKS_SHOWN = 16
-ROUGH = 0.3  # median error of a fit from which on it says little of the network
+ROUGH = 0.5  # median error of a fit from which on it says little of the network
 WAY_NAMES = {"horovod": "Horovod", "mpi": "MPI", "copy": "copy"}
 
 
@@ -205,7 +205,7 @@ def _fit(fit: Fit | None) -> str:
         median, largest = f"{fit.median_error:.0%}", f"{fit.largest_error:.0%}"
         text += f"; off by {median} (median) and {largest} (most) of {len(fit.errors)} times"
         if fit.median_error > ROUGH:
-            text += ": THE FORMULA DOES NOT FIT, measure again with a longer --seconds, or on a quieter machine"
+            text += ": THE FORMULA FITS BADLY, and predictions from it say little"
     return text
 
 
