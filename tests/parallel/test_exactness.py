@@ -137,7 +137,7 @@ def _apart(one: list[Any], other: list[Any]) -> float:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("n", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))])
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
 def test_ranks_train_as_one_rank_does(n: int, embedded: Path, folder: Path) -> None:
     alone, states = _results(1, embedded, folder)
     together, theirs = _results(n, embedded, folder)
