@@ -17,14 +17,15 @@ WORKDIR /opt/hvd_cifar
 # What set-up reads, and no more: another line of code elsewhere does not build Horovod anew.
 COPY run.sh setup.cfg pyproject.toml ./
 COPY hvd_cifar/__init__.py hvd_cifar/errors.py hvd_cifar/
-COPY hvd_cifar/cluster/__init__.py hvd_cifar/cluster/hosts.py hvd_cifar/cluster/ssh.py hvd_cifar/cluster/
-COPY hvd_cifar/distributed/check_build.py hvd_cifar/distributed/
-COPY hvd_cifar/install hvd_cifar/install
-COPY hvd_cifar/models/native hvd_cifar/models/native
+COPY hvd_cifar/launch/__init__.py hvd_cifar/launch/
+COPY hvd_cifar/launch/cluster/__init__.py hvd_cifar/launch/cluster/hosts.py hvd_cifar/launch/cluster/ssh.py hvd_cifar/launch/cluster/
+COPY hvd_cifar/runtime/check_build.py hvd_cifar/runtime/
+COPY hvd_cifar/launch/install hvd_cifar/launch/install
+COPY hvd_cifar/kernels/native hvd_cifar/kernels/native
 COPY deploy/slim.sh deploy/
 ARG GPU=
 RUN ./run.sh setup ${GPU:+--gpu} && deploy/slim.sh .venv \
-    && .venv/bin/python hvd_cifar/distributed/check_build.py ${GPU:+--gpu}
+    && .venv/bin/python hvd_cifar/runtime/check_build.py ${GPU:+--gpu}
 
 FROM ${BASE}
 # Ubuntu has a user with our number already. An image's own host keys would be everybody's.

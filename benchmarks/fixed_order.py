@@ -18,9 +18,9 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_cifar.config import ModelName
-from hvd_cifar.distributed import start
-from hvd_cifar.distributed.tree import all_reduce_in_tree
+from hvd_cifar.distributed.fixed_order import all_reduce_in_tree
 from hvd_cifar.models import build
+from hvd_cifar.runtime.world import start
 from hvd_cifar.training.sources import views_of
 
 

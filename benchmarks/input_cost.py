@@ -18,7 +18,7 @@ import click
 
 from benchmarks import jobs, setting
 from hvd_cifar.config import TrainSettings, make
-from hvd_cifar.distributed.environment import launched_rank
+from hvd_cifar.runtime.environment import launched_rank
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -46,7 +46,7 @@ def main(data_dir: Path, model: str, precision: str, batch_size: int, ranks: int
 
 
 def _measure(settings: TrainSettings, steps: int, pairs: int) -> None:
-    from hvd_cifar.distributed import sync
+    from hvd_cifar.distributed import collectives
     from hvd_cifar.tools.benchmark import job
     from hvd_cifar.tools.benchmark.step import LEAD_IN_OF_INPUT, make_bench
     from hvd_cifar.training.recipe import resolve
@@ -59,13 +59,13 @@ def _measure(settings: TrainSettings, steps: int, pairs: int) -> None:
         for pair in range(pairs + 1):  # the first one traces and warms up
             for way in WAYS if pair % 2 else WAYS[::-1]:
                 work = bench.work(size, way)
-                sync.meet()
+                collectives.meet()
                 work(LEAD_IN_OF_INPUT)
                 cpu, began = time.process_time(), time.perf_counter()
                 work(steps)
                 wall[way].append((time.perf_counter() - began) / steps)
                 processor[way].append((time.process_time() - cpu) / steps)
-        by_rank = sync.gather((wall, processor))
+        by_rank = collectives.gather((wall, processor))
         if ranks.world.is_root:
             print("| model | from memory, ms | fed costs more, time | median | processor time | median | pairs |")
             print("|---|---|---|---|---|---|---|")

@@ -68,7 +68,7 @@ def cases(precision: str) -> list[Case]:
     import keras
     import tensorflow as tf
 
-    from hvd_cifar.models import compiled, side_by_side, winograd
+    from hvd_cifar.kernels import compiled, side_by_side, winograd
     from hvd_cifar.models.activation import QuickGelu, QuickRelu
     from hvd_cifar.models.normalization import FusedBatchNormalization, LocalResponseNormalization
     from hvd_cifar.models.pooling import PadShortcut, SteadyMaxPooling2D

@@ -37,7 +37,7 @@ def _restored(run_dir: Path, settings: TrainSettings) -> tuple[dict[str, Any], d
     import tensorflow as tf
 
     from hvd_cifar.models import build
-    from hvd_cifar.training.averages import MovingAverage
+    from hvd_cifar.optim.averages import MovingAverage
     from hvd_cifar.training.checkpoint import find, restore
     from hvd_cifar.training.recipe import precision_of, set_precision
     from hvd_cifar.training.sources import views_of

@@ -29,8 +29,8 @@ from benchmarks import setting
 from hvd_cifar import config
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.dataset import load, prepare
-from hvd_cifar.data.order import Deal
 from hvd_cifar.data.pipeline import training_batches
+from hvd_cifar.data.sampler import Deal
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import build
 from hvd_cifar.training.assemble import make_schedule

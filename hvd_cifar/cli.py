@@ -14,10 +14,10 @@ from typing import Any
 import click
 
 from hvd_cifar import __version__, config
-from hvd_cifar.distributed.environment import launched_rank
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.quiet import quiet_start
+from hvd_cifar.runtime.environment import launched_rank
 
 USER_ERROR = 2
 TRAINING_ERROR = 1

@@ -27,7 +27,7 @@ from benchmarks.peers import torch_resnet, torch_tutorial
 from benchmarks.peers.allocator import keep_memory
 from benchmarks.peers.stamps import Stamps
 from benchmarks.peers.torch_views import Distorted, Windows
-from hvd_cifar.data import cifar10, order
+from hvd_cifar.data import cifar, sampler
 from hvd_cifar.data.augment import CHANNEL_DEVIATION, CHANNEL_MEAN, PAD, SIDE, TUTORIAL_SIDE
 
 PARAMETERS = {"tutorial": 1_068_298, "resnet20": 269_722, "resnet32": 464_154, "resnet56": 853_018}
@@ -97,10 +97,10 @@ def main() -> None:
     store = f"file://{Path(given.store).absolute()}"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=PATIENCE)
 
-    folder = cifar10.locate(given.data_dir)
+    folder = cifar.locate(given.data_dir)
     if folder is None:
         parser.error(f"--data-dir {given.data_dir}: no CIFAR-10 in its binary layout is there")
-    examples = cifar10.read(folder, "train")
+    examples = cifar.read(folder, "train")
     autocast = given.precision == "mixed_bfloat16"
     batch = given.batch_size * size
     work = work_of(given.model, batch, given.defaults)
@@ -127,13 +127,13 @@ def main() -> None:
     generator = torch.Generator().manual_seed(rank)
     stamps = Stamps(given.run_dir if rank == 0 else None)
 
-    per_epoch = order.steps_per_epoch(len(labels), batch)
+    per_epoch = sampler.steps_per_epoch(len(labels), batch)
     step = 0
     indices: Any = None
     while given.max_steps is None or step < given.max_steps:
         epoch, within = divmod(step, per_epoch)
         if within == 0:
-            indices = torch.from_numpy(order.epoch_order(0, epoch, len(labels)))
+            indices = torch.from_numpy(sampler.epoch_order(0, epoch, len(labels)))
         index = indices[within * batch : (within + 1) * batch][rank::size]
         mirrored = torch.rand(len(index), generator=generator) < 0.5
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -22,11 +22,11 @@ from tensorflow.python.eager import context
 
 from benchmarks.peers.stamps import Stamps
 from hvd_cifar.config import Precision
-from hvd_cifar.data import cifar10
-from hvd_cifar.data.order import Deal
+from hvd_cifar.data import cifar
 from hvd_cifar.data.pipeline import training_batches
+from hvd_cifar.data.sampler import Deal
 from hvd_cifar.models import build
-from hvd_cifar.training.averages import MovingAverage
+from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.training.recipe import RECIPES, set_precision
 from hvd_cifar.training.sources import views_of
 from hvd_cifar.training.step import cross_entropy
@@ -67,10 +67,10 @@ def main(
     options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
 
-    folder = cifar10.locate(data_dir)
+    folder = cifar.locate(data_dir)
     if folder is None:
         raise click.UsageError(f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there")
-    examples = cifar10.read(folder, "train")
+    examples = cifar.read(folder, "train")
     set_precision(precision, 0)
     views = views_of(model)
     net = build(model, views.side, precision)

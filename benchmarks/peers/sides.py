@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import jobs
 from benchmarks.peers.turns import Side
-from hvd_cifar.data import order
+from hvd_cifar.data import sampler
 from hvd_cifar.data.augment import SIDE
 
 OURS, DDP, AIRBENCH, MULTI_WORKER, TOWERS, LIMIT = "hvd_cifar", "ddp", "airbench", "multi-worker", "towers", "limit"
@@ -158,7 +158,7 @@ def sides_of(model: str) -> list[str]:
 
 def _per_step(batch: int) -> float:
     """Images of a step on average: the last one of an epoch has what is left."""
-    return EXAMPLES / order.steps_per_epoch(EXAMPLES, batch)
+    return EXAMPLES / sampler.steps_per_epoch(EXAMPLES, batch)
 
 
 def _free_ports(count: int) -> list[int]:

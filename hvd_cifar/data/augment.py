@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from hvd_cifar.data import order
+from hvd_cifar.data import sampler
 
 # Mean and standard deviation of CIFAR-10's training pixels per channel (red, green, blue), on the scale 0 to 255.
 CHANNEL_MEAN = (125.3, 123.0, 113.9)
@@ -49,11 +49,11 @@ def draws(seed: int, epoch: int, examples: NDArray[np.int64]) -> NDArray[np.floa
     Uniform numbers in [0, 1); and last the alternating flip, 0 or 1: random in epoch 0, and then the other one in every
     epoch, so that two epochs in a row show both sides of every image (Jordan 2024, section 3.6).
     """
-    base = order.mix(examples.astype(np.uint64) ^ order.key(seed, 1, epoch))
+    base = sampler.mix(examples.astype(np.uint64) ^ sampler.key(seed, 1, epoch))
     columns = np.arange(1, RANDOM_DRAWS + 1, dtype=np.uint64)
-    bits = order.mix(base[:, None] ^ order.mix(columns)[None, :])
+    bits = sampler.mix(base[:, None] ^ sampler.mix(columns)[None, :])
     uniform = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)  # 24 bits fill a float32's mantissa
-    first = order.mix(examples.astype(np.uint64) ^ order.key(seed, 2))
+    first = sampler.mix(examples.astype(np.uint64) ^ sampler.key(seed, 2))
     flip = ((first + np.uint64(epoch)) & np.uint64(1)).astype(np.float32)
     return np.concatenate([uniform, flip[:, None]], axis=1)
 

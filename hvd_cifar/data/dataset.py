@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from hvd_cifar.data import cifar10, synthetic
-from hvd_cifar.data.cifar10 import Examples
-from hvd_cifar.data.fetch import DownloadError, fetch
+from hvd_cifar.data import cifar, synthetic
+from hvd_cifar.data.cifar import Examples
+from hvd_cifar.data.download import DownloadError, fetch
 
 CHUNK = 5000  # examples hashed at a time
 Name = Literal["auto", "cifar10", "synthetic"]
@@ -44,7 +44,7 @@ def prepare(
     """
     if name == "synthetic":
         return Prepared("synthetic", synthetic.ensure(data_dir))
-    folder = cifar10.locate(data_dir)
+    folder = cifar.locate(data_dir)
     if folder is None:
         try:
             folder = fetch(data_dir, url, md5, show_progress=show_progress)
@@ -56,13 +56,13 @@ def prepare(
                 f"nothing about CIFAR-10. Reason: {error}"
             )
             return Prepared("synthetic", synthetic.ensure(data_dir))
-    cifar10.check(folder)
+    cifar.check(folder)
     return Prepared("cifar10", folder)
 
 
 def load(prepared: Prepared) -> tuple[Examples, Examples]:
     """Read the training and the test examples. Raises UserError, naming the file, if one is damaged."""
-    return cifar10.read(prepared.folder, "train"), cifar10.read(prepared.folder, "test")
+    return cifar.read(prepared.folder, "train"), cifar.read(prepared.folder, "test")
 
 
 def digest_of(examples: Examples) -> str:

@@ -14,9 +14,9 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.data import order
+from hvd_cifar.data import sampler
 from hvd_cifar.data.augment import Views, draws
-from hvd_cifar.data.cifar10 import Examples
+from hvd_cifar.data.cifar import Examples
 
 PREFETCH_BATCHES = 4  # a few steps' worth hides a slow one; more only costs memory
 
@@ -28,7 +28,7 @@ def training_batches(
     *,
     seed: int,
     global_batch_size: int,
-    deal: order.Deal,
+    deal: sampler.Deal,
     first_step: int,
     last_step: int,
     device: str = "",
@@ -47,9 +47,9 @@ def training_batches(
         A slice without an example is one example of weight 0 (`example` is then -1).
     """
     count, batch = len(examples.labels), global_batch_size
-    steps = order.steps_per_epoch(count, batch)
+    steps = sampler.steps_per_epoch(count, batch)
     of_all = deal.slices * deal.size  # slices of a global batch
-    order_of = lru_cache(maxsize=1)(lambda epoch: order.epoch_order(seed, epoch, count))
+    order_of = lru_cache(maxsize=1)(lambda epoch: sampler.epoch_order(seed, epoch, count))
 
     def view(number: Any) -> tuple[Any, ...]:
         kinds = [tf.float32, tf.int32, tf.float32, tf.int64]

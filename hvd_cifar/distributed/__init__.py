@@ -19,26 +19,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvd_cifar.distributed.batch_norm import SyncBatchNormalization
+    from hvd_cifar.distributed.collectives import broadcast_variables, prove_averaging
     from hvd_cifar.distributed.optimizer import DistributedOptimizer
-    from hvd_cifar.distributed.sync import broadcast_variables, prove_averaging
-    from hvd_cifar.distributed.world import World, start
 
 __all__ = [
     "DistributedOptimizer",
     "SyncBatchNormalization",
-    "World",
     "broadcast_variables",
     "prove_averaging",
-    "start",
 ]
 
 _ROOMS = {
     "DistributedOptimizer": "optimizer",
     "SyncBatchNormalization": "batch_norm",
-    "World": "world",
-    "broadcast_variables": "sync",
-    "prove_averaging": "sync",
-    "start": "world",
+    "broadcast_variables": "collectives",
+    "prove_averaging": "collectives",
 }
 
 

@@ -15,8 +15,8 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvd_cifar.distributed import sync
-from hvd_cifar.distributed.tree import all_reduce_in_tree
+from hvd_cifar.distributed import collectives
+from hvd_cifar.distributed.fixed_order import all_reduce_in_tree
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,11 @@ def apply_and_sum(
     # awake, on cores that still compute.
     with tf.control_dependencies([g for g in gradients if g is not None]):
         values = [tf.identity(value) for value in values]
-    sums = values if reduction.is_local else sync.sums_in_graph(values, reduction.fixed_order, reduction.process_set)
+    sums = (
+        values
+        if reduction.is_local
+        else collectives.sums_in_graph(values, reduction.fixed_order, reduction.process_set)
+    )
     optimizer.apply(gradients, variables)
     return sums
 

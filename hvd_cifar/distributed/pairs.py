@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.distributed.environment import launched_size
+from hvd_cifar.runtime.environment import launched_size
 
 SECONDS_BETWEEN_LOOKS = 2e-3
 

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_cifar.distributed.sync import gather
+from hvd_cifar.distributed.collectives import gather
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_cifar.models.half import narrow, widen
+from hvd_cifar.kernels.half import narrow, widen
 
 
 class _Activation(keras.layers.Layer):

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_cifar.models import compiled, side_by_side, winograd
+from hvd_cifar.kernels import compiled, side_by_side, winograd
 
 
 class QuickConv2D(keras.layers.Conv2D):

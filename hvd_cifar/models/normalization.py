@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_cifar.models.half import narrow, widen
+from hvd_cifar.kernels.half import narrow, widen
 
 _present: ContextVar[Any] = ContextVar("present", default=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from hvd_cifar.distributed.environment import launched_rank
+from hvd_cifar.runtime.environment import launched_rank
 
 
 def is_watched() -> bool:

@@ -10,22 +10,23 @@ import keras
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.augment import Views
 from hvd_cifar.data.dataset import digest_of, load
-from hvd_cifar.data.order import Deal
 from hvd_cifar.data.pipeline import in_steps, training_batches
-from hvd_cifar.distributed import DistributedOptimizer, SyncBatchNormalization, World, prove_averaging, sync
-from hvd_cifar.distributed.world import native_precision, versions
-from hvd_cifar.models import Net, build, compiled
+from hvd_cifar.data.sampler import Deal
+from hvd_cifar.distributed import DistributedOptimizer, SyncBatchNormalization, collectives, prove_averaging
+from hvd_cifar.kernels import compiled
+from hvd_cifar.models import Net, build
 from hvd_cifar.models.normalization import FusedBatchNormalization
+from hvd_cifar.optim.averages import Lookahead, MovingAverage
+from hvd_cifar.optim.schedules import Schedule, linear_scaling
 from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.reporting.metrics import Reporter
+from hvd_cifar.runtime.world import World, native_precision, versions
 from hvd_cifar.training import run_dir
-from hvd_cifar.training.averages import Lookahead, MovingAverage
 from hvd_cifar.training.checkpoint import Checkpoints, State
 from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.image_sizes import ImageSizes
 from hvd_cifar.training.recipe import RECIPES, Plan, plan, precision_of, set_precision
 from hvd_cifar.training.run import Run
-from hvd_cifar.training.schedule import Schedule, linear_scaling
 from hvd_cifar.training.sources import prepare_data, views_of
 from hvd_cifar.training.step import make_train_step
 
@@ -35,9 +36,9 @@ EVALUATION_BATCH = 500  # examples a rank evaluates at a time: enough to be fast
 
 def assemble(settings: TrainSettings, world: World) -> Run:
     """Everything before the first step, in the order in which it can fail."""
-    settings = for_machines(sync.on_root(lambda: run_dir.continue_run(settings)), world)
+    settings = for_machines(collectives.on_root(lambda: run_dir.continue_run(settings)), world)
     prepared = prepare_data(settings, world)
-    train_set, test_set = sync.on_every_rank(lambda: load(prepared))
+    train_set, test_set = collectives.on_every_rank(lambda: load(prepared))
     batch_plan = plan(settings, len(train_set.labels), world.size)
     deal = Deal(world.rank, world.size, settings.gradient_accumulation, settings.virtual_shards)
 
@@ -59,14 +60,14 @@ def assemble(settings: TrainSettings, world: World) -> Run:
     facts = {
         "dataset": prepared.name,
         "global_batch_size": batch_plan.global_batch_size,
-        "examples_sha256": sync.on_root(lambda: digest_of(train_set)),
+        "examples_sha256": collectives.on_root(lambda: digest_of(train_set)),
         "learning_rate_schedule": schedule.exact,
     }
-    folder, newest = sync.on_root(lambda: run_dir.claim(settings, run_dir.course_of(settings, facts)))
+    folder, newest = collectives.on_root(lambda: run_dir.claim(settings, run_dir.course_of(settings, facts)))
     checkpoints = Checkpoints(folder / "checkpoints", state) if world.is_root else None
     if newest is not None:
-        sync.on_root(lambda: checkpoints.restore(newest) if checkpoints else None)
-    sync.broadcast_variables(state.variables)
+        collectives.on_root(lambda: checkpoints.restore(newest) if checkpoints else None)
+    collectives.broadcast_variables(state.variables)
     first_step = int(state.step.numpy())
     is_own = newest is not None and newest.parent == folder / "checkpoints"
 
@@ -74,8 +75,8 @@ def assemble(settings: TrainSettings, world: World) -> Run:
         **facts,
         "first_step": first_step,
         "world_size": world.size,
-        "hosts": sync.gather(world.host),
-        "local_ranks": sync.gather(world.local_rank),
+        "hosts": collectives.gather(world.host),
+        "local_ranks": collectives.gather(world.local_rank),
         "device": world.device,
         "threads": world.threads,
         "convolutions": "TensorFlow's" if "GPU" in world.device else compiled.about(),
@@ -88,7 +89,7 @@ def assemble(settings: TrainSettings, world: World) -> Run:
     }
     # The data set by its name, not "auto": a later evaluation must not find another one.
     named = settings.model_copy(update={"dataset": prepared.name})
-    sync.on_root(lambda: run_dir.record(folder, named, batch_plan, run_facts))
+    collectives.on_root(lambda: run_dir.record(folder, named, batch_plan, run_facts))
     reporter = Reporter(folder if world.is_root else None, terminal.is_watched(), prepared.name)
     resumed = [f"resumed from {newest} at step {first_step}"] if newest is not None else []
     described = _describe(settings, world, batch_plan, prepared.name, net)
@@ -148,7 +149,7 @@ def for_machines(settings: TrainSettings, world: World) -> TrainSettings:
     """
     if settings.precision is not None:
         return settings
-    everywhere = set(sync.gather(native_precision(world)))
+    everywhere = set(collectives.gather(native_precision(world)))
     return settings.model_copy(update={"precision": everywhere.pop() if len(everywhere) == 1 else "float32"})
 
 
@@ -159,7 +160,7 @@ def make_net(settings: TrainSettings, views: Views) -> Net:
 
 
 def distribute(
-    settings: TrainSettings, optimizer: keras.optimizers.Optimizer, process_set: Any = sync.ALL_RANKS
+    settings: TrainSettings, optimizer: keras.optimizers.Optimizer, process_set: Any = collectives.ALL_RANKS
 ) -> Any:
     """The optimizer, applying gradients that are summed over the ranks as the settings say."""
     # Horovod: "sum", since every rank feeds its share of the global batch's mean; see training.step.
@@ -172,7 +173,9 @@ def distribute(
     )
 
 
-def make_optimizer(settings: TrainSettings, net: Net, learning_rate: float, process_set: Any = sync.ALL_RANKS) -> Any:
+def make_optimizer(
+    settings: TrainSettings, net: Net, learning_rate: float, process_set: Any = collectives.ALL_RANKS
+) -> Any:
     """The optimizer of resolved settings, distributed over a process set, with its slots for the net's variables."""
     recipe = RECIPES[settings.model]
     plain = recipe.optimizer(learning_rate, momentum=recipe.momentum, global_clipnorm=settings.clip_norm)

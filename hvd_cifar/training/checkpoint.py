@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.models import Net
-from hvd_cifar.training.averages import Lookahead, MovingAverage
+from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.training.step import moving_statistics
 
 KEPT = 5

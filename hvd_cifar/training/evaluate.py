@@ -11,9 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_cifar.data.augment import Views
-from hvd_cifar.data.cifar10 import Examples
+from hvd_cifar.data.cifar import Examples
 from hvd_cifar.data.pipeline import evaluation_batches
-from hvd_cifar.distributed import World, sync
+from hvd_cifar.distributed import collectives
+from hvd_cifar.runtime.world import World
 from hvd_cifar.training.step import cross_entropy
 
 
@@ -57,7 +58,7 @@ def make_evaluator(
         for image, label in batches:
             totals += [*sums(image, label, many).numpy(), len(label)]
         # Horovod: sums and counts over the ranks, never means of means.
-        entropy, right, plain, seen = sync.sum_over_ranks(totals.tolist())
+        entropy, right, plain, seen = collectives.sum_over_ranks(totals.tolist())
         return Evaluation(right / seen, entropy / seen, round(seen), plain / seen, 6 if many else 1)
 
     return evaluate

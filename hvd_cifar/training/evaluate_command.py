@@ -9,14 +9,14 @@ from typing import Any
 from hvd_cifar import config
 from hvd_cifar.config import EvaluateSettings, TrainSettings
 from hvd_cifar.data.dataset import load
-from hvd_cifar.distributed import sync
-from hvd_cifar.distributed.world import session
+from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import replace_text
+from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.reporting import terminal
+from hvd_cifar.runtime.world import session
 from hvd_cifar.training import checkpoint
 from hvd_cifar.training.assemble import make_net
-from hvd_cifar.training.averages import MovingAverage
 from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.recipe import precision_of, set_precision
 from hvd_cifar.training.sources import prepare_data, views_of
@@ -29,17 +29,17 @@ def evaluate_run(settings: EvaluateSettings) -> None:
         UserError: where there is no such run or checkpoint, or its data set is not to be had.
     """
     with session() as world:
-        trained, path = sync.on_root(lambda: _find(settings))
+        trained, path = collectives.on_root(lambda: _find(settings))
         prepared = prepare_data(trained, world)
-        _, test_set = sync.on_every_rank(lambda: load(prepared))
+        _, test_set = collectives.on_every_rank(lambda: load(prepared))
 
         set_precision(precision_of(trained), trained.seed)
         views = views_of(trained.model)
         net = make_net(trained, views)
         averages = MovingAverage(net.model.trainable_variables, trained.ema_decay) if trained.ema_decay else None
         state = checkpoint.State(net, None, averages)
-        sync.on_root(lambda: checkpoint.restore(state.trackable, path, partial=True))
-        sync.broadcast_variables(state.variables)
+        collectives.on_root(lambda: checkpoint.restore(state.trackable, path, partial=True))
+        collectives.broadcast_variables(state.variables)
         if averages:
             averages.swap()
 
@@ -63,7 +63,7 @@ def evaluate_run(settings: EvaluateSettings) -> None:
                 f"{prepared.name}, {trained.model}, step {result['step']}: test accuracy {found.accuracy:.2%}, "
                 f"test loss {found.loss:.4f}, {found.examples} examples, {world.size} rank{'s' * (world.size > 1)}"
             )
-        sync.on_root(lambda: _write(settings.output, result))
+        collectives.on_root(lambda: _write(settings.output, result))
 
 
 def _find(settings: EvaluateSettings) -> tuple[TrainSettings, Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvd_cifar.config import TrainSettings
-from hvd_cifar.distributed.world import World, session
+from hvd_cifar.runtime.world import World, session
 from hvd_cifar.training.assemble import assemble
 from hvd_cifar.training.recipe import resolve
 

@@ -10,7 +10,7 @@ import keras
 
 from hvd_cifar.config import DEFAULT_PER_RANK_BATCH_SIZE, Precision, TrainSettings
 from hvd_cifar.errors import UserError
-from hvd_cifar.training.muon import Muon
+from hvd_cifar.optim.muon import Muon
 
 
 @dataclass(frozen=True)

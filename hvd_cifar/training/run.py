@@ -15,19 +15,19 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_cifar.config import TrainSettings
-from hvd_cifar.data import order
-from hvd_cifar.distributed import World, sync
+from hvd_cifar.data import sampler
+from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.replicas import find_divergence
-from hvd_cifar.distributed.world import versions
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.models import Net
+from hvd_cifar.optim.averages import MovingAverage
+from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting.metrics import Reporter
-from hvd_cifar.training.averages import MovingAverage
+from hvd_cifar.runtime.world import World, versions
 from hvd_cifar.training.checkpoint import Checkpoints, State
 from hvd_cifar.training.evaluate import Evaluation
 from hvd_cifar.training.image_sizes import ImageSizes
 from hvd_cifar.training.recipe import RECIPES, Plan
-from hvd_cifar.training.schedule import Schedule
 from hvd_cifar.training.step import moving_statistics
 
 STEPS_LEFT_OUT = 10  # steps whose speed does not count: tracing and cold caches
@@ -112,7 +112,7 @@ class Run:
 
     def step(self, slices: list[tuple[Any, ...]]) -> None:
         """One global step on this rank's slices of its batch: image, label, weight and example of each."""
-        count = order.examples_in_step(self.example_count, self.plan.global_batch_size, self.step_count)
+        count = sampler.examples_in_step(self.example_count, self.plan.global_batch_size, self.step_count)
         rate = self.schedule(self.step_count)
         result = self.train_steps[self.image_sizes(self.step_count)](
             [(image, label, weight) for image, label, weight, _ in slices],
@@ -125,7 +125,7 @@ class Run:
         self._window.examples += count
         self.step_count += 1
         if self.settings.record_examples:
-            used = [int(i) for *_, example in slices for i in example.numpy() if i != order.PADDING]
+            used = [int(i) for *_, example in slices for i in example.numpy() if i != sampler.PADDING]
             self._used.append((self.step_count, used))
 
     @property
@@ -196,7 +196,7 @@ class Run:
     def _write_examples(self) -> None:
         if not self.settings.record_examples:
             return
-        by_rank = sync.gather(self._used)
+        by_rank = collectives.gather(self._used)
         for i, (step, _) in enumerate(self._used):
             self.reporter.examples(step, [used[i][1] for used in by_rank])
         self._used.clear()
@@ -221,7 +221,7 @@ class Run:
                 "--on-divergence rebroadcast would go on with rank 0's values"
             )
         if found is not None:
-            sync.broadcast_variables(variables)
+            collectives.broadcast_variables(variables)
             self.state.mended.assign_add(1)
             self.reporter.warn(
                 f"RANKS WERE OUT OF SYNC after step {self.step_count}: {found}; all go on with rank 0's values"
@@ -237,7 +237,7 @@ class Run:
     def _average_statistics(self) -> None:
         """Make batch norm's moving statistics the same on all ranks; once a step, since an average may round."""
         if self.statistics_are_local and self._averaged_step != self.step_count:
-            sync.average_variables(moving_statistics(self.net.model))
+            collectives.average_variables(moving_statistics(self.net.model))
             self._averaged_step = self.step_count
 
     def _pause(self) -> None:
@@ -276,7 +276,7 @@ class Run:
             self._write_examples()  # what a checkpoint has learnt from is on record
             self.state.step.assign(self.step_count)
             self.state.seconds.assign(self._seconds())
-            path = sync.on_root(lambda: self.checkpoints.save() if self.checkpoints else None)
+            path = collectives.on_root(lambda: self.checkpoints.save() if self.checkpoints else None)
             self.saved_step = self.step_count
             self.reporter.say(f"step {self.step_count}: saved {path}")
         self.checkpoint_was_requested = False
@@ -288,7 +288,10 @@ class Run:
 
     def finish(self) -> None:
         """Save and evaluate at the last step, compare the ranks, write the summary."""
-        if self.step_count == self._first_step and sync.from_root(self.reporter.summary_step()) == self.step_count:
+        if (
+            self.step_count == self._first_step
+            and collectives.from_root(self.reporter.summary_step()) == self.step_count
+        ):
             self.reporter.say(f"nothing left to do after step {self.step_count}: see {self.run_dir / 'summary.json'}")
             return
         if self._window.steps:
@@ -298,7 +301,7 @@ class Run:
         known = self._evaluated[1] if self._evaluated and self._evaluated[0] == self.step_count else None
         evaluated = known if known is not None and known.views == (6 if many else 1) else self.evaluate(many)
         seconds = self._seconds()
-        digests = sync.gather(sync.digest(self.net.model.variables))
+        digests = collectives.gather(collectives.digest(self.net.model.variables))
         rates = [rate for start, rate in self._rates if start >= self._first_step + STEPS_LEFT_OUT]
         rates = rates or [rate for _, rate in self._rates]
         summary = {

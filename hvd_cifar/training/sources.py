@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from hvd_cifar import config
-from hvd_cifar.data import cifar10, synthetic, transfer
+from hvd_cifar.data import cifar, replicate, synthetic
 from hvd_cifar.data.augment import FAST_VIEWS, STANDARD_VIEWS, TUTORIAL_VIEWS, Views
 from hvd_cifar.data.dataset import Prepared, prepare
-from hvd_cifar.distributed import World, sync
+from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import terminal
+from hvd_cifar.runtime.world import World
 
 
 def views_of(model: str, augmentation: config.Augmentation = "recipe") -> Views:
@@ -48,12 +49,12 @@ def _from_each_host(settings: config.DataSettings, world: World) -> Prepared:
     def look() -> Prepared | None:
         return _prepare_as(settings.dataset, settings, watched) if world.local_rank == 0 else None
 
-    first = sync.on_every_rank(look)
-    found = sorted({(f.name, host) for f, host in sync.gather((first, world.host)) if f is not None})
+    first = collectives.on_every_rank(look)
+    found = sorted({(f.name, host) for f, host in collectives.gather((first, world.host)) if f is not None})
     names = {name for name, _ in found}
     if len(names) > 1:
         raise UserError(_different(found))
-    return sync.on_every_rank(lambda: first or _prepare_as(names.copy().pop(), settings, watched))
+    return collectives.on_every_rank(lambda: first or _prepare_as(names.copy().pop(), settings, watched))
 
 
 def _different(found: Sequence[tuple[str, str]]) -> str:
@@ -63,20 +64,20 @@ def _different(found: Sequence[tuple[str, str]]) -> str:
 
 def _from_rank_0(settings: config.DataSettings, world: World) -> Prepared:
     """Rank 0's set on every host: those that have it keep theirs, the others are sent it."""
-    source = sync.on_root(lambda: _prepare_as(settings.dataset, settings, terminal.is_watched()))
-    expected = sync.on_root(lambda: transfer.digests(source.folder))
-    mine = sync.on_every_rank(lambda: _own_set(settings, world, source.name, expected))
+    source = collectives.on_root(lambda: _prepare_as(settings.dataset, settings, terminal.is_watched()))
+    expected = collectives.on_root(lambda: replicate.digests(source.folder))
+    mine = collectives.on_every_rank(lambda: _own_set(settings, world, source.name, expected))
 
     speaks = world.local_rank == 0  # for its host
-    lacking = sorted(host for host, lacks in sync.gather((world.host, speaks and mine is None)) if lacks)
+    lacking = sorted(host for host, lacks in collectives.gather((world.host, speaks and mine is None)) if lacks)
     if lacking:
         place = _place(settings.data_dir, source.name, expected)
         _send(source.folder, place if speaks and mine is None else None, settings.data_dir, expected, world)
         mine = place if speaks and mine is None else mine
         if world.is_root:
-            size = len(cifar10.FILES) * cifar10.FILE_BYTES / 1e6
+            size = len(cifar.FILES) * cifar.FILE_BYTES / 1e6
             terminal.say(f"{source.name} sent to {', '.join(lacking)}: {size:.0f} MB each, SHA-256 checked")
-    folders = {host: folder for host, folder in sync.gather((world.host, mine)) if folder is not None}
+    folders = {host: folder for host, folder in collectives.gather((world.host, mine)) if folder is not None}
     return Prepared(source.name, folders[world.host])
 
 
@@ -90,23 +91,23 @@ def _own_set(
     if world.local_rank:
         return None
     if name == "synthetic":
-        if settings.dataset == "auto" and cifar10.locate(settings.data_dir) is not None:
+        if settings.dataset == "auto" and cifar.locate(settings.data_dir) is not None:
             raise UserError(_different([("cifar10", world.host), ("synthetic", "rank 0's host")]))
-        folder = cifar10.locate(settings.data_dir / synthetic.FOLDER)
+        folder = cifar.locate(settings.data_dir / synthetic.FOLDER)
     else:
-        folder = cifar10.locate(settings.data_dir)
+        folder = cifar.locate(settings.data_dir)
     received = _received(settings.data_dir, expected)
     if folder is None:
         return None
-    fault = cifar10.fault(folder)
+    fault = cifar.fault(folder)
     if fault is None:
-        found = transfer.digests(folder)
+        found = replicate.digests(folder)
         if found == expected:
             return folder
         other = next(file for file in expected if found[file] != expected[file])
         fault = f"{folder / other} is not rank 0's (its SHA-256 is another one)"
     if settings.data_source == "rank0":
-        return received if cifar10.locate(received) and transfer.digests(received) == expected else None
+        return received if cifar.locate(received) and replicate.digests(received) == expected else None
     raise UserError(
         f"{world.host}: {fault}: move {folder} away to have rank 0's sent, or give --data-source rank0 or local"
     )
@@ -114,8 +115,8 @@ def _own_set(
 
 def _place(data_dir: Path, name: str, expected: Mapping[str, str]) -> Path:
     """Where a host puts the set that it is sent: where it would be looked for, or beside what is there already."""
-    usual = data_dir / (synthetic.FOLDER if name == "synthetic" else cifar10.FOLDER)
-    taken = usual.exists() if name == "synthetic" else cifar10.locate(data_dir) is not None
+    usual = data_dir / (synthetic.FOLDER if name == "synthetic" else cifar.FOLDER)
+    taken = usual.exists() if name == "synthetic" else cifar.locate(data_dir) is not None
     return _received(data_dir, expected) if taken else usual
 
 
@@ -125,11 +126,11 @@ def _received(data_dir: Path, expected: Mapping[str, str]) -> Path:
 
 def _send(source: Path, place: Path | None, data_dir: Path, expected: Mapping[str, str], world: World) -> None:
     """Broadcast rank 0's files; this rank puts them at `place`, if it has one to fill."""
-    sender = transfer.Sender(source) if world.is_root else None
-    receiver = transfer.Receiver(data_dir) if place else None
-    for block in transfer.blocks():
+    sender = replicate.Sender(source) if world.is_root else None
+    receiver = replicate.Receiver(data_dir) if place else None
+    for block in replicate.blocks():
         content = sender.read(block) if sender else np.zeros(block.length, np.uint8)
-        content = sync.bytes_from_root(content)
+        content = collectives.bytes_from_root(content)
         if receiver:
             receiver.take(block, content)
 
@@ -139,4 +140,4 @@ def _send(source: Path, place: Path | None, data_dir: Path, expected: Mapping[st
         if receiver and place:
             receiver.finish(expected, place)
 
-    sync.on_every_rank(finish)
+    collectives.on_every_rank(finish)

@@ -14,11 +14,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvd_cifar.distributed.fixed_order import add_in_tree
 from hvd_cifar.distributed.optimizer import apply_and_sum
-from hvd_cifar.distributed.tree import add_in_tree
 from hvd_cifar.models import Net
 from hvd_cifar.models.normalization import examples_present
-from hvd_cifar.training.averages import Lookahead, MovingAverage
+from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.training.image_sizes import shrink
 
 # No branch or loop here hangs on a tensor, so no source has to be rewritten, for 1.6 seconds of each rank's start.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvd_cifar.install import installer
+from hvd_cifar.launch.install import installer
 from tests.cluster.hosts import Host
 from tests.ranks import CHECKOUT
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_cifar.install import everywhere, horovod, installer
+from hvd_cifar.launch.install import everywhere, horovod, installer
 from tests.cluster.hosts import Cluster
 from tests.cluster.jobs import losses, recorded
 from tests.ranks import CHECKOUT
@@ -83,7 +83,7 @@ def test_the_five_steps(bare: Cluster, packages: Path) -> None:
     assert all("ready: " in report[name] and "versions as here" in report[name] for name in ("node2", "node3"))
     for host in (second, third):
         assert (host.files / "checkout" / ".venv" / "bin" / "mpirun").exists()
-        assert (host.files / "checkout" / "hvd_cifar" / "launch.py").exists()
+        assert (host.files / "checkout" / "hvd_cifar" / "cli.py").exists()
 
     runs = {name: checkout / "runs" / name for name in ("cluster", "gloo", "ring")}
     for run_dir in runs.values():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_cifar.data import cifar10, synthetic, transfer
+from hvd_cifar.data import cifar, replicate, synthetic
 from tests.cluster.hosts import Cluster
 from tests.cluster.jobs import launcher, training, variables
 
@@ -32,25 +32,25 @@ def test_a_host_without_data_is_sent_it(four_hosts: Cluster, drawn: Path) -> Non
     folders = [host.files / "data" / synthetic.FOLDER for host in four_hosts]
     shutil.copytree(drawn, folders[0])
     shutil.copytree(drawn, folders[2])
-    spoilt = folders[2] / cifar10.FILES[2]
+    spoilt = folders[2] / cifar.FILES[2]
     spoilt.write_bytes(bytes([1]) + spoilt.read_bytes()[1:])
 
     done = _train(four_hosts, "data", "auto")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1, done.stderr
-    assert f"node3: {four_hosts.own}/data/{synthetic.FOLDER}/{cifar10.FILES[2]} is not rank 0's" in done.stderr
+    assert f"node3: {four_hosts.own}/data/{synthetic.FOLDER}/{cifar.FILES[2]} is not rank 0's" in done.stderr
     assert not folders[1].exists()
 
     done = _train(four_hosts, "data", "rank0")
     assert done.returncode == 0, done.stderr
     assert "synthetic sent to node2, node3, node4: 184 MB each, SHA-256 checked" in done.stdout
-    expected = transfer.digests(drawn)
-    assert transfer.digests(folders[1]) == transfer.digests(folders[3]) == expected
+    expected = replicate.digests(drawn)
+    assert replicate.digests(folders[1]) == replicate.digests(folders[3]) == expected
     received = [path for path in (four_hosts[2].files / "data").iterdir() if path.name.startswith("received-")]
-    assert [transfer.digests(path) for path in received] == [expected]
+    assert [replicate.digests(path) for path in received] == [expected]
     assert spoilt.read_bytes()[:1] == b"\1"  # what was there stays
     for host in four_hosts:
-        assert not list((host.files / "data").glob(f"{transfer.UNFINISHED}*"))
+        assert not list((host.files / "data").glob(f"{replicate.UNFINISHED}*"))
 
     shutil.rmtree(folders[2])
     received[0].rename(folders[2])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_cifar.install import everywhere, installer
+from hvd_cifar.launch.install import everywhere, installer
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.jobs import variables
 from tests.ranks import CHECKOUT
@@ -35,7 +35,7 @@ def _environment(host: Host, own: Path) -> None:
                 (venv / folder / entry.name).symlink_to(entry)
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     # The checkout's place, as the host sees it, is part of the fingerprint.
-    code = f"from hvd_cifar.install import installer; print(installer.fingerprint(python='{python}'))"
+    code = f"from hvd_cifar.launch.install import installer; print(installer.fingerprint(python='{python}'))"
     found = host.run([sys.executable, "-c", code], env={**variables(host), "PYTHONPATH": str(own / "checkout")})
     options = {"gpu": False, "system_mpi": False, "test": True}
     record = {"complete": True, "options": options, "python": python, "fingerprint": found.stdout.strip()}
@@ -57,7 +57,7 @@ def prepared(four_hosts: Cluster) -> Iterator[Cluster]:
     mine = four_hosts[0].files / "checkout"
     (mine / "my-cluster").write_text("node2 slots=1\n")
     (mine / "keys").mkdir()
-    for secret in ("keys/id_ed25519", "id_rsa", "hvd_cifar/cluster.pem"):
+    for secret in ("keys/id_ed25519", "id_rsa", "hvd_cifar/launch.pem"):
         (mine / secret).write_text("secret\n")
     (four_hosts[2].files / "checkout" / "README.md").write_text("another\n")
     yield four_hosts
@@ -88,11 +88,11 @@ def test_every_host_is_reported(prepared: Cluster) -> None:
     assert not [path for path in sent.rglob("*") if path.name in ("id_ed25519", "id_rsa", "cluster.pem")]
 
     # A file that is gone here goes there, too: the rest is the same, and yet it is sent again.
-    gone = sent / "hvd_cifar" / "cluster" / "gone.py"
+    gone = sent / "hvd_cifar" / "launch" / "gone.py"
     gone.touch()
     first.run([run_sh, "setup", "-H", "node1:1,node2:1"], env=variables(first), timeout=400)
     assert not gone.exists()
-    assert (sent / "hvd_cifar" / "launch.py").read_bytes() == (CHECKOUT / "hvd_cifar" / "launch.py").read_bytes()
+    assert (sent / "hvd_cifar" / "cli.py").read_bytes() == (CHECKOUT / "hvd_cifar" / "cli.py").read_bytes()
 
 
 def test_other_versions_are_not_taken_for_set_up(prepared: Cluster) -> None:

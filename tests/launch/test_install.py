@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.install import convolutions, horovod, installer, machine
-from hvd_cifar.install.patch import PatchError, apply_patch
-from hvd_cifar.install.steps import StepFailed, Steps, locked, telling_lines
-from hvd_cifar.models import compiled
+from hvd_cifar.kernels import compiled
+from hvd_cifar.launch.install import convolutions, horovod, installer, machine
+from hvd_cifar.launch.install.patch import PatchError, apply_patch
+from hvd_cifar.launch.install.steps import StepFailed, Steps, locked, telling_lines
 
 TARGET = horovod.Target(
     python=".cpython-311-x86_64-linux-gnu.so",
@@ -243,7 +243,7 @@ def test_a_lock_outlives_its_process_while_a_child_has_it(tmp_path: Path) -> Non
 import os, sys
 sys.path.insert(0, {str(installer.CHECKOUT)!r})
 from pathlib import Path
-from hvd_cifar.install.steps import Steps, locked
+from hvd_cifar.launch.install.steps import Steps, locked
 with locked(Path({str(tmp_path)!r}), "waiting") as lock, open(os.devnull, "w") as log:
     Steps(log, lock).run(["sh", "-c", {child!r}])
 """

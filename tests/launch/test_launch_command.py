@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_cifar import launch
-from hvd_cifar.cluster import remarks
-from hvd_cifar.cluster.hosts import Host, ranks_by_default, read_hostfile
-from hvd_cifar.cluster.network import Card, Network, find_network
+from hvd_cifar import cli
 from hvd_cifar.errors import UserError
-from hvd_cifar.install import everywhere, installer
-from hvd_cifar.launch import Request
+from hvd_cifar.launch import launcher
+from hvd_cifar.launch.cluster import remarks
+from hvd_cifar.launch.cluster.hosts import Host, ranks_by_default, read_hostfile
+from hvd_cifar.launch.cluster.network import Card, Network, find_network
+from hvd_cifar.launch.install import everywhere, installer
+from hvd_cifar.launch.launcher import Request
 
 BIN = Path("/checkout with space/.venv/bin")
 PYTHON = str(BIN / "python")
@@ -42,7 +43,7 @@ FLAGS = ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "b
     ],
 )
 def test_parse(argv: list[str], request_: Request) -> None:
-    assert launch.parse(argv) == request_
+    assert launcher.parse(argv) == request_
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_parse(argv: list[str], request_: Request) -> None:
 )
 def test_parse_refuses(argv: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        launch.parse(argv)
+        launcher.parse(argv)
     assert "\n" not in str(error.value)
 
 
@@ -86,13 +87,13 @@ NODES = (Host("n1", 4), Host("n2", 2))
 def test_the_nodes_of_a_slurm_job_are_the_hosts(
     argv: list[str], nodes: tuple[Host, ...], hosts: tuple[Host, ...], in_slurm: bool
 ) -> None:
-    request = launch.with_allocation(launch.parse(argv), nodes)
+    request = launcher.with_allocation(launcher.parse(argv), nodes)
     assert (request.hosts, request.in_slurm) == (hosts, in_slurm)
 
 
 def test_more_ranks_than_tasks_of_a_slurm_job() -> None:
     with pytest.raises(UserError, match="-np 7 is more than the 6 tasks of this Slurm job; lower it, or give .*ntasks"):
-        launch.with_allocation(launch.parse(["-np", "7"]), NODES)
+        launcher.with_allocation(launcher.parse(["-np", "7"]), NODES)
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD", "SLURM_STEP"])
@@ -102,7 +103,7 @@ def test_started_several_times(
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2" if variable == "OMPI_COMM_WORLD" else "1")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2" if variable == "SLURM_STEP" else "1")
-    assert launch.main(["train", "--max-steps", "1"]) == 2
+    assert launcher.main(["train", "--max-steps", "1"], cli.check) == 2
     assert "it starts the ranks itself: call it once" in capfd.readouterr().err
 
 
@@ -122,7 +123,7 @@ def test_horovodrun_reads_the_hostfiles_alike(tmp_path: Path) -> None:
 
     more = tmp_path / "hosts"
     more.write_text("# when\n\na slots=4  # fast\n  \nb.example slots=2\n")
-    files = [path for path in (Path(launch.__file__).parents[1] / "hostfiles").iterdir() if not path.suffix]
+    files = [path for path in (Path(launcher.__file__).parents[2] / "hostfiles").iterdir() if not path.suffix]
     assert len(files) >= 3
     assert all(path.read_text().startswith("# ") for path in files)  # when to use it
     for path in [*files, more]:
@@ -139,17 +140,17 @@ def test_ranks_by_default(gpus: int, cores: int, ranks: int) -> None:
 
 @pytest.mark.parametrize(("mask", "quota", "cores"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 6.0, 2)])
 def test_usable_cores(mask: int, quota: float | None, cores: int) -> None:
-    assert launch.usable_cores(mask, quota) == cores
+    assert launcher.usable_cores(mask, quota) == cores
 
 
 def test_hosts_named_within_a_slurm_job_are_not_looked_for_among_its_nodes() -> None:
-    named = launch.parse(["-H", "localhost:2"])
+    named = launcher.parse(["-H", "localhost:2"])
     environ = {"SLURM_JOB_ID": "1"}
-    words = launch.command(named, 2, PYTHON, BIN, MPIRUN, environ, False)
+    words = launcher.command(named, 2, PYTHON, BIN, MPIRUN, environ, False)
     assert words[words.index("plm") - 1 :][:6] == ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]
-    given = launch.with_allocation(launch.parse([]), (Host("localhost", 2),))
-    assert "^slurm" not in launch.command(given, 2, PYTHON, BIN, MPIRUN, environ, False)
-    assert "^slurm" not in launch.command(named, 2, PYTHON, BIN, MPIRUN, {}, False)
+    given = launcher.with_allocation(launcher.parse([]), (Host("localhost", 2),))
+    assert "^slurm" not in launcher.command(given, 2, PYTHON, BIN, MPIRUN, environ, False)
+    assert "^slurm" not in launcher.command(named, 2, PYTHON, BIN, MPIRUN, {}, False)
 
 
 def _command(
@@ -162,7 +163,7 @@ def _command(
 ) -> list[str]:
     environ = {"PATH": "/p", "HOROVOD_CYCLE_TIME": "5", "HOME": "/h", "HVD_CIFAR_TERMINAL": "1", "SECRET_TF_KEY": "s"}
     request = Request(ranks, hosts, gloo, ("train", "--run-dir", "a b"))
-    return launch.command(request, ranks, PYTHON, BIN, mpirun, environ, root, network)
+    return launcher.command(request, ranks, PYTHON, BIN, mpirun, environ, root, network)
 
 
 PROGRAM = [PYTHON, "-m", "hvd_cifar", "train", "--run-dir", "a b"]
@@ -180,7 +181,7 @@ PROGRAM = [PYTHON, "-m", "hvd_cifar", "train", "--run-dir", "a b"]
 def test_the_doctor_runs_once_and_takes_the_launchers_options(
     argv: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch.main(["--dry-run", *argv]) == 0
+    assert launcher.main(["--dry-run", *argv], cli.check) == 0
     assert capfd.readouterr().out == f"{sys.executable} -m hvd_cifar {words}\n"
 
 
@@ -192,9 +193,9 @@ def test_command_of_one_rank_needs_no_launcher() -> None:
 
 @pytest.mark.parametrize("argv", [["--step", "a.json", "--allreduce", "b.json"], ["--allreduce=b", "--step=a"]])
 def test_a_prediction_from_files_starts_no_ranks(argv: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch.main(["--dry-run", "-H", "localhost:4", "benchmark", "predict", *argv]) == 0
+    assert launcher.main(["--dry-run", "-H", "localhost:4", "benchmark", "predict", *argv], cli.check) == 0
     assert "mpirun" not in capfd.readouterr().out
-    assert launch.main(["--dry-run", "-H", "localhost:4", "benchmark", "predict"]) == 0
+    assert launcher.main(["--dry-run", "-H", "localhost:4", "benchmark", "predict"], cli.check) == 0
     assert "mpirun" in capfd.readouterr().out
 
 
@@ -208,7 +209,7 @@ def test_command_here() -> None:
 
 def test_a_ring_is_asked_of_mpirun() -> None:
     request = Request(2, (), False, ("train",), ring=True)
-    words = launch.command(request, 2, PYTHON, BIN, MPIRUN, {}, False)
+    words = launcher.command(request, 2, PYTHON, BIN, MPIRUN, {}, False)
     assert words[words.index("coll_tuned_allreduce_algorithm") + 1] == "4"
     assert words[words.index("coll_tuned_use_dynamic_rules") + 1] == "1"
     assert "coll_tuned_allreduce_algorithm" not in _command(2)
@@ -232,15 +233,22 @@ def test_command_on_other_hosts() -> None:
 
     words = _command(2, hosts, gloo=True, network=network)
     assert words[words.index("--network-interfaces") + 1] == "eth0"
-    assert words[-len(PROGRAM) - 5 :] == [PYTHON, "-m", "hvd_cifar.cluster.guard", "--subnet", "10.0.0.0/24", *PROGRAM]
+    assert words[-len(PROGRAM) - 5 :] == [
+        PYTHON,
+        "-m",
+        "hvd_cifar.launch.cluster.guard",
+        "--subnet",
+        "10.0.0.0/24",
+        *PROGRAM,
+    ]
 
 
 def test_an_interrupt_while_hosts_are_asked_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> Network:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "find_network", interrupted)
-    assert launch.main(["-H", "localhost:1,nosuch.invalid:1", "train", "--dataset", "synthetic"]) == 130
+    monkeypatch.setattr(launcher, "find_network", interrupted)
+    assert launcher.main(["-H", "localhost:1,nosuch.invalid:1", "train", "--dataset", "synthetic"], cli.check) == 130
 
 
 def test_no_ssh_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hvd_cifar.install import installer
+from hvd_cifar.launch.install import installer
 from tests.ranks import CHECKOUT, end_tree
 
 RUN_SH = str(CHECKOUT / "run.sh")

@@ -22,7 +22,7 @@ AS_ROOT = ["--allow-run-as-root"] if os.geteuid() == 0 else []
 # What a rank knows of itself, in one write: launchers mix the pieces of several ranks' lines.
 WHO = """
 import json, sys
-from hvd_cifar.distributed import world
+from hvd_cifar.runtime import world
 me = world.start()
 sys.stdout.write(f"RANK {json.dumps([me.rank, me.size, me.local_rank, me.local_size, me.host])}\\n")
 """
@@ -60,7 +60,7 @@ def test_ranks_know_who_they_are(launcher: str, site: Slurm) -> None:
 
 ALONE = """
 import os
-from hvd_cifar.distributed.environment import check_launcher, prepare_mpi
+from hvd_cifar.runtime.environment import check_launcher, prepare_mpi
 check_launcher()
 prepare_mpi(os.environ, on_cpu=True)
 from mpi4py import MPI
@@ -98,7 +98,7 @@ import os, sys, time
 lives = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 is_slow = os.environ.get("SLURM_JOB_PARTITION") == "normal" and lives < int(os.environ["SLOW_LIVES"])
 if is_slow and "hvd_cifar" in sys.orig_argv:
-    from hvd_cifar.data import order
+    from hvd_cifar.data import sampler
     count = order.examples_in_step
     def slow(*of_step):
         time.sleep(0.5)

@@ -51,14 +51,14 @@ def _normalise(layer: Any, kind: str, rank: int, size: int) -> dict[str, Any]:
 
 
 def _on_ranks() -> dict[str, Any]:
-    from hvd_cifar.distributed import start
     from hvd_cifar.distributed.batch_norm import SyncBatchNormalization
+    from hvd_cifar.runtime.world import start
 
     world = start()
     import keras
     import tensorflow as tf
 
-    from hvd_cifar.distributed import sync
+    from hvd_cifar.distributed import collectives
     from hvd_cifar.models.normalization import examples_present
 
     found: dict[str, Any] = {}
@@ -76,7 +76,7 @@ def _on_ranks() -> dict[str, Any]:
     with examples_present(False):
         output = lone(stand_in, training=True)
     found["without any"] = lone.moving_mean.numpy().tolist(), bool(np.isfinite(output.numpy()).all())
-    sync.gather(None)  # no rank leaves before the last collective of another is done
+    collectives.gather(None)  # no rank leaves before the last collective of another is done
     return found
 
 

@@ -77,7 +77,7 @@ def test_the_step_is_measured_on_1_and_2_of_3_ranks_and_judged(embedded: Path, t
 
 def _weights_after_steps(data: str) -> dict[str, Any]:
     from hvd_cifar.config import TrainSettings
-    from hvd_cifar.distributed import sync
+    from hvd_cifar.distributed import collectives
     from hvd_cifar.tools.benchmark import job, step
     from hvd_cifar.training.recipe import resolve
 
@@ -88,12 +88,12 @@ def _weights_after_steps(data: str) -> dict[str, Any]:
         bench = step.make_bench(ranks, settings)
         variables = bench.net.model.variables
         start = [v.numpy() for v in variables]
-        digests = {"first": sync.digest(variables)}
+        digests = {"first": collectives.digest(variables)}
         for way in ("compute", "step", "fed"):
             for variable, value in zip(variables, start, strict=True):
                 variable.assign(value)
             bench.time(2, way, 1)
-            digests[way] = sync.digest(variables)
+            digests[way] = collectives.digest(variables)
         return digests
 
 

@@ -77,8 +77,8 @@ def _train_all(data: str, folder: str, runs: dict[str, dict[str, Any]]) -> dict[
     """Several runs in one start of the ranks; the losses of each, and its weights in a file."""
     import hvd_cifar.training.assemble as assembly
     from hvd_cifar.config import TrainSettings, make
-    from hvd_cifar.data.cifar10 import Examples
-    from hvd_cifar.distributed.world import session
+    from hvd_cifar.data.cifar import Examples
+    from hvd_cifar.runtime.world import session
     from hvd_cifar.training.recipe import resolve
 
     load = vars(assembly)["load"]

@@ -14,7 +14,7 @@ LAUNCHES = [(2, "mpirun"), (3, "mpirun"), (2, "gloo")]
 
 
 def _start() -> Any:
-    from hvd_cifar.distributed import start
+    from hvd_cifar.runtime.world import start
 
     return start()
 
@@ -216,12 +216,12 @@ def _update_in_process_set() -> float:
     import keras
     import tensorflow as tf
 
-    from hvd_cifar.distributed import DistributedOptimizer, sync
+    from hvd_cifar.distributed import DistributedOptimizer, collectives
 
     pair = hvd.add_process_set([1, 2])
     v = keras.Variable(np.zeros(1, "float32"))
     DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=pair).apply([tf.constant([world.rank + 1.0])], [v])
-    sync.sum_over_ranks([0.0])  # rank 0 has nothing to wait for, and its end would end the others
+    collectives.sum_over_ranks([0.0])  # rank 0 has nothing to wait for, and its end would end the others
     return float(v.numpy()[0])
 
 

@@ -14,8 +14,8 @@ from tests.ranks import run_ranks
 
 def _differences() -> list[str | None]:
     """What is found when nothing differs, then one bit, then several variables on several sides."""
-    from hvd_cifar.distributed import start
     from hvd_cifar.distributed.replicas import find_divergence
+    from hvd_cifar.runtime.world import start
 
     world = start()
     import keras
@@ -57,8 +57,8 @@ def _drift(data: str, run_dir: str, options: list[str]) -> dict[str, Any]:
     import numpy as np
 
     from hvd_cifar import cli
-    from hvd_cifar.distributed.environment import launched_rank
     from hvd_cifar.reporting import terminal
+    from hvd_cifar.runtime.environment import launched_rank
     from hvd_cifar.training.run import Run
 
     step = Run.step

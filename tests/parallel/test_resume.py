@@ -28,7 +28,7 @@ def few(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     """An environment in which the data set is its first 263 examples: `sitecustomize` cuts it in every rank."""
     folder = tmp_path_factory.mktemp("few")
     (folder / "sitecustomize.py").write_text(
-        "import hvd_cifar.data.cifar10 as cifar10\n"
+        "import hvd_cifar.data.cifar as cifar10\n"
         "read = cifar10.read\n"
         "def first(folder, part):\n"
         "    examples = read(folder, part)\n"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_cifar.distributed.transport import RING_PARAMETERS
+from hvd_cifar.runtime.transport import RING_PARAMETERS
 from tests.ranks import run_ranks
 
 RANKS = 4

@@ -21,8 +21,9 @@ def _terms(count: int) -> Any:
 
 
 def _sums_in_tree() -> dict[str, list[float]]:
-    from hvd_cifar.distributed import DistributedOptimizer, start
-    from hvd_cifar.distributed.tree import add_in_tree, all_reduce_in_tree
+    from hvd_cifar.distributed import DistributedOptimizer
+    from hvd_cifar.distributed.fixed_order import add_in_tree, all_reduce_in_tree
+    from hvd_cifar.runtime.world import start
 
     world = start()
     import keras
@@ -69,7 +70,7 @@ def _train(data: str, folder: str, runs: list[tuple[str, dict[str, Any]]], threa
     """Runs in one start of the ranks, to a checkpoint; the digest of the state after each."""
     from hvd_cifar.config import TrainSettings, make
     from hvd_cifar.distributed.replicas import digests
-    from hvd_cifar.distributed.world import session
+    from hvd_cifar.runtime.world import session
     from hvd_cifar.training.assemble import assemble
     from hvd_cifar.training.recipe import resolve
 

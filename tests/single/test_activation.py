@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_cifar.models import half
+from hvd_cifar.kernels import half
 from hvd_cifar.models.activation import QuickGelu, QuickRelu
 from hvd_cifar.models.normalization import FusedBatchNormalization
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_cifar.training.averages import Lookahead
+from hvd_cifar.optim.averages import Lookahead
 
 
 def test_lookahead_mixes_every_fifth_step_and_ends_on_the_slow_weights() -> None:

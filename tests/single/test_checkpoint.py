@@ -14,8 +14,8 @@ import pytest
 
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.models import Net
+from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.training import checkpoint
-from hvd_cifar.training.averages import MovingAverage
 from hvd_cifar.training.checkpoint import KEPT, Checkpoints, State
 from tests.ranks import CHECKOUT, environment
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_cifar.models import compiled
+from hvd_cifar.kernels import compiled
 
 CPUINFO = Path("/proc/cpuinfo").read_text()
 there = pytest.mark.skipif(
@@ -140,7 +140,7 @@ def test_other_shapes_are_refused(images: tuple[int, ...], kernel: tuple[int, ..
 NO_MEMORY = """
 import resource
 import tensorflow as tf
-from hvd_cifar.models import compiled
+from hvd_cifar.kernels import compiled
 images, kernel = tf.zeros((1, 4, 4, {channels})), tf.zeros((3, 3, {channels}, {channels}))
 made = compiled.operations()
 made.hvd_cifar_convolution(images=images[..., :16], kernel=kernel[:, :, :16, :16])

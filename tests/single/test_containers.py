@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from hvd_cifar import launch
-from hvd_cifar.install import installer
-from hvd_cifar.install.everywhere import files_of
+from hvd_cifar.launch import launcher
+from hvd_cifar.launch.install import installer
+from hvd_cifar.launch.install.everywhere import files_of
 from tests.ranks import CHECKOUT
 
 DEPLOY = CHECKOUT / "deploy"
@@ -85,7 +85,13 @@ def test_set_up_finds_all_that_it_reads_in_the_build_stage(tmp_path: Path) -> No
             one = CHECKOUT / source
             shutil.copytree(one, place) if one.is_dir() else shutil.copy(one, tmp_path / target)
             assert not _ignored(source)
-    words = [sys.executable, "-I", str(tmp_path / "hvd_cifar" / "install" / "__main__.py"), "setup", "--nonsense"]
+    words = [
+        sys.executable,
+        "-I",
+        str(tmp_path / "hvd_cifar" / "launch" / "install" / "__main__.py"),
+        "setup",
+        "--nonsense",
+    ]
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "no such option: --nonsense" in done.stderr  # all is imported, then
@@ -137,7 +143,7 @@ def test_compose_has_two_nodes_as_the_image_wants_them() -> None:
     assert file["services"]["node2"]["command"] == ["sshd"]
     assert file["services"]["node1"]["depends_on"]["node2"] == {"condition": "service_healthy"}
     assert _of(image, "HEALTHCHECK")
-    request = launch.parse(file["services"]["node1"]["command"])
+    request = launcher.parse(file["services"]["node1"]["command"])
     assert [host.name for host in request.hosts] == ["node1", "node2"]
     assert request.command[0] == "train"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_cifar.models import compiled, side_by_side
+from hvd_cifar.kernels import compiled, side_by_side
 from hvd_cifar.models.convolution import QuickConv2D
 
 

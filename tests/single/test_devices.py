@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from hvd_cifar.distributed.devices import (
+from hvd_cifar.errors import UserError
+from hvd_cifar.runtime.devices import (
     choose_gpu,
     cpu_quota,
     multiplies_bfloat16,
     threads_per_rank,
     visible_gpus,
 )
-from hvd_cifar.distributed.environment import launched_rank, prepare_mpi
-from hvd_cifar.errors import UserError
+from hvd_cifar.runtime.environment import launched_rank, prepare_mpi
 
 EIGHT = [f"GPU-{i}" for i in range(8)]
 

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_cifar.cluster.hosts import Host
-from hvd_cifar.cluster.network import Card as NetworkCard
-from hvd_cifar.cluster.network import Network, NoWay
 from hvd_cifar.config import DoctorSettings, make
-from hvd_cifar.data.cifar10 import FILE_BYTES, FILES, RECORD_BYTES
+from hvd_cifar.data.cifar import FILE_BYTES, FILES, RECORD_BYTES
 from hvd_cifar.errors import UserError
+from hvd_cifar.launch.cluster.hosts import Host
+from hvd_cifar.launch.cluster.network import Card as NetworkCard
+from hvd_cifar.launch.cluster.network import Network, NoWay
 from hvd_cifar.tools.doctor import ask, examine, findings, job, plan, table
 from hvd_cifar.tools.doctor.facts import (
     GROUPS,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_cifar.training.muon import COEFFICIENTS, Muon, orthogonal
+from hvd_cifar.optim.muon import COEFFICIENTS, Muon, orthogonal
 
 
 def _by_hand(matrix: np.ndarray[Any, Any], steps: int) -> np.ndarray[Any, Any]:

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_cifar.cluster import ssh
-from hvd_cifar.cluster.hosts import Host, hosts_of_ranks, is_local
-from hvd_cifar.cluster.network import Card, Report, candidates
-from hvd_cifar.cluster.streams import NamedLines, by_rank
+from hvd_cifar.launch.cluster import ssh
+from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local
+from hvd_cifar.launch.cluster.network import Card, Report, candidates
+from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
 
 
 def _report(*cards: Card) -> Report:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_cifar.data import order
+from hvd_cifar.data import sampler
 from hvd_cifar.data.augment import STANDARD_VIEWS, TUTORIAL_VIEWS, Views
-from hvd_cifar.data.cifar10 import Examples
+from hvd_cifar.data.cifar import Examples
 from hvd_cifar.data.pipeline import PREFETCH_BATCHES, evaluation_batches, in_steps, settle, training_batches
 
 COUNT = 23
@@ -38,7 +38,7 @@ def _batches(
                 views,
                 seed=5,
                 global_batch_size=batch,
-                deal=order.Deal(rank, size, micro_batches, virtual_shards),
+                deal=sampler.Deal(rank, size, micro_batches, virtual_shards),
                 first_step=first,
                 last_step=last,
             ).as_numpy_iterator()
@@ -67,15 +67,15 @@ def _batches(
 def test_every_rank_makes_every_step_on_its_slices_of_the_order(
     size: int, batch: int, micro_batches: int, virtual_shards: int | None
 ) -> None:
-    steps = order.steps_per_epoch(COUNT, batch)
+    steps = sampler.steps_per_epoch(COUNT, batch)
     ranks = _batches(size, batch, 0, 2 * steps, micro_batches=micro_batches, virtual_shards=virtual_shards)
     for rank, elements in enumerate(ranks):
-        deal = order.Deal(rank, size, micro_batches, virtual_shards)
+        deal = sampler.Deal(rank, size, micro_batches, virtual_shards)
         by_step = list(in_steps(elements, deal.slices))
         assert len(by_step) == 2 * steps
         for at, slices in enumerate(by_step):
             epoch, step = divmod(at, steps)
-            part = order.epoch_order(5, epoch, COUNT)[step * batch : (step + 1) * batch]
+            part = sampler.epoch_order(5, epoch, COUNT)[step * batch : (step + 1) * batch]
             assert len(slices) == deal.slices
             for j, (_, label, weight, example) in enumerate(slices):
                 assert example.tolist() == deal.slice_of(part, j).tolist()
@@ -136,7 +136,7 @@ def test_settling_waits_until_the_buffer_is_full() -> None:
 
     views = STANDARD_VIEWS._replace(train=slow)
     batches = training_batches(
-        _examples(), views, seed=0, global_batch_size=4, deal=order.Deal(0, 1), first_step=0, last_step=100
+        _examples(), views, seed=0, global_batch_size=4, deal=sampler.Deal(0, 1), first_step=0, last_step=100
     )
     elements = iter(batches)
     next(elements)

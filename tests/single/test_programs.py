@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from benchmarks import input_cost, layers, operations
 from benchmarks.operations import Row
-from hvd_cifar.models import compiled
+from hvd_cifar.kernels import compiled
 from tests.ranks import CHECKOUT, environment
 
 

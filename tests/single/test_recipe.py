@@ -8,9 +8,9 @@ import pytest
 
 from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.errors import UserError
+from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.training.assemble import make_schedule
 from hvd_cifar.training.recipe import plan, resolve
-from hvd_cifar.training.schedule import Schedule
 
 
 def _resolved(**values: Any) -> TrainSettings:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hvd_cifar.cluster import slurm
-from hvd_cifar.cluster.hosts import Host
-from hvd_cifar.distributed.environment import check_launcher
 from hvd_cifar.errors import UserError
+from hvd_cifar.launch.cluster import slurm
+from hvd_cifar.launch.cluster.hosts import Host
+from hvd_cifar.runtime.environment import check_launcher
 
 # `scontrol show hostnames a,b` of a machine without Slurm: names separated by commas, and nothing else.
 SCONTROL = """#!/bin/sh

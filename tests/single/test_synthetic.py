@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hvd_cifar.data import cifar10, dataset, fetch, synthetic
+from hvd_cifar.data import cifar, dataset, download, synthetic
 from hvd_cifar.data.dataset import Prepared
-from hvd_cifar.data.fetch import DownloadError
+from hvd_cifar.data.download import DownloadError
 from hvd_cifar.errors import UserError
 
 # Of the six files one after the other. A change of the drawing needs a new name (synthetic.FOLDER), or results of the
@@ -51,7 +51,7 @@ def sets(data_dir: Path) -> tuple[Arrays, Arrays]:
 
 def test_every_machine_draws_these_bytes(data_dir: Path) -> None:
     digest = hashlib.md5(usedforsecurity=False)
-    for name in cifar10.FILES:
+    for name in cifar.FILES:
         digest.update((data_dir / synthetic.FOLDER / name).read_bytes())
     assert digest.hexdigest() == MD5[synthetic.FOLDER]
     names = (data_dir / synthetic.FOLDER / "batches.meta.txt").read_text().split()
@@ -145,7 +145,7 @@ NOBODY = "http://127.0.0.1:9/cifar-10-binary.tar.gz"  # the discard port: nobody
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(fetch, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(download, "RETRY_SECONDS", 0.01)
 
 
 @pytest.mark.usefixtures("offline")
@@ -176,6 +176,6 @@ def test_what_a_killed_process_left_is_no_data_set(tmp_path: Path, monkeypatch: 
     (tmp_path / ".unfinished" / "data_batch_1.bin").write_bytes(b"half")
     monkeypatch.setattr(synthetic, "draw_file", lambda number: np.zeros((10_000, 3073), np.uint8))
     folder = synthetic.ensure(tmp_path)
-    cifar10.check(folder)
+    cifar.check(folder)
     assert not (tmp_path / ".unfinished").exists()
     shutil.rmtree(folder)

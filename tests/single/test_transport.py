@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_cifar.distributed.transport import algorithm, transport
+from hvd_cifar.runtime.transport import algorithm, transport
 
 RING = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
 OB1 = {"OMPI_MCA_pml": "ob1"}

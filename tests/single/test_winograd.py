@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_cifar.models import winograd
-from hvd_cifar.models.winograd import of_tile
+from hvd_cifar.kernels import winograd
+from hvd_cifar.kernels.winograd import of_tile
 
 
 def _plain(x: Any, kernel: Any) -> Any:

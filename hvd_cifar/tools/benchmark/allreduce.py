@@ -16,8 +16,9 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hvd_cifar.config import BenchmarkAllreduceSettings
-from hvd_cifar.distributed import DistributedOptimizer, direct_mpi, sync
+from hvd_cifar.distributed import DistributedOptimizer, collectives
 from hvd_cifar.errors import UserError
+from hvd_cifar.runtime import direct_mpi
 from hvd_cifar.tools.benchmark.fits import fits_by_way, traffic
 from hvd_cifar.tools.benchmark.job import Job, facts_of
 from hvd_cifar.tools.benchmark.results import AllreducePoint, AllreduceResult, Estimate, points_by_way
@@ -96,8 +97,8 @@ def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
 def check_hosts(job: Job, largest: int, advice: str) -> None:
     """UserError, on every rank, where a host lacks the memory for messages of `largest` bytes; a collective."""
     host = job.world.host
-    ranks = sync.gather(host).count(host)
-    sync.on_every_rank(lambda: check_memory(largest, ranks, host, psutil.virtual_memory().available, advice))
+    ranks = collectives.gather(host).count(host)
+    collectives.on_every_rank(lambda: check_memory(largest, ranks, host, psutil.virtual_memory().available, advice))
 
 
 def check_memory(largest: int, ranks: int, host: str, available: int, advice: str) -> None:
@@ -151,7 +152,7 @@ def _measure_size(
             by_rank, result = _time(job, k, ways.get(way), iterations[way])
             seconds[way].append(max(by_rank))
             if repeat == settings.repeats - 1:
-                wrong[way] = sum(sync.gather(_count_wrong(job, k, way, result)))
+                wrong[way] = sum(collectives.gather(_count_wrong(job, k, way, result)))
     for way in chosen:
         estimate = Estimate.of(seconds[way])
         bandwidth = size / estimate.mean
@@ -172,13 +173,13 @@ def _time(job: Job, k: int, once: Callable[[], Any] | None, iterations: int) -> 
     seconds = 0.0
     result: Any = None
     if once is not None:
-        sync.meet(job.sets[k])
+        collectives.meet(job.sets[k])
         began = time.perf_counter()
         for _ in range(iterations):
             result = once()
         np.asarray(result[-1:])  # waits for the device, and copies four bytes
         seconds = (time.perf_counter() - began) / iterations
-    return sync.gather(seconds)[:k], None if result is None else np.asarray(result)
+    return collectives.gather(seconds)[:k], None if result is None else np.asarray(result)
 
 
 def _count_wrong(job: Job, k: int, way: Way, result: NDArray[np.float32] | None) -> int:

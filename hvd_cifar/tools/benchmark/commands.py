@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hvd_cifar.config import BenchmarkAllreduceSettings, BenchmarkPredictSettings, BenchmarkStepSettings, make
-from hvd_cifar.distributed import sync
-from hvd_cifar.distributed.environment import launched_rank, launched_size
+from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import terminal
+from hvd_cifar.runtime.environment import launched_rank, launched_size
 from hvd_cifar.tools.benchmark import allreduce, job, plots, results, step, tables
 from hvd_cifar.tools.benchmark.predict import predict
 from hvd_cifar.tools.benchmark.results import AllreduceResult, PredictResult, StepResult
@@ -30,11 +30,11 @@ def benchmark_step(settings: BenchmarkStepSettings) -> None:
     if settings.min_efficiency is not None and max(settings.ranks or [launched_size() or 2]) == 1:
         raise UserError("--min-efficiency: the efficiency of one rank alone is 1; start more (-np 2)")
     with job.start(settings.ranks, threads=settings.threads_per_rank) as ranks:
-        sync.on_root(lambda: _check_outputs(settings))
+        collectives.on_root(lambda: _check_outputs(settings))
         found = step.measure(ranks, settings)
         if ranks.world.is_root:
             terminal.say(tables.of_step(found))
-        sync.on_root(lambda: _write(settings, found, lambda path: plots.of_step(found, path)))
+        collectives.on_root(lambda: _write(settings, found, lambda path: plots.of_step(found, path)))
         judge_efficiency(found, settings.min_efficiency)
 
 
@@ -57,11 +57,11 @@ def benchmark_allreduce(settings: BenchmarkAllreduceSettings) -> None:
         TrainingError: where a sum is wrong.
     """
     with job.start(settings.ranks, least=2) as ranks:
-        sync.on_root(lambda: _check_outputs(settings))
+        collectives.on_root(lambda: _check_outputs(settings))
         found = allreduce.measure(ranks, settings)
         if ranks.world.is_root:
             terminal.say(tables.of_allreduce(found))
-        sync.on_root(lambda: _write(settings, found, lambda path: plots.of_allreduce(found, path)))
+        collectives.on_root(lambda: _write(settings, found, lambda path: plots.of_allreduce(found, path)))
         judge_sums(found)
 
 
@@ -93,8 +93,8 @@ def benchmark_predict(settings: BenchmarkPredictSettings) -> None:
             _write(settings, found, lambda path: plots.of_predict(found, path))
         return
     with job.start(None, least=2, threads=settings.threads_per_rank) as ranks:
-        sync.on_root(lambda: _check_outputs(settings))
-        of_step, of_allreduce = sync.on_root(lambda: _read_given(settings))
+        collectives.on_root(lambda: _check_outputs(settings))
+        of_step, of_allreduce = collectives.on_root(lambda: _read_given(settings))
         if not of_allreduce:  # before the minutes that the step takes
             advice = "start fewer ranks a host, or give --allreduce FILE, of benchmark allreduce --max-bytes {most}"
             allreduce.check_hosts(ranks, SIZES_FOR_A_FIT["max_bytes"], advice)
@@ -103,7 +103,7 @@ def benchmark_predict(settings: BenchmarkPredictSettings) -> None:
         found = predict(of_step, of_allreduce, settings.ranks, settings.link, settings.latency)
         if ranks.world.is_root:
             terminal.say(tables.of_predict(found))
-        sync.on_root(lambda: _write(settings, found, lambda path: plots.of_predict(found, path)))
+        collectives.on_root(lambda: _write(settings, found, lambda path: plots.of_predict(found, path)))
 
 
 def _read_given(settings: BenchmarkPredictSettings) -> tuple[StepResult | None, AllreduceResult | None]:

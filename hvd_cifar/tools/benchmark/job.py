@@ -13,11 +13,12 @@ from typing import Any
 
 import psutil
 
-from hvd_cifar.distributed import devices, groups, sync
-from hvd_cifar.distributed.environment import launched_size
-from hvd_cifar.distributed.world import World, session, versions
+from hvd_cifar.distributed import collectives, process_sets
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import provenance
+from hvd_cifar.runtime import devices
+from hvd_cifar.runtime.environment import launched_size
+from hvd_cifar.runtime.world import World, session, versions
 from hvd_cifar.tools.benchmark.results import Facts, Memory
 
 
@@ -62,8 +63,8 @@ def start(chosen: Sequence[int] | None, least: int = 1, threads: int | None = No
     size = launched_size()
     if size is None:
         raise UserError("the launcher does not say how many ranks it starts: use ./run.sh, horovodrun or mpirun")
-    sets = groups.first_ranks(sizes_to_measure(chosen, size, least), size)
-    with session(threads, process_sets=groups.to_register(sets)) as world:
+    sets = process_sets.first_ranks(sizes_to_measure(chosen, size, least), size)
+    with session(threads, process_sets=process_sets.to_register(sets)) as world:
         if world.size != size:
             raise UserError(f"the launcher said {size} ranks, but Horovod found {world.size}: start with ./run.sh")
         yield Job(world, sets)
@@ -71,7 +72,7 @@ def start(chosen: Sequence[int] | None, least: int = 1, threads: int | None = No
 
 def facts_of(world: World) -> Facts:
     """Where and when this is measured; a collective."""
-    return sync.from_root(
+    return collectives.from_root(
         Facts(
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             command=provenance.command(),
@@ -79,7 +80,7 @@ def facts_of(world: World) -> Facts:
             versions=versions(),
             processor=_processor("GPU" in world.device),
             cores=len(os.sched_getaffinity(0)),
-            hosts=sync.gather(world.host),
+            hosts=collectives.gather(world.host),
             device=world.device,
             threads=world.threads,
             controller=world.controller,

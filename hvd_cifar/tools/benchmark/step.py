@@ -16,17 +16,17 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_cifar.config import StepWork, TrainSettings
-from hvd_cifar.data.cifar10 import Examples
+from hvd_cifar.data.cifar import Examples
 from hvd_cifar.data.dataset import load
-from hvd_cifar.data.order import Deal
 from hvd_cifar.data.pipeline import PREFETCH_BATCHES, training_batches
-from hvd_cifar.distributed import groups, sync
+from hvd_cifar.data.sampler import Deal
+from hvd_cifar.distributed import collectives, process_sets
 from hvd_cifar.models import Net
+from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.reporting import terminal
 from hvd_cifar.tools.benchmark.job import Job, facts_of, memory_of_this_process
 from hvd_cifar.tools.benchmark.results import Estimate, Gradient, Phases, SlowestRank, StepResult, WorldResult
 from hvd_cifar.training.assemble import for_machines, make_net, make_optimizer
-from hvd_cifar.training.averages import Lookahead, MovingAverage
 from hvd_cifar.training.recipe import plan, precision_of, resolve, set_precision
 from hvd_cifar.training.sources import prepare_data, views_of
 from hvd_cifar.training.step import cross_entropy, make_train_step
@@ -60,7 +60,7 @@ def measure(job: Job, options: StepWork) -> StepResult:
     waited: list[list[float]] = []
     for repeat in range(options.repeats + 1):
         for k, way in turns if repeat % 2 else turns[::-1]:
-            by_rank = sync.gather(bench.time(k, way, options.steps))
+            by_rank = collectives.gather(bench.time(k, way, options.steps))
             if repeat:  # the first one traces and warms up
                 taken[k, way].append([statistics.fmean(looks) for looks, _ in by_rank[:k]])
                 waited.append([cpu for _, cpu in by_rank[k:]])
@@ -85,7 +85,7 @@ def measure(job: Job, options: StepWork) -> StepResult:
             for k in job.sets
         ],
         phases=_phases(bench.net, {phase: taken[most, phase] for phase in ("compute", *PHASES)}),
-        memory_by_rank=sync.gather(memory_of_this_process()),
+        memory_by_rank=collectives.gather(memory_of_this_process()),
         waiting_cpu=statistics.fmean(c for cs in waited for c in cs) if any(waited) else None,
     )
 
@@ -93,7 +93,7 @@ def measure(job: Job, options: StepWork) -> StepResult:
 def make_bench(job: Job, settings: TrainSettings) -> Bench:
     """A bench for resolved settings that have a precision and a batch; a collective."""
     prepared = prepare_data(settings, job.world)
-    train_set, _ = sync.on_every_rank(lambda: load(prepared))
+    train_set, _ = collectives.on_every_rank(lambda: load(prepared))
     batch_plan = plan(settings, len(train_set.labels), job.world.size)
     set_precision(precision_of(settings), settings.seed)
     net = make_net(settings, views_of(settings.model))
@@ -141,19 +141,19 @@ class Bench:
 
         Where a GPU works ahead of its process, only the mean of all steps is known. The other ranks get no seconds.
         """
-        sync.meet()
+        collectives.meet()
         cpu, wall = time.process_time(), time.perf_counter()
         seconds: list[float] = []
         if self.job.includes_me(k):
             work = self.work(k, way)
-            sync.meet(self.job.sets[k])
+            collectives.meet(self.job.sets[k])
             work(LEAD_IN_OF_INPUT if way in ("input", "fed") else LEAD_IN)
             at_once = steps if "GPU" in self.job.world.device else 1
             for _ in range(steps // at_once):
                 began = time.perf_counter()
                 work(at_once)
                 seconds.append((time.perf_counter() - began) / at_once)
-        sync.meet()
+        collectives.meet()
         return seconds, (time.process_time() - cpu) / (time.perf_counter() - wall)
 
     def work(self, k: int, way: str) -> Work:
@@ -169,7 +169,7 @@ class Bench:
         if way == "fed":
             return self._steps(ranks, k, lambda: next(self.batches)[:3])
         if way == "compute":
-            return self._steps(groups.ALONE, 1, lambda: self.in_memory)
+            return self._steps(process_sets.ALONE, 1, lambda: self.in_memory)
         if way == "communication":
             return self._reductions(ranks)
         if way == "input":

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_cifar.cluster import ssh
-from hvd_cifar.cluster.network import Network, NoWay, asked, candidates, resolve, try_out
-from hvd_cifar.cluster.program import Program, Way
+from hvd_cifar.launch.cluster import ssh
+from hvd_cifar.launch.cluster.network import Network, NoWay, asked, candidates, resolve, try_out
+from hvd_cifar.launch.cluster.program import Program, Way
 from hvd_cifar.tools.doctor.facts import GROUPS, HostFacts
 
 PROBE = Path(__file__).with_name("probe.py")

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import hvd_cifar
-from hvd_cifar.cluster import slurm, ssh
-from hvd_cifar.cluster.hosts import Host, hosts_of_ranks, is_local, parse_hosts, ranks_by_default, read_hostfile
-from hvd_cifar.cluster.program import Way
 from hvd_cifar.config import DoctorSettings
-from hvd_cifar.data import cifar10, synthetic
-from hvd_cifar.distributed.environment import launched_size
+from hvd_cifar.data import cifar, synthetic
 from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.launch.cluster import slurm, ssh
+from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local, parse_hosts, ranks_by_default, read_hostfile
+from hvd_cifar.launch.cluster.program import Way
 from hvd_cifar.reporting import terminal
+from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.tools.doctor import ask, findings, job, machine, table
 from hvd_cifar.tools.doctor.facts import HostFacts, Subject
 
@@ -123,15 +123,15 @@ def _with_slots(hosts: tuple[Host, ...], facts: Mapping[str, HostFacts]) -> tupl
 def _questions(settings: DoctorSettings, everyone: Sequence[str]) -> dict[str, Any]:
     """What `probe.py` is to look at."""
     folder = settings.data_dir
-    cifar = [str(folder), str(folder / cifar10.FOLDER)]
+    usual = [str(folder), str(folder / cifar.FOLDER)]
     return {
         "hosts": list(everyone),
         "package": str(Path(hvd_cifar.__file__).parent),
         "run_dir": str(settings.run_dir),
-        "data_folders": [str(folder / synthetic.FOLDER)] if settings.dataset == "synthetic" else cifar,
-        "data_files": list(cifar10.FILES),
-        "record_bytes": cifar10.RECORD_BYTES,
-        "classes": cifar10.CLASSES,
+        "data_folders": [str(folder / synthetic.FOLDER)] if settings.dataset == "synthetic" else usual,
+        "data_files": list(cifar.FILES),
+        "record_bytes": cifar.RECORD_BYTES,
+        "classes": cifar.CLASSES,
     }
 
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict
 
-from hvd_cifar.cluster.hosts import Host
-from hvd_cifar.cluster.network import Network, NoWay
 from hvd_cifar.config import DatasetName
+from hvd_cifar.launch.cluster.hosts import Host
+from hvd_cifar.launch.cluster.network import Network, NoWay
 
 
 class _Facts(BaseModel):

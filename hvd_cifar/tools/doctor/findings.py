@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from hvd_cifar.cluster.hosts import Host
+from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.tools.doctor import machine, outcome, reach, software
 from hvd_cifar.tools.doctor.facts import Subject
 from hvd_cifar.tools.doctor.finding import Finding

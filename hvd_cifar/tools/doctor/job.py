@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 
-from hvd_cifar.cluster.hosts import Host
-from hvd_cifar.distributed.environment import RANK_VARIABLES
+from hvd_cifar.launch.cluster.hosts import Host
+from hvd_cifar.runtime.environment import RANK_VARIABLES
 from hvd_cifar.tools.doctor.facts import Job, Link
 
 RESULT = "hvd_cifar.doctor "  # before rank 0's JSON

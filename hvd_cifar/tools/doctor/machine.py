@@ -6,8 +6,8 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from hvd_cifar.cluster.hosts import Host
-from hvd_cifar.data.cifar10 import FILE_BYTES, FILES
+from hvd_cifar.data.cifar import FILE_BYTES, FILES
+from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.tools.doctor.facts import Data, HostFacts, Subject
 from hvd_cifar.tools.doctor.finding import (
     GIB,

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from hvd_cifar.config import DoctorJobSettings
-from hvd_cifar.distributed import direct_mpi, groups, pairs, sync
-from hvd_cifar.distributed.environment import launched_size, under_mpi
-from hvd_cifar.distributed.world import session
+from hvd_cifar.distributed import collectives, pairs, process_sets
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import terminal
+from hvd_cifar.runtime import direct_mpi
+from hvd_cifar.runtime.environment import launched_size, under_mpi
+from hvd_cifar.runtime.world import session
 from hvd_cifar.tools.benchmark.allreduce import sums_of, terms_of
 from hvd_cifar.tools.doctor.job import BEGINS, ENDS, RESULT
 from hvd_cifar.tools.doctor.plan import Pair, rounds
@@ -41,7 +42,7 @@ def run(settings: DoctorJobSettings) -> None:
         raise UserError(f"--per-host {settings.per_host}: the launcher started {launched_size()} ranks")
     planned = rounds(per_host, under_mpi())
     sets = {} if under_mpi() else pairs.sets_for(planned)
-    with session(process_sets=groups.to_register(sets)) as world:
+    with session(process_sets=process_sets.to_register(sets)) as world:
         everyone = pairs.by_horovod(world.device)
         terms = terms_of(world.rank, COUNT_OVER_ALL)
         wrong = int(np.sum(everyone(terms) != sums_of(world.size, COUNT_OVER_ALL)))
@@ -58,7 +59,7 @@ def run(settings: DoctorJobSettings) -> None:
             terminal.complain(f"{ENDS} {mine[0]} {mine[1]}")
             if world.rank == mine[0]:
                 links.append([*mine, *found])
-        gathered = sync.gather((world.host, wrong, links))
+        gathered = collectives.gather((world.host, wrong, links))
         if world.is_root:
             result = {
                 "how": world.describe(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvd_cifar.install.versions import differences, plain
+from hvd_cifar.launch.install.versions import differences, plain
 from hvd_cifar.tools.doctor.facts import Subject
 from hvd_cifar.tools.doctor.finding import SET_UP, SET_UP_ALL, Finding, Level, listed
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hvd_cifar.data import cifar10, dataset, fetch
-from hvd_cifar.data.fetch import CHUNK_BYTES, DownloadError
+from hvd_cifar.data import cifar, dataset, download
+from hvd_cifar.data.download import CHUNK_BYTES, DownloadError
 from hvd_cifar.errors import UserError
 
 ROOT = Path(__file__).parents[2]  # where the package can be imported from
@@ -110,8 +110,8 @@ def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
 @pytest.fixture(scope="module")
 def archive() -> bytes:
     """Files of the true length, all zeros, which pack well, and a megabyte that does not, so that there is a middle."""
-    files = [(f"{cifar10.FOLDER}/{name}", bytes(cifar10.FILE_BYTES)) for name in cifar10.FILES]
-    ballast = (f"{cifar10.FOLDER}/readme.html", random.Random(0).randbytes(1 << 20))
+    files = [(f"{cifar.FOLDER}/{name}", bytes(cifar.FILE_BYTES)) for name in cifar.FILES]
+    ballast = (f"{cifar.FOLDER}/readme.html", random.Random(0).randbytes(1 << 20))
     return pack([ballast, *files])
 
 
@@ -136,7 +136,7 @@ def data_dir(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def direct_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(fetch, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(download, "RETRY_SECONDS", 0.01)
 
 
 def md5(content: bytes) -> str:
@@ -144,7 +144,7 @@ def md5(content: bytes) -> str:
 
 
 def bring(server: Server, data_dir: Path) -> Path:
-    return fetch.fetch(data_dir, server.url, md5(server.body), show_progress=False)
+    return download.fetch(data_dir, server.url, md5(server.body), show_progress=False)
 
 
 def part_of(server: Server, data_dir: Path) -> Path:
@@ -153,9 +153,9 @@ def part_of(server: Server, data_dir: Path) -> Path:
 
 def assert_complete(folder: Path, data_dir: Path) -> None:
     """The data set is in place, and nothing else is left but the lock."""
-    assert folder == data_dir / cifar10.FOLDER
-    cifar10.check(folder)
-    assert {path.name for path in data_dir.iterdir()} <= {cifar10.FOLDER, ".lock"}
+    assert folder == data_dir / cifar.FOLDER
+    cifar.check(folder)
+    assert {path.name for path in data_dir.iterdir()} <= {cifar.FOLDER, ".lock"}
 
 
 def assert_nothing(data_dir: Path) -> None:
@@ -165,7 +165,7 @@ def assert_nothing(data_dir: Path) -> None:
 def start_fetch(server: Server, data_dir: Path) -> subprocess.Popen[str]:
     """A process that says "ready", downloads, and prints the folder."""
     program = (
-        "import sys; from pathlib import Path; from hvd_cifar.data.fetch import fetch; print('ready', flush=True)\n"
+        "import sys; from pathlib import Path; from hvd_cifar.data.download import fetch; print('ready', flush=True)\n"
         "print(fetch(Path(sys.argv[1]), sys.argv[2], sys.argv[3], show_progress=False))"
     )
     command = [sys.executable, "-c", program, str(data_dir), server.url, md5(server.body)]
@@ -195,7 +195,7 @@ def test_progress_is_drawn_on_stderr_when_asked_for(
 ) -> None:
     server.body = server.body[:-100]  # a damaged archive is enough
     with pytest.raises(UserError):
-        fetch.fetch(data_dir, server.url, md5(server.body), show_progress=True)
+        download.fetch(data_dir, server.url, md5(server.body), show_progress=True)
     out, err = capfd.readouterr()
     assert out == "" and "CIFAR-10" in err
 
@@ -211,17 +211,17 @@ def test_a_cut_download_goes_on_where_it_stopped(server: Server, data_dir: Path)
 
 
 def test_each_cut_that_brings_bytes_is_forgiven(server: Server, data_dir: Path) -> None:
-    pieces = 2 * fetch.TRIES
+    pieces = 2 * download.TRIES
     server.answers = [Answer(cut=len(server.body) // pieces)] * (pieces + 2)
     assert_complete(bring(server, data_dir), data_dir)
-    assert len(server.asked) > fetch.TRIES
+    assert len(server.asked) > download.TRIES
 
 
 def test_the_next_call_goes_on_after_one_that_gave_up(server: Server, data_dir: Path) -> None:
     server.answers = [Answer(cut=len(server.body) // 2), Answer(cut=0)]
     with pytest.raises(DownloadError, match="cannot download"):
         bring(server, data_dir)
-    assert len(server.asked) == fetch.TRIES
+    assert len(server.asked) == download.TRIES
     got = part_of(server, data_dir).stat().st_size
     assert got > 0
     server.answers = [Answer()]
@@ -245,7 +245,7 @@ def test_a_killed_download_is_resumed(server: Server, data_dir: Path) -> None:
 
 def test_killed_while_unpacking(server: Server, data_dir: Path) -> None:
     """Neither is anything downloaded again, nor does a half-unpacked file count."""
-    half_done = data_dir / ".unfinished" / cifar10.FOLDER
+    half_done = data_dir / ".unfinished" / cifar.FOLDER
     half_done.mkdir(parents=True)
     (half_done / "old.bin").write_bytes(b"half")
     part_of(server, data_dir).write_bytes(server.body)
@@ -262,9 +262,9 @@ def test_two_processes_download_once(server: Server, data_dir: Path) -> None:
     server.release.set()
     for process in processes:
         out, _ = process.communicate(timeout=SECONDS)
-        assert (process.returncode, out) == (0, f"{data_dir / cifar10.FOLDER}\n")
+        assert (process.returncode, out) == (0, f"{data_dir / cifar.FOLDER}\n")
     assert server.asked == [None]
-    assert_complete(data_dir / cifar10.FOLDER, data_dir)
+    assert_complete(data_dir / cifar.FOLDER, data_dir)
 
 
 def test_a_server_without_range_sends_all_again(server: Server, data_dir: Path) -> None:
@@ -313,11 +313,11 @@ def test_a_wrong_checksum_names_both_and_removes_the_file(server: Server, data_d
 
 
 def test_the_checksum_may_be_written_in_capitals(server: Server, data_dir: Path) -> None:
-    folder = fetch.fetch(data_dir, server.url, md5(server.body).upper(), show_progress=False)
+    folder = download.fetch(data_dir, server.url, md5(server.body).upper(), show_progress=False)
     assert_complete(folder, data_dir)
 
 
-@pytest.mark.parametrize("status, requests", [(404, 1), (403, 1), (500, fetch.TRIES), (503, fetch.TRIES)])
+@pytest.mark.parametrize("status, requests", [(404, 1), (403, 1), (500, download.TRIES), (503, download.TRIES)])
 def test_an_http_error_is_a_download_error(server: Server, data_dir: Path, status: int, requests: int) -> None:
     server.answers = [Answer(status=status)]
     with pytest.raises(DownloadError, match=f"{re.escape(server.url)}: the server answered {status}") as caught:
@@ -337,27 +337,27 @@ def test_nobody_listening(data_dir: Path) -> None:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/x.tar.gz"
     with pytest.raises(DownloadError, match=r"Connection refused: check the network") as caught:
-        fetch.fetch(data_dir, url, "0" * 32, show_progress=False)
+        download.fetch(data_dir, url, "0" * 32, show_progress=False)
     assert "\n" not in str(caught.value)
 
 
 def test_no_such_host(data_dir: Path) -> None:
     with pytest.raises(DownloadError, match="nowhere.invalid"):  # a name that no resolver may know, RFC 6761
-        fetch.fetch(data_dir, "http://nowhere.invalid/x.tar.gz", "0" * 32, show_progress=False)
+        download.fetch(data_dir, "http://nowhere.invalid/x.tar.gz", "0" * 32, show_progress=False)
 
 
 def test_a_server_that_falls_silent(server: Server, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "READ_SECONDS", 0.1)
+    monkeypatch.setattr(download, "READ_SECONDS", 0.1)
     server.answers = [Answer(hold=1000)]
     with pytest.raises(DownloadError, match="no answer for"):
         bring(server, data_dir)
-    assert len(server.asked) >= fetch.TRIES
+    assert len(server.asked) >= download.TRIES
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1/x", "example.org/x", "http://"])
 def test_an_address_that_is_none_is_not_a_network_problem(data_dir: Path, url: str) -> None:
     with pytest.raises(UserError, match="correct --data-url") as caught:
-        fetch.fetch(data_dir, url, "0" * 32, show_progress=False)
+        download.fetch(data_dir, url, "0" * 32, show_progress=False)
     assert not isinstance(caught.value, DownloadError)
 
 
@@ -365,7 +365,7 @@ def test_an_address_that_is_none_is_not_a_network_problem(data_dir: Path, url: s
     "member, reason",
     [
         ("../outside", "would leave the folder"),
-        (f"{cifar10.FOLDER}/../../outside", "would leave the folder"),
+        (f"{cifar.FOLDER}/../../outside", "would leave the folder"),
         ("ABSOLUTE", "would leave the folder"),
         (special("inside", tarfile.SYMTYPE, "/etc/passwd"), "is a link or a device"),
         (special("inside", tarfile.SYMTYPE, "data_batch_1.bin"), "is a link or a device"),
@@ -411,7 +411,7 @@ def test_an_archive_of_something_else(server: Server, data_dir: Path) -> None:
 
 
 def test_an_archive_with_a_short_file(server: Server, data_dir: Path) -> None:
-    server.body = pack([(f"{cifar10.FOLDER}/{name}", b"short") for name in cifar10.FILES])
+    server.body = pack([(f"{cifar.FOLDER}/{name}", b"short") for name in cifar.FILES])
     with pytest.raises(
         UserError, match="was refused and removed: .*data_batch_1.bin has 5 bytes instead of 30,730,000"
     ):
@@ -429,7 +429,7 @@ def test_a_disk_that_is_full(server: Server, data_dir: Path) -> None:
     """A limit on the size of files stands in for the disk: the write fails in the same place."""
     program = (
         "import resource, sys; from pathlib import Path\n"
-        "from hvd_cifar.data.fetch import fetch; from hvd_cifar.errors import UserError\n"
+        "from hvd_cifar.data.download import fetch; from hvd_cifar.errors import UserError\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), int(sys.argv[4])))\n"
         "try: fetch(Path(sys.argv[1]), sys.argv[2], sys.argv[3], show_progress=False)\n"
         "except UserError as error: print(type(error).__name__, error)"

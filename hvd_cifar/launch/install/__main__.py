@@ -1,4 +1,4 @@
-"""`python3 -m hvd_cifar.install`, or this file by its path from anywhere."""
+"""`python3 -m hvd_cifar.launch.install`, or this file by its path from anywhere."""
 
 import sys
 from pathlib import Path
@@ -16,8 +16,8 @@ def main() -> int:
         )
         return 2
     # This file's own folder comes first when it is run by its path: put the checkout there instead.
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-    from hvd_cifar.install.installer import main as install
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
+    from hvd_cifar.launch.install.installer import main as install
 
     return install(sys.argv[1:])
 

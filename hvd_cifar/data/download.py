@@ -16,7 +16,7 @@ import urllib3
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from hvd_cifar.data import cifar10
+from hvd_cifar.data import cifar
 from hvd_cifar.data.place import scratch_folder
 from hvd_cifar.errors import UserError
 
@@ -58,7 +58,7 @@ def fetch(data_dir: Path, url: str, md5: str, *, show_progress: bool) -> Path:
     """
     with scratch_folder(data_dir) as scratch:
         # Another process may have brought it while this one waited for the lock.
-        if (found := cifar10.locate(data_dir)) is not None:
+        if (found := cifar.locate(data_dir)) is not None:
             return found
         # Named by its checksum, so that the part of one archive is never continued with another's bytes.
         archive = data_dir / f"cifar-10-binary-{md5[:8].lower()}.part"
@@ -67,9 +67,9 @@ def fetch(data_dir: Path, url: str, md5: str, *, show_progress: bool) -> Path:
         except DownloadError as error:
             raise DownloadError(
                 f"cannot download CIFAR-10 from {url}: {error}: check the network and --data-url, "
-                f"or put the files into {data_dir / cifar10.FOLDER}"
+                f"or put the files into {data_dir / cifar.FOLDER}"
             ) from error
-        target = data_dir / cifar10.FOLDER
+        target = data_dir / cifar.FOLDER
         os.rename(_unpack(archive, scratch, url), target)
         for part in data_dir.glob("cifar-10-binary-*.part"):  # this one, and what other addresses left
             part.unlink()
@@ -192,9 +192,9 @@ def _unpack(archive: Path, scratch: Path, url: str) -> Path:
                 tar.extract(member, scratch, set_attrs=False)
     except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         refuse(f"it is damaged or not a tar archive ({' '.join(str(error).split())})")
-    folder = cifar10.locate(scratch)
+    folder = cifar.locate(scratch)
     if folder is None:
-        refuse(f"it has no {cifar10.FILES[0]}")
-    if fault := cifar10.fault(folder):
+        refuse(f"it has no {cifar.FILES[0]}")
+    if fault := cifar.fault(folder):
         refuse(fault)
     return folder

@@ -15,8 +15,8 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_cifar.distributed import devices, environment, transport
 from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.runtime import devices, environment, transport
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_cifar.cluster import ssh
-from hvd_cifar.cluster.program import Program, Way
 from hvd_cifar.errors import UserError
+from hvd_cifar.launch.cluster import ssh
+from hvd_cifar.launch.cluster.program import Program, Way
 
 PROBE = Path(__file__).with_name("probe.py")
 SECONDS_TO_ANSWER = 60.0

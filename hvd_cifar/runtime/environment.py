@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
-from hvd_cifar.cluster import slurm
 from hvd_cifar.errors import UserError
 
 # The variables by which a launcher names a process's rank: horovodrun over Gloo, mpirun, PMIx (srun, prte), PMI-2.
@@ -36,9 +35,15 @@ def _first_number(names: Iterable[str], environment: Mapping[str, str]) -> int |
     return next((int(value) for value in values if value.isdecimal()), None)
 
 
+def copies(environ: Mapping[str, str]) -> int:
+    """How many times srun started what this process is, or a part of."""
+    count = environ.get("SLURM_STEP_NUM_TASKS", "")
+    return int(count) if count.isdecimal() else 1
+
+
 def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
     """UserError where srun started several ranks that do not know of each other: each would take itself for all."""
-    tasks = slurm.copies(environment)
+    tasks = copies(environment)
     if tasks > 1 and launched_rank(environment) is None:
         raise UserError(f"srun started {tasks} tasks, but none knows its rank: give srun --mpi=pmix, or use ./run.sh")
 

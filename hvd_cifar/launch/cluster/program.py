@@ -10,8 +10,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from hvd_cifar.cluster import ssh
 from hvd_cifar.errors import UserError
+from hvd_cifar.launch.cluster import ssh
 
 NO_ENVIRONMENT = "no environment like this one"
 SET_UP = "./run.sh setup --hostfile FILE makes it on every host"

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hvd_cifar.install.machine import Machine, Nccl
-from hvd_cifar.install.patch import apply_patch
-from hvd_cifar.install.steps import Steps, locked
+from hvd_cifar.launch.install.machine import Machine, Nccl
+from hvd_cifar.launch.install.patch import apply_patch
+from hvd_cifar.launch.install.steps import Steps, locked
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from hvd_cifar.data import cifar10
+from hvd_cifar.data import cifar
 from hvd_cifar.data.place import scratch_folder
 from hvd_cifar.errors import UserError
 
@@ -34,15 +34,15 @@ class Block(NamedTuple):
 
 def blocks() -> Iterator[Block]:
     """The whole set, file by file."""
-    for file in cifar10.FILES:
-        for start in range(0, cifar10.FILE_BYTES, BLOCK_BYTES):
-            yield Block(file, start, min(BLOCK_BYTES, cifar10.FILE_BYTES - start))
+    for file in cifar.FILES:
+        for start in range(0, cifar.FILE_BYTES, BLOCK_BYTES):
+            yield Block(file, start, min(BLOCK_BYTES, cifar.FILE_BYTES - start))
 
 
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of each of the set's files. Raises UserError for one that cannot be read."""
     found = {}
-    for name in cifar10.FILES:
+    for name in cifar.FILES:
         state = hashlib.sha256()
         try:
             with open(folder / name, "rb") as file:
@@ -91,7 +91,7 @@ class Receiver:
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir
         self._scratch: Path | None = None
-        self._states = {name: hashlib.sha256() for name in cifar10.FILES}
+        self._states = {name: hashlib.sha256() for name in cifar.FILES}
         self._failure: OSError | None = None
         try:
             data_dir.mkdir(parents=True, exist_ok=True)

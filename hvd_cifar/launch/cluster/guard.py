@@ -1,4 +1,4 @@
-"""Around one rank that horovodrun has started: `python -m hvd_cifar.cluster.guard --subnet 10.0.0.0/24 PROGRAM ...`.
+"""Around one rank of horovodrun: `python -m hvd_cifar.launch.cluster.guard --subnet 10.0.0.0/24 PROGRAM ...`.
 
 It does two things that horovodrun does not. It tells Gloo which card leads to the other hosts: cards have other names
 on other hosts, and horovodrun knows one for all. And it ends the rank when the ssh that it was started through is

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvd_cifar.data import cifar10, dataset
-from hvd_cifar.data.fetch import DownloadError
+from hvd_cifar.data import cifar, dataset
+from hvd_cifar.data.download import DownloadError
 from hvd_cifar.errors import UserError
 
 URL, MD5 = "http://127.0.0.1:9/cifar-10-binary.tar.gz", "0" * 32  # nobody listens there
@@ -18,9 +18,9 @@ URL, MD5 = "http://127.0.0.1:9/cifar-10-binary.tar.gz", "0" * 32  # nobody liste
 def write_sparse(folder: Path) -> None:
     """Six files of the true length, all zeros; they take no room on the disk."""
     folder.mkdir(parents=True)
-    for name in cifar10.FILES:
+    for name in cifar.FILES:
         with open(folder / name, "wb") as file:
-            file.truncate(cifar10.FILE_BYTES)
+            file.truncate(cifar.FILE_BYTES)
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def prepare(name: dataset.Name, data_dir: Path) -> dataset.Prepared:
 
 
 def test_the_constants_are_the_published_ones() -> None:
-    assert cifar10.RECORD_BYTES == 3073
-    assert cifar10.FILE_BYTES == 30_730_000
-    assert cifar10.FILES == (
+    assert cifar.RECORD_BYTES == 3073
+    assert cifar.FILE_BYTES == 30_730_000
+    assert cifar.FILES == (
         "data_batch_1.bin",
         "data_batch_2.bin",
         "data_batch_3.bin",
@@ -51,19 +51,19 @@ def test_the_constants_are_the_published_ones() -> None:
 
 
 def test_locate_finds_the_files_themselves_and_one_folder_down(tmp_path: Path) -> None:
-    assert cifar10.locate(tmp_path / "absent") is None
-    assert cifar10.locate(tmp_path) is None
-    (tmp_path / cifar10.FOLDER).mkdir()
-    assert cifar10.locate(tmp_path) is None  # a folder without files is no data set
-    (tmp_path / cifar10.FOLDER / "test_batch.bin").touch()
-    assert cifar10.locate(tmp_path) == tmp_path / cifar10.FOLDER
-    assert cifar10.locate(tmp_path / cifar10.FOLDER) == tmp_path / cifar10.FOLDER
+    assert cifar.locate(tmp_path / "absent") is None
+    assert cifar.locate(tmp_path) is None
+    (tmp_path / cifar.FOLDER).mkdir()
+    assert cifar.locate(tmp_path) is None  # a folder without files is no data set
+    (tmp_path / cifar.FOLDER / "test_batch.bin").touch()
+    assert cifar.locate(tmp_path) == tmp_path / cifar.FOLDER
+    assert cifar.locate(tmp_path / cifar.FOLDER) == tmp_path / cifar.FOLDER
 
 
 def test_read_gives_every_pixel_its_place(folder: Path) -> None:
     random = np.random.default_rng(0)
     expected = []
-    for name in cifar10.FILES:
+    for name in cifar.FILES:
         images = random.integers(0, 256, (10_000, 32, 32, 3), np.uint8)
         labels = random.integers(0, 10, 10_000, np.uint8)
         # Red, green, blue planes after the label, as the page describes them.
@@ -87,12 +87,12 @@ def test_read_gives_every_pixel_its_place(folder: Path) -> None:
 
 def test_images_are_mapped_not_copied(folder: Path) -> None:
     """What is written to a file afterwards is what the next batch holds: this process has no copy of the set."""
-    for name in cifar10.FILES:
-        np.zeros((10_000, cifar10.RECORD_BYTES), np.uint8).tofile(folder / name)
-    train = cifar10.read(folder, "train")
+    for name in cifar.FILES:
+        np.zeros((10_000, cifar.RECORD_BYTES), np.uint8).tofile(folder / name)
+    train = cifar.read(folder, "train")
     assert train.images[np.array([12_345])].max() == 0
     with (folder / "data_batch_2.bin").open("r+b") as file:
-        file.seek(2_345 * cifar10.RECORD_BYTES + 1)
+        file.seek(2_345 * cifar.RECORD_BYTES + 1)
         file.write(bytes([200]))
     assert train.images[np.array([12_345])][0, 0, 0].tolist() == [200, 0, 0]
 
@@ -102,7 +102,7 @@ def test_images_are_mapped_not_copied(folder: Path) -> None:
 )
 @pytest.mark.parametrize("size", [None, 0, 30_729_999, 30_726_927, 30_730_001, 30_733_073])
 def test_a_file_that_is_missing_or_of_another_length_is_named(
-    folder: Path, split: cifar10.Split, name: str, size: int | None
+    folder: Path, split: cifar.Split, name: str, size: int | None
 ) -> None:
     if size is None:
         (folder / name).unlink()
@@ -110,7 +110,7 @@ def test_a_file_that_is_missing_or_of_another_length_is_named(
         with open(folder / name, "r+b") as file:
             file.truncate(size)
     with pytest.raises(UserError, match=re.escape(str(folder / name))) as caught:
-        cifar10.read(folder, split)
+        cifar.read(folder, split)
     message = str(caught.value)
     assert "30,730,000" in message
     assert "\n" not in message
@@ -120,7 +120,7 @@ def test_a_file_that_is_missing_or_of_another_length_is_named(
 
 def test_only_the_files_of_the_split_are_needed(folder: Path) -> None:
     (folder / "data_batch_3.bin").unlink()
-    assert len(cifar10.read(folder, "test").labels) == 10_000
+    assert len(cifar.read(folder, "test").labels) == 10_000
 
 
 def test_a_label_above_nine_is_named_with_its_record(folder: Path) -> None:
@@ -128,21 +128,21 @@ def test_a_label_above_nine_is_named_with_its_record(folder: Path) -> None:
         file.seek(1234 * 3073)
         file.write(bytes([10]))
     with pytest.raises(UserError, match=r"data_batch_2\.bin is damaged: the label of record 1234 is 10"):
-        cifar10.read(folder, "train")
+        cifar.read(folder, "train")
 
 
 def test_nine_is_a_label(folder: Path) -> None:
     with open(folder / "test_batch.bin", "r+b") as file:
         file.seek(9_999 * 3073)
         file.write(bytes([9]))
-    assert cifar10.read(folder, "test").labels[-1] == 9
+    assert cifar.read(folder, "test").labels[-1] == 9
 
 
 @pytest.mark.parametrize("name", ["auto", "cifar10"])
 def test_files_that_are_there_are_used_without_a_download(tmp_path: Path, name: dataset.Name) -> None:
-    write_sparse(tmp_path / cifar10.FOLDER)
-    assert prepare(name, tmp_path) == ("cifar10", tmp_path / cifar10.FOLDER)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [cifar10.FOLDER]  # nothing else was written
+    write_sparse(tmp_path / cifar.FOLDER)
+    assert prepare(name, tmp_path) == ("cifar10", tmp_path / cifar.FOLDER)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [cifar.FOLDER]  # nothing else was written
 
 
 @pytest.mark.parametrize("name", ["auto", "cifar10"])

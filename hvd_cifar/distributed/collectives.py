@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.distributed.tree import all_reduce_in_tree
+from hvd_cifar.distributed.fixed_order import all_reduce_in_tree
 from hvd_cifar.errors import TrainingError, UserError
 
 T = TypeVar("T")

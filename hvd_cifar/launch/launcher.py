@@ -25,17 +25,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hvd_cifar import cli
-from hvd_cifar.cluster import slurm, ssh
-from hvd_cifar.cluster.hosts import Host, count, hosts_of_ranks, is_local, parse_hosts, ranks_by_default, read_hostfile
-from hvd_cifar.cluster.network import Network, find_network
-from hvd_cifar.cluster.remarks import without_banners, without_tags
-from hvd_cifar.cluster.streams import NamedLines, by_rank
-from hvd_cifar.distributed import devices
-from hvd_cifar.distributed.environment import launched_size
-from hvd_cifar.distributed.transport import RING_PARAMETERS, RING_VARIABLES
 from hvd_cifar.errors import UserError
-from hvd_cifar.install.installer import read_record
+from hvd_cifar.launch.cluster import slurm, ssh
+from hvd_cifar.launch.cluster.hosts import (
+    Host,
+    count,
+    hosts_of_ranks,
+    is_local,
+    parse_hosts,
+    ranks_by_default,
+    read_hostfile,
+)
+from hvd_cifar.launch.cluster.network import Network, find_network
+from hvd_cifar.launch.cluster.remarks import without_banners, without_tags
+from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
+from hvd_cifar.launch.install.installer import read_record
+from hvd_cifar.runtime import devices
+from hvd_cifar.runtime.environment import copies, launched_size
+from hvd_cifar.runtime.transport import RING_PARAMETERS, RING_VARIABLES
 
 USAGE = (
     "./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] [--allreduce ring|auto] [--dry-run] COMMAND [OPTIONS]"
@@ -62,15 +69,18 @@ class Request:
     in_slurm: bool = False  # the hosts are those of this process's allocation
 
 
-def main(argv: list[str]) -> int:
-    """Launch what `argv` asks for; return the exit code of the job."""
+def main(argv: list[str], check: Callable[[list[str]], None]) -> int:
+    """Launch what `argv` asks for; return the exit code of the job.
+
+    `check` validates a command's own options, and ends the process where they are wrong.
+    """
     try:
         request = parse(argv)
-        if max(launched_size() or 1, slurm.copies(os.environ)) > 1:
+        if max(launched_size() or 1, copies(os.environ)) > 1:
             raise UserError("mpirun or srun started this several times; it starts the ranks itself: call it once")
         if request.command[0] == "doctor":
-            return _start_doctor(request)
-        cli.check(list(request.command))
+            return _start_doctor(request, check)
+        check(list(request.command))
         request = with_allocation(request, slurm.allocation(os.environ))
         ranks = request.ranks or (1 if _measures_nothing(request.command) else _ranks_of(request.hosts))
         return _launch(request, ranks)
@@ -195,7 +205,7 @@ def command(
             here = next(card.name for host, card in network.cards.items() if is_local(host))
             # Hosts have been reached a moment ago: what horovodrun remembers of earlier tries is of no use.
             words += ["--network-interfaces", here, "--disable-cache"]
-            words += [python, "-m", "hvd_cifar.cluster.guard", "--subnet", network.subnet]
+            words += [python, "-m", "hvd_cifar.launch.cluster.guard", "--subnet", network.subnet]
         return words + program
 
     words = [mpirun, *where]
@@ -229,14 +239,14 @@ def _of_other_hosts(network: Network, environ: Mapping[str, str]) -> list[str]:
     return words
 
 
-def _start_doctor(request: Request) -> int:
+def _start_doctor(request: Request, check: Callable[[list[str]], None]) -> int:
     """Run the doctor, once, here: it starts ranks itself, and has the launcher's options, too."""
     words = list(request.command)
     words += ["--gloo"] if request.gloo else []
     words += ["--allreduce", "ring"] if request.ring else []
     words += ["-np", str(request.ranks)] if request.ranks else []
     words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in request.hosts)] if request.hosts else []
-    cli.check(words)
+    check(words)
     words = [sys.executable, "-m", "hvd_cifar", *words]
     if request.dry_run:
         _write(1, f"{shlex.join(words)}\n".encode())
@@ -409,7 +419,3 @@ def _write(descriptor: int, data: bytes) -> None:
 
 def _complain(message: str) -> None:
     _write(2, f"hvd_cifar: {message}\n".encode())
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_cifar.cluster import ssh
-from hvd_cifar.cluster.hosts import Host, is_local
-from hvd_cifar.install.steps import say
-from hvd_cifar.install.versions import as_constraints, differences, versions_of
+from hvd_cifar.launch.cluster import ssh
+from hvd_cifar.launch.cluster.hosts import Host, is_local
+from hvd_cifar.launch.install.steps import say
+from hvd_cifar.launch.install.versions import as_constraints, differences, versions_of
 
 # Not the code's: environments, results, caches. In the checkout's top folder only.
 LEFT_OUT = {".git", ".venv", "runs", "data", "keys"}

@@ -13,7 +13,8 @@ from tests.ranks import run_ranks
 
 
 def _broadcast_everything() -> dict[str, Any]:
-    from hvd_cifar.distributed import broadcast_variables, start, sync
+    from hvd_cifar.distributed import broadcast_variables, collectives
+    from hvd_cifar.runtime.world import start
 
     world = start()
     import keras
@@ -32,13 +33,13 @@ def _broadcast_everything() -> dict[str, Any]:
         keras.Variable(np.asarray([world.rank + 1]), dtype=dtype)
         for dtype in ("bfloat16", "float16", "float64", "uint32", "int64", "uint8", "bool")
     ]
-    before = sync.digest([*net.variables, *net.optimizer.variables, *odd])
+    before = collectives.digest([*net.variables, *net.optimizer.variables, *odd])
     broadcast_variables(net)
     broadcast_variables(odd, root_rank=world.size - 1)
     return {
         "unbuilt": unbuilt,
         "before": before,
-        "after": sync.digest([*net.variables, *net.optimizer.variables]),
+        "after": collectives.digest([*net.variables, *net.optimizer.variables]),
         "odd": [float(v.numpy().astype("float64")[0]) for v in odd],
         "types": sorted({str(v.dtype) for v in net.variables}),
         "learning rate": float(net.optimizer.learning_rate.numpy()),
@@ -59,8 +60,9 @@ def test_broadcast_makes_all_ranks_alike(n: int) -> None:
 
 def _prove() -> dict[str, str]:
     """What the proof says of several ways to wrap an optimizer."""
-    from hvd_cifar.distributed import DistributedOptimizer, prove_averaging, start
+    from hvd_cifar.distributed import DistributedOptimizer, prove_averaging
     from hvd_cifar.errors import TrainingError
+    from hvd_cifar.runtime.world import start
 
     world = start()
     import horovod.tensorflow.keras as horovod_keras
@@ -97,19 +99,20 @@ def test_the_proof_passes_with_the_average_and_names_ranks_and_values_without(n:
 
 
 def _sums_and_errors() -> dict[str, Any]:
-    from hvd_cifar.distributed import start, sync
+    from hvd_cifar.distributed import collectives
     from hvd_cifar.errors import TrainingError, UserError
+    from hvd_cifar.runtime.world import start
 
     world = start()
     import keras
 
     seen: dict[str, Any] = {}
-    seen["sums"] = sync.sum_over_ranks([world.rank + 1, 1e15 + world.rank, 1 / 3])
+    seen["sums"] = collectives.sum_over_ranks([world.rank + 1, 1e15 + world.rank, 1 / 3])
     v = keras.Variable(np.full(3, world.rank, "float32"))
-    sync.average_variables([v])
+    collectives.average_variables([v])
     seen["mean"] = v.numpy().tolist()
-    seen["gathered"] = sync.gather(f"rank {world.rank}")
-    seen["from root"] = sync.on_root(lambda: f"said by {world.rank}")
+    seen["gathered"] = collectives.gather(f"rank {world.rank}")
+    seen["from root"] = collectives.on_root(lambda: f"said by {world.rank}")
 
     def fail_on_last(kind: type[Exception]) -> str:
         if world.rank == world.size - 1:
@@ -118,11 +121,11 @@ def _sums_and_errors() -> dict[str, Any]:
 
     for kind in (UserError, TrainingError, ZeroDivisionError):
         try:
-            seen[kind.__name__] = sync.on_every_rank(partial(fail_on_last, kind))
+            seen[kind.__name__] = collectives.on_every_rank(partial(fail_on_last, kind))
         except Exception as error:
             seen[kind.__name__] = f"{type(error).__name__}: {error}"
     try:
-        seen["root failed"] = sync.on_root(lambda: 1 / 0)
+        seen["root failed"] = collectives.on_root(lambda: 1 / 0)
     except Exception as error:
         seen["root failed"] = f"{type(error).__name__}: {error}"
     return seen
@@ -153,15 +156,16 @@ def _meetings_while_idle(timeline: str) -> dict[str, Any]:
 
     import horovod.tensorflow as hvd
 
-    from hvd_cifar.distributed import start, sync
+    from hvd_cifar.distributed import collectives
+    from hvd_cifar.runtime.world import start
 
     world = start()
     hvd.start_timeline(timeline, mark_cycles=True)
-    sync.sum_over_ranks([1.0])
+    collectives.sum_over_ranks([1.0])
     time.sleep(2.0)
     hvd.stop_timeline()
     time.sleep(0.3 * world.rank)  # the other rank's sum waits for this one's
-    total = sync.sum_over_ranks([world.rank + 1.0])[0]
+    total = collectives.sum_over_ranks([world.rank + 1.0])[0]
     marks = re.findall(r'"CYCLE_START", "ts": (\d+)', Path(timeline).read_text()) if world.rank == 0 else []
     return {"sum": total, "meetings": [int(mark) for mark in marks]}
 

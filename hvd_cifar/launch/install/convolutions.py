@@ -1,4 +1,4 @@
-"""Compile the project's own convolutions (hvd_cifar/models/native) into an environment, for its TensorFlow."""
+"""Compile the project's own convolutions (hvd_cifar/kernels/native) into an environment, for its TensorFlow."""
 
 import platform
 import shutil
@@ -6,11 +6,11 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvd_cifar.install.machine import Machine
-from hvd_cifar.install.steps import StepFailed, Steps, say
+from hvd_cifar.launch.install.machine import Machine
+from hvd_cifar.launch.install.steps import StepFailed, Steps, say
 
-SOURCES = Path(__file__).parents[1] / "models" / "native"
-LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environment; models/compiled.py looks there
+SOURCES = Path(__file__).parents[2] / "kernels" / "native"
+LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environment; kernels/compiled.py looks there
 
 OPTIONS = ["-std=c++17", "-fPIC", "-DNDEBUG"]
 # Numbers keep their NaN and infinities; what is left out are the flags that C's mathematics sets.

@@ -17,14 +17,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hvd_cifar.cluster.hosts import Host, parse_hosts, read_hostfile
 from hvd_cifar.errors import UserError
-from hvd_cifar.install import convolutions, horovod, machine
-from hvd_cifar.install.everywhere import Here, files_of, set_up_hosts
-from hvd_cifar.install.steps import SHOWN_LINES, StepFailed, Steps, locked, say, telling_lines
-from hvd_cifar.install.versions import differences, read_constraints, versions_of
+from hvd_cifar.launch.cluster.hosts import Host, parse_hosts, read_hostfile
+from hvd_cifar.launch.install import convolutions, horovod, machine
+from hvd_cifar.launch.install.everywhere import Here, files_of, set_up_hosts
+from hvd_cifar.launch.install.steps import SHOWN_LINES, StepFailed, Steps, locked, say, telling_lines
+from hvd_cifar.launch.install.versions import differences, read_constraints, versions_of
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[3]
 VENV = CHECKOUT / ".venv"
 RECORD = "set-up.json"
 PYTHON = str(VENV / "bin" / "python")
@@ -48,7 +48,7 @@ print(json.dumps({
 }))
 """
 # Run by path in the environment: set-up itself imports nothing of what it installs.
-CHECK = CHECKOUT / "hvd_cifar" / "distributed" / "check_build.py"
+CHECK = CHECKOUT / "hvd_cifar" / "runtime" / "check_build.py"
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def recorded_options(record: dict[str, Any]) -> Options:
 
 def fingerprint(checkout: Path = CHECKOUT, python: str = "") -> str:
     """A hash of all that set-up depends on. The checkout's path counts: scripts in an environment contain it."""
-    folders = [checkout / "hvd_cifar" / "install", checkout / convolutions.SOURCES.relative_to(CHECKOUT)]
+    folders = [checkout / "hvd_cifar" / "launch" / "install", checkout / convolutions.SOURCES.relative_to(CHECKOUT)]
     sources = sorted(path for folder in folders for path in folder.iterdir() if path.is_file())
     digest = hashlib.sha256(f"{checkout} {python}".encode())
     for path in [checkout / "setup.cfg", checkout / CHECK.relative_to(CHECKOUT), *sources]:

@@ -1,6 +1,6 @@
 """Whether Horovod, TensorFlow, mpi4py and MPI of an environment work together: a program that set-up runs there.
 
-    python hvd_cifar/distributed/check_build.py [--gpu]
+    python hvd_cifar/runtime/check_build.py [--gpu]
 
 It ends with one line and code 1 where they do not. It imports nothing of this package, so that it can be run by path.
 """

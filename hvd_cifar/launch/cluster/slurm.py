@@ -6,8 +6,8 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from hvd_cifar.cluster.hosts import Host
 from hvd_cifar.errors import UserError
+from hvd_cifar.launch.cluster.hosts import Host
 
 FAILED = 1  # srun's exit code where it could start nothing
 # A task beside those that the job may have already, without MPI; srun would take what it lacks here from the job.
@@ -39,12 +39,6 @@ def tasks_per_node(text: str) -> list[int]:
     for tasks, _, nodes in re.findall(r"(\d+)(\(x(\d+)\))?", text):
         found += [int(tasks)] * int(nodes or 1)
     return found
-
-
-def copies(environ: Mapping[str, str]) -> int:
-    """How many times srun started what this process is, or a part of."""
-    count = environ.get("SLURM_STEP_NUM_TASKS", "")
-    return int(count) if count.isdecimal() else 1
 
 
 def words(host: str, command: Sequence[str]) -> list[str]:

@@ -1,0 +1,1 @@
+"""CPU kernels: convolutions compiled at set-up, and what calls them."""

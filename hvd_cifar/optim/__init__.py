@@ -1,0 +1,1 @@
+"""Optimizers, learning rate schedules and averages of weights. They know nothing of ranks."""
