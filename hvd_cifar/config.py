@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import replace_text
 
-ModelName = Literal["fast", "tutorial", "resnet20", "resnet32", "resnet56"]
+MODELS = ("fast", "tutorial", "resnet20", "resnet32", "resnet56")
 DatasetName = Literal["auto", "cifar10", "synthetic"]
 DataSource = Literal["auto", "local", "rank0"]
 Augmentation = Literal["recipe", "none"]
@@ -43,6 +43,34 @@ def absolute(path: Path) -> Path:
         return path.expanduser().absolute()
     except RuntimeError as failure:
         raise ValueError(str(failure)) from None
+
+
+def is_user_code(spec: str) -> bool:
+    """Whether a text names an object of the user's: FILE.py:NAME or package.module:NAME."""
+    place, _, name = spec.rpartition(":")
+    return name.isidentifier() and (place.endswith(".py") or all(map(str.isidentifier, place.split("."))))
+
+
+def absolute_user_code(spec: str) -> str:
+    """FILE.py:NAME with the file's absolute path; package.module:NAME as it is."""
+    place, _, name = spec.rpartition(":")
+    return f"{absolute(Path(place))}:{name}" if place.endswith(".py") else spec
+
+
+def _model(spec: str) -> str:
+    if spec in MODELS:
+        return spec
+    if not is_user_code(spec):
+        raise ValueError(f"give {', '.join(MODELS)}, or a function of yours: FILE.py:NAME or package.module:NAME")
+    return absolute_user_code(spec)
+
+
+def _callbacks(given: Any) -> Any:
+    """Text such as a.py:A,b.py:B as ("a.py:A", "b.py:B"), with absolute paths."""
+    words = given.split(",") if isinstance(given, str) else list(given)
+    if not all(isinstance(word, str) and is_user_code(word.strip()) for word in words):
+        raise ValueError("write FILE.py:NAME or package.module:NAME, with commas between them")
+    return tuple(absolute_user_code(word.strip()) for word in words)
 
 
 def _absolute_unless_word(place: str) -> str:
@@ -88,11 +116,12 @@ def _quantity(units: dict[str, float], example: str) -> BeforeValidator:
 
 
 RankCounts = Annotated[tuple[int, ...], BeforeValidator(_rank_counts)]
-# From 9 pixels on, `fast` has one left after its first layer and three poolings.
-ImageSizes = Annotated[tuple[Annotated[int, Field(ge=9, le=32)], ...], BeforeValidator(_image_sizes)]
+ImageSizes = Annotated[tuple[Annotated[int, Field(gt=0)], ...], BeforeValidator(_image_sizes)]
 Bytes = Annotated[int, _quantity(_SIZES, "4, 64K or 256MiB")]
 BytesPerSecond = Annotated[float, _quantity(_SPEEDS, "10Gbit/s")]
 Seconds = Annotated[float, _quantity(_TIMES, "20us")]
+ModelSpec = Annotated[str, AfterValidator(_model)]
+Callbacks = Annotated[tuple[str, ...], BeforeValidator(_callbacks)]
 LocalPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(absolute)]
 Md5 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{32}$"), AfterValidator(str.lower)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -125,28 +154,31 @@ class DataSettings(_Settings):
 
 
 class TrainSettings(DataSettings):
-    """One training run. None stands for "what the model's recipe says"; see `training.recipe`."""
+    """One training run. None stands for "what the model's recipe says"; see `models.recipe`."""
 
-    model: ModelName = Field("fast", description="Net and recipe.")
+    model: ModelSpec = Field(
+        "fast",
+        description=f"Net and recipe: {', '.join(MODELS)}, or a function build(image_shape, classes) of yours that "
+        "returns a Keras model, as FILE.py:NAME or package.module:NAME.",
+    )
 
     batch_size: int | None = Field(
         None,
         gt=0,
         description="Examples a rank processes at a time; the global batch is this times the number of ranks (times "
-        "--gradient-accumulation), and the learning rate grows with it. [default: "
+        "--gradient-accumulation). [default: "
         f"{DEFAULT_PER_RANK_BATCH_SIZE}; fast has a global batch of 1024 on any number of ranks]",
     )
     global_batch_size: int | None = Field(
         None,
         gt=0,
-        description="Examples per step over all ranks, instead of --batch-size; the learning rate is then taken as it "
-        "stands, so that any number of ranks trains alike.",
+        description="Examples per step over all ranks, instead of --batch-size: then any number of ranks trains alike.",
     )
-    learning_rate_factor: int | None = Field(
+    learning_rate_factor: Finite | None = Field(
         None,
         gt=0,
-        description="What the learning rate is multiplied by after the warm-up. [default: how many of --batch-size the "
-        "global batch holds; 1 with --global-batch-size, and for fast]",
+        description="What the learning rate is multiplied by. [default: the global batch over the recipe's reference "
+        f"batch ({DEFAULT_PER_RANK_BATCH_SIZE}; fast 1024), at most the recipe's limit]",
     )
     gradient_accumulation: int = Field(
         1, gt=0, description="Micro-batches a rank adds up before its gradients are averaged and applied."
@@ -161,13 +193,13 @@ class TrainSettings(DataSettings):
     max_steps: int | None = Field(None, gt=0, description="End after this many steps, if that is earlier.")
 
     learning_rate: Finite | None = Field(
-        None, gt=0, description="Base learning rate, for one rank's --batch-size. [default: the recipe's]"
+        None, gt=0, description="Learning rate for the recipe's reference batch. [default: the recipe's]"
     )
     warmup_epochs: Finite | None = Field(
         None,
         ge=0,
-        description="Epochs over which the learning rate rises to its full value, from the base where it is scaled, "
-        "else from 0. [default: 1 where it is scaled, else 0]",
+        description="Epochs over which the learning rate rises to its full value, from --learning-rate where it is "
+        "scaled up, else from 0. [default: 1 where it is scaled up, else 0]",
     )
     weight_decay: Finite | None = Field(
         None, ge=0, description="L2 factor on the recipe's kernels. [default: the recipe's]"
@@ -261,19 +293,14 @@ class TrainSettings(DataSettings):
         "that has one; PATH: start from that checkpoint, or the newest one in that folder.",
     )
     run_dir: LocalPath | None = Field(None, description="Folder for the run's output. [default: runs/MODEL-DATE-TIME]")
+    callbacks: Callbacks = Field(
+        (), description="Callbacks of yours, such as a.py:A,b.py:B: classes made without arguments, or objects."
+    )
 
     @model_validator(mode="after")
     def _batch_is_given_once(self) -> TrainSettings:
         if self.batch_size is not None and self.global_batch_size is not None:
             raise ValueError("--batch-size and --global-batch-size exclude each other: give one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _image_sizes_suit_the_net(self) -> TrainSettings:
-        if self.image_sizes and self.model == "tutorial":
-            raise ValueError(
-                "--image-sizes: the tutorial's net takes images of one size; leave it out, or give --model"
-            )
         return self
 
     @model_validator(mode="after")
@@ -319,7 +346,7 @@ class _BenchmarkOutput(_Settings):
 class StepWork(DataSettings):
     """What a benchmark trains: the step of `train` with these settings."""
 
-    model: ModelName = Field(TrainSettings.model_fields["model"].default, description="Net and recipe.")
+    model: ModelSpec = Field("fast", description=str(TrainSettings.model_fields["model"].description))
     batch_size: int = Field(DEFAULT_PER_RANK_BATCH_SIZE, gt=0, description="Examples a rank processes at a time.")
     precision: Precision | None = Field(None, description=str(TrainSettings.model_fields["precision"].description))
     threads_per_rank: int | None = Field(

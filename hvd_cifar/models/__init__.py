@@ -1,56 +1,121 @@
-"""The nets, by name. They know nothing of ranks, data files or learning rates."""
+"""The nets by name, each with its recipe. They know nothing of ranks or data files.
+
+A model is a function `build(image_shape, classes)` that returns a Keras model from float images
+[b, height, width, channels] to logits [b, classes], alone or with a `Recipe`. Keras's global dtype policy is the
+precision. The nets here and a user's own go through the same door.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import keras
-import numpy as np
-from numpy.typing import NDArray
 
+from hvd_cifar.errors import UserError
 from hvd_cifar.models import fast, resnet, tutorial
-from hvd_cifar.models.normalization import FusedBatchNormalization
+from hvd_cifar.models.recipe import Recipe
 
-CLASSES = 10
+Build = Callable[[tuple[int, int, int], int], Any]
 
 
-class Net(NamedTuple):
-    """A model, the side of its images in pixels, what weight decay pulls at, and how images prepare it.
+@dataclass(frozen=True)
+class Model:
+    """A net by its name: how it is built, and its recipe.
 
-    `prepare` takes some thousands of training images as the model sees test images, float [n, side, side, 3], before
-    the first step.
+    Attributes:
+        name: for messages and records.
+        build: see the module.
+        recipe: None where `build` has not been asked yet; see `with_recipe`.
     """
+
+    name: str
+    build: Build
+    recipe: Recipe | None = None
+
+
+@dataclass(frozen=True)
+class Net:
+    """A model that was built, and which of its variables weight decay pulls at."""
 
     model: keras.Model
-    side: int
     decayed: list[keras.Variable]
-    prepare: Callable[[NDArray[np.floating[Any]]], None] = lambda images: None
+
+    @property
+    def parameters(self) -> int:
+        """Trainable values."""
+        return sum(math.prod(v.shape) for v in self.model.trainable_variables)
 
 
-def build(
-    name: str, side: int, precision: str, normalization: type[FusedBatchNormalization] = FusedBatchNormalization
-) -> Net:
-    """A freshly initialised net for images of side x side pixels.
+BUILT_IN = {
+    "fast": Model("fast", fast.build, fast.RECIPE),
+    "tutorial": Model("tutorial", tutorial.build, tutorial.RECIPE),
+    "resnet20": Model("resnet20", partial(resnet.build, depth=20), resnet.RECIPE),
+    "resnet32": Model("resnet32", partial(resnet.build, depth=32), resnet.RECIPE),
+    "resnet56": Model("resnet56", partial(resnet.build, depth=56), resnet.RECIPE),
+}
 
-    Args:
-        name: fast, tutorial, or resnet and its depth: resnet20, resnet32, resnet56.
-        precision: a Keras dtype policy: float32, float64, mixed_bfloat16, mixed_float16.
-        normalization: the layer for batch norm, in nets that have it.
+
+def with_recipe(model: Model, image_shape: tuple[int, int, int], classes: int) -> Model:
+    """The model with its recipe: a user's function is asked for it, and builds a net that is thrown away.
+
+    The recipe comes before the net, since it names the precision that the net is built in.
 
     Raises:
-        ValueError: where the name is not known.
+        UserError: where `build` fails or returns no model.
     """
-    dtype = keras.DTypePolicy(precision)
-    if name == "tutorial":
-        model = tutorial.build(side, CLASSES, dtype)
-        return Net(model, side, [v for v in model.trainable_variables if v.path in tutorial.DECAYED])
-    if name.startswith("resnet"):
-        model = resnet.build(int(name.removeprefix("resnet")), CLASSES, dtype, normalization)
-        # Kernels alone: decaying batch norm's scale and all biases towards zero has no reason (Goyal et al. 2017, 5.1).
-        return Net(model, side, [v for v in model.trainable_variables if v.path.endswith("kernel")])
-    if name == "fast":
-        model = fast.build(CLASSES, dtype, normalization)
-        decayed = [v for v in model.trainable_variables if v.path == fast.DECAYED]
-        return Net(model, side, decayed, lambda images: model.get_layer("whiten").kernel.assign(fast.whitening(images)))
-    raise ValueError(f"no model is called {name!r}")
+    if model.recipe is not None:
+        return model
+    _, recipe = _built(model, image_shape, classes)
+    return Model(model.name, model.build, recipe or Recipe())
+
+
+def build(model: Model, image_shape: tuple[int, int, int], classes: int) -> Net:
+    """A freshly initialised net in the precision of Keras's global dtype policy.
+
+    Args:
+        model: with its recipe.
+        image_shape: height, width and channels of what the net sees.
+        classes: logits.
+
+    Raises:
+        UserError: where `build` fails, or what it returns does not make logits from such images.
+    """
+    made, _ = _built(model, image_shape, classes)
+    decayed = (model.recipe or Recipe()).decayed
+    return Net(made, [v for v in made.trainable_variables if decayed(v)])
+
+
+def adapt(net: Net, images: Any) -> None:
+    """Let layers that learn from images before training do so: those with a method `adapt`, as Keras names it.
+
+    Args:
+        images: float [n, height, width, channels], some thousands of training images as the net sees test images.
+    """
+    for layer in net.model._flatten_layers(include_self=False):
+        if callable(getattr(layer, "adapt", None)):
+            layer.adapt(images)
+
+
+def _built(model: Model, image_shape: tuple[int, int, int], classes: int) -> tuple[keras.Model, Recipe | None]:
+    where = f"--model {model.name}"
+    try:
+        made = model.build(image_shape, classes)
+    except TypeError as failure:
+        raise UserError(f"{where}: {failure}; it is called as build(image_shape, classes)") from failure
+    recipe = None
+    if isinstance(made, tuple) and len(made) == 2:
+        made, recipe = made
+    if not isinstance(made, keras.Model) or not isinstance(recipe, Recipe | None):
+        raise UserError(f"{where}: returned {type(made).__name__}; return a keras.Model, or (keras.Model, Recipe)")
+    if not made.built:
+        made.build((None, *image_shape))
+    shape = made.compute_output_shape((None, *image_shape))
+    if tuple(shape) != (None, classes):
+        raise UserError(f"{where}: makes {tuple(shape)} from images {(None, *image_shape)}; make (None, {classes})")
+    if not made.trainable_variables:
+        raise UserError(f"{where}: has no trainable variables; return a model that can be trained")
+    return made, recipe

@@ -13,12 +13,43 @@ from hvd_cifar.models.activation import QuickGelu
 from hvd_cifar.models.convolution import QuickConv2D
 from hvd_cifar.models.normalization import FusedBatchNormalization
 from hvd_cifar.models.pooling import SteadyMaxPooling2D
+from hvd_cifar.models.recipe import Batch, Recipe
+from hvd_cifar.optim.muon import Muon
+from hvd_cifar.optim.schedules import ToZero
 
 PATCH = 2  # pixels, the side of the whitened patches
-FILTERS = 2 * 3 * PATCH**2  # each direction of a patch's colour space, and its opposite
 WIDTHS = (64, 256, 256)
 RESIDUAL = (1, 3)  # blocks with a third convolution: those where it costs least; in the second it would cost twice both
 STATISTICS_MOMENTUM = 0.9  # of the moving statistics, per step
+REFERENCE_BATCH = 1024
+KERNEL_RATE = 0.24  # Muon's update of a kernel does not depend on the size of its gradient
+OFFSET_RATE = 0.053 * REFERENCE_BATCH  # of batch norms' offsets, for the gradient of a mean over the batch
+LOGITS_RATE = 0.67 * REFERENCE_BATCH
+
+
+def muon(learning_rate: float) -> Muon:
+    """Muon for kernels of convolutions; batch norms' offsets and the logits have rates in proportion to theirs."""
+    others = {"": (OFFSET_RATE / KERNEL_RATE, 0.0), "logits": (LOGITS_RATE / KERNEL_RATE, 0.0)}
+    return Muon(learning_rate, momentum=0.6, others=others)
+
+
+# After airbench94 (Jordan 2024) and its record with Muon; docs/fast.md says what differs, and why.
+RECIPE = Recipe(
+    optimizer=muon,
+    learning_rate=KERNEL_RATE,
+    schedule=ToZero(),
+    batch=Batch(REFERENCE_BATCH, is_global=True),
+    epochs=9.9,
+    precision=None,
+    augmentation="fast",
+    weight_decay=3e-6,
+    decayed=lambda variable: variable.path == "logits/kernel",  # batch norm makes a kernel's length irrelevant
+    label_smoothing=0.2,
+    lookahead=True,
+    image_sizes=(24, 32, 32),
+    test_time_augmentation=True,
+    evaluation_epochs=3,  # one evaluation takes a fifteenth of an epoch
+)
 
 
 @keras.saving.register_keras_serializable(package="hvd_cifar")
@@ -38,31 +69,42 @@ class Dirac(keras.initializers.Initializer):
         return tf.concat([tf.cast(identity, kernel.dtype), kernel[..., inputs:outputs]], axis=-1)
 
 
+def filters_of(channels: int) -> int:
+    """Filters of the first layer: each direction of a patch's colour space, and its opposite."""
+    return 2 * channels * PATCH**2
+
+
+@keras.saving.register_keras_serializable(package="hvd_cifar")
+class Whitening(keras.layers.Conv2D):
+    """A convolution whose fixed kernel makes the values of a patch uncorrelated; `adapt` makes it from images."""
+
+    def adapt(self, images: NDArray[np.floating[Any]]) -> None:
+        """Make the kernel from images, float [n, height, width, channels]; see `whitening`."""
+        self.kernel.assign(whitening(images))
+
+
 def whitening(images: NDArray[np.floating[Any]], epsilon: float = 5e-4) -> NDArray[np.float32]:
-    """The kernel float32 [2, 2, 3, 24] of the first layer: it makes the 12 values of a patch uncorrelated.
+    """The kernel float32 [2, 2, channels, 8 channels] that makes the values of a 2 x 2 patch uncorrelated.
 
     Its filters are the eigenvectors of the patches' covariance, each divided by the square root of its eigenvalue plus
     `epsilon`, and their negatives.
 
     Args:
-        images: float [n, side, side, 3], standardised, undistorted; some thousands are enough.
+        images: float [n, height, width, channels], standardised, undistorted; some thousands are enough.
     """
-    side = images.shape[1] - PATCH + 1
-    views = [images[:, i : i + side, j : j + side] for i in range(PATCH) for j in range(PATCH)]
-    patches = np.stack(views, axis=3).reshape(-1, 3 * PATCH**2).astype(np.float64)
+    _, height, width, channels = images.shape
+    places = [(i, j) for i in range(PATCH) for j in range(PATCH)]
+    views = [images[:, i : i + height - PATCH + 1, j : j + width - PATCH + 1] for i, j in places]
+    patches = np.stack(views, axis=3).reshape(-1, channels * PATCH**2).astype(np.float64)
     values, vectors = np.linalg.eigh(patches.T @ patches / len(patches))
     # Each vector's sign is arbitrary; fix it, so that all machines make the same kernel.
     vectors *= np.sign(vectors[np.abs(vectors).argmax(axis=0), np.arange(vectors.shape[1])])
     filters = vectors / np.sqrt(values + epsilon)
     both = np.concatenate([filters, -filters], axis=1)
-    return both.reshape(PATCH, PATCH, 3, FILTERS).astype(np.float32)
+    return both.reshape(PATCH, PATCH, channels, filters_of(channels)).astype(np.float32)
 
 
-def build(
-    classes: int,
-    dtype: keras.DTypePolicy,
-    normalization: type[FusedBatchNormalization] = FusedBatchNormalization,
-) -> keras.Model:
+def build(image_shape: tuple[int, int, int], classes: int) -> keras.Model:
     """A net after airbench94's, in Keras.
 
     2 x 2 patches are whitened by a fixed convolution (`whitening` makes it, from images); then three blocks, each of a
@@ -75,30 +117,29 @@ def build(
     blocks of its airbench96.
 
     Args:
-        normalization: the layer for batch norm.
+        image_shape: of which only the channels matter: images may have any height and width from 9 pixels on.
+        classes: logits.
 
     Returns:
-        A model from images float [b, h, w, 3] to logits [b, classes], in the policy's compute type.
+        A model from images float [b, h, w, channels] to logits [b, classes].
     """
 
     def norm(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
-        return normalization(momentum=STATISTICS_MOMENTUM, scale=False, dtype=dtype, name=name)(x)
+        return FusedBatchNormalization(momentum=STATISTICS_MOMENTUM, scale=False, name=name)(x)
 
     def gelu(x: Any, name: str, copies: int = 1) -> Any:
-        return QuickGelu(copies, dtype=dtype, name=name)(x)
+        return QuickGelu(copies, name=name)(x)
 
     def conv(x: keras.KerasTensor, filters: int, name: str) -> keras.KerasTensor:
-        return QuickConv2D(
-            filters, 3, padding="same", use_bias=False, kernel_initializer=Dirac(), dtype=dtype, name=name
-        )(x)
+        return QuickConv2D(filters, 3, padding="same", use_bias=False, kernel_initializer=Dirac(), name=name)(x)
 
-    images = keras.Input((None, None, 3), dtype=dtype.compute_dtype, name="images")
+    images = keras.Input((None, None, image_shape[-1]), name="images")
     # Without an offset to learn, backward ends before this layer, and before the widest gradient of all.
-    x = keras.layers.Conv2D(FILTERS, PATCH, use_bias=False, trainable=False, dtype=dtype, name="whiten")(images)
+    x = Whitening(filters_of(image_shape[-1]), PATCH, use_bias=False, trainable=False, name="whiten")(images)
     x = gelu(x, "whiten_gelu")
     for block, width in enumerate(WIDTHS, start=1):
         x = conv(x, width, f"block{block}_conv1")
-        x = SteadyMaxPooling2D(2, dtype=dtype, name=f"block{block}_pool")(x)
+        x = SteadyMaxPooling2D(2, name=f"block{block}_pool")(x)
         residual = block in RESIDUAL
         x = gelu(norm(x, f"block{block}_norm1"), f"block{block}_gelu1", copies=2 if residual else 1)
         x, shortcut = x if residual else (x, None)
@@ -106,16 +147,12 @@ def build(
         if residual:
             x = norm(conv(x, width, f"block{block}_conv3"), f"block{block}_norm3")
             x = gelu([x, shortcut], f"block{block}_gelu3")  # of the sum
-    x = SteadyMaxPooling2D(dtype=dtype, name="pool")(x)
-    x = keras.layers.Rescaling(1.0 / WIDTHS[-1], dtype=dtype, name="scale")(x)
+    x = SteadyMaxPooling2D(name="pool")(x)
+    x = keras.layers.Rescaling(1.0 / WIDTHS[-1], name="scale")(x)
     logits = keras.layers.Dense(
         classes,
         use_bias=False,
         kernel_initializer=keras.initializers.RandomNormal(stddev=1.0),
-        dtype=dtype,
         name="logits",
     )(x)
     return keras.Model(images, logits, name="fast")
-
-
-DECAYED = "logits/kernel"  # kernels of convolutions keep their length by themselves

@@ -10,56 +10,60 @@ from hvd_cifar.models.activation import QuickRelu
 from hvd_cifar.models.convolution import QuickConv2D
 from hvd_cifar.models.normalization import FusedBatchNormalization
 from hvd_cifar.models.pooling import PadShortcut
+from hvd_cifar.models.recipe import Recipe
+from hvd_cifar.optim.schedules import Staircase
+
+# He et al. 2015, section 4.2: 0.1, momentum 0.9, a tenth at 32,000 and at 48,000 of 64,000 steps of 128.
+RECIPE = Recipe(
+    learning_rate=0.1,
+    schedule=Staircase(examples=(32_000 * 128, 48_000 * 128), full_examples=64_000 * 128),
+    epochs=164,
+    weight_decay=1e-4,
+)
 
 
-def build(
-    depth: int,
-    classes: int,
-    dtype: keras.DTypePolicy,
-    normalization: type[FusedBatchNormalization] = FusedBatchNormalization,
-) -> keras.Model:
+def build(image_shape: tuple[int, int, int], classes: int, depth: int) -> keras.Model:
     """Three stages of n residual blocks with 16, 32 and 64 filters, parameter-free shortcuts (option A).
 
     Source: He, Zhang, Ren, Sun: Deep residual learning for image recognition, 2015, section 4.2. At 10 classes depth 20
     has 269,722 trainable parameters, depth 32 has 464,154, depth 56 has 853,018 (0.27, 0.46 and 0.85 million there).
 
     Args:
+        image_shape: of which only the channels matter: images may have any height and width.
+        classes: logits.
         depth: 6n + 2: 20, 32, 44, 56, ...
-        normalization: the layer for batch norm.
 
     Returns:
-        A model from images float [b, h, w, 3] to logits [b, classes], in the policy's compute type.
+        A model from images float [b, h, w, channels] to logits [b, classes].
     """
     if depth < 8 or (depth - 2) % 6:
         raise ValueError(f"a CIFAR ResNet has 6n + 2 layers, not {depth}")
     blocks = (depth - 2) // 6
 
     def conv(x: keras.KerasTensor, filters: int, stride: int, name: str) -> keras.KerasTensor:
-        return QuickConv2D(
-            filters, 3, stride, "same", use_bias=False, kernel_initializer="he_normal", dtype=dtype, name=name
-        )(x)
+        return QuickConv2D(filters, 3, stride, "same", use_bias=False, kernel_initializer="he_normal", name=name)(x)
 
     def norm(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
-        return normalization(dtype=dtype, name=name)(x)
+        return FusedBatchNormalization(name=name)(x)
 
     def relu(x: Any, name: str, copies: int = 1) -> Any:
-        return QuickRelu(copies, dtype=dtype, name=name)(x)
+        return QuickRelu(copies, name=name)(x)
 
     def block(
         x: keras.KerasTensor, shortcut: keras.KerasTensor, filters: int, stride: int, name: str
     ) -> tuple[keras.KerasTensor, keras.KerasTensor]:
         if stride > 1:
-            shortcut = PadShortcut(filters, dtype=dtype, name=f"{name}_shortcut")(shortcut)
+            shortcut = PadShortcut(filters, name=f"{name}_shortcut")(shortcut)
         x = relu(norm(conv(x, filters, stride, f"{name}_conv1"), f"{name}_norm1"), f"{name}_relu1")
         x = norm(conv(x, filters, 1, f"{name}_conv2"), f"{name}_norm2")
         return relu([x, shortcut], f"{name}_relu2", copies=2)  # of the sum; for the next block and its shortcut
 
-    images = keras.Input((None, None, 3), dtype=dtype.compute_dtype, name="images")
+    images = keras.Input((None, None, image_shape[-1]), name="images")
     x, shortcut = relu(norm(conv(images, 16, 1, "conv"), "norm"), "relu", copies=2)
     for stage, filters in enumerate((16, 32, 64), start=1):
         for i in range(1, blocks + 1):
             stride = 2 if stage > 1 and i == 1 else 1
             x, shortcut = block(x, shortcut, filters, stride, f"stage{stage}_block{i}")
-    x = keras.layers.GlobalAveragePooling2D(dtype=dtype, name="pool")(x)
-    logits = keras.layers.Dense(classes, kernel_initializer="he_normal", dtype=dtype, name="logits")(x)
+    x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
+    logits = keras.layers.Dense(classes, kernel_initializer="he_normal", name="logits")(x)
     return keras.Model(images, logits, name=f"resnet{depth}")

@@ -7,19 +7,33 @@ import keras
 from hvd_cifar.models.activation import QuickRelu
 from hvd_cifar.models.convolution import QuickConv2D
 from hvd_cifar.models.normalization import LocalResponseNormalization
+from hvd_cifar.models.recipe import Recipe
+from hvd_cifar.optim.schedules import Staircase
+
+# The tutorial decays the weights of the local layers alone.
+DECAYED = ("local3/kernel", "local4/kernel")
+
+# TensorFlow's CIFAR-10 tutorial, cifar10.py and cifar10_multi_gpu_train.py: a tenth every 350 epochs.
+RECIPE = Recipe(
+    optimizer=keras.optimizers.SGD,
+    learning_rate=0.1,
+    schedule=Staircase(examples=(350 * 50_000, 700 * 50_000, 1050 * 50_000)),
+    epochs=6,  # a first result within minutes on two cores; the tutorial itself trains for 150 and more
+    augmentation="tutorial",
+    weight_decay=0.004,
+    decayed=lambda variable: variable.path in DECAYED,
+    ema_decay=0.9999,
+)
 
 
-def build(side: int, classes: int, dtype: keras.DTypePolicy) -> keras.Model:
+def build(image_shape: tuple[int, int, int], classes: int) -> keras.Model:
     """Two stages of convolution, pooling and local response normalisation, then two local layers and the logits.
 
     Source: "Advanced Convolutional Neural Networks", TensorFlow 1 tutorial, models/tutorials/image/cifar10/cifar10.py.
-    It has 1,068,298 parameters at side 24 and 10 classes.
-
-    Args:
-        side: of the square images, in pixels.
+    It has 1,068,298 parameters on 24 x 24 pixels of 3 channels and 10 classes.
 
     Returns:
-        A model from images float [b, side, side, 3] to logits [b, classes], in the policy's compute type.
+        A model from images float [b, *image_shape] to logits [b, classes].
     """
 
     def normal(deviation: float) -> keras.initializers.Initializer:
@@ -29,11 +43,11 @@ def build(side: int, classes: int, dtype: keras.DTypePolicy) -> keras.Model:
         return keras.initializers.Constant(value)
 
     def pool(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
-        return keras.layers.MaxPooling2D(3, strides=2, padding="same", dtype=dtype, name=name)(x)
+        return keras.layers.MaxPooling2D(3, strides=2, padding="same", name=name)(x)
 
     def dense(x: keras.KerasTensor, units: int, deviation: float, bias: float, name: str) -> keras.KerasTensor:
         return keras.layers.Dense(
-            units, kernel_initializer=normal(deviation), bias_initializer=constant(bias), dtype=dtype, name=name
+            units, kernel_initializer=normal(deviation), bias_initializer=constant(bias), name=name
         )(x)
 
     def conv(x: keras.KerasTensor, bias: float, name: str) -> keras.KerasTensor:
@@ -43,22 +57,18 @@ def build(side: int, classes: int, dtype: keras.DTypePolicy) -> keras.Model:
             padding="same",
             kernel_initializer=normal(0.05),
             bias_initializer=constant(bias),
-            dtype=dtype,
             name=name,
         )(x)
-        return QuickRelu(dtype=dtype, name=f"{name}_relu")(x)
+        return QuickRelu(name=f"{name}_relu")(x)
 
-    images = keras.Input((side, side, 3), dtype=dtype.compute_dtype, name="images")
+    images = keras.Input(image_shape, name="images")
     x = conv(images, 0.0, "conv1")
     x = pool(x, "pool1")
-    x = LocalResponseNormalization(dtype=dtype, name="norm1")(x)
+    x = LocalResponseNormalization(name="norm1")(x)
     x = conv(x, 0.1, "conv2")
-    x = LocalResponseNormalization(dtype=dtype, name="norm2")(x)
+    x = LocalResponseNormalization(name="norm2")(x)
     x = pool(x, "pool2")
-    x = keras.layers.Flatten(dtype=dtype, name="flatten")(x)
-    x = keras.layers.ReLU(dtype=dtype, name="local3_relu")(dense(x, 384, 0.04, 0.1, "local3"))
-    x = keras.layers.ReLU(dtype=dtype, name="local4_relu")(dense(x, 192, 0.04, 0.1, "local4"))
+    x = keras.layers.Flatten(name="flatten")(x)
+    x = keras.layers.ReLU(name="local3_relu")(dense(x, 384, 0.04, 0.1, "local3"))
+    x = keras.layers.ReLU(name="local4_relu")(dense(x, 192, 0.04, 0.1, "local4"))
     return keras.Model(images, dense(x, classes, 1 / 192, 0.0, "softmax_linear"), name="tutorial")
-
-
-DECAYED = ("local3/kernel", "local4/kernel")  # the tutorial decays the local layers' weights alone

@@ -2,20 +2,54 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """After a linear warm-up a staircase, or a straight line to zero.
+class Staircase:
+    """The learning rate is multiplied by `factor` when so many examples have been seen.
 
     Attributes:
-        base: learning rate of one rank's batch, where the warm-up begins.
-        peak: learning rate after the warm-up, before the first decay; base times the number of ranks, if it is scaled.
+        examples: ascending counts of training examples.
+        full_examples: a run over fewer examples takes its stairs in proportion; None: stairs stay where they are.
+        factor: of each stair.
+    """
+
+    examples: tuple[int, ...]
+    full_examples: int | None = None
+    factor: float = 0.1
+
+
+@dataclass(frozen=True)
+class ToZero:
+    """The learning rate falls in a straight line, from its peak at step 0 to zero at the last step of all epochs."""
+
+
+def cosine(progress: float) -> float:
+    """Half a cosine from 1 to 0 (Loshchilov and Hutter 2017); `progress` is the part of all steps that is done."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+# What a recipe says of the learning rate after the warm-up. A function takes the part of all steps that is done, 0 to
+# 1, and returns what the rate is multiplied by.
+Decay = Staircase | ToZero | Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate of a run: a linear warm-up, then a staircase, a straight line to zero, or a function.
+
+    Attributes:
+        base: learning rate where the warm-up begins.
+        peak: learning rate after the warm-up, before the first decay.
         warmup_steps: steps of the warm-up (Goyal et al. 2017, section 2.2); 0: none.
         decay_steps: the steps at which the rate is multiplied by `decay`, ascending.
         decay: factor, such as 0.1.
         zero_at: the step at which a straight line from the peak at step 0 reaches zero; None: there is none.
+        shape: factor by the part of `shape_steps` that is done; None: there is none.
+        shape_steps: steps over which `shape` goes from 0 to 1.
     """
 
     base: float
@@ -24,6 +58,8 @@ class Schedule:
     decay_steps: tuple[int, ...]
     decay: float
     zero_at: int | None = None
+    shape: Callable[[float], float] | None = None
+    shape_steps: int = 1
 
     def __call__(self, step: int) -> float:
         """The learning rate of the step that follows `step` finished ones."""
@@ -32,6 +68,8 @@ class Schedule:
             rate = self.base + (self.peak - self.base) * step / self.warmup_steps
         if self.zero_at is not None:
             rate *= max(0.0, 1.0 - step / self.zero_at)
+        if self.shape is not None:
+            rate *= self.shape(min(1.0, step / self.shape_steps))
         return rate * self.decay ** sum(1 for boundary in self.decay_steps if step >= boundary)
 
     def __str__(self) -> str:
@@ -48,11 +86,14 @@ class Schedule:
             rise = f"{self.base:{digits}} to {rise} over {self.warmup_steps} steps"
         if self.zero_at is not None:
             rise = f"{rise}, in a straight line to 0 at step {self.zero_at}"
+        if self.shape is not None:
+            factors = ", ".join(f"{self.shape(part / 4):{digits or '.17g'}}" for part in range(5))
+            rise = f"{rise}, times {factors} at the quarters of {self.shape_steps} steps"
         if not self.decay_steps:
             return rise
         return f"{rise}, times {self.decay:g} at steps {', '.join(map(str, self.decay_steps))}"
 
 
-def linear_scaling(base: float, batches_per_step: int) -> float:
+def linear_scaling(base: float, factor: float) -> float:
     """The linear scaling rule: k times the batch, k times the learning rate (Goyal et al. 2017, section 2.1)."""
-    return base * batches_per_step
+    return base * factor

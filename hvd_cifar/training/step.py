@@ -8,21 +8,58 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from hvd_cifar.distributed.batch_norm import examples_present
 from hvd_cifar.distributed.fixed_order import add_in_tree
 from hvd_cifar.distributed.optimizer import apply_and_sum
 from hvd_cifar.models import Net
-from hvd_cifar.models.normalization import examples_present
-from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.training.image_sizes import shrink
 
-# No branch or loop here hangs on a tensor, so no source has to be rewritten, for 1.6 seconds of each rank's start.
+# No branch or loop here depends on a tensor, so no source has to be rewritten, for 1.6 seconds of each rank's start.
 _graph = partial(tf.function, autograph=False)
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """What a step computes, beside its net and optimizer.
+
+    Attributes:
+        image_shape: height, width and channels of the images that the step is given.
+        weight_decay: factor of sum(w^2) / 2 over `net.decayed`, in the loss and so in the gradient.
+        label_smoothing: of `cross_entropy`.
+        slices: of the global batch that each rank computes, one after the other.
+        virtual_shards: slices of the global batch over all ranks, each with batch-norm statistics of its own; what they
+            add to the moving statistics is averaged over all. None: the ranks' slices update their own in turn.
+        sync_batch_norm: batch-norm statistics are those of the global batch, the same on every rank.
+        side: pixels to which the step resizes its images' sides first; None: it takes them as they are.
+    """
+
+    image_shape: tuple[int, int, int]
+    weight_decay: float = 0.0
+    label_smoothing: float = 0.0
+    slices: int = 1
+    virtual_shards: int | None = None
+    sync_batch_norm: bool = False
+    side: int | None = None
+
+
+class Share(NamedTuple):
+    """What a slice adds to the global batch's results.
+
+    loss: a scalar.
+    gradients: one for each trainable variable.
+    statistics: under virtual shards the slice's moving statistics; else none.
+    """
+
+    loss: Any
+    gradients: list[Any]
+    statistics: list[Any]
 
 
 def cross_entropy(labels: Any, logits: Any, smoothing: float = 0.0) -> Any:
@@ -42,109 +79,108 @@ def moving_statistics(model: keras.Model) -> list[keras.Variable]:
     return [v for v in model.non_trainable_variables if v.path.endswith(("/moving_mean", "/moving_variance"))]
 
 
-def make_train_step(
-    net: Net,
-    optimizer: Any,
-    *,
-    weight_decay: float,
-    label_smoothing: float = 0.0,
-    slices: int = 1,
-    virtual_shards: int | None = None,
-    averages: MovingAverage | None = None,
-    lookahead: Lookahead | None = None,
-    shrunk_to: int | None = None,
-) -> Callable[..., Any]:
+def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence[Any] = ()) -> Callable[..., Any]:
     """Build the step.
 
     Args:
         net: its model is trained.
         optimizer: distributed with op "sum": it adds up the ranks' shares of the global gradient.
-        weight_decay: factor of sum(w^2) / 2 over `net.decayed`, in the loss and so in the gradient.
-        label_smoothing: of `cross_entropy`.
-        slices: of the global batch that each rank computes, one after the other.
-        virtual_shards: slices of the global batch over all ranks, each with batch-norm statistics of its own; what they
-            add to the moving statistics is averaged over all. None: the ranks' slices update their own in turn.
-        averages: moving averages to update after the weights, or None.
-        lookahead: slow weights to update after the weights, or None.
-        shrunk_to: pixels, to which the step shrinks its images' sides first; None: it takes them as they are.
+        spec: what the step computes.
+        averages: of the weights (`optim.averages`), updated after them.
 
     Returns:
         A function (slices, global_count, learning_rate, request) -> float [2], the same on every rank: the loss of the
         global batch (mean cross-entropy plus weight decay; NaN where a variable is not finite), and the sum of the
         ranks' `request`s, by which they agree on a checkpoint without a collective of its own. `slices` are
-        (image [b, side, side, 3], label [b], weight [b]).
+        (image [b, *image_shape], label [b], weight [b]).
     """
     model, variables = net.model, net.model.trainable_variables
     real = tf.float64 if model.compute_dtype == "float64" else tf.float32
-    statistics = moving_statistics(model) if virtual_shards else []
+    statistics = moving_statistics(model)
     index_of = {id(v): i for i, v in enumerate(variables)}
-    decayed = {id(v) for v in net.decayed} if weight_decay else set()
-    watched = [v for v in variables if id(v) not in decayed]
+    decayed = net.decayed if spec.weight_decay else []
+    watched = [v for v in variables if id(v) not in set(map(id, decayed))]
 
-    def share_of(image: Any, label: Any, weight: Any, count: Any, start: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """A slice's share of the loss, and of its gradient with, for virtual shards, its moving statistics."""
-        for statistic, value in zip(statistics, start, strict=True):
-            statistic.assign(value)
-        if shrunk_to not in (None, net.side):
-            image = shrink(tf.cast(image, real), shrunk_to)
+    def share_of(image: Any, label: Any, weight: Any, count: Any, start: Sequence[Any]) -> Share:
+        """A slice's share; `start` holds the moving statistics before it."""
         weight, count = tf.cast(weight, real), tf.cast(count, real)
         present = tf.reduce_sum(weight)
+        if spec.side not in (None, *spec.image_shape[:1]):
+            image = shrink(tf.cast(image, real), spec.side)
         with examples_present(present > 0), tf.GradientTape() as tape:
-            share = tf.reduce_sum(cross_entropy(label, model(image, training=True), label_smoothing) * weight) / count
+            logits = model(image, training=True)
+            share = tf.reduce_sum(cross_entropy(label, logits, spec.label_smoothing) * weight) / count
+            penalties = [tf.cast(loss, real) for loss in model.losses]
+            share += present / count * tf.add_n(penalties) if penalties else 0.0
             scaled = optimizer.scale_loss(share)
-        gradients = [tf.convert_to_tensor(g) for g in tape.gradient(scaled, [v.value for v in variables])]
-        if weight_decay and net.decayed:
+        found = tape.gradient(scaled, [v.value for v in variables], unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        gradients = [tf.convert_to_tensor(gradient) for gradient in found]
+        if decayed:
             # By the slice's examples, so that the shares of all add up to one whole.
-            pull = present / count * weight_decay
-            share += pull * tf.add_n([tf.cast(tf.nn.l2_loss(v.value), real) for v in net.decayed])
+            pull = present / count * spec.weight_decay
+            share += pull * tf.add_n([tf.cast(tf.nn.l2_loss(v.value), real) for v in decayed])
             pull = tf.cast(optimizer.scale_loss(pull), real)
-            for v in net.decayed:
+            for v in decayed:
                 gradients[index_of[id(v)]] += tf.cast(pull, v.dtype) * v.value
         if watched:
             # TensorFlow's maxima, and its batch norm with a ReLU behind it, let no NaN through to the loss. Backward
             # meets it, and puts it into a variable: weight decay shows it in the next loss, and this where none is.
             sound = tf.math.is_finite(tf.add_n([tf.cast(tf.nn.l2_loss(v.value), real) for v in watched]))
             share = tf.where(sound, share, tf.constant(math.nan, real))
-        return share, [*gradients, *(tf.convert_to_tensor(statistic.value) for statistic in statistics)]
+        if not spec.sync_batch_norm:
+            # A slice without an example goes through the net as a stand-in, from which nothing is learnt.
+            for statistic, before in zip(statistics, start, strict=True):
+                statistic.assign(tf.where(present > 0, statistic.value, before))
+        return Share(share, gradients, [tf.identity(s.value) for s in statistics] if spec.virtual_shards else [])
 
-    def update(share: Any, found: Sequence[Any], learning_rate: Any, request: Any) -> Any:
-        gradients, moved = found[: len(variables)], found[len(variables) :]
-        own = [tf.stack([share, tf.cast(request, share.dtype)]), *moved]
+    def update(share: Share, learning_rate: Any, request: Any) -> Any:
+        own = [tf.stack([share.loss, tf.cast(request, share.loss.dtype)]), *share.statistics]
         optimizer.learning_rate.assign(learning_rate)
         # Horovod: gradients are summed over the ranks and applied; the loss travels in their message.
-        loss_and_requests, *totals = apply_and_sum(optimizer, gradients, variables, own)
-        if lookahead is not None:
-            lookahead.update()
-        if averages is not None:
-            averages.update()
-        for statistic, total in zip(statistics, totals, strict=True):
-            statistic.assign(total / virtual_shards)
+        loss_and_requests, *totals = apply_and_sum(optimizer, share.gradients, variables, own)
+        for average in averages:
+            average.update()
+        if spec.virtual_shards:
+            for statistic, total in zip(statistics, totals, strict=True):
+                statistic.assign(total / spec.virtual_shards)
         return loss_and_requests
 
     # One graph for all batch sizes: one for each would name its collectives by shapes that ranks do not share.
     of_slice = (
-        tf.TensorSpec([None, net.side, net.side, 3], tf.float32),
+        tf.TensorSpec([None, *spec.image_shape], tf.float32),
         tf.TensorSpec([None], tf.int32),
         tf.TensorSpec([None], tf.float32),
     )
     number = tf.TensorSpec([], tf.int32)
-    if slices == 1 and not virtual_shards:
+
+    if spec.slices == 1 and not spec.virtual_shards:
 
         @_graph(input_signature=[*of_slice, number, tf.TensorSpec([], real), tf.TensorSpec([], tf.float32)])
         def whole_step(image: Any, label: Any, weight: Any, count: Any, learning_rate: Any, request: Any) -> Any:
-            return update(*share_of(image, label, weight, count, []), learning_rate, request)
+            start = [tf.identity(s.value) for s in statistics]
+            return update(share_of(image, label, weight, count, start), learning_rate, request)
 
         return lambda parts, *numbers: whole_step(*parts[0], *numbers)
 
     # A graph for a slice, which is the same however many slices a rank has; and one for what follows them.
     start_of = [tf.TensorSpec(s.shape, s.dtype) for s in statistics]
-    slice_share = _graph(share_of, input_signature=[*of_slice, number, start_of])
+
+    @_graph(input_signature=[*of_slice, number, start_of])
+    def slice_share(image: Any, label: Any, weight: Any, count: Any, start: Sequence[Any]) -> Share:
+        for statistic, before in zip(statistics, start, strict=True):
+            statistic.assign(before)
+        return share_of(image, label, weight, count, start)
+
     add = _graph(lambda one, other: tf.nest.map_structure(tf.add, one, other))
     update_in_graph = _graph(update)
 
+    def values_of_statistics() -> list[Any]:
+        return [tf.identity(s.value) for s in statistics]
+
     def step_by_slices(parts: Sequence[tuple[Any, ...]], count: Any, learning_rate: Any, request: Any) -> Any:
-        start = [tf.identity(s.value) for s in statistics]
-        share, found = add_in_tree((slice_share(*part, count, start) for part in parts), add)
-        return update_in_graph(share, found, learning_rate, request)
+        first = values_of_statistics()
+        # Every virtual shard begins with the statistics of the step's start; a rank's micro-batches follow each other.
+        shares = (slice_share(*p, count, first if spec.virtual_shards else values_of_statistics()) for p in parts)
+        return update_in_graph(add_in_tree(shares, add), learning_rate, request)
 
     return step_by_slices

@@ -1,0 +1,79 @@
+"""`Recipe`: what a model is trained with, unless the user says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import keras
+
+from hvd_cifar.optim.schedules import Decay, cosine
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Which batches a recipe's numbers are for.
+
+    Attributes:
+        reference: global batch that the learning rate is for; the rate is scaled by global batch / `reference`.
+        is_global: by default the global batch is `reference` on any number of ranks; else it is 128 on each rank.
+        largest_scale: the rate is scaled by at most this factor, where a larger one diverges; None: no limit.
+    """
+
+    reference: int = 128
+    is_global: bool = False
+    largest_scale: float | None = None
+
+
+def momentum_sgd(learning_rate: float) -> keras.optimizers.Optimizer:
+    """Stochastic gradient descent with momentum 0.9."""
+    return keras.optimizers.SGD(learning_rate, momentum=0.9)
+
+
+def is_kernel(variable: Any) -> bool:
+    """Whether a variable is a layer's kernel.
+
+    Decaying the scale of batch norm and biases towards zero has no reason (Goyal et al. 2017, section 5.1).
+    """
+    return str(variable.path).endswith("kernel")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained. Every field has a default, and most have an option that replaces it.
+
+    Attributes:
+        optimizer: makes a Keras optimizer from a learning rate.
+        learning_rate: after the warm-up, for the global batch `batch.reference`.
+        schedule: what becomes of the learning rate after the warm-up.
+        batch: which batches the learning rate is for.
+        epochs: passes over the training set; the last one may be a part.
+        precision: a Keras dtype policy; None: mixed_bfloat16 where every rank's processor or GPU has instructions for
+            it, else float32.
+        augmentation: name of a view in `data.augment`, such as "standard", or a `Views` of one's own.
+        weight_decay: factor of sum(w^2) / 2 over the variables that `decayed` chooses, in the loss.
+        decayed: which trainable variables decay.
+        label_smoothing: share of the target spread evenly over all classes.
+        ema_decay: decay of the weights' moving average for evaluation; 0: none.
+        lookahead: average the weights by look-ahead (`optim.averages.Lookahead`).
+        image_sizes: sides in pixels that images are resized to, each for an equal part of the steps; (): as they are.
+        test_time_augmentation: evaluate on six views of each test image at the end.
+        evaluation_epochs: epochs between evaluations.
+    """
+
+    optimizer: Callable[[float], keras.optimizers.Optimizer] = momentum_sgd
+    learning_rate: float = 0.05
+    schedule: Decay = cosine
+    batch: Batch = field(default_factory=Batch)
+    epochs: float = 10
+    precision: Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"] | None = "float32"
+    augmentation: Any = "standard"
+    weight_decay: float = 5e-4
+    decayed: Callable[[Any], bool] = is_kernel
+    label_smoothing: float = 0.0
+    ema_decay: float = 0.0
+    lookahead: bool = False
+    image_sizes: tuple[int, ...] = ()
+    test_time_augmentation: bool = False
+    evaluation_epochs: int = 1

@@ -1,0 +1,145 @@
+"""From settings and a recipe to the numbers of a run: what the user left open, and the batch arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import keras
+
+from hvd_cifar.config import DEFAULT_PER_RANK_BATCH_SIZE, Precision, TrainSettings
+from hvd_cifar.data import sampler
+from hvd_cifar.errors import UserError
+from hvd_cifar.models.recipe import Batch, Recipe
+from hvd_cifar.optim.schedules import Schedule, Staircase, ToZero, linear_scaling
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The batch arithmetic of a run: what is printed at its start, and what its steps follow.
+
+    Attributes:
+        examples: in the training set.
+        global_batch_size: examples per step over all ranks and micro-batches.
+        steps_per_epoch: the ragged last one counted.
+        total_steps: at which the run ends.
+        all_steps: of all epochs, whether or not --max-steps ends the run earlier.
+        learning_rate_factor: of the linear scaling rule: global batch over reference batch.
+        warmup_epochs: over which the learning rate rises; 1 by default where it is scaled up.
+    """
+
+    examples: int
+    global_batch_size: int
+    steps_per_epoch: int
+    total_steps: int
+    all_steps: int
+    learning_rate_factor: float
+    warmup_epochs: float
+
+
+def threads_of(settings: TrainSettings) -> int | None:
+    """Threads that a rank computes with; None: its share of the cores.
+
+    How a sum is split over threads moves its last bits, which --virtual-shards promises.
+    """
+    return settings.threads_per_rank or (1 if settings.virtual_shards else None)
+
+
+def is_deterministic(settings: TrainSettings) -> bool:
+    """Whether operations are deterministic and gradients are added in a fixed order."""
+    return bool(settings.deterministic or settings.virtual_shards)
+
+
+def resolve(settings: TrainSettings, recipe: Recipe) -> TrainSettings:
+    """Settings with the recipe's values instead of None, as far as they do not depend on ranks and machines."""
+    defaults = {
+        "epochs": recipe.epochs,
+        "learning_rate": recipe.learning_rate,
+        "weight_decay": recipe.weight_decay,
+        "ema_decay": recipe.ema_decay,
+        "label_smoothing": recipe.label_smoothing,
+        "lookahead": recipe.lookahead,
+        "image_sizes": recipe.image_sizes,
+        "test_time_augmentation": recipe.test_time_augmentation,
+        "precision": recipe.precision,
+        "threads_per_rank": threads_of(settings),
+    }
+    missing = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
+    return settings.model_copy(update={**missing, "deterministic": is_deterministic(settings)})
+
+
+def plan(settings: TrainSettings, batch: Batch, examples: int, size: int) -> Plan:
+    """The batch arithmetic of resolved settings.
+
+    Args:
+        batch: of the recipe.
+        examples: in the training set.
+        size: number of ranks.
+
+    Raises:
+        UserError: where the global batch leaves a rank, or one of its micro-batches, without an example.
+    """
+    shards = settings.virtual_shards
+    if shards is not None and shards % size:
+        fitting = ", ".join(str(2**i) for i in range(shards.bit_length()))
+        raise UserError(f"--virtual-shards {shards}: {size} ranks do not divide them; start {fitting} ranks")
+    per_rank = (settings.batch_size or DEFAULT_PER_RANK_BATCH_SIZE) * settings.gradient_accumulation
+    by_recipe = batch.reference if batch.is_global and not settings.batch_size else None
+    whole = settings.global_batch_size or by_recipe or per_rank * size
+    slices = shards or size * settings.gradient_accumulation
+    if whole < slices:
+        dealt = f"{shards} virtual shards" if shards else f"{size} ranks"
+        if settings.gradient_accumulation > 1:
+            dealt += f" times --gradient-accumulation {settings.gradient_accumulation}"
+        raise UserError(f"the global batch of {whole} is smaller than {dealt}: make it larger, at least {slices}")
+    if whole > examples:
+        raise UserError(f"the global batch of {whole} is larger than the training set of {examples}: make it smaller")
+    steps = sampler.steps_per_epoch(examples, whole)
+    assert settings.epochs is not None, "settings are resolved"
+    total = max(1, round(steps * settings.epochs))
+    factor = settings.learning_rate_factor or scale_of(batch, whole)
+    warmup_epochs = settings.warmup_epochs if settings.warmup_epochs is not None else float(factor > 1)
+    return Plan(examples, whole, steps, min(total, settings.max_steps or total), total, factor, warmup_epochs)
+
+
+def scale_of(batch: Batch, global_batch_size: int) -> float:
+    """What the recipe's learning rate is multiplied by for a global batch."""
+    return min(global_batch_size / batch.reference, batch.largest_scale or float("inf"))
+
+
+def make_schedule(settings: TrainSettings, recipe: Recipe, batch_plan: Plan) -> Schedule:
+    """The learning rate of resolved settings: scaled and warmed up as the batch asks for, then the recipe's decay."""
+    assert settings.learning_rate is not None and settings.epochs is not None, "settings are resolved"
+    decay, batch = recipe.schedule, batch_plan.global_batch_size
+    stairs: tuple[int, ...] = ()
+    if isinstance(decay, Staircase):
+        # A short run that never came down from its first rate would end on whatever its last step happened to be.
+        full = decay.full_examples or 0
+        shrink = min(1.0, settings.epochs * batch_plan.examples / full) if full else 1.0
+        stairs = tuple(int(examples * shrink) // batch for examples in decay.examples)
+    warmup_steps = round(batch_plan.warmup_epochs * batch_plan.steps_per_epoch)
+    scaled_up = batch_plan.learning_rate_factor > 1
+    peak = linear_scaling(settings.learning_rate, batch_plan.learning_rate_factor)
+    return Schedule(
+        base=(settings.learning_rate if scaled_up else 0.0) if warmup_steps else peak,
+        peak=peak,
+        warmup_steps=warmup_steps,
+        decay_steps=stairs,
+        decay=decay.factor if isinstance(decay, Staircase) else 1.0,
+        zero_at=batch_plan.all_steps if isinstance(decay, ToZero) else None,
+        shape=decay if callable(decay) else None,
+        shape_steps=batch_plan.all_steps,
+    )
+
+
+def precision_of(settings: TrainSettings) -> Precision:
+    """The precision of resolved settings, once the machine has been looked at where the recipe leaves it open."""
+    assert settings.precision is not None, "settings are resolved"
+    return settings.precision
+
+
+def set_precision(precision: str, seed: int) -> None:
+    """Types, names and seed of everything that Keras makes after this."""
+    keras.utils.clear_session(free_memory=False)  # names of layers count from 0 again, in a second run too
+    keras.config.set_floatx("float64" if precision == "float64" else "float32")  # of optimizers' numbers
+    keras.config.set_dtype_policy(precision)  # Keras keeps its first policy, whatever floatx becomes
+    keras.utils.set_random_seed(seed % 2**32)
