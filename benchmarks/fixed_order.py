@@ -3,8 +3,8 @@
     mpirun -np 2 --bind-to none python -m benchmarks.fixed_order --model tutorial
 
 "all-reduce" is Horovod's, in the order that MPI chooses; the others are the two ways of
-`distributed.tree.all_reduce_in_tree`, which --deterministic and --virtual-shards use. The ways take turns within each
-repeat, so that a machine that drifts favours none.
+`distributed.fixed_order.all_reduce_in_tree`, which --deterministic and --virtual-shards use. The ways take turns within
+each repeat, so that a machine that drifts favours none.
 """
 
 from __future__ import annotations

@@ -59,13 +59,13 @@ def _measure(settings: TrainSettings, steps: int, pairs: int) -> None:
         for pair in range(pairs + 1):  # the first one traces and warms up
             for way in WAYS if pair % 2 else WAYS[::-1]:
                 work = bench.work(size, way)
-                collectives.meet()
+                collectives.barrier()
                 work(LEAD_IN_OF_INPUT)
                 cpu, began = time.process_time(), time.perf_counter()
                 work(steps)
                 wall[way].append((time.perf_counter() - began) / steps)
                 processor[way].append((time.process_time() - cpu) / steps)
-        by_rank = collectives.gather((wall, processor))
+        by_rank = collectives.all_gather_object((wall, processor))
         if ranks.world.is_root:
             print("| model | from memory, ms | fed costs more, time | median | processor time | median | pairs |")
             print("|---|---|---|---|---|---|---|")

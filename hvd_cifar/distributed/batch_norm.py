@@ -37,7 +37,7 @@ class SyncBatchNormalization(FusedBatchNormalization):
         own = tf.reduce_sum(shifted, [0, 1, 2]), tf.reduce_sum(tf.square(shifted), [0, 1, 2])
         count = tf.cast(tf.reshape(tf.size(images) // channels, [1]), real)
         # Horovod: sums and counts, which make no difference between equal and unequal batches.
-        sums = collectives.sum_in_graph(tf.concat([*own, count], axis=0) * tf.cast(present(), real))
+        sums = collectives.all_reduce_in_graph(tf.concat([*own, count], axis=0) * tf.cast(present(), real))
         total = tf.maximum(sums[-1], 1.0)  # 0 where no rank has an example of this slice
         mean = sums[:channels] / total  # of the distances
         variance = tf.maximum(sums[channels:-1] / total - tf.square(mean), 0.0)

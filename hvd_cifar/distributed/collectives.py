@@ -122,23 +122,23 @@ def _show(values: Sequence[float] | NDArray[Any]) -> str:
     return "(" + ", ".join(f"{float(v):.6g}" for v in values) + ")"
 
 
-def sum_over_ranks(values: Sequence[float]) -> list[float]:
+def all_reduce_sums(values: Sequence[float]) -> list[float]:
     """Sums over all ranks, in float64."""
     if hvd.size() == 1:
         return [float(v) for v in values]
     return [float(v) for v in hvd.allreduce(tf.constant(values, tf.float64), op=hvd.Sum).numpy()]
 
 
-def sum_in_graph(value: Any) -> Any:
+def all_reduce_in_graph(value: Any) -> Any:
     """The sum of a tensor over all ranks, as an operation of the step's own graph; differentiable."""
     return value if hvd.size() == 1 else hvd.allreduce(value, op=hvd.Sum)
 
 
-def sums_in_graph(values: Sequence[Any], fixed_order: bool, process_set: Any = ALL_RANKS) -> list[Any]:
+def all_reduce_each_in_graph(values: Sequence[Any], fixed_order: bool, process_set: Any = ALL_RANKS) -> list[Any]:
     """Sums of tensors of one type over the ranks, as operations of the step's own graph.
 
     Args:
-        fixed_order: add by `tree.all_reduce_in_tree`, for the same bits at any number of ranks.
+        fixed_order: add by `fixed_order.all_reduce_in_tree`, for the same bits at any number of ranks.
         process_set: the ranks that add up; this rank is one of them.
     """
     if process_set.size() == 1:
@@ -148,7 +148,7 @@ def sums_in_graph(values: Sequence[Any], fixed_order: bool, process_set: Any = A
     return [hvd.allreduce(value, op=hvd.Sum, process_set=process_set) for value in values]
 
 
-def meet(process_set: Any = ALL_RANKS) -> None:
+def barrier(process_set: Any = ALL_RANKS) -> None:
     """Wait until all ranks of a process set, of which this rank is one, are here."""
     if process_set.size() > 1:
         hvd.allreduce(tf.zeros(1), op=hvd.Sum, process_set=process_set)
@@ -173,17 +173,17 @@ def digest(variables: Iterable[keras.Variable]) -> str:
     return state.hexdigest()
 
 
-def gather(value: T) -> list[T]:
+def all_gather_object(value: T) -> list[T]:
     """What every rank passed, by rank."""
     return [value] if hvd.size() == 1 else hvd.allgather_object(value)
 
 
-def from_root(value: T) -> T:
+def broadcast_object(value: T) -> T:
     """What rank 0 passed."""
     return value if hvd.size() == 1 else hvd.broadcast_object(value, root_rank=0)
 
 
-def bytes_from_root(content: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def broadcast_bytes(content: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The bytes that rank 0 passed, uint8 [n]; the other ranks pass any n."""
     if hvd.size() == 1:
         return content
@@ -205,7 +205,7 @@ def on_every_rank(function: Callable[[], T]) -> T:
         result = function()
     except Exception as error:  # whatever it is, the other ranks must hear of it
         failure = error
-    outcomes = gather(None if failure is None else _message(failure))
+    outcomes = all_gather_object(None if failure is None else _message(failure))
     _raise_alike(failure, outcomes)
     return result  # type: ignore[return-value]
 
@@ -221,7 +221,7 @@ def on_root(function: Callable[[], T]) -> T:
             result = function()
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
-    message, result = from_root((None if failure is None else _message(failure), result))
+    message, result = broadcast_object((None if failure is None else _message(failure), result))
     _raise_alike(failure, [message])
     return result  # type: ignore[return-value]
 

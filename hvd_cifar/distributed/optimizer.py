@@ -134,8 +134,8 @@ def DistributedOptimizer(
         process_set: the ranks that reduce together; a rank outside applies its own gradients.
         sparse_as_dense: turn `tf.IndexedSlices` into dense gradients before they are reduced. Otherwise their rows are
             gathered from all ranks.
-        fixed_order: add gradients in the order of the ranks, in a binary tree (`tree.all_reduce_in_tree`), and not as
-            MPI or NCCL pleases: the same terms give the same bits, however they are spread over ranks.
+        fixed_order: add gradients in the order of the ranks, in a binary tree (`fixed_order.all_reduce_in_tree`): the
+            same terms give the same bits, however they are spread over ranks.
 
     Raises:
         TypeError: where `optimizer` is no Keras 3 optimizer.
@@ -207,7 +207,7 @@ def apply_and_sum(
     sums = (
         values
         if reduction.is_local
-        else collectives.sums_in_graph(values, reduction.fixed_order, reduction.process_set)
+        else collectives.all_reduce_each_in_graph(values, reduction.fixed_order, reduction.process_set)
     )
     optimizer.apply(gradients, variables)
     return sums

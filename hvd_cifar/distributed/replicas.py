@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_cifar.distributed.collectives import gather
+from hvd_cifar.distributed.collectives import all_gather_object
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ def find_divergence(variables: Sequence[keras.Variable]) -> Divergence | None:
     everything = np.frombuffer(hashlib.sha256(b"".join(own)).digest(), np.uint8)
     if len(np.unique(hvd.allgather(tf.constant(everything)[None, :]).numpy(), axis=0)) == 1:
         return None
-    by_rank = gather(own)
+    by_rank = all_gather_object(own)
     different = [i for i in range(len(own)) if len({theirs[i] for theirs in by_rank}) > 1]
     variable = variables[different[0]]
     sides: dict[bytes, list[int]] = {}
     for rank, theirs in enumerate(by_rank):
         sides.setdefault(theirs[different[0]], []).append(rank)
-    values = gather(_array(variable))
+    values = all_gather_object(_array(variable))
     first, *rest = (values[side[0]] for side in sides.values())
     differs = np.zeros(first.shape, bool)
     largest = 0.0

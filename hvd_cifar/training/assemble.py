@@ -75,8 +75,8 @@ def assemble(settings: TrainSettings, world: World) -> Run:
         **facts,
         "first_step": first_step,
         "world_size": world.size,
-        "hosts": collectives.gather(world.host),
-        "local_ranks": collectives.gather(world.local_rank),
+        "hosts": collectives.all_gather_object(world.host),
+        "local_ranks": collectives.all_gather_object(world.local_rank),
         "device": world.device,
         "threads": world.threads,
         "convolutions": "TensorFlow's" if "GPU" in world.device else compiled.about(),
@@ -149,7 +149,7 @@ def for_machines(settings: TrainSettings, world: World) -> TrainSettings:
     """
     if settings.precision is not None:
         return settings
-    everywhere = set(collectives.gather(native_precision(world)))
+    everywhere = set(collectives.all_gather_object(native_precision(world)))
     return settings.model_copy(update={"precision": everywhere.pop() if len(everywhere) == 1 else "float32"})
 
 

@@ -58,7 +58,7 @@ def make_evaluator(
         for image, label in batches:
             totals += [*sums(image, label, many).numpy(), len(label)]
         # Horovod: sums and counts over the ranks, never means of means.
-        entropy, right, plain, seen = collectives.sum_over_ranks(totals.tolist())
+        entropy, right, plain, seen = collectives.all_reduce_sums(totals.tolist())
         return Evaluation(right / seen, entropy / seen, round(seen), plain / seen, 6 if many else 1)
 
     return evaluate

@@ -196,7 +196,7 @@ class Run:
     def _write_examples(self) -> None:
         if not self.settings.record_examples:
             return
-        by_rank = collectives.gather(self._used)
+        by_rank = collectives.all_gather_object(self._used)
         for i, (step, _) in enumerate(self._used):
             self.reporter.examples(step, [used[i][1] for used in by_rank])
         self._used.clear()
@@ -290,7 +290,7 @@ class Run:
         """Save and evaluate at the last step, compare the ranks, write the summary."""
         if (
             self.step_count == self._first_step
-            and collectives.from_root(self.reporter.summary_step()) == self.step_count
+            and collectives.broadcast_object(self.reporter.summary_step()) == self.step_count
         ):
             self.reporter.say(f"nothing left to do after step {self.step_count}: see {self.run_dir / 'summary.json'}")
             return
@@ -301,7 +301,7 @@ class Run:
         known = self._evaluated[1] if self._evaluated and self._evaluated[0] == self.step_count else None
         evaluated = known if known is not None and known.views == (6 if many else 1) else self.evaluate(many)
         seconds = self._seconds()
-        digests = collectives.gather(collectives.digest(self.net.model.variables))
+        digests = collectives.all_gather_object(collectives.digest(self.net.model.variables))
         rates = [rate for start, rate in self._rates if start >= self._first_step + STEPS_LEFT_OUT]
         rates = rates or [rate for _, rate in self._rates]
         summary = {

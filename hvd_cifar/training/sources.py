@@ -50,7 +50,7 @@ def _from_each_host(settings: config.DataSettings, world: World) -> Prepared:
         return _prepare_as(settings.dataset, settings, watched) if world.local_rank == 0 else None
 
     first = collectives.on_every_rank(look)
-    found = sorted({(f.name, host) for f, host in collectives.gather((first, world.host)) if f is not None})
+    found = sorted({(f.name, host) for f, host in collectives.all_gather_object((first, world.host)) if f is not None})
     names = {name for name, _ in found}
     if len(names) > 1:
         raise UserError(_different(found))
@@ -69,7 +69,9 @@ def _from_rank_0(settings: config.DataSettings, world: World) -> Prepared:
     mine = collectives.on_every_rank(lambda: _own_set(settings, world, source.name, expected))
 
     speaks = world.local_rank == 0  # for its host
-    lacking = sorted(host for host, lacks in collectives.gather((world.host, speaks and mine is None)) if lacks)
+    lacking = sorted(
+        host for host, lacks in collectives.all_gather_object((world.host, speaks and mine is None)) if lacks
+    )
     if lacking:
         place = _place(settings.data_dir, source.name, expected)
         _send(source.folder, place if speaks and mine is None else None, settings.data_dir, expected, world)
@@ -77,7 +79,7 @@ def _from_rank_0(settings: config.DataSettings, world: World) -> Prepared:
         if world.is_root:
             size = len(cifar.FILES) * cifar.FILE_BYTES / 1e6
             terminal.say(f"{source.name} sent to {', '.join(lacking)}: {size:.0f} MB each, SHA-256 checked")
-    folders = {host: folder for host, folder in collectives.gather((world.host, mine)) if folder is not None}
+    folders = {host: folder for host, folder in collectives.all_gather_object((world.host, mine)) if folder is not None}
     return Prepared(source.name, folders[world.host])
 
 
@@ -130,7 +132,7 @@ def _send(source: Path, place: Path | None, data_dir: Path, expected: Mapping[st
     receiver = replicate.Receiver(data_dir) if place else None
     for block in replicate.blocks():
         content = sender.read(block) if sender else np.zeros(block.length, np.uint8)
-        content = collectives.bytes_from_root(content)
+        content = collectives.broadcast_bytes(content)
         if receiver:
             receiver.take(block, content)
 

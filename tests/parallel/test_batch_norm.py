@@ -76,7 +76,7 @@ def _on_ranks() -> dict[str, Any]:
     with examples_present(False):
         output = lone(stand_in, training=True)
     found["without any"] = lone.moving_mean.numpy().tolist(), bool(np.isfinite(output.numpy()).all())
-    collectives.gather(None)  # no rank leaves before the last collective of another is done
+    collectives.all_gather_object(None)  # no rank leaves before the last collective of another is done
     return found
 
 

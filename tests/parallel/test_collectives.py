@@ -107,11 +107,11 @@ def _sums_and_errors() -> dict[str, Any]:
     import keras
 
     seen: dict[str, Any] = {}
-    seen["sums"] = collectives.sum_over_ranks([world.rank + 1, 1e15 + world.rank, 1 / 3])
+    seen["sums"] = collectives.all_reduce_sums([world.rank + 1, 1e15 + world.rank, 1 / 3])
     v = keras.Variable(np.full(3, world.rank, "float32"))
     collectives.average_variables([v])
     seen["mean"] = v.numpy().tolist()
-    seen["gathered"] = collectives.gather(f"rank {world.rank}")
+    seen["gathered"] = collectives.all_gather_object(f"rank {world.rank}")
     seen["from root"] = collectives.on_root(lambda: f"said by {world.rank}")
 
     def fail_on_last(kind: type[Exception]) -> str:
@@ -161,11 +161,11 @@ def _meetings_while_idle(timeline: str) -> dict[str, Any]:
 
     world = start()
     hvd.start_timeline(timeline, mark_cycles=True)
-    collectives.sum_over_ranks([1.0])
+    collectives.all_reduce_sums([1.0])
     time.sleep(2.0)
     hvd.stop_timeline()
     time.sleep(0.3 * world.rank)  # the other rank's sum waits for this one's
-    total = collectives.sum_over_ranks([world.rank + 1.0])[0]
+    total = collectives.all_reduce_sums([world.rank + 1.0])[0]
     marks = re.findall(r'"CYCLE_START", "ts": (\d+)', Path(timeline).read_text()) if world.rank == 0 else []
     return {"sum": total, "meetings": [int(mark) for mark in marks]}
 

@@ -221,7 +221,7 @@ def _update_in_process_set() -> float:
     pair = hvd.add_process_set([1, 2])
     v = keras.Variable(np.zeros(1, "float32"))
     DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=pair).apply([tf.constant([world.rank + 1.0])], [v])
-    collectives.sum_over_ranks([0.0])  # rank 0 has nothing to wait for, and its end would end the others
+    collectives.all_reduce_sums([0.0])  # rank 0 has nothing to wait for, and its end would end the others
     return float(v.numpy()[0])
 
 

@@ -97,7 +97,7 @@ def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
 def check_hosts(job: Job, largest: int, advice: str) -> None:
     """UserError, on every rank, where a host lacks the memory for messages of `largest` bytes; a collective."""
     host = job.world.host
-    ranks = collectives.gather(host).count(host)
+    ranks = collectives.all_gather_object(host).count(host)
     collectives.on_every_rank(lambda: check_memory(largest, ranks, host, psutil.virtual_memory().available, advice))
 
 
@@ -152,7 +152,7 @@ def _measure_size(
             by_rank, result = _time(job, k, ways.get(way), iterations[way])
             seconds[way].append(max(by_rank))
             if repeat == settings.repeats - 1:
-                wrong[way] = sum(collectives.gather(_count_wrong(job, k, way, result)))
+                wrong[way] = sum(collectives.all_gather_object(_count_wrong(job, k, way, result)))
     for way in chosen:
         estimate = Estimate.of(seconds[way])
         bandwidth = size / estimate.mean
@@ -173,13 +173,13 @@ def _time(job: Job, k: int, once: Callable[[], Any] | None, iterations: int) -> 
     seconds = 0.0
     result: Any = None
     if once is not None:
-        collectives.meet(job.sets[k])
+        collectives.barrier(job.sets[k])
         began = time.perf_counter()
         for _ in range(iterations):
             result = once()
         np.asarray(result[-1:])  # waits for the device, and copies four bytes
         seconds = (time.perf_counter() - began) / iterations
-    return collectives.gather(seconds)[:k], None if result is None else np.asarray(result)
+    return collectives.all_gather_object(seconds)[:k], None if result is None else np.asarray(result)
 
 
 def _count_wrong(job: Job, k: int, way: Way, result: NDArray[np.float32] | None) -> int:

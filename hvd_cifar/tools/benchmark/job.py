@@ -72,7 +72,7 @@ def start(chosen: Sequence[int] | None, least: int = 1, threads: int | None = No
 
 def facts_of(world: World) -> Facts:
     """Where and when this is measured; a collective."""
-    return collectives.from_root(
+    return collectives.broadcast_object(
         Facts(
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             command=provenance.command(),
@@ -80,7 +80,7 @@ def facts_of(world: World) -> Facts:
             versions=versions(),
             processor=_processor("GPU" in world.device),
             cores=len(os.sched_getaffinity(0)),
-            hosts=collectives.gather(world.host),
+            hosts=collectives.all_gather_object(world.host),
             device=world.device,
             threads=world.threads,
             controller=world.controller,

@@ -60,7 +60,7 @@ def measure(job: Job, options: StepWork) -> StepResult:
     waited: list[list[float]] = []
     for repeat in range(options.repeats + 1):
         for k, way in turns if repeat % 2 else turns[::-1]:
-            by_rank = collectives.gather(bench.time(k, way, options.steps))
+            by_rank = collectives.all_gather_object(bench.time(k, way, options.steps))
             if repeat:  # the first one traces and warms up
                 taken[k, way].append([statistics.fmean(looks) for looks, _ in by_rank[:k]])
                 waited.append([cpu for _, cpu in by_rank[k:]])
@@ -85,7 +85,7 @@ def measure(job: Job, options: StepWork) -> StepResult:
             for k in job.sets
         ],
         phases=_phases(bench.net, {phase: taken[most, phase] for phase in ("compute", *PHASES)}),
-        memory_by_rank=collectives.gather(memory_of_this_process()),
+        memory_by_rank=collectives.all_gather_object(memory_of_this_process()),
         waiting_cpu=statistics.fmean(c for cs in waited for c in cs) if any(waited) else None,
     )
 
@@ -141,19 +141,19 @@ class Bench:
 
         Where a GPU works ahead of its process, only the mean of all steps is known. The other ranks get no seconds.
         """
-        collectives.meet()
+        collectives.barrier()
         cpu, wall = time.process_time(), time.perf_counter()
         seconds: list[float] = []
         if self.job.includes_me(k):
             work = self.work(k, way)
-            collectives.meet(self.job.sets[k])
+            collectives.barrier(self.job.sets[k])
             work(LEAD_IN_OF_INPUT if way in ("input", "fed") else LEAD_IN)
             at_once = steps if "GPU" in self.job.world.device else 1
             for _ in range(steps // at_once):
                 began = time.perf_counter()
                 work(at_once)
                 seconds.append((time.perf_counter() - began) / at_once)
-        collectives.meet()
+        collectives.barrier()
         return seconds, (time.process_time() - cpu) / (time.perf_counter() - wall)
 
     def work(self, k: int, way: str) -> Work:

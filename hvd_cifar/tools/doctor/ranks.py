@@ -59,7 +59,7 @@ def run(settings: DoctorJobSettings) -> None:
             terminal.complain(f"{ENDS} {mine[0]} {mine[1]}")
             if world.rank == mine[0]:
                 links.append([*mine, *found])
-        gathered = collectives.gather((world.host, wrong, links))
+        gathered = collectives.all_gather_object((world.host, wrong, links))
         if world.is_root:
             result = {
                 "how": world.describe(),
