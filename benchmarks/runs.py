@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from hvd_cifar.config import TrainSettings
-
 
 def losses(run_dir: Path) -> dict[int, float]:
     """The losses of a run by step."""
@@ -23,36 +21,27 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {e["step"]: e["loss"] for e in events if e["event"] == "train"}
 
 
-def weights(run_dir: Path, settings: TrainSettings) -> dict[str, Any]:
-    """The model's variables in the newest checkpoint, by name."""
-    return _restored(run_dir, settings)[0]
+def weights(run_dir: Path) -> dict[str, Any]:
+    """The model's variables in the newest checkpoint, by their keys there."""
+    return _saved(run_dir, "model/")
 
 
-def averages(run_dir: Path, settings: TrainSettings) -> dict[str, Any]:
-    """The moving averages of the model's variables in the newest checkpoint, by the variables' names."""
-    return _restored(run_dir, settings)[1]
+def averages(run_dir: Path) -> dict[str, Any]:
+    """The moving averages of the model's variables in the newest checkpoint, by their keys there."""
+    found = _saved(run_dir, "averages/variables/")
+    return {key: value for key, value in found.items() if value.shape}  # but for the count of updates
 
 
-def _restored(run_dir: Path, settings: TrainSettings) -> tuple[dict[str, Any], dict[str, Any]]:
+def _saved(run_dir: Path, start: str) -> dict[str, Any]:
     import tensorflow as tf
 
-    from hvd_cifar.models import build
-    from hvd_cifar.optim.averages import MovingAverage
-    from hvd_cifar.training.checkpoint import find, restore
-    from hvd_cifar.training.recipe import precision_of, set_precision
-    from hvd_cifar.training.sources import views_of
+    from hvd_cifar.training.checkpoint import find
 
     path = find(run_dir)
     assert path is not None, f"no checkpoint in {run_dir}"
-    set_precision(precision_of(settings), settings.seed)
-    model = build(settings.model, views_of(settings.model).side, precision_of(settings)).model
-    parts: dict[str, Any] = {"model": model}
-    averages = MovingAverage(model.trainable_variables, settings.ema_decay) if settings.ema_decay else None
-    if averages:
-        parts["averages"] = tf.train.Checkpoint(variables=[v.value for v in averages.variables])
-    restore(tf.train.Checkpoint(**parts), path, partial=True)
-    averaged = zip(averages.sources, averages.values, strict=True) if averages else ()
-    return {v.path: v.numpy() for v in model.variables}, {v.path: average.numpy() for v, average in averaged}
+    reader = tf.train.load_checkpoint(str(path))
+    keys = [key for key in reader.get_variable_to_shape_map() if key.startswith(start) and "/.OPTIMIZER" not in key]
+    return {key: reader.get_tensor(key) for key in sorted(keys) if key.endswith(".ATTRIBUTES/VARIABLE_VALUE")}
 
 
 def loss_apart(one: dict[int, float], other: dict[int, float], up_to: int) -> float:

@@ -84,7 +84,7 @@ def _commands() -> click.Group:
     @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
     @click.version_option(__version__)
     def commands() -> None:
-        """Train CIFAR-10 with TensorFlow and Horovod: one process per GPU or core, gradients averaged over all."""
+        """Train image classifiers with TensorFlow and Horovod: one process per GPU or core, gradients averaged over all."""
 
     _add(commands, "train", config.TrainSettings, _train, "Train a model; rank 0 writes the run directory.")
     _add(commands, "evaluate", config.EvaluateSettings, _evaluate, "Evaluate a checkpoint on the whole test set.")
@@ -170,7 +170,7 @@ def _train(settings: config.TrainSettings) -> None:
     # A request for a checkpoint that comes before there is anything to save must not kill the rank.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with quiet_start():
-        from hvd_cifar.training.loop import train
+        from hvd_cifar.training.trainer import train
     train(settings)
 
 

@@ -1,4 +1,7 @@
-"""The errors that are the user's to mend: one line each, and exit code 2."""
+"""The errors that are the user's to mend: one line each, and exit code 2. Standard library only."""
+
+import sys
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -15,3 +18,15 @@ class TrainingError(Exception):
 
     The message is one line. The command line prints it once, without a traceback, and ends with exit code 1.
     """
+
+
+def cause_of(failure: BaseException) -> str:
+    """An error of a user's own code in one line: its type, its text, and the line of the user's file it comes from."""
+    place, trace = "", failure.__traceback__
+    not_the_users = (str(Path(__file__).parent), sys.prefix, sys.base_prefix, "<")
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(not_the_users):
+            place = f" ({Path(file).name}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}{place}"

@@ -15,7 +15,7 @@ from typing import Any
 
 import keras
 
-from hvd_cifar.errors import UserError
+from hvd_cifar.errors import UserError, cause_of
 from hvd_cifar.models import fast, resnet, tutorial
 from hvd_cifar.models.recipe import Recipe
 
@@ -104,8 +104,9 @@ def _built(model: Model, image_shape: tuple[int, int, int], classes: int) -> tup
     where = f"--model {model.name}"
     try:
         made = model.build(image_shape, classes)
-    except TypeError as failure:
-        raise UserError(f"{where}: {failure}; it is called as build(image_shape, classes)") from failure
+    except Exception as failure:
+        wanted = f"it is called as build({image_shape}, {classes})"
+        raise UserError(f"{where}: {cause_of(failure)}; {wanted}") from failure
     recipe = None
     if isinstance(made, tuple) and len(made) == 2:
         made, recipe = made

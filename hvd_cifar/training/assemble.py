@@ -2,144 +2,201 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
 
+from hvd_cifar import config, models
 from hvd_cifar.config import TrainSettings
+from hvd_cifar.data import augment
 from hvd_cifar.data.augment import Views
-from hvd_cifar.data.dataset import digest_of, load
+from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import in_steps, training_batches
-from hvd_cifar.data.sampler import Deal
-from hvd_cifar.distributed import DistributedOptimizer, SyncBatchNormalization, collectives, prove_averaging
-from hvd_cifar.kernels import compiled
-from hvd_cifar.models import Net, build
-from hvd_cifar.models.normalization import FusedBatchNormalization
+from hvd_cifar.data.sampler import Sharding
+from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm, prove_averaging
+from hvd_cifar.errors import UserError
+from hvd_cifar.kernels import convolution
+from hvd_cifar.models import Model, Net
+from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
-from hvd_cifar.optim.schedules import Schedule, linear_scaling
+from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.runtime.world import World, native_precision, versions
-from hvd_cifar.training import run_dir
+from hvd_cifar.training import run_dir, user_code
+from hvd_cifar.training.callbacks import (
+    Callback,
+    Checkpointer,
+    Evaluator,
+    ExampleLedger,
+    Logger,
+    MovingStatistics,
+    ReplicaCheck,
+    Summariser,
+    check_interface,
+)
 from hvd_cifar.training.checkpoint import Checkpoints, State
 from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.image_sizes import ImageSizes
-from hvd_cifar.training.recipe import RECIPES, Plan, plan, precision_of, set_precision
-from hvd_cifar.training.run import Run
-from hvd_cifar.training.sources import prepare_data, views_of
-from hvd_cifar.training.step import make_train_step
+from hvd_cifar.training.plan import Plan, make_schedule, plan, precision_of, resolve, set_precision
+from hvd_cifar.training.progress import Progress, Run
+from hvd_cifar.training.sources import prepare_data
+from hvd_cifar.training.step import StepSpec, TrainStep, make_train_step
+from hvd_cifar.training.trainer import OfUser, Trainer
 
-PREPARING_IMAGES = 5000  # as many as Jordan 2024 whitens with
+ADAPTING_IMAGES = 5000  # as many as Jordan 2024 whitens with
 EVALUATION_BATCH = 500  # examples a rank evaluates at a time: enough to be fast, small enough for any device
 
 
-def assemble(settings: TrainSettings, world: World) -> Run:
-    """Everything before the first step, in the order in which it can fail."""
-    settings = for_machines(collectives.on_root(lambda: run_dir.continue_run(settings)), world)
-    prepared = prepare_data(settings, world)
-    train_set, test_set = collectives.on_every_rank(lambda: load(prepared))
-    batch_plan = plan(settings, len(train_set.labels), world.size)
-    deal = Deal(world.rank, world.size, settings.gradient_accumulation, settings.virtual_shards)
+@dataclass(frozen=True)
+class Work:
+    """What is trained on what, the same on all ranks.
 
-    set_precision(precision_of(settings), settings.seed)
-    views = views_of(settings.model, settings.augmentation)
-    net = make_net(settings, views)
-    net.prepare(views.test(train_set.images[:PREPARING_IMAGES]))
+    Attributes:
+        settings: resolved, with a precision.
+        dataset: its examples.
+        model: with its recipe.
+        views: how the net sees images.
+        plan: the batch arithmetic.
+        sharding: which slices of each global batch are this rank's.
+    """
 
-    schedule = make_schedule(settings, batch_plan)
-    optimizer = make_optimizer(settings, net, schedule(0))
-    weights = net.model.trainable_variables
-    averages = MovingAverage(weights, settings.ema_decay) if settings.ema_decay else None
-    lookahead = Lookahead(weights, batch_plan.all_steps) if settings.lookahead else None
-    origin = (settings.seed, batch_plan.global_batch_size, len(train_set.labels))
-    state = State(net, optimizer, averages, origin, lookahead)
-    sizes = ImageSizes(settings.image_sizes or (views.side,), batch_plan.all_steps)
+    settings: TrainSettings
+    dataset: Dataset
+    model: Model
+    views: Views
+    plan: Plan
+    sharding: Sharding
 
-    proof = prove_averaging(lambda plain: distribute(settings, plain), contributions="sum")
+    @property
+    def recipe(self) -> Recipe:
+        """The model's."""
+        assert self.model.recipe is not None, "it was asked for"
+        return self.model.recipe
+
+
+def prepare(settings: TrainSettings, world: World, given: OfUser | None = None) -> Work:
+    """Load data and model, and do the batch arithmetic. A collective."""
+    given = given or OfUser()
+    own = given.dataset
+    if own is None and config.is_user_code(settings.dataset):
+        own = user_code.load(settings.dataset, "--dataset")
+    dataset = prepare_data(settings, world, own)
+    set_precision("float32", settings.seed)
+    model = _model(settings, given)
+    model = collectives.on_every_rank(lambda: models.with_recipe(model, dataset.image_shape, dataset.classes))
+    assert model.recipe is not None, "it was asked for"
+    return work_of(for_machines(resolve(settings, model.recipe), world), dataset, model, world.rank, world.size)
+
+
+def work_of(settings: TrainSettings, dataset: Dataset, model: Model, rank: int, size: int) -> Work:
+    """What resolved settings ask for on these data.
+
+    Raises:
+        UserError: where batch, views or image sizes do not fit; the same on every rank.
+    """
+    assert model.recipe is not None, "it was asked for"
+    views = _views(settings, model.recipe, dataset)
+    batch_plan = plan(settings, model.recipe, len(dataset.train), size)
+    sharding = Sharding(rank, size, settings.gradient_accumulation, settings.virtual_shards)
+    return Work(settings, dataset, model, views, batch_plan, sharding)
+
+
+def _model(settings: TrainSettings, given: OfUser) -> Model:
+    if given.model is not None:
+        return Model(settings.model, given.model)
+    if settings.model in models.BUILT_IN:
+        return models.BUILT_IN[settings.model]
+    return Model(settings.model, user_code.load(settings.model, "--model"))
+
+
+def _views(settings: TrainSettings, recipe: Recipe, dataset: Dataset) -> Views:
+    named = recipe.augmentation
+    try:
+        views = augment.views(named, dataset) if isinstance(named, str) else named
+    except ValueError as failure:
+        raise UserError(f"--model {settings.model}: {failure}; change its recipe") from failure
+    if any(side > views.shape[0] for side in settings.image_sizes or ()):
+        raise UserError(f"--image-sizes: images are {views.shape[0]} pixels high; give at most that")
+    return augment.undistorted(views) if settings.augmentation == "none" else views
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What learns, and all of its state.
+
+    Attributes:
+        net, optimizer: the optimizer is distributed, and has its slots for the net's variables.
+        averages: moving averages of the weights for evaluation, or None.
+        lookahead: slow weights, or None.
+        state: all that a checkpoint holds.
+    """
+
+    net: Net
+    optimizer: Any
+    averages: MovingAverage | None
+    lookahead: Lookahead | None
+    state: State
+
+
+def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
+    """Everything before the first step, in the order in which it can fail. A collective."""
+    settings = collectives.on_root(lambda: run_dir.continue_run(settings))
+    work = prepare(settings, world, given)
+    kernels = _agree_on_kernels(world, work.settings)
+    schedule = make_schedule(work.settings, work.recipe, work.plan)
+    learner = make_learner(work, schedule(0))
+    proof = prove_averaging(lambda plain: distribute(work.settings, plain), contributions="sum")
+    own_callbacks = given.callbacks or [_callback(spec) for spec in work.settings.callbacks]
+    check_interface(own_callbacks)
+
     facts = {
-        "dataset": prepared.name,
-        "global_batch_size": batch_plan.global_batch_size,
-        "examples_sha256": collectives.on_root(lambda: digest_of(train_set)),
+        # By its name, not "auto": a later evaluation must not find another one.
+        "dataset": work.dataset.name if work.settings.dataset == "auto" else work.settings.dataset,
+        "global_batch_size": work.plan.global_batch_size,
+        "examples_sha256": collectives.on_root(lambda: work.dataset.train.digest),
         "learning_rate_schedule": schedule.exact,
+        "convolutions": kernels,
     }
-    folder, newest = collectives.on_root(lambda: run_dir.claim(settings, run_dir.course_of(settings, facts)))
-    checkpoints = Checkpoints(folder / "checkpoints", state) if world.is_root else None
+    course = run_dir.course_of(work.settings, facts)
+    folder, newest = collectives.on_root(lambda: run_dir.claim(work.settings, course))
+    checkpoints = Checkpoints(folder / "checkpoints", learner.state) if world.is_root else None
+    notes = [f"start-up proof: {proof}", f"run directory {folder}"]
     if newest is not None:
         collectives.on_root(lambda: checkpoints.restore(newest) if checkpoints else None)
-    collectives.broadcast_variables(state.variables)
-    first_step = int(state.step.numpy())
-    is_own = newest is not None and newest.parent == folder / "checkpoints"
+        notes += collectives.on_root(lambda: run_dir.changed_kernels(folder, kernels))
+    collectives.broadcast_variables(learner.state.variables)
+    first_step = int(learner.state.step.numpy())
+    notes += [f"resumed from {newest} at step {first_step}"] if newest is not None else []
+    named = work.settings.model_copy(update={"dataset": facts["dataset"]})
+    run_facts = {**facts, "first_step": first_step, **_facts_of(world)}
+    collectives.on_root(lambda: run_dir.record(folder, named, work.plan, run_facts))
 
-    run_facts = {
-        **facts,
-        "first_step": first_step,
-        "world_size": world.size,
-        "hosts": collectives.all_gather_object(world.host),
-        "local_ranks": collectives.all_gather_object(world.local_rank),
-        "device": world.device,
-        "threads": world.threads,
-        "convolutions": "TensorFlow's" if "GPU" in world.device else compiled.about(),
-        "controller": world.controller,
-        "algorithm": world.algorithm,
-        "transport": world.transport,
-        "command": provenance.command(),
-        "git_commit": provenance.git_commit() if world.is_root else None,
-        "versions": versions(),
-    }
-    # The data set by its name, not "auto": a later evaluation must not find another one.
-    named = settings.model_copy(update={"dataset": prepared.name})
-    collectives.on_root(lambda: run_dir.record(folder, named, batch_plan, run_facts))
-    reporter = Reporter(folder if world.is_root else None, terminal.is_watched(), prepared.name)
-    resumed = [f"resumed from {newest} at step {first_step}"] if newest is not None else []
-    described = _describe(settings, world, batch_plan, prepared.name, net)
-    for line in (*described, f"start-up proof: {proof}", f"run directory {folder}", *resumed):
+    reporter = Reporter(folder if world.is_root else None, terminal.is_watched(), work.dataset.name)
+    for line in (*_describe(work, world, learner.net, schedule), *notes):
         reporter.say(line)
+    # Another run's checkpoint is not among this one's.
+    saved_step = first_step if newest is not None and newest.parent == folder / "checkpoints" else -1
+    progress = Progress(first_step, saved_step, partial(run_dir.release, folder))
+    results: dict[str, Any] = {}
+    model, name = learner.net.model, work.dataset.name
+    run = Run(work.settings, world, work.plan, schedule, model, name, folder, progress, results)
+    trainer = Trainer(run, progress, _step_of(work, learner, schedule), _batches(work, world, first_step), reporter)
+    trainer.callbacks = [*_callbacks_of(trainer, work, learner, checkpoints, results), *own_callbacks]
+    return trainer
 
-    batches = training_batches(
-        train_set,
-        views,
-        seed=settings.seed,
-        global_batch_size=batch_plan.global_batch_size,
-        deal=deal,
-        first_step=first_step,
-        last_step=batch_plan.total_steps,
-        device=world.device if "GPU" in world.device else "",
-    )
-    return Run(
-        settings=settings,
-        world=world,
-        plan=batch_plan,
-        data=prepared.name,
-        example_count=len(train_set.labels),
-        net=net,
-        optimizer=optimizer,
-        averages=averages,
-        state=state,
-        schedule=schedule,
-        image_sizes=sizes,
-        train_steps={
-            side: make_train_step(
-                net,
-                optimizer,
-                weight_decay=settings.weight_decay or 0.0,
-                label_smoothing=settings.label_smoothing or 0.0,
-                slices=deal.slices,
-                virtual_shards=settings.virtual_shards,
-                averages=averages,
-                lookahead=lookahead,
-                shrunk_to=side,
-            )
-            for side in sizes.sides
-        },
-        evaluator=make_evaluator(net.model, test_set, views, world, EVALUATION_BATCH, settings.eval_examples),
-        batches=in_steps(batches, deal.slices),
-        run_dir=folder,
-        checkpoints=checkpoints,
-        reporter=reporter,
-        step_count=first_step,
-        saved_step=first_step if is_own else -1,  # another run's checkpoint is not among this one's
-    )
+
+def make_learner(work: Work, learning_rate: float) -> Learner:
+    """Net, optimizer and averages, freshly initialised."""
+    settings, net = work.settings, make_net(work)
+    weights = net.model.trainable_variables
+    optimizer = make_optimizer(work, net, learning_rate)
+    averages = MovingAverage(weights, settings.ema_decay) if settings.ema_decay else None
+    lookahead = Lookahead(weights, work.plan.all_steps) if settings.lookahead else None
+    origin = (settings.seed, work.plan.global_batch_size, work.plan.examples)
+    return Learner(net, optimizer, averages, lookahead, State(net, optimizer, averages, origin, lookahead))
 
 
 def for_machines(settings: TrainSettings, world: World) -> TrainSettings:
@@ -153,10 +210,15 @@ def for_machines(settings: TrainSettings, world: World) -> TrainSettings:
     return settings.model_copy(update={"precision": everywhere.pop() if len(everywhere) == 1 else "float32"})
 
 
-def make_net(settings: TrainSettings, views: Views) -> Net:
-    """The settings' net, freshly initialised."""
-    normalization = SyncBatchNormalization if settings.sync_batch_norm else FusedBatchNormalization
-    return build(settings.model, views.side, precision_of(settings), normalization)
+def make_net(work: Work) -> Net:
+    """The net, freshly initialised, adapted to the training images, with the batch norm that the settings ask for."""
+    set_precision(precision_of(work.settings), work.settings.seed)
+    net = models.build(work.model, work.views.shape, work.dataset.classes)
+    if work.settings.sync_batch_norm:
+        convert_sync_batch_norm(net.model)
+    images = work.dataset.train.images[: min(ADAPTING_IMAGES, len(work.dataset.train))]
+    models.adapt(net, work.views.test(images))
+    return net
 
 
 def distribute(
@@ -164,64 +226,146 @@ def distribute(
 ) -> Any:
     """The optimizer, applying gradients that are summed over the ranks as the settings say."""
     # Horovod: "sum", since every rank feeds its share of the global batch's mean; see training.step.
-    return DistributedOptimizer(
+    distributed = DistributedOptimizer(
         optimizer,
         op="sum",
         compression=settings.compression,
         process_set=process_set,
         fixed_order=bool(settings.deterministic),
     )
+    return keras.optimizers.LossScaleOptimizer(distributed) if settings.precision == "mixed_float16" else distributed
 
 
-def make_optimizer(
-    settings: TrainSettings, net: Net, learning_rate: float, process_set: Any = collectives.ALL_RANKS
-) -> Any:
-    """The optimizer of resolved settings, distributed over a process set, with its slots for the net's variables."""
-    recipe = RECIPES[settings.model]
-    plain = recipe.optimizer(learning_rate, momentum=recipe.momentum, global_clipnorm=settings.clip_norm)
-    optimizer = distribute(settings, plain, process_set)
-    if settings.precision == "mixed_float16":
-        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any = collectives.ALL_RANKS) -> Any:
+    """The recipe's optimizer, distributed over a process set, with its slots for the net's variables."""
+    plain = work.recipe.optimizer(learning_rate)
+    if work.settings.clip_norm is not None:
+        plain.global_clipnorm = work.settings.clip_norm
+    optimizer = distribute(work.settings, plain, process_set)
     optimizer.build(net.model.trainable_variables)
     return optimizer
 
 
-def make_schedule(settings: TrainSettings, batch_plan: Plan) -> Schedule:
-    """The learning rate of resolved settings: the recipe's staircase, scaled and warmed up as the batch asks for."""
-    assert settings.learning_rate is not None and settings.epochs is not None, "settings are resolved"
-    recipe = RECIPES[settings.model]
-    # A short run that never came down from its first rate would end on whatever its last step happened to be.
-    full = recipe.full_examples or 0
-    shrink = min(1.0, settings.epochs * batch_plan.examples / full) if full else 1.0
-    scaled = batch_plan.learning_rate_factor > 1
-    batch = batch_plan.global_batch_size
-    warmup_steps = round(batch_plan.warmup_epochs * batch_plan.steps_per_epoch)
-    return Schedule(
-        base=settings.learning_rate if scaled or not warmup_steps else 0.0,
-        peak=linear_scaling(settings.learning_rate, batch_plan.learning_rate_factor),
-        warmup_steps=warmup_steps,
-        decay_steps=tuple(int(examples * shrink) // batch for examples in recipe.decay_examples),
-        decay=0.1,
-        zero_at=batch_plan.all_steps if recipe.falls_to_zero else None,
+def step_spec(work: Work, side: int | None = None) -> StepSpec:
+    """What the work's step computes, on images resized to a side."""
+    settings = work.settings
+    return StepSpec(
+        image_shape=work.views.shape,
+        weight_decay=settings.weight_decay or 0.0,
+        label_smoothing=settings.label_smoothing or 0.0,
+        slices=work.sharding.slices,
+        virtual_shards=settings.virtual_shards,
+        sync_batch_norm=settings.sync_batch_norm,
+        side=side,
     )
 
 
-def _describe(
-    settings: TrainSettings,
-    world: World,
-    batch_plan: Plan,
-    data: str,
-    net: Net,
-) -> list[str]:
-    """The lines that open a run: who trains what on what, and the batch arithmetic."""
-    schedule = make_schedule(settings, batch_plan)
-    parameters = sum(math.prod(v.shape) for v in net.model.trainable_variables)
-    batch, slices = batch_plan.global_batch_size, settings.gradient_accumulation
-    parts = f"{world.size} ranks x {batch / world.size / slices:g}" + f" x {slices} micro-batches" * (slices > 1)
+def _step_of(work: Work, learner: Learner, schedule: Schedule) -> TrainStep:
+    sizes = ImageSizes(work.settings.image_sizes or work.views.shape[:1], work.plan.all_steps)
+    averages = [kept for kept in (learner.lookahead, learner.averages) if kept]
+    return TrainStep(
+        lambda side: make_train_step(learner.net, learner.optimizer, step_spec(work, side), averages),
+        sizes,
+        schedule,
+        work.plan,
+    )
+
+
+def _batches(work: Work, world: World, first_step: int) -> Any:
+    batches = training_batches(
+        work.dataset.train,
+        work.views,
+        seed=work.settings.seed,
+        global_batch_size=work.plan.global_batch_size,
+        sharding=work.sharding,
+        first_step=first_step,
+        last_step=work.plan.total_steps,
+        device=world.device if "GPU" in world.device else "",
+    )
+    return in_steps(batches, work.sharding.slices)
+
+
+def _callbacks_of(
+    trainer: Trainer, work: Work, learner: Learner, checkpoints: Checkpoints | None, results: dict[str, Any]
+) -> list[Callback]:
+    """The program's own callbacks, in the order in which they act after a step."""
+    settings, run, progress, reporter, tell = (
+        work.settings,
+        trainer.run,
+        trainer.progress,
+        trainer.reporter,
+        trainer.tell,
+    )
+    evaluate = make_evaluator(
+        learner.net.model, work.dataset.test, work.views, run.world, EVALUATION_BATCH, settings.eval_examples
+    )
+    local = not (settings.sync_batch_norm or settings.virtual_shards)
+    statistics = MovingStatistics(learner.net.model, local, progress.saved_step)
+    logger = Logger(progress, reporter, tell)
+    replicas = ReplicaCheck(progress, learner.state, statistics, reporter)
+    evaluator = Evaluator(progress, evaluate, statistics, learner.averages, reporter, tell)
+    checkpointer = Checkpointer(progress, learner.state, checkpoints, statistics, reporter, tell)
+    ledger = [ExampleLedger(reporter)] if settings.record_examples else []
+    summariser = Summariser(logger, replicas, evaluator, checkpointer, results)
+    return [*ledger, logger, replicas, evaluator, checkpointer, summariser]
+
+
+def _callback(spec: str) -> Any:
+    found = user_code.load(spec, "--callbacks")
+    return collectives.on_every_rank(found) if isinstance(found, type) else found
+
+
+def _agree_on_kernels(world: World, settings: TrainSettings) -> str:
+    """Whose convolutions the ranks compute with, in words. A collective.
+
+    Raises:
+        UserError: under --virtual-shards, where hosts compute differently.
+    """
+    by_rank = collectives.all_gather_object((world.host, convolution.about("GPU" in world.device)))
+    kinds = sorted({kind for _, kind in by_rank})
+    if len(kinds) == 1:
+        return kinds[0]
+    named = "; ".join(f"{kind} on {', '.join(sorted({host for host, k in by_rank if k == kind}))}" for kind in kinds)
     if settings.virtual_shards:
-        parts = f"{settings.virtual_shards} virtual shards, {settings.virtual_shards // world.size} on each rank"
+        raise UserError(
+            f"--virtual-shards: hosts compute convolutions differently ({named}), so their bits differ; "
+            "set up all alike, set HVD_CIFAR_VECTORS to the smallest, or leave the slower hosts out"
+        )
+    if world.is_root:
+        terminal.complain(
+            f"hvd_cifar: note: hosts compute convolutions differently, results differ by rounding: {named}"
+        )
+    return named
+
+
+def _facts_of(world: World) -> dict[str, Any]:
+    """What a run's record says of its ranks and its program; a collective."""
+    return {
+        "world_size": world.size,
+        "hosts": collectives.all_gather_object(world.host),
+        "local_ranks": collectives.all_gather_object(world.local_rank),
+        "device": world.device,
+        "threads": world.threads,
+        "controller": world.controller,
+        "algorithm": world.algorithm,
+        "transport": world.transport,
+        "command": provenance.command(),
+        "git_commit": provenance.git_commit() if world.is_root else None,
+        "versions": versions(),
+    }
+
+
+def _describe(work: Work, world: World, net: Net, schedule: Schedule) -> list[str]:
+    """The lines that open a run: who trains what on what, and the batch arithmetic."""
+    settings, batch = work.settings, work.plan.global_batch_size
+    micro_batches, shards = settings.gradient_accumulation, settings.virtual_shards
+    parts = f"{world.size} ranks x {batch / world.size / micro_batches:g}"
+    parts += f" x {micro_batches} micro-batches" * (micro_batches > 1)
+    if shards:
+        parts = f"{shards} virtual shards, {shards // world.size} on each rank"
+    trained = f"{settings.model} ({net.parameters:,} parameters, {settings.precision}) on {work.dataset.name}"
     return [
-        f"{settings.model} ({parameters:,} parameters, {settings.precision}) on {data}: {world.describe()}",
-        f"global batch {batch} = {parts}; {batch_plan.steps_per_epoch} steps an epoch, {batch_plan.total_steps} in all",
+        f"{trained}: {world.describe()}",
+        f"global batch {batch} = {parts}; {work.plan.steps_per_epoch} steps an epoch, {work.plan.total_steps} in all",
         f"learning rate {schedule}",
     ]

@@ -178,19 +178,27 @@ def _is_whole(index: Path) -> bool:
     return ended and any(index.parent.glob(f"{index.stem}.data-*"))
 
 
-def differences(recorded: Path, now: dict[str, Any]) -> list[str]:
-    """What a run directory's config.json, its settings and its "run" section, says otherwise than `now`, a line each.
+def recorded(path: Path) -> dict[str, Any]:
+    """What a run directory's config.json says: its settings, and what its "run" section tells of its newest part.
 
     Raises:
         UserError: where the file is damaged.
     """
     try:
-        content = json.loads(recorded.read_text(encoding="utf-8"))
-        then = {**content, **content["run"]}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {**content, **content["run"]}
     except (OSError, ValueError, KeyError, TypeError) as failure:
-        raise UserError(f"{recorded} is damaged ({first_line(failure)}): give another --run-dir") from None
+        raise UserError(f"{path} is damaged ({first_line(failure)}): give another --run-dir") from None
+
+
+def differences(path: Path, now: dict[str, Any]) -> list[str]:
+    """What a run directory's config.json says otherwise than `now`, a line each.
+
+    Raises:
+        UserError: where the file is damaged.
+    """
     defaults = {name: field.default for name, field in TrainSettings.model_fields.items()}
-    then = {**defaults, **then}  # a run of before a setting came up had its default
+    then = {**defaults, **recorded(path)}  # a run of before a setting came up had its default
     changed = [name for name in now if name in then and then[name] != now[name]]
     return [f"{name.replace('_', ' ')} was {then[name]}, is {now[name]}" for name in changed]
 

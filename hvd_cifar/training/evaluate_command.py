@@ -8,7 +8,6 @@ from typing import Any
 
 from hvd_cifar import config
 from hvd_cifar.config import EvaluateSettings, TrainSettings
-from hvd_cifar.data.dataset import load
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import replace_text
@@ -16,38 +15,37 @@ from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.world import session
 from hvd_cifar.training import checkpoint
-from hvd_cifar.training.assemble import make_net
+from hvd_cifar.training.assemble import make_net, prepare
 from hvd_cifar.training.evaluate import make_evaluator
-from hvd_cifar.training.recipe import precision_of, set_precision
-from hvd_cifar.training.sources import prepare_data, views_of
+from hvd_cifar.training.trainer import OfUser
 
 
-def evaluate_run(settings: EvaluateSettings) -> None:
+def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dict[str, Any]:
     """Evaluate a run's checkpoint on all ranks of this job; rank 0 prints, and writes --output.
 
     Raises:
         UserError: where there is no such run or checkpoint, or its data set is not to be had.
     """
     with session() as world:
-        trained, path = collectives.on_root(lambda: _find(settings))
-        prepared = prepare_data(trained, world)
-        _, test_set = collectives.on_every_rank(lambda: load(prepared))
-
-        set_precision(precision_of(trained), trained.seed)
-        views = views_of(trained.model)
-        net = make_net(trained, views)
-        averages = MovingAverage(net.model.trainable_variables, trained.ema_decay) if trained.ema_decay else None
+        has_data = given is not None and given.dataset is not None
+        trained, path = collectives.on_root(lambda: _find(settings, has_data))
+        work = prepare(trained, world, given)
+        net = make_net(work)
+        decay = work.settings.ema_decay
+        averages = MovingAverage(net.model.trainable_variables, decay) if decay else None
         state = checkpoint.State(net, None, averages)
         collectives.on_root(lambda: checkpoint.restore(state.trackable, path, partial=True))
         collectives.broadcast_variables(state.variables)
         if averages:
             averages.swap()
 
-        many = bool(trained.test_time_augmentation)
-        evaluator = make_evaluator(net.model, test_set, views, world, settings.batch_size, settings.eval_examples)
+        many = bool(work.settings.test_time_augmentation)
+        evaluator = make_evaluator(
+            net.model, work.dataset.test, work.views, world, settings.batch_size, settings.eval_examples
+        )
         found = evaluator(many)
         result: dict[str, Any] = {
-            "dataset": prepared.name,
+            "dataset": work.dataset.name,
             "model": trained.model,
             "checkpoint": str(path),
             "step": int(state.step.numpy()),
@@ -60,20 +58,26 @@ def evaluate_run(settings: EvaluateSettings) -> None:
         }
         if world.is_root:
             terminal.say(
-                f"{prepared.name}, {trained.model}, step {result['step']}: test accuracy {found.accuracy:.2%}, "
+                f"{work.dataset.name}, {trained.model}, step {result['step']}: test accuracy {found.accuracy:.2%}, "
                 f"test loss {found.loss:.4f}, {found.examples} examples, {world.size} rank{'s' * (world.size > 1)}"
             )
         collectives.on_root(lambda: _write(settings.output, result))
+        return result
 
 
-def _find(settings: EvaluateSettings) -> tuple[TrainSettings, Path]:
+def _find(settings: EvaluateSettings, has_data: bool) -> tuple[TrainSettings, Path]:
     """The settings that the run was trained with, changed as the evaluation asks, and the checkpoint."""
     recorded = settings.run_dir / "config.json"
     if not recorded.exists():
         raise UserError(f"--run-dir {settings.run_dir}: there is no run (no config.json); give the folder of a run")
     values = config.read_file(recorded)
+    # An evaluation makes no steps: what a global batch asks of the number of ranks does not matter to it.
+    values |= {"virtual_shards": None, "gradient_accumulation": 1, "global_batch_size": None, "batch_size": 1}
+    values |= {"image_sizes": [], "callbacks": []}
     instead = ("dataset", "data_dir", "test_time_augmentation")
     values.update({name: v for name in instead if (v := getattr(settings, name)) is not None})
+    if has_data:
+        values["dataset"] = "auto"
     path = checkpoint.find(settings.checkpoint or settings.run_dir)
     if path is None:
         raise UserError(f"{settings.checkpoint or settings.run_dir}: there is no checkpoint; give --checkpoint PATH")

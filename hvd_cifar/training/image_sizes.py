@@ -16,7 +16,7 @@ class ImageSizes:
     """Sizes in turn, each for an equal part of a run's steps.
 
     Attributes:
-        sides: in pixels, one for each part.
+        sides: heights of images in pixels, one for each part; widths follow in proportion.
         total_steps: of all epochs, whether or not the run ends earlier.
     """
 
@@ -28,17 +28,18 @@ class ImageSizes:
         return self.sides[min(step * len(self.sides) // self.total_steps, len(self.sides) - 1)]
 
 
-def shrink(images: Any, side: int) -> Any:
-    """Float [b, s, s, 3] -> [b, side, side, 3], as `tf.image.resize` does with antialias, in two matrix products.
+def shrink(images: Any, height: int) -> Any:
+    """Float [b, h, w, c] -> [b, height, w * height / h, c], as `tf.image.resize` with antialias, in two products.
 
-    Each new pixel is a mean of the old ones, weighted by a triangle two new pixels wide.
+    Each new pixel is a mean of the old ones, weighted by a triangle two new pixels wide. `height` is at most h.
     """
-    whole = images.shape[1]
-    rows = tf.constant(_triangles(whole, side), images.dtype)
-    columns = tf.constant(np.kron(_triangles(whole, side), np.eye(3)).T, images.dtype)
-    shrunk = tf.matmul(rows, tf.reshape(images, [-1, whole, whole * 3]))
-    shrunk = tf.matmul(tf.reshape(shrunk, [-1, whole * 3]), columns)
-    return tf.reshape(shrunk, [-1, side, side, 3])
+    _, old_height, old_width, channels = images.shape
+    width = max(1, round(old_width * height / old_height))
+    rows = tf.constant(_triangles(old_height, height), images.dtype)
+    columns = tf.constant(np.kron(_triangles(old_width, width), np.eye(channels)).T, images.dtype)
+    shrunk = tf.matmul(rows, tf.reshape(images, [-1, old_height, old_width * channels]))
+    shrunk = tf.matmul(tf.reshape(shrunk, [-1, old_width * channels]), columns)
+    return tf.reshape(shrunk, [-1, height, width, channels])
 
 
 @cache

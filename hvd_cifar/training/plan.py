@@ -25,6 +25,7 @@ class Plan:
         all_steps: of all epochs, whether or not --max-steps ends the run earlier.
         learning_rate_factor: of the linear scaling rule: global batch over reference batch.
         warmup_epochs: over which the learning rate rises; 1 by default where it is scaled up.
+        evaluation_steps: between evaluations; 0: at the end only.
     """
 
     examples: int
@@ -34,6 +35,11 @@ class Plan:
     all_steps: int
     learning_rate_factor: float
     warmup_epochs: float
+    evaluation_steps: int
+
+    def examples_in_step(self, step: int) -> int:
+        """Examples of the global batch at a global step, counted from 0 over all epochs."""
+        return sampler.examples_in_step(self.examples, self.global_batch_size, step)
 
 
 def threads_of(settings: TrainSettings) -> int | None:
@@ -67,18 +73,18 @@ def resolve(settings: TrainSettings, recipe: Recipe) -> TrainSettings:
     return settings.model_copy(update={**missing, "deterministic": is_deterministic(settings)})
 
 
-def plan(settings: TrainSettings, batch: Batch, examples: int, size: int) -> Plan:
+def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int) -> Plan:
     """The batch arithmetic of resolved settings.
 
     Args:
-        batch: of the recipe.
+        recipe: of the model.
         examples: in the training set.
         size: number of ranks.
 
     Raises:
         UserError: where the global batch leaves a rank, or one of its micro-batches, without an example.
     """
-    shards = settings.virtual_shards
+    shards, batch = settings.virtual_shards, recipe.batch
     if shards is not None and shards % size:
         fitting = ", ".join(str(2**i) for i in range(shards.bit_length()))
         raise UserError(f"--virtual-shards {shards}: {size} ranks do not divide them; start {fitting} ranks")
@@ -98,7 +104,16 @@ def plan(settings: TrainSettings, batch: Batch, examples: int, size: int) -> Pla
     total = max(1, round(steps * settings.epochs))
     factor = settings.learning_rate_factor or scale_of(batch, whole)
     warmup_epochs = settings.warmup_epochs if settings.warmup_epochs is not None else float(factor > 1)
-    return Plan(examples, whole, steps, min(total, settings.max_steps or total), total, factor, warmup_epochs)
+    return Plan(
+        examples=examples,
+        global_batch_size=whole,
+        steps_per_epoch=steps,
+        total_steps=min(total, settings.max_steps or total),
+        all_steps=total,
+        learning_rate_factor=factor,
+        warmup_epochs=warmup_epochs,
+        evaluation_steps=recipe.evaluation_epochs * steps if settings.eval_every is None else settings.eval_every,
+    )
 
 
 def scale_of(batch: Batch, global_batch_size: int) -> float:

@@ -44,7 +44,9 @@ def course_of(settings: TrainSettings, facts: dict[str, Any]) -> dict[str, Any]:
     if settings.lookahead or settings.image_sizes:
         names.append("epochs")  # whose steps its decay, or its sizes, are counted in
     if settings.virtual_shards:
-        names.append("threads_per_rank")  # which the last bits depend on
+        names.append("threads_per_rank")  # which the last bits depend on, as they do on the convolutions
+    else:
+        facts = {name: value for name, value in facts.items() if name != "convolutions"}
     kept = settings.model_dump(mode="json")  # as config.json will say it
     return {**{name: kept[name] for name in names}, **facts}
 
@@ -82,7 +84,7 @@ def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path
         ) from None
     except OSError as failure:
         raise UserError(f"--run-dir {run_dir}: {failure.strerror}; give a folder that can be written") from None
-    _held.append(lock)
+    _held[run_dir] = lock
 
     own = checkpoint.find(run_dir)
     if settings.resume == "never":
@@ -138,7 +140,31 @@ def record(run_dir: Path, settings: TrainSettings, plan: Plan, facts: dict[str, 
         raise UserError(f"cannot write {path}: {failure.strerror}; make room or give another --run-dir") from None
 
 
-_held: list[FileLock] = []  # this process's run directory, until it ends
+_held: dict[Path, FileLock] = {}  # run directories of this process, until their runs end
+
+
+def release(run_dir: Path) -> None:
+    """Let another run have the run directory; nothing where this rank does not hold it."""
+    if lock := _held.pop(run_dir, None):
+        lock.release()
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """What summary.json holds; empty where there is none."""
+    try:
+        found = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def changed_kernels(run_dir: Path, now: str) -> list[str]:
+    """A note where the run so far computed its convolutions differently; under --virtual-shards it was refused."""
+    path = run_dir / "config.json"
+    then = checkpoint.recorded(path).get("convolutions", now) if path.exists() else now
+    if then == now:
+        return []
+    return [f"note: convolutions were {then}, are {now}: results differ by rounding from those of the same machine"]
 
 
 def _origin(settings: TrainSettings) -> Path | None:
@@ -176,6 +202,8 @@ def _refuse_differences(run_dir: Path, now: dict[str, Any]) -> None:
 
 
 def _unused(model: str) -> Path:
-    stem = f"{model}-{datetime.now():%Y%m%d-%H%M%S}"
+    place, _, name = model.rpartition(":")
+    label = f"{Path(place).stem}-{name}" if place else name  # of FILE.py:NAME and package.module:NAME
+    stem = f"{label}-{datetime.now():%Y%m%d-%H%M%S}"
     names = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))  # two runs may start in one second
     return next(path for path in (Path("runs").absolute() / name for name in names) if not path.exists())

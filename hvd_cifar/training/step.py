@@ -19,7 +19,9 @@ from hvd_cifar.distributed.batch_norm import examples_present
 from hvd_cifar.distributed.fixed_order import add_in_tree
 from hvd_cifar.distributed.optimizer import apply_and_sum
 from hvd_cifar.models import Net
-from hvd_cifar.training.image_sizes import shrink
+from hvd_cifar.optim.schedules import Schedule
+from hvd_cifar.training.image_sizes import ImageSizes, shrink
+from hvd_cifar.training.plan import Plan
 
 # No branch or loop here depends on a tensor, so no source has to be rewritten, for 1.6 seconds of each rank's start.
 _graph = partial(tf.function, autograph=False)
@@ -62,6 +64,27 @@ class Share(NamedTuple):
     statistics: list[Any]
 
 
+class TrainStep:
+    """The step of a run by its number: what it is told of its batch, its learning rate and its images' size."""
+
+    def __init__(self, make: Callable[[int], Callable[..., Any]], sizes: ImageSizes, schedule: Schedule, plan: Plan):
+        """`make` builds the step for images of a side; see `make_train_step`."""
+        self._steps = {side: make(side) for side in sizes.sides}
+        self._sizes = sizes
+        self._schedule = schedule
+        self._plan = plan
+
+    def __call__(self, step: int, slices: Sequence[tuple[Any, ...]], request: bool) -> Any:
+        """The step that follows `step` finished ones, on this rank's slices: (image, label, weight, example) each.
+
+        Returns:
+            As the function of `make_train_step`; it may still be on the device.
+        """
+        parts = [(image, label, weight) for image, label, weight, _ in slices]
+        count = tf.constant(self._plan.examples_in_step(step))
+        return self._steps[self._sizes(step)](parts, count, self._schedule(step), tf.constant(float(request)))
+
+
 def cross_entropy(labels: Any, logits: Any, smoothing: float = 0.0) -> Any:
     """Per-example cross-entropy [b] of int labels [b] and logits [b, classes], in float32 or better.
 
@@ -89,7 +112,7 @@ def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence
         averages: of the weights (`optim.averages`), updated after them.
 
     Returns:
-        A function (slices, global_count, learning_rate, request) -> float [2], the same on every rank: the loss of the
+        A function (slices, global_count, learning rate as a number, request) -> float [2], the same on every rank: the loss of the
         global batch (mean cross-entropy plus weight decay; NaN where a variable is not finite), and the sum of the
         ranks' `request`s, by which they agree on a checkpoint without a collective of its own. `slices` are
         (image [b, *image_shape], label [b], weight [b]).
@@ -160,7 +183,7 @@ def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence
             start = [tf.identity(s.value) for s in statistics]
             return update(share_of(image, label, weight, count, start), learning_rate, request)
 
-        return lambda parts, *numbers: whole_step(*parts[0], *numbers)
+        return lambda parts, count, rate, request: whole_step(*parts[0], count, tf.constant(rate, real), request)
 
     # A graph for a slice, which is the same however many slices a rank has; and one for what follows them.
     start_of = [tf.TensorSpec(s.shape, s.dtype) for s in statistics]
@@ -177,10 +200,10 @@ def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence
     def values_of_statistics() -> list[Any]:
         return [tf.identity(s.value) for s in statistics]
 
-    def step_by_slices(parts: Sequence[tuple[Any, ...]], count: Any, learning_rate: Any, request: Any) -> Any:
+    def step_by_slices(parts: Sequence[tuple[Any, ...]], count: Any, rate: float, request: Any) -> Any:
         first = values_of_statistics()
         # Every virtual shard begins with the statistics of the step's start; a rank's micro-batches follow each other.
         shares = (slice_share(*p, count, first if spec.virtual_shards else values_of_statistics()) for p in parts)
-        return update_in_graph(add_in_tree(shares, add), learning_rate, request)
+        return update_in_graph(add_in_tree(shares, add), tf.constant(rate, real), request)
 
     return step_by_slices

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,37 +75,54 @@ def _in_squares(images: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
 
 
 def _train_all(data: str, folder: str, runs: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Several runs in one start of the ranks; the losses of each, and its weights in a file."""
-    import hvd_cifar.training.assemble as assembly
+    """Several runs in one start of the ranks; the losses of each, and its state in a file."""
+    from hvd_cifar import Callback, Dataset
     from hvd_cifar.config import TrainSettings, make
-    from hvd_cifar.data.cifar import Examples
+    from hvd_cifar.data import synthetic
+    from hvd_cifar.data.cifar import CIFAR10
     from hvd_cifar.runtime.world import session
-    from hvd_cifar.training.recipe import resolve
+    from hvd_cifar.training.checkpoint import State
+    from hvd_cifar.training.trainer import OfUser, train_in
 
-    load = vars(assembly)["load"]
+    whole = CIFAR10.read(synthetic.ensure(Path(data)))
+
+    class Losses(Callback):
+        """Every loss, and at the end all that a checkpoint holds but the clocks."""
+
+        def __init__(self) -> None:
+            self.losses: list[float] = []
+
+        def on_log(self, run: Any) -> None:
+            self.losses.append(run.loss)
+
+    states: list[State] = []
+    plain_init = State.__init__
+
+    def remembered(self: Any, *args: Any, **named: Any) -> None:
+        plain_init(self, *args, **named)
+        states.append(self)
+
+    vars_of_state: Any = State
+    vars_of_state.__init__ = remembered
     losses: dict[str, list[float]] = {}
     with session() as world:
         for name, options in runs.items():
             side = FLAT if name == "fast" else 1
-            vars(assembly)["load"] = lambda prepared, side=side: tuple(
-                Examples(_in_squares(part.images[:EXAMPLES], side), part.labels[:EXAMPLES]) for part in load(prepared)
-            )
+            parts = [(_in_squares(p.images[:EXAMPLES], side), p.labels[:EXAMPLES]) for p in (whole.train, whole.test)]
+            dataset = Dataset.from_arrays(*parts[0], *parts[1])
+            dataset = replace(dataset, channel_mean=whole.channel_mean, channel_deviation=whole.channel_deviation)
             place = "resumed" if name in (HALF, RESUMED) else f"{name}/{world.size}"
-            common = {"model": "tutorial", "dataset": "synthetic", "data_dir": data, "run_dir": f"{folder}/{place}"}
+            common = {"model": "tutorial", "run_dir": f"{folder}/{place}", "log_every": 1, "eval_every": 0}
             course = {"global_batch_size": BATCH, "max_steps": STEPS, "epochs": 3, "precision": "float64"}
-            settings = resolve(make(TrainSettings, {**common, **course, **options}))
-            with assembly.assemble(settings, world) as run:
-                losses[name] = []
-                for slices in run.batches:
-                    run.step(slices)
-                    run.log()
-                    assert run._loss is not None
-                    losses[name].append(run._loss)
-                run.save()
-                clocks = {id(v) for v in run.state.clocks}
-                kept = [v.numpy() for v in run.state.variables if id(v) not in clocks]
-                if world.is_root:
-                    np.savez(f"{folder}/{name}-{world.size}", *kept)
+            rate = {"learning_rate_factor": 1, "warmup_epochs": 0, "eval_examples": 8, "check_sync_every": 1000}
+            settings = make(TrainSettings, {**common, **course, **rate, **options})
+            kept = Losses()
+            train_in(world, settings, OfUser(dataset=dataset, callbacks=[kept]))
+            losses[name] = kept.losses
+            clocks = {id(v) for v in states[-1].clocks}
+            values = [v.numpy() for v in states[-1].variables if id(v) not in clocks]
+            if world.is_root:
+                np.savez(f"{folder}/{name}-{world.size}", *values)
     return losses
 
 
@@ -170,8 +188,6 @@ def test_one_rank_trains_as_on_record(embedded: Path, folder: Path) -> None:
 def test_ranks_train_as_the_towers_of_the_tutorial_do(embedded: Path, tmp_path: Path) -> None:
     """3 ranks against 2 towers, which share nothing but the net and the batches with them; 20 steps of 30 examples."""
     from benchmarks import jobs, runs
-    from hvd_cifar.config import TrainSettings, make
-    from hvd_cifar.training.recipe import resolve
 
     options = [*TUTORIAL, embedded, "--global-batch-size", 30, "--precision", "float64"]
     options += ["--max-steps", STEPS, "--run-dir"]
@@ -183,8 +199,7 @@ def test_ranks_train_as_the_towers_of_the_tutorial_do(embedded: Path, tmp_path: 
         jobs.run([str(word) for word in words], run_dir / "log")
     assert len(runs.losses(ranks)) == STEPS
     assert runs.loss_apart(runs.losses(ranks), runs.losses(towers), STEPS) < 1e-12
-    settings = resolve(make(TrainSettings, {"model": "tutorial", "precision": "float64"}))
-    averages = [runs.averages(run_dir, settings) for run_dir in (ranks, towers)]
+    averages = [runs.averages(run_dir) for run_dir in (ranks, towers)]
     # TensorFlow's moving average computes its decay in float32.
     assert averages[0] and runs.weights_apart(*averages) < 1e-6
-    assert runs.weights_apart(runs.weights(ranks, settings), runs.weights(towers, settings)) < 1e-11
+    assert runs.weights_apart(runs.weights(ranks), runs.weights(towers)) < 1e-11

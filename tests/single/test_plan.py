@@ -6,15 +6,27 @@ from typing import Any
 
 import pytest
 
+from hvd_cifar import models
 from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.errors import UserError
-from hvd_cifar.optim.schedules import Schedule
-from hvd_cifar.training.assemble import make_schedule
-from hvd_cifar.training.recipe import plan, resolve
+from hvd_cifar.models.recipe import Batch, Recipe
+from hvd_cifar.optim.schedules import Schedule, cosine
+from hvd_cifar.training.plan import Plan, make_schedule, plan, resolve, scale_of
+
+
+def _recipe(name: str) -> Recipe:
+    recipe = models.BUILT_IN[name].recipe
+    assert recipe is not None
+    return recipe
 
 
 def _resolved(**values: Any) -> TrainSettings:
-    return resolve(make(TrainSettings, values))
+    settings = make(TrainSettings, values)
+    return resolve(settings, _recipe(settings.model))
+
+
+def _plan(settings: TrainSettings, size: int) -> Plan:
+    return plan(settings, _recipe(settings.model), 50_000, size)
 
 
 @pytest.mark.parametrize(
@@ -27,15 +39,14 @@ def test_staircase_after_warm_up(step: int, rate: float) -> None:
 
 
 # The papers' tables: ResNets fall at 32,000 and 48,000 steps of 128; the tutorial every 350 * 50,000 / 128 steps.
+RESNET = {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001}
+
+
 @pytest.mark.parametrize(
     ("values", "size", "expected"),
     [
-        (
-            {"model": "resnet20", "global_batch_size": 128},
-            1,
-            {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001},
-        ),
-        ({"model": "resnet20"}, 1, {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001}),
+        ({"model": "resnet20", "global_batch_size": 128}, 4, RESNET),
+        ({"model": "resnet20"}, 1, RESNET),
         # A shorter run takes its steps at a half and at three quarters, as 32,000 and 48,000 are of 64,000.
         (
             {"model": "resnet20", "epochs": 3, "global_batch_size": 128},
@@ -44,12 +55,15 @@ def test_staircase_after_warm_up(step: int, rate: float) -> None:
         ),
         ({"model": "tutorial", "epochs": 3}, 1, {0: 0.1, 1172: 0.1}),
         ({"model": "tutorial"}, 1, {0: 0.1, 136_717: 0.1, 136_718: 0.01, 273_437: 0.001}),
-        # Two ranks: from 0.1 to 0.2 over the 196 steps of the first epoch.
+        # A batch of 256 is two of 128: from 0.1 to 0.2 over the 196 steps of the first epoch, however it is dealt.
         ({"model": "tutorial"}, 2, {0: 0.1, 98: 0.15, 196: 0.2, 68_358: 0.2, 68_359: 0.02}),
-        # The global batch given: the rate is taken as it stands, at any number of ranks.
-        ({"model": "tutorial", "global_batch_size": 256}, 4, {0: 0.1, 10: 0.1}),
-        ({"model": "tutorial", "learning_rate": 0.05, "warmup_epochs": 0}, 8, {0: 0.4}),
-        ({"model": "tutorial", "gradient_accumulation": 3, "warmup_epochs": 0}, 2, {0: 0.6}),
+        ({"model": "tutorial", "batch_size": 256}, 1, {0: 0.1, 98: 0.15, 196: 0.2}),
+        ({"model": "tutorial", "global_batch_size": 256}, 4, {0: 0.1, 98: 0.15, 196: 0.2}),
+        ({"model": "tutorial", "gradient_accumulation": 2}, 1, {0: 0.1, 98: 0.15, 196: 0.2}),
+        # A smaller batch takes smaller steps, and needs no warm-up.
+        ({"model": "tutorial", "batch_size": 64}, 1, {0: 0.05, 10: 0.05}),
+        ({"model": "resnet20", "learning_rate": 0.05, "warmup_epochs": 0}, 8, {0: 0.4}),
+        ({"model": "resnet20", "gradient_accumulation": 3, "warmup_epochs": 0}, 2, {0: 0.6}),
         ({"model": "tutorial", "warmup_epochs": 2}, 2, {0: 0.1, 196: 0.15, 392: 0.2}),
         # As config.json says it of two ranks with the defaults: the same on any number of ranks.
         (
@@ -57,20 +71,40 @@ def test_staircase_after_warm_up(step: int, rate: float) -> None:
             3,
             {0: 0.1, 98: 0.15, 196: 0.2, 68_358: 0.2, 68_359: 0.02},
         ),
+        # The user's factor replaces the scaling.
+        ({"model": "tutorial", "global_batch_size": 256, "learning_rate_factor": 1}, 4, {0: 0.1, 10: 0.1}),
         # A straight line over all epochs, at any number of ranks, also where the run ends before.
         ({"model": "fast"}, 1, {0: 0.24, 97: 0.192, 484: 0.24 / 485}),
         ({"model": "fast", "max_steps": 200}, 5, {0: 0.24, 97: 0.192}),
         ({"model": "fast", "batch_size": 512, "epochs": 4}, 2, {0: 0.24, 98: 0.12}),
+        # Its rates belong to a batch of 1024.
+        ({"model": "fast", "batch_size": 128, "epochs": 4}, 1, {0: 0.03, 782: 0.015}),
         ({"model": "fast", "epochs": 0.5, "max_steps": 9}, 2, {0: 0.24, 6: 0.18, 24: 0.0}),
         ({"model": "fast", "warmup_epochs": 1}, 2, {0: 0.0, 24: 0.24 * 24 / 49 * (1 - 24 / 485), 49: 0.24 * 436 / 485}),
         # Asked for where nothing is scaled: from 0.
-        ({"model": "tutorial", "global_batch_size": 256, "warmup_epochs": 1}, 4, {0: 0.0, 98: 0.05, 196: 0.1}),
+        ({"model": "tutorial", "global_batch_size": 128, "warmup_epochs": 1}, 4, {0: 0.0, 391: 0.1}),
     ],
 )
 def test_learning_rate_of_a_run(values: dict[str, Any], size: int, expected: dict[int, float]) -> None:
     settings = _resolved(**values)
-    schedule = make_schedule(settings, plan(settings, 50_000, size))
+    schedule = make_schedule(settings, _recipe(settings.model), _plan(settings, size))
     assert {step: schedule(step) for step in expected} == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_rate_is_scaled_by_examples_up_to_the_recipes_limit() -> None:
+    batch = Batch(reference=100, largest_scale=3)
+    assert [scale_of(batch, size) for size in (50, 100, 250, 300, 301, 10_000)] == [0.5, 1, 2.5, 3, 3, 3]
+    assert scale_of(Batch(reference=100), 10_000) == 100
+
+
+def test_a_recipes_own_decay_is_a_function_of_the_part_that_is_done() -> None:
+    recipe = Recipe(learning_rate=0.2, schedule=cosine, epochs=4, batch=Batch(reference=1000))
+    settings = resolve(make(TrainSettings, {"batch_size": 1000}), recipe)
+    schedule = make_schedule(settings, recipe, plan(settings, recipe, 50_000, 1))
+    assert [schedule(step) for step in (0, 100, 200)] == pytest.approx([0.2, 0.1, 0.0], abs=1e-12)
+    other = Recipe(learning_rate=0.2, schedule=lambda done: 1 - done, epochs=4, batch=Batch(reference=1000))
+    changed = make_schedule(settings, other, plan(settings, other, 50_000, 1))
+    assert schedule.exact != changed.exact  # a resumed run refuses another decay
 
 
 @pytest.mark.parametrize(
@@ -92,8 +126,21 @@ def test_learning_rate_of_a_run(values: dict[str, Any], size: int, expected: dic
     ],
 )
 def test_batch_arithmetic(values: dict[str, Any], size: int, batch: int, steps: int, total: int) -> None:
-    found = plan(_resolved(**{"model": "tutorial", **values}), 50_000, size)
+    found = _plan(_resolved(**{"model": "tutorial", **values}), size)
     assert (found.global_batch_size, found.steps_per_epoch, found.total_steps) == (batch, steps, total)
+
+
+@pytest.mark.parametrize(
+    ("values", "steps"),
+    [
+        ({"model": "tutorial", "global_batch_size": 128}, 391),
+        ({"model": "fast"}, 3 * 49),
+        ({"model": "fast", "eval_every": 7}, 7),
+        ({"model": "fast", "eval_every": 0}, 0),
+    ],
+)
+def test_steps_between_evaluations(values: dict[str, Any], steps: int) -> None:
+    assert _plan(_resolved(**values), 1).evaluation_steps == steps
 
 
 @pytest.mark.parametrize(
@@ -113,7 +160,7 @@ def test_batch_arithmetic(values: dict[str, Any], size: int, batch: int, steps: 
 )
 def test_batches_that_do_not_fit_are_refused(values: dict[str, Any], size: int, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        plan(_resolved(**values), 50_000, size)
+        _plan(_resolved(**values), size)
 
 
 def test_recipes_fill_in_only_what_is_not_given() -> None:

@@ -1,0 +1,82 @@
+"""`train` and `evaluate` for Python programs: the commands of these names, with objects beside names.
+
+Start the program on N ranks as any Horovod program: `./run.sh -np 2 python PROGRAM.py`, mpirun or horovodrun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvd_cifar import config
+from hvd_cifar.config import EvaluateSettings, TrainSettings
+from hvd_cifar.data.dataset import Dataset
+from hvd_cifar.training import evaluate_command, trainer, user_code
+from hvd_cifar.training.callbacks import Callback
+from hvd_cifar.training.trainer import OfUser
+
+
+def train(
+    model: str | Callable[..., Any] = "fast",
+    dataset: str | Dataset | Callable[[], Dataset] = "auto",
+    *,
+    callbacks: Sequence[Callback] = (),
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train on all ranks of this job; rank 0 prints, and writes the run directory. A collective.
+
+    Args:
+        model: a name of `config.MODELS`, FILE.py:NAME, package.module:NAME, or the function itself:
+            build(image_shape, classes) -> keras.Model, from float images [b, height, width, channels] to logits
+            [b, classes], alone or as (model, `Recipe`).
+        dataset: a name as of --dataset, a `Dataset`, or a function that returns one.
+        callbacks: objects whose methods are called at events of the run, on every rank.
+        **settings: every option of `train` by its name, such as epochs=5 or global_batch_size=256.
+
+    Returns:
+        The summary of the run, as in summary.json; the same on every rank.
+
+    Raises:
+        UserError: where a setting does not fit the machine, the data or the run directory.
+        TrainingError: where the loss is not finite, or ranks do not average or do not agree.
+    """
+    given, named = _of_user(model, dataset, callbacks)
+    return trainer.train(config.make(TrainSettings, {**named, **settings}), given)
+
+
+def evaluate(
+    run_dir: str | Path,
+    model: str | Callable[..., Any] | None = None,
+    dataset: str | Dataset | Callable[[], Dataset] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Evaluate a run's checkpoint on the whole test set, on all ranks of this job. A collective.
+
+    Args:
+        run_dir: folder of the run.
+        model: the run's, where its record cannot name it: the same function as for `train`.
+        dataset: as for `train`. [default: the run's]
+        **settings: every option of `evaluate` by its name.
+
+    Returns:
+        Accuracy, loss and what they are of, as --output writes them; the same on every rank.
+
+    Raises:
+        UserError: where there is no such run or checkpoint, or its data set is not to be had.
+    """
+    given, named = _of_user(model, dataset, ())
+    named.pop("model", None)  # the run's record names it
+    made = config.make(EvaluateSettings, {"run_dir": run_dir, **named, **settings})
+    return evaluate_command.evaluate_run(made, given)
+
+
+def _of_user(model: Any, dataset: Any, callbacks: Sequence[Callback]) -> tuple[OfUser, dict[str, str]]:
+    """The objects, and the settings that name what a record can name."""
+    named = {}
+    if model is not None:
+        named["model"] = model if isinstance(model, str) else user_code.spec_of(model)
+    if dataset is not None and not isinstance(dataset, Dataset):
+        named["dataset"] = dataset if isinstance(dataset, str) else user_code.spec_of(dataset)
+    objects = (None if isinstance(thing, str) else thing for thing in (model, dataset))
+    return OfUser(*objects, callbacks=tuple(callbacks)), named

@@ -1,0 +1,371 @@
+"""What happens in a run beside its steps: `Callback`, and the program's own ones.
+
+Each callback holds its own state. The program's own come first, in the order of `assemble.callbacks_of`; a user's
+follow.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from hvd_cifar.distributed import collectives
+from hvd_cifar.distributed.replicas import find_divergence
+from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.reporting.metrics import Reporter
+from hvd_cifar.runtime.world import versions
+from hvd_cifar.training.checkpoint import Checkpoints, State
+from hvd_cifar.training.evaluate import Evaluation
+from hvd_cifar.training.progress import Progress, Run
+from hvd_cifar.training.step import moving_statistics
+
+STEPS_LEFT_OUT = 10  # steps whose speed does not count: tracing and cold caches
+
+Tell = Callable[..., None]  # (event, *values): calls a method of every callback
+
+
+class Callback:
+    """Called at events of a run, on every rank alike; each method does nothing until a subclass replaces it.
+
+    Every rank calls every method at the same steps. A method may run collectives, if it does so on every rank. An
+    error ends the run on all ranks.
+    """
+
+    def on_start(self, run: Run) -> None:
+        """Before the first step, also of a run that goes on."""
+
+    def on_step(self, run: Run) -> None:
+        """After each global step. The loss is still on the device: `run.loss` is that of the last log line."""
+
+    def on_log(self, run: Run) -> None:
+        """After each log line: `run.loss` and `run.learning_rate` are those of the last step."""
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        """After each evaluation on the test set."""
+
+    def before_checkpoint(self, run: Run) -> None:
+        """Before a checkpoint is written, when all ranks have the state that it will hold."""
+
+    def on_checkpoint(self, run: Run, path: Path) -> None:
+        """After a checkpoint has been written to `path`, on rank 0's host."""
+
+    def on_end(self, run: Run) -> None:
+        """After the last step; for a user's callbacks the final evaluation and `run.summary` are there."""
+
+
+class ExampleLedger(Callback):
+    """Writes down which examples each rank used in each step (--record-examples)."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self.reporter = reporter
+        self.used: list[tuple[int, list[int]]] = []  # by step, not yet written
+
+    def on_step(self, run: Run) -> None:
+        """Note this rank's examples."""
+        self.used.append((run.step, run.examples))
+
+    def on_log(self, run: Run) -> None:
+        """Write the steps since the last log line."""
+        by_rank = collectives.all_gather_object(self.used)
+        for i, (step, _) in enumerate(self.used):
+            self.reporter.examples(step, [used[i][1] for used in by_rank])
+        self.used.clear()
+
+    def before_checkpoint(self, run: Run) -> None:
+        """What a checkpoint has learnt from is on record."""
+        self.on_log(run)
+
+
+class Logger(Callback):
+    """A log line every --log-every steps; looks at all losses since the last one."""
+
+    def __init__(self, progress: Progress, reporter: Reporter, tell: Tell) -> None:
+        self.progress = progress
+        self.reporter = reporter
+        self.tell = tell
+        self.logged_step = progress.step
+        self.examples = 0  # since the last line
+        self.rates: list[tuple[int, float]] = []  # first step of a line, and its images/s
+
+    def on_start(self, run: Run) -> None:
+        """Start the clock."""
+        self.progress.clock.lap()
+
+    def on_step(self, run: Run) -> None:
+        """Count, and log where it is due."""
+        self.examples += run.plan.examples_in_step(run.step - 1)
+        if run.is_due(run.settings.log_every):
+            self._log(run)
+
+    def on_end(self, run: Run) -> None:
+        """Log what is left."""
+        if self.logged_step < run.step:
+            self._log(run)
+
+    def _log(self, run: Run) -> None:
+        self.progress.check_losses()
+        seconds, steps = self.progress.clock.lap(), run.step - self.logged_step
+        rate = self.examples / seconds
+        self.rates.append((self.logged_step, rate))
+        assert run.loss is not None
+        self.reporter.train(run.step, round(run.epoch, 4), run.loss, run.learning_rate, round(rate, 2), seconds / steps)
+        self.logged_step, self.examples = run.step, 0
+        with self.progress.clock.paused():
+            self.tell("on_log")
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Median over the log lines, without the first steps of this process; None where there is no line."""
+        first = self.progress.first_step + STEPS_LEFT_OUT
+        rates = [rate for start, rate in self.rates if start >= first] or [rate for _, rate in self.rates]
+        return round(statistics.median(rates), 2) if rates else None
+
+
+class MovingStatistics:
+    """Batch norm's moving statistics, which each rank gathers for itself and all average before they are used."""
+
+    def __init__(self, model: keras.Model, are_local: bool, averaged_step: int) -> None:
+        """`averaged_step`: at which they were last the same on all ranks."""
+        self.variables = moving_statistics(model)
+        self.are_local = are_local
+        self.averaged_step = averaged_step
+
+    def average(self, step: int) -> None:
+        """Make them the same on all ranks; once a step, since an average may round. A collective."""
+        if self.are_local and self.averaged_step != step:
+            collectives.average_variables(self.variables)
+            self.averaged_step = step
+
+
+class ReplicaCheck(Callback):
+    """Compares the ranks' variables, bit for bit, every --check-sync-every steps and before each checkpoint."""
+
+    def __init__(self, progress: Progress, state: State, statistics: MovingStatistics, reporter: Reporter) -> None:
+        self.progress = progress
+        self.state = state
+        self.statistics = statistics
+        self.reporter = reporter
+        self.checked_step = -1  # at which the ranks were last found in sync, moving statistics included
+
+    def on_step(self, run: Run) -> None:
+        """Compare where it is due."""
+        if run.is_due(run.settings.check_sync_every):
+            self.check(run, everything=False)
+
+    def before_checkpoint(self, run: Run) -> None:
+        """Compare all that the checkpoint will hold."""
+        self.check(run, everything=True)
+
+    def check(self, run: Run, everything: bool) -> None:
+        """Compare now.
+
+        Args:
+            everything: batch norm's moving statistics also where each rank gathers its own.
+
+        Raises:
+            TrainingError: on every rank, where they differ, and the run is not to go on with rank 0's.
+        """
+        self.progress.check_losses()
+        with self.progress.clock.paused():
+            began = time.perf_counter()
+            variables = self.state.replicated(statistics_too=everything or not self.statistics.are_local)
+            found = find_divergence(variables)
+            if found is not None and run.settings.on_divergence == "stop":
+                raise TrainingError(
+                    f"ranks are out of sync after step {run.step}: {found}; {self.progress.kept}; "
+                    "--on-divergence rebroadcast would go on with rank 0's values"
+                )
+            if found is not None:
+                collectives.broadcast_variables(variables)
+                self.state.mended.assign_add(1)
+                self.reporter.warn(
+                    f"RANKS WERE OUT OF SYNC after step {run.step}: {found}; all go on with rank 0's values"
+                )
+            self.checked_step = run.step
+            self.state.check_seconds.assign_add(time.perf_counter() - began)
+
+
+class Evaluator(Callback):
+    """Evaluates on the test set by --eval-every, with averaged weights where the recipe keeps them."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        evaluate: Callable[[bool], Evaluation],
+        statistics: MovingStatistics,
+        averages: Any,
+        reporter: Reporter,
+        tell: Tell,
+    ) -> None:
+        """`evaluate`: of `evaluate.make_evaluator`; `averages`: a MovingAverage or None."""
+        self.progress = progress
+        self.evaluate = evaluate
+        self.statistics = statistics
+        self.averages = averages
+        self.reporter = reporter
+        self.tell = tell
+        self.newest: tuple[int, Evaluation] | None = None
+
+    def on_step(self, run: Run) -> None:
+        """Evaluate where it is due; the last evaluation belongs to the end."""
+        if run.step < run.total_steps and run.is_due(run.plan.evaluation_steps):
+            self.run_now(run, six_views=False)
+
+    def final(self, run: Run) -> Evaluation:
+        """The evaluation at the last step."""
+        six_views = bool(run.settings.test_time_augmentation)
+        if self.newest and self.newest[0] == run.step and self.newest[1].views == (6 if six_views else 1):
+            return self.newest[1]
+        return self.run_now(run, six_views)
+
+    def run_now(self, run: Run, six_views: bool) -> Evaluation:
+        """Evaluate. A collective.
+
+        Raises:
+            TrainingError: where the loss is not finite.
+        """
+        self.progress.check_losses()  # first: it waits for the device, which is part of the steps' time
+        with self.progress.clock.paused():
+            self.statistics.average(run.step)
+            if self.averages:
+                self.averages.swap()
+            found = self.evaluate(six_views)
+            if self.averages:
+                self.averages.swap()
+            if not math.isfinite(found.loss):
+                raise self.progress.diverged(f"test loss = {found.loss} at step {run.step}")
+            self.newest = (run.step, found)
+            self.reporter.evaluation(run.step, round(run.epoch, 4), found.accuracy, found.loss, found.examples)
+            self.tell("on_evaluation", found)
+        return found
+
+
+class Checkpointer(Callback):
+    """Writes a checkpoint every --checkpoint-every steps, on request and at the end."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        state: State,
+        checkpoints: Checkpoints | None,
+        statistics: MovingStatistics,
+        reporter: Reporter,
+        tell: Tell,
+    ) -> None:
+        """`checkpoints`: of rank 0; None on the others."""
+        self.progress = progress
+        self.state = state
+        self.checkpoints = checkpoints
+        self.statistics = statistics
+        self.reporter = reporter
+        self.tell = tell
+        self.seconds_before = 0.0  # of training, before this process
+        self.began = 0.0
+
+    def on_start(self, run: Run) -> None:
+        """Start the clock of the whole run."""
+        self.seconds_before = float(self.state.seconds.numpy())
+        self.began = time.perf_counter()
+
+    def on_step(self, run: Run) -> None:
+        """Save where it is due or asked for."""
+        if run.is_due(run.settings.checkpoint_every) or self.progress.checkpoint_was_requested:
+            self.save(run)
+
+    def on_end(self, run: Run) -> None:
+        """Save the last step."""
+        self.save(run)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, set-up left out, those before a resume included."""
+        return self.seconds_before + time.perf_counter() - self.began
+
+    def save(self, run: Run) -> None:
+        """Write a checkpoint of this step, unless there is one. A collective."""
+        self.progress.check_losses()
+        with self.progress.clock.paused():
+            self.statistics.average(run.step)
+            self.tell("before_checkpoint")
+            if self.progress.saved_step != run.step:
+                self.state.step.assign(run.step)
+                self.state.seconds.assign(self.seconds)
+                path = collectives.on_root(lambda: self.checkpoints.save() if self.checkpoints else Path())
+                self.progress.saved_step = run.step
+                self.reporter.say(f"step {run.step}: saved {path}")
+                self.tell("on_checkpoint", path)
+            self.progress.checkpoint_was_requested = False
+
+
+class Summariser(Callback):
+    """At the end: the last evaluation, the digests of all ranks, and summary.json."""
+
+    def __init__(
+        self,
+        logger: Logger,
+        replicas: ReplicaCheck,
+        evaluator: Evaluator,
+        checkpointer: Checkpointer,
+        results: dict[str, Any],
+    ) -> None:
+        """`results`: what `Run` shows of the run's results."""
+        self.logger = logger
+        self.replicas = replicas
+        self.evaluator = evaluator
+        self.checkpointer = checkpointer
+        self.results = results
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        """Show the newest one."""
+        self.results["evaluation"] = evaluation
+
+    def on_end(self, run: Run) -> None:
+        """Evaluate, compare digests, write the summary."""
+        found, state, reporter = self.evaluator.final(run), self.checkpointer.state, self.evaluator.reporter
+        self.results["evaluation"] = found
+        seconds = self.checkpointer.seconds
+        digests = collectives.all_gather_object(collectives.digest(run.model.variables))
+        last = collectives.broadcast_object(reporter.last_train)
+        summary = {
+            "dataset": run.dataset,
+            "model": run.settings.model,
+            "world_size": run.world.size,
+            "global_batch_size": run.plan.global_batch_size,
+            "steps": run.step,
+            "epochs": round(run.epoch, 4),
+            "seed": run.settings.seed,
+            "precision": run.settings.precision,
+            "train_loss": last.get("loss"),
+            "test_accuracy": found.accuracy,
+            "test_loss": found.loss,
+            "test_views": found.views,
+            "test_accuracy_of_one_view": found.plain_accuracy,
+            "test_examples": found.examples,
+            "images_per_second": self.logger.images_per_second or last.get("images_per_second"),
+            "training_seconds": round(seconds, 3),
+            "replicas_identical": self.replicas.checked_step == run.step and len(set(digests)) == 1,
+            "divergences_mended": int(state.mended.numpy()),
+            "sync_check_seconds": round(float(state.check_seconds.numpy()), 6),
+            "weights_sha256": digests[0],
+            "weights_sha256_by_rank": digests,
+            "versions": versions(),
+        }
+        self.results["summary"] = collectives.broadcast_object(summary)
+        reporter.summary(summary)
+        reporter.say(
+            f"{run.dataset}, {run.settings.model}: test accuracy {found.accuracy:.2%} after {run.step} steps "
+            f"({run.epoch:.2f} epochs) in {seconds:.1f} s; {run.run_dir / 'summary.json'}"
+        )
+
+
+def check_interface(callbacks: Sequence[Any]) -> None:
+    """UserError where an object is no callback: a method of another name would never be called."""
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise UserError(f"--callbacks: {callback!r} is no Callback; derive its class from hvd_cifar.Callback")

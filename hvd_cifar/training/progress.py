@@ -1,0 +1,174 @@
+"""Where a run is: its step, its losses, its clock; and the view of it that callbacks get."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from hvd_cifar.config import TrainSettings
+from hvd_cifar.data import sampler
+from hvd_cifar.errors import TrainingError
+from hvd_cifar.optim.schedules import Schedule
+from hvd_cifar.runtime.world import World
+from hvd_cifar.training.plan import Plan
+
+
+class StepClock:
+    """Seconds of training steps: evaluation and saving are left out."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._resumed = time.perf_counter()
+        self._pauses = 0
+
+    def lap(self) -> float:
+        """Seconds since the last lap, and the next lap begins."""
+        now = time.perf_counter()
+        seconds = self._seconds + (0.0 if self._pauses else now - self._resumed)
+        self._seconds, self._resumed = 0.0, now
+        return seconds
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep the time of the block out of the lap; blocks may lie within each other."""
+        if not self._pauses:
+            self._seconds += time.perf_counter() - self._resumed
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            self._resumed = time.perf_counter()
+
+
+class Progress:
+    """What the loop moves on, on every rank alike."""
+
+    def __init__(self, first_step: int, saved_step: int, release: Callable[[], None] = lambda: None) -> None:
+        """Begin at a step.
+
+        Args:
+            first_step: finished global steps.
+            saved_step: of the newest checkpoint of this run; -1: none.
+            release: frees what the run holds for itself alone, at its end.
+        """
+        self.first_step = self.step = first_step
+        self.saved_step = saved_step
+        self.release = release
+        self.loss: float | None = None
+        self.clock = StepClock()
+        self.checkpoint_was_requested = False
+        self.has_request = False  # this rank's own, of which the others do not know yet
+        self.slices: Sequence[tuple[Any, ...]] = ()
+        self._unseen: list[Any] = []  # results of steps, left on the device until somebody looks
+
+    def add(self, slices: Sequence[tuple[Any, ...]], result: Any) -> None:
+        """A step is done: its slices, and float [2] with the loss and the number of ranks that ask for a checkpoint."""
+        self.step += 1
+        self.slices = slices
+        self._unseen.append(result)
+
+    def on_request(self, *_: Any) -> None:
+        """Ask all ranks for a checkpoint: the handler of a signal."""
+        self.has_request = True
+
+    def check_losses(self) -> None:
+        """Look at every result since the last look; results are the same on all ranks, so all act alike.
+
+        Raises:
+            TrainingError: at the first loss that is not finite.
+        """
+        first = self.step - len(self._unseen) + 1
+        for step, (loss, requests) in enumerate((r.numpy() for r in self._unseen), start=first):
+            if not math.isfinite(loss):
+                raise self.diverged(f"loss = {float(loss)} at step {step}")
+            self.loss = float(loss)
+            if requests > 0:
+                self.checkpoint_was_requested = True
+                self.has_request = False
+        self._unseen.clear()
+
+    def diverged(self, how: str) -> TrainingError:
+        """The error of a run whose numbers are not finite any more."""
+        return TrainingError(f"model diverged with {how}; {self.kept}; lower --learning-rate or give --clip-norm")
+
+    @property
+    def kept(self) -> str:
+        """What a run that ends here leaves to go on from, in words."""
+        return f"the checkpoint of step {self.saved_step} is kept" if self.saved_step >= 0 else "nothing was saved"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its callbacks see it, on every rank. It can be read, not changed.
+
+    Attributes:
+        settings: every option, with the recipe's values where the user gave none.
+        world: this rank and the others: rank, size, host, device.
+        plan: the batch arithmetic.
+        schedule: learning rate by step.
+        model: the Keras model that is trained.
+        dataset: name of the data set.
+        run_dir: folder of the run's files.
+    """
+
+    settings: TrainSettings
+    world: World
+    plan: Plan
+    schedule: Schedule
+    model: keras.Model
+    dataset: str
+    run_dir: Path
+    _progress: Progress
+    _results: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Finished global steps."""
+        return self._progress.step
+
+    @property
+    def total_steps(self) -> int:
+        """Global steps at which the run ends."""
+        return self.plan.total_steps
+
+    @property
+    def epoch(self) -> float:
+        """Epochs done, counted in steps."""
+        return self.step / self.plan.steps_per_epoch
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the last step."""
+        return self.schedule(max(0, self.step - 1))
+
+    @property
+    def loss(self) -> float | None:
+        """Loss of the global batch of the last step that was logged; None before the first."""
+        return self._progress.loss
+
+    @property
+    def examples(self) -> list[int]:
+        """Indices of the training examples that this rank used in the last step."""
+        return [int(i) for *_, index in self._progress.slices for i in index.numpy() if i != sampler.PADDING]
+
+    @property
+    def evaluation(self) -> Any:
+        """The newest `Evaluation` on the test set; None before the first."""
+        return self._results.get("evaluation")
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """What summary.json holds; empty before the end."""
+        return self._results.get("summary", {})
+
+    def is_due(self, every: int) -> bool:
+        """Whether a multiple of so many steps is done; 0: never."""
+        return every > 0 and self.step % every == 0

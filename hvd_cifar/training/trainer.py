@@ -1,0 +1,118 @@
+"""The training loop: the page to read first."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_cifar.config import TrainSettings
+from hvd_cifar.data.dataset import Dataset
+from hvd_cifar.distributed import collectives
+from hvd_cifar.errors import UserError
+from hvd_cifar.reporting.metrics import Reporter
+from hvd_cifar.runtime.world import World, session
+from hvd_cifar.training.callbacks import Callback
+from hvd_cifar.training.plan import is_deterministic, threads_of
+from hvd_cifar.training.progress import Progress, Run
+from hvd_cifar.training.run_dir import read_summary
+from hvd_cifar.training.step import TrainStep
+
+Slices = list[tuple[Any, ...]]  # of a rank, for one step: (image, label, weight, example) each
+
+
+@dataclass(frozen=True)
+class OfUser:
+    """What a Python program passes as objects, where the command line has names; None: as the settings say."""
+
+    model: Callable[..., Any] | None = None
+    dataset: Dataset | Callable[[], Dataset] | None = None
+    callbacks: Sequence[Callback] = ()
+
+
+def train(settings: TrainSettings, given: OfUser | None = None) -> dict[str, Any]:
+    """Train as the settings say, on all ranks of this job; rank 0 prints and writes.
+
+    Returns:
+        The summary of the run, as in summary.json; the same on every rank.
+
+    Raises:
+        UserError: where a setting does not fit the machine, the data or the run directory.
+        TrainingError: where the loss is not finite, or the ranks do not average or do not agree.
+    """
+    with session(threads_of(settings), is_deterministic(settings)) as world:
+        return train_in(world, settings, given)
+
+
+def train_in(world: World, settings: TrainSettings, given: OfUser | None = None) -> dict[str, Any]:
+    """Train on ranks that have started."""
+    from hvd_cifar.training.assemble import assemble  # which makes the Trainer below
+
+    return assemble(settings, world, given or OfUser()).train()
+
+
+class Trainer:
+    """The loop over global steps. Everything but the steps themselves is done by callbacks."""
+
+    def __init__(
+        self,
+        run: Run,
+        progress: Progress,
+        step: TrainStep,
+        batches: Iterator[Slices],
+        reporter: Reporter,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        """`progress` is what `run` shows and the loop moves on; `batches` are the slices of each step that is left."""
+        self.run = run
+        self.progress = progress
+        self.step = step
+        self.batches = batches
+        self.reporter = reporter
+        self.callbacks = callbacks
+
+    def train(self) -> dict[str, Any]:
+        """Make all steps that are left, and return the run's summary; a collective."""
+        if self.progress.step == self.run.total_steps:
+            done: dict[str, Any] = collectives.broadcast_object(read_summary(self.run.run_dir))
+            if done.get("steps") == self.progress.step:
+                self.reporter.say(f"nothing left to do after step {self.run.step}: see {self.run.run_dir}/summary.json")
+                return done
+        with self._open():
+            self.tell("on_start")
+            for slices in self.batches:
+                self.progress.add(slices, self.step(self.progress.step, slices, self.progress.has_request))
+                self.tell("on_step")
+            self.tell("on_end")
+        return dict(self.run.summary)
+
+    def tell(self, event: str, *values: Any) -> None:
+        """Call a method of every callback, in their order."""
+        for callback in self.callbacks:
+            getattr(callback, event)(self.run, *values)
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        """Listen for requests, and leave the terminal and the files in order, also after an error."""
+        main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGUSR1, self.progress.on_request) if main else None
+        first, total = self.run.step, self.run.total_steps
+        try:
+            if first < total:
+                self.reporter.withdraw_summary()
+            self.reporter.open(first, self.run.settings.record_examples)
+            with self.reporter.progress(first, total):
+                yield
+        except BaseException:
+            with contextlib.suppress(UserError):  # the error under way is the one to tell of
+                self.reporter.close()
+            raise
+        else:
+            self.reporter.close()
+        finally:
+            if main:
+                signal.signal(signal.SIGUSR1, before or signal.SIG_IGN)
+            self.progress.release()

@@ -1,0 +1,82 @@
+"""A user's own model, data set or callback: an object by its name, the same on every rank of every host."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hvd_cifar.distributed import collectives
+from hvd_cifar.errors import UserError, cause_of
+
+
+def load(spec: str, option: str) -> Any:
+    """The object that FILE.py:NAME or package.module:NAME names. A collective.
+
+    Every rank runs rank 0's text of a FILE.py, also on hosts that lack the file. What the file imports from its own
+    folder must be on every host.
+
+    Args:
+        spec: checked by `config`.
+        option: for messages, such as "--model".
+
+    Raises:
+        UserError: on every rank, where one cannot find or run it; it names the cause.
+    """
+    place, _, name = spec.rpartition(":")
+    text = collectives.on_root(lambda: _read(Path(place), f"{option} {spec}")) if place.endswith(".py") else None
+    return collectives.on_every_rank(lambda: _object(place, name, text, f"{option} {spec}"))
+
+
+def _read(file: Path, what: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as failure:
+        reason = getattr(failure, "strerror", None) or "is not text"
+        raise UserError(f"{what}: {reason}; give a Python file that rank 0's host has") from None
+
+
+def _object(place: str, name: str, text: str | None, what: str) -> Any:
+    try:
+        module = importlib.import_module(place) if text is None else _module_of(Path(place), text)
+    except (Exception, SystemExit) as failure:
+        raise UserError(f"{what}: {cause_of(failure)}") from failure
+    if not hasattr(module, name):
+        public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
+        raise UserError(f"{what}: there is no {name} in {place}, which has {public[:200]}")
+    return getattr(module, name)
+
+
+def _module_of(file: Path, text: str) -> Any:
+    """The file as a module, run once a process; its folder is importable as for a script."""
+    name = f"{file.stem}_{hashlib.sha256(f'{file}{text}'.encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not (file.exists() and file.read_text(encoding="utf-8") == text):
+        file = Path(tempfile.mkdtemp(prefix="hvd_cifar-")) / file.name  # for tracebacks
+        file.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def spec_of(thing: Any) -> str:
+    """How an object that a Python program passes is written down: FILE.py:NAME of the program, or module:NAME."""
+    module, name = getattr(thing, "__module__", "__main__"), getattr(thing, "__qualname__", type(thing).__name__)
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if module == "__main__" and file:
+        return f"{Path(file).absolute()}:{name.rpartition('.')[2].strip('<>')}"
+    return f"{module}:{name.rpartition('.')[2].strip('<>')}"

@@ -1,0 +1,223 @@
+"""A user's own net, data set and callback, from Python and from the command line, on real ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import CHECKOUT, environment, run_ranks
+
+EXAMPLES = 42  # in batches of 8: the last of an epoch has 2 examples, fewer than 3 ranks
+
+
+def _data() -> Any:
+    """Grey images, wider than high, of three classes: a class is the third that is bright."""
+    import numpy as np
+
+    import hvd_cifar
+
+    generator = np.random.default_rng(7)
+
+    def part(count: int) -> tuple[Any, Any]:
+        labels = generator.integers(0, 3, count)
+        images = generator.integers(0, 60, (count, 10, 12), dtype=np.uint8)
+        for image, label in zip(images, labels, strict=True):
+            image[:, 4 * label : 4 * label + 4] += 120
+        return images, labels
+
+    return hvd_cifar.Dataset.from_arrays(*part(EXAMPLES), *part(21))
+
+
+def _net(image_shape: tuple[int, int, int], classes: int) -> Any:
+    """Keras's own layers, batch norm among them."""
+    import keras
+    from keras import layers
+
+    images = x = keras.Input(image_shape)
+    x = layers.Conv2D(4, 3, padding="same", kernel_regularizer=keras.regularizers.L2(1e-3))(x)
+    x = layers.ReLU()(layers.BatchNormalization(momentum=0.9)(x))
+    return keras.Model(images, layers.Dense(classes)(layers.GlobalAveragePooling2D()(x)))
+
+
+def _train(run_dir: str, steps: int, callbacks: Any = (), **more: Any) -> dict[str, Any]:
+    import hvd_cifar
+
+    common = {"global_batch_size": 8, "epochs": 10, "precision": "float64", "sync_batch_norm": True, "log_every": 1}
+    common |= {"eval_every": 0, "warmup_epochs": 0, "run_dir": run_dir, "max_steps": steps}
+    return hvd_cifar.train(_net, _data(), callbacks=callbacks, **{**common, **more})
+
+
+def _twice_in_one_process(folder: str) -> dict[str, Any]:
+    """A run, the same run resumed, and another one beside them; what a callback saw of the first two."""
+    import hvd_cifar
+
+    seen: list[list[Any]] = []
+
+    class Recorder(hvd_cifar.Callback):
+        def on_start(self, run: Any) -> None:
+            seen.append(["start", run.step, run.world.rank, run.total_steps])
+
+        def on_step(self, run: Any) -> None:
+            seen.append(["step", run.step, run.examples])
+
+        def on_log(self, run: Any) -> None:
+            seen.append(["log", run.step, run.loss is not None and run.learning_rate > 0])
+
+        def on_evaluation(self, run: Any, evaluation: Any) -> None:
+            seen.append(["evaluation", run.step, evaluation.examples])
+
+        def before_checkpoint(self, run: Any) -> None:
+            seen.append(["before checkpoint", run.step])
+
+        def on_checkpoint(self, run: Any, path: Path) -> None:
+            seen.append(["checkpoint", run.step, path.name])
+
+        def on_end(self, run: Any) -> None:
+            seen.append(["end", run.step, run.summary["steps"], run.evaluation.examples])
+
+    often = {"log_every": 2, "eval_every": 3, "checkpoint_every": 4}
+    first = _train(f"{folder}/a", 4, [Recorder()], **often)
+    resumed = _train(f"{folder}/a", 6, [Recorder()], **often)
+    whole = _train(f"{folder}/b", 6, **often)
+    again = hvd_cifar.evaluate(f"{folder}/b", _net, _data())
+    return {"seen": seen, "summaries": [first, resumed, whole], "evaluated": again}
+
+
+def test_train_and_evaluate_twice_in_one_process_with_a_callback(tmp_path: Path) -> None:
+    one, other = run_ranks(_twice_in_one_process, 2, str(tmp_path), timeout=300)
+    assert one["summaries"] == other["summaries"]
+    first, resumed, whole = one["summaries"]
+    assert (first["steps"], resumed["steps"], whole["steps"]) == (4, 6, 6)
+    assert resumed["weights_sha256"] == whole["weights_sha256"] != first["weights_sha256"]
+    for name in ("test_accuracy", "test_loss", "test_examples"):
+        assert one["evaluated"][name] == pytest.approx(whole[name], rel=1e-9)
+
+    def events(seen: list[list[Any]]) -> list[list[Any]]:
+        return [event[:1] + event[1:2] for event in seen]
+
+    assert events(one["seen"]) == events(other["seen"])
+    assert events(one["seen"]) == [
+        ["start", 0], ["step", 1], ["log", 2], ["step", 2], ["evaluation", 3], ["step", 3],
+        ["log", 4], ["before checkpoint", 4], ["checkpoint", 4], ["step", 4],
+        ["before checkpoint", 4], ["evaluation", 4], ["end", 4],
+        ["start", 4], ["step", 5], ["log", 6], ["step", 6],
+        ["before checkpoint", 6], ["checkpoint", 6], ["evaluation", 6], ["end", 6],
+    ]  # fmt: skip
+    used = [
+        sorted(mine[2] + theirs[2])
+        for mine, theirs in zip(one["seen"], other["seen"], strict=True)
+        if mine[0] == "step"
+    ]
+    assert sorted(sum(used, [])) == list(range(EXAMPLES))  # every example once in the six steps of the first epoch
+
+
+def _losses_and_weights(folder: str, halves: bool) -> dict[str, Any]:
+    """12 steps, two epochs; where asked for in two halves, the first of which one rank fewer may have made."""
+    import numpy as np
+
+    import hvd_cifar
+
+    class Losses(hvd_cifar.Callback):
+        def __init__(self) -> None:
+            self.losses: list[float] = []
+            self.weights: list[Any] = []
+
+        def on_log(self, run: Any) -> None:
+            self.losses.append(run.loss)
+
+        def on_end(self, run: Any) -> None:
+            self.weights = [np.asarray(v).ravel().tolist() for v in run.model.variables]
+
+    kept = Losses()
+    _train(folder, 7 if halves else 12, [kept], learning_rate=0.02, learning_rate_factor=1)
+    return {"losses": kept.losses, "weights": sum(kept.weights, [])}
+
+
+def test_a_foreign_net_and_data_set_train_alike_on_any_ranks_and_resume(tmp_path: Path) -> None:
+    (alone,) = run_ranks(_losses_and_weights, 1, str(tmp_path / "1"), False, timeout=300)
+    assert len(set(alone["losses"])) == 12
+    for n in (2, 3):
+        for found in run_ranks(_losses_and_weights, n, str(tmp_path / str(n)), False, timeout=300):
+            assert found["losses"] == pytest.approx(alone["losses"], rel=1e-12)
+            assert found["weights"] == pytest.approx(alone["weights"], rel=1e-9, abs=1e-11)
+    run_ranks(_losses_and_weights, 2, str(tmp_path / "cut"), True, timeout=300)
+    found = run_ranks(_losses_and_weights, 3, str(tmp_path / "cut"), False, timeout=300)[0]
+    assert found["losses"] == pytest.approx(alone["losses"][7:], rel=1e-12)
+    assert found["weights"] == pytest.approx(alone["weights"], rel=1e-9, abs=1e-11)
+
+
+def _command(n: int, *words: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
+    launcher = ["mpirun", "-q", "-np", str(n), "--bind-to", "none"] if n > 1 else []
+    command = [*launcher, sys.executable, "-m", "hvd_cifar", *map(str, words)]
+    env = environment({"PYTHONPATH": str(CHECKOUT)})
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=cwd)
+
+
+MINE = """
+import keras, numpy as np
+from hvd_cifar import Callback, Dataset, Recipe
+
+def build(image_shape, classes):
+    return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(classes)])
+
+def adam(image_shape, classes):
+    return build(image_shape, classes), Recipe(optimizer=keras.optimizers.Adam, learning_rate=1e-3, epochs=2)
+
+def load():
+    images = np.zeros((60, 8, 8, 3), np.uint8)
+    labels = np.arange(60) % 4
+    images[np.arange(60), labels] = 200
+    return Dataset.from_arrays(images, labels, images[:20], labels[:20])
+
+class Shout(Callback):
+    def on_end(self, run):
+        if run.world.rank == 0:
+            print("SHOUT", run.step, run.settings.learning_rate)
+
+def three_logits(image_shape, classes):
+    return build(image_shape, 3)
+
+def broken(image_shape, classes):
+    raise KeyError("no such layer")
+"""
+
+
+def test_own_files_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "nets.py").write_text(MINE)
+    words: list[Any] = ["train", "--dataset", "mine.py:load", "--run-dir", tmp_path / "run", "--batch-size", 5]
+    done = _command(2, *words, "--model", "package.nets:adam", "--callbacks", "mine.py:Shout", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("SHOUT 12 0.001") == 1  # 2 epochs of 6 steps of 10
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["model"] == "package.nets:adam" and config["dataset"] == f"{tmp_path}/mine.py:load"
+    # Evaluated from elsewhere by what the run has recorded.
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "package").symlink_to(tmp_path / "package")
+    done = _command(1, "evaluate", "--run-dir", tmp_path / "run", cwd=tmp_path / "elsewhere")
+    assert done.returncode == 0 and "20 examples, 1 rank" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model", "nowhere.py:build"], "nowhere.py:build: No such file or directory"),
+        (["--model", "mine.py:absent"], "there is no absent in"),
+        (["--model", "mine.py:three_logits"], "makes (None, 3) from images (None, 8, 8, 3); make (None, 4)"),
+        (["--model", "mine.py:broken"], "KeyError: 'no such layer'"),
+        (["--dataset", "mine.py:build"], "--dataset"),
+        (["--callbacks", "mine.py:load"], "--callbacks"),
+    ],
+)
+def test_what_is_wrong_with_own_code_is_one_line(options: list[str], words: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    own = {"--model": "mine.py:build", "--dataset": "mine.py:load", **dict([options])}
+    done = _command(1, "train", *sum(map(list, own.items()), []), "--run-dir", tmp_path / "run", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr and len(done.stderr.splitlines()) == 1
