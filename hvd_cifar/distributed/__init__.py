@@ -1,6 +1,6 @@
-"""The only room that knows Horovod and MPI.
+"""Data-parallel training over Horovod, for any Keras 3 program.
 
-`DistributedOptimizer`, `SyncBatchNormalization` and `broadcast_variables` serve any Keras 3 program on their own:
+This room and `runtime` are the only ones that know Horovod and MPI. A program needs no more than this:
 
     import horovod.tensorflow as hvd
     from hvd_cifar.distributed import DistributedOptimizer, broadcast_variables
@@ -8,6 +8,9 @@
     hvd.init()
     optimizer = DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size()))
     broadcast_variables(model)
+
+`convert_sync_batch_norm(model)` makes its batch norm layers use the statistics of the global batch, and
+`prove_averaging(DistributedOptimizer)` shows, before training, that gradients reach all ranks.
 
 Names are loaded when they are first used, so that importing the package does not start TensorFlow.
 """
@@ -18,22 +21,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hvd_cifar.distributed.batch_norm import SyncBatchNormalization
-    from hvd_cifar.distributed.collectives import broadcast_variables, prove_averaging
+    from hvd_cifar.distributed.batch_norm import SyncBatchNormalization, convert_sync_batch_norm
+    from hvd_cifar.distributed.collectives import broadcast_variables
     from hvd_cifar.distributed.optimizer import DistributedOptimizer
+    from hvd_cifar.distributed.proof import prove_averaging
 
 __all__ = [
     "DistributedOptimizer",
     "SyncBatchNormalization",
     "broadcast_variables",
+    "convert_sync_batch_norm",
     "prove_averaging",
 ]
 
 _ROOMS = {
     "DistributedOptimizer": "optimizer",
     "SyncBatchNormalization": "batch_norm",
+    "convert_sync_batch_norm": "batch_norm",
     "broadcast_variables": "collectives",
-    "prove_averaging": "collectives",
+    "prove_averaging": "proof",
 }
 
 

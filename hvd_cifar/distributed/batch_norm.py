@@ -1,49 +1,160 @@
-"""`SyncBatchNormalization`: batch normalisation with the statistics of the global batch.
+"""Batch normalisation with the statistics of the global batch: as a layer, and for the layers of a model that is there.
 
 Horovod's own layer is made for Keras 2 and does not run under Keras 3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvd_cifar.distributed import collectives
-from hvd_cifar.models.normalization import FusedBatchNormalization, present
+from hvd_cifar.distributed.subclass import put_in_front
+
+_present: ContextVar[Any] = ContextVar("present", default=True)
 
 
-class SyncBatchNormalization(FusedBatchNormalization):
-    """Batch normalisation over [b, h, w, c] by the mean and variance of all ranks' images together.
+@contextmanager
+def examples_present(flag: Any) -> Iterator[None]:
+    """Within this, synchronised layers leave this rank's batch out of the statistics where `flag` is false.
 
-    Every rank adds up its images, their squares and their number, and one all-reduce of 2 c + 1 numbers turns these
-    into the sums of the global batch; its gradient is an all-reduce too, since each rank's images move the loss of all
-    others. What ranks of unequal batches compute is therefore what one rank with all images would. Every rank has to
-    call the layer equally often: with `training`, it is a collective.
+    A rank without an example still makes the step, on a stand-in: no convolution takes an empty batch on the CPU.
+
+    Args:
+        flag: a boolean scalar; a tensor in a graph.
+    """
+    token = _present.set(flag)
+    try:
+        yield
+    finally:
+        _present.reset(token)
+
+
+class _Synchronized:
+    """The class in front of a batch norm layer's own; it replaces what the layer does in training.
 
     Sums are taken of the distance to the moving mean, which is the same on all ranks: the variance is then a difference
-    of small numbers (Chan, Golub, LeVeque 1983, "shifted data"). Weights, saved form and behaviour in evaluation are
-    those of `FusedBatchNormalization`.
+    of small numbers (Chan, Golub, LeVeque 1983, "shifted data").
     """
 
-    def call(self, images: Any, training: bool = False) -> Any:
-        """[b, h, w, c] -> the same shape and type; `training` uses and gathers the global batch's statistics."""
-        if not training:
-            return super().call(images, training=False)
-        real = tf.convert_to_tensor(self.gamma).dtype
-        channels = images.shape[-1]
-        shift = tf.convert_to_tensor(self.moving_mean)
-        shifted = tf.cast(images, real) - shift
-        own = tf.reduce_sum(shifted, [0, 1, 2]), tf.reduce_sum(tf.square(shifted), [0, 1, 2])
-        count = tf.cast(tf.reshape(tf.size(images) // channels, [1]), real)
-        # Horovod: sums and counts, which make no difference between equal and unequal batches.
-        sums = collectives.all_reduce_in_graph(tf.concat([*own, count], axis=0) * tf.cast(present(), real))
-        total = tf.maximum(sums[-1], 1.0)  # 0 where no rank has an example of this slice
+    _unbiased = False  # whether the moving variance takes n / (n - 1) times the batch's
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        """Inputs of any rank -> the same shape; with `training` a collective."""
+        if not training or not self.trainable:  # type: ignore[attr-defined]
+            return super().call(inputs, training=False)  # type: ignore[misc]
+        real = tf.float64 if inputs.dtype == tf.float64 else tf.float32
+        axis = getattr(self, "axis", -1) % inputs.shape.rank
+        channels, others = inputs.shape[axis], [i for i in range(inputs.shape.rank) if i != axis]
+        along = [channels if i == axis else 1 for i in range(inputs.shape.rank)]
+        moving_mean = tf.cast(self.moving_mean, real)  # type: ignore[has-type]
+        moving_variance = tf.cast(self.moving_variance, real)  # type: ignore[has-type]
+
+        shifted = counted = tf.cast(inputs, real) - tf.reshape(moving_mean, along)
+        count = tf.cast(tf.reshape(tf.size(inputs) // channels, [1]), real)
+        if mask is not None:
+            counted = tf.where(mask[..., None], shifted, tf.zeros([], real))
+            count = tf.reshape(tf.reduce_sum(tf.cast(mask, real)), [1])
+        own = tf.concat([tf.reduce_sum(counted, others), tf.reduce_sum(tf.square(counted), others), count], axis=0)
+        # Horovod: sums and counts, so that ranks of unequal batches come to what one rank with all examples would.
+        sums = collectives.all_reduce_in_graph(own * tf.cast(_present.get(), real))
+        total = tf.maximum(sums[-1], 1.0)  # 0 where no rank has an example
         mean = sums[:channels] / total  # of the distances
-        variance = tf.maximum(sums[channels:-1] / total - tf.square(mean), 0.0)
-        step = (1.0 - self.momentum) * tf.minimum(sums[-1], 1.0)  # from no example nothing is learnt
-        self.moving_mean.assign(shift + step * mean)
-        unbiased = variance * total / tf.maximum(total - 1.0, 1.0)
-        self.moving_variance.assign(self.moving_variance + step * (unbiased - self.moving_variance))
-        scale = tf.convert_to_tensor(self.gamma) * tf.math.rsqrt(variance + self.epsilon)
-        return tf.cast((shifted - mean) * scale + tf.convert_to_tensor(self.beta), images.dtype)
+        variance = tf.maximum(sums[channels:-1] / total - tf.square(mean), 0.0)  # rounding may leave it below 0
+
+        step = (1.0 - self.momentum) * tf.minimum(sums[-1], 1.0)  # type: ignore[attr-defined]  # from no example: 0
+        learnt = variance * total / tf.maximum(total - 1.0, 1.0) if self._unbiased else variance
+        self.moving_mean.assign(moving_mean + step * mean)
+        self.moving_variance.assign(moving_variance + step * (learnt - moving_variance))
+        return self._scaled(shifted - tf.reshape(mean, along), variance, along)
+
+    def _scaled(self, centred: Any, variance: Any, along: list[int]) -> Any:
+        scale = tf.math.rsqrt(variance + self.epsilon)  # type: ignore[attr-defined]
+        if self.gamma is not None:  # type: ignore[attr-defined]
+            scale = tf.cast(self.gamma, centred.dtype) * scale  # type: ignore[attr-defined]
+        output = centred * tf.reshape(scale, along)
+        if self.beta is not None:  # type: ignore[attr-defined]
+            output += tf.reshape(tf.cast(self.beta, centred.dtype), along)  # type: ignore[attr-defined]
+        return tf.cast(output, self.compute_dtype)  # type: ignore[attr-defined]
+
+
+@keras.saving.register_keras_serializable("hvd_cifar")
+class SyncBatchNormalization(_Synchronized, keras.layers.BatchNormalization):
+    """Batch normalisation by the mean and variance of all ranks' examples together (Ioffe and Szegedy 2015).
+
+    Every rank adds up its inputs, their squares and their number, and one all-reduce of 2 c + 1 numbers turns these
+    into the sums of the global batch. Its gradient is an all-reduce also, since each rank's examples move the loss of
+    all others. Ranks of unequal batches compute what one rank with all examples would. Every rank has to call the layer
+    equally often: with `training`, it is a collective.
+
+    Arguments, weights and saved form are those of `keras.layers.BatchNormalization`, with other defaults. The moving
+    variance takes the unbiased variance, as TensorFlow's fused kernel does, which computes [b, h, w, c] in evaluation.
+    """
+
+    _unbiased = True
+
+    def __init__(self, momentum: float = 0.9, epsilon: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(momentum=momentum, epsilon=epsilon, **kwargs)
+        _refuse_renorm(self)
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        """Inputs of any rank -> the same shape; with `training` a collective."""
+        if training and self.trainable:
+            return super().call(inputs, training, mask)
+        rank = inputs.shape.rank
+        axis = self.axis % rank
+        along = [inputs.shape[axis] if i == axis else 1 for i in range(rank)]
+        mean, variance = tf.convert_to_tensor(self.moving_mean), tf.convert_to_tensor(self.moving_variance)
+        if rank != 4 or axis != 3 or mean.dtype != tf.float32 or inputs.dtype == tf.float64:
+            real = tf.float64 if inputs.dtype == tf.float64 else tf.float32
+            centred = tf.cast(inputs, real) - tf.reshape(tf.cast(mean, real), along)
+            return self._scaled(centred, tf.cast(variance, real), along)
+        return tf.raw_ops.FusedBatchNormV3(
+            x=inputs,
+            scale=tf.ones_like(mean) if self.gamma is None else tf.convert_to_tensor(self.gamma),
+            offset=tf.zeros_like(mean) if self.beta is None else tf.convert_to_tensor(self.beta),
+            mean=mean,
+            variance=variance,
+            epsilon=self.epsilon,
+            is_training=False,
+        ).y
+
+
+def convert_sync_batch_norm(model: keras.Model) -> int:
+    """Make every batch norm layer of a model compute its training statistics over all ranks' examples together.
+
+    The layers themselves change, those of nested models included; weights, their names, evaluation and what is saved of
+    the model stay. What a layer adds to its moving statistics stays as its class has it: Keras's takes the biased
+    variance, `FusedBatchNormalization` the unbiased. Convert before `compile` and before the first training step: a
+    graph that is traced already keeps the statistics of each rank. Every rank has to make the same calls with
+    `training`: they are collectives.
+
+    Args:
+        model: built or not, with layers of `keras.layers.BatchNormalization` or `FusedBatchNormalization`.
+
+    Returns:
+        The number of layers converted; layers that are synchronised already do not count.
+
+    Raises:
+        ValueError: where a layer has `renorm=True`; no layer is converted then.
+    """
+    from hvd_cifar.models.normalization import FusedBatchNormalization
+
+    kinds = keras.layers.BatchNormalization, FusedBatchNormalization
+    found = [layer for layer in model._flatten_layers() if isinstance(layer, kinds)]
+    found = [layer for layer in found if not isinstance(layer, _Synchronized)]
+    for layer in found:
+        _refuse_renorm(layer)
+    for layer in found:
+        put_in_front(_Synchronized, layer, _unbiased=isinstance(layer, FusedBatchNormalization))
+    return len(found)
+
+
+def _refuse_renorm(layer: Any) -> None:
+    if getattr(layer, "renorm", False):
+        raise ValueError(f"{layer.name} has renorm=True, whose statistics cannot be synchronised: set renorm=False")

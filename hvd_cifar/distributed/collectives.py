@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.distributed.fixed_order import all_reduce_in_tree
 from hvd_cifar.errors import TrainingError, UserError
 
 T = TypeVar("T")
@@ -71,57 +70,6 @@ def _tensorflow_variable(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def prove_averaging(wrap: Callable[[keras.optimizers.Optimizer], Any], contributions: str = "average") -> str:
-    """Check by a tiny real update that `wrap` makes an optimizer which averages gradients over all ranks.
-
-    Rank r feeds the gradients r + 1 and -(r + 1)^2 to a wrapped SGD with learning rate 1, in a `tf.function` as in
-    training, and every rank looks at what every rank ended with.
-
-    Args:
-        wrap: how the run wraps its optimizer.
-        contributions: "average" where the ranks feed gradients of their own means, "sum" where they feed their shares
-            of the global mean; the result must be the same.
-
-    Returns:
-        What was proven, in words.
-
-    Raises:
-        TrainingError: on every rank, where any rank did not end at the average; it names ranks and values.
-    """
-    rank, size = hvd.rank(), hvd.size()
-    variable = keras.Variable(np.zeros(2, np.float32), dtype="float32", name="start_up_proof")
-    optimizer = wrap(keras.optimizers.SGD(1.0))
-    optimizer.build([variable])
-    mine = tf.constant([rank + 1.0, -((rank + 1.0) ** 2)], tf.float32)
-    if contributions == "sum":
-        mine /= size
-
-    @tf.function(autograph=False)
-    def update() -> None:
-        optimizer.apply([mine], [variable])
-
-    update()
-    ended = hvd.allgather(tf.convert_to_tensor(variable)[None, :]).numpy()
-    ranks = np.arange(1, size + 1, dtype=np.float64)
-    expected = -np.array([ranks.mean(), -(ranks**2).mean()])
-    # fp16 on the wire rounds to 11 bits; a missing average is off by at least 1 part in 3.
-    wrong = [r for r in range(size) if not np.allclose(ended[r], expected, rtol=2e-3, atol=0)]
-    if wrong:
-        found = ", ".join(f"rank {r} ended at {_show(ended[r])}" for r in wrong[:8])
-        raise TrainingError(
-            f"gradients are not averaged over the ranks: with gradients 1..{size} and -1..-{size**2} every rank must "
-            f"end at {_show(expected)}, but {found}{' and others' * (len(wrong) > 8)}; "
-            "the optimizer does not call Horovod"
-        )
-    if size == 1:
-        return "one rank applies its own gradients"
-    return f"gradients that differ by rank became {_show(expected)}, their average, on all {size} ranks"
-
-
-def _show(values: Sequence[float] | NDArray[Any]) -> str:
-    return "(" + ", ".join(f"{float(v):.6g}" for v in values) + ")"
-
-
 def all_reduce_sums(values: Sequence[float]) -> list[float]:
     """Sums over all ranks, in float64."""
     if hvd.size() == 1:
@@ -132,20 +80,6 @@ def all_reduce_sums(values: Sequence[float]) -> list[float]:
 def all_reduce_in_graph(value: Any) -> Any:
     """The sum of a tensor over all ranks, as an operation of the step's own graph; differentiable."""
     return value if hvd.size() == 1 else hvd.allreduce(value, op=hvd.Sum)
-
-
-def all_reduce_each_in_graph(values: Sequence[Any], fixed_order: bool, process_set: Any = ALL_RANKS) -> list[Any]:
-    """Sums of tensors of one type over the ranks, as operations of the step's own graph.
-
-    Args:
-        fixed_order: add by `fixed_order.all_reduce_in_tree`, for the same bits at any number of ranks.
-        process_set: the ranks that add up; this rank is one of them.
-    """
-    if process_set.size() == 1:
-        return list(values)
-    if fixed_order:
-        return all_reduce_in_tree(values, process_set)
-    return [hvd.allreduce(value, op=hvd.Sum, process_set=process_set) for value in values]
 
 
 def barrier(process_set: Any = ALL_RANKS) -> None:

@@ -58,28 +58,56 @@ def test_broadcast_makes_all_ranks_alike(n: int) -> None:
     assert "not built" in ranks[0]["unbuilt"]
 
 
+WRAPS: dict[str, dict[str, Any]] = {
+    "average": {},
+    "average, fp16": {"compression": "fp16"},
+    "average, fixed order": {"fixed_order": True},
+    "average, passes": {"backward_passes_per_step": 2},
+    "average, averaged passes": {"backward_passes_per_step": 2, "average_aggregated_gradients": True},
+    "sum": {"op": "sum"},
+    "sum, fp16": {"op": "sum", "compression": "fp16"},
+    "sum, fixed order": {"op": "sum", "fixed_order": True},
+    "sum, fixed order, fp16": {"op": "sum", "fixed_order": True, "compression": "fp16"},
+    "sum, loss scale": {"op": "sum"},
+    "sum, loss scale, fp16": {"op": "sum", "compression": "fp16"},
+    "sum, loss scale, fixed order": {"op": "sum", "fixed_order": True},
+}
+
+
+def _prove_way(way: str) -> str:
+    """What the proof says of one way to wrap an optimizer."""
+    import keras
+
+    from hvd_cifar.distributed import DistributedOptimizer, prove_averaging
+    from hvd_cifar.errors import TrainingError
+
+    def wrap(optimizer: Any) -> Any:
+        wrapped = DistributedOptimizer(optimizer, **WRAPS[way])
+        return keras.optimizers.LossScaleOptimizer(wrapped) if "loss scale" in way else wrapped
+
+    try:
+        return prove_averaging(wrap, contributions="sum" if WRAPS[way].get("op") == "sum" else "average")
+    except TrainingError as error:
+        return f"TrainingError: {error}"
+
+
 def _prove() -> dict[str, str]:
     """What the proof says of several ways to wrap an optimizer."""
     from hvd_cifar.distributed import DistributedOptimizer, prove_averaging
     from hvd_cifar.errors import TrainingError
     from hvd_cifar.runtime.world import start
 
-    world = start()
+    start()
     import horovod.tensorflow.keras as horovod_keras
 
-    ways = {
-        "ours": lambda optimizer: DistributedOptimizer(optimizer),
-        "ours in fp16": lambda optimizer: DistributedOptimizer(optimizer, compression="fp16"),
-        "ours summing": lambda optimizer: DistributedOptimizer(optimizer, op="sum"),
+    said = {way: _prove_way(way) for way in WRAPS}
+    for how, wrap in {
         "none": lambda optimizer: optimizer,
         "Horovod's own": lambda optimizer: horovod_keras.DistributedOptimizer(optimizer),
         "sum for average": lambda optimizer: DistributedOptimizer(optimizer, op="sum"),
-    }
-    said = {}
-    for how, wrap in ways.items():
+    }.items():
         try:
-            prove_averaging(wrap, contributions="sum" if how == "ours summing" else "average")
-            said[how] = f"proven to {world.size}"
+            said[how] = prove_averaging(wrap)
         except TrainingError as error:
             said[how] = str(error)
     return said
@@ -90,12 +118,99 @@ def test_the_proof_passes_with_the_average_and_names_ranks_and_values_without(n:
     ranks = run_ranks(_prove, n)
     assert ranks == [ranks[0]] * n  # every rank goes on, or ends, with the same words
     said = ranks[0]
-    assert [said[how] for how in ("ours", "ours in fp16", "ours summing")] == [f"proven to {n}"] * 3
+    mean = {2: "(1.5, -1.5)", 3: "(2, -1.33333)"}[n]
+    for way in WRAPS:
+        assert said[way] == f"gradients that differ by rank became {mean}, their average, on all {n} ranks", way
     for how in ("none", "Horovod's own"):
-        assert {2: "must end at (-1.5, 2.5)", 3: "must end at (-2, 4.66667)"}[n] in said[how]
+        assert {2: "must end at (-1.5, 1.5)", 3: "must end at (-2, 1.33333)"}[n] in said[how]
         for rank in range(n):
-            assert f"rank {rank} ended at ({-(rank + 1)}, {(rank + 1) ** 2})" in said[how]
-    assert {2: "rank 1 ended at (-3, 5)", 3: "rank 1 ended at (-6, 14)"}[n] in said["sum for average"]
+            assert f"rank {rank} ended at ({-(1 + rank % 3)}, {1 + rank % 2})" in said[how]
+    assert {2: "rank 1 ended at (-3, 3)", 3: "rank 1 ended at (-6, 4)"}[n] in said["sum for average"]
+
+
+def _prove_broken() -> dict[str, dict[str, str]]:
+    """What the proof says of each way, as each part of the path in turn fails to do its work."""
+    from hvd_cifar.runtime.world import start
+
+    start()
+    import horovod.tensorflow as hvd
+    import keras
+    import tensorflow as tf
+
+    from hvd_cifar.distributed import optimizer as module
+
+    distributed = module._Distributed
+    in_tree, all_reduce, pack = module.all_reduce_in_tree, module._all_reduce, module.pack
+
+    def kept_apart(self: Any, grads: Any, variables: Any, values: Any) -> Any:
+        keras.optimizers.SGD.apply(self, grads, variables)
+        return values
+
+    def length(values: Any) -> int:
+        return sum(int(tf.size(v)) if tf.executing_eagerly() else v.shape.num_elements() for v in values)
+
+    breaks: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
+        "apply_and_sum": (distributed, "apply_and_sum", kept_apart, ("sum", "sum, fixed order")),
+        "apply": (
+            distributed,
+            "apply",
+            lambda self, grads, variables=None: keras.optimizers.SGD.apply(self, grads, variables),
+            ("average", "average, passes", "sum, fp16", "sum, loss scale"),
+        ),
+        "long messages": (
+            module,
+            "all_reduce_in_tree",
+            lambda values, ranks: list(values) if length(values) > 4096 else in_tree(values, ranks),
+            ("sum, fixed order", "average, fixed order"),
+        ),
+        "short messages": (
+            module,
+            "all_reduce_in_tree",
+            lambda values, ranks: list(values) if length(values) < 4096 else in_tree(values, ranks),
+            ("sum, fixed order", "sum, loss scale, fixed order"),
+        ),
+        "values": (
+            module,
+            "_all_reduce",
+            lambda tensors, op, reduction: list(tensors) if op == hvd.Sum else all_reduce(tensors, op, reduction),
+            ("average",),
+        ),
+        "half precision": (
+            module,
+            "pack",
+            lambda gradient, reduction, ranks: pack(gradient, reduction, 1),
+            ("sum, fp16", "sum, fixed order, fp16", "sum, loss scale, fp16"),
+        ),
+        "passes": (distributed, "_apply_every_few_passes", kept_apart_in_passes, ("average, passes",)),
+        "loss scale": (
+            keras.optimizers.LossScaleOptimizer,
+            "_stateful_handle_finite_grads",
+            lambda self, grads, variables: self.inner_optimizer.apply(grads, variables),
+            ("sum, loss scale",),
+        ),
+    }
+    said: dict[str, dict[str, str]] = {}
+    for part, (owner, name, broken, ways) in breaks.items():
+        right = getattr(owner, name)
+        setattr(owner, name, broken)
+        said[part] = {way: _prove_way(way) for way in ways}
+        setattr(owner, name, right)
+    return said
+
+
+def kept_apart_in_passes(self: Any, grads: Any, variables: Any) -> None:
+    import keras
+
+    keras.optimizers.SGD.apply(self, grads, variables)
+
+
+def test_the_proof_fails_where_any_part_of_the_path_does_not_reduce() -> None:
+    first, second = run_ranks(_prove_broken, 2)
+    assert first == second
+    for part, said in first.items():
+        what = "values beside the gradients are not summed" if part == "values" else "gradients are not averaged"
+        for way, text in said.items():
+            assert text.startswith(f"TrainingError: {what} over the ranks"), (part, way, text)
 
 
 def _sums_and_errors() -> dict[str, Any]:

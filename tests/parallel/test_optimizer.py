@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,198 @@ def _start() -> Any:
     from hvd_cifar.runtime.world import start
 
     return start()
+
+
+def _optimizers() -> dict[str, Callable[..., Any]]:
+    """Every optimizer that Keras ships, by name."""
+    import keras
+
+    kinds = {k for k in vars(keras.optimizers).values() if isinstance(k, type)}
+    made = {k.__name__: k for k in kinds if issubclass(k, keras.optimizers.Optimizer)}
+    for no_rule_of_its_own in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer"):
+        made.pop(no_rule_of_its_own)
+    return made
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "moving averages": {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
+    "clipped values": {"clipvalue": 0.1},
+    "clipped norms": {"clipnorm": 0.1},
+    "clipped global norm": {"global_clipnorm": 0.1},
+    "gradient accumulation": {"gradient_accumulation_steps": 2},
+    "excluded by name": {"weight_decay": 0.1},
+    "excluded by variable": {"weight_decay": 0.1},
+    "schedule": {},
+    "function": {},
+    "loss scale": {},
+}
+
+
+def _train_optimizer(kind: Callable[..., Any], option: str, wrapped_after: int | None, graph: bool) -> list[bytes]:
+    """Bits of two weights and of the optimizer's variables after each of 4 steps; wrapped after so many (None: not)."""
+    import keras
+    import tensorflow as tf
+
+    from hvd_cifar.distributed import DistributedOptimizer
+
+    draw = np.random.default_rng(7)
+    variables = [
+        keras.Variable(draw.normal(size=shape).astype("float32"), name=name)
+        for name, shape in (("kernel", (3, 2)), ("bias", (2,)))
+    ]
+    rates = {"schedule": keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), "function": lambda: 0.05}
+    optimizer = kind(learning_rate=rates.get(option, 0.1), **OPTIONS[option])
+    if option == "excluded by name":
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+    if option == "excluded by variable":
+        optimizer.exclude_from_weight_decay(var_list=[variables[0]])
+    if option == "loss scale":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=4.0, dynamic_growth_steps=2)
+    if wrapped_after == -1:  # before it is built
+        optimizer = DistributedOptimizer(optimizer)
+    optimizer.build(variables)
+    bits = []
+    for step in range(4):
+        if step == wrapped_after:
+            optimizer = DistributedOptimizer(optimizer)
+        gradients = [tf.constant(draw.normal(size=v.shape), tf.float32) for v in variables]
+        apply = partial(optimizer.apply, trainable_variables=variables)
+        (tf.function(apply, autograph=False) if graph else apply)(gradients)
+        bits.append(b"".join(v.numpy().tobytes() for v in [*variables, *optimizer.variables]))
+    return bits
+
+
+def _wrapped_against_plain() -> dict[str, Any]:
+    """What a wrapped optimizer does otherwise than the plain one, on one rank."""
+    _start()
+    import keras
+
+    def several(learning_rate: Any) -> Any:
+        rules = {".*bias": keras.optimizers.SGD(learning_rate, momentum=0.9)}
+        return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.AdamW(), rules))
+
+    kinds = _optimizers()
+    cases = [(kind, option) for kind in kinds for option in OPTIONS] + [("MultiOptimizer", "as it is")]
+    wrong, unlike = [], set()
+    for kind, option in cases:
+        make = kinds.get(kind, several)
+        for graph in (False, True)[: 1 + (kind == "Adam")]:
+            plain = _train_optimizer(make, option, None, graph)
+            unlike.add(plain[-1])
+            for wrapped_after in (-1, 0, 2):
+                if _train_optimizer(make, option, wrapped_after, graph) != plain:
+                    wrong.append(f"{kind}, {option}, wrapped after {wrapped_after}, graph={graph}")
+    return {"kinds": sorted(kinds), "cases": len(cases), "unlike": len(unlike), "wrong": wrong}
+
+
+def test_a_wrapped_optimizer_keeps_the_whole_state_of_the_plain_one() -> None:
+    (found,) = run_ranks(_wrapped_against_plain, 1, timeout=300)
+    assert {"SGD", "Adam", "AdamW", "Muon", "Lion", "Ftrl", "Adafactor"} <= set(found["kinds"])
+    assert found["unlike"] > found["cases"] / 2  # the options do something
+    assert found["wrong"] == []
+
+
+def _saved_and_loaded(folder: str) -> dict[str, Any]:
+    """A model and a checkpoint of a distributed optimizer, beside those of a plain one."""
+    _start()
+    import keras
+    import tensorflow as tf
+
+    from hvd_cifar.distributed import DistributedOptimizer
+
+    @keras.saving.register_keras_serializable("mine")
+    class Own(keras.optimizers.SGD):
+        pass
+
+    def seen_of(name: str, optimizer: Any) -> dict[str, Any]:
+        net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="dense")])
+        net.compile(optimizer, loss="mse", jit_compile=False)
+        net.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+        net.save(f"{folder}/{name}.keras")
+        path = tf.train.Checkpoint(optimizer=optimizer).save(f"{folder}/{name}")
+        loaded = keras.models.load_model(f"{folder}/{name}.keras").optimizer
+        again = DistributedOptimizer(loaded)
+        return {
+            "config": optimizer.get_config(),
+            "variables": [v.path for v in optimizer.variables],
+            "checkpoint": sorted(name for name, _ in tf.train.list_variables(path)),
+            "loaded": [v.numpy().tolist() for v in loaded.variables],
+            "saved": [v.numpy().tolist() for v in optimizer.variables],
+            "same object": again is loaded,
+            "name": type(optimizer).__name__,
+            "distributed": again is not None and hasattr(again, "on_all_ranks"),
+        }
+
+    found: dict[str, Any] = {}
+    for kind in (keras.optimizers.AdamW, Own):
+        found[f"plain {kind.__name__}"] = seen_of("plain", kind(0.1, name="the_optimizer"))
+        wrapped = DistributedOptimizer(kind(0.1, name="the_optimizer"), backward_passes_per_step=1)
+        found[f"wrapped {kind.__name__}"] = seen_of("wrapped", wrapped)
+    summing = DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
+    summing.build([keras.Variable([1.0])])
+    found["of passes"] = [v.path for v in summing.variables]
+    outer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    found["loss scale stays outside"] = DistributedOptimizer(outer) is outer
+    errors = {
+        "twice": lambda: DistributedOptimizer(summing),
+        "twice inside": lambda: DistributedOptimizer(outer),
+        "no optimizer": lambda: DistributedOptimizer("adam"),  # type: ignore[arg-type]
+        "op": lambda: DistributedOptimizer(keras.optimizers.SGD(), op="mean"),
+        "passes": lambda: DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0),
+    }
+    for name, call in errors.items():
+        try:
+            found[name] = str(call())
+        except (TypeError, ValueError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_a_distributed_optimizer_saves_as_the_plain_one(tmp_path: Path) -> None:
+    (found,) = run_ranks(_saved_and_loaded, 1, str(tmp_path))
+    for kind in ("AdamW", "Own"):
+        plain, wrapped = found[f"plain {kind}"], found[f"wrapped {kind}"]
+        assert wrapped["loaded"] == wrapped["saved"] and len(wrapped["loaded"]) > 1
+        for what in ("config", "variables", "checkpoint", "loaded"):
+            assert wrapped[what] == plain[what], what
+        assert wrapped["same object"] and wrapped["distributed"]
+    assert found["wrapped AdamW"]["name"] == "AdamW"
+    assert [path.split("/")[-1] for path in found["of passes"]] == ["iteration", "learning_rate"]
+    assert found["loss scale stays outside"]
+    assert found["twice"] == found["twice inside"]
+    assert "already distributed" in found["twice"]
+    assert "Keras 3 optimizer, not str" in found["no optimizer"]
+    assert "'mean'" in found["op"] and "at least 1" in found["passes"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 512])
+@pytest.mark.parametrize("average", [False, True])
+def test_what_half_precision_loses_does_not_depend_on_the_number_of_ranks(ranks: int, average: bool) -> None:
+    """Shares of a mean over 512 ranks, of gradients between the smallest half and 128: none is lost but one rank's."""
+    import tensorflow as tf
+
+    from hvd_cifar.distributed.optimizer import Reduction, pack, unpack
+
+    draw = np.random.default_rng(2)
+    reduction = Reduction(average=average, half=True)
+    gradients = (draw.choice([-1, 1], 4000) * 2.0 ** draw.uniform(-27, 6, 4000)).astype(np.float32)
+    on_one_rank = gradients.astype(np.float16)
+    assert 0 < (on_one_rank == 0).sum() < 1000
+    share = gradients if average else gradients / np.float32(ranks)
+    packed = pack(tf.constant(share), reduction, ranks).numpy()
+    assert packed.dtype == np.float16
+    # A third times three may be the next float32, and so the next half, where the rounding is a tie.
+    assert (packed == on_one_rank).mean() > (0.999 if ranks == 3 else 0.9999)
+    assert np.array_equal(packed == 0, on_one_rank == 0)
+    total = np.zeros(4000, np.float16)
+    for _ in range(ranks):  # as MPI adds halves: each sum is rounded
+        total = (total.astype(np.float32) + packed).astype(np.float16)
+    assert np.isfinite(total).all()  # up to 65504 / 512
+    mean = unpack(tf.constant(total), tf.float32, reduction, ranks).numpy()
+    assert mean.dtype == np.float32
+    assert np.array_equal(mean == 0, on_one_rank == 0)
+    assert np.allclose(mean, on_one_rank.astype(np.float32), rtol=0.05, atol=0)  # 511 roundings of a growing sum
 
 
 def _updates_by_hand() -> dict[str, list[float]]:
@@ -62,6 +256,7 @@ def _several_things() -> dict[str, Any]:
     import tensorflow as tf
 
     from hvd_cifar.distributed import DistributedOptimizer
+    from hvd_cifar.distributed.optimizer import apply_and_sum
 
     rank = world.rank
     seen: dict[str, Any] = {}
@@ -73,6 +268,43 @@ def _several_things() -> dict[str, Any]:
     v = variable([0.0])
     DistributedOptimizer(keras.optimizers.SGD(1.0), compression="fp16").apply([tf.constant([1 / 3])], [v])
     seen["fp16"] = float(v.numpy()[0])
+
+    # A share of half the smallest half: of a mean that half precision holds. Dense, sparse, in fixed order.
+    least = 2.0**-24
+    share = tf.constant([least / world.size])
+    for way, options, gradient in (
+        ("dense", {}, share),
+        ("sparse", {}, tf.IndexedSlices(share[:, None], tf.constant([0]), tf.constant([1, 1]))),
+        ("fixed order", {"fixed_order": True}, share),
+    ):
+        v = variable([[0.0]] if way == "sparse" else [0.0])
+        optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), op="sum", compression="fp16", **options)
+        optimizer.apply([gradient], [v])
+        seen[f"least share, {way}"] = float(v.numpy().ravel()[0]) / least
+
+    # Gradients of several types, in every way that they travel.
+    types = ("float32", "float64", "bfloat16", "float16", "float32")
+    for way, options in {
+        "plain": {"op": "sum"},
+        "average": {},
+        "fp16": {"compression": "fp16"},
+        "fixed order": {"op": "sum", "fixed_order": True},
+        "passes": {"op": "sum", "backward_passes_per_step": 2},
+    }.items():
+        several = [variable([0.0] * (i + 1), dtype) for i, dtype in enumerate(types)]
+        optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), **options)
+        optimizer.build(several)
+
+        @tf.function(autograph=False)
+        def step(optimizer: Any = optimizer, several: Any = several) -> Any:
+            gradients = [tf.fill(v.shape, tf.constant((rank + 1.0) * (i + 1), v.dtype)) for i, v in enumerate(several)]
+            values = [tf.constant([rank], tf.float64), tf.constant(rank + 0.5, tf.float32)]
+            return apply_and_sum(optimizer, gradients, several, values)
+
+        for _ in range(options.get("backward_passes_per_step", 1)):
+            sums = step()
+        seen[f"types, {way}"] = [v.numpy().astype("float64").tolist() for v in several]
+        seen[f"sums, {way}"] = [float(total.numpy().sum()) for total in sums]
 
     # bfloat16 variables, which Horovod cannot send.
     v = variable([0.0], "bfloat16")
@@ -122,6 +354,11 @@ def test_two_ranks_in_all_variants() -> None:
     first, second = run_ranks(_several_things, 2)
     assert first == second
     assert first["fp16"] == -float(np.float16(1 / 3))
+    for way in ("dense", "sparse", "fixed order"):
+        assert first[f"least share, {way}"] == -1.0, way
+    for way, factor in {"plain": 3.0, "average": 1.5, "fp16": 1.5, "fixed order": 3.0, "passes": 6.0}.items():
+        assert first[f"types, {way}"] == [[-factor * (i + 1)] * (i + 1) for i in range(5)], way
+        assert first[f"sums, {way}"] == [1.0, 2.0], way
     assert first["bfloat16"] == -1.5
     assert first["dense beside sparse"] == -1.5
     assert first["sparse"] == first["sparse as dense"] == [-0.5, -1.5, -1.0, 0.0]
@@ -210,7 +447,8 @@ def test_what_is_summed_beside_gradients_travels_in_their_message_where_it_can()
     assert all(len(seen["sent"]) > 1 for way, seen in first.items() if way not in ("sum", "fixed order"))
 
 
-def _update_in_process_set() -> float:
+def _updates_in_process_set() -> dict[str, float]:
+    """What a variable becomes on ranks 1 and 2, which average with each other, and on rank 0, which is alone."""
     world = _start()
     import horovod.tensorflow as hvd
     import keras
@@ -219,15 +457,35 @@ def _update_in_process_set() -> float:
     from hvd_cifar.distributed import DistributedOptimizer, collectives
 
     pair = hvd.add_process_set([1, 2])
-    v = keras.Variable(np.zeros(1, "float32"))
-    DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=pair).apply([tf.constant([world.rank + 1.0])], [v])
-    collectives.all_reduce_sums([0.0])  # rank 0 has nothing to wait for, and its end would end the others
-    return float(v.numpy()[0])
+    dense = tf.constant([[world.rank + 1.0]])
+    sparse = tf.IndexedSlices(dense, tf.constant([0]), tf.constant([1, 1]))
+    long = tf.fill([5000, 1], world.rank + 1.0)
+    ways: dict[str, tuple[Any, dict[str, Any]]] = {
+        "dense": (dense, {}),
+        "dense, fp16": (dense, {"compression": "fp16"}),
+        "dense, fp16 shares": (dense / 2, {"compression": "fp16", "op": "sum"}),
+        "sparse": (sparse, {}),
+        "sparse, fp16": (sparse, {"compression": "fp16"}),
+        "sparse as dense": (sparse, {"sparse_as_dense": True}),
+        "fixed order": (dense, {"fixed_order": True}),
+        "fixed order, fp16": (dense, {"fixed_order": True, "compression": "fp16"}),
+        "fixed order, sparse": (sparse, {"fixed_order": True}),
+        "fixed order, long": (long, {"fixed_order": True}),
+    }
+    ended = {}
+    for way, (gradient, options) in ways.items():
+        v = keras.Variable(np.zeros(gradient.shape, "float32"))
+        DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=pair, **options).apply([gradient], [v])
+        ended[way] = float(v.numpy().mean()) if way != "dense, fp16 shares" or world.rank else -1.0
+    collectives.barrier()  # rank 0 has nothing to wait for, and its end would end the others
+    return ended
 
 
-def test_process_set_averages_among_its_members_only() -> None:
-    ended = run_ranks(_update_in_process_set, 3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
-    assert ended == [-1.0, -2.5, -2.5]
+def test_a_process_set_averages_among_its_members_only() -> None:
+    alone, *members = run_ranks(_updates_in_process_set, 3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+    assert alone == dict.fromkeys(alone, -1.0)
+    for ended in members:
+        assert ended == dict.fromkeys(alone, -2.5)
 
 
 def _fit(mixed: bool, poisoned: bool) -> dict[str, Any]:
