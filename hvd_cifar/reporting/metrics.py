@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import replace_text
 from hvd_cifar.reporting import terminal
+from hvd_cifar.reporting.board import Board
 
 EXAMPLES = "examples.jsonl"
 
@@ -44,7 +45,8 @@ class Reporter:
             for event in _keep_events_up_to(path, first_step):
                 self._remember(event)
             self._metrics = path.open("a", encoding="utf-8")
-            self._board = tf.summary.create_file_writer(str(self.run_dir / "tensorboard"))
+        with _writing(self.run_dir / "tensorboard"):
+            self._board = Board(self.run_dir / "tensorboard", first_step)
         if record_examples:
             path = self.run_dir / EXAMPLES
             with _writing(path):
@@ -126,10 +128,9 @@ class Reporter:
         with _writing(self.run_dir / "metrics.jsonl"):
             self._metrics.write(json.dumps({"event": event, "dataset": self.dataset, **values}) + "\n")
             self._metrics.flush()
-        with _writing(self.run_dir / "tensorboard"), self._board.as_default(step=values["step"]):
-            for name, value in values.items():
-                if name not in ("step", "epoch"):
-                    tf.summary.scalar(f"{self.dataset}/{event}/{name}", value)
+        scalars = {f"{self.dataset}/{event}/{name}": v for name, v in values.items() if name not in ("step", "epoch")}
+        with _writing(self.run_dir / "tensorboard"):
+            self._board.write(values["step"], scalars)
 
     def warn(self, line: str) -> None:
         """Print a line to standard error, whatever else is on the screen."""

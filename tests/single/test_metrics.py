@@ -1,12 +1,18 @@
-"""metrics.jsonl and summary.json: whole lines, and one curve after a resume."""
+"""metrics.jsonl, TensorBoard and summary.json: whole lines, and one curve after a resume."""
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.context import RequestContext
+from tensorboard.data.server_ingester import SubprocessServerDataIngester, get_server_binary
+from tensorboard.util import grpc_util
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting.metrics import Reporter
@@ -60,6 +66,47 @@ def test_a_resumed_run_keeps_one_curve(tmp_path: Path) -> None:
         file.write('{"event": "train", "st')  # killed in the middle of a line
     _report(tmp_path, 20, [30, 40])
     assert [e["step"] for e in _events(tmp_path)] == [10, 20, 30, 40]
+
+
+def _by_events(folder: Path) -> dict[str, list[int]]:
+    """Steps by tag, as TensorBoard's reader of event files has them."""
+    accumulator = EventAccumulator(str(folder)).Reload()
+    return {tag: [event.step for event in accumulator.Tensors(tag)] for tag in accumulator.Tags()["tensors"]}
+
+
+def _by_data_server(folder: Path) -> dict[str, list[int]]:
+    """Steps by tag, as TensorBoard's page has them by default: from its data server, which reads by rules of its own."""
+    server = SubprocessServerDataIngester(
+        get_server_binary(), str(folder), reload_interval=0, channel_creds_type=grpc_util.ChannelCredsType.LOCAL
+    )
+    server.start()
+    provider, deadline = server.data_provider, time.monotonic() + 30
+    while not (runs := provider.read_scalars(RequestContext(), experiment_id="", plugin_name="scalars", downsample=99)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (by_tag,) = runs.values()
+    return {tag: [point.step for point in points] for tag, points in by_tag.items()}
+
+
+@pytest.mark.parametrize("shown", [_by_events, _by_data_server])
+def test_tensorboard_shows_each_step_once_after_a_kill_and_a_resume(
+    tmp_path: Path, shown: Callable[[Path], dict[str, list[int]]]
+) -> None:
+    killed = Reporter(tmp_path, watched=False, dataset="cifar10")
+    killed.open(0)
+    for step in (10, 20, 30):
+        killed.train(step, step / 10, 1.0, 0.1, 100.0, 0.5)
+    killed.evaluation(30, 3.0, 0.6, 1.5, 100)
+    # Never closed: what was written is on disk, and the last record is cut off.
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    file.write_bytes(file.read_bytes() + file.read_bytes()[:9])
+    assert shown(tmp_path / "tensorboard")["cifar10/train/loss"] == [10, 20, 30]
+    _report(tmp_path, 20, [25, 30, 40])
+    found = shown(tmp_path / "tensorboard")
+    assert found["cifar10/train/loss"] == found["cifar10/train/learning_rate"] == [10, 20, 25, 30, 40]
+    assert not any("eval" in tag for tag in found)  # of step 30, which has no evaluation now
+    _report(tmp_path, 25, [30])
+    assert shown(tmp_path / "tensorboard")["cifar10/train/loss"] == [10, 20, 25, 30]
 
 
 def test_only_rank_0_writes_and_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,15 +11,11 @@ at intervals (HOROVOD_CYCLE_TIME) and lets the ranks agree on it.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-
-STEPS = 50  # of a fit at most, so that rounding cannot keep it from ending
 
 
 @dataclass(frozen=True)
@@ -76,9 +72,9 @@ def traffic(ranks: int) -> float:
 def fit(points: Sequence[Point], with_start: bool, alpha: float | None = None) -> Fit | None:
     """Least squares of log(predicted / measured), with no number below 0.
 
-    Of ratios, since times go from microseconds to seconds and all sizes count alike; and of their logarithms, for which
-    twice as long is as wrong as half as long. Of predicted / measured - 1, noise alone makes every network look faster:
-    a time predicted as next to nothing costs no more than 1.
+    Ratios, since times go from microseconds to seconds and all sizes count alike; their logarithms, for which twice as
+    long is as wrong as half as long. Of predicted / measured - 1, noise alone makes every network look faster: a time
+    predicted as next to nothing costs no more than 1.
 
     Args:
         with_start: whether there may be a `start`. Measurements of one number of ranks alone cannot tell it from
@@ -92,72 +88,43 @@ def fit(points: Sequence[Point], with_start: bool, alpha: float | None = None) -
     if len({p.bytes for p in points}) < 2:
         return None
     alpha_known = not with_start or alpha is not None or len({p.ranks for p in points}) > 1
-    seconds = np.array([p.seconds for p in points])
-    columns = {
-        "start": np.ones(len(points)),
-        "alpha": np.array([messages(p.ranks) for p in points], float),
-        "beta": np.array([traffic(p.ranks) * p.bytes for p in points]),
-    }
-    known = dict.fromkeys(columns, 0.0)
-    unknown = ["beta"]
-    if alpha is not None:
-        known["alpha"] = alpha
-    elif alpha_known:
-        unknown.append("alpha")
+    columns = {"beta": [traffic(p.ranks) * p.bytes for p in points]}
+    if alpha is None and alpha_known:
+        columns["alpha"] = [messages(p.ranks) for p in points]
     if with_start:
-        unknown.append("start")
-    found = _by_ratio([columns[name] for name in unknown], columns["alpha"] * known["alpha"], seconds)
-    known |= dict(zip(unknown, found, strict=True))
-    result = Fit(known["start"], known["alpha"], known["beta"])
+        columns["start"] = [1.0 for _ in points]
+    seconds = np.array([p.seconds for p in points])
+    known = np.array([messages(p.ranks) * (alpha or 0.0) for p in points])
+    values = _least_squares_of_logarithms(np.array([*columns.values()], float).T, known, seconds)
+    found = {"start": 0.0, "alpha": alpha or 0.0, **dict(zip(columns, values.tolist(), strict=True))}
+    result = Fit(**found, alpha_known=alpha_known)
     errors = sorted(abs(result.seconds(p.ranks, p.bytes) / p.seconds - 1) for p in points)
-    return replace(result, errors=tuple(errors), alpha_known=alpha_known)
+    return replace(result, errors=tuple(errors))
 
 
-def _by_ratio(
-    columns: Sequence[NDArray[np.float64]], fixed: NDArray[np.float64], seconds: NDArray[np.float64]
-) -> list[float]:
-    """Coefficients of the columns, none below 0, with the least squares of log((fixed + their sum) / seconds).
+def _least_squares_of_logarithms(
+    matrix: NDArray[np.float64], known: NDArray[np.float64], seconds: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """x [columns], none below 0, with the least squares of log((known + matrix @ x) / seconds).
 
-    Gauss and Newton's steps from the least squares of relative errors, halved until they lead downwards.
+    From the least squares of relative errors. "dogbox" since it ends on a limit, where "trf" stays inside.
     """
+    from scipy import optimize  # a second of every start, where no fit is asked for
 
-    def predicted(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        return fixed + np.stack(columns, axis=1) @ values
-
-    def badness(values: NDArray[np.float64]) -> float:
-        times = predicted(values)
-        return float(np.square(np.log(times / seconds)).sum()) if (times > 0).all() else math.inf
-
-    best = np.array(_non_negative([column / seconds for column in columns], 1 - fixed / seconds))
-    for _ in range(STEPS):
-        if badness(best) == math.inf:
-            break
-        times = predicted(best)
-        target = np.log(seconds / times) + 1 - fixed / times
-        aim = np.array(_non_negative([column / times for column in columns], target))
-        tries = (best + (aim - best) / 2**halvings for halvings in range(10))
-        better = next((values for values in tries if badness(values) < badness(best)), None)
-        if better is None:
-            break
-        best = better
-    return [float(value) for value in best]
-
-
-def _non_negative(columns: Sequence[NDArray[np.float64]], target: NDArray[np.float64]) -> list[float]:
-    """Least squares with no coefficient below 0: of all choices of columns the best one, as there are few columns."""
-    best, coefficients = float(target @ target), [0.0] * len(columns)
-    for count in range(1, len(columns) + 1):
-        for chosen in itertools.combinations(range(len(columns)), count):
-            matrix = np.stack([columns[i] for i in chosen], axis=1)
-            scale = np.linalg.norm(matrix, axis=0)  # columns differ by the size of a byte's time
-            values, *_ = np.linalg.lstsq(matrix / scale, target, rcond=None)
-            rest = target - (matrix / scale) @ values
-            if (values >= 0).all() and rest @ rest < best:
-                best = float(rest @ rest)
-                coefficients = [0.0] * len(columns)
-                for i, value in zip(chosen, values / scale, strict=True):
-                    coefficients[i] = float(value)
-    return coefficients
+    relative = matrix / seconds[:, None]
+    scale = np.linalg.norm(relative, axis=0)  # columns differ by the size of a byte's time
+    relative, known = relative / scale, known / seconds
+    start, _ = optimize.nnls(relative, 1 - known)
+    if not (known + relative @ start).all():
+        return start / scale
+    found = optimize.least_squares(
+        lambda x: np.log(known + relative @ x),
+        start,
+        lambda x: relative / (known + relative @ x)[:, None],
+        bounds=(0, np.inf),
+        method="dogbox",
+    )
+    return found.x / scale
 
 
 def fits_by_way(measured: Mapping[str, Sequence[Point]]) -> dict[str, Fit]:

@@ -1,0 +1,44 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hvd_cifar.files import replace_text
+
+
+def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def seen_fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        calls.append(f"fsync {path.name}: {path.read_text()}" if path.is_file() else f"fsync {path.name}")
+        fsync(descriptor)
+
+    def seen_replace(source: Path, target: Path) -> None:
+        calls.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(os, "replace", seen_replace)
+    replace_text(tmp_path / "a.json", "ä")
+    assert calls == ["fsync a.json.part: ä", "replace", f"fsync {tmp_path.name}"]
+    assert (tmp_path / "a.json").read_bytes() == "ä".encode()
+
+
+def test_a_write_that_fails_leaves_the_old_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_text(tmp_path / "a.json", "old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        replace_text(tmp_path / "a.json", "new")
+    assert (tmp_path / "a.json").read_text() == "old"
