@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from hvd_cifar.data import cifar
+from hvd_cifar.data.cifar import CIFAR10
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import provenance
 
@@ -33,7 +33,7 @@ def one_line_for_users() -> Iterator[None]:
 def real_data(data_dir: Path) -> Path:
     """The folder, absolute. Raises UserError where it holds no CIFAR-10."""
     data_dir = data_dir.expanduser().absolute()
-    if cifar.locate(data_dir) is None:
+    if CIFAR10.locate(data_dir) is None:
         raise UserError(
             f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there: name another, or have `train` fetch it"
         )

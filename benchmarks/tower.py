@@ -28,9 +28,9 @@ import tensorflow as tf
 from benchmarks import setting
 from hvd_cifar import config
 from hvd_cifar.config import TrainSettings
-from hvd_cifar.data.dataset import load, prepare
 from hvd_cifar.data.pipeline import training_batches
-from hvd_cifar.data.sampler import Deal
+from hvd_cifar.data.sampler import Sampler, Sharding
+from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import build
 from hvd_cifar.training.assemble import make_schedule
@@ -60,13 +60,12 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
         )
     devices = towers_of(towers)
     settings = resolve(settings)
-    place = settings.data_dir, settings.data_url, settings.data_md5
-    train_set, _ = load(prepare(settings.dataset, *place, show_progress=False, warn=click.echo))
-    batch_plan = plan(settings, len(train_set.labels), towers)
+    dataset = prepare(settings, show_progress=False, warn=click.echo).read()
+    batch_plan = plan(settings, len(dataset.train), towers)
     schedule = make_schedule(settings, batch_plan)
     set_precision(precision_of(settings), settings.seed)
-    views = views_of(settings.model, settings.augmentation)
-    net = build(settings.model, views.side, precision_of(settings))
+    views = views_of(settings.model, dataset, settings.augmentation)
+    net = build(settings.model, views.shape[0], precision_of(settings))
     model, variables = net.model, net.model.trainable_variables
     if nudge:
         value = variables[0].numpy()
@@ -105,11 +104,9 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
         averages.apply([v.value for v in variables])  # outside the graph, where it makes its variables
     parts = [
         training_batches(
-            train_set,
+            dataset.train,
             views,
-            seed=settings.seed,
-            global_batch_size=batch_plan.global_batch_size,
-            deal=Deal(tower, towers),
+            Sampler(len(dataset.train), batch_plan.global_batch_size, settings.seed, Sharding(tower, towers)),
             first_step=0,
             last_step=batch_plan.total_steps,
         )

@@ -18,14 +18,13 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.files import replace_text
 
 MODELS = ("fast", "tutorial", "resnet20", "resnet32", "resnet56")
-DatasetName = Literal["auto", "cifar10", "synthetic"]
 DataSource = Literal["auto", "local", "rank0"]
 Augmentation = Literal["recipe", "none"]
 Precision = Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"]
 
 DEFAULT_PER_RANK_BATCH_SIZE = 128
-CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # published on https://www.cs.toronto.edu/~kriz/cifar.html
+BUILT_IN_DATASETS = ("auto", "cifar10", "cifar100", "synthetic")
+FOLDER_DATASET = "folder:"  # and the path of a folder of images
 
 # A run's config.json holds, under these names, what the run was and not what it should do.
 RECORDED_SECTIONS = ("run",)
@@ -77,6 +76,23 @@ def _absolute_unless_word(place: str) -> str:
     return place if place in ("auto", "never") else str(absolute(Path(place)))
 
 
+def _dataset(given: str) -> str:
+    """The name of a data set as every rank and a later `evaluate` understand it."""
+    if given in BUILT_IN_DATASETS:
+        return given
+    if given.startswith(FOLDER_DATASET):
+        path = given.removeprefix(FOLDER_DATASET)
+        if not path:
+            raise ValueError("the path is empty; give folder:PATH")
+        return FOLDER_DATASET + str(absolute(Path(path)))
+    if not is_user_code(given):
+        raise ValueError(
+            f"no data set has this name; give {', '.join(BUILT_IN_DATASETS)}, folder:PATH, FILE.py:NAME or "
+            "package.module:NAME"
+        )
+    return absolute_user_code(given)
+
+
 def _rank_counts(given: Any) -> Any:
     """Text such as 1,2,4 as (1, 2, 4): ascending, each once."""
     words = given.split(",") if isinstance(given, str) else given if isinstance(given, (list, tuple)) else [given]
@@ -123,6 +139,7 @@ Seconds = Annotated[float, _quantity(_TIMES, "20us")]
 ModelSpec = Annotated[str, AfterValidator(_model)]
 Callbacks = Annotated[tuple[str, ...], BeforeValidator(_callbacks)]
 LocalPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(absolute)]
+DatasetName = Annotated[str, AfterValidator(_dataset)]
 Md5 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{32}$"), AfterValidator(str.lower)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -136,21 +153,26 @@ class DataSettings(_Settings):
 
     dataset: DatasetName = Field(
         "auto",
-        description="cifar10, the embedded synthetic set, or auto: CIFAR-10, and synthetic only where CIFAR-10 is "
-        "neither there nor downloadable.",
+        description="cifar10, cifar100, the embedded synthetic set, or auto: CIFAR-10, and synthetic only where "
+        "CIFAR-10 is neither there nor downloadable; folder:PATH: images in PATH/train/CLASS and PATH/test/CLASS; "
+        "FILE.py:NAME or package.module:NAME: a function that returns a hvd_cifar.Dataset.",
     )
     data_dir: LocalPath = Field(
         Path("~/.cache/hvd_cifar/data"),
         validate_default=True,
-        description="Folder of the data set; CIFAR-10 in its binary layout is downloaded there if it is absent.",
+        description="Folder of the data set; CIFAR-10 or CIFAR-100 is downloaded there if it is absent.",
     )
     data_source: DataSource = Field(
         "auto",
         description="Where a host gets the data set from. auto: from its own --data-dir, else from rank 0, over the "
-        "network; rank0: the same, and also where its own set is another one or damaged; local: by itself alone.",
+        "network; rank0: the same, and also where its own set is another one or damaged; local: each host by itself.",
     )
-    data_url: str = Field(CIFAR10_URL, description="Address of the archive in CIFAR-10's binary layout.")
-    data_md5: Md5 = Field(CIFAR10_MD5, description="MD5 checksum of the archive at --data-url, 32 hex digits.")
+    data_url: str | None = Field(
+        None, description="Address of the archive, in the data set's binary layout. [default: its authors']"
+    )
+    data_md5: Md5 | None = Field(
+        None, description="MD5 checksum of the archive, 32 hex digits. [default: the one its authors published]"
+    )
 
 
 class TrainSettings(DataSettings):
@@ -283,8 +305,7 @@ class TrainSettings(DataSettings):
     eval_examples: int | None = Field(
         None,
         gt=0,
-        le=10_000,
-        description="Evaluate on the first so many examples of the test set alone: for tries. [default: all]",
+        description="Evaluate on the first so many examples of the test set only. [default: all]",
     )
     resume: Annotated[str, AfterValidator(_absolute_unless_word)] = Field(
         "auto",
@@ -330,7 +351,7 @@ class EvaluateSettings(_Settings):
     data_dir: LocalPath | None = Field(None, description="Folder of the data set. [default: the run's]")
     batch_size: int = Field(500, gt=0, description="Examples a rank evaluates at a time.")
     eval_examples: int | None = Field(
-        None, gt=0, le=10_000, description=str(TrainSettings.model_fields["eval_examples"].description)
+        None, gt=0, description=str(TrainSettings.model_fields["eval_examples"].description)
     )
     test_time_augmentation: bool | None = Field(
         None, description="Average the net's answers to six views of each test image. [default: the run's]"

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.peers.allocator import keep_memory
 from benchmarks.peers.stamps import Stamps
 from benchmarks.peers.torch_views import Windows
-from hvd_cifar.data import cifar
+from hvd_cifar.data.cifar import CIFAR10
 
 MEAN = tuple(255 * m for m in (0.4914, 0.4822, 0.4465))
 DEVIATION = tuple(255 * d for d in (0.2470, 0.2435, 0.2616))
@@ -192,10 +192,11 @@ def main() -> None:
     torch.manual_seed(given.seed)
     autocast = given.precision == "mixed_bfloat16"
 
-    folder = cifar.locate(given.data_dir)
+    folder = CIFAR10.locate(given.data_dir)
     if folder is None:
         parser.error(f"--data-dir {given.data_dir}: no CIFAR-10 in its binary layout is there")
-    train_set, test_set = cifar.read(folder, "train"), cifar.read(folder, "test")
+    dataset = CIFAR10.read(folder)
+    train_set, test_set = dataset.train, dataset.test
     dtype = torch.bfloat16 if autocast else torch.float32
     stamps = Stamps(given.run_dir if rank == 0 else None)
 

@@ -27,8 +27,9 @@ from benchmarks.peers import torch_resnet, torch_tutorial
 from benchmarks.peers.allocator import keep_memory
 from benchmarks.peers.stamps import Stamps
 from benchmarks.peers.torch_views import Distorted, Windows
-from hvd_cifar.data import cifar, sampler
-from hvd_cifar.data.augment import CHANNEL_DEVIATION, CHANNEL_MEAN, PAD, SIDE, TUTORIAL_SIDE
+from hvd_cifar.data import sampler
+from hvd_cifar.data.augment import PAD
+from hvd_cifar.data.cifar import CIFAR10, SIDE
 
 PARAMETERS = {"tutorial": 1_068_298, "resnet20": 269_722, "resnet32": 464_154, "resnet56": 853_018}
 PATIENCE = timedelta(days=1)  # ranks are stopped while others are measured
@@ -53,7 +54,7 @@ def work_of(model: str, batch: int, defaults: bool) -> Work:
     """See the class; `batch` is that of all ranks."""
     if model == "tutorial":
         net = torch_tutorial.Tutorial(plain=defaults)
-        options: dict[str, Any] = {"window": TUTORIAL_SIDE, "views": Distorted, "ema_decay": 0.9999}
+        options: dict[str, Any] = {"window": SIDE * 3 // 4, "views": Distorted, "ema_decay": 0.9999}
         return Work(net, torch_tutorial.decayed(net), rate=0.1, momentum=0.0, weight_decay=0.004, **options)
     resnet = torch_resnet.ResNet(int(model.removeprefix("resnet")))
     rate = 0.1 * batch / 128
@@ -97,17 +98,18 @@ def main() -> None:
     store = f"file://{Path(given.store).absolute()}"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=PATIENCE)
 
-    folder = cifar.locate(given.data_dir)
+    folder = CIFAR10.locate(given.data_dir)
     if folder is None:
         parser.error(f"--data-dir {given.data_dir}: no CIFAR-10 in its binary layout is there")
-    examples = cifar.read(folder, "train")
+    dataset = CIFAR10.read(folder)
     autocast = given.precision == "mixed_bfloat16"
     batch = given.batch_size * size
     work = work_of(given.model, batch, given.defaults)
     dtype = torch.bfloat16 if autocast else torch.float32
-    images = work.views(examples.images, work.pad, "mean", CHANNEL_MEAN, CHANNEL_DEVIATION, dtype, work.window)
-    labels = torch.from_numpy(examples.labels.astype(np.int64))
-    del examples
+    mean, deviation = dataset.channel_mean, dataset.channel_deviation
+    images = work.views(dataset.train.images, work.pad, "mean", mean, deviation, dtype, work.window)
+    labels = torch.from_numpy(dataset.train.labels.astype(np.int64))
+    del dataset
 
     net = work.net.to(memory_format=torch.channels_last)
     count = sum(p.numel() for p in net.parameters())

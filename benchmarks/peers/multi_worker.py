@@ -22,9 +22,9 @@ from tensorflow.python.eager import context
 
 from benchmarks.peers.stamps import Stamps
 from hvd_cifar.config import Precision
-from hvd_cifar.data import cifar
+from hvd_cifar.data.cifar import CIFAR10
 from hvd_cifar.data.pipeline import training_batches
-from hvd_cifar.data.sampler import Deal
+from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.models import build
 from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.training.recipe import RECIPES, set_precision
@@ -67,13 +67,13 @@ def main(
     options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
 
-    folder = cifar.locate(data_dir)
+    folder = CIFAR10.locate(data_dir)
     if folder is None:
         raise click.UsageError(f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there")
-    examples = cifar.read(folder, "train")
+    dataset = CIFAR10.read(folder)
     set_precision(precision, 0)
-    views = views_of(model)
-    net = build(model, views.side, precision)
+    views = views_of(model, dataset)
+    net = build(model, views.shape[0], precision)
     variables = [v.value for v in net.model.trainable_variables]
     decayed = {id(v.value) for v in net.decayed}
     recipe = RECIPES[model]
@@ -107,11 +107,9 @@ def main(
         return strategy.run(replica_step, (image, label))
 
     batches = training_batches(
-        examples,
+        dataset.train,
         views,
-        seed=0,
-        global_batch_size=batch,
-        deal=Deal(rank, len(workers)),
+        Sampler(len(dataset.train), batch, 0, Sharding(rank, len(workers))),
         first_step=0,
         last_step=STEPS,
     )

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks import jobs
 from benchmarks.peers.turns import Side
 from hvd_cifar.data import sampler
-from hvd_cifar.data.augment import SIDE
+from hvd_cifar.data.cifar import SIDE
 
 OURS, DDP, AIRBENCH, MULTI_WORKER, TOWERS, LIMIT = "hvd_cifar", "ddp", "airbench", "multi-worker", "towers", "limit"
 DDP_DEFAULTS, AIRBENCH_DDP = "ddp-defaults", "airbench-ddp"

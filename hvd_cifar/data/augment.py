@@ -1,7 +1,7 @@
-"""Random distortion of training images, and the plain view of test images.
+"""Views of images: the random distortion of training images, and the plain view of test images.
 
 What happens to an example is a pure function of (seed, epoch, example): the draws are hashed from these three, so
-they depend neither on the batch nor on the rank that the example falls into.
+they depend neither on the batch nor on the rank.
 """
 
 from __future__ import annotations
@@ -14,39 +14,59 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from hvd_cifar.data import sampler
+from hvd_cifar.data.dataset import Dataset
 
-# Mean and standard deviation of CIFAR-10's training pixels per channel (red, green, blue), on the scale 0 to 255.
-CHANNEL_MEAN = (125.3, 123.0, 113.9)
-CHANNEL_DEVIATION = (63.0, 62.1, 66.7)
-SIDE = 32  # pixels
-TUTORIAL_SIDE = 24  # pixels, the crop of TensorFlow's tutorial
-PAD = 4  # pixels, on each side, as He et al. 2015 (section 4.2)
-
-FAST_PAD = 2  # pixels, on each side, for `fast`
+PAD = 4  # pixels on each side of an image of 32 and more, as He et al. 2015 (section 4.2)
+FAST_PAD = 2  # the same, for `fast`
 
 RANDOM_DRAWS = 5  # row offset, column offset, flip, brightness (which no view uses), contrast
 DRAWS_PER_EXAMPLE = RANDOM_DRAWS + 1  # and the alternating flip
 
 Images = NDArray[np.uint8]
 Floats = NDArray[np.float32]
-# images uint8 [b, 32, 32, 3], draws float32 [b, DRAWS_PER_EXAMPLE] -> float32 [b, side, side, 3]
-TrainView = Callable[[Images, NDArray[np.float32]], Floats]
-# images uint8 [b, 32, 32, 3] -> float32 [b, side, side, 3]
+TrainView = Callable[[Images, Floats], Floats]
 TestView = Callable[[Images], Floats]
 
 
 class Views(NamedTuple):
-    """How one model sees images: its side in pixels, a random view for training, a plain one for tests."""
+    """How a net sees images. A user's own augmentation is one of these, too.
 
-    side: int
+    Both functions return float32 [b, *shape] for images uint8 [b, height, width, channels], treat each image alike
+    whatever else is in the batch, and give the same bits each time: runs then resume, and train alike on any number
+    of ranks. They get no random numbers but `draws`, which come from the run's seed, the epoch and the example.
+
+    Attributes:
+        shape: (height, width, channels) of what the net sees.
+        train: (images, draws) -> floats; draws are float32 [b, DRAWS_PER_EXAMPLE], see the function `draws`.
+        test: images -> floats.
+    """
+
+    shape: tuple[int, int, int]
     train: TrainView
     test: TestView
+
+
+def views(name: str, dataset: Dataset) -> Views:
+    """The views that a recipe names: "standard", "fast", "tutorial", or "none", which distorts nothing.
+
+    Raises:
+        ValueError: where no views have that name.
+    """
+    named = {"standard": _standard, "fast": _fast, "tutorial": _tutorial, "none": _plain}
+    if name not in named:
+        raise ValueError(f"no augmentation is called {name!r}; there are {', '.join(named)}")
+    return named[name](dataset)
+
+
+def undistorted(views: Views) -> Views:
+    """The same views, but training images are seen as test images are."""
+    return views._replace(train=lambda images, _: views.test(images))
 
 
 def draws(seed: int, epoch: int, examples: NDArray[np.int64]) -> NDArray[np.float32]:
     """What distorts each example in an epoch, float32 [len(examples), DRAWS_PER_EXAMPLE].
 
-    Uniform numbers in [0, 1); and last the alternating flip, 0 or 1: random in epoch 0, and then the other one in every
+    All are uniform in [0, 1) but the last, the alternating flip: it is 0 or 1 at random in epoch 0, and changes every
     epoch, so that two epochs in a row show both sides of every image (Jordan 2024, section 3.6).
     """
     base = sampler.mix(examples.astype(np.uint64) ^ sampler.key(seed, 1, epoch))
@@ -64,27 +84,27 @@ def _offsets(draw: NDArray[np.float32], choices: int) -> NDArray[np.int32]:
 
 
 def _planes(images: Images) -> Images:
-    """[b, h, w, c] -> [b, c, h, w], no copy: as the files have them, whose rows of 32 bytes are quick to cut."""
+    """[b, h, w, c] -> [b, c, h, w] without a copy: the order of CIFAR's files, whose rows are quick to cut."""
     return images.transpose(0, 3, 1, 2)
 
 
-def _cut(planes: Images, row: NDArray[Any], column: NDArray[Any], flip: NDArray[Any], side: int) -> Images:
-    """[side, side] out of planes uint8 [b, c, h, w] at (row, column), int [b], mirrored where flip, bool [b]."""
-    windows = sliding_window_view(planes, (side, side), axis=(2, 3))  # [b, c, places, places, side, side], no copy
+def _cut(planes: Images, row: NDArray[Any], column: NDArray[Any], flip: NDArray[Any], size: tuple[int, int]) -> Images:
+    """`size` (height, width) of planes uint8 [b, c, h, w] at (row, column), int [b], mirrored where flip, bool [b]."""
+    windows = sliding_window_view(planes, size, axis=(2, 3))  # [b, c, places, places, height, width], no copy
     cut: Images = windows[np.arange(len(planes)), :, row, column]
     cut[flip] = cut[flip][..., ::-1]
     return cut
 
 
-def _standardise_channels(planes: Images) -> Floats:
-    """Planes uint8 [b, 3, h, w] -> float32 [b, h, w, 3], minus the channels' means, over their deviations.
+def _standardise_channels(planes: Images, dataset: Dataset) -> Floats:
+    """Planes uint8 [b, c, h, w] -> float32 [b, h, w, c], minus the channels' means, over their deviations.
 
-    A channel at a time: NumPy's inner loops are then whole rows, not the three values of a pixel.
+    A channel at a time: NumPy's inner loops are then whole rows, not the few values of a pixel.
     """
-    count, _, height, width = planes.shape
-    images = np.empty((count, height, width, 3), np.float32)
+    count, channels, height, width = planes.shape
+    images = np.empty((count, height, width, channels), np.float32)
     centred = np.empty((count, height, width), np.float32)
-    for channel, (mean, deviation) in enumerate(zip(CHANNEL_MEAN, CHANNEL_DEVIATION, strict=True)):
+    for channel, (mean, deviation) in enumerate(zip(dataset.channel_mean, dataset.channel_deviation, strict=True)):
         np.subtract(planes[:, channel], np.float32(mean), out=centred)
         np.multiply(centred, np.float32(1.0) / np.float32(deviation), out=images[..., channel])
     return images
@@ -98,10 +118,11 @@ def _standardise_each(planes: Images, contrast: NDArray[np.float32] | None = Non
     """
     count, channels, height, width = planes.shape
     pixels = height * width
-    # Minus 128: then float32 adds up the squares of 32 x 32 pixels without rounding: they are at most 2**24.
+    # Minus 128: then float32 adds up the squares of 32 x 32 pixels without rounding, which are at most 2**24.
+    exact = np.float32 if pixels <= 2**10 else np.float64
     values = (planes.reshape(count, channels, pixels) ^ np.uint8(128)).view(np.int8).astype(np.float32)
-    mean = np.einsum("bci->bc", values).astype(np.float64) / pixels
-    variance = np.einsum("bci,bci->bc", values, values).astype(np.float64) / pixels - np.square(mean)
+    mean = np.einsum("bci->bc", values, dtype=exact).astype(np.float64) / pixels
+    variance = np.einsum("bci,bci->bc", values, values, dtype=exact).astype(np.float64) / pixels - np.square(mean)
     factor = np.ones((count, 1)) if contrast is None else contrast[:, None].astype(np.float64)
     offset = mean - mean.mean(axis=1, keepdims=True)
     deviation = np.sqrt((np.square(factor) * variance + np.square(offset)).mean(axis=1, keepdims=True))
@@ -117,66 +138,88 @@ def _standardise_each(planes: Images, contrast: NDArray[np.float32] | None = Non
     return images.reshape(count, height, width, channels)
 
 
-def tutorial_train(images: Images, draw: NDArray[np.float32]) -> Floats:
-    """The distortions of TensorFlow's tutorial: random 24x24 crop, flip, contrast; standardised.
+def _plain(dataset: Dataset) -> Views:
+    """The whole image, channels standardised."""
 
-    The tutorial's random brightness is left out: what it adds to all of an image, standardising takes away again.
-    """
-    choices = SIDE - TUTORIAL_SIDE + 1
-    row, column = _offsets(draw[:, 0], choices), _offsets(draw[:, 1], choices)
-    cut = _cut(_planes(images), row, column, draw[:, 2] < 0.5, TUTORIAL_SIDE)
-    return _standardise_each(cut, np.float32(0.2) + draw[:, 4] * np.float32(1.6))
+    def test(images: Images) -> Floats:
+        return _standardise_channels(_planes(images), dataset)
+
+    return Views(dataset.image_shape, lambda images, _: test(images), test)
 
 
-def tutorial_test(images: Images) -> Floats:
-    """The middle 24x24 pixels, standardised per image."""
-    edge = (SIDE - TUTORIAL_SIDE) // 2
-    return _standardise_each(_planes(images)[:, :, edge : edge + TUTORIAL_SIDE, edge : edge + TUTORIAL_SIDE])
-
-
-def standard_train(images: Images, draw: NDArray[np.float32]) -> Floats:
-    """Four pixels of padding, random 32x32 crop, flip, channels standardised (He et al. 2015, section 4.2).
+def _standard(dataset: Dataset) -> Views:
+    """Padding (four pixels at 32), a random crop of the image's size, flip, channels standardised.
 
     The padding has the colour of the channel means, so that it is zero in the standardised image (to 0.01).
+    Source: He et al. 2015, section 4.2.
     """
-    padded = np.empty((len(images), 3, SIDE + 2 * PAD, SIDE + 2 * PAD), np.uint8)
-    for channel, mean in enumerate(CHANNEL_MEAN):
-        padded[:, channel] = round(mean)
-    padded[:, :, PAD:-PAD, PAD:-PAD] = _planes(images)
-    choices = 2 * PAD + 1
-    row, column = _offsets(draw[:, 0], choices), _offsets(draw[:, 1], choices)
-    return _standardise_channels(_cut(padded, row, column, draw[:, 2] < 0.5, SIDE))
+    height, width, channels = dataset.image_shape
+    above, left = _pads(dataset, PAD)
+    colour = np.array([round(mean) for mean in dataset.channel_mean], np.uint8)[:, np.newaxis, np.newaxis]
+
+    def train(images: Images, draw: Floats) -> Floats:
+        padded = np.empty((len(images), channels, height + 2 * above, width + 2 * left), np.uint8)
+        padded[:] = colour
+        padded[:, :, above : above + height, left : left + width] = _planes(images)
+        row, column = _offsets(draw[:, 0], 2 * above + 1), _offsets(draw[:, 1], 2 * left + 1)
+        return _standardise_channels(_cut(padded, row, column, draw[:, 2] < 0.5, (height, width)), dataset)
+
+    return _plain(dataset)._replace(train=train)
 
 
-def standard_test(images: Images) -> Floats:
-    """The whole image, channels standardised."""
-    return _standardise_channels(_planes(images))
-
-
-def fast_train(images: Images, draw: NDArray[np.float32]) -> Floats:
-    """Moved by up to two pixels with a mirrored edge, and the flip that alternates; channels standardised.
+def _fast(dataset: Dataset) -> Views:
+    """Moved by a few pixels (two at 32) with a mirrored edge, and the flip that alternates; channels standardised.
 
     Source: Jordan 2024, sections 3.1 and 3.6.
     """
-    padded = _mirror_edges(_planes(images), FAST_PAD)
-    choices = 2 * FAST_PAD + 1
-    row, column = _offsets(draw[:, 0], choices), _offsets(draw[:, 1], choices)
-    return _standardise_channels(_cut(padded, row, column, draw[:, 5] > 0, SIDE))
+    height, width, _ = dataset.image_shape
+    above, left = _pads(dataset, FAST_PAD)
+
+    def train(images: Images, draw: Floats) -> Floats:
+        padded = _mirror_edges(_planes(images), above, left)
+        row, column = _offsets(draw[:, 0], 2 * above + 1), _offsets(draw[:, 1], 2 * left + 1)
+        return _standardise_channels(_cut(padded, row, column, draw[:, 5] > 0, (height, width)), dataset)
+
+    return _plain(dataset)._replace(train=train)
 
 
-def _mirror_edges(planes: Images, pad: int) -> Images:
+def _tutorial(dataset: Dataset) -> Views:
+    """The distortions of TensorFlow's tutorial: random crop of 3/4 of each side, flip, contrast; standardised.
+
+    The test view is the middle of the image. The tutorial's random brightness is left out: standardising an image
+    removes what it adds.
+    """
+    height, width, channels = dataset.image_shape
+    size = max(1, height * 3 // 4), max(1, width * 3 // 4)
+    rows, columns = height - size[0], width - size[1]  # that are cut off
+
+    def train(images: Images, draw: Floats) -> Floats:
+        row, column = _offsets(draw[:, 0], rows + 1), _offsets(draw[:, 1], columns + 1)
+        cut = _cut(_planes(images), row, column, draw[:, 2] < 0.5, size)
+        return _standardise_each(cut, np.float32(0.2) + draw[:, 4] * np.float32(1.6))
+
+    def test(images: Images) -> Floats:
+        top, left = rows // 2, columns // 2
+        return _standardise_each(_planes(images)[:, :, top : top + size[0], left : left + size[1]])
+
+    return Views((*size, channels), train, test)
+
+
+def _pads(dataset: Dataset, most: int) -> tuple[int, int]:
+    """Pixels above and left of the image: `most` at 32 and more, and in proportion below, where each moves more."""
+    height, width, _ = dataset.image_shape
+    return min(most, height * most // 32), min(most, width * most // 32)
+
+
+def _mirror_edges(planes: Images, above: int, left: int) -> Images:
     """np.pad's "reflect" of the last two axes, in a tenth of its time."""
     count, channels, height, width = planes.shape
-    padded = np.empty((count, channels, height + 2 * pad, width + 2 * pad), np.uint8)
-    middle = slice(pad, -pad)
-    padded[:, :, middle, middle] = planes
-    padded[:, :, :pad, middle] = planes[:, :, pad:0:-1]
-    padded[:, :, -pad:, middle] = planes[:, :, -2 : -2 - pad : -1]
-    padded[..., :pad] = padded[..., 2 * pad : pad : -1]
-    padded[..., -pad:] = padded[..., -2 - pad : -2 - 2 * pad : -1]
+    padded = np.empty((count, channels, height + 2 * above, width + 2 * left), np.uint8)
+    padded[:, :, above : above + height, left : left + width] = planes
+    for i in range(above):
+        padded[:, :, above - 1 - i] = padded[:, :, above + 1 + i]
+        padded[:, :, above + height + i] = padded[:, :, above + height - 2 - i]
+    for i in range(left):
+        padded[..., left - 1 - i] = padded[..., left + 1 + i]
+        padded[..., left + width + i] = padded[..., left + width - 2 - i]
     return padded
-
-
-TUTORIAL_VIEWS = Views(TUTORIAL_SIDE, tutorial_train, tutorial_test)
-STANDARD_VIEWS = Views(SIDE, standard_train, standard_test)
-FAST_VIEWS = Views(SIDE, fast_train, standard_test)

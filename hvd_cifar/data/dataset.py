@@ -1,74 +1,193 @@
-"""From a data set's name to its examples: find it, fetch it or draw it, then read it."""
+"""What a data set is: images and labels by index, in a training and a test part."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn, Protocol
 
-from hvd_cifar.data import cifar, synthetic
-from hvd_cifar.data.cifar import Examples
-from hvd_cifar.data.download import DownloadError, fetch
+import numpy as np
+from numpy.typing import NDArray
 
-CHUNK = 5000  # examples hashed at a time
-Name = Literal["auto", "cifar10", "synthetic"]
+from hvd_cifar.errors import UserError
+
+CHUNK_BYTES = 1 << 24  # of images that are read at a time
+UNNAMED = "arrays"  # the name of a set that was given none
 
 
-class Prepared(NamedTuple):
-    """A data set that lies ready on this host.
+class ImageArray(Protocol):
+    """Images that need not be in memory: what is asked of an array, uint8 [n, height, width, channels]."""
 
-    name: what it is, "cifar10" or "synthetic", never "auto": to be shown wherever its results are.
-    folder: where its six binary files are.
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[n, height, width, channels]."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any) -> NDArray[np.uint8]:
+        """The images of a slice, or of indices int64 [b], in their order."""
+
+
+Images = NDArray[np.uint8] | ImageArray
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Examples by index.
+
+    Attributes:
+        images: uint8 [n, height, width, channels]; an array in memory, a `np.memmap`, or any `ImageArray`.
+        labels: int32 [n], the number of each example's class.
     """
 
-    name: Literal["cifar10", "synthetic"]
-    folder: Path
+    images: Images
+    labels: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of images and labels: two hosts, or two runs, have the same examples."""
+        state = hashlib.sha256()
+        for chunk in chunks(self.images):
+            state.update(np.ascontiguousarray(chunk).data)
+        state.update(self.labels.tobytes())
+        return state.hexdigest()
 
 
-def prepare(
-    name: Name, data_dir: Path, url: str, md5: str, *, show_progress: bool, warn: Callable[[str], None]
-) -> Prepared:
-    """Have the files of a data set on this host, downloaded or drawn if need be; processes may call this together.
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A data set. `Dataset.from_arrays` makes one of arrays.
 
-    Args:
-        name: "cifar10", "synthetic", or "auto": CIFAR-10, and synthetic only where CIFAR-10 is neither in `data_dir`
-            nor downloadable.
-        url, md5: of CIFAR-10's archive in its binary layout.
-        show_progress: draw a progress bar on stderr.
-        warn: called with one line if "auto" falls back to synthetic.
-
-    Raises:
-        UserError: also under "auto" for files that are damaged and for a wrong checksum, since a run on other data
-            than was meant must not start by accident.
+    Attributes:
+        name: shown wherever its results are.
+        train, test: the examples to learn from, and those to evaluate on.
+        classes: labels are 0 to classes - 1.
+        channel_mean, channel_deviation: of the training images' pixels, for each channel, on the scale 0 to 255.
+        class_names: of the classes in order, or empty.
     """
-    if name == "synthetic":
-        return Prepared("synthetic", synthetic.ensure(data_dir))
-    folder = cifar.locate(data_dir)
-    if folder is None:
-        try:
-            folder = fetch(data_dir, url, md5, show_progress=show_progress)
-        except DownloadError as error:
-            if name == "cifar10":
-                raise
-            warn(
-                "THIS IS NOT CIFAR-10: the embedded synthetic data set is used instead, and its accuracies say "
-                f"nothing about CIFAR-10. Reason: {error}"
+
+    name: str
+    train: Examples
+    test: Examples
+    classes: int
+    channel_mean: tuple[float, ...]
+    channel_deviation: tuple[float, ...]
+    class_names: tuple[str, ...] = ()
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(height, width, channels)."""
+        _, height, width, channels = self.train.images.shape
+        return height, width, channels
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all images and labels, their shape and the number of classes."""
+        parts = (self.train.digest, self.test.digest, self.image_shape, self.classes)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @classmethod
+    def from_arrays(
+        cls,
+        train_images: Images,
+        train_labels: Any,
+        test_images: Images,
+        test_labels: Any,
+        *,
+        name: str = UNNAMED,
+        class_names: Sequence[str] = (),
+    ) -> Dataset:
+        """A data set of arrays, which are not copied; a `np.memmap` stays on the disk.
+
+        Args:
+            train_images, test_images: uint8 [n, height, width, channels], or [n, height, width] for one channel; all
+                of one size.
+            train_labels, test_labels: integers [n] or [n, 1] from 0 on.
+            name: shown wherever its results are.
+            class_names: of all classes, in order. Empty: there are as many classes as the largest label + 1.
+
+        Raises:
+            UserError: where the arrays do not make a data set; it names the part and what it must be.
+        """
+        train = _examples(f"data set {name}: the training", train_images, train_labels)
+        test = _examples(f"data set {name}: the test", test_images, test_labels)
+        if train.images.shape[1:] != test.images.shape[1:]:
+            raise UserError(
+                f"data set {name}: training images are {_size(train.images)} and test images {_size(test.images)} "
+                "(height x width x channels): give both the same size"
             )
-            return Prepared("synthetic", synthetic.ensure(data_dir))
-    cifar.check(folder)
-    return Prepared("cifar10", folder)
+        classes = 1 + int(max(train.labels.max(), test.labels.max()))
+        if class_names and classes > len(class_names):
+            raise UserError(
+                f"data set {name}: label {classes - 1} has no name, since class_names names {len(class_names)} "
+                f"classes: name all, or give labels from 0 to {len(class_names) - 1}"
+            )
+        mean, deviation = channel_statistics(train.images)
+        return cls(name, train, test, len(class_names) or classes, mean, deviation, tuple(class_names))
 
 
-def load(prepared: Prepared) -> tuple[Examples, Examples]:
-    """Read the training and the test examples. Raises UserError, naming the file, if one is damaged."""
-    return cifar.read(prepared.folder, "train"), cifar.read(prepared.folder, "test")
+def chunks(images: Images) -> Iterator[NDArray[np.uint8]]:
+    """The images in order, some megabytes at a time: they may be more than fits into memory."""
+    count = max(1, CHUNK_BYTES // max(1, int(np.prod(images.shape[1:]))))
+    for first in range(0, len(images), count):
+        yield images[first : first + count]
 
 
-def digest_of(examples: Examples) -> str:
-    """SHA-256 of images and labels: whether two hosts, or two times, have the same set by more than its name."""
-    state = hashlib.sha256()
-    for first in range(0, len(examples.labels), CHUNK):
-        state.update(examples.images[first : first + CHUNK].tobytes())
-    state.update(examples.labels.tobytes())
-    return state.hexdigest()
+def channel_statistics(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel over all pixels; a channel without deviation gets 1."""
+    sums = np.zeros((2, images.shape[-1]), np.int64)  # integers: exact, in any order
+    for chunk in chunks(images):
+        for channel in range(images.shape[-1]):
+            counts = np.bincount(chunk[..., channel].ravel(), minlength=256)
+            sums[:, channel] += counts @ np.arange(256), counts @ np.arange(256) ** 2
+    pixels = int(np.prod(images.shape[:-1]))
+    mean = sums[0] / pixels
+    deviation = np.sqrt(np.maximum(sums[1] / pixels - np.square(mean), 0.0))
+    return tuple(mean.tolist()), tuple(np.where(deviation > 0, deviation, 1.0).tolist())
+
+
+def _examples(part: str, images: Any, labels: Any) -> Examples:
+    """A checked part of a data set; `part` begins the message of an error."""
+
+    def refuse(what: str, remedy: str) -> NoReturn:
+        raise UserError(f"{part} {what}: {remedy}")
+
+    shape, kind = getattr(images, "shape", None), getattr(images, "dtype", None)
+    wanted = "give a NumPy array of uint8, [n, height, width, channels]"
+    if shape is None or kind is None:
+        refuse(f"images are a {type(images).__name__}", wanted)
+    if kind != np.uint8:
+        refuse(f"images are {kind}", f"{wanted}, of values from 0 to 255")
+    if isinstance(images, np.ndarray):
+        images = np.asarray(images)  # indexing a np.memmap takes microseconds more
+        images = images[..., np.newaxis] if images.ndim == 3 else images
+    if len(images.shape) != 4:
+        refuse(f"images have the shape {_shown(shape)}", wanted)
+    if not all(images.shape):
+        refuse(f"images are empty (shape {_shown(shape)})", "give at least one example")
+
+    labels = np.asarray(labels)
+    if labels.ndim == 2 and labels.shape[1] == 1:  # as Keras's own data sets have them
+        labels = labels[:, 0]
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        refuse(f"labels are {labels.dtype} of shape {_shown(labels.shape)}", "give integers [n]")
+    if len(labels) != len(images):
+        refuse(f"part has {len(images):,} images but {len(labels):,} labels", "give one label for each image")
+    wrong = np.flatnonzero((labels < 0) | (labels >= np.iinfo(np.int32).max))
+    if wrong.size:
+        refuse(f"label of example {wrong[0]} is {labels[wrong[0]]}", "give numbers of classes, from 0 on")
+    return Examples(images, labels.astype(np.int32))
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _size(images: Images) -> str:
+    return " x ".join(map(str, images.shape[1:]))

@@ -1,4 +1,4 @@
-"""Bring CIFAR-10 from its address: once per host, resumed when cut, checked, and unpacked with care."""
+"""Download CIFAR's archives: once per host, resumed when cut, checked, and unpacked with care."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import urllib3
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from hvd_cifar.data import cifar
+from hvd_cifar.data.cifar import Layout
 from hvd_cifar.data.place import scratch_folder
 from hvd_cifar.errors import UserError
 
@@ -37,10 +37,10 @@ class DownloadError(UserError):
     """The archive could not be had: no network, no such host or file, a server that fails, or a time-out."""
 
 
-def fetch(data_dir: Path, url: str, md5: str, *, show_progress: bool) -> Path:
-    """Download the archive in CIFAR-10's binary layout and unpack it into `data_dir`, unless it is there already.
+def fetch(layout: Layout, data_dir: Path, url: str, md5: str, *, show_progress: bool) -> Path:
+    """Download the archive of a binary layout and unpack it into `data_dir`, unless it is there already.
 
-    One process of the host does it and the others wait for it. A download that was cut, by the network or because its
+    One process of the host downloads and the others wait for it. A download that was cut, by the network or because its
     process was killed, goes on where it stopped: the bytes so far stay in `data_dir` as a `.part` file.
 
     Args:
@@ -49,39 +49,40 @@ def fetch(data_dir: Path, url: str, md5: str, *, show_progress: bool) -> Path:
         show_progress: draw a progress bar on stderr.
 
     Returns:
-        The folder with the six binary files.
+        The folder with the binary files.
 
     Raises:
         DownloadError: nothing usable could be downloaded.
-        UserError: wrong checksum (the bad file is removed), an archive that is unsafe or not CIFAR-10's (nothing of
-            it is kept), an address that is none, or a folder that cannot be written.
+        UserError: wrong checksum (the bad file is removed), an archive that is unsafe or of another layout (nothing of
+            it is kept), an invalid address, or a folder that cannot be written.
     """
     with scratch_folder(data_dir) as scratch:
         # Another process may have brought it while this one waited for the lock.
-        if (found := cifar.locate(data_dir)) is not None:
+        if (found := layout.locate(data_dir)) is not None:
             return found
+        stem = PurePosixPath(layout.archive).name.removesuffix(".tar.gz")
         # Named by its checksum, so that the part of one archive is never continued with another's bytes.
-        archive = data_dir / f"cifar-10-binary-{md5[:8].lower()}.part"
+        archive = data_dir / f"{stem}-{md5[:8].lower()}.part"
         try:
-            _obtain(url, md5.lower(), archive, show_progress)
+            _obtain(layout, url, md5.lower(), archive, show_progress)
         except DownloadError as error:
             raise DownloadError(
-                f"cannot download CIFAR-10 from {url}: {error}: check the network and --data-url, "
-                f"or put the files into {data_dir / cifar.FOLDER}"
+                f"cannot download {layout.title} from {url}: {error}: check the network and --data-url, "
+                f"or put the files into {data_dir / layout.folder}"
             ) from error
-        target = data_dir / cifar.FOLDER
-        os.rename(_unpack(archive, scratch, url), target)
-        for part in data_dir.glob("cifar-10-binary-*.part"):  # this one, and what other addresses left
+        target = data_dir / layout.folder
+        os.rename(_unpack(layout, archive, scratch, url), target)
+        for part in data_dir.glob(f"{stem}-*.part"):  # this one, and what other addresses left
             part.unlink()
         return target
 
 
-def _obtain(url: str, md5: str, archive: Path, show_progress: bool) -> None:
+def _obtain(layout: Layout, url: str, md5: str, archive: Path, show_progress: bool) -> None:
     """Make `archive` the file with this checksum, from the bytes that are there and those of `url`."""
     if archive.exists() and _md5(archive) == md5:
         return  # a process was killed between the download and the unpacking
     for _ in range(2):
-        continued = _download(url, archive, show_progress)
+        continued = _download(layout.title, url, archive, show_progress)
         actual = _md5(archive)
         if actual == md5:
             return
@@ -95,9 +96,9 @@ def _obtain(url: str, md5: str, archive: Path, show_progress: bool) -> None:
     )
 
 
-def _download(url: str, archive: Path, show_progress: bool) -> bool:
+def _download(title: str, url: str, archive: Path, show_progress: bool) -> bool:
     """Bring `archive` to its full length; True if that continued bytes from before. Raises DownloadError."""
-    columns = (TextColumn("CIFAR-10"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not show_progress) as progress:
         failures, furthest = 0, _size(archive)
         while True:
@@ -172,8 +173,8 @@ def _md5(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _unpack(archive: Path, scratch: Path, url: str) -> Path:
-    """Unpack into `scratch` and return the folder with the six files; UserError, and no archive, if anything is off."""
+def _unpack(layout: Layout, archive: Path, scratch: Path, url: str) -> Path:
+    """Unpack into `scratch` and return the folder with the files; UserError, and no archive, if anything is off."""
 
     def refuse(reason: str) -> NoReturn:
         archive.unlink()
@@ -192,9 +193,9 @@ def _unpack(archive: Path, scratch: Path, url: str) -> Path:
                 tar.extract(member, scratch, set_attrs=False)
     except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         refuse(f"it is damaged or not a tar archive ({' '.join(str(error).split())})")
-    folder = cifar.locate(scratch)
+    folder = layout.locate(scratch)
     if folder is None:
-        refuse(f"it has no {cifar.FILES[0]}")
-    if fault := cifar.fault(folder):
+        refuse(f"it has no {layout.files[0]}")
+    if fault := layout.fault(folder):
         refuse(fault)
     return folder

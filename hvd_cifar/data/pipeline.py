@@ -6,7 +6,6 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -14,78 +13,64 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.data import sampler
 from hvd_cifar.data.augment import Views, draws
-from hvd_cifar.data.cifar import Examples
+from hvd_cifar.data.dataset import Examples
+from hvd_cifar.data.sampler import Sampler
 
 PREFETCH_BATCHES = 4  # a few steps' worth hides a slow one; more only costs memory
 
 
 @tf.autograph.experimental.do_not_convert
 def training_batches(
-    examples: Examples,
-    views: Views,
-    *,
-    seed: int,
-    global_batch_size: int,
-    deal: sampler.Deal,
-    first_step: int,
-    last_step: int,
-    device: str = "",
+    examples: Examples, views: Views, sampler: Sampler, *, first_step: int, last_step: int, device: str = ""
 ) -> tf.data.Dataset:
-    """A rank's slices of the global batches of steps first_step .. last_step - 1, over as many epochs as that takes.
+    """A rank's micro-batches of steps first_step .. last_step - 1, over as many epochs as that takes.
 
     Args:
-        examples: the whole training set, uint8, gathered from by index.
-        seed: of order and augmentation.
-        deal: which slices of each global batch are this rank's; the global batches do not depend on it.
+        examples: the whole training set, gathered from by index.
+        sampler: which examples the rank uses, by seed, global batch and shard.
         device: where to stage batches, such as "/GPU:0"; empty: leave them in host memory.
 
     Returns:
-        A dataset of (image float32 [b, side, side, 3], label int32 [b], weight float32 [b], example int64 [b]), with
-        `deal.slices` elements per global step on every rank. b varies by one where the shards do not divide the batch.
-        A slice without an example is one example of weight 0 (`example` is then -1).
+        A dataset of (image float32 [b, height, width, channels], label int32 [b], weight float32 [b], example
+        int64 [b]), with `sampler.sharding.micro_batches` elements per global step on every rank. b varies by one where
+        the shards do not divide the batch. A micro-batch without an example is one example of weight 0 (`example` is
+        then -1).
     """
-    count, batch = len(examples.labels), global_batch_size
-    steps = sampler.steps_per_epoch(count, batch)
-    of_all = deal.slices * deal.size  # slices of a global batch
-    order_of = lru_cache(maxsize=1)(lambda epoch: sampler.epoch_order(seed, epoch, count))
+    sharding = sampler.sharding
+    of_all = sharding.micro_batches * sharding.size  # micro-batches of a global batch
 
     def view(number: Any) -> tuple[Any, ...]:
         kinds = [tf.float32, tf.int32, tf.float32, tf.int64]
-        image, label, weight, example = tf.numpy_function(seen, [number], kinds)
-        image.set_shape([None, views.side, views.side, 3])
+        image, label, weight, example = tf.numpy_function(gather, [number], kinds)
+        image.set_shape([None, *views.shape])
         for column in (label, weight, example):
             column.set_shape([None])
         return image, label, weight, example
 
     @_counted
-    def seen(number: np.int64) -> tuple[NDArray[Any], ...]:
-        step, slice_of_all = divmod(int(number), of_all)
-        epoch, within = divmod(step, steps)
-        whole = order_of(epoch)[within * batch : (within + 1) * batch]
-        example = deal.slice_of(whole, slice_of_all // deal.size)
+    def gather(number: np.int64) -> tuple[NDArray[Any], ...]:
+        epoch, example = sampler.micro_batch(int(number) // sharding.size)
         present = np.maximum(example, 0)
-        image = views.train(examples.images[present], draws(seed, epoch, present))
+        image = views.train(examples.images[present], draws(sampler.seed, epoch, present))
         return image, examples.labels[present], (example >= 0).astype(np.float32), example
 
-    # The shard is of each global batch's slices, which are as many for every rank, and not of the examples: so the
-    # batch is the same for any `size`, and a walk over the examples of all ranks takes longer, at 64 ranks, than all
-    # else here together.
+    # The shard is one of micro-batches, which are as many for every rank, and not of examples: a dataset that walks
+    # over the examples of all ranks takes longer, at 64 ranks, than all else here together.
     chain = (
-        tf.data.Dataset.range(first_step * of_all, max(first_step, last_step) * of_all)  # slices, over all epochs
-        .shard(deal.size, deal.rank)  # which of them are this rank's
-        .map(view)  # the slice: gathered and augmented, one at a time, since the cores belong to the step
+        tf.data.Dataset.range(first_step * of_all, max(first_step, last_step) * of_all)  # of all ranks and epochs
+        .shard(sharding.size, sharding.rank)  # this rank's
+        .map(view)  # gathered and augmented, one at a time, since the cores belong to the step
         .prefetch(PREFETCH_BATCHES)
     )
     chain = chain.with_options(_options())
     return chain.apply(tf.data.experimental.prefetch_to_device(device)) if device else chain
 
 
-def in_steps(batches: Iterable[Any], slices: int) -> Iterator[list[Any]]:
-    """The elements of a dataset by step, `slices` at a time."""
+def in_steps(batches: Iterable[Any], micro_batches: int) -> Iterator[list[Any]]:
+    """The elements of a dataset by step, `micro_batches` at a time."""
     elements = iter(batches)
-    while step := list(islice(elements, slices)):
+    while step := list(islice(elements, micro_batches)):
         yield step
 
 
@@ -96,22 +81,22 @@ def evaluation_batches(
     """A rank's shard of a set, every example once, in plain view.
 
     Args:
-        count: take the first so many examples for the whole set; None: all.
+        count: evaluate on the first `count` examples only; None: on all.
 
     Returns:
-        A dataset of (image float32 [b, side, side, 3], label int32 [b]) with b <= batch_size. Ranks may have different
-        numbers of batches, or none: evaluation reduces sums once, at its end.
+        A dataset of (image float32 [b, height, width, channels], label int32 [b]) with b <= batch_size. Ranks may have
+        different numbers of batches, or none: evaluation reduces sums once, at its end.
     """
 
     def view(index: Any) -> tuple[Any, Any]:
-        image, label = tf.numpy_function(seen, [index], [tf.float32, tf.int32])
-        return tf.ensure_shape(image, [None, views.side, views.side, 3]), tf.ensure_shape(label, [None])
+        image, label = tf.numpy_function(gather, [index], [tf.float32, tf.int32])
+        return tf.ensure_shape(image, [None, *views.shape]), tf.ensure_shape(label, [None])
 
     @_counted
-    def seen(index: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    def gather(index: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         return views.test(examples.images[index]), examples.labels[index]
 
-    every = len(examples.labels)
+    every = len(examples)
     return (
         tf.data.Dataset.range(every if count is None else min(count, every))
         .shard(size, rank)

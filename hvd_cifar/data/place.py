@@ -16,30 +16,44 @@ SCRATCH = ".unfinished"
 
 
 @contextmanager
-def scratch_folder(data_dir: Path) -> Iterator[Path]:
-    """Hold the host's lock on `data_dir`, and lend an empty folder in it that is gone at the end.
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the host's lock on a folder, which is made if need be.
 
-    Other processes wait at the door, so whoever enters looks first whether the work is already done. What is to stay
-    is made in the lent folder and then renamed to its place: both are on one file system, so the rename is atomic,
-    and nobody ever sees half a data set. What a killed process left behind is cleared by the next one that enters.
-    The system drops the lock of a process that dies.
+    Other processes wait at the door, so whoever enters looks first whether the work is already done. The system drops
+    the lock of a process that dies.
 
-    Raises UserError if the folder cannot be made or written (permission, no space left, ...), in the body too.
+    Raises:
+        UserError: where the folder cannot be made or written (permission, no space left, ...), in the body also.
     """
-    scratch = data_dir / SCRATCH
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-        with FileLock(data_dir / LOCK):
-            if scratch.exists():
-                shutil.rmtree(scratch)
-            scratch.mkdir()
-            try:
-                yield scratch
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / LOCK):
+            yield
     except OSError as error:
-        where = error.filename or data_dir
+        where = error.filename or folder
         raise UserError(
             f"cannot write {where}: {error.strerror or error}: free space, allow writing there, "
             "or name another folder with --data-dir"
         ) from error
+
+
+@contextmanager
+def scratch_folder(data_dir: Path) -> Iterator[Path]:
+    """Hold the host's lock on `data_dir`, and lend an empty folder in it that is gone at the end.
+
+    What is to stay is made in the lent folder and then renamed to its place: both are on one file system, so the
+    rename is atomic, and nobody ever sees half a data set. What a killed process left is cleared by the next one that
+    enters.
+
+    Raises:
+        UserError: as `locked`.
+    """
+    scratch = data_dir / SCRATCH
+    with locked(data_dir):
+        if scratch.exists():
+            shutil.rmtree(scratch)
+        scratch.mkdir()
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)

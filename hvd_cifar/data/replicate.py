@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,6 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from hvd_cifar.data import cifar
 from hvd_cifar.data.place import scratch_folder
 from hvd_cifar.errors import UserError
 
@@ -24,33 +23,41 @@ BLOCK_BYTES = 4 << 20
 UNFINISHED = ".receiving"
 
 
+class File(NamedTuple):
+    """What a file of a set is known by."""
+
+    bytes: int
+    sha256: str
+
+
 class Block(NamedTuple):
-    """A part of one of the files: all files have the same length, so that every rank knows all blocks."""
+    """A part of one of the files."""
 
     file: str
     start: int
     length: int
 
 
-def blocks() -> Iterator[Block]:
+def blocks(files: Mapping[str, File]) -> Iterator[Block]:
     """The whole set, file by file."""
-    for file in cifar.FILES:
-        for start in range(0, cifar.FILE_BYTES, BLOCK_BYTES):
-            yield Block(file, start, min(BLOCK_BYTES, cifar.FILE_BYTES - start))
+    for name, file in files.items():
+        for start in range(0, file.bytes, BLOCK_BYTES):
+            yield Block(name, start, min(BLOCK_BYTES, file.bytes - start))
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each of the set's files. Raises UserError for one that cannot be read."""
+def describe(folder: Path, names: Sequence[str]) -> dict[str, File]:
+    """Length and SHA-256 of files. Raises UserError for one that cannot be read."""
     found = {}
-    for name in cifar.FILES:
-        state = hashlib.sha256()
+    for name in names:
+        state, length = hashlib.sha256(), 0
         try:
             with open(folder / name, "rb") as file:
                 while chunk := file.read(BLOCK_BYTES):
                     state.update(chunk)
+                    length += len(chunk)
         except OSError as error:
             raise UserError(f"cannot read {folder / name}: {error.strerror}: restore it") from None
-        found[name] = state.hexdigest()
+        found[name] = File(length, state.hexdigest())
     return found
 
 
@@ -88,10 +95,12 @@ class Receiver:
     locks would wait for ever. A failure is kept for the end, since the other hosts go on.
     """
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, expected: Mapping[str, File]) -> None:
+        """`expected`: the files that will come."""
         self._data_dir = data_dir
+        self._expected = expected
         self._scratch: Path | None = None
-        self._states = {name: hashlib.sha256() for name in cifar.FILES}
+        self._states = {name: hashlib.sha256() for name in expected}
         self._failure: OSError | None = None
         try:
             data_dir.mkdir(parents=True, exist_ok=True)
@@ -112,7 +121,7 @@ class Receiver:
             except OSError as error:
                 self._failure = error
 
-    def finish(self, expected: Mapping[str, str], place: Path) -> None:
+    def finish(self, place: Path) -> None:
         """Put the set in its place, unless one has come there meanwhile.
 
         Raises UserError where it could not be written, or is not what was sent.
@@ -124,7 +133,7 @@ class Receiver:
                     f"cannot write {where}: {self._failure.strerror}: free space, allow writing there, or name another "
                     "folder with --data-dir"
                 )
-            wrong = [name for name, state in self._states.items() if state.hexdigest() != expected[name]]
+            wrong = [name for name, state in self._states.items() if state.hexdigest() != self._expected[name].sha256]
             if wrong:
                 raise UserError(f"{wrong[0]} arrived damaged (its SHA-256 is another one): start again")
             assert self._scratch is not None

@@ -1,7 +1,7 @@
 """Which example is used when: pure functions of (seed, epoch, step), never of the number of ranks.
 
-An epoch is a permutation of the training set; global step t of the epoch uses order[t*B : (t+1)*B], the last one
-what is left. How a global batch is then dealt to the ranks is `Deal`: that, and only that, knows of ranks.
+An epoch is a permutation of the training set. Global step t of an epoch uses order[t*B : (t+1)*B]; the last step uses
+what is left. `Sharding` divides a global batch among the ranks; nothing else here depends on them.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-PADDING = -1  # stands in a slice for "no example": it weighs nothing
+PADDING = -1  # an index that stands for no example; its weight is 0
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -42,10 +41,13 @@ def key(*parts: int) -> np.uint64:
     return np.uint64(state[0])
 
 
+@lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, examples: int) -> NDArray[np.int64]:
-    """The order of an epoch: a permutation, int64 [examples]."""
+    """The order of an epoch: a permutation, int64 [examples], read-only."""
     draws = mix(np.arange(examples, dtype=np.uint64) ^ key(seed, 0, epoch))
-    return np.argsort(draws, kind="stable")
+    order = np.argsort(draws, kind="stable")
+    order.setflags(write=False)  # every caller gets the same array
+    return order
 
 
 def steps_per_epoch(examples: int, global_batch_size: int) -> int:
@@ -60,47 +62,67 @@ def examples_in_step(examples: int, global_batch_size: int, step: int) -> int:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """How global batches are dealt: each rank takes `slices` slices of every one, which it computes in turn.
+class Sharding:
+    """How each global batch is divided: every rank computes `micro_batches` micro-batches of it, one after the other.
 
     Attributes:
-        rank, size: this rank and how many there are.
-        micro_batches: parts of the global batch, neighbours in its order; a rank takes its shard of each. The parts
-            are the same for any number of ranks.
-        virtual_shards: M shards of the global batch in place of `size`; a rank takes M / size neighbouring ones. The
-            slices themselves are then the same for any number of ranks. None: the ranks are the shards.
+        rank, size: this rank, and the number of ranks.
+        gradient_accumulation: contiguous parts of the global batch; a rank takes its shard of each. The parts do not
+            depend on the number of ranks.
+        virtual_shards: M shards of the global batch; a rank takes M / size contiguous ones. The micro-batches
+            themselves then do not depend on the number of ranks. None: each rank is one shard.
     """
 
     rank: int
     size: int
-    micro_batches: int = 1
+    gradient_accumulation: int = 1
     virtual_shards: int | None = None
 
     @property
-    def slices(self) -> int:
-        """Slices of a global batch that each rank computes."""
-        return self.virtual_shards // self.size if self.virtual_shards else self.micro_batches
+    def micro_batches(self) -> int:
+        """Micro-batches of a global batch that each rank computes."""
+        return self.virtual_shards // self.size if self.virtual_shards else self.gradient_accumulation
 
-    def place(self, j: Any, count: Any) -> tuple[Any, Any, Any, int]:
-        """Where slice j of a global batch of `count` examples is found; for integers and integer tensors.
-
-        Returns:
-            (lo, hi, index, shards): the slice is shard `index` of `shards` of the batch's entries lo .. hi - 1.
-        """
+    def micro_batch(self, batch: NDArray[np.int64], j: int) -> NDArray[np.int64]:
+        """Micro-batch j of a global batch int64 [n]: the shard that `tf.data.Dataset.shard` takes, never empty."""
         if self.virtual_shards:
-            return 0, count, self.rank * self.slices + j, self.virtual_shards
-        return j * count // self.micro_batches, (j + 1) * count // self.micro_batches, self.rank, self.size
-
-    def slice_of(self, batch: NDArray[np.int64], j: int) -> NDArray[np.int64]:
-        """Slice j of a global batch, padded so that it is not empty. Its examples are those of a `Dataset.shard`."""
-        lo, hi, index, shards = self.place(j, len(batch))
-        return pad_to_shards(batch[lo:hi], shards)[index::shards]
+            part, index, shards = batch, self.rank * self.micro_batches + j, self.virtual_shards
+        else:
+            parts = self.gradient_accumulation
+            part = batch[j * len(batch) // parts : (j + 1) * len(batch) // parts]
+            index, shards = self.rank, self.size
+        return pad_to_shards(part, shards)[index::shards]
 
 
 def pad_to_shards(batch: NDArray[np.int64], shards: int) -> NDArray[np.int64]:
     """A batch, lengthened with PADDING to at least `shards` entries, so that no shard is empty.
 
-    A rank without a shard would make one step fewer than the others, and the others would wait for it for ever.
+    A rank without a shard would make one step fewer than the others, which would wait for it for ever.
     """
     missing = np.full(max(0, shards - len(batch)), PADDING, np.int64)
     return np.concatenate([batch, missing]) if len(missing) else batch
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The examples that one rank uses, micro-batch by micro-batch.
+
+    Attributes:
+        examples: number of examples in the training set.
+        global_batch_size: examples in a step, over all ranks.
+        seed: of the order, and of the augmentation.
+        sharding: this rank's part of each global batch.
+    """
+
+    examples: int
+    global_batch_size: int
+    seed: int
+    sharding: Sharding
+
+    def micro_batch(self, number: int) -> tuple[int, NDArray[np.int64]]:
+        """The epoch and the examples, int64 [b] with PADDING, of a micro-batch, counted from 0 over all epochs."""
+        step, j = divmod(number, self.sharding.micro_batches)
+        epoch, within = divmod(step, steps_per_epoch(self.examples, self.global_batch_size))
+        first = within * self.global_batch_size
+        batch = epoch_order(self.seed, epoch, self.examples)[first : first + self.global_batch_size]
+        return epoch, self.sharding.micro_batch(batch, j)

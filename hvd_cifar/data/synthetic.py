@@ -22,18 +22,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_cifar.data import cifar
+from hvd_cifar.data.cifar import CHANNELS, CIFAR10, SIDE
 from hvd_cifar.data.place import scratch_folder
 
 Floats = NDArray[np.floating[Any]]  # float32 throughout
 
-FOLDER = "synthetic-v1"  # the drawing must never change under this name: a test holds its checksum
+# The drawing must never change under the name of this folder: a test holds its checksum.
+LAYOUT = replace(CIFAR10, name="synthetic", title="the synthetic set", folder="synthetic-v1")
+RECORDS = LAYOUT.train_records  # in each file, also the test set's
 IMAGES_AT_ONCE = 500  # fits a core's cache; part of the definition, since the random bits are drawn in this order
 STROKES_BEHIND = 6
 STROKES_ACROSS = 1
@@ -74,15 +77,15 @@ def ensure(data_dir: Path) -> Path:
 
     Raises UserError if a file is there but damaged, or if the folder cannot be written.
     """
-    folder = data_dir / FOLDER
-    if cifar.locate(folder) is None:
+    folder = data_dir / LAYOUT.folder
+    if LAYOUT.locate(folder) is None:
         with scratch_folder(data_dir) as scratch:
-            if cifar.locate(folder) is None:  # else another process drew it while this one waited
-                for number, name in enumerate(cifar.FILES):
+            if LAYOUT.locate(folder) is None:  # else another process drew it while this one waited
+                for number, name in enumerate(LAYOUT.files):
                     (scratch / name).write_bytes(draw_file(number).data)
-                (scratch / "batches.meta.txt").write_text("".join(f"{name}\n" for name in FIGURES))
+                (scratch / LAYOUT.names_file).write_text("".join(f"{name}\n" for name in FIGURES))
                 os.rename(scratch, folder)
-    cifar.check(folder)
+    LAYOUT.check(folder)
     return folder
 
 
@@ -91,8 +94,8 @@ def draw_file(number: int) -> NDArray[np.uint8]:
     # The raw bits of a bit generator are stable by NumPy's policy; distributions and permutations are not. From the
     # bits on there is only arithmetic that IEEE 754 rounds correctly (+ - * / sqrt), the same on every machine.
     bits = np.random.PCG64(number)
-    records = np.empty((cifar.RECORDS_PER_FILE, cifar.RECORD_BYTES), np.uint8)
-    in_turn = np.arange(cifar.RECORDS_PER_FILE) % cifar.CLASSES
+    records = np.empty((RECORDS, LAYOUT.record_bytes), np.uint8)
+    in_turn = np.arange(RECORDS) % LAYOUT.classes
     records[:, 0] = in_turn[np.argsort(bits.random_raw(len(records)), kind="stable")]
     for first in range(0, len(records), IMAGES_AT_ONCE):
         rows = slice(first, first + IMAGES_AT_ONCE)
@@ -110,7 +113,7 @@ def _draw(labels: NDArray[np.uint8], bits: np.random.PCG64) -> NDArray[np.uint8]
         return low + (high - low) * (raw.astype(np.float32) * np.float32(2.0**-24))
 
     def colour(low: float, high: float) -> Floats:
-        return np.stack([between(low, high) for _ in range(cifar.CHANNELS)], axis=1)  # [n, 3, 1]
+        return np.stack([between(low, high) for _ in range(CHANNELS)], axis=1)  # [n, 3, 1]
 
     def paint(distance: Floats, paint_colour: Floats) -> None:
         """Cover what is inside, with soft edges: `distance` in pixels, [n, 32 * 32]."""
@@ -140,9 +143,9 @@ def _draw(labels: NDArray[np.uint8], bits: np.random.PCG64) -> NDArray[np.uint8]
             distance[rows] = shape(right[rows], down[rows]) * radius[rows]
         paint(distance, ground + colour(50, 100))
 
-    pixels = np.arange(cifar.SIDE**2)
-    x = (pixels % cifar.SIDE).astype(np.float32) - 15.5
-    y = (pixels // cifar.SIDE).astype(np.float32) - 15.5
+    pixels = np.arange(SIDE**2)
+    x = (pixels % SIDE).astype(np.float32) - 15.5
+    y = (pixels // SIDE).astype(np.float32) - 15.5
     ground = colour(60, 195)
     image = ground + colour(-3, 3) * (between(-1, 1) * x + between(-1, 1) * y)[:, None, :]
     for _ in range(STROKES_BEHIND):

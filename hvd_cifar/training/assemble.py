@@ -14,7 +14,7 @@ from hvd_cifar.data import augment
 from hvd_cifar.data.augment import Views
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import in_steps, training_batches
-from hvd_cifar.data.sampler import Sharding
+from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm, prove_averaging
 from hvd_cifar.errors import UserError
 from hvd_cifar.kernels import convolution
@@ -60,7 +60,7 @@ class Work:
         model: with its recipe.
         views: how the net sees images.
         plan: the batch arithmetic.
-        sharding: which slices of each global batch are this rank's.
+        sharding: which micro-batches of each global batch are this rank's.
     """
 
     settings: TrainSettings
@@ -253,7 +253,7 @@ def step_spec(work: Work, side: int | None = None) -> StepSpec:
         image_shape=work.views.shape,
         weight_decay=settings.weight_decay or 0.0,
         label_smoothing=settings.label_smoothing or 0.0,
-        slices=work.sharding.slices,
+        slices=work.sharding.micro_batches,
         virtual_shards=settings.virtual_shards,
         sync_batch_norm=settings.sync_batch_norm,
         side=side,
@@ -275,14 +275,12 @@ def _batches(work: Work, world: World, first_step: int) -> Any:
     batches = training_batches(
         work.dataset.train,
         work.views,
-        seed=work.settings.seed,
-        global_batch_size=work.plan.global_batch_size,
-        sharding=work.sharding,
+        Sampler(work.plan.examples, work.plan.global_batch_size, work.settings.seed, work.sharding),
         first_step=first_step,
         last_step=work.plan.total_steps,
         device=world.device if "GPU" in world.device else "",
     )
-    return in_steps(batches, work.sharding.slices)
+    return in_steps(batches, work.sharding.micro_batches)
 
 
 def _callbacks_of(

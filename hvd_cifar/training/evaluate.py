@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_cifar.data.augment import Views
-from hvd_cifar.data.cifar import Examples
+from hvd_cifar.data.dataset import Examples
 from hvd_cifar.data.pipeline import evaluation_batches
 from hvd_cifar.distributed import collectives
 from hvd_cifar.runtime.world import World

@@ -1,136 +1,225 @@
-"""The data set of a run: the same one on every host, seen as the run's model sees it."""
+"""The data set of a run: the same one on every host."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from hvd_cifar import config
-from hvd_cifar.data import cifar, replicate, synthetic
-from hvd_cifar.data.augment import FAST_VIEWS, STANDARD_VIEWS, TUTORIAL_VIEWS, Views
-from hvd_cifar.data.dataset import Prepared, prepare
+from hvd_cifar.config import DataSettings
+from hvd_cifar.data import replicate
+from hvd_cifar.data.cifar import CIFAR10
+from hvd_cifar.data.dataset import UNNAMED, Dataset
+from hvd_cifar.data.replicate import File
+from hvd_cifar.data.source import Prepared, Source, prepare, source_of
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.world import World
 
-
-def views_of(model: str, augmentation: config.Augmentation = "recipe") -> Views:
-    """How a model sees images."""
-    views = {"tutorial": TUTORIAL_VIEWS, "fast": FAST_VIEWS}.get(model, STANDARD_VIEWS)
-    if augmentation == "none":
-        return views._replace(train=lambda images, _: views.test(images))
-    return views
+Speakers = Mapping[int, str]  # the rank that speaks for each host, and the host's name
 
 
-def prepare_data(settings: config.DataSettings, world: World) -> Prepared:
-    """Find, make or fetch the data set on every host; a collective, since it may fail on some hosts only.
+def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[], Dataset] | None = None) -> Dataset:
+    """The run's data set, found, made or fetched on every host; a collective, since it may fail on some hosts only.
+
+    Args:
+        own: the user's data set, or a function that returns it, which every rank calls. None: the settings name a
+            built-in one.
 
     Raises:
-        UserError: on every rank, where the data is not to be had on one, or hosts have different data sets.
+        UserError: on every rank, where the data is not to be had on one, or hosts have different data.
     """
+    if own is not None:
+        return _own_dataset(own, settings)
     if settings.data_source == "local" or world.size == world.local_size:
         return _from_each_host(settings, world)
     return _from_rank_0(settings, world)
 
 
-def _prepare_as(name: config.DatasetName, settings: config.DataSettings, watched: bool) -> Prepared:
-    url, md5 = settings.data_url, settings.data_md5
-    return prepare(name, settings.data_dir, url, md5, show_progress=watched, warn=terminal.complain)
+def _own_dataset(own: Dataset | Callable[[], Dataset], settings: DataSettings) -> Dataset:
+    named = settings.dataset if config.is_user_code(settings.dataset) else ""
+    told = f"--dataset {named}" if named else "the data set"
+
+    def load() -> Dataset:
+        dataset = own() if callable(own) else own
+        if not isinstance(dataset, Dataset):
+            raise UserError(
+                f"{told} is a {type(dataset).__name__}: have the function return a hvd_cifar.Dataset, such as "
+                "Dataset.from_arrays(train_images, train_labels, test_images, test_labels)"
+            )
+        return replace(dataset, name=Path(named).name) if named and dataset.name == UNNAMED else dataset
+
+    dataset = collectives.on_every_rank(load)
+    digests = collectives.all_gather_object(collectives.on_every_rank(lambda: dataset.digest))
+    if differing := differences((f"rank {rank}", _short(digest)) for rank, digest in enumerate(digests)):
+        raise UserError(
+            f"{told} is not the same on all ranks (SHA-256 {differing}): make the same arrays, in the same order, on "
+            "every rank"
+        )
+    return dataset
 
 
-def _from_each_host(settings: config.DataSettings, world: World) -> Prepared:
+def _prepare_as(name: str, settings: DataSettings, watched: bool) -> Prepared:
+    settings = settings.model_copy(update={"dataset": name})
+    return prepare(settings, show_progress=watched, warn=terminal.complain)
+
+
+def _from_each_host(settings: DataSettings, world: World) -> Dataset:
     watched = terminal.is_watched() and world.size == world.local_size
+    hosts, speaker = _hosts(world)
 
-    # One rank of each host looks, and downloads if need be; where nobody answers, the others need not wait for it too.
-    def look() -> Prepared | None:
-        return _prepare_as(settings.dataset, settings, watched) if world.local_rank == 0 else None
+    # One rank of each host looks, and downloads if need be: where nobody answers, the others need not wait for it too.
+    def look() -> tuple[str, Path] | None:
+        prepared = _prepare_as(settings.dataset, settings, watched) if world.rank in hosts else None
+        return (prepared.source.name, prepared.folder) if prepared else None
 
-    first = collectives.on_every_rank(look)
-    found = sorted({(f.name, host) for f, host in collectives.all_gather_object((first, world.host)) if f is not None})
-    names = {name for name, _ in found}
-    if len(names) > 1:
-        raise UserError(_different(found))
-    return collectives.on_every_rank(lambda: first or _prepare_as(names.copy().pop(), settings, watched))
+    found = {rank: it for rank, it in enumerate(collectives.all_gather_object(collectives.on_every_rank(look))) if it}
+    if differing := differences((host, found[rank][0]) for rank, host in hosts.items()):
+        raise UserError(_different(differing))
+    name, folder = found[speaker]
+    dataset = collectives.on_every_rank(lambda: source_of(name, settings).read(folder))
+    if len(hosts) > 1:
+        digests = collectives.all_gather_object(dataset.digest if world.rank in hosts else "")
+        if differing := differences((host, _short(digests[rank])) for rank, host in hosts.items()):
+            raise UserError(
+                f"hosts have different data under the name {dataset.name} (SHA-256 {differing}): copy one host's files "
+                "to the others, or leave out --data-source local"
+            )
+    return dataset
 
 
-def _different(found: Sequence[tuple[str, str]]) -> str:
-    where = ", ".join(f"{name} on {host}" for name, host in found)
-    return f"hosts have different data sets ({where}): give --dataset, or one --data-dir alike on all"
+def differences(found: Iterable[tuple[str, str]]) -> str:
+    """Where hosts (or ranks) have different things, who has which; empty where all have the same.
+
+    Args:
+        found: host and thing, in the order of the ranks.
+    """
+    by_thing: dict[str, list[str]] = {}
+    for host, thing in found:
+        by_thing.setdefault(thing, []).append(host)
+    if len(by_thing) == 1:
+        return ""
+    return "; ".join(f"{thing} on {_listed(hosts)}" for thing, hosts in by_thing.items())
 
 
-def _from_rank_0(settings: config.DataSettings, world: World) -> Prepared:
+def _listed(hosts: Sequence[str], most: int = 4) -> str:
+    return ", ".join(hosts[:most]) + f" and {len(hosts) - most} more" * (len(hosts) > most)
+
+
+def _short(digest: str) -> str:
+    return digest[:12]
+
+
+def _different(differing: str) -> str:
+    return f"hosts have different data sets ({differing}): give --dataset, or one --data-dir alike on all"
+
+
+def speakers(ranks: Sequence[tuple[str, int, int]]) -> list[int]:
+    """For each rank, the rank that speaks for its host: the one whose local rank is 0.
+
+    Host names do not tell hosts apart, since two hosts may share one. Among hosts of one name, launchers fill one after
+    the other, or all in turn; in both cases a rank belongs to the first one that lacks its local rank.
+
+    Args:
+        ranks: host name, local rank and local size of each rank.
+    """
+    found: list[int] = []
+    for rank, (host, local_rank, local_size) in enumerate(ranks):
+        if local_rank == 0:
+            found.append(rank)
+            continue
+        alike = [s for s in dict.fromkeys(found) if ranks[s] == (host, 0, local_size)]
+        found.append(next(s for s in alike if found.count(s) == local_rank))
+    return found
+
+
+def _hosts(world: World) -> tuple[Speakers, int]:
+    """Every host's speaker and name, in rank order, and this rank's speaker; a collective."""
+    ranks = collectives.all_gather_object((world.host, world.local_rank, world.local_size))
+    of_rank = speakers(ranks)
+    names = [ranks[speaker][0] for speaker in dict.fromkeys(of_rank)]
+    hosts = {s: ranks[s][0] + f" (rank {s})" * (names.count(ranks[s][0]) > 1) for s in dict.fromkeys(of_rank)}
+    return hosts, of_rank[world.rank]
+
+
+def _from_rank_0(settings: DataSettings, world: World) -> Dataset:
     """Rank 0's set on every host: those that have it keep theirs, the others are sent it."""
-    source = collectives.on_root(lambda: _prepare_as(settings.dataset, settings, terminal.is_watched()))
-    expected = collectives.on_root(lambda: replicate.digests(source.folder))
-    mine = collectives.on_every_rank(lambda: _own_set(settings, world, source.name, expected))
+    hosts, speaker = _hosts(world)
 
-    speaks = world.local_rank == 0  # for its host
-    lacking = sorted(
-        host for host, lacks in collectives.all_gather_object((world.host, speaks and mine is None)) if lacks
-    )
+    def at_root() -> tuple[str, Path, dict[str, File]]:
+        source, folder = _prepare_as(settings.dataset, settings, terminal.is_watched())
+        return source.name, folder, replicate.describe(folder, source.files(folder))
+
+    name, origin, expected = collectives.on_root(at_root)
+    source = source_of(name, settings)
+
+    def look() -> Path | None:
+        return _own_folder(source, settings, expected, hosts[world.rank]) if world.rank in hosts else None
+
+    mine = collectives.on_every_rank(look)
+    folders = collectives.all_gather_object(mine)
+    lacking = [host for rank, host in hosts.items() if folders[rank] is None]
     if lacking:
-        place = _place(settings.data_dir, source.name, expected)
-        _send(source.folder, place if speaks and mine is None else None, settings.data_dir, expected, world)
-        mine = place if speaks and mine is None else mine
+        place = _place(source, settings.data_dir, expected) if world.rank in hosts and mine is None else None
+        _send(origin, place, settings.data_dir, expected, world)
+        folders = collectives.all_gather_object(mine or place)
         if world.is_root:
-            size = len(cifar.FILES) * cifar.FILE_BYTES / 1e6
-            terminal.say(f"{source.name} sent to {', '.join(lacking)}: {size:.0f} MB each, SHA-256 checked")
-    folders = {host: folder for host, folder in collectives.all_gather_object((world.host, mine)) if folder is not None}
-    return Prepared(source.name, folders[world.host])
+            size = sum(file.bytes for file in expected.values()) / 1e6
+            terminal.say(f"{name} sent to {', '.join(lacking)}: {size:.0f} MB each, SHA-256 checked")
+    folder = folders[speaker]
+    assert folder is not None, "every speaker has the set, or was sent it"
+    return collectives.on_every_rank(lambda: source.read(folder))
 
 
-def _own_set(
-    settings: config.DataSettings, world: World, name: config.DatasetName, expected: Mapping[str, str]
-) -> Path | None:
-    """Where this host has rank 0's set; None: nowhere, or another rank of the host looks.
+def _own_folder(source: Source, settings: DataSettings, expected: Mapping[str, File], host: str) -> Path | None:
+    """Where this host has rank 0's set; None: nowhere.
 
     Raises UserError where it has another set, unless that is no matter under --data-source rank0.
     """
-    if world.local_rank:
-        return None
-    if name == "synthetic":
-        if settings.dataset == "auto" and cifar.locate(settings.data_dir) is not None:
-            raise UserError(_different([("cifar10", world.host), ("synthetic", "rank 0's host")]))
-        folder = cifar.locate(settings.data_dir / synthetic.FOLDER)
-    else:
-        folder = cifar.locate(settings.data_dir)
-    received = _received(settings.data_dir, expected)
-    if folder is None:
-        return None
-    fault = cifar.fault(folder)
-    if fault is None:
-        found = replicate.digests(folder)
-        if found == expected:
-            return folder
-        other = next(file for file in expected if found[file] != expected[file])
-        fault = f"{folder / other} is not rank 0's (its SHA-256 is another one)"
-    if settings.data_source == "rank0":
-        return received if cifar.locate(received) and replicate.digests(received) == expected else None
-    raise UserError(
-        f"{world.host}: {fault}: move {folder} away to have rank 0's sent, or give --data-source rank0 or local"
-    )
+    would_take_its_own = settings.dataset == "auto" and source_of(CIFAR10.name, settings).locate() is not None
+    if would_take_its_own and source.name != CIFAR10.name:
+        raise UserError(_different(differences([("rank 0's host", source.name), (host, CIFAR10.name)])))
+    folder = source.locate()
+    fault = _fault(source, folder, expected) if folder is not None else None
+    if folder is not None and fault is None:
+        return folder
+    if folder is None or settings.data_source == "rank0":
+        received = _received(settings.data_dir, expected)
+        return received if received.is_dir() and _fault(source, received, expected) is None else None
+    raise UserError(f"{host}: {fault}: move {folder} away to have rank 0's sent, or give --data-source rank0 or local")
 
 
-def _place(data_dir: Path, name: str, expected: Mapping[str, str]) -> Path:
+def _fault(source: Source, folder: Path, expected: Mapping[str, File]) -> str | None:
+    """What is wrong with a folder that ought to hold rank 0's set."""
+    if fault := source.fault(folder):
+        return fault
+    found = replicate.describe(folder, list(expected))
+    other = next((name for name in expected if found[name] != expected[name]), None)
+    return f"{folder / other} is not rank 0's (its SHA-256 is another one)" if other else None
+
+
+def _place(source: Source, data_dir: Path, expected: Mapping[str, File]) -> Path:
     """Where a host puts the set that it is sent: where it would be looked for, or beside what is there already."""
-    usual = data_dir / (synthetic.FOLDER if name == "synthetic" else cifar.FOLDER)
-    taken = usual.exists() if name == "synthetic" else cifar.locate(data_dir) is not None
-    return _received(data_dir, expected) if taken else usual
+    usual = source.place
+    taken = usual is None or source.locate() is not None or (usual.is_dir() and any(usual.iterdir()))
+    return _received(data_dir, expected) if usual is None or taken else usual
 
 
-def _received(data_dir: Path, expected: Mapping[str, str]) -> Path:
-    return data_dir / f"received-{hashlib.sha256(repr(sorted(expected.items())).encode()).hexdigest()[:12]}"
+def _received(data_dir: Path, expected: Mapping[str, File]) -> Path:
+    digests = sorted((name, file.sha256) for name, file in expected.items())
+    return data_dir / f"received-{hashlib.sha256(repr(digests).encode()).hexdigest()[:12]}"
 
 
-def _send(source: Path, place: Path | None, data_dir: Path, expected: Mapping[str, str], world: World) -> None:
+def _send(origin: Path, place: Path | None, data_dir: Path, expected: Mapping[str, File], world: World) -> None:
     """Broadcast rank 0's files; this rank puts them at `place`, if it has one to fill."""
-    sender = replicate.Sender(source) if world.is_root else None
-    receiver = replicate.Receiver(data_dir) if place else None
-    for block in replicate.blocks():
+    sender = replicate.Sender(origin) if world.is_root else None
+    receiver = replicate.Receiver(data_dir, expected) if place else None
+    for block in replicate.blocks(expected):
         content = sender.read(block) if sender else np.zeros(block.length, np.uint8)
         content = collectives.broadcast_bytes(content)
         if receiver:
@@ -140,6 +229,6 @@ def _send(source: Path, place: Path | None, data_dir: Path, expected: Mapping[st
         if sender:
             sender.finish()
         if receiver and place:
-            receiver.finish(expected, place)
+            receiver.finish(place)
 
     collectives.on_every_rank(finish)

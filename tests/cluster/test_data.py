@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hvd_cifar.data import cifar, replicate, synthetic
+from hvd_cifar.data import replicate, synthetic
+from hvd_cifar.data.replicate import File
+from hvd_cifar.data.synthetic import LAYOUT
 from tests.cluster.hosts import Cluster
 from tests.cluster.jobs import launcher, training, variables
 
@@ -17,6 +19,10 @@ from tests.cluster.jobs import launcher, training, variables
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded set, which stands for any set here."""
     return synthetic.ensure(tmp_path_factory.mktemp("data"))
+
+
+def _files(folder: Path) -> dict[str, File]:
+    return replicate.describe(folder, LAYOUT.files)
 
 
 def _train(hosts: Cluster, data: str, source: str) -> subprocess.CompletedProcess[str]:
@@ -29,25 +35,25 @@ def _train(hosts: Cluster, data: str, source: str) -> subprocess.CompletedProces
 
 def test_a_host_without_data_is_sent_it(four_hosts: Cluster, drawn: Path) -> None:
     """node1 has the set, node2 and node4 nothing, node3 another one, which only `rank0` puts up with."""
-    folders = [host.files / "data" / synthetic.FOLDER for host in four_hosts]
+    folders = [host.files / "data" / LAYOUT.folder for host in four_hosts]
     shutil.copytree(drawn, folders[0])
     shutil.copytree(drawn, folders[2])
-    spoilt = folders[2] / cifar.FILES[2]
+    spoilt = folders[2] / LAYOUT.files[2]
     spoilt.write_bytes(bytes([1]) + spoilt.read_bytes()[1:])
 
     done = _train(four_hosts, "data", "auto")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1, done.stderr
-    assert f"node3: {four_hosts.own}/data/{synthetic.FOLDER}/{cifar.FILES[2]} is not rank 0's" in done.stderr
+    assert f"node3: {four_hosts.own}/data/{LAYOUT.folder}/{LAYOUT.files[2]} is not rank 0's" in done.stderr
     assert not folders[1].exists()
 
     done = _train(four_hosts, "data", "rank0")
     assert done.returncode == 0, done.stderr
     assert "synthetic sent to node2, node3, node4: 184 MB each, SHA-256 checked" in done.stdout
-    expected = replicate.digests(drawn)
-    assert replicate.digests(folders[1]) == replicate.digests(folders[3]) == expected
+    expected = _files(drawn)
+    assert _files(folders[1]) == _files(folders[3]) == expected
     received = [path for path in (four_hosts[2].files / "data").iterdir() if path.name.startswith("received-")]
-    assert [replicate.digests(path) for path in received] == [expected]
+    assert [_files(path) for path in received] == [expected]
     assert spoilt.read_bytes()[:1] == b"\1"  # what was there stays
     for host in four_hosts:
         assert not list((host.files / "data").glob(f"{replicate.UNFINISHED}*"))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from hvd_cifar.data import cifar
+from hvd_cifar.data.cifar import CIFAR10
 from tests.cluster.hosts import Cluster, Host, cluster
 from tests.cluster.jobs import launcher, variables, wait_for
 from tests.ranks import CHECKOUT
@@ -59,9 +59,9 @@ def _found(said: dict[str, Any]) -> dict[str, list[str]]:
 def _data(folder: Path) -> None:
     """A set whose files have the right lengths, and labels."""
     folder.mkdir()
-    for name in cifar.FILES:
+    for name in CIFAR10.files:
         with open(folder / name, "wb") as file:
-            file.truncate(cifar.FILE_BYTES)
+            file.truncate(CIFAR10.bytes_of(name))
 
 
 @pytest.mark.parametrize("kind", ["--mpi", "--gloo"])
@@ -145,8 +145,8 @@ def test_planted_faults_are_named(need_hosts: None, tmp_path: Path) -> None:
         # On the second: another version, a clock that is wrong, damaged data, few open files.
         _plant_other_version(second)
         _turn_clock(second)
-        with open(second.files / "data" / cifar.FILES[1], "r+b") as file:
-            file.seek(5 * cifar.RECORD_BYTES)
+        with open(second.files / "data" / CIFAR10.files[1], "r+b") as file:
+            file.seek(5 * CIFAR10.record_bytes)
             file.write(b"\x0b")
         subprocess.run(["prlimit", f"--pid={second.pid}", "--nofile=80:80"], check=True)
         # On the third: a firewall, a full disk, and names that it does not know.
@@ -160,14 +160,14 @@ def test_planted_faults_are_named(need_hosts: None, tmp_path: Path) -> None:
             hosts.add_interface(host, "ib0", f"10.99.0.{number}/24", connected=True)
         fourth.must("ip", "link", "set", "ib0", "down")
         hosts.slow(fourth, "10mbit")
-        with open(fourth.files / "data" / cifar.FILES[5], "r+b") as file:
+        with open(fourth.files / "data" / CIFAR10.files[5], "r+b") as file:
             file.write(b"\x01")
         # On the fifth: a GPU that nobody uses, a missing file of the data set, and no name of its own.
         (fifth.files / "bin").mkdir()
         (fifth.files / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
         (fifth.files / "bin" / "nvidia-smi").chmod(0o755)
         _set_for_logins(fifth, PATH=f"{hosts.own}/bin:/usr/bin:/bin")
-        (fifth.files / "data" / cifar.FILES[0]).unlink()
+        (fifth.files / "data" / CIFAR10.files[0]).unlink()
         hosts.set_names(fifth, hosts.names().replace(f"{fifth.address} node5\n", ""))
 
         place = ["--data-dir", str(hosts.own / "data"), "--run-dir", str(hosts.own / "runs")]

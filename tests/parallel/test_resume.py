@@ -28,12 +28,15 @@ def few(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     """An environment in which the data set is its first 263 examples: `sitecustomize` cuts it in every rank."""
     folder = tmp_path_factory.mktemp("few")
     (folder / "sitecustomize.py").write_text(
-        "import hvd_cifar.data.cifar as cifar10\n"
-        "read = cifar10.read\n"
-        "def first(folder, part):\n"
-        "    examples = read(folder, part)\n"
-        f"    return cifar10.Examples(examples.images[:{EXAMPLES}], examples.labels[:{EXAMPLES}])\n"
-        "cifar10.read = first\n"
+        "from dataclasses import replace\n"
+        "from hvd_cifar.data.cifar import Layout\n"
+        "from hvd_cifar.data.dataset import Examples\n"
+        "read = Layout.read\n"
+        "def first(layout, folder):\n"
+        "    dataset = read(layout, folder)\n"
+        f"    parts = [Examples(p.images[:{EXAMPLES}], p.labels[:{EXAMPLES}]) for p in (dataset.train, dataset.test)]\n"
+        "    return replace(dataset, train=parts[0], test=parts[1])\n"
+        "Layout.read = first\n"
     )
     path = os.pathsep.join([str(folder), str(CHECKOUT), os.environ.get("PYTHONPATH", "")])
     return environment({"PYTHONPATH": path.rstrip(os.pathsep)})

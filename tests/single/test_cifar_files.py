@@ -1,116 +1,119 @@
-"""The binary layout: every file's length, every label, and the order of the pixels."""
+"""The binary layouts: every file's length, every label, and the order of the pixels."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hvd_cifar.data import cifar, dataset
+from hvd_cifar.config import DataSettings, make
+from hvd_cifar.data.cifar import CIFAR10, CIFAR100, Layout
 from hvd_cifar.data.download import DownloadError
+from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 
-URL, MD5 = "http://127.0.0.1:9/cifar-10-binary.tar.gz", "0" * 32  # nobody listens there
+NOBODY = "http://127.0.0.1:9/archive.tar.gz"  # nobody listens there
+LAYOUTS = pytest.mark.parametrize("layout", [CIFAR10, CIFAR100], ids=lambda layout: layout.name)
 
 
-def write_sparse(folder: Path) -> None:
-    """Six files of the true length, all zeros; they take no room on the disk."""
+def write_sparse(folder: Path, layout: Layout) -> Path:
+    """Files of the true length, all zeros; they take no room on the disk."""
     folder.mkdir(parents=True)
-    for name in cifar.FILES:
+    for name in layout.files:
         with open(folder / name, "wb") as file:
-            file.truncate(cifar.FILE_BYTES)
+            file.truncate(layout.bytes_of(name))
+    return folder
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_sparse(tmp_path / "set")
-    return tmp_path / "set"
-
-
-def no_warning(message: str) -> None:
-    pytest.fail(f"warned: {message}")
-
-
-def prepare(name: dataset.Name, data_dir: Path) -> dataset.Prepared:
-    return dataset.prepare(name, data_dir, URL, MD5, show_progress=False, warn=no_warning)
+def prepared_folder(name: str, data_dir: Path) -> tuple[str, Path]:
+    settings = make(DataSettings, {"dataset": name, "data_dir": data_dir, "data_url": NOBODY})
+    source, folder = prepare(settings, show_progress=False, warn=lambda message: pytest.fail(f"warned: {message}"))
+    return source.name, folder
 
 
 def test_the_constants_are_the_published_ones() -> None:
-    assert cifar.RECORD_BYTES == 3073
-    assert cifar.FILE_BYTES == 30_730_000
-    assert cifar.FILES == (
-        "data_batch_1.bin",
-        "data_batch_2.bin",
-        "data_batch_3.bin",
-        "data_batch_4.bin",
-        "data_batch_5.bin",
-        "test_batch.bin",
-    )
+    assert CIFAR10.record_bytes == 3073 and CIFAR100.record_bytes == 3074
+    assert {CIFAR10.bytes_of(name) for name in CIFAR10.files} == {30_730_000}
+    assert [CIFAR100.bytes_of(name) for name in CIFAR100.files] == [153_700_000, 30_740_000]
+    batches = [f"data_batch_{i}.bin" for i in (1, 2, 3, 4, 5)]
+    assert CIFAR10.files == (*batches, "test_batch.bin")
+    assert CIFAR100.files == ("train.bin", "test.bin")
+    assert (CIFAR10.classes, CIFAR100.classes) == (10, 100)
 
 
-def test_locate_finds_the_files_themselves_and_one_folder_down(tmp_path: Path) -> None:
-    assert cifar.locate(tmp_path / "absent") is None
-    assert cifar.locate(tmp_path) is None
-    (tmp_path / cifar.FOLDER).mkdir()
-    assert cifar.locate(tmp_path) is None  # a folder without files is no data set
-    (tmp_path / cifar.FOLDER / "test_batch.bin").touch()
-    assert cifar.locate(tmp_path) == tmp_path / cifar.FOLDER
-    assert cifar.locate(tmp_path / cifar.FOLDER) == tmp_path / cifar.FOLDER
+@LAYOUTS
+def test_locate_finds_the_files_themselves_and_one_folder_down(tmp_path: Path, layout: Layout) -> None:
+    assert layout.locate(tmp_path / "absent") is None
+    assert layout.locate(tmp_path) is None
+    (tmp_path / layout.folder).mkdir()
+    assert layout.locate(tmp_path) is None  # a folder without files is no data set
+    (tmp_path / layout.folder / layout.files[-1]).touch()
+    assert layout.locate(tmp_path) == tmp_path / layout.folder
+    assert layout.locate(tmp_path / layout.folder) == tmp_path / layout.folder
 
 
-def test_read_gives_every_pixel_its_place(folder: Path) -> None:
+@LAYOUTS
+def test_read_gives_every_pixel_its_place(tmp_path: Path, layout: Layout) -> None:
+    layout = replace(layout, train_records=70, test_records=30)
     random = np.random.default_rng(0)
+    files = len(layout.train_files)
     expected = []
-    for name in cifar.FILES:
-        images = random.integers(0, 256, (10_000, 32, 32, 3), np.uint8)
-        labels = random.integers(0, 10, 10_000, np.uint8)
-        # Red, green, blue planes after the label, as the page describes them.
-        planes = np.concatenate([labels[:, None]] + [images[..., c].reshape(10_000, 1024) for c in range(3)], axis=1)
-        planes.tofile(folder / name)
+    for name in layout.files:
+        count = layout.bytes_of(name) // layout.record_bytes
+        images = random.integers(0, 256, (count, 32, 32, 3), np.uint8)
+        labels = random.integers(0, layout.classes, count, np.uint8)
+        coarse = [random.integers(0, 20, (count, 1), np.uint8)] * (layout.label_bytes - 1)
+        # Red, green, blue planes after the labels, as the page describes them.
+        planes = [images[..., c].reshape(count, 1024) for c in range(3)]
+        np.concatenate([*coarse, labels[:, None], *planes], axis=1).tofile(tmp_path / name)
         expected.append((images, labels))
 
-    train, test = dataset.load(dataset.Prepared("cifar10", folder))
+    dataset = layout.read(tmp_path)
 
-    assert train.images.shape == (50_000, 32, 32, 3) and test.images.shape == (10_000, 32, 32, 3)
+    train, test = dataset.train, dataset.test
+    assert dataset.name == layout.name and dataset.classes == layout.classes
+    assert train.images.shape == (70 * files, 32, 32, 3) and test.images.shape == (30, 32, 32, 3)
     assert train.images.dtype == np.uint8 and train.labels.dtype == np.int32
-    for number, (images, labels) in enumerate(expected[:5]):
-        rows = slice(number * 10_000, (number + 1) * 10_000)
+    first = 0
+    for images, labels in expected[:-1]:
+        rows = slice(first, first + len(images))
         assert np.array_equal(train.images[rows], images)
         assert np.array_equal(train.labels[rows], labels)
-    assert np.array_equal(test.images, expected[5][0])
-    assert np.array_equal(test.labels, expected[5][1])
-    mixed = np.array([49_999, 0, 25_000, 10_000, 25_000, 9_999])
+        first += len(images)
+    assert np.array_equal(test.images[:], expected[-1][0])
+    assert np.array_equal(test.labels, expected[-1][1])
+    mixed = np.array([70 * files - 1, 0, 35 * files, 7, 35 * files, 69])
     assert (train.images[mixed] == np.asarray(train.images)[mixed]).all()
+    whole = np.concatenate([images for images, _ in expected[:-1]]).reshape(-1, 3)
+    if layout.name == "cifar100":  # CIFAR-10 has the published numbers
+        assert np.allclose(dataset.channel_mean, whole.mean(axis=0), atol=1e-9)
+        assert np.allclose(dataset.channel_deviation, whole.std(axis=0), atol=1e-9)
 
 
-def test_images_are_mapped_not_copied(folder: Path) -> None:
+def test_images_are_mapped_not_copied(tmp_path: Path) -> None:
     """What is written to a file afterwards is what the next batch holds: this process has no copy of the set."""
-    for name in cifar.FILES:
-        np.zeros((10_000, cifar.RECORD_BYTES), np.uint8).tofile(folder / name)
-    train = cifar.read(folder, "train")
+    train = CIFAR10.read(write_sparse(tmp_path / "set", CIFAR10)).train
     assert train.images[np.array([12_345])].max() == 0
-    with (folder / "data_batch_2.bin").open("r+b") as file:
-        file.seek(2_345 * cifar.RECORD_BYTES + 1)
+    with (tmp_path / "set" / "data_batch_2.bin").open("r+b") as file:
+        file.seek(2_345 * CIFAR10.record_bytes + 1)
         file.write(bytes([200]))
     assert train.images[np.array([12_345])][0, 0, 0].tolist() == [200, 0, 0]
 
 
-@pytest.mark.parametrize(
-    "split, name", [("train", "data_batch_1.bin"), ("train", "data_batch_5.bin"), ("test", "test_batch.bin")]
-)
+@pytest.mark.parametrize("name", ["data_batch_1.bin", "data_batch_5.bin", "test_batch.bin"])
 @pytest.mark.parametrize("size", [None, 0, 30_729_999, 30_726_927, 30_730_001, 30_733_073])
-def test_a_file_that_is_missing_or_of_another_length_is_named(
-    folder: Path, split: cifar.Split, name: str, size: int | None
-) -> None:
+def test_a_file_that_is_missing_or_of_another_length_is_named(tmp_path: Path, name: str, size: int | None) -> None:
+    folder = write_sparse(tmp_path / "set", CIFAR10)
     if size is None:
         (folder / name).unlink()
     else:
         with open(folder / name, "r+b") as file:
             file.truncate(size)
     with pytest.raises(UserError, match=re.escape(str(folder / name))) as caught:
-        cifar.read(folder, split)
+        CIFAR10.read(folder)
     message = str(caught.value)
     assert "30,730,000" in message
     assert "\n" not in message
@@ -118,44 +121,53 @@ def test_a_file_that_is_missing_or_of_another_length_is_named(
         assert f"{size:,} bytes" in message
 
 
-def test_only_the_files_of_the_split_are_needed(folder: Path) -> None:
-    (folder / "data_batch_3.bin").unlink()
-    assert len(cifar.read(folder, "test").labels) == 10_000
+@pytest.mark.parametrize(
+    ("layout", "name", "offset", "label", "message"),
+    [
+        (CIFAR10, "data_batch_2.bin", 1234 * 3073, 10, r"the label of record 1234 is 10, not 0 to 9:"),
+        (CIFAR100, "test.bin", 77 * 3074 + 1, 100, r"the label of record 77 is 100, not 0 to 99:"),
+    ],
+)
+def test_a_label_of_no_class_is_named_with_its_record(
+    tmp_path: Path, layout: Layout, name: str, offset: int, label: int, message: str
+) -> None:
+    folder = write_sparse(tmp_path / "set", layout)
+    with open(folder / name, "r+b") as file:
+        file.seek(offset)
+        file.write(bytes([label - 1]))
+    layout.read(folder)  # the last class is one
+    with open(folder / name, "r+b") as file:
+        file.seek(offset)
+        file.write(bytes([label]))
+    with pytest.raises(UserError, match=rf"{name} is damaged: {message}"):
+        layout.read(folder)
 
 
-def test_a_label_above_nine_is_named_with_its_record(folder: Path) -> None:
-    with open(folder / "data_batch_2.bin", "r+b") as file:
-        file.seek(1234 * 3073)
-        file.write(bytes([10]))
-    with pytest.raises(UserError, match=r"data_batch_2\.bin is damaged: the label of record 1234 is 10"):
-        cifar.read(folder, "train")
+def test_class_names_are_read_where_they_are_there(tmp_path: Path) -> None:
+    folder = write_sparse(tmp_path / "set", CIFAR10)
+    assert CIFAR10.read(folder).class_names == ()
+    (folder / "batches.meta.txt").write_text("\n".join("abcdefghij") + "\n\n")
+    assert CIFAR10.read(folder).class_names == tuple("abcdefghij")
 
 
-def test_nine_is_a_label(folder: Path) -> None:
-    with open(folder / "test_batch.bin", "r+b") as file:
-        file.seek(9_999 * 3073)
-        file.write(bytes([9]))
-    assert cifar.read(folder, "test").labels[-1] == 9
-
-
-@pytest.mark.parametrize("name", ["auto", "cifar10"])
-def test_files_that_are_there_are_used_without_a_download(tmp_path: Path, name: dataset.Name) -> None:
-    write_sparse(tmp_path / cifar.FOLDER)
-    assert prepare(name, tmp_path) == ("cifar10", tmp_path / cifar.FOLDER)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [cifar.FOLDER]  # nothing else was written
+@pytest.mark.parametrize("name", ["auto", "cifar10", "cifar100"])
+def test_files_that_are_there_are_used_without_a_download(tmp_path: Path, name: str) -> None:
+    layout = CIFAR100 if name == "cifar100" else CIFAR10
+    write_sparse(tmp_path / layout.folder, layout)
+    assert prepared_folder(name, tmp_path) == (layout.name, tmp_path / layout.folder)
+    assert [path.name for path in tmp_path.iterdir()] == [layout.folder]  # nothing else was written
 
 
 @pytest.mark.parametrize("name", ["auto", "cifar10"])
 @pytest.mark.parametrize("file", ["data_batch_1.bin", "data_batch_4.bin", "test_batch.bin"])
 @pytest.mark.parametrize("size", [None, 30_729_999, 30_730_001])
-def test_a_damaged_set_is_an_error_under_auto_too(
-    folder: Path, name: dataset.Name, file: str, size: int | None
-) -> None:
+def test_a_damaged_set_is_an_error_under_auto_too(tmp_path: Path, name: str, file: str, size: int | None) -> None:
+    folder = write_sparse(tmp_path / "set", CIFAR10)
     if size is None:
         (folder / file).unlink()
     else:
         with open(folder / file, "r+b") as opened:
             opened.truncate(size)
     with pytest.raises(UserError, match=file) as caught:
-        prepare(name, folder)
+        prepared_folder(name, folder)
     assert not isinstance(caught.value, DownloadError)

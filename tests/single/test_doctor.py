@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_cifar.config import DoctorSettings, make
-from hvd_cifar.data.cifar import FILE_BYTES, FILES, RECORD_BYTES
+from hvd_cifar.data.cifar import CIFAR10
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.network import Card as NetworkCard
@@ -46,7 +46,7 @@ ADDRESS = {name: f"10.0.0.{number}" for number, name in enumerate(HOSTS, 1)}
 CARDS = {name: NetworkCard("eth0", address, "10.0.0.0/24", 10_000) for name, address in ADDRESS.items()}
 PACKAGES = {"tensorflow-cpu": "2.21.0", "keras": "3.15.1", "numpy": "2.4.6", "horovod": "0.28.1", "rich": "14.0"}
 GPU, OLD_GPU = Gpu(name="H200", driver="570.1"), Gpu(name="H200", driver="560.0")
-GOOD_FILE = DataFile(bytes=FILE_BYTES, sha256="1", wrong_label_at=-1)
+GOOD_FILE = DataFile(bytes=CIFAR10.bytes_of("test_batch.bin"), sha256="1", wrong_label_at=-1)
 
 
 def _healthy_host(name: str) -> HostFacts:
@@ -69,7 +69,7 @@ def _healthy_host(name: str) -> HostFacts:
         ),
         gpus=(),
         disk=Disk(folder="/runs", free=2**40, error="", temporary="/tmp", temporary_error=""),
-        data=Data(folder="/data", files=dict.fromkeys(FILES, GOOD_FILE)),
+        data=Data(folder="/data", files=dict.fromkeys(CIFAR10.files, GOOD_FILE)),
     )
 
 
@@ -118,7 +118,7 @@ def _gpu_cluster(count: int, slots: int) -> Subject:
 
 
 def _data(**files: DataFile | None) -> Data:
-    kept = {**dict.fromkeys(FILES, GOOD_FILE), **{f"{name}.bin": file for name, file in files.items()}}
+    kept = {**dict.fromkeys(CIFAR10.files, GOOD_FILE), **{f"{name}.bin": file for name, file in files.items()}}
     return Data(folder="/data", files={name: file for name, file in kept.items() if file})
 
 
@@ -594,7 +594,13 @@ def test_a_silent_host_is_promised_no_data() -> None:
     assert said.startswith("complete in /data") and "c" not in said.partition(";")[2]
 
 
-QUESTIONS = {"hosts": ["localhost"], "data_files": ["x.bin"], "record_bytes": RECORD_BYTES, "classes": 10}
+QUESTIONS = {
+    "hosts": ["localhost"],
+    "data_files": ["x.bin"],
+    "record_bytes": CIFAR10.record_bytes,
+    "label_bytes": 1,
+    "classes": 10,
+}
 
 
 def _ask(tmp_path: Path, python: str = sys.executable, **more: Any) -> HostFacts:
@@ -605,8 +611,8 @@ def _ask(tmp_path: Path, python: str = sys.executable, **more: Any) -> HostFacts
 
 
 def test_this_machine_tells_its_facts(tmp_path: Path) -> None:
-    block = bytearray(2 * RECORD_BYTES)
-    block[RECORD_BYTES] = 10
+    block = bytearray(2 * CIFAR10.record_bytes)
+    block[CIFAR10.record_bytes] = 10
     (tmp_path / "x.bin").write_bytes(block)
     found = _ask(tmp_path)
     assert not found.missing
@@ -616,7 +622,7 @@ def test_this_machine_tells_its_facts(tmp_path: Path) -> None:
     assert "Open MPI" in found.versions.mpi
     assert found.disk and (found.disk.folder, found.disk.error) == (str(tmp_path), "")
     assert found.data and found.data.files["x.bin"].wrong_label_at == 1
-    assert found.data.files["x.bin"].bytes == 2 * RECORD_BYTES
+    assert found.data.files["x.bin"].bytes == 2 * CIFAR10.record_bytes
     assert found.clock and abs(found.clock[0]) <= found.clock[1] + 1e-3
 
 

@@ -21,8 +21,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hvd_cifar.data import cifar, dataset, download
+from hvd_cifar.config import DataSettings, make
+from hvd_cifar.data import download
+from hvd_cifar.data.cifar import CIFAR10, CIFAR100
 from hvd_cifar.data.download import CHUNK_BYTES, DownloadError
+from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 
 ROOT = Path(__file__).parents[2]  # where the package can be imported from
@@ -110,8 +113,8 @@ def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
 @pytest.fixture(scope="module")
 def archive() -> bytes:
     """Files of the true length, all zeros, which pack well, and a megabyte that does not, so that there is a middle."""
-    files = [(f"{cifar.FOLDER}/{name}", bytes(cifar.FILE_BYTES)) for name in cifar.FILES]
-    ballast = (f"{cifar.FOLDER}/readme.html", random.Random(0).randbytes(1 << 20))
+    files = [(f"{CIFAR10.folder}/{name}", bytes(CIFAR10.bytes_of(name))) for name in CIFAR10.files]
+    ballast = (f"{CIFAR10.folder}/readme.html", random.Random(0).randbytes(1 << 20))
     return pack([ballast, *files])
 
 
@@ -144,7 +147,7 @@ def md5(content: bytes) -> str:
 
 
 def bring(server: Server, data_dir: Path) -> Path:
-    return download.fetch(data_dir, server.url, md5(server.body), show_progress=False)
+    return download.fetch(CIFAR10, data_dir, server.url, md5(server.body), show_progress=False)
 
 
 def part_of(server: Server, data_dir: Path) -> Path:
@@ -153,9 +156,9 @@ def part_of(server: Server, data_dir: Path) -> Path:
 
 def assert_complete(folder: Path, data_dir: Path) -> None:
     """The data set is in place, and nothing else is left but the lock."""
-    assert folder == data_dir / cifar.FOLDER
-    cifar.check(folder)
-    assert {path.name for path in data_dir.iterdir()} <= {cifar.FOLDER, ".lock"}
+    assert folder == data_dir / CIFAR10.folder
+    CIFAR10.check(folder)
+    assert {path.name for path in data_dir.iterdir()} <= {CIFAR10.folder, ".lock"}
 
 
 def assert_nothing(data_dir: Path) -> None:
@@ -165,8 +168,9 @@ def assert_nothing(data_dir: Path) -> None:
 def start_fetch(server: Server, data_dir: Path) -> subprocess.Popen[str]:
     """A process that says "ready", downloads, and prints the folder."""
     program = (
-        "import sys; from pathlib import Path; from hvd_cifar.data.download import fetch; print('ready', flush=True)\n"
-        "print(fetch(Path(sys.argv[1]), sys.argv[2], sys.argv[3], show_progress=False))"
+        "import sys; from pathlib import Path; from hvd_cifar.data.cifar import CIFAR10\n"
+        "from hvd_cifar.data.download import fetch; print('ready', flush=True)\n"
+        "print(fetch(CIFAR10, Path(sys.argv[1]), sys.argv[2], sys.argv[3], show_progress=False))"
     )
     command = [sys.executable, "-c", program, str(data_dir), server.url, md5(server.body)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -195,7 +199,7 @@ def test_progress_is_drawn_on_stderr_when_asked_for(
 ) -> None:
     server.body = server.body[:-100]  # a damaged archive is enough
     with pytest.raises(UserError):
-        download.fetch(data_dir, server.url, md5(server.body), show_progress=True)
+        download.fetch(CIFAR10, data_dir, server.url, md5(server.body), show_progress=True)
     out, err = capfd.readouterr()
     assert out == "" and "CIFAR-10" in err
 
@@ -245,7 +249,7 @@ def test_a_killed_download_is_resumed(server: Server, data_dir: Path) -> None:
 
 def test_killed_while_unpacking(server: Server, data_dir: Path) -> None:
     """Neither is anything downloaded again, nor does a half-unpacked file count."""
-    half_done = data_dir / ".unfinished" / cifar.FOLDER
+    half_done = data_dir / ".unfinished" / CIFAR10.folder
     half_done.mkdir(parents=True)
     (half_done / "old.bin").write_bytes(b"half")
     part_of(server, data_dir).write_bytes(server.body)
@@ -262,9 +266,9 @@ def test_two_processes_download_once(server: Server, data_dir: Path) -> None:
     server.release.set()
     for process in processes:
         out, _ = process.communicate(timeout=SECONDS)
-        assert (process.returncode, out) == (0, f"{data_dir / cifar.FOLDER}\n")
+        assert (process.returncode, out) == (0, f"{data_dir / CIFAR10.folder}\n")
     assert server.asked == [None]
-    assert_complete(data_dir / cifar.FOLDER, data_dir)
+    assert_complete(data_dir / CIFAR10.folder, data_dir)
 
 
 def test_a_server_without_range_sends_all_again(server: Server, data_dir: Path) -> None:
@@ -303,17 +307,18 @@ def test_the_part_of_another_archive_is_not_continued(server: Server, data_dir: 
 
 
 @pytest.mark.parametrize("name", ["auto", "cifar10"])
-def test_a_wrong_checksum_names_both_and_removes_the_file(server: Server, data_dir: Path, name: dataset.Name) -> None:
+def test_a_wrong_checksum_names_both_and_removes_the_file(server: Server, data_dir: Path, name: str) -> None:
     expected = "0123456789abcdef" * 2
+    given = {"dataset": name, "data_dir": data_dir, "data_url": server.url, "data_md5": expected}
     with pytest.raises(UserError, match=f"{md5(server.body)} instead of {expected}") as caught:
-        dataset.prepare(name, data_dir, server.url, expected, show_progress=False, warn=pytest.fail)
+        prepare(make(DataSettings, given), show_progress=False, warn=pytest.fail)
     assert not isinstance(caught.value, DownloadError)  # so that auto does not take it for "not downloadable"
     assert server.asked == [None]
     assert_nothing(data_dir)
 
 
 def test_the_checksum_may_be_written_in_capitals(server: Server, data_dir: Path) -> None:
-    folder = download.fetch(data_dir, server.url, md5(server.body).upper(), show_progress=False)
+    folder = download.fetch(CIFAR10, data_dir, server.url, md5(server.body).upper(), show_progress=False)
     assert_complete(folder, data_dir)
 
 
@@ -337,13 +342,13 @@ def test_nobody_listening(data_dir: Path) -> None:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/x.tar.gz"
     with pytest.raises(DownloadError, match=r"Connection refused: check the network") as caught:
-        download.fetch(data_dir, url, "0" * 32, show_progress=False)
+        download.fetch(CIFAR10, data_dir, url, "0" * 32, show_progress=False)
     assert "\n" not in str(caught.value)
 
 
 def test_no_such_host(data_dir: Path) -> None:
     with pytest.raises(DownloadError, match="nowhere.invalid"):  # a name that no resolver may know, RFC 6761
-        download.fetch(data_dir, "http://nowhere.invalid/x.tar.gz", "0" * 32, show_progress=False)
+        download.fetch(CIFAR10, data_dir, "http://nowhere.invalid/x.tar.gz", "0" * 32, show_progress=False)
 
 
 def test_a_server_that_falls_silent(server: Server, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +362,7 @@ def test_a_server_that_falls_silent(server: Server, data_dir: Path, monkeypatch:
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1/x", "example.org/x", "http://"])
 def test_an_address_that_is_none_is_not_a_network_problem(data_dir: Path, url: str) -> None:
     with pytest.raises(UserError, match="correct --data-url") as caught:
-        download.fetch(data_dir, url, "0" * 32, show_progress=False)
+        download.fetch(CIFAR10, data_dir, url, "0" * 32, show_progress=False)
     assert not isinstance(caught.value, DownloadError)
 
 
@@ -365,7 +370,7 @@ def test_an_address_that_is_none_is_not_a_network_problem(data_dir: Path, url: s
     "member, reason",
     [
         ("../outside", "would leave the folder"),
-        (f"{cifar.FOLDER}/../../outside", "would leave the folder"),
+        (f"{CIFAR10.folder}/../../outside", "would leave the folder"),
         ("ABSOLUTE", "would leave the folder"),
         (special("inside", tarfile.SYMTYPE, "/etc/passwd"), "is a link or a device"),
         (special("inside", tarfile.SYMTYPE, "data_batch_1.bin"), "is a link or a device"),
@@ -411,12 +416,25 @@ def test_an_archive_of_something_else(server: Server, data_dir: Path) -> None:
 
 
 def test_an_archive_with_a_short_file(server: Server, data_dir: Path) -> None:
-    server.body = pack([(f"{cifar.FOLDER}/{name}", b"short") for name in cifar.FILES])
+    server.body = pack([(f"{CIFAR10.folder}/{name}", b"short") for name in CIFAR10.files])
     with pytest.raises(
         UserError, match="was refused and removed: .*data_batch_1.bin has 5 bytes instead of 30,730,000"
     ):
         bring(server, data_dir)
     assert_nothing(data_dir)
+
+
+def test_cifar100_comes_in_the_same_way(server: Server, data_dir: Path) -> None:
+    members: list[tuple[str | tarfile.TarInfo, bytes]]
+    members = [(f"{CIFAR100.folder}/{name}", bytes(CIFAR100.bytes_of(name))) for name in CIFAR100.files]
+    server.body = pack(members)
+    given = {"dataset": "cifar100", "data_dir": data_dir, "data_url": server.url, "data_md5": md5(server.body)}
+    (data_dir / CIFAR10.folder).mkdir(parents=True)
+    (data_dir / CIFAR10.folder / CIFAR10.files[0]).touch()  # another set beside it is no hindrance
+    source, folder = prepare(make(DataSettings, given), show_progress=False, warn=pytest.fail)
+    assert (source.name, folder) == ("cifar100", data_dir / CIFAR100.folder)
+    assert source.read(folder).classes == 100
+    assert not list(data_dir.glob("*.part"))
 
 
 def test_a_folder_that_cannot_be_made(server: Server, tmp_path: Path) -> None:
@@ -429,9 +447,10 @@ def test_a_disk_that_is_full(server: Server, data_dir: Path) -> None:
     """A limit on the size of files stands in for the disk: the write fails in the same place."""
     program = (
         "import resource, sys; from pathlib import Path\n"
-        "from hvd_cifar.data.download import fetch; from hvd_cifar.errors import UserError\n"
+        "from hvd_cifar.data.cifar import CIFAR10; from hvd_cifar.data.download import fetch\n"
+        "from hvd_cifar.errors import UserError\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), int(sys.argv[4])))\n"
-        "try: fetch(Path(sys.argv[1]), sys.argv[2], sys.argv[3], show_progress=False)\n"
+        "try: fetch(CIFAR10, Path(sys.argv[1]), sys.argv[2], sys.argv[3], show_progress=False)\n"
         "except UserError as error: print(type(error).__name__, error)"
     )
     # While downloading, and, as the second call finds most of the archive there, while unpacking.

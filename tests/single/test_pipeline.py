@@ -9,16 +9,25 @@ import numpy as np
 import pytest
 
 from hvd_cifar.data import sampler
-from hvd_cifar.data.augment import STANDARD_VIEWS, TUTORIAL_VIEWS, Views
-from hvd_cifar.data.cifar import Examples
+from hvd_cifar.data.augment import Views, views
+from hvd_cifar.data.dataset import Dataset, Examples
 from hvd_cifar.data.pipeline import PREFETCH_BATCHES, evaluation_batches, in_steps, settle, training_batches
 
 COUNT = 23
 
 
+def _dataset(height: int, width: int, channels: int) -> Dataset:
+    images = np.random.default_rng(0).integers(0, 256, (COUNT, height, width, channels)).astype(np.uint8)
+    labels = np.arange(COUNT) % 10
+    return Dataset.from_arrays(images, labels, images, labels)
+
+
+DATASET = _dataset(32, 32, 3)
+STANDARD_VIEWS, TUTORIAL_VIEWS = views("standard", DATASET), views("tutorial", DATASET)
+
+
 def _examples() -> Examples:
-    draw = np.random.default_rng(0)
-    return Examples(draw.integers(0, 256, (COUNT, 32, 32, 3)).astype(np.uint8), np.arange(COUNT, dtype=np.int32) % 10)
+    return DATASET.train
 
 
 def _batches(
@@ -26,19 +35,17 @@ def _batches(
     batch: int,
     first: int,
     last: int,
-    views: Views = STANDARD_VIEWS,
-    micro_batches: int = 1,
+    seen: Views = STANDARD_VIEWS,
+    accumulation: int = 1,
     virtual_shards: int | None = None,
 ) -> list[list[Any]]:
-    """For each rank its slices of the steps first .. last - 1."""
+    """For each rank its micro-batches of the steps first .. last - 1."""
     return [
         list(
             training_batches(
                 _examples(),
-                views,
-                seed=5,
-                global_batch_size=batch,
-                deal=sampler.Deal(rank, size, micro_batches, virtual_shards),
+                seen,
+                sampler.Sampler(COUNT, batch, 5, sampler.Sharding(rank, size, accumulation, virtual_shards)),
                 first_step=first,
                 last_step=last,
             ).as_numpy_iterator()
@@ -48,7 +55,7 @@ def _batches(
 
 
 @pytest.mark.parametrize(
-    ("size", "batch", "micro_batches", "virtual_shards"),
+    ("size", "batch", "accumulation", "virtual_shards"),
     [
         (1, 8, 1, None),
         (2, 8, 1, None),
@@ -58,36 +65,50 @@ def _batches(
         (4, 23, 1, None),
         (2, 22, 1, None),
         (1, 10, 3, None),
-        (3, 10, 3, None),  # 23 = 10 + 10 + 3: slices without an example in the last batch
+        (3, 10, 3, None),  # 23 = 10 + 10 + 3: micro-batches without an example in the last batch
         (1, 10, 1, 4),
         (2, 10, 1, 4),
         (4, 10, 1, 4),
     ],
 )
-def test_every_rank_makes_every_step_on_its_slices_of_the_order(
-    size: int, batch: int, micro_batches: int, virtual_shards: int | None
+def test_every_rank_makes_every_step_on_its_shard_of_the_order(
+    size: int, batch: int, accumulation: int, virtual_shards: int | None
 ) -> None:
     steps = sampler.steps_per_epoch(COUNT, batch)
-    ranks = _batches(size, batch, 0, 2 * steps, micro_batches=micro_batches, virtual_shards=virtual_shards)
+    ranks = _batches(size, batch, 0, 2 * steps, accumulation=accumulation, virtual_shards=virtual_shards)
     for rank, elements in enumerate(ranks):
-        deal = sampler.Deal(rank, size, micro_batches, virtual_shards)
-        by_step = list(in_steps(elements, deal.slices))
+        sharding = sampler.Sharding(rank, size, accumulation, virtual_shards)
+        by_step = list(in_steps(elements, sharding.micro_batches))
         assert len(by_step) == 2 * steps
-        for at, slices in enumerate(by_step):
+        for at, micro_batches in enumerate(by_step):
             epoch, step = divmod(at, steps)
             part = sampler.epoch_order(5, epoch, COUNT)[step * batch : (step + 1) * batch]
-            assert len(slices) == deal.slices
-            for j, (_, label, weight, example) in enumerate(slices):
-                assert example.tolist() == deal.slice_of(part, j).tolist()
+            assert len(micro_batches) == sharding.micro_batches
+            for j, (_, label, weight, example) in enumerate(micro_batches):
+                assert example.tolist() == sharding.micro_batch(part, j).tolist()
                 assert weight.tolist() == [float(e >= 0) for e in example]
                 assert (label[example >= 0] == example[example >= 0] % 10).all()
 
 
-@pytest.mark.parametrize("views", [STANDARD_VIEWS, TUTORIAL_VIEWS])
-def test_an_image_does_not_depend_on_the_number_of_ranks(views: Views) -> None:
+@pytest.mark.parametrize("name", ["standard", "fast", "tutorial", "none"])
+@pytest.mark.parametrize("shape", [(28, 28, 1), (9, 20, 4), (40, 33, 3)])
+def test_images_of_any_shape_go_through(name: str, shape: tuple[int, int, int]) -> None:
+    dataset = _dataset(*shape)
+    seen = views(name, dataset)
+    sharding = sampler.Sampler(COUNT, 8, 5, sampler.Sharding(0, 1))
+    for image, *_ in training_batches(dataset.train, seen, sharding, first_step=0, last_step=3).as_numpy_iterator():
+        assert image.shape[1:] == seen.shape and np.isfinite(image).all()
+    tests = evaluation_batches(dataset.test, seen, batch_size=COUNT, rank=0, size=1)
+    ((image, _),) = tests.as_numpy_iterator()
+    assert image.shape == (COUNT, *seen.shape)
+    assert abs(image.mean()) < 0.01 and abs(image.std() - 1) < 0.01  # by the set's own mean and deviation
+
+
+@pytest.mark.parametrize("seen", [STANDARD_VIEWS, TUTORIAL_VIEWS])
+def test_an_image_does_not_depend_on_the_number_of_ranks(seen: Views) -> None:
     def by_example(size: int) -> dict[tuple[int, int], Any]:
         found = {}
-        for batches in _batches(size, 8, 0, 6, views):
+        for batches in _batches(size, 8, 0, 6, seen):
             for step, (image, _, _, example) in enumerate(batches):
                 found.update({(step, int(e)): i for e, i in zip(example, image, strict=True) if e >= 0})
         return found
@@ -134,9 +155,9 @@ def test_settling_waits_until_the_buffer_is_full() -> None:
         made.append(len(images))
         return STANDARD_VIEWS.train(images, draw)
 
-    views = STANDARD_VIEWS._replace(train=slow)
+    slowed = STANDARD_VIEWS._replace(train=slow)
     batches = training_batches(
-        _examples(), views, seed=0, global_batch_size=4, deal=sampler.Deal(0, 1), first_step=0, last_step=100
+        _examples(), slowed, sampler.Sampler(COUNT, 4, 0, sampler.Sharding(0, 1)), first_step=0, last_step=100
     )
     elements = iter(batches)
     next(elements)

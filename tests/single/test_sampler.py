@@ -20,56 +20,60 @@ def test_an_epoch_is_a_permutation(seed: int, epoch: int, examples: int) -> None
     assert sorted(sampler.epoch_order(seed, epoch, examples)) == list(range(examples))
 
 
-def _deals(size: int, micro_batches: int = 1, virtual_shards: int | None = None) -> list[sampler.Deal]:
-    return [sampler.Deal(rank, size, micro_batches, virtual_shards) for rank in range(size)]
+def _shardings(size: int, accumulation: int = 1, virtual_shards: int | None = None) -> list[sampler.Sharding]:
+    return [sampler.Sharding(rank, size, accumulation, virtual_shards) for rank in range(size)]
 
 
 @given(seeds, st.integers(0, 50), counts, batches, sizes, st.integers(1, 5))
-def test_slices_are_the_epoch_without_overlap(
-    seed: int, epoch: int, examples: int, batch: int, size: int, micro_batches: int
+def test_micro_batches_are_the_epoch_without_overlap(
+    seed: int, epoch: int, examples: int, batch: int, size: int, accumulation: int
 ) -> None:
     whole = sampler.epoch_order(seed, epoch, examples)
     steps = sampler.steps_per_epoch(examples, batch)
+    samplers = [sampler.Sampler(examples, batch, seed, sharding) for sharding in _shardings(size, accumulation)]
     used: list[int] = []
     for step in range(steps):
         part = whole[step * batch : (step + 1) * batch]
         assert len(part) == sampler.examples_in_step(examples, batch, epoch * steps + step)
-        for j in range(micro_batches):
-            slices = [deal.slice_of(part, j) for deal in _deals(size, micro_batches)]
-            assert all(map(len, slices))  # a rank without a slice would make fewer steps than the others
-            assert max(map(len, slices)) - min(map(len, slices)) <= 1
-            used += [i for s in slices for i in s if i != sampler.PADDING]
+        for j in range(accumulation):
+            number = (epoch * steps + step) * accumulation + j
+            of_ranks = [of_rank.micro_batch(number) for of_rank in samplers]
+            assert {at for at, _ in of_ranks} == {epoch}
+            lengths = [len(micro_batch) for _, micro_batch in of_ranks]
+            assert all(lengths)  # a rank without a micro-batch would make fewer steps than the others
+            assert max(lengths) - min(lengths) <= 1
+            used += [int(i) for _, micro_batch in of_ranks for i in micro_batch if i != sampler.PADDING]
         assert sorted(used[step * batch :]) == sorted(part)
     assert sorted(used) == list(range(examples))
 
 
 @given(counts, st.integers(1, 6), sizes)
-def test_micro_batches_are_the_same_for_any_number_of_ranks(length: int, micro_batches: int, size: int) -> None:
-    part = np.arange(100, 100 + length)
-    for j in range(micro_batches):
-        present = [i for deal in _deals(size, micro_batches) for i in deal.slice_of(part, j) if i != sampler.PADDING]
-        alone = [i for i in sampler.Deal(0, 1, micro_batches).slice_of(part, j) if i != sampler.PADDING]
-        assert sorted(present) == alone == list(part[j * length // micro_batches : (j + 1) * length // micro_batches])
+def test_accumulated_parts_are_the_same_for_any_number_of_ranks(length: int, parts: int, size: int) -> None:
+    batch = np.arange(100, 100 + length)
+    for j in range(parts):
+        of_ranks = [sharding.micro_batch(batch, j) for sharding in _shardings(size, parts)]
+        present = sorted(int(i) for micro_batch in of_ranks for i in micro_batch if i != sampler.PADDING)
+        assert present == list(batch[j * length // parts : (j + 1) * length // parts])
 
 
 @given(counts, st.integers(0, 4), st.integers(0, 4))
 def test_virtual_shards_are_the_same_for_any_number_of_ranks(length: int, of: int, ranks: int) -> None:
     shards, size = 2 ** max(of, ranks), 2 ** min(of, ranks)
-    part = np.arange(100, 100 + length)
-    alone = sampler.Deal(0, 1, virtual_shards=shards)
-    dealt = [deal.slice_of(part, j).tolist() for deal in _deals(size, 1, shards) for j in range(deal.slices)]
-    assert dealt == [alone.slice_of(part, j).tolist() for j in range(shards)]  # in this order: neighbours on a rank
-    assert sorted(i for s in dealt for i in s if i != sampler.PADDING) == part.tolist()
+    batch = np.arange(100, 100 + length)
+    alone = sampler.Sharding(0, 1, virtual_shards=shards)
+    found = [s.micro_batch(batch, j).tolist() for s in _shardings(size, 1, shards) for j in range(s.micro_batches)]
+    assert found == [alone.micro_batch(batch, j).tolist() for j in range(shards)]  # in this order: neighbours on a rank
+    assert sorted(i for shard in found for i in shard if i != sampler.PADDING) == batch.tolist()
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 60), sizes)
-def test_a_slice_is_what_dataset_shard_takes(length: int, size: int) -> None:
-    part = np.arange(100, 100 + length)
-    padded = sampler.pad_to_shards(part, size)
-    for deal in _deals(size):
-        taken = list(tf.data.Dataset.from_tensor_slices(padded).shard(size, deal.rank).as_numpy_iterator())
-        assert deal.slice_of(part, 0).tolist() == taken
+def test_a_micro_batch_is_what_dataset_shard_takes(length: int, size: int) -> None:
+    batch = np.arange(100, 100 + length)
+    padded = sampler.pad_to_shards(batch, size)
+    for sharding in _shardings(size):
+        taken = list(tf.data.Dataset.from_tensor_slices(padded).shard(size, sharding.rank).as_numpy_iterator())
+        assert sharding.micro_batch(batch, 0).tolist() == taken
 
 
 def test_order_depends_on_seed_and_epoch_and_is_fixed_for_ever() -> None:

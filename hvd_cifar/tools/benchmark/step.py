@@ -16,10 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_cifar.config import StepWork, TrainSettings
-from hvd_cifar.data.cifar import Examples
-from hvd_cifar.data.dataset import load
+from hvd_cifar.data.augment import Views
+from hvd_cifar.data.dataset import Examples
 from hvd_cifar.data.pipeline import PREFETCH_BATCHES, training_batches
-from hvd_cifar.data.sampler import Deal
+from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.distributed import collectives, process_sets
 from hvd_cifar.models import Net
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
@@ -92,26 +92,24 @@ def measure(job: Job, options: StepWork) -> StepResult:
 
 def make_bench(job: Job, settings: TrainSettings) -> Bench:
     """A bench for resolved settings that have a precision and a batch; a collective."""
-    prepared = prepare_data(settings, job.world)
-    train_set, _ = collectives.on_every_rank(lambda: load(prepared))
-    batch_plan = plan(settings, len(train_set.labels), job.world.size)
+    dataset = prepare_data(settings, job.world)
+    views = views_of(settings.model, dataset)
+    batch_plan = plan(settings, len(dataset.train), job.world.size)
     set_precision(precision_of(settings), settings.seed)
-    net = make_net(settings, views_of(settings.model))
-    batches = _endless_batches(job, settings, train_set, batch_plan.global_batch_size)
-    return Bench(job, settings, net, batches, prepared.name)
+    net = make_net(settings, views)
+    batches = _endless_batches(job, settings, dataset.train, views, batch_plan.global_batch_size)
+    return Bench(job, settings, net, batches, dataset.name)
 
 
-def _endless_batches(job: Job, settings: TrainSettings, examples: Examples, global_batch: int) -> Iterator[Any]:
+def _endless_batches(job: Job, settings: TrainSettings, examples: Examples, views: Views, batch: int) -> Iterator[Any]:
     """This rank's batches as `train` makes them on all ranks, but never a ragged one: all take the same time."""
-    count = len(examples.labels) // global_batch * global_batch
+    count = len(examples) // batch * batch
     device = job.world.device
     return iter(
         training_batches(
-            examples._replace(labels=examples.labels[:count]),
-            views_of(settings.model),
-            seed=settings.seed,
-            global_batch_size=global_batch,
-            deal=Deal(job.world.rank, job.world.size),
+            examples,
+            views,
+            Sampler(count, batch, settings.seed, Sharding(job.world.rank, job.world.size)),
             first_step=0,
             last_step=2**31,
             device=device if "GPU" in device else "",

@@ -15,7 +15,8 @@ from typing import Any
 
 import hvd_cifar
 from hvd_cifar.config import DoctorSettings
-from hvd_cifar.data import cifar, synthetic
+from hvd_cifar.data.cifar import CIFAR10
+from hvd_cifar.data.source import layout_of
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local, parse_hosts, ranks_by_default, read_hostfile
@@ -123,15 +124,19 @@ def _with_slots(hosts: tuple[Host, ...], facts: Mapping[str, HostFacts]) -> tupl
 def _questions(settings: DoctorSettings, everyone: Sequence[str]) -> dict[str, Any]:
     """What `probe.py` is to look at."""
     folder = settings.data_dir
-    usual = [str(folder), str(folder / cifar.FOLDER)]
+    layout = layout_of(settings.dataset) or CIFAR10
+    folders = [folder / layout.folder] if settings.dataset == "synthetic" else [folder, folder / layout.folder]
+    if layout_of(settings.dataset) is None:  # images in folders, or a function: not looked at
+        folders = []
     return {
         "hosts": list(everyone),
         "package": str(Path(hvd_cifar.__file__).parent),
         "run_dir": str(settings.run_dir),
-        "data_folders": [str(folder / synthetic.FOLDER)] if settings.dataset == "synthetic" else usual,
-        "data_files": list(cifar.FILES),
-        "record_bytes": cifar.RECORD_BYTES,
-        "classes": cifar.CLASSES,
+        "data_folders": [str(each) for each in folders],
+        "data_files": list(layout.files),
+        "record_bytes": layout.record_bytes,
+        "label_bytes": layout.label_bytes,
+        "classes": layout.classes,
     }
 
 

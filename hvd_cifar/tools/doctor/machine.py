@@ -6,7 +6,8 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from hvd_cifar.data.cifar import FILE_BYTES, FILES
+from hvd_cifar.data.cifar import Layout
+from hvd_cifar.data.source import layout_of
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.tools.doctor.facts import Data, HostFacts, Subject
 from hvd_cifar.tools.doctor.finding import (
@@ -256,6 +257,10 @@ def clocks(subject: Subject) -> Iterator[Finding]:
 
 def data(subject: Subject) -> Iterator[Finding]:
     """The data set is whole where it is, and the same one; hosts without it are sent rank 0's."""
+    layout = layout_of(subject.dataset)
+    if layout is None:
+        yield Finding(check="data", level="ok", text=f"{subject.dataset}: not looked at")
+        return
     first = subject.hosts[0].name
     sets = {
         host.name: facts.data for host in subject.hosts if "data" not in (facts := _facts_of(subject, host)).missing
@@ -266,19 +271,19 @@ def data(subject: Subject) -> Iterator[Finding]:
     def found(host: str, level: Level, text: str, mend: str) -> None:
         wrong.append(Finding(check="data", level=level, host=host, text=text, mend=mend))
 
-    damaged = {name: text for name, found_set in have.items() if (text := _damage(found_set))}
+    damaged = {name: text for name, found_set in have.items() if (text := _damage(found_set, layout))}
     for name, text in damaged.items():
         how = "restore it, or move its folder away" if name == first else "remove its folder: rank 0 sends it anew"
         found(name, "failure", text, how)
     whole = {name: found_set for name, found_set in have.items() if name not in damaged}
     if first in whole:
         for name, found_set in whole.items():
-            files = [f for f in FILES if found_set.files[f].sha256 != whole[first].files[f].sha256]
+            files = [f for f in layout.files if found_set.files[f].sha256 != whole[first].files[f].sha256]
             if files:
                 text = f"{found_set.folder}/{files[0]} is not that of {first}"
                 found(name, "failure", text, "remove its folder, or train with --data-source rank0")
     if first in sets and first not in have and first in subject.facts and subject.dataset != "synthetic":
-        text = f"no CIFAR-10 in {subject.data_dir} of rank 0's host: a run would download it"
+        text = f"no {layout.title} in {subject.data_dir} of rank 0's host: a run would download it"
         text += ", or train on the synthetic set" * (subject.dataset == "auto")
         found(first, "warning", text, "name its folder: --data-dir")
     yield from wrong
@@ -294,14 +299,14 @@ def data(subject: Subject) -> Iterator[Finding]:
         yield Finding(check="data", level="ok", text=text or "not looked at")
 
 
-def _damage(found: Data) -> str:
-    for name in FILES:
+def _damage(found: Data, layout: Layout) -> str:
+    for name in layout.files:
         file = found.files.get(name)
         path = f"{found.folder}/{name}"
         if file is None:
             return f"{path} is missing, or cannot be read"
-        if file.bytes != FILE_BYTES:
-            return f"{path} has {file.bytes:,} bytes instead of {FILE_BYTES:,}"
+        if file.bytes != layout.bytes_of(name):
+            return f"{path} has {file.bytes:,} bytes instead of {layout.bytes_of(name):,}"
         if file.wrong_label_at >= 0:
             return f"{path} is damaged: the label of record {file.wrong_label_at} is none"
     return ""

@@ -231,7 +231,7 @@ def data(asked: Asked) -> Any:
     for name in asked["data_files"]:
         path = os.path.join(folders[0], name)
         with contextlib.suppress(OSError):
-            files[name] = _look_at(path, asked["record_bytes"], asked["classes"])
+            files[name] = _look_at(path, asked["record_bytes"], asked["label_bytes"], asked["classes"])
     return {"folder": folders[0], "files": files}
 
 
@@ -239,13 +239,13 @@ def _has_any(folder: str, names: "list[str]") -> bool:
     return any(os.path.isfile(os.path.join(folder, name)) for name in names)
 
 
-def _look_at(path: str, record_bytes: int, classes: int) -> Any:
+def _look_at(path: str, record_bytes: int, label_bytes: int, classes: int) -> Any:
     state = hashlib.sha256()
     wrong, size = -1, 0
     with open(path, "rb") as file:
         while block := file.read(BLOCK_BYTES // record_bytes * record_bytes):
             state.update(block)
-            if wrong < 0 and max(labels := block[::record_bytes]) >= classes:
+            if wrong < 0 and max(labels := block[label_bytes - 1 :: record_bytes]) >= classes:
                 place = next(place for place, label in enumerate(labels) if label >= classes)
                 wrong = size // record_bytes + place
             size += len(block)

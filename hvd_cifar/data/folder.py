@@ -1,0 +1,258 @@
+"""Images in folders, one for each class: PATH/train/CLASS/*.png, PATH/test/CLASS/*.png.
+
+They are decoded once per host, into arrays on the disk that every rank maps into its memory. The cache is made beside
+the images, or in the data folder where that cannot be written. It is made anew when an image's name, size or time of
+change is another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics
+from hvd_cifar.data.place import locked
+from hvd_cifar.errors import UserError
+from hvd_cifar.files import replace_text
+
+EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+TEST_FOLDERS = ("test", "val")
+GREY_MODES = ("1", "L", "LA")  # Pillow's names
+DEEP_MODES = ("F", "I", "I;16", "I;16B", "I;16L", "I;16N")  # more than 8 bits a channel
+CACHE = ".hvd_cifar-cache"
+PARTS = ("train", "test")
+FILES = (*(f"{part}-{what}.npy" for part in PARTS for what in ("images", "labels")), "about.json")
+NOTE = "done"  # how far an unfinished cache is: channels, and images decoded
+CHUNK = 512  # images decoded between two notes of how far it is
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The images of a folder: what a cache is made of.
+
+    Attributes:
+        classes: names, in the order of the labels.
+        images: of each part, in order, path and label.
+        fingerprint: of all paths, sizes and times of change.
+    """
+
+    classes: tuple[str, ...]
+    images: dict[str, list[tuple[Path, int]]]
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of images: see `source.Source`."""
+
+    path: Path
+    data_dir: Path
+
+    @property
+    def name(self) -> str:
+        """folder:PATH."""
+        return f"folder:{self.path}"
+
+    @property
+    def place(self) -> None:
+        """There is none: `locate` looks for images."""
+
+    def locate(self) -> Path | None:
+        """The folder of the cache, made if need be; None where there are no images."""
+        return self.prepare(show_progress=False) if self.path.is_dir() else None
+
+    def prepare(self, show_progress: bool) -> Path:
+        """The folder of the cache. Raises UserError where an image is missing, unreadable or of another size."""
+        listing = list_images(self.path)
+        home = self.path / CACHE
+        if not os.access(home if home.exists() else self.path, os.W_OK):
+            key = hashlib.sha256(str(self.path).encode()).hexdigest()[:8]
+            home = self.data_dir / f"folder-{self.path.name}-{key}"
+        place = home / listing.fingerprint
+        if not place.is_dir():
+            with locked(home):
+                if not place.is_dir():  # else another process made it while this one waited
+                    os.rename(_decode_all(listing, home, self.path.name, show_progress), place)
+                    for old in home.iterdir():  # of images that were there before
+                        if old.is_dir() and old != place:
+                            shutil.rmtree(old, ignore_errors=True)
+        return place
+
+    def files(self, folder: Path) -> tuple[str, ...]:
+        """The files of a cache."""
+        return FILES
+
+    def fault(self, folder: Path) -> str | None:
+        """Which file of a cache is missing."""
+        missing = [name for name in FILES if not (folder / name).is_file()]
+        return f"{folder / missing[0]} is missing" if missing else None
+
+    def read(self, folder: Path) -> Dataset:
+        """Map a cache into memory. Raises UserError where it is damaged."""
+        try:
+            arrays = [np.asarray(np.load(folder / name, mmap_mode="r")) for name in FILES[:-1]]
+            about = json.loads((folder / FILES[-1]).read_text(encoding="utf-8"))
+            parts = [Examples(images, labels) for images, labels in zip(arrays[::2], arrays[1::2], strict=True)]
+            names = tuple(about["class_names"])
+            mean, deviation = tuple(about["channel_mean"]), tuple(about["channel_deviation"])
+            return Dataset(self.path.name, parts[0], parts[1], len(names), mean, deviation, names)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{folder} is damaged ({' '.join(str(error).split())}): remove it") from None
+
+
+def list_images(path: Path) -> Listing:
+    """The images below a folder, by class, in the order of their names.
+
+    Raises:
+        UserError: where the folder has not the layout that is wanted.
+    """
+    where = f"--dataset folder:{path}"
+    if not path.is_dir():
+        raise UserError(f"{where}: there is no such folder; give one with train/CLASS/*.png and test/CLASS/*.png")
+    test = next((name for name in TEST_FOLDERS if (path / name).is_dir()), None)
+    if test is None or not (path / "train").is_dir():
+        missing = "train" if test else "test or val"
+        raise UserError(f"{where}: it has no folder {missing}; make it, with a folder for each class")
+    classes = _folders(path / "train")
+    unknown = [name for name in _folders(path / test) if name not in classes]
+    if unknown:
+        raise UserError(
+            f"{where}: {test}/{unknown[0]} is no class of train; give it images in train/{unknown[0]}, or remove it"
+        )
+    label_of = {name: label for label, name in enumerate(classes)}
+    images: dict[str, list[tuple[Path, int]]] = {"train": [], "test": []}
+    state = hashlib.sha256()
+    for part, name in zip(PARTS, ("train", test), strict=True):
+        for kind in _folders(path / name):
+            found = sorted(_images_below(path / name / kind))
+            if not found and part == "train":
+                raise UserError(
+                    f"{where}: train/{kind} has no images ({', '.join(EXTENSIONS)}); add some, or remove it"
+                )
+            for image, size, changed in found:
+                state.update(f"{image.relative_to(path)}\0{size}\0{changed}\n".encode())
+                images[part].append((image, label_of[kind]))
+        if not images[part]:
+            raise UserError(f"{where}: {name} has no images in folders of classes ({', '.join(EXTENSIONS)}); add some")
+    return Listing(classes, images, state.hexdigest()[:16])
+
+
+def _folders(path: Path) -> tuple[str, ...]:
+    return tuple(sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
+
+
+def _images_below(folder: Path) -> Iterator[tuple[Path, int, int]]:
+    """Path, bytes and time of change of every image."""
+    for place, _, files in os.walk(folder):
+        for file in files:
+            if file.lower().endswith(EXTENSIONS) and not file.startswith("."):
+                found = os.stat(os.path.join(place, file))
+                yield Path(place, file), found.st_size, found.st_mtime_ns
+
+
+class _NotGrey(Exception):
+    """An image has colours, though the first one has none."""
+
+
+def _decode_all(listing: Listing, home: Path, name: str, show_progress: bool) -> Path:
+    """Make the files of the cache in a folder in `home`; goes on where a killed process stopped."""
+    part = home / f"{listing.fingerprint}.part"
+    first, _ = listing.images["train"][0]
+    with _opened(first) as image:
+        size, grey = image.size, image.mode in GREY_MODES
+    columns = (TextColumn(f"decoding {name}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not show_progress) as progress:
+        try:
+            _write(listing, part, size, 1 if grey else 3, progress)
+        except _NotGrey:
+            shutil.rmtree(part)
+            _write(listing, part, size, 3, progress)
+    return part
+
+
+def _write(listing: Listing, part: Path, size: tuple[int, int], channels: int, progress: Progress) -> None:
+    """Decode all images of one size (width, height), in order, and note after each chunk how far it is."""
+    total = sum(map(len, listing.images.values()))
+    done = _done(part, channels)
+    if not done:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+    task = progress.add_task("", total=total, completed=done)
+    arrays = {
+        name: np.lib.format.open_memmap(
+            part / f"{name}-images.npy",
+            mode="r+" if done else "w+",
+            dtype=np.uint8,
+            shape=(len(images), size[1], size[0], channels),
+        )
+        for name, images in listing.images.items()
+    }
+    before = 0  # images of earlier parts
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for name, images in listing.images.items():
+            for first in range(max(0, done - before), len(images), CHUNK):
+                chunk = images[first : first + CHUNK]
+                decoded = pool.map(lambda image: _decode(image[0], size, channels), chunk)
+                for row, pixels in enumerate(decoded, start=first):
+                    arrays[name][row] = pixels
+                arrays[name].flush()  # on the disk before it is noted
+                replace_text(part / NOTE, f"{channels} {before + first + len(chunk)}")
+                progress.advance(task, len(chunk))
+            before += len(images)
+            np.save(part / f"{name}-labels.npy", np.array([label for _, label in images], np.int32))
+    mean, deviation = channel_statistics(np.asarray(arrays["train"]))
+    about = {"class_names": listing.classes, "channel_mean": mean, "channel_deviation": deviation}
+    (part / FILES[-1]).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    (part / NOTE).unlink()
+
+
+def _done(part: Path, channels: int) -> int:
+    """How many images an earlier process has decoded for this cache."""
+    try:
+        noted, count = map(int, (part / NOTE).read_text().split())
+    except (OSError, ValueError):
+        return 0
+    return count if noted == channels else 0
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
+    """An image, opened. Raises UserError where it cannot be read, also in the body."""
+    try:
+        with Image.open(path) as image:
+            yield image
+    except (UserError, _NotGrey):
+        raise
+    except Exception as error:  # Pillow raises many kinds for a damaged file
+        raise UserError(
+            f"cannot read the image {path} ({' '.join(str(error).split())}): restore it, or remove it"
+        ) from None
+
+
+def _decode(path: Path, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:
+    """The pixels of an image, uint8 [height, width, channels]; transparency is left out."""
+    with _opened(path) as image:
+        if image.size != size:
+            here, first = ("x".join(map(str, pixels)) for pixels in (image.size, size))
+            raise UserError(
+                f"{path} is {here} pixels, and the first image {first}: make all images one size, or leave it out"
+            )
+        if image.mode in DEEP_MODES:
+            raise UserError(f"{path} has more than 8 bits a channel ({image.mode}): convert it to 8 bits")
+        if channels == 1 and image.mode not in GREY_MODES:
+            raise _NotGrey
+        pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
+    return pixels.reshape(size[1], size[0], channels)

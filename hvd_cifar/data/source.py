@@ -1,0 +1,157 @@
+"""The built-in data sets by name: where the files of each are on this host, and how they are made if absent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from hvd_cifar.config import FOLDER_DATASET, DataSettings
+from hvd_cifar.data import synthetic
+from hvd_cifar.data.cifar import CIFAR10, CIFAR100, Layout
+from hvd_cifar.data.dataset import Dataset
+from hvd_cifar.data.download import DownloadError, fetch
+from hvd_cifar.data.folder import Folder
+
+
+class Source(Protocol):
+    """A built-in data set, as one host has it: some files in a folder."""
+
+    @property
+    def name(self) -> str:
+        """What `--dataset` calls it."""
+
+    @property
+    def place(self) -> Path | None:
+        """The folder for files that another host sends, where `locate` finds them; None: there is no such folder."""
+
+    def locate(self) -> Path | None:
+        """The folder of the files; None where this host has none of them."""
+
+    def prepare(self, show_progress: bool) -> Path:
+        """The same, checked, and made where there are none. Processes may call it together.
+
+        Raises:
+            UserError: where the files are damaged or cannot be made; DownloadError where the network is the reason.
+        """
+
+    def files(self, folder: Path) -> tuple[str, ...]:
+        """Names of the files, without which a copy of the folder is not the set."""
+
+    def fault(self, folder: Path) -> str | None:
+        """What is wrong with the files, as far as their lengths show it."""
+
+    def read(self, folder: Path) -> Dataset:
+        """The set, its files mapped into memory. Raises UserError where one is damaged."""
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A set in one of CIFAR's binary layouts: see `Source`.
+
+    Attributes:
+        data_dir: where the folder of the files belongs.
+        where: that folder, or one in which it may lie.
+        make: called to make the files, with whether to show progress; returns their folder.
+    """
+
+    layout: Layout
+    data_dir: Path
+    where: Path
+    make: Callable[[bool], Path]
+
+    @property
+    def name(self) -> str:
+        """cifar10, cifar100 or synthetic."""
+        return self.layout.name
+
+    @property
+    def place(self) -> Path:
+        """See `Source`."""
+        return self.data_dir / self.layout.folder
+
+    def locate(self) -> Path | None:
+        """See `Source`."""
+        return self.layout.locate(self.where)
+
+    def prepare(self, show_progress: bool) -> Path:
+        """See `Source`."""
+        folder = self.locate() or self.make(show_progress)
+        self.layout.check(folder)
+        return folder
+
+    def files(self, folder: Path) -> tuple[str, ...]:
+        """See `Source`."""
+        return self.layout.files
+
+    def fault(self, folder: Path) -> str | None:
+        """See `Source`."""
+        return self.layout.fault(folder)
+
+    def read(self, folder: Path) -> Dataset:
+        """See `Source`."""
+        return self.layout.read(folder)
+
+
+class Prepared(NamedTuple):
+    """A built-in set whose files are ready on this host."""
+
+    source: Source
+    folder: Path
+
+    def read(self) -> Dataset:
+        """The set. Raises UserError where a file is damaged."""
+        return self.source.read(self.folder)
+
+
+def layout_of(name: str) -> Layout | None:
+    """The binary layout of the set that a name stands for, CIFAR-10's for "auto"; None where its files have none."""
+    name = CIFAR10.name if name == "auto" else name
+    return next((layout for layout in (CIFAR10, CIFAR100, synthetic.LAYOUT) if layout.name == name), None)
+
+
+def source_of(name: str, settings: DataSettings) -> Source:
+    """The built-in set of that name, in the folders that the settings name.
+
+    Raises:
+        ValueError: where there is none; "auto" names none by itself.
+    """
+    data_dir = settings.data_dir
+    if name.startswith(FOLDER_DATASET):
+        return Folder(Path(name.removeprefix(FOLDER_DATASET)), data_dir)
+    layout = layout_of(name)
+    if layout is None or name == "auto":
+        raise ValueError(f"no built-in data set is called {name!r}")
+    if layout is synthetic.LAYOUT:
+        return Binary(layout, data_dir, data_dir / layout.folder, lambda _: synthetic.ensure(data_dir))
+    url, md5 = settings.data_url or layout.archive, settings.data_md5 or layout.md5
+    return Binary(layout, data_dir, data_dir, lambda watched: fetch(layout, data_dir, url, md5, show_progress=watched))
+
+
+def prepare(settings: DataSettings, *, show_progress: bool, warn: Callable[[str], None]) -> Prepared:
+    """Have the files of a built-in set on this host; processes may call this together.
+
+    Args:
+        settings: their `dataset` is a built-in set, or "auto": CIFAR-10, and the synthetic set only where CIFAR-10 is
+            neither in the data folder nor downloadable.
+        show_progress: draw a progress bar on stderr.
+        warn: called with one line if "auto" falls back to the synthetic set.
+
+    Raises:
+        UserError: where the set is not to be had. Damaged files and a wrong checksum are errors under "auto" also: a
+            run must not train on other data than was meant.
+    """
+    auto = settings.dataset == "auto"
+    source = source_of(CIFAR10.name if auto else settings.dataset, settings)
+    try:
+        return Prepared(source, source.prepare(show_progress))
+    except DownloadError as error:
+        if not auto:
+            raise
+        warn(
+            "THIS IS NOT CIFAR-10: the embedded synthetic data set is used instead, and its accuracies say "
+            f"nothing about CIFAR-10. Reason: {error}"
+        )
+    source = source_of(synthetic.LAYOUT.name, settings)
+    return Prepared(source, source.prepare(show_progress))

@@ -1,0 +1,117 @@
+"""What a data set is: what `from_arrays` takes and refuses, its statistics, and its digest."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_cifar.data import dataset as module
+from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics
+from hvd_cifar.errors import UserError
+
+
+def _images(count: int = 7, *shape: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(1).integers(0, 256, (count, *(shape or (5, 4, 3)))).astype(np.uint8)
+
+
+def _dataset(**changed: Any) -> Dataset:
+    given = {
+        "train_images": _images(7),
+        "train_labels": [0, 1, 2, 0, 1, 2, 0],
+        "test_images": _images(3),
+        "test_labels": [3, 0, 1],
+    }
+    return Dataset.from_arrays(**{**given, **changed})
+
+
+def test_arrays_are_a_data_set() -> None:
+    dataset = _dataset(name="things")
+    assert (dataset.name, dataset.image_shape, dataset.classes) == ("things", (5, 4, 3), 4)  # a class of the test part
+    assert len(dataset.train) == 7 and dataset.train.labels.dtype == np.int32
+    assert (dataset.test.images[np.array([2, 0])] == _images(3)[[2, 0]]).all()
+    assert _dataset(class_names=["a", "b", "c", "d", "e"]).classes == 5
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int32", "int64", "uint64"])
+def test_labels_of_any_integer_type_also_in_a_column(kind: str) -> None:
+    labels = np.array([0, 1, 2, 0, 1, 2, 0])
+    assert _dataset(train_labels=labels.astype(kind)).train.labels.tolist() == labels.tolist()
+    assert _dataset(train_labels=labels.astype(kind)[:, None]).train.digest == _dataset().train.digest
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_grey_images_are_of_one_channel(channels: int) -> None:
+    many = _dataset(train_images=_images(7, 6, 5, channels), test_images=_images(3, 6, 5, channels))
+    assert many.image_shape == (6, 5, channels) and len(many.channel_mean) == channels
+    grey = _dataset(train_images=_images(7, 6, 5), test_images=_images(3, 6, 5, 1))
+    assert grey.image_shape == (6, 5, 1)
+
+
+def test_images_stay_on_the_disk(tmp_path: Path) -> None:
+    np.save(tmp_path / "images.npy", _images(7))
+    mapped = np.load(tmp_path / "images.npy", mmap_mode="r+")
+    dataset = _dataset(train_images=mapped)
+    mapped[3] = 9
+    assert (dataset.train.images[np.array([3])] == 9).all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"train_images": [[1]]}, "the training images are a list: give a NumPy array of uint8"),
+        ({"train_images": _images(7).astype(np.float32)}, "the training images are float32: give .* 0 to 255"),
+        ({"test_images": _images(3, 60)}, r"the test images have the shape \[3, 60\]"),
+        ({"train_images": _images(0), "train_labels": np.zeros(0, int)}, "the training images are empty"),
+        ({"test_images": _images(3, 5, 5, 3)}, "training images are 5 x 4 x 3 and test images 5 x 5 x 3"),
+        ({"train_labels": [0] * 6}, "the training part has 7 images but 6 labels"),
+        ({"train_labels": [0.0] * 7}, r"the training labels are float64 of shape \[7\]: give integers"),
+        ({"train_labels": [True] * 7}, "the training labels are bool"),
+        ({"train_labels": np.eye(7, dtype=int)}, r"the training labels are int64 of shape \[7, 7\]"),
+        ({"test_labels": [0, 2, -1]}, "the test label of example 2 is -1"),
+        ({"test_labels": [0, 2**40, 1]}, f"the test label of example 1 is {2**40}"),
+        ({"class_names": ["a", "b", "c"]}, "label 3 has no name, since class_names names 3 classes"),
+    ],
+)
+def test_what_is_no_data_set_is_refused_in_one_line(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"data set arrays: {message}") as caught:
+        _dataset(**changed)
+    assert "\n" not in str(caught.value) and re.search(": (give|name) ", str(caught.value))
+
+
+def test_statistics_are_those_of_all_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = _images(50, 6, 5, 3)
+    images[..., 1] = 77
+    monkeypatch.setattr(module, "CHUNK_BYTES", 6 * 5 * 3 * 8)  # 50 is no multiple of 8 images
+    mean, deviation = channel_statistics(images)
+    pixels = images.reshape(-1, 3).astype(np.float64)
+    assert np.allclose(mean, pixels.mean(axis=0), rtol=1e-12)
+    assert np.allclose(deviation, [pixels[:, 0].std(), 1, pixels[:, 2].std()], rtol=1e-12)  # none to divide by
+
+
+def test_the_digest_is_of_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = _dataset().digest
+    assert _dataset().digest == whole  # and of nothing else
+    assert _dataset(name="other").digest == whole
+    by_plane = _images(7).transpose(0, 3, 1, 2).copy().transpose(0, 2, 3, 1)
+    assert _dataset(train_images=by_plane).digest == whole  # whatever the order in memory
+    for part in ("train_images", "test_images"):
+        images = _images(7 if part == "train_images" else 3)
+        images[-1, -1, -1, -1] ^= 1
+        assert _dataset(**{part: images}).digest != whole
+    for part in ("train_labels", "test_labels"):
+        labels = [0, 1, 2, 0, 1, 2, 1] if part == "train_labels" else [3, 0, 2]
+        assert _dataset(**{part: labels}).digest != whole
+    monkeypatch.setattr(module, "CHUNK_BYTES", 5 * 4 * 3 * 2)
+    assert _dataset().digest == whole
+
+
+def test_the_digest_of_examples_is_fixed_for_ever() -> None:
+    """Runs record it: a run that is resumed under a later version finds its own data."""
+    examples = Examples(
+        (np.arange(2 * 5 * 4 * 3) % 251).astype(np.uint8).reshape(2, 5, 4, 3), np.array([7, 9], np.int32)
+    )
+    assert examples.digest == "4e6c6f2ef9184e810af7c7f4d8df401ea0518c2712efd7dd8a1e9d76a1f90020"

@@ -1,0 +1,221 @@
+"""A folder of images: what is read, what is refused, and the cache: whole or none, made once, anew after a change."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from hvd_cifar.config import DataSettings, make
+from hvd_cifar.data import folder as module
+from hvd_cifar.data.dataset import Dataset
+from hvd_cifar.data.folder import CACHE, Folder
+from hvd_cifar.data.source import prepare
+from hvd_cifar.errors import UserError
+
+CLASSES = ("ant", "bee", "cat")
+
+
+def _pixels(seed: int, *shape: int) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, shape or (6, 5, 3)).astype(np.uint8)
+
+
+def _save(path: Path, pixels: NDArray[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
+@pytest.fixture
+def birds(tmp_path: Path) -> Path:
+    """Four training images and two test images of each class, 6 x 5 pixels, each other ones."""
+    path = tmp_path / "birds"
+    for label, name in enumerate(CLASSES):
+        for i in range(4):
+            _save(path / "train" / name / f"{i}.png", _pixels(10 * label + i))
+        for i in range(2):
+            _save(path / "test" / name / f"{i}.png", _pixels(100 + 10 * label + i))
+    return path
+
+
+def _folder(path: Path) -> Folder:
+    return Folder(path, path.parent / "data")
+
+
+def _read(path: Path) -> Dataset:
+    source = _folder(path)
+    return source.read(source.prepare(show_progress=False))
+
+
+def test_every_pixel_has_its_place_and_class(birds: Path) -> None:
+    settings = make(DataSettings, {"dataset": f"folder:{birds}", "data_dir": birds.parent / "data"})
+    dataset = prepare(settings, show_progress=False, warn=pytest.fail).read()
+    assert (dataset.name, dataset.classes, dataset.class_names) == ("birds", 3, CLASSES)
+    assert dataset.train.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert dataset.test.labels.tolist() == [0, 0, 1, 1, 2, 2] and dataset.test.labels.dtype == np.int32
+    train = np.stack([_pixels(10 * label + i) for label in range(3) for i in range(4)])
+    assert (dataset.train.images[:] == train).all()
+    assert (dataset.test.images[np.array([5, 0])] == [_pixels(121), _pixels(100)]).all()
+    assert np.allclose(dataset.channel_mean, train.reshape(-1, 3).mean(axis=0))
+    assert np.allclose(dataset.channel_deviation, train.reshape(-1, 3).std(axis=0))
+    assert not (birds.parent / "data").exists()  # the cache is beside the images
+
+
+def test_other_layouts_and_formats(birds: Path) -> None:
+    (birds / "test").rename(birds / "val")
+    (birds / "train" / "ant" / "images").mkdir()
+    (birds / "train" / "ant" / "0.png").rename(birds / "train" / "ant" / "images" / "0.png")  # sorts after 3.png
+    for name, suffix in (("1", "JPG"), ("2", "webp"), ("3", "bmp")):
+        with Image.open(birds / "train" / "ant" / f"{name}.png") as image:
+            image.save(birds / "train" / "ant" / f"{name}.{suffix}", lossless=True)
+        (birds / "train" / "ant" / f"{name}.png").unlink()
+    (birds / "train" / ".hidden").mkdir()
+    (birds / "train" / "README").write_text("of the images")
+    (birds / "train" / "bee" / "list.txt").write_text("of the images")
+    shutil.rmtree(birds / "val" / "bee")  # a class without a test image
+    dataset = _read(birds)
+    assert dataset.class_names == CLASSES and dataset.test.labels.tolist() == [0, 0, 2, 2]
+    assert (dataset.train.images[np.array([1, 2, 3])] == [_pixels(2), _pixels(3), _pixels(0)]).all()
+
+
+def test_grey_images_have_one_channel_unless_one_is_coloured(birds: Path) -> None:
+    for i, path in enumerate(sorted(birds.rglob("*.png"))):
+        _save(path, _pixels(i, 6, 5))
+    grey = _read(birds)
+    assert grey.image_shape == (6, 5, 1)
+    assert (grey.train.images[np.array([0])][0, :, :, 0] == _pixels(6, 6, 5)).all()  # test/ sorts before train/
+    _save(birds / "test" / "cat" / "1.png", _pixels(7))
+    coloured = _read(birds)
+    assert coloured.image_shape == (6, 5, 3)
+    assert (coloured.train.images[np.array([0])][0] == _pixels(6, 6, 5)[:, :, None]).all()
+    assert (coloured.test.images[np.array([5])][0] == _pixels(7)).all()
+
+
+def test_palettes_and_transparency_become_colours(birds: Path) -> None:
+    with Image.open(birds / "train" / "ant" / "1.png") as image:
+        image.quantize(256).save(birds / "train" / "ant" / "1.png")  # 30 pixels: every colour is kept
+    _save(birds / "train" / "ant" / "2.png", np.dstack([_pixels(2), _pixels(77, 6, 5)]))
+    found = _read(birds).train.images[np.array([1, 2])]
+    assert (found == [_pixels(1), _pixels(2)]).all()
+
+
+def test_one_other_size_is_named(birds: Path) -> None:
+    _save(birds / "test" / "bee" / "1.png", _pixels(0, 6, 7, 3))
+    with pytest.raises(UserError, match=r"test/bee/1.png is 7x6 pixels, and the first image 5x6: make all") as caught:
+        _read(birds)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["cut", "no image", "empty"])
+def test_a_damaged_image_is_named(birds: Path, damage: str) -> None:
+    path = birds / "train" / "cat" / "2.png"
+    path.write_bytes({"cut": path.read_bytes()[:60], "no image": b"text", "empty": b""}[damage])
+    with pytest.raises(UserError, match="cannot read the image .*train/cat/2.png") as caught:
+        _read(birds)
+    assert "\n" not in str(caught.value)
+
+
+def test_more_than_8_bits_are_refused(birds: Path) -> None:
+    _save(birds / "train" / "bee" / "0.png", np.full((6, 5), 1000, np.uint16))
+    with pytest.raises(UserError, match="train/bee/0.png has more than 8 bits a channel"):
+        _read(birds)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: shutil.rmtree(path), "there is no such folder"),
+        (lambda path: shutil.rmtree(path / "train"), "it has no folder train"),
+        (lambda path: shutil.rmtree(path / "test"), "it has no folder test or val"),
+        (lambda path: (path / "test" / "dog").mkdir(), "test/dog is no class of train"),
+        (lambda path: (path / "train" / "dog").mkdir(), r"train/dog has no images \(.bmp"),
+        (lambda path: [p.unlink() for p in path.glob("test/*/*")], "test has no images"),
+    ],
+)
+def test_another_layout_is_refused_in_one_line(birds: Path, change: Any, message: str) -> None:
+    change(birds)
+    with pytest.raises(UserError, match=f"--dataset folder:{birds}: {message}") as caught:
+        _read(birds)
+    assert "\n" not in str(caught.value) and ";" in str(caught.value)
+
+
+def test_the_cache_is_made_once_and_anew_after_a_change(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = _folder(birds).prepare(show_progress=False)
+    before = _read(birds)
+    monkeypatch.setattr(module, "_decode_all", lambda *_: pytest.fail("decoded it again"))
+    assert _folder(birds).prepare(show_progress=False) == first
+    monkeypatch.undo()
+    os.utime(birds / "train" / "ant" / "0.png", ns=(1, 1))
+    second = _folder(birds).prepare(show_progress=False)
+    assert second != first and not first.exists()
+    assert _read(birds).digest == before.digest
+    (birds / "train" / "ant" / "0.png").rename(birds / "train" / "bee" / "9.png")
+    assert _read(birds).train.labels.tolist() == [0] * 3 + [1] * 5 + [2] * 4
+    assert before.train.images[np.array([0])].shape == (1, 6, 5, 3)  # who has mapped an old one keeps it
+
+
+def test_a_folder_that_cannot_be_written_has_its_cache_in_the_data_folder(
+    birds: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    source = _folder(birds)
+    place = source.prepare(show_progress=False)
+    assert place.parent.parent == birds.parent / "data" and place.parent.name.startswith("folder-birds-")
+    assert source.prepare(show_progress=False) == place and not (birds / CACHE).exists()
+    assert source.read(place).digest == source.read(place).digest
+
+
+def test_a_killed_decoding_goes_on_where_it_stopped(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", 3)
+    decode, decoded = module._decode, []
+
+    def counted(path: Path, *given: Any) -> Any:
+        decoded.append(path)
+        if len(decoded) > 14:  # in the test part: 12 images are of the training part
+            raise KeyboardInterrupt
+        return decode(path, *given)
+
+    monkeypatch.setattr(module, "_decode", counted)
+    with pytest.raises(KeyboardInterrupt):
+        _read(birds)
+    assert not [path for path in (birds / CACHE).iterdir() if path.is_dir() and path.suffix != ".part"]
+    decoded.clear()
+    found = _read(birds)
+    assert len(decoded) == 6  # the test part's two chunks
+    shutil.rmtree(birds / CACHE)
+    monkeypatch.undo()
+    assert found.digest == _read(birds).digest
+
+
+def test_two_processes_decode_once(birds: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        first, second = pool.map(_prepared_at, [birds] * 2, chunksize=1)
+    assert first == second
+
+
+def _prepared_at(path: Path) -> tuple[Path, int]:
+    place = _folder(path).prepare(show_progress=False)
+    return place, (place / "train-images.npy").stat().st_mtime_ns
+
+
+def test_a_damaged_cache_is_named(birds: Path) -> None:
+    source = _folder(birds)
+    place = source.prepare(show_progress=False)
+    with (place / "test-images.npy").open("r+b") as file:
+        file.truncate(200)
+    with pytest.raises(UserError, match=rf"{place} is damaged \(.*\): remove it"):
+        source.read(place)
+    (place / "about.json").unlink()
+    assert source.fault(place) == f"{place}/about.json is missing"
+
+
+def test_progress_is_drawn_on_stderr_when_asked_for(birds: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    _folder(birds).prepare(show_progress=True)
+    out, err = capfd.readouterr()
+    assert out == "" and "decoding birds" in err and "18/18" in err

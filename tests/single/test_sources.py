@@ -1,0 +1,74 @@
+"""Which rank speaks for which host, and how hosts with different data are told."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hvd_cifar import config
+from hvd_cifar.errors import UserError
+from hvd_cifar.training.sources import differences, speakers
+
+
+def _ranks(*hosts: tuple[str, int], in_turn: bool = False) -> tuple[list[tuple[str, int, int]], list[int]]:
+    """Ranks of these hosts (name, slots) as a launcher numbers them, and the speaker of each."""
+    places = [(host, local) for host, (_, slots) in enumerate(hosts) for local in range(slots)]
+    if in_turn:
+        places.sort(key=lambda place: (place[1], place[0]))
+    ranks = [(*hosts[host][:1], local, hosts[host][1]) for host, local in places]
+    return ranks, [places.index((host, 0)) for host, _ in places]
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        [("a", 1)],
+        [("a", 4)],
+        [("a", 2), ("b", 2)],
+        [("a", 2), ("a", 2)],
+        [("a", 3), ("b", 1), ("a", 2)],
+        [("a", 1), ("a", 3), ("a", 2), ("b", 3)],
+    ],
+)
+def test_every_host_has_a_speaker_also_where_names_repeat(hosts: list[tuple[str, int]], in_turn: bool) -> None:
+    ranks, expected = _ranks(*hosts, in_turn=in_turn)
+    assert speakers(ranks) == expected
+
+
+def test_hosts_with_different_data_are_named_in_the_order_of_the_ranks() -> None:
+    assert differences([("a", "x"), ("b", "x")]) == ""
+    assert differences([("c", "y"), ("a", "x"), ("b", "y")]) == "y on c, b; x on a"
+    many = [(f"n{i}", "x") for i in range(64)]
+    assert differences([*many, ("odd", "y")]) == "x on n0, n1, n2, n3 and 60 more; y on odd"
+
+
+@pytest.mark.parametrize("name", ["auto", "cifar10", "cifar100", "synthetic", "folder:/a/b", "/a/b.py:load", "a.b:c"])
+def test_names_of_data_sets(name: str) -> None:
+    assert config.make(config.DataSettings, {"dataset": name}).dataset == name
+
+
+def test_paths_in_names_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.chdir(str(tmp_path))
+    monkeypatch.setenv("HOME", "/home/me")
+    for given, expected in (
+        ("folder:images", f"folder:{tmp_path}/images"),
+        ("folder:~/images", "folder:/home/me/images"),
+        ("sets/mine.py:load", f"{tmp_path}/sets/mine.py:load"),
+        ("~/mine.py:load", "/home/me/mine.py:load"),
+    ):
+        assert config.make(config.DataSettings, {"dataset": given}).dataset == expected
+        assert config.make(config.EvaluateSettings, {"run_dir": "r", "dataset": given}).dataset == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["cifra10", "", "cifar-10", "folder:", "mine.py:", "mine.py:1", "mine.py", "a b:c", ":c"]
+)
+def test_what_is_no_name_of_a_data_set_is_told_what_there_is(name: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"--dataset {name}: ")) as caught:
+        config.make(config.TrainSettings, {"dataset": name})
+    message = str(caught.value)
+    assert "\n" not in message and "folder:PATH" in message
+    if name != "folder:":
+        assert "auto, cifar10, cifar100, synthetic, folder:PATH, FILE.py:NAME or package.module:NAME" in message
