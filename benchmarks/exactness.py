@@ -23,7 +23,6 @@ from benchmarks import jobs, runs, setting
 from hvd_cifar import config
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.errors import UserError
-from hvd_cifar.training.recipe import resolve
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -95,7 +94,7 @@ class _Course:
 
     def __init__(self, folder: Path, given: dict[str, Any]) -> None:
         self.folder = folder
-        self.settings = resolve(config.make(TrainSettings, given))
+        self.settings = config.make(TrainSettings, given)
         self.options = [word for name, value in given.items() for word in (config.option_name(name), value)]
 
     def _place(self, name: str) -> Path:
@@ -119,7 +118,7 @@ class _Course:
     def compare(self, what: str, alone: Path, other: Path) -> None:
         losses = runs.losses(alone), runs.losses(other)
         first, whole = (runs.loss_apart(*losses, last) for last in (FIRST, self.settings.max_steps or 0))
-        weights = runs.weights_apart(runs.weights(alone, self.settings), runs.weights(other, self.settings))
+        weights = runs.weights_apart(runs.weights(alone), runs.weights(other))
         print(f"| {what} | {self.settings.precision} | {first:.1e} | {whole:.1e} | {weights:.1e} |", flush=True)
 
 

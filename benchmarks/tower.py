@@ -24,6 +24,7 @@ import click
 import keras
 import numpy as np
 import tensorflow as tf
+from hvd_cifar.training.recipe import RECIPES, plan, precision_of, resolve, set_precision
 
 from benchmarks import setting
 from hvd_cifar import config
@@ -34,7 +35,6 @@ from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import build
 from hvd_cifar.training.assemble import make_schedule
-from hvd_cifar.training.recipe import RECIPES, plan, precision_of, resolve, set_precision
 from hvd_cifar.training.sources import views_of
 
 

@@ -78,5 +78,5 @@ def _of_user(model: Any, dataset: Any, callbacks: Sequence[Callback]) -> tuple[O
         named["model"] = model if isinstance(model, str) else user_code.spec_of(model)
     if dataset is not None and not isinstance(dataset, Dataset):
         named["dataset"] = dataset if isinstance(dataset, str) else user_code.spec_of(dataset)
-    objects = (None if isinstance(thing, str) else thing for thing in (model, dataset))
-    return OfUser(*objects, callbacks=tuple(callbacks)), named
+    own_model, own_dataset = (None if isinstance(thing, str) else thing for thing in (model, dataset))
+    return OfUser(model=own_model, dataset=own_dataset, callbacks=tuple(callbacks)), named

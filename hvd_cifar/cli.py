@@ -84,7 +84,7 @@ def _commands() -> click.Group:
     @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
     @click.version_option(__version__)
     def commands() -> None:
-        """Train image classifiers with TensorFlow and Horovod: one process per GPU or core, gradients averaged over all."""
+        """Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU or core."""
 
     _add(commands, "train", config.TrainSettings, _train, "Train a model; rank 0 writes the run directory.")
     _add(commands, "evaluate", config.EvaluateSettings, _evaluate, "Evaluate a checkpoint on the whole test set.")

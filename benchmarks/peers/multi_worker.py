@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 import tensorflow as tf
+from hvd_cifar.training.recipe import RECIPES, set_precision
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
 
@@ -27,7 +28,6 @@ from hvd_cifar.data.pipeline import training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.models import build
 from hvd_cifar.optim.averages import MovingAverage
-from hvd_cifar.training.recipe import RECIPES, set_precision
 from hvd_cifar.training.sources import views_of
 from hvd_cifar.training.step import cross_entropy
 

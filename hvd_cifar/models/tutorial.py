@@ -7,7 +7,7 @@ import keras
 from hvd_cifar.models.activation import QuickRelu
 from hvd_cifar.models.convolution import QuickConv2D
 from hvd_cifar.models.normalization import LocalResponseNormalization
-from hvd_cifar.models.recipe import Recipe
+from hvd_cifar.models.recipe import Batch, Recipe
 from hvd_cifar.optim.schedules import Staircase
 
 # The tutorial decays the weights of the local layers alone.
@@ -17,6 +17,7 @@ DECAYED = ("local3/kernel", "local4/kernel")
 RECIPE = Recipe(
     optimizer=keras.optimizers.SGD,
     learning_rate=0.1,
+    batch=Batch(largest_scale=4),  # at 8, without momentum or batch norm, the loss is infinite after 60 steps
     schedule=Staircase(examples=(350 * 50_000, 700 * 50_000, 1050 * 50_000)),
     epochs=6,  # a first result within minutes on two cores; the tutorial itself trains for 150 and more
     augmentation="tutorial",

@@ -17,7 +17,7 @@ from hvd_cifar.data.pipeline import in_steps, training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm, prove_averaging
 from hvd_cifar.errors import UserError
-from hvd_cifar.kernels import convolution
+from hvd_cifar.kernels import compiled
 from hvd_cifar.models import Model, Net
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
@@ -214,6 +214,9 @@ def make_net(work: Work) -> Net:
     """The net, freshly initialised, adapted to the training images, with the batch norm that the settings ask for."""
     set_precision(precision_of(work.settings), work.settings.seed)
     net = models.build(work.model, work.views.shape, work.dataset.classes)
+    sizes = {*(work.settings.image_sizes or ()), work.views.shape[0]}
+    if len(sizes) > 1 and net.model.input_shape[1] is not None:
+        raise UserError("--image-sizes: this net takes images of one size; leave it out, or give another --model")
     if work.settings.sync_batch_norm:
         convert_sync_batch_norm(net.model)
     images = work.dataset.train.images[: min(ADAPTING_IMAGES, len(work.dataset.train))]
@@ -319,7 +322,7 @@ def _agree_on_kernels(world: World, settings: TrainSettings) -> str:
     Raises:
         UserError: under --virtual-shards, where hosts compute differently.
     """
-    by_rank = collectives.all_gather_object((world.host, convolution.about("GPU" in world.device)))
+    by_rank = collectives.all_gather_object((world.host, "TensorFlow's" if "GPU" in world.device else compiled.about()))
     kinds = sorted({kind for _, kind in by_rank})
     if len(kinds) == 1:
         return kinds[0]

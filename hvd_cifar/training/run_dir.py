@@ -14,7 +14,7 @@ from hvd_cifar import config
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.errors import UserError
 from hvd_cifar.training import checkpoint
-from hvd_cifar.training.recipe import Plan
+from hvd_cifar.training.plan import Plan
 
 # Settings that the course of a run depends on, beside the facts that come of them (data set, batch, learning rate): a
 # checkpoint of other ones is another run.

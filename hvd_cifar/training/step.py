@@ -112,8 +112,8 @@ def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence
         averages: of the weights (`optim.averages`), updated after them.
 
     Returns:
-        A function (slices, global_count, learning rate as a number, request) -> float [2], the same on every rank: the loss of the
-        global batch (mean cross-entropy plus weight decay; NaN where a variable is not finite), and the sum of the
+        A function (slices, global_count, learning_rate, request) -> float [2], the same on every rank: the loss of
+        the global batch (mean cross-entropy plus weight decay; NaN where a variable is not finite), and the sum of the
         ranks' `request`s, by which they agree on a checkpoint without a collective of its own. `slices` are
         (image [b, *image_shape], label [b], weight [b]).
     """

@@ -81,13 +81,14 @@ def _train_all(data: str, folder: str, runs: dict[str, dict[str, Any]]) -> dict[
     from hvd_cifar.data import synthetic
     from hvd_cifar.data.cifar import CIFAR10
     from hvd_cifar.runtime.world import session
-    from hvd_cifar.training.checkpoint import State
-    from hvd_cifar.training.trainer import OfUser, train_in
+    from hvd_cifar.training.assemble import assemble
+    from hvd_cifar.training.callbacks import Checkpointer
+    from hvd_cifar.training.trainer import OfUser
 
     whole = CIFAR10.read(synthetic.ensure(Path(data)))
 
     class Losses(Callback):
-        """Every loss, and at the end all that a checkpoint holds but the clocks."""
+        """Every loss."""
 
         def __init__(self) -> None:
             self.losses: list[float] = []
@@ -95,15 +96,6 @@ def _train_all(data: str, folder: str, runs: dict[str, dict[str, Any]]) -> dict[
         def on_log(self, run: Any) -> None:
             self.losses.append(run.loss)
 
-    states: list[State] = []
-    plain_init = State.__init__
-
-    def remembered(self: Any, *args: Any, **named: Any) -> None:
-        plain_init(self, *args, **named)
-        states.append(self)
-
-    vars_of_state: Any = State
-    vars_of_state.__init__ = remembered
     losses: dict[str, list[float]] = {}
     with session() as world:
         for name, options in runs.items():
@@ -117,10 +109,12 @@ def _train_all(data: str, folder: str, runs: dict[str, dict[str, Any]]) -> dict[
             rate = {"learning_rate_factor": 1, "warmup_epochs": 0, "eval_examples": 8, "check_sync_every": 1000}
             settings = make(TrainSettings, {**common, **course, **rate, **options})
             kept = Losses()
-            train_in(world, settings, OfUser(dataset=dataset, callbacks=[kept]))
+            trainer = assemble(settings, world, OfUser(dataset=dataset, callbacks=[kept]))
+            trainer.train()
             losses[name] = kept.losses
-            clocks = {id(v) for v in states[-1].clocks}
-            values = [v.numpy() for v in states[-1].variables if id(v) not in clocks]
+            (state,) = (callback.state for callback in trainer.callbacks if isinstance(callback, Checkpointer))
+            clocks = {id(v) for v in state.clocks}
+            values = [v.numpy() for v in state.variables if id(v) not in clocks]
             if world.is_root:
                 np.savez(f"{folder}/{name}-{world.size}", *values)
     return losses

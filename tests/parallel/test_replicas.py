@@ -52,30 +52,30 @@ def test_the_first_variable_that_differs_is_named_with_sides_and_amount() -> Non
     assert zeros.startswith("kernel is not the same on rank 0 as on ranks 1, 2: 6 of 6 values, by up to 0;")
 
 
-def _drift(data: str, run_dir: str, options: list[str]) -> dict[str, Any]:
-    """`train` as a user calls it, but after step 7 one bit of one weight is turned over on rank 1."""
-    import numpy as np
+RAY = """
+import numpy as np
+from hvd_cifar import Callback
 
-    from hvd_cifar import cli
-    from hvd_cifar.reporting import terminal
-    from hvd_cifar.runtime.environment import launched_rank
-    from hvd_cifar.training.run import Run
-
-    step = Run.step
-
-    def step_with_a_cosmic_ray(self: Run, slices: Any) -> None:
-        step(self, slices)
-        if self.step_count == 7 and launched_rank() == 1:
-            variable = next(v for v in self.state.variables if v.path == "local3/kernel")
+class Ray(Callback):
+    def on_step(self, run):
+        if run.step == {step} and run.world.rank == 1:
+            variable = next(v for v in run.model.variables if v.path == "local3/kernel")
             value = np.array(variable.numpy())
             value.view(np.uint32)[11, 5] ^= 1
             variable.assign(value)
+"""
 
-    Run.step = step_with_a_cosmic_ray  # type: ignore[method-assign]
+
+def _drift(data: str, folder: str, ray_after: int, options: list[str]) -> dict[str, Any]:
+    """`train` as a user calls it, with a callback that turns over one bit of one weight on rank 1 after a step."""
+    from hvd_cifar import cli
+    from hvd_cifar.reporting import terminal
+
     said: list[str] = []
     vars(terminal)["complain"] = said.append
     cli.GRACE_SECONDS = 0.0
-    base = ["train", *TUTORIAL, data, "--run-dir", run_dir, "--eval-every", "0", "--eval-examples", "100"]
+    base = ["train", *TUTORIAL, data, "--run-dir", f"{folder}/run", "--eval-every", "0", "--eval-examples", "100"]
+    base += ["--callbacks", f"{folder}/ray-{ray_after}.py:Ray"]
     code: Any = 0
     try:
         cli.main([*base, "--batch-size", "8", "--max-steps", "12", "--checkpoint-every", "4", *options])
@@ -84,14 +84,20 @@ def _drift(data: str, run_dir: str, options: list[str]) -> dict[str, Any]:
     return {"code": code, "said": said}
 
 
+def _with_ray(n: int, data: Path, folder: Path, after: int, options: list[str]) -> list[dict[str, Any]]:
+    (folder / f"ray-{after}.py").write_text(RAY.format(step=after))
+    return run_ranks(_drift, n, str(data), str(folder), after, options)
+
+
 @pytest.mark.parametrize(
-    ("options", "step"), [(["--check-sync-every", "5"], 8), (["--check-sync-every", "7", "--checkpoint-every", "6"], 7)]
+    ("options", "after", "step"),
+    [(["--check-sync-every", "5"], 7, 8), (["--check-sync-every", "7", "--checkpoint-every", "6"], 6, 7)],
 )
 def test_a_planted_drift_ends_the_run_before_anything_is_saved(
-    options: list[str], step: int, embedded: Path, tmp_path: Path
+    options: list[str], after: int, step: int, embedded: Path, tmp_path: Path
 ) -> None:
     """Found before the checkpoint of step 8, or by the check after step 7."""
-    first, second, third = run_ranks(_drift, 3, str(embedded), str(tmp_path / "run"), options)
+    first, second, third = _with_ray(3, embedded, tmp_path, after, options)
     assert [rank["code"] for rank in (first, second, third)] == [1, 1, 1]
     (line,) = first["said"]
     assert f"ranks are out of sync after step {step}: local3/kernel is not the same on ranks 0, 2 as on rank 1" in line
@@ -104,7 +110,7 @@ def test_a_planted_drift_ends_the_run_before_anything_is_saved(
 
 def test_a_planted_drift_is_mended_from_rank_0_where_that_is_asked_for(embedded: Path, tmp_path: Path) -> None:
     options = ["--on-divergence", "rebroadcast"]
-    first, second = run_ranks(_drift, 2, str(embedded), str(tmp_path / "run"), options)
+    first, second = _with_ray(2, embedded, tmp_path, 7, options)
     assert first["code"] == second["code"] == 0
     (line,) = first["said"]
     assert "RANKS WERE OUT OF SYNC after step 8: local3/kernel" in line and "go on with rank 0's values" in line

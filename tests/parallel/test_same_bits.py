@@ -72,7 +72,8 @@ def _train(data: str, folder: str, runs: list[tuple[str, dict[str, Any]]], threa
     from hvd_cifar.distributed.replicas import digests
     from hvd_cifar.runtime.world import session
     from hvd_cifar.training.assemble import assemble
-    from hvd_cifar.training.recipe import resolve
+    from hvd_cifar.training.callbacks import Checkpointer
+    from hvd_cifar.training.trainer import OfUser
 
     ended = []
     with session(threads, deterministic=True) as world:
@@ -84,14 +85,14 @@ def _train(data: str, folder: str, runs: list[tuple[str, dict[str, Any]]], threa
                 "run_dir": f"{folder}/{name}",
                 "seed": 3,
             }
-            settings = resolve(make(TrainSettings, {**common, "ema_decay": 0.9, **options}))
-            with assemble(settings, world) as run:
-                for slices in run.batches:
-                    run.step(slices)
-                run.save()
-                clocks = {id(v) for v in run.state.clocks}
-                values = [v for v in run.state.variables if id(v) not in clocks]
-                ended.append(sha256(b"".join(digests(values))).hexdigest())
+            quiet = {"eval_every": 0, "eval_examples": 8, "test_time_augmentation": False}
+            settings = make(TrainSettings, {**common, "ema_decay": 0.9, **quiet, **options})
+            trainer = assemble(settings, world, OfUser())
+            trainer.train()
+            (state,) = (callback.state for callback in trainer.callbacks if isinstance(callback, Checkpointer))
+            clocks = {id(v) for v in state.clocks}
+            values = [v for v in state.variables if id(v) not in clocks]
+            ended.append(sha256(b"".join(digests(values))).hexdigest())
     return ended
 
 

@@ -27,7 +27,7 @@ def _state(seed: int = 0, units: int = 3, averages: bool = True) -> State:
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer.build(model.trainable_variables)
     optimizer.apply([np.full(v.shape, 0.5 + seed, np.float32) for v in model.trainable_variables])
-    return State(Net(model, 1, []), optimizer, MovingAverage(model.trainable_variables, 0.9) if averages else None)
+    return State(Net(model, []), optimizer, MovingAverage(model.trainable_variables, 0.9) if averages else None)
 
 
 def _bits(state: State) -> list[bytes]:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_cifar import models
 from hvd_cifar.training import step as step_module
-from hvd_cifar.training.step import make_train_step
+from hvd_cifar.training.step import StepSpec, make_train_step
+from tests import nets
 
 
 class _Recorder:
@@ -46,11 +46,12 @@ def on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fast_trains_on_the_smallest_images(side: int, precision: str) -> None:
     """Of batches of any size, as in a run: what the graph does not know of a shape, a layer must not ask it."""
     optimizer = _Recorder()
-    step = make_train_step(models.build("fast", 32, precision), optimizer, weight_decay=0.0, shrunk_to=side)
+    spec = StepSpec((32, 32, 3), side=side)
+    step = make_train_step(nets.build("fast", precision=precision), optimizer, spec)
     batch = tf.zeros((2, 32, 32, 3)), tf.zeros((2,), tf.int32), tf.ones((2,))
     specs = [(tf.TensorSpec((None, *value.shape[1:]), value.dtype)) for value in batch]
     traced = tf.function(
-        lambda *given: step([given], tf.constant(2), tf.constant(0.1), tf.constant(0.0)), input_signature=specs
+        lambda *given: step([given], tf.constant(2), 0.1, tf.constant(0.0)), input_signature=specs
     )
     traced(*batch)
     assert all(gradient is not None for gradient in optimizer.gradients)
@@ -68,14 +69,14 @@ class _Descent(_Recorder):
 @pytest.mark.parametrize("name", ["tutorial", "resnet8", "fast"])
 def test_a_nan_shows_in_the_loss(name: str, precision: str) -> None:
     """In the next one at the latest, although TensorFlow's maxima and its batch norm with a ReLU let none through."""
-    net = models.build(name, 32, precision)
-    step = make_train_step(net, _Descent(), weight_decay=0.001)
+    net = nets.build(name, precision=precision)
+    step = make_train_step(net, _Descent(), StepSpec((32, 32, 3), weight_decay=0.001))
     images = np.random.default_rng(3).normal(size=(4, 32, 32, 3)).astype(np.float32)
     start = [variable.numpy() for variable in net.model.variables]
 
     def loss() -> float:
         batch = tf.constant(images), tf.constant([1, 2, 3, 4]), tf.ones((4,))
-        return float(step([batch], tf.constant(4), tf.constant(0.1), tf.constant(0.0))[0])
+        return float(step([batch], tf.constant(4), 0.1, tf.constant(0.0))[0])
 
     assert np.isfinite([loss(), loss()]).all()
     images[2, 5, 7, 1] = np.nan

@@ -1,0 +1,24 @@
+"""The project's nets by name, for tests that need no run."""
+
+from __future__ import annotations
+
+from hvd_cifar import models
+from hvd_cifar.models import Model, Net, resnet
+from hvd_cifar.models.recipe import Recipe
+from hvd_cifar.training.plan import set_precision
+
+# The smallest ResNet, which no recipe is for.
+MODELS = {**models.BUILT_IN, "resnet8": Model("resnet8", lambda *given: resnet.build(*given, depth=8), resnet.RECIPE)}
+
+
+def recipe_of(name: str) -> Recipe:
+    """The recipe of a net."""
+    recipe = MODELS[name].recipe
+    assert recipe is not None
+    return recipe
+
+
+def build(name: str, side: int = 32, precision: str = "float32", seed: int = 0, classes: int = 10) -> Net:
+    """A freshly initialised net for side x side pixels of three channels."""
+    set_precision(precision, seed)
+    return models.build(MODELS[name], (side, side, 3), classes)
