@@ -49,20 +49,19 @@ def _measure(settings: TrainSettings, steps: int, pairs: int) -> None:
     from hvd_cifar.distributed import collectives
     from hvd_cifar.tools.benchmark import job
     from hvd_cifar.tools.benchmark.step import LEAD_IN_OF_INPUT, make_bench
-    from hvd_cifar.training.recipe import resolve
 
     with job.start(None) as ranks:
         size = ranks.world.size
-        bench = make_bench(ranks, resolve(settings))
+        bench = make_bench(ranks, settings)
         wall: dict[str, list[float]] = {way: [] for way in WAYS}
         processor: dict[str, list[float]] = {way: [] for way in WAYS}
         for pair in range(pairs + 1):  # the first one traces and warms up
             for way in WAYS if pair % 2 else WAYS[::-1]:
-                work = bench.work(size, way)
+                repeat = bench.repeat(size, way)
                 collectives.barrier()
-                work(LEAD_IN_OF_INPUT)
+                repeat(LEAD_IN_OF_INPUT)
                 cpu, began = time.process_time(), time.perf_counter()
-                work(steps)
+                repeat(steps)
                 wall[way].append((time.perf_counter() - began) / steps)
                 processor[way].append((time.process_time() - cpu) / steps)
         by_rank = collectives.all_gather_object((wall, processor))

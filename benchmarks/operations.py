@@ -48,13 +48,12 @@ def main(data_dir: Path, model: str, precision: str, batch_size: int, steps: int
     """Profile, then print a table in Markdown."""
     from hvd_cifar.tools.benchmark import job
     from hvd_cifar.tools.benchmark.step import make_bench
-    from hvd_cifar.training.recipe import resolve
 
     given = {"model": model, "precision": precision, "batch_size": batch_size, "dataset": "cifar10"}
-    settings = resolve(make(TrainSettings, {**given, "data_dir": str(setting.real_data(data_dir))}))
+    settings = make(TrainSettings, {**given, "data_dir": str(setting.real_data(data_dir))})
     with job.start((1,), threads=1) as alone:
         bench = make_bench(alone, settings)
-        step = bench.work(1, "step")
+        step = bench.repeat(1, "step")
         step(3)  # traces, and fills caches
         began = time.perf_counter()
         step(steps)

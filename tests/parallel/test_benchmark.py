@@ -79,11 +79,9 @@ def _weights_after_steps(data: str) -> dict[str, Any]:
     from hvd_cifar.config import TrainSettings
     from hvd_cifar.distributed import collectives
     from hvd_cifar.tools.benchmark import job, step
-    from hvd_cifar.training.recipe import resolve
 
-    settings = resolve(
-        TrainSettings.model_validate({"model": "tutorial", "dataset": "synthetic", "data_dir": data, "batch_size": 2})
-    )
+    given = {"model": "tutorial", "dataset": "synthetic", "data_dir": data, "batch_size": 2}
+    settings = TrainSettings.model_validate(given)
     with job.start((2,)) as ranks:
         bench = step.make_bench(ranks, settings)
         variables = bench.net.model.variables
