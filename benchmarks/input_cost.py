@@ -46,7 +46,6 @@ def main(data_dir: Path, model: str, precision: str, batch_size: int, ranks: int
 
 
 def _measure(settings: TrainSettings, steps: int, pairs: int) -> None:
-
     from hvd_cifar.distributed import collectives
     from hvd_cifar.tools.benchmark import job
     from hvd_cifar.tools.benchmark.step import LEAD_IN_OF_INPUT, make_bench
@@ -58,11 +57,11 @@ def _measure(settings: TrainSettings, steps: int, pairs: int) -> None:
         processor: dict[str, list[float]] = {way: [] for way in WAYS}
         for pair in range(pairs + 1):  # the first one traces and warms up
             for way in WAYS if pair % 2 else WAYS[::-1]:
-                work = bench.repeat(size, way)
+                repeat = bench.repeat(size, way)
                 collectives.barrier()
-                work(LEAD_IN_OF_INPUT)
+                repeat(LEAD_IN_OF_INPUT)
                 cpu, began = time.process_time(), time.perf_counter()
-                work(steps)
+                repeat(steps)
                 wall[way].append((time.perf_counter() - began) / steps)
                 processor[way].append((time.process_time() - cpu) / steps)
         by_rank = collectives.all_gather_object((wall, processor))
@@ -73,7 +72,7 @@ def _measure(settings: TrainSettings, steps: int, pairs: int) -> None:
             whole = 1000 * statistics.fmean(step for step, _ in times)
             name = f"`{settings.model}`, {settings.batch_size} a rank"
             print(f"| {name} | {whole:,.1f} | {cost(times)} | {cost(cpus)} | {len(times)} |")
-            print(f"\n{size} ranks, {bench.work.settings.precision}, {steps} steps in each half; {setting.about()}")
+            print(f"\n{size} ranks, {settings.precision}, {steps} steps in each half; {setting.about()}")
 
 
 def pairs_of(by_rank: list[dict[str, list[float]]]) -> list[tuple[float, float]]:

@@ -10,25 +10,23 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_cifar.config import StepWork, TrainSettings
-from hvd_cifar.data.augment import Views
-from hvd_cifar.data.dataset import Examples
 from hvd_cifar.data.pipeline import PREFETCH_BATCHES, training_batches
-from hvd_cifar.data.sampler import Sampler, Sharding
+from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.distributed import collectives, process_sets
 from hvd_cifar.models import Net
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.reporting import terminal
 from hvd_cifar.tools.benchmark.job import Job, facts_of, memory_of_this_process
 from hvd_cifar.tools.benchmark.results import Estimate, Gradient, Phases, SlowestRank, StepResult, WorldResult
-from hvd_cifar.training.assemble import for_machines, make_net, make_optimizer
-from hvd_cifar.training.recipe import plan, precision_of, resolve, set_precision
-from hvd_cifar.training.sources import prepare_data, views_of
+from hvd_cifar.training.assemble import Work, make_net, make_optimizer, prepare, step_spec
+from hvd_cifar.training.plan import precision_of
 from hvd_cifar.training.step import cross_entropy, make_train_step
 
 # Small, so that a net that sees one batch again and again stays finite; a step takes as long at any rate.
@@ -36,11 +34,25 @@ LEARNING_RATE = 1e-3
 # Before the clock starts: caches fill, and batches that the pipeline has made ahead are used up.
 LEAD_IN = 2
 LEAD_IN_OF_INPUT = PREFETCH_BATCHES + 1
+ENDLESS = 2**31  # steps
 WAYS = ("communication", "input", "fed", "step", "compute")  # what is compared, one right after the other
 CUTS = 4  # of the backward pass, at which its time is taken
 PHASES = ("forward", *(f"backward {i}" for i in range(1, CUTS + 1)))
 
-Work = Callable[[int], None]  # do it so many times, and come back when all is done
+Repeat = Callable[[int], None]  # do it so many times, and return when all is done
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One rank's part of a turn.
+
+    Attributes:
+        seconds: of each step; empty on a rank that waited. On a GPU, which works ahead of its process, one mean.
+        cpu: part of a core that the rank took.
+    """
+
+    seconds: list[float]
+    cpu: float
 
 
 def measure(job: Job, options: StepWork) -> StepResult:
@@ -48,162 +60,135 @@ def measure(job: Job, options: StepWork) -> StepResult:
 
     A collective; every rank returns the same.
     """
-    world = job.world
     given = {name: getattr(options, name) for name in type(options).model_fields if name in TrainSettings.model_fields}
-    settings = for_machines(resolve(TrainSettings(**given)), world)
-    bench = make_bench(job, settings)
-
+    bench = make_bench(job, TrainSettings(**given))
     most = max(job.sets)
     turns = [(k, way) for k in job.sets for way in WAYS if not (way == "communication" and k == 1)]
     turns += [(most, phase) for phase in PHASES]
-    taken: dict[tuple[int, str], list[list[float]]] = defaultdict(list)
-    waited: list[list[float]] = []
+    # By ranks and way: for each repeat, mean seconds of a step by rank.
+    taken: dict[int, dict[str, list[list[float]]]] = {k: defaultdict(list) for k in job.sets}
+    waiting: list[float] = []
     for repeat in range(options.repeats + 1):
         for k, way in turns if repeat % 2 else turns[::-1]:
-            by_rank = collectives.all_gather_object(bench.time(k, way, options.steps))
-            if repeat:  # the first one traces and warms up
-                taken[k, way].append([statistics.fmean(looks) for looks, _ in by_rank[:k]])
-                waited.append([cpu for _, cpu in by_rank[k:]])
-                if way == "compute":
-                    # If each step waited for its slowest rank, and nothing else.
-                    slowest = [max(look) for look in zip(*(looks for looks, _ in by_rank[:k]), strict=True)]
-                    taken[k, "lockstep"].append([statistics.fmean(slowest)])
-        if world.is_root and repeat == 0:
+            by_rank: list[Turn] = collectives.all_gather_object(bench.time(k, way, options.steps))
+            if repeat == 0:  # traces and warms up
+                continue
+            working = [turn.seconds for turn in by_rank if turn.seconds]
+            waiting += [turn.cpu for turn in by_rank if not turn.seconds]
+            taken[k][way].append([statistics.fmean(seconds) for seconds in working])
+            if way == "compute":  # and if each step waited for its slowest rank, and nothing else
+                taken[k]["lockstep"].append([statistics.fmean(max(step) for step in zip(*working, strict=True))])
+        if job.world.is_root and repeat == 0:
             terminal.say("warmed up")
 
-    facts = facts_of(world)
-    batch = settings.batch_size or 0
+    facts = facts_of(job.world)
     return StepResult(
         facts=facts,
-        model=settings.model,
-        precision=precision_of(settings),
-        dataset=bench.dataset,
-        per_rank_batch_size=batch,
+        model=bench.work.settings.model,
+        precision=precision_of(bench.work.settings),
+        dataset=bench.work.dataset.name,
+        per_rank_batch_size=options.batch_size,
         steps=options.steps,
-        worlds=[
-            _world_result(k, {way: of_k for (n, way), of_k in taken.items() if n == k}, batch, facts.hosts)
-            for k in job.sets
-        ],
-        phases=_phases(bench.net, {phase: taken[most, phase] for phase in ("compute", *PHASES)}),
+        worlds=[_world_result(k, taken[k], options.batch_size, facts.hosts) for k in job.sets],
+        phases=_phases(bench.net, {phase: taken[most][phase] for phase in ("compute", *PHASES)}),
         memory_by_rank=collectives.all_gather_object(memory_of_this_process()),
-        waiting_cpu=statistics.fmean(c for cs in waited for c in cs) if any(waited) else None,
+        waiting_cpu=statistics.fmean(waiting) if waiting else None,
     )
 
 
 def make_bench(job: Job, settings: TrainSettings) -> Bench:
-    """A bench for resolved settings that have a precision and a batch; a collective."""
-    dataset = prepare_data(settings, job.world)
-    views = views_of(settings.model, dataset)
-    batch_plan = plan(settings, len(dataset.train), job.world.size)
-    set_precision(precision_of(settings), settings.seed)
-    net = make_net(settings, views)
-    batches = _endless_batches(job, settings, dataset.train, views, batch_plan.global_batch_size)
-    return Bench(job, settings, net, batches, dataset.name)
+    """A bench for settings with a batch size; a collective."""
+    work = prepare(settings, job.world)
+    return Bench(job, work, _endless_batches(job, work))
 
 
-def _endless_batches(job: Job, settings: TrainSettings, examples: Examples, views: Views, batch: int) -> Iterator[Any]:
-    """This rank's batches as `train` makes them on all ranks, but never a ragged one: all take the same time."""
-    count = len(examples) // batch * batch
-    device = job.world.device
-    return iter(
-        training_batches(
-            examples,
-            views,
-            Sampler(count, batch, settings.seed, Sharding(job.world.rank, job.world.size)),
-            first_step=0,
-            last_step=2**31,
-            device=device if "GPU" in device else "",
-        )
+def _endless_batches(job: Job, work: Work) -> Iterator[tuple[Any, ...]]:
+    """(image, label, weight) of this rank as `train` makes them, but of whole batches: all take the same time."""
+    batch = work.plan.global_batch_size
+    whole = work.plan.examples // batch * batch
+    batches = training_batches(
+        work.dataset.train,
+        work.views,
+        Sampler(whole, batch, work.settings.seed, work.sharding),
+        first_step=0,
+        last_step=ENDLESS,
+        device=job.world.device if "GPU" in job.world.device else "",
     )
+    return ((image, label, weight) for image, label, weight, _ in batches)
 
 
 class Bench:
     """What this rank does in each way, made when it is first asked for: a trace takes seconds."""
 
-    def __init__(self, job: Job, settings: TrainSettings, net: Net, batches: Iterator[Any], dataset: str) -> None:
+    def __init__(self, job: Job, work: Work, batches: Iterator[tuple[Any, ...]]) -> None:
         self.job = job
-        self.dataset = dataset
-        self.settings = settings
-        self.net = net
+        self.work = work
+        self.net = make_net(work)
         self.batches = batches
         with tf.device(job.world.device):
-            self.in_memory = [tf.identity(part) for part in next(batches)[:3]]
-        decay = settings.ema_decay
-        self.averages = MovingAverage(net.model.trainable_variables, decay) if decay else None
-        self.lookahead = Lookahead(net.model.trainable_variables, 2**31) if settings.lookahead else None
-        self._works: dict[tuple[int, str], Work] = {}
-        self._traced: dict[int, Callable[..., Any]] = {}
+            self.in_memory = tuple(tf.identity(part) for part in next(batches))
+        weights, decay = self.net.model.trainable_variables, work.settings.ema_decay
+        self.averages: list[Any] = [Lookahead(weights, ENDLESS)] if work.settings.lookahead else []
+        self.averages += [MovingAverage(weights, decay)] if decay else []
+        self._repeats: dict[tuple[int, str], Repeat] = {}
+        self._steps: dict[int, Callable[..., Any]] = {}
 
-    def time(self, k: int, way: str, steps: int) -> tuple[list[float], float]:
-        """Seconds of each step on the first k ranks, and how much of a core this rank took meanwhile; a collective.
-
-        Where a GPU works ahead of its process, only the mean of all steps is known. The other ranks get no seconds.
-        """
+    def time(self, k: int, way: str, steps: int) -> Turn:
+        """Take the time of steps on the first k ranks, while the others wait; a collective."""
         collectives.barrier()
         cpu, wall = time.process_time(), time.perf_counter()
         seconds: list[float] = []
         if self.job.includes_me(k):
-            work = self.work(k, way)
+            repeat = self.repeat(k, way)
             collectives.barrier(self.job.sets[k])
-            work(LEAD_IN_OF_INPUT if way in ("input", "fed") else LEAD_IN)
+            repeat(LEAD_IN_OF_INPUT if way in ("input", "fed") else LEAD_IN)
             at_once = steps if "GPU" in self.job.world.device else 1
             for _ in range(steps // at_once):
                 began = time.perf_counter()
-                work(at_once)
+                repeat(at_once)
                 seconds.append((time.perf_counter() - began) / at_once)
         collectives.barrier()
-        return seconds, (time.process_time() - cpu) / (time.perf_counter() - wall)
+        return Turn(seconds, (time.process_time() - cpu) / (time.perf_counter() - wall))
 
-    def work(self, k: int, way: str) -> Work:
+    def repeat(self, k: int, way: str) -> Repeat:
         """What a way does on the first k ranks."""
-        if (k, way) not in self._works:
-            self._works[k, way] = self._make(k, way)
-        return self._works[k, way]
+        if (k, way) not in self._repeats:
+            self._repeats[k, way] = _repeated(self._once(k, way))
+        return self._repeats[k, way]
 
-    def _make(self, k: int, way: str) -> Work:
+    def _once(self, k: int, way: str) -> Callable[[], Any]:
         ranks = self.job.sets[k]
         if way == "step":
-            return self._steps(ranks, k, lambda: self.in_memory)
+            return self._step(ranks, k, lambda: self.in_memory)
         if way == "fed":
-            return self._steps(ranks, k, lambda: next(self.batches)[:3])
+            return self._step(ranks, k, lambda: next(self.batches))
         if way == "compute":
-            return self._steps(process_sets.ALONE, 1, lambda: self.in_memory)
+            return self._step(process_sets.ALONE, 1, lambda: self.in_memory)
         if way == "communication":
-            return self._reductions(ranks)
+            return self._reduction(ranks)
         if way == "input":
-            return _repeated(lambda: next(self.batches)[1])
+            return lambda: next(self.batches)[-1]
         return self._part(PHASES.index(way))
 
-    def _steps(self, ranks: Any, k: int, batch: Callable[[], Any]) -> Work:
-        if k not in self._traced:  # one graph for a group, however it is fed
-            self._traced[k] = self.step_over(ranks)
-        step = self._traced[k]
-        count = tf.constant((self.settings.batch_size or 0) * k)
-        real = tf.float64 if self.settings.precision == "float64" else tf.float32
-        numbers = count, tf.constant(LEARNING_RATE, real), tf.constant(0.0)
-        return _repeated(lambda: step([batch()], *numbers))
+    def _step(self, ranks: Any, k: int, batch: Callable[[], tuple[Any, ...]]) -> Callable[[], Any]:
+        """The step of training on batches of k ranks, with gradients summed over a process set."""
+        if k not in self._steps:  # one graph for a group, however it is fed
+            optimizer = make_optimizer(self.work, self.net, LEARNING_RATE, ranks)
+            self._steps[k] = make_train_step(self.net, optimizer, step_spec(self.work), self.averages)
+        step, request = self._steps[k], tf.constant(0.0)
+        count = tf.constant(self.work.plan.global_batch_size // self.job.world.size * k)
+        return lambda: step([batch()], count, LEARNING_RATE, request)
 
-    def step_over(self, ranks: Any) -> Callable[..., Any]:
-        """The step of training, with gradients summed over a process set."""
-        return make_train_step(
-            self.net,
-            make_optimizer(self.settings, self.net, LEARNING_RATE, ranks),
-            weight_decay=self.settings.weight_decay or 0.0,
-            label_smoothing=self.settings.label_smoothing or 0.0,
-            averages=self.averages,
-            lookahead=self.lookahead,
-        )
-
-    def _reductions(self, ranks: Any) -> Work:
+    def _reduction(self, ranks: Any) -> Callable[[], Any]:
         """The all-reduce of the gradients alone, as the optimizer does it."""
-        optimizer = make_optimizer(self.settings, self.net, LEARNING_RATE, ranks)
+        optimizer = make_optimizer(self.work, self.net, LEARNING_RATE, ranks)
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         with tf.device(self.job.world.device):
             gradients = [tf.zeros(v.shape, v.dtype) for v in self.net.model.trainable_variables]
         reduce = tf.function(lambda: optimizer.reduce(gradients), autograph=False)
-        return _repeated(lambda: reduce()[-1])
+        return lambda: reduce()[-1]
 
-    def _part(self, cut: int) -> Work:
+    def _part(self, cut: int) -> Callable[[], Any]:
         """The forward pass, and `cut` of CUTS parts of the backward pass, from the last layer on."""
         model, variables = self.net.model, self.net.model.trainable_variables
         wanted = [v.value for v in variables[_cut_at(cut, len(variables)) :]]
@@ -216,16 +201,16 @@ class Bench:
             return [loss, *(tape.gradient(loss, wanted) if wanted else [])]
 
         traced = part.get_concrete_function(*self.in_memory)  # TensorFlow would warn of many functions of one name
-        return _repeated(lambda: traced(*self.in_memory)[-1])
+        return lambda: traced(*self.in_memory)[-1]
 
 
-def _repeated(once: Callable[[], Any]) -> Work:
-    def work(times: int) -> None:
+def _repeated(once: Callable[[], Any]) -> Repeat:
+    def repeat(times: int) -> None:
         for _ in range(times):
             result = once()
         np.asarray(result)  # waits for the device
 
-    return work
+    return repeat
 
 
 def _cut_at(cut: int, variables: int) -> int:
