@@ -72,7 +72,8 @@ def _train(data: str, folder: str, runs: list[tuple[str, dict[str, Any]]], threa
     from hvd_cifar.distributed.replicas import digests
     from hvd_cifar.runtime.world import session
     from hvd_cifar.training.assemble import assemble
-    from hvd_cifar.training.recipe import resolve
+    from hvd_cifar.training.callbacks import ReplicaCheck
+    from hvd_cifar.training.trainer import OfUser
 
     ended = []
     with session(threads, deterministic=True) as world:
@@ -83,15 +84,15 @@ def _train(data: str, folder: str, runs: list[tuple[str, dict[str, Any]]], threa
                 "data_dir": data,
                 "run_dir": f"{folder}/{name}",
                 "seed": 3,
+                "eval_every": 0,
+                "eval_examples": 8,
             }
-            settings = resolve(make(TrainSettings, {**common, "ema_decay": 0.9, **options}))
-            with assemble(settings, world) as run:
-                for slices in run.batches:
-                    run.step(slices)
-                run.save()
-                clocks = {id(v) for v in run.state.clocks}
-                values = [v for v in run.state.variables if id(v) not in clocks]
-                ended.append(sha256(b"".join(digests(values))).hexdigest())
+            trainer = assemble(make(TrainSettings, {**common, "ema_decay": 0.9, **options}), world, OfUser())
+            trainer.train()
+            state = next(c.state for c in trainer.callbacks if isinstance(c, ReplicaCheck))
+            clocks = {id(v) for v in state.clocks}
+            values = [v for v in state.variables if id(v) not in clocks]
+            ended.append(sha256(b"".join(digests(values))).hexdigest())
     return ended
 
 
