@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,52 +20,120 @@ def _images(kind: str) -> tuple[Any, Any]:
     return images.astype(kind), upstream.astype(kind)
 
 
-def _normalise(layer: Any, kind: str, rank: int, size: int) -> dict[str, Any]:
-    """Two training calls on a rank's images; output and gradients of the second, and the moving statistics."""
+def _train(net: Any, images: Any, upstream: Any) -> dict[str, Any]:
+    """Two training calls; output and gradients of the second, the output in evaluation, and all weights."""
     import tensorflow as tf
 
-    images, upstream = (tf.constant(array[rank::size]) for array in _images(kind))
-    layer.build((None, *SHAPE))
-    layer.gamma.assign(np.linspace(0.5, 1.5, SHAPE[-1]))
-    layer.beta.assign(np.linspace(-1, 1, SHAPE[-1]))
+    images, upstream = tf.constant(images), tf.constant(upstream)
+    weights = [v.value for v in net.trainable_variables]
 
     @tf.function
     def call() -> Any:
         with tf.GradientTape() as tape:
             tape.watch(images)
-            output = layer(images, training=True)
+            output = net(images, training=True)
             loss = tf.reduce_sum(tf.cast(output, upstream.dtype) * upstream)
-        return output, tape.gradient(loss, [images, layer.gamma.value, layer.beta.value])
+        return output, tape.gradient(loss, [images, *weights])
 
     call()
-    output, (of_images, of_gamma, of_beta) = call()
-    plain = layer(images, training=False)
+    output, (of_images, *of_weights) = call()
     return {
         "output": output.numpy().tolist(),
-        "in evaluation": plain.numpy().tolist(),
         "of images": of_images.numpy().tolist(),
-        "of gamma": of_gamma.numpy().tolist(),
-        "of beta": of_beta.numpy().tolist(),
-        "mean": layer.moving_mean.numpy().tolist(),
-        "variance": layer.moving_variance.numpy().tolist(),
+        "in evaluation": net(images, training=False).numpy().tolist(),
+        "of weights": [g.numpy().tolist() for g in of_weights],
+        "weights": [v.numpy().tolist() for v in net.variables],
     }
 
 
-def _on_ranks() -> dict[str, Any]:
-    from hvd_cifar.distributed.batch_norm import SyncBatchNormalization
+def _single(kind: str, layer: str) -> Any:
+    """One layer as a model: ours, or that of TensorFlow's kernel, perhaps converted."""
+    import keras
+
+    from hvd_cifar.distributed import SyncBatchNormalization
+    from hvd_cifar.models.normalization import FusedBatchNormalization
+
+    made = (SyncBatchNormalization if layer == "synchronised" else FusedBatchNormalization)(dtype=kind)
+    net = keras.Sequential([keras.Input(SHAPE, dtype=kind), made])
+    made.gamma.assign(np.linspace(0.5, 1.5, SHAPE[-1]))
+    made.beta.assign(np.linspace(-1, 1, SHAPE[-1]))
+    return net
+
+
+def _nested(kind: str) -> Any:
+    """Keras's layer over inputs of 2 to 4 dimensions, along another axis, without scale or offset; and ours inside."""
+    import keras
+
+    from hvd_cifar.models.normalization import FusedBatchNormalization
+
+    layers = keras.layers
+    inner = keras.Sequential(
+        [
+            keras.Input(SHAPE),
+            layers.BatchNormalization(scale=False, name="norm1"),
+            layers.Activation("tanh"),
+            FusedBatchNormalization(name="norm2"),
+        ],
+        name="inner",
+    )
+    given = keras.Input(SHAPE)
+    values = layers.Activation("tanh")(inner(given))
+    values = layers.Activation("tanh")(layers.BatchNormalization(axis=1, momentum=0.8, name="norm3")(values))
+    values = layers.Reshape((SHAPE[0] * SHAPE[1], SHAPE[2]))(values)
+    values = layers.Activation("tanh")(layers.BatchNormalization(center=False, epsilon=0.1, name="norm4")(values))
+    values = layers.BatchNormalization(name="norm5")(layers.Flatten()(values))
+    net = keras.Model(given, layers.Reshape(SHAPE)(values), name="outer")
+    draw = np.random.default_rng(4)
+    for variable in net.trainable_variables:
+        variable.assign(draw.uniform(0.5, 1.5, variable.shape))
+    return net
+
+
+def _on_ranks(folder: str) -> dict[str, Any]:
     from hvd_cifar.runtime.world import start
 
     world = start()
     import keras
     import tensorflow as tf
 
-    from hvd_cifar.distributed import collectives
-    from hvd_cifar.models.normalization import examples_present
+    from hvd_cifar.distributed import SyncBatchNormalization, collectives, convert_sync_batch_norm
+    from hvd_cifar.distributed.batch_norm import examples_present
+    from hvd_cifar.training.step import moving_statistics
 
     found: dict[str, Any] = {}
     for kind in ("float64", "float32"):
         keras.config.set_floatx(kind)
-        found[kind] = _normalise(SyncBatchNormalization(dtype=kind), kind, world.rank, world.size)
+        keras.config.set_dtype_policy(kind)
+        mine = [array[world.rank :: world.size] for array in _images(kind)]
+        for layer in ("synchronised", "converted"):
+            net = _single(kind, layer)
+            if layer == "converted":
+                convert_sync_batch_norm(net)
+            found[f"{kind}, {layer}"] = _train(net, *mine)
+        net = _nested(kind)
+        paths = [v.path for v in net.variables]
+        frozen = net.get_layer("norm5")
+        counts = [convert_sync_batch_norm(net), convert_sync_batch_norm(net)]
+        found[f"{kind}, nested"] = _train(net, *mine)
+        frozen.trainable = False
+        before = frozen.moving_mean.numpy()
+        net(mine[0], training=True)
+        found["frozen"] = bool((frozen.moving_mean.numpy() == before).all())
+    found["counts"] = counts
+    found["statistics"] = [v.path for v in moving_statistics(net)]
+
+    net.save(f"{folder}/{world.rank}.keras")
+    plain = keras.models.load_model(f"{folder}/{world.rank}.keras", custom_objects=_custom())
+    found["saved"] = {
+        "same paths": paths == [v.path for v in net.variables] == [v.path for v in plain.variables],
+        "same weights": all(
+            (a.numpy() == b.numpy()).all() for a, b in zip(net.variables, plain.variables, strict=True)
+        ),
+        "converted when loaded": convert_sync_batch_norm(plain),
+    }
+    layer = SyncBatchNormalization(momentum=0.7, scale=False)
+    found["config"] = SyncBatchNormalization.from_config(layer.get_config()).get_config() == layer.get_config()
+
     half = SyncBatchNormalization(dtype="mixed_bfloat16")
     found["half"] = half(tf.ones((2, *SHAPE), "bfloat16"), training=True).dtype.name, str(half.gamma.dtype)
     # The last rank has no example, only a stand-in; and then no rank has one.
@@ -76,28 +145,111 @@ def _on_ranks() -> dict[str, Any]:
     with examples_present(False):
         output = lone(stand_in, training=True)
     found["without any"] = lone.moving_mean.numpy().tolist(), bool(np.isfinite(output.numpy()).all())
-    collectives.all_gather_object(None)  # no rank leaves before the last collective of another is done
+
+    # All values of a channel are one number, and large: rounding takes the mean of squares below the mean's square.
+    constant = np.broadcast_to(np.random.default_rng(6).uniform(100, 1000, 256), (5, 3, 256)).astype("float32")
+    flat = SyncBatchNormalization(dtype="float32", epsilon=1e-12, momentum=0.0)
+    output = flat(constant, training=True)
+    found["constant"] = bool(np.isfinite(output.numpy()).all()), float(flat.moving_variance.numpy().min())
+
+    # Positions that a mask leaves out are not counted.
+    masked = keras.layers.BatchNormalization(momentum=0.0)
+    net = keras.Sequential([keras.Input((4, 2)), keras.layers.Masking(-1.0), masked])
+    convert_sync_batch_norm(net)
+    values = np.full((2, 4, 2), -1.0)
+    values[:, : world.rank + 1] = world.rank + 1.0
+    net(values, training=True)
+    found["masked"] = masked.moving_mean.numpy().tolist()
+
+    refused = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.BatchNormalization(renorm=True)])
+    try:
+        convert_sync_batch_norm(refused)
+    except ValueError as error:
+        found["renorm"] = str(error), type(refused.layers[0]) is keras.layers.BatchNormalization
+    collectives.barrier()  # no rank leaves before the last collective of another is done
     return found
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_ranks_normalise_as_one_process_with_all_images(n: int) -> None:
+def _custom() -> dict[str, Any]:
     from hvd_cifar.models.normalization import FusedBatchNormalization
 
-    ranks = run_ranks(_on_ranks, n)
+    return {"FusedBatchNormalization": FusedBatchNormalization}
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_ranks_normalise_as_one_process_with_all_images(n: int, tmp_path: Path) -> None:
+    import keras
+
+    ranks = run_ranks(_on_ranks, n, str(tmp_path))
     # float64 sums in another order; float32's fused kernel against sums written out.
-    for kind, tolerance in (("float64", 1e-13), ("float32", 3e-5)):
-        whole = _normalise(FusedBatchNormalization(dtype=kind), kind, 0, 1)
-        for rank, found in enumerate(found[kind] for found in ranks):
-            for name in ("output", "in evaluation", "of images"):
-                assert np.allclose(found[name], whole[name][rank::n], rtol=tolerance, atol=tolerance), (kind, name)
-            for name in ("mean", "variance"):
-                assert np.allclose(found[name], whole[name], rtol=tolerance), (kind, name)
-        for name in ("of gamma", "of beta"):  # each rank's share: the optimizer adds them up
-            total = np.sum([found[kind][name] for found in ranks], axis=0)
-            assert np.allclose(total, whole[name], rtol=tolerance, atol=tolerance), (kind, name)
+    for kind, tolerance in (("float64", 1e-12), ("float32", 3e-5)):
+        keras.config.set_floatx(kind)
+        keras.config.set_dtype_policy(kind)
+        whole = {"nested": _train(_nested(kind), *_images(kind)), "fused": _train(_single(kind, ""), *_images(kind))}
+        for layer in ("synchronised", "converted", "nested"):
+            expected = whole["nested" if layer == "nested" else "fused"]
+            for rank, found in enumerate(found[f"{kind}, {layer}"] for found in ranks):
+                where = kind, layer, rank
+                for name in ("output", "in evaluation", "of images"):
+                    assert np.allclose(found[name], expected[name][rank::n], rtol=tolerance, atol=tolerance), (
+                        where,
+                        name,
+                    )
+                assert len(found["weights"]) == len(expected["weights"])
+                for mine, theirs in zip(found["weights"], expected["weights"], strict=True):
+                    assert np.allclose(mine, theirs, rtol=tolerance), where
+            for i, gradient in enumerate(expected["of weights"]):  # each rank's share: the optimizer adds them up
+                total = np.sum([found[f"{kind}, {layer}"]["of weights"][i] for found in ranks], axis=0)
+                assert np.allclose(total, gradient, rtol=tolerance, atol=10 * tolerance), (kind, layer, i)
     for found in ranks:
+        assert found["counts"] == [5, 0]
+        names = sorted(path.split("/")[-2] for path in found["statistics"])
+        assert names == sorted([f"norm{i}" for i in range(1, 6)] * 2)
+        assert found["saved"] == {"same paths": True, "same weights": True, "converted when loaded": 5}
+        assert found["config"] and found["frozen"]
         assert found["half"] == ["bfloat16", "float32"]
         mean, variance = found["without the last"]
         assert np.allclose(mean, 0.1) and np.allclose(variance, 0.9)  # of ones: the mean 1, the variance 0
         assert found["without any"] == [mean, True]
+        finite, least = found["constant"]
+        assert finite and least >= 0.0
+        # Rank r has r + 1 positions with the value r + 1 in each of its examples.
+        counts = np.arange(1, n + 1)
+        assert np.allclose(found["masked"], (counts**2).sum() / counts.sum())
+        text, untouched = found["renorm"]
+        assert "renorm=True" in text and untouched
+
+
+def _local() -> dict[str, Any]:
+    """Moving statistics of layers that are not synchronised, after a step on examples and one on a stand-in."""
+    from hvd_cifar.runtime.world import start
+
+    start()
+    import keras
+    import tensorflow as tf
+
+    from hvd_cifar.distributed import DistributedOptimizer
+    from hvd_cifar.models import Net
+    from hvd_cifar.models.normalization import FusedBatchNormalization
+    from hvd_cifar.training.step import StepSpec, make_train_step, moving_statistics
+
+    seen: dict[str, Any] = {}
+    for layer in (keras.layers.BatchNormalization, FusedBatchNormalization):
+        flat = [keras.layers.Flatten(), keras.layers.Dense(2)]
+        model = keras.Sequential([keras.Input((2, 2, 3)), layer(), *flat])
+        optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1), op="sum")
+        optimizer.build(model.trainable_variables)
+        step = make_train_step(Net(model, []), optimizer, StepSpec((2, 2, 3)))
+        for weight in (1.0, 0.0):
+            batch = tf.fill((2, 2, 2, 3), 2.0 + weight), tf.zeros(2, tf.int32), tf.fill((2,), weight)
+            step([batch], tf.constant(2), 0.1, tf.constant(0.0))
+            seen[f"{layer.__name__}, {weight}"] = [v.numpy().tolist() for v in moving_statistics(model)]
+    return seen
+
+
+def test_a_rank_without_an_example_keeps_its_own_moving_statistics() -> None:
+    (seen,) = run_ranks(_local, 1)
+    for layer in ("BatchNormalization", "FusedBatchNormalization"):
+        mean, variance = seen[f"{layer}, 1.0"]
+        assert len(mean) == 3 and min(mean) > 0.0 and max(variance) < 1.0  # of threes: the mean 3, the variance 0
+        assert seen[f"{layer}, 0.0"] == [mean, variance]

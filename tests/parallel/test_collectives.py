@@ -154,7 +154,7 @@ def _prove_broken() -> dict[str, dict[str, str]]:
         "apply": (
             distributed,
             "apply",
-            lambda self, grads, variables=None: keras.optimizers.SGD.apply(self, grads, variables),
+            lambda self, grads, trainable_variables=None: keras.optimizers.SGD.apply(self, grads, trainable_variables),
             ("average", "average, passes", "sum, fp16", "sum, loss scale"),
         ),
         "long messages": (

@@ -52,25 +52,49 @@ def test_the_first_variable_that_differs_is_named_with_sides_and_amount() -> Non
     assert zeros.startswith("kernel is not the same on rank 0 as on ranks 1, 2: 6 of 6 values, by up to 0;")
 
 
-RAY = """
-import numpy as np
-from hvd_cifar import Callback
+def _turn_a_bit(model: Any) -> None:
+    """The lowest bit of one weight, on rank 1."""
+    import numpy as np
 
-class Ray(Callback):
-    def on_step(self, run):
-        if run.step == {step} and run.world.rank == 1:
-            variable = next(v for v in run.model.variables if v.path == "local3/kernel")
-            value = np.array(variable.numpy())
-            value.view(np.uint32)[11, 5] ^= 1
-            variable.assign(value)
-"""
+    from hvd_cifar.runtime.environment import launched_rank
+
+    if launched_rank() == 1:
+        variable = next(v for v in model.trainable_variables if v.path == "local3/kernel")
+        value = np.array(variable.numpy())
+        value.view(np.uint32)[11, 5] ^= 1
+        variable.assign(value)
 
 
-def _drift(data: str, folder: str, ray_after: int, options: list[str]) -> dict[str, Any]:
-    """`train` as a user calls it, with a callback that turns over one bit of one weight on rank 1 after a step."""
+def _drift(data: str, run_dir: str, options: list[str], at_the_end: bool = False) -> dict[str, Any]:
+    """`train` as a user calls it, but a bit is turned over after step 7, or after the last evaluation."""
     from hvd_cifar import cli
     from hvd_cifar.reporting import terminal
+    from hvd_cifar.training.callbacks import Evaluator
+    from hvd_cifar.training.trainer import Trainer
 
+    train, final = Trainer.train, Evaluator.final
+
+    def train_under_a_cosmic_ray(self: Trainer) -> dict[str, Any]:
+        step = self.step
+
+        def struck(number: int, *given: Any) -> Any:
+            loss = step(number, *given)
+            if number == 6:
+                _turn_a_bit(self.run.model)
+            return loss
+
+        self.step = struck  # type: ignore[assignment]
+        return train(self)
+
+    def final_under_a_cosmic_ray(self: Evaluator, run: Any) -> Any:
+        found = final(self, run)
+        _turn_a_bit(run.model)
+        return found
+
+    if at_the_end:
+        Evaluator.final = final_under_a_cosmic_ray  # type: ignore[method-assign]
+    else:
+        Trainer.train = train_under_a_cosmic_ray  # type: ignore[method-assign]
     said: list[str] = []
     vars(terminal)["complain"] = said.append
     cli.GRACE_SECONDS = 0.0
@@ -84,9 +108,13 @@ def _drift(data: str, folder: str, ray_after: int, options: list[str]) -> dict[s
     return {"code": code, "said": said}
 
 
-def _with_ray(n: int, data: Path, folder: Path, after: int, options: list[str]) -> list[dict[str, Any]]:
-    (folder / f"ray-{after}.py").write_text(RAY.format(step=after))
-    return run_ranks(_drift, n, str(data), str(folder), after, options)
+def test_a_summary_says_that_ranks_ended_with_other_weights(embedded: Path, tmp_path: Path) -> None:
+    """After the last comparison: only the digests of the summary can show it."""
+    run_ranks(_drift, 2, str(embedded), str(tmp_path / "run"), ["--max-steps", "4"], True)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["replicas_identical"] is False
+    first, second = summary["weights_sha256_by_rank"]
+    assert summary["weights_sha256"] == first != second
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def _train(data: str, folder: str, runs: list[tuple[str, dict[str, Any]]], threa
     from hvd_cifar.distributed.replicas import digests
     from hvd_cifar.runtime.world import session
     from hvd_cifar.training.assemble import assemble
-    from hvd_cifar.training.callbacks import Checkpointer
+    from hvd_cifar.training.callbacks import ReplicaCheck
     from hvd_cifar.training.trainer import OfUser
 
     ended = []
@@ -84,12 +84,12 @@ def _train(data: str, folder: str, runs: list[tuple[str, dict[str, Any]]], threa
                 "data_dir": data,
                 "run_dir": f"{folder}/{name}",
                 "seed": 3,
+                "eval_every": 0,
+                "eval_examples": 8,
             }
-            quiet = {"eval_every": 0, "eval_examples": 8, "test_time_augmentation": False}
-            settings = make(TrainSettings, {**common, "ema_decay": 0.9, **quiet, **options})
-            trainer = assemble(settings, world, OfUser())
+            trainer = assemble(make(TrainSettings, {**common, "ema_decay": 0.9, **options}), world, OfUser())
             trainer.train()
-            (state,) = (callback.state for callback in trainer.callbacks if isinstance(callback, Checkpointer))
+            state = next(c.state for c in trainer.callbacks if isinstance(c, ReplicaCheck))
             clocks = {id(v) for v in state.clocks}
             values = [v for v in state.variables if id(v) not in clocks]
             ended.append(sha256(b"".join(digests(values))).hexdigest())
