@@ -17,6 +17,7 @@ Train CIFAR-10 with TensorFlow and Horovod: one process (rank) per GPU or core.
   ./run.sh doctor [-H HOSTS | --hostfile FILE] [--gloo]    look on all hosts at once for what usually goes wrong
 
 COMMAND is train, evaluate, or benchmark step|allreduce|predict; `./run.sh train --help` lists its options.
+`python PROGRAM.py [ARGUMENTS]` as the command runs a program of your own on every rank, in this environment.
   -np N              ranks; default: one per GPU, else one per core, at most 8; in a Slurm job its tasks
   -H a:4,b:4         where they run: host:slots; default: this machine, in a Slurm job its nodes
   --hostfile FILE    the same from a file with lines `host slots=N`, see hostfiles/

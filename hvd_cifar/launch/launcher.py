@@ -51,6 +51,7 @@ USAGE = (
 EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS")
 # How soon mpirun notices that a host is gone, in seconds and tries; by itself it would take eight minutes.
 KEEPALIVE = {"oob_tcp_keepalive_time": 10, "oob_tcp_keepalive_intvl": 5, "oob_tcp_keepalive_probes": 4}
+PYTHON = "python"  # the command that runs a user's own program on each rank
 SECONDS_FOR_LAST_OUTPUT = 5.0
 SHOW_CURSOR = b"\x1b[?25h"
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -80,7 +81,10 @@ def main(argv: list[str], check: Callable[[list[str]], None]) -> int:
             raise UserError("mpirun or srun started this several times; it starts the ranks itself: call it once")
         if request.command[0] == "doctor":
             return _start_doctor(request, check)
-        check(list(request.command))
+        if request.command[0] == PYTHON:
+            _check_program(request.command[1:])
+        else:
+            check(list(request.command))
         request = with_allocation(request, slurm.allocation(os.environ))
         ranks = request.ranks or (1 if _measures_nothing(request.command) else _ranks_of(request.hosts))
         return _launch(request, ranks)
@@ -157,6 +161,14 @@ def _measures_nothing(words: tuple[str, ...]) -> bool:
     return words[:2] == ("benchmark", "predict") and {"--step", "--allreduce"} <= {w.partition("=")[0] for w in words}
 
 
+def _check_program(words: tuple[str, ...]) -> None:
+    """UserError where a user's own program is not there: Python would say so once for each rank."""
+    if not words:
+        raise UserError("python: name a program: ./run.sh -np 2 python PROGRAM.py")
+    if not words[0].startswith("-") and not Path(words[0]).exists():
+        raise UserError(f"python {words[0]}: no such file")
+
+
 def _ranks_of(hosts: tuple[Host, ...]) -> int:
     """One for every slot; where no hosts are named, as many as suit this machine."""
     if hosts:
@@ -194,7 +206,9 @@ def command(
         root: whether the user is root, to whom mpirun refuses itself.
         network: what joins the hosts; None: all ranks run here.
     """
-    program = [python, "-m", "hvd_cifar", *request.command]
+    # Ranks start in the folder of this process, and import from it and from PYTHONPATH, as under `python -m` here.
+    own = request.command[0] == PYTHON
+    program = [python, *request.command[1:]] if own else [python, "-m", "hvd_cifar", *request.command]
     hosts = request.hosts or (Host("localhost", ranks),)
     if ranks == 1 and network is None:
         return program

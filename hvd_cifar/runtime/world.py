@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
-from horovod.common.exceptions import HorovodInternalError
 
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.runtime import devices, environment, transport
+from hvd_cifar.runtime.failures import lost_rank
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,48 @@ class World:
         return f"{ranks}, {kind}, all-reduce over {self.controller}{how}"
 
 
+_running: tuple[World, bool] | None = None  # this process's world, and whether it is deterministic
+
+
 def start(threads: int | None = None, deterministic: bool = False, process_sets: Sequence[Any] = ()) -> World:
-    """Start Horovod in this process, pin its device and size its thread pool. Call it once, before any TensorFlow op.
+    """Start Horovod in this process, pin its device and size its thread pool, before any TensorFlow operation.
+
+    Called again, it returns the running world: MPI starts once in a process, and TensorFlow keeps its devices and
+    threads. Horovod ends with the process.
 
     Args:
-        threads: of TensorFlow's pools where the CPU computes; None: this rank's share of the host's cores.
+        threads: of TensorFlow's pools where the CPU computes; None: this rank's share of the host's cores, or what
+            the running world has.
         deterministic: have TensorFlow choose operations that give the same bits every time.
-        process_sets: Horovod's, to be made known to all ranks; see `groups`.
+        process_sets: Horovod's, to be made known to all ranks; see `distributed.process_sets`. First call only.
 
     Raises:
-        UserError: where the host has GPUs, but fewer than ranks, or the launcher did not tell ranks apart.
+        UserError: where the host has GPUs, but fewer than ranks, the launcher did not tell ranks apart, or TensorFlow
+            runs already and cannot change what is asked for.
     """
+    global _running
+    if _running is None:
+        _running = _start(threads, deterministic, process_sets), deterministic
+        return _running[0]
+    world, is_deterministic = _running
+    if process_sets:
+        raise ValueError("Horovod runs already: process sets are made at its start")
+    if not hvd.is_initialized():
+        raise UserError("hvd.shutdown() was called in this process, and MPI cannot start twice: leave it out")
+    if threads and world.threads not in (0, threads):
+        raise UserError(
+            f"--threads-per-rank {threads}: TensorFlow runs with {world.threads} since the first run of this process;"
+            " give both runs the same, or start another process"
+        )
+    if deterministic and not is_deterministic:
+        raise UserError(
+            "--deterministic: TensorFlow runs without it since the first run of this process; give it to the first"
+            " run too, or start another process"
+        )
+    return world
+
+
+def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]) -> World:
     environment.check_launcher()
     gpus = tf.config.list_physical_devices("GPU")
     environment.prepare_mpi(os.environ, on_cpu=not gpus)
@@ -73,14 +104,20 @@ def start(threads: int | None = None, deterministic: bool = False, process_sets:
     if deterministic:
         tf.config.experimental.enable_op_determinism()
     choice = _choose_together(views, local_rank)
-    if choice is not None:
-        tf.config.set_visible_devices(gpus[choice], "GPU")
-        tf.config.experimental.set_memory_growth(gpus[choice], True)
-        threads = 0
-    else:
-        threads = threads or devices.threads_per_rank(masks, local_rank, devices.cpu_quota())
-        tf.config.threading.set_intra_op_parallelism_threads(threads)
-        tf.config.threading.set_inter_op_parallelism_threads(threads)
+    try:
+        if choice is not None:
+            tf.config.set_visible_devices(gpus[choice], "GPU")
+            tf.config.experimental.set_memory_growth(gpus[choice], True)
+            threads = 0
+        else:
+            threads = threads or devices.threads_per_rank(masks, local_rank, devices.cpu_quota())
+            tf.config.threading.set_intra_op_parallelism_threads(threads)
+            tf.config.threading.set_inter_op_parallelism_threads(threads)
+    except RuntimeError:  # TensorFlow's word for "too late"
+        raise UserError(
+            "TensorFlow has computed in this process before Horovod started, and keeps its devices and threads: "
+            "start first, then make tensors, models and data sets"
+        ) from None
     controller = "mpi" if hvd.mpi_enabled() else "gloo"
     by_nccl = choice is not None and bool(hvd.nccl_built())
     return World(
@@ -101,19 +138,26 @@ def start(threads: int | None = None, deterministic: bool = False, process_sets:
 def session(
     threads: int | None = None, deterministic: bool = False, process_sets: Sequence[Any] = ()
 ) -> Iterator[World]:
-    """Start this rank as `start` does, and turn a collective's failure, as another rank is gone, into one line.
+    """Start this rank as `start` does; tell the loss of another rank in one line; leave when all ranks do.
+
+    A process may have several sessions, one after the other, on all ranks alike.
 
     Raises:
-        TrainingError: where another rank ended, so that this one cannot go on.
+        TrainingError: where another rank ended, so that this one cannot go on. All other errors pass as they are.
     """
     world = start(threads, deterministic, process_sets)
     try:
         yield world
-    except (tf.errors.OpError, HorovodInternalError) as failure:
-        if "Horovod" not in str(failure):
+        # A rank whose process ends shuts Horovod down for all: no rank leaves before the last one is done.
+        if world.size > 1:
+            hvd.allreduce(tf.zeros(1), op=hvd.Sum)
+    except Exception as failure:
+        said = lost_rank(failure)
+        if said is None:
             raise
-        raise TrainingError(f"rank {world.rank} lost another rank, which ended first; see that one's error") from None
-    hvd.shutdown()
+        raise TrainingError(
+            f"rank {world.rank} lost another rank, which ended first; see that one's error ({said})"
+        ) from failure
 
 
 def _look_around_the_host(view: list[str], mask: frozenset[int]) -> tuple[list[list[str]], list[frozenset[int]]]:

@@ -183,6 +183,46 @@ def test_the_printed_command_works_and_its_output_is_told_apart(kind: str, three
     assert sorted(lines) == [f"rank {rank} on node{rank + 1}: error of {rank} on node{rank + 1}" for rank in range(3)]
 
 
+WHERE = """
+import os, sys
+print(os.uname().nodename, os.getcwd(), "elsewhere" in "".join(sys.path), sys.argv[1:], file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_a_users_own_program_runs_in_the_same_folder_on_every_host(
+    kind: str, three_hosts: Cluster, tmp_path: Path
+) -> None:
+    """Modules of the folder can be imported there, and what PYTHONPATH names."""
+    first = three_hosts[0]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "where.py").write_text(WHERE)
+    env = variables(first)
+    env["PYTHONPATH"] += ":/elsewhere"
+    words = ["-H", "node1:1,node2:1", kind, "python", "-m", "mine.where", "a b"]
+    script = f"cd {shlex.quote(str(tmp_path))} && exec {shlex.join([*launcher(), *words])}"
+    done = first.run(["sh", "-c", script], env=env)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stderr.splitlines()) == [
+        f"rank {rank} on node{rank + 1}: node{rank + 1} {tmp_path} True ['a b']" for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_a_folder_that_other_hosts_lack_is_no_fault(kind: str, three_hosts: Cluster) -> None:
+    """Ranks there start where a login does, as MPI and horovodrun have it."""
+    first = three_hosts[0]
+    (first.files / "only here").mkdir(exist_ok=True)
+    words = ["-H", "node1:1,node2:1", kind, "python", "-c", WHERE]
+    script = f"cd {shlex.quote(str(three_hosts.own / 'only here'))} && exec {shlex.join([*launcher(), *words])}"
+    done = first.run(["sh", "-c", script], env=variables(first))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stderr.splitlines()) == [
+        f"rank 0 on node1: node1 {three_hosts.own / 'only here'} False []",
+        f"rank 1 on node2: node2 {Path.home()} False []",
+    ]
+
+
 def test_a_host_without_a_rank_needs_nothing(three_hosts: Cluster) -> None:
     """Two slots on the first host are enough for two ranks: the others are not even asked."""
     three_hosts.cut(three_hosts[1])

@@ -199,6 +199,29 @@ def test_a_prediction_from_files_starts_no_ranks(argv: list[str], capfd: pytest.
     assert "mpirun" in capfd.readouterr().out
 
 
+def test_a_program_of_the_users_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "my program.py"
+    program.touch()
+    words = ["-np", "2", "--mpi", "python", str(program), "--epochs", "3"]
+    assert launcher.main(["--dry-run", *words], cli.check) == 0
+    out, err = capfd.readouterr()
+    assert out.endswith(f" {sys.executable} '{program}' --epochs 3\n") and err == ""
+    assert launcher.main(["--dry-run", "-np", "2", "python", "-m", "pkg.fit"], cli.check) == 0
+    assert capfd.readouterr().out.endswith(f" {sys.executable} -m pkg.fit\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "name a program"), (["/no/such/program.py"], "python /no/such/program.py: no such file")],
+)
+def test_a_program_that_is_not_there_is_told_once(
+    words: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launcher.main(["-np", "2", "python", *words], cli.check) == 2
+    err = capfd.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
 def test_command_here() -> None:
     assert _command(2) == [MPIRUN, "-np", "2", "-H", "localhost:2", *FLAGS, *PROGRAM]
     assert "--allow-run-as-root" in _command(2, root=True)

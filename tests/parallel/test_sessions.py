@@ -1,0 +1,141 @@
+"""The life of a rank: sessions in one process, one after the other, and what a failed collective is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import RanksFailed, run_ranks
+
+
+def _life() -> dict[str, Any]:
+    """Two sessions that end well, one whose ranks disagree, and one whose rank 1 leaves early."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    from hvd_cifar.runtime.world import session, start
+
+    def failure_of(function: Any) -> list[str]:
+        try:
+            function()
+        except Exception as error:
+            return [type(error).__name__, str(error), type(error.__cause__).__name__]
+        return []
+
+    def sum_of_ranks() -> list[float]:
+        with session(threads=1) as world:
+            return [float(hvd.allreduce(tf.constant(world.rank + 1.0), op=hvd.Sum)), world.threads]
+
+    def disagree() -> None:
+        with session() as world:
+            hvd.allreduce(tf.zeros(3 + world.rank), name="a")
+
+    @tf.function
+    def reduce(values: Any) -> Any:
+        return hvd.allreduce(values, name="b")
+
+    def disagree_in_graph() -> None:
+        with session() as world:
+            reduce(tf.zeros(3, tf.float64 if world.rank else tf.float32))
+
+    def leave_early() -> None:
+        with session() as world:
+            if world.rank == 1:
+                hvd.shutdown()
+                return
+            for _ in range(1000):
+                reduce(tf.zeros(3))
+
+    return {
+        "sums": [sum_of_ranks(), sum_of_ranks()],
+        "same world": start() is start(threads=1),
+        "other threads": failure_of(lambda: start(threads=2)),
+        "deterministic": failure_of(lambda: start(deterministic=True)),
+        "shapes": failure_of(disagree),
+        "types": failure_of(disagree_in_graph),
+        "left": failure_of(leave_early),
+    }
+
+
+@pytest.fixture(scope="module", params=["mpirun", "gloo"])
+def lives(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What `_life` returned on each of two ranks."""
+    return run_ranks(_life, 2, launcher=request.param)
+
+
+def test_a_process_has_several_sessions(lives: list[dict[str, Any]]) -> None:
+    for life in lives:
+        assert life["sums"] == [[3.0, 1], [3.0, 1]]
+        assert life["same world"] is True
+
+
+def test_what_tensorflow_cannot_change_any_more_is_refused_in_one_line(lives: list[dict[str, Any]]) -> None:
+    for life in lives:
+        assert life["other threads"][0] == "UserError"
+        assert "--threads-per-rank 2: TensorFlow runs with 1 since the first run" in life["other threads"][1]
+        assert life["deterministic"][0] == "UserError" and "--deterministic: " in life["deterministic"][1]
+        assert "\n" not in life["other threads"][1] + life["deterministic"][1]
+
+
+def test_ranks_that_disagree_are_told_so(lives: list[dict[str, Any]]) -> None:
+    for life in lives:
+        kind, text, _ = life["shapes"]
+        assert kind == "FailedPreconditionError" and "sent a tensor of shape [4]" in text
+        kind, text, _ = life["types"]
+        assert kind == "FailedPreconditionError" and "One rank had type" in text
+
+
+def test_a_rank_that_leaves_early_is_lost_to_the_others(lives: list[dict[str, Any]]) -> None:
+    kind, text, cause = lives[0]["left"]
+    assert (kind, cause) == ("TrainingError", "UnknownError")
+    assert text == "rank 0 lost another rank, which ended first; see that one's error (Horovod has been shut down)"
+    # The rank itself: its process cannot start Horovod again, which it is told at the session's end.
+    assert lives[1]["left"] != [] and lives[1]["left"][0] != "TrainingError"
+
+
+def _be_killed() -> None:
+    import os
+    import signal
+
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    from hvd_cifar.errors import TrainingError
+    from hvd_cifar.runtime.world import session
+
+    try:
+        with session() as world:
+            for step in range(1000):
+                if world.rank == 1 and step == 20:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                hvd.allreduce(tf.zeros(1000), name="a")
+    except TrainingError as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # horovodrun ends the survivors
+        print(f"TrainingError: {error}", flush=True)
+
+
+def test_a_killed_rank_is_lost_over_gloo() -> None:
+    """Over MPI the launcher ends the survivors before they see an error."""
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(_be_killed, 2, launcher="gloo")
+    assert "TrainingError: rank 0 lost another rank, which ended first; see that one's error (" in failed.value.logs[0]
+
+
+def _compute_first() -> str:
+    import tensorflow as tf
+
+    from hvd_cifar.errors import UserError
+    from hvd_cifar.runtime.world import start
+
+    tf.zeros(1)
+    try:
+        start(threads=1)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_tensorflow_that_runs_before_the_start_is_refused_in_one_line() -> None:
+    (text,) = run_ranks(_compute_first, 1, launcher="none")
+    assert "TensorFlow has computed in this process before Horovod started" in text
