@@ -7,7 +7,7 @@ they depend neither on the batch nor on the rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -78,22 +78,22 @@ def draws(seed: int, epoch: int, examples: NDArray[np.int64]) -> NDArray[np.floa
     return np.concatenate([uniform, flip[:, None]], axis=1)
 
 
-def _offsets(draw: NDArray[np.float32], choices: int) -> NDArray[np.int32]:
-    """Uniform numbers in [0, 1) -> int32 in 0 .. choices - 1."""
-    return (draw * np.float32(choices)).astype(np.int32)
-
-
 def _planes(images: Images) -> Images:
     """[b, h, w, c] -> [b, c, h, w] without a copy: the order of CIFAR's files, whose rows are quick to cut."""
     return images.transpose(0, 3, 1, 2)
 
 
-def _cut(planes: Images, row: NDArray[Any], column: NDArray[Any], flip: NDArray[Any], size: tuple[int, int]) -> Images:
-    """`size` (height, width) of planes uint8 [b, c, h, w] at (row, column), int [b], mirrored where flip, bool [b]."""
-    windows = sliding_window_view(planes, size, axis=(2, 3))  # [b, c, places, places, height, width], no copy
-    cut: Images = windows[np.arange(len(planes)), :, row, column]
-    cut[flip] = cut[flip][..., ::-1]
-    return cut
+def _crop(planes: Images, draw: Floats, flip: NDArray[np.bool_], size: tuple[int, int]) -> Images:
+    """Random crops of `size` (height, width) of planes uint8 [b, c, h, w], mirrored where flip, bool [b].
+
+    The first two columns of `draw` say where: row and column, each as a fraction of the places that there are.
+    """
+    places = [whole - part + 1 for whole, part in zip(planes.shape[2:], size, strict=True)]
+    row, column = ((draw[:, i] * np.float32(count)).astype(np.int32) for i, count in enumerate(places))
+    windows = sliding_window_view(planes, size, axis=(2, 3))  # [b, c, rows, columns, height, width], no copy
+    cropped: Images = windows[np.arange(len(planes)), :, row, column]
+    cropped[flip] = cropped[flip][..., ::-1]
+    return cropped
 
 
 def _standardise_channels(planes: Images, dataset: Dataset) -> Floats:
@@ -161,8 +161,7 @@ def _standard(dataset: Dataset) -> Views:
         padded = np.empty((len(images), channels, height + 2 * above, width + 2 * left), np.uint8)
         padded[:] = colour
         padded[:, :, above : above + height, left : left + width] = _planes(images)
-        row, column = _offsets(draw[:, 0], 2 * above + 1), _offsets(draw[:, 1], 2 * left + 1)
-        return _standardise_channels(_cut(padded, row, column, draw[:, 2] < 0.5, (height, width)), dataset)
+        return _standardise_channels(_crop(padded, draw, draw[:, 2] < 0.5, (height, width)), dataset)
 
     return _plain(dataset)._replace(train=train)
 
@@ -177,8 +176,7 @@ def _fast(dataset: Dataset) -> Views:
 
     def train(images: Images, draw: Floats) -> Floats:
         padded = _mirror_edges(_planes(images), above, left)
-        row, column = _offsets(draw[:, 0], 2 * above + 1), _offsets(draw[:, 1], 2 * left + 1)
-        return _standardise_channels(_cut(padded, row, column, draw[:, 5] > 0, (height, width)), dataset)
+        return _standardise_channels(_crop(padded, draw, draw[:, 5] > 0, (height, width)), dataset)
 
     return _plain(dataset)._replace(train=train)
 
@@ -191,15 +189,13 @@ def _tutorial(dataset: Dataset) -> Views:
     """
     height, width, channels = dataset.image_shape
     size = max(1, height * 3 // 4), max(1, width * 3 // 4)
-    rows, columns = height - size[0], width - size[1]  # that are cut off
+    top, left = (height - size[0]) // 2, (width - size[1]) // 2  # of the middle
 
     def train(images: Images, draw: Floats) -> Floats:
-        row, column = _offsets(draw[:, 0], rows + 1), _offsets(draw[:, 1], columns + 1)
-        cut = _cut(_planes(images), row, column, draw[:, 2] < 0.5, size)
-        return _standardise_each(cut, np.float32(0.2) + draw[:, 4] * np.float32(1.6))
+        cropped = _crop(_planes(images), draw, draw[:, 2] < 0.5, size)
+        return _standardise_each(cropped, np.float32(0.2) + draw[:, 4] * np.float32(1.6))
 
     def test(images: Images) -> Floats:
-        top, left = rows // 2, columns // 2
         return _standardise_each(_planes(images)[:, :, top : top + size[0], left : left + size[1]])
 
     return Views((*size, channels), train, test)

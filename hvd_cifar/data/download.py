@@ -23,9 +23,9 @@ from hvd_cifar.errors import UserError
 CHUNK_BYTES = 1 << 16
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 60.0  # without a single byte
-TRIES = 3  # in a row that bring nothing new
+TRIES = 3  # in a row without a new byte
 RETRY_SECONDS = 1.0  # before the second try, doubled for each one after it
-WORTH_RETRYING = (408, 416, 429)  # of the 4xx: too slow, our part file does not fit, too many requests
+WORTH_RETRYING = (408, 416, 429)  # of the 4xx: too slow, the part file does not fit, too many requests
 NOT_AN_ADDRESS = (
     requests.exceptions.InvalidSchema,
     requests.exceptions.InvalidURL,
@@ -34,7 +34,7 @@ NOT_AN_ADDRESS = (
 
 
 class DownloadError(UserError):
-    """The archive could not be had: no network, no such host or file, a server that fails, or a time-out."""
+    """The archive cannot be downloaded: no network, no such host or file, a server that fails, or a time-out."""
 
 
 def fetch(layout: Layout, data_dir: Path, url: str, md5: str, *, show_progress: bool) -> Path:
@@ -57,7 +57,7 @@ def fetch(layout: Layout, data_dir: Path, url: str, md5: str, *, show_progress: 
             it is kept), an invalid address, or a folder that cannot be written.
     """
     with scratch_folder(data_dir) as scratch:
-        # Another process may have brought it while this one waited for the lock.
+        # Another process may have downloaded it while this one waited for the lock.
         if (found := layout.locate(data_dir)) is not None:
             return found
         stem = PurePosixPath(layout.archive).name.removesuffix(".tar.gz")
@@ -72,13 +72,13 @@ def fetch(layout: Layout, data_dir: Path, url: str, md5: str, *, show_progress: 
             ) from error
         target = data_dir / layout.folder
         os.rename(_unpack(layout, archive, scratch, url), target)
-        for part in data_dir.glob(f"{stem}-*.part"):  # this one, and what other addresses left
+        for part in data_dir.glob(f"{stem}-*.part"):  # this one, and those of other addresses
             part.unlink()
         return target
 
 
 def _obtain(layout: Layout, url: str, md5: str, archive: Path, show_progress: bool) -> None:
-    """Make `archive` the file with this checksum, from the bytes that are there and those of `url`."""
+    """Complete `archive`, whose first bytes may be there, from `url`, and compare its checksum."""
     if archive.exists() and _md5(archive) == md5:
         return  # a process was killed between the download and the unpacking
     for _ in range(2):
@@ -89,7 +89,7 @@ def _obtain(layout: Layout, url: str, md5: str, archive: Path, show_progress: bo
         archive.unlink()
         if not continued:
             break
-        # The bytes from before the cut may be the bad ones: once more, from the first byte.
+        # The bytes from before the cut may be the wrong ones: try again from the first byte.
     raise UserError(
         f"the file from {url} has the MD5 checksum {actual} instead of {md5}, and was removed: "
         "try again, or correct --data-url or --data-md5"
@@ -97,7 +97,7 @@ def _obtain(layout: Layout, url: str, md5: str, archive: Path, show_progress: bo
 
 
 def _download(title: str, url: str, archive: Path, show_progress: bool) -> bool:
-    """Bring `archive` to its full length; True if that continued bytes from before. Raises DownloadError."""
+    """Download `archive`; True if its first bytes were there before. Raises DownloadError."""
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not show_progress) as progress:
         failures, furthest = 0, _size(archive)
@@ -115,14 +115,14 @@ def _download(title: str, url: str, archive: Path, show_progress: bool) -> bool:
 
 
 def _receive(url: str, archive: Path, progress: Progress) -> bool:
-    """Ask once for the bytes that `archive` lacks, and write what comes; True if they were added to earlier ones."""
+    """Request the bytes that `archive` lacks, once, and write them; True if they were added to earlier ones."""
     start = _size(archive)
     headers = {"Accept-Encoding": "identity"}
     if start:
         headers["Range"] = f"bytes={start}-"
     with requests.get(url, headers=headers, stream=True, timeout=(CONNECT_SECONDS, READ_SECONDS)) as response:
         if response.status_code == 416:
-            archive.unlink(missing_ok=True)  # there is nothing after our bytes, yet they are not the whole file
+            archive.unlink(missing_ok=True)  # the server has no more bytes, yet these are not the whole file
         response.raise_for_status()
         if response.status_code != 206:
             start = 0  # a server that does not know Range sends the whole file

@@ -1,4 +1,4 @@
-"""Examples -> batches: the whole input of a rank as one visible chain of tf.data."""
+"""Examples -> batches: the input of a rank as one chain of tf.data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvd_cifar.data.augment import Views, draws
 from hvd_cifar.data.dataset import Examples
 from hvd_cifar.data.sampler import Sampler
 
-PREFETCH_BATCHES = 4  # a few steps' worth hides a slow one; more only costs memory
+PREFETCH_BATCHES = 4  # enough to hide a slow batch; more only costs memory
 
 
 @tf.autograph.experimental.do_not_convert
@@ -108,7 +108,7 @@ def evaluation_batches(
 
 
 class _Makers:
-    """What the threads that make this process's batches are doing."""
+    """How many batches the threads of this process have made, and are making."""
 
     lock = threading.Lock()
     busy = 0
@@ -131,10 +131,10 @@ def _counted(make: Callable[..., Any]) -> Callable[..., Any]:
 
 @atexit.register
 def settle(seconds: float = 0.05) -> None:
-    """Wait until every pipeline of this process has filled its buffer: until none has made anything for so long.
+    """Wait until every pipeline of this process has filled its buffer: none has made a batch for so many seconds.
 
-    Where Python ends earlier, with an iterator that has not come to its end, TensorFlow waits for the thread that makes
-    batches, and holds Python's lock meanwhile; a thread that asks for the lock just then waits for ever.
+    Where Python ends earlier, with an unfinished iterator, TensorFlow waits for the thread that makes batches, and
+    holds Python's lock meanwhile; a thread that asks for the lock at that moment waits for ever.
     """
     made = -1
     while _Makers.busy or made != _Makers.made:

@@ -1,4 +1,4 @@
-"""Make files once per host, and put them in place whole or not at all."""
+"""Files that are made once per host, and appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SCRATCH = ".unfinished"
 def locked(folder: Path) -> Iterator[None]:
     """Hold the host's lock on a folder, which is made if need be.
 
-    Other processes wait at the door, so whoever enters looks first whether the work is already done. The system drops
-    the lock of a process that dies.
+    Other processes wait for it, so a process that gets it looks first whether the work is already done. The system
+    drops the lock of a process that dies.
 
     Raises:
         UserError: where the folder cannot be made or written (permission, no space left, ...), in the body also.
@@ -41,9 +41,8 @@ def locked(folder: Path) -> Iterator[None]:
 def scratch_folder(data_dir: Path) -> Iterator[Path]:
     """Hold the host's lock on `data_dir`, and lend an empty folder in it that is gone at the end.
 
-    What is to stay is made in the lent folder and then renamed to its place: both are on one file system, so the
-    rename is atomic, and nobody ever sees half a data set. What a killed process left is cleared by the next one that
-    enters.
+    The files are made in the lent folder, which is then renamed to its place: both are on one file system, so the
+    rename is atomic, and nobody ever sees half a data set. The next process removes what a killed one left.
 
     Raises:
         UserError: as `locked`.

@@ -1,4 +1,4 @@
-"""A data set on its way from one host to another: taken apart into blocks there, put together and checked here."""
+"""Replication of a data set: its files are read in blocks on one host, and written and checked on the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNFINISHED = ".receiving"
 
 
 class File(NamedTuple):
-    """What a file of a set is known by."""
+    """Length and content of a file."""
 
     bytes: int
     sha256: str
@@ -62,7 +62,7 @@ def describe(folder: Path, names: Sequence[str]) -> dict[str, File]:
 
 
 class Sender:
-    """Reads blocks of a set. A failure is kept for the end, since receivers wait for every block."""
+    """Reads blocks of a set. A failure is kept until the end, since receivers wait for every block."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -89,10 +89,10 @@ class Sender:
 
 
 class Receiver:
-    """Writes blocks into a folder of its own in `data_dir`, which becomes the set when all of it is there and right.
+    """Writes blocks into a folder of its own in `data_dir`, which becomes the set when it is complete and checked.
 
-    No lock is held meanwhile: blocks come in step with all other hosts, and two jobs that waited for each other's
-    locks would wait for ever. A failure is kept for the end, since the other hosts go on.
+    No lock is held meanwhile: blocks arrive in step with all other hosts, and two jobs that wait for each other's locks
+    would never end. A failure is kept until the end, since the other hosts go on.
     """
 
     def __init__(self, data_dir: Path, expected: Mapping[str, File]) -> None:
@@ -112,7 +112,7 @@ class Receiver:
             self._failure = error
 
     def take(self, block: Block, content: NDArray[np.uint8]) -> None:
-        """Write the next block; they come in order."""
+        """Write the next block; blocks arrive in order."""
         self._states[block.file].update(content.data)
         if self._failure is None and self._scratch is not None:
             try:
@@ -122,9 +122,10 @@ class Receiver:
                 self._failure = error
 
     def finish(self, place: Path) -> None:
-        """Put the set in its place, unless one has come there meanwhile.
+        """Move the set to `place`, unless another process has put one there.
 
-        Raises UserError where it could not be written, or is not what was sent.
+        Raises:
+            UserError: where it could not be written, or is not what was sent.
         """
         try:
             if self._failure is not None:
@@ -139,9 +140,9 @@ class Receiver:
             assert self._scratch is not None
             with scratch_folder(self._data_dir):
                 try:
-                    os.rename(self._scratch, place)  # in place of an empty folder, too
+                    os.rename(self._scratch, place)  # also over an empty folder
                 except OSError as error:
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # the set that has come meanwhile
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
                         raise
         finally:
             if self._scratch is not None:
@@ -149,7 +150,7 @@ class Receiver:
 
 
 def _clear(data_dir: Path) -> None:
-    """Remove what processes of this host left that were killed while they received."""
+    """Remove the folders of receivers on this host that were killed."""
     start = f"{UNFINISHED}-{socket.gethostname()}-"
     for left in data_dir.glob(f"{start}*"):
         pid = left.name.removeprefix(start).partition("-")[0]

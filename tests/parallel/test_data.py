@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.ranks import run_ranks
 
@@ -66,6 +67,40 @@ def test_each_host_reads_its_own_files_also_where_hosts_share_a_name(embedded: P
     assert [of_rank["mapped"] for of_rank in found] == [[place] for place in places]
 
 
+def _from_folder(images: str, data_dirs: list[str]) -> list[Any]:
+    """Twice this rank's data set of a folder that only rank 0's host has."""
+    from dataclasses import replace
+
+    from hvd_cifar.config import DataSettings, make
+    from hvd_cifar.data.folder import Folder
+    from hvd_cifar.runtime.world import session
+    from hvd_cifar.training.sources import prepare_data
+
+    with session() as world:
+        twin = replace(world, local_rank=0, local_size=1, host="twin")
+        settings = make(DataSettings, {"dataset": f"folder:{images}", "data_dir": data_dirs[world.rank]})
+        if world.rank == 1:
+            Folder.locate = lambda self: None  # type: ignore[method-assign]
+        found = [prepare_data(settings, twin) for _ in range(2)]
+        maps = Path("/proc/self/maps").read_text()
+        return [found[0].digest, found[1].digest, found[1].class_names, f"{data_dirs[1]}/received-" in maps]
+
+
+def test_a_host_without_the_folder_is_sent_the_decoded_images(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        for label, name in enumerate(("ant", "bee")):
+            (tmp_path / "images" / part / name).mkdir(parents=True)
+            for i in range(3):
+                pixels = np.full((9, 8, 3), 50 * label + i, np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "images" / part / name / f"{i}.png")
+    places = [str(tmp_path / name) for name in ("of-rank-0", "of-rank-1")]
+    one, other = run_ranks(_from_folder, 2, str(tmp_path / "images"), places)
+    assert one[:3] == other[:3] and one[0] == one[1] and one[2] == ["ant", "bee"]
+    assert [one[3], other[3]] == [False, True]
+    assert not Path(places[0]).exists()  # beside the images is enough
+    assert [path.name[:9] for path in Path(places[1]).iterdir() if path.is_dir()] == ["received-"]
+
+
 def _from_function(what: str) -> dict[str, Any]:
     from hvd_cifar.config import DataSettings, make
     from hvd_cifar.data.dataset import Dataset
@@ -106,3 +141,38 @@ def test_a_function_that_is_wrong_on_a_rank_is_told_on_all(what: str, message: s
 def test_a_function_s_data_set_has_its_name() -> None:
     found = run_ranks(_from_function, 2, "the same")
     assert found[0] == found[1] and found[0]["name"] == "mine.py:load"
+
+
+def _resumed_on_other_data(folder: str) -> dict[str, str]:
+    """What a run says that goes on with its own data, and with data that differ in one place, by what differs."""
+    import keras
+
+    import hvd_cifar
+
+    def net(image_shape: tuple[int, int, int], classes: int) -> Any:
+        images = keras.Input(image_shape)
+        return keras.Model(images, keras.layers.Dense(classes)(keras.layers.Flatten()(images)))
+
+    def data(changed: str) -> hvd_cifar.Dataset:
+        generator = np.random.default_rng(3)
+        images, labels = generator.integers(0, 256, (20, 8, 8, 3)).astype(np.uint8), np.arange(20) % 3
+        images[7, 1, 2, 0] ^= changed == "pixel"
+        labels[7] = (labels[7] + (changed == "label")) % 3
+        return hvd_cifar.Dataset.from_arrays(images, labels, images[:4], [0, 1, 2, 0])
+
+    told = {}
+    for step, changed in enumerate(["nothing", "pixel", "label", "nothing, again"], start=1):
+        try:
+            course = {"global_batch_size": 4, "eval_every": 0, "run_dir": folder}
+            summary = hvd_cifar.train(net, data(changed), max_steps=step, **course)
+            told[changed] = f"step {summary['steps']}"
+        except hvd_cifar.errors.UserError as error:
+            told[changed] = str(error)
+    return told
+
+
+def test_a_run_goes_on_with_its_own_data_only(tmp_path: Path) -> None:
+    (told,) = run_ranks(_resumed_on_other_data, 1, str(tmp_path / "run"), launcher="none")
+    assert told["nothing"] == "step 1" and told["nothing, again"] == "step 4"
+    for changed in ("pixel", "label"):
+        assert "has other settings (examples sha256 was " in told[changed], told[changed]

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_cifar.config import DoctorSettings, make
-from hvd_cifar.data.cifar import CIFAR10
+from hvd_cifar.data.cifar import CIFAR10, CIFAR100
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.network import Card as NetworkCard
@@ -455,8 +455,19 @@ def test_what_harms_nobody_is_no_fault() -> None:
         _told("b", "gpus", (), _gpu_cluster(0, 1)),
         _changed("b", "memory", open_files=-1),
         _with(_told("a", "data", None), dataset="synthetic"),
+        _with(_told("a", "data", None), dataset="folder:/data/birds"),
+        _with(_told("a", "data", None), dataset="/home/me/sets.py:load"),
     ):
         assert _wrong(fine) == [], _wrong(fine)
+
+
+def test_another_set_has_other_files() -> None:
+    cifar100 = _with(HEALTHY, dataset="cifar100")  # whose folder holds CIFAR-10's files
+    assert {f.text for f in _wrong(cifar100)} == {"/data/train.bin is missing, or cannot be read"}
+    files = {n: GOOD_FILE.model_copy(update={"bytes": CIFAR100.bytes_of(n)}) for n in CIFAR100.files}
+    for host in "abc":
+        cifar100 = _told(host, "data", Data(folder="/data", files=files), cifar100)
+    assert _wrong(cifar100) == []
 
 
 def test_the_job_leaves_out_hosts_that_cannot_take_part() -> None:
@@ -608,6 +619,14 @@ def _ask(tmp_path: Path, python: str = sys.executable, **more: Any) -> HostFacts
     answers = ask.ask_all(["here"], "here", python, {**QUESTIONS, **folders, **more}, 60)
     assert not answers.silent
     return answers.facts["here"]
+
+
+def test_the_last_label_byte_is_the_label(tmp_path: Path) -> None:
+    block = bytearray(3 * CIFAR100.record_bytes)
+    block[0], block[CIFAR100.record_bytes * 2 + 1] = 19, 100
+    (tmp_path / "x.bin").write_bytes(block)
+    found = _ask(tmp_path, record_bytes=CIFAR100.record_bytes, label_bytes=2, classes=100)
+    assert found.data and found.data.files["x.bin"].wrong_label_at == 2
 
 
 def test_this_machine_tells_its_facts(tmp_path: Path) -> None:
