@@ -11,25 +11,23 @@ from __future__ import annotations
 
 import statistics
 import time
-import typing
 
 import click
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_cifar.config import ModelName
+from benchmarks import nets
 from hvd_cifar.distributed.fixed_order import all_reduce_in_tree
-from hvd_cifar.models import build
 from hvd_cifar.runtime.world import start
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])
-@click.option("--model", type=click.Choice(typing.get_args(ModelName)), default="tutorial", show_default=True)
+@click.option("--model", type=click.Choice(list(nets.MODELS)), default="tutorial", show_default=True)
 @click.option("--repeats", type=click.IntRange(2), default=40, show_default=True)
 def main(model: str, repeats: int) -> None:
     """Measure; rank 0 prints a table."""
     world = start()
-    variables = build(model, 24 if model == "tutorial" else 32, "float32").model.trainable_variables
+    variables = nets.build(model, 24 if model == "tutorial" else 32).model.trainable_variables
     gradients = [tf.random.stateless_normal(v.shape, (world.rank, i)) for i, v in enumerate(variables)]
     ways = {
         "all-reduce": tf.function(lambda: hvd.grouped_allreduce([tf.identity(g) for g in gradients], op=hvd.Sum)),

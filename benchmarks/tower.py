@@ -24,7 +24,6 @@ import click
 import keras
 import numpy as np
 import tensorflow as tf
-from hvd_cifar.training.recipe import RECIPES, plan, precision_of, resolve, set_precision
 
 from benchmarks import setting
 from hvd_cifar import config
@@ -33,9 +32,9 @@ from hvd_cifar.data.pipeline import training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
-from hvd_cifar.models import build
-from hvd_cifar.training.assemble import make_schedule
-from hvd_cifar.training.sources import views_of
+from hvd_cifar.models import BUILT_IN
+from hvd_cifar.training.assemble import make_net, work_of
+from hvd_cifar.training.plan import make_schedule, resolve
 
 
 def towers_of(count: int) -> list[str]:
@@ -59,21 +58,21 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
             "--model fast: towers train with the tutorial's step, which knows nothing of Muon; give another"
         )
     devices = towers_of(towers)
-    settings = resolve(settings)
+    model_and_recipe = BUILT_IN[settings.model]
+    assert model_and_recipe.recipe is not None
     dataset = prepare(settings, show_progress=False, warn=click.echo).read()
-    batch_plan = plan(settings, len(dataset.train), towers)
-    schedule = make_schedule(settings, batch_plan)
-    set_precision(precision_of(settings), settings.seed)
-    views = views_of(settings.model, dataset, settings.augmentation)
-    net = build(settings.model, views.shape[0], precision_of(settings))
+    work = work_of(resolve(settings, model_and_recipe.recipe), dataset, model_and_recipe, 0, towers)
+    settings, batch_plan, views = work.settings, work.plan, work.views
+    schedule = make_schedule(settings, work.recipe, batch_plan)
+    net = make_net(work)
     model, variables = net.model, net.model.trainable_variables
     if nudge:
         value = variables[0].numpy()
         value.flat[0] = np.nextafter(value.flat[0], np.inf)
         variables[0].assign(value)
 
-    momentum = RECIPES[settings.model].momentum
-    optimizer = keras.optimizers.SGD(schedule(0), momentum=momentum, global_clipnorm=settings.clip_norm)
+    optimizer = work.recipe.optimizer(schedule(0))
+    optimizer.global_clipnorm = settings.clip_norm
     optimizer.build(variables)
     cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     step = tf.Variable(0, dtype=tf.int64, trainable=False)

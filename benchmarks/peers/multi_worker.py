@@ -17,18 +17,18 @@ from typing import Any
 
 import click
 import tensorflow as tf
-from hvd_cifar.training.recipe import RECIPES, set_precision
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
 
+from benchmarks import nets
 from benchmarks.peers.stamps import Stamps
 from hvd_cifar.config import Precision
+from hvd_cifar.data.augment import views as views_named
 from hvd_cifar.data.cifar import CIFAR10
 from hvd_cifar.data.pipeline import training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding
-from hvd_cifar.models import build
 from hvd_cifar.optim.averages import MovingAverage
-from hvd_cifar.training.sources import views_of
+from hvd_cifar.training.plan import scale_of
 from hvd_cifar.training.step import cross_entropy
 
 STEPS = 10**6
@@ -71,17 +71,17 @@ def main(
     if folder is None:
         raise click.UsageError(f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there")
     dataset = CIFAR10.read(folder)
-    set_precision(precision, 0)
-    views = views_of(model, dataset)
-    net = build(model, views.shape[0], precision)
+    recipe = nets.recipe_of(model)
+    views = views_named(recipe.augmentation, dataset)
+    net = nets.build(model, views.shape[0], precision)
     variables = [v.value for v in net.model.trainable_variables]
     decayed = {id(v.value) for v in net.decayed}
-    recipe = RECIPES[model]
-    slots = [tf.Variable(tf.zeros_like(v), trainable=False) for v in variables] if recipe.momentum else []
+    momentum = getattr(recipe.optimizer(recipe.learning_rate), "momentum", 0.0)
+    slots = [tf.Variable(tf.zeros_like(v), trainable=False) for v in variables] if momentum else []
     averages = MovingAverage(net.model.trainable_variables, recipe.ema_decay) if recipe.ema_decay else None
     sizes = [v.shape.num_elements() for v in variables]
     batch = batch_size * len(workers)
-    rate = recipe.learning_rate * batch / 128
+    rate = recipe.learning_rate * scale_of(recipe.batch, batch)
 
     def replica_step(image: Any, label: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -94,7 +94,7 @@ def main(
                 gradient += recipe.weight_decay * v
             if slots:
                 tf.raw_ops.ResourceApplyMomentum(
-                    var=v.handle, accum=slots[i].handle, lr=rate, grad=gradient, momentum=recipe.momentum
+                    var=v.handle, accum=slots[i].handle, lr=rate, grad=gradient, momentum=momentum
                 )
             else:
                 tf.raw_ops.ResourceApplyGradientDescent(var=v.handle, alpha=rate, delta=gradient)

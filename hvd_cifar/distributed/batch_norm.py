@@ -42,6 +42,8 @@ class _Synchronized:
     of small numbers (Chan, Golub, LeVeque 1983, "shifted data").
     """
 
+    moving_mean: Any
+    moving_variance: Any
     _unbiased = False  # whether the moving variance takes n / (n - 1) times the batch's
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
@@ -52,8 +54,8 @@ class _Synchronized:
         axis = getattr(self, "axis", -1) % inputs.shape.rank
         channels, others = inputs.shape[axis], [i for i in range(inputs.shape.rank) if i != axis]
         along = [channels if i == axis else 1 for i in range(inputs.shape.rank)]
-        moving_mean = tf.cast(self.moving_mean, real)  # type: ignore[has-type]
-        moving_variance = tf.cast(self.moving_variance, real)  # type: ignore[has-type]
+        moving_mean = tf.cast(self.moving_mean, real)
+        moving_variance = tf.cast(self.moving_variance, real)
 
         shifted = counted = tf.cast(inputs, real) - tf.reshape(moving_mean, along)
         count = tf.cast(tf.reshape(tf.size(inputs) // channels, [1]), real)

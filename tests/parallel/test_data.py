@@ -163,7 +163,7 @@ def _resumed_on_other_data(folder: str) -> dict[str, str]:
     told = {}
     for step, changed in enumerate(["nothing", "pixel", "label", "nothing, again"], start=1):
         try:
-            course = {"global_batch_size": 4, "eval_every": 0, "run_dir": folder}
+            course: dict[str, Any] = {"global_batch_size": 4, "eval_every": 0, "run_dir": folder}
             summary = hvd_cifar.train(net, data(changed), max_steps=step, **course)
             told[changed] = f"step {summary['steps']}"
         except hvd_cifar.errors.UserError as error:

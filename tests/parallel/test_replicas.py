@@ -98,8 +98,7 @@ def _drift(data: str, run_dir: str, options: list[str], at_the_end: bool = False
     said: list[str] = []
     vars(terminal)["complain"] = said.append
     cli.GRACE_SECONDS = 0.0
-    base = ["train", *TUTORIAL, data, "--run-dir", f"{folder}/run", "--eval-every", "0", "--eval-examples", "100"]
-    base += ["--callbacks", f"{folder}/ray-{ray_after}.py:Ray"]
+    base = ["train", *TUTORIAL, data, "--run-dir", run_dir, "--eval-every", "0", "--eval-examples", "100"]
     code: Any = 0
     try:
         cli.main([*base, "--batch-size", "8", "--max-steps", "12", "--checkpoint-every", "4", *options])
@@ -118,14 +117,13 @@ def test_a_summary_says_that_ranks_ended_with_other_weights(embedded: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    ("options", "after", "step"),
-    [(["--check-sync-every", "5"], 7, 8), (["--check-sync-every", "7", "--checkpoint-every", "6"], 6, 7)],
+    ("options", "step"), [(["--check-sync-every", "5"], 8), (["--check-sync-every", "7", "--checkpoint-every", "6"], 7)]
 )
 def test_a_planted_drift_ends_the_run_before_anything_is_saved(
-    options: list[str], after: int, step: int, embedded: Path, tmp_path: Path
+    options: list[str], step: int, embedded: Path, tmp_path: Path
 ) -> None:
     """Found before the checkpoint of step 8, or by the check after step 7."""
-    first, second, third = _with_ray(3, embedded, tmp_path, after, options)
+    first, second, third = run_ranks(_drift, 3, str(embedded), str(tmp_path / "run"), options)
     assert [rank["code"] for rank in (first, second, third)] == [1, 1, 1]
     (line,) = first["said"]
     assert f"ranks are out of sync after step {step}: local3/kernel is not the same on ranks 0, 2 as on rank 1" in line
@@ -138,7 +136,7 @@ def test_a_planted_drift_ends_the_run_before_anything_is_saved(
 
 def test_a_planted_drift_is_mended_from_rank_0_where_that_is_asked_for(embedded: Path, tmp_path: Path) -> None:
     options = ["--on-divergence", "rebroadcast"]
-    first, second = _with_ray(2, embedded, tmp_path, 7, options)
+    first, second = run_ranks(_drift, 2, str(embedded), str(tmp_path / "run"), options)
     assert first["code"] == second["code"] == 0
     (line,) = first["said"]
     assert "RANKS WERE OUT OF SYNC after step 8: local3/kernel" in line and "go on with rank 0's values" in line

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from benchmarks import nets
 from hvd_cifar.config import TrainSettings, make
+from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.errors import UserError
+from hvd_cifar.training.assemble import make_net, work_of
 from hvd_cifar.training.image_sizes import ImageSizes, shrink
-from hvd_cifar.training.recipe import resolve
+from hvd_cifar.training.plan import resolve
+
+IMAGES = np.zeros((4, 32, 32, 3), np.uint8)
+DATA = Dataset.from_arrays(IMAGES, [0, 1, 2, 3], IMAGES, [0, 1, 2, 3])
 
 
 def test_sizes_take_turns_in_equal_parts() -> None:
@@ -30,15 +38,22 @@ def test_images_are_shrunk_as_tensorflow_does(side: int) -> None:
     assert np.allclose(shrink(constant, side), 1.0, rtol=1e-14)
 
 
+def test_images_that_are_not_square_keep_their_proportions() -> None:
+    images = tf.constant(np.random.default_rng(0).normal(size=(2, 12, 20, 1)), tf.float64)
+    expected = tf.image.resize(images, (6, 10), antialias=True)
+    assert np.allclose(shrink(images, 6), expected, atol=1e-4)
+
+
 def test_only_a_net_that_takes_any_size_is_given_several() -> None:
-    assert resolve(make(TrainSettings, {"model": "resnet20"})).image_sizes == ()
-    assert resolve(make(TrainSettings, {"model": "resnet20", "image_sizes": "16, 32"})).image_sizes == (16, 32)
-    assert resolve(make(TrainSettings, {"model": "fast", "image_sizes": [32]})).image_sizes == (32,)
-    with pytest.raises(UserError, match="--image-sizes: the tutorial's net"):
-        make(TrainSettings, {"model": "tutorial", "image_sizes": "16,32"})
+    def net(**given: Any) -> Any:
+        settings = make(TrainSettings, {"batch_size": 2, **given})
+        model = nets.MODELS[settings.model]
+        resolved = resolve(settings, nets.recipe_of(settings.model)).model_copy(update={"precision": "float32"})
+        return make_net(work_of(resolved, DATA, model, 0, 1))
 
-
-@pytest.mark.parametrize("given", ["", "20;24", "4,24", "8", "24,33", "-20", "20.5"])
-def test_sizes_that_are_none_are_refused(given: str) -> None:
-    with pytest.raises(UserError, match="--image-sizes"):
-        make(TrainSettings, {"image_sizes": given})
+    net(model="resnet20", image_sizes="16, 32")
+    net(model="tutorial", image_sizes="24")
+    with pytest.raises(UserError, match="--image-sizes: this net takes images of one size"):
+        net(model="tutorial", image_sizes="16,24")
+    with pytest.raises(UserError, match="--image-sizes: images are 32 pixels high"):
+        net(model="resnet20", image_sizes="33")

@@ -75,7 +75,7 @@ def _by_events(folder: Path) -> dict[str, list[int]]:
 
 
 def _by_data_server(folder: Path) -> dict[str, list[int]]:
-    """Steps by tag, as TensorBoard's page has them by default: from its data server, which reads by rules of its own."""
+    """Steps by tag, as TensorBoard shows them by default: from its data server, which has rules of its own."""
     server = SubprocessServerDataIngester(
         get_server_binary(), str(folder), reload_interval=0, channel_creds_type=grpc_util.ChannelCredsType.LOCAL
     )

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from benchmarks import nets
 from hvd_cifar.training import step as step_module
 from hvd_cifar.training.step import StepSpec, make_train_step
-from tests import nets
 
 
 class _Recorder:
@@ -50,9 +50,7 @@ def test_fast_trains_on_the_smallest_images(side: int, precision: str) -> None:
     step = make_train_step(nets.build("fast", precision=precision), optimizer, spec)
     batch = tf.zeros((2, 32, 32, 3)), tf.zeros((2,), tf.int32), tf.ones((2,))
     specs = [(tf.TensorSpec((None, *value.shape[1:]), value.dtype)) for value in batch]
-    traced = tf.function(
-        lambda *given: step([given], tf.constant(2), 0.1, tf.constant(0.0)), input_signature=specs
-    )
+    traced = tf.function(lambda *given: step([given], tf.constant(2), 0.1, tf.constant(0.0)), input_signature=specs)
     traced(*batch)
     assert all(gradient is not None for gradient in optimizer.gradients)
 

@@ -1,6 +1,8 @@
-"""The project's nets by name, for tests that need no run."""
+"""The project's nets by name, for programs and tests that need no run."""
 
 from __future__ import annotations
+
+from functools import partial
 
 from hvd_cifar import models
 from hvd_cifar.models import Model, Net, resnet
@@ -8,7 +10,7 @@ from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.training.plan import set_precision
 
 # The smallest ResNet, which no recipe is for.
-MODELS = {**models.BUILT_IN, "resnet8": Model("resnet8", lambda *given: resnet.build(*given, depth=8), resnet.RECIPE)}
+MODELS = {**models.BUILT_IN, "resnet8": Model("resnet8", partial(resnet.build, depth=8), resnet.RECIPE)}
 
 
 def recipe_of(name: str) -> Recipe:
