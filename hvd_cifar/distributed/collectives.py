@@ -1,4 +1,4 @@
-"""Keeping ranks alike and honest: broadcast, the start-up proof, sums over ranks, digests, shared errors.
+"""Collectives of whole values: broadcast, sums over ranks, gathered objects, shared errors; and digests.
 
 Everything here that is not marked as local is a collective: every rank calls it, in the same order.
 """
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 ALL_RANKS = hvd.global_process_set
 
-# Types that Horovod does not send, and one of the same width that it does.
+# Types that Horovod does not send, and one of the same width that it sends.
 _CARRIERS = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.bfloat16: tf.int16}
 
 
@@ -30,16 +30,16 @@ def broadcast_variables(
     root_rank: int = 0,
     process_set: Any = hvd.global_process_set,
 ) -> None:
-    """Give all ranks the values that variables have on one, bit for bit.
+    """Give all ranks the values that the variables of one rank have, bit for bit.
 
     Args:
         target: a Keras 3 model (its weights, random seeds and, if it is compiled and built, its optimizer), a built
             Keras 3 optimizer, or Keras or TensorFlow variables; the same on every rank.
-        root_rank: the rank whose values all get.
-        process_set: the ranks that take part.
+        root_rank: the rank that sends its values.
+        process_set: the ranks that take part; the call does nothing on any other.
 
     Raises:
-        ValueError: where an optimizer has no slots yet, which would stay different on every rank.
+        ValueError: where an optimizer is not built: its slots would stay different on every rank.
     """
     if not process_set.included() or process_set.size() == 1:
         return
@@ -83,13 +83,13 @@ def all_reduce_in_graph(value: Any) -> Any:
 
 
 def barrier(process_set: Any = ALL_RANKS) -> None:
-    """Wait until all ranks of a process set, of which this rank is one, are here."""
+    """Wait until all ranks of a process set have called this; this rank is one of them."""
     if process_set.size() > 1:
         hvd.allreduce(tf.zeros(1), op=hvd.Sum, process_set=process_set)
 
 
 def average_variables(variables: Sequence[keras.Variable]) -> None:
-    """Replace variables by their mean over the ranks: batch norm's moving statistics, before they are used or saved."""
+    """Replace variables by their mean over the ranks."""
     if hvd.size() == 1 or not variables:
         return
     means = hvd.grouped_allreduce([tf.convert_to_tensor(v.value) for v in variables], op=hvd.Average)
@@ -108,17 +108,17 @@ def digest(variables: Iterable[keras.Variable]) -> str:
 
 
 def all_gather_object(value: T) -> list[T]:
-    """What every rank passed, by rank."""
+    """The objects that all ranks pass, by rank."""
     return [value] if hvd.size() == 1 else hvd.allgather_object(value)
 
 
 def broadcast_object(value: T) -> T:
-    """What rank 0 passed."""
+    """The object that rank 0 passes."""
     return value if hvd.size() == 1 else hvd.broadcast_object(value, root_rank=0)
 
 
 def broadcast_bytes(content: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The bytes that rank 0 passed, uint8 [n]; the other ranks pass any n."""
+    """The bytes uint8 [n] that rank 0 passes; the other ranks pass any n."""
     if hvd.size() == 1:
         return content
     with tf.device("/CPU:0"):
@@ -126,18 +126,18 @@ def broadcast_bytes(content: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def on_every_rank(function: Callable[[], T]) -> T:
-    """Call a function that may fail on some ranks only, and fail on all of them if it does on any.
+    """Call a function that may fail on some ranks only, and fail on all ranks if it fails on any.
 
-    Without this the ranks that did not fail would wait for the others in the next collective.
+    Otherwise the ranks that did not fail would wait for the others in the next collective.
 
     Raises:
-        UserError, TrainingError: the first failed rank's, on every rank.
-        Exception: any other error, on the rank that had it; the others raise a TrainingError that names it.
+        UserError, TrainingError: that of the first rank that failed, on every rank.
+        Exception: any other error, on the rank that had it; the others raise a TrainingError that names rank and error.
     """
     result, failure = None, None
     try:
         result = function()
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # the other ranks must know of any error
         failure = error
     outcomes = all_gather_object(None if failure is None else _message(failure))
     _raise_alike(failure, outcomes)
@@ -145,7 +145,7 @@ def on_every_rank(function: Callable[[], T]) -> T:
 
 
 def on_root(function: Callable[[], T]) -> T:
-    """Call a function on rank 0 alone and give every rank its result; its failure is every rank's.
+    """Call a function on rank 0 alone and give its result to every rank; where it fails, every rank fails.
 
     Raises: as `on_every_rank`.
     """
@@ -153,7 +153,7 @@ def on_root(function: Callable[[], T]) -> T:
     if hvd.rank() == 0:
         try:
             result = function()
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # the other ranks must know of any error
             failure = error
     message, result = broadcast_object((None if failure is None else _message(failure), result))
     _raise_alike(failure, [message])

@@ -1,8 +1,8 @@
 """Sums in one fixed order: a binary tree over neighbours, whatever the number of ranks that hold the terms.
 
 Floating-point addition is not associative: (a + b) + c and a + (b + c) differ in the last bit. MPI and NCCL choose the
-order of an all-reduce by the size of the message and the number of ranks. Here it is part of the definition, so that
-M terms give the same bits on 1, 2, 4, ... ranks as long as each rank holds a power of two of neighbouring ones.
+order of an all-reduce by the size of the message and the number of ranks. Here the order is part of the definition: M
+terms give the same bits on 1, 2, 4, ... ranks if each rank holds a power of two of neighbouring terms.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import tensorflow as tf
 
 T = TypeVar("T")
 
-FEW_VALUES = 4096  # at which the time of a collective is that of its start
+FEW_VALUES = 4096  # up to which the latency of a collective outweighs its bytes
 
 
 def add_in_tree(terms: Iterable[T], add: Callable[[T, T], T]) -> T:
-    """((t0 + t1) + (t2 + t3)) + ...; terms are taken one by one, and at most log2 of their number held. Local."""
+    """((t0 + t1) + (t2 + t3)) + ...; takes terms one by one and holds at most log2 of their number. Local."""
     waiting: list[tuple[int, T]] = []  # sums of 2^height neighbours each, highest first
     for term in terms:
         total, height = term, 0
@@ -37,14 +37,14 @@ def all_reduce_in_tree(
 ) -> list[Any]:
     """Sums of tensors over the ranks, added in the order of the ranks by `add_in_tree`. A collective.
 
-    Either each rank gets all ranks' terms of its part of the values (all-to-all), adds them, and gives the sums to all
-    (all-gather): the bytes on the wire are those of a ring all-reduce, 2 (N - 1) / N of the values per rank. Or every
-    rank gets all terms of all values and adds them by itself: N - 1 times the values, but one collective in place of
-    two, which is faster for few bytes. The bits of the sums are the same.
+    There are two ways, with the same bits. By all-to-all and all-gather, each rank receives all ranks' terms of its
+    part of the values, adds them and sends the sums to all: each rank sends 2 (N - 1) / N of the values, as in a ring
+    all-reduce. By one all-gather, every rank receives all terms of all values and adds them itself: N - 1 times the
+    values, but one collective instead of two, which is faster for few bytes.
 
     Args:
         values: tensors of one floating type; the same shapes on every rank.
-        gather: choose the second way; None: for few values.
+        gather: True for the one all-gather; None: where there are at most `FEW_VALUES` values.
     """
     size = process_set.size()
     flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
@@ -65,7 +65,7 @@ def all_reduce_in_tree(
 def _add_rows_in_tree(rows: Any) -> Any:
     """The sum of [n, m] over n as `add_in_tree` adds, a level at a time: [m].
 
-    Not as additions of single rows: TensorFlow's graph optimizer turns a tree of these into one sum from left to right.
+    TensorFlow's graph optimizer would turn a tree of additions of single rows into one sum from left to right.
     """
     while (count := rows.shape[0]) > 1:
         pairs = rows[0 : count - 1 : 2] + rows[1::2]

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 
 from hvd_cifar.runtime.environment import launched_size
 
-SECONDS_BETWEEN_LOOKS = 2e-3
+POLL_SECONDS = 2e-3
 
 Reduce = Callable[[NDArray[np.float32]], NDArray[np.float32]]  # this rank's terms [n] -> the sums [n]
 Pairs = Sequence[tuple[int, int]]
 
 
 def sets_for(rounds: Sequence[Pairs]) -> dict[tuple[int, int], Any]:
-    """A process set for each pair; local, and to be called before Horovod starts.
+    """A process set for each pair. Local; to be called before Horovod starts.
 
-    Those that `groups.to_register` returns have to be given to `world.start`.
+    `world.start` has to be given those that `process_sets.to_register` returns.
     """
     everyone = launched_size()  # Horovod refuses a second set of the same ranks
     return {
@@ -31,7 +31,7 @@ def sets_for(rounds: Sequence[Pairs]) -> dict[tuple[int, int], Any]:
 
 
 def by_horovod(device: str, process_set: Any = hvd.global_process_set) -> Reduce:
-    """Sums over a process set, of which this rank is one, as gradients are added up; `device` as in `World`."""
+    """Sums over a process set of which this rank is a member, by Horovod; `device` as in `World`."""
 
     def reduce(terms: NDArray[np.float32]) -> NDArray[np.float32]:
         if process_set.size() == 1:
@@ -43,13 +43,13 @@ def by_horovod(device: str, process_set: Any = hvd.global_process_set) -> Reduce
 
 
 def by_mpi(pairs: Pairs) -> Reduce | None:
-    """Sums over this rank's pair, by MPI itself; None on a rank that is in none. A collective of all ranks."""
+    """Sums over this rank's pair, by MPI itself; None on a rank without a pair. A collective of all ranks."""
     from mpi4py import MPI  # only here: under Gloo its import would try to start MPI
 
     everyone = MPI.COMM_WORLD
     together = everyone.Ibarrier()
-    while not together.Test():  # MPI itself would poll, and take a core from pairs that are still at it
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+    while not together.Test():  # MPI's own wait polls, and takes a core from pairs that still measure
+        time.sleep(POLL_SECONDS)
     mine = next((number for number, pair in enumerate(pairs) if everyone.rank in pair), MPI.UNDEFINED)
     pair = everyone.Split(mine, key=everyone.rank)
     if pair == MPI.COMM_NULL:

@@ -1,4 +1,4 @@
-"""Groups of ranks: the first k of a job, which train by themselves as a job of k ranks would, while the others wait."""
+"""Process sets of the first k ranks of a job: these train as a job of k ranks would, while the others wait."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import horovod.tensorflow as hvd
 
 
 class Alone:
-    """Stands in the place of a Horovod process set for this rank by itself: nothing is sent, nobody is waited for."""
+    """A process set of this rank alone: it sends nothing and waits for nobody."""
 
     def included(self) -> bool:
-        """As a process set's: this rank is a member."""
+        """This rank is a member."""
         return True
 
     def size(self) -> int:
-        """As a process set's."""
+        """Its number of ranks."""
         return 1
 
 
@@ -24,9 +24,9 @@ ALONE = Alone()
 
 
 def first_ranks(sizes: Sequence[int], world_size: int) -> dict[int, Any]:
-    """Process sets of ranks 0 .. k - 1, by k; local, and to be called before Horovod starts.
+    """Process sets of ranks 0 .. k - 1, by k. Local; to be called before Horovod starts.
 
-    Those that `to_register` returns have to be given to `world.start`.
+    `world.start` has to be given those that `to_register` returns.
     """
     sets: dict[int, Any] = {k: hvd.ProcessSet(range(k)) for k in sizes if 1 < k < world_size}
     if 1 in sizes:
@@ -37,5 +37,5 @@ def first_ranks(sizes: Sequence[int], world_size: int) -> dict[int, Any]:
 
 
 def to_register(sets: Mapping[Any, Any]) -> list[Any]:
-    """Those process sets that Horovod does not know by itself."""
+    """The process sets that Horovod has to be told of."""
     return [s for s in sets.values() if s is not ALONE and s is not hvd.global_process_set]

@@ -1,4 +1,4 @@
-"""Are all ranks' variables the same, bit for bit? And if not, which one differs, where, and by how much."""
+"""Comparing the ranks' variables, bit for bit: which one differs, on which ranks, and by how much."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Divergence:
 
     Attributes:
         variable: its path.
-        others: how many variables after it differ, too.
-        sides: ranks that have the same value, a list each; the one with the lowest rank comes first.
-        values: how many of its values differ between any two sides.
-        size: how many values it has.
+        others: number of variables after it that also differ.
+        sides: lists of the ranks that have the same value; the one with the lowest rank comes first.
+        values: number of its values that differ between any two sides.
+        size: number of its values.
         largest: the largest absolute difference of a value between the first side and another.
     """
 
@@ -37,7 +37,7 @@ class Divergence:
 
     def __str__(self) -> str:
         first, *rest = (f"rank{'s' * (len(side) > 1)} {', '.join(map(str, side))}" for side in self.sides)
-        more = f"; {self.others} variable{'s' * (self.others > 1)} after it too" if self.others else ""
+        more = f"; {self.others} variable{'s' * (self.others > 1)} after it also" if self.others else ""
         return (
             f"{self.variable} is not the same on {first} as on {' and on '.join(rest)}: {self.values:,} of "
             f"{self.size:,} values, by up to {self.largest:.6g}{more}"
@@ -50,7 +50,7 @@ def digests(variables: Sequence[keras.Variable]) -> list[bytes]:
 
 
 def find_divergence(variables: Sequence[keras.Variable]) -> Divergence | None:
-    """Compare variables over all ranks: 32 bytes a rank where they are alike. A collective.
+    """Compare variables over all ranks. A collective, of 32 bytes a rank where all are alike.
 
     Returns:
         The same on every rank; None where every bit is the same.

@@ -131,6 +131,7 @@ def _saved_and_loaded(folder: str) -> dict[str, Any]:
         pass
 
     def seen_of(name: str, optimizer: Any) -> dict[str, Any]:
+        keras.utils.set_random_seed(1)
         net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="dense")], name="net")
         net.compile(optimizer, loss="mse", jit_compile=False)
         net.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)

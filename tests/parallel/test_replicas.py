@@ -47,7 +47,7 @@ def test_the_first_variable_that_differs_is_named_with_sides_and_amount() -> Non
     assert alike is None
     assert one_bit == ("scale is not the same on ranks 0, 2 as on rank 1: 1 of 1 values, by up to 1.19209e-07")
     assert several == (
-        "kernel is not the same on ranks 0, 1 as on rank 2: 2 of 6 values, by up to inf; 2 variables after it too"
+        "kernel is not the same on ranks 0, 1 as on rank 2: 2 of 6 values, by up to inf; 2 variables after it also"
     )
     assert zeros.startswith("kernel is not the same on rank 0 as on ranks 1, 2: 6 of 6 values, by up to 0;")
 
