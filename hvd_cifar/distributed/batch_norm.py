@@ -44,11 +44,21 @@ class _Synchronized:
 
     moving_mean: Any
     moving_variance: Any
+    # Of the class behind.
+    gamma: Any
+    beta: Any
+    moving_mean: Any
+    moving_variance: Any
+    momentum: float
+    epsilon: float
+    trainable: bool
+    compute_dtype: str
+
     _unbiased = False  # whether the moving variance takes n / (n - 1) times the batch's
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         """Inputs of any rank -> the same shape; with `training` a collective."""
-        if not training or not self.trainable:  # type: ignore[attr-defined]
+        if not training or not self.trainable:
             return super().call(inputs, training=False)  # type: ignore[misc]
         real = tf.float64 if inputs.dtype == tf.float64 else tf.float32
         axis = getattr(self, "axis", -1) % inputs.shape.rank
@@ -69,20 +79,20 @@ class _Synchronized:
         mean = sums[:channels] / total  # of the distances
         variance = tf.maximum(sums[channels:-1] / total - tf.square(mean), 0.0)  # rounding may leave it below 0
 
-        step = (1.0 - self.momentum) * tf.minimum(sums[-1], 1.0)  # type: ignore[attr-defined]  # from no example: 0
+        step = (1.0 - self.momentum) * tf.minimum(sums[-1], 1.0)  # from no example: 0
         learnt = variance * total / tf.maximum(total - 1.0, 1.0) if self._unbiased else variance
         self.moving_mean.assign(moving_mean + step * mean)
         self.moving_variance.assign(moving_variance + step * (learnt - moving_variance))
         return self._scaled(shifted - tf.reshape(mean, along), variance, along)
 
     def _scaled(self, centred: Any, variance: Any, along: list[int]) -> Any:
-        scale = tf.math.rsqrt(variance + self.epsilon)  # type: ignore[attr-defined]
-        if self.gamma is not None:  # type: ignore[attr-defined]
-            scale = tf.cast(self.gamma, centred.dtype) * scale  # type: ignore[attr-defined]
+        scale = tf.math.rsqrt(variance + self.epsilon)
+        if self.gamma is not None:
+            scale = tf.cast(self.gamma, centred.dtype) * scale
         output = centred * tf.reshape(scale, along)
-        if self.beta is not None:  # type: ignore[attr-defined]
-            output += tf.reshape(tf.cast(self.beta, centred.dtype), along)  # type: ignore[attr-defined]
-        return tf.cast(output, self.compute_dtype)  # type: ignore[attr-defined]
+        if self.beta is not None:
+            output += tf.reshape(tf.cast(self.beta, centred.dtype), along)
+        return tf.cast(output, self.compute_dtype)
 
 
 @keras.saving.register_keras_serializable("hvd_cifar")

@@ -7,7 +7,7 @@ gradients go through `Optimizer.apply`, in `fit` as in a loop of one's own. This
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,6 +50,13 @@ class _Distributed:
     """
 
     _reduction: Reduction
+    _pass_sums: list[keras.Variable]
+    _passes_done: keras.Variable
+    # Of the class behind.
+    name: str
+    built: bool
+    _trainable_variables: list[keras.Variable]
+    _get_variable_index: Callable[[Any], int]
 
     def build(self, variables: Sequence[Any]) -> None:
         super().build(variables)  # type: ignore[misc]
@@ -58,7 +65,7 @@ class _Distributed:
     def _make_pass_sums(self) -> None:
         if self._reduction.passes == 1 or "_pass_sums" in vars(self):
             return
-        zeros = [_local_variable(v.shape, v.dtype, "pass_sum") for v in self._trainable_variables]  # type: ignore[attr-defined]
+        zeros = [_local_variable(v.shape, v.dtype, "pass_sum") for v in self._trainable_variables]
         object.__setattr__(self, "_pass_sums", zeros)
         object.__setattr__(self, "_passes_done", _local_variable((), "int64", "passes_done"))
 
@@ -68,12 +75,12 @@ class _Distributed:
         if self._reduction.passes == 1 or not grads:
             super().apply(self.reduce(grads), variables)  # type: ignore[misc]
             return
-        if not self.built:  # type: ignore[has-type]
-            with keras.name_scope(self.name):  # type: ignore[attr-defined]
+        if not self.built:
+            with keras.name_scope(self.name):
                 self.build(variables or ())
             self.built = True
         if variables is None:
-            variables = list(self._trainable_variables)  # type: ignore[attr-defined]
+            variables = list(self._trainable_variables)
         self._apply_every_few_passes(grads, variables)
 
     def apply_and_sum(self, grads: Sequence[Any], variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
@@ -84,10 +91,10 @@ class _Distributed:
 
     def _apply_every_few_passes(self, grads: list[Any], variables: list[Any]) -> None:
         present = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
-        sums = [self._pass_sums[self._get_variable_index(v)] for _, v in present]  # type: ignore[attr-defined]
+        sums = [self._pass_sums[self._get_variable_index(v)] for _, v in present]
         for total, (gradient, _) in zip(sums, present, strict=True):
             total.assign_add(tf.convert_to_tensor(gradient))
-        self._passes_done.assign_add(1)  # type: ignore[attr-defined]
+        self._passes_done.assign_add(1)
 
         def update() -> None:
             divisor = self._reduction.passes if self._reduction.average_passes else 1
@@ -95,9 +102,9 @@ class _Distributed:
             super(_Distributed, self).apply(totals, [v for _, v in present])  # type: ignore[misc]
             for total in sums:
                 total.assign(tf.zeros_like(total.value))
-            self._passes_done.assign(0)  # type: ignore[attr-defined]
+            self._passes_done.assign(0)
 
-        tf.cond(self._passes_done.value >= self._reduction.passes, update, lambda: None)  # type: ignore[attr-defined]
+        tf.cond(self._passes_done.value >= self._reduction.passes, update, lambda: None)
 
     def reduce(self, gradients: Sequence[Any]) -> list[Any]:
         """What `apply` applies: gradients reduced over the ranks."""

@@ -137,7 +137,9 @@ def _prove_broken() -> dict[str, dict[str, str]]:
     import keras
     import tensorflow as tf
 
-    from hvd_cifar.distributed import optimizer as module
+    import hvd_cifar.distributed.optimizer as room
+
+    module: Any = room
 
     distributed = module._Distributed
     in_tree, all_reduce, pack = module.all_reduce_in_tree, module._all_reduce, module.pack

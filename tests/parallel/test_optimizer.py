@@ -25,7 +25,7 @@ def _optimizers() -> dict[str, Callable[..., Any]]:
     import keras
 
     kinds = {k for k in vars(keras.optimizers).values() if isinstance(k, type)}
-    made = {k.__name__: k for k in kinds if issubclass(k, keras.optimizers.Optimizer)}
+    made: dict[str, Callable[..., Any]] = {k.__name__: k for k in kinds if issubclass(k, keras.optimizers.Optimizer)}
     for no_rule_of_its_own in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer"):
         made.pop(no_rule_of_its_own)
     return made
@@ -163,7 +163,7 @@ def _saved_and_loaded(folder: str) -> dict[str, Any]:
     errors = {
         "twice": lambda: DistributedOptimizer(summing),
         "twice inside": lambda: DistributedOptimizer(outer),
-        "no optimizer": lambda: DistributedOptimizer("adam"),  # type: ignore[arg-type]
+        "no optimizer": lambda: DistributedOptimizer("adam"),
         "op": lambda: DistributedOptimizer(keras.optimizers.SGD(), op="mean"),
         "passes": lambda: DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0),
     }
@@ -292,11 +292,12 @@ def _several_things() -> dict[str, Any]:
     # A share of half the smallest half: of a mean that half precision holds. Dense, sparse, in fixed order.
     least = 2.0**-24
     share = tf.constant([least / world.size])
-    for way, options, gradient in (
+    least_ways: list[tuple[str, dict[str, Any], Any]] = [
         ("dense", {}, share),
         ("sparse", {}, tf.IndexedSlices(share[:, None], tf.constant([0]), tf.constant([1, 1]))),
         ("fixed order", {"fixed_order": True}, share),
-    ):
+    ]
+    for way, options, gradient in least_ways:
         v = variable([[0.0]] if way == "sparse" else [0.0])
         optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), op="sum", compression="fp16", **options)
         optimizer.apply([gradient], [v])
@@ -304,13 +305,14 @@ def _several_things() -> dict[str, Any]:
 
     # Gradients of several types, in every way that they travel.
     types = ("float32", "float64", "bfloat16", "float16", "float32")
-    for way, options in {
+    ways_of_types: dict[str, dict[str, Any]] = {
         "plain": {"op": "sum"},
         "average": {},
         "fp16": {"compression": "fp16"},
         "fixed order": {"op": "sum", "fixed_order": True},
         "passes": {"op": "sum", "backward_passes_per_step": 2},
-    }.items():
+    }
+    for way, options in ways_of_types.items():
         several = [variable([0.0] * (i + 1), dtype) for i, dtype in enumerate(types)]
         optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), **options)
         optimizer.build(several)
