@@ -66,3 +66,8 @@ def test_steps_follow_the_formulas() -> None:
 def test_it_is_saved_and_made_again_from_its_configuration() -> None:
     made = Muon.from_config(Muon(0.3, momentum=0.5, others={"": (2.0, 0.1)}, steps=4).get_config())
     assert (made.momentum, made.others, made.steps) == (0.5, {"": (2.0, 0.1)}, 4)
+
+
+def test_a_kernel_without_a_gradient_stays_finite() -> None:
+    """As in a dead channel, or behind a loss scale that skips: 0 / |0|."""
+    assert (orthogonal(tf.zeros((3, 3, 4, 8)), 3).numpy() == 0).all()

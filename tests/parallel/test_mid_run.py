@@ -1,0 +1,140 @@
+"""What an evaluation or a checkpoint in the middle of a run uses, and what it leaves behind; on three real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+
+EXAMPLES = 42  # in batches of 8: the sixth step has 2 examples, and the third rank none
+
+
+def _data() -> Any:
+    import numpy as np
+
+    import hvd_cifar
+
+    generator = np.random.default_rng(3)
+
+    def part(count: int) -> tuple[Any, Any]:
+        return generator.integers(0, 255, (count, 6, 6, 1), dtype=np.uint8), generator.integers(0, 3, count)
+
+    return hvd_cifar.Dataset.from_arrays(*part(EXAMPLES), *part(20))
+
+
+def _net(image_shape: tuple[int, int, int], classes: int) -> Any:
+    import keras
+    from keras import layers
+
+    x = images = keras.Input(image_shape)
+    x = layers.BatchNormalization(momentum=0.5)(layers.Conv2D(4, 3)(x))
+    return keras.Model(images, layers.Dense(classes)(layers.Flatten()(layers.ReLU()(x))))
+
+
+def _runs(folder: str) -> dict[str, Any]:
+    """Short runs with local batch norm, and what a callback sees of each."""
+    import hvd_cifar
+    from hvd_cifar.distributed import collectives
+    from hvd_cifar.training.step import moving_statistics
+
+    class Recorder(hvd_cifar.Callback):
+        def __init__(self) -> None:
+            self.statistics: dict[int, str] = {}  # this rank's after each step
+            self.evaluations: dict[int, float] = {}
+            self.statistics_alike: list[bool] = []  # on all ranks, at each evaluation
+            self.weights = ""
+
+        def on_step(self, run: Any) -> None:
+            self.statistics[run.step] = collectives.digest(moving_statistics(run.model))
+
+        def on_evaluation(self, run: Any, evaluation: Any) -> None:
+            found = collectives.all_gather_object(collectives.digest(moving_statistics(run.model)))
+            self.statistics_alike.append(len(set(found)) == 1)
+            self.evaluations[run.step] = evaluation.loss
+
+        def on_end(self, run: Any) -> None:
+            self.weights = collectives.digest(run.model.trainable_variables)
+
+    def train(name: str, **settings: Any) -> dict[str, Any]:
+        common = {"global_batch_size": 8, "epochs": 1, "precision": "float64", "warmup_epochs": 0, "eval_every": 0}
+        recorder = Recorder()
+        hvd_cifar.train(_net, _data(), callbacks=[recorder], run_dir=f"{folder}/{name}", **{**common, **settings})
+        return vars(recorder)
+
+    found = {
+        "evaluated": train("evaluated", ema_decay=0.9, eval_every=2),
+        "plain": train("plain", ema_decay=0.9),
+        "short": train("short", ema_decay=0.9, max_steps=2),
+        "without averages": train("without", max_steps=2),
+    }
+    newest = f"{folder}/plain/checkpoints/step-6"
+    return {**found, "goes on": train("goes on", ema_decay=0.9, resume=newest, learning_rate_factor=2)}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    """What each of three ranks saw of the runs, and the folder of these."""
+    folder = tmp_path_factory.mktemp("runs")
+    return run_ranks(_runs, 3, str(folder), timeout=240), folder
+
+
+Ranks = tuple[list[dict[str, Any]], Path]
+
+
+def test_an_evaluation_is_of_the_averaged_weights_and_puts_the_others_back(ranks: Ranks) -> None:
+    root = ranks[0][0]
+    evaluated = root["evaluated"]
+    assert list(evaluated["evaluations"]) == ["2", "4", "6"]
+    at_2 = root["short"]["evaluations"]["2"]
+    assert evaluated["evaluations"]["2"] == pytest.approx(at_2, rel=1e-12)
+    assert at_2 != pytest.approx(root["without averages"]["evaluations"]["2"], rel=1e-6)
+    assert evaluated["weights"] == root["plain"]["weights"]
+
+
+def test_moving_statistics_are_averaged_before_every_evaluation(ranks: Ranks) -> None:
+    for seen in ranks[0]:
+        assert seen["evaluated"]["statistics_alike"] == [True] * 3
+    before = {seen["evaluated"]["statistics"]["1"] for seen in ranks[0]}
+    assert len(before) == 3  # each rank gathers its own
+
+
+def test_a_rank_without_an_example_learns_no_statistics(ranks: Ranks) -> None:
+    changes = [seen["plain"]["statistics"]["6"] != seen["plain"]["statistics"]["5"] for seen in ranks[0]]
+    assert changes == [True, True, False]
+
+
+def test_a_run_that_starts_from_another_one_has_checkpoints_of_its_own(ranks: Ranks) -> None:
+    assert (ranks[1] / "goes on" / "checkpoints" / "step-6.index").exists()
+
+
+def _views() -> list[Any]:
+    """An evaluation by a net that compares left and right, of which the mirrored views of an image say the opposite."""
+    from hvd_cifar.runtime.world import start
+
+    world = start()
+    import keras
+    import numpy as np
+
+    from hvd_cifar.data.augment import Views
+    from hvd_cifar.data.dataset import Examples
+    from hvd_cifar.training.evaluate import make_evaluator
+
+    labels = np.array([0, 1, 1, 0, 1, 1, 0], np.int32)
+    images = np.zeros((7, 6, 6, 1), np.uint8)
+    images[labels == 0, :, :3] = images[labels == 1, :, 3:] = 10
+    given = keras.Input((6, 6, 1))
+    halves = keras.layers.AveragePooling2D((6, 3))(given)
+    model = keras.Model(given, keras.layers.Flatten()(halves))
+    plain = Views((6, 6, 1), lambda images, _: images.astype(np.float32), lambda images: images.astype(np.float32))
+    evaluate = make_evaluator(model, Examples(images, labels), plain, world, batch_size=2)
+    return [[e.accuracy, e.plain_accuracy, e.views, e.examples] for e in (evaluate(False), evaluate(True))]
+
+
+def test_the_accuracy_of_one_view_is_not_that_of_six() -> None:
+    """Over six views both logits are the same, and the first class is taken: 3 of 7."""
+    for one, six in run_ranks(_views, 3):
+        assert one == [1.0, 1.0, 1, 7]
+        assert six == [pytest.approx(3 / 7), 1.0, 6, 7]

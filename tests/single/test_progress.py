@@ -1,0 +1,65 @@
+"""Where a run is: which step a loss belongs to, requests, and the clock of the steps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_cifar.errors import TrainingError
+from hvd_cifar.training.progress import Progress, StepClock
+
+
+class _Result:
+    """What a step returns: float [2] on a device."""
+
+    def __init__(self, loss: float, requests: float = 0.0) -> None:
+        self.value = np.array([loss, requests])
+
+    def numpy(self) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize("at", [8, 9, 11])
+@pytest.mark.parametrize("looked_at", [None, 8])
+def test_the_step_whose_loss_is_not_finite_is_named(at: int, looked_at: int | None) -> None:
+    progress = Progress(first_step=7, saved_step=4)
+    with pytest.raises(TrainingError, match=f"loss = inf at step {at}; the checkpoint of step 4 is kept"):
+        for step in range(8, 12):
+            progress.add([], _Result(np.inf if step == at else 1.0))
+            if step == looked_at:
+                progress.check_losses()
+        progress.check_losses()
+
+
+def test_the_newest_loss_and_any_rank_s_request_are_kept() -> None:
+    progress = Progress(first_step=0, saved_step=-1)
+    progress.on_request()
+    for loss, requests in ((3.0, 0.0), (2.0, 1.0), (1.0, 0.0)):
+        progress.add([], _Result(loss, requests))
+    progress.check_losses()
+    assert (progress.step, progress.loss) == (3, 1.0)
+    assert progress.checkpoint_was_requested and not progress.has_request
+    assert progress.kept == "nothing was saved"
+
+
+def test_the_clock_leaves_pauses_out_also_within_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = StepClock()
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    wait(1)
+    with clock.paused():
+        wait(10)
+        with clock.paused():
+            wait(100)
+        wait(1000)
+    wait(2)
+    assert clock.lap() == 3
+    wait(4)
+    assert clock.lap() == 4

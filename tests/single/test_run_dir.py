@@ -1,0 +1,118 @@
+"""The run directory: one run at a time, and only the same run goes on in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_cifar.config import TrainSettings, make
+from hvd_cifar.errors import UserError
+from hvd_cifar.training import run_dir
+from hvd_cifar.training.checkpoint import TABLE_MAGIC
+from hvd_cifar.training.run_dir import COURSE, claim, course_of
+
+FACTS = {"dataset": "cifar10", "global_batch_size": 128, "examples_sha256": "1f", "learning_rate_schedule": "0.1"}
+# For each setting of the course another value than the default.
+OTHERS: dict[str, Any] = {
+    "model": "resnet20",
+    "precision": "float64",
+    "seed": 1,
+    "augmentation": "none",
+    "weight_decay": 0.5,
+    "ema_decay": 0.5,
+    "label_smoothing": 0.5,
+    "lookahead": True,
+    "image_sizes": (24, 32),
+    "clip_norm": 1.0,
+    "compression": "fp16",
+    "sync_batch_norm": True,
+    "virtual_shards": 4,
+    "deterministic": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def released(tmp_path: Path) -> Iterator[None]:
+    yield
+    for held in list(run_dir._held):
+        run_dir.release(held)
+
+
+def _settings(folder: Path, **more: Any) -> TrainSettings:
+    return make(TrainSettings, {"run_dir": str(folder), **more})
+
+
+def _run(folder: Path, step: int, facts: dict[str, Any] = FACTS, **more: Any) -> Path:
+    """A run directory with a checkpoint and the record of its settings; the checkpoint's path."""
+    checkpoints = folder / "checkpoints"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    (checkpoints / f"step-{step}.index").write_bytes(b"table" + TABLE_MAGIC)
+    (checkpoints / f"step-{step}.data-00000-of-00001").write_bytes(b"")
+    settings = _settings(folder, **more).model_dump(mode="json")
+    (folder / "config.json").write_text(json.dumps({**settings, "run": facts}))
+    return checkpoints / f"step-{step}"
+
+
+def _claim(folder: Path, facts: dict[str, Any] = FACTS, **more: Any) -> Path | None:
+    settings = _settings(folder, **more)
+    claimed, newest = claim(settings, course_of(settings, facts))
+    assert claimed == folder
+    return newest
+
+
+def test_a_folder_is_one_run_s_until_it_lets_it_go(tmp_path: Path) -> None:
+    assert _claim(tmp_path) is None
+    with pytest.raises(UserError, match="another run is writing there"):
+        _claim(tmp_path)
+    run_dir.release(tmp_path)
+    assert _claim(tmp_path) is None
+
+
+def test_the_same_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    _run(tmp_path, 5)
+    newest = _run(tmp_path, 12)
+    assert _claim(tmp_path) == newest
+
+
+def test_every_setting_of_the_course_is_compared() -> None:
+    assert set(OTHERS) == set(COURSE)
+
+
+@pytest.mark.parametrize("name", COURSE)
+def test_a_run_with_another_setting_does_not_go_on(name: str, tmp_path: Path) -> None:
+    _run(tmp_path, 5)
+    with pytest.raises(UserError, match=rf"other settings \(.*{name.replace('_', ' ')} was "):
+        _claim(tmp_path, **{name: OTHERS[name]})
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_a_run_on_other_data_or_batches_does_not_go_on(name: str, tmp_path: Path) -> None:
+    _run(tmp_path, 5)
+    with pytest.raises(UserError, match=f"{name.replace('_', ' ')} was {FACTS[name]}, is other"):
+        _claim(tmp_path, {**FACTS, name: "other"})
+
+
+@pytest.mark.parametrize("name", ["dataset", "examples_sha256", "global_batch_size"])
+def test_a_run_does_not_start_from_another_one_s_checkpoint_on_other_data(name: str, tmp_path: Path) -> None:
+    given = _run(tmp_path / "other", 5, {**FACTS, name: "other"})
+    with pytest.raises(UserError, match=f"{name.replace('_', ' ')} was other"):
+        _claim(tmp_path / "own", resume=str(given))
+
+
+def test_a_run_starts_from_another_one_with_another_learning_rate_and_then_goes_on_by_itself(tmp_path: Path) -> None:
+    given = _run(tmp_path / "other", 5)
+    faster = {**FACTS, "learning_rate_schedule": "0.2"}
+    assert _claim(tmp_path / "own", faster, resume=str(given)) == given
+    run_dir.release(tmp_path / "own")
+    newest = _run(tmp_path / "own", 9, faster, resume=str(given))
+    assert _claim(tmp_path / "own", faster, resume=str(given)) == newest
+    run_dir.release(tmp_path / "own")
+    with pytest.raises(UserError, match="already has a run"):
+        _claim(tmp_path / "own", faster, resume=str(_run(tmp_path / "third", 7)))
+    run_dir.release(tmp_path / "own")
+    with pytest.raises(UserError, match="already has a run"):
+        _claim(tmp_path / "own", faster, resume="never")
