@@ -148,6 +148,7 @@ def _resumed_on_other_data(folder: str) -> dict[str, str]:
     import keras
 
     import hvd_cifar
+    from hvd_cifar.errors import UserError
 
     def net(image_shape: tuple[int, int, int], classes: int) -> Any:
         images = keras.Input(image_shape)
@@ -166,7 +167,7 @@ def _resumed_on_other_data(folder: str) -> dict[str, str]:
             course: dict[str, Any] = {"global_batch_size": 4, "eval_every": 0, "run_dir": folder}
             summary = hvd_cifar.train(net, data(changed), max_steps=step, **course)
             told[changed] = f"step {summary['steps']}"
-        except hvd_cifar.errors.UserError as error:
+        except UserError as error:
             told[changed] = str(error)
     return told
 
