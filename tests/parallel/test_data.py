@@ -73,6 +73,7 @@ def _from_folder(images: str, data_dirs: list[str]) -> list[Any]:
 
     from hvd_cifar.config import DataSettings, make
     from hvd_cifar.data.folder import Folder
+    from hvd_cifar.reporting import terminal
     from hvd_cifar.runtime.world import session
     from hvd_cifar.training.sources import prepare_data
 
@@ -81,9 +82,11 @@ def _from_folder(images: str, data_dirs: list[str]) -> list[Any]:
         settings = make(DataSettings, {"dataset": f"folder:{images}", "data_dir": data_dirs[world.rank]})
         if world.rank == 1:
             Folder.locate = lambda self: None  # type: ignore[method-assign]
+        said: list[str] = []
+        vars(terminal)["say"] = said.append
         found = [prepare_data(settings, twin) for _ in range(2)]
         maps = Path("/proc/self/maps").read_text()
-        return [found[0].digest, found[1].digest, found[1].class_names, f"{data_dirs[1]}/received-" in maps]
+        return [found[0].digest, found[1].digest, found[1].class_names, f"{data_dirs[1]}/received-" in maps, said]
 
 
 def test_a_host_without_the_folder_is_sent_the_decoded_images(tmp_path: Path) -> None:
@@ -97,6 +100,7 @@ def test_a_host_without_the_folder_is_sent_the_decoded_images(tmp_path: Path) ->
     one, other = run_ranks(_from_folder, 2, str(tmp_path / "images"), places)
     assert one[:3] == other[:3] and one[0] == one[1] and one[2] == ["ant", "bee"]
     assert [one[3], other[3]] == [False, True]
+    assert one[4] == [f"folder:{tmp_path}/images sent to twin (rank 1): 0 MB each, SHA-256 checked"]  # once
     assert not Path(places[0]).exists()  # beside the images is enough
     assert [path.name[:9] for path in Path(places[1]).iterdir() if path.is_dir()] == ["received-"]
 
@@ -148,6 +152,7 @@ def _resumed_on_other_data(folder: str) -> dict[str, str]:
     import keras
 
     import hvd_cifar
+    from hvd_cifar.errors import UserError
 
     def net(image_shape: tuple[int, int, int], classes: int) -> Any:
         images = keras.Input(image_shape)
@@ -166,7 +171,7 @@ def _resumed_on_other_data(folder: str) -> dict[str, str]:
             course: dict[str, Any] = {"global_batch_size": 4, "eval_every": 0, "run_dir": folder}
             summary = hvd_cifar.train(net, data(changed), max_steps=step, **course)
             told[changed] = f"step {summary['steps']}"
-        except hvd_cifar.errors.UserError as error:
+        except UserError as error:
             told[changed] = str(error)
     return told
 

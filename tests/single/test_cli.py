@@ -58,7 +58,6 @@ WRONG = [
     ["train", "--checkpoint-every", "0"],
     ["train", "--eval-every", "-1"],
     ["train", "--eval-examples", "0"],
-    ["train", "--eval-examples", "10001"],
     ["train", "--resume", ""],
     ["train", "--run-dir", ""],
     ["train", "--data-dir", "~nobody-of-this-name/x"],

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,9 @@ def test_the_cache_is_made_once_and_anew_after_a_change(birds: Path, monkeypatch
     assert _read(birds).digest == before.digest
     (birds / "train" / "ant" / "0.png").rename(birds / "train" / "bee" / "9.png")
     assert _read(birds).train.labels.tolist() == [0] * 3 + [1] * 5 + [2] * 4
+    for part in ("train", "test"):  # sizes, times and order stay
+        (birds / part / "cat").rename(birds / part / "cow")
+    assert _read(birds).class_names == ("ant", "bee", "cow")
     assert before.train.images[np.array([0])].shape == (1, 6, 5, 3)  # who has mapped an old one keeps it
 
 
@@ -171,6 +175,10 @@ def test_a_folder_that_cannot_be_written_has_its_cache_in_the_data_folder(
     assert source.read(place).digest == source.read(place).digest
 
 
+class Killed(BaseException):
+    """In place of a signal."""
+
+
 def test_a_killed_decoding_goes_on_where_it_stopped(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK", 3)
     decode, decoded = module._decode, []
@@ -178,11 +186,11 @@ def test_a_killed_decoding_goes_on_where_it_stopped(birds: Path, monkeypatch: py
     def counted(path: Path, *given: Any) -> Any:
         decoded.append(path)
         if len(decoded) > 14:  # in the test part: 12 images are of the training part
-            raise KeyboardInterrupt
+            raise Killed
         return decode(path, *given)
 
     monkeypatch.setattr(module, "_decode", counted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         _read(birds)
     assert not [path for path in (birds / CACHE).iterdir() if path.is_dir() and path.suffix != ".part"]
     decoded.clear()
@@ -193,15 +201,19 @@ def test_a_killed_decoding_goes_on_where_it_stopped(birds: Path, monkeypatch: py
     assert found.digest == _read(birds).digest
 
 
-def test_two_processes_decode_once(birds: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        first, second = pool.map(_prepared_at, [birds] * 2, chunksize=1)
-    assert first == second
+def test_who_waited_for_another_process_does_not_decode_again(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, calls = module._decode_all, []
 
+    @contextmanager
+    def waited(home: Path) -> Iterator[None]:
+        monkeypatch.undo()
+        _folder(birds).prepare(show_progress=False)  # the other process, which has the lock meanwhile
+        monkeypatch.setattr(module, "_decode_all", lambda *given: calls.append(given) or decode(*given))
+        yield
 
-def _prepared_at(path: Path) -> tuple[Path, int]:
-    place = _folder(path).prepare(show_progress=False)
-    return place, (place / "train-images.npy").stat().st_mtime_ns
+    monkeypatch.setattr(module, "locked", waited)
+    assert _folder(birds).prepare(show_progress=False).is_dir()
+    assert not calls
 
 
 def test_a_damaged_cache_is_named(birds: Path) -> None:
