@@ -43,9 +43,7 @@ broadcast_variables(optimizer)
 def step(image: tf.Tensor, label: tf.Tensor) -> tf.Tensor:
     """One update; the mean loss of this rank's batch."""
     with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(
-            tf.nn.sparse_softmax_cross_entropy_with_logits(label, model(image, training=True))
-        )
+        loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(label, model(image, training=True)))
     gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
     optimizer.apply(gradients, model.trainable_variables)  # averaged over all ranks, then applied
     return loss

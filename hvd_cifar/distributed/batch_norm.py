@@ -42,8 +42,6 @@ class _Synchronized:
     of small numbers (Chan, Golub, LeVeque 1983, "shifted data").
     """
 
-    moving_mean: Any
-    moving_variance: Any
     # Of the class behind.
     gamma: Any
     beta: Any

@@ -17,7 +17,7 @@ from hvd_cifar.data.dataset import UNNAMED, Dataset
 from hvd_cifar.data.replicate import File
 from hvd_cifar.data.source import Prepared, Source, prepare, source_of
 from hvd_cifar.distributed import collectives
-from hvd_cifar.errors import UserError
+from hvd_cifar.errors import UserError, cause_of
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.world import World
 
@@ -46,7 +46,12 @@ def _own_dataset(own: Dataset | Callable[[], Dataset], settings: DataSettings) -
     told = f"--dataset {named}" if named else "the data set"
 
     def load() -> Dataset:
-        dataset = own() if callable(own) else own
+        try:
+            dataset = own() if callable(own) else own
+        except UserError:
+            raise
+        except Exception as failure:
+            raise UserError(f"{told}: {cause_of(failure)}; it is called without arguments") from failure
         if not isinstance(dataset, Dataset):
             raise UserError(
                 f"{told} is a {type(dataset).__name__}: have the function return a hvd_cifar.Dataset, such as "

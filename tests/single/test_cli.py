@@ -33,7 +33,7 @@ WRONG = [
     ["train", "--clip-norm", "0"],
     ["train", "--label-smoothing", "1"],
     ["train", "--lookahead=5"],
-    ["train", "--image-sizes", "24,4"],
+    ["train", "--image-sizes", "24,0"],
     ["train", "--data-source", "cloud"],
     ["train", "--test-time-augmentation=6"],
     ["train", "--seed", "-1"],

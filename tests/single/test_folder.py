@@ -204,11 +204,15 @@ def test_a_killed_decoding_goes_on_where_it_stopped(birds: Path, monkeypatch: py
 def test_who_waited_for_another_process_does_not_decode_again(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decode, calls = module._decode_all, []
 
+    def counted(*given: Any) -> Any:
+        calls.append(given)
+        return decode(*given)
+
     @contextmanager
     def waited(home: Path) -> Iterator[None]:
         monkeypatch.undo()
         _folder(birds).prepare(show_progress=False)  # the other process, which has the lock meanwhile
-        monkeypatch.setattr(module, "_decode_all", lambda *given: calls.append(given) or decode(*given))
+        monkeypatch.setattr(module, "_decode_all", counted)
         yield
 
     monkeypatch.setattr(module, "locked", waited)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from benchmarks import nets
 from hvd_cifar import models
 from hvd_cifar.models.fast import Dirac, whitening
 from hvd_cifar.models.normalization import FusedBatchNormalization, LocalResponseNormalization
@@ -17,10 +18,6 @@ from hvd_cifar.models.pooling import PadShortcut, SteadyMaxPooling2D
 from hvd_cifar.training.step import cross_entropy
 
 PRECISIONS = ["float32", "float64", "mixed_bfloat16", "mixed_float16"]
-
-
-def _parameters(model: keras.Model) -> int:
-    return sum(int(np.prod(v.shape)) for v in model.trainable_variables)
 
 
 @pytest.mark.parametrize(
@@ -34,23 +31,23 @@ def _parameters(model: keras.Model) -> int:
     ],
 )
 def test_parameter_counts(name: str, side: int, parameters: int, paper: float | None) -> None:
-    net = models.build(name, side, "float32")
-    assert _parameters(net.model) == parameters
+    net = nets.build(name, side)
+    assert net.parameters == parameters
     assert paper is None or round(parameters / 1e4) == round(paper / 1e4)
     assert net.model(np.zeros((2, side, side, 3), np.float32)).shape == (2, 10)
 
 
 def test_resnet_has_the_layers_of_its_name() -> None:
     for depth in (20, 32, 56):
-        model = models.build(f"resnet{depth}", 32, "float32").model
+        model = nets.build(f"resnet{depth}", 32, "float32").model
         weighted = [layer for layer in model.layers if isinstance(layer, (keras.layers.Conv2D, keras.layers.Dense))]
         assert len(weighted) == depth
 
 
 def test_weight_decay_pulls_at_kernels_as_the_sources_say() -> None:
-    assert [v.path for v in models.build("tutorial", 24, "float32").decayed] == ["local3/kernel", "local4/kernel"]
-    assert [v.path for v in models.build("fast", 32, "float32").decayed] == ["logits/kernel"]
-    decayed = models.build("resnet20", 32, "float32").decayed
+    assert [v.path for v in nets.build("tutorial", 24, "float32").decayed] == ["local3/kernel", "local4/kernel"]
+    assert [v.path for v in nets.build("fast", 32, "float32").decayed] == ["logits/kernel"]
+    decayed = nets.build("resnet20", 32, "float32").decayed
     assert len(decayed) == 20 and all(v.path.endswith("kernel") for v in decayed)
 
 
@@ -58,7 +55,7 @@ def test_weight_decay_pulls_at_kernels_as_the_sources_say() -> None:
 @pytest.mark.parametrize("name", ["fast", "tutorial", "resnet20"])
 def test_nets_train_in_every_precision(name: str, precision: str) -> None:
     side = 24 if name == "tutorial" else 32
-    model = models.build(name, side, precision).model
+    model = nets.build(name, side, precision).model
     images = np.random.default_rng(0).normal(size=(4, side, side, 3))
     with tf.GradientTape() as tape:
         logits = model(tf.cast(images, model.compute_dtype), training=True)
@@ -71,7 +68,7 @@ def test_nets_train_in_every_precision(name: str, precision: str) -> None:
 
 @pytest.mark.parametrize("name", ["tutorial", "resnet20", "fast"])
 def test_keras_can_make_a_net_anew_from_its_configuration(name: str) -> None:
-    model = models.build(name, 16, "float32").model
+    model = nets.build(name, 16, "float32").model
     clone = keras.models.clone_model(model)
     clone.set_weights(model.get_weights())
     images = np.random.default_rng(6).normal(size=(3, 16, 16, 3)).astype(np.float32)
@@ -82,8 +79,7 @@ def test_keras_can_make_a_net_anew_from_its_configuration(name: str) -> None:
 def test_written_out_layers_equal_the_fused_ones(name: str) -> None:
     """The float64 net computes the same function as the float32 one."""
     side = 24 if name == "tutorial" else 32
-    keras.utils.set_random_seed(1)
-    single, double = models.build(name, side, "float32").model, models.build(name, side, "float64").model
+    single, double = (nets.build(name, side, precision, seed=1).model for precision in ("float32", "float64"))
     double.set_weights(single.get_weights())
     images = np.random.default_rng(0).normal(size=(8, side, side, 3)).astype(np.float32)
     for training in (True, False):
@@ -239,7 +235,7 @@ def test_pad_shortcut_s_gradient_goes_where_the_pixels_came_from(side: int) -> N
 
 def test_the_fast_net_is_what_is_written_here() -> None:
     """In float64, from its weights alone: which layer comes after which, and what is added to what."""
-    model = models.build("fast", 32, "float64").model
+    model = nets.build("fast", 32, "float64").model
     draw = np.random.default_rng(10)
     for v in model.variables:
         if v.path.endswith(("beta", "moving_mean", "moving_variance")):  # which start as zeros and ones
@@ -289,9 +285,9 @@ def test_whitening_makes_the_values_of_a_patch_uncorrelated() -> None:
 
 
 def test_images_prepare_the_fast_net_s_first_layer() -> None:
-    net = models.build("fast", 32, "float32")
+    net = nets.build("fast", 32, "float32")
     images = np.random.default_rng(7).normal(size=(50, 32, 32, 3)).astype(np.float32)
-    net.prepare(images)
+    models.adapt(net, images)
     assert (net.model.get_layer("whiten").kernel.numpy() == whitening(images)).all()
     assert not any(v.path.startswith("whiten") for v in net.model.trainable_variables)
 
