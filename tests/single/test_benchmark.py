@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hvd_cifar import cli, config
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.tools.benchmark import tables
-from hvd_cifar.tools.benchmark.fits import Fit, Point, end_of_overlapped, fit, messages, traffic
+from hvd_cifar.tools.benchmark.fits import Fit, Point, end_of_overlapped, fit, fits_by_way, messages, traffic
 from hvd_cifar.tools.benchmark.predict import predict, predict_one
 from hvd_cifar.tools.benchmark.results import (
     AllreducePoint,
@@ -153,6 +153,16 @@ def test_one_number_of_ranks_tells_the_start_from_alpha_only_where_alpha_is_know
     assert unknown.start == pytest.approx(5e-3 + 6 * 1e-5, rel=1e-6)
     assert known.alpha_known and "alpha 10.0 us" in tables._fit(known) and "not known" in tables._fit(unknown)
     assert unknown.seconds(4, 1000) == pytest.approx(truth.seconds(4, 1000), rel=1e-6)
+
+
+def test_the_messages_of_mpi_tell_horovod_s_start_where_all_were_measured_on_one_number_of_ranks() -> None:
+    mpi, horovod = Fit(start=0.0, alpha=1e-5, beta=1e-9), Fit(start=5e-3, alpha=1e-5, beta=1e-9)
+    for ranks, known in (([4], True), ([2, 4], True)):
+        found = fits_by_way({"mpi": _points(mpi, ranks), "horovod": _points(horovod, ranks)})
+        assert (found["horovod"].start, found["horovod"].alpha) == pytest.approx((5e-3, 1e-5), rel=1e-4)
+        assert found["horovod"].alpha_known == known
+    alone = fits_by_way({"horovod": _points(horovod, [4])})
+    assert set(alone) == {"horovod"} and not alone["horovod"].alpha_known
 
 
 @pytest.mark.parametrize("noise", [0.2, 0.5, 1.0])
@@ -320,6 +330,23 @@ def test_a_world_is_as_fast_as_its_slowest_rank_and_loses_against_ranks_that_do_
     assert found.input_seconds_by_rank == pytest.approx([0.1, 0.3])
     assert found.communication_seconds_by_rank == pytest.approx([0.15, 0.15])
     assert found.step_seconds_by_rank == pytest.approx([2.25, 2.45])
+
+
+def test_gradients_get_ready_from_the_last_layer_on_and_never_before_an_earlier_part() -> None:
+    import keras
+
+    from hvd_cifar.models import Net
+    from hvd_cifar.tools.benchmark.step import _phases
+
+    model = keras.Sequential([keras.Input((3,)), *(keras.layers.Dense(3, use_bias=False) for _ in range(4))])
+    # The second quarter is measured as shorter than the first: noise.
+    taken = {"forward": 1.0, "backward 1": 1.5, "backward 2": 1.25, "backward 3": 2.0, "backward 4": 3.0}
+    taken["compute"] = 3.5
+    found = _phases(Net(model, []), {phase: [[seconds, seconds]] for phase, seconds in taken.items()})
+    assert (found.forward_seconds, found.backward_seconds, found.update_seconds) == (1.0, 2.0, 0.5)
+    assert [gradient.name for gradient in found.gradients] == [v.path for v in model.trainable_variables[::-1]]
+    assert [gradient.ready_seconds for gradient in found.gradients] == [0.5, 0.5, 1.0, 2.0]
+    assert {gradient.bytes for gradient in found.gradients} == {36}
 
 
 def test_sums_are_exact_and_terms_differ_by_rank() -> None:

@@ -329,7 +329,9 @@ CASES: dict[str, list[Case]] = {
     ],
     "open files": [
         (_memory("b", open_files=256), "warning b", "may open 256 files", "nofile"),
-        (_memory("b", open_files=64), "failure b", "a rank of 4 needs about 80", "limits.d"),
+        (_memory("b", open_files=511), "warning b", "may open 511 files", "nofile"),
+        (_memory("b", open_files=80), "warning b", "may open 80 files", "nofile"),
+        (_memory("b", open_files=79), "failure b", "a rank of 4 needs about 80", "limits.d"),
     ],
     "run folder": [
         (_disk("a", free=2**20), "failure a", "1.0 MiB free in /runs", "--run-dir"),
@@ -480,6 +482,8 @@ def test_the_job_leaves_out_hosts_that_cannot_take_part() -> None:
     assert left(_with(_blocked("ab", "ac"), here="a")) == ["a"]
     assert left(_changed("b", "versions", code="other")) == ["a", "c"]
     assert left(_with(HEALTHY, facts={n: HEALTHY.facts[n] for n in "ac"})) == ["a", "c"]
+    assert left(_changed("b", "memory", open_files=64)) == ["a", "c"]
+    assert left(_changed("b", "memory", open_files=256)) == ["a", "b", "c"]  # a warning
     assert left(_changed("a", "disk", error="Read-only file system")) == ["a", "b", "c"]
     assert left(_told("b", "data", _data(test_batch=None))) == ["a", "b", "c"]
 
@@ -668,6 +672,15 @@ def test_memory_that_cannot_be_read_is_seen(tmp_path: Path) -> None:
     assert memory and memory.attach_error == ""
     memory = _ask(tmp_path, python=str(python)).memory
     assert memory and memory.attach_error == "Operation not permitted"
+
+
+def test_the_limit_of_open_files_is_the_one_that_holds(tmp_path: Path) -> None:
+    """The soft one, which a process meets; not the hard one, up to which it could be raised."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nulimit -S -n 97\nexec '{sys.executable}' \"$@\"\n")
+    python.chmod(0o755)
+    memory = _ask(tmp_path, python=str(python)).memory
+    assert memory and memory.open_files == 97
 
 
 def test_a_group_that_fails_costs_no_other(tmp_path: Path) -> None:

@@ -109,6 +109,27 @@ def test_tensorboard_shows_each_step_once_after_a_kill_and_a_resume(
     assert shown(tmp_path / "tensorboard")["cifar10/train/loss"] == [10, 20, 25, 30]
 
 
+def test_every_event_is_on_disk_at_once(tmp_path: Path) -> None:
+    """A kill costs no more than the line that is being written."""
+    reporter = Reporter(tmp_path, watched=False, dataset="cifar10")
+    reporter.open(0)
+    for step in (1, 2, 3):
+        reporter.train(step, step / 10, 1.0, 0.1, 100.0, 0.5)
+        assert [e["step"] for e in _events(tmp_path)] == list(range(1, step + 1))
+        assert _by_events(tmp_path / "tensorboard")["cifar10/train/loss"] == list(range(1, step + 1))
+    reporter.close()
+
+
+def test_an_evaluation_that_is_made_again_after_a_resume_is_on_record_once(tmp_path: Path) -> None:
+    for first in (0, 20):
+        reporter = Reporter(tmp_path, watched=False, dataset="cifar10")
+        reporter.open(first)
+        reporter.evaluation(20, 2.0, 0.6, 1.5, 100)
+        reporter.close()
+    assert [e["step"] for e in _events(tmp_path)] == [20]
+    assert _by_events(tmp_path / "tensorboard")["cifar10/eval/test_loss"] == [20]
+
+
 def test_only_rank_0_writes_and_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter(None, watched=True, dataset="cifar10")
     reporter.open(0)
