@@ -360,7 +360,7 @@ TRAINING = [
         P + "training/progress.py",
         "if self.saved_step >= 0 else",
         "if self.saved_step > 0 else",
-        PROGRESS + " tests/single/test_trainer.py",
+        PROGRESS,
         "a checkpoint of step 0 is not told of",
     ),
     Fault(

@@ -43,6 +43,7 @@ def test_the_newest_loss_and_any_rank_s_request_are_kept() -> None:
     assert (progress.step, progress.loss) == (3, 1.0)
     assert progress.checkpoint_was_requested and not progress.has_request
     assert progress.kept == "nothing was saved"
+    assert Progress(first_step=3, saved_step=0).kept == "the checkpoint of step 0 is kept"
 
 
 def test_the_clock_leaves_pauses_out_also_within_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
