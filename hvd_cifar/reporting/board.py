@@ -28,10 +28,9 @@ class Board:
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """Write scalars of a step, by name; they are on disk when this returns."""
-        with self._writer.as_default(step=step):
+        with self._writer.as_default(step=step):  # which flushes at its end
             for name, value in scalars.items():
                 tf.summary.scalar(name, value)
-        self._writer.flush()  # the writer itself waits for two minutes, which a killed run would lose
 
     def close(self) -> None:
         """Finish the file."""

@@ -52,13 +52,6 @@ REPORTING = [
         "TensorBoard shows steps twice",
     ),
     Fault(
-        P + "reporting/board.py",
-        "        self._writer.flush()",
-        "        ",
-        METRICS,
-        "a kill loses two minutes of TensorBoard",
-    ),
-    Fault(
         P + "reporting/metrics.py",
         'if event["step"] <= step:',
         'if event["step"] < step:',
