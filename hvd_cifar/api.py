@@ -12,7 +12,7 @@ from typing import Any
 from hvd_cifar import config
 from hvd_cifar.config import EvaluateSettings, TrainSettings
 from hvd_cifar.data.dataset import Dataset
-from hvd_cifar.training import evaluate_command, trainer, user_code
+from hvd_cifar.training import evaluate_command, run, user_code
 from hvd_cifar.training.callbacks import Callback
 from hvd_cifar.training.trainer import OfUser
 
@@ -42,7 +42,7 @@ def train(
         TrainingError: where the loss is not finite, or ranks do not average or do not agree.
     """
     given, named = _of_user(model, dataset, callbacks)
-    return trainer.train(config.make(TrainSettings, {**named, **settings}), given)
+    return run.train(config.make(TrainSettings, {**named, **settings}), given)
 
 
 def evaluate(

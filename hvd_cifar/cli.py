@@ -170,7 +170,7 @@ def _train(settings: config.TrainSettings) -> None:
     # A request for a checkpoint that comes before there is anything to save must not kill the rank.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with quiet_start():
-        from hvd_cifar.training.trainer import train
+        from hvd_cifar.training.run import train
     train(settings)
 
 

@@ -9,14 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting.metrics import Reporter
-from hvd_cifar.runtime.world import World, session
 from hvd_cifar.training.callbacks import Callback
-from hvd_cifar.training.plan import is_deterministic, threads_of
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.run_dir import read_summary
 from hvd_cifar.training.step import TrainStep
@@ -31,27 +28,6 @@ class OfUser:
     model: Callable[..., Any] | None = None
     dataset: Dataset | Callable[[], Dataset] | None = None
     callbacks: Sequence[Callback] = ()
-
-
-def train(settings: TrainSettings, given: OfUser | None = None) -> dict[str, Any]:
-    """Train as the settings say, on all ranks of this job; rank 0 prints and writes.
-
-    Returns:
-        The summary of the run, as in summary.json; the same on every rank.
-
-    Raises:
-        UserError: where a setting does not fit the machine, the data or the run directory.
-        TrainingError: where the loss is not finite, or the ranks do not average or do not agree.
-    """
-    with session(threads_of(settings), is_deterministic(settings)) as world:
-        return train_in(world, settings, given)
-
-
-def train_in(world: World, settings: TrainSettings, given: OfUser | None = None) -> dict[str, Any]:
-    """Train on ranks that have started."""
-    from hvd_cifar.training.assemble import assemble  # which makes the Trainer below
-
-    return assemble(settings, world, given or OfUser()).train()
 
 
 class Trainer:

@@ -1,0 +1,30 @@
+"""`train`: from settings to the summary of a run, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvd_cifar.config import TrainSettings
+from hvd_cifar.runtime.world import World, session
+from hvd_cifar.training.assemble import assemble
+from hvd_cifar.training.plan import is_deterministic, threads_of
+from hvd_cifar.training.trainer import OfUser
+
+
+def train(settings: TrainSettings, given: OfUser | None = None) -> dict[str, Any]:
+    """Train as the settings say, on all ranks of this job; rank 0 prints and writes.
+
+    Returns:
+        The summary of the run, as in summary.json; the same on every rank.
+
+    Raises:
+        UserError: where a setting does not fit the machine, the data or the run directory.
+        TrainingError: where the loss is not finite, or the ranks do not average or do not agree.
+    """
+    with session(threads_of(settings), is_deterministic(settings)) as world:
+        return train_in(world, settings, given)
+
+
+def train_in(world: World, settings: TrainSettings, given: OfUser | None = None) -> dict[str, Any]:
+    """Train on ranks that have started."""
+    return assemble(settings, world, given or OfUser()).train()

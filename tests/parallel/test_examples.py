@@ -1,0 +1,48 @@
+"""Every example runs as its first line says, and stays as short as it is meant to be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import CHECKOUT, environment
+
+EXAMPLES = CHECKOUT / "examples"
+
+
+def _on_two_ranks(*words: Any, cwd: Path) -> str:
+    launcher = ["mpirun", "-q", "-np", "2", "--bind-to", "none", sys.executable]
+    env = environment({"PYTHONPATH": str(CHECKOUT)})
+    done = subprocess.run([*launcher, *map(str, words)], capture_output=True, text=True, timeout=300, env=env, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("my_net.py", 30), ("my_data.py", 50), ("my_callback.py", 20), ("minimal.py", 60)]
+)
+def test_an_example_is_short(name: str, most: int) -> None:
+    assert len((EXAMPLES / name).read_text().splitlines()) <= most
+
+
+def test_a_net_a_data_set_and_a_callback_of_ones_own_train_together(tmp_path: Path) -> None:
+    words = ["-m", "hvd_cifar", "train", "--model", EXAMPLES / "my_net.py:build_with_recipe"]
+    words += ["--dataset", EXAMPLES / "my_data.py:load", "--callbacks", EXAMPLES / "my_callback.py:BestStep"]
+    said = _on_two_ranks(*words, "--run-dir", tmp_path / "run", "--max-steps", 4, "--eval-every", 2, cwd=tmp_path)
+    assert said.count("best test accuracy: ") == 1
+    assert "learning rate 0.001" in said and "start-up proof: gradients that differ by rank" in said
+
+
+def test_keras_fit_trains_alike_on_all_ranks(tmp_path: Path) -> None:
+    said = _on_two_ranks(EXAMPLES / "fit.py", cwd=tmp_path)
+    assert "2 ranks, loss 0." in said and "same weights on all ranks: True" in said
+
+
+def test_the_whole_idea_on_one_page_learns(tmp_path: Path) -> None:
+    said = _on_two_ranks(EXAMPLES / "minimal.py", cwd=tmp_path)
+    losses = [float(line.split("loss ")[1].split()[0]) for line in said.splitlines() if line.startswith("step ")]
+    assert len(losses) == 4 and losses[-1] < 0.8 * losses[0]
