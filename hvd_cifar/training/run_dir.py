@@ -86,20 +86,29 @@ def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path
         raise UserError(f"--run-dir {run_dir}: {failure.strerror}; give a folder that can be written") from None
     _held[run_dir] = lock
 
+    try:
+        return run_dir, _origin_of(settings, run_dir, recorded)
+    except BaseException:
+        release(run_dir)  # this process may go on, and use the folder in another way
+        raise
+
+
+def _origin_of(settings: TrainSettings, run_dir: Path, recorded: dict[str, Any]) -> Path | None:
+    """The checkpoint that a run in this folder begins with, or None. Raises UserError where it is of another run."""
     own = checkpoint.find(run_dir)
     if settings.resume == "never":
         if own is not None:
             raise UserError(f"--run-dir {run_dir} already has a run; give another one, or --resume auto to go on")
-        return run_dir, None
+        return None
     if settings.resume == "auto" or _began_from(run_dir, settings.resume, own):
         _refuse_differences(run_dir, recorded)  # also where a run was killed before its first checkpoint
-        return run_dir, own
+        return own
     given = _given(settings.resume)
     if own is None:
         # A checkpoint of another run may start one with another learning rate, but its step counts its batches.
         names = ("model", "precision", "dataset", "examples_sha256", "seed", "global_batch_size")
         _refuse_differences(given.parent.parent, {name: recorded[name] for name in names})
-        return run_dir, given
+        return given
     if given.parent != own.parent:
         raise UserError(f"--run-dir {run_dir} already has a run; give another one to start from {given}")
     if given != own:
@@ -107,7 +116,7 @@ def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path
             f"--resume {given}: this run has gone on to {own.name}; give another --run-dir to go back, or --resume auto"
         )
     _refuse_differences(run_dir, recorded)
-    return run_dir, own
+    return own
 
 
 def record(run_dir: Path, settings: TrainSettings, plan: Plan, facts: dict[str, Any]) -> None:

@@ -36,9 +36,10 @@ def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[
     """
     if own is not None:
         return _own_dataset(own, settings)
-    if settings.data_source == "local" or world.size == world.local_size:
-        return _from_each_host(settings, world)
-    return _from_rank_0(settings, world)
+    alone = settings.data_source == "local" or world.size == world.local_size
+    dataset = _from_each_host(settings, world) if alone else _from_rank_0(settings, world)
+    # They may stand in a file beside the examples, which a host need not have.
+    return replace(dataset, class_names=collectives.broadcast_object(dataset.class_names))
 
 
 def _own_dataset(own: Dataset | Callable[[], Dataset], settings: DataSettings) -> Dataset:

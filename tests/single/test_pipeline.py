@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvd_cifar.data import sampler
-from hvd_cifar.data.augment import Views, views
+from hvd_cifar.data.augment import Views, draws, views
 from hvd_cifar.data.dataset import Dataset, Examples
 from hvd_cifar.data.pipeline import PREFETCH_BATCHES, evaluation_batches, in_steps, settle, training_batches
 
@@ -84,7 +84,10 @@ def test_every_rank_makes_every_step_on_its_shard_of_the_order(
             epoch, step = divmod(at, steps)
             part = sampler.epoch_order(5, epoch, COUNT)[step * batch : (step + 1) * batch]
             assert len(micro_batches) == sharding.micro_batches
-            for j, (_, label, weight, example) in enumerate(micro_batches):
+            for j, (image, label, weight, example) in enumerate(micro_batches):
+                present = np.maximum(example, 0)
+                seen = STANDARD_VIEWS.train(DATASET.train.images[present], draws(5, epoch, present))
+                assert (image == seen).all()  # distorted as in this epoch
                 assert example.tolist() == sharding.micro_batch(part, j).tolist()
                 assert weight.tolist() == [float(e >= 0) for e in example]
                 assert (label[example >= 0] == example[example >= 0] % 10).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,6 +82,11 @@ def test_order_depends_on_seed_and_epoch_and_is_fixed_for_ever() -> None:
     assert sampler.epoch_order(0, 0, 10).tolist() == GOLDEN_ORDER
     assert sampler.epoch_order(0, 1, 10).tolist() != GOLDEN_ORDER
     assert sampler.epoch_order(1, 0, 10).tolist() != GOLDEN_ORDER
+
+
+def test_no_caller_can_change_the_order_of_another() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        sampler.epoch_order(0, 0, 10)[0] = 5
 
 
 def test_positions_are_uniform() -> None:
