@@ -110,8 +110,9 @@ def test_the_batch_of_a_run_stays_on_other_ranks(embedded: Path, few: dict[str, 
     options = ["--precision", "float64", "--max-steps"]
     first = _train(2, embedded, run_dir, few, *options, 2)
     assert first.returncode == 0 and "global batch 256" in first.stdout, first.stderr
-    second = _train(1, embedded, run_dir, few, *options, 4)
+    second = _train(1, embedded, run_dir, few, "--max-steps", 4)  # the precision also stays that of the run
     assert second.returncode == 0 and "global batch 256 = 1 ranks x 256" in second.stdout, second.stderr
+    assert "parameters, float64)" in second.stdout
     asked = _train(1, embedded, run_dir, few, *options, 6, "--batch-size", 128)
     assert asked.returncode == 2
     assert "global batch size was 256, is 128" in asked.stderr and "config.json" in asked.stderr

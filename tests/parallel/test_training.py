@@ -149,26 +149,17 @@ def test_without_cifar10_and_network_auto_trains_on_the_embedded_set_and_says_so
     assert all("synthetic" in line for line in done.stdout.splitlines() if "test accuracy" in line)
 
 
-def test_real_cifar10_is_learnt(real_data: Path, tmp_path: Path) -> None:
-    """70 steps of 256 real images: 33% was seen; a net that does not learn stays at 10%, one fed wrong labels too."""
+def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, tmp_path: Path) -> None:
+    """Two ranks with four micro-batches each. At eight times the rate the loss is infinite at step 60 of this seed."""
     run_dir = tmp_path / "run"
-    base = [
-        "--model",
-        "tutorial",
-        "--dataset",
-        "cifar10",
-        "--data-dir",
-        real_data,
-        "--run-dir",
-        run_dir,
-        "--eval-every",
-        0,
-    ]
-    done = _run(2, "train", *base, "--max-steps", 70)
+    words: list[Any] = ["--model", "tutorial", "--dataset", "cifar10", "--data-dir", real_data, "--run-dir", run_dir]
+    words += ["--gradient-accumulation", 4, "--seed", 21, "--max-steps", 75, "--eval-every", 0]
+    done = _run(2, "train", *words)
     assert done.returncode == 0, done.stderr
+    assert "learning rate 0.1 to 0.4 over 49 steps" in done.stdout
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["dataset"] == "cifar10"
-    assert summary["test_accuracy"] > 0.25
+    assert summary["dataset"] == "cifar10" and summary["global_batch_size"] == 1024
+    assert summary["test_accuracy"] > 0.2  # a net that does not learn stays at 10%, one fed wrong labels too
     assert "cifar10, tutorial: test accuracy" in done.stdout
 
 
