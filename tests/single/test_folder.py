@@ -208,10 +208,6 @@ def test_who_waited_for_another_process_does_not_decode_again(birds: Path, monke
         calls.append(home)
         return home / listing.fingerprint
 
-    def counted(*given: Any) -> Any:
-        calls.append(given)
-        return decode(*given)
-
     @contextmanager
     def waited(home: Path) -> Iterator[None]:
         monkeypatch.undo()
