@@ -1,4 +1,4 @@
-"""A data set of your own: grey images of 28 x 28 pixels; the class is the pattern.
+"""A data set of your own: grey images of 32 x 32 pixels; the class is the pattern.
 
     ./run.sh -np 2 train --dataset examples/my_data.py:load
 
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 import hvd_cifar
 
 PATTERNS = ("rows", "columns", "checks", "rings")
-SIDE = 28  # pixels
+SIDE = 32  # pixels
 
 
 def draw(count: int, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Images uint8 [count, 28, 28] and their labels [count]."""
+    """Images uint8 [count, 32, 32] and their labels [count]."""
     random = np.random.default_rng(seed)
     labels = random.integers(0, len(PATTERNS), count)
     frequency = random.uniform(0.7, 1.4, (count, 1, 1))
