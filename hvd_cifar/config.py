@@ -240,8 +240,8 @@ class TrainSettings(DataSettings):
     )
     image_sizes: ImageSizes | None = Field(
         None,
-        description="Train on images shrunk to these widths in turn, such as 20,24,32, each for an equal part of the "
-        "epochs: early steps learn as much of fewer pixels. [default: the recipe's]",
+        description="Train on images shrunk to these heights in turn, such as 20,24,32, each for an equal part of the "
+        "epochs; a size above the images' leaves them as they are. [default: the recipe's]",
     )
     clip_norm: Finite | None = Field(
         None, gt=0, description="Clip the averaged gradient to this global norm. [default: no clipping]"

@@ -71,6 +71,12 @@ class Work:
     sharding: Sharding
 
     @property
+    def image_sizes(self) -> tuple[int, ...]:
+        """Heights to train on in turn; a size above the images' leaves them as they are."""
+        height = self.views.shape[0]
+        return tuple(min(side, height) for side in self.settings.image_sizes or (height,))
+
+    @property
     def recipe(self) -> Recipe:
         """The model's."""
         assert self.model.recipe is not None, "it was asked for"
@@ -118,8 +124,6 @@ def _views(settings: TrainSettings, recipe: Recipe, dataset: Dataset) -> Views:
         views = augment.views(named, dataset) if isinstance(named, str) else named
     except ValueError as failure:
         raise UserError(f"--model {settings.model}: {failure}; change its recipe") from failure
-    if any(side > views.shape[0] for side in settings.image_sizes or ()):
-        raise UserError(f"--image-sizes: images are {views.shape[0]} pixels high; give at most that")
     return augment.undistorted(views) if settings.augmentation == "none" else views
 
 
@@ -214,8 +218,7 @@ def make_net(work: Work) -> Net:
     """The net, freshly initialised, adapted to the training images, with the batch norm that the settings ask for."""
     set_precision(precision_of(work.settings), work.settings.seed)
     net = models.build(work.model, work.views.shape, work.dataset.classes)
-    sizes = {*(work.settings.image_sizes or ()), work.views.shape[0]}
-    if len(sizes) > 1 and net.model.input_shape[1] is not None:
+    if set(work.image_sizes) != {work.views.shape[0]} and net.model.input_shape[1] is not None:
         raise UserError("--image-sizes: this net takes images of one size; leave it out, or give another --model")
     if work.settings.sync_batch_norm:
         convert_sync_batch_norm(net.model)
@@ -264,7 +267,7 @@ def step_spec(work: Work, side: int | None = None) -> StepSpec:
 
 
 def _step_of(work: Work, learner: Learner, schedule: Schedule) -> TrainStep:
-    sizes = ImageSizes(work.settings.image_sizes or work.views.shape[:1], work.plan.all_steps)
+    sizes = ImageSizes(work.image_sizes, work.plan.all_steps)
     averages = [kept for kept in (learner.lookahead, learner.averages) if kept]
     return TrainStep(
         lambda side: make_train_step(learner.net, learner.optimizer, step_spec(work, side), averages),
