@@ -83,6 +83,7 @@ def _mask(*cpus: int) -> frozenset[int]:
         ([_mask(0, 1)] * 4, None, [1] * 4),  # more ranks than cores
         ([_mask(0), _mask(1)], None, [1, 1]),  # mpirun binds each rank to a core
         ([_mask(0, 1, 2, 3), _mask(4, 5, 6, 7)], None, [4, 4]),
+        ([_mask(0, 1, 2, 3), _mask(2, 3, 4, 5)], None, [2, 2]),  # overlapping masks
         ([_mask(*range(64))], 2.0, [2]),  # a container with a quota of 2 cores on a host of 64
         ([_mask(*range(64))] * 2, 3.0, [1, 1]),
         ([_mask(*range(64))], 0.5, [1]),

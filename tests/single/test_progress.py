@@ -42,6 +42,10 @@ def test_the_newest_loss_and_any_rank_s_request_are_kept() -> None:
     progress.check_losses()
     assert (progress.step, progress.loss) == (3, 1.0)
     assert progress.checkpoint_was_requested and not progress.has_request
+    progress.checkpoint_was_requested = False  # as after the checkpoint
+    progress.add([], _Result(0.5))
+    progress.check_losses()
+    assert not progress.checkpoint_was_requested  # each request counts once
     assert progress.kept == "nothing was saved"
     assert Progress(first_step=3, saved_step=0).kept == "the checkpoint of step 0 is kept"
 
