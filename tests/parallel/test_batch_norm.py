@@ -145,7 +145,8 @@ def _on_ranks(folder: str) -> dict[str, Any]:
     found["without the last"] = lone.moving_mean.numpy().tolist(), lone.moving_variance.numpy().tolist()
     with examples_present(False):
         output = lone(stand_in, training=True)
-    found["without any"] = lone.moving_mean.numpy().tolist(), bool(np.isfinite(output.numpy()).all())
+    kept = lone.moving_mean.numpy().tolist(), lone.moving_variance.numpy().tolist()
+    found["without any"] = *kept, bool(np.isfinite(output.numpy()).all())
 
     # All values of a channel are one number, and large: rounding takes the mean of squares below the mean's square.
     constant = np.broadcast_to(np.random.default_rng(6).uniform(100, 1000, 256), (5, 3, 256)).astype("float32")
@@ -216,7 +217,7 @@ def test_ranks_normalise_as_one_process_with_all_images(n: int, tmp_path: Path) 
         assert found["half"] == ["bfloat16", "float32"]
         mean, variance = found["without the last"]
         assert np.allclose(mean, 0.1) and np.allclose(variance, 0.9)  # of ones: the mean 1, the variance 0
-        assert found["without any"] == [mean, True]
+        assert found["without any"] == [mean, variance, True]
         finite, least = found["constant"]
         assert finite and least >= 0.0
         # Rank r has r + 1 positions with the value r + 1 in each of its examples.
