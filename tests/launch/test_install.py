@@ -272,11 +272,11 @@ def test_another_python_is_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_fingerprint_follows_what_set_up_depends_on(tmp_path: Path) -> None:
     package = tmp_path / "hvd_cifar"
-    (package / "install").mkdir(parents=True)
-    (package / "distributed").mkdir()
-    (package / "models" / "native").mkdir(parents=True)
-    files = [tmp_path / "setup.cfg", package / "install" / "x.patch", package / "distributed" / "check_build.py"]
-    files += [package / "models" / "native" / "x.cc"]
+    (package / "launch" / "install").mkdir(parents=True)
+    (package / "runtime").mkdir()
+    (package / "kernels" / "native").mkdir(parents=True)
+    files = [tmp_path / "setup.cfg", package / "launch" / "install" / "x.patch"]
+    files += [package / "runtime" / "check_build.py", package / "kernels" / "native" / "x.cc"]
     for path in files:
         path.write_text("1")
     first = installer.fingerprint(tmp_path, "3.11")

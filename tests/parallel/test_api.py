@@ -217,7 +217,7 @@ def test_own_files_on_the_command_line(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_with_own_code_is_one_line(options: list[str], words: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    own = {"--model": "mine.py:build", "--dataset": "mine.py:load", **dict([options])}
+    own = {"--model": "mine.py:build", "--dataset": "mine.py:load", "--batch-size": "5", **dict([options])}
     done = _command(1, "train", *sum(map(list, own.items()), []), "--run-dir", tmp_path / "run", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr and len(done.stderr.splitlines()) == 1

@@ -34,6 +34,7 @@ WRONG = [
     ["train", "--label-smoothing", "1"],
     ["train", "--lookahead=5"],
     ["train", "--image-sizes", "24,0"],
+    ["train", "--callbacks", "mine"],
     ["train", "--data-source", "cloud"],
     ["train", "--test-time-augmentation=6"],
     ["train", "--seed", "-1"],

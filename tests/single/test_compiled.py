@@ -173,7 +173,7 @@ def test_too_little_memory_is_an_error_and_no_crash() -> None:
 @there
 def test_images_without_channels_have_outputs_of_zeros() -> None:
     script = (
-        "import tensorflow as tf; from hvd_cifar.models import compiled; "
+        "import tensorflow as tf; from hvd_cifar.kernels import compiled; "
         "print(compiled.convolve(tf.zeros((1, 4, 4, 0)), tf.zeros((3, 3, 0, 2))).numpy().any())"
     )
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "False"  # at a process's start

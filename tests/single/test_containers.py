@@ -111,6 +111,7 @@ def test_what_is_sent_to_the_builder() -> None:
     assert {path.partition("/")[0] for path in sent} == {
         "README.md",
         "deploy",
+        "examples",
         "hostfiles",
         "hvd_cifar",
         "pyproject.toml",
