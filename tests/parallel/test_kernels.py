@@ -66,7 +66,7 @@ def test_hosts_that_compute_differently_are_named_and_refused_where_bits_are_pro
 
 
 def _ours() -> str:
-    return run_ranks(_about, 1, launcher="none")[0]  # type: ignore[no-any-return]
+    return run_ranks(_about, 1, launcher="none")[0]
 
 
 def _about() -> str:
