@@ -151,7 +151,7 @@ sys.exit(5 if rank == "2" else 0)
 DRIVER = """
 import sys
 from hvd_cifar.launch import launcher
-sys.exit(getattr(launch, sys.argv[1])(sys.argv[3:], __import__("os").environ, sys.argv[2].split(",")))
+sys.exit(getattr(launcher, sys.argv[1])(sys.argv[3:], __import__("os").environ, sys.argv[2].split(",")))
 """
 
 

@@ -1,0 +1,135 @@
+"""What each special path for speed brings to a whole training step: with it and without it, in turns.
+
+    python -m benchmarks.paths --data-dir D --model fast --precision float32 --batch-size 512
+    python -m benchmarks.paths --data-dir D --model resnet20 --precision mixed_bfloat16
+
+One rank on one thread, fed from memory. A row is a path that the preset takes on this machine, and the step with the
+path divided by the step without it, pair by pair. House rule: a path stays where that is 0.97 or less on some machine.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import click
+
+from benchmarks import setting
+from hvd_cifar.config import TrainSettings, make
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+Switch = Callable[[ExitStack], None]  # leaves a path out until the stack closes
+
+
+@click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
+@click.option("--data-dir", type=Path, required=True, help="With CIFAR-10, binary layout.")
+@click.option("--model", default="fast")
+@click.option("--precision", default="float32")
+@click.option("--batch-size", type=click.IntRange(1), default=128)
+@click.option("--pairs", type=click.IntRange(3), default=15)
+@click.option("--only", default="", help="Paths whose name holds this.")
+@setting.one_line_for_users()
+def main(data_dir: Path, model: str, precision: str, batch_size: int, pairs: int, only: str) -> None:
+    """Measure, then print a table in Markdown."""
+    from hvd_cifar.tools.benchmark import job
+    from hvd_cifar.tools.benchmark.step import make_bench
+
+    given = {"model": model, "precision": precision, "batch_size": batch_size, "dataset": "cifar10"}
+    settings = make(TrainSettings, {**given, "data_dir": str(setting.real_data(data_dir))})
+    with job.start((1,), threads=1) as alone:
+
+        def step_without(switch: Switch | None) -> Any:
+            with ExitStack() as stack:
+                if switch:
+                    switch(stack)
+                step = make_bench(alone, settings).repeat(1, "step")
+                step(2)  # the path is chosen while the graph is made
+            return step
+
+        whole = step_without(None)
+        print("| path | step without it, ms | with it, ms | with / without, median (quartiles) |")
+        print("|---|---|---|---|")
+        for name, switch in switches().items():
+            if only in name:
+                print(row(name, *measure(step_without(switch), whole, pairs)), flush=True)
+    print(f"\n{model}, {precision}, {batch_size} images, n = {pairs} pairs; {setting.about()}")
+
+
+def switches() -> dict[str, Switch]:
+    """By name of the path: what leaves it out."""
+    import tensorflow as tf
+
+    from hvd_cifar.kernels import compiled, side_by_side, winograd
+    from hvd_cifar.models import activation, normalization, pooling
+
+    def put(target: Any, name: str, value: Any) -> Switch:
+        return lambda stack: stack.enter_context(mock.patch.object(target, name, value))
+
+    def plain_relu(layer: Any, terms: Any) -> Any:
+        made = tf.nn.relu(terms[0] + terms[1] if len(terms) > 1 else terms[0])
+        return (made,) * layer.copies
+
+    def gelu_of_one_term(layer: Any, terms: Any) -> Any:
+        summed = (terms[0] + terms[1],) if len(terms) > 1 else terms
+        backward = activation._gelu_backward
+        made = activation._copies_of(activation._gelu_forward, lambda _, given, up: backward(given, up), summed, 1)
+        return made * layer.copies
+
+    def cast(stack: ExitStack) -> None:
+        for module in (activation, normalization):
+            stack.enter_context(mock.patch.object(module, "narrow", tf.cast))
+
+    def plain_layer(module: Any, name: str, plain: Any) -> Switch:
+        return put(getattr(module, name), "call", plain)
+
+    def plain_response(layer: Any, images: Any) -> Any:
+        found = tf.nn.local_response_normalization(tf.cast(images, tf.float32), 4, layer.bias, layer.alpha, 0.75)
+        return tf.cast(found, images.dtype)
+
+    def strided_shortcut(layer: Any, images: Any) -> Any:
+        missing = layer.filters - images.shape[-1]
+        return tf.pad(images[:, ::2, ::2], [[0, 0], [0, 0], [0, 0], [missing // 2, missing - missing // 2]])
+
+    return {
+        "kernels/compiled": put(compiled, "is_quicker", lambda *_: False),
+        "kernels/winograd": put(winograd, "LEAST_WEIGHTS", 10**9),
+        "kernels/winograd, not compiled": put(compiled, "MOST_WEIGHTS", 10**9),
+        "kernels/side_by_side": put(side_by_side, "MOST_PIXELS", 0),
+        "SteadyMaxPooling2D": put(pooling, "TIE", {}),
+        "QuickRelu": put(activation.QuickRelu, "_of_sum", plain_relu),
+        "QuickGelu, sums and copies": put(activation.QuickGelu, "_of_sum", gelu_of_one_term),
+        "kernels/half.narrow": cast,
+        "LocalResponseNormalization": plain_layer(normalization, "LocalResponseNormalization", plain_response),
+        "PadShortcut": plain_layer(pooling, "PadShortcut", strided_shortcut),
+    }
+
+
+def measure(without: Any, whole: Any, pairs: int) -> tuple[list[float], list[float]]:
+    """Seconds of a step without a path and of the whole, pair by pair, each of them first in every second pair."""
+    taken: tuple[list[float], list[float]] = ([], [])
+    for pair in range(pairs + 1):  # the first one warms up
+        for i in (0, 1) if pair % 2 else (1, 0):
+            began = time.perf_counter()
+            (without, whole)[i](2)
+            if pair:
+                taken[i].append((time.perf_counter() - began) / 2)
+    return taken
+
+
+def row(name: str, without: list[float], whole: list[float]) -> str:
+    """Of the table, in Markdown."""
+    ratios = [mine / other for mine, other in zip(whole, without, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    times = " | ".join(f"{1000 * statistics.median(each):,.1f}" for each in (without, whole))
+    return f"| {name} | {times} | {middle:.3f} ({low:.3f} to {high:.3f}) |"
+
+
+if __name__ == "__main__":
+    main()
