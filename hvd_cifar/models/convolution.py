@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +43,5 @@ class QuickConv2D(keras.layers.Conv2D):
             return None
         if self.compute_dtype == "bfloat16":
             return side_by_side.convolve if width <= side_by_side.MOST_PIXELS else None
-        small = max(height, width) <= winograd.MOST_PIXELS and math.prod(self.kernel.shape) >= winograd.LEAST_WEIGHTS
-        floats = self.compute_dtype in ("float32", "float64")
-        return winograd.convolve if self.kernel_size == (5, 5) and small and floats else None
+        quicker = winograd.is_quicker(height, width, self.kernel.shape, self.compute_dtype)
+        return winograd.convolve if quicker else None

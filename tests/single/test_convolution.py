@@ -46,10 +46,11 @@ def test_what_set_up_compiled_is_taken(side: int | None, channels: int, dtype: s
         (12, 5, 64, 64, "float32", True),
         (12, 5, 64, 64, "float64", True),
         (7, 3, 256, 256, "float32", False),  # what set-up compiles, or oneDNN
-        (7, 5, 32, 64, "float32", False),  # few weights
-        (17, 5, 64, 64, "float32", False),  # many pixels
-        (7, 7, 64, 64, "float32", False),  # a size without points
-        (7, 5, 256, 256, "float16", False),  # few bits
+        (8, 5, 32, 64, "float32", False),  # few weights
+        (20, 5, 64, 64, "float32", False),  # many pixels
+        (11, 5, 64, 64, "float32", False),  # no whole number of tiles
+        (8, 7, 64, 64, "float32", False),  # a size without points
+        (8, 5, 256, 256, "float16", False),  # few bits
         (None, 5, 256, 256, "float32", False),  # of any size: a model that is being built
     ],
 )
