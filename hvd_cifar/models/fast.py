@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from hvd_cifar.models.activation import QuickGelu
 from hvd_cifar.models.convolution import QuickConv2D
 from hvd_cifar.models.normalization import FusedBatchNormalization
+from hvd_cifar.models.pooling import SteadyMaxPooling2D
 from hvd_cifar.models.recipe import Batch, Recipe
 from hvd_cifar.optim.muon import Muon
 from hvd_cifar.optim.schedules import ToZero
@@ -138,13 +139,13 @@ def build(image_shape: tuple[int, int, int], classes: int) -> keras.Model:
     x = gelu(x, "whiten_gelu")
     for block, width in enumerate(WIDTHS, start=1):
         x = conv(x, width, f"block{block}_conv1")
-        x = keras.layers.MaxPooling2D(2, name=f"block{block}_pool")(x)
+        x = SteadyMaxPooling2D(2, name=f"block{block}_pool")(x)
         x = shortcut = gelu(norm(x, f"block{block}_norm1"), f"block{block}_gelu1")
         x = gelu(norm(conv(x, width, f"block{block}_conv2"), f"block{block}_norm2"), f"block{block}_gelu2")
         if block in RESIDUAL:
             x = norm(conv(x, width, f"block{block}_conv3"), f"block{block}_norm3")
             x = gelu(keras.layers.Add(name=f"block{block}_add")([x, shortcut]), f"block{block}_gelu3")
-    x = keras.layers.GlobalMaxPooling2D(name="pool")(x)
+    x = SteadyMaxPooling2D(name="pool")(x)
     x = keras.layers.Rescaling(1.0 / WIDTHS[-1], name="scale")(x)
     logits = keras.layers.Dense(
         classes,

@@ -135,6 +135,83 @@ def _with_gradient(function: Callable[[Any], Any], x: Any, upstream: Any) -> tup
     return y, tape.gradient(y, x, tf.cast(upstream, y.dtype))
 
 
+@pytest.fixture(params=["CPU", "GPU"])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the layer takes the machine to compute on."""
+    found = {"CPU": [], "GPU": ["GPU:0"]}[request.param]
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: found)
+
+
+@pytest.mark.parametrize(("height", "width", "size"), [(6, 8, 2), (5, 7, 2), (7, 6, 3), (3, 3, None), (4, 1, None)])
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.usefixtures("processor")
+def test_steady_maximum_is_the_maximum(dtype: str, height: int, width: int, size: int | None) -> None:
+    draw = np.random.default_rng(12)
+    images = draw.permutation(3 * height * width * 5).reshape(3, height, width, 5) / 256  # no two of them near
+    layer = SteadyMaxPooling2D(size, dtype=dtype)
+    window = (size or height, size or width)
+
+    def plain(x: Any) -> Any:
+        pooled = tf.nn.max_pool2d(x, window, window, "VALID")
+        return pooled if size else pooled[:, 0, 0]
+
+    x = tf.cast(images, layer.compute_dtype)
+    upstream = draw.normal(size=layer(x).shape)
+    found = _with_gradient(tf.function(layer, autograph=False), x, upstream)
+    expected = _with_gradient(plain, tf.cast(x, tf.float32), tf.cast(tf.cast(upstream, x.dtype), tf.float32))
+    assert found[0].dtype == layer.compute_dtype
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(tf.cast(one, tf.float32), other, rtol=1e-6, atol=9e-5)  # 8 pixels times TIE
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 3e-7), ("float64", 1e-15)])
+@pytest.mark.parametrize("size", [2, None])
+@pytest.mark.usefixtures("processor")
+def test_steady_maximum_s_gradient_does_not_depend_on_rounding(dtype: str, rounding: float, size: int | None) -> None:
+    draw = np.random.default_rng(13)
+    flat = np.broadcast_to(draw.uniform(-9, 9, size=(50, 1, 1, 7)), (50, 4, 4, 7))
+    noise = flat * draw.choice([-rounding, 0.0, rounding], flat.shape)
+    layer = SteadyMaxPooling2D(size, dtype=dtype)
+    upstream = draw.normal(size=layer(tf.constant(flat)).shape)
+    _, gradient = _with_gradient(layer, tf.constant(flat + noise, dtype), upstream)
+    expected = np.zeros(flat.shape)
+    step = size or 4
+    expected[:, ::step, ::step] = upstream.reshape(50, 4 // step, 4 // step, 7)  # the first pixel's, all of it
+    np.testing.assert_array_equal(gradient, expected.astype(dtype))
+
+
+@pytest.mark.parametrize("size", [2, None])
+def test_steady_maximum_passes_every_nan_on(size: int | None) -> None:
+    for place in range(4):
+        images = np.zeros((1, 2, 2, 1), np.float32)
+        images[0, place // 2, place % 2] = np.nan
+        assert np.isnan(SteadyMaxPooling2D(size)(images)).all(), place
+
+
+def test_steady_maximum_of_the_whole_image_passes_every_nan_on_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: ["GPU:0"])
+    assert np.isnan(SteadyMaxPooling2D()(np.full((1, 3, 3, 2), np.nan, np.float32))).all()
+
+
+@pytest.mark.parametrize("size", [3, None])
+def test_steady_maximum_as_keras_builds_and_saves_it(size: int | None) -> None:
+    layer = SteadyMaxPooling2D(size, name="pool")
+    again = SteadyMaxPooling2D.from_config(layer.get_config())
+    images = np.random.default_rng(15).normal(size=(2, 7, 10, 3)).astype(np.float32)
+    assert layer.compute_output_shape((None, None, 10, 3)) == ((None, None, 3, 3) if size else (None, 3))
+    assert layer.compute_output_shape(images.shape) == layer(images).shape
+    assert np.array_equal(again(images), layer(images))
+    unknown = tf.function(layer, autograph=False).get_concrete_function(tf.TensorSpec((None, None, None, 3)))
+    assert np.allclose(unknown(images), layer(images), atol=7e-4)  # 69 pixels times TIE
+
+
+def test_steady_maximum_refuses_windows_that_there_are_not() -> None:
+    with pytest.raises(ValueError, match="not 0"):
+        SteadyMaxPooling2D(0)
+    with pytest.raises(ValueError, match="4 x 1 pixels has no window of 2 x 2"):
+        SteadyMaxPooling2D(2)(np.zeros((1, 4, 1, 3), np.float32))
+
+
 def test_pad_shortcut_keeps_every_second_pixel_and_pads_channels() -> None:
     x = np.random.default_rng(2).normal(size=(2, 4, 4, 16)).astype(np.float32)
     y = PadShortcut(32)(x).numpy()
