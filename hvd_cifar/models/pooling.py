@@ -18,11 +18,11 @@ class SteadyMaxPooling2D(keras.layers.Layer):
     12 steps of float64, with it by 1e-14. The pixels of a window, in reading order, are lowered by 0, 1, 2, ... times
     `TIE` before they are compared. The maximum is that of the lowered values.
 
-    Half types have no bits for that and take the plain way, as do images of unknown size. On a CPU XLA compiles one pass
-    forward and one backward, about as fast as TensorFlow's kernel.
+    Half types have no bits for that and take the plain way, as do images of unknown size. On a CPU XLA compiles one
+    pass forward and one backward, about as fast as TensorFlow's kernel.
 
     Args:
-        size: the window's side in pixels; incomplete windows at the right and bottom are dropped. None: the whole image.
+        size: the window's side in pixels; None: the whole image. Incomplete windows at the right and bottom are dropped.
 
     Raises:
         ValueError: where the size is not positive, or larger than the image.

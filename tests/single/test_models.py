@@ -14,6 +14,7 @@ from benchmarks import nets
 from hvd_cifar import models
 from hvd_cifar.models.fast import Dirac, whitening
 from hvd_cifar.models.normalization import FusedBatchNormalization, LocalResponseNormalization
+from hvd_cifar.models.pooling import SteadyMaxPooling2D
 from hvd_cifar.models.resnet import PadShortcut
 from hvd_cifar.training.step import cross_entropy
 
