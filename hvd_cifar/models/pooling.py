@@ -22,7 +22,7 @@ class SteadyMaxPooling2D(keras.layers.Layer):
     pass forward and one backward, about as fast as TensorFlow's kernel.
 
     Args:
-        size: the window's side in pixels; None: the whole image. Incomplete windows at the right and bottom are dropped.
+        size: the window's side in pixels; None: the whole image. Incomplete windows at the image's end are dropped.
 
     Raises:
         ValueError: where the size is not positive, or larger than the image.
