@@ -9,8 +9,8 @@ launcher's tags and pages; what the caller gets is the job's exit code. This pro
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import ctypes
 import os
 import re
 import shlex
@@ -26,22 +26,23 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hvd_cifar.errors import UserError
+from hvd_cifar.launch.arguments import Parser
 from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import (
     Host,
     count,
     hosts_of_ranks,
     is_local,
-    parse_hosts,
     ranks_by_default,
-    read_hostfile,
 )
 from hvd_cifar.launch.cluster.network import Network, find_network
+from hvd_cifar.launch.cluster.program import Participants
 from hvd_cifar.launch.cluster.remarks import without_banners, without_tags
 from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
-from hvd_cifar.launch.install.installer import read_record
+from hvd_cifar.launch.install.installer import read_record, recorded_options
 from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.environment import copies, launched_size
+from hvd_cifar.runtime.process import signalled_with_parent
 from hvd_cifar.runtime.transport import RING_PARAMETERS, RING_VARIABLES
 
 USAGE = (
@@ -54,7 +55,7 @@ KEEPALIVE = {"oob_tcp_keepalive_time": 10, "oob_tcp_keepalive_intvl": 5, "oob_tc
 PYTHON = "python"  # the command that runs a user's own program on each rank
 SECONDS_FOR_LAST_OUTPUT = 5.0
 SHOW_CURSOR = b"\x1b[?25h"
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+HOSTS_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -100,38 +101,22 @@ def parse(argv: list[str]) -> Request:
 
     Raises UserError.
     """
-    ranks: int | None = None
-    hosts: tuple[Host, ...] = ()
-    gloo = dry_run = ring = False
-    words = list(argv)
-    while words and words[0].startswith("-"):
-        option, _, value = words.pop(0).partition("=")
-        if option in ("--mpi", "--gloo") and not value:
-            gloo = option == "--gloo"
-            continue
-        if option == "--dry-run" and not value:
-            dry_run = True
-            continue
-        if option not in ("-np", "-n", "-H", "--hostfile", "--allreduce"):
-            raise UserError(
-                f"{option} is not an option of the launcher ({USAGE}); a command's options follow the command"
-            )
-        if not value:
-            if not words:
-                raise UserError(f"{option} needs a value ({USAGE})")
-            value = words.pop(0)
-        if option in ("-np", "-n"):
-            ranks = count(value, f"{option} {value}")
-        elif option == "--allreduce":
-            if value not in ("ring", "auto"):
-                raise UserError(f"--allreduce {value}: give ring, or auto for the library's choice")
-            ring = value == "ring"
-        elif hosts:
-            raise UserError("-H and --hostfile exclude each other, and each is given once")
-        else:
-            hosts = parse_hosts(value) if option == "-H" else read_hostfile(Path(value))
-    _check_slots(ranks, hosts, "slot", "the hosts; lower it or add slots")
-    return Request(ranks, hosts, gloo, tuple(words) or ("train",), dry_run, ring)
+    parser = Parser(USAGE)
+    parser.add_argument("-np", "-n", dest="ranks", type=lambda text: count(text, f"-np {text}"))
+    parser.add_argument("--mpi", dest="gloo", action="store_false")
+    parser.add_argument("--gloo", dest="gloo", action="store_true")
+    parser.add_argument("--allreduce", choices=["ring", "auto"])
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    parser.set_defaults(gloo=False)
+    found, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise UserError(
+            f"{unknown[0]} is not an option of the launcher ({USAGE}); a command's options follow the command"
+        )
+    _check_slots(found.ranks, found.hosts, "slot", "the hosts; lower it or add slots")
+    command = tuple(found.command) or ("train",)
+    return Request(found.ranks, found.hosts, found.gloo, command, found.dry_run, found.allreduce == "ring")
 
 
 def with_allocation(request: Request, nodes: tuple[Host, ...]) -> Request:
@@ -151,11 +136,6 @@ def _check_slots(ranks: int | None, hosts: tuple[Host, ...], kind: str, where: s
         raise UserError(f"-np {ranks} is more than the {slots} {kind}{'s' * (slots != 1)} of {where}")
 
 
-def usable_cores(mask: int, quota: float | None) -> int:
-    """Cores that this process may use: those it is let run on, within the container's limit."""
-    return max(1, mask if quota is None else min(mask, int(quota)))
-
-
 def _measures_nothing(words: tuple[str, ...]) -> bool:
     """Whether a command is a prediction from two files, which takes no ranks."""
     return words[:2] == ("benchmark", "predict") and {"--step", "--allreduce"} <= {w.partition("=")[0] for w in words}
@@ -170,44 +150,70 @@ def _check_program(words: tuple[str, ...]) -> None:
 
 
 def _ranks_of(hosts: tuple[Host, ...]) -> int:
-    """One for every slot; where no hosts are named, as many as suit this machine."""
+    """One for every slot; without named hosts, one per GPU that the environment can use, else one per core."""
     if hosts:
         return sum(host.slots for host in hosts)
-    gpus = len(devices.visible_gpus(devices.list_gpus(), os.environ))
-    if gpus and not read_record().get("options", {}).get("gpu"):
-        _complain(f"note: training on the CPU, though this machine has GPUs ({gpus}); ./run.sh setup --gpu uses them")
-        gpus = 0
-    return ranks_by_default(gpus, _cores_here())
+    return ranks_by_default(_gpus_here() if _is_for_gpus() else 0, _cores_here())
 
 
 def _cores_here() -> int:
-    return usable_cores(len(os.sched_getaffinity(0)), devices.cpu_quota())
+    return devices.usable_cores(len(os.sched_getaffinity(0)), devices.cpu_quota())
+
+
+def _gpus_here() -> int:
+    return len(devices.visible_gpus(devices.list_gpus(), os.environ))
+
+
+def _is_for_gpus() -> bool:
+    return recorded_options(read_record()).gpu
+
+
+def _note_unused_gpus(gpus: Mapping[str, int], all_here: bool) -> None:
+    """Say that the environment cannot use these GPUs, which are counted by host."""
+    have = [f"{count} on {host}" for host, count in gpus.items() if count]
+    if have:
+        more = f" and {len(have) - HOSTS_SHOWN} more hosts" if len(have) > HOSTS_SHOWN else ""
+        set_up = f"./run.sh setup --gpu{' --hostfile FILE' * (not all_here)}"
+        _complain(
+            f"note: ranks compute on the CPU, and GPUs stay unused ({', '.join(have[:HOSTS_SHOWN])}{more}): "
+            f"the environment is for the CPU; to use them: {set_up}"
+        )
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What starts ranks.
+
+    python: the interpreter of every rank, at the same path on every host; horovodrun is beside it.
+    mpirun: its path.
+    as_root: whether the user is root, for whom mpirun starts nothing unless told to.
+    """
+
+    python: str
+    mpirun: str
+    as_root: bool
+
+    @property
+    def bin_folder(self) -> Path:
+        """The folder of the environment's programs."""
+        return Path(self.python).parent
 
 
 def command(
-    request: Request,
-    ranks: int,
-    python: str,
-    bin_folder: Path,
-    mpirun: str,
-    environ: Mapping[str, str],
-    root: bool,
-    network: Network | None = None,
+    request: Request, ranks: int, installed: Installation, environ: Mapping[str, str], network: Network | None = None
 ) -> list[str]:
     """The command that starts `ranks` ranks, as words.
 
     Args:
         request: its hosts and its command; without hosts all ranks run here.
         ranks: how many.
-        python: the interpreter of every rank, at the same path on every host.
-        bin_folder: where horovodrun is.
-        mpirun: its path.
+        installed: the programs that start them.
         environ: this process's variables, some of which ranks on other hosts need.
-        root: whether the user is root, to whom mpirun refuses itself.
         network: what joins the hosts; None: all ranks run here.
     """
     # Ranks start in the folder of this process, and import from it and from PYTHONPATH, as under `python -m` here.
     own = request.command[0] == PYTHON
+    python, bin_folder = installed.python, installed.bin_folder
     program = [python, *request.command[1:]] if own else [python, "-m", "hvd_cifar", *request.command]
     hosts = request.hosts or (Host("localhost", ranks),)
     if ranks == 1 and network is None:
@@ -222,8 +228,8 @@ def command(
             words += [python, "-m", "hvd_cifar.launch.cluster.guard", "--subnet", network.subnet]
         return words + program
 
-    words = [mpirun, *where]
-    words += ["--allow-run-as-root"] if root else []
+    words = [installed.mpirun, *where]
+    words += ["--allow-run-as-root"] if installed.as_root else []
     # As horovodrun does: the threads of Horovod and TensorFlow need all cores, and openib is Open MPI's old InfiniBand.
     words += ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
     if request.ring:
@@ -232,7 +238,7 @@ def command(
         words += ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]  # mpirun would look for the hosts among its nodes
     if network is not None:
         words += _of_other_hosts(network, environ)
-        if Path(mpirun).parent == bin_folder:
+        if Path(installed.mpirun).parent == bin_folder:
             # The packaged Open MPI looks for itself where it was built, unless both are told.
             words += ["--prefix", str(bin_folder.parent), "-x", "OPAL_PREFIX"]
     return words + program
@@ -281,8 +287,10 @@ def _launch(request: Request, ranks: int) -> int:
         env["SLURM_EXPORT_ENV"] = "ALL"  # after sbatch --export=NONE mpirun's daemons would lack PATH and OPAL_PREFIX
     of_ranks = hosts_of_ranks(request.hosts, ranks)
     request = replace(request, hosts=tuple(host for host in request.hosts if host.name in of_ranks))
-    network = _find_network(request, bin_folder)
-    words = command(request, ranks, sys.executable, bin_folder, mpirun, env, os.geteuid() == 0, network)
+    network, gpus = _ask_hosts(request, bin_folder)
+    if not _is_for_gpus() and not _measures_nothing(request.command):
+        _note_unused_gpus(gpus or {socket.gethostname(): _gpus_here()}, all_here=network is None)
+    words = command(request, ranks, Installation(sys.executable, mpirun, os.geteuid() == 0), env, network)
     if request.dry_run:
         _write(1, f"{_as_typed(words, env)}\n".encode())
         return 0
@@ -304,18 +312,20 @@ def _launch(request: Request, ranks: int) -> int:
     return code
 
 
-def _find_network(request: Request, bin_folder: Path) -> Network | None:
-    """What joins the hosts of a job; None where all of it runs here. Raises UserError."""
+def _ask_hosts(request: Request, bin_folder: Path) -> tuple[Network | None, dict[str, int]]:
+    """What joins the hosts of a job, and each host's GPUs; None and {} where all ranks run here. Raises UserError."""
     names = [host.name for host in request.hosts]
     here = next((name for name in names if is_local(name)), None)
     if all(map(is_local, names)):
-        return None
+        return None, {}
     if not request.gloo and " " in str(bin_folder):
         raise UserError(f"mpirun starts nothing on other hosts from a path with spaces ({bin_folder}); use --gloo")
     # The launcher takes part also where it has no rank.
     everyone = names if here else [socket.gethostname(), *names]
     way = slurm if request.in_slurm and not request.gloo else ssh  # horovodrun itself goes by ssh
-    return find_network(everyone, here or socket.gethostname(), sys.executable, request.gloo, way)
+    participants = Participants(everyone, here or socket.gethostname(), sys.executable, way)
+    network, reports = find_network(participants, request.gloo)
+    return network, {name: reports[name].gpus for name in names}
 
 
 def _as_typed(words: list[str], env: Mapping[str, str]) -> str:
@@ -379,11 +389,6 @@ def _run(
 
     `output` and `errors` read its streams and print what the user is to see.
     """
-    libc = ctypes.CDLL(None)
-
-    def die_with_parent() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
     # A session of its own: Ctrl-C then reaches this process alone, and the launcher once, through it.
     process: subprocess.Popen[Any] = subprocess.Popen(
         words,
@@ -392,7 +397,7 @@ def _run(
         stdout=subprocess.PIPE if output else None,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=die_with_parent,  # no thread runs yet
+        preexec_fn=signalled_with_parent(signal.SIGTERM),  # no thread runs yet
     )
     caught: list[int] = []
 

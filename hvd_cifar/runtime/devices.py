@@ -9,6 +9,13 @@ from pathlib import Path
 
 from hvd_cifar.errors import UserError
 
+# Where a control group states its CPU limit: in one file of version 2, or in two of version 1.
+QUOTA_FILES = tuple(
+    Path("/sys/fs/cgroup", name) for name in ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+)
+# Linux's names for instructions that multiply bfloat16: two of x86, one of ARM.
+BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+
 
 def choose_gpu(views: Sequence[Sequence[str]], local_rank: int) -> int | None:
     """The index, among the GPUs that this process sees, of the one that it takes.
@@ -89,25 +96,32 @@ def threads_per_rank(masks: Sequence[frozenset[int]], local_rank: int, quota: fl
     return max(1, int(cores))
 
 
-def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """The control group's limit in cores (cgroup v2, then v1), or None where there is none."""
-    try:
-        limit, period = (root / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            limit = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu" / "cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    if limit in ("max", "-1"):
+def usable_cores(cores: int, quota: float | None) -> int:
+    """Cores for ranks: those on which a process may run, within the container's limit; at least 1."""
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def cpu_quota(files: Sequence[Path] = QUOTA_FILES) -> float | None:
+    """This process's control group's limit in cores, or None where there is none."""
+    return quota_of([_read(path) for path in files])
+
+
+def quota_of(texts: Sequence[str]) -> float | None:
+    """The limit in cores that the texts of QUOTA_FILES state ("" for a file that is missing); None: no limit."""
+    version_2, quota, period = texts
+    words = version_2.split() or [quota.strip(), period.strip()]
+    if not all(word.isdecimal() for word in words):  # "max", or -1 in version 1
         return None
-    return int(limit) / int(period)
+    return int(words[0]) / int(words[1])
 
 
 def multiplies_bfloat16(cpuinfo: Path) -> bool:
-    """Whether a CPU has instructions that multiply bfloat16, by Linux's description of it; without one: no."""
+    """Whether the CPU that a /proc/cpuinfo describes multiplies bfloat16; False where the file is missing."""
+    return not BFLOAT16_FLAGS.isdisjoint(_read(cpuinfo).split())
+
+
+def _read(path: Path) -> str:
     try:
-        words = cpuinfo.read_text().split()
+        return path.read_text()
     except OSError:
-        return False
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
+        return ""

@@ -99,11 +99,11 @@ lives = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 is_slow = os.environ.get("SLURM_JOB_PARTITION") == "normal" and lives < int(os.environ["SLOW_LIVES"])
 if is_slow and "hvd_cifar" in sys.orig_argv:
     from hvd_cifar.data import sampler
-    count = order.examples_in_step
+    count = sampler.examples_in_step
     def slow(*of_step):
         time.sleep(0.5)
         return count(*of_step)
-    order.examples_in_step = slow
+    sampler.examples_in_step = slow
 """
 
 

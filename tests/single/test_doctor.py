@@ -21,6 +21,7 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.network import Card as NetworkCard
 from hvd_cifar.launch.cluster.network import Network, NoWay
+from hvd_cifar.launch.cluster.program import Participants
 from hvd_cifar.tools.doctor import ask, examine, findings, job, plan, table
 from hvd_cifar.tools.doctor.facts import (
     GROUPS,
@@ -611,6 +612,7 @@ def test_a_silent_host_is_promised_no_data() -> None:
 
 QUESTIONS = {
     "hosts": ["localhost"],
+    "quota_files": ["/sys/fs/cgroup/cpu.max", "/nowhere/quota", "/nowhere/period"],
     "data_files": ["x.bin"],
     "record_bytes": CIFAR10.record_bytes,
     "label_bytes": 1,
@@ -620,7 +622,7 @@ QUESTIONS = {
 
 def _ask(tmp_path: Path, python: str = sys.executable, **more: Any) -> HostFacts:
     folders = {"package": str(tmp_path), "run_dir": str(tmp_path / "not" / "yet"), "data_folders": [str(tmp_path)]}
-    answers = ask.ask_all(["here"], "here", python, {**QUESTIONS, **folders, **more}, 60)
+    answers = ask.ask_all(Participants(["here"], "here", python), {**QUESTIONS, **folders, **more}, 60)
     assert not answers.silent
     return answers.facts["here"]
 
@@ -710,7 +712,7 @@ def test_a_host_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
     timer = threading.Timer
     monkeypatch.setattr(threading, "Timer", time_is_up_when_it_hangs)
     questions = {**QUESTIONS, "package": str(tmp_path), "run_dir": "/", "data_folders": []}
-    facts = ask.ask_all(["here"], "here", sys.executable, questions, 8).facts
+    facts = ask.ask_all(Participants(["here"], "here", sys.executable), questions, 8).facts
     assert facts["here"].missing == dict.fromkeys(GROUPS[GROUPS.index("memory") :], "no answer in time")
     assert facts["here"].cpu is not None
 

@@ -7,7 +7,6 @@ gone: ssh tells nobody on the other side, so that ranks would train on there aft
 
 from __future__ import annotations
 
-import ctypes
 import ipaddress
 import os
 import signal
@@ -18,9 +17,10 @@ from pathlib import Path
 
 import psutil
 
+from hvd_cifar.runtime.process import signalled_with_parent
+
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_TO_END = 5.0
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def main(argv: list[str]) -> int:
@@ -31,8 +31,7 @@ def main(argv: list[str]) -> int:
     if card is not None:
         os.environ["HOROVOD_GLOO_IFACE"] = card
     starters = starters_of(os.getpid())
-    libc = ctypes.CDLL(None)
-    rank = subprocess.Popen(program, preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
+    rank = subprocess.Popen(program, preexec_fn=signalled_with_parent(signal.SIGKILL))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: rank.terminate())
     while True:

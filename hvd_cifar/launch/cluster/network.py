@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.launch.cluster import ssh
-from hvd_cifar.launch.cluster.program import Program, Way
+from hvd_cifar.launch.cluster.program import Participants, Program
+from hvd_cifar.runtime import devices
 
 PROBE = Path(__file__).with_name("probe.py")
 SECONDS_TO_ANSWER = 60.0
@@ -35,15 +35,17 @@ class Card:
 
 @dataclass(frozen=True)
 class Report:
-    """What a host said of itself. `ports`: where it listens while the hosts try to reach each other.
+    """What a host reports of itself.
 
-    The first is one as Gloo's ranks have, the others are as MPI's.
+    ports: where it listens while the hosts connect to each other: one of the range of Gloo's ranks, then one of MPI's.
+    gpus: how many GPUs a process sees there.
     """
 
     hostname: str
     resolves_itself: bool
     cards: tuple[Card, ...]
     ports: tuple[int, ...] = ()
+    gpus: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,20 +101,15 @@ def candidates(reports: Mapping[str, Report], resolved: Mapping[str, str | None]
     return [Network(",".join(sorted({card.subnet for card in routed.values()})), routed)]
 
 
-def find_network(hosts: Sequence[str], here: str, python: str, gloo: bool, way: Way = ssh) -> Network:
-    """The network of a job on these hosts, tried out.
+def find_network(participants: Participants, gloo: bool) -> tuple[Network, dict[str, Report]]:
+    """The network of a job, after each host has connected to every other one on it; and what the hosts report.
 
-    Args:
-        hosts: all that take part; `here` is among them.
-        here: the name of this machine, which is asked directly.
-        python: the interpreter on every host, at the same path.
-        gloo: whether the job runs over Gloo, which ends with a crash on a host that does not know its own name.
-        way: to the other hosts.
+    `gloo`: whether the job runs over Gloo, which crashes on a host that cannot resolve its own name.
 
     Raises:
         UserError: a host cannot be reached, has no environment, or cannot reach another one.
     """
-    with asked(hosts, here, python, way) as (probes, silent):
+    with asked(participants) as (probes, silent):
         if silent:
             raise UserError("; ".join(": ".join(filter(None, fault)) for fault in silent.values()))
         reports = {host: probe.report for host, probe in probes.items()}
@@ -122,7 +119,7 @@ def find_network(hosts: Sequence[str], here: str, python: str, gloo: bool, way: 
                     f"{host} does not know its own name, '{report.hostname}', and Gloo would crash there: add the "
                     f"line '{_first_address(report)} {report.hostname}' to its /etc/hosts, or use --mpi"
                 )
-        found = candidates(reports, {host: resolve(host) for host in hosts})
+        found = candidates(reports, {host: resolve(host) for host in reports})
         if not found:
             cards = "; ".join(
                 f"{host}: {', '.join(f'{card.name} {card.subnet}' for card in report.cards) or 'none'}"
@@ -133,15 +130,14 @@ def find_network(hosts: Sequence[str], here: str, python: str, gloo: bool, way: 
     works = next((network for network, fault in zip(found, faults, strict=True) if not fault), None)
     if works is None:
         raise UserError(f"{faults[0][0]}: check its cable and the firewalls, which must let all ports through")
-    return works
+    return works, reports
 
 
 class Probe:
     """The program `probe.py` as it runs on one host."""
 
-    def __init__(self, host: str, is_here: bool, python: str, way: Way = ssh) -> None:
-        self.host = host
-        self.program = Program(host, is_here, python, PROBE.read_text(), SECONDS_TO_ANSWER, way)
+    def __init__(self, participants: Participants, host: str) -> None:
+        self.program = Program(participants, host, PROBE.read_text(), SECONDS_TO_ANSWER)
         self.report = Report("", False, ())
 
     def listen(self) -> tuple[str, str] | None:
@@ -157,6 +153,7 @@ class Probe:
                 for card in said["interfaces"]
             ),
             tuple(said["ports"]),
+            len(devices.visible_gpus(said["nvidia_smi"], said["variables"])),
         )
         return None
 
@@ -171,15 +168,13 @@ class Probe:
 
 
 @contextlib.contextmanager
-def asked(
-    hosts: Sequence[str], here: str, python: str, way: Way = ssh
-) -> Iterator[tuple[dict[str, Probe], dict[str, tuple[str, str]]]]:
-    """Probes of the hosts that have reported, all at once; and what is wrong with the others, and what mends it."""
+def asked(participants: Participants) -> Iterator[tuple[dict[str, Probe], dict[str, tuple[str, str]]]]:
+    """Ask all hosts at once: probes of those that report; what is wrong with each of the others, and what mends it."""
     probes: dict[str, Probe] = {}
-    with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
+    with ThreadPoolExecutor(max_workers=len(participants.hosts)) as pool:
         try:
-            for host in hosts:
-                probes[host] = Probe(host, host == here, python, way)
+            for host in participants.hosts:
+                probes[host] = Probe(participants, host)
             answers = dict(zip(probes, pool.map(Probe.listen, probes.values()), strict=True))
             silent = {host: fault for host, fault in answers.items() if fault is not None}
             yield {host: probe for host, probe in probes.items() if host not in silent}, silent

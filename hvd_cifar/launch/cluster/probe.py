@@ -6,7 +6,9 @@ this package, whose version there may be another one.
 """
 
 import json
+import os
 import socket
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -59,6 +61,15 @@ def listeners() -> "list[socket.socket]":
     return found
 
 
+def list_gpus() -> str:
+    """What `nvidia-smi -L` prints, or nothing where it cannot run. The asking side counts the GPUs."""
+    try:
+        words, nothing = ["nvidia-smi", "-L"], subprocess.DEVNULL
+        return subprocess.run(words, stdin=nothing, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
 def main() -> None:
     """See the module."""
     listening = listeners()
@@ -68,6 +79,8 @@ def main() -> None:
         "resolves_itself": resolves(name),
         "interfaces": interfaces(),
         "ports": [listener.getsockname()[1] for listener in listening],
+        "nvidia_smi": list_gpus(),
+        "variables": {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"},
     }
     print(json.dumps(report), flush=True)
     asked = sys.stdin.readline()

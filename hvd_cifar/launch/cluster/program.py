@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hvd_cifar.errors import UserError
@@ -29,29 +30,37 @@ class Way(Protocol):
         """Why it ended with `FAILED`, and what to do."""
 
 
+@dataclass(frozen=True)
+class Participants:
+    """The hosts that take part in a job, and how to run a program on them.
+
+    hosts: their names; `here` is among them, and is this machine, where programs are started directly.
+    python: the interpreter, at the same path on every host.
+    way: to the other hosts.
+    """
+
+    hosts: Sequence[str]
+    here: str
+    python: str
+    way: Way = ssh
+
+
 class Program:
-    """A program as it runs on one host; `end` it in any case. On the other side it ends when its input does."""
+    """A program that runs on one host. The caller must `end` it; on the host it ends when its input is closed."""
 
-    def __init__(self, host: str, is_here: bool, python: str, text: str, seconds: float, way: Way = ssh) -> None:
-        """Start it.
+    def __init__(self, participants: Participants, host: str, text: str, seconds: float) -> None:
+        """Start the program `text` on `host`, and end it after `seconds` at the latest.
 
-        Args:
-            host: its name; is_here: whether that is this machine, where it is started directly.
-            python: the interpreter, at the same path on every host.
-            text: the program.
-            seconds: after so long it is ended, whatever it does.
-            way: to another host.
-
-        Raises UserError where ssh, or what else leads there, is not to be had.
+        Raises UserError where the command that leads there (ssh, srun) is not installed.
         """
-        words = [python, "-I", "-c", text]
         self.host = host
-        self.python = python
-        self.way = way
+        self.python = participants.python
+        self.way = participants.way
         self.late = False
+        words = [self.python, "-I", "-c", text]
         try:
             self.process = subprocess.Popen(
-                words if is_here else way.words(host, words),
+                words if host == participants.here else self.way.words(host, words),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

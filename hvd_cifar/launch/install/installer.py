@@ -4,6 +4,7 @@ Three things make it safe to stop at any moment: a lock on the checkout, a recor
 "complete" only at the very end, and that an environment without such a record is thrown away.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.launch.cluster.hosts import Host, parse_hosts, read_hostfile
+from hvd_cifar.launch.arguments import Parser
 from hvd_cifar.launch.install import convolutions, horovod, machine
 from hvd_cifar.launch.install.everywhere import Here, files_of, set_up_hosts
 from hvd_cifar.launch.install.steps import SHOWN_LINES, StepFailed, Steps, locked, say, telling_lines
@@ -27,6 +28,7 @@ from hvd_cifar.launch.install.versions import differences, read_constraints, ver
 CHECKOUT = Path(__file__).resolve().parents[3]
 VENV = CHECKOUT / ".venv"
 RECORD = "set-up.json"
+USAGE = "./run.sh setup [--gpu|--cpu] [--system-mpi|--packaged-mpi] [--test] [--like FILE] [-H HOSTS | --hostfile FILE]"
 PYTHON = str(VENV / "bin" / "python")
 PIP = [PYTHON, "-I", "-m", "pip"]  # -I: a PYTHONPATH of the user's must not make pip find packages elsewhere
 
@@ -53,48 +55,43 @@ CHECK = CHECKOUT / "hvd_cifar" / "runtime" / "check_build.py"
 
 @dataclass(frozen=True)
 class Options:
-    """What an environment is set up for."""
+    """What an environment is set up for. They stay until the user names others."""
 
     gpu: bool = False
     system_mpi: bool = False
     test: bool = False
 
+    def with_named(self, wanted: argparse.Namespace) -> "Options":
+        """These options, but for those that the user has named."""
+        named = {name: getattr(wanted, name) for name in asdict(self) if getattr(wanted, name) is not None}
+        return replace(self, **named)
 
-@dataclass(frozen=True)
-class Wishes:
-    """What `setup` is asked for beside Options: other hosts, and versions to install (a file as pip's constraints)."""
-
-    hosts: tuple[Host, ...] = ()
-    like: Path | None = None
+    def words(self) -> list[str]:
+        """The options of `setup` that name all of these."""
+        words = ["--gpu" if self.gpu else "--cpu", "--system-mpi" if self.system_mpi else "--packaged-mpi"]
+        return [*words, *(["--test"] if self.test else [])]
 
 
 def main(argv: list[str]) -> int:
     """Set up, as `argv` says, and return the exit code.
 
-    `setup [--gpu] [--system-mpi] [--test]` sets up for just these options, with `-H` or `--hostfile` on other hosts
-    too, and with `--like FILE` in the versions of that file; `needed [--test]` keeps the options of the environment
-    that is there; `run ...` does the same and then hands over to the launcher with all that follows.
+    `setup` sets up with the options of the environment that is there, and those named instead; with `-H` or
+    `--hostfile` on other hosts too, and with `--like FILE` in the versions of that file. `needed` does the same without
+    a word where nothing is to do; `run ...` does that and then hands over to the launcher with all that follows.
     """
     # An exception, so that the command under way is ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         command, *rest = argv or ["setup"]
+        wanted = _parser().parse_args(["needed"] if command == "run" else [command, *rest])
+        options = recorded_options(read_record()).with_named(wanted)
+        if not is_current(options, wanted.like):
+            _set_up_locked(options, wanted.like)
+        elif command == "setup":
+            say(f"Nothing to do: {VENV} is set up ({' '.join(options.words())}). To start afresh, remove it.")
         if command == "run":
-            _set_up_if_needed(Options())
             os.execv(PYTHON, [PYTHON, "-m", "hvd_cifar.launch", *rest])
-        wishes, rest = _take_wishes(rest) if command == "setup" else (Wishes(), rest)
-        known = {"--gpu", "--system-mpi", "--test"} if command == "setup" else {"--test"}
-        wrong = [word for word in rest if word not in known]
-        if command not in ("setup", "needed") or wrong:
-            raise UserError(f"{command}: no such option: {' '.join(wrong)}; there are {', '.join(sorted(known))}")
-        options = Options(gpu="--gpu" in rest, system_mpi="--system-mpi" in rest, test="--test" in rest)
-        if command == "needed":
-            _set_up_if_needed(options)
-        elif is_current(options, wishes.like):
-            say(f"Nothing to do: {VENV} is set up. To start afresh, remove it.")
-        else:
-            _set_up_locked(options, wishes.like)
-        return set_up_hosts(wishes.hosts, _describe_here(rest)) if wishes.hosts else 0
+        return set_up_hosts(wanted.hosts, _describe_here(options)) if wanted.hosts else 0
     except UserError as error:
         say(f"hvd_cifar: {error}")
         return 2
@@ -105,34 +102,24 @@ def main(argv: list[str]) -> int:
         return 130
 
 
-def _take_wishes(words: list[str]) -> tuple[Wishes, list[str]]:
-    """The options that have a value, and the rest of the words. Raises UserError."""
-    wishes, rest = Wishes(), []
-    given = iter(words)
-    for word in given:
-        option, _, value = word.partition("=")
-        if option not in ("-H", "--hostfile", "--like"):
-            rest.append(word)
-            continue
-        value = value or next(given, "")
-        if not value:
-            raise UserError(f"setup: {option} needs a value")
-        if option == "--like":
-            wishes = replace(wishes, like=Path(value))
-        else:
-            if wishes.hosts:
-                raise UserError("setup: -H and --hostfile exclude each other, and each is given once")
-            hosts = parse_hosts(value) if option == "-H" else read_hostfile(Path(value))
-            wishes = replace(wishes, hosts=hosts)
-    return wishes, rest
+def _parser() -> Parser:
+    parser = Parser(USAGE)
+    parser.add_argument("command", choices=["setup", "needed"])
+    for name, other in (("--gpu", "--cpu"), ("--system-mpi", "--packaged-mpi")):
+        either = parser.add_mutually_exclusive_group()
+        either.add_argument(name, action="store_true", default=None)
+        either.add_argument(other, action="store_false", dest=name.strip("-").replace("-", "_"), default=None)
+    parser.add_argument("--test", action="store_true", default=None)
+    parser.add_argument("--like", type=Path)
+    return parser
 
 
-def _describe_here(flags: list[str]) -> Here:
+def _describe_here(options: Options) -> Here:
     return Here(
         checkout=CHECKOUT,
         python=_base_python(),
         version=(sys.version_info[0], sys.version_info[1]),
-        flags=tuple(flags),
+        flags=tuple(options.words()),
         files=files_of(CHECKOUT),
         packages=_packages(),
     )
@@ -169,9 +156,9 @@ def fingerprint(checkout: Path = CHECKOUT, python: str = "") -> str:
 
 
 def is_current(options: Options, like: Path | None = None) -> bool:
-    """Whether the environment is complete, made from the files as they are now, and for at least these options.
+    """Whether the environment is complete, made from the files as they are now, and for these options.
 
-    `like`: a file with versions, which it has, too.
+    `like`: a file of versions that it must have. An environment with the tools for tests also serves without them.
     """
     record = read_record()
     has = recorded_options(record)
@@ -194,13 +181,7 @@ def _version() -> str:
     return f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
-def _set_up_if_needed(options: Options) -> None:
-    options = replace(recorded_options(read_record()), **({"test": True} if options.test else {}))
-    if not is_current(options):
-        _set_up_locked(options)
-
-
-def _set_up_locked(options: Options, like: Path | None = None) -> None:
+def _set_up_locked(options: Options, like: Path | None) -> None:
     with locked(CHECKOUT, "another set-up of this checkout is under way: waiting for it") as lock:
         if not is_current(options, like):
             _set_up(options, like, lock)
@@ -212,7 +193,7 @@ def _set_up(options: Options, like: Path | None, lock: int) -> None:
     here = machine.look_around(os.environ, options.gpu, options.system_mpi)
 
     log_path = VENV / "set-up.log"
-    say(f"Setting up {VENV} (log: {log_path})")
+    say(f"Setting up {VENV} with {' '.join(options.words())} (log: {log_path})")
     before = read_record()
     fresh, base = not _can_be_updated(options), _base_python()
     if fresh and VENV.exists():

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_cifar.launch.cluster import ssh
 from hvd_cifar.launch.cluster.network import Network, NoWay, asked, candidates, resolve, try_out
-from hvd_cifar.launch.cluster.program import Program, Way
+from hvd_cifar.launch.cluster.program import Participants, Program
 from hvd_cifar.tools.doctor.facts import GROUPS, HostFacts
 
 PROBE = Path(__file__).with_name("probe.py")
@@ -32,32 +31,23 @@ class Answers:
     blocked: list[NoWay]
 
 
-def ask_all(
-    hosts: Sequence[str],
-    here: str,
-    python: str,
-    questions: Mapping[str, Any],
-    seconds: float,
-    gloo: bool = False,
-    way: Way = ssh,
-) -> Answers:
+def ask_all(participants: Participants, questions: Mapping[str, Any], seconds: float, gloo: bool = False) -> Answers:
     """Ask all hosts at once.
 
     Args:
-        hosts: their names; `here` is this machine's, which is asked directly.
-        python: the interpreter on every host.
+        participants: the hosts.
         questions: what `probe.py` reads.
-        seconds: how long a host may take to tell its facts.
-        gloo: whether ranks would talk over Gloo, which wants other ports than MPI.
-        way: to the other hosts.
+        seconds: the time limit for a host's facts.
+        gloo: whether ranks would talk over Gloo, which needs other ports than MPI.
     """
+    hosts = participants.hosts
     programs: list[Program] = []
     with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
         try:
             text = PROBE.read_text()
-            programs += [Program(host, host == here, python, text, seconds, way) for host in hosts]
+            programs += [Program(participants, host, text, seconds) for host in hosts]
             listening = pool.map(lambda program: _listen(program, questions), programs)
-            network, blocked = _network_of(hosts, here, python, gloo, way) if len(hosts) > 1 else (None, [])
+            network, blocked = _network_of(participants, gloo) if len(hosts) > 1 else (None, [])
             answers = dict(zip(hosts, listening, strict=True))
         finally:  # first of all: what waits for an answer then has it
             for program in programs:
@@ -91,11 +81,9 @@ def _listen(program: Program, questions: Mapping[str, Any]) -> HostFacts | Silen
     return HostFacts(**found, missing=missing)
 
 
-def _network_of(
-    hosts: Sequence[str], here: str, python: str, gloo: bool, way: Way
-) -> tuple[Network | None, list[NoWay]]:
+def _network_of(participants: Participants, gloo: bool) -> tuple[Network | None, list[NoWay]]:
     """The network that joins the hosts that answer, and where it does not lead; None where nothing joins them."""
-    with asked(hosts, here, python, way) as (probes, _):
+    with asked(participants) as (probes, _):
         reports = {host: probe.report for host, probe in probes.items()}
         found = candidates(reports, {host: resolve(host) for host in probes}) if len(probes) > 1 else []
         if not found:

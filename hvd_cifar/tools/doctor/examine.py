@@ -20,8 +20,9 @@ from hvd_cifar.data.source import layout_of
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local, parse_hosts, ranks_by_default, read_hostfile
-from hvd_cifar.launch.cluster.program import Way
+from hvd_cifar.launch.cluster.program import Participants, Way
 from hvd_cifar.reporting import terminal
+from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.tools.doctor import ask, findings, job, machine, table
 from hvd_cifar.tools.doctor.facts import HostFacts, Subject
@@ -50,7 +51,8 @@ def examine(settings: DoctorSettings) -> None:
     everyone = list(dict.fromkeys([here, *names]))  # this machine takes part also where it has no rank
     _tell(f"asking {len(everyone)} host{'s' * (len(everyone) > 1)} ...")
     questions = _questions(settings, everyone)
-    answers = ask.ask_all(everyone, here, sys.executable, questions, settings.probe_timeout, settings.gloo, way)
+    participants = Participants(everyone, here, sys.executable, way)
+    answers = ask.ask_all(participants, questions, settings.probe_timeout, settings.gloo)
     subject = Subject(
         hosts=_with_slots(hosts, answers.facts),
         here=here,
@@ -131,6 +133,7 @@ def _questions(settings: DoctorSettings, everyone: Sequence[str]) -> dict[str, A
     return {
         "hosts": list(everyone),
         "package": str(Path(hvd_cifar.__file__).parent),
+        "quota_files": [str(path) for path in devices.QUOTA_FILES],
         "run_dir": str(settings.run_dir),
         "data_folders": [str(each) for each in folders],
         "data_files": list(layout.files),

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from hvd_cifar.config import DatasetName
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.network import Network, NoWay
+from hvd_cifar.runtime import devices
 
 
 class _Facts(BaseModel):
@@ -48,7 +50,13 @@ class Cpu(_Facts):
     @property
     def usable(self) -> int:
         """Cores for ranks."""
-        return max(1, self.cores if self.quota is None else min(self.cores, int(self.quota)))
+        return devices.usable_cores(self.cores, self.quota)
+
+    @field_validator("quota", mode="before")
+    @classmethod
+    def _of_files(cls, quota: Any) -> Any:
+        """The probe sends the texts of the files as they are."""
+        return devices.quota_of(quota) if isinstance(quota, list) else quota
 
 
 class Gpu(_Facts):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -18,6 +17,7 @@ import psutil
 
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.runtime.environment import RANK_VARIABLES
+from hvd_cifar.runtime.process import signalled_with_parent
 from hvd_cifar.tools.doctor.facts import Job, Link
 
 RESULT = "hvd_cifar.doctor "  # before rank 0's JSON
@@ -25,7 +25,6 @@ BEGINS, ENDS = "doctor begins with", "doctor ends with"  # before the two ranks 
 SECONDS_TO_END = 20.0
 LOCAL_RANKS = 2  # of each host: enough to see them talk; where GPUs compute, one for each
 COMPLAINTS_KEPT = 20
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def command(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool) -> list[str]:
@@ -41,7 +40,6 @@ def run(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool, seconds: f
     """Run the job, for `seconds` at most. No process of it is left, on any host, however this ends."""
     words = [sys.executable, "-m", "hvd_cifar.launch", *command(hosts, unnamed, gloo, ring)]
     begin = time.monotonic()
-    libc = ctypes.CDLL(None)
     process = subprocess.Popen(
         words,
         env=_environment(os.environ, gloo),
@@ -49,7 +47,7 @@ def run(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool, seconds: f
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,  # a Ctrl-C reaches it once, from here
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+        preexec_fn=signalled_with_parent(signal.SIGTERM),
     )
     late = False
     try:

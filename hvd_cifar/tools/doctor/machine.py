@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from hvd_cifar.data.cifar import Layout
 from hvd_cifar.data.source import layout_of
 from hvd_cifar.launch.cluster.hosts import Host
+from hvd_cifar.runtime import devices
 from hvd_cifar.tools.doctor.facts import Data, HostFacts, Subject
 from hvd_cifar.tools.doctor.finding import (
     GIB,
@@ -33,7 +34,6 @@ LEAST_FILES, FILES_PER_RANK, GOOD_FILES = 64, 4, 512
 # Five checkpoints of the largest model are about 100 MiB.
 LEAST_DISK, GOOD_DISK = 100 * MIB, 1 * GIB
 CLOCK_SECONDS = 2.0
-BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 NEEDED_FLAGS = ("avx", "f16c", "fma")  # TensorFlow is built for the first, Horovod with all that set-up found
 LET_READ = "docker run --cap-add=SYS_PTRACE, or: export OMPI_MCA_btl_vader_single_copy_mechanism=none"
 RUN_FOLDER = "run folder"
@@ -64,7 +64,7 @@ def cpus(subject: Subject) -> Iterator[Finding]:
                 text,
                 "leave it out: what is built for the others ends there with an illegal instruction",
             )
-    without = [name for name, have in flags.items() if not have & BFLOAT16]
+    without = [name for name, have in flags.items() if have.isdisjoint(devices.BFLOAT16_FLAGS)]
     if without and len(without) < len(flags):
         text = f"no instructions for bfloat16 on {listed(without)}: all ranks would compute in float32"
         found(without[0] if len(without) == 1 else "", "warning", text, "leave out those hosts, or give --precision")

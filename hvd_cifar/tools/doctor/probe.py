@@ -16,7 +16,6 @@ import os
 import platform
 import resource
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +28,7 @@ import psutil
 
 # Names that the linker leaves in Horovod's library where that way of adding up was built in.
 BUILT = {"MPI": b"12MPIAllreduceE", "Gloo": b"13GlooAllreduceE", "NCCL": b"13NCCLAllreduceE"}
-PR_SET_PDEATHSIG, PR_SET_PTRACER, PR_SET_PTRACER_ANY = 1, 0x59616D61, -1  # of Linux's prctl
+PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, -1  # of Linux's prctl
 PROGRAM_SECONDS = 10.0
 BLOCK_BYTES = 4 << 20
 TRIAL_BYTES = 1 << 20
@@ -85,20 +84,11 @@ def cpu(asked: Asked) -> Any:
 
     return {
         "cores": len(os.sched_getaffinity(0)),
-        "quota": _quota(),
+        "quota": [_read(path) for path in asked["quota_files"]],  # the asking side reads the limit out of them
         "load": os.getloadavg()[0],
         "model": field("model name") or platform.machine(),
         "flags": field("flags", "Features").split(),
     }
-
-
-def _quota() -> "float | None":
-    """The control group's limit in cores; None: there is none."""
-    words = _read("/sys/fs/cgroup/cpu.max").split() or [
-        _read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").strip(),
-        _read("/sys/fs/cgroup/cpu/cpu.cfs_period_us").strip(),
-    ]
-    return int(words[0]) / int(words[1]) if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal() else None
 
 
 def gpus(asked: Asked) -> Any:
@@ -137,24 +127,23 @@ def _attach_error() -> str:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     mine, wanted = ctypes.create_string_buffer(8), ctypes.create_string_buffer(b"doctor!")
-    ready, tell = os.pipe()
+    here, there = socket.socketpair()
     child = os.fork()
     if child == 0:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        here.close()
         libc.prctl(PR_SET_PTRACER, ctypes.c_long(PR_SET_PTRACER_ANY), 0, 0, 0)
-        os.write(tell, b"1")
-        time.sleep(PROGRAM_SECONDS)
+        there.send(b"1")
+        there.recv(1)  # ends with the parent
         os._exit(0)
+    there.close()
     try:
-        os.read(ready, 1)
+        here.recv(1)
         local, remote = (_Part(ctypes.addressof(buffer), len(buffer)) for buffer in (mine, wanted))
         libc.process_vm_readv.restype = ctypes.c_ssize_t
         read = libc.process_vm_readv(child, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
         return "" if read == len(mine) and mine.value == wanted.value else os.strerror(ctypes.get_errno())
     finally:
-        os.close(ready)
-        os.close(tell)
-        os.kill(child, signal.SIGKILL)
+        here.close()
         os.waitpid(child, 0)
 
 
