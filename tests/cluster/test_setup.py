@@ -103,11 +103,15 @@ def test_options_of_this_host_are_those_of_all(prepared: Cluster) -> None:
     record = json.loads(before[0])
     files[0].write_text(json.dumps(record | {"options": record["options"] | {"gpu": True}}))
     settings = third.files / "ssh" / "sshd_config"
-    settings.write_text(settings.read_text() + "SetEnv HOROVOD_NCCL_HOME=/nowhere\n")
+    old_settings = settings.read_text()
+    # Of several such lines sshd takes the first.
+    settings.write_text("SetEnv HOROVOD_NCCL_HOME=/nowhere PIP_NO_INDEX=1\n" + old_settings)
     os.kill(third.pid, 1)  # sshd reads its settings again
     run_sh = prepared.own / "checkout" / "run.sh"
     done = first.run([run_sh, "setup", "-H", "node1:1,node3:1"], env=variables(first), timeout=400)
     files[0].write_text(before[0])
+    settings.write_text(old_settings)
+    os.kill(third.pid, 1)
     assert done.returncode == 1
     assert "is set up (--gpu --packaged-mpi --test)" in done.stderr
     assert "node3  FAILED: --gpu: HOROVOD_NCCL_HOME=/nowhere has no include/nccl.h" in done.stderr
