@@ -11,7 +11,7 @@ from hvd_cifar.launch.cluster.hosts import parse_hosts, read_hostfile
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with `-H` and `--hostfile`, whose errors are a UserError of one line instead of usage and exit."""
+    """argparse with `-H` and `--hostfile`. An error is a UserError of one line, not a usage text and an exit."""
 
     def __init__(self, usage: str) -> None:
         """`usage`: one line, shown with each error."""

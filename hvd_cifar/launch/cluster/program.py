@@ -1,4 +1,4 @@
-"""A Python program that is sent to another host, and talks with this side in lines of JSON."""
+"""A Python program that is sent to another host, and exchanges lines of JSON with this one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SET_UP = "./run.sh setup --hostfile FILE makes it on every host"
 
 
 class Way(Protocol):
-    """How to run something on another host: the module `ssh`, or `slurm` within an allocation."""
+    """How to run commands on another host: the module `ssh`, or `slurm` in an allocation."""
 
     FAILED: int
 
@@ -27,7 +27,7 @@ class Way(Protocol):
         """The command that runs `command` on `host`."""
 
     def diagnose(self, host: str, complaint: str) -> tuple[str, str]:
-        """Why it ended with `FAILED`, and what to do."""
+        """Why the command ended with `FAILED`, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class Program:
         self._limit.start()
 
     def say(self, value: Any) -> None:
-        """Send a line. A program that is gone does not hear it."""
+        """Send a line; no error if the program has ended."""
         assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(f"{json.dumps(value)}\n".encode())
             self.process.stdin.flush()
 
     def hear(self, start: bytes) -> Any:
-        """The next line that starts so, as JSON: a login shell may write lines of its own. None: there is no more."""
+        """The next line with this start, as JSON; None: the program has ended. A login shell may write other lines."""
         assert self.process.stdout
         line = next((line for line in self.process.stdout if line.startswith(start)), b"")
         try:
@@ -90,7 +90,7 @@ class Program:
             return None
 
     def why(self) -> tuple[str, str]:
-        """What is wrong with a host that does not answer, and what mends it; ends the program."""
+        """What is wrong with a host that does not answer, and what to do. Ends the program."""
         try:
             _, complaint = self.process.communicate(timeout=self._seconds)
         except (subprocess.TimeoutExpired, ValueError, OSError):
@@ -98,21 +98,21 @@ class Program:
         if self.late:
             return (
                 f"{self.host} does not answer within {self._seconds:g} s",
-                f"look what it is busy with: ssh {self.host}",
+                f"see what it is busy with: ssh {self.host}",
             )
         if self.process.returncode == self.way.FAILED:
             return self.way.diagnose(self.host, complaint.decode(errors="replace"))
         return f"{self.host} has {NO_ENVIRONMENT} ({shlex.quote(self.python)})", SET_UP
 
     def end(self) -> None:
-        """Let the program on the host end, and ssh or srun with it."""
+        """End the program on the host, and ssh or srun here."""
         self._limit.cancel()
         assert self.process.stdin and self.process.stdout and self.process.stderr
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         self.process.terminate()
         self.process.wait()
-        # Only now: a thread that waits for a line holds on to its stream until the program is gone.
+        # Not earlier: a thread that waits for a line locks its stream until the program ends.
         self.process.stdout.close()
         self.process.stderr.close()
 
