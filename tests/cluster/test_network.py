@@ -88,7 +88,7 @@ FAULTS = {
     "host key": "ssh node2: its key is not known here",
     "name": "ssh node2: no such name",
     "sshd": "ssh node2: no sshd there",
-    "own name": "node2 cannot resolve its own name, 'node2', and Gloo would crash there: add the line '10.77.0.2 node2'",
+    "own name": "node2 cannot resolve its own name, 'node2', and Gloo would crash there: add the line '10.77.0.2",
     "environment": "node2 has no environment like this one",
 }
 

@@ -264,9 +264,7 @@ def _install_horovod(steps: Steps, here: machine.Machine) -> dict[str, str]:
             check = [PYTHON, "-I", str(CHECK), *(["--gpu"] if here.cuda else [])]
             steps.run(check, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"})
         except StepFailed:
-            shutil.rmtree(
-                wheel.parent, ignore_errors=True
-            )  # in case the wheel is at fault, the next set-up builds it again
+            shutil.rmtree(wheel.parent, ignore_errors=True)  # it may be at fault: the next set-up builds it again
             raise
     return described
 

@@ -1,4 +1,4 @@
-"""Asking all hosts at once: what each says of itself, and whether they reach each other."""
+"""Asks all hosts at once for their facts, and whether they can connect to each other."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hvd_cifar.tools.doctor.facts import GROUPS, HostFacts
 
 PROBE = Path(__file__).with_name("probe.py")
 
-Silent = tuple[str, str]  # what is wrong with a host that does not answer, and what mends it
+Silent = tuple[str, str]  # what is wrong with a host that does not answer, and what to do
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What the hosts say: facts of those that answer, what is wrong with the others, and what joins them.
+    """The facts of the hosts that answer, what is wrong with the others, and the network between them.
 
-    `network` is None where nothing does, or one host alone was asked; `blocked`: where it does not lead.
+    `network`: None without a common network, or with one host; `blocked`: connections that fail on it.
     """
 
     facts: dict[str, HostFacts]
@@ -38,7 +38,7 @@ def ask_all(participants: Participants, questions: Mapping[str, Any], seconds: f
         participants: the hosts.
         questions: what `probe.py` reads.
         seconds: the time limit for a host's facts.
-        gloo: whether ranks would talk over Gloo, which needs other ports than MPI.
+        gloo: whether the ranks would use Gloo, which needs other ports than MPI.
     """
     hosts = participants.hosts
     programs: list[Program] = []
@@ -49,7 +49,7 @@ def ask_all(participants: Participants, questions: Mapping[str, Any], seconds: f
             listening = pool.map(lambda program: _listen(program, questions), programs)
             network, blocked = _network_of(participants, gloo) if len(hosts) > 1 else (None, [])
             answers = dict(zip(hosts, listening, strict=True))
-        finally:  # first of all: what waits for an answer then has it
+        finally:  # before the pool waits for its threads: the end of a program ends their waiting
             for program in programs:
                 program.end()
     facts = {host: answer for host, answer in answers.items() if isinstance(answer, HostFacts)}
@@ -58,7 +58,7 @@ def ask_all(participants: Participants, questions: Mapping[str, Any], seconds: f
 
 
 def _listen(program: Program, questions: Mapping[str, Any]) -> HostFacts | Silent:
-    # The program runs, and waits for a line, once it has said so: only then is the time of an answer that of a message.
+    # The program's first line says that it runs. From then on, an answer takes no longer than a message.
     if program.hear(b"{") is None:
         return program.why()
     sent = time.time()
@@ -82,7 +82,7 @@ def _listen(program: Program, questions: Mapping[str, Any]) -> HostFacts | Silen
 
 
 def _network_of(participants: Participants, gloo: bool) -> tuple[Network | None, list[NoWay]]:
-    """The network that joins the hosts that answer, and where it does not lead; None where nothing joins them."""
+    """The network between the hosts that answer, or None; and connections that fail on it."""
     with asked(participants) as (probes, _):
         reports = {host: probe.report for host, probe in probes.items()}
         found = candidates(reports, {host: resolve(host) for host in probes}) if len(probes) > 1 else []
