@@ -1,4 +1,4 @@
-"""`python -m hvd_cifar.launch`: what run.sh hands over to once the environment is set up."""
+"""`python -m hvd_cifar.launch`: run.sh starts it in the environment that is set up."""
 
 import sys
 

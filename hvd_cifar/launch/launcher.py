@@ -1,16 +1,16 @@
 """From one command line to N ranks: `./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] COMMAND [OPTIONS]`.
 
-The command is checked here, once, before any rank starts. One rank runs without a launcher; several run under
-mpirun, or under horovodrun with --gloo. Ranks on other hosts need ssh to them and the environment there at the same
-path; within an allocation of Slurm its nodes are the hosts, and Slurm starts mpirun's daemons there instead of ssh.
-The network that they use is found here (`cluster.network`). What the user reads is what the ranks print, without the
-launcher's tags and pages; what the caller gets is the job's exit code. This process starts no TensorFlow.
+The command is checked here, once, before any rank starts. One rank runs without a launcher; several run under mpirun,
+or with --gloo under horovodrun. Other hosts need an ssh server, and the environment at the same path. In a Slurm
+allocation the hosts are its nodes, and Slurm instead of ssh starts mpirun's daemons. `cluster.network` finds the
+network between the hosts. The user sees the output of the ranks without the launchers' tags and banners; the exit code
+is the job's. This process does not import TensorFlow.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import ctypes
 import os
 import re
 import shlex
@@ -26,40 +26,41 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hvd_cifar.errors import UserError
+from hvd_cifar.launch.arguments import Parser
 from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import (
     Host,
     count,
     hosts_of_ranks,
     is_local,
-    parse_hosts,
     ranks_by_default,
-    read_hostfile,
 )
 from hvd_cifar.launch.cluster.network import Network, find_network
+from hvd_cifar.launch.cluster.program import Participants
 from hvd_cifar.launch.cluster.remarks import without_banners, without_tags
 from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
-from hvd_cifar.launch.install.installer import read_record
+from hvd_cifar.launch.install.installer import read_record, recorded_options
 from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.environment import copies, launched_size
+from hvd_cifar.runtime.process import signalled_with_parent
 from hvd_cifar.runtime.transport import RING_PARAMETERS, RING_VARIABLES
 
 USAGE = (
     "./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] [--allreduce ring|auto] [--dry-run] COMMAND [OPTIONS]"
 )
-# Ranks on other hosts get these of the user's variables; those on this host inherit all.
+# mpirun exports these of the user's variables to other hosts; ranks on this host inherit all.
 EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS")
-# How soon mpirun notices that a host is gone, in seconds and tries; by itself it would take eight minutes.
+# TCP keepalive of mpirun (seconds, seconds, tries): a lost host is noticed after 30 s; by default after 8 minutes.
 KEEPALIVE = {"oob_tcp_keepalive_time": 10, "oob_tcp_keepalive_intvl": 5, "oob_tcp_keepalive_probes": 4}
 PYTHON = "python"  # the command that runs a user's own program on each rank
 SECONDS_FOR_LAST_OUTPUT = 5.0
 SHOW_CURSOR = b"\x1b[?25h"
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+HOSTS_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Request:
-    """The launcher's part of the command line, and the command after it."""
+    """The launcher's options, and the command."""
 
     ranks: int | None
     hosts: tuple[Host, ...]
@@ -67,18 +68,18 @@ class Request:
     command: tuple[str, ...]
     dry_run: bool = False
     ring: bool = False
-    in_slurm: bool = False  # the hosts are those of this process's allocation
+    in_slurm: bool = False  # the hosts are the nodes of this process's Slurm allocation
 
 
 def main(argv: list[str], check: Callable[[list[str]], None]) -> int:
-    """Launch what `argv` asks for; return the exit code of the job.
+    """Run the job that `argv` describes, and return its exit code.
 
-    `check` validates a command's own options, and ends the process where they are wrong.
+    `check` validates the command's own options, and ends the process if they are wrong.
     """
     try:
         request = parse(argv)
         if max(launched_size() or 1, copies(os.environ)) > 1:
-            raise UserError("mpirun or srun started this several times; it starts the ranks itself: call it once")
+            raise UserError("mpirun or srun started run.sh several times; it starts the ranks itself: call it once")
         if request.command[0] == "doctor":
             return _start_doctor(request, check)
         if request.command[0] == PYTHON:
@@ -91,53 +92,37 @@ def main(argv: list[str], check: Callable[[list[str]], None]) -> int:
     except UserError as error:
         _complain(str(error))
         return 2
-    except KeyboardInterrupt:  # while hosts were asked
+    except KeyboardInterrupt:  # before the ranks started
         return 130
 
 
 def parse(argv: list[str]) -> Request:
-    """Read the launcher's options; all from the first other word on is the command, by default `train`.
+    """Read the launcher's options. The command begins at the first other word; by default it is `train`.
 
     Raises UserError.
     """
-    ranks: int | None = None
-    hosts: tuple[Host, ...] = ()
-    gloo = dry_run = ring = False
-    words = list(argv)
-    while words and words[0].startswith("-"):
-        option, _, value = words.pop(0).partition("=")
-        if option in ("--mpi", "--gloo") and not value:
-            gloo = option == "--gloo"
-            continue
-        if option == "--dry-run" and not value:
-            dry_run = True
-            continue
-        if option not in ("-np", "-n", "-H", "--hostfile", "--allreduce"):
-            raise UserError(
-                f"{option} is not an option of the launcher ({USAGE}); a command's options follow the command"
-            )
-        if not value:
-            if not words:
-                raise UserError(f"{option} needs a value ({USAGE})")
-            value = words.pop(0)
-        if option in ("-np", "-n"):
-            ranks = count(value, f"{option} {value}")
-        elif option == "--allreduce":
-            if value not in ("ring", "auto"):
-                raise UserError(f"--allreduce {value}: give ring, or auto for the library's choice")
-            ring = value == "ring"
-        elif hosts:
-            raise UserError("-H and --hostfile exclude each other, and each is given once")
-        else:
-            hosts = parse_hosts(value) if option == "-H" else read_hostfile(Path(value))
-    _check_slots(ranks, hosts, "slot", "the hosts; lower it or add slots")
-    return Request(ranks, hosts, gloo, tuple(words) or ("train",), dry_run, ring)
+    parser = Parser(USAGE)
+    parser.add_argument("-np", "-n", dest="ranks", type=lambda text: count(text, f"-np {text}"))
+    parser.add_argument("--mpi", dest="gloo", action="store_false")
+    parser.add_argument("--gloo", dest="gloo", action="store_true")
+    parser.add_argument("--allreduce", choices=["ring", "auto"])
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    parser.set_defaults(gloo=False)
+    found, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise UserError(
+            f"{unknown[0]} is not an option of the launcher ({USAGE}); a command's options follow the command"
+        )
+    _check_slots(found.ranks, found.hosts, "slot", "the hosts; lower it or add slots")
+    command = tuple(found.command) or ("train",)
+    return Request(found.ranks, found.hosts, found.gloo, command, found.dry_run, found.allreduce == "ring")
 
 
 def with_allocation(request: Request, nodes: tuple[Host, ...]) -> Request:
-    """The request on the nodes that Slurm gave to this job, () outside of one, unless it names hosts itself.
+    """The request with the Slurm job's nodes as its hosts, unless it names hosts. `nodes` is () outside of a job.
 
-    Raises UserError where it wants more ranks than the job has tasks.
+    Raises UserError where it asks for more ranks than the job has tasks.
     """
     if request.hosts or not nodes:
         return request
@@ -151,18 +136,13 @@ def _check_slots(ranks: int | None, hosts: tuple[Host, ...], kind: str, where: s
         raise UserError(f"-np {ranks} is more than the {slots} {kind}{'s' * (slots != 1)} of {where}")
 
 
-def usable_cores(mask: int, quota: float | None) -> int:
-    """Cores that this process may use: those it is let run on, within the container's limit."""
-    return max(1, mask if quota is None else min(mask, int(quota)))
-
-
 def _measures_nothing(words: tuple[str, ...]) -> bool:
-    """Whether a command is a prediction from two files, which takes no ranks."""
+    """Whether a command only predicts from two files, for which one rank is enough."""
     return words[:2] == ("benchmark", "predict") and {"--step", "--allreduce"} <= {w.partition("=")[0] for w in words}
 
 
 def _check_program(words: tuple[str, ...]) -> None:
-    """UserError where a user's own program is not there: Python would say so once for each rank."""
+    """Raise UserError where a user's own program does not exist: Python would say so once for each rank."""
     if not words:
         raise UserError("python: name a program: ./run.sh -np 2 python PROGRAM.py")
     if not words[0].startswith("-") and not Path(words[0]).exists():
@@ -170,44 +150,70 @@ def _check_program(words: tuple[str, ...]) -> None:
 
 
 def _ranks_of(hosts: tuple[Host, ...]) -> int:
-    """One for every slot; where no hosts are named, as many as suit this machine."""
+    """All slots of the named hosts; without any, one rank per GPU that the environment can use, else one per core."""
     if hosts:
         return sum(host.slots for host in hosts)
-    gpus = len(devices.visible_gpus(devices.list_gpus(), os.environ))
-    if gpus and not read_record().get("options", {}).get("gpu"):
-        _complain(f"note: training on the CPU, though this machine has GPUs ({gpus}); ./run.sh setup --gpu uses them")
-        gpus = 0
-    return ranks_by_default(gpus, _cores_here())
+    return ranks_by_default(_gpus_here() if _is_for_gpus() else 0, _cores_here())
 
 
 def _cores_here() -> int:
-    return usable_cores(len(os.sched_getaffinity(0)), devices.cpu_quota())
+    return devices.usable_cores(len(os.sched_getaffinity(0)), devices.cpu_quota())
+
+
+def _gpus_here() -> int:
+    return len(devices.visible_gpus(devices.list_gpus(), os.environ))
+
+
+def _is_for_gpus() -> bool:
+    return recorded_options(read_record()).gpu
+
+
+def _note_unused_gpus(gpus: Mapping[str, int], all_here: bool) -> None:
+    """Say that the environment cannot use the GPUs, whose number `gpus` holds for each host."""
+    have = [f"{count} on {host}" for host, count in gpus.items() if count]
+    if have:
+        more = f" and {len(have) - HOSTS_SHOWN} more hosts" if len(have) > HOSTS_SHOWN else ""
+        set_up = f"./run.sh setup --gpu{' --hostfile FILE' * (not all_here)}"
+        _complain(
+            f"note: ranks compute on the CPU, and GPUs stay unused ({', '.join(have[:HOSTS_SHOWN])}{more}): "
+            f"the environment is for the CPU; to use them: {set_up}"
+        )
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The programs that start ranks.
+
+    python: path of every rank's interpreter, the same on every host; horovodrun is in the same folder.
+    mpirun: path.
+    as_root: whether the user is root, whom mpirun refuses without an option.
+    """
+
+    python: str
+    mpirun: str
+    as_root: bool
+
+    @property
+    def bin_folder(self) -> Path:
+        """The folder of the environment's programs."""
+        return Path(self.python).parent
 
 
 def command(
-    request: Request,
-    ranks: int,
-    python: str,
-    bin_folder: Path,
-    mpirun: str,
-    environ: Mapping[str, str],
-    root: bool,
-    network: Network | None = None,
+    request: Request, ranks: int, installed: Installation, environ: Mapping[str, str], network: Network | None = None
 ) -> list[str]:
-    """The command that starts `ranks` ranks, as words.
+    """The command that starts the ranks, as words.
 
     Args:
-        request: its hosts and its command; without hosts all ranks run here.
-        ranks: how many.
-        python: the interpreter of every rank, at the same path on every host.
-        bin_folder: where horovodrun is.
-        mpirun: its path.
-        environ: this process's variables, some of which ranks on other hosts need.
-        root: whether the user is root, to whom mpirun refuses itself.
-        network: what joins the hosts; None: all ranks run here.
+        request: hosts and command; without hosts all ranks run here.
+        ranks: their number.
+        installed: the programs that start them.
+        environ: this process's variables, some of which are exported to other hosts.
+        network: between the hosts; None: all ranks run here.
     """
-    # Ranks start in the folder of this process, and import from it and from PYTHONPATH, as under `python -m` here.
+    # Ranks start in this process's folder, and import from it and from PYTHONPATH, as `python -m` does.
     own = request.command[0] == PYTHON
+    python, bin_folder = installed.python, installed.bin_folder
     program = [python, *request.command[1:]] if own else [python, "-m", "hvd_cifar", *request.command]
     hosts = request.hosts or (Host("localhost", ranks),)
     if ranks == 1 and network is None:
@@ -217,44 +223,44 @@ def command(
         words = [str(bin_folder / "horovodrun"), "--gloo", *where]
         if network is not None:
             here = next(card.name for host, card in network.cards.items() if is_local(host))
-            # Hosts have been reached a moment ago: what horovodrun remembers of earlier tries is of no use.
+            # The hosts have just been reached: horovodrun's cache of earlier ssh checks may be outdated.
             words += ["--network-interfaces", here, "--disable-cache"]
             words += [python, "-m", "hvd_cifar.launch.cluster.guard", "--subnet", network.subnet]
         return words + program
 
-    words = [mpirun, *where]
-    words += ["--allow-run-as-root"] if root else []
-    # As horovodrun does: the threads of Horovod and TensorFlow need all cores, and openib is Open MPI's old InfiniBand.
+    words = [installed.mpirun, *where]
+    words += ["--allow-run-as-root"] if installed.as_root else []
+    # As horovodrun does: no binding, since TensorFlow's threads need all cores; no openib, Open MPI's old InfiniBand.
     words += ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
     if request.ring:
         words += [word for name, value in RING_PARAMETERS.items() for word in ("-mca", name, value)]
     if "SLURM_JOB_ID" in environ and not request.in_slurm:
-        words += ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]  # mpirun would look for the hosts among its nodes
+        words += ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]  # or mpirun takes only the job's nodes
     if network is not None:
         words += _of_other_hosts(network, environ)
-        if Path(mpirun).parent == bin_folder:
-            # The packaged Open MPI looks for itself where it was built, unless both are told.
+        if Path(installed.mpirun).parent == bin_folder:
+            # The packaged Open MPI looks for its files in the folder of its build, unless both are set.
             words += ["--prefix", str(bin_folder.parent), "-x", "OPAL_PREFIX"]
     return words + program
 
 
 def _of_other_hosts(network: Network, environ: Mapping[str, str]) -> list[str]:
     """mpirun's options for ranks on other hosts."""
-    # Ranks talk over this network, and mpirun with its daemons too: it would take any card that is up.
+    # Ranks use this network, and so does mpirun with its daemons. By default they use every card that is up.
     words = ["-mca", "btl_tcp_if_include", network.subnet, "-mca", "oob_tcp_if_include", network.subnet]
-    # This machine logs in to every host; hosts need no way to log in to each other.
+    # This machine logs in to every host: hosts need no ssh between each other.
     words += ["-mca", "plm_rsh_no_tree_spawn", "1", "-mca", "plm_rsh_args", " ".join(ssh.OPTIONS)]
     for name, seconds in KEEPALIVE.items():
         words += ["-mca", name, str(seconds)]
     words += ["--tag-output"]
     words += [word for name in sorted(environ) if EXPORTED.fullmatch(name) for word in ("-x", name)]
     if "NCCL_SOCKET_IFNAME" not in environ:
-        words += ["-x", f"NCCL_SOCKET_IFNAME=={','.join(network.card_names)}"]  # the second = asks for whole names
+        words += ["-x", f"NCCL_SOCKET_IFNAME=={','.join(network.card_names)}"]  # the second = stands for exact names
     return words
 
 
 def _start_doctor(request: Request, check: Callable[[list[str]], None]) -> int:
-    """Run the doctor, once, here: it starts ranks itself, and has the launcher's options, too."""
+    """Run the doctor as one process here, with the launcher's options: it starts ranks by itself."""
     words = list(request.command)
     words += ["--gloo"] if request.gloo else []
     words += ["--allreduce", "ring"] if request.ring else []
@@ -274,15 +280,17 @@ def _launch(request: Request, ranks: int) -> int:
     env = {**os.environ, "PATH": path, **(RING_VARIABLES if request.ring else {})}
     mpirun = shutil.which("mpirun", path=path)
     if mpirun is None:
-        raise UserError("mpirun is gone from PATH; load its module again, or run: ./run.sh setup")
+        raise UserError("no mpirun on PATH; load its module again, or run: ./run.sh setup")
     if Path(mpirun).parent == bin_folder:
         env.setdefault("OPAL_PREFIX", str(bin_folder.parent))
     if request.in_slurm:
-        env["SLURM_EXPORT_ENV"] = "ALL"  # after sbatch --export=NONE mpirun's daemons would lack PATH and OPAL_PREFIX
+        env["SLURM_EXPORT_ENV"] = "ALL"  # mpirun's daemons need PATH and OPAL_PREFIX, also after sbatch --export=NONE
     of_ranks = hosts_of_ranks(request.hosts, ranks)
     request = replace(request, hosts=tuple(host for host in request.hosts if host.name in of_ranks))
-    network = _find_network(request, bin_folder)
-    words = command(request, ranks, sys.executable, bin_folder, mpirun, env, os.geteuid() == 0, network)
+    network, gpus = _ask_hosts(request, bin_folder)
+    if not _is_for_gpus() and not _measures_nothing(request.command):
+        _note_unused_gpus(gpus or {socket.gethostname(): _gpus_here()}, all_here=network is None)
+    words = command(request, ranks, Installation(sys.executable, mpirun, os.geteuid() == 0), env, network)
     if request.dry_run:
         _write(1, f"{_as_typed(words, env)}\n".encode())
         return 0
@@ -291,41 +299,46 @@ def _launch(request: Request, ranks: int) -> int:
 
     cores = _cores_here()
     if ranks > cores and network is None:
-        _complain(f"note: {ranks} ranks share {cores} core{'s' * (cores > 1)}: results stay right, speed does not")
+        _complain(f"note: {ranks} ranks share {cores} core{'s' * (cores > 1)}: results are right, but slow")
     if request.gloo:
         return _run_gloo(words, env, of_ranks if network else [])
     watched = sys.stdout.isatty()
     if watched:
-        # Ranks see a terminal of mpirun's making, whatever this one is.
+        # mpirun gives ranks a pseudo-terminal of its own, whatever this process has.
         env |= {"HVD_CIFAR_TERMINAL": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     code = _run_mpi(words, env, of_ranks if network else [])
     if watched and code >= 128:
-        _write(1, SHOW_CURSOR + b"\n")  # a rank that was ended could not take its progress bar away
+        _write(1, SHOW_CURSOR + b"\n")  # a killed rank leaves its progress bar and a hidden cursor
     return code
 
 
-def _find_network(request: Request, bin_folder: Path) -> Network | None:
-    """What joins the hosts of a job; None where all of it runs here. Raises UserError."""
+def _ask_hosts(request: Request, bin_folder: Path) -> tuple[Network | None, dict[str, int]]:
+    """The network between the hosts, and each host's number of GPUs; None and {} where all ranks run here.
+
+    Raises UserError.
+    """
     names = [host.name for host in request.hosts]
     here = next((name for name in names if is_local(name)), None)
     if all(map(is_local, names)):
-        return None
+        return None, {}
     if not request.gloo and " " in str(bin_folder):
         raise UserError(f"mpirun starts nothing on other hosts from a path with spaces ({bin_folder}); use --gloo")
-    # The launcher takes part also where it has no rank.
+    # This machine takes part even if it has no rank.
     everyone = names if here else [socket.gethostname(), *names]
-    way = slurm if request.in_slurm and not request.gloo else ssh  # horovodrun itself goes by ssh
-    return find_network(everyone, here or socket.gethostname(), sys.executable, request.gloo, way)
+    way = slurm if request.in_slurm and not request.gloo else ssh  # horovodrun always uses ssh
+    participants = Participants(everyone, here or socket.gethostname(), sys.executable, way)
+    network, reports = find_network(participants, request.gloo)
+    return network, {name: reports[name].gpus for name in names}
 
 
 def _as_typed(words: list[str], env: Mapping[str, str]) -> str:
-    """A command as one types it in a shell, with the variables that differ from this process's in front."""
+    """The command as typed in a shell, after the variables that differ from this process's."""
     differing = [f"{name}={shlex.quote(value)}" for name, value in env.items() if os.environ.get(name) != value]
     return " ".join([*differing, shlex.join(words)])
 
 
 def _run_mpi(words: list[str], env: Mapping[str, str], hosts: list[str]) -> int:
-    """Run mpirun. `hosts`: of each rank, where they are several, whose ranks are then told apart."""
+    """Run mpirun. `hosts`: each rank's host where there are several hosts, else []; see `NamedLines`."""
     lines = NamedLines(hosts)
 
     def output(stream: BinaryIO) -> None:
@@ -350,7 +363,7 @@ def _run_mpi(words: list[str], env: Mapping[str, str], hosts: list[str]) -> int:
 
 
 def _run_gloo(words: list[str], env: Mapping[str, str], hosts: list[str]) -> int:
-    """Run horovodrun. `hosts`: of each rank, where they are several, whose ranks are then told apart."""
+    """Run horovodrun. `hosts`: each rank's host where there are several hosts, else []; see `NamedLines`."""
     codes: list[int] = []
 
     def output(stream: BinaryIO) -> None:
@@ -365,7 +378,7 @@ def _run_gloo(words: list[str], env: Mapping[str, str], hosts: list[str]) -> int
         _write(2, lines.rest())
 
     code = _run(words, env, output, errors)
-    # horovodrun ends with 1 whatever its ranks ended with, but names their codes, the first one first.
+    # horovodrun's exit code is 1 for every failure of a rank, but it prints the ranks' codes in their order.
     return codes[0] if code == 1 and codes else code
 
 
@@ -375,16 +388,11 @@ def _run(
     output: Callable[[BinaryIO], None] | None,
     errors: Callable[[BinaryIO], None],
 ) -> int:
-    """Run a launcher to its end, pass signals on to it, and return its exit code, or 128 + the signal.
+    """Run a launcher, pass signals on to it, and return its exit code, or 128 + the signal.
 
-    `output` and `errors` read its streams and print what the user is to see.
+    `output` and `errors` read its stdout and stderr, and print what the user should see.
     """
-    libc = ctypes.CDLL(None)
-
-    def die_with_parent() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-    # A session of its own: Ctrl-C then reaches this process alone, and the launcher once, through it.
+    # A session of its own: Ctrl-C reaches this process, which forwards it; the launcher gets it once.
     process: subprocess.Popen[Any] = subprocess.Popen(
         words,
         env=env,
@@ -392,20 +400,20 @@ def _run(
         stdout=subprocess.PIPE if output else None,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=die_with_parent,  # no thread runs yet
+        preexec_fn=signalled_with_parent(signal.SIGTERM),  # no thread runs yet
     )
     caught: list[int] = []
 
     def forward(number: int, _: object) -> None:
         caught.append(number)
-        # A launcher tidies up on these two only, not when its terminal is gone.
+        # Launchers clean up on SIGINT and SIGTERM, not on SIGHUP.
         process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, forward)
-    # A request for a checkpoint: mpirun passes it on to its ranks, horovodrun over Gloo does not.
-    asks = Path(words[0]).name == "mpirun"
-    signal.signal(signal.SIGUSR1, (lambda *_: process.send_signal(signal.SIGUSR1)) if asks else signal.SIG_IGN)
+    # SIGUSR1 asks for a checkpoint. mpirun forwards it to ranks; horovodrun over Gloo does not.
+    forwards = Path(words[0]).name == "mpirun"
+    signal.signal(signal.SIGUSR1, (lambda *_: process.send_signal(signal.SIGUSR1)) if forwards else signal.SIG_IGN)
     pumps = [threading.Thread(target=errors, args=[process.stderr], daemon=True)]
     if output:
         pumps.append(threading.Thread(target=output, args=[process.stdout], daemon=True))
@@ -425,7 +433,7 @@ def _chunks(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    # A reader that has gone (`| head`) does not end the job, whose pipe must be kept empty or its ranks would block.
+    # A closed stdout (`| head`) does not end the job. Its pipe is read on: with a full pipe the ranks would block.
     with contextlib.suppress(BrokenPipeError):
         while data:
             data = data[os.write(descriptor, data) :]

@@ -1,4 +1,4 @@
-"""Which device a rank takes, and how many threads: pure functions, so that made-up machines can test them."""
+"""The choice of a rank's device and threads: pure functions, which tests call with made-up machines."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from pathlib import Path
 
 from hvd_cifar.errors import UserError
 
+# Where a control group states its CPU limit: in one file of version 2, or in two of version 1.
+QUOTA_FILES = tuple(
+    Path("/sys/fs/cgroup", name) for name in ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+)
+# Linux's names for instructions that multiply bfloat16: two of x86, one of ARM.
+BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+
 
 def choose_gpu(views: Sequence[Sequence[str]], local_rank: int) -> int | None:
-    """The index, among the GPUs that this process sees, of the one that it takes.
+    """The index of this rank's GPU among the GPUs that its process sees.
 
     Args:
-        views: for each local rank of this host, the names (UUIDs) of the GPUs that its process sees, in its order.
-        local_rank: this process's.
+        views: for each local rank, the names (UUIDs) of the GPUs that its process sees, in CUDA's order.
+        local_rank: of this process.
 
     Returns:
-        None where this process sees no GPU: it computes on the CPU.
+        None where no rank of this host sees a GPU: the rank computes on the CPU.
 
     Raises:
         UserError: where there are more local ranks than GPUs, or only some ranks see one.
@@ -43,11 +50,12 @@ def choose_gpu(views: Sequence[Sequence[str]], local_rank: int) -> int | None:
 
 
 def visible_gpus(listing: str, environment: Mapping[str, str]) -> list[str]:
-    """UUIDs of the GPUs that CUDA shows a process, in its order.
+    """UUIDs of the GPUs that CUDA shows to a process, in CUDA's order.
 
     Args:
-        listing: what `nvidia-smi -L` prints: all GPUs of the host, or of the process's control group.
-        environment: of the process; CUDA_VISIBLE_DEVICES names indices or beginnings of UUIDs, up to the first bad one.
+        listing: the output of `nvidia-smi -L`: all GPUs of the host, or of the process's control group.
+        environment: of the process. CUDA_VISIBLE_DEVICES holds indices or prefixes of UUIDs; CUDA stops at the first
+            that does not exist.
     """
     uuids: list[str] = re.findall(r"^GPU \d+:.*\(UUID: ([^)]+)\)", listing, re.MULTILINE)
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
@@ -65,7 +73,7 @@ def visible_gpus(listing: str, environment: Mapping[str, str]) -> list[str]:
 
 
 def list_gpus() -> str:
-    """What `nvidia-smi -L` prints, or nothing where it cannot run."""
+    """The output of `nvidia-smi -L`, or "" where it cannot run."""
     try:
         return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -73,13 +81,13 @@ def list_gpus() -> str:
 
 
 def threads_per_rank(masks: Sequence[frozenset[int]], local_rank: int, quota: float | None) -> int:
-    """Threads for this rank: its share of the cores that the ranks of its host may use, at least 1.
+    """Threads for this rank: its share of the cores that its host's ranks may use, at least 1.
 
     Args:
-        masks: for each local rank, the CPUs that its process may run on. A launcher that binds ranks gives them
-            disjoint ones; a launcher that does not gives them all the same.
-        local_rank: this process's.
-        quota: the container's limit on the sum of all processes, in cores; None: no limit.
+        masks: for each local rank, the CPUs that its process may run on: disjoint where the launcher binds ranks,
+            else all the same.
+        local_rank: of this process.
+        quota: the container's limit in cores for all processes together; None: no limit.
     """
     mine = masks[local_rank]
     sharing = sum(1 for mask in masks if mask & mine)
@@ -89,25 +97,32 @@ def threads_per_rank(masks: Sequence[frozenset[int]], local_rank: int, quota: fl
     return max(1, int(cores))
 
 
-def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """The control group's limit in cores (cgroup v2, then v1), or None where there is none."""
-    try:
-        limit, period = (root / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            limit = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu" / "cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    if limit in ("max", "-1"):
+def usable_cores(cores: int, quota: float | None) -> int:
+    """Cores that ranks may use: `cores` of the CPU mask, but no more than the container's quota; at least 1."""
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def cpu_quota(files: Sequence[Path] = QUOTA_FILES) -> float | None:
+    """The limit in cores of this process's control group; None: no limit."""
+    return quota_of([_read(path) for path in files])
+
+
+def quota_of(texts: Sequence[str]) -> float | None:
+    """The limit in cores, from the texts of QUOTA_FILES ("" for a missing file); None: no limit."""
+    version_2, quota, period = texts
+    words = version_2.split() or [quota.strip(), period.strip()]
+    if not all(word.isdecimal() for word in words):  # "max", or -1 in version 1
         return None
-    return int(limit) / int(period)
+    return int(words[0]) / int(words[1])
 
 
 def multiplies_bfloat16(cpuinfo: Path) -> bool:
-    """Whether a CPU has instructions that multiply bfloat16, by Linux's description of it; without one: no."""
+    """Whether the CPU that a /proc/cpuinfo describes multiplies bfloat16; False where the file is missing."""
+    return not BFLOAT16_FLAGS.isdisjoint(_read(cpuinfo).split())
+
+
+def _read(path: Path) -> str:
     try:
-        words = cpuinfo.read_text().split()
+        return path.read_text()
     except OSError:
-        return False
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
+        return ""

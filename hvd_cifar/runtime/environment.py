@@ -1,4 +1,4 @@
-"""What the launcher says of this process before Horovod starts."""
+"""The launcher's environment variables: read before Horovod starts, and set for Open MPI and Horovod."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from pathlib import Path
 
 from hvd_cifar.errors import UserError
 
-# The variables by which a launcher names a process's rank: horovodrun over Gloo, mpirun, PMIx (srun, prte), PMI-2.
+# A process's rank, by launcher: horovodrun over Gloo, mpirun, PMIx (srun, prte), PMI-2.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-# And the number of ranks; PMIx has none, but Slurm does.
+# The number of ranks. PMIx sets none; under srun Slurm does.
 SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """This process's rank as its launcher set it, or None where no launcher did."""
+    """This process's rank, as the launcher set it; None without a launcher."""
     return _first_number(RANK_VARIABLES, environment)
 
 
 def launched_size(environment: Mapping[str, str] = os.environ) -> int | None:
-    """How many ranks the launcher says it has started; 1 without a launcher, None where one does not say."""
+    """The number of ranks, as the launcher set it; 1 without a launcher, None where the launcher sets none."""
     return 1 if launched_rank(environment) is None else _first_number(SIZE_VARIABLES, environment)
 
 
 def under_mpi(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher started this process for a job over MPI; horovodrun --gloo says that it is over Gloo."""
+    """Whether a launcher started this process for a job over MPI; horovodrun --gloo sets HOROVOD_CONTROLLER."""
     return launched_rank(environment) is not None and environment.get("HOROVOD_CONTROLLER", "").lower() != "gloo"
 
 
@@ -36,38 +36,40 @@ def _first_number(names: Iterable[str], environment: Mapping[str, str]) -> int |
 
 
 def copies(environ: Mapping[str, str]) -> int:
-    """How many times srun started what this process is, or a part of."""
+    """The number of tasks in this process's Slurm step; 1 outside of a step."""
     count = environ.get("SLURM_STEP_NUM_TASKS", "")
     return int(count) if count.isdecimal() else 1
 
 
 def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """UserError where srun started several ranks that do not know of each other: each would take itself for all."""
+    """Raise UserError where srun started several tasks without ranks: each task would train alone."""
     tasks = copies(environment)
     if tasks > 1 and launched_rank(environment) is None:
         raise UserError(f"srun started {tasks} tasks, but none knows its rank: give srun --mpi=pmix, or use ./run.sh")
 
 
 def prepare_mpi(environment: MutableMapping[str, str], on_cpu: bool, prefix: Path = Path(sys.prefix)) -> None:
-    """Set, before `hvd.init()`, what Open MPI and Horovod read only at their start; what the user has set stays.
+    """Set variables that Open MPI and Horovod read at their start, unless the user has set them.
+
+    To be called before `hvd.init()`.
 
     Args:
-        environment: is changed.
-        on_cpu: whether the ranks compute on the CPU, where Horovod's polling thread would take their cores.
-        prefix: of the Python environment, in which the packaged Open MPI lies.
+        environment: the variables; changed in place.
+        on_cpu: whether ranks compute on the CPU, and so share their cores with Horovod's polling thread.
+        prefix: of the Python environment that holds the packaged Open MPI.
     """
     if launched_rank(environment) is None:
-        # A single process without mpirun: do not start MPI's daemon just to be alone.
+        # A single process without mpirun needs no MPI daemon.
         environment.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
-        # Nor ask srun for other ranks, in a step of one task (srun --pty bash), and end for want of an answer.
+        # In a Slurm step (srun --pty bash) MPI would ask srun for the other ranks, and abort without an answer.
         environment.pop("SLURM_STEP_ID", None)
         if (prefix / "lib" / "libmpi.so.40").exists():
-            # The packaged Open MPI looks for its files where it was built, unless it is told; its mpirun does tell.
+            # The packaged Open MPI looks for its files in the folder of its build. mpirun sets this variable for ranks.
             environment.setdefault("OPAL_PREFIX", str(prefix))
     if on_cpu:
-        # Horovod's background thread waits for MPI by polling, on the core that should compute: 40% of the speed.
+        # Horovod's thread polls MPI on the core that computes. Without yielding it takes 40% of the speed.
         environment.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-        # ms between two looks for gradients, once there are some: what just missed a look waits for the next one.
+        # ms. A gradient that misses a Horovod cycle waits for the next one.
         environment.setdefault("HOROVOD_CYCLE_TIME", "0.5")
-        # ms for which a rank with nothing to reduce sleeps at most; every look is a meeting of all ranks' threads.
+        # ms. With nothing to reduce, a rank sleeps up to this long between cycles: each cycle synchronises all ranks.
         environment.setdefault("HOROVOD_IDLE_CYCLE_TIME", "50")

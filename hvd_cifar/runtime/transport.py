@@ -1,17 +1,17 @@
-"""Which algorithm adds the gradients up, and what carries them: as far as the job's variables say.
+"""The all-reduce's algorithm and transport, as the job's environment variables configure them.
 
-It is what MPI was set to use: where shared memory is short, MPI goes over TCP, and says nothing of it.
+The transport may differ from the configured one: where shared memory is short, MPI falls back to TCP without a word.
 
-Under Open MPI the algorithm is the one of `coll_tuned_allreduce_algorithm`, where dynamic rules let it count; else MPI
-chooses by message and number of ranks (ompi_coll_tuned_allreduce_intra_dec_fixed, in Open MPI's source). mpirun puts
-its -mca parameters into each rank's variables.
+Open MPI uses the algorithm of `coll_tuned_allreduce_algorithm` if dynamic rules are on. Otherwise it chooses by message
+size and number of ranks (ompi_coll_tuned_allreduce_intra_dec_fixed in its source). mpirun passes its -mca parameters to
+ranks as environment variables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Open MPI 4.1, coll_tuned_allreduce.c; a message with fewer values than ranks is doubled in any case.
+# Open MPI 4.1, coll_tuned_allreduce.c. A message with fewer values than ranks always takes recursive doubling.
 ALGORITHMS = {
     "1": "linear",
     "2": "reduce and broadcast",
@@ -20,18 +20,18 @@ ALGORITHMS = {
     "5": "segmented ring",
     "6": "Rabenseifner",
 }
-# What makes it a ring: for mpirun as -mca, for NCCL as a variable. Gloo's all-reduce is one, whatever is set.
+# The settings for a ring: -mca parameters of mpirun, and a variable for NCCL. Gloo's all-reduce is always a ring.
 RING_PARAMETERS = {"coll_tuned_use_dynamic_rules": "1", "coll_tuned_allreduce_algorithm": "4"}
 RING_VARIABLES = {"NCCL_ALGO": "Ring"}
 
 
 def algorithm(controller: str, by_nccl: bool, environ: Mapping[str, str]) -> str:
-    """The all-reduce that runs, such as "ring" or "MPI's choice".
+    """The all-reduce's algorithm, such as "ring" or "MPI's choice".
 
     Args:
         controller: "mpi" or "gloo".
-        by_nccl: whether gradients lie on GPUs and NCCL adds them up.
-        environ: of the rank.
+        by_nccl: whether NCCL reduces the gradients, on GPUs.
+        environ: the rank's variables.
     """
     if by_nccl:
         return environ.get("NCCL_ALGO", "NCCL's choice").lower().replace("nccl", "NCCL")
@@ -47,7 +47,7 @@ def transport(controller: str, by_nccl: bool, environ: Mapping[str, str], hosts:
 
     Args:
         controller, by_nccl, environ: as for `algorithm`.
-        hosts: how many the job runs on.
+        hosts: the number of hosts.
     """
     if by_nccl:
         return "NCCL"

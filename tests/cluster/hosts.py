@@ -16,7 +16,6 @@ path is the same on all, and whose contents are each host's own.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -29,13 +28,14 @@ from typing import Any
 
 import psutil
 
+from hvd_cifar.runtime.process import signalled_with_parent
+
 TOOLS = ("ip", "tc", "unshare", "nsenter", "ssh", "ssh-keygen", "sshd")
 SBIN = "/usr/sbin:/sbin"
 PREFIX = "10.77.0"
 INTERFACE = "eth0"
 UNSHARE = ["unshare", "--fork", "--kill-child=KILL"]
 START_SECONDS = 20.0
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 # No question is ever asked; keys and known hosts are the test's own.
 CLIENT = (
     "Host *\n  IdentityFile {own}/key\n  UserKnownHostsFile {own}/known_hosts\n  ConnectTimeout 5\n  LogLevel ERROR\n"
@@ -262,7 +262,6 @@ def cluster(count: int, folder: Path) -> Iterator[Cluster]:
 
 def _first_process(words: list[str], name: str, log: Path | None = None) -> tuple[subprocess.Popen[bytes], int]:
     """Start `unshare ... PROGRAM`; its process, and the id of the program it became the parent of, called `name`."""
-    libc = ctypes.CDLL(None)
     with open(log or os.devnull, "wb") as output:
         process = subprocess.Popen(
             words,
@@ -270,7 +269,7 @@ def _first_process(words: list[str], name: str, log: Path | None = None) -> tupl
             stdout=output,
             stderr=output,
             env={**os.environ, "PATH": _path()},
-            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # hosts end with a test that is killed
+            preexec_fn=signalled_with_parent(signal.SIGKILL),  # hosts end with a test that is killed
         )
     found: list[psutil.Process] = []
 

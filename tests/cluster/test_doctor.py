@@ -184,13 +184,15 @@ def test_planted_faults_are_named(need_hosts: None, tmp_path: Path) -> None:
         assert re.search("a run would fail: ports on node3, versions on node2, .*data on node5", errors), errors
         assert len(found["data"]) == 3
         data = sorted(found.pop("data"))
-        assert f"failure node2: {hosts.own}/data/data_batch_2.bin is damaged: the label of record 5" in data[0]
-        assert f"failure node4: {hosts.own}/data/test_batch.bin is not that of node1" in data[1]
+        assert f"failure node2: {hosts.own}/data/data_batch_2.bin is damaged: record 5 has no valid label" in data[0]
+        assert f"failure node4: {hosts.own}/data/test_batch.bin differs from that of node1" in data[1]
         assert f"failure node5: {hosts.own}/data/data_batch_1.bin is missing" in data[2]
         names = found["names"]
         found["names"] = [line for line in names if "node3" in line.partition(":")[0]]
-        assert any("warning node5: does not know its own name, node5" in line for line in names)
-        is_named("names", "warning node3: does not know the name node4", f"echo '{fourth.address} node4' >> /etc/hosts")
+        assert any("warning node5: cannot resolve its own name, node5" in line for line in names)
+        is_named(
+            "names", "warning node3: cannot resolve the name node4", f"echo '{fourth.address} node4' >> /etc/hosts"
+        )
         is_named("cores", "warning node1", f"{cores + 1} slots share {cores} core", f"slots={cores}")
         is_named("shared memory", "warning node1: 64.0 KiB free in /dev/shm", "--shm-size")
         is_named("run folder", f"failure node1: rank 0 cannot write to {hosts.own}/runs: Read-only file system")
@@ -202,7 +204,7 @@ def test_planted_faults_are_named(need_hosts: None, tmp_path: Path) -> None:
         is_named("disk", f"failure node3: nothing can be written to {hosts.own}/tmp: No space left on device")
         is_named("network", "warning node4: ib0 (10.99.0.4) is down", "ip link set ib0 up")
         is_named(
-            "GPUs", "warning node5: 1 GPU, but the environment is one for the CPU", f"setup --hostfile {hostfile} --gpu"
+            "GPUs", "warning node5: 1 GPU, but the environment is for the CPU", f"setup --hostfile {hostfile} --gpu"
         )
         # The job ran on the three hosts that could take part, and found the slow one.
         assert said["job"]["ranks"] == {"node1": min(2, cores + 1), "node4": 1, "node5": 1}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,12 +61,34 @@ def test_ports_that_mpi_listens_at_are_tried_for_mpi(two_hosts: Cluster) -> None
     assert done["--gloo"].returncode == 0, done["--gloo"].stderr
 
 
+def test_unused_gpus_of_another_host_are_told(two_hosts: Cluster) -> None:
+    """Of a host that has a rank; the environment of these tests is one for the CPU."""
+    first, second = two_hosts
+    (second.files / "bin").mkdir()
+    nvidia_smi = second.files / "bin" / "nvidia-smi"
+    nvidia_smi.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-aa)'\n")
+    nvidia_smi.chmod(0o755)
+    settings = second.files / "ssh" / "sshd_config"
+    before = settings.read_text()
+    settings.write_text(f"{before}SetEnv PATH={two_hosts.own}/bin:/usr/bin:/bin\n")
+    os.kill(second.pid, signal.SIGHUP)  # sshd reads its settings again
+    done = {kind: _dry_run(two_hosts, kind, "train") for kind in ("--mpi", "--gloo")}
+    alone = _dry_run(two_hosts, "-np", "1", "train")  # on the first host
+    settings.write_text(before)
+    os.kill(second.pid, signal.SIGHUP)
+    for of_kind in done.values():
+        assert (of_kind.returncode, of_kind.stderr.count("\n")) == (0, 1), of_kind.stderr
+        assert "GPUs stay unused (1 on node2)" in of_kind.stderr
+        assert of_kind.stderr.endswith("to use them: ./run.sh setup --gpu --hostfile FILE\n")
+    assert (alone.returncode, alone.stderr) == (0, "")
+
+
 FAULTS = {
     "key": "ssh node2: it asks for a password: ssh-copy-id node2",
     "host key": "ssh node2: its key is not known here",
     "name": "ssh node2: no such name",
     "sshd": "ssh node2: no sshd there",
-    "own name": "node2 does not know its own name, 'node2', and Gloo would crash there: add the line '10.77.0.2 node2'",
+    "own name": "node2 cannot resolve its own name, 'node2', and Gloo would crash there: add the line '10.77.0.2",
     "environment": "node2 has no environment like this one",
 }
 

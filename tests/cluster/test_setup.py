@@ -95,6 +95,29 @@ def test_every_host_is_reported(prepared: Cluster) -> None:
     assert (sent / "hvd_cifar" / "cli.py").read_bytes() == (CHECKOUT / "hvd_cifar" / "cli.py").read_bytes()
 
 
+def test_options_of_this_host_are_those_of_all(prepared: Cluster) -> None:
+    """Set up with --gpu here, for the CPU there, and no option is named: the other host looks for NCCL, too."""
+    first, _, third, _ = prepared
+    files = [host.files / "checkout" / ".venv" / installer.RECORD for host in (first, third)]
+    before = [file.read_text() for file in files]
+    record = json.loads(before[0])
+    files[0].write_text(json.dumps(record | {"options": record["options"] | {"gpu": True}}))
+    settings = third.files / "ssh" / "sshd_config"
+    old_settings = settings.read_text()
+    # Of several such lines sshd takes the first.
+    settings.write_text("SetEnv HOROVOD_NCCL_HOME=/nowhere PIP_NO_INDEX=1\n" + old_settings)
+    os.kill(third.pid, 1)  # sshd reads its settings again
+    run_sh = prepared.own / "checkout" / "run.sh"
+    done = first.run([run_sh, "setup", "-H", "node1:1,node3:1"], env=variables(first), timeout=400)
+    files[0].write_text(before[0])
+    settings.write_text(old_settings)
+    os.kill(third.pid, 1)
+    assert done.returncode == 1
+    assert "is set up (--gpu --packaged-mpi --test)" in done.stderr
+    assert "node3  FAILED: --gpu: HOROVOD_NCCL_HOME=/nowhere has no include/nccl.h" in done.stderr
+    assert files[1].read_text() == before[1]
+
+
 def test_other_versions_are_not_taken_for_set_up(prepared: Cluster) -> None:
     first, _, third, _ = prepared
     venv = third.files / "checkout" / ".venv"

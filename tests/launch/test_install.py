@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -307,6 +309,78 @@ def test_set_up_goes_on_without_convolutions_of_its_own(tmp_path: Path, capsys: 
 def test_what_is_compiled_is_where_training_looks() -> None:
     assert convolutions.LIBRARY == compiled.LIBRARY
     assert Path(compiled.__file__).parent / "native" == convolutions.SOURCES
+
+
+GPU, MPI, TEST = installer.Options(gpu=True), installer.Options(system_mpi=True), installer.Options(test=True)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "words", "options"),
+    [
+        (installer.Options(), ["setup"], installer.Options()),
+        (GPU, ["setup"], GPU),
+        (GPU, ["setup", "-H", "a:4"], GPU),
+        (GPU, ["setup", "--test"], installer.Options(gpu=True, test=True)),
+        (GPU, ["setup", "--cpu"], installer.Options()),
+        (MPI, ["setup", "--gpu"], installer.Options(gpu=True, system_mpi=True)),
+        (MPI, ["setup", "--packaged-mpi"], installer.Options()),
+        (TEST, ["needed"], TEST),
+        (installer.Options(), ["needed", "--test"], TEST),
+    ],
+)
+def test_options_stay_until_others_are_named(
+    recorded: installer.Options, words: list[str], options: installer.Options
+) -> None:
+    assert recorded.with_named(installer._parser().parse_args(words)) == options
+    # As they are named to other hosts, whatever those were set up with.
+    there = installer._parser().parse_args(["setup", *options.words()])
+    for before in (GPU, MPI, installer.Options()):
+        assert before.with_named(there) == options
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu", "--cpu"], "--cpu: not allowed with argument --gpu"),
+        (["--gpu=yes"], "--gpu: ignored explicit argument 'yes'"),
+        (["--hostfile"], "--hostfile: expected one argument"),
+        (["-H", "a:1", "--hostfile", __file__], "line 1"),
+        (["-H", "a:1", "-H", "b:1"], "exclude each other, and each is given once"),
+        (["two", "words"], "unrecognized arguments: two words"),
+    ],
+)
+def test_a_wrong_option_of_set_up_is_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert installer.main(["setup", *words]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_set_up_again_keeps_what_the_environment_was_set_up_for(tmp_path: Path) -> None:
+    """A checkout set up with --gpu and --test, on a machine that has no NCCL, nor a package index."""
+    checkout = tmp_path / "checkout"
+    shutil.copytree(installer.CHECKOUT / "hvd_cifar", checkout / "hvd_cifar")
+    for name in ("run.sh", "setup.cfg", "pyproject.toml"):
+        shutil.copy(installer.CHECKOUT / name, checkout)
+    venv = checkout / ".venv"
+    venv.mkdir()
+    record = {"complete": True, "options": {"gpu": True, "system_mpi": False, "test": True}}
+    (venv / installer.RECORD).write_text(json.dumps(record))
+    offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
+    env = {**os.environ, **offline, "PYTHON": sys.executable, "HOROVOD_NCCL_HOME": str(tmp_path)}
+
+    def set_up(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([str(checkout / "run.sh"), "setup", *words], env=env, capture_output=True, text=True)
+
+    for words in ([], ["-H", "localhost:2"], ["--test"]):
+        done = set_up(*words)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert "--gpu: HOROVOD_NCCL_HOME" in done.stderr
+    done = set_up("--cpu")
+    assert done.returncode == 1
+    assert f"Setting up {venv} with --cpu --packaged-mpi --test" in done.stderr, done.stderr
+    assert installer.recorded_options(installer.read_record(venv)) == TEST
 
 
 def test_a_record_that_was_cut_counts_as_none(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -17,12 +18,14 @@ from hvd_cifar.launch import launcher
 from hvd_cifar.launch.cluster import remarks
 from hvd_cifar.launch.cluster.hosts import Host, ranks_by_default, read_hostfile
 from hvd_cifar.launch.cluster.network import Card, Network, find_network
+from hvd_cifar.launch.cluster.program import Participants
 from hvd_cifar.launch.install import everywhere, installer
-from hvd_cifar.launch.launcher import Request
+from hvd_cifar.launch.launcher import Installation, Request
 
 BIN = Path("/checkout with space/.venv/bin")
 PYTHON = str(BIN / "python")
 MPIRUN = str(BIN / "mpirun")
+INSTALLED = Installation(PYTHON, MPIRUN, as_root=False)
 FLAGS = ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
 
 
@@ -52,15 +55,15 @@ def test_parse(argv: list[str], request_: Request) -> None:
         (["-np", "0", "train"], "at least 1, got '0'"),
         (["-np", "two", "train"], "whole number"),
         (["-np", "-1", "train"], "whole number"),
-        (["-np"], "needs a value"),
+        (["-np"], "-np/-n: expected one argument"),
         (["-np", "3", "-H", "a:2"], "more than the 2 slots"),
         (["-np", "2", "-H", "a"], "more than the 1 slot of"),
         (["-H", "a:2", "-H", "b:2"], "exclude each other"),
         (["-H", "a:2,,b:2"], "'' is not a host"),
         (["-H", "a:x"], "slots of a"),
         (["-H", "a:2,b:1,a:1"], "a is there twice"),
-        (["--allreduce", "tree"], "--allreduce tree: give ring, or auto"),
-        (["--dry-run=yes"], "not an option"),
+        (["--allreduce", "tree"], "--allreduce: invalid choice: 'tree'"),
+        (["--dry-run=yes"], "--dry-run: ignored explicit argument 'yes'"),
         (["-H", "a;reboot:1"], "is not a host"),
         (["--epochs", "3"], "options follow the command"),
         (["--hostfile", "/no/such/file"], "No such file"),
@@ -138,19 +141,14 @@ def test_ranks_by_default(gpus: int, cores: int, ranks: int) -> None:
     assert ranks_by_default(gpus, cores) == ranks
 
 
-@pytest.mark.parametrize(("mask", "quota", "cores"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 6.0, 2)])
-def test_usable_cores(mask: int, quota: float | None, cores: int) -> None:
-    assert launcher.usable_cores(mask, quota) == cores
-
-
 def test_hosts_named_within_a_slurm_job_are_not_looked_for_among_its_nodes() -> None:
     named = launcher.parse(["-H", "localhost:2"])
     environ = {"SLURM_JOB_ID": "1"}
-    words = launcher.command(named, 2, PYTHON, BIN, MPIRUN, environ, False)
+    words = launcher.command(named, 2, INSTALLED, environ)
     assert words[words.index("plm") - 1 :][:6] == ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]
     given = launcher.with_allocation(launcher.parse([]), (Host("localhost", 2),))
-    assert "^slurm" not in launcher.command(given, 2, PYTHON, BIN, MPIRUN, environ, False)
-    assert "^slurm" not in launcher.command(named, 2, PYTHON, BIN, MPIRUN, {}, False)
+    assert "^slurm" not in launcher.command(given, 2, INSTALLED, environ)
+    assert "^slurm" not in launcher.command(named, 2, INSTALLED, {})
 
 
 def _command(
@@ -163,7 +161,7 @@ def _command(
 ) -> list[str]:
     environ = {"PATH": "/p", "HOROVOD_CYCLE_TIME": "5", "HOME": "/h", "HVD_CIFAR_TERMINAL": "1", "SECRET_TF_KEY": "s"}
     request = Request(ranks, hosts, gloo, ("train", "--run-dir", "a b"))
-    return launcher.command(request, ranks, PYTHON, BIN, mpirun, environ, root, network)
+    return launcher.command(request, ranks, Installation(PYTHON, mpirun, root), environ, network)
 
 
 PROGRAM = [PYTHON, "-m", "hvd_cifar", "train", "--run-dir", "a b"]
@@ -232,7 +230,7 @@ def test_command_here() -> None:
 
 def test_a_ring_is_asked_of_mpirun() -> None:
     request = Request(2, (), False, ("train",), ring=True)
-    words = launcher.command(request, 2, PYTHON, BIN, MPIRUN, {}, False)
+    words = launcher.command(request, 2, INSTALLED, {})
     assert words[words.index("coll_tuned_allreduce_algorithm") + 1] == "4"
     assert words[words.index("coll_tuned_use_dynamic_rules") + 1] == "1"
     assert "coll_tuned_allreduce_algorithm" not in _command(2)
@@ -277,9 +275,51 @@ def test_an_interrupt_while_hosts_are_asked_is_no_traceback(monkeypatch: pytest.
 def test_no_ssh_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(UserError, match="there is no ssh here: apt-get install openssh-client"):
-        find_network(["localhost", "nosuch.invalid"], "localhost", sys.executable, False)
-    assert everywhere.set_up_hosts([Host("nosuch.invalid", 1)], installer._describe_here([])) == 1
+        find_network(Participants(["localhost", "nosuch.invalid"], "localhost", sys.executable), gloo=False)
+    assert everywhere.set_up_hosts([Host("nosuch.invalid", 1)], installer._describe_here(installer.Options())) == 1
     assert "nosuch.invalid  FAILED: there is no ssh here" in capfd.readouterr().err
+
+
+NVIDIA_SMI = "#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-aa)'\necho 'GPU 1: NVIDIA H100 (UUID: GPU-bb)'\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "environment_for_gpus", "visible", "ranks", "unused"),
+    [
+        ([], False, None, None, 2),
+        (["-np", "3"], False, None, 3, 2),
+        (["-H", "localhost:3"], False, None, 3, 2),
+        (["-np", "3"], False, "1", 3, 1),
+        (["-np", "3"], False, "", 3, 0),
+        (["-np", "1"], False, None, 1, 2),
+        (["-np", "3"], True, None, 3, 0),
+        ([], True, None, 2, 0),  # a rank per GPU
+    ],
+)
+def test_gpus_that_the_environment_cannot_use_are_told_once(
+    words: list[str],
+    environment_for_gpus: bool,
+    visible: str | None,
+    ranks: int | None,
+    unused: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(launcher, "read_record", lambda: {"options": {"gpu": environment_for_gpus}})
+    assert launcher.main(["--dry-run", *words, "train", "--dataset", "synthetic"], cli.check) == 0
+    out, err = capfd.readouterr()
+    assert ("mpirun" not in out) if ranks == 1 else ranks is None or f" -np {ranks} " in out
+    assert err.count("\n") == bool(unused)
+    if unused:
+        assert f"note: ranks compute on the CPU, and GPUs stay unused ({unused} on {socket.gethostname()})" in err
+        assert err.endswith("to use them: ./run.sh setup --gpu\n")
 
 
 RULE = "-" * 74 + "\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import stat
 import sys
@@ -99,11 +100,11 @@ lives = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 is_slow = os.environ.get("SLURM_JOB_PARTITION") == "normal" and lives < int(os.environ["SLOW_LIVES"])
 if is_slow and "hvd_cifar" in sys.orig_argv:
     from hvd_cifar.data import sampler
-    count = order.examples_in_step
+    count = sampler.examples_in_step
     def slow(*of_step):
-        time.sleep(0.5)
+        time.sleep(0.25)  # a step asks twice, to compute and to log
         return count(*of_step)
-    order.examples_in_step = slow
+    sampler.examples_in_step = slow
 """
 
 
@@ -143,6 +144,9 @@ def test_a_job_outlives_preemption_and_requeue(
     whole = submit("whole", "--partition=urgent")
     site.wait_for(whole, "COMPLETED")
     first = (tmp_path / "cut.out").read_text()
+    assert "sitecustomize" not in first
+    slow_steps = [float(seconds) for seconds in re.findall(r"([\d.]+) s/batch", first)][1:]
+    assert slow_steps and min(slow_steps) >= 0.5
     assert "asking for a checkpoint" in first and "back into the queue" in first
 
     if requeued:

@@ -8,10 +8,12 @@ import pytest
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.runtime.devices import (
+    QUOTA_FILES,
     choose_gpu,
     cpu_quota,
     multiplies_bfloat16,
     threads_per_rank,
+    usable_cores,
     visible_gpus,
 )
 from hvd_cifar.runtime.environment import launched_rank, prepare_mpi
@@ -100,6 +102,7 @@ def test_cores_are_divided_between_the_ranks_of_a_host(
     [
         ({}, None),
         ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "\n"}, None),
         ({"cpu.max": "250000 100000\n"}, 2.5),
         ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
         ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4.0),
@@ -109,7 +112,12 @@ def test_cpu_quota_of_control_groups(files: dict[str, str], quota: float | None,
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert cpu_quota(tmp_path) == quota
+    assert cpu_quota([tmp_path / path.relative_to("/sys/fs/cgroup") for path in QUOTA_FILES]) == quota
+
+
+@pytest.mark.parametrize(("mask", "quota", "cores"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 6.0, 2)])
+def test_usable_cores(mask: int, quota: float | None, cores: int) -> None:
+    assert usable_cores(mask, quota) == cores
 
 
 @pytest.mark.parametrize(

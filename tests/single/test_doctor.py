@@ -21,6 +21,7 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.network import Card as NetworkCard
 from hvd_cifar.launch.cluster.network import Network, NoWay
+from hvd_cifar.launch.cluster.program import Participants
 from hvd_cifar.tools.doctor import ask, examine, findings, job, plan, table
 from hvd_cifar.tools.doctor.facts import (
     GROUPS,
@@ -211,39 +212,39 @@ Case = tuple[Subject, str, str, str]
 CASES: dict[str, list[Case]] = {
     "ssh": [
         (_with(HEALTHY, silent={"b": ("ssh b: no answer", "is it on?")}), "failure b", "no answer", "is it on"),
-        (_missing("b", "gpus"), "warning b", "could not tell its gpus", "ssh b"),
+        (_missing("b", "gpus"), "warning b", "no facts about its gpus", "ssh b"),
     ],
     "names": [
         (
             _knows("b", a="10.0.0.1", c="10.0.0.3"),
             "warning b",
-            "does not know its own name, b",
+            "cannot resolve its own name, b",
             "echo '10.0.0.2 b' >> /etc/hosts",
         ),
         (_with(_knows("b", a="10.0.0.1", c="10.0.0.3"), gloo=True), "failure b", "Gloo would crash", "/etc/hosts"),
-        (_knows("b", a="10.0.0.1", b="10.0.0.2"), "warning b", "does not know the name c", "echo '10.0.0.3 c'"),
+        (_knows("b", a="10.0.0.1", b="10.0.0.2"), "warning b", "cannot resolve the name c", "echo '10.0.0.3 c'"),
         (
             _knows("b", a="10.0.0.1", b="10.0.0.2", c="10.5.5.5"),
             "warning b",
-            "takes c for 10.5.5.5, which is none",
+            "resolves c to 10.5.5.5, which is not an address of c",
             "10.0.0.3",
         ),
         (
             _names("b", names={"10.0.0.1": "c", "10.0.0.2": "b", "10.0.0.3": "c"}),
             "warning b",
-            "takes 10.0.0.1, which is a's, for c",
+            "resolves 10.0.0.1, an address of a, to the name c",
             "10.0.0.1",
         ),
     ],
     "network": [
-        (_with(HEALTHY, network=None), "failure", "none in common (a: eth0 10.0.0.0/24;", "connect"),
-        (_ib_down(), "warning b", "ib0 (10.9.0.2) is down, while a, c has it up", "ip link set ib0 up"),
+        (_with(HEALTHY, network=None), "failure", "no network in common (a: eth0 10.0.0.0/24;", "connect"),
+        (_ib_down(), "warning b", "ib0 (10.9.0.2) is down, but up on a, c", "ip link set ib0 up"),
     ],
     "ports": [
         (
             _blocked("ab", "ba", "cb", "bc"),
             "failure b",
-            "ports are blocked between it and a, c: ssh gets through",
+            "ports are blocked between it and a, c: ssh works",
             "ufw allow from 10.0.0.0/24",
         ),
         (_blocked("ac"), "failure c", "ports are blocked between it and a", "ufw"),
@@ -267,11 +268,11 @@ CASES: dict[str, list[Case]] = {
         (_versions("b", python="3.11.9"), "warning b", "3.11.9", "setup"),
         (_versions("b", mpi="mpirun (Open MPI) 5.0.1"), "failure b", "5.0.1, not mpirun (Open MPI) 4.1.8", ""),
         (_versions("b", mpi=""), "failure b", "no mpirun", ""),
-        (_versions("c", code="def"), "failure c", "other files of this project", "update that checkout"),
-        (_versions("c", code=""), "failure c", "this project is not there", "setup"),
+        (_versions("c", code="def"), "failure c", "its files of this project differ", "update that checkout"),
+        (_versions("c", code=""), "failure c", "this project is missing", "setup"),
     ],
     "Horovod": [
-        (_versions("b", horovod=None), "failure b", "not there", "setup"),
+        (_versions("b", horovod=None), "failure b", "Horovod is missing", "setup"),
         (_without_mpi(), "failure b", "without MPI", "setup"),
         (
             _versions("b", horovod=_build("MPI", "Gloo", tensorflow="2.20.0")),
@@ -282,15 +283,15 @@ CASES: dict[str, list[Case]] = {
         (
             _versions("b", horovod=_build("MPI", "Gloo", "NCCL")),
             "failure",
-            "not built alike (a: MPI, Gloo; b: MPI, Gloo, NCCL",
+            "builds differ (a: MPI, Gloo; b: MPI, Gloo, NCCL",
             "setup",
         ),
     ],
     "cores": [
         (_slots(a=9), "warning a", "9 slots share 8 cores", "slots=8"),
         (_cpu("a", quota=1.5), "warning a", "2 slots share 1 core:", "slots=1"),
-        (_cpu("c", flags=("f16c", "fma", "avx512_bf16")), "failure c", "has no avx, which others have", "leave it out"),
-        (_cpu("c", flags=("avx", "f16c", "fma")), "warning c", "bfloat16 on c", "--precision"),
+        (_cpu("c", flags=("f16c", "fma", "avx512_bf16")), "failure c", "lacks avx, which others have", "leave it out"),
+        (_cpu("c", flags=("avx", "f16c", "fma")), "warning c", "no bfloat16 instructions on c", "--precision"),
     ],
     "GPUs": [
         (
@@ -299,8 +300,8 @@ CASES: dict[str, list[Case]] = {
             "5 slots, but 4 GPUs",
             "slots=4",
         ),
-        (_told("b", "gpus", (GPU,)), "warning b", "1 GPU, but the environment is one for the CPU", "--gpu"),
-        (_told("c", "gpus", (), _gpu_cluster(4, 4)), "failure c", "no GPU on c", "nvidia-smi"),
+        (_told("b", "gpus", (GPU,)), "warning b", "1 GPU, but the environment is for the CPU", "--gpu"),
+        (_told("c", "gpus", (), _gpu_cluster(4, 4)), "failure c", "no GPU on c, but on the others", "nvidia-smi"),
         (
             _told("c", "gpus", (OLD_GPU,) * 4, _gpu_cluster(4, 4)),
             "warning",
@@ -346,14 +347,19 @@ CASES: dict[str, list[Case]] = {
         (_everywhere("clock", a=(0.0, 0.1), b=(60.0, 0.1), c=(60.0, 0.1)), "warning a", "60.0 s behind", "timedatectl"),
     ],
     "data": [
-        (_everywhere("data", a=None, b=None, c=None), "warning a", "no CIFAR-10 in /data", "--data-dir"),
+        (
+            _everywhere("data", a=None, b=None, c=None),
+            "warning a",
+            "has no CIFAR-10 in /data",
+            "--data-dir",
+        ),
         (_has("a", data_batch_3=None), "failure a", "data_batch_3.bin is missing", "restore it"),
-        (_has("b", data_batch_3=_file(bytes=5)), "failure b", "has 5 bytes instead", "rank 0 sends it anew"),
-        (_has("b", test_batch=_file(wrong_label_at=7)), "failure b", "label of record 7", "sends it anew"),
+        (_has("b", data_batch_3=_file(bytes=5)), "failure b", "has 5 bytes instead", "rank 0 sends it again"),
+        (_has("b", test_batch=_file(wrong_label_at=7)), "failure b", "record 7 has no valid label", "sends it again"),
         (
             _has("b", test_batch=_file(sha256="2")),
             "failure b",
-            "test_batch.bin is not that of a",
+            "test_batch.bin differs from that of a",
             "--data-source rank0",
         ),
     ],
@@ -379,7 +385,7 @@ CASES: dict[str, list[Case]] = {
         (
             _job(links=(*LINKS[:3], _link("b", "c", 100000000.0))),
             "warning",
-            "between b and c it is slow: 800.0 Mbit/s, 100 us, of the others 8.0 Gbit/s",
+            "between b and c it is slow: 800.0 Mbit/s, 100 us; the others' median is 8.0 Gbit/s",
             "ethtool -S eth0",
         ),
         (
@@ -388,11 +394,16 @@ CASES: dict[str, list[Case]] = {
             "all its links are slow: 9.6 Mbit/s to 10.4 Mbit/s",
             "ethtool -S eth0 on c",
         ),
-        (_job(links=(*LINKS[:3], _link("b", "c", late=0.02))), "warning", "20 ms, of the others 100 us", "ethtool"),
+        (
+            _job(links=(*LINKS[:3], _link("b", "c", late=0.02))),
+            "warning",
+            "20 ms; the others' median is 100",
+            "ethtool",
+        ),
         (
             _job(links=tuple((_link(x, y, 100000000.0) for x, y in ("ab", "ac", "bc")))),
             "warning",
-            "of 10.0 Gbit/s that the cards promise",
+            "; the cards have 10.0 Gbit/s",
             "ethtool",
         ),
         (  # among links that are all slow
@@ -404,7 +415,7 @@ CASES: dict[str, list[Case]] = {
         (
             _with(_cpu("b", load=20.0), job=_job(links=(*LINKS[:3], _link("b", "c", 1e8))).job),
             "warning",
-            "cores are busy there, which slows it (load 20 on b's 8)",
+            "busy cores slow it (load 20 on b's 8 cores)",
             "ethtool",
         ),
     ],
@@ -465,7 +476,7 @@ def test_what_harms_nobody_is_no_fault() -> None:
 
 def test_another_set_has_other_files() -> None:
     cifar100 = _with(HEALTHY, dataset="cifar100")  # whose folder holds CIFAR-10's files
-    assert {f.text for f in _wrong(cifar100)} == {"/data/train.bin is missing, or cannot be read"}
+    assert {f.text for f in _wrong(cifar100)} == {"/data/train.bin is missing or not readable"}
     files = {n: GOOD_FILE.model_copy(update={"bytes": CIFAR100.bytes_of(n)}) for n in CIFAR100.files}
     for host in "abc":
         cifar100 = _told(host, "data", Data(folder="/data", files=files), cifar100)
@@ -611,6 +622,7 @@ def test_a_silent_host_is_promised_no_data() -> None:
 
 QUESTIONS = {
     "hosts": ["localhost"],
+    "quota_files": ["/sys/fs/cgroup/cpu.max", "/nowhere/quota", "/nowhere/period"],
     "data_files": ["x.bin"],
     "record_bytes": CIFAR10.record_bytes,
     "label_bytes": 1,
@@ -620,7 +632,7 @@ QUESTIONS = {
 
 def _ask(tmp_path: Path, python: str = sys.executable, **more: Any) -> HostFacts:
     folders = {"package": str(tmp_path), "run_dir": str(tmp_path / "not" / "yet"), "data_folders": [str(tmp_path)]}
-    answers = ask.ask_all(["here"], "here", python, {**QUESTIONS, **folders, **more}, 60)
+    answers = ask.ask_all(Participants(["here"], "here", python), {**QUESTIONS, **folders, **more}, 60)
     assert not answers.silent
     return answers.facts["here"]
 
@@ -710,7 +722,7 @@ def test_a_host_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
     timer = threading.Timer
     monkeypatch.setattr(threading, "Timer", time_is_up_when_it_hangs)
     questions = {**QUESTIONS, "package": str(tmp_path), "run_dir": "/", "data_folders": []}
-    facts = ask.ask_all(["here"], "here", sys.executable, questions, 8).facts
+    facts = ask.ask_all(Participants(["here"], "here", sys.executable), questions, 8).facts
     assert facts["here"].missing == dict.fromkeys(GROUPS[GROUPS.index("memory") :], "no answer in time")
     assert facts["here"].cpu is not None
 

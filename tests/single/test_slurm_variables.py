@@ -42,7 +42,7 @@ def test_the_nodes_of_an_allocation(scontrol: Path) -> None:
     with pytest.raises(UserError, match="on 1 of the 3 nodes"):
         slurm.allocation(variables | {"SLURM_TASKS_PER_NODE": "1"})
     scontrol.unlink()
-    with pytest.raises(UserError, match="scontrol does not tell"):
+    with pytest.raises(UserError, match="scontrol does not list"):
         slurm.allocation(variables)
 
 

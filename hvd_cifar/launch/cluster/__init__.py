@@ -1,1 +1,1 @@
-"""Machines that share nothing but ssh: which there are, how to run something on each, the network between them."""
+"""Hosts that share nothing but ssh: their names and slots, programs run on them, the network between them."""

@@ -1,13 +1,12 @@
-"""Around one rank of horovodrun: `python -m hvd_cifar.launch.cluster.guard --subnet 10.0.0.0/24 PROGRAM ...`.
+"""The parent of one rank of horovodrun: `python -m hvd_cifar.launch.cluster.guard --subnet 10.0.0.0/24 PROGRAM ...`.
 
-It does two things that horovodrun does not. It tells Gloo which card leads to the other hosts: cards have other names
-on other hosts, and horovodrun knows one for all. And it ends the rank when the ssh that it was started through is
-gone: ssh tells nobody on the other side, so that ranks would train on there after a Ctrl-C.
+It does two things that horovodrun does not. It tells Gloo the name of this host's card on the subnet, which may differ
+between hosts; horovodrun has one name for all. It ends the rank when its ssh session ends: nobody else does, and ranks
+would train on after a Ctrl-C.
 """
 
 from __future__ import annotations
 
-import ctypes
 import ipaddress
 import os
 import signal
@@ -18,21 +17,21 @@ from pathlib import Path
 
 import psutil
 
+from hvd_cifar.runtime.process import signalled_with_parent
+
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_TO_END = 5.0
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def main(argv: list[str]) -> int:
-    """Run the program to its end, or to that of whoever started it; its exit code, or 128 + the signal."""
+    """Run the program, and end it when its ssh session ends; return its exit code, or 128 + the signal."""
     option, subnets, *program = argv
     assert option == "--subnet" and program
     card = card_on(subnets)
     if card is not None:
         os.environ["HOROVOD_GLOO_IFACE"] = card
     starters = starters_of(os.getpid())
-    libc = ctypes.CDLL(None)
-    rank = subprocess.Popen(program, preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
+    rank = subprocess.Popen(program, preexec_fn=signalled_with_parent(signal.SIGKILL))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: rank.terminate())
     while True:
@@ -55,7 +54,7 @@ def _end(rank: subprocess.Popen[bytes]) -> int:
 
 
 def card_on(subnets: str) -> str | None:
-    """The name of this host's card on one of the subnets, which have commas between them."""
+    """The name of this host's card on one of the subnets, a list with commas."""
     wanted = [ipaddress.ip_network(subnet) for subnet in subnets.split(",")]
     for name, addresses in psutil.net_if_addrs().items():
         for entry in addresses:
@@ -65,10 +64,10 @@ def card_on(subnets: str) -> str | None:
 
 
 def starters_of(pid: int) -> list[psutil.Process]:
-    """The processes between this one and the sshd that runs it for another host; none where no sshd does.
+    """The parents of a process up to its sshd; [] where horovodrun on this host started it.
 
-    A program that is not the child of horovodrun, on the host where that runs, is the child of an sshd. There, an sshd
-    further up is the user's own login, and no concern of the job's: it may end while the job goes on.
+    horovodrun starts ranks on its own host as child processes. An sshd above horovodrun is the user's login, which may
+    end while the job goes on.
     """
     found = []
     for parent in psutil.Process(pid).parents():

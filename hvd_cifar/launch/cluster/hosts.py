@@ -1,4 +1,4 @@
-"""Hosts and their slots, as `-H` and hostfiles name them. Standard library only: set-up uses it on a bare Python."""
+"""Hosts and their slots, as in `-H` and hostfiles. Standard library only: set-up runs on a bare Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_RANKS_BY_DEFAULT = 8
 
 @dataclass(frozen=True)
 class Host:
-    """A host and how many ranks it may have."""
+    """A host, and the largest number of ranks on it."""
 
     name: str
     slots: int
@@ -34,7 +34,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Hosts of a file with a line `NAME slots=N` each; blank lines and comments (#) are skipped. Raises UserError."""
+    """Hosts of a file with lines `NAME slots=N`; blank lines and comments (#) are skipped. Raises UserError."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -56,7 +56,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def count(text: str, what: str) -> int:
-    """A whole number of at least 1. Raises UserError, which calls it `what`."""
+    """The text as a whole number of at least 1. Raises UserError, whose message begins with `what`."""
     if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
         raise UserError(f"{what}: expected a whole number of at least 1, got '{text}'")
     return int(text)
@@ -65,17 +65,17 @@ def count(text: str, what: str) -> int:
 def _check_each_is_there_once(hosts: Sequence[Host], where: str) -> None:
     names = [host.name for host in hosts]
     for name in names:
-        if names.count(name) > 1:  # launchers differ in what they make of it
+        if names.count(name) > 1:  # launchers disagree on its meaning
             raise UserError(f"{where}: {name} is there twice; give it one line with all its slots")
 
 
 def hosts_of_ranks(hosts: Sequence[Host], ranks: int) -> list[str]:
-    """The name of each rank's host: the first host is filled before the next, as every launcher does here."""
+    """Each rank's host by name. As every launcher does here, the first host is filled before the next."""
     return [host.name for host in hosts for _ in range(host.slots)][:ranks]
 
 
 def ranks_by_default(gpus: int, cores: int) -> int:
-    """One rank per GPU, else one per core, but not more than an ordinary batch is worth splitting among."""
+    """One rank per GPU, else one per core; at most 8, since more ranks gain little on an ordinary batch."""
     return min(gpus or cores, MOST_RANKS_BY_DEFAULT)
 
 
@@ -87,7 +87,7 @@ def is_local(name: str) -> bool:
     try:
         address = socket.gethostbyname(name)
         with socket.socket() as probe:
-            probe.bind((address, 0))  # works for this machine's own addresses only
+            probe.bind((address, 0))  # succeeds only for this machine's own addresses
     except OSError:
         return False
     return True

@@ -1,7 +1,7 @@
 """The network that all hosts of a job share: found by asking each host, and tried between every two of them.
 
-MPI and Gloo would otherwise take every card they see, and wait for ever on one that leads nowhere, or whose address is
-the same everywhere (a container bridge).
+Without it MPI and Gloo use every card that is up, and hang on one that leads nowhere, or whose address is the same on
+every host (a container bridge).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.launch.cluster import ssh
-from hvd_cifar.launch.cluster.program import Program, Way
+from hvd_cifar.launch.cluster.program import Participants, Program
+from hvd_cifar.runtime import devices
 
 PROBE = Path(__file__).with_name("probe.py")
 SECONDS_TO_ANSWER = 60.0
@@ -25,7 +25,7 @@ SECONDS_TO_ANSWER = 60.0
 
 @dataclass(frozen=True)
 class Card:
-    """A network card with an IPv4 address. `speed` is in Mbit/s; 0: the card does not say."""
+    """A network card with an IPv4 address. `speed` is in Mbit/s; 0: unknown."""
 
     name: str
     address: str
@@ -35,22 +35,24 @@ class Card:
 
 @dataclass(frozen=True)
 class Report:
-    """What a host said of itself. `ports`: where it listens while the hosts try to reach each other.
+    """What a host reports of itself.
 
-    The first is one as Gloo's ranks have, the others are as MPI's.
+    ports: where it listens while the hosts connect to each other: one of the range of Gloo's ranks, then one of MPI's.
+    gpus: how many GPUs a process sees there.
     """
 
     hostname: str
     resolves_itself: bool
     cards: tuple[Card, ...]
     ports: tuple[int, ...] = ()
+    gpus: int = 0
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network that all hosts are on: its subnet as in 10.0.0.0/24, and each host's card on it.
+    """A network that all hosts are on: its subnet, such as 10.0.0.0/24, and each host's card on it.
 
-    Where hosts are on different subnets, with a way between them, `subnet` lists them with commas.
+    Where routers join hosts on different subnets, `subnet` lists the subnets with commas.
     """
 
     subnet: str
@@ -58,19 +60,20 @@ class Network:
 
     @property
     def card_names(self) -> list[str]:
-        """The names that the cards have on the hosts, most often one."""
+        """The different names of the cards; most clusters have one."""
         return sorted({card.name for card in self.cards.values()})
 
 
 def candidates(reports: Mapping[str, Report], resolved: Mapping[str, str | None]) -> list[Network]:
     """The networks that may join all hosts, the best one first.
 
-    On the same subnet under different addresses, faster ones first, then the one that the hosts' names lead to. Where
-    no subnet has all hosts, each host's card is the one that its name leads to.
+    A network is a subnet on which every host has an address of its own. Faster subnets come first, then those of the
+    addresses that the hosts' names resolve to. Where no subnet has all hosts, each host's card is the one with the
+    address of its name.
 
     Args:
         reports: of each host.
-        resolved: the address of each host's name as this machine sees it; None: it has none.
+        resolved: the address of each host's name on this machine; None: unknown name.
     """
     subnets = {card.subnet for report in reports.values() for card in report.cards}
     found = []
@@ -99,30 +102,25 @@ def candidates(reports: Mapping[str, Report], resolved: Mapping[str, str | None]
     return [Network(",".join(sorted({card.subnet for card in routed.values()})), routed)]
 
 
-def find_network(hosts: Sequence[str], here: str, python: str, gloo: bool, way: Way = ssh) -> Network:
-    """The network of a job on these hosts, tried out.
+def find_network(participants: Participants, gloo: bool) -> tuple[Network, dict[str, Report]]:
+    """The network of a job, after each host has connected to every other one on it; and what the hosts report.
 
-    Args:
-        hosts: all that take part; `here` is among them.
-        here: the name of this machine, which is asked directly.
-        python: the interpreter on every host, at the same path.
-        gloo: whether the job runs over Gloo, which ends with a crash on a host that does not know its own name.
-        way: to the other hosts.
+    `gloo`: whether the job runs over Gloo, which crashes on a host that cannot resolve its own name.
 
     Raises:
         UserError: a host cannot be reached, has no environment, or cannot reach another one.
     """
-    with asked(hosts, here, python, way) as (probes, silent):
+    with asked(participants) as (probes, silent):
         if silent:
             raise UserError("; ".join(": ".join(filter(None, fault)) for fault in silent.values()))
         reports = {host: probe.report for host, probe in probes.items()}
         for host, report in reports.items():
             if gloo and not report.resolves_itself:
                 raise UserError(
-                    f"{host} does not know its own name, '{report.hostname}', and Gloo would crash there: add the "
+                    f"{host} cannot resolve its own name, '{report.hostname}', and Gloo would crash there: add the "
                     f"line '{_first_address(report)} {report.hostname}' to its /etc/hosts, or use --mpi"
                 )
-        found = candidates(reports, {host: resolve(host) for host in hosts})
+        found = candidates(reports, {host: resolve(host) for host in reports})
         if not found:
             cards = "; ".join(
                 f"{host}: {', '.join(f'{card.name} {card.subnet}' for card in report.cards) or 'none'}"
@@ -133,19 +131,18 @@ def find_network(hosts: Sequence[str], here: str, python: str, gloo: bool, way: 
     works = next((network for network, fault in zip(found, faults, strict=True) if not fault), None)
     if works is None:
         raise UserError(f"{faults[0][0]}: check its cable and the firewalls, which must let all ports through")
-    return works
+    return works, reports
 
 
 class Probe:
-    """The program `probe.py` as it runs on one host."""
+    """The program `probe.py` on one host."""
 
-    def __init__(self, host: str, is_here: bool, python: str, way: Way = ssh) -> None:
-        self.host = host
-        self.program = Program(host, is_here, python, PROBE.read_text(), SECONDS_TO_ANSWER, way)
+    def __init__(self, participants: Participants, host: str) -> None:
+        self.program = Program(participants, host, PROBE.read_text(), SECONDS_TO_ANSWER)
         self.report = Report("", False, ())
 
     def listen(self) -> tuple[str, str] | None:
-        """Take the host's report; otherwise what is wrong with the host, and what mends it."""
+        """Wait for the host's report. Without one, return what is wrong with the host, and what to do."""
         said = self.program.hear(b"{")
         if said is None:
             return self.program.why()
@@ -157,45 +154,44 @@ class Probe:
                 for card in said["interfaces"]
             ),
             tuple(said["ports"]),
+            len(devices.visible_gpus(said["nvidia_smi"], said["variables"])),
         )
         return None
 
     def ask(self, targets: list[tuple[str, int]]) -> list[bool]:
-        """Which of these addresses and ports the host reaches. Once only."""
+        """Whether the host connects to each of these addresses and ports. To be called once."""
         self.program.say(targets)
         return self.program.hear(b"[") or [False] * len(targets)
 
     def end(self) -> None:
-        """Let the program on the host end."""
+        """End the program."""
         self.program.end()
 
 
 @contextlib.contextmanager
-def asked(
-    hosts: Sequence[str], here: str, python: str, way: Way = ssh
-) -> Iterator[tuple[dict[str, Probe], dict[str, tuple[str, str]]]]:
-    """Probes of the hosts that have reported, all at once; and what is wrong with the others, and what mends it."""
+def asked(participants: Participants) -> Iterator[tuple[dict[str, Probe], dict[str, tuple[str, str]]]]:
+    """Ask all hosts at once: probes of those that report; what is wrong with each other one, and what to do."""
     probes: dict[str, Probe] = {}
-    with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
+    with ThreadPoolExecutor(max_workers=len(participants.hosts)) as pool:
         try:
-            for host in hosts:
-                probes[host] = Probe(host, host == here, python, way)
+            for host in participants.hosts:
+                probes[host] = Probe(participants, host)
             answers = dict(zip(probes, pool.map(Probe.listen, probes.values()), strict=True))
             silent = {host: fault for host, fault in answers.items() if fault is not None}
             yield {host: probe for host, probe in probes.items() if host not in silent}, silent
-        finally:  # first of all: what waits for an answer then has it
+        finally:  # before the pool waits for its threads: the end of a program ends their waiting
             for probe in probes.values():
                 probe.end()
 
 
 @dataclass(frozen=True)
 class NoWay:
-    """One host does not reach another one at the address of a card, at some port or at all."""
+    """One host cannot connect to another one at a card's address: at some port, or at any."""
 
     here: str
     there: str
     card: Card
-    port: int | None = None  # None: at no port that was tried
+    port: int | None = None  # None: at no port
 
     def __str__(self) -> str:
         port = f", port {self.port}" if self.port else ""
@@ -205,9 +201,9 @@ class NoWay:
 
 
 def try_out(networks: Sequence[Network], probes: Mapping[str, Probe], gloo: bool) -> list[list[NoWay]]:
-    """What is wrong with each network, [] where nothing is: every host connects to every other one on each.
+    """The connections that fail on each network; every host tries every other one.
 
-    `gloo`: ports as MPI has them need not be open.
+    `gloo`: MPI's ports are not tried.
     """
     ways = [(number, there) for number in range(len(networks)) for there in probes]
     ports = {host: probe.report.ports[:1] if gloo else probe.report.ports for host, probe in probes.items()}
@@ -239,7 +235,7 @@ def _first_address(report: Report) -> str:
 
 
 def resolve(host: str) -> str | None:
-    """The address of a name as this machine sees it; None: it has none."""
+    """The address of a name on this machine; None: unknown name."""
     try:
         return socket.gethostbyname(host)
     except OSError:

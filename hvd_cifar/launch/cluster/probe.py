@@ -1,23 +1,26 @@
-"""What a host says of itself to one that wants to start ranks there: a program that is sent to it over ssh.
+"""A program that the launcher sends to each host over ssh: it reports on the host, and tries connections to others.
 
-It writes a line of JSON (its name, its network cards, the ports that it listens at), reads one (addresses and ports to
-try), writes which of them it reached, and ends; it ends, too, when the asking side goes away. It imports nothing of
-this package, whose version there may be another one.
+It writes a line of JSON (its name, network cards, GPUs, and the ports that it listens at), reads one (addresses and
+ports), writes which of them it could connect to, and ends. It also ends when its input is closed. It imports nothing of
+this package, of which the host may have another version.
 """
 
 import json
+import os
 import socket
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
 CONNECT_SECONDS = 3.0
-FIRST_MPI_PORT = 1024  # Open MPI's ranks listen from there on (btl_tcp_port_min_v4); Gloo's where the system says
+# Open MPI's ranks listen from here on (btl_tcp_port_min_v4); Gloo's at ports that the system chooses.
+FIRST_MPI_PORT = 1024
 
 
 def interfaces() -> "list[dict[str, object]]":
-    """IPv4 addresses of cards that are up, this machine's talk to itself left out; `speed` in Mbit/s, 0: not known."""
+    """IPv4 addresses of cards that are up, except loopback; `speed` in Mbit/s, 0: unknown."""
     found: list[dict[str, object]] = []
     states = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
@@ -31,7 +34,7 @@ def interfaces() -> "list[dict[str, object]]":
 
 
 def resolves(name: str) -> bool:
-    """Whether this host knows an address for a name."""
+    """Whether this host resolves a name."""
     try:
         socket.gethostbyname(name)
     except OSError:
@@ -40,7 +43,7 @@ def resolves(name: str) -> bool:
 
 
 def reaches(target: "list[str | int]") -> bool:
-    """Whether something answers at [address, port]."""
+    """Whether a connection to [address, port] succeeds."""
     try:
         with socket.create_connection((str(target[0]), int(target[1])), CONNECT_SECONDS):
             return True
@@ -49,7 +52,7 @@ def reaches(target: "list[str | int]") -> bool:
 
 
 def listeners() -> "list[socket.socket]":
-    """Listening where Gloo's ranks would, and where MPI's would. Connections wait there: nobody need accept them."""
+    """Sockets that listen at a port like Gloo's and one like MPI's. Connections stay in the backlog, not accepted."""
     found = [socket.create_server(("0.0.0.0", 0), backlog=512)]
     for port in range(FIRST_MPI_PORT, FIRST_MPI_PORT + 100):
         try:
@@ -57,6 +60,15 @@ def listeners() -> "list[socket.socket]":
         except OSError:
             pass
     return found
+
+
+def list_gpus() -> str:
+    """The output of `nvidia-smi -L`, or "" where it cannot run. The launcher counts the GPUs."""
+    try:
+        words, nothing = ["nvidia-smi", "-L"], subprocess.DEVNULL
+        return subprocess.run(words, stdin=nothing, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def main() -> None:
@@ -68,6 +80,8 @@ def main() -> None:
         "resolves_itself": resolves(name),
         "interfaces": interfaces(),
         "ports": [listener.getsockname()[1] for listener in listening],
+        "nvidia_smi": list_gpus(),
+        "variables": {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"},
     }
     print(json.dumps(report), flush=True)
     asked = sys.stdin.readline()
@@ -76,7 +90,7 @@ def main() -> None:
     targets = json.loads(asked)
     with ThreadPoolExecutor(max_workers=32) as pool:
         print(json.dumps(list(pool.map(reaches, targets))), flush=True)
-    # The listeners stay until all hosts have tried: the asking side then closes this side's input.
+    # The listeners stay until all hosts have tried; then the launcher closes this program's input.
     sys.stdin.read()
 
 

@@ -1,4 +1,4 @@
-"""A Python program that is sent to another host, and talks with this side in lines of JSON."""
+"""A Python program that is sent to another host, and exchanges lines of JSON with this one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hvd_cifar.errors import UserError
@@ -18,7 +19,7 @@ SET_UP = "./run.sh setup --hostfile FILE makes it on every host"
 
 
 class Way(Protocol):
-    """How to run something on another host: the module `ssh`, or `slurm` within an allocation."""
+    """How to run commands on another host: the module `ssh`, or `slurm` in an allocation."""
 
     FAILED: int
 
@@ -26,32 +27,40 @@ class Way(Protocol):
         """The command that runs `command` on `host`."""
 
     def diagnose(self, host: str, complaint: str) -> tuple[str, str]:
-        """Why it ended with `FAILED`, and what to do."""
+        """Why the command ended with `FAILED`, and what to do."""
+
+
+@dataclass(frozen=True)
+class Participants:
+    """The hosts that take part in a job, and how to run a program on them.
+
+    hosts: their names; `here` is among them, and is this machine, where programs are started directly.
+    python: the interpreter, at the same path on every host.
+    way: to the other hosts.
+    """
+
+    hosts: Sequence[str]
+    here: str
+    python: str
+    way: Way = ssh
 
 
 class Program:
-    """A program as it runs on one host; `end` it in any case. On the other side it ends when its input does."""
+    """A program that runs on one host. The caller must `end` it; on the host it ends when its input is closed."""
 
-    def __init__(self, host: str, is_here: bool, python: str, text: str, seconds: float, way: Way = ssh) -> None:
-        """Start it.
+    def __init__(self, participants: Participants, host: str, text: str, seconds: float) -> None:
+        """Start the program `text` on `host`, and end it after `seconds` at the latest.
 
-        Args:
-            host: its name; is_here: whether that is this machine, where it is started directly.
-            python: the interpreter, at the same path on every host.
-            text: the program.
-            seconds: after so long it is ended, whatever it does.
-            way: to another host.
-
-        Raises UserError where ssh, or what else leads there, is not to be had.
+        Raises UserError where the command that leads there (ssh, srun) is not installed.
         """
-        words = [python, "-I", "-c", text]
         self.host = host
-        self.python = python
-        self.way = way
+        self.python = participants.python
+        self.way = participants.way
         self.late = False
+        words = [self.python, "-I", "-c", text]
         try:
             self.process = subprocess.Popen(
-                words if is_here else way.words(host, words),
+                words if host == participants.here else self.way.words(host, words),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -65,14 +74,14 @@ class Program:
         self._limit.start()
 
     def say(self, value: Any) -> None:
-        """Send a line. A program that is gone does not hear it."""
+        """Send a line; no error if the program has ended."""
         assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(f"{json.dumps(value)}\n".encode())
             self.process.stdin.flush()
 
     def hear(self, start: bytes) -> Any:
-        """The next line that starts so, as JSON: a login shell may write lines of its own. None: there is no more."""
+        """The next line with this start, as JSON; None: the program has ended. A login shell may write other lines."""
         assert self.process.stdout
         line = next((line for line in self.process.stdout if line.startswith(start)), b"")
         try:
@@ -81,7 +90,7 @@ class Program:
             return None
 
     def why(self) -> tuple[str, str]:
-        """What is wrong with a host that does not answer, and what mends it; ends the program."""
+        """What is wrong with a host that does not answer, and what to do. Ends the program."""
         try:
             _, complaint = self.process.communicate(timeout=self._seconds)
         except (subprocess.TimeoutExpired, ValueError, OSError):
@@ -89,21 +98,21 @@ class Program:
         if self.late:
             return (
                 f"{self.host} does not answer within {self._seconds:g} s",
-                f"look what it is busy with: ssh {self.host}",
+                f"see what it is busy with: ssh {self.host}",
             )
         if self.process.returncode == self.way.FAILED:
             return self.way.diagnose(self.host, complaint.decode(errors="replace"))
         return f"{self.host} has {NO_ENVIRONMENT} ({shlex.quote(self.python)})", SET_UP
 
     def end(self) -> None:
-        """Let the program on the host end, and ssh or srun with it."""
+        """End the program on the host, and ssh or srun here."""
         self._limit.cancel()
         assert self.process.stdin and self.process.stdout and self.process.stderr
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         self.process.terminate()
         self.process.wait()
-        # Only now: a thread that waits for a line holds on to its stream until the program is gone.
+        # Not earlier: a thread that waits for a line locks its stream until the program ends.
         self.process.stdout.close()
         self.process.stderr.close()
 

@@ -1,4 +1,4 @@
-"""What launchers say of their own around a rank that failed: taken away, or one line in its place."""
+"""What launchers print around a rank that failed: removed, or shortened to one line."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ BANNER_LINES = 40
 
 
 def without_banners(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """mpirun's stderr without its pages about a rank that failed; where one adds something, a line remains of it.
+    """mpirun's stderr without its banners about a rank that failed; a banner with news is shortened to one line.
 
-    Such a page stands between two rules. All else passes at once, also a line that is not yet complete (a progress
-    bar), unless it may become a rule.
+    A banner stands between two rules. All other output passes at once, also an incomplete line (a progress bar), unless
+    it may become a rule.
     """
-    pending = line = said = b""  # said: the last line that passed and was not empty
+    pending = line = said = b""  # said: the last line that passed, empty ones left out
     block: list[bytes] = []
     at_start = True
     for chunk in chunks:
@@ -44,7 +44,7 @@ def without_banners(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _shortened(banner: bytes, said: bytes) -> bytes:
-    """What a user needs of one of mpirun's pages: nothing where a rank told its error itself, in the line `said`."""
+    """What a user needs of a banner: nothing if the rank has printed its error, as in the line `said`."""
     text = banner.decode(errors="replace")
     ended = re.search(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)", text)
     killed = re.search(
@@ -67,25 +67,24 @@ def _shortened(banner: bytes, said: bytes) -> bytes:
 
 
 TAG = re.compile(rb"\[(\d+)\]<(?:stdout|stderr)>:")
-# What horovodrun lets through from TensorFlow, which it imports to see what Horovod was built with.
+# TensorFlow's messages in horovodrun itself, which imports it to see what Horovod was built with.
 TENSORFLOW_NOTE = re.compile(
     rb"WARNING: All log messages before absl|I\d{4} \d\d:\d\d:\d+\S* +\d+ \w+\.cc:|To enable the following instructions"
 )
 
 
 def without_tags(lines: Iterable[bytes], codes: list[int]) -> Iterator[tuple[int | None, bytes]]:
-    """horovodrun's output over Gloo by rank, without its tags, its remarks on ranks that failed, and its traceback.
+    """horovodrun's output over Gloo by rank, without its tags, its messages on failed ranks, and its traceback.
 
-    What horovodrun itself says has no rank.
-    Exit codes of ranks that failed are added to `codes`, in the order in which they ended. A traceback of
-    horovodrun for any other reason comes out at the end.
+    Lines of horovodrun itself have the rank None. The exit codes of failed ranks are appended to `codes` in the order
+    of their ends. A traceback that has another reason comes last.
     """
     traceback: list[bytes] = []
     for line in lines:
         tag = TAG.match(line)
         code = re.match(rb"Process \d+ exit with status code (-?\d+)\.", line)
         if tag:
-            if line[tag.end() :].strip() != b"Terminated":  # said by the shell around a rank
+            if line[tag.end() :].strip() != b"Terminated":  # printed by the rank's shell
                 yield int(tag[1]), line[tag.end() :]
         elif code:
             codes.append(int(code[1]))

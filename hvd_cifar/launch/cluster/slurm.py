@@ -1,4 +1,4 @@
-"""The hosts that Slurm gave to this job, and how to reach them: Slurm starts what runs there, and ssh is not needed."""
+"""The nodes of this Slurm job, and commands on them: through srun, without ssh."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host
 
-FAILED = 1  # srun's exit code where it could start nothing
-# A task beside those that the job may have already, without MPI; srun would take what it lacks here from the job.
+FAILED = 1  # srun's exit code where it cannot start a task
+# One task beside the job's own ones, without MPI. All is given here: srun takes what is missing from the job's options.
 SRUN = ("srun", "--quiet", "--overlap", "--mpi=none", "--nodes=1", "--ntasks=1")
 
 
 def allocation(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """The nodes of the allocation that this process is in, each with its tasks as slots; () outside of one.
+    """The nodes of this process's allocation, with tasks as slots; () outside of an allocation.
 
-    Raises UserError where Slurm does not tell them.
+    Raises UserError where Slurm does not list them.
     """
     nodes, tasks = environ.get("SLURM_JOB_NODELIST"), environ.get("SLURM_TASKS_PER_NODE")
     if not ("SLURM_JOB_ID" in environ and nodes and tasks):
@@ -26,15 +26,15 @@ def allocation(environ: Mapping[str, str]) -> tuple[Host, ...]:
         words = ["scontrol", "show", "hostnames", nodes]
         names = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout.split()
     except (OSError, subprocess.SubprocessError):
-        raise UserError(f"scontrol does not tell the names of Slurm's nodes {nodes}; name hosts with -H") from None
+        raise UserError(f"scontrol does not list the Slurm nodes {nodes}; name hosts with -H") from None
     slots = tasks_per_node(tasks)
-    if len(names) != len(slots):  # in a step on some of the job's nodes, say of srun --pty bash
+    if len(names) != len(slots):  # in a step on some of the nodes, such as srun --pty bash
         raise UserError(f"this shell is on {len(slots)} of the {len(names)} nodes of the Slurm job; name hosts with -H")
     return tuple(Host(name, count) for name, count in zip(names, slots, strict=True))
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Tasks of each node as Slurm writes them: 2(x3),1 is 2, 2, 2, 1 (sbatch's manual, SLURM_TASKS_PER_NODE)."""
+    """Each node's tasks, from Slurm's notation: 2(x3),1 is 2, 2, 2, 1 (sbatch's manual, SLURM_TASKS_PER_NODE)."""
     found = []
     for tasks, _, nodes in re.findall(r"(\d+)(\(x(\d+)\))?", text):
         found += [int(tasks)] * int(nodes or 1)
@@ -47,6 +47,6 @@ def words(host: str, command: Sequence[str]) -> list[str]:
 
 
 def diagnose(host: str, complaint: str) -> tuple[str, str]:
-    """Why srun could not start anything on a node, and what to do; `complaint`: what it wrote to stderr."""
+    """Why srun could not start a task on a node, and what to do, from its stderr."""
     said = [line.strip() for line in complaint.splitlines() if line.strip()]
     return f"srun on {host}: {said[-1] if said else 'it started nothing'}", f"see scontrol show node {host}"

@@ -1,17 +1,16 @@
-"""Run a command on other hosts: no question is ever asked, and what ssh complains of becomes advice."""
+"""Commands on other hosts, without questions to the user; ssh's errors become advice."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
 
-# A question would wait for an answer that nobody is there to give; a host that is gone without a word is given up after
-# half a minute.
+# BatchMode: nobody is there to answer a question. ServerAlive: a host that has disappeared is given up after 30 s.
 _SETTINGS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=10", "ServerAliveCountMax=3")
 OPTIONS = tuple(word for setting in _SETTINGS for word in ("-o", setting))
 NO_SSH = "there is no ssh here: apt-get install openssh-client"
-FAILED = 255  # ssh's own exit code, also that of a program that ends with 255
-# What ssh says, and what to do about it.
+FAILED = 255  # ssh's own exit code; a program may end with it too
+# By a part of ssh's message: what is wrong, and what to do.
 ADVICE = (
     (
         "Host key verification failed",
@@ -27,12 +26,12 @@ ADVICE = (
 
 
 def words(host: str, command: Sequence[str]) -> list[str]:
-    """The command that runs `command` on `host`, whose login shell takes it apart again."""
+    """The command that runs `command` on `host`, quoted for the login shell there."""
     return ["ssh", *OPTIONS, host, shlex.join(command)]
 
 
 def diagnose(host: str, complaint: str) -> tuple[str, str]:
-    """Why ssh could not reach a host, and what to do; `complaint`: what it wrote to stderr."""
+    """Why ssh could not reach a host, and what to do, from its stderr."""
     said = [line.strip() for line in complaint.splitlines() if line.strip()]
     for text, what, mend in ADVICE:
         if any(text in line for line in said):
@@ -41,5 +40,5 @@ def diagnose(host: str, complaint: str) -> tuple[str, str]:
 
 
 def explain(host: str, complaint: str) -> str:
-    """The same in one line."""
+    """The same as one line."""
     return ": ".join(filter(None, diagnose(host, complaint)))

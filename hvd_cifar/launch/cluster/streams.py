@@ -1,22 +1,22 @@
-"""What the ranks of several hosts write, told apart: mpirun's tags are taken off, and a rank's name is put in front."""
+"""The output of ranks on several hosts: mpirun's tags are removed, and rank and host are put before each line."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
 
-# mpirun --tag-output puts one in front of every piece that a rank writes, in the middle of a line too.
+# mpirun --tag-output puts a tag before each piece that a rank writes, also within a line.
 TAG = re.compile(rb"\[\d+,(\d+)\]<std(?:out|err)>:")
 PARTS = re.compile(rb"(\[\d+,\d+\]<std(?:out|err)>:|\n|(?:(?!\[\d+,\d+\]<std(?:out|err)>:)[^\n])+\n?)")
 BEGUN_TAG = re.compile(rb"\[(?:\d+(?:,(?:\d+(?:\](?:<(?:s(?:t(?:d(?:o(?:u(?:t>?)?)?|e(?:r(?:r>?)?)?)?)?)?)?)?)?)?)?)?$")
-# What the program says once for all ranks.
+# The start of messages for all ranks, which rank 0 prints.
 OF_ALL = b"hvd_cifar: "
 
 
 def by_rank(chunks: Iterable[bytes]) -> Iterator[tuple[int | None, bytes]]:
-    """Pieces of mpirun's output with the rank that wrote them; None: mpirun itself.
+    """Pieces of mpirun's output, each with the rank that wrote it; None: mpirun itself.
 
-    The pieces of a rank are its output, cut anywhere. A text of a rank's own that looks like a tag is taken for one.
+    A piece may end anywhere in a line. A rank's own text that looks like a tag is read as a tag.
     """
     rank: int | None = None
     pending = b""
@@ -32,21 +32,21 @@ def by_rank(chunks: Iterable[bytes]) -> Iterator[tuple[int | None, bytes]]:
                 continue
             yield rank, part
             if part.endswith(b"\n"):
-                rank = None  # each of a rank's lines has a tag
+                rank = None  # each line of a rank starts with a tag
     if pending:
         yield rank, pending
 
 
 class NamedLines:
-    """Whole lines of several ranks' errors, each with its rank and host in front."""
+    """Joins the pieces of ranks' stderr to lines, each after its rank and host."""
 
     def __init__(self, hosts: list[str]) -> None:
-        """`hosts`: the name of each rank's host."""
+        """`hosts`: each rank's host."""
         self._hosts = hosts
         self._begun: dict[int, bytes] = {}
 
     def add(self, rank: int, piece: bytes) -> bytes:
-        """The lines of a rank that this piece of its output completes."""
+        """The rank's lines that this piece of its output completes."""
         whole = self._begun.pop(rank, b"") + piece
         *lines, rest = re.split(rb"(?<=\n)", whole)
         if rest:
@@ -54,7 +54,7 @@ class NamedLines:
         return b"".join(self._named(rank, line) for line in lines)
 
     def rest(self) -> bytes:
-        """What ranks have written after their last line break."""
+        """The ranks' last lines that have no line break."""
         return b"".join(self._named(rank, line + b"\n") for rank, line in sorted(self._begun.items()))
 
     def _named(self, rank: int, line: bytes) -> bytes:

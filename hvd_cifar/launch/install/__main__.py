@@ -3,11 +3,11 @@
 import sys
 from pathlib import Path
 
-OLDEST, NEWEST = (3, 10), (3, 13)  # those that have TensorFlow 2.21
+OLDEST, NEWEST = (3, 10), (3, 13)  # for which there is TensorFlow 2.21
 
 
 def main() -> int:
-    """Refuse a Python that cannot work, in words that this Python can read, then set up."""
+    """Refuse an unsupported Python, in syntax that older ones can parse; then set up."""
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         this = "%d.%d" % sys.version_info[:2]  # noqa: UP031
         sys.stderr.write(
@@ -15,7 +15,7 @@ def main() -> int:
             "PYTHON=python3.12 ./run.sh\n" % (this, sys.executable)
         )
         return 2
-    # This file's own folder comes first when it is run by its path: put the checkout there instead.
+    # Python puts this file's folder first when the file is run by its path; imports need the checkout.
     sys.path[0] = str(Path(__file__).resolve().parents[3])
     from hvd_cifar.launch.install.installer import main as install
 

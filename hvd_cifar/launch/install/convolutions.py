@@ -1,4 +1,4 @@
-"""Compile the project's own convolutions (hvd_cifar/kernels/native) into an environment, for its TensorFlow."""
+"""Compile the project's convolutions (hvd_cifar/kernels/native) for an environment's TensorFlow."""
 
 import platform
 import shutil
@@ -13,9 +13,9 @@ SOURCES = Path(__file__).parents[2] / "kernels" / "native"
 LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environment; kernels/compiled.py looks there
 
 OPTIONS = ["-std=c++17", "-fPIC", "-DNDEBUG"]
-# Numbers keep their NaN and infinities; what is left out are the flags that C's mathematics sets.
+# NaN and infinities are computed as usual; errno and floating-point exceptions are not maintained.
 QUICK = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
-# One translation for each set of instructions; which one runs is found out there. Registers: 32, and 16 of AVX2.
+# One object file per instruction set; op.cc chooses at run time. Tile sizes follow the registers: 32, 16 with AVX2.
 WIDE = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512", "-DLANES=16"]
 SETS = {
     "avx512": ["winograd.cc", *WIDE, "-DMANY_TILES=8", "-DMANY_CHANNELS=8"],
@@ -25,9 +25,9 @@ SETS = {
 
 
 def compile_into(steps: Steps, venv: Path, described: Mapping[str, str], machine: Machine) -> None:
-    """Compile the library, or say why there is none: training then goes on with TensorFlow's convolutions.
+    """Compile the library. If that fails, say so, and leave none: training then uses TensorFlow's convolutions.
 
-    `described` is what the environment's Python says of itself (installer.DESCRIBE).
+    `described`: the environment, as its Python describes it (installer.DESCRIBE).
     """
     library = venv / LIBRARY
     library.unlink(missing_ok=True)
@@ -42,7 +42,7 @@ def compile_into(steps: Steps, venv: Path, described: Mapping[str, str], machine
             shutil.copyfile(Path(work, library.name), partial)
             partial.replace(library)
     except StepFailed as error:
-        say(f"    {error}, see the log; TensorFlow's convolutions take their place, and ResNets train slower")
+        say(f"    {error}, see the log; training will use TensorFlow's convolutions, which are slower for ResNets")
 
 
 def _compile(steps: Steps, compiler: str, tensorflow: Path, work: Path) -> None:
@@ -51,7 +51,7 @@ def _compile(steps: Steps, compiler: str, tensorflow: Path, work: Path) -> None:
         objects.append(str(work / f"{name}.o"))
         there = str(SOURCES / source)
         steps.run([compiler, *OPTIONS, *QUICK, *options, f"-DSET={name}", "-c", there, "-o", objects[-1]])
-    # TensorFlow's headers, whose warnings are not ours.
+    # -w: no warnings from TensorFlow's headers.
     objects.append(str(work / "op.o"))
     headers = ["-w", "-isystem", str(tensorflow / "include")]
     steps.run([compiler, *OPTIONS, "-O2", *headers, "-c", str(SOURCES / "op.cc"), "-o", objects[-1]])

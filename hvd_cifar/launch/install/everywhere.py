@@ -1,6 +1,6 @@
-"""Set-up on every host of a job, side by side: the files of this checkout, this Python, these versions of packages.
+"""Set-up on all hosts of a job at once: with the files, options, Python version and package versions of this checkout.
 
-A host needs ssh, a Python like this one's, and what set-up needs here: a compiler, make and a package index.
+A host needs an ssh server, the same version of Python, and what set-up needs here: a compiler, make, a package index.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from hvd_cifar.launch.cluster.hosts import Host, is_local
 from hvd_cifar.launch.install.steps import say
 from hvd_cifar.launch.install.versions import as_constraints, differences, versions_of
 
-# Not the code's: environments, results, caches. In the checkout's top folder only.
+# Folders in the checkout's top folder that hold no code.
 LEFT_OUT = {".git", ".venv", "runs", "data", "keys"}
-SECRET = re.compile(r"id_[a-z0-9]+|.*\.(pem|key)")  # a cluster's keys, which containers.md makes in the checkout
+SECRET = re.compile(r"id_[a-z0-9]+|.*\.(pem|key)")  # containers.md has users make a cluster's keys in the checkout
 PACKAGE = "hvd_cifar/"
-# What a run depends on: hosts may differ in all else.
+# Beside the package, a run depends on these files; hosts may differ in all others.
 COMPARED = ("run.sh", "setup.cfg", "pyproject.toml")
 SECONDS_TO_ANSWER = 300.0
 CACHES = {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache"}
-SENT = ".sent-by-set-up"  # in a checkout that came from another host, and may be replaced by a newer one from there
-VERSIONS = ".versions"  # in every checkout that is set up for another host's sake: which versions it is to have
+SENT = ".sent-by-set-up"  # marks a checkout that set-up sent, and may replace
+VERSIONS = ".versions"  # in a checkout that another host sets up: the package versions to install
 
 LOOK = """
 if [ -e {token} ]; then echo shared
@@ -43,7 +43,7 @@ elif cd {checkout} && sha256sum --status --check - &&
 elif [ -e {checkout}/{sent} ]; then echo sent
 else echo other; fi
 """
-# What was sent before goes first: a file that is gone here must not stay there.
+# A package that was sent before is removed: files that no longer exist here must not stay there.
 UNPACK = """
 mkdir -p {checkout} && cd {checkout} || exit 1
 if [ -e {sent} ]; then rm -rf hvd_cifar; fi
@@ -63,14 +63,18 @@ exit 2
 
 
 class HostFailed(Exception):
-    """A host could not be set up; the message says why, in one line."""
+    """A host could not be set up. The message is one line."""
 
 
 @dataclass(frozen=True)
 class Here:
-    """What all hosts are to be like.
+    """What every host gets.
 
-    python: the base interpreter; version: like (3, 11); files: of the checkout, relative to it.
+    python: path of the base interpreter.
+    version: of Python, such as (3, 11).
+    flags: the options of `setup`.
+    files: of the checkout, relative to it.
+    packages: version by name.
     """
 
     checkout: Path
@@ -81,13 +85,13 @@ class Here:
     packages: dict[str, str]
 
     def fill(self, script: str, **more: str) -> str:
-        """A script with the checkout's paths in it, quoted."""
+        """The script with the checkout's paths filled in, quoted."""
         paths = {"checkout": str(self.checkout), "sent": SENT, "versions": VERSIONS}
         return script.format(**{name: shlex.quote(value) for name, value in paths.items()}, **more)
 
 
 def set_up_hosts(hosts: Sequence[Host], here: Here) -> int:
-    """Set up every host but this one, which is; tell how it went on each, and return the exit code."""
+    """Set up all hosts except this one, print a line for each, and return the exit code."""
     others = [host.name for host in hosts if not is_local(host.name)]
     if not others:
         return 0
@@ -108,7 +112,7 @@ def _result(name: str, here: Here, token: Path) -> tuple[bool, str]:
 
 
 def _set_up(name: str, here: Here, token: Path) -> str:
-    """Bring one host to the state of this one; how that went. Raises HostFailed."""
+    """Set up one host like this one, and return a summary. Raises HostFailed."""
     compared = [file for file in here.files if file.startswith(PACKAGE) or file in COMPARED]
     listed = "".join(f"{_sha256(here.checkout / file)}  {file}\n" for file in compared)
     code = "".join(f"{file}\n" for file in compared if file.startswith(PACKAGE) and file.endswith(".py"))
@@ -142,7 +146,7 @@ def _set_up_script(here: Here) -> str:
 
 
 def _ask(name: str, script: str, stdin: bytes = b"") -> str:
-    """What a shell script on a host prints. Raises HostFailed."""
+    """The output of a shell script on a host. Raises HostFailed."""
     words = ssh.words(name, ["sh", "-c", script])
     try:
         done = subprocess.run(words, input=stdin, capture_output=True, timeout=SECONDS_TO_ANSWER)
@@ -160,9 +164,9 @@ def _ask(name: str, script: str, stdin: bytes = b"") -> str:
 
 
 def _run(name: str, script: str) -> None:
-    """Run a shell script on a host and show its output with the host's name in front. Raises HostFailed.
+    """Run a shell script on a host, and print its output after the host's name. Raises HostFailed.
 
-    With a terminal on the other side: when this side goes away, that ends what runs there.
+    The script gets a terminal (-tt): when the connection breaks, SIGHUP ends what runs there.
     """
     ssh_command, *words = ssh.words(name, ["sh", "-c", script])
     command = [ssh_command, "-tt", *words]
@@ -187,7 +191,7 @@ def _run(name: str, script: str) -> None:
 
 @contextlib.contextmanager
 def _token(checkout: Path) -> Iterator[Path]:
-    """A file that a host sees only if the checkout is on a disk that it shares."""
+    """A new file in the checkout: a host that has it too shares the disk."""
     token = checkout / ".venv" / f".here-{secrets.token_hex(8)}"
     token.touch()
     try:
@@ -197,7 +201,7 @@ def _token(checkout: Path) -> Iterator[Path]:
 
 
 def files_of(checkout: Path) -> tuple[str, ...]:
-    """The files of a checkout, relative to it: those that git knows, as they are now, and new ones of the package."""
+    """The files of a checkout, relative to it: those that git tracks, and new ones of the package."""
     git = ["git", "-C", str(checkout), "ls-files", "-z"]
     new = ["--others", "--exclude-standard", "--", PACKAGE]
     try:

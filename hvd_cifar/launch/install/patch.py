@@ -1,4 +1,4 @@
-"""Apply a unified diff, strictly: a minimal machine has no `patch`, and a near match must not pass."""
+"""Apply a unified diff. A minimal machine has no `patch` program; and every line must match exactly."""
 
 import re
 from pathlib import Path
@@ -7,14 +7,14 @@ HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@")
 
 
 class PatchError(Exception):
-    """The text is not the one that the patch was made from."""
+    """The patch does not fit the text."""
 
 
 def apply_patch(patch: str, folder: Path) -> list[Path]:
-    """Apply a unified diff to the files under `folder`, whose names follow `a/` and `b/`; return these files.
+    """Apply a unified diff, with names after `a/` and `b/`, to files under `folder`; return the changed files.
 
-    Every line of context must be found just where the patch says. Raises PatchError otherwise; a file is written
-    only once all its hunks fit. Files are changed, never made or removed.
+    Raises PatchError where a line of context is not at its place. A file is written only if all its hunks fit. Files
+    are changed, never made or removed.
     """
     changed = []
     for part in re.split(r"(?m)^--- a/", patch)[1:]:
@@ -28,7 +28,7 @@ def apply_patch(patch: str, folder: Path) -> list[Path]:
 def _patched(path: Path, diff: list[str]) -> str:
     old = path.read_text().splitlines()
     new: list[str] = []
-    done = 0  # lines of `old` that are dealt with
+    done = 0  # lines of `old` that have been copied or replaced
     for line in diff:
         hunk = HUNK.match(line)
         if hunk:

@@ -1,4 +1,4 @@
-"""Run and report the steps of set-up: one line each on the screen, everything else in a log."""
+"""The steps of set-up: one line each on stderr, the output of their commands in a log."""
 
 import contextlib
 import fcntl
@@ -17,7 +17,7 @@ NEWLINE = "\n"
 ERROR = re.compile(
     r"error\b|undefined|fatal|not found|no space|denied|timed out|no matching|cannot|failed", re.IGNORECASE
 )
-# pip's own summary of somebody else's error.
+# pip's summaries of another program's error.
 SUMMARY = re.compile(
     r"failed building wheel|failed to build|finished with status|subprocess-exited|exit code|note: this|╰─>|×|^\s*#",
     re.IGNORECASE,
@@ -30,15 +30,15 @@ class StepFailed(Exception):
 
 @dataclass(frozen=True)
 class Steps:
-    """Where commands write, and the lock that they hold."""
+    """The log of the commands, and the lock that they hold."""
 
     log: TextIO
-    # Handed on to every command: when set-up is killed and its pip lives on, the next set-up waits for that pip.
+    # Every command inherits it: if set-up is killed while its pip runs on, the next set-up waits for that pip.
     lock: int
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Show a step's name, and when it is over how long it took."""
+        """Print a step's name, and at its end the time that it took."""
         say(f"  {name} ", end="")
         begin = time.monotonic()
         self.log.write(f"\n== {name}\n")
@@ -67,13 +67,13 @@ class Steps:
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Tell the user, on stderr: stdout belongs to the command that follows."""
+    """Print to stderr: stdout is for the command that follows."""
     print(text, end=end, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def locked(path: Path, waiting: str) -> Iterator[int]:
-    """Hold a lock on a file or folder that exists, and yield its descriptor. Says `waiting` if it has to wait."""
+    """Hold a lock on an existing file or folder, and yield its descriptor. Prints `waiting` if it has to wait."""
     lock = os.open(path, os.O_RDONLY)
     try:
         try:
@@ -87,10 +87,9 @@ def locked(path: Path, waiting: str) -> Iterator[int]:
 
 
 def telling_lines(log: str) -> list[str]:
-    """The lines of the last command's output that tell what went wrong.
+    """The lines of the last command's output that say what went wrong: the first errors, else the last lines.
 
-    A compiler's error is followed by pages of others' complaints that something failed; so the first lines that
-    look like an error come first, and only where there are none, the last lines of all.
+    After a compiler's error come pages of other programs' messages that something failed.
     """
     output = [line.rstrip() for line in log[log.rfind("\n$ ") + 1 :].splitlines()[1:] if line.strip()]
     errors = [line for line in output if ERROR.search(line) and not SUMMARY.search(line)]

@@ -1,4 +1,4 @@
-"""The versions of an environment's packages: as a file that pip is held to, and compared with another host's."""
+"""The versions of an environment's packages: listed, written as a constraints file for pip, compared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-# Not from the index: the checkout itself, and Horovod, which every host builds from one source.
+# Not from a package index: the checkout itself, and Horovod, which each host builds from the same source.
 OWN = ("hvd-cifar", "horovod")
 LIST = (
     "import json, importlib.metadata as m; "
@@ -16,18 +16,18 @@ LIST = (
 
 
 def versions_of(run: Callable[[str], str]) -> dict[str, str]:
-    """Version by package of the environment whose Python `run` calls with a program."""
+    """Version by package. `run` runs a program with the environment's Python, and returns its output."""
     listed: dict[str, str] = json.loads(run(LIST).strip().splitlines()[-1])
     return {plain(name): version for name, version in listed.items()}
 
 
 def as_constraints(packages: Mapping[str, str]) -> str:
-    """The text of a file for pip's --constraint."""
+    """The text of a file for pip's --constraint option."""
     return "".join(f"{name}=={version}\n" for name, version in sorted(packages.items()) if name not in OWN)
 
 
 def read_constraints(path: Path) -> dict[str, str]:
-    """Version by package, from such a file."""
+    """Version by package, from a constraints file."""
     pairs = [
         (line.partition("==")[0], line.partition("==")[2]) for line in path.read_text().splitlines() if "==" in line
     ]
@@ -35,7 +35,7 @@ def read_constraints(path: Path) -> dict[str, str]:
 
 
 def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """Packages that both have, in different versions, like "numpy 2.4.6, not 2.4.5"."""
+    """Packages that both have in different versions, like "numpy 2.4.6, not 2.4.5"."""
     return [
         f"{name} {found[name]}, not {version}"
         for name, version in sorted(wanted.items())
@@ -44,5 +44,5 @@ def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str
 
 
 def plain(name: str) -> str:
-    """A name as package indexes compare it."""
+    """A package's name, normalised as by package indexes (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()

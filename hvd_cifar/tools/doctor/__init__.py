@@ -1,1 +1,1 @@
-"""`doctor`: what usually goes wrong on one machine or many, looked at on every host at once, and a small real job."""
+"""`doctor`: checks of all hosts at once for the usual faults, and a small real job."""

@@ -1,29 +1,28 @@
-"""Asking all hosts at once: what each says of itself, and whether they reach each other."""
+"""Asks all hosts at once for their facts, and whether they can connect to each other."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_cifar.launch.cluster import ssh
 from hvd_cifar.launch.cluster.network import Network, NoWay, asked, candidates, resolve, try_out
-from hvd_cifar.launch.cluster.program import Program, Way
+from hvd_cifar.launch.cluster.program import Participants, Program
 from hvd_cifar.tools.doctor.facts import GROUPS, HostFacts
 
 PROBE = Path(__file__).with_name("probe.py")
 
-Silent = tuple[str, str]  # what is wrong with a host that does not answer, and what mends it
+Silent = tuple[str, str]  # what is wrong with a host that does not answer, and what to do
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What the hosts say: facts of those that answer, what is wrong with the others, and what joins them.
+    """The facts of the hosts that answer, what is wrong with the others, and the network between them.
 
-    `network` is None where nothing does, or one host alone was asked; `blocked`: where it does not lead.
+    `network`: None without a common network, or with one host; `blocked`: connections that fail on it.
     """
 
     facts: dict[str, HostFacts]
@@ -32,34 +31,25 @@ class Answers:
     blocked: list[NoWay]
 
 
-def ask_all(
-    hosts: Sequence[str],
-    here: str,
-    python: str,
-    questions: Mapping[str, Any],
-    seconds: float,
-    gloo: bool = False,
-    way: Way = ssh,
-) -> Answers:
+def ask_all(participants: Participants, questions: Mapping[str, Any], seconds: float, gloo: bool = False) -> Answers:
     """Ask all hosts at once.
 
     Args:
-        hosts: their names; `here` is this machine's, which is asked directly.
-        python: the interpreter on every host.
+        participants: the hosts.
         questions: what `probe.py` reads.
-        seconds: how long a host may take to tell its facts.
-        gloo: whether ranks would talk over Gloo, which wants other ports than MPI.
-        way: to the other hosts.
+        seconds: the time limit for a host's facts.
+        gloo: whether the ranks would use Gloo, which needs other ports than MPI.
     """
+    hosts = participants.hosts
     programs: list[Program] = []
     with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
         try:
             text = PROBE.read_text()
-            programs += [Program(host, host == here, python, text, seconds, way) for host in hosts]
+            programs += [Program(participants, host, text, seconds) for host in hosts]
             listening = pool.map(lambda program: _listen(program, questions), programs)
-            network, blocked = _network_of(hosts, here, python, gloo, way) if len(hosts) > 1 else (None, [])
+            network, blocked = _network_of(participants, gloo) if len(hosts) > 1 else (None, [])
             answers = dict(zip(hosts, listening, strict=True))
-        finally:  # first of all: what waits for an answer then has it
+        finally:  # before the pool waits for its threads: the end of a program ends their waiting
             for program in programs:
                 program.end()
     facts = {host: answer for host, answer in answers.items() if isinstance(answer, HostFacts)}
@@ -68,7 +58,7 @@ def ask_all(
 
 
 def _listen(program: Program, questions: Mapping[str, Any]) -> HostFacts | Silent:
-    # The program runs, and waits for a line, once it has said so: only then is the time of an answer that of a message.
+    # The program's first line says that it runs. From then on, an answer takes no longer than a message.
     if program.hear(b"{") is None:
         return program.why()
     sent = time.time()
@@ -91,11 +81,9 @@ def _listen(program: Program, questions: Mapping[str, Any]) -> HostFacts | Silen
     return HostFacts(**found, missing=missing)
 
 
-def _network_of(
-    hosts: Sequence[str], here: str, python: str, gloo: bool, way: Way
-) -> tuple[Network | None, list[NoWay]]:
-    """The network that joins the hosts that answer, and where it does not lead; None where nothing joins them."""
-    with asked(hosts, here, python, way) as (probes, _):
+def _network_of(participants: Participants, gloo: bool) -> tuple[Network | None, list[NoWay]]:
+    """The network between the hosts that answer, or None; and connections that fail on it."""
+    with asked(participants) as (probes, _):
         reports = {host: probe.report for host, probe in probes.items()}
         found = candidates(reports, {host: resolve(host) for host in probes}) if len(probes) > 1 else []
         if not found:

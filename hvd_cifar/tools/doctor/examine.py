@@ -1,4 +1,4 @@
-"""`doctor`, once, on the machine where it is typed: ask all hosts, look at what they say, run the job, tell."""
+"""`doctor`, as one process on the user's machine: ask all hosts, run the small job, print the findings."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from hvd_cifar.data.source import layout_of
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local, parse_hosts, ranks_by_default, read_hostfile
-from hvd_cifar.launch.cluster.program import Way
+from hvd_cifar.launch.cluster.program import Participants, Way
 from hvd_cifar.reporting import terminal
+from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.tools.doctor import ask, findings, job, machine, table
 from hvd_cifar.tools.doctor.facts import HostFacts, Subject
@@ -31,26 +32,27 @@ LEAST_WIDTH, WIDTH_OF_A_FILE = 60, 120
 
 
 def examine(settings: DoctorSettings) -> None:
-    """Look at all hosts, and print what was found.
+    """Examine all hosts, and print the findings.
 
     Raises:
-        UserError: where hosts or ranks are not given rightly, or a launcher started this.
+        UserError: where the options for hosts or ranks are wrong, or a launcher started this process.
         TrainingError: where a run would fail.
     """
-    # An exception, so that what runs on other hosts is ended too.
+    # An exception also ends the programs on other hosts.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if (launched_size() or 1) > 1:
-        raise UserError("a launcher started this several times; the doctor starts ranks itself: call it once")
+        raise UserError("a launcher started the doctor several times; it starts ranks itself: call it once")
     nodes = slurm.allocation(os.environ)
     hosts = hosts_of(settings, nodes)
     in_slurm = bool(nodes) and not (settings.hosts or settings.hostfile)
-    way: Way = slurm if in_slurm and not settings.gloo else ssh  # horovodrun itself goes by ssh
+    way: Way = slurm if in_slurm and not settings.gloo else ssh  # horovodrun always uses ssh
     names = [host.name for host in hosts]
     here = next((name for name in names if is_local(name)), socket.gethostname())
-    everyone = list(dict.fromkeys([here, *names]))  # this machine takes part also where it has no rank
+    everyone = list(dict.fromkeys([here, *names]))  # this machine takes part even if it has no rank
     _tell(f"asking {len(everyone)} host{'s' * (len(everyone) > 1)} ...")
     questions = _questions(settings, everyone)
-    answers = ask.ask_all(everyone, here, sys.executable, questions, settings.probe_timeout, settings.gloo, way)
+    participants = Participants(everyone, here, sys.executable, way)
+    answers = ask.ask_all(participants, questions, settings.probe_timeout, settings.gloo)
     subject = Subject(
         hosts=_with_slots(hosts, answers.facts),
         here=here,
@@ -79,9 +81,9 @@ def examine(settings: DoctorSettings) -> None:
 
 
 def hosts_of(settings: DoctorSettings, nodes: tuple[Host, ...] = ()) -> tuple[Host, ...]:
-    """The hosts with the slots that a run would use; this machine with 0 where none and no number is given.
+    """The hosts, with the slots that a run would use; this machine with 0 slots where neither hosts nor -np is given.
 
-    `nodes`: Slurm's, where this is in an allocation.
+    `nodes`: of the Slurm allocation, () outside of one.
 
     Raises UserError.
     """
@@ -103,7 +105,7 @@ def hosts_of(settings: DoctorSettings, nodes: tuple[Host, ...] = ()) -> tuple[Ho
 
 
 def _hosts_option(settings: DoctorSettings, hosts: Sequence[Host]) -> str:
-    """How a command line names these hosts; "" where there is this machine alone."""
+    """The option that names these hosts; "" for this machine alone."""
     if settings.hostfile is not None:
         inside = settings.hostfile.is_relative_to(Path.cwd())
         return f"--hostfile {settings.hostfile.relative_to(Path.cwd()) if inside else settings.hostfile}"
@@ -113,7 +115,7 @@ def _hosts_option(settings: DoctorSettings, hosts: Sequence[Host]) -> str:
 
 
 def _with_slots(hosts: tuple[Host, ...], facts: Mapping[str, HostFacts]) -> tuple[Host, ...]:
-    """Where nobody said how many ranks: as many as the launcher would start."""
+    """The hosts; 0 slots become the number of ranks that the launcher starts by default."""
     if hosts[0].slots:
         return hosts
     found = facts.get(hosts[0].name, HostFacts())
@@ -122,15 +124,16 @@ def _with_slots(hosts: tuple[Host, ...], facts: Mapping[str, HostFacts]) -> tupl
 
 
 def _questions(settings: DoctorSettings, everyone: Sequence[str]) -> dict[str, Any]:
-    """What `probe.py` is to look at."""
+    """The questions for `probe.py`."""
     folder = settings.data_dir
     layout = layout_of(settings.dataset) or CIFAR10
     folders = [folder / layout.folder] if settings.dataset == "synthetic" else [folder, folder / layout.folder]
-    if layout_of(settings.dataset) is None:  # images in folders, or a function: not looked at
+    if layout_of(settings.dataset) is None:  # images in folders, or a function: not examined
         folders = []
     return {
         "hosts": list(everyone),
         "package": str(Path(hvd_cifar.__file__).parent),
+        "quota_files": [str(path) for path in devices.QUOTA_FILES],
         "run_dir": str(settings.run_dir),
         "data_folders": [str(each) for each in folders],
         "data_files": list(layout.files),
@@ -143,10 +146,10 @@ def _questions(settings: DoctorSettings, everyone: Sequence[str]) -> dict[str, A
 def _with_job(subject: Subject, settings: DoctorSettings, in_slurm: bool) -> Subject:
     hosts = [Host(host.name, _ranks_on(host, subject)) for host in findings.hosts_for_the_job(subject)]
     if not hosts:
-        return subject.model_copy(update={"no_job": "no host is left that ranks could start on"})
-    if in_slurm:  # the launcher takes its nodes as they are
+        return subject.model_copy(update={"no_job": "there is no host on which ranks can start"})
+    if in_slurm:  # the launcher takes all nodes of the allocation
         if len(hosts) < len(subject.hosts):
-            return subject.model_copy(update={"no_job": "not all nodes of this Slurm job could take part"})
+            return subject.model_copy(update={"no_job": "not all nodes of this Slurm job can take part"})
         hosts = list(subject.hosts)
     ranks = sum(host.slots for host in hosts)
     _tell(f"a small job of {ranks} rank{'s' * (ranks > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)} ...")
@@ -156,12 +159,12 @@ def _with_job(subject: Subject, settings: DoctorSettings, in_slurm: bool) -> Sub
 
 
 def _ranks_on(host: Host, subject: Subject) -> int:
-    """Two of a host's ranks see each other; GPUs are tried with all of them."""
+    """The job's ranks on a host: at most two, which is enough for a link between them; all where GPUs compute."""
     facts = subject.facts.get(host.name, HostFacts())
     return host.slots if machine.computes_on_gpus(facts) else min(host.slots, job.LOCAL_RANKS)
 
 
 def _tell(text: str) -> None:
-    """What is under way, to whoever watches."""
+    """Print progress, if stderr is a terminal."""
     if sys.stderr.isatty():
         terminal.complain(text)

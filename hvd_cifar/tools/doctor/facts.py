@@ -1,18 +1,20 @@
-"""What is known of the hosts before anything is judged, as it also stands in the doctor's JSON.
+"""Facts about the hosts, from which findings are drawn; they are also part of the doctor's JSON.
 
-Sizes are in bytes, times in seconds. A group of facts that a host could not tell is None.
+Sizes are in bytes, times in seconds. A group of facts that a host did not give is None.
 """
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from hvd_cifar.config import DatasetName
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.network import Network, NoWay
+from hvd_cifar.runtime import devices
 
 
 class _Facts(BaseModel):
@@ -20,35 +22,44 @@ class _Facts(BaseModel):
 
 
 class HorovodBuild(_Facts):
-    """What Horovod was built for, and with: MPI, Gloo, NCCL."""
+    """Horovod's build: for which TensorFlow, and with which of MPI, Gloo and NCCL."""
 
     tensorflow: str
     features: tuple[str, ...]
 
 
 class Versions(_Facts):
-    """What a rank would run there."""
+    """Versions of what a rank runs on the host."""
 
     python: str
     packages: Mapping[str, str]
-    mpi: str  # what mpirun says of itself
+    mpi: str  # the first line of mpirun --version
     horovod: HorovodBuild | None
-    code: str  # digest of this project's files; "": they are not there
+    code: str  # digest of this project's files; "": no files
 
 
 class Cpu(_Facts):
-    """The cores that a process may use, within the container's limit (`quota`, in cores), and how many are in use."""
+    """The processor.
+
+    cores: in a process's CPU mask; quota: the container's limit, in cores; load: processes, mean of the last minute.
+    """
 
     cores: int
     quota: float | None
-    load: float  # of the last minute
+    load: float
     model: str
     flags: tuple[str, ...]
 
     @property
     def usable(self) -> int:
         """Cores for ranks."""
-        return max(1, self.cores if self.quota is None else min(self.cores, int(self.quota)))
+        return devices.usable_cores(self.cores, self.quota)
+
+    @field_validator("quota", mode="before")
+    @classmethod
+    def _of_files(cls, quota: Any) -> Any:
+        """The probe sends the texts of `devices.QUOTA_FILES`."""
+        return devices.quota_of(quota) if isinstance(quota, list) else quota
 
 
 class Gpu(_Facts):
@@ -59,17 +70,17 @@ class Gpu(_Facts):
 
 
 class Memory(_Facts):
-    """Memory of all kinds."""
+    """Memory, shared memory, and the limit of open files."""
 
     available: int
     shm_total: int
     shm_free: int
-    attach_error: str  # why processes cannot read each other's memory; "": they can
-    open_files: int  # the soft limit, -1: none
+    attach_error: str  # why a process cannot read another one's memory; "": it can
+    open_files: int  # the soft limit; -1: no limit
 
 
 class Card(_Facts):
-    """A network card with an IPv4 address; `speed` in Mbit/s, 0: it does not say."""
+    """A network card with an IPv4 address; `speed` in Mbit/s, 0: unknown."""
 
     name: str
     address: str
@@ -79,31 +90,31 @@ class Card(_Facts):
 
     @property
     def subnet(self) -> str:
-        """As in 10.0.0.0/24."""
+        """The subnet, such as 10.0.0.0/24."""
         return str(ipaddress.ip_network(f"{self.address}/{self.netmask}", strict=False))
 
 
 class Names(_Facts):
-    """The host's own name and cards, and what it takes names and addresses for."""
+    """The host's name and cards, and how it resolves names and addresses."""
 
     hostname: str
     cards: tuple[Card, ...]
-    addresses: Mapping[str, tuple[str, ...]]  # by name; of all hosts, and its own
-    names: Mapping[str, str]  # by address; "": it has no name for it
+    addresses: Mapping[str, tuple[str, ...]]  # by name, of all hosts and its own
+    names: Mapping[str, str]  # by address; "": no name
 
 
 class Disk(_Facts):
-    """The run's folder, or the nearest one above it that is there; and the folder for temporary files."""
+    """The run's folder, or the nearest existing one above it; and the folder for temporary files."""
 
     folder: str
     free: int
-    error: str  # why nothing can be written there; "": it can
+    error: str  # why it is not writable; "": it is
     temporary: str
     temporary_error: str
 
 
 class DataFile(_Facts):
-    """A file of the data set; `wrong_label_at`: the first record whose label is none, -1: there is no such."""
+    """A file of the data set; `wrong_label_at`: the first record with an invalid label; -1: none."""
 
     bytes: int
     sha256: str
@@ -118,10 +129,10 @@ class Data(_Facts):
 
 
 class HostFacts(_Facts):
-    """All that one host said of itself.
+    """All facts of one host.
 
-    clock: how far its clock is ahead of this machine's, and how far off that may be.
-    missing: what kept it from telling the groups that are None.
+    clock: the difference to this machine's clock, positive where it is ahead, and the error of that difference.
+    missing: for each group that is None, the reason.
     """
 
     clock: tuple[float, float] | None = None
@@ -139,23 +150,23 @@ GROUPS = ("network", "cpu", "memory", "versions", "gpus", "disk", "data")
 
 
 class Link(_Facts):
-    """An all-reduce between two hosts, or between two ranks of one (`b` is `a` then)."""
+    """An all-reduce between two hosts, or between two ranks of one host (then `b` is `a`)."""
 
     a: str
     b: str
-    seconds: float  # of the smallest one
+    seconds: float  # of the smallest message
     bytes_per_second: float
     wrong_values: int
 
 
 class Job(_Facts):
-    """How the small job went.
+    """The outcome of the small job.
 
-    ranks: of each host that took part.
-    failure: why it did not come to its end, in words; "": it did.
-    pending: hosts of pairs that had begun and not ended, where it was ended for lack of time.
-    complaints: what its ranks wrote to stderr.
-    how: ranks, devices, algorithm and transport, as a training says it.
+    ranks: their number, by host.
+    failure: why the job failed; "": it did not.
+    pending: the two hosts of each pair that had begun and not ended when the job ran out of time.
+    complaints: lines of the ranks' stderr.
+    how: ranks, devices, algorithm and transport, as in the first line of a training.
     """
 
     ranks: Mapping[str, int]
@@ -163,22 +174,22 @@ class Job(_Facts):
     pending: tuple[tuple[str, str], ...] = ()
     complaints: tuple[str, ...] = ()
     how: str = ""
-    hosts: tuple[str, ...] = ()  # by rank, as each calls itself
+    hosts: tuple[str, ...] = ()  # by rank: each one's own host name
     wrong_values: int = 0  # in an all-reduce over all ranks
     links: tuple[Link, ...] = ()
-    through: str = ""  # what the links were measured through: MPI or Horovod
-    pairs: int = 0  # of hosts, of which some may have been left out
+    through: str = ""  # MPI or Horovod: what measured the links
+    pairs: int = 0  # of hosts; not all may have been measured
     seconds: float = 0.0
 
 
 class Subject(_Facts):
-    """All that the findings are drawn from.
+    """All facts from which the findings are drawn.
 
-    hosts: with the slots that a job would use; here: this machine's name, which may be none of them.
-    hosts_option: how a command line names the hosts, such as --hostfile FILE.
-    silent: what is wrong with hosts that did not answer, and what mends it.
-    network: what would join the hosts, None: nothing does, or all is one host. blocked: where it does not lead.
-    job: None: it was not started; why not: `no_job`.
+    hosts: with the slots that a run would use. here: this machine's name, which need not be one of them.
+    hosts_option: the option that names the hosts, such as --hostfile FILE.
+    silent: for each host that did not answer, what is wrong and what to do.
+    network: between the hosts; None: none in common, or one host. blocked: connections that fail on it.
+    job: None where it was not started, for the reason `no_job`.
     """
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
@@ -194,6 +205,6 @@ class Subject(_Facts):
     silent: Mapping[str, tuple[str, str]] = {}
     network: Network | None = None
     blocked: tuple[NoWay, ...] = ()
-    single_copy_off: bool = False  # MPI was told not to let ranks read each other's memory
+    single_copy_off: bool = False  # MPI's setting that ranks do not read each other's memory
     job: Job | None = None
     no_job: str = ""

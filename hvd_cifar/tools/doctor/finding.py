@@ -1,4 +1,4 @@
-"""One finding, and the words and numbers in which all of them are told."""
+"""A finding, and how findings write numbers and lists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES_SHOWN = 3
 
 
 class Finding(BaseModel):
-    """What was found of one thing, on one host ("": on all of them, or between them)."""
+    """The result of one check, on one host ("": on all hosts, or between them); `mend`: what to do."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -28,23 +28,23 @@ class Finding(BaseModel):
 
 
 def some_hosts(names: Sequence[str]) -> str:
-    """One host by its name, several by their number."""
+    """The name of one host, or the number of several."""
     return names[0] if len(names) == 1 else f"{len(names)} hosts"
 
 
 def listed(texts: Sequence[str], most: int = NAMES_SHOWN) -> str:
-    """The first texts, and how many more there are."""
+    """The first texts, and the number of the others."""
     more = len(texts) - most
     return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things, in the plural unless it is one."""
+    """A number with its noun, in the plural unless it is 1."""
     return f"{number} {what}{'s' * (number != 1)}"
 
 
 def size(number: float) -> str:
-    """A number of bytes as people write it."""
+    """A number of bytes with a unit."""
     for unit, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", 2**10)):
         if number >= factor:
             return f"{number / factor:.{0 if number >= 100 * factor else 1}f} {unit}"
@@ -52,7 +52,7 @@ def size(number: float) -> str:
 
 
 def seconds(number: float) -> str:
-    """A time as people write it."""
+    """A time with a unit."""
     if number >= 100:
         return f"{number:,.0f} s"
     if number >= 1:
@@ -61,7 +61,7 @@ def seconds(number: float) -> str:
 
 
 def speed(bytes_per_second: float) -> str:
-    """A bandwidth as people write it."""
+    """A bandwidth in bits per second, with a unit."""
     bits = bytes_per_second * 8
     return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.1f} Mbit/s"
 

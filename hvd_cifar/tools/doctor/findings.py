@@ -1,6 +1,6 @@
-"""From facts to findings: pure functions, each of which looks at one thing that usually goes wrong.
+"""From facts to findings: pure functions, one for each check.
 
-A failure is what a run would fail of. A warning is what makes it slow or surprising.
+With a failure a run would fail. With a warning it would be slow, or give surprising results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     outcome.links,
 )
 OF_THE_JOB = (outcome.job, outcome.links)
-# Failures of one host which keep ranks from starting there, or from meeting.
+# A host with a failure of these checks takes no part in the job: ranks could not start there, or not connect.
 BARS_FROM_JOB = (
     "ssh",
     "names",
@@ -48,19 +48,19 @@ BARS_FROM_JOB = (
 
 
 def of(subject: Subject) -> list[Finding]:
-    """All findings, in the order in which they are best read."""
+    """All findings, in the order of the checks."""
     found = [finding for check in CHECKS for finding in check(subject)]
     option = subject.hosts_option or "--hostfile FILE"
     return [finding.model_copy(update={"mend": finding.mend.replace("--hostfile FILE", option)}) for finding in found]
 
 
 def before_the_job(subject: Subject) -> list[Finding]:
-    """Those that need no job."""
+    """The findings that do not depend on the job."""
     return [finding for check in CHECKS if check not in OF_THE_JOB for finding in check(subject)]
 
 
 def hosts_for_the_job(subject: Subject) -> list[Host]:
-    """The hosts on which ranks can start and meet; the others have failures that say why not."""
+    """The hosts on which ranks can start and connect to each other; the others have failures that say why not."""
     barred = {f.host for f in before_the_job(subject) if f.level == "failure" and f.check in BARS_FROM_JOB}
     left = [host for host in subject.hosts if host.name in subject.facts and host.name not in barred]
     blocked = [{way.here, way.there} for way in subject.blocked]

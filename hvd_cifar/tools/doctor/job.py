@@ -1,9 +1,8 @@
-"""The small real job: started by the launcher, as a user's run is, watched, and ended in any case."""
+"""The small real job: started by the launcher, like a user's run, and ended after a time limit."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -18,18 +17,18 @@ import psutil
 
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.runtime.environment import RANK_VARIABLES
+from hvd_cifar.runtime.process import signalled_with_parent
 from hvd_cifar.tools.doctor.facts import Job, Link
 
-RESULT = "hvd_cifar.doctor "  # before rank 0's JSON
-BEGINS, ENDS = "doctor begins with", "doctor ends with"  # before the two ranks of a pair
+RESULT = "hvd_cifar.doctor "  # the start of rank 0's line of JSON
+BEGINS, ENDS = "doctor begins with", "doctor ends with"  # the start of lines that name the two ranks of a pair
 SECONDS_TO_END = 20.0
-LOCAL_RANKS = 2  # of each host: enough to see them talk; where GPUs compute, one for each
+LOCAL_RANKS = 2  # on each host: enough for a link between them; where GPUs compute, all
 COMPLAINTS_KEPT = 20
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def command(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool) -> list[str]:
-    """The launcher's command line for a job with all slots of these hosts; `unnamed`: it takes them by itself."""
+    """The launcher's options and command for a job on all slots of these hosts; `unnamed`: without -H."""
     words = ["--gloo" if gloo else "--mpi", *(["--allreduce", "ring"] if ring else [])]
     words += ["-np", str(sum(host.slots for host in hosts))]
     if not unnamed:
@@ -38,18 +37,17 @@ def command(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool) -> lis
 
 
 def run(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool, seconds: float) -> Job:
-    """Run the job, for `seconds` at most. No process of it is left, on any host, however this ends."""
+    """Run the job for at most `seconds`. However it ends, it leaves no process on any host."""
     words = [sys.executable, "-m", "hvd_cifar.launch", *command(hosts, unnamed, gloo, ring)]
     begin = time.monotonic()
-    libc = ctypes.CDLL(None)
     process = subprocess.Popen(
         words,
         env=_environment(os.environ, gloo),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # a Ctrl-C reaches it once, from here
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+        start_new_session=True,  # Ctrl-C reaches it once, from this process
+        preexec_fn=signalled_with_parent(signal.SIGTERM),
     )
     late = False
     try:
@@ -66,17 +64,17 @@ def run(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool, seconds: f
 
 
 def _environment(environ: Mapping[str, str], gloo: bool) -> dict[str, str]:
-    """The user's variables; where the doctor itself runs as a rank, none that would tell its job so.
+    """The job's variables: the user's, without those of a launcher that started the doctor itself.
 
-    Over Gloo all-reduces of a few bytes are timed through Horovod, which is to look for them often (ms); over MPI it
-    is to keep still meanwhile.
+    Over Gloo, small all-reduces are timed through Horovod, with a short cycle (ms). Over MPI they are timed without
+    Horovod, whose thread would disturb them: the cycle is long.
     """
     kept = {name: value for name, value in environ.items() if name not in RANK_VARIABLES}
     return {"HOROVOD_CYCLE_TIME": "0.5" if gloo else "10", **kept}
 
 
 def _end(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """Ask the launcher to end its job everywhere; then end what is left of it here."""
+    """Have the launcher end the job on all hosts; kill what is left of it here. Returns its output."""
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         family = psutil.Process(process.pid).children(recursive=True)
@@ -91,12 +89,12 @@ def _end(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
         process.wait()
     try:
         return process.communicate(timeout=SECONDS_TO_END)
-    except subprocess.TimeoutExpired:  # somebody else holds the pipe
+    except subprocess.TimeoutExpired:  # another process holds the pipe
         return b"", b""
 
 
 def result_of(hosts: Sequence[Host], code: int, output: str, errors: str, late_after: float | None) -> Job:
-    """What came of a job, from its exit code and its output; `late_after`: the seconds after which it was ended."""
+    """The job's outcome, from its exit code and output; `late_after`: the time limit in seconds, if it was exceeded."""
     of_ranks = [host.name for host in hosts for _ in range(host.slots)]
     complaints, pending = _sorted_out(errors, of_ranks)
     common: dict[str, Any] = {
@@ -119,7 +117,7 @@ def result_of(hosts: Sequence[Host], code: int, output: str, errors: str, late_a
 
 
 def _sorted_out(errors: str, of_ranks: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """What ranks complained of, and the hosts of pairs that began and did not end."""
+    """The lines of stderr that are complaints, and the hosts of pairs that began and did not end."""
     complaints = []
     open_pairs: dict[tuple[int, int], int] = {}
     for line in errors.splitlines():
@@ -134,7 +132,7 @@ def _sorted_out(errors: str, of_ranks: Sequence[str]) -> tuple[list[str], list[t
 
 
 def _telling(complaints: Sequence[str]) -> str:
-    """The line that says best what went wrong: the launcher's own, else the end of the first traceback."""
+    """The line that best says what went wrong: the first error, else the launcher's message, else the last line."""
     own = [line.partition("hvd_cifar: ")[2] for line in complaints if "hvd_cifar: " in line]
     errors = [line for line in complaints if re.search(r"\b\w*(Error|Exception|error)\b", line)]
     return next(iter([*errors[:1], *own[:1], *complaints[-1:]]), "")

@@ -1,4 +1,4 @@
-"""Findings on what each host has for its ranks: cores, GPUs, memory, files, a clock, the data set."""
+"""Findings on each host's resources for ranks: cores, GPUs, memory, files, clock, data set."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from hvd_cifar.data.cifar import Layout
 from hvd_cifar.data.source import layout_of
 from hvd_cifar.launch.cluster.hosts import Host
+from hvd_cifar.runtime import devices
 from hvd_cifar.tools.doctor.facts import Data, HostFacts, Subject
 from hvd_cifar.tools.doctor.finding import (
     GIB,
@@ -26,21 +27,20 @@ from hvd_cifar.tools.doctor.finding import (
 
 # A rank that trains has about 600 MiB of its own (docs/notebook/2026-11-23-performance.md).
 LEAST_MEMORY, GOOD_MEMORY = 600 * MIB, 1 * GIB
-# What Open MPI lays out in /dev/shm for a rank; NCCL takes more for each pair of GPUs.
+# What a rank of Open MPI needs in /dev/shm; NCCL needs more.
 SHM_OF_A_RANK, SHM_OF_A_GPU = 4 * MIB + 4096, 16 * MIB
-# TensorFlow, Horovod and Open MPI in a rank open about 50 files, and a few more for each other rank.
+# A rank opens about 50 files (TensorFlow, Horovod, Open MPI), and a few for each other rank.
 LEAST_FILES, FILES_PER_RANK, GOOD_FILES = 64, 4, 512
 # Five checkpoints of the largest model are about 100 MiB.
 LEAST_DISK, GOOD_DISK = 100 * MIB, 1 * GIB
 CLOCK_SECONDS = 2.0
-BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-NEEDED_FLAGS = ("avx", "f16c", "fma")  # TensorFlow is built for the first, Horovod with all that set-up found
+NEEDED_FLAGS = ("avx", "f16c", "fma")  # TensorFlow needs the first; Horovod is built with those that set-up finds
 LET_READ = "docker run --cap-add=SYS_PTRACE, or: export OMPI_MCA_btl_vader_single_copy_mechanism=none"
 RUN_FOLDER = "run folder"
 
 
 def cpus(subject: Subject) -> Iterator[Finding]:
-    """A core for each rank, unless GPUs compute, and processors that can do the same."""
+    """Each rank has a core, unless GPUs compute; the processors have the same instructions."""
     wrong: list[Finding] = []
 
     def found(host: str, level: Level, text: str, mend: str) -> None:
@@ -51,23 +51,23 @@ def cpus(subject: Subject) -> Iterator[Finding]:
     for host in subject.hosts:
         cpu = known.get(host.name)
         if cpu and host.slots > cpu.usable and not computes_on_gpus(_facts_of(subject, host)):
-            text = f"{host.slots} slots share {counted(cpu.usable, 'core')}: results stay right, speed does not"
+            text = f"{host.slots} slots share {counted(cpu.usable, 'core')}: results are right, but slow"
             found(host.name, "warning", text, f"give it slots={cpu.usable}")
     all_flags = set().union(*flags.values())
     for name, have in flags.items():
         lacking = [flag for flag in NEEDED_FLAGS if flag in all_flags - have]
         if lacking:
-            text = f"its processor ({known[name].model}) has no {', '.join(lacking)}, which others have"
+            text = f"its processor ({known[name].model}) lacks {', '.join(lacking)}, which others have"
             found(
                 name,
                 "failure",
                 text,
-                "leave it out: what is built for the others ends there with an illegal instruction",
+                "leave it out: programs built for the others crash there (illegal instruction)",
             )
-    without = [name for name, have in flags.items() if not have & BFLOAT16]
+    without = [name for name, have in flags.items() if have.isdisjoint(devices.BFLOAT16_FLAGS)]
     if without and len(without) < len(flags):
-        text = f"no instructions for bfloat16 on {listed(without)}: all ranks would compute in float32"
-        found(without[0] if len(without) == 1 else "", "warning", text, "leave out those hosts, or give --precision")
+        text = f"no bfloat16 instructions on {listed(without)}: all ranks would compute in float32"
+        found(without[0] if len(without) == 1 else "", "warning", text, "leave those hosts out, or set --precision")
     yield from wrong
     if known and not wrong:
         shown = [
@@ -79,7 +79,7 @@ def cpus(subject: Subject) -> Iterator[Finding]:
 
 
 def gpus(subject: Subject) -> Iterator[Finding]:
-    """A GPU for each rank, where there are any, and one driver."""
+    """Each rank has a GPU, where there are GPUs; all hosts have the same driver."""
     wrong: list[Finding] = []
 
     def found(host: str, level: Level, text: str, mend: str) -> None:
@@ -92,15 +92,15 @@ def gpus(subject: Subject) -> Iterator[Finding]:
         if not count:
             continue
         if not computes_on_gpus(known[host.name]):
-            text = f"{counted(count, 'GPU')}, but the environment is one for the CPU"
+            text = f"{counted(count, 'GPU')}, but the environment is for the CPU"
             found(host.name, "warning", text, f"{SET_UP_ALL if len(subject.hosts) > 1 else SET_UP} --gpu")
         elif host.slots > count:
             text = f"{host.slots} slots, but {counted(count, 'GPU')}"
             found(host.name, "failure", text, f"give it slots={count}")
     without = [name for name, count in counts.items() if not count]
     if without and any(computes_on_gpus(facts) for facts in known.values()):
-        text = f"no GPU on {listed(without)}, unlike on the others: nvidia-smi lists none"
-        found(without[0] if len(without) == 1 else "", "failure", text, "nvidia-smi: what does it say there?")
+        text = f"nvidia-smi lists no GPU on {listed(without)}, but on the others"
+        found(without[0] if len(without) == 1 else "", "failure", text, "run nvidia-smi there, and see its message")
     drivers = {name: {gpu.driver for gpu in facts.gpus or ()} for name, facts in known.items()}
     if len(set().union(*drivers.values())) > 1:
         shown = "; ".join(f"{name}: {', '.join(sorted(of_host))}" for name, of_host in drivers.items() if of_host)
@@ -113,7 +113,7 @@ def gpus(subject: Subject) -> Iterator[Finding]:
 
 
 def shared_memory(subject: Subject) -> Iterator[Finding]:
-    """Room in /dev/shm, and leave to read each other's memory: how the ranks of one host talk."""
+    """A host's ranks can exchange messages: /dev/shm has room, and they can read each other's memory."""
     wrong: list[Finding] = []
 
     def found(host: str, level: Level, text: str, mend: str) -> None:
@@ -122,23 +122,23 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
     known = {host.name: memory for host in subject.hosts if (memory := _facts_of(subject, host).memory)}
     for host in subject.hosts:
         memory = known.get(host.name)
-        if memory is None or host.slots == 1:  # a rank alone has nobody to share with
+        if memory is None or host.slots == 1:  # one rank alone shares no memory
             continue
         on_gpus = computes_on_gpus(_facts_of(subject, host))
         need = host.slots * (SHM_OF_A_GPU if on_gpus else SHM_OF_A_RANK)
         if memory.shm_free < need and (on_gpus or not subject.gloo):
             text = f"{size(memory.shm_free)} free in /dev/shm, but {host.slots} ranks need {size(need)}: "
-            text += "NCCL would fail" if on_gpus else "they would talk over TCP, slower"
+            text += "NCCL would fail" if on_gpus else "MPI would use TCP, which is slower"
             mend = "mount -o remount,size=1G /dev/shm; in a container: docker run --shm-size=1g"
             found(host.name, "failure" if on_gpus else "warning", text, mend)
         if memory.attach_error and not subject.gloo and not subject.single_copy_off:
-            # Open MPI 4.1.8 then copies through /dev/shm, and complains of every message.
-            text = f"ranks may not read each other's memory ({memory.attach_error}): MPI says 'Read -1, expected'"
+            # Open MPI 4.1.8 then copies through /dev/shm, with an error for every message.
+            text = f"ranks cannot read each other's memory ({memory.attach_error}): MPI prints 'Read -1, expected'"
             found(host.name, "warning", text, LET_READ)
     yield from wrong
     if known and not wrong:
         free = size(min(memory.shm_free for memory in known.values()))
-        attach = " ranks may read each other's memory" if not any(m.attach_error for m in known.values()) else ""
+        attach = " ranks can read each other's memory" if not any(m.attach_error for m in known.values()) else ""
         least = "at least " * (len(known) > 1)
         yield Finding(
             check="shared memory", level="ok", text=f"{least}{free} free in /dev/shm{';' * bool(attach)}{attach}"
@@ -146,22 +146,22 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def memory(subject: Subject) -> Iterator[Finding]:
-    """Memory for each rank."""
+    """Each rank has enough memory."""
     yield from _enough(
         subject,
         "memory",
         lambda host, facts: facts.memory.available / host.slots if facts.memory else None,
         lambda host: (LEAST_MEMORY, GOOD_MEMORY),
         lambda host, value: (
-            f"{size(value)} free for each of {counted(host.slots, 'rank')}, which take about {size(LEAST_MEMORY)}",
-            "end what else runs there, or give it fewer slots",
+            f"{size(value)} free for each of {counted(host.slots, 'rank')}; a rank needs about {size(LEAST_MEMORY)}",
+            "end other programs there, or give it fewer slots",
         ),
         lambda least: f"at least {size(least)} free for each rank",
     )
 
 
 def open_files(subject: Subject) -> Iterator[Finding]:
-    """Files and connections that a process may have open, as ssh sets it for ranks."""
+    """A process may open enough files and connections; ssh sets this limit for ranks."""
     ranks = sum(host.slots for host in subject.hosts)
     need = LEAST_FILES + FILES_PER_RANK * ranks
 
@@ -190,7 +190,7 @@ def _enough(
     say: Callable[[Host, float], tuple[str, str]],
     say_ok: Callable[[float], str],
 ) -> Iterator[Finding]:
-    """A number of each host against the least that a run can do with, and the least that is good."""
+    """Compare a number of each host with two limits: below the first a run would fail, below the second be slow."""
     values, fine = [], True
     for host in subject.hosts:
         value = value_of(host, _facts_of(subject, host))
@@ -208,7 +208,7 @@ def _enough(
 
 
 def disk(subject: Subject) -> Iterator[Finding]:
-    """Room and leave to write, for temporary files everywhere, and for the run where rank 0 is."""
+    """The folder for temporary files is writable on each host; so is the run's folder at rank 0, with room."""
     wrong: list[Finding] = []
     first = subject.hosts[0]
     for host in subject.hosts:
@@ -229,19 +229,19 @@ def disk(subject: Subject) -> Iterator[Finding]:
         text = f"{size(place.free)} free in {place.folder}; five checkpoints take up to {size(LEAST_DISK)}"
         level = "failure" if place.free < LEAST_DISK else "warning"
     if text:
-        mend = "free space, or allow writing there; or train with another --run-dir"
+        mend = "free space, or allow writing there; or choose another --run-dir"
         yield Finding(check=RUN_FOLDER, level=level, host=first.name, text=text, mend=mend)
     else:
-        text = f"{size(place.free)} free in {place.folder}, which can be written"
+        text = f"{size(place.free)} free in {place.folder}, which is writable"
         yield Finding(check=RUN_FOLDER, level="ok", text=text)
 
 
 def clocks(subject: Subject) -> Iterator[Finding]:
-    """Clocks that agree: times in logs can be compared, and files are not from the future."""
+    """Clocks agree: times in logs can be compared, and no file is from the future."""
     offsets = {name: facts.clock for name, facts in subject.facts.items() if facts.clock}
     if len(offsets) < 2:
         return
-    # Of two nobody knows which is right: this machine's is the measure.
+    # Of two clocks either may be wrong: this machine's counts as right.
     usual = statistics.median(offset for offset, _ in offsets.values()) if len(offsets) > 2 else 0.0
     wrong = False
     for host, (offset, doubt) in offsets.items():
@@ -256,10 +256,10 @@ def clocks(subject: Subject) -> Iterator[Finding]:
 
 
 def data(subject: Subject) -> Iterator[Finding]:
-    """The data set is whole where it is, and the same one; hosts without it are sent rank 0's."""
+    """Each copy of the data set is complete, and the same. Rank 0 sends it to hosts without one."""
     layout = layout_of(subject.dataset)
     if layout is None:
-        yield Finding(check="data", level="ok", text=f"{subject.dataset}: not looked at")
+        yield Finding(check="data", level="ok", text=f"{subject.dataset}: not examined")
         return
     first = subject.hosts[0].name
     sets = {
@@ -273,30 +273,30 @@ def data(subject: Subject) -> Iterator[Finding]:
 
     damaged = {name: text for name, found_set in have.items() if (text := _damage(found_set, layout))}
     for name, text in damaged.items():
-        how = "restore it, or move its folder away" if name == first else "remove its folder: rank 0 sends it anew"
+        how = "restore it, or move its folder away" if name == first else "remove its folder: rank 0 sends it again"
         found(name, "failure", text, how)
     whole = {name: found_set for name, found_set in have.items() if name not in damaged}
     if first in whole:
         for name, found_set in whole.items():
             files = [f for f in layout.files if found_set.files[f].sha256 != whole[first].files[f].sha256]
             if files:
-                text = f"{found_set.folder}/{files[0]} is not that of {first}"
+                text = f"{found_set.folder}/{files[0]} differs from that of {first}"
                 found(name, "failure", text, "remove its folder, or train with --data-source rank0")
     if first in sets and first not in have and first in subject.facts and subject.dataset != "synthetic":
-        text = f"no {layout.title} in {subject.data_dir} of rank 0's host: a run would download it"
+        text = f"rank 0's host has no {layout.title} in {subject.data_dir}: a run would download it"
         text += ", or train on the synthetic set" * (subject.dataset == "auto")
-        found(first, "warning", text, "name its folder: --data-dir")
+        found(first, "warning", text, "if it is elsewhere: --data-dir")
     yield from wrong
     if sets and not wrong:
         lacking = [name for name in sets if name not in have and name in subject.facts]
         if first in have:
             text = f"complete in {have[first].folder}"
-            text += f"; {listed(lacking)} will be sent it" * bool(lacking) + " on all hosts" * (
+            text += f"; rank 0 will send it to {listed(lacking)}" * bool(lacking) + " on all hosts" * (
                 not lacking and len(sets) > 1
             )
         else:
-            text = "synthetic: it will be drawn" * (subject.dataset == "synthetic")
-        yield Finding(check="data", level="ok", text=text or "not looked at")
+            text = "synthetic: a run generates it" * (subject.dataset == "synthetic")
+        yield Finding(check="data", level="ok", text=text or "not examined")
 
 
 def _damage(found: Data, layout: Layout) -> str:
@@ -304,11 +304,11 @@ def _damage(found: Data, layout: Layout) -> str:
         file = found.files.get(name)
         path = f"{found.folder}/{name}"
         if file is None:
-            return f"{path} is missing, or cannot be read"
+            return f"{path} is missing or not readable"
         if file.bytes != layout.bytes_of(name):
             return f"{path} has {file.bytes:,} bytes instead of {layout.bytes_of(name):,}"
         if file.wrong_label_at >= 0:
-            return f"{path} is damaged: the label of record {file.wrong_label_at} is none"
+            return f"{path} is damaged: record {file.wrong_label_at} has no valid label"
     return ""
 
 
@@ -317,6 +317,6 @@ def _facts_of(subject: Subject, host: Host) -> HostFacts:
 
 
 def computes_on_gpus(facts: HostFacts) -> bool:
-    """Whether ranks would take a host's GPUs."""
+    """Whether ranks compute on a host's GPUs."""
     build = facts.versions.horovod if facts.versions else None
     return bool(facts.gpus) and build is not None and "NCCL" in build.features

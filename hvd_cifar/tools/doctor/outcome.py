@@ -1,4 +1,4 @@
-"""Findings on what the small job showed: whether it ended, whether sums are right, and how fast each link is."""
+"""Findings on the small job: whether it succeeded, whether sums are right, how fast each link is."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from hvd_cifar.tools.doctor.facts import Link, Subject
 from hvd_cifar.tools.doctor.finding import SET_UP, Finding, counted, listed, ranged, seconds, speed
 from hvd_cifar.tools.doctor.machine import LET_READ
 
-# Of the other links' median; of what the card promises; and what nobody wants to train over.
+# A link is slow below these: a share of the other links' median, a share of the card's speed, a bandwidth.
 SLOW_OF_OTHERS, SLOW_OF_CARD, SLOW_BYTES_PER_SECOND = 0.25, 0.1, 100e6 / 8
-BUSY = 1.5  # processes for each core
+BUSY = 1.5  # processes per core
 LATE_OF_OTHERS, LATE_SECONDS = 10.0, 5e-3
 
 
 def job(subject: Subject) -> Iterator[Finding]:
-    """The small job came to its end, with right sums."""
+    """The small job succeeded, with right sums."""
     done = subject.job
     if done is None:
         yield Finding(check="job", level="warning", text=f"not started: {subject.no_job}")
         return
     left_out = [host.name for host in subject.hosts if host.name not in done.ranks]
     if left_out:
-        text = f"it ran without {listed(left_out)}, for what is said of {'it' if len(left_out) == 1 else 'them'} above"
+        text = f"it ran without {listed(left_out)}: see the failures above"
         yield Finding(check="job", level="warning", text=text)
     read_failed = next((line for line in done.complaints if "Read -1, expected" in line), "")
     if read_failed:
-        yield Finding(check="job", level="warning", text=f"a rank said: {read_failed}", mend=LET_READ)
+        yield Finding(check="job", level="warning", text=f"a rank printed: {read_failed}", mend=LET_READ)
     if done.failure:
         pending = listed([f"{a} and {b}" for a, b in done.pending])
         text = done.failure + f"; it hung between {pending}" * bool(pending) + _busy(subject, list(done.ranks))
-        mend = "./run.sh train --max-steps 1 there shows more; where it is only slow: --job-timeout"
+        mend = "./run.sh train --max-steps 1 shows more; if the hosts are only slow: --job-timeout"
         mend = f"let all ports through between {pending}" if pending else mend
         yield Finding(check="job", level="failure", text=text, mend=mend)
         return
@@ -43,7 +43,7 @@ def job(subject: Subject) -> Iterator[Finding]:
 
 
 def links(subject: Subject) -> Iterator[Finding]:
-    """Sums of every pair of hosts are right, and no link is much slower than the others, or than its card promises."""
+    """Sums are right between all hosts; no link is much slower than the others, or than its card."""
     done = subject.job
     if done is None or done.failure or not done.links:
         return
@@ -79,19 +79,19 @@ def _why_slow(link: Link, all_links: Sequence[Link], subject: Subject) -> str:
     if others:
         usual = statistics.median(other.bytes_per_second for other in others)
         if link.bytes_per_second < SLOW_OF_OTHERS * usual:
-            return f", of the others {speed(usual)}"
+            return f"; the others' median is {speed(usual)}"
         latency = statistics.median(other.seconds for other in others)
         if link.seconds > max(LATE_SECONDS, LATE_OF_OTHERS * latency):
-            return f", of the others {seconds(latency)}"
+            return f"; the others' median is {seconds(latency)}"
     cards = subject.network.cards if subject.network else {}
     promised = min((cards[host].speed for host in (link.a, link.b) if host in cards), default=0) * 1e6 / 8
     if promised and link.bytes_per_second < SLOW_OF_CARD * promised:
-        return f", of {speed(promised)} that the cards promise"
-    return ", which is slow for any training" if link.bytes_per_second < SLOW_BYTES_PER_SECOND else ""
+        return f"; the cards have {speed(promised)}"
+    return "; too slow for any training" if link.bytes_per_second < SLOW_BYTES_PER_SECOND else ""
 
 
 def _hosts_behind(slow: Sequence[Link], all_links: Sequence[Link]) -> list[str]:
-    """Hosts all of whose links are slow, and far behind those of the others: it is theirs, not the network's."""
+    """Hosts whose links are all slow, unlike those of other hosts: the host is at fault, not the network."""
     found = []
     for host in sorted({host for link in all_links for host in (link.a, link.b)}):
         mine = [link for link in all_links if host in (link.a, link.b)]
@@ -107,10 +107,10 @@ def _hosts_behind(slow: Sequence[Link], all_links: Sequence[Link]) -> list[str]:
 
 
 def _busy(subject: Subject, names: Sequence[str]) -> str:
-    """What else may make these hosts' links slow: other work on their cores."""
+    """Another reason for slow links: busy cores on these hosts."""
     cpus = {name: facts.cpu for name, facts in subject.facts.items() if name in names and facts.cpu}
     busy = [f"{cpu.load:.0f} on {name}'s {cpu.usable}" for name, cpu in cpus.items() if cpu.load > BUSY * cpu.usable]
-    return f"; cores are busy there, which slows it (load {', '.join(busy)})" if busy else ""
+    return f"; busy cores slow it (load {', '.join(busy)} cores)" if busy else ""
 
 
 def _mend_link(subject: Subject, host: str) -> str:
@@ -125,7 +125,7 @@ def _between(link: Link) -> str:
 
 
 def _speeds(links: Sequence[Link]) -> str:
-    """Latency and bandwidth of links, as a range."""
+    """The ranges of the links' bandwidth and latency."""
     slowest, fastest = min(links, key=_fast), max(links, key=_fast)
     fast = [speed(slowest.bytes_per_second), speed(fastest.bytes_per_second)]
     late = [seconds(min(links, key=_late).seconds), seconds(max(links, key=_late).seconds)]

@@ -1,4 +1,4 @@
-"""Who is measured with whom: pairs of ranks, in rounds in which no rank is twice."""
+"""The pairs of ranks that are measured, in rounds: in a round each rank is in at most one pair."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from itertools import accumulate
 Pair = tuple[int, int]
 
 ALL_PAIRS_OVER_MPI = 64  # hosts; each round takes about a second
-# Each pair is a process set of Horovod's, and every rank looks after all its sets every cycle.
+# Each pair is a process set of Horovod; in each cycle every rank serves all its sets.
 ALL_PAIRS_OVER_HOROVOD = 8
 
 
 def leaders(per_host: Sequence[int]) -> list[int]:
-    """The first rank of each host, from the number of ranks on each."""
+    """The first rank of each host; `per_host`: numbers of ranks."""
     return list(accumulate(per_host, initial=0))[:-1]
 
 
 def rounds(per_host: Sequence[int], by_mpi: bool) -> list[list[Pair]]:
-    """Two ranks of each host that has them, then every two hosts by their first ranks.
+    """Two ranks of each host with several, then the first ranks of every two hosts.
 
-    Of very many hosts each meets only those 1, 2, 4, ... places further: then each has many links all the same.
+    With very many hosts, each is paired only with those 1, 2, 4, ... places further.
     """
     first = leaders(per_host)
     within = [(rank, rank + 1) for rank, count in zip(first, per_host, strict=True) if count > 1]
@@ -32,7 +32,7 @@ def rounds(per_host: Sequence[int], by_mpi: bool) -> list[list[Pair]]:
 
 
 def _all_against_all(count: int) -> list[list[Pair]]:
-    """Every two of `count`, by the circle method: one stays, the others turn around it."""
+    """Every two of `count`, by the circle method: one stays in its seat, the others move on by one."""
     seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     found = []
     for _ in range(len(seats) - 1):
@@ -43,7 +43,7 @@ def _all_against_all(count: int) -> list[list[Pair]]:
 
 
 def _some_against_some(count: int) -> list[list[Pair]]:
-    """Each with those at distances 1, 2, 4, ... around the circle; each distance in up to three rounds."""
+    """Each with those at distances 1, 2, 4, ... on a circle; a distance takes up to three rounds."""
     found: list[list[Pair]] = []
     for distance in (2**i for i in range(int(math.log2(count // 2)) + 1)):
         left = {(min(a, b), max(a, b)) for a in range(count) for b in [(a + distance) % count]}

@@ -1,8 +1,8 @@
-"""What a host says of itself to the doctor: a program that is sent to it over ssh.
+"""A program that the doctor sends to each host over ssh, and which writes the host's facts.
 
-It says that it is there, reads a line of JSON (what to look at), answers with its clock at once, and then writes a line
-for each group of facts as soon as it has them; so whoever asks knows what a host hung at. It ends when the asking side
-goes away. It imports nothing of this package, whose version there may be another one.
+It writes a line when it runs, reads a line of JSON with questions, answers at once with its clock, and then writes a
+line for each group of facts as soon as the group is complete: the doctor sees which group hangs. It ends when its
+input is closed. It imports nothing of this package, of which the host may have another version.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import os
 import platform
 import resource
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -27,9 +26,9 @@ from typing import Any
 
 import psutil
 
-# Names that the linker leaves in Horovod's library where that way of adding up was built in.
+# Symbols in Horovod's library that show with which all-reduces it was built.
 BUILT = {"MPI": b"12MPIAllreduceE", "Gloo": b"13GlooAllreduceE", "NCCL": b"13NCCLAllreduceE"}
-PR_SET_PDEATHSIG, PR_SET_PTRACER, PR_SET_PTRACER_ANY = 1, 0x59616D61, -1  # of Linux's prctl
+PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, -1  # of Linux's prctl
 PROGRAM_SECONDS = 10.0
 BLOCK_BYTES = 4 << 20
 TRIAL_BYTES = 1 << 20
@@ -38,11 +37,11 @@ Asked = dict[str, Any]
 
 
 def versions(asked: Asked) -> Any:
-    """Python, packages, what Horovod was built for and with, and the code of this project."""
+    """Python, packages, MPI, Horovod's build, and a digest of this project's code."""
     packages = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
-        if name and name not in packages:  # the first one on the path is the one that is imported
+        if name and name not in packages:  # the first one on the path is imported
             packages[name] = distribution.version
     return {
         "python": platform.python_version(),
@@ -66,7 +65,7 @@ def _horovod() -> Any:
 
 
 def _code(package: str) -> str:
-    """A digest of the package's files; "" where it is not there."""
+    """A digest of the package's files; "" without files."""
     state = hashlib.sha256()
     files = sorted(glob.glob(os.path.join(glob.escape(package), "**", "*.py"), recursive=True))
     for path in files:
@@ -76,7 +75,7 @@ def _code(package: str) -> str:
 
 
 def cpu(asked: Asked) -> Any:
-    """Cores that a process may use here, and what the processor is."""
+    """Cores that a process may use, their load, and the processor."""
     about = _read("/proc/cpuinfo").splitlines()
 
     def field(*names: str) -> str:
@@ -85,20 +84,11 @@ def cpu(asked: Asked) -> Any:
 
     return {
         "cores": len(os.sched_getaffinity(0)),
-        "quota": _quota(),
+        "quota": [_read(path) for path in asked["quota_files"]],  # the doctor parses them
         "load": os.getloadavg()[0],
         "model": field("model name") or platform.machine(),
         "flags": field("flags", "Features").split(),
     }
-
-
-def _quota() -> "float | None":
-    """The control group's limit in cores; None: there is none."""
-    words = _read("/sys/fs/cgroup/cpu.max").split() or [
-        _read("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").strip(),
-        _read("/sys/fs/cgroup/cpu/cpu.cfs_period_us").strip(),
-    ]
-    return int(words[0]) / int(words[1]) if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal() else None
 
 
 def gpus(asked: Asked) -> Any:
@@ -109,7 +99,7 @@ def gpus(asked: Asked) -> Any:
 
 
 def memory(asked: Asked) -> Any:
-    """Bytes of memory that are free for ranks; shared memory; whether a process may read another one's memory."""
+    """Free memory and shared memory in bytes, whether processes can read each other's memory, the open-files limit."""
     available = psutil.virtual_memory().available
     limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
     if limit.isdecimal() and used.isdecimal():
@@ -131,35 +121,35 @@ class _Part(ctypes.Structure):
 
 
 def _attach_error() -> str:
-    """Why this process cannot read the memory of another one of the same user; "": it can.
+    """Why this process cannot read the memory of another process of the same user; "": it can.
 
-    MPI's ranks on a host pass large messages so. The other one is a child that lets everybody in, as MPI's ranks do.
+    MPI's ranks on a host send large messages this way. The other process is a child that allows it to all, as MPI's
+    ranks do.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     mine, wanted = ctypes.create_string_buffer(8), ctypes.create_string_buffer(b"doctor!")
-    ready, tell = os.pipe()
+    here, there = socket.socketpair()
     child = os.fork()
     if child == 0:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        here.close()
         libc.prctl(PR_SET_PTRACER, ctypes.c_long(PR_SET_PTRACER_ANY), 0, 0, 0)
-        os.write(tell, b"1")
-        time.sleep(PROGRAM_SECONDS)
+        there.send(b"1")
+        there.recv(1)  # ends with the parent
         os._exit(0)
+    there.close()
     try:
-        os.read(ready, 1)
+        here.recv(1)
         local, remote = (_Part(ctypes.addressof(buffer), len(buffer)) for buffer in (mine, wanted))
         libc.process_vm_readv.restype = ctypes.c_ssize_t
         read = libc.process_vm_readv(child, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
         return "" if read == len(mine) and mine.value == wanted.value else os.strerror(ctypes.get_errno())
     finally:
-        os.close(ready)
-        os.close(tell)
-        os.kill(child, signal.SIGKILL)
+        here.close()
         os.waitpid(child, 0)
 
 
 def network(asked: Asked) -> Any:
-    """This host's name, its cards, also those that are down, and what it takes names of hosts for."""
+    """This host's name, its cards, also those that are down, and how it resolves the names of all hosts."""
     states = psutil.net_if_stats()
     cards = []
     for name, addresses in psutil.net_if_addrs().items():
@@ -196,7 +186,7 @@ def _name(address: str) -> str:
 
 
 def disk(asked: Asked) -> Any:
-    """Whether the run's folder can be written, and how much room is there and in the folder for temporary files."""
+    """Whether the run's folder and the folder for temporary files are writable, and the free space of the first."""
     folder = asked["run_dir"]
     while not os.path.isdir(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)
@@ -211,7 +201,7 @@ def disk(asked: Asked) -> Any:
 
 
 def _write_error(folder: str) -> str:
-    """Why a file of a mebibyte cannot be written there; "": it can."""
+    """Why a file of 1 MiB cannot be written to the folder; "": it can."""
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             left = TRIAL_BYTES
@@ -223,7 +213,7 @@ def _write_error(folder: str) -> str:
 
 
 def data(asked: Asked) -> Any:
-    """The data set: size and SHA-256 of each of its files that is there, and the first label that is none."""
+    """The data set: for each existing file its size, its SHA-256 and the first record with an invalid label."""
     folders = [folder for folder in asked["data_folders"] if _has_any(folder, asked["data_files"])]
     if not folders:
         return None
@@ -253,7 +243,7 @@ def _look_at(path: str, record_bytes: int, label_bytes: int, classes: int) -> An
 
 
 def _output(words: "list[str]") -> str:
-    # The environment's own programs come first; its MPI looks for itself where it was built, unless it is told.
+    # The environment's programs come first. Its MPI looks for its files in the folder of its build without OPAL_PREFIX.
     folder = os.path.dirname(sys.executable)
     path = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
     program = shutil.which(words[0], path=path)
@@ -286,7 +276,7 @@ def _read(path: str) -> str:
         return ""
 
 
-# The quick ones first, and those that may hang on a bad disk last.
+# Quick groups first; those that may hang on a bad disk last.
 GROUPS = {group.__name__: group for group in (network, cpu, memory, versions, gpus, disk, data)}
 
 
@@ -304,7 +294,7 @@ def main() -> None:
     for name, group in GROUPS.items():
         try:
             answer = {"group": name, "facts": group(asked)}
-        except Exception as error:  # the other groups are worth having all the same
+        except Exception as error:  # the other groups are still of use
             answer = {"group": name, "error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 

@@ -1,6 +1,6 @@
-"""The small job as its ranks run it: are sums right, over all ranks and between every two hosts, and how fast are they?
+"""The small job in its ranks: all-reduces over all ranks and between hosts, whose sums are checked and timed.
 
-Ranks say on stderr which pair they begin and end with, so that a pair that hangs has a name; rank 0 ends with a line
+Ranks print to stderr which pair they begin and end, so that a pair that hangs is known. At the end rank 0 prints a line
 of JSON.
 """
 
@@ -25,17 +25,17 @@ from hvd_cifar.tools.doctor.job import BEGINS, ENDS, RESULT
 from hvd_cifar.tools.doctor.plan import Pair, rounds
 
 WIDTH = 4  # bytes of a float32
-TRIES, FEW_TRIES = 10, 3  # the best one counts, as whatever else a host does only makes it longer
+TRIES, FEW_TRIES = 10, 3  # the shortest counts: other work on a host only makes a try longer
 FIRST_BYTES, MOST_BYTES, FACTOR = 2**16, 2**24, 4
-ENOUGH_SECONDS = 0.2  # for a message whose time tells the bandwidth, also where cores are busy with other work
-SECONDS_OF_TRIES = 0.4  # of one size, about
-COUNT_OVER_ALL = 2**18  # values of the all-reduce over all ranks: about a small net's gradients
+ENOUGH_SECONDS = 0.2  # a message of this duration shows the bandwidth, also on busy cores
+SECONDS_OF_TRIES = 0.4  # for one size, approximately
+COUNT_OVER_ALL = 2**18  # values of the all-reduce over all ranks: about the gradients of a small net
 
 
 def run(settings: DoctorJobSettings) -> None:
-    """This rank's part of the job.
+    """Run this rank's part of the job.
 
-    Raises UserError where the job is not the one that `--per-host` describes.
+    Raises UserError where the number of ranks is not that of `--per-host`.
     """
     per_host = [int(word) for word in settings.per_host.split(",")]
     if launched_size() != sum(per_host):
@@ -72,9 +72,9 @@ def run(settings: DoctorJobSettings) -> None:
 
 
 def measure(reduce: Callable[[Any], Any], rank: int, pair: Pair) -> tuple[float, float, int]:
-    """Seconds of the smallest all-reduce of a pair, bytes a second of a large one, and values that were wrong.
+    """Seconds of a pair's smallest all-reduce, bytes per second of a large one, and the number of wrong values.
 
-    Both ranks measure the same, in step: how long something took is agreed on by the all-reduce itself.
+    Both ranks take the same steps: an all-reduce averages each time between them.
     """
     wrong = 0
 
@@ -90,7 +90,7 @@ def measure(reduce: Callable[[Any], Any], rank: int, pair: Pair) -> tuple[float,
             wrong += int(np.sum(sums != expected))
         return float(reduce(np.array([best], np.float32))[0]) / 2
 
-    seconds(1, 1)  # connections are made with the first message
+    seconds(1, 1)  # the first message makes the connection
     smallest = seconds(1, TRIES)
     size, took = FIRST_BYTES, seconds(FIRST_BYTES // WIDTH, FEW_TRIES)
     while took < ENOUGH_SECONDS and size < MOST_BYTES:

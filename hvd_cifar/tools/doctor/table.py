@@ -21,7 +21,7 @@ LINKS_SHOWN = 12
 
 
 def of(subject: Subject, findings: Sequence[Finding], width: int, colour: bool) -> str:
-    """A row for each finding with what mends it below, then the links, then the sum of it all."""
+    """A row for each finding, with advice below it; then the links; then a summary."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in ("what", "", "where"):
         table.add_column(name, no_wrap=True)
@@ -46,7 +46,7 @@ def of(subject: Subject, findings: Sequence[Finding], width: int, colour: bool) 
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """One line on all of it."""
+    """The summary, one line."""
     counts = Counter(finding.level for finding in findings)
     parts = [
         f"{counts[level]} {level}{'s' * (counts[level] != 1)}" for level in ("failure", "warning") if counts[level]
@@ -74,7 +74,7 @@ def _links(links: Sequence[Link], through: str) -> Table:
 
 
 def as_json(subject: Subject, findings: Sequence[Finding]) -> str:
-    """Everything, for programs: findings, and the facts that they were drawn from."""
+    """Findings and all facts, for programs."""
     network = subject.network
     content = {
         "would_fail": any(finding.level == "failure" for finding in findings),
