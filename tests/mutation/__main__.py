@@ -10,6 +10,7 @@ fault. Exit code 1: a fault is stale, or more than one in ten survive.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -38,14 +39,12 @@ def copy_checkout(target: Path) -> None:
 
 
 def run_tests(copy: Path, tests: str, seconds: float) -> tuple[bool, str]:
-    """Whether tests pass in the copy within so many seconds, and the end of pytest's output.
+    """Whether tests pass in the copy within so many seconds, and what fails.
 
     Raises:
         ValueError: where pytest cannot run them.
     """
-    file, _, chosen = tests.partition(" -k ")
-    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *file.split()]
-    words += ["-k", chosen] if chosen else []
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *shlex.split(tests)]
     # Python does not notice a second change of a module within a second: it would import what it compiled before.
     variables = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -53,8 +52,13 @@ def run_tests(copy: Path, tests: str, seconds: float) -> tuple[bool, str]:
     except subprocess.TimeoutExpired:
         return False, f"no end within {seconds:.0f} s"
     if done.returncode not in (0, FAILED):
-        raise ValueError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
-    return done.returncode == 0, done.stdout[-2000:]
+        raise ValueError(f"pytest ended with {done.returncode}: {_last_line(done.stdout + done.stderr)}")
+    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return done.returncode == 0, "; ".join(failures) or _last_line(done.stdout)
+
+
+def _last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 @dataclass(frozen=True)

@@ -332,7 +332,7 @@ TRAINING = [
         P + "training/callbacks.py",
         "everything or not self.statistics.are_local",
         "True",
-        API,
+        REPLICAS + " -k local_moving_statistics",
         "local moving statistics count as drift",
     ),
     Fault(
@@ -835,7 +835,7 @@ MODELS_AND_KERNELS = [
     ),
 ]
 
-LAUNCH_COMMAND = "tests/launch/test_launch_command.py"
+LAUNCH_COMMAND = "tests/launch/test_launch_command.py -k 'not no_ssh'"  # the copy has no environment to describe
 NETWORK = "tests/single/test_network.py"
 SLURM = "tests/single/test_slurm_variables.py"
 INSTALL = "tests/launch/test_install.py"

@@ -134,6 +134,18 @@ def test_a_planted_drift_ends_the_run_before_anything_is_saved(
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
+def _train_with_local_statistics(run_dir: str) -> dict[str, Any]:
+    from tests.parallel.test_api import _train
+
+    return _train(run_dir, 3, sync_batch_norm=False, check_sync_every=2)
+
+
+def test_local_moving_statistics_are_no_drift_before_a_checkpoint_averages_them(tmp_path: Path) -> None:
+    first, second = run_ranks(_train_with_local_statistics, 2, str(tmp_path / "run"))
+    assert first == second
+    assert first["steps"] == 3 and first["divergences_mended"] == 0 and first["replicas_identical"] is True
+
+
 def test_ranks_with_a_planted_drift_are_resynced_from_rank_0_on_request(embedded: Path, tmp_path: Path) -> None:
     options = ["--on-divergence", "rebroadcast"]
     first, second = run_ranks(_drift, 2, str(embedded), str(tmp_path / "run"), options)
