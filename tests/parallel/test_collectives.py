@@ -61,13 +61,13 @@ def test_broadcast_makes_all_ranks_alike(n: int) -> None:
 
 def _ways() -> dict[str, dict[str, Any]]:
     """Arguments of `DistributedOptimizer` by name: all that change the way of a gradient, in all combinations."""
-    loss_scale = {"": {}, "loss scale": {}}
+    loss_scales = ("", "loss scale")
     fixed_order = {"": {}, "fixed order": {"fixed_order": True}}
     compression = {"": {}, "fp16": {"compression": "fp16"}}
     two = {"backward_passes_per_step": 2}
     passes = {"": {}, "passes": two, "averaged passes": two | {"average_aggregated_gradients": True}}
     ways: dict[str, dict[str, Any]] = {}
-    for names in itertools.product(("average", "sum"), loss_scale, fixed_order, compression, passes):
+    for names in itertools.product(("average", "sum"), loss_scales, fixed_order, compression, passes):
         op, _, order, sent, several = names
         options = {"op": op} | fixed_order[order] | compression[sent] | passes[several]
         ways[", ".join(filter(None, names))] = options
