@@ -760,14 +760,14 @@ MODELS_AND_KERNELS = [
         P + "models/fast.py",
         "np.sqrt(values + epsilon)",
         "np.sqrt(values)",
-        MODELS + " -k whitening",
+        MODELS + " -k 'whitening or without_variance'",
         "a direction without variance makes the kernel infinite",
     ),
     Fault(
         P + "models/fast.py",
         "    vectors *= np.sign(",
         "    _ = np.sign(",
-        MODELS + " -k whitening",
+        MODELS + " -k 'whitening or without_variance'",
         "machines make whitening kernels of different signs",
     ),
     Fault(
