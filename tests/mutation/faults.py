@@ -438,7 +438,7 @@ TRAINING = [
         P + "training/step.py",
         "pull = present / count * spec.weight_decay",
         "pull = spec.weight_decay",
-        "tests/parallel/test_exactness.py -k 'as_one_rank and not slow'",
+        "tests/parallel/test_exactness.py -k towers",
         "weight decay grows with the ranks",
     ),
     Fault(
