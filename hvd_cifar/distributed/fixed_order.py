@@ -2,7 +2,7 @@
 
 Floating-point addition is not associative: (a + b) + c and a + (b + c) differ in the last bit. MPI and NCCL choose the
 order of an all-reduce by the size of the message and the number of ranks. Here the definition fixes the order: M terms
-give the same bits on 1, 2, 4, ... ranks if each rank holds 1, 2, 4, ... neighbouring terms.
+give the same bits on 1, 2, 4, ... ranks if each rank holds 2^k neighbouring terms.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def DistributedOptimizer(
         sparse_as_dense: turn `tf.IndexedSlices` into dense gradients before they are reduced. Otherwise each rank
             gathers the rows of all ranks.
         fixed_order: add gradients in the order of the ranks, in a binary tree (`fixed_order.all_reduce_in_tree`): the
-            same terms give the same bits on any number of ranks. Sparse gradients become dense.
+            same terms give the same bits on 1, 2, 4, ... ranks. Sparse gradients become dense.
 
     Raises:
         TypeError: where `optimizer` is no Keras 3 optimizer.

@@ -32,7 +32,7 @@ def prove_averaging(
     precision over up to 1,024 ranks. Every rank checks the results of all ranks.
 
     Args:
-        wrap: makes of a plain optimizer the run's, with its reduction, its compression and its loss scale.
+        wrap: turns a plain optimizer into the run's, with its reduction, its compression and its loss scale.
         contributions: "average" if each rank feeds the gradient of its own mean, "sum" if it feeds its share of the
             global mean; the result must be the same.
 

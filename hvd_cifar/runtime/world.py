@@ -63,7 +63,7 @@ def start(threads: int | None = None, deterministic: bool = False, process_sets:
         process_sets: Horovod's process sets, registered on all ranks; see `distributed.process_sets`. First call only.
 
     Raises:
-        UserError: where the host has fewer GPUs than ranks, the launcher did not number the ranks, or TensorFlow
+        UserError: where the host has GPUs, but fewer than ranks, the launcher did not number the ranks, or TensorFlow
             already runs and cannot change its threads or its determinism.
     """
     global _running
