@@ -353,9 +353,10 @@ def _several_things() -> dict[str, Any]:
     # Two passes to an update; `iterations` counts updates.
     for average in (False, True):
         v = variable([0.0])
-        optimizer = DistributedOptimizer(
-            keras.optimizers.SGD(1.0), backward_passes_per_step=2, average_aggregated_gradients=average
-        )
+        plain = keras.optimizers.SGD(1.0)
+        if average:  # wrapped after it is built
+            plain.build([v])
+        optimizer = DistributedOptimizer(plain, backward_passes_per_step=2, average_aggregated_gradients=average)
         optimizer.build([v])
         step = tf.function(optimizer.apply)
         path = []
