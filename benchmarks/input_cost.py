@@ -1,4 +1,4 @@
-"""What a step fed by the pipeline costs more than one fed from memory, in pairs: the table of docs/performance.md.
+"""What a step fed by the pipeline costs more than one fed from memory, in pairs.
 
     python -m benchmarks.input_cost --data-dir D --model tutorial --pairs 40
 

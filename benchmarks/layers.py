@@ -71,10 +71,9 @@ def cases(precision: str) -> list[Case]:
     from hvd_cifar.kernels import compiled, side_by_side, winograd
     from hvd_cifar.models.activation import QuickGelu, QuickRelu
     from hvd_cifar.models.normalization import FusedBatchNormalization, LocalResponseNormalization
-    from hvd_cifar.models.pooling import PadShortcut, SteadyMaxPooling2D
+    from hvd_cifar.models.resnet import PadShortcut
 
     dtype = "float32" if precision == "float32" else "mixed_bfloat16"
-    convolve = winograd.convolve if precision == "float32" else side_by_side.convolve
 
     def convolution(name: str, shape: tuple[int, int, int, int], filters: int, taps: int) -> Case:
         @cache  # at its first use, when the threads are set
@@ -82,26 +81,19 @@ def cases(precision: str) -> list[Case]:
             drawn = tf.random.stateless_normal((taps, taps, shape[-1], filters), (1, 2))
             return tf.Variable(tf.cast(drawn / (taps * shape[-1] ** 0.5), precision))
 
-        if compiled.is_quicker(*shape[1:3], (taps, taps, shape[-1], filters), precision):
-            own, remark = compiled.convolve, ", compiled"
+        own: Any
+        if compiled.is_quicker((taps, taps, shape[-1], filters), precision):
+            own, remark = compiled.convolve, ""
+        elif precision == "bfloat16":
+            own = side_by_side.convolve
+            remark = "" if shape[2] <= side_by_side.MOST_PIXELS else " (goes the plain way)"
         else:
-            own = convolve
-            many = taps**2 * shape[-1] * filters >= winograd.LEAST_WEIGHTS
-            taken = many if precision == "float32" else shape[2] <= side_by_side.MOST_PIXELS
-            remark = "" if taken else " (goes the plain way)"
+            own, remark = winograd.convolve, " (goes the plain way)" * (taps == 3)
         return Case(
             f"convolution {taps} x {taps} to {filters}, {name}{remark}",
             shape,
             lambda x: tf.nn.conv2d(x, kernel(), 1, "SAME"),
             lambda x: own(x, tf.convert_to_tensor(kernel())),
-        )
-
-    def maximum(name: str, shape: tuple[int, int, int, int]) -> Case:
-        return Case(
-            f"maximum of 2 x 2, {name}",
-            shape,
-            lambda x: tf.nn.max_pool2d(x, 2, 2, "VALID"),
-            SteadyMaxPooling2D(2, dtype=dtype),
         )
 
     def norm(own: Any) -> Way:
@@ -123,10 +115,6 @@ def cases(precision: str) -> list[Case]:
         convolution("ResNets' first stage", (128, 32, 32, 16), 16, 3),
         convolution("ResNets' second stage", (128, 16, 16, 32), 32, 3),
         convolution("ResNets' last stage", (128, 8, 8, 64), 64, 3),
-        maximum("fast's first block", (512, 31, 31, 64)),
-        maximum("fast's second block", (512, 15, 15, 256)),
-        maximum("fast's second block, small images", (512, 11, 11, 256)),
-        maximum("fast's third block", (512, 7, 7, 256)),
         Case("GELU, fast", (512, 15, 15, 64), keras.activations.gelu, QuickGelu(dtype=dtype)),
         Case(
             "ReLU of a sum, for two ways onwards, resnet20",

@@ -1,4 +1,4 @@
-"""Memory of every rank over an epoch, and that a host holds the images once: the table of docs/performance.md.
+"""Memory of every rank over an epoch, and that a host holds the images once.
 
     python -m benchmarks.memory --data-dir D                         # resnet20, 2 ranks, one epoch
     python -m benchmarks.memory --data-dir D --ranks 4 -- --model tutorial

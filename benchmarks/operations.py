@@ -1,4 +1,4 @@
-"""Where a step's time goes, operation by operation: the profiles of docs/performance.md.
+"""Where a step's time goes, operation by operation.
 
     python -m benchmarks.operations --data-dir D --model resnet20
     python -m benchmarks.operations --data-dir D --model fast --batch-size 256

@@ -64,30 +64,27 @@ def main(data_dir: Path, model: str, precision: str, batch_size: int, pairs: int
 
 def switches() -> dict[str, Switch]:
     """By name of the path: what leaves it out."""
+    import keras
     import tensorflow as tf
 
-    from hvd_cifar.kernels import compiled, side_by_side, winograd
-    from hvd_cifar.models import activation, normalization, pooling
+    from hvd_cifar.kernels import compiled, side_by_side
+    from hvd_cifar.models import activation, normalization, resnet
 
     def put(target: Any, name: str, value: Any) -> Switch:
         return lambda stack: stack.enter_context(mock.patch.object(target, name, value))
 
-    def plain_relu(layer: Any, terms: Any) -> Any:
-        made = tf.nn.relu(terms[0] + terms[1] if len(terms) > 1 else terms[0])
-        return (made,) * layer.copies
-
-    def gelu_of_one_term(layer: Any, terms: Any) -> Any:
-        summed = (terms[0] + terms[1],) if len(terms) > 1 else terms
-        backward = activation._gelu_backward
-        made = activation._copies_of(activation._gelu_forward, lambda _, given, up: backward(given, up), summed, 1)
-        return made * layer.copies
-
-    def cast(stack: ExitStack) -> None:
-        for module in (activation, normalization):
-            stack.enter_context(mock.patch.object(module, "narrow", tf.cast))
+    def plain_relu(terms: Any, copies: int) -> Any:
+        return (tf.nn.relu(terms[0] + terms[1] if len(terms) > 1 else terms[0]),) * copies
 
     def plain_layer(module: Any, name: str, plain: Any) -> Switch:
         return put(getattr(module, name), "call", plain)
+
+    def plain_norm(layer: Any, images: Any, training: bool = False) -> Any:
+        mean, variance = tf.nn.moments(tf.cast(images, tf.float32), [0, 1, 2])
+        layer.moving_mean.assign(layer.momentum * layer.moving_mean + (1 - layer.momentum) * mean)
+        layer.moving_variance.assign(layer.momentum * layer.moving_variance + (1 - layer.momentum) * variance)
+        scale = layer.gamma * tf.math.rsqrt(variance + layer.epsilon)
+        return tf.cast((tf.cast(images, tf.float32) - mean) * scale + layer.beta, images.dtype)
 
     def plain_response(layer: Any, images: Any) -> Any:
         found = tf.nn.local_response_normalization(tf.cast(images, tf.float32), 4, layer.bias, layer.alpha, 0.75)
@@ -99,15 +96,12 @@ def switches() -> dict[str, Switch]:
 
     return {
         "kernels/compiled": put(compiled, "is_quicker", lambda *_: False),
-        "kernels/winograd": put(winograd, "LEAST_WEIGHTS", 10**9),
-        "kernels/winograd, not compiled": put(compiled, "MOST_WEIGHTS", 10**9),
         "kernels/side_by_side": put(side_by_side, "MOST_PIXELS", 0),
-        "SteadyMaxPooling2D": put(pooling, "TIE", {}),
-        "QuickRelu": put(activation.QuickRelu, "_of_sum", plain_relu),
-        "QuickGelu, sums and copies": put(activation.QuickGelu, "_of_sum", gelu_of_one_term),
-        "kernels/half.narrow": cast,
+        "QuickRelu": put(activation, "_fused_relu", plain_relu),
+        "QuickGelu": plain_layer(activation, "QuickGelu", lambda _, x: keras.activations.gelu(x)),
+        "FusedBatchNormalization": plain_layer(normalization, "FusedBatchNormalization", plain_norm),
         "LocalResponseNormalization": plain_layer(normalization, "LocalResponseNormalization", plain_response),
-        "PadShortcut": plain_layer(pooling, "PadShortcut", strided_shortcut),
+        "PadShortcut": plain_layer(resnet, "PadShortcut", strided_shortcut),
     }
 
 

@@ -1,4 +1,4 @@
-"""Convolutions that set-up compiled (native/): whether they are there, and as TensorFlow's operations."""
+"""TensorFlow operations for the convolutions that set-up compiles (native/)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,16 @@ from typing import Any
 
 import tensorflow as tf
 
-LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environment, where install/ puts it
-# Channels, of images and of outputs, from which on it is quicker than oneDNN: transforms are for each channel, products
-# for each pair of channels. Dots: where the processor sums products of bfloat16 (native/dots.cc).
-LEAST_CHANNELS = {"float32": 16, "bfloat16": 24, "bfloat16, dots": 16}
-# Weights too many for a core's cache, for each of a few tiles: `winograd` and oneDNN are quicker with them, dots not
-# slower.
-MOST_WEIGHTS, LEAST_PIXELS = 200_000, 8
+LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environment; launch/install compiles it there
+# Transforms cost by the channel, products by the pair of channels: with fewer channels oneDNN is faster.
+LEAST_CHANNELS = 16
 
 
 @functools.cache
 def operations() -> Any:
-    """The library's operations; None where there are none: not compiled, or no processor for them.
+    """The library's operations; None where it was not compiled, or the processor has neither AVX2 nor AVX-512.
 
-    Those are x86 with AVX2, or AVX-512. `HVD_CIFAR_VECTORS` (512, 256 or 0 bits) has them do with less, or not run;
-    `HVD_CIFAR_DOTS=0` without sums of bfloat16's products (AVX512-BF16), which are quicker and less exact.
+    `HVD_CIFAR_VECTORS` (512, 256 or 0 bits) limits the vector width; 0 disables the kernels.
     """
     path = Path(sys.prefix) / LIBRARY
     if not path.exists():
@@ -37,47 +32,46 @@ def operations() -> Any:
 
 
 def about() -> str:
-    """Whose convolutions a run takes, in words for its record."""
+    """The convolution kernels in use, for the run's record."""
     if operations() is None:
         return "TensorFlow's"
-    dots = ", bfloat16 by sums of products" if told("dots") and not told("tiles") else ""
-    return f"compiled, vectors of {told('vectors')} bits{dots}"
+    return f"compiled, vectors of {told('vectors')} bits" + ", bfloat16 by sums of products" * sums_bfloat16()
 
 
-def is_quicker(height: int, width: int, shape: tuple[int, ...], dtype: str) -> bool:
-    """Whether `convolve` is there for a kernel of `shape` [r, r, c, f] on height x width pixels, and quicker.
+def sums_bfloat16() -> bool:
+    """Whether bfloat16 is computed here: the processor sums its products (AVX512-BF16), and has no tiles (AMX).
 
-    Not in bfloat16 where the processor multiplies that in tiles (AMX).
+    With tiles oneDNN is faster.
     """
-    *taps, channels, filters = shape
-    if taps not in ([3, 3], [5, 5]) or dtype not in LEAST_CHANNELS or operations() is None:
+    return bool(told("dots")) and not told("tiles")
+
+
+def is_quicker(shape: tuple[int, ...], dtype: str) -> bool:
+    """Whether `convolve` computes a kernel of `shape` [r, r, c, f] in `dtype`, and is faster than TensorFlow."""
+    *size, channels, filters = shape
+    if min(channels, filters) < LEAST_CHANNELS or operations() is None:
         return False
-    if dtype == "bfloat16" and told("tiles"):
-        return False
-    dots = dtype == "bfloat16" and told("dots")
-    if taps == [5, 5] and not dots:
-        return False
-    if min(channels, filters) < LEAST_CHANNELS[f"{dtype}, dots" if dots else dtype]:
-        return False
-    return bool(dots) or 9 * channels * filters <= MOST_WEIGHTS or min(height, width) >= LEAST_PIXELS
+    if dtype == "bfloat16":
+        return size in ([3, 3], [5, 5]) and sums_bfloat16()
+    return size == [3, 3] and dtype == "float32"
 
 
 def told(question: str) -> int:
-    """What the library has found out of the processor: bits of its `vectors`, whether it has `dots` or `tiles`."""
+    """A processor feature as the library detects it: bits of its `vectors`, whether it has `dots` or `tiles`."""
     return int(getattr(ctypes.CDLL(str(Path(sys.prefix) / LIBRARY)), f"hvd_cifar_{question}")())
 
 
 def convolve(images: Any, kernel: Any) -> Any:
-    """Convolution of stride 1, padded with zeros, as `tf.nn.conv2d` has it but for rounding.
+    """Convolution of stride 1 with zero padding: `tf.nn.conv2d` up to rounding.
 
-    Sums are float32's in both types. Errors are twice `tf.nn.conv2d`'s in float32. In bfloat16 they are those of
-    rounding the result, 0.2% of its typical size; with sums of bfloat16's products 1.2%, since what is multiplied is
-    rounded, too. An infinity or NaN spreads over the outputs (4 x 4, or 2 x 2) of each tile that sees it. Results do
-    not hang on the number of threads, and those of an image not on what else is in its batch.
+    Sums are float32. The errors of float32 are about twice those of `tf.nn.conv2d`; a bfloat16 output's error is 1.2%
+    of the outputs' typical size, since the products' operands are rounded too. An infinity or NaN spreads over the
+    outputs of each tile that reads it (4 x 4, or 2 x 2 for 5 x 5 kernels). Results depend neither on the number of
+    threads nor on the rest of the batch.
 
     Args:
         images: float32 or bfloat16 [b, h, w, c].
-        kernel: of the same type, [3, 3, c, f], or [5, 5, c, f] for sums of bfloat16's products.
+        kernel: of the same type, [3, 3, c, f], or [5, 5, c, f] in bfloat16.
 
     Returns:
         [b, h, w, f].

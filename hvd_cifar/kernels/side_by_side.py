@@ -1,8 +1,8 @@
-"""Gradients of kernels in bfloat16, over images that lie side by side.
+"""Gradients of bfloat16 kernels, over several images side by side.
 
-oneDNN sums the gradient of a kernel along an image's rows. A processor with tiles (AMX) sums 32 bfloat16 numbers at a
-time, so that rows of 7 pixels leave it idle for three quarters of the time. As many images as 32 columns hold, with
-zeros between them, make a row that fills it; the zeros stand for the padding, and add nothing.
+oneDNN sums the gradient of a kernel along an image's rows. A processor with AMX sums 32 bfloat16 numbers at a time, so
+rows of 7 pixels leave it idle for three quarters of the time. Several images in a row, with zeros between them as
+padding, fill the 32 columns.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ MOST_PIXELS = 12  # in a row; longer rows lose more to the copies than they gain
 
 
 def convolve(images: Any, kernel: Any) -> Any:
-    """`tf.nn.conv2d` of stride 1, padded with zeros, but for the way in which its kernel's gradient is summed.
+    """`tf.nn.conv2d` of stride 1 with zero padding, whose kernel's gradient is summed over images side by side.
 
     Args:
-        images: float [b, h, w, c]; h and w are known while the graph is made.
+        images: float [b, h, w, c]; h and w are static.
         kernel: of the same type, [r, r, c, f], r odd.
 
     Returns:
@@ -40,13 +40,13 @@ def convolve(images: Any, kernel: Any) -> Any:
 
 
 def kernel_gradient(images: Any, upstream: Any, shape: tuple[int, ...]) -> Any:
-    """Of the sum of `upstream` times the convolution, by a kernel of `shape` [r, r, c, f].
+    """The gradient of a kernel of `shape` [r, r, c, f].
 
     Args:
         images: float [b, h, w, c].
         upstream: of the same type, [b, h, w, f].
     """
-    # The gradient of a maximum over whole images does not say how large they are.
+    # The gradient of a global maximum has no static image size.
     upstream = tf.ensure_shape(upstream, [None, *images.shape[1:3], shape[3]])
     gap = shape[1] // 2
     count = max(1, (COLUMNS + gap) // (images.shape[2] + gap))

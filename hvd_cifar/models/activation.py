@@ -1,4 +1,4 @@
-"""Activations: GELU and ReLU, with the sum before them and the sum of gradients behind them in the same pass."""
+"""Activations that XLA compiles into one pass forward and one backward."""
 
 from __future__ import annotations
 
@@ -9,14 +9,52 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_cifar.kernels.half import narrow, widen
+
+class QuickGelu(keras.layers.Layer):
+    """x * sigmoid(1.702 x): within 0.02 of GELU (Hendrycks and Gimpel 2016, section 2).
+
+    One pass each way takes a fifth of the time of `keras.activations.gelu` on a CPU.
+    """
+
+    def call(self, inputs: Any) -> Any:
+        """Any shape -> the same shape and type."""
+        return _gelu(inputs)
+
+    def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        """The shape as it is; Keras asks for it while it builds a model."""
+        return input_shape
+
+    def get_config(self) -> dict[str, Any]:
+        """The layer's settings; without this method Keras refuses a dtype that is a policy."""
+        return super().get_config()
 
 
-class _Activation(keras.layers.Layer):
-    """f(x), or f(a + b) of a pair; where `copies` is more than one, that often, for as many ways onwards.
+# sigmoid(1.702 x) = (1 + tanh(0.851 x)) / 2, which XLA computes faster. The gradient is written out and recomputes the
+# tanh: TensorFlow would also store the sigmoid in the forward pass.
+@tf.custom_gradient
+def _gelu(x: Any) -> tuple[Any, Any]:
+    return _gelu_forward(x), lambda upstream: _gelu_backward(x, upstream)
 
-    A residual block adds before an activation, and adds the gradients of the two ways behind it. Each sum by itself is
-    a pass over the images; here both are part of the activation's.
+
+@tf.function(jit_compile=True, autograph=False)
+def _gelu_forward(x: Any) -> Any:
+    wide = widen(x)
+    return tf.cast(0.5 * wide * (1.0 + tf.tanh(0.851 * wide)), x.dtype)
+
+
+@tf.function(jit_compile=True, autograph=False)
+def _gelu_backward(x: Any, upstream: Any) -> Any:
+    wide = widen(x)
+    tanh = tf.tanh(0.851 * wide)
+    return tf.cast(widen(upstream) * 0.5 * (1.0 + tanh) * (1.0 + 0.851 * wide * (1.0 - tanh)), x.dtype)
+
+
+class QuickRelu(keras.layers.Layer):
+    """max(x, 0) or max(a + b, 0); with `copies` = n, a tuple of n outputs, one for each consumer.
+
+    A residual block adds before a ReLU, and adds the gradients of its two consumers. TensorFlow's CPU kernels compute
+    bfloat16 one element at a time, so there XLA fuses each sum with the ReLU or its gradient. The ReLU of one term
+    stays TensorFlow's, which fuses it with the batch norm before it.
     """
 
     def __init__(self, copies: int = 1, **kwargs: Any) -> None:
@@ -26,92 +64,51 @@ class _Activation(keras.layers.Layer):
     def call(self, inputs: Any) -> Any:
         """Any shape, or a list of two of one shape and type -> the same shape and type, or a tuple of `copies`."""
         terms = tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)
-        made = self._of_sum(terms)
+        if terms[0].dtype == tf.bfloat16 and not tf.config.list_logical_devices("GPU"):
+            made = _fused_relu(terms, self.copies)
+        else:
+            made = (tf.nn.relu(functools.reduce(operator.add, terms)),) * self.copies
         return made if self.copies > 1 else made[0]
 
-    def _of_sum(self, terms: tuple[Any, ...]) -> tuple[Any, ...]:
-        raise NotImplementedError
-
     def compute_output_shape(self, input_shape: Any) -> Any:
-        """What Keras asks for while it builds a model."""
+        """The shape of one term, once for each copy; Keras asks for it while it builds a model."""
         one = input_shape[0] if isinstance(input_shape[0], (list, tuple)) else input_shape
         return (one,) * self.copies if self.copies > 1 else one
 
     def get_config(self) -> dict[str, Any]:
-        """What Keras saves of the layer; without this it refuses a dtype that is a policy."""
+        """The layer's settings, as Keras saves them."""
         return {**super().get_config(), "copies": self.copies}
 
 
-class QuickGelu(_Activation):
-    """x * sigmoid(1.702 x): within 0.02 of GELU (Hendrycks and Gimpel 2016, section 2).
-
-    Compiled by XLA into one pass forward and one backward: a fifth of the time of `keras.activations.gelu` on a CPU.
-    """
-
-    def _of_sum(self, terms: tuple[Any, ...]) -> tuple[Any, ...]:
-        return _copies_of(_gelu_forward, lambda _, given, upstream: _gelu_backward(given, upstream), terms, self.copies)
-
-
-class QuickRelu(_Activation):
-    """max(x, 0).
-
-    In bfloat16 on a CPU, whose elements TensorFlow's kernels take one by one, XLA has one pass forward, of a sum, and
-    one backward. ReLU of a single term stays TensorFlow's, which is part of batch norm's kernel before it.
-    """
-
-    def _of_sum(self, terms: tuple[Any, ...]) -> tuple[Any, ...]:
-        if terms[0].dtype == tf.bfloat16 and not tf.config.list_logical_devices("GPU"):
-            forward = _relu_forward if len(terms) > 1 else tf.nn.relu
-            # Of what it made, not of its terms: batch norm's kernel takes in a ReLU only if none else reads its output.
-            return _copies_of(forward, lambda made, _, upstream: _relu_backward(made, upstream), terms, self.copies)
-        made = tf.nn.relu(functools.reduce(operator.add, terms))
-        return (made,) * self.copies
-
-
-def _copies_of(forward: Any, backward: Any, terms: tuple[Any, ...], copies: int) -> tuple[Any, ...]:
+def _fused_relu(terms: tuple[Any, ...], copies: int) -> tuple[Any, ...]:
     @tf.custom_gradient
-    def activate(*given: Any) -> Any:
-        made = forward(*given)
+    def relu(*given: Any) -> Any:
+        made = _relu_forward(*given) if len(given) > 1 else tf.nn.relu(*given)
 
+        # The gradient reads the output: TensorFlow fuses batch norm and ReLU only if nothing else reads batch norm's.
         def gradient(*upstream: Any) -> Any:
-            found = backward(made, given, upstream)
-            return (found,) * len(given)
+            return (_relu_backward(made, upstream),) * len(given)
 
         return tuple(tf.identity(made) for _ in range(copies)), gradient
 
-    return tuple(activate(*terms))
-
-
-# sigmoid(1.702 x) = (1 + tanh(0.851 x)) / 2, which XLA computes faster. The gradient is written out, and computes tanh
-# anew: TensorFlow would have the forward pass write the sigmoid, too, and read it back. Half types are rounded once, at
-# the end.
-
-
-@tf.function(jit_compile=True, autograph=False)
-def _gelu_forward(*terms: Any) -> Any:
-    wide = _sum(terms)
-    return narrow(0.5 * wide * (1.0 + tf.tanh(0.851 * wide)), terms[0].dtype)
-
-
-@tf.function(jit_compile=True, autograph=False)
-def _gelu_backward(terms: tuple[Any, ...], upstream: tuple[Any, ...]) -> Any:
-    wide = _sum(terms)
-    tanh = tf.tanh(0.851 * wide)
-    return narrow(_sum(upstream) * 0.5 * (1.0 + tanh) * (1.0 + 0.851 * wide * (1.0 - tanh)), terms[0].dtype)
+    return tuple(relu(*terms))
 
 
 @tf.function(jit_compile=True, autograph=False)
 def _relu_forward(*terms: Any) -> Any:
-    return narrow(tf.nn.relu(_sum(terms)), terms[0].dtype)
+    return tf.cast(tf.nn.relu(_sum(terms)), terms[0].dtype)
 
 
 @tf.function(jit_compile=True, autograph=False)
 def _relu_backward(made: Any, upstream: tuple[Any, ...]) -> Any:
     total = _sum(upstream) if len(upstream) > 1 else upstream[0]
-    found = tf.where(made > 0, total, tf.zeros([], total.dtype))
-    return found if found.dtype == made.dtype else narrow(found, made.dtype)
+    return tf.cast(tf.where(made > 0, total, tf.zeros([], total.dtype)), made.dtype)
 
 
 def _sum(terms: tuple[Any, ...]) -> Any:
-    """As wide as float32 at least."""
-    return functools.reduce(operator.add, (widen(term) for term in terms))
+    return functools.reduce(operator.add, map(widen, terms))
+
+
+def widen(x: Any) -> Any:
+    """Half types as float32, others unchanged: XLA would round a half type after every operation."""
+    return tf.cast(x, tf.float32) if x.dtype.size < 4 else x

@@ -1,8 +1,8 @@
-"""Keras's convolution, by the quickest way to the same values."""
+"""Keras's convolution, with a faster CPU kernel where one applies."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -12,36 +12,36 @@ from hvd_cifar.kernels import compiled, side_by_side, winograd
 
 
 class QuickConv2D(keras.layers.Conv2D):
-    """Keras's convolution, by another way where that is quicker.
+    """Keras's Conv2D, with a faster CPU kernel where one applies.
 
-    That is on a CPU, of stride 1 and padded with zeros, for 3 x 3 or 5 x 5 pixels of a kernel: in fewer multiplications
-    by what set-up compiled (`compiled`), or by products of matrices where images are small and weights many
-    (`winograd`, float32 and float64); in bfloat16, where the former are not quicker, with the kernel's gradient over
-    images side by side (`side_by_side`).
+    That is for 3 x 3 and 5 x 5 kernels of stride 1 that keep the images' size:
+
+    - `kernels.compiled`: 3 x 3 in float32, and both in bfloat16 where the processor sums its products.
+    - `kernels.winograd`: 5 x 5 in float32 and float64, on small images.
+    - `kernels.side_by_side`: the gradients of other bfloat16 kernels, on small images.
     """
 
     def call(self, images: Any) -> Any:
         """[b, h, w, c] -> [b, h, w, filters]."""
-        way = self._quicker(images)
-        if way is None:
+        convolve = self._kernel_for(images)
+        if convolve is None:
             return super().call(images)
-        outputs = way(images, tf.convert_to_tensor(self.kernel))
+        outputs = convolve(images, tf.convert_to_tensor(self.kernel))
         if self.use_bias:
             outputs = tf.nn.bias_add(outputs, tf.convert_to_tensor(self.bias))
         return self.activation(outputs)
 
-    def _quicker(self, images: Any) -> Any:
-        _, height, width, _ = images.shape
+    def _kernel_for(self, images: Any) -> Callable[[Any, Any], Any] | None:
         plain = self.strides == self.dilation_rate == (1, 1) and self.groups == 1
         same = self.padding == "same" and self.data_format == "channels_last"
-        if not (plain and same and self.kernel_size in ((3, 3), (5, 5)) and height and width):
+        if not (plain and same and self.kernel_size in ((3, 3), (5, 5))) or tf.config.list_logical_devices("GPU"):
             return None
-        if tf.config.list_logical_devices("GPU"):
-            return None
-        if compiled.is_quicker(height, width, self.kernel.shape, self.compute_dtype):
+        if compiled.is_quicker(self.kernel.shape, self.compute_dtype):
             return compiled.convolve
+        _, height, width, _ = images.shape
+        if not (height and width):
+            return None
         if self.compute_dtype == "bfloat16":
             return side_by_side.convolve if width <= side_by_side.MOST_PIXELS else None
-        few = max(height, width) <= winograd.MOST_PIXELS
-        many = math.prod(self.kernel.shape) >= winograd.LEAST_WEIGHTS
-        return winograd.convolve if few and many and self.compute_dtype in ("float32", "float64") else None
+        quicker = winograd.is_quicker(height, width, self.kernel.shape, self.compute_dtype)
+        return winograd.convolve if quicker else None

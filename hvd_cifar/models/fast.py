@@ -127,8 +127,8 @@ def build(image_shape: tuple[int, int, int], classes: int) -> keras.Model:
     def norm(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
         return FusedBatchNormalization(momentum=STATISTICS_MOMENTUM, scale=False, name=name)(x)
 
-    def gelu(x: Any, name: str, copies: int = 1) -> Any:
-        return QuickGelu(copies, name=name)(x)
+    def gelu(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
+        return QuickGelu(name=name)(x)
 
     def conv(x: keras.KerasTensor, filters: int, name: str) -> keras.KerasTensor:
         return QuickConv2D(filters, 3, padding="same", use_bias=False, kernel_initializer=Dirac(), name=name)(x)
@@ -140,13 +140,11 @@ def build(image_shape: tuple[int, int, int], classes: int) -> keras.Model:
     for block, width in enumerate(WIDTHS, start=1):
         x = conv(x, width, f"block{block}_conv1")
         x = SteadyMaxPooling2D(2, name=f"block{block}_pool")(x)
-        residual = block in RESIDUAL
-        x = gelu(norm(x, f"block{block}_norm1"), f"block{block}_gelu1", copies=2 if residual else 1)
-        x, shortcut = x if residual else (x, None)
+        x = shortcut = gelu(norm(x, f"block{block}_norm1"), f"block{block}_gelu1")
         x = gelu(norm(conv(x, width, f"block{block}_conv2"), f"block{block}_norm2"), f"block{block}_gelu2")
-        if residual:
+        if block in RESIDUAL:
             x = norm(conv(x, width, f"block{block}_conv3"), f"block{block}_norm3")
-            x = gelu([x, shortcut], f"block{block}_gelu3")  # of the sum
+            x = gelu(keras.layers.Add(name=f"block{block}_add")([x, shortcut]), f"block{block}_gelu3")
     x = SteadyMaxPooling2D(name="pool")(x)
     x = keras.layers.Rescaling(1.0 / WIDTHS[-1], name="scale")(x)
     logits = keras.layers.Dense(

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from hvd_cifar.kernels.half import narrow, widen
-
-_present: ContextVar[Any] = ContextVar("present", default=True)
-
-
-@contextmanager
-def examples_present(flag: Any) -> Iterator[None]:
-    """Within this, batch norm gathers no statistics where `flag`, a boolean scalar, is false.
-
-    A rank without an example still makes the step, on a stand-in: no convolution takes an empty batch on the CPU.
-    """
-    token = _present.set(flag)
-    try:
-        yield
-    finally:
-        _present.reset(token)
-
-
-def present() -> Any:
-    """The flag of the `examples_present` around this."""
-    return _present.get()
+from hvd_cifar.models.activation import widen
 
 
 class FusedBatchNormalization(keras.layers.Layer):
@@ -81,8 +58,8 @@ class FusedBatchNormalization(keras.layers.Layer):
             is_training=training,
         )
         if training:  # the kernel has already mixed the batch's statistics into the moving ones
-            self.moving_mean.assign(tf.where(present(), output.batch_mean, mean))
-            self.moving_variance.assign(tf.where(present(), output.batch_variance, variance))
+            self.moving_mean.assign(output.batch_mean)
+            self.moving_variance.assign(output.batch_variance)
         return output.y
 
     def _written_out(self, images: Any, training: bool) -> Any:
@@ -90,7 +67,7 @@ class FusedBatchNormalization(keras.layers.Layer):
             mean, variance = tf.nn.moments(images, axes=[0, 1, 2])
             count = tf.cast(tf.size(images) / tf.shape(images)[-1], images.dtype)
             unbiased = variance * count / tf.maximum(count - 1.0, 1.0)
-            step = (1.0 - self.momentum) * tf.cast(present(), images.dtype)
+            step = 1.0 - self.momentum
             self.moving_mean.assign(self.moving_mean + step * (mean - self.moving_mean))
             self.moving_variance.assign(self.moving_variance + step * (unbiased - self.moving_variance))
         else:
@@ -99,11 +76,11 @@ class FusedBatchNormalization(keras.layers.Layer):
         return (images - mean) * scale + tf.convert_to_tensor(self.beta)
 
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        """What Keras asks for while it builds a model."""
+        """The shape as it is; Keras asks for it while it builds a model."""
         return input_shape
 
     def get_config(self) -> dict[str, Any]:
-        """What Keras saves of the layer."""
+        """The layer's settings, as Keras saves them."""
         own = {"momentum": self.momentum, "epsilon": self.epsilon, "scale": self.scale}
         return {**super().get_config(), **own}
 
@@ -128,11 +105,11 @@ class LocalResponseNormalization(keras.layers.Layer):
         return _local_response(images, self.depth_radius, self.bias, self.alpha)
 
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        """What Keras asks for while it builds a model."""
+        """The shape as it is; Keras asks for it while it builds a model."""
         return input_shape
 
     def get_config(self) -> dict[str, Any]:
-        """What Keras saves of the layer."""
+        """The layer's settings, as Keras saves them."""
         own = {"depth_radius": self.depth_radius, "bias": self.bias, "alpha": self.alpha}
         return {**super().get_config(), **own}
 
@@ -155,7 +132,7 @@ def _local_response(images: Any, radius: int, bias: float, alpha: float) -> Any:
 def _local_response_forward(x: Any, radius: int, bias: float, alpha: float) -> Any:
     wide = widen(x)
     root = tf.math.rsqrt(bias + alpha * _neighbours(tf.square(wide), radius))
-    return narrow(wide * root * tf.sqrt(root), x.dtype)
+    return tf.cast(wide * root * tf.sqrt(root), x.dtype)
 
 
 @tf.function(jit_compile=True, autograph=False)
@@ -164,7 +141,7 @@ def _local_response_backward(x: Any, gradient: Any, radius: int, bias: float, al
     root = tf.math.rsqrt(bias + alpha * _neighbours(tf.square(wide), radius))
     power = root * tf.sqrt(root)
     others = _neighbours(upstream * wide * power * tf.square(root), radius)
-    return narrow(upstream * power - 1.5 * alpha * wide * others, x.dtype)
+    return tf.cast(upstream * power - 1.5 * alpha * wide * others, x.dtype)
 
 
 def _neighbours(values: Any, radius: int) -> Any:

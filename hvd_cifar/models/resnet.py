@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvd_cifar.models.activation import QuickRelu
 from hvd_cifar.models.convolution import QuickConv2D
 from hvd_cifar.models.normalization import FusedBatchNormalization
-from hvd_cifar.models.pooling import PadShortcut
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.schedules import Staircase
 
@@ -20,6 +20,31 @@ RECIPE = Recipe(
     epochs=164,
     weight_decay=1e-4,
 )
+
+
+class PadShortcut(keras.layers.Layer):
+    """The parameter-free shortcut between stages: every second pixel, new channels zero (He et al. 2015, option A)."""
+
+    def __init__(self, filters: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.filters = filters
+
+    def call(self, images: Any) -> Any:
+        """[b, h, w, c] -> [b, h / 2, w / 2, filters], rounded up."""
+        missing = self.filters - images.shape[-1]
+        # Pooling over one pixel equals images[:, ::2, ::2]. On a CPU it takes a tenth of the time, gradient included.
+        halved = tf.nn.avg_pool2d(images, ksize=1, strides=2, padding="VALID")
+        return tf.pad(halved, [[0, 0], [0, 0], [0, 0], [missing // 2, missing - missing // 2]])
+
+    def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        """[b, h / 2, w / 2, filters]; Keras asks for it while it builds a model."""
+        batch, height, width, _ = input_shape
+        halved = [None if side is None else (side + 1) // 2 for side in (height, width)]
+        return (batch, halved[0], halved[1], self.filters)
+
+    def get_config(self) -> dict[str, Any]:
+        """The layer's settings, as Keras saves them."""
+        return {**super().get_config(), "filters": self.filters}
 
 
 def build(image_shape: tuple[int, int, int], classes: int, depth: int) -> keras.Model:

@@ -1,4 +1,4 @@
-"""Activations, alone and of a sum: their values, their gradients, their rounding."""
+"""Activations: their values, their gradients, their rounding; ReLU of a sum and for several consumers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_cifar.kernels import half
 from hvd_cifar.models.activation import QuickGelu, QuickRelu
 from hvd_cifar.models.normalization import FusedBatchNormalization
 
@@ -47,12 +46,11 @@ def test_quick_gelu_in_half_types_is_rounded_once(dtype: str) -> None:
 @pytest.mark.parametrize("copies", [1, 2, 3])
 @pytest.mark.parametrize("terms", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
-@pytest.mark.parametrize("kind", [QuickGelu, QuickRelu])
-def test_an_activation_of_a_sum_for_several_ways_onwards(kind: Any, dtype: str, terms: int, copies: int) -> None:
+def test_relu_of_a_sum_for_several_consumers(dtype: str, terms: int, copies: int) -> None:
     draw = np.random.default_rng(9)
     given = [tf.cast(draw.normal(size=(4, 3, 3, 5)), dtype) for _ in range(terms)]
     upstream = [tf.cast(draw.normal(size=(4, 3, 3, 5)), dtype) for _ in range(copies)]
-    layer = kind(copies, dtype=dtype)
+    layer = QuickRelu(copies, dtype=dtype)
 
     def both(given: list[Any]) -> tuple[Any, Any]:
         with tf.GradientTape() as tape:
@@ -62,11 +60,7 @@ def test_an_activation_of_a_sum_for_several_ways_onwards(kind: Any, dtype: str, 
         return made, tape.gradient(made, given, upstream)
 
     x, weight = (np.sum([tf.cast(v, tf.float64).numpy() for v in values], axis=0) for values in (given, upstream))
-    sigmoid = 1 / (1 + np.exp(-1.702 * x))
-    if kind is QuickGelu:
-        value, slope = x * sigmoid, sigmoid * (1 + 1.702 * x * (1 - sigmoid))
-    else:
-        value, slope = np.maximum(x, 0), (x > 0).astype(float)
+    value, slope = np.maximum(x, 0), (x > 0).astype(float)
     most = {"float64": 1e-13, "float32": 1e-5, "float16": 8e-3, "bfloat16": 6e-2}[dtype]
     for made, gradients in (both(given), tf.function(both, autograph=False)(given)):
         assert [len(made), len(gradients)] == [copies, terms]
@@ -78,12 +72,12 @@ def test_an_activation_of_a_sum_for_several_ways_onwards(kind: Any, dtype: str, 
             np.testing.assert_allclose(tf.cast(found, tf.float64), weight * slope, rtol=0, atol=most)
 
 
-@pytest.mark.parametrize("kind", [QuickGelu, QuickRelu])
-def test_nan_goes_through_an_activation(kind: Any) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nan_goes_through_an_activation(dtype: str) -> None:
     """The check of the loss has to see it."""
-    for dtype in ("float32", "bfloat16"):
-        pair = [tf.constant([np.nan, 1.0], dtype), tf.constant([1.0, np.nan], dtype)]
-        assert np.isnan(tf.cast(kind(dtype=dtype)(pair), tf.float64)).all()
+    one, other = tf.constant([np.nan, 1.0], dtype), tf.constant([1.0, np.nan], dtype)
+    assert np.isnan(tf.cast(QuickRelu(dtype=dtype)([one, other]), tf.float64)).all()
+    assert np.isnan(tf.cast(QuickGelu(dtype=dtype)(one), tf.float64)).tolist() == [True, False]
 
 
 def test_relu_stays_part_of_batch_norm_s_kernel_in_bfloat16() -> None:
@@ -107,15 +101,3 @@ def test_relu_stays_part_of_batch_norm_s_kernel_in_bfloat16() -> None:
             handed_on = [out for given, out in zip(op.inputs, op.outputs, strict=True) if given is made]
             readers |= {reader.type for out in handed_on for reader in out.consumers()}
     assert readers <= {"Identity", "IdentityN", "Relu"}, readers
-
-
-def test_half_types_are_rounded_to_the_nearest_and_ties_to_even() -> None:
-    draw = np.random.default_rng(4)
-    values = draw.integers(0, 2**32, size=100_000, dtype=np.uint32).view(np.float32)
-    values = values[~np.isnan(values)]
-    ties = (draw.integers(0, 2**16, size=5_000, dtype=np.uint32) * 2**16 + 2**15).astype(np.uint32).view(np.float32)
-    values = np.concatenate([values, ties[~np.isnan(ties)], [np.inf, -np.inf, 0.0, -0.0, 3.4e38]]).astype(np.float32)
-    narrow = tf.function(lambda x: half.narrow(x, tf.bfloat16), jit_compile=True, autograph=False)
-    found, wanted = narrow(values), tf.cast(values, tf.bfloat16)
-    assert (tf.bitcast(found, tf.uint16).numpy() == tf.bitcast(wanted, tf.uint16).numpy()).all()
-    assert np.isnan(narrow(np.array([np.nan, -np.nan], np.float32)).numpy().astype(np.float32)).all()

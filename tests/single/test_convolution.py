@@ -24,7 +24,7 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         (16, 32, "float32", True),
         (16, 8, "float32", False),
         (16, 32, "float64", False),
-        (None, 32, "float32", False),  # of any size: a model that is being built
+        (None, 32, "float32", True),  # of any size
     ],
 )
 def test_what_set_up_compiled_is_taken(side: int | None, channels: int, dtype: str, own: bool) -> None:
@@ -43,15 +43,15 @@ def test_what_set_up_compiled_is_taken(side: int | None, channels: int, dtype: s
 @pytest.mark.parametrize(
     ("side", "taps", "channels", "filters", "dtype", "quick"),
     [
-        (7, 3, 256, 256, "float32", True),
-        (12, 3, 64, 256, "float64", True),
         (12, 5, 64, 64, "float32", True),
-        (7, 3, 64, 64, "float32", False),  # few weights
-        (15, 3, 64, 256, "float32", True),
-        (17, 3, 64, 256, "float32", False),  # many pixels
-        (7, 7, 64, 64, "float32", False),  # a size without points
-        (7, 3, 256, 256, "float16", False),  # few bits
-        (None, 3, 256, 256, "float32", False),  # of any size: a model that is being built
+        (12, 5, 64, 64, "float64", True),
+        (7, 3, 256, 256, "float32", False),  # what set-up compiles, or oneDNN
+        (8, 5, 32, 64, "float32", False),  # few weights
+        (20, 5, 64, 64, "float32", False),  # many pixels
+        (11, 5, 64, 64, "float32", False),  # no whole number of tiles
+        (8, 7, 64, 64, "float32", False),  # a size without points
+        (8, 5, 256, 256, "float16", False),  # few bits
+        (None, 5, 256, 256, "float32", False),  # of any size: a model that is being built
     ],
 )
 @pytest.mark.parametrize("bias", [True, False])

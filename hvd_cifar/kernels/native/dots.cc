@@ -1,8 +1,8 @@
-// The convolutions of winograd.cc for bfloat16, on processors with a sum of its products (AVX512-BF16).
+// The convolutions of winograd.cc for bfloat16, on processors that sum its products (AVX512-BF16).
 //
-// What is multiplied is bfloat16, too: the products take half the time of float32's, and transformed images and weights
-// half the room. Rounding those makes errors of 1.2% of an output's typical size, where rounding the output itself makes
-// 0.2%. Sums are float32.
+// Transformed images and weights are bfloat16: products take half the time of float32's, and operands half the memory.
+// Rounding the operands makes errors of 1.2% of an output's typical size; rounding the output alone makes 0.2%. Sums are
+// float32.
 #include "transforms.h"
 
 // After the names of types: this header has thousands of its own.

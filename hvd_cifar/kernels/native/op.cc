@@ -1,5 +1,5 @@
-// The operations of TensorFlow that winograd.cc and dots.cc are behind: a convolution, and its kernel's gradient. (The
-// gradient of images is a convolution, too: with the kernel turned round and its channels exchanged.)
+// TensorFlow operations over winograd.cc (float32) and dots.cc (bfloat16): a convolution and its kernel's gradient. The
+// gradient of images is a convolution with the kernel rotated by 180 degrees and its channels swapped.
 #include <cpuid.h>
 #include <sys/mman.h>
 
@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <string>
 
 #include "tensorflow/core/framework/bfloat16.h"
 #include "tensorflow/core/framework/op.h"
@@ -15,8 +16,8 @@
 #include "tensorflow/core/util/work_sharder.h"
 #include "winograd.h"
 
-// Which instructions this processor has: 512, 256 (AVX2 with FMA) or 0 bits in a vector that winograd.cc is compiled
-// for. HVD_CIFAR_VECTORS=256 or 0 says less.
+// Bits of a vector that this processor has and winograd.cc is compiled for: 512, 256 (AVX2 with FMA) or 0.
+// HVD_CIFAR_VECTORS=256 limits the width; 0 disables the kernels.
 extern "C" int hvd_cifar_vectors() {
     static const int bits = [] {
         __builtin_cpu_init();
@@ -30,15 +31,8 @@ extern "C" int hvd_cifar_vectors() {
     return bits;
 }
 
-// Whether it sums products of bfloat16 (AVX512-BF16). HVD_CIFAR_DOTS=0 says no.
-extern "C" int hvd_cifar_dots() {
-    static const bool has = [] {
-        const char* said = std::getenv("HVD_CIFAR_DOTS");
-        const bool unwanted = said && std::strcmp(said, "0") == 0;
-        return hvd_cifar_vectors() == 512 && __builtin_cpu_supports("avx512bf16") && !unwanted;
-    }();
-    return has;
-}
+// Whether it sums products of bfloat16 (AVX512-BF16).
+extern "C" int hvd_cifar_dots() { return hvd_cifar_vectors() == 512 && __builtin_cpu_supports("avx512bf16"); }
 
 // Whether it multiplies bfloat16 in tiles (AMX): leaf 7 of CPUID.
 extern "C" int hvd_cifar_tiles() {
@@ -58,21 +52,25 @@ namespace {
 using namespace tensorflow;
 
 constexpr std::ptrdiff_t CHANNELS = padded(1);  // of images whose weights' gradients one thread sums at least
-// Tiles whose share of the kernel's gradient is summed by itself: the order of a sum is that of the shapes, whatever the
-// number of threads. Fewer parts cost less.
+// The kernel's gradient is summed in parts of this many tiles, so the order of additions depends on shapes alone, not on
+// the number of threads. Fewer parts cost less.
 constexpr std::ptrdiff_t TILES_OF_PART = 1024, MOST_PARTS = 8;
 
-// Whether there is a way for kernels of this side.
-bool known(bool half, std::ptrdiff_t taps) { return taps == 3 || (taps == 5 && half && hvd_cifar_dots()); }
-
-Functions functions(bool half, std::ptrdiff_t taps) {
-    if (half && hvd_cifar_dots()) return avx512_bf16::functions(taps);
-    return hvd_cifar_vectors() == 512 ? avx512::functions(half) : avx2::functions(half);
+// Why there is no kernel for this type and kernel size here; empty: there is one.
+std::string unsupported(bool half, std::ptrdiff_t taps) {
+    if (!hvd_cifar_vectors()) return "no AVX2 with FMA, or HVD_CIFAR_VECTORS=0";
+    if (half && !hvd_cifar_dots()) return "no AVX512-BF16, which bfloat16 needs";
+    return taps == 3 || (half && taps == 5) ? "" : "a kernel is 3 x 3, or 5 x 5 in bfloat16";
 }
 
-// A thread's own memory for one purpose, kept: what is given back to the system comes again page by page. Pages are
-// huge where the system has such: a tile's 36 numbers lie on as many small ones, at places that collide by chance.
-// Null where there is no memory.
+Functions functions(bool half, std::ptrdiff_t taps) {
+    if (half) return avx512_bf16::functions(taps);
+    return hvd_cifar_vectors() == 512 ? avx512::functions() : avx2::functions();
+}
+
+// Memory of a thread for one purpose. It is kept, since freed memory faults in again page by page. It asks for huge
+// pages: a tile's 36 numbers would lie on 36 small pages, whose addresses may collide in the cache. Null where there
+// is no memory.
 enum Purpose { SCRATCH, WEIGHTS };
 template <Purpose>
 float* kept(std::size_t size) {
@@ -105,11 +103,11 @@ class Convolution : public OpKernel {
     void Compute(OpKernelContext* context) override {
         const Tensor &images = context->input(0), &kernel = context->input(1);
         OP_REQUIRES(context, images.dims() == 4 && kernel.dims() == 4 && kernel.dim_size(0) == kernel.dim_size(1) &&
-                    known(sizeof(T) == 2, kernel.dim_size(0)) && kernel.dim_size(2) == images.dim_size(3),
-                    errors::InvalidArgument("images [b, h, w, c] and a kernel [3, 3, c, f] are wanted (or 5 x 5, for "
-                                            "sums of bfloat16's products), not ",
+                    kernel.dim_size(2) == images.dim_size(3),
+                    errors::InvalidArgument("images [b, h, w, c] and a kernel [r, r, c, f] are wanted, not ",
                                             images.shape().DebugString(), " and ", kernel.shape().DebugString()));
-        OP_REQUIRES(context, hvd_cifar_vectors(), errors::Unimplemented("no AVX2 with FMA, or HVD_CIFAR_VECTORS=0"));
+        const std::string reason = unsupported(sizeof(T) == 2, kernel.dim_size(0));
+        OP_REQUIRES(context, reason.empty(), errors::Unimplemented(reason));
         const Shape shape{images.dim_size(0), images.dim_size(1), images.dim_size(2), images.dim_size(3),
                           kernel.dim_size(3), kernel.dim_size(0)};
         TensorShape wanted = images.shape();
@@ -139,9 +137,8 @@ class KernelGradient : public OpKernel {
   public:
     explicit KernelGradient(OpKernelConstruction* context) : OpKernel(context) {
         OP_REQUIRES_OK(context, context->GetAttr("taps", &taps_));
-        OP_REQUIRES(context, known(sizeof(T) == 2, taps_),
-                    errors::InvalidArgument("kernels of 3 x 3 are known (or 5 x 5, for sums of bfloat16's products), "
-                                            "not of ", taps_, " x ", taps_));
+        const std::string reason = unsupported(sizeof(T) == 2, taps_);
+        OP_REQUIRES(context, reason.empty(), errors::Unimplemented(reason));
     }
 
     void Compute(OpKernelContext* context) override {
@@ -151,7 +148,6 @@ class KernelGradient : public OpKernel {
         OP_REQUIRES(context, fit,
                     errors::InvalidArgument("images [b, h, w, c] and gradients [b, h, w, f] are wanted, not ",
                                             images.shape().DebugString(), " and ", gradients.shape().DebugString()));
-        OP_REQUIRES(context, hvd_cifar_vectors(), errors::Unimplemented("no AVX2 with FMA, or HVD_CIFAR_VECTORS=0"));
         const Shape shape{images.dim_size(0), images.dim_size(1), images.dim_size(2), images.dim_size(3),
                           gradients.dim_size(3), taps_};
         Tensor* kernel = nullptr;

@@ -1,11 +1,11 @@
-// Transforms between pixels and products of tiles, a line at a time, and what goes round them: vectors, and where a tile
-// lies. Compiled anew for each set of instructions (SET, a namespace), with vectors of LANES numbers.
+// Transforms of tiles, a line at a time, with vector helpers and tile geometry. Compiled once for each instruction set
+// (SET, a namespace), with vectors of LANES numbers.
 //
-// Polynomials are evaluated at 0, +-sqrt(1/2), +-sqrt(2) and infinity: the squares are each other's inverses, which
-// keeps all numbers near one. Errors are half of those with 0, +-1, +-2.
+// Evaluation points are 0, +-sqrt(1/2), +-sqrt(2) and infinity. The squares are each other's inverses, which keeps all
+// numbers near one: rounding errors are half of those with 0, +-1, +-2.
 //
-// Nothing of the standard library is used here: a function of it, compiled for these instructions, could become the one
-// that the rest of the program gets.
+// No function of the standard library is used here: the linker could give the rest of the program the copy that is
+// compiled for these instructions.
 #pragma once
 
 #include <cstdint>
@@ -67,8 +67,8 @@ INLINE void of_inputs(const Vector* d, Vector* to) {
     to[4] = even2 - odd2;
     to[5] = d[1] - 2.5f * d[3] + d[5];
 }
-// What hangs on the kernel's side, TAPS pixels: the OUTPUTS of a tile's, the transforms from products to them and this
-// one's transpose, and the kernel's: the powers of each point, over its distances to the others.
+// Constants that depend on the kernel size, TAPS: the side of a tile's outputs, the kernel's transform (powers of each
+// point over its distances to the others), and the output transform with its transpose.
 template <Index TAPS>
 struct Side;
 template <>

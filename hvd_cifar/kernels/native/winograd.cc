@@ -1,8 +1,8 @@
-// Convolutions in fewer multiplications (Winograd 1980; Lavin and Gray 2015), each tile transformed where it is used.
+// Winograd convolutions of float32 (Winograd 1980; Lavin and Gray 2015), tile by tile within a core's cache.
 //
-// 4 x 4 outputs of a 3 x 3 kernel take 144 multiplications as they stand, and 36 where the 6 x 6 inputs and the kernel
-// go through fixed transforms first, and the products through a third. A block of tiles stays in a core's cache from
-// its pixels to its outputs: what makes the transforms cheap, and what operations on whole batches cannot have.
+// 4 x 4 outputs of a 3 x 3 kernel take 144 multiplications directly. They take 36 if the 6 x 6 inputs and the kernel
+// are transformed first, and the products after. A block of tiles stays in a core's cache from its pixels to its
+// outputs, which keeps the transforms cheap. kernels/winograd.py computes 5 x 5 kernels, by larger tiles.
 #include "transforms.h"
 
 namespace hvd_cifar::SET {
@@ -16,14 +16,14 @@ INLINE Index block_of(const Shape& s) { return s.in + s.out <= FEW_CHANNELS ? TI
 
 // SIDE x SIDE pixels of each tile and of channels from `channel` up to `end`, transformed by LINE along both axes, as
 // [POINTS, count tiles, channels padded], APART between points.
-template <Index SIDE, void (*LINE)(const Vector*, Vector*), class T>
-INLINE void spread(const T* pixels, const Shape& s, Index channels, Index channel, Index end, Index first, Index count,
-                   float* to) {
+template <Index SIDE, void (*LINE)(const Vector*, Vector*)>
+INLINE void spread(const float* pixels, const Shape& s, Index channels, Index channel, Index end, Index first,
+                   Index count, float* to) {
     const Index wide = padded(end - channel), point = count * wide + APART;
     const Index next_column = channels, next_row = s.width * channels;
     for (Index t = 0; t < count; t++) {
         const Place p = place_of<OUTPUTS>(s, first + t, SIDE == INPUTS ? 1 : 0, SIDE);
-        const T* corner = pixels + (p.image * s.height + p.row) * next_row + p.column * next_column + channel;
+        const float* corner = pixels + (p.image * s.height + p.row) * next_row + p.column * next_column + channel;
         for (Index c = 0; c < wide; c += LANES) {
             Vector lines[INPUTS][SIDE];
             float* target = to + t * wide + c;
@@ -126,7 +126,6 @@ INLINE void outers(const float* tiles, Index in, const float* gradients, Index o
             outer<MANY, VECTORS>(tiles + c, in, gradients + k, out, count, weights + c * out + k);
 }
 
-template <class T>
 void transform(const void* kernel, const Shape& s, float* weights) {
     const Index out = padded(s.out);
     for (Index c = 0; c < s.in; c++)
@@ -134,7 +133,7 @@ void transform(const void* kernel, const Shape& s, float* weights) {
             Vector seen[3][3], lines[INPUTS][3];
             for (Index i = 0; i < 3; i++)
                 for (Index j = 0; j < 3; j++) {
-                    const T* from = static_cast<const T*>(kernel) + ((i * 3 + j) * s.in + c) * s.out + k;
+                    const float* from = static_cast<const float*>(kernel) + ((i * 3 + j) * s.in + c) * s.out + k;
                     seen[i][j] = s.out > k ? load(from, s.out - k) : Vector{};
                 }
             for (Index i = 0; i < INPUTS; i++)
@@ -147,14 +146,13 @@ void transform(const void* kernel, const Shape& s, float* weights) {
         }
 }
 
-template <class T>
 void forward(const void* images, const float* weights, const Shape& s, Index first, Index last, void* outputs,
              float* scratch) {
     const Index block = block_of(s), in = padded(s.in), out = padded(s.out);
     float* made = scratch + POINTS * (block * in + APART);
     for (Index f = first; f < last; f += block) {
         const Index count = least(block, last - f);
-        spread<INPUTS, of_inputs>(static_cast<const T*>(images), s, s.in, 0, s.in, f, count, scratch);
+        spread<INPUTS, of_inputs>(static_cast<const float*>(images), s, s.in, 0, s.in, f, count, scratch);
         const Index point = count * out + APART;
         for (Index p = 0; p < POINTS; p++) {
             const float* tiles = scratch + p * (count * in + APART);
@@ -166,7 +164,7 @@ void forward(const void* images, const float* weights, const Shape& s, Index fir
         }
         for (Index t = 0; t < count; t++) {
             const Place p = place_of<OUTPUTS>(s, f + t, 0, OUTPUTS);
-            T* corner = static_cast<T*>(outputs) + ((p.image * s.height + p.row) * s.width + p.column) * s.out;
+            float* corner = static_cast<float*>(outputs) + ((p.image * s.height + p.row) * s.width + p.column) * s.out;
             for (Index k = 0; k < s.out; k += LANES) {
                 Vector lines[OUTPUTS][INPUTS];
                 const float* from = made + t * out + k;
@@ -200,15 +198,15 @@ void forward(const void* images, const float* weights, const Shape& s, Index fir
     }
 }
 
-template <class T>
 void gradient(const void* images, const void* gradients, const Shape& s, Index first, Index last, Index channel,
               Index end, float* weights, float* scratch) {
     const Index block = block_of(s), here = padded(end - channel), in = padded(s.in), out = padded(s.out);
     float* changes = scratch + POINTS * (block * here + APART);
     for (Index f = first; f < last; f += block) {
         const Index count = least(block, last - f);
-        spread<INPUTS, of_inputs>(static_cast<const T*>(images), s, s.in, channel, end, f, count, scratch);
-        spread<OUTPUTS, Side<3>::of_gradients>(static_cast<const T*>(gradients), s, s.out, 0, s.out, f, count, changes);
+        spread<INPUTS, of_inputs>(static_cast<const float*>(images), s, s.in, channel, end, f, count, scratch);
+        spread<OUTPUTS, Side<3>::of_gradients>(static_cast<const float*>(gradients), s, s.out, 0, s.out, f, count,
+                                               changes);
         for (Index p = 0; p < POINTS; p++) {
             const float* tiles = scratch + p * (count * here + APART);
             const float* change = changes + p * (count * out + APART);
@@ -225,13 +223,8 @@ std::size_t scratch_of(const Shape& s) {
     return POINTS * (block_of(s) * (padded(s.in) + padded(s.out)) + 2 * APART);
 }
 
-template <class T>
-Functions of() {
-    return {transform<T>, forward<T>, gradient<T>, collect<T, 3>, scratch_of};
-}
-
 }  // namespace
 
-Functions functions(bool half) { return half ? of<Half>() : of<float>(); }
+Functions functions() { return {transform, forward, gradient, collect<float, 3>, scratch_of}; }
 
 }  // namespace hvd_cifar::SET

@@ -1,29 +1,29 @@
-// What winograd.cc and dots.cc have for one set of instructions, and op.cc gives to TensorFlow.
+// The interface between the kernels (winograd.cc, dots.cc), one translation for each instruction set, and op.cc.
 #pragma once
 
 #include <cstddef>
 
 namespace hvd_cifar {
 
-// A convolution with `taps` x `taps` pixels of a kernel (3, or 5), stride 1, padded with zeros all around. Images lie as
-// [images, height, width, channels].
+// A convolution with a kernel of `taps` x `taps` pixels (3 or 5), stride 1, zero padding that keeps the images' size.
+// Images are [images, height, width, channels].
 struct Shape {
     std::ptrdiff_t images, height, width, in, out, taps;
 };
 
-// A tile is 4 x 4 outputs of 3 x 3 taps, or 2 x 2 of 5 x 5, and sees 6 x 6 pixels; they are counted along rows, then
-// down, then from image to image.
+// A tile is 4 x 4 outputs of a 3 x 3 kernel, or 2 x 2 of a 5 x 5 kernel. It reads 6 x 6 pixels. Tiles are numbered
+// along rows, then columns, then images.
 std::ptrdiff_t tiles_of(const Shape& shape);
 
-// Channels as they are in scratch and in transformed weights: vectors are full there.
+// Channels in scratch and in transformed weights, where every vector is full.
 static constexpr std::ptrdiff_t padded(std::ptrdiff_t channels) { return (channels + 15) / 16 * 16; }
 
 constexpr std::ptrdiff_t POINTS = 36;  // transformed weights of a kernel for each pair of channels, 6 x 6
 
-// Functions for kernels of one side, and elements of one type, `half` (bfloat16) or not. Sums are float32.
+// Functions for one kernel size and one type, float32 or bfloat16. Sums are float32.
 struct Functions {
-    // kernel [taps, taps, in, out] -> weights, of which only `forward` knows the type and the order: room for float32
-    // [POINTS, padded(in), padded(out)].
+    // kernel [taps, taps, in, out] -> weights, in room for float32 [POINTS, padded(in), padded(out)]. Only `forward`
+    // reads them: their type and order are the translation's own.
     void (*transform)(const void* kernel, const Shape& shape, float* weights);
     // Outputs of the tiles from `first` up to `last`. `room`: `scratch(shape)` numbers.
     void (*forward)(const void* images, const float* weights, const Shape& shape, std::ptrdiff_t first,
@@ -37,18 +37,17 @@ struct Functions {
     std::size_t (*scratch)(const Shape& shape);
 };
 
-// Between what belongs to one point and what to the next: without it all points of a tile fall on the same few lines
-// of the cache.
+// Numbers of padding between points. Without it all points of a tile share the same few cache sets.
 constexpr std::ptrdiff_t APART = 16;
 
-namespace avx512 {
-Functions functions(bool half);  // for 3 taps
+namespace avx512 {  // for float32, kernels of 3 x 3
+Functions functions();
 }
 namespace avx2 {
-Functions functions(bool half);
+Functions functions();
 }
-namespace avx512_bf16 {
-Functions functions(std::ptrdiff_t taps);  // for bfloat16
+namespace avx512_bf16 {  // for bfloat16, kernels of 3 x 3 and 5 x 5
+Functions functions(std::ptrdiff_t taps);
 }
 
 }  // namespace hvd_cifar

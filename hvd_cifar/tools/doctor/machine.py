@@ -24,7 +24,7 @@ from hvd_cifar.tools.doctor.finding import (
     some_hosts,
 )
 
-# A rank that trains has about 600 MiB of its own (docs/performance.md).
+# A rank that trains has about 600 MiB of its own (docs/notebook/2026-11-23-performance.md).
 LEAST_MEMORY, GOOD_MEMORY = 600 * MIB, 1 * GIB
 # What Open MPI lays out in /dev/shm for a rank; NCCL takes more for each pair of GPUs.
 SHM_OF_A_RANK, SHM_OF_A_GPU = 4 * MIB + 4096, 16 * MIB
