@@ -1,6 +1,6 @@
 """Data-parallel training over Horovod, for any Keras 3 program.
 
-This room and `runtime` are the only ones that know Horovod and MPI. A program needs no more than this:
+Only this package and `runtime` import Horovod and MPI. A program needs these lines:
 
     import horovod.tensorflow as hvd
     from hvd_cifar.distributed import DistributedOptimizer, broadcast_variables
@@ -12,7 +12,7 @@ This room and `runtime` are the only ones that know Horovod and MPI. A program n
 `convert_sync_batch_norm(model)` makes its batch norm layers use the statistics of the global batch, and
 `prove_averaging(DistributedOptimizer)` shows, before training, that gradients reach all ranks.
 
-Names are loaded when they are first used, so that importing the package does not start TensorFlow.
+Names are imported at their first use, so that importing the package does not start TensorFlow.
 """
 
 from __future__ import annotations

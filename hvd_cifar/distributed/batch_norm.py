@@ -1,4 +1,4 @@
-"""Batch normalisation with the statistics of the global batch: as a layer, and for the layers of a model that is there.
+"""Batch normalisation with the statistics of the global batch: a layer, and the conversion of a model's own layers.
 
 Horovod's own layer is made for Keras 2 and does not run under Keras 3.
 """
@@ -16,17 +16,19 @@ import tensorflow as tf
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.subclass import put_in_front
 
+# A model passes nothing but `training` and `mask` on to its layers, and they may be a user's: the flag reaches them
+# past the model. It belongs to one call, so it is no attribute of a layer.
 _present: ContextVar[Any] = ContextVar("present", default=True)
 
 
 @contextmanager
 def examples_present(flag: Any) -> Iterator[None]:
-    """Within this, synchronised layers leave this rank's batch out of the statistics where `flag` is false.
+    """In this block synchronised layers leave this rank's batch out of the statistics if `flag` is false.
 
-    A rank without an example still makes the step, on a stand-in: no convolution takes an empty batch on the CPU.
+    A rank without an example computes the step on a placeholder: no convolution takes an empty batch on the CPU.
 
     Args:
-        flag: a boolean scalar; a tensor in a graph.
+        flag: a boolean scalar; in a graph, a tensor.
     """
     token = _present.set(flag)
     try:
@@ -36,13 +38,13 @@ def examples_present(flag: Any) -> Iterator[None]:
 
 
 class _Synchronized:
-    """The class in front of a batch norm layer's own; it replaces what the layer does in training.
+    """The class in front of a batch norm layer's own; it replaces the layer's computation in training.
 
-    Sums are taken of the distance to the moving mean, which is the same on all ranks: the variance is then a difference
-    of small numbers (Chan, Golub, LeVeque 1983, "shifted data").
+    Sums are of the inputs minus the moving mean, which is the same on all ranks: the variance is then a difference of
+    small numbers (Chan, Golub, LeVeque 1983, "shifted data").
     """
 
-    # Of the class behind.
+    # Attributes of the layer's own class.
     gamma: Any
     beta: Any
     moving_mean: Any
@@ -55,7 +57,7 @@ class _Synchronized:
     _unbiased = False  # whether the moving variance takes n / (n - 1) times the batch's
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        """Inputs of any rank -> the same shape; with `training` a collective."""
+        """Inputs of any number of dimensions -> the same shape; with `training` a collective."""
         if not training or not self.trainable:
             return super().call(inputs, training=False)  # type: ignore[misc]
         real = tf.float64 if inputs.dtype == tf.float64 else tf.float32
@@ -71,13 +73,13 @@ class _Synchronized:
             counted = tf.where(mask[..., None], shifted, tf.zeros([], real))
             count = tf.reshape(tf.reduce_sum(tf.cast(mask, real)), [1])
         own = tf.concat([tf.reduce_sum(counted, others), tf.reduce_sum(tf.square(counted), others), count], axis=0)
-        # Horovod: sums and counts, so that ranks of unequal batches come to what one rank with all examples would.
+        # Horovod: sums and counts, so that ranks of unequal batches compute what one rank with all examples would.
         sums = collectives.all_reduce_in_graph(own * tf.cast(_present.get(), real))
         total = tf.maximum(sums[-1], 1.0)  # 0 where no rank has an example
-        mean = sums[:channels] / total  # of the distances
+        mean = sums[:channels] / total  # of the inputs minus the moving mean
         variance = tf.maximum(sums[channels:-1] / total - tf.square(mean), 0.0)  # rounding may leave it below 0
 
-        step = (1.0 - self.momentum) * tf.minimum(sums[-1], 1.0)  # from no example: 0
+        step = (1.0 - self.momentum) * tf.minimum(sums[-1], 1.0)  # 0 where no rank has an example
         learnt = variance * total / tf.maximum(total - 1.0, 1.0) if self._unbiased else variance
         self.moving_mean.assign(moving_mean + step * mean)
         self.moving_variance.assign(moving_variance + step * (learnt - moving_variance))
@@ -97,13 +99,13 @@ class _Synchronized:
 class SyncBatchNormalization(_Synchronized, keras.layers.BatchNormalization):
     """Batch normalisation by the mean and variance of all ranks' examples together (Ioffe and Szegedy 2015).
 
-    Every rank adds up its inputs, their squares and their number, and one all-reduce of 2 c + 1 numbers turns these
-    into the sums of the global batch. Its gradient is an all-reduce also, since each rank's examples move the loss of
-    all others. Ranks of unequal batches compute what one rank with all examples would. Every rank has to call the layer
-    equally often: with `training`, it is a collective.
+    Every rank computes the number of its inputs, their sum and the sum of their squares. One all-reduce of 2 c + 1
+    numbers turns these into the sums of the global batch. The gradient is also an all-reduce, since each rank's
+    examples change the loss of all others. Ranks of unequal batches compute what one rank with all examples would.
+    Every rank must call the layer equally often: with `training`, it is a collective.
 
-    Arguments, weights and saved form are those of `keras.layers.BatchNormalization`, with other defaults. The moving
-    variance takes the unbiased variance, as TensorFlow's fused kernel does, which computes [b, h, w, c] in evaluation.
+    Arguments, weights and saved form are those of `keras.layers.BatchNormalization`; some defaults differ. The moving
+    variance is that of unbiased variances, as in TensorFlow's fused kernel, which evaluates [b, h, w, c].
     """
 
     _unbiased = True
@@ -113,7 +115,7 @@ class SyncBatchNormalization(_Synchronized, keras.layers.BatchNormalization):
         _refuse_renorm(self)
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        """Inputs of any rank -> the same shape; with `training` a collective."""
+        """Inputs of any number of dimensions -> the same shape; with `training` a collective."""
         if training and self.trainable:
             return super().call(inputs, training, mask)
         rank = inputs.shape.rank
@@ -138,17 +140,16 @@ class SyncBatchNormalization(_Synchronized, keras.layers.BatchNormalization):
 def convert_sync_batch_norm(model: keras.Model) -> int:
     """Make every batch norm layer of a model compute its training statistics over all ranks' examples together.
 
-    The layers themselves change, those of nested models included; weights, their names, evaluation and what is saved of
-    the model stay. What a layer adds to its moving statistics stays as its class has it: Keras's takes the biased
-    variance, `FusedBatchNormalization` the unbiased. Convert before `compile` and before the first training step: a
-    graph that is traced already keeps the statistics of each rank. Every rank has to make the same calls with
-    `training`: they are collectives.
+    The layers themselves change, also in nested models; weights, their names, evaluation and the saved model stay the
+    same. The moving variance stays as the layer's class defines it: of biased variances in Keras's, of unbiased ones in
+    `FusedBatchNormalization`. Convert before `compile` and before the first training step: a graph that is already
+    traced keeps the statistics of each rank. Every rank must make the same calls with `training`: they are collectives.
 
     Args:
         model: built or not, with layers of `keras.layers.BatchNormalization` or `FusedBatchNormalization`.
 
     Returns:
-        The number of layers converted; layers that are synchronised already do not count.
+        The number of layers converted; layers that were synchronised before do not count.
 
     Raises:
         ValueError: where a layer has `renorm=True`; no layer is converted then.

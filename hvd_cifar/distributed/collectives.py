@@ -1,6 +1,6 @@
 """Collectives of whole values: broadcast, sums over ranks, gathered objects, shared errors; and digests.
 
-Everything here that is not marked as local is a collective: every rank calls it, in the same order.
+Every function here is a collective unless its docstring says "Local": all ranks call it, in the same order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 ALL_RANKS = hvd.global_process_set
 
-# Types that Horovod does not send, and one of the same width that it sends.
+# Horovod cannot send the types on the left: their bits travel as the type on the right, which has the same width.
 _CARRIERS = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.bfloat16: tf.int16}
 
 
@@ -30,16 +30,16 @@ def broadcast_variables(
     root_rank: int = 0,
     process_set: Any = hvd.global_process_set,
 ) -> None:
-    """Give all ranks the values that the variables of one rank have, bit for bit.
+    """Copy the values of one rank's variables to all ranks, bit for bit.
 
     Args:
         target: a Keras 3 model (its weights, random seeds and, if it is compiled and built, its optimizer), a built
             Keras 3 optimizer, or Keras or TensorFlow variables; the same on every rank.
         root_rank: the rank that sends its values.
-        process_set: the ranks that take part; the call does nothing on any other.
+        process_set: the ranks that take part; on any other rank the call does nothing.
 
     Raises:
-        ValueError: where an optimizer is not built: its slots would stay different on every rank.
+        ValueError: where an optimizer is not built: its slots would differ from rank to rank.
     """
     if not process_set.included() or process_set.size() == 1:
         return
@@ -83,7 +83,7 @@ def all_reduce_in_graph(value: Any) -> Any:
 
 
 def barrier(process_set: Any = ALL_RANKS) -> None:
-    """Wait until all ranks of a process set have called this; this rank is one of them."""
+    """Wait until all ranks of a process set have called this. Only members of the set may call it."""
     if process_set.size() > 1:
         hvd.allreduce(tf.zeros(1), op=hvd.Sum, process_set=process_set)
 
@@ -98,7 +98,7 @@ def average_variables(variables: Sequence[keras.Variable]) -> None:
 
 
 def digest(variables: Iterable[keras.Variable]) -> str:
-    """SHA-256 of names, types, shapes and bits of variables, in the order given. Local to the rank."""
+    """SHA-256 of names, types, shapes and bits of variables, in the order given. Local."""
     state = hashlib.sha256()
     for variable in variables:
         value = np.ascontiguousarray(variable.numpy())
@@ -108,7 +108,7 @@ def digest(variables: Iterable[keras.Variable]) -> str:
 
 
 def all_gather_object(value: T) -> list[T]:
-    """The objects that all ranks pass, by rank."""
+    """The objects that the ranks pass, in the order of the ranks."""
     return [value] if hvd.size() == 1 else hvd.allgather_object(value)
 
 
@@ -118,7 +118,7 @@ def broadcast_object(value: T) -> T:
 
 
 def broadcast_bytes(content: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The bytes uint8 [n] that rank 0 passes; the other ranks pass any n."""
+    """The bytes uint8 [n] that rank 0 passes; the other ranks may pass any number of bytes."""
     if hvd.size() == 1:
         return content
     with tf.device("/CPU:0"):
@@ -131,8 +131,9 @@ def on_every_rank(function: Callable[[], T]) -> T:
     Otherwise the ranks that did not fail would wait for the others in the next collective.
 
     Raises:
-        UserError, TrainingError: that of the first rank that failed, on every rank.
-        Exception: any other error, on the rank that had it; the others raise a TrainingError that names rank and error.
+        Exception: on a rank where `function` failed, its own error, with its type, cause and traceback.
+        UserError, TrainingError: on the other ranks, the text of the first rank that failed. An error of any other
+            kind becomes a TrainingError that names rank and error.
     """
     result, failure = None, None
     try:
@@ -140,7 +141,7 @@ def on_every_rank(function: Callable[[], T]) -> T:
     except Exception as error:  # the other ranks must know of any error
         failure = error
     outcomes = all_gather_object(None if failure is None else _message(failure))
-    _raise_alike(failure, outcomes)
+    _raise_on_all(failure, outcomes)
     return result  # type: ignore[return-value]
 
 
@@ -156,24 +157,26 @@ def on_root(function: Callable[[], T]) -> T:
         except Exception as error:  # the other ranks must know of any error
             failure = error
     message, result = broadcast_object((None if failure is None else _message(failure), result))
-    _raise_alike(failure, [message])
+    _raise_on_all(failure, [message])
     return result  # type: ignore[return-value]
 
 
 def _message(failure: Exception) -> tuple[str, str]:
-    kind = type(failure).__name__
-    if isinstance(failure, UserError):
-        kind = "UserError"
-    return kind, str(failure)
+    """The kind of a failure, which for a subclass of ours is the base class, and its text."""
+    for kind in (UserError, TrainingError):
+        if isinstance(failure, kind):
+            return kind.__name__, str(failure)
+    return type(failure).__name__, str(failure)
 
 
-def _raise_alike(failure: Exception | None, outcomes: Sequence[tuple[str, str] | None]) -> None:
+def _raise_on_all(failure: Exception | None, outcomes: Sequence[tuple[str, str] | None]) -> None:
+    """Raise this rank's own failure, else that of the first rank that failed, if any did."""
+    if failure is not None:
+        raise failure
     failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None]
     if not failed:
         return
     rank, (kind, text) = failed[0]
-    if failure is not None and not isinstance(failure, (UserError, TrainingError)):
-        raise failure
     if kind == "UserError":
         raise UserError(text)
     if kind == "TrainingError":

@@ -1,8 +1,8 @@
 """Sums in one fixed order: a binary tree over neighbours, whatever the number of ranks that hold the terms.
 
 Floating-point addition is not associative: (a + b) + c and a + (b + c) differ in the last bit. MPI and NCCL choose the
-order of an all-reduce by the size of the message and the number of ranks. Here the order is part of the definition: M
-terms give the same bits on 1, 2, 4, ... ranks if each rank holds a power of two of neighbouring terms.
+order of an all-reduce by the size of the message and the number of ranks. Here the definition fixes the order: M terms
+give the same bits on 1, 2, 4, ... ranks if each rank holds 2^k neighbouring terms.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import tensorflow as tf
 
 T = TypeVar("T")
 
-FEW_VALUES = 4096  # up to which the latency of a collective outweighs its bytes
+FEW_VALUES = 4096  # up to this number the latency of a collective outweighs the transfer
 
 
 def add_in_tree(terms: Iterable[T], add: Callable[[T, T], T]) -> T:
-    """((t0 + t1) + (t2 + t3)) + ...; takes terms one by one and holds at most log2 of their number. Local."""
+    """((t0 + t1) + (t2 + t3)) + ...; takes terms one by one and keeps at most log2 of their number. Local."""
     waiting: list[tuple[int, T]] = []  # sums of 2^height neighbours each, highest first
     for term in terms:
         total, height = term, 0
@@ -37,10 +37,10 @@ def all_reduce_in_tree(
 ) -> list[Any]:
     """Sums of tensors over the ranks, added in the order of the ranks by `add_in_tree`. A collective.
 
-    There are two ways, with the same bits. By all-to-all and all-gather, each rank receives all ranks' terms of its
-    part of the values, adds them and sends the sums to all: each rank sends 2 (N - 1) / N of the values, as in a ring
-    all-reduce. By one all-gather, every rank receives all terms of all values and adds them itself: N - 1 times the
-    values, but one collective instead of two, which is faster for few bytes.
+    Two algorithms give the same bits. With all-to-all and all-gather, each rank receives all terms of its part of the
+    values, adds them, and sends the sums to all ranks: each rank sends 2 (N - 1) / N of the values, as in a ring
+    all-reduce. With one all-gather, every rank receives all terms of all values and adds them itself: it sends N - 1
+    times the values, but in one collective instead of two, which is faster for short messages.
 
     Args:
         values: tensors of one floating type; the same shapes on every rank.
@@ -63,9 +63,9 @@ def all_reduce_in_tree(
 
 
 def _add_rows_in_tree(rows: Any) -> Any:
-    """The sum of [n, m] over n as `add_in_tree` adds, a level at a time: [m].
+    """The sum of [n, m] over n in the order of `add_in_tree`, one level of the tree at a time: [m].
 
-    TensorFlow's graph optimizer would turn a tree of additions of single rows into one sum from left to right.
+    TensorFlow's graph optimizer would turn additions of single rows into one sum from left to right.
     """
     while (count := rows.shape[0]) > 1:
         pairs = rows[0 : count - 1 : 2] + rows[1::2]

@@ -1,15 +1,15 @@
 """`DistributedOptimizer`: any Keras 3 optimizer, with gradients reduced over all ranks before they are applied.
 
 Horovod's own wrapper overrides hooks of Keras 2 (`get_gradients`, `_compute_gradients`, `_aggregate_gradients`).
-Keras 3 calls none of them, so under it Horovod's wrapper trains every rank by itself, without an error. In Keras 3 all
-gradients go through `Optimizer.apply`, in `fit` as in a loop of one's own. This module overrides that method.
+Keras 3 calls none of them: with Horovod's wrapper each rank trains alone, without an error. In Keras 3 all gradients go
+through `Optimizer.apply`, in `fit` and in a user's own loop. This module overrides that method.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import horovod.tensorflow as hvd
 import keras
@@ -18,10 +18,12 @@ import tensorflow as tf
 from hvd_cifar.distributed.fixed_order import all_reduce_in_tree
 from hvd_cifar.distributed.subclass import put_in_front
 
+OptimizerT = TypeVar("OptimizerT", bound=keras.optimizers.Optimizer)
+
 
 @dataclass(frozen=True)
 class Reduction:
-    """What `DistributedOptimizer` makes of gradients; see its arguments."""
+    """How `DistributedOptimizer` reduces gradients; see its arguments."""
 
     average: bool = True
     half: bool = False
@@ -33,26 +35,26 @@ class Reduction:
 
     @property
     def is_local(self) -> bool:
-        """Whether this rank reduces with no other: it is alone, or not a member of the process set."""
+        """Whether this rank exchanges nothing: it is the only member of the process set, or no member."""
         return not self.process_set.included() or self.process_set.size() == 1
 
     @property
     def is_plain_sum(self) -> bool:
-        """Whether it returns, at every call and for any tensor, the sum over the ranks."""
+        """Whether each call returns the uncompressed sum over the ranks."""
         return not self.average and not self.half and self.passes == 1
 
 
 class _Distributed:
     """The class that `DistributedOptimizer` puts in front of the optimizer's own.
 
-    What accumulates gradients is neither an attribute that Keras tracks nor one of `variables`: a saved model or a
+    Keras does not track the variables that accumulate gradients, and `variables` does not list them: a saved model or
     checkpoint fits the plain optimizer and any number of passes.
     """
 
     _reduction: Reduction
     _pass_sums: list[keras.Variable]
     _passes_done: keras.Variable
-    # Of the class behind.
+    # Attributes of the optimizer's own class.
     name: str
     built: bool
     _trainable_variables: list[keras.Variable]
@@ -107,7 +109,7 @@ class _Distributed:
         tf.cond(self._passes_done.value >= self._reduction.passes, update, lambda: None)
 
     def reduce(self, gradients: Sequence[Any]) -> list[Any]:
-        """What `apply` applies: gradients reduced over the ranks."""
+        """Gradients reduced over the ranks: what `apply` applies."""
         return reduce_gradients(gradients, self._reduction)
 
     def on_all_ranks(self, condition: Any) -> Any:
@@ -123,7 +125,7 @@ def _local_variable(shape: Any, dtype: Any, name: str) -> keras.Variable:
 
 
 def DistributedOptimizer(
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: OptimizerT,
     *,
     op: Literal["average", "sum"] | Any = "average",
     compression: Literal["none", "fp16"] | Any = "none",
@@ -132,8 +134,10 @@ def DistributedOptimizer(
     process_set: Any = hvd.global_process_set,
     sparse_as_dense: bool = False,
     fixed_order: bool = False,
-) -> Any:
+) -> OptimizerT:
     """Make a Keras 3 optimizer reduce its gradients over all ranks before it applies them.
+
+    The arguments are those of Horovod's `DistributedOptimizer`, whose users change one import, and `fixed_order`.
 
     The optimizer itself is changed and returned. Its class becomes a subclass of the same name, which overrides
     `apply`. All its state stays: slots, exclusions from weight decay, schedules, moving averages, names. It saves,
@@ -143,26 +147,26 @@ def DistributedOptimizer(
     `keras.optimizers.LossScaleOptimizer`: ranks then skip a step together when the gradients of any of them are not
     finite. A LossScaleOptimizer that is given here stays outside; its inner optimizer reduces the gradients.
 
-    `hvd.init()` comes first. Wrap before the first step: a `tf.function` or a `fit` that has traced the plain optimizer
-    keeps calling it, so compile such a model again. In `fit` on a GPU compile the model with `jit_compile=False`: XLA
-    cannot hold a Horovod operation.
+    Call `hvd.init()` first. Wrap before the first step: a `tf.function` or `fit` that was traced with the plain
+    optimizer does not reduce, so compile such a model again. For `fit` on a GPU, compile the model with
+    `jit_compile=False`: XLA cannot compile Horovod's operations.
 
     Args:
         optimizer: any Keras 3 optimizer, built or not, such as `keras.optimizers.SGD(0.1)`.
         op: "average" or "sum" over ranks (or `hvd.Average`, `hvd.Sum`). "sum" is for ranks that each feed their share
             of a global mean.
-        compression: "none", or "fp16" to send gradients in half precision (or one of `hvd.Compression`). The ranks cast
-            what "average" would be given: under "sum" a share times the number of ranks. The number of ranks then
-            changes neither what underflows (below 6e-8) nor what overflows (above 65504) in the cast. Ranks add in half
-            precision: over n of them a mean above 65504 / n becomes infinite (128 on 512 ranks).
-        backward_passes_per_step: the optimizer adds up the gradients of this many calls on each rank before it reduces
-            and applies them; `iterations` counts the updates. Each rank must make the same number of calls.
+        compression: "none", or "fp16" to send gradients in half precision (or one of `hvd.Compression`). Under "sum"
+            each rank multiplies its share by the number of ranks before the cast, so that what underflows (below 6e-8)
+            or overflows (above 65504) in the cast does not depend on the number of ranks. The sum is computed in half
+            precision: over n ranks a mean above 65504 / n becomes infinite (128 on 512 ranks).
+        backward_passes_per_step: each rank adds up the gradients of this many calls before they are reduced and
+            applied; `iterations` counts the updates. Each rank must make the same number of calls.
         average_aggregated_gradients: divide that sum by the number of calls.
         process_set: the ranks that reduce together; a rank outside applies its own gradients.
-        sparse_as_dense: turn `tf.IndexedSlices` into dense gradients before they are reduced. Otherwise all ranks
-            gather their rows.
+        sparse_as_dense: turn `tf.IndexedSlices` into dense gradients before they are reduced. Otherwise each rank
+            gathers the rows of all ranks.
         fixed_order: add gradients in the order of the ranks, in a binary tree (`fixed_order.all_reduce_in_tree`): the
-            same terms give the same bits, however they are spread over ranks. Sparse gradients become dense.
+            same terms give the same bits on 1, 2, 4, ... ranks. Sparse gradients become dense.
 
     Raises:
         TypeError: where `optimizer` is no Keras 3 optimizer.
@@ -190,7 +194,7 @@ def DistributedOptimizer(
     )
     _agree_on_finite_gradients()
 
-    # Not a copy: it would share Keras's trackers, and the original, which does not reduce, could be used by mistake.
+    # Not a copy: a copy shares Keras's trackers, and the original, which does not reduce, could be used by mistake.
     put_in_front(_Distributed, inner, _reduction=reduction)
     if inner.built:
         inner._make_pass_sums()
@@ -203,7 +207,7 @@ def inner_of(optimizer: Any) -> Any:
 
 
 def reduction_of(optimizer: Any) -> Reduction | None:
-    """What a `DistributedOptimizer`, or a LossScaleOptimizer around one, makes of gradients; None for any other."""
+    """The reduction of a `DistributedOptimizer`, also inside a LossScaleOptimizer; None for any other optimizer."""
     inner = inner_of(optimizer)
     return inner._reduction if isinstance(inner, _Distributed) else None
 
@@ -213,24 +217,23 @@ def apply_and_sum(
 ) -> list[Any]:
     """`optimizer.apply`, and the sums of `values` over the ranks that the optimizer reduces over. A collective.
 
-    Values travel in the gradients' message where that is possible, since each message makes the ranks' threads wait for
-    each other once more. They travel in one of their own beside gradients that are averaged, compressed or not reduced
-    at every call, or that a loss scale inspects first. Either way they are sent as they are, without compression.
+    Values travel in the gradients' message if possible: each message costs one more synchronisation of the ranks. They
+    need a message of their own if gradients are averaged, compressed, not reduced at every call, or inspected by a loss
+    scale first. Values are never compressed.
 
     Args:
         optimizer: a `DistributedOptimizer`, or a LossScaleOptimizer around one.
         values: tensors; the same types and shapes on every rank.
 
     Raises:
-        TypeError: where `optimizer` is another one.
+        TypeError: where `optimizer` is any other.
     """
     reduction = reduction_of(optimizer)
     if reduction is None:
         raise TypeError(f"{type(optimizer).__name__} is not a DistributedOptimizer")
     if isinstance(optimizer, _Distributed) and reduction.is_plain_sum:
         return optimizer.apply_and_sum(gradients, variables, values)
-    # Not before the gradients are there: from the first tensor sent to the last the ranks' threads keep each other
-    # awake, on cores that still compute.
+    # After the gradients: between a step's first message and its last, Horovod's threads poll on cores that compute.
     with tf.control_dependencies([g for g in gradients if g is not None]):
         values = [tf.identity(value) for value in values]
     sums = values if reduction.is_local else _all_reduce(values, hvd.Sum, reduction)
@@ -239,7 +242,7 @@ def apply_and_sum(
 
 
 def reduce_gradients(gradients: Sequence[Any], reduction: Reduction) -> list[Any]:
-    """All-reduce gradients of any floating types over the ranks, as operations of the step's own graph. A collective.
+    """All-reduce gradients of any floating types over the ranks; in a graph, as its operations. A collective.
 
     Args:
         gradients: tensors, `tf.IndexedSlices`, or None, which stays None; the same kinds, types and shapes on every
@@ -250,7 +253,7 @@ def reduce_gradients(gradients: Sequence[Any], reduction: Reduction) -> list[Any
     if reduction.sparse_as_dense or reduction.fixed_order:
         gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     reduced: list[Any] = list(gradients)
-    # Horovod's grouped operation mixes up the shapes of sparse gradients that follow dense ones, so these go alone.
+    # Sparse gradients are reduced one by one: Horovod's grouped operation gives them the shapes of dense ones.
     dense = [i for i, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)]
     ranks = reduction.process_set.size()
     packed = [pack(_named_by_graph(tf.convert_to_tensor(gradients[i])), reduction, ranks) for i in dense]
@@ -266,12 +269,12 @@ def reduce_gradients(gradients: Sequence[Any], reduction: Reduction) -> list[Any
 
 
 def pack(gradient: Any, reduction: Reduction, ranks: int) -> Any:
-    """A rank's gradient as it travels. Local."""
-    # Horovod knows no bfloat16.
+    """A rank's gradient in the type and scale in which it is sent. Local."""
+    # Horovod cannot send bfloat16.
     wide = tf.cast(gradient, tf.float32) if gradient.dtype == tf.bfloat16 else gradient
     if not reduction.half:
         return wide
-    # Shares of a global mean shrink with the number of ranks, and would underflow on many.
+    # A share of a global mean shrinks as the number of ranks grows, until it underflows in half precision.
     return tf.cast(wide if reduction.average else wide * ranks, tf.float16)
 
 
@@ -284,7 +287,7 @@ def unpack(total: Any, dtype: Any, reduction: Reduction, ranks: int) -> Any:
 
 
 def _all_reduce(tensors: Sequence[Any], op: Any, reduction: Reduction) -> list[Any]:
-    """Tensors of several types over the ranks: a message for each type, in the same order on every rank."""
+    """All-reduce tensors of several types: one message for each type, in the same order on every rank."""
     totals: list[Any] = [None] * len(tensors)
     for dtype in sorted({t.dtype for t in tensors}, key=lambda dtype: dtype.name):
         chosen = [i for i, t in enumerate(tensors) if t.dtype == dtype]
@@ -300,10 +303,10 @@ def _all_reduce(tensors: Sequence[Any], op: Any, reduction: Reduction) -> list[A
 
 
 def _named_by_graph(tensor: Any) -> Any:
-    """In a graph, a node of its own for a tensor that may be captured from outside.
+    """In a graph, a copy of a tensor, whose name depends on the graph alone.
 
-    Horovod matches the ranks' operations by the names of their inputs. A captured tensor's name is a count of all that
-    the process ever made: ranks that have made different numbers of them would wait for each other for ever.
+    Horovod matches the ranks' operations by the names of their inputs. The name of a tensor captured from outside
+    contains the number of tensors that the process has made. Ranks with different numbers would wait for ever.
     """
     return tensor if tf.executing_eagerly() else tf.identity(tensor)
 
@@ -311,7 +314,7 @@ def _named_by_graph(tensor: Any) -> Any:
 def _reduce_sparse(gradient: tf.IndexedSlices, reduction: Reduction) -> tf.IndexedSlices:
     """Gather the rows of all ranks and add up those with the same index.
 
-    Optimizers such as Adam would square rows with the same index one by one if they stayed apart.
+    Otherwise optimizers such as Adam would square rows with the same index one by one.
     """
     process_set, ranks = reduction.process_set, reduction.process_set.size()
     packed = pack(_named_by_graph(gradient.values), reduction, ranks)
@@ -337,9 +340,9 @@ def _named(value: Any, names: dict[str, Any], what: str) -> Any:
 def _agree_on_finite_gradients() -> None:
     """Make Keras's LossScaleOptimizer ask all ranks whether gradients are finite.
 
-    It looks at this rank's gradients alone and then skips the inner `apply`, with the all-reduce for which the other
-    ranks would wait for ever. Keras makes the LossScaleOptimizer by itself in `compile` under mixed_float16, so a
-    subclass would not be used. Around any other optimizer it behaves as before.
+    Keras checks this rank's gradients alone. A rank whose gradients are not finite then skips the inner `apply` and its
+    all-reduce, and the other ranks wait for it for ever. The class itself is changed, not a subclass, since `compile`
+    makes a LossScaleOptimizer under mixed_float16. Around any other optimizer it behaves as before.
     """
     loss_scale = keras.optimizers.LossScaleOptimizer
     local_check = loss_scale.check_finite

@@ -1,4 +1,4 @@
-"""All-reduces between two ranks: by MPI itself where the job runs over it, else by Horovod's process sets."""
+"""All-reduces between two ranks: by MPI itself if the job runs over MPI, else by Horovod's process sets."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Pairs = Sequence[tuple[int, int]]
 
 
 def sets_for(rounds: Sequence[Pairs]) -> dict[tuple[int, int], Any]:
-    """A process set for each pair. Local; to be called before Horovod starts.
+    """A process set for each pair. Local; call it before Horovod starts.
 
-    `world.start` has to be given those that `process_sets.to_register` returns.
+    Pass what `process_sets.to_register` returns for these to `world.start`.
     """
     everyone = launched_size()  # Horovod refuses a second set of the same ranks
     return {
@@ -31,7 +31,7 @@ def sets_for(rounds: Sequence[Pairs]) -> dict[tuple[int, int], Any]:
 
 
 def by_horovod(device: str, process_set: Any = hvd.global_process_set) -> Reduce:
-    """Sums over a process set of which this rank is a member, by Horovod; `device` as in `World`."""
+    """Sums by Horovod over a process set that has this rank as a member; `device` as in `World`."""
 
     def reduce(terms: NDArray[np.float32]) -> NDArray[np.float32]:
         if process_set.size() == 1:
@@ -43,12 +43,12 @@ def by_horovod(device: str, process_set: Any = hvd.global_process_set) -> Reduce
 
 
 def by_mpi(pairs: Pairs) -> Reduce | None:
-    """Sums over this rank's pair, by MPI itself; None on a rank without a pair. A collective of all ranks."""
+    """Sums by MPI itself over this rank's pair; None on a rank without a pair. A collective of all ranks."""
     from mpi4py import MPI  # only here: under Gloo its import would try to start MPI
 
     everyone = MPI.COMM_WORLD
     together = everyone.Ibarrier()
-    while not together.Test():  # MPI's own wait polls, and takes a core from pairs that still measure
+    while not together.Test():  # MPI's own wait polls: it would take a core from pairs that still measure
         time.sleep(POLL_SECONDS)
     mine = next((number for number, pair in enumerate(pairs) if everyone.rank in pair), MPI.UNDEFINED)
     pair = everyone.Split(mine, key=everyone.rank)

@@ -1,4 +1,4 @@
-"""Process sets of the first k ranks of a job: these train as a job of k ranks would, while the others wait."""
+"""Process sets of the first k ranks of a job, which measure a job of k ranks while the others wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import horovod.tensorflow as hvd
 
 
 class Alone:
-    """A process set of this rank alone: it sends nothing and waits for nobody."""
+    """A process set of this rank alone, which needs no communication."""
 
     def included(self) -> bool:
         """This rank is a member."""
@@ -24,9 +24,9 @@ ALONE = Alone()
 
 
 def first_ranks(sizes: Sequence[int], world_size: int) -> dict[int, Any]:
-    """Process sets of ranks 0 .. k - 1, by k. Local; to be called before Horovod starts.
+    """Process sets of ranks 0 .. k - 1, by k. Local; call it before Horovod starts.
 
-    `world.start` has to be given those that `to_register` returns.
+    Pass what `to_register` returns for these to `world.start`.
     """
     sets: dict[int, Any] = {k: hvd.ProcessSet(range(k)) for k in sizes if 1 < k < world_size}
     if 1 in sizes:
@@ -37,5 +37,5 @@ def first_ranks(sizes: Sequence[int], world_size: int) -> dict[int, Any]:
 
 
 def to_register(sets: Mapping[Any, Any]) -> list[Any]:
-    """The process sets that Horovod has to be told of."""
+    """The process sets that Horovod must register."""
     return [s for s in sets.values() if s is not ALONE and s is not hvd.global_process_set]

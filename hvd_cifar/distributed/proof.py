@@ -1,4 +1,4 @@
-"""The start-up proof: a tiny real update, through the path of training, shows that gradients reach all ranks."""
+"""The start-up proof: small real updates on the path of training show that gradients reach all ranks."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from hvd_cifar.distributed.fixed_order import FEW_VALUES
 from hvd_cifar.distributed.optimizer import apply_and_sum, reduction_of
 from hvd_cifar.errors import TrainingError
 
-# Half precision rounds to 11 bits; a missing average is off by at least 1 part in 5.
+# Half precision rounds to 11 bits; without the average a value is off by at least 1 part in 5.
 TOLERANCE = 2e-3
 
 
 def prove_averaging(
     wrap: Callable[[keras.optimizers.Optimizer], Any], contributions: Literal["average", "sum"] = "average"
 ) -> str:
-    """Check, by real updates, that `wrap` makes an optimizer which averages gradients over all ranks. A collective.
+    """Check by real updates that `wrap` makes an optimizer which averages gradients over all ranks. A collective.
 
     The updates take the path of training: the loss goes through `scale_loss`, gradients and values through
-    `apply_and_sum`, in a `tf.function`. One update is a single graph, as a step of one micro-batch is; its message is
-    so long that the fixed order sends it by all-to-all. In the other, gradients enter a graph of their own, as after
-    several micro-batches, and their message is short. Ranks feed small integers, whose sums are exact in half precision
-    over up to 1,024 ranks. Every rank looks at what every rank ended with.
+    `apply_and_sum`, in a `tf.function`. One update is a single graph, like a step of one micro-batch; its message is
+    long enough for the all-to-all of the fixed order. In the other update gradients are inputs of a second graph, as
+    after several micro-batches, and the message is short. Ranks feed small integers, whose sums are exact in half
+    precision over up to 1,024 ranks. Every rank checks the results of all ranks.
 
     Args:
-        wrap: from a plain optimizer to one as the run has it, with its reduction, its compression and its loss scale.
-        contributions: "average" where the ranks feed gradients of their own means, "sum" where they feed their shares
-            of the global mean; the result must be the same.
+        wrap: turns a plain optimizer into the run's, with its reduction, its compression and its loss scale.
+        contributions: "average" if each rank feeds the gradient of its own mean, "sum" if it feeds its share of the
+            global mean; the result must be the same.
 
     Returns:
         What was proven, in words.
 
     Raises:
-        TrainingError: on every rank, where on any rank the gradients did not end at the average, or the values summed
-            beside them not at the sum; it names ranks and numbers.
+        TrainingError: on every rank, if on any rank the weights are not those of the average gradient, or the values
+            beside the gradients are not the sums; it names ranks and numbers.
     """
     rank, size = hvd.rank(), hvd.size()
     by_rank = np.array([(1 + r % 3, -1 - r % 2) for r in range(size)], np.float64)
@@ -61,7 +61,7 @@ def prove_averaging(
 def _update(
     wrap: Callable[[keras.optimizers.Optimizer], Any], gradient: NDArray[Any], values: NDArray[Any], in_one_graph: bool
 ) -> tuple[NDArray[Any], NDArray[Any], int]:
-    """What a variable [2, n] becomes by SGD of rate 1 from 0, what values [2] become, and the number of gradients."""
+    """A variable [2, n] after SGD of rate 1 from 0, the sums of values [2], and the number of gradients applied."""
     real = keras.config.floatx()
     variable = keras.Variable(np.zeros(gradient.shape), dtype=real, name="start_up_proof")
     optimizer = wrap(keras.optimizers.SGD(1.0))
@@ -74,7 +74,7 @@ def _update(
         return tape.gradient(loss, variable.value)
 
     def apply(found: Any, value: Any) -> Any:
-        if reduction is None:  # its gradients fail the proof, if it does not reduce them by itself
+        if reduction is None:  # another optimizer: its gradients fail the proof unless it reduces them
             optimizer.apply([found], [variable])
             return tf.split(collectives.all_reduce_in_graph(value), 2)
         return apply_and_sum(optimizer, [found], [variable], tf.split(value, 2))
@@ -95,7 +95,7 @@ def _update(
 
 
 def _compare(mine: NDArray[Any], expected: NDArray[Any], failure: str) -> None:
-    """Raise on every rank where a rank's numbers are not the expected ones. A collective."""
+    """Raise on every rank if any rank's numbers are not the expected ones. A collective."""
     found = hvd.allgather(tf.constant(mine[None, :], tf.float64)).numpy()
     wrong = [r for r in range(len(found)) if not np.allclose(found[r], expected, rtol=TOLERANCE, atol=0)]
     if wrong:

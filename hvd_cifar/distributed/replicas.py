@@ -1,4 +1,4 @@
-"""Comparing the ranks' variables, bit for bit: which one differs, on which ranks, and by how much."""
+"""Comparison of the ranks' variables, bit for bit: which one differs, on which ranks, and by how much."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Divergence:
     Attributes:
         variable: its path.
         others: number of variables after it that also differ.
-        sides: lists of the ranks that have the same value; the one with the lowest rank comes first.
+        sides: lists of ranks with the same value; the list with the lowest rank comes first.
         values: number of its values that differ between any two sides.
         size: number of its values.
         largest: the largest absolute difference of a value between the first side and another.
@@ -50,10 +50,10 @@ def digests(variables: Sequence[keras.Variable]) -> list[bytes]:
 
 
 def find_divergence(variables: Sequence[keras.Variable]) -> Divergence | None:
-    """Compare variables over all ranks. A collective, of 32 bytes a rank where all are alike.
+    """Compare variables over all ranks. A collective; each rank sends 32 bytes if all are equal.
 
     Returns:
-        The same on every rank; None where every bit is the same.
+        The first difference, the same on every rank; None if all bits are equal.
     """
     if hvd.size() == 1:
         return None

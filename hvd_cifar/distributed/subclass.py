@@ -1,4 +1,4 @@
-"""Changing what an object of Keras does, and neither its state nor what is saved of it."""
+"""Changes of a Keras object's behaviour that keep its state and its saved form."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _PUBLIC = {"keras.layers": keras.layers, "keras.optimizers": keras.optimizers}
 
 
 def put_in_front(mixin: type, instance: Any, **attributes: Any) -> None:
-    """Make the class of an instance a subclass of its own that looks for methods in `mixin` first.
+    """Change the class of an instance to a new subclass of it, whose methods come from `mixin` first.
 
-    All state stays. A saved model holds the name, module and registration of the class as it was, which loads without
+    All state stays. A saved model holds the name, module and registration of the original class, and so loads without
     this package.
 
     Args:
-        attributes: of the new class.
+        attributes: class attributes of the new class.
     """
     plain = type(instance)
     name = keras.saving.get_registered_name(plain)
     module = next((path for path, room in _PUBLIC.items() if getattr(room, name, None) is plain), plain.__module__)
     names = {"__module__": module, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-    # Keras's own __setattr__ tracks what it is given.
+    # Keras's own __setattr__ would track the class as part of the object's state.
     object.__setattr__(instance, "__class__", type(name, (mixin, plain), {**names, **attributes}))

@@ -1,1 +1,1 @@
-"""Optimizers, learning rate schedules and averages of weights. They know nothing of ranks."""
+"""Optimizers, learning rate schedules and averages of weights. They do not depend on ranks."""

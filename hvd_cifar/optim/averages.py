@@ -9,8 +9,8 @@ import tensorflow as tf
 class MovingAverage:
     """Exponential moving averages of variables, as TensorFlow's tutorial keeps them for evaluation.
 
-    average <- d * average + (1 - d) * value, with d = min(decay, (1 + n) / (10 + n)) after n updates, so that the first
-    averages are not mostly initial weights (tf.train.ExponentialMovingAverage with num_updates).
+    average <- d * average + (1 - d) * value, with d = min(decay, (1 + n) / (10 + n)) after n updates: d is small at
+    first, so that early averages forget the initial weights (tf.train.ExponentialMovingAverage with num_updates).
     """
 
     def __init__(self, variables: list[keras.Variable], decay: float) -> None:
@@ -27,7 +27,7 @@ class MovingAverage:
         return [self.updates, *self.values]
 
     def update(self) -> None:
-        """Take in the variables' present values. Works in a graph."""
+        """Update the averages with the variables' present values. Works in a graph."""
         self.updates.assign_add(1)
         n = tf.cast(self.updates.value, tf.float64)
         rest = 1.0 - tf.minimum(tf.constant(self.decay, tf.float64), (1.0 + n) / (10.0 + n))
@@ -35,7 +35,7 @@ class MovingAverage:
             average.value.assign_sub((average.value - source.value) * tf.cast(rest, average.dtype))
 
     def swap(self) -> None:
-        """Exchange the variables with their averages; a second call puts them back."""
+        """Exchange the variables with their averages; a second call restores both."""
         for average, source in zip(self.values, self.sources, strict=True):
             kept = source.numpy()
             source.assign(average.value)
@@ -43,10 +43,10 @@ class MovingAverage:
 
 
 class Lookahead:
-    """Slow weights that follow the fast ones, and now and then take their place.
+    """Slow weights that follow the fast ones, which are reset to them every 5 steps.
 
     After every 5 steps: slow <- d slow + (1 - d) fast, then fast <- slow, with d = 0.95^5 (t / T)^3 after t of T steps;
-    after the last step fast <- slow. d grows, so that it averages over more and more of the steps.
+    after the last step fast <- slow. d grows with t: late slow weights average over more steps than early ones.
 
     Source: Zhang et al., "Lookahead optimizer: k steps forward, 1 step back", 2019; the decay is of Jordan 2024,
     section 3.4.
@@ -68,7 +68,7 @@ class Lookahead:
         return [self.steps, *self.values]
 
     def update(self) -> None:
-        """Count a step, and do what is due after it. Works in a graph."""
+        """Count a step, and mix slow and fast weights if it is a fifth one or the last. Works in a graph."""
         self.steps.assign_add(1)
         done = self.steps.value
         decay = 0.95**self.EVERY * (tf.cast(done, tf.float64) / self.total_steps) ** 3

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Staircase:
-    """The learning rate is multiplied by `factor` when so many examples have been seen.
+    """The learning rate is multiplied by `factor` at given numbers of training examples.
 
     Attributes:
-        examples: ascending counts of training examples.
-        full_examples: a run over fewer examples takes its stairs in proportion; None: stairs stay where they are.
-        factor: of each stair.
+        examples: the numbers of examples, ascending.
+        full_examples: `examples` are those of a run of this length, and scale with it; None: they do not scale.
+        factor: factor at each of them.
     """
 
     examples: tuple[int, ...]
@@ -24,31 +24,31 @@ class Staircase:
 
 @dataclass(frozen=True)
 class ToZero:
-    """The learning rate falls in a straight line, from its peak at step 0 to zero at the last step of all epochs."""
+    """The learning rate falls linearly, from its peak at step 0 to zero at the last step of all epochs."""
 
 
 def cosine(progress: float) -> float:
-    """Half a cosine from 1 to 0 (Loshchilov and Hutter 2017); `progress` is the part of all steps that is done."""
+    """Half a cosine from 1 to 0 (Loshchilov and Hutter 2017); `progress` is the fraction of finished steps."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-# What a recipe says of the learning rate after the warm-up. A function takes the part of all steps that is done, 0 to
-# 1, and returns what the rate is multiplied by.
+# A recipe's schedule after the warm-up. A function takes the fraction of finished steps, 0 to 1, and returns the factor
+# of the learning rate.
 Decay = Staircase | ToZero | Callable[[float], float]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate of a run: a linear warm-up, then a staircase, a straight line to zero, or a function.
+    """The learning rate of a run: a linear warm-up, then a staircase, a linear decay to zero, or a function.
 
     Attributes:
-        base: learning rate where the warm-up begins.
+        base: learning rate at the start of the warm-up.
         peak: learning rate after the warm-up, before the first decay.
         warmup_steps: steps of the warm-up (Goyal et al. 2017, section 2.2); 0: none.
         decay_steps: the steps at which the rate is multiplied by `decay`, ascending.
         decay: factor, such as 0.1.
-        zero_at: the step at which a straight line from the peak at step 0 reaches zero; None: there is none.
-        shape: factor by the part of `shape_steps` that is done; None: there is none.
+        zero_at: the step at which a linear decay from the peak at step 0 reaches zero; None: no linear decay.
+        shape: factor as a function of the finished fraction of `shape_steps`; None: no such factor.
         shape_steps: steps over which `shape` goes from 0 to 1.
     """
 
@@ -77,7 +77,7 @@ class Schedule:
 
     @property
     def exact(self) -> str:
-        """The same in words with every digit, to be compared."""
+        """The schedule in words with every digit, for comparisons."""
         return self._describe("")
 
     def _describe(self, digits: str) -> str:

@@ -1,4 +1,4 @@
-"""All-reduce through MPI itself, without Horovod: what Horovod's own part of the time is measured against."""
+"""All-reduce through MPI itself, without Horovod: the baseline for the time that Horovod adds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def why_not() -> str | None:
     from mpi4py import MPI  # only here: under Gloo its import would try to start MPI
 
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        return "this MPI lets one thread in at a time (no MPI_THREAD_MULTIPLE), and Horovod's is in it"
+        return "this MPI refuses calls from several threads at once (no MPI_THREAD_MULTIPLE): Horovod makes some"
     return None
 
 

@@ -1,4 +1,4 @@
-"""What a failed collective says: whether another rank is gone, or something else is wrong."""
+"""Failed collectives: whether another rank is lost, or something else is wrong."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import re
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
-# A rank that ends, for whatever reason, shuts Horovod down for all (SHUT_DOWN_ERROR in common.h of Horovod 0.28.1).
-# A connection that breaks during a collective over Gloo is told by Gloo's transport (gloo/transport/tcp/pair.cc).
-# Over MPI a broken connection raises nothing here: MPI ends the process.
+# A rank that ends, for any reason, shuts Horovod down for all ranks (SHUT_DOWN_ERROR in common.h of Horovod 0.28.1).
+# Over Gloo a broken connection raises an error of Gloo's transport (gloo/transport/tcp/pair.cc).
+# Over MPI a broken connection raises no error here: MPI ends the process.
 LOSSES = (r"(Horovod has been shut down)\.", r"gloo/transport/[^\]\n]*\] ([^\n]+?)(?: \[Op:|$)")
 
 
 def lost_rank(failure: BaseException) -> str | None:
-    """What Horovod says of the loss of another rank; None where the failure is any other.
+    """Horovod's words for the loss of another rank; None for any other failure.
 
-    Others are ranks that disagree (shapes, types, roots: FailedPreconditionError), NCCL, a wrong use of Horovod, and
-    errors of a graph that happens to hold a collective. Horovod has no type or code for the loss: its text tells.
+    Other failures are disagreements of ranks (shapes, types, roots: FailedPreconditionError), errors of NCCL, wrong use
+    of Horovod, and errors of a graph that contains a collective. Horovod has no type or code for the loss of a rank:
+    its text identifies it.
     """
     if not isinstance(failure, (tf.errors.UnknownError, HorovodInternalError)):
         return None

@@ -21,22 +21,22 @@ from hvd_cifar.runtime.failures import lost_rank
 
 @dataclass(frozen=True)
 class World:
-    """What a rank knows of itself and of the others."""
+    """A rank's place in the job, its device and its communication."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
     host: str
-    device: str  # "/GPU:0" or "/CPU:0", as TensorFlow names it after this rank's choice
-    threads: int  # of TensorFlow's pool; 0 stands for TensorFlow's own choice, where a GPU computes
-    controller: str  # mpi or gloo: what Horovod talks over
+    device: str  # "/GPU:0" or "/CPU:0": TensorFlow's name of the one device that this rank sees
+    threads: int  # of TensorFlow's pool; 0: TensorFlow's own choice, on a GPU
+    controller: str  # mpi or gloo: what Horovod communicates over
     algorithm: str = ""  # of the all-reduce, see `transport`
     transport: str = ""
 
     @property
     def is_root(self) -> bool:
-        """Whether this is rank 0, the one that writes and prints."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     def describe(self) -> str:
@@ -47,24 +47,24 @@ class World:
         return f"{ranks}, {kind}, all-reduce over {self.controller}{how}"
 
 
-_running: tuple[World, bool] | None = None  # this process's world, and whether it is deterministic
+_running: tuple[World, bool] | None = None  # this process's world, and whether TensorFlow is deterministic
 
 
 def start(threads: int | None = None, deterministic: bool = False, process_sets: Sequence[Any] = ()) -> World:
     """Start Horovod in this process, pin its device and size its thread pool, before any TensorFlow operation.
 
-    Called again, it returns the running world: MPI starts once in a process, and TensorFlow keeps its devices and
-    threads. Horovod ends with the process.
+    A second call returns the running world: MPI starts once in a process, and TensorFlow keeps its devices and threads.
+    Horovod ends with the process.
 
     Args:
-        threads: of TensorFlow's pools where the CPU computes; None: this rank's share of the host's cores, or what
-            the running world has.
-        deterministic: have TensorFlow choose operations that give the same bits every time.
-        process_sets: Horovod's, to be made known to all ranks; see `distributed.process_sets`. First call only.
+        threads: of TensorFlow's pools on a CPU; None: this rank's share of the host's cores, or in a second call the
+            running world's.
+        deterministic: TensorFlow uses operations that give the same bits every time.
+        process_sets: Horovod's process sets, registered on all ranks; see `distributed.process_sets`. First call only.
 
     Raises:
-        UserError: where the host has GPUs, but fewer than ranks, the launcher did not tell ranks apart, or TensorFlow
-            runs already and cannot change what is asked for.
+        UserError: where the host has GPUs, but fewer than ranks, the launcher did not number the ranks, or TensorFlow
+            already runs and cannot change its threads or its determinism.
     """
     global _running
     if _running is None:
@@ -74,16 +74,16 @@ def start(threads: int | None = None, deterministic: bool = False, process_sets:
     if process_sets:
         raise ValueError("Horovod runs already: process sets are made at its start")
     if not hvd.is_initialized():
-        raise UserError("hvd.shutdown() was called in this process, and MPI cannot start twice: leave it out")
+        raise UserError("hvd.shutdown() was called in this process, and MPI cannot start twice: remove the call")
     if threads and world.threads not in (0, threads):
         raise UserError(
             f"--threads-per-rank {threads}: TensorFlow runs with {world.threads} since the first run of this process;"
-            " give both runs the same, or start another process"
+            " give both runs the same number, or start another process"
         )
     if deterministic and not is_deterministic:
         raise UserError(
             "--deterministic: TensorFlow runs without it since the first run of this process; give it to the first"
-            " run too, or start another process"
+            " run also, or start another process"
         )
     return world
 
@@ -97,7 +97,7 @@ def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]
 
     view = devices.visible_gpus(devices.list_gpus(), os.environ) if gpus else []
     if gpus and len(view) != len(gpus):
-        # nvidia-smi is silent or counts otherwise: what the scheduler set for this process tells its GPUs apart.
+        # nvidia-smi fails or counts other GPUs: the scheduler's variable for this process identifies its GPUs.
         view = [f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')} {gpu.name}" for gpu in gpus]
     views, masks = _look_around_the_host(view, frozenset(os.sched_getaffinity(0)))
 
@@ -113,10 +113,10 @@ def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]
             threads = threads or devices.threads_per_rank(masks, local_rank, devices.cpu_quota())
             tf.config.threading.set_intra_op_parallelism_threads(threads)
             tf.config.threading.set_inter_op_parallelism_threads(threads)
-    except RuntimeError:  # TensorFlow's word for "too late"
+    except RuntimeError:  # TensorFlow has initialised its devices
         raise UserError(
             "TensorFlow has computed in this process before Horovod started, and keeps its devices and threads: "
-            "start first, then make tensors, models and data sets"
+            "start Horovod first, then make tensors, models and data sets"
         ) from None
     controller = "mpi" if hvd.mpi_enabled() else "gloo"
     by_nccl = choice is not None and bool(hvd.nccl_built())
@@ -138,17 +138,17 @@ def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]
 def session(
     threads: int | None = None, deterministic: bool = False, process_sets: Sequence[Any] = ()
 ) -> Iterator[World]:
-    """Start this rank as `start` does; tell the loss of another rank in one line; leave when all ranks do.
+    """Start this rank as `start` does, report the loss of another rank in one line, and end when all ranks do.
 
-    A process may have several sessions, one after the other, on all ranks alike.
+    A process may have several sessions, one after the other; then every rank has the same number of them.
 
     Raises:
-        TrainingError: where another rank ended, so that this one cannot go on. All other errors pass as they are.
+        TrainingError: where another rank ended, so that this one cannot continue. All other errors pass unchanged.
     """
     world = start(threads, deterministic, process_sets)
     try:
         yield world
-        # A rank whose process ends shuts Horovod down for all: no rank leaves before the last one is done.
+        # A rank whose process ends shuts Horovod down for all: every rank waits here for the last one.
         if world.size > 1:
             hvd.allreduce(tf.zeros(1), op=hvd.Sum)
     except Exception as failure:
@@ -161,10 +161,11 @@ def session(
 
 
 def _look_around_the_host(view: list[str], mask: frozenset[int]) -> tuple[list[list[str]], list[frozenset[int]]]:
-    """What every local rank of this host sees: its GPUs and its CPUs.
+    """The GPUs and the CPUs that each rank of this host sees, by local rank.
 
-    It cannot go through Horovod's own operations: they would start TensorFlow's runtime, after which neither devices
-    nor threads can be chosen. Under Gloo there is no other way to ask; horovodrun starts all ranks of a host alike.
+    Horovod's own operations cannot gather them: they initialise TensorFlow, which then keeps its devices and threads.
+    Under Gloo there is no other channel, so this rank's own view stands for all: horovodrun starts all ranks of a host
+    in the same way.
     """
     if not hvd.mpi_enabled():
         return [view] * hvd.local_size(), [mask] * hvd.local_size()
@@ -181,7 +182,7 @@ def _look_around_the_host(view: list[str], mask: frozenset[int]) -> tuple[list[l
 
 
 def _choose_together(views: list[list[str]], local_rank: int) -> int | None:
-    """This rank's GPU; where a rank on any host has none to take, every rank raises its error."""
+    """This rank's GPU; where none is left for a rank on any host, every rank raises the error of that rank."""
     choice, error = None, None
     try:
         choice = devices.choose_gpu(views, local_rank)
@@ -199,7 +200,7 @@ def _choose_together(views: list[list[str]], local_rank: int) -> int | None:
 
 
 def native_precision(world: World) -> Literal["float32", "mixed_bfloat16"]:
-    """bfloat16 where this rank's device multiplies it faster than float32: a GPU since Ampere, a CPU that says so."""
+    """The faster precision of this rank's device: bfloat16 on GPUs since Ampere and CPUs with its instructions."""
     if "GPU" in world.device:
         details = tf.config.experimental.get_device_details(tf.config.get_visible_devices("GPU")[0])
         fast = details.get("compute_capability", (0, 0)) >= (8, 0)
@@ -209,7 +210,7 @@ def native_precision(world: World) -> Literal["float32", "mixed_bfloat16"]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes here, by package name."""
+    """Versions of the software that a run computes with, by package name."""
     import horovod
     import keras
     import numpy

@@ -118,6 +118,9 @@ def test_patch_agrees_with_diff(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "f").read_text() == new
     with pytest.raises(PatchError):
         apply_patch(diff, tmp_path / "b")
+    (tmp_path / "b" / "f").write_text(old.replace("line 19\n", "line 19 \n"))
+    with pytest.raises(PatchError, match="line 20"):  # a near match
+        apply_patch(diff, tmp_path / "b")
 
 
 def test_the_built_library_depends_on_no_folder_of_this_environment() -> None:

@@ -398,6 +398,17 @@ def test_an_incomplete_line_passes_at_once() -> None:
     assert b"".join(seen) == b"\rstep 1\rstep 2\n"
 
 
+def test_a_rule_of_a_programs_own_holds_few_lines_back() -> None:
+    seen: list[bytes] = []
+
+    def source() -> Iterator[bytes]:
+        yield RULE.encode() + b"a\n" * 60
+        assert seen
+
+    for piece in remarks.without_banners(source()):
+        seen.append(piece)
+
+
 def test_tags() -> None:
     said = [
         b"I0000 00:00:1795166954.189768   17670 port.cc:153] oneDNN custom operations are on.\n",

@@ -1,30 +1,35 @@
-"""Plant one small fault at a time in a copy of the checkout, and see whether the tests that ought to notice it fail.
+"""Plant one small fault at a time in a copy of the checkout, and run the tests that should fail with it.
 
-    python -m tests.mutation [WORD ...]      # faults whose file or reason contains one of the words; none: all of them
+    python -m tests.mutation [WORD ...]      # faults whose file, effect or tests contain a word; without words: all
 
-A fault is killed where its tests fail, and survives where they pass. It is stale where its text is not found once, or
-where its tests do not pass without it. Exit code 1: a fault is stale, or more than one in ten survive.
+A fault is killed if its tests fail, and survives if they pass. It is stale if its text does not occur exactly once, or
+if its tests fail without it. Faults with the same tests run one after the other, and these tests run once without a
+fault. Exit code 1: a fault is stale, or more than one in ten survive.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutation.faults import FAULTS, Fault
 from tests.ranks import CHECKOUT
 
-SECONDS = 300  # for the tests of one fault; a hang counts as noticed
+SECONDS = 300  # for tests without a fault
+# With a fault: TIMES what they take without it, and MORE_SECONDS. A hang counts as a failure.
+TIMES, MORE_SECONDS = 3, 30
 FAILED = 1  # pytest's exit code
 
 
 def copy_checkout(target: Path) -> None:
-    """The checkout's files as they are, without what git ignores."""
+    """Copy the checkout's files in their present state, except those that git ignores."""
     words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(words, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
@@ -33,33 +38,54 @@ def copy_checkout(target: Path) -> None:
             shutil.copy2(CHECKOUT / name, target / name)
 
 
-def run_tests(copy: Path, tests: str) -> tuple[bool, str]:
-    """Whether tests pass in the copy, and the end of what pytest said.
+def run_tests(copy: Path, tests: str, seconds: float) -> tuple[bool, str]:
+    """Whether tests pass in the copy within so many seconds, and what fails.
 
     Raises:
-        ValueError: where pytest could not run them.
+        ValueError: where pytest cannot run them.
     """
-    file, _, chosen = tests.partition(" -k ")
-    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *file.split()]
-    words += ["-k", chosen] if chosen else []
-    # A fault may not be hidden by the module compiled without it: two changes within a second look alike to Python.
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *shlex.split(tests)]
+    # Python does not notice a second change of a module within a second: it would import what it compiled before.
     variables = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(words, cwd=copy, env=variables, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(words, cwd=copy, env=variables, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return False, f"no end within {SECONDS} s"
+        return False, f"no end within {seconds:.0f} s"
     if done.returncode not in (0, FAILED):
-        raise ValueError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
-    return done.returncode == 0, done.stdout[-2000:]
+        raise ValueError(f"pytest ended with {done.returncode}: {_last_line(done.stdout + done.stderr)}")
+    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return done.returncode == 0, "; ".join(failures) or _last_line(done.stdout)
 
 
-def plant(copy: Path, fault: Fault) -> str:
-    """What becomes of a fault: "killed", "survived", or why it is stale."""
+def _last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Tests without a fault: "stale: " and the reason why they fail ("": they pass), and the seconds they take."""
+
+    stale: str
+    seconds: float
+
+
+def baseline(copy: Path, tests: str) -> Baseline:
+    """Run tests without a fault."""
+    began = time.monotonic()
+    try:
+        passed, said = run_tests(copy, tests, SECONDS)
+    except ValueError as error:
+        passed, said = False, str(error)
+    return Baseline("" if passed else f"stale: its tests fail without it: {said}", time.monotonic() - began)
+
+
+def plant(copy: Path, fault: Fault, seconds: float) -> str:
+    """The outcome of a fault: "killed", "survived", or "stale: " and the reason."""
     path = copy / fault.file
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
     try:
-        passed, _ = run_tests(copy, fault.tests)
+        passed, _ = run_tests(copy, fault.tests, seconds)
     except ValueError as error:
         return f"stale: {error}"
     finally:
@@ -69,25 +95,22 @@ def plant(copy: Path, fault: Fault) -> str:
 
 def main(wanted: list[str]) -> int:
     """See the module; the exit code."""
-    faults = [f for f in FAULTS if not wanted or any(word in f"{f.file} {f.why} {f.tests}" for word in wanted)]
+    chosen = [f for f in FAULTS if not wanted or any(word in f"{f.file} {f.why} {f.tests}" for word in wanted)]
     counts = {"killed": 0, "survived": 0, "stale": 0}
-    sound: dict[str, str] = {}  # by tests: "" where they pass without a fault, else why they do not
+    without: dict[str, Baseline] = {}  # by tests
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copy = Path(folder)
         copy_checkout(copy)
-        for fault in faults:
+        for fault in sorted(chosen, key=lambda fault: fault.tests):
             began = time.monotonic()
             found = (copy / fault.file).read_text(encoding="utf-8").count(fault.old)
             if found != 1:
                 outcome = f"stale: its text is found {found} times"
             else:
-                if fault.tests not in sound:
-                    try:
-                        passed, said = run_tests(copy, fault.tests)
-                        sound[fault.tests] = "" if passed else f"stale: its tests fail without it: {said}"
-                    except ValueError as error:
-                        sound[fault.tests] = f"stale: {error}"
-                outcome = sound[fault.tests] or plant(copy, fault)
+                if fault.tests not in without:
+                    without[fault.tests] = baseline(copy, fault.tests)
+                normal = without[fault.tests]
+                outcome = normal.stale or plant(copy, fault, TIMES * normal.seconds + MORE_SECONDS)
             counts[outcome.partition(":")[0]] += 1
             print(f"{outcome:8} {time.monotonic() - began:4.0f} s  {fault.file}: {fault.why}", flush=True)
     ran = counts["killed"] + counts["survived"]

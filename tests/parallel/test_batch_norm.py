@@ -47,7 +47,7 @@ def _train(net: Any, images: Any, upstream: Any) -> dict[str, Any]:
 
 
 def _single(kind: str, layer: str) -> Any:
-    """One layer as a model: ours, or that of TensorFlow's kernel, perhaps converted."""
+    """A model of one layer: the synchronised one, or that of TensorFlow's kernel."""
     import keras
 
     from hvd_cifar.distributed import SyncBatchNormalization
@@ -61,7 +61,7 @@ def _single(kind: str, layer: str) -> Any:
 
 
 def _nested(kind: str) -> Any:
-    """Keras's layer over inputs of 2 to 4 dimensions, along another axis, without scale or offset; and ours inside."""
+    """Keras's layer on inputs of 2 to 4 dimensions, on another axis, without scale or offset; and a nested model."""
     import keras
 
     from hvd_cifar.models.normalization import FusedBatchNormalization
@@ -137,14 +137,14 @@ def _on_ranks(folder: str) -> dict[str, Any]:
 
     half = SyncBatchNormalization(dtype="mixed_bfloat16")
     found["half"] = half(tf.ones((2, *SHAPE), "bfloat16"), training=True).dtype.name, str(half.gamma.dtype)
-    # The last rank has no example, only a stand-in; and then no rank has one.
+    # First the last rank has no example, only a placeholder; then no rank has one.
     lone = SyncBatchNormalization(dtype="float64")
-    stand_in = tf.fill((1, *SHAPE), tf.constant(1000.0, tf.float64))
+    placeholder = tf.fill((1, *SHAPE), tf.constant(1000.0, tf.float64))
     with examples_present(world.rank + 1 < world.size):
-        lone(tf.ones((2, *SHAPE), "float64") if world.rank + 1 < world.size else stand_in, training=True)
+        lone(tf.ones((2, *SHAPE), "float64") if world.rank + 1 < world.size else placeholder, training=True)
     found["without the last"] = lone.moving_mean.numpy().tolist(), lone.moving_variance.numpy().tolist()
     with examples_present(False):
-        output = lone(stand_in, training=True)
+        output = lone(placeholder, training=True)
     kept = lone.moving_mean.numpy().tolist(), lone.moving_variance.numpy().tolist()
     found["without any"] = *kept, bool(np.isfinite(output.numpy()).all())
 
@@ -228,7 +228,7 @@ def test_ranks_normalise_as_one_process_with_all_images(n: int, tmp_path: Path) 
 
 
 def _local() -> dict[str, Any]:
-    """Moving statistics of layers that are not synchronised, after a step on examples and one on a stand-in."""
+    """Moving statistics of layers that are not synchronised, after a step on examples and one on a placeholder."""
     from hvd_cifar.runtime.world import start
 
     start()

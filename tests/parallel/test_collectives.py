@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,24 +59,30 @@ def test_broadcast_makes_all_ranks_alike(n: int) -> None:
     assert "not built" in ranks[0]["unbuilt"]
 
 
-WRAPS: dict[str, dict[str, Any]] = {
-    "average": {},
-    "average, fp16": {"compression": "fp16"},
-    "average, fixed order": {"fixed_order": True},
-    "average, passes": {"backward_passes_per_step": 2},
-    "average, averaged passes": {"backward_passes_per_step": 2, "average_aggregated_gradients": True},
-    "sum": {"op": "sum"},
-    "sum, fp16": {"op": "sum", "compression": "fp16"},
-    "sum, fixed order": {"op": "sum", "fixed_order": True},
-    "sum, fixed order, fp16": {"op": "sum", "fixed_order": True, "compression": "fp16"},
-    "sum, loss scale": {"op": "sum"},
-    "sum, loss scale, fp16": {"op": "sum", "compression": "fp16"},
-    "sum, loss scale, fixed order": {"op": "sum", "fixed_order": True},
-}
+def _ways() -> dict[str, dict[str, Any]]:
+    """Arguments of `DistributedOptimizer` by name: all that change the way of a gradient, in all combinations."""
+    loss_scales = ("", "loss scale")
+    fixed_order = {"": {}, "fixed order": {"fixed_order": True}}
+    compression = {"": {}, "fp16": {"compression": "fp16"}}
+    two = {"backward_passes_per_step": 2}
+    passes = {"": {}, "passes": two, "averaged passes": two | {"average_aggregated_gradients": True}}
+    ways: dict[str, dict[str, Any]] = {}
+    for names in itertools.product(("average", "sum"), loss_scales, fixed_order, compression, passes):
+        op, _, order, sent, several = names
+        options = {"op": op} | fixed_order[order] | compression[sent] | passes[several]
+        ways[", ".join(filter(None, names))] = options
+    return ways
+
+
+WRAPS = _ways()
+# What `train` can ask for: shares of the global mean, each of its steps reduced; in float64 without a loss scale.
+OF_TRAIN = [way for way in WRAPS if way.startswith("sum") and "passes" not in way]
+OF_TRAIN += [f"{way}, float64" for way in OF_TRAIN if "loss scale" not in way]
+WRAPS |= {way: WRAPS[way.removesuffix(", float64")] for way in OF_TRAIN}
 
 
 def _prove_way(way: str) -> str:
-    """What the proof says of one way to wrap an optimizer."""
+    """The proof's result for one way to wrap an optimizer."""
     import keras
 
     from hvd_cifar.distributed import DistributedOptimizer, prove_averaging
@@ -85,14 +92,17 @@ def _prove_way(way: str) -> str:
         wrapped = DistributedOptimizer(optimizer, **WRAPS[way])
         return keras.optimizers.LossScaleOptimizer(wrapped) if "loss scale" in way else wrapped
 
+    keras.config.set_floatx("float64" if "float64" in way else "float32")
     try:
-        return prove_averaging(wrap, contributions="sum" if WRAPS[way].get("op") == "sum" else "average")
+        return prove_averaging(wrap, contributions=WRAPS[way]["op"])
     except TrainingError as error:
         return f"TrainingError: {error}"
+    finally:
+        keras.config.set_floatx("float32")
 
 
-def _prove() -> dict[str, str]:
-    """What the proof says of several ways to wrap an optimizer."""
+def _prove(ways: list[str]) -> dict[str, str]:
+    """The proof's results for several ways to wrap an optimizer."""
     from hvd_cifar.distributed import DistributedOptimizer, prove_averaging
     from hvd_cifar.errors import TrainingError
     from hvd_cifar.runtime.world import start
@@ -100,7 +110,7 @@ def _prove() -> dict[str, str]:
     start()
     import horovod.tensorflow.keras as horovod_keras
 
-    said = {way: _prove_way(way) for way in WRAPS}
+    said = {way: _prove_way(way) for way in ways}
     for how, wrap in {
         "none": lambda optimizer: optimizer,
         "Horovod's own": lambda optimizer: horovod_keras.DistributedOptimizer(optimizer),
@@ -113,13 +123,13 @@ def _prove() -> dict[str, str]:
     return said
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_the_proof_passes_with_the_average_and_names_ranks_and_values_without(n: int) -> None:
-    ranks = run_ranks(_prove, n)
+@pytest.mark.parametrize(("n", "ways"), [(2, list(WRAPS)), (3, OF_TRAIN)])
+def test_the_proof_passes_with_the_average_and_names_ranks_and_values_without(n: int, ways: list[str]) -> None:
+    ranks = run_ranks(_prove, n, ways, timeout=300)
     assert ranks == [ranks[0]] * n  # every rank goes on, or ends, with the same words
     said = ranks[0]
     mean = {2: "(1.5, -1.5)", 3: "(2, -1.33333)"}[n]
-    for way in WRAPS:
+    for way in ways:
         assert said[way] == f"gradients that differ by rank became {mean}, their average, on all {n} ranks", way
     for how in ("none", "Horovod's own"):
         assert {2: "must end at (-1.5, 1.5)", 3: "must end at (-2, 1.33333)"}[n] in said[how]
@@ -129,7 +139,7 @@ def test_the_proof_passes_with_the_average_and_names_ranks_and_values_without(n:
 
 
 def _prove_broken() -> dict[str, dict[str, str]]:
-    """What the proof says of each way, as each part of the path in turn fails to do its work."""
+    """The proof's results where one part of the path at a time does not reduce."""
     from hvd_cifar.runtime.world import start
 
     start()
@@ -217,9 +227,13 @@ def test_the_proof_fails_where_any_part_of_the_path_does_not_reduce() -> None:
 
 
 def _sums_and_errors() -> dict[str, Any]:
+    from hvd_cifar.data.download import DownloadError
     from hvd_cifar.distributed import collectives
     from hvd_cifar.errors import TrainingError, UserError
     from hvd_cifar.runtime.world import start
+
+    class OwnTrainingError(TrainingError):
+        pass
 
     world = start()
     import keras
@@ -242,6 +256,19 @@ def _sums_and_errors() -> dict[str, Any]:
             seen[kind.__name__] = collectives.on_every_rank(partial(fail_on_last, kind))
         except Exception as error:
             seen[kind.__name__] = f"{type(error).__name__}: {error}"
+
+    def fail_to_load(kind: type[Exception]) -> None:
+        if world.rank > 0:
+            try:
+                raise KeyError("cause")
+            except KeyError as cause:
+                raise kind(f"of rank {world.rank}") from cause
+
+    for kind in (DownloadError, OwnTrainingError):
+        try:
+            collectives.on_every_rank(partial(fail_to_load, kind))
+        except Exception as error:
+            seen[kind.__name__] = [type(error).__name__, str(error), type(error.__cause__).__name__]
     try:
         seen["root failed"] = collectives.on_root(lambda: 1 / 0)
     except Exception as error:
@@ -262,12 +289,15 @@ def test_sums_gathers_and_errors_reach_every_rank(n: int, launcher: str) -> None
         assert seen["TrainingError"] == f"TrainingError: rank {last} has no data"
         told = f"TrainingError: rank {last} failed with ZeroDivisionError: rank {last} has no data"
         assert seen["ZeroDivisionError"] == (f"ZeroDivisionError: rank {last} has no data" if rank == last else told)
+        # A rank that failed keeps its own error; the others have the text of the first that failed.
+        for kind, base in (("DownloadError", "UserError"), ("OwnTrainingError", "TrainingError")):
+            assert seen[kind] == ([kind, f"of rank {rank}", "KeyError"] if rank else [base, "of rank 1", "NoneType"])
         told = "TrainingError: rank 0 failed with ZeroDivisionError: division by zero"
         assert seen["root failed"] == ("ZeroDivisionError: division by zero" if rank == 0 else told)
 
 
 def _meetings_while_idle(timeline: str) -> dict[str, Any]:
-    """When Horovod's threads met during 2 s of idleness (us, by rank 0's timeline), and what a sum gives after them."""
+    """The times of Horovod's cycles in 2 s of idleness (us, by rank 0's timeline), and a sum after them."""
     import re
     import time
     from pathlib import Path
@@ -293,7 +323,7 @@ def test_a_rank_with_nothing_to_reduce_leaves_its_core_alone(launcher: str, tmp_
     dynamic = {"HOROVOD_TIMELINE": "DYNAMIC"}
     ranks = run_ranks(_meetings_while_idle, 2, str(tmp_path / "timeline.json"), launcher=launcher, env=dynamic)
     assert [rank["sum"] for rank in ranks] == [3.0, 3.0]
-    # What the sum brought may still be in the first. A busy machine makes the pauses longer, never shorter.
+    # The first cycle may still be the sum's. A busy machine makes the pauses longer, never shorter.
     pauses = np.diff(ranks[0]["meetings"][1:])
     assert len(pauses) >= 3
     assert min(pauses) >= 49_000  # us

@@ -1,4 +1,4 @@
-"""Ranks that drift apart are found, named, and stopped or mended; ranks that are alike are not troubled."""
+"""Ranks that drift apart are found and named, and are stopped or resynced; equal ranks pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 
 
 def _differences() -> list[str | None]:
-    """What is found when nothing differs, then one bit, then several variables on several sides."""
+    """The differences found if nothing differs, then one bit, then several variables on several sides."""
     from hvd_cifar.distributed.replicas import find_divergence
     from hvd_cifar.runtime.world import start
 
@@ -66,7 +66,7 @@ def _turn_a_bit(model: Any) -> None:
 
 
 def _drift(data: str, run_dir: str, options: list[str], at_the_end: bool = False) -> dict[str, Any]:
-    """`train` as a user calls it, but a bit is turned over after step 7, or after the last evaluation."""
+    """`train` as a user calls it, but one bit flips after step 7, or after the last evaluation."""
     from hvd_cifar import cli
     from hvd_cifar.reporting import terminal
     from hvd_cifar.training.callbacks import Evaluator
@@ -108,7 +108,7 @@ def _drift(data: str, run_dir: str, options: list[str], at_the_end: bool = False
 
 
 def test_a_summary_says_that_ranks_ended_with_other_weights(embedded: Path, tmp_path: Path) -> None:
-    """After the last comparison: only the digests of the summary can show it."""
+    """They differ after the last comparison: only the summary's digests show it."""
     run_ranks(_drift, 2, str(embedded), str(tmp_path / "run"), ["--max-steps", "4"], True)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["replicas_identical"] is False
@@ -122,7 +122,7 @@ def test_a_summary_says_that_ranks_ended_with_other_weights(embedded: Path, tmp_
 def test_a_planted_drift_ends_the_run_before_anything_is_saved(
     options: list[str], step: int, embedded: Path, tmp_path: Path
 ) -> None:
-    """Found before the checkpoint of step 8, or by the check after step 7."""
+    """It is found before the checkpoint of step 8, or by the check after step 7."""
     first, second, third = run_ranks(_drift, 3, str(embedded), str(tmp_path / "run"), options)
     assert [rank["code"] for rank in (first, second, third)] == [1, 1, 1]
     (line,) = first["said"]
@@ -134,7 +134,19 @@ def test_a_planted_drift_ends_the_run_before_anything_is_saved(
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_a_planted_drift_is_mended_from_rank_0_where_that_is_asked_for(embedded: Path, tmp_path: Path) -> None:
+def _train_with_local_statistics(run_dir: str) -> dict[str, Any]:
+    from tests.parallel.test_api import _train
+
+    return _train(run_dir, 3, sync_batch_norm=False, check_sync_every=2)
+
+
+def test_local_moving_statistics_are_no_drift_before_a_checkpoint_averages_them(tmp_path: Path) -> None:
+    first, second = run_ranks(_train_with_local_statistics, 2, str(tmp_path / "run"))
+    assert first == second
+    assert first["steps"] == 3 and first["divergences_mended"] == 0 and first["replicas_identical"] is True
+
+
+def test_ranks_with_a_planted_drift_are_resynced_from_rank_0_on_request(embedded: Path, tmp_path: Path) -> None:
     options = ["--on-divergence", "rebroadcast"]
     first, second = run_ranks(_drift, 2, str(embedded), str(tmp_path / "run"), options)
     assert first["code"] == second["code"] == 0

@@ -1,4 +1,4 @@
-"""The life of a rank: sessions in one process, one after the other, and what a failed collective is called."""
+"""The life of a rank: several sessions in one process, and the errors of failed collectives."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_rank_that_leaves_early_is_lost_to_the_others(lives: list[dict[str, An
     kind, text, cause = lives[0]["left"]
     assert (kind, cause) == ("TrainingError", "UnknownError")
     assert text == "rank 0 lost another rank, which ended first; see that one's error (Horovod has been shut down)"
-    # The rank itself: its process cannot start Horovod again, which it is told at the session's end.
+    # The rank itself: it cannot start Horovod again, and the end of its session fails.
     assert lives[1]["left"] != [] and lives[1]["left"][0] != "TrainingError"
 
 

@@ -93,6 +93,10 @@ def test_one_of_another_order_of_the_data_is_refused(tmp_path: Path) -> None:
     other.origin.assign([8, 32, 90])
     with pytest.raises(UserError, match="seed was 7, is 8; training examples was 100, is 90"):
         Checkpoints(tmp_path, other).restore(path)
+    for changed, told in (([7, 33, 100], "global batch was 32, is 33"), ([7, 32, 90], "training examples was 100")):
+        other.origin.assign(changed)
+        with pytest.raises(UserError, match=told):
+            Checkpoints(tmp_path, other).restore(path)
 
 
 def test_the_newest_one_is_found_without_tensorflow_s_list_of_them(tmp_path: Path) -> None:

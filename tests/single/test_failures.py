@@ -1,4 +1,4 @@
-"""What Horovod 0.28.1 says when a collective fails, as ranks that were made to fail have said it."""
+"""Errors of failed collectives, as ranks with Horovod 0.28.1 printed them."""
 
 from __future__ import annotations
 

@@ -45,6 +45,13 @@ def test_resnet_has_the_layers_of_its_name() -> None:
         assert len(weighted) == depth
 
 
+def test_the_second_and_third_stage_of_a_resnet_halve_images() -> None:
+    model = nets.build("resnet20", 32, "float32").model
+    ends = [model.get_layer(f"stage{stage}_block3_norm2").output for stage in (1, 2, 3)]
+    found = keras.Model(model.inputs, ends)(np.zeros((1, 32, 32, 3), np.float32))
+    assert [values.shape[1:] for values in found] == [(32, 32, 16), (16, 16, 32), (8, 8, 64)]
+
+
 def test_weight_decay_pulls_at_kernels_as_the_sources_say() -> None:
     assert [v.path for v in nets.build("tutorial", 24, "float32").decayed] == ["local3/kernel", "local4/kernel"]
     assert [v.path for v in nets.build("fast", 32, "float32").decayed] == ["logits/kernel"]
@@ -283,6 +290,18 @@ def test_whitening_makes_the_values_of_a_patch_uncorrelated() -> None:
     found = tf.nn.conv2d(images, kernel, 1, "VALID").numpy().reshape(-1, 24)
     assert np.allclose(found[:, :12], -found[:, 12:], atol=1e-4)
     assert np.allclose(found[:, :12].T @ found[:, :12] / len(found), np.eye(12), atol=1e-3)
+
+
+def test_a_direction_without_variance_has_a_finite_filter() -> None:
+    images = np.random.default_rng(8).normal(size=(100, 6, 6, 3)).astype(np.float32)
+    images[..., 2] = images[..., 0]
+    assert np.abs(whitening(images)).max() <= 5e-4**-0.5
+
+
+def test_the_largest_weight_of_each_whitening_filter_is_positive() -> None:
+    """An eigenvector's sign depends on the machine's linear algebra; the kernel does not."""
+    filters = whitening(np.random.default_rng(8).normal(size=(100, 6, 6, 3))).reshape(12, 24)[:, :12]
+    assert (np.take_along_axis(filters, np.abs(filters).argmax(axis=0)[None], axis=0) > 0).all()
 
 
 def test_images_prepare_the_fast_net_s_first_layer() -> None:

@@ -1,4 +1,4 @@
-"""Muon against its formulas, written out with NumPy."""
+"""Muon against its formulas in NumPy."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ def test_it_is_saved_and_made_again_from_its_configuration() -> None:
 
 
 def test_a_kernel_without_a_gradient_stays_finite() -> None:
-    """As in a dead channel, or behind a loss scale that skips: 0 / |0|."""
+    """0 / |0|: the gradient of a dead channel is zero."""
     assert (orthogonal(tf.zeros((3, 3, 4, 8)), 3).numpy() == 0).all()

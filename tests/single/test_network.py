@@ -39,6 +39,8 @@ def test_the_faster_network_comes_first_then_the_named_one() -> None:
     a = _report(_card("eth0", "10.0.0.1", 1000), _card("ib0", "10.1.0.1", 100_000))
     b = _report(_card("eth0", "10.0.0.2", 1000), _card("ib0", "10.1.0.2", 100_000))
     assert _found({"a": a, "b": b}) == ["10.1.0.0/24", "10.0.0.0/24"]
+    slow = _report(_card("eth0", "10.0.0.2", 1000), _card("ib0", "10.1.0.2", 100))
+    assert _found({"a": a, "b": slow}) == ["10.0.0.0/24", "10.1.0.0/24"]  # as fast as its slowest card
     a = _report(_card("eth0", "10.0.0.1"), _card("eth1", "10.1.0.1"))
     b = _report(_card("eth0", "10.0.0.2"), _card("eth1", "10.1.0.2"))
     assert _found({"a": a, "b": b}, {"a": "10.1.0.1", "b": "10.1.0.2"}) == ["10.1.0.0/24", "10.0.0.0/24"]
@@ -56,6 +58,10 @@ def test_hosts_of_ranks_and_local_ones() -> None:
     assert hosts_of_ranks(hosts, 4) == ["a", "a", "b", "c"]
     assert is_local("localhost") and is_local("127.0.0.1")
     assert not is_local("192.0.2.1") and not is_local("no-such-host.invalid")
+
+
+def test_a_command_reaches_the_program_over_ssh_word_for_word() -> None:
+    assert ssh.words("b", ["python", "-c", "print('a b')"])[-2:] == ["b", """python -c 'print('"'"'a b'"'"')'"""]
 
 
 @pytest.mark.parametrize(
