@@ -62,7 +62,7 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
     assert model_and_recipe.recipe is not None
     dataset = prepare(settings, show_progress=False, warn=click.echo).read()
     work = work_of(resolve(settings, model_and_recipe.recipe), dataset, model_and_recipe, 0, towers)
-    settings, batch_plan, views = work.settings, work.plan, work.views
+    settings, batch_plan, transforms = work.settings, work.plan, work.transforms
     schedule = make_schedule(settings, work.recipe, batch_plan)
     net = make_net(work)
     model, variables = net.model, net.model.trainable_variables
@@ -104,7 +104,7 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
     parts = [
         training_batches(
             dataset.train,
-            views,
+            transforms,
             Sampler(len(dataset.train), batch_plan.global_batch_size, settings.seed, Sharding(tower, towers)),
             first_step=0,
             last_step=batch_plan.total_steps,

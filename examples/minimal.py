@@ -1,7 +1,7 @@
 """Data-parallel training on one page: `./run.sh -np 2 python examples/minimal.py`.
 
 One process (rank) per GPU, or per core. Every rank computes the gradients of its own shard of each batch, Horovod's
-ring all-reduce averages them, and all ranks make the same update, so that they hold the same weights for ever.
+ring all-reduce averages them, and all ranks make the same update, so their weights stay the same.
 """
 
 import horovod.tensorflow as hvd
@@ -53,6 +53,6 @@ def step(image: tf.Tensor, label: tf.Tensor) -> tf.Tensor:
 for number, (image, label) in enumerate(batches.take(200), start=1):
     loss = step(image, label)
     if number % 50 == 0:
-        mean = float(hvd.allreduce(loss, op=hvd.Average))  # on every rank, or the others would wait for ever
+        mean = float(hvd.allreduce(loss, op=hvd.Average))  # every rank must call this, or the others wait for ever
         if hvd.rank() == 0:
             print(f"step {number}, loss {mean:.4f} over {hvd.size()} ranks", flush=True)

@@ -2,7 +2,7 @@
 
     ./run.sh -np 2 train --dataset examples/my_data.py:load
 
-`load` is all that is needed. Every rank calls it and must get the same arrays, so a random set has a fixed seed. Images
+Only `load` is needed. Every rank calls it and must get the same arrays, so a random set has a fixed seed. Images
 are uint8 [n, height, width, channels] or [n, height, width], of any size, in memory or mapped (`np.load` with
 mmap_mode="r"); labels are integers from 0 on.
 """

@@ -6,7 +6,7 @@ from keras import layers
 from hvd_cifar import Recipe
 
 
-def build(image_shape, classes):
+def build(image_shape: tuple[int, int, int], classes: int) -> keras.Model:
     """From float images [b, height, width, channels] to logits [b, classes]."""
     images = x = keras.Input(image_shape)
     for filters in (32, 64, 128):
@@ -17,6 +17,6 @@ def build(image_shape, classes):
     return keras.Model(images, layers.Dense(classes)(x))
 
 
-def build_with_recipe(image_shape, classes):
-    """The same net, trained in a way of its own."""
+def build_with_recipe(image_shape: tuple[int, int, int], classes: int) -> tuple[keras.Model, Recipe]:
+    """The same net with a recipe of its own."""
     return build(image_shape, classes), Recipe(optimizer=keras.optimizers.Adam, learning_rate=1e-3, epochs=5)

@@ -4,8 +4,8 @@
 
     summary = hvd_cifar.train(model="mynet.py:build", dataset="folder:/data/birds", epochs=20)
 
-`train` and `evaluate` run on all ranks of the job that this process belongs to, and may be called again and again.
-`DistributedOptimizer`, `SyncBatchNormalization` and `broadcast_variables` serve a program with a loop of its own.
+`train` and `evaluate` run on all ranks of the job that this process belongs to; a process may call them many times.
+`DistributedOptimizer`, `SyncBatchNormalization` and `broadcast_variables` are for a program with its own loop.
 Names are loaded when they are first used, so that importing the package does not start TensorFlow.
 """
 
@@ -16,10 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvd_cifar.api import evaluate, train
+    from hvd_cifar.data.augment import Transforms
     from hvd_cifar.data.dataset import Dataset
     from hvd_cifar.distributed import DistributedOptimizer, SyncBatchNormalization, broadcast_variables
+    from hvd_cifar.errors import TrainingError, UserError
     from hvd_cifar.models.recipe import Batch, Recipe
+    from hvd_cifar.optim.schedules import Staircase, ToZero, cosine
     from hvd_cifar.training.callbacks import Callback
+    from hvd_cifar.training.evaluate import Evaluation
+    from hvd_cifar.training.progress import Run
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,9 +32,17 @@ __all__ = [
     "Callback",
     "Dataset",
     "DistributedOptimizer",
+    "Evaluation",
     "Recipe",
+    "Run",
+    "Staircase",
     "SyncBatchNormalization",
+    "ToZero",
+    "TrainingError",
+    "Transforms",
+    "UserError",
     "broadcast_variables",
+    "cosine",
     "evaluate",
     "train",
 ]
@@ -39,9 +52,17 @@ _HOMES = {
     "Callback": "training.callbacks",
     "Dataset": "data.dataset",
     "DistributedOptimizer": "distributed",
+    "Evaluation": "training.evaluate",
     "Recipe": "models.recipe",
+    "Run": "training.progress",
+    "Staircase": "optim.schedules",
     "SyncBatchNormalization": "distributed",
+    "ToZero": "optim.schedules",
+    "TrainingError": "errors",
+    "Transforms": "data.augment",
+    "UserError": "errors",
     "broadcast_variables": "distributed",
+    "cosine": "optim.schedules",
     "evaluate": "api",
     "train": "api",
 }
@@ -50,8 +71,10 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Notes that TensorFlow writes while it is imported are dropped, as on the command line.
+    # Drops the notes that TensorFlow writes while it is imported, as on the command line.
     from hvd_cifar.reporting.quiet import quiet_start
 
     with quiet_start():
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = found  # Python asks this function only for names that are not there
+    return found

@@ -1,4 +1,4 @@
-"""`train` and `evaluate` for Python programs: the commands of these names, with objects beside names.
+"""`train` and `evaluate` for Python programs: as the commands, but they also take objects instead of names.
 
 Start the program on N ranks as any Horovod program: `./run.sh -np 2 python PROGRAM.py`, mpirun or horovodrun.
 """
@@ -55,7 +55,8 @@ def evaluate(
 
     Args:
         run_dir: folder of the run.
-        model: the run's, where its record cannot name it: the same function as for `train`.
+        model: as for `train`; needed where the run was trained with a function that has no name, such as a lambda.
+            [default: the run's]
         dataset: as for `train`. [default: the run's]
         **settings: every option of `evaluate` by its name.
 
@@ -66,13 +67,14 @@ def evaluate(
         UserError: where there is no such run or checkpoint, or its data set is not to be had.
     """
     given, named = _of_user(model, dataset, ())
-    named.pop("model", None)  # the run's record names it
+    if not isinstance(model, str):
+        named.pop("model", None)  # the run's record names it
     made = config.make(EvaluateSettings, {"run_dir": run_dir, **named, **settings})
     return evaluate_command.evaluate_run(made, given)
 
 
 def _of_user(model: Any, dataset: Any, callbacks: Sequence[Callback]) -> tuple[OfUser, dict[str, str]]:
-    """The objects, and the settings that name what a record can name."""
+    """The objects, and settings with their names for the run's record."""
     named = {}
     if model is not None:
         named["model"] = model if isinstance(model, str) else user_code.spec_of(model)

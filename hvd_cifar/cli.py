@@ -25,14 +25,14 @@ GRACE_SECONDS = 5.0  # for rank 0 to say what is wrong, before a launcher ends i
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command and end the process: 0 when it did its work, 1 when a run failed, 2 for a user's error."""
+    """Run a command and end the process. Exit code 0: success; 1: the run failed; 2: the user's error."""
     sys.exit(_run(sys.argv[1:] if argv is None else argv, only_check=False))
 
 
 def check(argv: list[str]) -> None:
-    """Parse and validate a command line without running it; ends the process with one line and code 2 if it is wrong.
+    """Parse and validate a command line without running it; a wrong one ends the process with one line and code 2.
 
-    A launcher calls it before it starts any rank. Help is printed here too, and ends the process with code 0.
+    A launcher calls it before it starts any rank. It also prints help, and then ends the process with code 0.
     """
     code = _run(argv, only_check=True)
     if code is not None:
@@ -40,7 +40,7 @@ def check(argv: list[str]) -> None:
 
 
 def _run(argv: list[str], only_check: bool) -> int | None:
-    """The exit code; None where the command line was checked only, and is right."""
+    """The exit code; None where the command line was only checked, and is right."""
     try:
         work = _commands().main(argv, prog_name="hvd_cifar", standalone_mode=False)
         if not callable(work):  # click has printed help or the version, and returns its exit code
@@ -62,7 +62,7 @@ def _run(argv: list[str], only_check: bool) -> int | None:
 
 
 def _choices_of(error: click.exceptions.NoArgsIsHelpError) -> str:
-    """The commands of the group that got none, as words of the command line."""
+    """The commands to choose from where one is missing, as words of the command line."""
     group = error.ctx.command if error.ctx else None
     assert error.ctx and isinstance(group, click.Group), "only a group asks for a command"
     path = error.ctx.command_path.split()[1:]
@@ -72,7 +72,7 @@ def _choices_of(error: click.exceptions.NoArgsIsHelpError) -> str:
 
 
 def _complain_once(message: str, code: int) -> int:
-    """Rank 0 prints the line for all ranks; the others leave it the time to."""
+    """Print the line on rank 0 for all ranks; the others give it time for that."""
     if launched_rank() in (None, 0):
         terminal.complain("hvd_cifar: " + " ".join(message.split()))
     else:
@@ -91,13 +91,13 @@ def _commands() -> click.Group:
 
     @commands.group()
     def benchmark() -> None:
-        """Measure this machine or cluster: the training step, the all-reduce, and what more ranks would bring."""
+        """Measure the training step and the all-reduce on this machine or cluster, and predict more ranks."""
 
-    step_help = "Speed of the training step on 1 to N ranks, where its time goes, and its scaling efficiency."
+    step_help = "Measure the training step on 1 to N ranks: speed, parts of its time, scaling efficiency."
     _add(benchmark, "step", config.BenchmarkStepSettings, _benchmark_step, step_help)
-    allreduce_help = "Time and bandwidth of all-reduces of many sizes, through Horovod and through MPI directly."
+    allreduce_help = "Measure all-reduces of many sizes, through Horovod and through MPI: time and bandwidth."
     _add(benchmark, "allreduce", config.BenchmarkAllreduceSettings, _benchmark_allreduce, allreduce_help)
-    predict_help = "Scaling efficiency to expect on other numbers of ranks and other networks, and how far that is off."
+    predict_help = "Predict the scaling efficiency on other numbers of ranks and other networks, with its error."
     _add(benchmark, "predict", config.BenchmarkPredictSettings, _benchmark_predict, predict_help)
 
     doctor_help = (
@@ -123,14 +123,14 @@ def _add(
         values = config.read_file(Path(file)) if file else {}
         chosen = {field: value for field, value in given.items() if value is not None}
         if "global_batch_size" in chosen:
-            values.pop("batch_size", None)  # an option outdoes the file, also where the two exclude each other
+            values.pop("batch_size", None)  # an option takes precedence, also where the two exclude each other
         if "batch_size" in chosen:
             values.pop("global_batch_size", None)
         settings = config.make(kind, {**values, **chosen})
         return lambda: function(settings)
 
     options: list[click.Parameter] = [_option(field, info) for field, info in kind.model_fields.items()]
-    file_help = "Settings from a YAML or JSON file; options outdo it."
+    file_help = "YAML or JSON file of settings; options take precedence over it."
     options.append(click.Option(["--config"], metavar="FILE", help=file_help))
     group.add_command(click.Command(name, params=options, callback=parse, help=help_text, hidden=hidden))
 
@@ -142,7 +142,7 @@ def _option(field: str, info: Any) -> click.Option:
         metavar = None if is_flag else _metavar(info.annotation)
         return click.Option([*flags, field], default=None, is_flag=is_flag, metavar=metavar, help=_help(info))
     if info.annotation in (bool, bool | None):
-        # Both ways, so that an option outdoes a file that says the other.
+        # Both --x and --no-x, so that an option can replace either value of a file.
         return click.Option([f"{name}/--no-{name.removeprefix('--')}"], default=None, help=_help(info))
     return click.Option([name, field], default=None, metavar=_metavar(info.annotation), help=_help(info))
 
@@ -155,7 +155,7 @@ def _help(info: Any) -> str:
 
 
 def _metavar(annotation: Any) -> str:
-    """How an option's value is called in the help: its choices, or its kind."""
+    """The name of an option's value in the help: its choices, or its kind."""
     members = [m for m in typing.get_args(annotation) if m is not types.NoneType]
     if typing.get_origin(annotation) is typing.Literal:
         return "|".join(members)
@@ -167,7 +167,7 @@ def _metavar(annotation: Any) -> str:
 
 
 def _train(settings: config.TrainSettings) -> None:
-    # A request for a checkpoint that comes before there is anything to save must not kill the rank.
+    # SIGUSR1 requests a checkpoint; before the run can save one, the signal must not kill the rank.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with quiet_start():
         from hvd_cifar.training.run import train

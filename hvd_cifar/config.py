@@ -1,7 +1,7 @@
-"""Every setting of every command: typed, documented, validated where it is made.
+"""Every setting of every command: its type, help and checks.
 
 A field's name is its option (`global_batch_size` is `--global-batch-size`), its description is the option's help,
-and its type is its check. The command line, a `--config` file and a Python program all end in these classes.
+and its type is its check. The command line, a `--config` file and a Python program all make these classes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ DEFAULT_PER_RANK_BATCH_SIZE = 128
 BUILT_IN_DATASETS = ("auto", "cifar10", "cifar100", "synthetic")
 FOLDER_DATASET = "folder:"  # and the path of a folder of images
 
-# A run's config.json holds, under these names, what the run was and not what it should do.
+# Parts of a run's config.json that are facts about the run, not settings.
 RECORDED_SECTIONS = ("run",)
 
 
 def _not_empty(path: Any) -> Any:
-    if path == "":  # an unset variable of a shell; as a path it would be the present folder
+    if path == "":  # an unset variable of a shell; pathlib would take it as the present folder
         raise ValueError("the path is empty")
     return path
 
 
 def absolute(path: Path) -> Path:
-    """A path as every rank and a later `evaluate` find it, wherever they stand; ValueError for an unknown ~user."""
+    """An absolute path, the same for every rank and a later `evaluate`; ValueError for an unknown ~user."""
     try:
         return path.expanduser().absolute()
     except RuntimeError as failure:
@@ -45,7 +45,7 @@ def absolute(path: Path) -> Path:
 
 
 def is_user_code(spec: str) -> bool:
-    """Whether a text names an object of the user's: FILE.py:NAME or package.module:NAME."""
+    """Whether a text is FILE.py:NAME or package.module:NAME, which name an object of the user's."""
     place, _, name = spec.rpartition(":")
     return name.isidentifier() and (place.endswith(".py") or all(map(str.isidentifier, place.split("."))))
 
@@ -77,7 +77,7 @@ def _absolute_unless_word(place: str) -> str:
 
 
 def _dataset(given: str) -> str:
-    """The name of a data set as every rank and a later `evaluate` understand it."""
+    """The name of a data set, with absolute paths."""
     if given in BUILT_IN_DATASETS:
         return given
     if given.startswith(FOLDER_DATASET):
@@ -164,8 +164,8 @@ class DataSettings(_Settings):
     )
     data_source: DataSource = Field(
         "auto",
-        description="Where a host gets the data set from. auto: from its own --data-dir, else from rank 0, over the "
-        "network; rank0: the same, and also where its own set is another one or damaged; local: each host by itself.",
+        description="Where a host gets the data set from. auto: from its own --data-dir, else from rank 0 over the "
+        "network; rank0: from rank 0 also where its own set differs or is damaged; local: each host by itself.",
     )
     data_url: str | None = Field(
         None, description="Address of the archive, in the data set's binary layout. [default: its authors']"
@@ -176,7 +176,7 @@ class DataSettings(_Settings):
 
 
 class TrainSettings(DataSettings):
-    """One training run. None stands for "what the model's recipe says"; see `models.recipe`."""
+    """One training run. None: the recipe's value (`models.recipe`)."""
 
     model: ModelSpec = Field(
         "fast",
@@ -194,16 +194,17 @@ class TrainSettings(DataSettings):
     global_batch_size: int | None = Field(
         None,
         gt=0,
-        description="Examples per step over all ranks, instead of --batch-size: then any number of ranks trains alike.",
+        description="Examples per step over all ranks, instead of --batch-size: the same training on any number of "
+        "ranks.",
     )
     learning_rate_factor: Finite | None = Field(
         None,
         gt=0,
-        description="What the learning rate is multiplied by. [default: the global batch over the recipe's reference "
-        f"batch ({DEFAULT_PER_RANK_BATCH_SIZE}; fast 1024), at most the recipe's limit]",
+        description="Factor of the learning rate. [default: the global batch over the recipe's reference batch "
+        f"({DEFAULT_PER_RANK_BATCH_SIZE}; fast 1024), at most the recipe's limit]",
     )
     gradient_accumulation: int = Field(
-        1, gt=0, description="Micro-batches a rank adds up before its gradients are averaged and applied."
+        1, gt=0, description="Micro-batches whose gradients a rank adds up before each all-reduce and update."
     )
     epochs: Finite | None = Field(
         None,
@@ -212,7 +213,7 @@ class TrainSettings(DataSettings):
         description="Passes over the training set; 9.9 ends within the tenth. A ResNet run shorter than the paper's "
         "goes through its rates in proportion. [default: the recipe's]",
     )
-    max_steps: int | None = Field(None, gt=0, description="End after this many steps, if that is earlier.")
+    max_steps: int | None = Field(None, gt=0, description="End after this many steps if the epochs have more.")
 
     learning_rate: Finite | None = Field(
         None, gt=0, description="Learning rate for the recipe's reference batch. [default: the recipe's]"
@@ -220,8 +221,8 @@ class TrainSettings(DataSettings):
     warmup_epochs: Finite | None = Field(
         None,
         ge=0,
-        description="Epochs over which the learning rate rises to its full value, from --learning-rate where it is "
-        "scaled up, else from 0. [default: 1 where it is scaled up, else 0]",
+        description="Epochs over which the learning rate rises to its full value: from --learning-rate where the batch "
+        "scales it up, else from 0. [default: 1 where it is scaled up, else 0]",
     )
     weight_decay: Finite | None = Field(
         None, ge=0, description="L2 factor on the recipe's kernels. [default: the recipe's]"
@@ -240,8 +241,8 @@ class TrainSettings(DataSettings):
     )
     image_sizes: ImageSizes | None = Field(
         None,
-        description="Train on images shrunk to these heights in turn, such as 20,24,32, each for an equal part of the "
-        "epochs; a size above the images' leaves them as they are. [default: the recipe's]",
+        description="Train on images shrunk to these heights in pixels, such as 20,24,32, each for an equal part of "
+        "the epochs; a height above the images' own leaves them as they are. [default: the recipe's]",
     )
     clip_norm: Finite | None = Field(
         None, gt=0, description="Clip the averaged gradient to this global norm. [default: no clipping]"
@@ -255,26 +256,26 @@ class TrainSettings(DataSettings):
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of initial weights, order and augmentation.")
     test_time_augmentation: bool | None = Field(
         None,
-        description="At the end, average the net's answers to six views of each test image. [default: the recipe's]",
+        description="At the end, average the logits of six views of each test image. [default: the recipe's]",
     )
     augmentation: Augmentation = Field(
-        "recipe", description="Random distortion of training images: the recipe's, or none: as in evaluation."
+        "recipe", description="Transform of training images: the recipe's, or none: as in evaluation."
     )
 
     sync_batch_norm: bool = Field(
         False,
         description="Take batch norm's statistics over the global batch, not over each rank's examples: then nets with "
-        "batch norm, too, train alike on any number of ranks.",
+        "batch norm also train alike on any number of ranks.",
     )
     deterministic: bool | None = Field(
         None,
-        description="The same bits again on the same number of ranks and threads: deterministic operations, and "
-        "gradients added in a fixed order. [default: only with --virtual-shards]",
+        description="Use deterministic operations and add gradients in a fixed order: a run with the same number of "
+        "ranks and threads repeats to the last bit. [default: only with --virtual-shards]",
     )
     virtual_shards: int | None = Field(
         None,
         gt=0,
-        description="Compute the global batch as this many slices, a power of two, and add their gradients in a fixed "
+        description="Divide the global batch into this many parts, a power of two, and add their gradients in a fixed "
         "order: the same bits on any number of ranks that divides it. Implies --deterministic and one thread a rank.",
     )
     threads_per_rank: int | None = Field(
@@ -284,11 +285,11 @@ class TrainSettings(DataSettings):
     check_sync_every: int = Field(
         500,
         ge=0,
-        description="Steps between checks that weights and optimizer are the same on all ranks, bit for bit; they are "
-        "checked before every checkpoint and at the end, too. 0: only then.",
+        description="Steps between checks that weights and optimizer are the same on all ranks, bit for bit. Ranks "
+        "also check before each checkpoint and at the end; 0: only then.",
     )
     on_divergence: Literal["stop", "rebroadcast"] = Field(
-        "stop", description="Where ranks differ: end the run and save nothing, or go on with rank 0's values on all."
+        "stop", description="Where ranks differ: stop without saving, or continue with rank 0's values on all ranks."
     )
     record_examples: bool = Field(
         False, description="Write to examples.jsonl which examples each rank used in each step."
@@ -310,12 +311,12 @@ class TrainSettings(DataSettings):
     resume: Annotated[str, AfterValidator(_absolute_unless_word)] = Field(
         "auto",
         min_length=1,
-        description="auto: go on from the newest checkpoint in --run-dir, if there is one; never: refuse a --run-dir "
-        "that has one; PATH: start from that checkpoint, or the newest one in that folder.",
+        description="auto: resume from the newest checkpoint in --run-dir, if there is one; never: refuse a --run-dir "
+        "that has one; PATH: start from that checkpoint, or from the newest one in that folder.",
     )
     run_dir: LocalPath | None = Field(None, description="Folder for the run's output. [default: runs/MODEL-DATE-TIME]")
     callbacks: Callbacks = Field(
-        (), description="Callbacks of yours, such as a.py:A,b.py:B: classes made without arguments, or objects."
+        (), description="Your callbacks, such as a.py:A,b.py:B: objects, or classes, called without arguments."
     )
 
     @model_validator(mode="after")
@@ -346,6 +347,9 @@ class EvaluateSettings(_Settings):
     """One evaluation of a run's checkpoint on the test set."""
 
     run_dir: LocalPath = Field(description="Folder of the run to evaluate.")
+    model: ModelSpec | None = Field(
+        None, description="The run's net, where its function is now in another place. [default: as recorded]"
+    )
     checkpoint: LocalPath | None = Field(None, description="Checkpoint to evaluate. [default: the run's newest]")
     dataset: DatasetName | None = Field(None, description="Data set to evaluate on. [default: the run's]")
     data_dir: LocalPath | None = Field(None, description="Folder of the data set. [default: the run's]")
@@ -354,7 +358,7 @@ class EvaluateSettings(_Settings):
         None, gt=0, description=str(TrainSettings.model_fields["eval_examples"].description)
     )
     test_time_augmentation: bool | None = Field(
-        None, description="Average the net's answers to six views of each test image. [default: the run's]"
+        None, description="Average the logits of six views of each test image. [default: the run's]"
     )
     output: LocalPath | None = Field(None, description="JSON file to write the result to.")
 
@@ -365,7 +369,7 @@ class _BenchmarkOutput(_Settings):
 
 
 class StepWork(DataSettings):
-    """What a benchmark trains: the step of `train` with these settings."""
+    """The step that a benchmark measures: that of `train` with these settings."""
 
     model: ModelSpec = Field("fast", description=str(TrainSettings.model_fields["model"].description))
     batch_size: int = Field(DEFAULT_PER_RANK_BATCH_SIZE, gt=0, description="Examples a rank processes at a time.")
@@ -373,12 +377,12 @@ class StepWork(DataSettings):
     threads_per_rank: int | None = Field(
         None, gt=0, description="CPU threads that a rank computes with. [default: its share of the host's cores]"
     )
-    steps: int = Field(10, gt=0, description="Steps between two looks at the clock.")
-    repeats: int = Field(5, gt=0, description="Measurements of everything, after one more that warms up.")
+    steps: int = Field(10, gt=0, description="Steps that one measurement takes the time of.")
+    repeats: int = Field(5, gt=0, description="Measurements of each kind; one more before them warms up.")
 
 
 class BenchmarkStepSettings(StepWork, _BenchmarkOutput):
-    """How long a training step takes on 1 to N ranks, and where its time goes."""
+    """How long a training step takes on 1 to N ranks, and which parts it has."""
 
     ranks: RankCounts | None = Field(
         None, description="Numbers of ranks to measure, such as 1,2,3. [default: powers of two, and all]"
@@ -399,10 +403,10 @@ class BenchmarkAllreduceSettings(_BenchmarkOutput):
     )
     min_bytes: Bytes = Field(4, ge=4, validate_default=True, description="Smallest message; K, M, G are of 1024.")
     max_bytes: Bytes = Field(2**28, ge=4, description="Largest message.")
-    factor: int = Field(2, ge=2, description="From one size to the next.")
-    seconds: Finite = Field(0.3, gt=0, description="Time to spend on each size in each way, about.")
-    iterations: int = Field(100, gt=0, description="All-reduces of a size in each repeat, at most.")
-    repeats: int = Field(5, gt=0, description="Measurements of each size and way, one after the other in turn.")
+    factor: int = Field(2, ge=2, description="Ratio of each size to the one before.")
+    seconds: Finite = Field(0.3, gt=0, description="Approximate time for each size and way.")
+    iterations: int = Field(100, gt=0, description="Most all-reduces of a size in one measurement.")
+    repeats: int = Field(5, gt=0, description="Measurements of each size and way; ways take turns.")
 
     @model_validator(mode="after")
     def _sizes_ascend(self) -> BenchmarkAllreduceSettings:

@@ -23,7 +23,7 @@ from tensorflow.python.eager import context
 from benchmarks import nets
 from benchmarks.peers.stamps import Stamps
 from hvd_cifar.config import Precision
-from hvd_cifar.data.augment import views as views_named
+from hvd_cifar.data.augment import transforms as transforms_named
 from hvd_cifar.data.cifar import CIFAR10
 from hvd_cifar.data.pipeline import training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding
@@ -72,8 +72,8 @@ def main(
         raise click.UsageError(f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there")
     dataset = CIFAR10.read(folder)
     recipe = nets.recipe_of(model)
-    views = views_named(recipe.augmentation, dataset)
-    net = nets.build(model, views.shape[0], precision)
+    transforms = transforms_named(recipe.augmentation, dataset)
+    net = nets.build(model, transforms.shape[0], precision)
     variables = [v.value for v in net.model.trainable_variables]
     decayed = {id(v.value) for v in net.decayed}
     momentum = getattr(recipe.optimizer(recipe.learning_rate), "momentum", 0.0)
@@ -108,7 +108,7 @@ def main(
 
     batches = training_batches(
         dataset.train,
-        views,
+        transforms,
         Sampler(len(dataset.train), batch, 0, Sharding(rank, len(workers))),
         first_step=0,
         last_step=STEPS,

@@ -1,7 +1,6 @@
-"""Views of images: the random distortion of training images, and the plain view of test images.
+"""Transforms: what becomes of an image before the net sees it, at random in training and the same in evaluation.
 
-What happens to an example is a pure function of (seed, epoch, example): the draws are hashed from these three, so
-they depend neither on the batch nor on the rank.
+The random numbers are hashed from (seed, epoch, example). So they depend neither on the batch nor on the rank.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from hvd_cifar.data.dataset import Dataset
 PAD = 4  # pixels on each side of an image of 32 and more, as He et al. 2015 (section 4.2)
 FAST_PAD = 2  # the same, for `fast`
 
-RANDOM_DRAWS = 5  # row offset, column offset, flip, brightness (which no view uses), contrast
+RANDOM_DRAWS = 5  # row offset, column offset, flip, brightness (which no transform uses), contrast
 DRAWS_PER_EXAMPLE = RANDOM_DRAWS + 1  # and the alternating flip
 
 Images = NDArray[np.uint8]
 Floats = NDArray[np.float32]
-TrainView = Callable[[Images, Floats], Floats]
-TestView = Callable[[Images], Floats]
+TrainTransform = Callable[[Images, Floats], Floats]
+TestTransform = Callable[[Images], Floats]
 
 
-class Views(NamedTuple):
-    """How a net sees images. A user's own augmentation is one of these, too.
+class Transforms(NamedTuple):
+    """The transforms of training and of test images. A recipe may bring its own.
 
-    Both functions return float32 [b, *shape] for images uint8 [b, height, width, channels], treat each image alike
-    whatever else is in the batch, and give the same bits each time: runs then resume, and train alike on any number
-    of ranks. They get no random numbers but `draws`, which come from the run's seed, the epoch and the example.
+    Both functions make float32 [b, *shape] from images uint8 [b, height, width, channels]. What they make of an image
+    must depend on that image and its draws alone, to the bit: only then runs resume exactly and train alike on any
+    number of ranks. `draws` are their only random numbers.
 
     Attributes:
         shape: (height, width, channels) of what the net sees.
@@ -42,15 +41,15 @@ class Views(NamedTuple):
     """
 
     shape: tuple[int, int, int]
-    train: TrainView
-    test: TestView
+    train: TrainTransform
+    test: TestTransform
 
 
-def views(name: str, dataset: Dataset) -> Views:
-    """The views that a recipe names: "standard", "fast", "tutorial", or "none", which distorts nothing.
+def transforms(name: str, dataset: Dataset) -> Transforms:
+    """The transforms that a recipe names: "standard", "fast", "tutorial", or "none", which distorts nothing.
 
     Raises:
-        ValueError: where no views have that name.
+        ValueError: where no transforms have that name.
     """
     named = {"standard": _standard, "fast": _fast, "tutorial": _tutorial, "none": _plain}
     if name not in named:
@@ -58,16 +57,16 @@ def views(name: str, dataset: Dataset) -> Views:
     return named[name](dataset)
 
 
-def undistorted(views: Views) -> Views:
-    """The same views, but training images are seen as test images are."""
-    return views._replace(train=lambda images, _: views.test(images))
+def undistorted(transforms: Transforms) -> Transforms:
+    """The same, but with the test transform in training also."""
+    return transforms._replace(train=lambda images, _: transforms.test(images))
 
 
 def draws(seed: int, epoch: int, examples: NDArray[np.int64]) -> NDArray[np.float32]:
-    """What distorts each example in an epoch, float32 [len(examples), DRAWS_PER_EXAMPLE].
+    """The random numbers of each example in an epoch, float32 [len(examples), DRAWS_PER_EXAMPLE].
 
-    All are uniform in [0, 1) but the last, the alternating flip: it is 0 or 1 at random in epoch 0, and changes every
-    epoch, so that two epochs in a row show both sides of every image (Jordan 2024, section 3.6).
+    All but the last are uniform in [0, 1). The last is the alternating flip: 0 or 1 at random in epoch 0, then the
+    other one in each next epoch, so that two epochs in a row show both sides of every image (Jordan 2024, section 3.6).
     """
     base = sampler.mix(examples.astype(np.uint64) ^ sampler.key(seed, 1, epoch))
     columns = np.arange(1, RANDOM_DRAWS + 1, dtype=np.uint64)
@@ -78,15 +77,15 @@ def draws(seed: int, epoch: int, examples: NDArray[np.int64]) -> NDArray[np.floa
     return np.concatenate([uniform, flip[:, None]], axis=1)
 
 
-def _planes(images: Images) -> Images:
-    """[b, h, w, c] -> [b, c, h, w] without a copy: the order of CIFAR's files, whose rows are quick to cut."""
-    return images.transpose(0, 3, 1, 2)
+# Transforms work on planes uint8 [b, c, h, w], the order of CIFAR's files: their rows are quick to cut. Transposing
+# images into planes copies nothing.
+TO_PLANES = (0, 3, 1, 2)
 
 
 def _crop(planes: Images, draw: Floats, flip: NDArray[np.bool_], size: tuple[int, int]) -> Images:
     """Random crops of `size` (height, width) of planes uint8 [b, c, h, w], mirrored where flip, bool [b].
 
-    The first two columns of `draw` say where: row and column, each as a fraction of the places that there are.
+    The first two columns of `draw` choose the row and the column of the crop.
     """
     places = [whole - part + 1 for whole, part in zip(planes.shape[2:], size, strict=True)]
     row, column = ((draw[:, i] * np.float32(count)).astype(np.int32) for i, count in enumerate(places))
@@ -113,12 +112,12 @@ def _standardise_channels(planes: Images, dataset: Dataset) -> Floats:
 def _standardise_each(planes: Images, contrast: NDArray[np.float32] | None = None) -> Floats:
     """[b, c, h, w] -> [b, h, w, c] of zero mean and unit variance per image (tf.image.per_image_standardization).
 
-    Before that, with `contrast` [b], what a pixel differs from its channel's mean by is multiplied (adjust_contrast).
-    Both together are one multiplication and one addition for each image and channel.
+    `contrast` [b] first multiplies each pixel's distance from its channel's mean (tf.image.adjust_contrast). Both
+    together are one multiplication and one addition for each image and channel.
     """
     count, channels, height, width = planes.shape
     pixels = height * width
-    # Minus 128: then float32 adds up the squares of 32 x 32 pixels without rounding, which are at most 2**24.
+    # Minus 128: the squares of 32 x 32 pixels then add up to at most 2**24, which float32 holds without rounding.
     exact = np.float32 if pixels <= 2**10 else np.float64
     values = (planes.reshape(count, channels, pixels) ^ np.uint8(128)).view(np.int8).astype(np.float32)
     mean = np.einsum("bci->bc", values, dtype=exact).astype(np.float64) / pixels
@@ -129,7 +128,7 @@ def _standardise_each(planes: Images, contrast: NDArray[np.float32] | None = Non
     # An image of one colour has no deviation; it becomes zeros.
     scale = 1 / np.maximum(deviation, (channels * pixels) ** -0.5)
     slope = (factor * scale).astype(np.float32)
-    # Rounded as the pixels' own products are, so that an image of one colour comes out as zeros, exactly.
+    # The same rounding as of the pixels' products: an image of one colour then becomes exact zeros.
     shift = (offset * scale).astype(np.float32) - slope * mean.astype(np.float32)
     values *= slope[:, :, None]
     images = np.empty((count, pixels, channels), np.float32)
@@ -138,16 +137,16 @@ def _standardise_each(planes: Images, contrast: NDArray[np.float32] | None = Non
     return images.reshape(count, height, width, channels)
 
 
-def _plain(dataset: Dataset) -> Views:
+def _plain(dataset: Dataset) -> Transforms:
     """The whole image, channels standardised."""
 
     def test(images: Images) -> Floats:
-        return _standardise_channels(_planes(images), dataset)
+        return _standardise_channels(images.transpose(TO_PLANES), dataset)
 
-    return Views(dataset.image_shape, lambda images, _: test(images), test)
+    return Transforms(dataset.image_shape, lambda images, _: test(images), test)
 
 
-def _standard(dataset: Dataset) -> Views:
+def _standard(dataset: Dataset) -> Transforms:
     """Padding (four pixels at 32), a random crop of the image's size, flip, channels standardised.
 
     The padding has the colour of the channel means, so that it is zero in the standardised image (to 0.01).
@@ -160,14 +159,14 @@ def _standard(dataset: Dataset) -> Views:
     def train(images: Images, draw: Floats) -> Floats:
         padded = np.empty((len(images), channels, height + 2 * above, width + 2 * left), np.uint8)
         padded[:] = colour
-        padded[:, :, above : above + height, left : left + width] = _planes(images)
+        padded[:, :, above : above + height, left : left + width] = images.transpose(TO_PLANES)
         return _standardise_channels(_crop(padded, draw, draw[:, 2] < 0.5, (height, width)), dataset)
 
     return _plain(dataset)._replace(train=train)
 
 
-def _fast(dataset: Dataset) -> Views:
-    """Moved by a few pixels (two at 32) with a mirrored edge, and the flip that alternates; channels standardised.
+def _fast(dataset: Dataset) -> Transforms:
+    """Shifts by a few pixels (two at 32) with mirrored edges, and the alternating flip; channels standardised.
 
     Source: Jordan 2024, sections 3.1 and 3.6.
     """
@@ -175,34 +174,35 @@ def _fast(dataset: Dataset) -> Views:
     above, left = _pads(dataset, FAST_PAD)
 
     def train(images: Images, draw: Floats) -> Floats:
-        padded = _mirror_edges(_planes(images), above, left)
+        padded = _mirror_edges(images.transpose(TO_PLANES), above, left)
         return _standardise_channels(_crop(padded, draw, draw[:, 5] > 0, (height, width)), dataset)
 
     return _plain(dataset)._replace(train=train)
 
 
-def _tutorial(dataset: Dataset) -> Views:
+def _tutorial(dataset: Dataset) -> Transforms:
     """The distortions of TensorFlow's tutorial: random crop of 3/4 of each side, flip, contrast; standardised.
 
-    The test view is the middle of the image. The tutorial's random brightness is left out: standardising an image
-    removes what it adds.
+    The test transform takes the middle of the image. The tutorial's random brightness is left out, since
+    standardisation removes it.
     """
     height, width, channels = dataset.image_shape
     size = max(1, height * 3 // 4), max(1, width * 3 // 4)
     top, left = (height - size[0]) // 2, (width - size[1]) // 2  # of the middle
 
     def train(images: Images, draw: Floats) -> Floats:
-        cropped = _crop(_planes(images), draw, draw[:, 2] < 0.5, size)
+        cropped = _crop(images.transpose(TO_PLANES), draw, draw[:, 2] < 0.5, size)
         return _standardise_each(cropped, np.float32(0.2) + draw[:, 4] * np.float32(1.6))
 
     def test(images: Images) -> Floats:
-        return _standardise_each(_planes(images)[:, :, top : top + size[0], left : left + size[1]])
+        middle = images[:, top : top + size[0], left : left + size[1]]
+        return _standardise_each(middle.transpose(TO_PLANES))
 
-    return Views((*size, channels), train, test)
+    return Transforms((*size, channels), train, test)
 
 
 def _pads(dataset: Dataset, most: int) -> tuple[int, int]:
-    """Pixels above and left of the image: `most` at 32 and more, and in proportion below, where each moves more."""
+    """Pixels above and left of the image: `most` for sides of 32 pixels and more, in proportion below that."""
     height, width, _ = dataset.image_shape
     return min(most, height * most // 32), min(most, width * most // 32)
 

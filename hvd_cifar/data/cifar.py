@@ -29,11 +29,11 @@ class Layout:
     """One of the binary layouts.
 
     Attributes:
-        name: as `--dataset` has it; title: as its authors write it.
-        folder: that the archive unpacks to.
+        name: for `--dataset`; title: as its authors write it.
+        folder: in the archive.
         train_files, test_files: in the order of the examples.
         train_records, test_records: in each file of the part.
-        label_bytes: at the head of a record; the last of them is the label.
+        label_bytes: at the start of a record; the last of them is the label.
         classes: labels are 0 to classes - 1.
         names_file: in the folder, a class name in each line; it may be absent.
         archive: address of the archive; md5: its published checksum.
@@ -70,9 +70,9 @@ class Layout:
         return (self.test_records if file in self.test_files else self.train_records) * self.record_bytes
 
     def locate(self, data_dir: Path) -> Path | None:
-        """The folder with the files: `data_dir` itself or its `folder`; None if neither has any.
+        """The folder with the files: `data_dir` itself or its `folder`; None if neither has any of them.
 
-        One file is enough: a set that has lost a file is damaged, and `check` says so; it is not absent.
+        A set that lacks some files is damaged, not absent: `check` refuses it.
         """
         for folder in (data_dir, data_dir / self.folder):
             if any((folder / name).is_file() for name in self.files):
@@ -80,7 +80,7 @@ class Layout:
         return None
 
     def fault(self, folder: Path) -> str | None:
-        """What is wrong with the first of the files that is missing or has another length; reads no contents."""
+        """What is wrong with the first file that is missing or has a wrong length; reads no contents."""
         for name in self.files:
             path, expected = folder / name, self.bytes_of(name)
             try:
@@ -100,8 +100,8 @@ class Layout:
         """Map the files into memory.
 
         Raises:
-            UserError: where a file is missing, unreadable, too short or too long, or has a label of no class; it names
-                the file.
+            UserError: where a file is missing, unreadable, too short or too long, or has a wrong label; it names the
+                file.
         """
         self.check(folder)
         train, test = (self._map(folder, files) for files in (self.train_files, self.test_files))
@@ -122,7 +122,7 @@ class Layout:
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}: make it readable, or restore it") from None
         expected = self.bytes_of(path.name)
-        if flat.size != expected:  # it was cut between the check and now
+        if flat.size != expected:  # it became shorter after the check
             raise UserError(f"{path} has {flat.size:,} bytes instead of {expected:,}: restore it")
         records = flat.reshape(-1, self.record_bytes)
         labels = records[:, self.label_bytes - 1]
@@ -144,9 +144,9 @@ class Layout:
 
 
 class MappedImages:
-    """The images of several files as one array, uint8 [n, 32, 32, 3], which is read from them when it is indexed.
+    """The images of several files as one array, uint8 [n, 32, 32, 3]; indexing it reads the files.
 
-    The files are mapped into memory: all ranks of a host share one copy, the operating system's.
+    The files are mapped into memory, so all ranks of a host share the operating system's copy of them.
     """
 
     dtype = np.dtype(np.uint8)
@@ -166,9 +166,9 @@ class MappedImages:
         return int(self.ends[-1])
 
     def __getitem__(self, index: slice | NDArray[np.int64]) -> NDArray[np.uint8]:
-        """The images of a slice, or of indices [b] from 0 to n - 1, in their order: a copy, [b, 32, 32, 3].
+        """A copy [b, 32, 32, 3] of the images of a slice, or of indices [b] from 0 to n - 1, in their order.
 
-        In memory it has the order of the files, a plane for each channel: turning it costs more than gathering it.
+        Its memory keeps the order of the files, a plane for each channel: to reorder it takes longer than to gather it.
         """
         indices = np.arange(len(self))[index] if isinstance(index, slice) else np.asarray(index)
         records = np.empty((len(indices), self.files[0].shape[1]), np.uint8)

@@ -18,7 +18,7 @@ UNNAMED = "arrays"  # the name of a set that was given none
 
 
 class ImageArray(Protocol):
-    """Images that need not be in memory: what is asked of an array, uint8 [n, height, width, channels]."""
+    """Images uint8 [n, height, width, channels] that need not be in memory; the parts of an array that are used."""
 
     dtype: Any
 
@@ -52,7 +52,7 @@ class Examples:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of images and labels: two hosts, or two runs, have the same examples."""
+        """SHA-256 of images and labels, by which hosts and runs compare their examples."""
         state = hashlib.sha256()
         for chunk in chunks(self.images):
             state.update(np.ascontiguousarray(chunk).data)
@@ -65,7 +65,7 @@ class Dataset:
     """A data set. `Dataset.from_arrays` makes one of arrays.
 
     Attributes:
-        name: shown wherever its results are.
+        name: shown beside all results.
         train, test: the examples to learn from, and those to evaluate on.
         classes: labels are 0 to classes - 1.
         channel_mean, channel_deviation: of the training images' pixels, for each channel, on the scale 0 to 255.
@@ -103,13 +103,13 @@ class Dataset:
         name: str = UNNAMED,
         class_names: Sequence[str] = (),
     ) -> Dataset:
-        """A data set of arrays, which are not copied; a `np.memmap` stays on the disk.
+        """A data set of arrays. They are not copied, so a `np.memmap` stays on the disk.
 
         Args:
             train_images, test_images: uint8 [n, height, width, channels], or [n, height, width] for one channel; all
                 of one size.
             train_labels, test_labels: integers [n] or [n, 1] from 0 on.
-            name: shown wherever its results are.
+            name: shown beside all results.
             class_names: of all classes, in order. Empty: there are as many classes as the largest label + 1.
 
         Raises:
@@ -133,7 +133,7 @@ class Dataset:
 
 
 def chunks(images: Images) -> Iterator[NDArray[np.uint8]]:
-    """The images in order, some megabytes at a time: they may be more than fits into memory."""
+    """The images in order, some megabytes at a time: all of them may not fit into memory."""
     count = max(1, CHUNK_BYTES // max(1, int(np.prod(images.shape[1:]))))
     for first in range(0, len(images), count):
         yield images[first : first + count]
@@ -173,7 +173,7 @@ def _examples(part: str, images: Any, labels: Any) -> Examples:
         refuse(f"images are empty (shape {_shown(shape)})", "give at least one example")
 
     labels = np.asarray(labels)
-    if labels.ndim == 2 and labels.shape[1] == 1:  # as Keras's own data sets have them
+    if labels.ndim == 2 and labels.shape[1] == 1:  # the shape in Keras's data sets
         labels = labels[:, 0]
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         refuse(f"labels are {labels.dtype} of shape {_shown(labels.shape)}", "give integers [n]")

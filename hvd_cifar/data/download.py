@@ -1,4 +1,4 @@
-"""Download CIFAR's archives: once per host, resumed when cut, checked, and unpacked with care."""
+"""Downloads of CIFAR's archives: once per host, resumed after a cut, checked, and unpacked safely."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from hvd_cifar.errors import UserError
 
 CHUNK_BYTES = 1 << 16
 CONNECT_SECONDS = 10.0
-READ_SECONDS = 60.0  # without a single byte
-TRIES = 3  # in a row without a new byte
-RETRY_SECONDS = 1.0  # before the second try, doubled for each one after it
-WORTH_RETRYING = (408, 416, 429)  # of the 4xx: too slow, the part file does not fit, too many requests
+READ_SECONDS = 60.0  # without a new byte
+TRIES = 3  # in a row that bring no new byte
+RETRY_SECONDS = 1.0  # before the second try; doubled before each next one
+WORTH_RETRYING = (408, 416, 429)  # of the 4xx: time-out, wrong range (of the part file), too many requests
 NOT_AN_ADDRESS = (
     requests.exceptions.InvalidSchema,
     requests.exceptions.InvalidURL,
@@ -40,11 +40,11 @@ class DownloadError(UserError):
 def fetch(layout: Layout, data_dir: Path, url: str, md5: str, *, show_progress: bool) -> Path:
     """Download the archive of a binary layout and unpack it into `data_dir`, unless it is there already.
 
-    One process of the host downloads and the others wait for it. A download that was cut, by the network or because its
-    process was killed, goes on where it stopped: the bytes so far stay in `data_dir` as a `.part` file.
+    One process of the host downloads, and the others wait for it. The bytes of a download that was cut, by the network
+    or by a kill, stay in `data_dir` as a `.part` file, and the next download continues it.
 
     Args:
-        data_dir: made if need be.
+        data_dir: made if it is absent.
         md5: of the archive, 32 hex digits; it is compared before anything is unpacked.
         show_progress: draw a progress bar on stderr.
 
@@ -61,7 +61,7 @@ def fetch(layout: Layout, data_dir: Path, url: str, md5: str, *, show_progress: 
         if (found := layout.locate(data_dir)) is not None:
             return found
         stem = PurePosixPath(layout.archive).name.removesuffix(".tar.gz")
-        # Named by its checksum, so that the part of one archive is never continued with another's bytes.
+        # The checksum in its name: the part of one archive is never continued with another's bytes.
         archive = data_dir / f"{stem}-{md5[:8].lower()}.part"
         try:
             _obtain(layout, url, md5.lower(), archive, show_progress)
@@ -72,15 +72,15 @@ def fetch(layout: Layout, data_dir: Path, url: str, md5: str, *, show_progress: 
             ) from error
         target = data_dir / layout.folder
         os.rename(_unpack(layout, archive, scratch, url), target)
-        for part in data_dir.glob(f"{stem}-*.part"):  # this one, and those of other addresses
+        for part in data_dir.glob(f"{stem}-*.part"):  # also those of other addresses
             part.unlink()
         return target
 
 
 def _obtain(layout: Layout, url: str, md5: str, archive: Path, show_progress: bool) -> None:
-    """Complete `archive`, whose first bytes may be there, from `url`, and compare its checksum."""
+    """Download `archive`, or the rest of it, from `url`, and compare its checksum."""
     if archive.exists() and _md5(archive) == md5:
-        return  # a process was killed between the download and the unpacking
+        return  # a process was killed after its download
     for _ in range(2):
         continued = _download(layout.title, url, archive, show_progress)
         actual = _md5(archive)
@@ -99,7 +99,9 @@ def _obtain(layout: Layout, url: str, md5: str, archive: Path, show_progress: bo
 def _download(title: str, url: str, archive: Path, show_progress: bool) -> bool:
     """Download `archive`; True if its first bytes were there before. Raises DownloadError."""
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not show_progress) as progress:
+    # Under a launcher the terminal is behind a pipe.
+    console = Console(stderr=True, force_terminal=True)
+    with Progress(*columns, console=console, disable=not show_progress) as progress:
         failures, furthest = 0, _size(archive)
         while True:
             try:
@@ -133,7 +135,7 @@ def _receive(url: str, archive: Path, progress: Progress) -> bool:
             task = progress.add_task("")
         progress.update(task, total=total, completed=start)
         with open(archive, "ab" if start else "wb") as file:
-            # Raw, because some servers name .tar.gz a content encoding, and requests would then undo the compression.
+            # Raw: some servers send .tar.gz as a content encoding, which requests would decompress.
             for chunk in response.raw.stream(CHUNK_BYTES, decode_content=False):
                 file.write(chunk)
                 progress.advance(task, len(chunk))
@@ -174,7 +176,7 @@ def _md5(path: Path) -> str:
 
 
 def _unpack(layout: Layout, archive: Path, scratch: Path, url: str) -> Path:
-    """Unpack into `scratch` and return the folder with the files; UserError, and no archive, if anything is off."""
+    """Unpack into `scratch` and return the folder with the files. A wrong archive is removed, with a UserError."""
 
     def refuse(reason: str) -> NoReturn:
         archive.unlink()
@@ -182,7 +184,7 @@ def _unpack(layout: Layout, archive: Path, scratch: Path, url: str) -> Path:
 
     try:
         with tarfile.open(archive, "r:gz") as tar:
-            # Python's own guard, where this Python has it, behind the checks below.
+            # Python's own filter, in versions that have it, in addition to the checks below.
             tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
             for member in tar:
                 path = PurePosixPath(member.name)

@@ -1,8 +1,8 @@
 """Images in folders, one for each class: PATH/train/CLASS/*.png, PATH/test/CLASS/*.png.
 
-They are decoded once per host, into arrays on the disk that every rank maps into its memory. The cache is made beside
-the images, or in the data folder where that cannot be written. It is made anew when an image's name, size or time of
-change is another one.
+They are decoded once per host, into a cache of arrays that every rank maps into memory. The cache is beside the images,
+or in the data folder where that place cannot be written. It is made again when an image's name, size or time of change
+differs.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ DEEP_MODES = ("F", "I", "I;16", "I;16B", "I;16L", "I;16N")  # more than 8 bits a
 CACHE = ".hvd_cifar-cache"
 PARTS = ("train", "test")
 FILES = (*(f"{part}-{what}.npy" for part in PARTS for what in ("images", "labels")), "about.json")
-NOTE = "done"  # how far an unfinished cache is: channels, and images decoded
-CHUNK = 512  # images decoded between two notes of how far it is
+NOTE = "done"  # file in an unfinished cache: channels, and number of images decoded
+CHUNK = 512  # images decoded between two updates of that file
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The images of a folder: what a cache is made of.
+    """The images of a folder.
 
     Attributes:
         classes: names, in the order of the labels.
@@ -68,11 +68,11 @@ class Folder:
 
     @property
     def place(self) -> None:
-        """There is none: `locate` looks for images."""
+        """None: `locate` looks for images, not for a cache."""
 
-    def locate(self) -> Path | None:
+    def locate(self, show_progress: bool = False) -> Path | None:
         """The folder of the cache, made if need be; None where there are no images."""
-        return self.prepare(show_progress=False) if self.path.is_dir() else None
+        return self.prepare(show_progress) if self.path.is_dir() else None
 
     def prepare(self, show_progress: bool) -> Path:
         """The folder of the cache. Raises UserError where an image is missing, unreadable or of another size."""
@@ -117,7 +117,7 @@ def list_images(path: Path) -> Listing:
     """The images below a folder, by class, in the order of their names.
 
     Raises:
-        UserError: where the folder has not the layout that is wanted.
+        UserError: where the folder has another layout.
     """
     where = f"--dataset folder:{path}"
     if not path.is_dir():
@@ -164,17 +164,19 @@ def _images_below(folder: Path) -> Iterator[tuple[Path, int, int]]:
 
 
 class _NotGrey(Exception):
-    """An image has colours, though the first one has none."""
+    """An image has colours, and the first one has none."""
 
 
 def _decode_all(listing: Listing, home: Path, name: str, show_progress: bool) -> Path:
-    """Make the files of the cache in a folder in `home`; goes on where a killed process stopped."""
+    """Make the cache in a folder of `home`; goes on where a killed process stopped."""
     part = home / f"{listing.fingerprint}.part"
     first, _ = listing.images["train"][0]
     with _opened(first) as image:
         size, grey = image.size, image.mode in GREY_MODES
     columns = (TextColumn(f"decoding {name}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not show_progress) as progress:
+    # Under a launcher the terminal is behind a pipe.
+    console = Console(stderr=True, force_terminal=True)
+    with Progress(*columns, console=console, disable=not show_progress) as progress:
         try:
             _write(listing, part, size, 1 if grey else 3, progress)
         except _NotGrey:
@@ -184,7 +186,7 @@ def _decode_all(listing: Listing, home: Path, name: str, show_progress: bool) ->
 
 
 def _write(listing: Listing, part: Path, size: tuple[int, int], channels: int, progress: Progress) -> None:
-    """Decode all images of one size (width, height), in order, and note after each chunk how far it is."""
+    """Decode all images, in order; all must have the size (width, height)."""
     total = sum(map(len, listing.images.values()))
     done = _done(part, channels)
     if not done:
@@ -208,7 +210,7 @@ def _write(listing: Listing, part: Path, size: tuple[int, int], channels: int, p
                 decoded = pool.map(lambda image: _decode(image[0], size, channels), chunk)
                 for row, pixels in enumerate(decoded, start=first):
                     arrays[name][row] = pixels
-                arrays[name].flush()  # on the disk before it is noted
+                arrays[name].flush()  # on the disk before they count as decoded
                 replace_text(part / NOTE, f"{channels} {before + first + len(chunk)}")
                 progress.advance(task, len(chunk))
             before += len(images)

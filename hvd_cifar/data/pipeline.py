@@ -5,24 +5,39 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.data.augment import Views, draws
+from hvd_cifar.data.augment import Transforms, draws
 from hvd_cifar.data.dataset import Examples
 from hvd_cifar.data.sampler import Sampler
 
 PREFETCH_BATCHES = 4  # enough to hide a slow batch; more only costs memory
 
 
+class MicroBatch(NamedTuple):
+    """The examples that a rank computes at a time.
+
+    Attributes:
+        image: float32 [b, height, width, channels], transformed for training.
+        label: int32 [b].
+        weight: float32 [b]: 1, or 0 for padding.
+        example: int64 [b], indices into the training set; `sampler.PADDING` for padding.
+    """
+
+    image: Any
+    label: Any
+    weight: Any
+    example: Any
+
+
 @tf.autograph.experimental.do_not_convert
 def training_batches(
-    examples: Examples, views: Views, sampler: Sampler, *, first_step: int, last_step: int, device: str = ""
+    examples: Examples, transforms: Transforms, sampler: Sampler, *, first_step: int, last_step: int, device: str = ""
 ) -> tf.data.Dataset:
     """A rank's micro-batches of steps first_step .. last_step - 1, over as many epochs as that takes.
 
@@ -32,53 +47,43 @@ def training_batches(
         device: where to stage batches, such as "/GPU:0"; empty: leave them in host memory.
 
     Returns:
-        A dataset of (image float32 [b, height, width, channels], label int32 [b], weight float32 [b], example
-        int64 [b]), with `sampler.sharding.micro_batches` elements per global step on every rank. b varies by one where
-        the shards do not divide the batch. A micro-batch without an example is one example of weight 0 (`example` is
-        then -1).
+        A dataset of `MicroBatch`, with `sampler.sharding.micro_batches` elements per global step on every rank. b
+        varies by one where the shards do not divide the batch. A micro-batch without an example is one of padding.
     """
     sharding = sampler.sharding
-    of_all = sharding.micro_batches * sharding.size  # micro-batches of a global batch
+    per_step = sharding.micro_batches * sharding.size  # micro-batches of a global batch, over all ranks
 
-    def view(number: Any) -> tuple[Any, ...]:
-        kinds = [tf.float32, tf.int32, tf.float32, tf.int64]
-        image, label, weight, example = tf.numpy_function(gather, [number], kinds)
-        image.set_shape([None, *views.shape])
-        for column in (label, weight, example):
+    def micro_batch(number: Any) -> MicroBatch:
+        batch = MicroBatch(*tf.numpy_function(gather, [number], [tf.float32, tf.int32, tf.float32, tf.int64]))
+        batch.image.set_shape([None, *transforms.shape])
+        for column in (batch.label, batch.weight, batch.example):
             column.set_shape([None])
-        return image, label, weight, example
+        return batch
 
     @_counted
     def gather(number: np.int64) -> tuple[NDArray[Any], ...]:
         epoch, example = sampler.micro_batch(int(number) // sharding.size)
         present = np.maximum(example, 0)
-        image = views.train(examples.images[present], draws(sampler.seed, epoch, present))
+        image = transforms.train(examples.images[present], draws(sampler.seed, epoch, present))
         return image, examples.labels[present], (example >= 0).astype(np.float32), example
 
-    # The shard is one of micro-batches, which are as many for every rank, and not of examples: a dataset that walks
-    # over the examples of all ranks takes longer, at 64 ranks, than all else here together.
+    # The chain counts micro-batches, not examples: at 64 ranks, walking over the examples of all ranks takes longer
+    # than the rest of the chain.
     chain = (
-        tf.data.Dataset.range(first_step * of_all, max(first_step, last_step) * of_all)  # of all ranks and epochs
+        tf.data.Dataset.range(first_step * per_step, max(first_step, last_step) * per_step)  # of all ranks and epochs
         .shard(sharding.size, sharding.rank)  # this rank's
-        .map(view)  # gathered and augmented, one at a time, since the cores belong to the step
+        .map(micro_batch)  # one at a time: the cores belong to the step
         .prefetch(PREFETCH_BATCHES)
     )
     chain = chain.with_options(_options())
     return chain.apply(tf.data.experimental.prefetch_to_device(device)) if device else chain
 
 
-def in_steps(batches: Iterable[Any], micro_batches: int) -> Iterator[list[Any]]:
-    """The elements of a dataset by step, `micro_batches` at a time."""
-    elements = iter(batches)
-    while step := list(islice(elements, micro_batches)):
-        yield step
-
-
 @tf.autograph.experimental.do_not_convert
 def evaluation_batches(
-    examples: Examples, views: Views, *, batch_size: int, rank: int, size: int, count: int | None = None
+    examples: Examples, transforms: Transforms, *, batch_size: int, rank: int, size: int, count: int | None = None
 ) -> tf.data.Dataset:
-    """A rank's shard of a set, every example once, in plain view.
+    """A rank's shard of a set, every example once, as the test transform makes it.
 
     Args:
         count: evaluate on the first `count` examples only; None: on all.
@@ -88,27 +93,27 @@ def evaluation_batches(
         different numbers of batches, or none: evaluation reduces sums once, at its end.
     """
 
-    def view(index: Any) -> tuple[Any, Any]:
+    def batch(index: Any) -> tuple[Any, Any]:
         image, label = tf.numpy_function(gather, [index], [tf.float32, tf.int32])
-        return tf.ensure_shape(image, [None, *views.shape]), tf.ensure_shape(label, [None])
+        return tf.ensure_shape(image, [None, *transforms.shape]), tf.ensure_shape(label, [None])
 
     @_counted
     def gather(index: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-        return views.test(examples.images[index]), examples.labels[index]
+        return transforms.test(examples.images[index]), examples.labels[index]
 
     every = len(examples)
     return (
         tf.data.Dataset.range(every if count is None else min(count, every))
         .shard(size, rank)
         .batch(batch_size)
-        .map(view)
+        .map(batch)
         .prefetch(PREFETCH_BATCHES)
         .with_options(_options())
     )
 
 
 class _Makers:
-    """How many batches the threads of this process have made, and are making."""
+    """How many batches the threads of this process are making, and have made."""
 
     lock = threading.Lock()
     busy = 0
@@ -131,10 +136,10 @@ def _counted(make: Callable[..., Any]) -> Callable[..., Any]:
 
 @atexit.register
 def settle(seconds: float = 0.05) -> None:
-    """Wait until every pipeline of this process has filled its buffer: none has made a batch for so many seconds.
+    """Wait until every pipeline of this process has filled its buffer: none has made a batch for `seconds`.
 
-    Where Python ends earlier, with an unfinished iterator, TensorFlow waits for the thread that makes batches, and
-    holds Python's lock meanwhile; a thread that asks for the lock at that moment waits for ever.
+    Python must not end before that. At its end TensorFlow waits for the thread that makes batches while it holds
+    Python's lock; if that thread asks for the lock at that moment, both wait for ever.
     """
     made = -1
     while _Makers.busy or made != _Makers.made:

@@ -1,4 +1,4 @@
-"""Files that are made once per host, and appear complete or not at all."""
+"""Files that one process of a host makes for all, and that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SCRATCH = ".unfinished"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the host's lock on a folder, which is made if need be.
+    """Hold the host's lock on a folder, which is made if it is absent.
 
-    Other processes wait for it, so a process that gets it looks first whether the work is already done. The system
-    drops the lock of a process that dies.
+    A process that has waited for the lock must look whether the work is already done. The system releases the lock of a
+    process that dies.
 
     Raises:
         UserError: where the folder cannot be made or written (permission, no space left, ...), in the body also.
@@ -39,10 +39,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def scratch_folder(data_dir: Path) -> Iterator[Path]:
-    """Hold the host's lock on `data_dir`, and lend an empty folder in it that is gone at the end.
+    """Hold the host's lock on `data_dir`, and give an empty folder in it, which is removed at the end.
 
-    The files are made in the lent folder, which is then renamed to its place: both are on one file system, so the
-    rename is atomic, and nobody ever sees half a data set. The next process removes what a killed one left.
+    The caller makes files in the folder and renames it to its place. Both are on one file system, so the rename is
+    atomic, and no process sees half a data set. The next process removes what a killed one has left.
 
     Raises:
         UserError: as `locked`.

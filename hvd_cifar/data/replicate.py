@@ -1,4 +1,4 @@
-"""Replication of a data set: its files are read in blocks on one host, and written and checked on the others."""
+"""Copies of a data set: one host reads its files in blocks, the others write and check them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
 
 def blocks(files: Mapping[str, File]) -> Iterator[Block]:
-    """The whole set, file by file."""
+    """The blocks of the whole set, file by file."""
     for name, file in files.items():
         for start in range(0, file.bytes, BLOCK_BYTES):
             yield Block(name, start, min(BLOCK_BYTES, file.bytes - start))
@@ -62,14 +62,14 @@ def describe(folder: Path, names: Sequence[str]) -> dict[str, File]:
 
 
 class Sender:
-    """Reads blocks of a set. A failure is kept until the end, since receivers wait for every block."""
+    """Reads the blocks of a set. `finish` raises a failure, since receivers wait for every block before it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._failure: OSError | None = None
 
     def read(self, block: Block) -> NDArray[np.uint8]:
-        """The bytes of a block, uint8 [length]; zeros from a failure on."""
+        """The bytes of a block, uint8 [length]; zeros after a failure."""
         if self._failure is None:
             try:
                 with open(self._folder / block.file, "rb") as file:
@@ -89,10 +89,10 @@ class Sender:
 
 
 class Receiver:
-    """Writes blocks into a folder of its own in `data_dir`, which becomes the set when it is complete and checked.
+    """Writes blocks into a folder in `data_dir`, which becomes the set once it is complete and checked.
 
-    No lock is held meanwhile: blocks arrive in step with all other hosts, and two jobs that wait for each other's locks
-    would never end. A failure is kept until the end, since the other hosts go on.
+    It holds no lock while blocks arrive: two jobs that wait for each other's locks would never end. `finish` raises a
+    failure, since the other hosts go on until then.
     """
 
     def __init__(self, data_dir: Path, expected: Mapping[str, File]) -> None:

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-PADDING = -1  # an index that stands for no example; its weight is 0
+PADDING = -1  # stands for no example in a list of examples; its weight is 0
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -21,9 +21,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Scramble 64-bit integers, element by element, one to one.
 
-    The finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014). Written
-    out because NumPy promises no stable streams from its generators across versions, and a resumed run must not
-    depend on NumPy's version.
+    This is the finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+    NumPy's generators may give other numbers in another version, and a resumed run must not depend on that.
     """
     with np.errstate(over="ignore"):
         z = values + _GOLDEN
@@ -69,8 +68,8 @@ class Sharding:
         rank, size: this rank, and the number of ranks.
         gradient_accumulation: contiguous parts of the global batch; a rank takes its shard of each. The parts do not
             depend on the number of ranks.
-        virtual_shards: M shards of the global batch; a rank takes M / size contiguous ones. The micro-batches
-            themselves then do not depend on the number of ranks. None: each rank is one shard.
+        virtual_shards: M shards of the global batch; a rank takes M / size contiguous ones. Then the micro-batches
+            do not depend on the number of ranks either. None: each rank is one shard.
     """
 
     rank: int
@@ -91,16 +90,9 @@ class Sharding:
             parts = self.gradient_accumulation
             part = batch[j * len(batch) // parts : (j + 1) * len(batch) // parts]
             index, shards = self.rank, self.size
-        return pad_to_shards(part, shards)[index::shards]
-
-
-def pad_to_shards(batch: NDArray[np.int64], shards: int) -> NDArray[np.int64]:
-    """A batch, lengthened with PADDING to at least `shards` entries, so that no shard is empty.
-
-    A rank without a shard would make one step fewer than the others, which would wait for it for ever.
-    """
-    missing = np.full(max(0, shards - len(batch)), PADDING, np.int64)
-    return np.concatenate([batch, missing]) if len(missing) else batch
+        # A rank without a micro-batch would make one step fewer than the others, which would wait for it for ever.
+        missing = max(0, shards - len(part))
+        return np.pad(part, (0, missing), constant_values=PADDING)[index::shards]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The built-in data sets by name: where the files of each are on this host, and how they are made if absent."""
+"""The built-in data sets by name: where this host has their files, and how it makes them where it has none."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ class Source(Protocol):
     def place(self) -> Path | None:
         """The folder for files that another host sends, where `locate` finds them; None: there is no such folder."""
 
-    def locate(self) -> Path | None:
-        """The folder of the files; None where this host has none of them."""
+    def locate(self, show_progress: bool = False) -> Path | None:
+        """The folder of the files; None where this host has none of them. Making files may take time: show a bar."""
 
     def prepare(self, show_progress: bool) -> Path:
-        """The same, checked, and made where there are none. Processes may call it together.
+        """The folder of the files, checked; they are made where there are none. Processes may call it together.
 
         Raises:
-            UserError: where the files are damaged or cannot be made; DownloadError where the network is the reason.
+            UserError: where the files are damaged or cannot be made.
+            DownloadError: where they cannot be downloaded.
         """
 
     def files(self, folder: Path) -> tuple[str, ...]:
-        """Names of the files, without which a copy of the folder is not the set."""
+        """Names of the files that a copy of the set needs."""
 
     def fault(self, folder: Path) -> str | None:
-        """What is wrong with the files, as far as their lengths show it."""
+        """What is wrong with the files, by their names and lengths alone; None: nothing."""
 
     def read(self, folder: Path) -> Dataset:
         """The set, its files mapped into memory. Raises UserError where one is damaged."""
@@ -71,7 +72,7 @@ class Binary:
         """See `Source`."""
         return self.data_dir / self.layout.folder
 
-    def locate(self) -> Path | None:
+    def locate(self, show_progress: bool = False) -> Path | None:
         """See `Source`."""
         return self.layout.locate(self.where)
 
@@ -130,17 +131,17 @@ def source_of(name: str, settings: DataSettings) -> Source:
 
 
 def prepare(settings: DataSettings, *, show_progress: bool, warn: Callable[[str], None]) -> Prepared:
-    """Have the files of a built-in set on this host; processes may call this together.
+    """Find or make the files of a built-in set on this host; processes may call this together.
 
     Args:
-        settings: their `dataset` is a built-in set, or "auto": CIFAR-10, and the synthetic set only where CIFAR-10 is
-            neither in the data folder nor downloadable.
+        settings: `dataset` names a built-in set, or "auto": CIFAR-10, and the synthetic set where CIFAR-10 is neither
+            in the data folder nor downloadable.
         show_progress: draw a progress bar on stderr.
         warn: called with one line if "auto" falls back to the synthetic set.
 
     Raises:
-        UserError: where the set is not to be had. Damaged files and a wrong checksum are errors under "auto" also: a
-            run must not train on other data than was meant.
+        UserError: where the files can be neither found nor made. Damaged files and a wrong checksum are errors under
+            "auto" also: a run must not train on other data than the user meant.
     """
     auto = settings.dataset == "auto"
     source = source_of(CIFAR10.name if auto else settings.dataset, settings)

@@ -1,21 +1,21 @@
 """The embedded data set: ten kinds of figures, drawn by a seeded program into CIFAR-10's binary layout.
 
-It stands in for CIFAR-10 where there is no network. Every image shows one figure (a disc, a ring, a square, ...) of
-random place, size, proportions, tilt and colour, lighter than its ground, with strokes of other colours behind and
-across it, and noise. The class is the kind of figure and nothing else:
+It replaces CIFAR-10 where there is no network. Every image shows one figure (a disc, a ring, a square, ...) of random
+place, size, proportions, tilt and colour, lighter than its background, with strokes of other colours behind and across
+it, and noise. The class is the kind of figure:
 
-- All kinds cover the same area and take the same colours, so neither mean nor colour tells them apart.
-- The mirror image of a class is that class, and shifts, brightness and contrast vary by themselves: the usual
-  augmentations lose nothing.
+- All kinds cover the same area and have the same colours, so neither mean nor colour tells them apart.
+- A mirrored figure is of the same kind, and images differ by shifts, brightness and contrast: the usual augmentations
+  keep the class.
 
 Measured on two cores of an AMD EPYC, which other work shared, with TensorFlow 2.21, NumPy 2.4 and Python 3.11; each
 training is one run, with seed 0, so there is no spread to give:
 
 - Test accuracy of the tutorial net after epochs 1, 2 and 3, at learning rate 0.1:
-  global batch 256: 27.1%, 90.2%, 95.7%; global batch 128: 93.1% and 97.1% after two, where the run was ended.
+  global batch 256: 27.1%, 90.2%, 95.7%; global batch 128: 93.1%, 97.1%, and no third epoch.
   `python -m hvd_cifar train --dataset synthetic --model tutorial --global-batch-size 256 --epochs 3` (or 128)
-- Test accuracy of softmax regression on standardised pixels of 20,000 training images: 35.5%; 35.9% without each
-  image's mean.
+- Test accuracy of softmax regression on standardised pixels of 20,000 training images: 35.5%; 35.9% where each image's
+  mean is subtracted.
   `pytest -s tests/single/test_synthetic.py -k linear`
 """
 
@@ -38,7 +38,7 @@ Floats = NDArray[np.floating[Any]]  # float32 throughout
 # The drawing must never change under the name of this folder: a test holds its checksum.
 LAYOUT = replace(CIFAR10, name="synthetic", title="the synthetic set", folder="synthetic-v1")
 RECORDS = LAYOUT.train_records  # in each file, also the test set's
-IMAGES_AT_ONCE = 500  # fits a core's cache; part of the definition, since the random bits are drawn in this order
+IMAGES_AT_ONCE = 500  # fits a core's cache. Another number would draw other images: it orders the random bits.
 STROKES_BEHIND = 6
 STROKES_ACROSS = 1
 
@@ -93,8 +93,8 @@ def ensure(data_dir: Path) -> Path:
 
 def draw_file(number: int) -> NDArray[np.uint8]:
     """The records of file `number` (0 to 5; 5 is the test set), uint8 [10,000, 3,073]."""
-    # The raw bits of a bit generator are stable by NumPy's policy; distributions and permutations are not. From the
-    # bits on there is only arithmetic that IEEE 754 rounds correctly (+ - * / sqrt), the same on every machine.
+    # NumPy keeps the raw bits of a bit generator stable, but not distributions and permutations. All else here is
+    # arithmetic that IEEE 754 rounds correctly (+ - * / sqrt), the same on every machine.
     bits = np.random.PCG64(number)
     records = np.empty((RECORDS, LAYOUT.record_bytes), np.uint8)
     in_turn = np.arange(RECORDS) % LAYOUT.classes

@@ -166,6 +166,11 @@ def convert_sync_batch_norm(model: keras.Model) -> int:
     return len(found)
 
 
+def synchronised_layers(model: keras.Model) -> list[Any]:
+    """The batch norm layers of a model that take their training statistics over all ranks' examples."""
+    return [layer for layer in model._flatten_layers() if isinstance(layer, _Synchronized)]
+
+
 def _refuse_renorm(layer: Any) -> None:
     if getattr(layer, "renorm", False):
         raise ValueError(f"{layer.name} has renorm=True, whose statistics cannot be synchronised: set renorm=False")

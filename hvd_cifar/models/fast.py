@@ -46,7 +46,7 @@ RECIPE = Recipe(
     decayed=lambda variable: variable.path == "logits/kernel",  # batch norm makes a kernel's length irrelevant
     label_smoothing=0.2,
     lookahead=True,
-    image_sizes=(24, 32, 32),
+    image_scales=(0.75, 1, 1),
     test_time_augmentation=True,
     evaluation_epochs=3,  # one evaluation takes a fifteenth of an epoch
 )
@@ -117,7 +117,8 @@ def build(image_shape: tuple[int, int, int], classes: int) -> keras.Model:
     blocks of its airbench96.
 
     Args:
-        image_shape: of which only the channels matter: images may have any height and width from 9 pixels on.
+        image_shape: of which only the channels matter: images may have any height and width from 9 pixels on, 12 with
+            the recipe's scales.
         classes: logits.
 
     Returns:

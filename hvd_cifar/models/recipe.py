@@ -51,13 +51,14 @@ class Recipe:
         epochs: passes over the training set; the last one may be a part.
         precision: a Keras dtype policy; None: mixed_bfloat16 where every rank's processor or GPU has instructions for
             it, else float32.
-        augmentation: name of a view in `data.augment`, such as "standard", or a `Views` of one's own.
+        augmentation: name of transforms in `data.augment`, such as "standard", or a `Transforms` of one's own.
         weight_decay: factor of sum(w^2) / 2 over the variables that `decayed` chooses, in the loss.
         decayed: which trainable variables decay.
         label_smoothing: share of the target spread evenly over all classes.
         ema_decay: decay of the weights' moving average for evaluation; 0: none.
         lookahead: average the weights by look-ahead (`optim.averages.Lookahead`).
-        image_sizes: sides in pixels that images are resized to, each for an equal part of the steps; (): as they are.
+        image_scales: factors of at most 1 that images are shrunk by, each for an equal part of the steps; (): as they
+            are. The last one should be 1, since evaluation does not shrink images.
         test_time_augmentation: evaluate on six views of each test image at the end.
         evaluation_epochs: epochs between evaluations.
     """
@@ -74,6 +75,6 @@ class Recipe:
     label_smoothing: float = 0.0
     ema_decay: float = 0.0
     lookahead: bool = False
-    image_sizes: tuple[int, ...] = ()
+    image_scales: tuple[float, ...] = ()
     test_time_augmentation: bool = False
     evaluation_epochs: int = 1

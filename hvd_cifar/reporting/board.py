@@ -21,7 +21,7 @@ class Board:
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        """Write into `folder` from `first_step` on; events of later steps, from a run that was cut off, are dropped."""
+        """Write into `folder` after `first_step`; later events, which a run that was cut off has left, are removed."""
         for path in folder.glob("events.out.tfevents.*"):
             _drop_events_after(path, first_step)
         self._writer = tf.summary.create_file_writer(str(folder))
@@ -40,9 +40,9 @@ class Board:
 def _drop_events_after(path: Path, step: int) -> None:
     """Rewrite an event file without events of later steps, where it holds any.
 
-    TensorBoard's own way, a SessionLog START event, is not enough: its default loader does not read them.
+    TensorBoard marks a restart by a SessionLog START event, but its default loader does not read that event.
     """
-    events = list(RawEventFileLoader(str(path)).Load())  # up to what a killed run was writing
+    events = list(RawEventFileLoader(str(path)).Load())  # without an event that a killed run was writing
     kept = [event for event in events if Event.FromString(event).step <= step]
     if len(kept) == len(events):
         return

@@ -1,4 +1,4 @@
-"""What a run tells: lines and a progress bar on the terminal, metrics.jsonl, TensorBoard, summary.json."""
+"""The output of a run: lines and a progress bar on the terminal, metrics.jsonl, TensorBoard, summary.json."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ EXAMPLES = "examples.jsonl"
 
 
 class Reporter:
-    """The voice of a run. Every rank has one; only rank 0's (with a folder) speaks and writes."""
+    """Prints and writes the output of a run. Every rank has one; only rank 0's, which has a folder, does anything."""
 
     def __init__(self, run_dir: Path | None, watched: bool, dataset: str) -> None:
         self.run_dir = run_dir
-        self.dataset = dataset  # named in every output, so that no figure passes for one on other data
+        self.dataset = dataset  # every output names it: a result on one data set must not be taken for another's
         self._console = Console(force_terminal=True) if run_dir and watched else None
         self._progress: Progress | None = None
         self._bar: Any = None
         self._metrics: Any = None
         self._examples: Any = None
-        self.last_train: dict[str, Any] = {}  # the newest event of each kind, also from before a resume
+        self.last_train: dict[str, Any] = {}  # the newest event of its kind, also from before a resume
         self.last_eval: dict[str, Any] = {}
         self._board: Any = None
 
     def open(self, first_step: int, record_examples: bool = False) -> None:
-        """Begin to write metrics from a step on; events of later steps, from a run that was cut off, are dropped."""
+        """Open the files, for metrics after a step; later ones, which a run that was cut off has left, are removed."""
         if self.run_dir is None:
             return
         path = self.run_dir / "metrics.jsonl"
@@ -54,7 +54,7 @@ class Reporter:
                 self._examples = path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        """Finish what is being written."""
+        """Close the files."""
         if self.run_dir is None:
             return
         with _writing(self.run_dir):
@@ -66,7 +66,7 @@ class Reporter:
 
     @contextmanager
     def progress(self, first_step: int, total_steps: int) -> Iterator[None]:
-        """Show a bar over the steps while the block runs, if a person watches."""
+        """Show a progress bar of the steps in the block, where a person watches."""
         if self._console is None:
             yield
             return
@@ -94,7 +94,7 @@ class Reporter:
     def train(
         self, step: int, epoch: float, loss: float, learning_rate: float, images_per_second: float, seconds: float
     ) -> None:
-        """Report a window of steps; `loss` is the last step's global mean, `seconds` are those of one step."""
+        """Report the steps since the last report: `loss` of the last one, over its global batch; `seconds` of each."""
         if self.run_dir is None:
             return
         rate, per_batch = f"{images_per_second:.1f} images/s", f"{seconds:.3f} s/batch"
@@ -123,7 +123,7 @@ class Reporter:
     def _write(self, event: str, values: dict[str, Any]) -> None:
         assert self.run_dir is not None
         if event == "eval" and self.last_eval.get("step") == values["step"]:
-            return  # it was made before this run was cut off, and is on record
+            return  # a run that was cut off after this evaluation has recorded it
         self._remember({"event": event, **values})
         with _writing(self.run_dir / "metrics.jsonl"):
             self._metrics.write(json.dumps({"event": event, "dataset": self.dataset, **values}) + "\n")
@@ -133,7 +133,7 @@ class Reporter:
             self._board.write(values["step"], scalars)
 
     def warn(self, line: str) -> None:
-        """Print a line to standard error, whatever else is on the screen."""
+        """Print a line to standard error."""
         if self.run_dir is not None:
             terminal.complain("hvd_cifar: " + line)
 
@@ -146,19 +146,10 @@ class Reporter:
             self._examples.flush()
 
     def withdraw_summary(self) -> None:
-        """Remove the summary of an earlier end: the run goes on."""
+        """Remove the summary that the run wrote at an earlier end."""
         if self.run_dir is not None:
             with _writing(self.run_dir):
                 (self.run_dir / "summary.json").unlink(missing_ok=True)
-
-    def summary_step(self) -> int | None:
-        """The step that summary.json is of; None: there is none."""
-        if self.run_dir is None:
-            return None
-        try:
-            return int(json.loads((self.run_dir / "summary.json").read_text())["steps"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
 
     def summary(self, values: dict[str, Any]) -> None:
         """Write summary.json, whole or not at all."""
@@ -170,7 +161,7 @@ class Reporter:
 
 
 def _keep_events_up_to(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop the lines of later steps; the events that stay."""
+    """Remove the lines of later steps from a file; the events that stay."""
     if not path.exists():
         return []
     kept, events = [], []
@@ -178,7 +169,7 @@ def _keep_events_up_to(path: Path, step: int) -> list[dict[str, Any]]:
         try:
             event = json.loads(line)
         except ValueError:
-            break  # the line that a killed run was writing
+            break  # a killed run was writing this line
         if event["step"] <= step:
             kept.append(line + "\n")
             events.append(event)

@@ -1,4 +1,4 @@
-"""Where a run comes from: the command and the commit, so that others can repeat it."""
+"""The command and the commit of a run, so that others can repeat it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import hvd_cifar
 
 
 def command() -> str:
-    """The command of this rank, as a shell takes it."""
+    """The command line of this rank, quoted for a shell."""
     return shlex.join(["python", "-m", "hvd_cifar", *sys.argv[1:]])
 
 
 def git_commit(package: Path = Path(hvd_cifar.__file__).parent) -> str | None:
-    """The commit that a package's code is from, with "-dirty" where files have changed since; None: not known."""
+    """The commit of a package's code, with "-dirty" where files have changed since; None: not known."""
     try:
-        # An installed copy may lie in somebody else's checkout, whose commit says nothing of it.
+        # An installed copy may be inside the checkout of another project, whose commit must not be reported.
         _git(package, "ls-files", "--error-unmatch", "__init__.py")
         changed = "-dirty" if _git(package, "status", "--porcelain", "--untracked-files=no", "--", ".") else ""
         return _git(package, "rev-parse", "HEAD") + changed

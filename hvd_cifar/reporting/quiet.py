@@ -1,4 +1,4 @@
-"""The start of TensorFlow and Keras, without pages of notes and without plots."""
+"""The import of TensorFlow and Keras, without pages of notes and without plotting packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# What TensorFlow writes on any sound machine before its own log level holds.
+# TensorFlow writes these on any machine, before its log level takes effect.
 _NOTES = (
     "All log messages before absl::InitializeLog()",
     "oneDNN custom operations are on",
@@ -24,19 +24,18 @@ for line in sys.stdin.buffer:
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
 """
-# Packages that Keras or TensorFlow import where they find them, a quarter of a rank's start, and training never uses.
+# Keras and TensorFlow import these where they find them. Training never uses them, and they take a quarter of a rank's
+# start.
 _HIDDEN = ("matplotlib", "scipy")
 
 
 @contextmanager
 def quiet_start() -> Iterator[None]:
-    """Import TensorFlow in this block: its notes are dropped, all else that is written to stderr comes out.
+    """Filter TensorFlow's notes out of stderr in this block, which imports TensorFlow; Keras is imported before it.
 
-    Keras is imported before the block.
-
-    The notes come from C++ before any setting can stop them, so the file descriptor itself is turned aside: to a
-    process that filters lines and outlives this one, so that the last words of an import that aborts come out too.
-    A user's TF_CPP_MIN_LOG_LEVEL stays, and with 0 everything is shown.
+    The notes come from C++ before any setting can stop them, so file descriptor 2 itself is redirected to a process
+    that filters lines. That process outlives this one: it still prints the error of an import that aborts. A user's
+    TF_CPP_MIN_LOG_LEVEL is kept; 0 shows everything.
     """
     if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2") == "0":
         _import_keras()
@@ -44,7 +43,7 @@ def quiet_start() -> Iterator[None]:
         return
     sys.stderr.flush()
     true_stderr = os.dup(2)
-    # In a session of its own: Ctrl-C is for this process, and the filter ends by itself after it.
+    # In its own session: Ctrl-C must end this process, and the filter ends by itself after it.
     words = [sys.executable, "-I", "-S", "-c", _FILTER, *_NOTES]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=true_stderr, start_new_session=True) as line_filter:
         assert line_filter.stdin
@@ -55,7 +54,7 @@ def quiet_start() -> Iterator[None]:
         finally:
             sys.stderr.flush()
             os.dup2(true_stderr, 2)
-            os.close(true_stderr)  # and on leaving, the pipe: the filter writes what it has, and ends
+            os.close(true_stderr)  # leaving the block closes the pipe; the filter writes the rest and ends
 
 
 def _import_keras() -> None:

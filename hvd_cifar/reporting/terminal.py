@@ -1,4 +1,4 @@
-"""Whether a person watches, and lines that arrive whole."""
+"""Lines on the terminal, and whether a person watches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_cifar.runtime.environment import launched_rank
 def is_watched() -> bool:
     """Whether standard output is a terminal.
 
-    A launcher gives its ranks pseudo-terminals of its own, whatever the user sees; `run.sh` therefore says it in
+    A launcher connects its ranks to pseudo-terminals even where the user has none, so `run.sh` sets
     HVD_CIFAR_TERMINAL.
     """
     if "HVD_CIFAR_TERMINAL" in os.environ:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from itertools import islice
 from typing import Any
 
 import keras
@@ -11,11 +12,12 @@ import keras
 from hvd_cifar import config, models
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data import augment
-from hvd_cifar.data.augment import Views
+from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.dataset import Dataset
-from hvd_cifar.data.pipeline import in_steps, training_batches
+from hvd_cifar.data.pipeline import MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm, prove_averaging
+from hvd_cifar.distributed.batch_norm import synchronised_layers
 from hvd_cifar.errors import UserError
 from hvd_cifar.kernels import compiled
 from hvd_cifar.models import Model, Net
@@ -25,7 +27,7 @@ from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.runtime.world import World, native_precision, versions
-from hvd_cifar.training import run_dir, user_code
+from hvd_cifar.training import random_layers, run_dir, user_code
 from hvd_cifar.training.callbacks import (
     Callback,
     Checkpointer,
@@ -42,23 +44,23 @@ from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.image_sizes import ImageSizes
 from hvd_cifar.training.plan import Plan, make_schedule, plan, precision_of, resolve, set_precision
 from hvd_cifar.training.progress import Progress, Run
-from hvd_cifar.training.sources import prepare_data
+from hvd_cifar.training.sources import differences, name_hosts, prepare_data
 from hvd_cifar.training.step import StepSpec, TrainStep, make_train_step
 from hvd_cifar.training.trainer import OfUser, Trainer
 
-ADAPTING_IMAGES = 5000  # as many as Jordan 2024 whitens with
-EVALUATION_BATCH = 500  # examples a rank evaluates at a time: enough to be fast, small enough for any device
+ADAPTING_IMAGES = 5000  # as in Jordan 2024
+EVALUATION_BATCH = 500  # examples that a rank evaluates at a time: enough to be fast, and they fit on any device
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained on what, the same on all ranks.
+    """What a run trains on what; the same on all ranks, except for `sharding`.
 
     Attributes:
         settings: resolved, with a precision.
         dataset: its examples.
         model: with its recipe.
-        views: how the net sees images.
+        transforms: from the data set's images to what the net sees.
         plan: the batch arithmetic.
         sharding: which micro-batches of each global batch are this rank's.
     """
@@ -66,14 +68,14 @@ class Work:
     settings: TrainSettings
     dataset: Dataset
     model: Model
-    views: Views
+    transforms: Transforms
     plan: Plan
     sharding: Sharding
 
     @property
     def image_sizes(self) -> tuple[int, ...]:
-        """Heights to train on in turn; a size above the images' leaves them as they are."""
-        height = self.views.shape[0]
+        """Heights to train on in turn, each at most the images' own."""
+        height = self.transforms.shape[0]
         return tuple(min(side, height) for side in self.settings.image_sizes or (height,))
 
     @property
@@ -84,7 +86,7 @@ class Work:
 
 
 def prepare(settings: TrainSettings, world: World, given: OfUser | None = None) -> Work:
-    """Load data and model, and do the batch arithmetic. A collective."""
+    """Load data set and model, and do the batch arithmetic. A collective."""
     given = given or OfUser()
     own = given.dataset
     if own is None and config.is_user_code(settings.dataset):
@@ -98,16 +100,20 @@ def prepare(settings: TrainSettings, world: World, given: OfUser | None = None) 
 
 
 def work_of(settings: TrainSettings, dataset: Dataset, model: Model, rank: int, size: int) -> Work:
-    """What resolved settings ask for on these data.
+    """The work of resolved settings on a data set.
 
     Raises:
-        UserError: where batch, views or image sizes do not fit; the same on every rank.
+        UserError: where batch, transforms or image sizes do not fit; the same on every rank.
     """
     assert model.recipe is not None, "it was asked for"
-    views = _views(settings, model.recipe, dataset)
+    transforms = _transforms(settings, model.recipe, dataset)
+    if settings.image_sizes is None:
+        height = transforms.shape[0]
+        sizes = tuple(max(1, round(scale * height)) for scale in model.recipe.image_scales)
+        settings = settings.model_copy(update={"image_sizes": sizes})
     batch_plan = plan(settings, model.recipe, len(dataset.train), size)
     sharding = Sharding(rank, size, settings.gradient_accumulation, settings.virtual_shards)
-    return Work(settings, dataset, model, views, batch_plan, sharding)
+    return Work(settings, dataset, model, transforms, batch_plan, sharding)
 
 
 def _model(settings: TrainSettings, given: OfUser) -> Model:
@@ -118,21 +124,21 @@ def _model(settings: TrainSettings, given: OfUser) -> Model:
     return Model(settings.model, user_code.load(settings.model, "--model"))
 
 
-def _views(settings: TrainSettings, recipe: Recipe, dataset: Dataset) -> Views:
+def _transforms(settings: TrainSettings, recipe: Recipe, dataset: Dataset) -> Transforms:
     named = recipe.augmentation
     try:
-        views = augment.views(named, dataset) if isinstance(named, str) else named
+        transforms = augment.transforms(named, dataset) if isinstance(named, str) else named
     except ValueError as failure:
         raise UserError(f"--model {settings.model}: {failure}; change its recipe") from failure
-    return augment.undistorted(views) if settings.augmentation == "none" else views
+    return augment.undistorted(transforms) if settings.augmentation == "none" else transforms
 
 
 @dataclass(frozen=True)
 class Learner:
-    """What learns, and all of its state.
+    """The net, its optimizer, and all of their state.
 
     Attributes:
-        net, optimizer: the optimizer is distributed, and has its slots for the net's variables.
+        net, optimizer: the optimizer is distributed, and built for the net's variables.
         averages: moving averages of the weights for evaluation, or None.
         lookahead: slow weights, or None.
         state: all that a checkpoint holds.
@@ -146,22 +152,25 @@ class Learner:
 
 
 def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
-    """Everything before the first step, in the order in which it can fail. A collective."""
+    """Make everything that a run needs before its first step. A collective.
+
+    The run directory stays locked until `run_dir.release`, also after an error.
+    """
     settings = collectives.on_root(lambda: run_dir.continue_run(settings))
     work = prepare(settings, world, given)
     kernels = _agree_on_kernels(world, work.settings)
     schedule = make_schedule(work.settings, work.recipe, work.plan)
-    learner = make_learner(work, schedule(0))
+    learner = collectives.on_every_rank(lambda: make_learner(work, schedule(0)))
     proof = prove_averaging(lambda plain: distribute(work.settings, plain), contributions="sum")
     own_callbacks = given.callbacks or [_callback(spec) for spec in work.settings.callbacks]
     check_interface(own_callbacks)
 
     facts = {
-        # By its name, not "auto": a later evaluation must not find another one.
+        # The name, not "auto": a later evaluation must not find another data set.
         "dataset": work.dataset.name if work.settings.dataset == "auto" else work.settings.dataset,
         "global_batch_size": work.plan.global_batch_size,
         "examples_sha256": collectives.on_root(lambda: work.dataset.train.digest),
-        "learning_rate_schedule": schedule.exact,
+        "learning_rate_schedule": collectives.on_every_rank(lambda: schedule.exact),
         "convolutions": kernels,
     }
     course = run_dir.course_of(work.settings, facts)
@@ -172,6 +181,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
         collectives.on_root(lambda: checkpoints.restore(newest) if checkpoints else None)
         notes += collectives.on_root(lambda: run_dir.changed_kernels(folder, kernels))
     collectives.broadcast_variables(learner.state.variables)
+    random_layers.separate(learner.net.model, world.rank)
     first_step = int(learner.state.step.numpy())
     notes += [f"resumed from {newest} at step {first_step}"] if newest is not None else []
     named = work.settings.model_copy(update={"dataset": facts["dataset"]})
@@ -181,9 +191,9 @@ def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
     reporter = Reporter(folder if world.is_root else None, terminal.is_watched(), work.dataset.name)
     for line in (*_describe(work, world, learner.net, schedule), *notes):
         reporter.say(line)
-    # Another run's checkpoint is not among this one's.
+    # A checkpoint of another run does not count as saved in this one.
     saved_step = first_step if newest is not None and newest.parent == folder / "checkpoints" else -1
-    progress = Progress(first_step, saved_step, partial(run_dir.release, folder))
+    progress = Progress(first_step, saved_step)
     results: dict[str, Any] = {}
     model, name = learner.net.model, work.dataset.name
     run = Run(work.settings, world, work.plan, schedule, model, name, folder, progress, results)
@@ -204,10 +214,7 @@ def make_learner(work: Work, learning_rate: float) -> Learner:
 
 
 def for_machines(settings: TrainSettings, world: World) -> TrainSettings:
-    """Settings, the same on all ranks, with the precision that suits every rank's device, where none was chosen.
-
-    A collective.
-    """
+    """Settings with a precision: the one that every rank's device is fast in, where none is given. A collective."""
     if settings.precision is not None:
         return settings
     everywhere = set(collectives.all_gather_object(native_precision(world)))
@@ -215,23 +222,48 @@ def for_machines(settings: TrainSettings, world: World) -> TrainSettings:
 
 
 def make_net(work: Work) -> Net:
-    """The net, freshly initialised, adapted to the training images, with the batch norm that the settings ask for."""
+    """The net, freshly initialised, adapted to the training images, with batch norm as the settings say.
+
+    Raises:
+        UserError: where the net does not go with a setting.
+    """
     set_precision(precision_of(work.settings), work.settings.seed)
-    net = models.build(work.model, work.views.shape, work.dataset.classes)
-    if set(work.image_sizes) != {work.views.shape[0]} and net.model.input_shape[1] is not None:
+    net = models.build(work.model, work.transforms.shape, work.dataset.classes)
+    if set(work.image_sizes) != {work.transforms.shape[0]} and net.model.input_shape[1] is not None:
         raise UserError("--image-sizes: this net takes images of one size; leave it out, or give another --model")
+    if work.settings.virtual_shards:
+        _refuse_for_virtual_shards(net)
     if work.settings.sync_batch_norm:
         convert_sync_batch_norm(net.model)
     images = work.dataset.train.images[: min(ADAPTING_IMAGES, len(work.dataset.train))]
-    models.adapt(net, work.views.test(images))
+    models.adapt(net, work.transforms.test(images))
     return net
+
+
+def _refuse_for_virtual_shards(net: Net) -> None:
+    """UserError where a layer's results depend on the number of ranks in a way that virtual shards do not undo."""
+    for layers, why, remedy in (
+        (
+            synchronised_layers(net.model),
+            "its statistics are over all ranks, and each virtual shard has its own",
+            "take keras.layers.BatchNormalization",
+        ),
+        (
+            random_layers.random_layers(net.model),
+            "it draws random numbers, which depend on the number of ranks",
+            "take it out",
+        ),
+    ):
+        if layers:
+            name = f"{layers[0].name} ({type(layers[0]).__name__})"
+            raise UserError(f"--virtual-shards: the net has the layer {name}: {why}; leave the option out, or {remedy}")
 
 
 def distribute(
     settings: TrainSettings, optimizer: keras.optimizers.Optimizer, process_set: Any = collectives.ALL_RANKS
 ) -> Any:
     """The optimizer, applying gradients that are summed over the ranks as the settings say."""
-    # Horovod: "sum", since every rank feeds its share of the global batch's mean; see training.step.
+    # Horovod: "sum", since every rank computes its share of the global batch's mean; see training.step.
     distributed = DistributedOptimizer(
         optimizer,
         op="sum",
@@ -243,8 +275,13 @@ def distribute(
 
 
 def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any = collectives.ALL_RANKS) -> Any:
-    """The recipe's optimizer, distributed over a process set, with its slots for the net's variables."""
-    plain = work.recipe.optimizer(learning_rate)
+    """The recipe's optimizer, distributed over a process set, and built for the net's variables.
+
+    Raises:
+        UserError: where the recipe's function fails.
+    """
+    with user_code.errors_of(f"--model {work.model.name}: optimizer({learning_rate:g}) of its recipe"):
+        plain = work.recipe.optimizer(learning_rate)
     if work.settings.clip_norm is not None:
         plain.global_clipnorm = work.settings.clip_norm
     optimizer = distribute(work.settings, plain, process_set)
@@ -253,15 +290,14 @@ def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any 
 
 
 def step_spec(work: Work, side: int | None = None) -> StepSpec:
-    """What the work's step computes, on images resized to a side."""
+    """The settings of the work's step, on images resized to a side."""
     settings = work.settings
     return StepSpec(
-        image_shape=work.views.shape,
+        image_shape=work.transforms.shape,
         weight_decay=settings.weight_decay or 0.0,
         label_smoothing=settings.label_smoothing or 0.0,
-        slices=work.sharding.micro_batches,
+        micro_batches=work.sharding.micro_batches,
         virtual_shards=settings.virtual_shards,
-        sync_batch_norm=settings.sync_batch_norm,
         side=side,
     )
 
@@ -277,22 +313,25 @@ def _step_of(work: Work, learner: Learner, schedule: Schedule) -> TrainStep:
     )
 
 
-def _batches(work: Work, world: World, first_step: int) -> Any:
+def _batches(work: Work, world: World, first_step: int) -> Iterator[list[MicroBatch]]:
+    """This rank's micro-batches of each step."""
     batches = training_batches(
         work.dataset.train,
-        work.views,
+        work.transforms,
         Sampler(work.plan.examples, work.plan.global_batch_size, work.settings.seed, work.sharding),
         first_step=first_step,
         last_step=work.plan.total_steps,
         device=world.device if "GPU" in world.device else "",
     )
-    return in_steps(batches, work.sharding.micro_batches)
+    elements = iter(batches)
+    while step := list(islice(elements, work.sharding.micro_batches)):
+        yield step
 
 
 def _callbacks_of(
     trainer: Trainer, work: Work, learner: Learner, checkpoints: Checkpoints | None, results: dict[str, Any]
 ) -> list[Callback]:
-    """The program's own callbacks, in the order in which they act after a step."""
+    """The program's own callbacks, in the order in which they act."""
     settings, run, progress, reporter, tell = (
         work.settings,
         trainer.run,
@@ -301,10 +340,9 @@ def _callbacks_of(
         trainer.tell,
     )
     evaluate = make_evaluator(
-        learner.net.model, work.dataset.test, work.views, run.world, EVALUATION_BATCH, settings.eval_examples
+        learner.net.model, work.dataset.test, work.transforms, run.world, EVALUATION_BATCH, settings.eval_examples
     )
-    local = not (settings.sync_batch_norm or settings.virtual_shards)
-    statistics = MovingStatistics(learner.net.model, local, progress.saved_step)
+    statistics = MovingStatistics(learner.net.model, not settings.virtual_shards, progress.saved_step)
     logger = Logger(progress, reporter, tell)
     replicas = ReplicaCheck(progress, learner.state, statistics, reporter)
     evaluator = Evaluator(progress, evaluate, statistics, learner.averages, reporter, tell)
@@ -320,16 +358,17 @@ def _callback(spec: str) -> Any:
 
 
 def _agree_on_kernels(world: World, settings: TrainSettings) -> str:
-    """Whose convolutions the ranks compute with, in words. A collective.
+    """The convolution kernels of all ranks, in words. A collective.
 
     Raises:
         UserError: under --virtual-shards, where hosts compute differently.
     """
-    by_rank = collectives.all_gather_object((world.host, "TensorFlow's" if "GPU" in world.device else compiled.about()))
-    kinds = sorted({kind for _, kind in by_rank})
-    if len(kinds) == 1:
-        return kinds[0]
-    named = "; ".join(f"{kind} on {', '.join(sorted({host for host, k in by_rank if k == kind}))}" for kind in kinds)
+    hosts, host = name_hosts(world)
+    own = "TensorFlow's" if "GPU" in world.device else compiled.about()
+    found = dict.fromkeys(collectives.all_gather_object((hosts[host], own)))  # each host once
+    named = differences(found)
+    if not named:
+        return own
     if settings.virtual_shards:
         raise UserError(
             f"--virtual-shards: hosts compute convolutions differently ({named}), so their bits differ; "
@@ -343,7 +382,7 @@ def _agree_on_kernels(world: World, settings: TrainSettings) -> str:
 
 
 def _facts_of(world: World) -> dict[str, Any]:
-    """What a run's record says of its ranks and its program; a collective."""
+    """The facts of ranks and program for the run's record; a collective."""
     return {
         "world_size": world.size,
         "hosts": collectives.all_gather_object(world.host),
@@ -360,16 +399,18 @@ def _facts_of(world: World) -> dict[str, Any]:
 
 
 def _describe(work: Work, world: World, net: Net, schedule: Schedule) -> list[str]:
-    """The lines that open a run: who trains what on what, and the batch arithmetic."""
+    """The first lines of a run: model, data set, ranks, and the batch arithmetic."""
     settings, batch = work.settings, work.plan.global_batch_size
     micro_batches, shards = settings.gradient_accumulation, settings.virtual_shards
     parts = f"{world.size} ranks x {batch / world.size / micro_batches:g}"
     parts += f" x {micro_batches} micro-batches" * (micro_batches > 1)
     if shards:
         parts = f"{shards} virtual shards, {shards // world.size} on each rank"
+    drawing = [layer.name for layer in random_layers.random_layers(net.model)]
     trained = f"{settings.model} ({net.parameters:,} parameters, {settings.precision}) on {work.dataset.name}"
     return [
         f"{trained}: {world.describe()}",
         f"global batch {batch} = {parts}; {work.plan.steps_per_epoch} steps an epoch, {work.plan.total_steps} in all",
         f"learning rate {schedule}",
+        *([f"random layers: {', '.join(drawing)}: results depend on the number of ranks"] if drawing else []),
     ]

@@ -1,7 +1,6 @@
-"""What happens in a run beside its steps: `Callback`, and the program's own ones.
+"""Everything that a run does beside its steps, as callbacks, each with its own state.
 
-Each callback holds its own state. The program's own come first, in the order of `assemble.callbacks_of`; a user's
-follow.
+The program's own callbacks act first, in the order of `assemble._callbacks_of`; a user's follow.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from hvd_cifar.runtime.world import versions
 from hvd_cifar.training.checkpoint import Checkpoints, State
 from hvd_cifar.training.evaluate import Evaluation
 from hvd_cifar.training.progress import Progress, Run
-from hvd_cifar.training.step import moving_statistics
+from hvd_cifar.training.random_layers import random_states
+from hvd_cifar.training.step import local_statistics
 
 STEPS_LEFT_OUT = 10  # steps whose speed does not count: tracing and cold caches
 
@@ -38,29 +38,29 @@ class Callback:
     """
 
     def on_start(self, run: Run) -> None:
-        """Before the first step, also of a run that goes on."""
+        """Before the first step, also of a resumed run."""
 
     def on_step(self, run: Run) -> None:
-        """After each global step. The loss is still on the device: `run.loss` is that of the last log line."""
+        """After each global step. Its loss is still on the device; `run.loss` is that of the last log line."""
 
     def on_log(self, run: Run) -> None:
-        """After each log line: `run.loss` and `run.learning_rate` are those of the last step."""
+        """After each log line; `run.loss` and `run.learning_rate` are those of the last step."""
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """After each evaluation on the test set."""
 
     def before_checkpoint(self, run: Run) -> None:
-        """Before a checkpoint is written, when all ranks have the state that it will hold."""
+        """Before a checkpoint is written; every rank already has the state that will be saved."""
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """After a checkpoint has been written to `path`, on rank 0's host."""
 
     def on_end(self, run: Run) -> None:
-        """After the last step; for a user's callbacks the final evaluation and `run.summary` are there."""
+        """After the last step; a user's callbacks find the last evaluation and `run.summary`."""
 
 
 class ExampleLedger(Callback):
-    """Writes down which examples each rank used in each step (--record-examples)."""
+    """Records which examples each rank used in each step (--record-examples)."""
 
     def __init__(self, reporter: Reporter) -> None:
         self.reporter = reporter
@@ -78,12 +78,12 @@ class ExampleLedger(Callback):
         self.used.clear()
 
     def before_checkpoint(self, run: Run) -> None:
-        """What a checkpoint has learnt from is on record."""
+        """Write the steps up to the checkpoint."""
         self.on_log(run)
 
 
 class Logger(Callback):
-    """A log line every --log-every steps; looks at all losses since the last one."""
+    """Writes a log line every --log-every steps, and checks all losses since the last one."""
 
     def __init__(self, progress: Progress, reporter: Reporter, tell: Tell) -> None:
         self.progress = progress
@@ -128,17 +128,16 @@ class Logger(Callback):
 
 
 class MovingStatistics:
-    """Batch norm's moving statistics, which each rank gathers for itself and all average before they are used."""
+    """Batch norm's moving statistics that each rank gathers for itself; ranks average them before they are used."""
 
     def __init__(self, model: keras.Model, are_local: bool, averaged_step: int) -> None:
-        """`averaged_step`: at which they were last the same on all ranks."""
-        self.variables = moving_statistics(model)
-        self.are_local = are_local
+        """`are_local`: False where steps average them; `averaged_step`: at which they were last the same on all."""
+        self.variables = local_statistics(model) if are_local else []
         self.averaged_step = averaged_step
 
     def average(self, step: int) -> None:
-        """Make them the same on all ranks; once a step, since an average may round. A collective."""
-        if self.are_local and self.averaged_step != step:
+        """Make them the same on all ranks, once a step: an average may round. A collective."""
+        if self.averaged_step != step:
             collectives.average_variables(self.variables)
             self.averaged_step = step
 
@@ -166,15 +165,15 @@ class ReplicaCheck(Callback):
         """Compare now.
 
         Args:
-            everything: batch norm's moving statistics also where each rank gathers its own.
+            everything: local moving statistics also, which the ranks have just averaged.
 
         Raises:
-            TrainingError: on every rank, where they differ, and the run is not to go on with rank 0's.
+            TrainingError: on every rank, where they differ under --on-divergence stop.
         """
         self.progress.check_losses()
         with self.progress.clock.paused():
             began = time.perf_counter()
-            variables = self.state.replicated(statistics_too=everything or not self.statistics.are_local)
+            variables = self.state.replicated([] if everything else self.statistics.variables)
             found = find_divergence(variables)
             if found is not None and run.settings.on_divergence == "stop":
                 raise TrainingError(
@@ -213,7 +212,7 @@ class Evaluator(Callback):
         self.newest: tuple[int, Evaluation] | None = None
 
     def on_step(self, run: Run) -> None:
-        """Evaluate where it is due; the last evaluation belongs to the end."""
+        """Evaluate where it is due; the evaluation after the last step is `final`'s."""
         if run.step < run.total_steps and run.is_due(run.plan.evaluation_steps):
             self.run_now(run, six_views=False)
 
@@ -230,7 +229,7 @@ class Evaluator(Callback):
         Raises:
             TrainingError: where the loss is not finite.
         """
-        self.progress.check_losses()  # first: it waits for the device, which is part of the steps' time
+        self.progress.check_losses()  # before the clock stops: waiting for the device is part of the steps' time
         with self.progress.clock.paused():
             self.statistics.average(run.step)
             if self.averages:
@@ -258,7 +257,7 @@ class Checkpointer(Callback):
         reporter: Reporter,
         tell: Tell,
     ) -> None:
-        """`checkpoints`: of rank 0; None on the others."""
+        """`checkpoints`: None on ranks other than 0."""
         self.progress = progress
         self.state = state
         self.checkpoints = checkpoints
@@ -304,7 +303,7 @@ class Checkpointer(Callback):
 
 
 class Summariser(Callback):
-    """At the end: the last evaluation, the digests of all ranks, and summary.json."""
+    """Makes the last evaluation, compares the digests of all ranks, and writes summary.json."""
 
     def __init__(
         self,
@@ -314,7 +313,7 @@ class Summariser(Callback):
         checkpointer: Checkpointer,
         results: dict[str, Any],
     ) -> None:
-        """`results`: what `Run` shows of the run's results."""
+        """`results`: those that `Run` shows; this callback fills them in."""
         self.logger = logger
         self.replicas = replicas
         self.evaluator = evaluator
@@ -330,7 +329,9 @@ class Summariser(Callback):
         found, state, reporter = self.evaluator.final(run), self.checkpointer.state, self.evaluator.reporter
         self.results["evaluation"] = found
         seconds = self.checkpointer.seconds
-        digests = collectives.all_gather_object(collectives.digest(run.model.variables))
+        own = set(map(id, random_states(run.model)))
+        digest = collectives.digest(v for v in run.model.variables if id(v) not in own)
+        digests = collectives.all_gather_object(digest)
         last = collectives.broadcast_object(reporter.last_train)
         summary = {
             "dataset": run.dataset,
@@ -365,7 +366,7 @@ class Summariser(Callback):
 
 
 def check_interface(callbacks: Sequence[Any]) -> None:
-    """UserError where an object is no callback: a method of another name would never be called."""
+    """UserError where an object is not a `Callback`."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise UserError(f"--callbacks: {callback!r} is no Callback; derive its class from hvd_cifar.Callback")

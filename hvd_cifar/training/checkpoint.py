@@ -1,9 +1,10 @@
-"""Saving and restoring everything that the rest of a run depends on."""
+"""Saving and restoring the state of a run."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,19 @@ from hvd_cifar.config import TrainSettings
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.models import Net
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
-from hvd_cifar.training.step import moving_statistics
+from hvd_cifar.training.random_layers import random_states
 
 KEPT = 5
 TABLE_MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 
 
 class State:
-    """What a run is at a step: weights, optimizer slots, moving averages, and the step itself.
+    """The state of a run at a step: weights, optimizer slots, moving averages, random generators, and the step.
 
     `optimizer` is None where only an evaluation follows.
 
-    Order and augmentation are pure functions of the seed and the step, so the step is the position in the data too.
-    `origin` is what that position counts in: seed, examples of the global batch, examples of the training set.
+    Order and augmentation are pure functions of the seed and the step, so the step is also the position in the data.
+    `origin` holds the numbers which that position depends on: seed, global batch, examples of the training set.
     """
 
     def __init__(
@@ -60,10 +61,10 @@ class State:
         """What each rank reads from a clock of its own."""
         return [self.seconds, self.check_seconds]
 
-    def replicated(self, statistics_too: bool) -> list[Any]:
-        """What must be the same on all ranks: all but the clocks, and batch norm's moving statistics if so said."""
-        own = [*self.clocks, *([] if statistics_too else moving_statistics(self.net.model))]
-        return [v for v in self.variables if id(v) not in set(map(id, own))]
+    def replicated(self, local_statistics: Sequence[Any] = ()) -> list[Any]:
+        """What must be the same on all ranks: all but clocks, random generators and these moving statistics."""
+        own = set(map(id, [*self.clocks, *random_states(self.net.model), *local_statistics]))
+        return [v for v in self.variables if id(v) not in own]
 
     @property
     def trackable(self) -> tf.train.Checkpoint:
@@ -73,6 +74,8 @@ class State:
             parts["optimizer"] = self.optimizer
             for name in ("origin", "mended", "check_seconds"):
                 parts[name] = getattr(self, name).value
+            if states := random_states(self.net.model):  # Keras does not make them part of the model's checkpoint
+                parts["random"] = tf.train.Checkpoint(variables=[v.value for v in states])
         if self.averages:
             parts["averages"] = tf.train.Checkpoint(variables=[v.value for v in self.averages.variables])
         if self.lookahead:
@@ -152,11 +155,11 @@ def restore(trackable: tf.train.Checkpoint, path: Path, partial: bool = False) -
 
 
 def find(place: Path) -> Path | None:
-    """The checkpoint at a path: itself, or the newest one of a folder of checkpoints or a run directory; None: none."""
+    """The checkpoint at a path, or the newest one in a folder of checkpoints or a run directory; None where none is."""
     if Path(f"{place}.index").exists():
         return place
     for folder in (place, place / "checkpoints"):
-        # By the files themselves: TensorFlow's list of them may be damaged, or name one that is gone.
+        # TensorFlow's list of checkpoints may be damaged, or name one that is gone: look at the files.
         whole = (p for p in folder.glob("step-*.index") if _is_whole(p))
         steps = {step_of(p.with_suffix("")): p.with_suffix("") for p in whole}
         if steps:
@@ -170,8 +173,11 @@ def step_of(path: Path) -> int:
 
 
 def _is_whole(index: Path) -> bool:
-    """Whether a checkpoint's index was written to its end: TensorFlow writes it in place, last of all, and may be
-    killed over it. It is a table, which ends with a magic number (leveldb, table_format.md)."""
+    """Whether a checkpoint is complete.
+
+    TensorFlow writes the index last and in place, so a kill may cut it off. A whole index is a table, which ends with a
+    magic number (leveldb, table_format.md).
+    """
     with index.open("rb") as file:
         file.seek(max(0, index.stat().st_size - len(TABLE_MAGIC)))
         ended = file.read() == TABLE_MAGIC
@@ -179,7 +185,7 @@ def _is_whole(index: Path) -> bool:
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """What a run directory's config.json says: its settings, and what its "run" section tells of its newest part.
+    """The content of a run directory's config.json: its settings, and beside them the facts of its "run" section.
 
     Raises:
         UserError: where the file is damaged.
@@ -192,13 +198,13 @@ def recorded(path: Path) -> dict[str, Any]:
 
 
 def differences(path: Path, now: dict[str, Any]) -> list[str]:
-    """What a run directory's config.json says otherwise than `now`, a line each.
+    """What differs between a run directory's config.json and `now`, in words.
 
     Raises:
         UserError: where the file is damaged.
     """
     defaults = {name: field.default for name, field in TrainSettings.model_fields.items()}
-    then = {**defaults, **recorded(path)}  # a run of before a setting came up had its default
+    then = {**defaults, **recorded(path)}  # an older run does not record a newer setting: it had the default
     changed = [name for name in now if name in then and then[name] != now[name]]
     return [f"{name.replace('_', ' ')} was {then[name]}, is {now[name]}" for name in changed]
 

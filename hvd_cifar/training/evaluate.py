@@ -1,4 +1,4 @@
-"""Accuracy and loss on a whole set, every example once, at any number of ranks with the same answer."""
+"""Accuracy and loss on a whole set: every example once, and the same results on any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_cifar.data.augment import Views
+from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.dataset import Examples
 from hvd_cifar.data.pipeline import evaluation_batches
 from hvd_cifar.distributed import collectives
@@ -22,7 +22,9 @@ from hvd_cifar.training.step import cross_entropy
 class Evaluation:
     """Results over all examples: accuracy as a fraction, loss as mean cross-entropy without weight decay.
 
-    Both are of six views of each image where `views` is 6; `plain_accuracy` is of the image as it is.
+    Attributes:
+        views: 6 where both are of an average over six views of each image; else 1.
+        plain_accuracy: of one view, the image as it is.
     """
 
     accuracy: float
@@ -33,13 +35,20 @@ class Evaluation:
 
 
 def make_evaluator(
-    model: keras.Model, examples: Examples, views: Views, world: World, batch_size: int, count: int | None = None
+    model: keras.Model,
+    examples: Examples,
+    transforms: Transforms,
+    world: World,
+    batch_size: int,
+    count: int | None = None,
 ) -> Callable[[bool], Evaluation]:
-    """A function (six_views) that evaluates the model as it then is, on the first `count` examples; a collective.
+    """A function (six_views) that evaluates the model on the first `count` examples; a collective.
 
-    Batch norm's moving statistics must be the same on all ranks: see `step.moving_statistics`.
+    Batch norm's moving statistics must be the same on all ranks: see `callbacks.MovingStatistics`.
     """
-    batches = evaluation_batches(examples, views, batch_size=batch_size, rank=world.rank, size=world.size, count=count)
+    batches = evaluation_batches(
+        examples, transforms, batch_size=batch_size, rank=world.rank, size=world.size, count=count
+    )
 
     def correct(label: Any, logits: Any) -> Any:
         return tf.reduce_sum(tf.cast(tf.equal(tf.argmax(logits, axis=-1, output_type=label.dtype), label), tf.float64))
@@ -65,10 +74,12 @@ def make_evaluator(
 
 
 def six_views(images: Any) -> list[tuple[float, Any]]:
-    """Test images [b, side, side, 3] and their weights in an average: as they are, moved by a pixel up and left, and
-    down and right, and all of these mirrored (Jordan 2024, section 3.5)."""
-    side = images.shape[1]
+    """Views of test images [b, height, width, channels], and their weights in an average (Jordan 2024, section 3.5).
+
+    The image itself, shifted by a pixel down and right, and up and left; and the mirror images of all three.
+    """
+    height, width = images.shape[1:3]
     padded = tf.pad(images, [[0, 0], [1, 1], [1, 1], [0, 0]], mode="REFLECT")
-    moved = [padded[:, offset : offset + side, offset : offset + side] for offset in (0, 2)]
+    moved = [padded[:, offset : offset + height, offset : offset + width] for offset in (0, 2)]
     weighted = [(0.25, images), *((0.125, image) for image in moved)]
     return [*weighted, *((weight, image[:, :, ::-1]) for weight, image in weighted)]

@@ -21,7 +21,7 @@ from hvd_cifar.training.trainer import OfUser
 
 
 def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dict[str, Any]:
-    """Evaluate a run's checkpoint on all ranks of this job; rank 0 prints, and writes --output.
+    """Evaluate a run's checkpoint on all ranks of this job; rank 0 prints and writes --output.
 
     Raises:
         UserError: where there is no such run or checkpoint, or its data set is not to be had.
@@ -30,7 +30,7 @@ def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dic
         has_data = given is not None and given.dataset is not None
         trained, path = collectives.on_root(lambda: _find(settings, has_data))
         work = prepare(trained, world, given)
-        net = make_net(work)
+        net = collectives.on_every_rank(lambda: make_net(work))
         decay = work.settings.ema_decay
         averages = MovingAverage(net.model.trainable_variables, decay) if decay else None
         state = checkpoint.State(net, None, averages)
@@ -41,7 +41,7 @@ def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dic
 
         many = bool(work.settings.test_time_augmentation)
         evaluator = make_evaluator(
-            net.model, work.dataset.test, work.views, world, settings.batch_size, settings.eval_examples
+            net.model, work.dataset.test, work.transforms, world, settings.batch_size, settings.eval_examples
         )
         found = evaluator(many)
         result: dict[str, Any] = {
@@ -66,15 +66,15 @@ def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dic
 
 
 def _find(settings: EvaluateSettings, has_data: bool) -> tuple[TrainSettings, Path]:
-    """The settings that the run was trained with, changed as the evaluation asks, and the checkpoint."""
+    """The run's settings, with those of the evaluation instead where they are given, and the checkpoint."""
     recorded = settings.run_dir / "config.json"
     if not recorded.exists():
         raise UserError(f"--run-dir {settings.run_dir}: there is no run (no config.json); give the folder of a run")
     values = config.read_file(recorded)
-    # An evaluation makes no steps: what a global batch asks of the number of ranks does not matter to it.
+    # An evaluation makes no steps: the number of ranks need not fit the run's global batch.
     values |= {"virtual_shards": None, "gradient_accumulation": 1, "global_batch_size": None, "batch_size": 1}
     values |= {"image_sizes": [], "callbacks": []}
-    instead = ("dataset", "data_dir", "test_time_augmentation")
+    instead = ("model", "dataset", "data_dir", "test_time_augmentation")
     values.update({name: v for name in instead if (v := getattr(settings, name)) is not None})
     if has_data:
         values["dataset"] = "auto"

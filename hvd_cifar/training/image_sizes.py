@@ -1,4 +1,4 @@
-"""Progressive resizing: the size of image that each step trains on, and images made that small."""
+"""Progressive resizing: the image size of each step, and how images are shrunk to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ImageSizes:
 
     Attributes:
         sides: heights of images in pixels, one for each part; widths follow in proportion.
-        total_steps: of all epochs, whether or not the run ends earlier.
+        total_steps: of all epochs, also where the run ends earlier.
     """
 
     sides: tuple[int, ...]
@@ -44,7 +44,7 @@ def shrink(images: Any, height: int) -> Any:
 
 @cache
 def _triangles(whole: int, side: int) -> NDArray[np.float64]:
-    """[side, whole]: what each old pixel weighs in each new one."""
+    """Weights [side, whole] of the old pixels in each new one."""
     scale = whole / side
     centres = (np.arange(side)[:, None] + 0.5) * scale
     weights = np.maximum(0.0, 1.0 - np.abs(np.arange(whole)[None, :] + 0.5 - centres) / scale)

@@ -1,4 +1,4 @@
-"""From settings and a recipe to the numbers of a run: what the user left open, and the batch arithmetic."""
+"""The numbers of a run, from its settings and its recipe: defaults, batch arithmetic, learning rate."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hvd_cifar.optim.schedules import Schedule, Staircase, ToZero, linear_scalin
 
 @dataclass(frozen=True)
 class Plan:
-    """The batch arithmetic of a run: what is printed at its start, and what its steps follow.
+    """The batch arithmetic of a run.
 
     Attributes:
         examples: in the training set.
         global_batch_size: examples per step over all ranks and micro-batches.
-        steps_per_epoch: the ragged last one counted.
-        total_steps: at which the run ends.
-        all_steps: of all epochs, whether or not --max-steps ends the run earlier.
-        learning_rate_factor: of the linear scaling rule: global batch over reference batch.
+        steps_per_epoch: including the ragged last one.
+        total_steps: after which the run ends.
+        all_steps: of all epochs, also where --max-steps ends the run earlier.
+        learning_rate_factor: global batch over reference batch, by the linear scaling rule.
         warmup_epochs: over which the learning rate rises; 1 by default where it is scaled up.
-        evaluation_steps: between evaluations; 0: at the end only.
+        evaluation_steps: between evaluations; 0: only at the end.
     """
 
     examples: int
@@ -45,18 +45,18 @@ class Plan:
 def threads_of(settings: TrainSettings) -> int | None:
     """Threads that a rank computes with; None: its share of the cores.
 
-    How a sum is split over threads moves its last bits, which --virtual-shards promises.
+    One under --virtual-shards: the last bits of a sum depend on how threads split it.
     """
     return settings.threads_per_rank or (1 if settings.virtual_shards else None)
 
 
 def is_deterministic(settings: TrainSettings) -> bool:
-    """Whether operations are deterministic and gradients are added in a fixed order."""
+    """Whether the run uses deterministic operations and adds gradients in a fixed order."""
     return bool(settings.deterministic or settings.virtual_shards)
 
 
 def resolve(settings: TrainSettings, recipe: Recipe) -> TrainSettings:
-    """Settings with the recipe's values instead of None, as far as they do not depend on ranks and machines."""
+    """Settings with the recipe's values instead of None, except those that depend on ranks, images and machines."""
     defaults = {
         "epochs": recipe.epochs,
         "learning_rate": recipe.learning_rate,
@@ -64,7 +64,6 @@ def resolve(settings: TrainSettings, recipe: Recipe) -> TrainSettings:
         "ema_decay": recipe.ema_decay,
         "label_smoothing": recipe.label_smoothing,
         "lookahead": recipe.lookahead,
-        "image_sizes": recipe.image_sizes,
         "test_time_augmentation": recipe.test_time_augmentation,
         "precision": recipe.precision,
         "threads_per_rank": threads_of(settings),
@@ -91,12 +90,12 @@ def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int) -> P
     per_rank = (settings.batch_size or DEFAULT_PER_RANK_BATCH_SIZE) * settings.gradient_accumulation
     by_recipe = batch.reference if batch.is_global and not settings.batch_size else None
     whole = settings.global_batch_size or by_recipe or per_rank * size
-    slices = shards or size * settings.gradient_accumulation
-    if whole < slices:
+    micro_batches = shards or size * settings.gradient_accumulation
+    if whole < micro_batches:
         dealt = f"{shards} virtual shards" if shards else f"{size} ranks"
         if settings.gradient_accumulation > 1:
             dealt += f" times --gradient-accumulation {settings.gradient_accumulation}"
-        raise UserError(f"the global batch of {whole} is smaller than {dealt}: make it larger, at least {slices}")
+        raise UserError(f"the global batch of {whole} is smaller than {dealt}: make it at least {micro_batches}")
     if whole > examples:
         raise UserError(f"the global batch of {whole} is larger than the training set of {examples}: make it smaller")
     steps = sampler.steps_per_epoch(examples, whole)
@@ -117,17 +116,17 @@ def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int) -> P
 
 
 def scale_of(batch: Batch, global_batch_size: int) -> float:
-    """What the recipe's learning rate is multiplied by for a global batch."""
+    """The factor of the recipe's learning rate for a global batch."""
     return min(global_batch_size / batch.reference, batch.largest_scale or float("inf"))
 
 
 def make_schedule(settings: TrainSettings, recipe: Recipe, batch_plan: Plan) -> Schedule:
-    """The learning rate of resolved settings: scaled and warmed up as the batch asks for, then the recipe's decay."""
+    """The learning rate of resolved settings: scaled by the batch, warmed up, then with the recipe's decay."""
     assert settings.learning_rate is not None and settings.epochs is not None, "settings are resolved"
     decay, batch = recipe.schedule, batch_plan.global_batch_size
     stairs: tuple[int, ...] = ()
     if isinstance(decay, Staircase):
-        # A short run that never came down from its first rate would end on whatever its last step happened to be.
+        # Without a fall of the rate, a short run would end on weights that still move far in each step.
         full = decay.full_examples or 0
         shrink = min(1.0, settings.epochs * batch_plan.examples / full) if full else 1.0
         stairs = tuple(int(examples * shrink) // batch for examples in decay.examples)
@@ -147,14 +146,14 @@ def make_schedule(settings: TrainSettings, recipe: Recipe, batch_plan: Plan) -> 
 
 
 def precision_of(settings: TrainSettings) -> Precision:
-    """The precision of resolved settings, once the machine has been looked at where the recipe leaves it open."""
-    assert settings.precision is not None, "settings are resolved"
+    """The precision of settings after `assemble.for_machines`."""
+    assert settings.precision is not None, "settings have a precision"
     return settings.precision
 
 
 def set_precision(precision: str, seed: int) -> None:
-    """Types, names and seed of everything that Keras makes after this."""
-    keras.utils.clear_session(free_memory=False)  # names of layers count from 0 again, in a second run too
-    keras.config.set_floatx("float64" if precision == "float64" else "float32")  # of optimizers' numbers
-    keras.config.set_dtype_policy(precision)  # Keras keeps its first policy, whatever floatx becomes
+    """Set the types, the names and the seed of all that Keras makes from now on."""
+    keras.utils.clear_session(free_memory=False)  # a second run in this process counts layers from 0 again
+    keras.config.set_floatx("float64" if precision == "float64" else "float32")  # the type of an optimizer's numbers
+    keras.config.set_dtype_policy(precision)  # floatx does not change a policy that is already in use
     keras.utils.set_random_seed(seed % 2**32)

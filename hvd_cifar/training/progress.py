@@ -1,11 +1,11 @@
-"""Where a run is: its step, its losses, its clock; and the view of it that callbacks get."""
+"""The state of a run that the loop changes (`Progress`), and what callbacks see of it (`Run`)."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import keras
 
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data import sampler
+from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.errors import TrainingError
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.runtime.world import World
@@ -49,30 +50,28 @@ class StepClock:
 
 
 class Progress:
-    """What the loop moves on, on every rank alike."""
+    """Step, losses and clock of a run; the same on every rank, except for the clock and `has_request`."""
 
-    def __init__(self, first_step: int, saved_step: int, release: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, first_step: int, saved_step: int) -> None:
         """Begin at a step.
 
         Args:
             first_step: finished global steps.
             saved_step: of the newest checkpoint of this run; -1: none.
-            release: frees what the run holds for itself alone, at its end.
         """
         self.first_step = self.step = first_step
         self.saved_step = saved_step
-        self.release = release
         self.loss: float | None = None
         self.clock = StepClock()
         self.checkpoint_was_requested = False
-        self.has_request = False  # this rank's own, of which the others do not know yet
-        self.slices: Sequence[tuple[Any, ...]] = ()
-        self._unseen: list[Any] = []  # results of steps, left on the device until somebody looks
+        self.has_request = False  # whether this rank will request a checkpoint in the next step
+        self.micro_batches: Sequence[MicroBatch] = ()  # of the last step
+        self._unseen: list[Any] = []  # results of steps, left on the device until `check_losses`
 
-    def add(self, slices: Sequence[tuple[Any, ...]], result: Any) -> None:
-        """A step is done: its slices, and float [2] with the loss and the number of ranks that ask for a checkpoint."""
+    def add(self, micro_batches: Sequence[MicroBatch], result: Any) -> None:
+        """Count a step: its micro-batches, and float [2] as the function of `make_train_step` returns it."""
         self.step += 1
-        self.slices = slices
+        self.micro_batches = micro_batches
         self._unseen.append(result)
 
     def on_request(self, *_: Any) -> None:
@@ -80,7 +79,7 @@ class Progress:
         self.has_request = True
 
     def check_losses(self) -> None:
-        """Look at every result since the last look; results are the same on all ranks, so all act alike.
+        """Fetch the results of all steps since the last call. They are the same on all ranks, so all ranks act alike.
 
         Raises:
             TrainingError: at the first loss that is not finite.
@@ -96,18 +95,18 @@ class Progress:
         self._unseen.clear()
 
     def diverged(self, how: str) -> TrainingError:
-        """The error of a run whose numbers are not finite any more."""
+        """The error for a loss that is not finite; `how` names it."""
         return TrainingError(f"model diverged with {how}; {self.kept}; lower --learning-rate or give --clip-norm")
 
     @property
     def kept(self) -> str:
-        """What a run that ends here leaves to go on from, in words."""
+        """Which checkpoint a run that ends now can go on from, in words."""
         return f"the checkpoint of step {self.saved_step} is kept" if self.saved_step >= 0 else "nothing was saved"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its callbacks see it, on every rank. It can be read, not changed.
+    """What callbacks see of a run, on every rank; read-only.
 
     Attributes:
         settings: every option, with the recipe's values where the user gave none.
@@ -151,13 +150,14 @@ class Run:
 
     @property
     def loss(self) -> float | None:
-        """Loss of the global batch of the last step that was logged; None before the first."""
+        """Loss of the last step that was logged, over its global batch; None before the first."""
         return self._progress.loss
 
     @property
     def examples(self) -> list[int]:
         """Indices of the training examples that this rank used in the last step."""
-        return [int(i) for *_, index in self._progress.slices for i in index.numpy() if i != sampler.PADDING]
+        used = (int(i) for batch in self._progress.micro_batches for i in batch.example.numpy())
+        return [i for i in used if i != sampler.PADDING]
 
     @property
     def evaluation(self) -> Any:
@@ -170,5 +170,5 @@ class Run:
         return self._results.get("summary", {})
 
     def is_due(self, every: int) -> bool:
-        """Whether a multiple of so many steps is done; 0: never."""
+        """Whether the last step is a multiple of `every`; 0: never."""
         return every > 0 and self.step % every == 0

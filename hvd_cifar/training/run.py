@@ -6,6 +6,7 @@ from typing import Any
 
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.runtime.world import World, session
+from hvd_cifar.training import run_dir
 from hvd_cifar.training.assemble import assemble
 from hvd_cifar.training.plan import is_deterministic, threads_of
 from hvd_cifar.training.trainer import OfUser
@@ -27,4 +28,7 @@ def train(settings: TrainSettings, given: OfUser | None = None) -> dict[str, Any
 
 def train_in(world: World, settings: TrainSettings, given: OfUser | None = None) -> dict[str, Any]:
     """Train on ranks that have started."""
-    return assemble(settings, world, given or OfUser()).train()
+    try:
+        return assemble(settings, world, given or OfUser()).train()
+    finally:
+        run_dir.release()

@@ -1,4 +1,4 @@
-"""The folder of a run: claimed for one run at a time, compared with what it holds, and described in config.json."""
+"""The run directory: locked by one run at a time, compared with the run that it holds, recorded in config.json."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.training import checkpoint
 from hvd_cifar.training.plan import Plan
 
-# Settings that the course of a run depends on, beside the facts that come of them (data set, batch, learning rate): a
-# checkpoint of other ones is another run.
+# Settings that the results of a run depend on, beside the facts derived from settings (data set, batch, learning rate).
+# A run resumes only with the same ones.
 COURSE = (
     "model",
     "precision",
@@ -37,14 +37,14 @@ COURSE = (
 
 
 def course_of(settings: TrainSettings, facts: dict[str, Any]) -> dict[str, Any]:
-    """What must stay for a checkpoint to be of the same run: settings by name, and `facts` that came of them."""
+    """What must be the same for a run to resume: settings by name, and the `facts` derived from settings."""
     names = list(COURSE)
     if settings.sync_batch_norm:
-        names.append("gradient_accumulation")  # whose micro-batches the statistics are taken over
+        names.append("gradient_accumulation")  # batch norm's statistics are over its micro-batches
     if settings.lookahead or settings.image_sizes:
-        names.append("epochs")  # whose steps its decay, or its sizes, are counted in
+        names.append("epochs")  # look-ahead's decay and the image sizes follow the steps of all epochs
     if settings.virtual_shards:
-        names.append("threads_per_rank")  # which the last bits depend on, as they do on the convolutions
+        names.append("threads_per_rank")  # the last bits depend on it, as they do on the convolutions
     else:
         facts = {name: value for name, value in facts.items() if name != "convolutions"}
     kept = settings.model_dump(mode="json")  # as config.json will say it
@@ -52,7 +52,7 @@ def course_of(settings: TrainSettings, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def continue_run(settings: TrainSettings) -> TrainSettings:
-    """Where no batch is given, or no precision, that of the run to go on with: so it does on other ranks, too."""
+    """Settings whose batch and precision, where the user gave none, are those of the run to resume."""
     names = ["precision"]
     if settings.batch_size is None and settings.global_batch_size is None:
         names += ["global_batch_size", "learning_rate_factor", "warmup_epochs"]
@@ -65,7 +65,9 @@ def continue_run(settings: TrainSettings) -> TrainSettings:
 
 
 def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path | None]:
-    """Choose, make and lock the run directory, and find what to resume from; for rank 0.
+    """Choose, make and lock the run directory, and find the checkpoint to resume from; for rank 0.
+
+    The lock stays until `release`, also after an error.
 
     Args:
         recorded: of `course_of`.
@@ -84,16 +86,11 @@ def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path
         ) from None
     except OSError as failure:
         raise UserError(f"--run-dir {run_dir}: {failure.strerror}; give a folder that can be written") from None
-    _held[run_dir] = lock
-
-    try:
-        return run_dir, _origin_of(settings, run_dir, recorded)
-    except BaseException:
-        release(run_dir)  # this process may go on, and use the folder in another way
-        raise
+    _held.append(lock)
+    return run_dir, _checkpoint_to_resume(settings, run_dir, recorded)
 
 
-def _origin_of(settings: TrainSettings, run_dir: Path, recorded: dict[str, Any]) -> Path | None:
+def _checkpoint_to_resume(settings: TrainSettings, run_dir: Path, recorded: dict[str, Any]) -> Path | None:
     """The checkpoint that a run in this folder begins with, or None. Raises UserError where it is of another run."""
     own = checkpoint.find(run_dir)
     if settings.resume == "never":
@@ -105,7 +102,7 @@ def _origin_of(settings: TrainSettings, run_dir: Path, recorded: dict[str, Any])
         return own
     given = _given(settings.resume)
     if own is None:
-        # A checkpoint of another run may start one with another learning rate, but its step counts its batches.
+        # The learning rate may be another one. The checkpoint's step counts batches, so these must be the same.
         names = ("model", "precision", "dataset", "examples_sha256", "seed", "global_batch_size")
         _refuse_differences(given.parent.parent, {name: recorded[name] for name in names})
         return given
@@ -127,17 +124,17 @@ def record(run_dir: Path, settings: TrainSettings, plan: Plan, facts: dict[str, 
     """
     path = run_dir / "config.json"
     earlier = []
-    began_from = "auto" if settings.resume == "never" else settings.resume  # so that a repetition can be resumed, too
+    began_from = "auto" if settings.resume == "never" else settings.resume  # "never" would refuse to resume the run
     if facts["first_step"] and path.exists():
-        # A run that goes on: where it began and how each of its parts ran is part of what it is.
+        # The record of a resumed run keeps where the run began, and how each of its parts ran.
         then = json.loads(path.read_text(encoding="utf-8"))
         began_from = then["resume"]
         earlier = [*then["run"].pop("earlier", []), then["run"]]
     repeatable = settings.model_copy(
         update={
-            "run_dir": None,  # the folder is this run's own: a repetition takes another
+            "run_dir": None,  # a repetition takes a folder of its own
             "resume": began_from,
-            "batch_size": None,  # which with another number of ranks would be another global batch
+            "batch_size": None,  # per rank: another number of ranks would change the global batch
             "global_batch_size": plan.global_batch_size,
             "learning_rate_factor": plan.learning_rate_factor,
             "warmup_epochs": plan.warmup_epochs,
@@ -149,13 +146,13 @@ def record(run_dir: Path, settings: TrainSettings, plan: Plan, facts: dict[str, 
         raise UserError(f"cannot write {path}: {failure.strerror}; make room or give another --run-dir") from None
 
 
-_held: dict[Path, FileLock] = {}  # run directories of this process, until their runs end
+_held: list[FileLock] = []  # of run directories that this process has claimed
 
 
-def release(run_dir: Path) -> None:
-    """Let another run have the run directory; nothing where this rank does not hold it."""
-    if lock := _held.pop(run_dir, None):
-        lock.release()
+def release() -> None:
+    """Release the run directories that this process has claimed; only rank 0 has any."""
+    while _held:
+        _held.pop().release()
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
@@ -168,7 +165,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 
 def changed_kernels(run_dir: Path, now: str) -> list[str]:
-    """A note where the run so far computed its convolutions differently; under --virtual-shards it was refused."""
+    """A note where the run has computed convolutions with other kernels so far; `claim` refuses virtual shards then."""
     path = run_dir / "config.json"
     then = checkpoint.recorded(path).get("convolutions", now) if path.exists() else now
     if then == now:
@@ -177,7 +174,7 @@ def changed_kernels(run_dir: Path, now: str) -> list[str]:
 
 
 def _origin(settings: TrainSettings) -> Path | None:
-    """The config.json of the run to go on with: the run directory's own, or that of the checkpoint to begin with."""
+    """The config.json of the run to resume: the run directory's own, or that of the checkpoint to start from."""
     own = settings.run_dir / "config.json" if settings.run_dir else None
     if settings.resume == "never":
         return None
@@ -187,7 +184,7 @@ def _origin(settings: TrainSettings) -> Path | None:
 
 
 def _began_from(run_dir: Path, place: str, own: Path | None) -> bool:
-    """Whether the run in a folder began from this checkpoint of another run, and has gone on from there."""
+    """Whether the run in a folder started from this checkpoint of another run, and has checkpoints (`own`) since."""
     path = run_dir / "config.json"
     return own is not None and path.exists() and config.read_file(path).get("resume") == place
 
@@ -200,7 +197,7 @@ def _given(place: str) -> Path:
 
 
 def _refuse_differences(run_dir: Path, now: dict[str, Any]) -> None:
-    """UserError where a run was made with other settings than `now`; a folder without config.json says nothing."""
+    """UserError where a run was made with other settings than `now`; without config.json nothing is compared."""
     path = run_dir / "config.json"
     changed = checkpoint.differences(path, now) if path.exists() else []
     if changed:

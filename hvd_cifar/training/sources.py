@@ -17,28 +17,29 @@ from hvd_cifar.data.dataset import UNNAMED, Dataset
 from hvd_cifar.data.replicate import File
 from hvd_cifar.data.source import Prepared, Source, prepare, source_of
 from hvd_cifar.distributed import collectives
-from hvd_cifar.errors import UserError, cause_of
+from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.world import World
+from hvd_cifar.training import user_code
 
-Speakers = Mapping[int, str]  # the rank that speaks for each host, and the host's name
+Hosts = Mapping[int, str]  # names of all hosts, each by the rank that acts for the host
 
 
 def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[], Dataset] | None = None) -> Dataset:
-    """The run's data set, found, made or fetched on every host; a collective, since it may fail on some hosts only.
+    """The run's data set, found, made or fetched on every host; a collective.
 
     Args:
         own: the user's data set, or a function that returns it, which every rank calls. None: the settings name a
             built-in one.
 
     Raises:
-        UserError: on every rank, where the data is not to be had on one, or hosts have different data.
+        UserError: on every rank, where one host cannot get the data, or hosts have different data.
     """
     if own is not None:
         return _own_dataset(own, settings)
     alone = settings.data_source == "local" or world.size == world.local_size
     dataset = _from_each_host(settings, world) if alone else _from_rank_0(settings, world)
-    # They may stand in a file beside the examples, which a host need not have.
+    # Class names may be in a file that some hosts lack.
     return replace(dataset, class_names=collectives.broadcast_object(dataset.class_names))
 
 
@@ -47,12 +48,8 @@ def _own_dataset(own: Dataset | Callable[[], Dataset], settings: DataSettings) -
     told = f"--dataset {named}" if named else "the data set"
 
     def load() -> Dataset:
-        try:
+        with user_code.errors_of(f"{told}, called without arguments"):
             dataset = own() if callable(own) else own
-        except UserError:
-            raise
-        except Exception as failure:
-            raise UserError(f"{told}: {cause_of(failure)}; it is called without arguments") from failure
         if not isinstance(dataset, Dataset):
             raise UserError(
                 f"{told} is a {type(dataset).__name__}: have the function return a hvd_cifar.Dataset, such as "
@@ -76,10 +73,10 @@ def _prepare_as(name: str, settings: DataSettings, watched: bool) -> Prepared:
 
 
 def _from_each_host(settings: DataSettings, world: World) -> Dataset:
-    watched = terminal.is_watched() and world.size == world.local_size
-    hosts, speaker = _hosts(world)
+    watched = terminal.is_watched() and world.is_root  # one progress bar, that of rank 0's host
+    hosts, speaker = name_hosts(world)
 
-    # One rank of each host looks, and downloads if need be: where nobody answers, the others need not wait for it too.
+    # One rank of each host looks and downloads: the others would only wait for the same server.
     def look() -> tuple[str, Path] | None:
         prepared = _prepare_as(settings.dataset, settings, watched) if world.rank in hosts else None
         return (prepared.source.name, prepared.folder) if prepared else None
@@ -100,7 +97,7 @@ def _from_each_host(settings: DataSettings, world: World) -> Dataset:
 
 
 def differences(found: Iterable[tuple[str, str]]) -> str:
-    """Where hosts (or ranks) have different things, who has which; empty where all have the same.
+    """Which host (or rank) has which thing, in words; empty where all have the same.
 
     Args:
         found: host and thing, in the order of the ranks.
@@ -126,10 +123,10 @@ def _different(differing: str) -> str:
 
 
 def speakers(ranks: Sequence[tuple[str, int, int]]) -> list[int]:
-    """For each rank, the rank that speaks for its host: the one whose local rank is 0.
+    """For each rank, the rank that acts for its host: the one whose local rank is 0.
 
-    Host names do not tell hosts apart, since two hosts may share one. Among hosts of one name, launchers fill one after
-    the other, or all in turn; in both cases a rank belongs to the first one that lacks its local rank.
+    Two hosts may have the same name. Launchers fill such hosts one after the other, or deal ranks to them in turn. In
+    both cases a rank belongs to the first of them that lacks its local rank.
 
     Args:
         ranks: host name, local rank and local size of each rank.
@@ -144,8 +141,8 @@ def speakers(ranks: Sequence[tuple[str, int, int]]) -> list[int]:
     return found
 
 
-def _hosts(world: World) -> tuple[Speakers, int]:
-    """Every host's speaker and name, in rank order, and this rank's speaker; a collective."""
+def name_hosts(world: World) -> tuple[Hosts, int]:
+    """All hosts in rank order, each with a name of its own, and the rank that acts for this one. A collective."""
     ranks = collectives.all_gather_object((world.host, world.local_rank, world.local_size))
     of_rank = speakers(ranks)
     names = [ranks[speaker][0] for speaker in dict.fromkeys(of_rank)]
@@ -154,18 +151,23 @@ def _hosts(world: World) -> tuple[Speakers, int]:
 
 
 def _from_rank_0(settings: DataSettings, world: World) -> Dataset:
-    """Rank 0's set on every host: those that have it keep theirs, the others are sent it."""
-    hosts, speaker = _hosts(world)
+    """Rank 0's set on every host; hosts that lack it receive it."""
+    hosts, speaker = name_hosts(world)
+    watched = terminal.is_watched()
 
     def at_root() -> tuple[str, Path, dict[str, File]]:
-        source, folder = _prepare_as(settings.dataset, settings, terminal.is_watched())
+        source, folder = _prepare_as(settings.dataset, settings, watched)
         return source.name, folder, replicate.describe(folder, source.files(folder))
 
     name, origin, expected = collectives.on_root(at_root)
     source = source_of(name, settings)
 
     def look() -> Path | None:
-        return _own_folder(source, settings, expected, hosts[world.rank]) if world.rank in hosts else None
+        if world.rank not in hosts:
+            return None
+        # All other hosts may now decode images at once: the first of them shows its progress bar.
+        show_progress = watched and list(hosts)[1:2] == [world.rank]
+        return _own_folder(source, settings, expected, hosts[world.rank], show_progress)
 
     mine = collectives.on_every_rank(look)
     folders = collectives.all_gather_object(mine)
@@ -178,19 +180,21 @@ def _from_rank_0(settings: DataSettings, world: World) -> Dataset:
             size = sum(file.bytes for file in expected.values()) / 1e6
             terminal.say(f"{name} sent to {', '.join(lacking)}: {size:.0f} MB each, SHA-256 checked")
     folder = folders[speaker]
-    assert folder is not None, "every speaker has the set, or was sent it"
+    assert folder is not None, "every host has the set, or received it"
     return collectives.on_every_rank(lambda: source.read(folder))
 
 
-def _own_folder(source: Source, settings: DataSettings, expected: Mapping[str, File], host: str) -> Path | None:
+def _own_folder(
+    source: Source, settings: DataSettings, expected: Mapping[str, File], host: str, show_progress: bool
+) -> Path | None:
     """Where this host has rank 0's set; None: nowhere.
 
-    Raises UserError where it has another set, unless that is no matter under --data-source rank0.
+    Raises UserError where it has another set, which only --data-source rank0 allows.
     """
     would_take_its_own = settings.dataset == "auto" and source_of(CIFAR10.name, settings).locate() is not None
     if would_take_its_own and source.name != CIFAR10.name:
         raise UserError(_different(differences([("rank 0's host", source.name), (host, CIFAR10.name)])))
-    folder = source.locate()
+    folder = source.locate(show_progress)
     fault = _fault(source, folder, expected) if folder is not None else None
     if folder is not None and fault is None:
         return folder
@@ -201,7 +205,7 @@ def _own_folder(source: Source, settings: DataSettings, expected: Mapping[str, F
 
 
 def _fault(source: Source, folder: Path, expected: Mapping[str, File]) -> str | None:
-    """What is wrong with a folder that ought to hold rank 0's set."""
+    """How a folder differs from rank 0's set; None: it does not."""
     if fault := source.fault(folder):
         return fault
     found = replicate.describe(folder, list(expected))
@@ -210,7 +214,7 @@ def _fault(source: Source, folder: Path, expected: Mapping[str, File]) -> str | 
 
 
 def _place(source: Source, data_dir: Path, expected: Mapping[str, File]) -> Path:
-    """Where a host puts the set that it is sent: where it would be looked for, or beside what is there already."""
+    """Where a host puts the set that it receives: the usual place, or another folder where that is taken."""
     usual = source.place
     taken = usual is None or source.locate() is not None or (usual.is_dir() and any(usual.iterdir()))
     return _received(data_dir, expected) if usual is None or taken else usual
@@ -222,7 +226,7 @@ def _received(data_dir: Path, expected: Mapping[str, File]) -> Path:
 
 
 def _send(origin: Path, place: Path | None, data_dir: Path, expected: Mapping[str, File], world: World) -> None:
-    """Broadcast rank 0's files; this rank puts them at `place`, if it has one to fill."""
+    """Broadcast rank 0's files; this rank writes them to `place`. None: it only takes part."""
     sender = replicate.Sender(origin) if world.is_root else None
     receiver = replicate.Receiver(data_dir, expected) if place else None
     for block in replicate.blocks(expected):

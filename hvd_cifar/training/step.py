@@ -1,7 +1,7 @@
 """One training step: forward, loss, backward, all-reduce, update.
 
-Everything is a sum over examples divided by the global count, so that it does not matter how the examples of a global
-batch are dealt to ranks and slices: the sum of all shares is the gradient of the global batch's mean loss.
+Each micro-batch's share is a sum over its examples divided by the global count. The shares of all ranks and
+micro-batches add up to the gradient of the global batch's mean loss, however the examples are divided among them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from hvd_cifar.distributed.batch_norm import examples_present
+from hvd_cifar.data.pipeline import MicroBatch
+from hvd_cifar.distributed.batch_norm import examples_present, synchronised_layers
 from hvd_cifar.distributed.fixed_order import add_in_tree
 from hvd_cifar.distributed.optimizer import apply_and_sum
 from hvd_cifar.models import Net
@@ -29,34 +30,33 @@ _graph = partial(tf.function, autograph=False)
 
 @dataclass(frozen=True)
 class StepSpec:
-    """What a step computes, beside its net and optimizer.
+    """Settings of a step.
 
     Attributes:
         image_shape: height, width and channels of the images that the step is given.
         weight_decay: factor of sum(w^2) / 2 over `net.decayed`, in the loss and so in the gradient.
         label_smoothing: of `cross_entropy`.
-        slices: of the global batch that each rank computes, one after the other.
-        virtual_shards: slices of the global batch over all ranks, each with batch-norm statistics of its own; what they
-            add to the moving statistics is averaged over all. None: the ranks' slices update their own in turn.
-        sync_batch_norm: batch-norm statistics are those of the global batch, the same on every rank.
-        side: pixels to which the step resizes its images' sides first; None: it takes them as they are.
+        micro_batches: of the global batch that each rank computes, one after the other.
+        virtual_shards: micro-batches of the global batch over all ranks. Each starts from the same moving statistics
+            of batch norm, and the results are averaged over all of them. None: a rank's micro-batches update that
+            rank's moving statistics in turn.
+        side: height in pixels that the step first resizes images to; None: it takes them as they are.
     """
 
     image_shape: tuple[int, int, int]
     weight_decay: float = 0.0
     label_smoothing: float = 0.0
-    slices: int = 1
+    micro_batches: int = 1
     virtual_shards: int | None = None
-    sync_batch_norm: bool = False
     side: int | None = None
 
 
 class Share(NamedTuple):
-    """What a slice adds to the global batch's results.
+    """What a micro-batch adds to the global batch's results.
 
     loss: a scalar.
     gradients: one for each trainable variable.
-    statistics: under virtual shards the slice's moving statistics; else none.
+    statistics: under virtual shards the moving statistics after the micro-batch; else none.
     """
 
     loss: Any
@@ -65,7 +65,7 @@ class Share(NamedTuple):
 
 
 class TrainStep:
-    """The step of a run by its number: what it is told of its batch, its learning rate and its images' size."""
+    """The step of a run: adds to its micro-batches what follows from the step's number."""
 
     def __init__(self, make: Callable[[int], Callable[..., Any]], sizes: ImageSizes, schedule: Schedule, plan: Plan):
         """`make` builds the step for images of a side; see `make_train_step`."""
@@ -74,15 +74,14 @@ class TrainStep:
         self._schedule = schedule
         self._plan = plan
 
-    def __call__(self, step: int, slices: Sequence[tuple[Any, ...]], request: bool) -> Any:
-        """The step that follows `step` finished ones, on this rank's slices: (image, label, weight, example) each.
+    def __call__(self, step: int, micro_batches: Sequence[MicroBatch], request: bool) -> Any:
+        """The step that follows `step` finished ones, on this rank's micro-batches.
 
         Returns:
             As the function of `make_train_step`; it may still be on the device.
         """
-        parts = [(image, label, weight) for image, label, weight, _ in slices]
         count = tf.constant(self._plan.examples_in_step(step))
-        return self._steps[self._sizes(step)](parts, count, self._schedule(step), tf.constant(float(request)))
+        return self._steps[self._sizes(step)](micro_batches, count, self._schedule(step), tf.constant(float(request)))
 
 
 def cross_entropy(labels: Any, logits: Any, smoothing: float = 0.0) -> Any:
@@ -98,8 +97,14 @@ def cross_entropy(labels: Any, logits: Any, smoothing: float = 0.0) -> Any:
 
 
 def moving_statistics(model: keras.Model) -> list[keras.Variable]:
-    """Batch norm's moving means and variances: what ranks keep for themselves while they train."""
+    """The moving means and variances of all batch norm layers."""
     return [v for v in model.non_trainable_variables if v.path.endswith(("/moving_mean", "/moving_variance"))]
+
+
+def local_statistics(model: keras.Model) -> list[keras.Variable]:
+    """The moving statistics that each rank gathers for itself: those of layers that are not synchronised."""
+    synchronised = {id(v) for layer in synchronised_layers(model) for v in layer.variables}
+    return [v for v in moving_statistics(model) if id(v) not in synchronised]
 
 
 def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence[Any] = ()) -> Callable[..., Any]:
@@ -112,20 +117,19 @@ def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence
         averages: of the weights (`optim.averages`), updated after them.
 
     Returns:
-        A function (slices, global_count, learning_rate, request) -> float [2], the same on every rank: the loss of
-        the global batch (mean cross-entropy plus weight decay; NaN where a variable is not finite), and the sum of the
-        ranks' `request`s, by which they agree on a checkpoint without a collective of its own. `slices` are
-        (image [b, *image_shape], label [b], weight [b]).
+        A function (micro_batches, global_count, learning_rate, request) -> float [2], the same on every rank: the
+        loss of the global batch (mean cross-entropy plus weight decay; NaN where a variable is not finite), and the
+        number of ranks that request a checkpoint. Both travel with the gradients, in one all-reduce.
     """
     model, variables = net.model, net.model.trainable_variables
     real = tf.float64 if model.compute_dtype == "float64" else tf.float32
-    statistics = moving_statistics(model)
+    statistics = local_statistics(model)
     index_of = {id(v): i for i, v in enumerate(variables)}
     decayed = net.decayed if spec.weight_decay else []
     watched = [v for v in variables if id(v) not in set(map(id, decayed))]
 
     def share_of(image: Any, label: Any, weight: Any, count: Any, start: Sequence[Any]) -> Share:
-        """A slice's share; `start` holds the moving statistics before it."""
+        """The share of a micro-batch; `start` holds the local moving statistics before it."""
         weight, count = tf.cast(weight, real), tf.cast(count, real)
         present = tf.reduce_sum(weight)
         if spec.side not in (None, *spec.image_shape[:1]):
@@ -139,27 +143,27 @@ def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence
         found = tape.gradient(scaled, [v.value for v in variables], unconnected_gradients=tf.UnconnectedGradients.ZERO)
         gradients = [tf.convert_to_tensor(gradient) for gradient in found]
         if decayed:
-            # By the slice's examples, so that the shares of all add up to one whole.
+            # In proportion to the micro-batch's examples: all shares together make one weight decay.
             pull = present / count * spec.weight_decay
             share += pull * tf.add_n([tf.cast(tf.nn.l2_loss(v.value), real) for v in decayed])
             pull = tf.cast(optimizer.scale_loss(pull), real)
             for v in decayed:
                 gradients[index_of[id(v)]] += tf.cast(pull, v.dtype) * v.value
         if watched:
-            # TensorFlow's maxima, and its batch norm with a ReLU behind it, let no NaN through to the loss. Backward
-            # meets it, and puts it into a variable: weight decay shows it in the next loss, and this where none is.
+            # TensorFlow's maximum, and its batch norm with a ReLU behind it, hide a NaN from the loss. The backward
+            # pass carries it into a variable. The next loss shows it by that variable's weight decay, or else by this.
             sound = tf.math.is_finite(tf.add_n([tf.cast(tf.nn.l2_loss(v.value), real) for v in watched]))
             share = tf.where(sound, share, tf.constant(math.nan, real))
-        if not spec.sync_batch_norm:
-            # A slice without an example goes through the net as a stand-in, from which nothing is learnt.
-            for statistic, before in zip(statistics, start, strict=True):
-                statistic.assign(tf.where(present > 0, statistic.value, before))
+        # A micro-batch without an example sends padding through the net. Local statistics must not learn from it;
+        # synchronised layers leave it out by themselves (`examples_present`).
+        for statistic, before in zip(statistics, start, strict=True):
+            statistic.assign(tf.where(present > 0, statistic.value, before))
         return Share(share, gradients, [tf.identity(s.value) for s in statistics] if spec.virtual_shards else [])
 
     def update(share: Share, learning_rate: Any, request: Any) -> Any:
         own = [tf.stack([share.loss, tf.cast(request, share.loss.dtype)]), *share.statistics]
         optimizer.learning_rate.assign(learning_rate)
-        # Horovod: gradients are summed over the ranks and applied; the loss travels in their message.
+        # Horovod: gradients are summed over the ranks and applied; loss and requests travel in the same message.
         loss_and_requests, *totals = apply_and_sum(optimizer, share.gradients, variables, own)
         for average in averages:
             average.update()
@@ -168,28 +172,32 @@ def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence
                 statistic.assign(total / spec.virtual_shards)
         return loss_and_requests
 
-    # One graph for all batch sizes: one for each would name its collectives by shapes that ranks do not share.
-    of_slice = (
+    # One graph for all batch sizes: a graph for each would name its collectives by sizes that differ between ranks.
+    of_micro_batch = (
         tf.TensorSpec([None, *spec.image_shape], tf.float32),
         tf.TensorSpec([None], tf.int32),
         tf.TensorSpec([None], tf.float32),
     )
     number = tf.TensorSpec([], tf.int32)
 
-    if spec.slices == 1 and not spec.virtual_shards:
+    if spec.micro_batches == 1 and not spec.virtual_shards:
 
-        @_graph(input_signature=[*of_slice, number, tf.TensorSpec([], real), tf.TensorSpec([], tf.float32)])
+        @_graph(input_signature=[*of_micro_batch, number, tf.TensorSpec([], real), tf.TensorSpec([], tf.float32)])
         def whole_step(image: Any, label: Any, weight: Any, count: Any, learning_rate: Any, request: Any) -> Any:
             start = [tf.identity(s.value) for s in statistics]
             return update(share_of(image, label, weight, count, start), learning_rate, request)
 
-        return lambda parts, count, rate, request: whole_step(*parts[0], count, tf.constant(rate, real), request)
+        def step_of_one(micro_batches: Sequence[MicroBatch], count: Any, rate: float, request: Any) -> Any:
+            (batch,) = micro_batches
+            return whole_step(batch.image, batch.label, batch.weight, count, tf.constant(rate, real), request)
 
-    # A graph for a slice, which is the same however many slices a rank has; and one for what follows them.
+        return step_of_one
+
+    # Two graphs: one for a micro-batch, the same however many a rank has, and one for the update after them.
     start_of = [tf.TensorSpec(s.shape, s.dtype) for s in statistics]
 
-    @_graph(input_signature=[*of_slice, number, start_of])
-    def slice_share(image: Any, label: Any, weight: Any, count: Any, start: Sequence[Any]) -> Share:
+    @_graph(input_signature=[*of_micro_batch, number, start_of])
+    def share_from(image: Any, label: Any, weight: Any, count: Any, start: Sequence[Any]) -> Share:
         for statistic, before in zip(statistics, start, strict=True):
             statistic.assign(before)
         return share_of(image, label, weight, count, start)
@@ -200,10 +208,13 @@ def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence
     def values_of_statistics() -> list[Any]:
         return [tf.identity(s.value) for s in statistics]
 
-    def step_by_slices(parts: Sequence[tuple[Any, ...]], count: Any, rate: float, request: Any) -> Any:
+    def step_of_several(micro_batches: Sequence[MicroBatch], count: Any, rate: float, request: Any) -> Any:
         first = values_of_statistics()
         # Every virtual shard begins with the statistics of the step's start; a rank's micro-batches follow each other.
-        shares = (slice_share(*p, count, first if spec.virtual_shards else values_of_statistics()) for p in parts)
+        shares = (
+            share_from(b.image, b.label, b.weight, count, first if spec.virtual_shards else values_of_statistics())
+            for b in micro_batches
+        )
         return update_in_graph(add_in_tree(shares, add), tf.constant(rate, real), request)
 
-    return step_by_slices
+    return step_of_several

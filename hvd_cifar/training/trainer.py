@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_cifar.data.dataset import Dataset
+from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting.metrics import Reporter
@@ -18,12 +19,10 @@ from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.run_dir import read_summary
 from hvd_cifar.training.step import TrainStep
 
-Slices = list[tuple[Any, ...]]  # of a rank, for one step: (image, label, weight, example) each
-
 
 @dataclass(frozen=True)
 class OfUser:
-    """What a Python program passes as objects, where the command line has names; None: as the settings say."""
+    """Objects that a Python program passes instead of names; None: the settings name it."""
 
     model: Callable[..., Any] | None = None
     dataset: Dataset | Callable[[], Dataset] | None = None
@@ -38,11 +37,11 @@ class Trainer:
         run: Run,
         progress: Progress,
         step: TrainStep,
-        batches: Iterator[Slices],
+        batches: Iterator[list[MicroBatch]],
         reporter: Reporter,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        """`progress` is what `run` shows and the loop moves on; `batches` are the slices of each step that is left."""
+        """`progress` is the state behind `run`; `batches` are this rank's micro-batches of each step that is left."""
         self.run = run
         self.progress = progress
         self.step = step
@@ -59,8 +58,9 @@ class Trainer:
                 return done
         with self._open():
             self.tell("on_start")
-            for slices in self.batches:
-                self.progress.add(slices, self.step(self.progress.step, slices, self.progress.has_request))
+            for micro_batches in self.batches:
+                result = self.step(self.progress.step, micro_batches, self.progress.has_request)
+                self.progress.add(micro_batches, result)
                 self.tell("on_step")
             self.tell("on_end")
         return dict(self.run.summary)
@@ -72,7 +72,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """Listen for requests, and leave the terminal and the files in order, also after an error."""
+        """Handle SIGUSR1 and open the run's files in the block; close both at its end, also after an error."""
         main = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGUSR1, self.progress.on_request) if main else None
         first, total = self.run.step, self.run.total_steps
@@ -83,7 +83,7 @@ class Trainer:
             with self.reporter.progress(first, total):
                 yield
         except BaseException:
-            with contextlib.suppress(UserError):  # the error under way is the one to tell of
+            with contextlib.suppress(UserError):  # the error in the block comes first
                 self.reporter.close()
             raise
         else:
@@ -91,4 +91,3 @@ class Trainer:
         finally:
             if main:
                 signal.signal(signal.SIGUSR1, before or signal.SIG_IGN)
-            self.progress.release()

@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from hvd_cifar.errors import UserError, cause_of
 def load(spec: str, option: str) -> Any:
     """The object that FILE.py:NAME or package.module:NAME names. A collective.
 
-    Every rank runs rank 0's text of a FILE.py, also on hosts that lack the file. What the file imports from its own
+    Every rank runs rank 0's text of FILE.py, also on a host that lacks the file. Modules that it imports from its own
     folder must be on every host.
 
     Args:
@@ -25,7 +27,7 @@ def load(spec: str, option: str) -> Any:
         option: for messages, such as "--model".
 
     Raises:
-        UserError: on every rank, where one cannot find or run it; it names the cause.
+        UserError: on every rank, with the cause, where one rank cannot find or run it.
     """
     place, _, name = spec.rpartition(":")
     text = collectives.on_root(lambda: _read(Path(place), f"{option} {spec}")) if place.endswith(".py") else None
@@ -41,23 +43,36 @@ def _read(file: Path, what: str) -> str:
 
 
 def _object(place: str, name: str, text: str | None, what: str) -> Any:
-    try:
+    with errors_of(what):
         module = importlib.import_module(place) if text is None else _module_of(Path(place), text)
-    except (Exception, SystemExit) as failure:
-        raise UserError(f"{what}: {cause_of(failure)}") from failure
     if not hasattr(module, name):
         public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
         raise UserError(f"{what}: there is no {name} in {place}, which has {public[:200]}")
     return getattr(module, name)
 
 
+@contextmanager
+def errors_of(what: str) -> Iterator[None]:
+    """Raise an error of the user's code in the block as a UserError of one line: what failed, and the cause."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as failure:
+        raise UserError(f"{what}: {cause_of(failure)}") from failure
+
+
+_copies: list[tempfile.TemporaryDirectory[str]] = []  # of files that this host lacks; removed when the process ends
+
+
 def _module_of(file: Path, text: str) -> Any:
-    """The file as a module, run once a process; its folder is importable as for a script."""
+    """The file as a module, run once in a process; it can import from its folder, as a script can."""
     name = f"{file.stem}_{hashlib.sha256(f'{file}{text}'.encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     if not (file.exists() and file.read_text(encoding="utf-8") == text):
-        file = Path(tempfile.mkdtemp(prefix="hvd_cifar-")) / file.name  # for tracebacks
+        _copies.append(tempfile.TemporaryDirectory(prefix="hvd_cifar-"))
+        file = Path(_copies[-1].name) / file.name  # a file, not the text alone, so that tracebacks show its lines
         file.write_text(text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec and spec.loader
@@ -74,7 +89,7 @@ def _module_of(file: Path, text: str) -> Any:
 
 
 def spec_of(thing: Any) -> str:
-    """How an object that a Python program passes is written down: FILE.py:NAME of the program, or module:NAME."""
+    """The name of an object for the run's record: FILE.py:NAME of the program itself, or module:NAME."""
     module, name = getattr(thing, "__module__", "__main__"), getattr(thing, "__qualname__", type(thing).__name__)
     file = getattr(sys.modules.get(module), "__file__", None)
     if module == "__main__" and file:

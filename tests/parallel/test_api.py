@@ -116,6 +116,45 @@ def test_train_and_evaluate_twice_in_one_process_with_a_callback(tmp_path: Path)
     assert sorted(sum(used, [])) == list(range(EXAMPLES))  # every example once in the six steps of the first epoch
 
 
+def _again_in_one_folder(folder: str) -> dict[str, Any]:
+    """Runs in one process and one folder, after ends of every kind; and evaluations of a file that was moved."""
+    import hvd_cifar
+
+    def told(function: Any) -> str:
+        try:
+            return f"step {function()['steps']}"
+        except hvd_cifar.UserError as error:
+            return str(error)
+
+    cached = ["cosine" in vars(hvd_cifar), hvd_cifar.cosine(0.0), "cosine" in vars(hvd_cifar)]
+    mine: dict[str, Any] = {"model": f"{folder}/mine.py:build", "dataset": f"{folder}/mine.py:load"}
+    mine |= {"run_dir": f"{folder}/run", "global_batch_size": 20, "epochs": 1}
+    ends = [told(lambda steps=steps: hvd_cifar.train(**mine, max_steps=steps)) for steps in (1, 1, 2)]
+    (Path(folder) / "mine.py").rename(Path(folder) / "moved.py")
+    moved = {"dataset": f"{folder}/moved.py:load"}
+    evaluations = []
+    for model in ({}, {"model": f"{folder}/moved.py:build"}):
+        try:
+            evaluations.append(hvd_cifar.evaluate(mine["run_dir"], **model, **moved)["test_examples"])
+        except hvd_cifar.UserError as error:
+            evaluations.append(str(error))
+    (Path(folder) / "moved.py").rename(Path(folder) / "mine.py")
+    data = next(Path(folder, "run", "checkpoints").glob("step-2.data*"))
+    data.write_bytes(data.read_bytes()[:100])
+    ends += [told(lambda: hvd_cifar.train(**mine, max_steps=3)) for _ in range(2)]
+    return {"ends": ends, "evaluations": evaluations, "cached": cached}
+
+
+def test_every_end_of_a_run_leaves_its_folder_to_the_next(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    (found,) = run_ranks(_again_in_one_folder, 1, str(tmp_path), launcher="none")
+    assert found["ends"][:3] == ["step 1", "step 1", "step 2"]  # the second had nothing to do
+    assert all("cannot read the checkpoint" in end for end in found["ends"][3:]), found["ends"]
+    gone, evaluated = found["evaluations"]
+    assert "mine.py:build: No such file or directory" in gone and evaluated == 20
+    assert found["cached"] == [False, 1.0, True]  # a name is loaded once
+
+
 def _losses_and_weights(folder: str, halves: bool) -> dict[str, Any]:
     """12 steps, two epochs; where asked for in two halves, the first of which one rank fewer may have made."""
     import numpy as np

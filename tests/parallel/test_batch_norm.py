@@ -235,6 +235,7 @@ def _local() -> dict[str, Any]:
     import keras
     import tensorflow as tf
 
+    from hvd_cifar.data.pipeline import MicroBatch
     from hvd_cifar.distributed import DistributedOptimizer
     from hvd_cifar.models import Net
     from hvd_cifar.models.normalization import FusedBatchNormalization
@@ -248,7 +249,8 @@ def _local() -> dict[str, Any]:
         optimizer.build(model.trainable_variables)
         step = make_train_step(Net(model, []), optimizer, StepSpec((2, 2, 3)))
         for weight in (1.0, 0.0):
-            batch = tf.fill((2, 2, 2, 3), 2.0 + weight), tf.zeros(2, tf.int32), tf.fill((2,), weight)
+            image, label = tf.fill((2, 2, 2, 3), 2.0 + weight), tf.zeros(2, tf.int32)
+            batch = MicroBatch(image, label, tf.fill((2,), weight), tf.range(2))
             step([batch], tf.constant(2), 0.1, tf.constant(0.0))
             seen[f"{layer.__name__}, {weight}"] = [v.numpy().tolist() for v in moving_statistics(model)]
     return seen

@@ -75,6 +75,32 @@ def test_the_step_is_measured_on_1_and_2_of_3_ranks_and_judged(embedded: Path, t
     assert loose.returncode == 0, loose.stdout + loose.stderr
 
 
+MINE = """
+import keras, numpy as np
+from hvd_cifar import Dataset
+
+def build(image_shape, classes):
+    dense = keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(classes)
+    return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), *dense])
+
+def load():
+    images = np.arange(60 * 8 * 10, dtype=np.uint8).reshape(60, 8, 10)
+    return Dataset.from_arrays(images, np.arange(60) % 3, images[:9], np.arange(9) % 3)
+"""
+
+
+def test_the_step_of_an_own_net_on_an_own_data_set_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    words = ["--model", tmp_path / "mine.py:build", "--dataset", tmp_path / "mine.py:load", "--json", tmp_path / "it"]
+    done = _benchmark(2, "step", *words, "--batch-size", 4, "--steps", 2, "--repeats", 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "it").read_text())
+    assert (found["model"], found["dataset"]) == (f"{tmp_path}/mine.py:build", "mine.py:load")
+    assert [world["ranks"] for world in found["worlds"]] == [1, 2]
+    assert sum(gradient["bytes"] for gradient in found["phases"]["gradients"]) == 4 * (80 * 4 + 4 + 8 + 4 * 3 + 3)
+    assert found["facts"]["local_ranks"] == [0, 1]
+
+
 def _weights_after_steps(data: str) -> dict[str, Any]:
     from hvd_cifar.config import TrainSettings
     from hvd_cifar.distributed import collectives

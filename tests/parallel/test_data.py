@@ -65,9 +65,15 @@ def _all(embedded: str, spoilt: str, empty: str, images: str) -> dict[str, Any]:
             "local, the same": of_synthetic([embedded, embedded], "local"),
             **{what: of_function(what) for what in [*WRONG, "right"]},
         }
-        if world.rank == 1:  # whose host has no such folder
-            Folder.locate = lambda self: None  # type: ignore[method-assign]
-        return {**found, "folder, sent": of_folder(), "folder, there": of_folder()}
+        shown: list[bool] = []
+
+        def locate(folder: Folder, show_progress: bool = False) -> Path | None:
+            shown.append(show_progress)
+            return None if world.rank == 1 else folder.prepare(show_progress)
+
+        vars(terminal)["is_watched"] = lambda: True
+        setattr(Folder, "locate", locate)  # noqa: B010  (rank 1's host has no such folder)
+        return {**found, "folder, sent": of_folder(), "shown": shown.copy(), "folder, there": of_folder()}
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +127,8 @@ def test_a_host_without_the_folder_is_sent_the_decoded_images_once(cases: Cases)
     ]
     assert by_rank[0]["folder, there"]["said"] == []
     assert not (place / "empty" / "of-rank-0").exists()  # beside the images is enough
+    # The first host besides rank 0's draws a progress bar while it decodes.
+    assert [of_rank["shown"][0] for of_rank in by_rank] == [False, True]
     received = [path.name[:9] for path in (place / "empty" / "of-rank-1").iterdir() if path.is_dir()]
     assert received == ["received-"]
 

@@ -163,6 +163,35 @@ def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, t
     assert "cifar10, tutorial: test accuracy" in done.stdout
 
 
+def _at_eight_ranks_batch(data: str, folder: str) -> dict[str, dict[str, Any]]:
+    """The summaries of default recipes on 1024 examples a step: 25 steps of warm-up, and 20 at the full rate.
+
+    On half of the embedded set's images, in a quarter of their pixels: a shorter warm-up than on the whole set.
+    """
+    import hvd_cifar
+    from examples.my_net import build
+    from hvd_cifar.data import synthetic
+    from hvd_cifar.data.cifar import CIFAR10
+
+    whole = CIFAR10.read(synthetic.ensure(Path(data)))
+    train, test = ((p.images[:25_600][:, ::2, ::2], p.labels[:25_600]) for p in (whole.train, whole.test))
+    dataset = hvd_cifar.Dataset.from_arrays(*train, *test)
+    course: dict[str, Any] = {"global_batch_size": 1024, "max_steps": 45, "eval_every": 0, "eval_examples": 1000}
+    return {
+        name: hvd_cifar.train(model, dataset, run_dir=f"{folder}/{name}", **course)
+        for name, model in (("resnet20", "resnet20"), ("default", build))
+    }
+
+
+def test_no_default_recipe_diverges_with_the_batch_of_eight_ranks(embedded: Path, tmp_path: Path) -> None:
+    """ResNet's, and that of a net without a recipe; the tutorial's is above."""
+    found = run_ranks(_at_eight_ranks_batch, 2, str(embedded), str(tmp_path), timeout=400)[0]
+    for name, peak in (("resnet20", 0.8), ("default", 0.4)):
+        schedule = json.loads((tmp_path / name / "config.json").read_text())["run"]["learning_rate_schedule"]
+        assert f" to {peak} over 25 steps" in schedule  # eight times the rate for 128
+        assert found[name]["steps"] == 45 and found[name]["train_loss"] < 2.3  # ten classes at random: ln 10
+
+
 def _wait_for(condition: Any, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():

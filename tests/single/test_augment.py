@@ -13,20 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_cifar.data import augment
-from hvd_cifar.data.augment import Views, views
+from hvd_cifar.data.augment import Transforms, transforms
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.training.evaluate import six_views
 
 
-def _views(name: str, height: int = 32, width: int = 32, channels: int = 3) -> Views:
+def _transforms(name: str, height: int = 32, width: int = 32, channels: int = 3) -> Transforms:
     """For images of this shape, with CIFAR-10's mean and deviation as far as there are channels."""
     images, labels = np.zeros((1, height, width, channels), np.uint8), [0]
     mean, deviation = (125.3, 123.0, 113.9, 100.0), (63.0, 62.1, 66.7, 50.0)
     plain = Dataset.from_arrays(images, labels, images, labels)
-    return views(name, replace(plain, channel_mean=mean[:channels], channel_deviation=deviation[:channels]))
+    return transforms(name, replace(plain, channel_mean=mean[:channels], channel_deviation=deviation[:channels]))
 
 
-FAST, STANDARD, TUTORIAL = _views("fast"), _views("standard"), _views("tutorial")
+FAST, STANDARD, TUTORIAL = _transforms("fast"), _transforms("standard"), _transforms("tutorial")
 
 
 def _images(count: int = 6) -> np.ndarray[Any, Any]:
@@ -93,7 +93,7 @@ def test_standard_crop_pads_with_the_mean_and_keeps_the_image() -> None:
     assert np.abs(corner[:, :, :4] * deviation).max() <= 0.5
 
 
-def test_test_views_are_plain() -> None:
+def test_test_transforms_are_plain() -> None:
     images = _images(3)
     middle = images[:, 4:28, 4:28].astype(np.float32)
     expected = [(m - m.mean()) / m.std() for m in middle]
@@ -104,10 +104,10 @@ def test_test_views_are_plain() -> None:
 
 
 @pytest.mark.parametrize("name", ["tutorial", "standard", "fast"])
-def test_views_do_not_depend_on_the_order_in_memory(name: str) -> None:
+def test_transforms_do_not_depend_on_the_order_in_memory(name: str) -> None:
     by_pixel = _images()
     by_plane = np.ascontiguousarray(by_pixel.transpose(0, 3, 1, 2)).transpose(0, 2, 3, 1)  # as it comes from the files
-    draw, seen = augment.draws(0, 0, np.arange(6)), _views(name)
+    draw, seen = augment.draws(0, 0, np.arange(6)), _transforms(name)
     assert (seen.train(by_pixel, draw) == seen.train(by_plane, draw)).all()
     assert (seen.test(by_pixel) == seen.test(by_plane)).all()
 
@@ -143,7 +143,7 @@ BITS = {
 @pytest.mark.parametrize("name", BITS)
 def test_the_bits_of_a_view_are_fixed_for_ever(name: str) -> None:
     images = (np.arange(8 * 32 * 32 * 3) * 2654435761 >> 7).astype(np.uint8).reshape(8, 32, 32, 3)
-    seen = _views(name)
+    seen = _transforms(name)
     state = hashlib.sha256(seen.train(images, augment.draws(3, 1, np.arange(8))).tobytes())
     state.update(seen.test(images).tobytes())
     assert state.hexdigest() == BITS[name]
@@ -154,7 +154,7 @@ def test_the_bits_of_a_view_are_fixed_for_ever(name: str) -> None:
 def test_pads_are_in_proportion_to_small_images(name: str, side: int, pad: int) -> None:
     """Moved as far as can be: what was the image's corner is `pad` pixels further on."""
     pad = pad if name == "standard" else pad // 2
-    seen = _views(name, side, side + 1, 1)
+    seen = _transforms(name, side, side + 1, 1)
     image = np.zeros((1, side, side + 1, 1), np.uint8)
     image[0, 0, 0] = 255
     moved = seen.train(image, _draws([[0.0, 0.0, 0.9, 0, 0, 0]]))
@@ -162,7 +162,7 @@ def test_pads_are_in_proportion_to_small_images(name: str, side: int, pad: int) 
 
 
 def test_each_side_has_its_own_length() -> None:
-    seen = _views("tutorial", 40, 20, 2)
+    seen = _transforms("tutorial", 40, 20, 2)
     assert seen.shape == (30, 15, 2)
     images = np.random.default_rng(5).integers(0, 256, (2, 40, 20, 2)).astype(np.uint8)
     # 11 and 6 places: 0.99 is the last of each. The second is mirrored.
@@ -175,25 +175,28 @@ def test_each_side_has_its_own_length() -> None:
 def test_a_large_image_is_standardised_as_exactly() -> None:
     images = np.random.default_rng(6).integers(0, 256, (1, 300, 400, 3)).astype(np.uint8)
     middle = images[:, 37:262, 50:350].astype(np.float64)
-    assert np.allclose(_views("tutorial", 300, 400).test(images), (middle - middle.mean()) / middle.std(), atol=1e-5)
+    assert np.allclose(
+        _transforms("tutorial", 300, 400).test(images), (middle - middle.mean()) / middle.std(), atol=1e-5
+    )
 
 
 def test_an_undistorted_view_is_the_test_view() -> None:
     images, draw = _images(2), augment.draws(0, 0, np.arange(2))
     for name in ("tutorial", "fast"):
-        seen = augment.undistorted(_views(name))
-        assert seen.shape == _views(name).shape
-        assert (seen.train(images, draw) == _views(name).test(images)).all()
-    assert (_views("none").train(images, draw) == STANDARD.test(images)).all()
+        seen = augment.undistorted(_transforms(name))
+        assert seen.shape == _transforms(name).shape
+        assert (seen.train(images, draw) == _transforms(name).test(images)).all()
+    assert (_transforms("none").train(images, draw) == STANDARD.test(images)).all()
     with pytest.raises(ValueError, match="standard, fast, tutorial, none"):
-        _views("stanard")
+        _transforms("stanard")
 
 
-def test_six_views_are_an_average_of_moved_and_mirrored_images() -> None:
-    images = np.random.default_rng(8).normal(size=(2, 6, 6, 3)).astype(np.float32)
+@pytest.mark.parametrize(("height", "width"), [(6, 6), (5, 9), (9, 5)])
+def test_six_views_are_an_average_of_moved_and_mirrored_images(height: int, width: int) -> None:
+    images = np.random.default_rng(8).normal(size=(2, height, width, 3)).astype(np.float32)
     views = [(weight, view.numpy()) for weight, view in six_views(tf.constant(images))]
     assert [weight for weight, _ in views] == [0.25, 0.125, 0.125] * 2
     padded = np.pad(images, [(0, 0), (1, 1), (1, 1), (0, 0)], mode="reflect")
-    expected = [images, padded[:, :6, :6], padded[:, 2:, 2:]]
+    expected = [images, padded[:, :height, :width], padded[:, 2:, 2:]]
     for (_, view), image in zip(views, [*expected, *(e[:, :, ::-1] for e in expected)], strict=True):
-        assert (view == image).all()
+        assert view.shape == images.shape and (view == image).all()

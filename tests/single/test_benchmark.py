@@ -279,14 +279,21 @@ def test_predictions_use_the_link_and_checks_use_what_was_measured() -> None:
         predict(step, _allreduce(measured, [2, 4]).model_copy(update={"fits": {}}), [2])
 
 
+def test_hosts_are_counted_by_local_ranks_since_two_may_share_a_name() -> None:
+    step = _step(4.0, {1: 1.0, 2: 0.8}, PHASES)
+    assert "4 ranks on 2 hosts, made up" in tables.of_step(step)  # of an older version: by name
+    twins = FACTS.model_copy(update={"hosts": ["a"] * 4, "local_ranks": [0, 0, 1, 0]})
+    assert "4 ranks on 3 hosts, made up" in tables.of_step(step.model_copy(update={"facts": twins}))
+
+
 def test_a_prediction_from_two_machines_says_so() -> None:
     step, allreduce = _step(4.0, {1: 1.0, 2: 0.8}, PHASES), _allreduce(Fit(0.001, 0.01, 0.001), [2])
-    assert "NOT MEASURED ALIKE" not in tables.of_predict(predict(step, allreduce, [2]))
+    assert "THE TWO MEASUREMENTS DIFFER" not in tables.of_predict(predict(step, allreduce, [2]))
     elsewhere = allreduce.model_copy(
         update={"facts": FACTS.model_copy(update={"hosts": ["x", "x"], "controller": "gloo"})}
     )
     found = predict(step, elsewhere, [2])
-    assert "NOT MEASURED ALIKE (hosts, controller)" in tables.of_predict(found)
+    assert "THE TWO MEASUREMENTS DIFFER (hosts, controller)" in tables.of_predict(found)
     assert (found.step_facts, found.allreduce_facts.hosts) == (FACTS, ["x", "x"])
 
 

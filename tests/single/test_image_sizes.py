@@ -44,6 +44,25 @@ def test_images_that_are_not_square_keep_their_proportions() -> None:
     assert np.allclose(shrink(images, 6), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("shape", "given", "sizes"),
+    [
+        ((32, 32, 3), None, (24, 32, 32)),
+        ((96, 96, 3), None, (72, 96, 96)),
+        ((28, 40, 1), None, (21, 28, 28)),
+        ((96, 96, 3), (24, 32), (24, 32)),
+        ((28, 28, 1), (24, 32), (24, 28)),
+    ],
+)
+def test_a_recipe_s_sizes_are_parts_of_the_images_own(shape: Any, given: Any, sizes: tuple[int, ...]) -> None:
+    images = np.zeros((4, *shape), np.uint8)
+    settings = resolve(make(TrainSettings, {"batch_size": 2, "image_sizes": given}), nets.recipe_of("fast"))
+    data = Dataset.from_arrays(images, range(4), images, range(4))
+    work = work_of(settings, data, nets.MODELS["fast"], 0, 1)
+    assert work.image_sizes == sizes
+    assert work.settings.image_sizes == (given or sizes)  # as config.json records it
+
+
 def test_only_a_net_that_takes_any_size_is_given_several() -> None:
     def net(**given: Any) -> Any:
         settings = make(TrainSettings, {"batch_size": 2, **given})

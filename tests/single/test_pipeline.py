@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hvd_cifar.data import sampler
-from hvd_cifar.data.augment import Views, draws, views
+from hvd_cifar.data.augment import Transforms, draws, transforms
 from hvd_cifar.data.dataset import Dataset, Examples
-from hvd_cifar.data.pipeline import PREFETCH_BATCHES, evaluation_batches, in_steps, settle, training_batches
+from hvd_cifar.data.pipeline import PREFETCH_BATCHES, evaluation_batches, settle, training_batches
 
 COUNT = 23
 
@@ -23,7 +23,7 @@ def _dataset(height: int, width: int, channels: int) -> Dataset:
 
 
 DATASET = _dataset(32, 32, 3)
-STANDARD_VIEWS, TUTORIAL_VIEWS = views("standard", DATASET), views("tutorial", DATASET)
+STANDARD_TRANSFORMS, TUTORIAL_TRANSFORMS = transforms("standard", DATASET), transforms("tutorial", DATASET)
 
 
 def _examples() -> Examples:
@@ -35,7 +35,7 @@ def _batches(
     batch: int,
     first: int,
     last: int,
-    seen: Views = STANDARD_VIEWS,
+    seen: Transforms = STANDARD_TRANSFORMS,
     accumulation: int = 1,
     virtual_shards: int | None = None,
 ) -> list[list[Any]]:
@@ -78,26 +78,24 @@ def test_every_rank_makes_every_step_on_its_shard_of_the_order(
     ranks = _batches(size, batch, 0, 2 * steps, accumulation=accumulation, virtual_shards=virtual_shards)
     for rank, elements in enumerate(ranks):
         sharding = sampler.Sharding(rank, size, accumulation, virtual_shards)
-        by_step = list(in_steps(elements, sharding.micro_batches))
-        assert len(by_step) == 2 * steps
-        for at, micro_batches in enumerate(by_step):
+        assert len(elements) == 2 * steps * sharding.micro_batches
+        for number, found in enumerate(elements):
+            at, j = divmod(number, sharding.micro_batches)
             epoch, step = divmod(at, steps)
             part = sampler.epoch_order(5, epoch, COUNT)[step * batch : (step + 1) * batch]
-            assert len(micro_batches) == sharding.micro_batches
-            for j, (image, label, weight, example) in enumerate(micro_batches):
-                present = np.maximum(example, 0)
-                seen = STANDARD_VIEWS.train(DATASET.train.images[present], draws(5, epoch, present))
-                assert (image == seen).all()  # distorted as in this epoch
-                assert example.tolist() == sharding.micro_batch(part, j).tolist()
-                assert weight.tolist() == [float(e >= 0) for e in example]
-                assert (label[example >= 0] == example[example >= 0] % 10).all()
+            present = np.maximum(found.example, 0)
+            seen = STANDARD_TRANSFORMS.train(DATASET.train.images[present], draws(5, epoch, present))
+            assert (found.image == seen).all()  # distorted as in this epoch
+            assert found.example.tolist() == sharding.micro_batch(part, j).tolist()
+            assert found.weight.tolist() == [float(e >= 0) for e in found.example]
+            assert (found.label[found.example >= 0] == found.example[found.example >= 0] % 10).all()
 
 
 @pytest.mark.parametrize("name", ["standard", "fast", "tutorial", "none"])
 @pytest.mark.parametrize("shape", [(28, 28, 1), (9, 20, 4), (40, 33, 3)])
 def test_images_of_any_shape_go_through(name: str, shape: tuple[int, int, int]) -> None:
     dataset = _dataset(*shape)
-    seen = views(name, dataset)
+    seen = transforms(name, dataset)
     sharding = sampler.Sampler(COUNT, 8, 5, sampler.Sharding(0, 1))
     for image, *_ in training_batches(dataset.train, seen, sharding, first_step=0, last_step=3).as_numpy_iterator():
         assert image.shape[1:] == seen.shape and np.isfinite(image).all()
@@ -107,8 +105,8 @@ def test_images_of_any_shape_go_through(name: str, shape: tuple[int, int, int]) 
     assert abs(image.mean()) < 0.01 and abs(image.std() - 1) < 0.01  # by the set's own mean and deviation
 
 
-@pytest.mark.parametrize("seen", [STANDARD_VIEWS, TUTORIAL_VIEWS])
-def test_an_image_does_not_depend_on_the_number_of_ranks(seen: Views) -> None:
+@pytest.mark.parametrize("seen", [STANDARD_TRANSFORMS, TUTORIAL_TRANSFORMS])
+def test_an_image_does_not_depend_on_the_number_of_ranks(seen: Transforms) -> None:
     def by_example(size: int) -> dict[tuple[int, int], Any]:
         found = {}
         for batches in _batches(size, 8, 0, 6, seen):
@@ -140,12 +138,12 @@ def test_nothing_is_left_when_all_steps_are_done() -> None:
 def test_evaluation_sees_every_example_once(size: int) -> None:
     labels: list[int] = []
     for rank in range(size):
-        batches = evaluation_batches(_examples(), STANDARD_VIEWS, batch_size=4, rank=rank, size=size)
+        batches = evaluation_batches(_examples(), STANDARD_TRANSFORMS, batch_size=4, rank=rank, size=size)
         labels += [int(v) for _, label in batches.as_numpy_iterator() for v in label]
     assert sorted(labels) == sorted(_examples().labels.tolist())
     few: list[int] = []
     for rank in range(size):
-        batches = evaluation_batches(_examples(), STANDARD_VIEWS, batch_size=4, rank=rank, size=size, count=7)
+        batches = evaluation_batches(_examples(), STANDARD_TRANSFORMS, batch_size=4, rank=rank, size=size, count=7)
         few += [int(v) for _, label in batches.as_numpy_iterator() for v in label]
     assert sorted(few) == sorted(_examples().labels[:7].tolist())
 
@@ -156,9 +154,9 @@ def test_settling_waits_until_the_buffer_is_full() -> None:
     def slow(images: Any, draw: Any) -> Any:
         time.sleep(0.02)
         made.append(len(images))
-        return STANDARD_VIEWS.train(images, draw)
+        return STANDARD_TRANSFORMS.train(images, draw)
 
-    slowed = STANDARD_VIEWS._replace(train=slow)
+    slowed = STANDARD_TRANSFORMS._replace(train=slow)
     batches = training_batches(
         _examples(), slowed, sampler.Sampler(COUNT, 4, 0, sampler.Sharding(0, 1)), first_step=0, last_step=100
     )

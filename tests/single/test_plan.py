@@ -150,7 +150,7 @@ def test_steps_between_evaluations(values: dict[str, Any], steps: int) -> None:
         (
             {"global_batch_size": 7, "gradient_accumulation": 2},
             4,
-            "4 ranks times --gradient-accumulation 2: .* at least 8",
+            "4 ranks times --gradient-accumulation 2: make it at least 8",
         ),
         ({"batch_size": 30_000}, 2, "larger than the training set"),
         ({"global_batch_size": 7, "virtual_shards": 8}, 2, "smaller than 8 virtual shards: .* at least 8"),

@@ -16,6 +16,7 @@ from hvd_cifar.training.checkpoint import TABLE_MAGIC
 from hvd_cifar.training.run_dir import COURSE, claim, course_of
 
 FACTS = {"dataset": "cifar10", "global_batch_size": 128, "examples_sha256": "1f", "learning_rate_schedule": "0.1"}
+KERNELS = {**FACTS, "convolutions": "AVX2"}
 # For each setting of the course another value than the default.
 OTHERS: dict[str, Any] = {
     "model": "resnet20",
@@ -38,8 +39,7 @@ OTHERS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def released(tmp_path: Path) -> Iterator[None]:
     yield
-    for held in list(run_dir._held):
-        run_dir.release(held)
+    run_dir.release()
 
 
 def _settings(folder: Path, **more: Any) -> TrainSettings:
@@ -68,7 +68,7 @@ def test_a_folder_is_one_run_s_until_it_lets_it_go(tmp_path: Path) -> None:
     assert _claim(tmp_path) is None
     with pytest.raises(UserError, match="another run is writing there"):
         _claim(tmp_path)
-    run_dir.release(tmp_path)
+    run_dir.release()
     assert _claim(tmp_path) is None
 
 
@@ -96,6 +96,17 @@ def test_a_run_on_other_data_or_batches_does_not_go_on(name: str, tmp_path: Path
         _claim(tmp_path, {**FACTS, name: "other"})
 
 
+def test_only_virtual_shards_need_the_same_convolutions(tmp_path: Path) -> None:
+    other = {**KERNELS, "convolutions": "TensorFlow's"}
+    newest = _run(tmp_path / "plain", 5, KERNELS)
+    assert _claim(tmp_path / "plain", other) == newest
+    (note,) = run_dir.changed_kernels(tmp_path / "plain", "TensorFlow's")
+    assert "convolutions were AVX2, are TensorFlow's" in note
+    _run(tmp_path / "exact", 5, KERNELS, virtual_shards=4)
+    with pytest.raises(UserError, match="convolutions was AVX2, is TensorFlow's"):
+        _claim(tmp_path / "exact", other, virtual_shards=4)
+
+
 @pytest.mark.parametrize("name", ["dataset", "examples_sha256", "global_batch_size"])
 def test_a_run_does_not_start_from_another_one_s_checkpoint_on_other_data(name: str, tmp_path: Path) -> None:
     given = _run(tmp_path / "other", 5, {**FACTS, name: "other"})
@@ -107,12 +118,12 @@ def test_a_run_starts_from_another_one_with_another_learning_rate_and_then_goes_
     given = _run(tmp_path / "other", 5)
     faster = {**FACTS, "learning_rate_schedule": "0.2"}
     assert _claim(tmp_path / "own", faster, resume=str(given)) == given
-    run_dir.release(tmp_path / "own")
+    run_dir.release()
     newest = _run(tmp_path / "own", 9, faster, resume=str(given))
     assert _claim(tmp_path / "own", faster, resume=str(given)) == newest
-    run_dir.release(tmp_path / "own")
+    run_dir.release()
     with pytest.raises(UserError, match="already has a run"):
         _claim(tmp_path / "own", faster, resume=str(_run(tmp_path / "third", 7)))
-    run_dir.release(tmp_path / "own")
+    run_dir.release()
     with pytest.raises(UserError, match="already has a run"):
         _claim(tmp_path / "own", faster, resume="never")

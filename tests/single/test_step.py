@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from benchmarks import nets
+from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.training import step as step_module
 from hvd_cifar.training.step import StepSpec, make_train_step
 
@@ -48,10 +49,13 @@ def test_fast_trains_on_the_smallest_images(side: int, precision: str) -> None:
     optimizer = _Recorder()
     spec = StepSpec((32, 32, 3), side=side)
     step = make_train_step(nets.build("fast", precision=precision), optimizer, spec)
-    batch = tf.zeros((2, 32, 32, 3)), tf.zeros((2,), tf.int32), tf.ones((2,))
+    batch = MicroBatch(tf.zeros((2, 32, 32, 3)), tf.zeros((2,), tf.int32), tf.ones((2,)), tf.range(2))
     specs = [(tf.TensorSpec((None, *value.shape[1:]), value.dtype)) for value in batch]
-    traced = tf.function(lambda *given: step([given], tf.constant(2), 0.1, tf.constant(0.0)), input_signature=specs)
-    traced(*batch)
+
+    def one_step(*parts: Any) -> Any:
+        return step([MicroBatch(*parts)], tf.constant(2), 0.1, tf.constant(0.0))
+
+    tf.function(one_step, input_signature=specs)(*batch)
     assert all(gradient is not None for gradient in optimizer.gradients)
 
 
@@ -73,7 +77,7 @@ def test_a_nan_shows_in_the_loss(name: str, precision: str) -> None:
     start = [variable.numpy() for variable in net.model.variables]
 
     def loss() -> float:
-        batch = tf.constant(images), tf.constant([1, 2, 3, 4]), tf.ones((4,))
+        batch = MicroBatch(tf.constant(images), tf.constant([1, 2, 3, 4]), tf.ones((4,)), tf.range(4))
         return float(step([batch], tf.constant(4), 0.1, tf.constant(0.0))[0])
 
     assert np.isfinite([loss(), loss()]).all()

@@ -46,25 +46,25 @@ def sizes(least: int, most: int, factor: int) -> list[int]:
 
 
 def terms_of(rank: int, count: int) -> NDArray[np.float32]:
-    """What a rank adds: float32 [count], other numbers on every rank (up to 16) and at neighbouring places."""
+    """A rank's terms, float32 [count]; neighbours differ, and so do up to 16 ranks."""
     return _pattern(count) * np.float32(rank % RANK_FACTORS + 1)
 
 
 def sums_of(ranks: int, count: int) -> NDArray[np.float32]:
-    """What comes out on every rank, exactly: float32 [count]."""
+    """The exact sums over the ranks, float32 [count]."""
     factors = sum(rank % RANK_FACTORS + 1 for rank in range(ranks))
     return _pattern(count) * np.float32(factors)
 
 
 def _pattern(count: int) -> NDArray[np.float32]:
-    # Counted in whole numbers: float32 would skip every second one past 2^24, which is 64 MiB.
+    # In integers: float32 holds not every integer above 2^24, the values of 64 MiB.
     return (np.arange(count, dtype=np.int32) % PATTERN + 1).astype(np.float32)
 
 
 def through_horovod(process_set: Any) -> Reduce:
-    """As gradients are reduced, by the optimizer."""
+    """The all-reduce that the optimizer uses for gradients."""
     optimizer = DistributedOptimizer(keras.optimizers.SGD(), op="sum", process_set=process_set)
-    # One graph for all sizes, as one for each would have to be traced.
+    # One graph for all sizes: tracing one for each size takes long.
     signature = [tf.TensorSpec([None], tf.float32)]
     return tf.function(lambda terms: optimizer.reduce([terms])[0], input_signature=signature, autograph=False)
 
@@ -72,7 +72,7 @@ def through_horovod(process_set: Any) -> Reduce:
 def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
     """Measure all sizes on all groups of the job; a collective, and every rank returns the same.
 
-    Wrong sums do not end it: they are counted in the result.
+    Wrong sums do not end the measurement; the result counts them.
 
     Raises:
         UserError: on every rank, where a host lacks the memory for the largest message.
@@ -96,15 +96,15 @@ def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
 
 def check_hosts(job: Job, largest: int, advice: str) -> None:
     """UserError, on every rank, where a host lacks the memory for messages of `largest` bytes; a collective."""
-    host = job.world.host
-    ranks = collectives.all_gather_object(host).count(host)
-    collectives.on_every_rank(lambda: check_memory(largest, ranks, host, psutil.virtual_memory().available, advice))
+    world = job.world
+    free = psutil.virtual_memory().available
+    collectives.on_every_rank(lambda: check_memory(largest, world.local_size, world.host, free, advice))
 
 
 def check_memory(largest: int, ranks: int, host: str, available: int, advice: str) -> None:
     """UserError where the `ranks` ranks of a host cannot hold messages of `largest` bytes in `available` bytes.
 
-    `advice` may have a place for `most`, the bytes that they can hold.
+    `advice` is a format for the end of the message; `most` in it is the largest message that fits.
     """
     needed = BUFFERS * largest * ranks
     if needed > available:
@@ -115,7 +115,7 @@ def check_memory(largest: int, ranks: int, host: str, available: int, advice: st
 
 
 def _ways(job: Job, k: int, size: int, horovod: Reduce | None, mpi: Any) -> dict[Way, Callable[[], Any]]:
-    """For each way a function that does it once and returns the sums, or what it copied; none on ranks that wait."""
+    """By way, a function that makes one all-reduce (or copy) and returns its result; empty on ranks that wait."""
     if not job.includes_me(k):
         return {}
     terms = terms_of(job.world.rank, size // WIDTH)

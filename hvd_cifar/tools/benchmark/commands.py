@@ -1,4 +1,4 @@
-"""The three benchmarks as commands: measure on all ranks, print and write on rank 0, judge on all."""
+"""The three benchmarks as commands: all ranks measure and judge, rank 0 prints and writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvd_cifar.tools.benchmark import allreduce, job, plots, results, step, tabl
 from hvd_cifar.tools.benchmark.predict import predict
 from hvd_cifar.tools.benchmark.results import AllreduceResult, PredictResult, StepResult
 
-# What `predict` measures by itself: fewer sizes than `allreduce` tell three numbers, and gradients are not larger.
+# Sizes that `predict` measures by itself: fewer than `allreduce` does are enough for a fit of three numbers.
 SIZES_FOR_A_FIT = {"max_bytes": 2**26, "factor": 4}
 
 Settings = BenchmarkStepSettings | BenchmarkAllreduceSettings | BenchmarkPredictSettings
@@ -28,7 +28,7 @@ def benchmark_step(settings: BenchmarkStepSettings) -> None:
         TrainingError: where the efficiency is below --min-efficiency.
     """
     if settings.min_efficiency is not None and max(settings.ranks or [launched_size() or 2]) == 1:
-        raise UserError("--min-efficiency: the efficiency of one rank alone is 1; start more (-np 2)")
+        raise UserError("--min-efficiency: the efficiency of one rank is always 1; start more (-np 2)")
     with job.start(settings.ranks, threads=settings.threads_per_rank) as ranks:
         collectives.on_root(lambda: _check_outputs(settings))
         found = step.measure(ranks, settings)
@@ -39,7 +39,7 @@ def benchmark_step(settings: BenchmarkStepSettings) -> None:
 
 
 def judge_efficiency(found: StepResult, wanted: float | None) -> None:
-    """TrainingError where the efficiency on the most ranks is below what is wanted."""
+    """TrainingError where the efficiency on the most ranks is below `wanted`."""
     world = max(found.worlds, key=lambda world: world.ranks)
     if wanted is not None and world.efficiency.mean < wanted:
         raise TrainingError(
@@ -73,7 +73,7 @@ def judge_sums(found: AllreduceResult) -> None:
         others = f", and in {len(wrong) - 1} more cases" if len(wrong) > 1 else ""
         raise TrainingError(
             f"wrong sums: {first.wrong_values:,} values of an all-reduce of {first.bytes:,} bytes ({first.way}) "
-            f"on {first.ranks} ranks{others}; training over this network or MPI would go wrong"
+            f"on {first.ranks} ranks{others}; do not train over this network or MPI"
         )
 
 
@@ -115,7 +115,7 @@ def _read_given(settings: BenchmarkPredictSettings) -> tuple[StepResult | None, 
 
 
 def _check_outputs(settings: Settings) -> None:
-    """Before minutes of measuring, not after."""
+    """Refuse output files that cannot be written before the measurement, which takes minutes."""
     inputs = [getattr(settings, name, None) for name in ("step_file", "allreduce_file")]
     results.check_writable(settings.json_file, settings.plot_file, inputs=inputs)
 

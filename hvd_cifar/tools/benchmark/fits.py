@@ -1,12 +1,12 @@
-"""The time of an all-reduce as a formula, and its numbers from measurements. Pure functions.
+"""A formula for the time of an all-reduce, fitted to measurements. Pure functions.
 
 A ring all-reduce of S bytes over p ranks takes 2 (p - 1) messages, one after the other, of S / p bytes each:
 
     seconds = start + 2 (p - 1) alpha + 2 (p - 1) / p * S * beta
 
-alpha is the time of a message without content, beta the time of a byte (Patarasuk, Yuan: Bandwidth optimal all-reduce
-algorithms for clusters of workstations, 2009). `start` is what comes once, whatever the ranks: Horovod looks for work
-at intervals (HOROVOD_CYCLE_TIME) and lets the ranks agree on it.
+alpha is the time of an empty message, beta the time of a byte (Patarasuk, Yuan: Bandwidth optimal all-reduce algorithms
+for clusters of workstations, 2009). `start` does not depend on the ranks: Horovod looks for work at intervals
+(HOROVOD_CYCLE_TIME), and its ranks agree on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Fit:
-    """The formula's numbers, and how far the measurements are from it.
+    """The numbers of the formula, and its errors.
 
     start, alpha: in seconds. beta: in seconds a byte; 0 where no measurement was long enough to show it.
     alpha_known: False where the measurements could not tell alpha from `start`, which then holds both.
@@ -72,14 +72,14 @@ def traffic(ranks: int) -> float:
 def fit(points: Sequence[Point], with_start: bool, alpha: float | None = None) -> Fit | None:
     """Least squares of log(predicted / measured), with no number below 0.
 
-    Ratios, since times go from microseconds to seconds and all sizes count alike; their logarithms, for which twice as
-    long is as wrong as half as long. Of predicted / measured - 1, noise alone makes every network look faster: a time
-    predicted as next to nothing costs no more than 1.
+    Times go from microseconds to seconds, and with ratios all sizes have the same weight. With their logarithms, twice
+    as long is as wrong as half as long. With predicted / measured - 1 a prediction of nearly 0 would cost no more than
+    1, and noise would make every network look faster.
 
     Args:
-        with_start: whether there may be a `start`. Measurements of one number of ranks alone cannot tell it from
-            alpha: alpha is then taken as 0, unless it is given, since a cycle of Horovod's is a hundred messages long.
-        alpha: taken as it is, where it is known from elsewhere.
+        with_start: whether to fit a `start`. Measurements on one number of ranks cannot tell it from alpha: alpha is
+            then 0, unless it is given, since a cycle of Horovod's takes as long as a hundred messages.
+        alpha: known from other measurements; None: fitted.
 
     Returns:
         None without measurements of two sizes on two ranks or more.
@@ -107,7 +107,7 @@ def _least_squares_of_logarithms(
 ) -> NDArray[np.float64]:
     """x [columns], none below 0, with the least squares of log((known + matrix @ x) / seconds).
 
-    From the least squares of relative errors. "dogbox" since it ends on a limit, where "trf" stays inside.
+    It starts from the least squares of relative errors. "dogbox" can end on a limit; "trf" cannot.
     """
     from scipy import optimize  # a second of every start, where no fit is asked for
 
@@ -131,17 +131,17 @@ def fits_by_way(measured: Mapping[str, Sequence[Point]]) -> dict[str, Fit]:
     """alpha, beta and, for Horovod, the start, from the measurements of each way ("horovod", "mpi")."""
     mpi = fit(measured.get("mpi", ()), with_start=False)
     points = measured.get("horovod", ())
-    # Of one number of ranks Horovod's start cannot be told from its messages; MPI's are the same messages.
+    # On one number of ranks Horovod's start cannot be told from its messages. MPI's alpha is that of the same messages.
     single = len({p.ranks for p in points}) == 1
     horovod = fit(points, with_start=True, alpha=mpi.alpha if mpi and single else None)
     return {way: found for way, found in (("horovod", horovod), ("mpi", mpi)) if found is not None}
 
 
 def end_of_overlapped(ready: Sequence[float], sizes: Sequence[int], fit: Fit, ranks: int) -> float:
-    """When the last gradient is reduced, where the all-reduce runs beside the backward pass; in seconds.
+    """The time at which the last gradient is reduced, where all-reduces run beside the backward pass; in seconds.
 
-    As Horovod does it: it looks for gradients `start` after the first one is ready or the last all-reduce has ended,
-    and reduces all that are ready by then at once.
+    Horovod looks for gradients `start` after the first one is ready, or after the last all-reduce has ended, and then
+    reduces together all that are ready.
 
     Args:
         ready: when each gradient is ready, ascending, in seconds.

@@ -1,4 +1,4 @@
-"""The job that measures: its ranks, the groups of them that are measured, and the facts of the machine."""
+"""The ranks of a benchmark, the groups of them that it measures, and the facts of the machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sizes_to_measure(chosen: Sequence[int] | None, world_size: int, least: int =
         UserError: where there are not so many, or too few.
     """
     if world_size < least:
-        raise UserError(f"this job has {world_size} rank, which has nobody to reduce with; start more (-np {least})")
+        raise UserError(f"this job has {world_size} rank, which has nothing to reduce; start more (-np {least})")
     if chosen is None:
         powers = [2**i for i in range(world_size.bit_length()) if least <= 2**i <= world_size]
         return sorted({*powers, world_size})
@@ -49,7 +49,7 @@ def sizes_to_measure(chosen: Sequence[int] | None, world_size: int, least: int =
         if k > world_size:
             raise UserError(f"--ranks {k}: this job has {world_size}; start more (-np {k}), or give a smaller number")
         if k < least:
-            raise UserError(f"--ranks {k}: one rank alone has nobody to reduce with; give at least {least}")
+            raise UserError(f"--ranks {k}: one rank alone has nothing to reduce; give at least {least}")
     return sorted(set(chosen))
 
 
@@ -71,7 +71,7 @@ def start(chosen: Sequence[int] | None, least: int = 1, threads: int | None = No
 
 
 def facts_of(world: World) -> Facts:
-    """Where and when this is measured; a collective."""
+    """The facts of this job; a collective."""
     return collectives.broadcast_object(
         Facts(
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -81,6 +81,7 @@ def facts_of(world: World) -> Facts:
             processor=_processor("GPU" in world.device),
             cores=len(os.sched_getaffinity(0)),
             hosts=collectives.all_gather_object(world.host),
+            local_ranks=collectives.all_gather_object(world.local_rank),
             device=world.device,
             threads=world.threads,
             controller=world.controller,
@@ -100,7 +101,7 @@ def _processor(gpu: bool) -> str:
 
 
 def memory_of_this_process() -> Memory:
-    """What this process has resident; pages that processes share count in each, but proportionally in the second."""
+    """The memory of this process; a page that n processes share counts fully as resident, and as 1/n proportionally."""
     process = psutil.Process()
     try:
         proportional = process.memory_full_info().pss

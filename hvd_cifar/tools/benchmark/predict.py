@@ -1,9 +1,9 @@
 """`benchmark predict`: scaling efficiency at any number of ranks, from what was measured on a few. Pure functions.
 
-A step takes as long as its slowest rank computes, and an all-reduce: of all gradients after the backward pass, or
-beside it, as they get ready. Efficiency is the mean rank's computation over that. What ranks compute, and how far the
-slowest is behind, is taken to be as where most ranks were measured; how good that is, is seen by predicting what was
-measured from the fewest ranks alone.
+The time of a step is the computation of its slowest rank and an all-reduce: of all gradients after the backward pass,
+or beside it, as gradients get ready. Efficiency is the mean computation of the ranks over that time. Computation, and
+how far the slowest rank is behind, are taken from the measurement on the most ranks. Predictions from the fewest ranks
+alone, compared with the measurements on more, show how good this is.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hvd_cifar.tools.benchmark.results import (
 
 
 def predict_one(step: StepResult, fit: Fit, ranks: int, like: WorldResult) -> Prediction:
-    """The efficiency on `ranks` ranks, whose computation takes as long as it does in `like`."""
+    """The efficiency on `ranks` ranks, with the computation measured in `like`."""
     phases = step.phases
     sizes = [gradient.bytes for gradient in phases.gradients]
     communication = fit.seconds(ranks, sum(sizes))
     lockstep = like.lockstep_seconds.mean if ranks > 1 else like.compute_seconds.mean
-    # The phases were measured by themselves; where a step takes longer or shorter, they do in proportion.
+    # The phases were measured alone. They are scaled to the time of a whole step.
     whole = phases.forward_seconds + phases.backward_seconds + phases.update_seconds
     scale = lockstep / whole
     before_update = (phases.forward_seconds + phases.backward_seconds) * scale
@@ -55,13 +55,13 @@ def predict(
 ) -> PredictResult:
     """Predictions for `ranks`, and checks against all numbers of ranks that were measured.
 
-    A check of p ranks is made twice: with the computation measured on p ranks and the fit to all all-reduces, which
-    tests the formula; and with the computation and the all-reduces of the fewest ranks alone, as a prediction is made,
-    where all-reduces were measured on so few.
+    There are two checks of p ranks. The first takes the computation measured on p ranks and the fit to all all-reduces:
+    it tests the formula. The second takes computation and all-reduces of the fewest ranks alone, as a prediction does;
+    it needs all-reduces of so few ranks.
 
     Args:
-        link: bytes a second of each host's link, in place of the measured bandwidth.
-        latency: seconds of a message, in place of the measured one.
+        link: bytes a second of each host's link, instead of the measured bandwidth.
+        latency: seconds of a message, instead of the measured one.
 
     Raises:
         UserError: where no fit of Horovod's all-reduce is among the results.

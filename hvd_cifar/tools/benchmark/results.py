@@ -1,4 +1,4 @@
-"""What the benchmarks find, as it stands in their JSON files. Times are in seconds, sizes in bytes."""
+"""The results of the benchmarks, as in their JSON files. Times are in seconds, sizes in bytes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Facts(_Result):
     versions: dict[str, str]
     processor: str  # of rank 0's host: its GPU, or its CPU
     cores: int  # that rank 0 may use
-    hosts: list[str]  # by rank
+    hosts: list[str]  # names, by rank; two hosts may share one
+    local_ranks: list[int] = []  # by rank: as many hosts as zeros; empty in files of older versions
     device: str
     threads: int
     controller: str
@@ -55,11 +56,11 @@ class Facts(_Result):
 
 
 class SlowestRank(_Result):
-    """The rank that takes longest over its part of the step, without any communication."""
+    """The rank whose computation of a step takes longest, without communication."""
 
     rank: int
     host: str
-    behind_median: float  # as a fraction of the median rank's time; of an even number, the faster of the two
+    behind_median: float  # as a fraction of the median rank's time; of two middle ranks, the faster one's
 
 
 class WorldResult(_Result):
@@ -84,7 +85,7 @@ class WorldResult(_Result):
 
 
 class Gradient(_Result):
-    """A variable's gradient, in the order in which the backward pass comes by."""
+    """A variable's gradient; gradients are in the order of the backward pass."""
 
     name: str
     bytes: int
@@ -101,7 +102,7 @@ class Phases(_Result):
 
 
 class Memory(_Result):
-    """Of one rank's process: what is resident, and its proportional share of what it shares (None: not known)."""
+    """Of one rank's process: resident memory, and the same with shared pages in proportion (None: not known)."""
 
     resident: int
     proportional: int | None
@@ -120,7 +121,7 @@ class StepResult(_Result):
     worlds: list[WorldResult]
     phases: Phases
     memory_by_rank: list[Memory]
-    waiting_cpu: float | None  # part of a core that a rank takes while it waits for others; None: none waited
+    waiting_cpu: float | None  # part of a core that a rank uses while it waits for others; None: none waited
 
 
 class AllreducePoint(_Result):
@@ -143,11 +144,11 @@ class AllreduceResult(_Result):
     facts: Facts
     points: list[AllreducePoint]
     fits: dict[str, Fit]  # by way
-    skipped: dict[str, str]  # ways that were not to be had, and why
+    skipped: dict[str, str]  # ways that were not available, and why
 
 
 def points_by_way(points: Sequence[AllreducePoint], most_ranks: int | None = None) -> dict[str, list[Point]]:
-    """The measurements on up to `most_ranks` ranks, by way, as they are fitted."""
+    """The measurements on up to `most_ranks` ranks, by way, for a fit."""
     found: dict[str, list[Point]] = {}
     for p in points:
         if most_ranks is None or p.ranks <= most_ranks:
@@ -156,7 +157,7 @@ def points_by_way(points: Sequence[AllreducePoint], most_ranks: int | None = Non
 
 
 class Prediction(_Result):
-    """Scaling efficiency on `ranks` ranks, from what was measured on `measured_on` at most."""
+    """Scaling efficiency on `ranks` ranks, from measurements on at most `measured_on` ranks."""
 
     ranks: int
     measured_on: int
@@ -223,7 +224,7 @@ def read(kind: type[R], path: Path, option: str) -> R:
 
 
 def check_writable(*paths: Path | None, inputs: Sequence[Path | None] = ()) -> None:
-    """UserError where a file could not be written later on, or would be written over another one or an input."""
+    """UserError where a file cannot be written, or would overwrite another one or an input."""
     seen = {path.resolve() for path in inputs if path is not None}
     for path in paths:
         if path is None:

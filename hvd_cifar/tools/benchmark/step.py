@@ -1,7 +1,7 @@
 """`benchmark step`: the training step on 1 to N ranks, and the parts of its time.
 
-All of it runs in one job, in turns: each repeat goes through all numbers of ranks and all ways, so that a machine that
-drifts favours none. Ranks that are not among the first k wait, in a collective, while these are measured.
+All measurements run in one job. Each repeat takes all numbers of ranks and all ways in turn, so that a drift of the
+machine's speed favours none. While the first k ranks are measured, the others wait in a collective.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_cifar.config import StepWork, TrainSettings
-from hvd_cifar.data.pipeline import PREFETCH_BATCHES, training_batches
+from hvd_cifar.data.pipeline import PREFETCH_BATCHES, MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.distributed import collectives, process_sets
 from hvd_cifar.models import Net
@@ -29,17 +29,17 @@ from hvd_cifar.training.assemble import Work, make_net, make_optimizer, prepare,
 from hvd_cifar.training.plan import precision_of
 from hvd_cifar.training.step import cross_entropy, make_train_step
 
-# Small, so that a net that sees one batch again and again stays finite; a step takes as long at any rate.
+# Small, so that a net that trains on one batch again and again stays finite. It does not change a step's time.
 LEARNING_RATE = 1e-3
-# Before the clock starts: caches fill, and batches that the pipeline has made ahead are used up.
+# Steps before the clock starts: caches fill, and batches that the pipeline has made ahead are used up.
 LEAD_IN = 2
 LEAD_IN_OF_INPUT = PREFETCH_BATCHES + 1
 ENDLESS = 2**31  # steps
-WAYS = ("communication", "input", "fed", "step", "compute")  # what is compared, one right after the other
-CUTS = 4  # of the backward pass, at which its time is taken
+WAYS = ("communication", "input", "fed", "step", "compute")  # those that are compared are neighbours
+CUTS = 4  # parts of the backward pass, each with its own time
 PHASES = ("forward", *(f"backward {i}" for i in range(1, CUTS + 1)))
 
-Repeat = Callable[[int], None]  # do it so many times, and return when all is done
+Repeat = Callable[[int], None]  # runs something so many times, and returns when the device has finished
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Turn:
     """One rank's part of a turn.
 
     Attributes:
-        seconds: of each step; empty on a rank that waited. On a GPU, which works ahead of its process, one mean.
-        cpu: part of a core that the rank took.
+        seconds: of each step; empty on a rank that waited. On a GPU, which runs behind its process, one mean.
+        cpu: part of a core that the rank used.
     """
 
     seconds: list[float]
@@ -76,7 +76,7 @@ def measure(job: Job, options: StepWork) -> StepResult:
             working = [turn.seconds for turn in by_rank if turn.seconds]
             waiting += [turn.cpu for turn in by_rank if not turn.seconds]
             taken[k][way].append([statistics.fmean(seconds) for seconds in working])
-            if way == "compute":  # and if each step waited for its slowest rank, and nothing else
+            if way == "compute":  # the same, if each step waited for its slowest rank
                 taken[k]["lockstep"].append([statistics.fmean(max(step) for step in zip(*working, strict=True))])
         if job.world.is_root and repeat == 0:
             terminal.say("warmed up")
@@ -102,31 +102,31 @@ def make_bench(job: Job, settings: TrainSettings) -> Bench:
     return Bench(job, work, _endless_batches(job, work))
 
 
-def _endless_batches(job: Job, work: Work) -> Iterator[tuple[Any, ...]]:
-    """(image, label, weight) of this rank as `train` makes them, but of whole batches: all take the same time."""
+def _endless_batches(job: Job, work: Work) -> Iterator[MicroBatch]:
+    """This rank's micro-batches as `train` makes them, but without ragged batches: all take the same time."""
     batch = work.plan.global_batch_size
     whole = work.plan.examples // batch * batch
     batches = training_batches(
         work.dataset.train,
-        work.views,
+        work.transforms,
         Sampler(whole, batch, work.settings.seed, work.sharding),
         first_step=0,
         last_step=ENDLESS,
         device=job.world.device if "GPU" in job.world.device else "",
     )
-    return ((image, label, weight) for image, label, weight, _ in batches)
+    return iter(batches)
 
 
 class Bench:
-    """What this rank does in each way, made when it is first asked for: a trace takes seconds."""
+    """This rank's part in each way. It is made at its first use, since a trace takes seconds."""
 
-    def __init__(self, job: Job, work: Work, batches: Iterator[tuple[Any, ...]]) -> None:
+    def __init__(self, job: Job, work: Work, batches: Iterator[MicroBatch]) -> None:
         self.job = job
         self.work = work
-        self.net = make_net(work)
+        self.net = collectives.on_every_rank(lambda: make_net(work))
         self.batches = batches
         with tf.device(job.world.device):
-            self.in_memory = tuple(tf.identity(part) for part in next(batches))
+            self.in_memory = MicroBatch(*map(tf.identity, next(batches)))
         weights, decay = self.net.model.trainable_variables, work.settings.ema_decay
         self.averages: list[Any] = [Lookahead(weights, ENDLESS)] if work.settings.lookahead else []
         self.averages += [MovingAverage(weights, decay)] if decay else []
@@ -151,7 +151,7 @@ class Bench:
         return Turn(seconds, (time.process_time() - cpu) / (time.perf_counter() - wall))
 
     def repeat(self, k: int, way: str) -> Repeat:
-        """What a way does on the first k ranks."""
+        """The function of a way on the first k ranks."""
         if (k, way) not in self._repeats:
             self._repeats[k, way] = _repeated(self._once(k, way))
         return self._repeats[k, way]
@@ -167,12 +167,12 @@ class Bench:
         if way == "communication":
             return self._reduction(ranks)
         if way == "input":
-            return lambda: next(self.batches)[-1]
+            return lambda: next(self.batches).weight
         return self._part(PHASES.index(way))
 
-    def _step(self, ranks: Any, k: int, batch: Callable[[], tuple[Any, ...]]) -> Callable[[], Any]:
+    def _step(self, ranks: Any, k: int, batch: Callable[[], MicroBatch]) -> Callable[[], Any]:
         """The step of training on batches of k ranks, with gradients summed over a process set."""
-        if k not in self._steps:  # one graph for a group, however it is fed
+        if k not in self._steps:  # one graph for each group, whether it is fed or not
             optimizer = make_optimizer(self.work, self.net, LEARNING_RATE, ranks)
             self._steps[k] = make_train_step(self.net, optimizer, step_spec(self.work), self.averages)
         step, request = self._steps[k], tf.constant(0.0)
@@ -189,7 +189,7 @@ class Bench:
         return lambda: reduce()[-1]
 
     def _part(self, cut: int) -> Callable[[], Any]:
-        """The forward pass, and `cut` of CUTS parts of the backward pass, from the last layer on."""
+        """The forward pass, and the first `cut` of CUTS parts of the backward pass."""
         model, variables = self.net.model, self.net.model.trainable_variables
         wanted = [v.value for v in variables[_cut_at(cut, len(variables)) :]]
 
@@ -200,8 +200,9 @@ class Bench:
                 loss = tf.reduce_mean(entropy * tf.cast(weight, entropy.dtype))
             return [loss, *(tape.gradient(loss, wanted) if wanted else [])]
 
-        traced = part.get_concrete_function(*self.in_memory)  # TensorFlow would warn of many functions of one name
-        return lambda: traced(*self.in_memory)[-1]
+        batch = self.in_memory[:3]
+        traced = part.get_concrete_function(*batch)  # TensorFlow would warn of many functions of one name
+        return lambda: traced(*batch)[-1]
 
 
 def _repeated(once: Callable[[], Any]) -> Repeat:

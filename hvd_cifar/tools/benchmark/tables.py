@@ -21,7 +21,7 @@ from hvd_cifar.tools.benchmark.results import (
 
 WIDTH = 200  # of the widest table; a terminal's own width would cut columns off
 RANKS_SHOWN = 16
-ROUGH = 0.5  # median error of a fit from which on it says little of the network
+ROUGH = 0.5  # median error from which on a fit says little about the network
 WAY_NAMES = {"horovod": "Horovod", "mpi": "MPI", "copy": "copy"}
 
 
@@ -34,7 +34,7 @@ def plain(estimate: Estimate, digits: int, factor: float = 1.0) -> str:
 
 
 def of_step(found: StepResult) -> str:
-    """Speed and efficiency by number of ranks, the parts of a step's time, and each rank's part."""
+    """Speed and efficiency by number of ranks, the parts of a step's time, and times by rank."""
     n = found.worlds[0].step_seconds.n
     speed = _table(
         f"{found.model}, {found.precision}, {found.per_rank_batch_size} images a rank and step; {found.dataset}; "
@@ -175,17 +175,17 @@ def of_predict(found: PredictResult) -> str:
     if {*one.hosts} != {*other.hosts}:
         differ.insert(0, "hosts")
     if differ:
-        lines.append(f"THE TWO WERE NOT MEASURED ALIKE ({', '.join(differ)}): the checks say little")
+        lines.append(f"THE TWO MEASUREMENTS DIFFER ({', '.join(differ)}): the checks say little")
     return _text(checks, predictions, lines)
 
 
 def _beyond(found: PredictResult) -> list[str]:
-    """What the predictions take for granted beyond the all-reduces that were measured."""
+    """Warnings where the predictions go beyond the measured all-reduces."""
     lines = []
     if not found.link_fit.alpha_known and any(p.ranks > found.most_ranks for p in found.predictions):
         lines.append(
-            f"ALPHA IS NOT KNOWN from all-reduces on {found.most_ranks} ranks alone, and taken as 0: more ranks do "
-            "worse than this says; measure on several numbers of ranks, or give --latency"
+            f"ALPHA IS NOT KNOWN from all-reduces on {found.most_ranks} ranks alone, and taken as 0: more ranks are "
+            "slower than predicted; measure on several numbers of ranks, or give --latency"
         )
     if found.gradient_bytes > found.most_bytes:
         lines.append(
@@ -210,7 +210,7 @@ def _fit(fit: Fit | None) -> str:
 
 
 def _facts(facts: Facts) -> str:
-    hosts = len(set(facts.hosts))
+    hosts = facts.local_ranks.count(0) or len(set(facts.hosts))
     where = f"{len(facts.hosts)} rank{'s' * (len(facts.hosts) > 1)} on {hosts} host{'s' * (hosts > 1)}"
     names = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     how = f" ({facts.algorithm}; {facts.transport})" if facts.algorithm and len(facts.hosts) > 1 else ""

@@ -1,0 +1,31 @@
+"""Layers that draw random numbers in training: dropout, noise, random flips.
+
+The start-up gives every rank rank 0's variables, and with them the state of its random generators. Ranks must not drop
+the same units of their examples, so each rank then changes the seeds. Rank 0 keeps its own, and its state is in the
+checkpoints: a resumed run goes on with the same numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from hvd_cifar.data import sampler
+
+
+def random_layers(model: keras.Model) -> list[Any]:
+    """The layers of a model, and the model itself, that hold a `keras.random.SeedGenerator`."""
+    return [layer for layer in model._flatten_layers() if layer._seed_generators]
+
+
+def random_states(model: keras.Model) -> list[keras.Variable]:
+    """The states of a model's random generators, int64 [2] each: seed and count. Ranks have other seeds."""
+    return [generator.state for layer in random_layers(model) for generator in layer._seed_generators]
+
+
+def separate(model: keras.Model, rank: int) -> None:
+    """Change this rank's seeds, which are those of rank 0 so far."""
+    for state in random_states(model):
+        seed, count = state.numpy().tolist()
+        state.assign([seed ^ (int(sampler.key(rank)) >> 32) if rank else seed, count])

@@ -1,0 +1,213 @@
+"""A user's layers that compute over all ranks or draw random numbers, and a user's code that fails on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+
+EXAMPLES = 42  # in batches of 8: the sixth step has 2 examples, and the third rank none
+
+
+def _net(*layers: Any, recipe: Any = None) -> Any:
+    """A function that builds a net with these kinds of layers after its convolution, each made anew."""
+
+    def build(image_shape: tuple[int, int, int], classes: int) -> Any:
+        import keras
+
+        x = images = keras.Input(image_shape)
+        x = keras.layers.Conv2D(4, 3)(x)
+        for make in layers:
+            x = make()(x)
+        x = keras.layers.Flatten()(keras.layers.ReLU()(x))
+        net = keras.Model(images, keras.layers.Dense(classes)(x))
+        return (net, recipe) if recipe else net
+
+    return build
+
+
+def _train(folder: str, build: Any, callbacks: Any = (), **settings: Any) -> dict[str, Any]:
+    import numpy as np
+
+    import hvd_cifar
+
+    generator = np.random.default_rng(3)
+    images, labels = generator.integers(0, 255, (EXAMPLES, 6, 6, 1), dtype=np.uint8), np.arange(EXAMPLES) % 3
+    data = hvd_cifar.Dataset.from_arrays(images, labels, images[:9], labels[:9])
+    common = {"global_batch_size": 8, "epochs": 3, "precision": "float64", "eval_every": 0, "warmup_epochs": 0}
+    rate = {"learning_rate": 0.02, "learning_rate_factor": 1, "log_every": 1, "run_dir": folder}
+    return hvd_cifar.train(build, data, callbacks=callbacks, **{**common, **rate, **settings})
+
+
+def _losses_of_synchronised_layers(folder: str) -> list[float]:
+    import hvd_cifar
+
+    losses: list[float] = []
+
+    class Losses(hvd_cifar.Callback):
+        def on_log(self, run: hvd_cifar.Run) -> None:
+            losses.append(run.loss or 0.0)
+
+    _train(folder, _net(hvd_cifar.SyncBatchNormalization), [Losses()], max_steps=12)
+    return losses
+
+
+def test_a_net_s_own_synchronised_layers_are_not_put_back_on_a_rank_without_an_example(tmp_path: Path) -> None:
+    """Without --sync-batch-norm: the layer itself says what it is."""
+    (alone,) = run_ranks(_losses_of_synchronised_layers, 1, str(tmp_path / "1"))
+    assert len(set(alone)) == 12
+    for losses in run_ranks(_losses_of_synchronised_layers, 3, str(tmp_path / "3")):
+        assert losses == pytest.approx(alone, rel=1e-12)
+
+
+def _refused_for_virtual_shards(folder: str) -> list[str]:
+    import keras
+
+    import hvd_cifar
+
+    told = []
+    for kind in (hvd_cifar.SyncBatchNormalization, keras.layers.RandomFlip, keras.layers.BatchNormalization):
+        try:
+            told.append(str(_train(folder, _net(kind), virtual_shards=2, max_steps=1)["steps"]))
+        except hvd_cifar.UserError as error:
+            told.append(str(error))
+    return told
+
+
+def test_virtual_shards_refuse_layers_whose_results_depend_on_the_ranks(tmp_path: Path) -> None:
+    for synchronised, drawing, local in run_ranks(_refused_for_virtual_shards, 2, str(tmp_path / "run")):
+        assert "--virtual-shards: the net has the layer sync_batch_normalization" in synchronised
+        assert "--virtual-shards: the net has the layer random_flip (RandomFlip): it draws" in drawing
+        assert "\n" not in synchronised + drawing
+        assert local == "1"
+
+
+def _drop(folder: str) -> dict[str, Any]:
+    """A run in one go, and one that is resumed; the seeds of this rank, and what was printed."""
+    import keras
+
+    import hvd_cifar
+    from hvd_cifar.reporting import terminal
+    from hvd_cifar.training.random_layers import random_states
+
+    seeds: list[list[int]] = []
+    said: list[str] = []
+    vars(terminal)["say"] = said.append
+
+    class Seeds(hvd_cifar.Callback):
+        def on_end(self, run: hvd_cifar.Run) -> None:
+            (state,) = random_states(run.model)
+            seeds.append(state.numpy().tolist())
+
+    def train(name: str, steps: int) -> dict[str, Any]:
+        build = _net(lambda: keras.layers.Dropout(0.5))
+        return _train(f"{folder}/{name}", build, [Seeds()], max_steps=steps, check_sync_every=1)
+
+    whole, _, resumed = train("whole", 6), train("cut", 4), train("cut", 6)
+    return {"whole": whole, "resumed": resumed, "seeds": seeds, "said": said}
+
+
+def test_ranks_drop_other_units_and_a_resumed_run_goes_on_with_the_same(tmp_path: Path) -> None:
+    ranks = run_ranks(_drop, 2, str(tmp_path), timeout=240)
+    assert "random layers: dropout: results depend on the number of ranks" in ranks[0]["said"]
+    for rank in ranks:
+        assert rank["whole"]["replicas_identical"] and rank["resumed"]["replicas_identical"]
+        assert rank["whole"]["weights_sha256"] == rank["resumed"]["weights_sha256"]
+        whole, cut, resumed = rank["seeds"]
+        assert whole == resumed and whole[1] == cut[1] + 2 == 6  # one mask in each step
+    assert ranks[0]["seeds"][0][0] != ranks[1]["seeds"][0][0]
+
+
+def _code_that_fails_on_rank_1(folder: str) -> dict[str, list[str]]:
+    import horovod.tensorflow as hvd
+    import keras
+
+    import hvd_cifar
+
+    def fail(message: str) -> None:
+        if hvd.rank() == 1:
+            raise KeyError(message)
+
+    class Adapting(keras.layers.Layer):
+        def call(self, images: Any) -> Any:
+            return images
+
+        def adapt(self, images: Any) -> None:
+            fail("adapt")
+
+    built: list[int] = []
+
+    def once(image_shape: tuple[int, int, int], classes: int) -> Any:
+        built.append(1)
+        if len(built) > 1:  # after the recipe was asked for
+            fail("build")
+        return _net()(image_shape, classes)
+
+    def optimizer(rate: float) -> Any:
+        fail("optimizer")
+        return keras.optimizers.SGD(rate)
+
+    def schedule(done: float) -> float:
+        fail("schedule")
+        return 1.0 - done
+
+    cases = {
+        "build": once,
+        "adapt": _net(Adapting),
+        "optimizer": _net(recipe=hvd_cifar.Recipe(optimizer=optimizer)),
+        "schedule": _net(recipe=hvd_cifar.Recipe(schedule=schedule)),
+    }
+    told = {}
+    for name, build in cases.items():
+        try:
+            _train(f"{folder}/{name}", build, max_steps=1)
+            told[name] = ["went on", ""]
+        except Exception as error:
+            told[name] = [type(error).__name__, str(error)]
+    return told
+
+
+def test_a_user_s_code_that_fails_on_one_rank_ends_all_with_the_cause(tmp_path: Path) -> None:
+    first, second = run_ranks(_code_that_fails_on_rank_1, 2, str(tmp_path), timeout=60)
+    for name in ("build", "optimizer"):
+        assert first[name] == second[name] and first[name][0] == "UserError"
+        assert f"KeyError: '{name}' (test_own_layers.py, line " in first[name][1]
+    assert "optimizer(0.02) of its recipe" in first["optimizer"][1]
+    for name in ("adapt", "schedule"):
+        assert first[name] == ["TrainingError", f"rank 1 failed with KeyError: '{name}'"]
+        assert second[name] == ["KeyError", f"'{name}'"]  # with its traceback
+
+
+def _load_where_the_file_is_not(folder: str) -> list[str]:
+    """The user's file by a relative path, which only rank 0 finds."""
+    import os
+
+    from hvd_cifar.runtime.world import start
+    from hvd_cifar.training import user_code
+
+    os.chdir(Path(folder, f"rank-{start().rank}"))
+    build = user_code.load("mine.py:build", "--model")
+    assert user_code.load("mine.py:build", "--model") is build  # run once in a process
+    try:
+        user_code.load("mine.py:broken", "--model")()
+    except ZeroDivisionError as error:
+        assert error.__traceback__ and error.__traceback__.tb_next
+        return [build(), error.__traceback__.tb_next.tb_frame.f_code.co_filename]
+    return []
+
+
+def test_a_host_that_lacks_the_user_s_file_runs_rank_0_s(tmp_path: Path) -> None:
+    for rank in range(3):
+        (tmp_path / f"rank-{rank}").mkdir()
+    (tmp_path / "rank-0" / "mine.py").write_text("def build():\n    return 'ours'\ndef broken():\n    1 / 0\n")
+    (tmp_path / "rank-2" / "mine.py").write_text("def build():\n    return 'another file of this name'\n")
+    found = run_ranks(_load_where_the_file_is_not, 3, str(tmp_path))
+    assert [said for said, _ in found] == ["ours"] * 3
+    own, *copies = (Path(file) for _, file in found)
+    assert not own.parent.name.startswith("hvd_cifar-")
+    for copy in copies:
+        assert copy.name == "mine.py" and copy.parent.name.startswith("hvd_cifar-")
+        assert not copy.parent.exists()  # removed at the end of the process
