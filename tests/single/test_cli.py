@@ -71,6 +71,7 @@ WRONG = [
     ["evaluate", "--run-dir", "r", "--batch-size", "0"],
     ["evaluate", "--run-dir", "r", "--eval-examples", "many"],
     ["evaluate", "--run-dir", "r", "--dataset", "mnist"],
+    ["evaluate", "--run-dir", "r", "--model", "vgg"],
     ["no-such-command"],
     ["benchmark"],
     ["benchmark", "speed"],
