@@ -11,6 +11,8 @@ Names are loaded when they are first used, so that importing the package does no
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +76,8 @@ def __getattr__(name: str) -> Any:
     # Drops the notes that TensorFlow writes while it is imported, as on the command line.
     from hvd_cifar.reporting.quiet import quiet_start
 
-    with quiet_start():
+    silent = nullcontext() if "tensorflow" in sys.modules or _HOMES[name] == "errors" else quiet_start()
+    with silent:
         found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = found  # Python asks this function only for names that are not there
     return found

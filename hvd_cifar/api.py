@@ -26,6 +26,8 @@ def train(
 ) -> dict[str, Any]:
     """Train on all ranks of this job; rank 0 prints, and writes the run directory. A collective.
 
+    Keras's dtype policy, float type and random seed stay as the run sets them.
+
     Args:
         model: a name of `config.MODELS`, FILE.py:NAME, package.module:NAME, or the function itself:
             build(image_shape, classes) -> keras.Model, from float images [b, height, width, channels] to logits

@@ -24,6 +24,7 @@ Precision = Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"]
 
 DEFAULT_PER_RANK_BATCH_SIZE = 128
 BUILT_IN_DATASETS = ("auto", "cifar10", "cifar100", "synthetic")
+OBJECT_DATASET = "object:"  # in a run's record: before the name of a Dataset that a program passed
 FOLDER_DATASET = "folder:"  # and the path of a folder of images
 
 # Parts of a run's config.json that are facts about the run, not settings.
@@ -80,6 +81,8 @@ def _dataset(given: str) -> str:
     """The name of a data set, with absolute paths."""
     if given in BUILT_IN_DATASETS:
         return given
+    if given.startswith(OBJECT_DATASET):
+        raise ValueError("this run's data set was a Python object; give it to hvd_cifar.train or evaluate again")
     if given.startswith(FOLDER_DATASET):
         path = given.removeprefix(FOLDER_DATASET)
         if not path:

@@ -102,21 +102,21 @@ def adapt(net: Net, images: Any) -> None:
 
 def _built(model: Model, image_shape: tuple[int, int, int], classes: int) -> tuple[keras.Model, Recipe | None]:
     where = f"--model {model.name}"
+    recipe = None
     try:
         made = model.build(image_shape, classes)
+        if isinstance(made, tuple) and len(made) == 2:
+            made, recipe = made
+        if not isinstance(made, keras.Model) or not isinstance(recipe, Recipe | None):
+            raise UserError(f"{where}: returned {type(made).__name__}; return a keras.Model, or (keras.Model, Recipe)")
+        shape = getattr(made(keras.Input(image_shape)), "shape", None)  # builds it, if it is a subclass of Model
+    except UserError:
+        raise
     except Exception as failure:
         wanted = f"it is called as build({image_shape}, {classes})"
         raise UserError(f"{where}: {cause_of(failure)}; {wanted}") from failure
-    recipe = None
-    if isinstance(made, tuple) and len(made) == 2:
-        made, recipe = made
-    if not isinstance(made, keras.Model) or not isinstance(recipe, Recipe | None):
-        raise UserError(f"{where}: returned {type(made).__name__}; return a keras.Model, or (keras.Model, Recipe)")
-    if not made.built:
-        made.build((None, *image_shape))
-    shape = made.compute_output_shape((None, *image_shape))
-    if tuple(shape) != (None, classes):
-        raise UserError(f"{where}: makes {tuple(shape)} from images {(None, *image_shape)}; make (None, {classes})")
+    if shape != (None, classes):
+        raise UserError(f"{where}: makes {shape} from images {(None, *image_shape)}; make (None, {classes})")
     if not made.trainable_variables:
         raise UserError(f"{where}: has no trainable variables; return a model that can be trained")
     return made, recipe

@@ -167,7 +167,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
 
     facts = {
         # The name, not "auto": a later evaluation must not find another data set.
-        "dataset": work.dataset.name if work.settings.dataset == "auto" else work.settings.dataset,
+        "dataset": _name_of_data(work, given),
         "global_batch_size": work.plan.global_batch_size,
         "examples_sha256": collectives.on_root(lambda: work.dataset.train.digest),
         "learning_rate_schedule": collectives.on_every_rank(lambda: schedule.exact),
@@ -179,7 +179,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
     notes = [f"start-up proof: {proof}", f"run directory {folder}"]
     if newest is not None:
         collectives.on_root(lambda: checkpoints.restore(newest) if checkpoints else None)
-        notes += collectives.on_root(lambda: run_dir.changed_kernels(folder, kernels))
+        notes += collectives.on_root(lambda: run_dir.changed_kernels(newest.parent.parent, kernels))
     collectives.broadcast_variables(learner.state.variables)
     random_layers.separate(learner.net.model, world.rank)
     first_step = int(learner.state.step.numpy())
@@ -200,6 +200,13 @@ def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
     trainer = Trainer(run, progress, _step_of(work, learner, schedule), _batches(work, world, first_step), reporter)
     trainer.callbacks = [*_callbacks_of(trainer, work, learner, checkpoints, results), *own_callbacks]
     return trainer
+
+
+def _name_of_data(work: Work, given: OfUser) -> str:
+    """The data set's name for the run's record; of an object, one that no later run takes for a built-in set."""
+    if isinstance(given.dataset, Dataset):
+        return config.OBJECT_DATASET + work.dataset.name
+    return work.dataset.name if work.settings.dataset == "auto" else work.settings.dataset
 
 
 def make_learner(work: Work, learning_rate: float) -> Learner:
@@ -282,6 +289,8 @@ def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any 
     """
     with user_code.errors_of(f"--model {work.model.name}: optimizer({learning_rate:g}) of its recipe"):
         plain = work.recipe.optimizer(learning_rate)
+        if not isinstance(plain, keras.optimizers.Optimizer):
+            raise TypeError(f"returned {type(plain).__name__}; return a keras.optimizers.Optimizer")
     if work.settings.clip_norm is not None:
         plain.global_clipnorm = work.settings.clip_norm
     optimizer = distribute(work.settings, plain, process_set)

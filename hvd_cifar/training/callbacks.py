@@ -34,7 +34,7 @@ class Callback:
     """Called at events of a run, on every rank alike; each method does nothing until a subclass replaces it.
 
     Every rank calls every method at the same steps. A method may run collectives, if it does so on every rank. An
-    error ends the run on all ranks.
+    error ends the run on all ranks, when the process of the rank that had it ends.
     """
 
     def on_start(self, run: Run) -> None:

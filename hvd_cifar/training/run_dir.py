@@ -170,7 +170,7 @@ def changed_kernels(run_dir: Path, now: str) -> list[str]:
     then = checkpoint.recorded(path).get("convolutions", now) if path.exists() else now
     if then == now:
         return []
-    return [f"note: convolutions were {then}, are {now}: results differ by rounding from those of the same machine"]
+    return [f"note: convolution kernels changed from {then} to {now}: results differ by rounding"]
 
 
 def _origin(settings: TrainSettings) -> Path | None:

@@ -87,7 +87,8 @@ def _from_each_host(settings: DataSettings, world: World) -> Dataset:
     name, folder = found[speaker]
     dataset = collectives.on_every_rank(lambda: source_of(name, settings).read(folder))
     if len(hosts) > 1:
-        digests = collectives.all_gather_object(dataset.digest if world.rank in hosts else "")
+        digest = collectives.on_every_rank(lambda: dataset.digest if world.rank in hosts else "")
+        digests = collectives.all_gather_object(digest)
         if differing := differences((host, _short(digests[rank])) for rank, host in hosts.items()):
             raise UserError(
                 f"hosts have different data under the name {dataset.name} (SHA-256 {differing}): copy one host's files "
@@ -173,7 +174,8 @@ def _from_rank_0(settings: DataSettings, world: World) -> Dataset:
     folders = collectives.all_gather_object(mine)
     lacking = [host for rank, host in hosts.items() if folders[rank] is None]
     if lacking:
-        place = _place(source, settings.data_dir, expected) if world.rank in hosts and mine is None else None
+        here = world.rank in hosts and mine is None
+        place = collectives.on_every_rank(lambda: _place(source, settings.data_dir, expected) if here else None)
         _send(origin, place, settings.data_dir, expected, world)
         folders = collectives.all_gather_object(mine or place)
         if world.is_root:

@@ -90,4 +90,4 @@ class Trainer:
             self.reporter.close()
         finally:
             if main:
-                signal.signal(signal.SIGUSR1, before or signal.SIG_IGN)
+                signal.signal(signal.SIGUSR1, signal.SIG_DFL if before is None else before)

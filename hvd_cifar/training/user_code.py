@@ -66,10 +66,11 @@ _copies: list[tempfile.TemporaryDirectory[str]] = []  # of files that this host 
 
 
 def _module_of(file: Path, text: str) -> Any:
-    """The file as a module, run once in a process; it can import from its folder, as a script can."""
+    """The file as a module, run once in a process. It can import modules of its folder that nothing installed hides."""
     name = f"{file.stem}_{hashlib.sha256(f'{file}{text}'.encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
+    folder = file.parent
     if not (file.exists() and file.read_text(encoding="utf-8") == text):
         _copies.append(tempfile.TemporaryDirectory(prefix="hvd_cifar-"))
         file = Path(_copies[-1].name) / file.name  # a file, not the text alone, so that tracebacks show its lines
@@ -77,8 +78,8 @@ def _module_of(file: Path, text: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -85,7 +86,12 @@ def _twice_in_one_process(folder: str) -> dict[str, Any]:
     resumed = _train(f"{folder}/a", 6, [Recorder()], **often)
     whole = _train(f"{folder}/b", 6, **often)
     again = hvd_cifar.evaluate(f"{folder}/b", _net, _data())
-    return {"seen": seen, "summaries": [first, resumed, whole], "evaluated": again}
+    try:
+        hvd_cifar.evaluate(f"{folder}/b", _net)
+    except hvd_cifar.UserError as error:
+        refused = str(error)
+    asked = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    return {"seen": seen, "summaries": [first, resumed, whole], "evaluated": again, "refused": refused, "asked": asked}
 
 
 def test_train_and_evaluate_twice_in_one_process_with_a_callback(tmp_path: Path) -> None:
@@ -94,6 +100,8 @@ def test_train_and_evaluate_twice_in_one_process_with_a_callback(tmp_path: Path)
     first, resumed, whole = one["summaries"]
     assert (first["steps"], resumed["steps"], whole["steps"]) == (4, 6, 6)
     assert resumed["weights_sha256"] == whole["weights_sha256"] != first["weights_sha256"]
+    assert "data set was a Python object" in one["refused"]  # whatever its name is
+    assert one["asked"]  # SIGUSR1 does what it did before
     for name in ("test_accuracy", "test_loss", "test_examples"):
         assert one["evaluated"][name] == pytest.approx(whole[name], rel=1e-9)
 

@@ -61,7 +61,7 @@ def test_hosts_that_compute_differently_are_named_and_refused_where_bits_are_pro
     recorded = json.loads((tmp_path / "plain" / "config.json").read_text())["run"]["convolutions"]
     assert "compiled" in recorded and "TensorFlow's" in recorded
     first, _ = run_ranks(_train_unlike, 2, str(tmp_path), -1)
-    assert any(line.startswith(f"note: convolutions were {recorded}, are ") for line in first["told"])
+    assert any(line.startswith(f"note: convolution kernels changed from {recorded} to ") for line in first["told"])
     assert first["virtual"] == "trained"
 
 

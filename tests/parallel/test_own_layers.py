@@ -159,6 +159,7 @@ def _code_that_fails_on_rank_1(folder: str) -> dict[str, list[str]]:
         "adapt": _net(Adapting),
         "optimizer": _net(recipe=hvd_cifar.Recipe(optimizer=optimizer)),
         "schedule": _net(recipe=hvd_cifar.Recipe(schedule=schedule)),
+        "no optimizer": _net(recipe=hvd_cifar.Recipe(optimizer=lambda rate: None)),
     }
     told = {}
     for name, build in cases.items():
@@ -176,6 +177,7 @@ def test_a_user_s_code_that_fails_on_one_rank_ends_all_with_the_cause(tmp_path: 
         assert first[name] == second[name] and first[name][0] == "UserError"
         assert f"KeyError: '{name}' (test_own_layers.py, line " in first[name][1]
     assert "optimizer(0.02) of its recipe" in first["optimizer"][1]
+    assert "returned NoneType; return a keras.optimizers.Optimizer" in first["no optimizer"][1]
     for name in ("adapt", "schedule"):
         assert first[name] == ["TrainingError", f"rank 1 failed with KeyError: '{name}'"]
         assert second[name] == ["KeyError", f"'{name}'"]  # with its traceback
@@ -202,7 +204,9 @@ def _load_where_the_file_is_not(folder: str) -> list[str]:
 def test_a_host_that_lacks_the_user_s_file_runs_rank_0_s(tmp_path: Path) -> None:
     for rank in range(3):
         (tmp_path / f"rank-{rank}").mkdir()
-    (tmp_path / "rank-0" / "mine.py").write_text("def build():\n    return 'ours'\ndef broken():\n    1 / 0\n")
+        (tmp_path / f"rank-{rank}" / "beside_mine.py").write_text("NAME = 'ours'\n")  # what the file imports is there
+    text = "import beside_mine\ndef build():\n    return beside_mine.NAME\ndef broken():\n    1 / 0\n"
+    (tmp_path / "rank-0" / "mine.py").write_text(text)
     (tmp_path / "rank-2" / "mine.py").write_text("def build():\n    return 'another file of this name'\n")
     found = run_ranks(_load_where_the_file_is_not, 3, str(tmp_path))
     assert [said for said, _ in found] == ["ours"] * 3

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from benchmarks import nets
 from hvd_cifar import models
+from hvd_cifar.errors import UserError
 from hvd_cifar.models.fast import Dirac, whitening
 from hvd_cifar.models.normalization import FusedBatchNormalization, LocalResponseNormalization
 from hvd_cifar.models.pooling import SteadyMaxPooling2D
@@ -320,3 +321,16 @@ def test_smoothed_cross_entropy_is_keras_s() -> None:
     )
     assert np.allclose(cross_entropy(labels, tf.constant(logits), 0.2).numpy(), expected.numpy(), rtol=1e-6)
     assert not np.allclose(cross_entropy(labels, tf.constant(logits)).numpy(), expected.numpy(), rtol=1e-2)
+
+
+class FailsWhenCalled(keras.Model):
+    """A user's subclass with a mistake."""
+
+    def call(self, images: Any) -> Any:
+        raise KeyError("features")
+
+
+def test_a_model_that_fails_when_it_is_called_is_told_in_one_line() -> None:
+    told = r"^--model mine: KeyError: .* \(test_models.py, line \d+\); it is called as build\(\(8, 8, 3\), 10\)$"
+    with pytest.raises(UserError, match=told):
+        models.with_recipe(models.Model("mine", lambda *_: FailsWhenCalled()), (8, 8, 3), 10)

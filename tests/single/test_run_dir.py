@@ -101,7 +101,7 @@ def test_only_virtual_shards_need_the_same_convolutions(tmp_path: Path) -> None:
     newest = _run(tmp_path / "plain", 5, KERNELS)
     assert _claim(tmp_path / "plain", other) == newest
     (note,) = run_dir.changed_kernels(tmp_path / "plain", "TensorFlow's")
-    assert "convolutions were AVX2, are TensorFlow's" in note
+    assert "convolution kernels changed from AVX2 to TensorFlow's" in note
     _run(tmp_path / "exact", 5, KERNELS, virtual_shards=4)
     with pytest.raises(UserError, match="convolutions was AVX2, is TensorFlow's"):
         _claim(tmp_path / "exact", other, virtual_shards=4)
