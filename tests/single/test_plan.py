@@ -57,6 +57,7 @@ RESNET = {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001}
         ({"model": "tutorial"}, 1, {0: 0.1, 136_717: 0.1, 136_718: 0.01, 273_437: 0.001}),
         # A batch of 256 is two of 128: from 0.1 to 0.2 over the 196 steps of the first epoch, however it is dealt.
         ({"model": "tutorial"}, 2, {0: 0.1, 98: 0.15, 196: 0.2, 68_358: 0.2, 68_359: 0.02}),
+        ({"model": "tutorial"}, 8, {0: 0.1, 49: 0.4}),  # at 0.8 its loss becomes infinite
         ({"model": "tutorial", "batch_size": 256}, 1, {0: 0.1, 98: 0.15, 196: 0.2}),
         ({"model": "tutorial", "global_batch_size": 256}, 4, {0: 0.1, 98: 0.15, 196: 0.2}),
         ({"model": "tutorial", "gradient_accumulation": 2}, 1, {0: 0.1, 98: 0.15, 196: 0.2}),

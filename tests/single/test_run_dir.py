@@ -78,8 +78,20 @@ def test_the_same_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None
     assert _claim(tmp_path) == newest
 
 
+# Settings that a resumed run may change: where and how it computes and reports, and how far it goes. What the batch and
+# the learning rate come to is compared as facts.
+FREE = {
+    "batch_size", "callbacks", "check_sync_every", "checkpoint_every", "data_dir", "data_md5", "data_source",
+    "data_url", "dataset", "epochs",
+    "eval_every", "eval_examples", "global_batch_size", "gradient_accumulation", "learning_rate",
+    "learning_rate_factor", "log_every", "max_steps", "on_divergence", "record_examples", "resume", "run_dir",
+    "test_time_augmentation", "threads_per_rank", "warmup_epochs",
+}  # fmt: skip
+
+
 def test_every_setting_of_the_course_is_compared() -> None:
     assert set(OTHERS) == set(COURSE)
+    assert set(TrainSettings.model_fields) - set(COURSE) == FREE
 
 
 @pytest.mark.parametrize("name", COURSE)

@@ -48,15 +48,19 @@ def test_fast_trains_on_the_smallest_images(side: int, precision: str) -> None:
     """Of batches of any size, as in a run: what the graph does not know of a shape, a layer must not ask it."""
     optimizer = _Recorder()
     spec = StepSpec((32, 32, 3), side=side)
-    step = make_train_step(nets.build("fast", precision=precision), optimizer, spec)
+    net = nets.build("fast", precision=precision)
+    step = make_train_step(net, optimizer, spec)
     batch = MicroBatch(tf.zeros((2, 32, 32, 3)), tf.zeros((2,), tf.int32), tf.ones((2,)), tf.range(2))
     specs = [(tf.TensorSpec((None, *value.shape[1:]), value.dtype)) for value in batch]
 
     def one_step(*parts: Any) -> Any:
         return step([MicroBatch(*parts)], tf.constant(2), 0.1, tf.constant(0.0))
 
-    tf.function(one_step, input_signature=specs)(*batch)
-    assert all(gradient is not None for gradient in optimizer.gradients)
+    loss, _ = tf.function(one_step, input_signature=specs)(*batch)
+    assert np.isfinite(loss)
+    assert len(optimizer.gradients) == len(net.model.trainable_variables)
+    for gradient, variable in zip(optimizer.gradients, net.model.trainable_variables, strict=True):
+        assert gradient.shape == variable.shape
 
 
 class _Descent(_Recorder):
