@@ -213,8 +213,8 @@ class TrainSettings(DataSettings):
         None,
         gt=0,
         le=1_000_000,
-        description="Passes over the training set; 9.9 ends within the tenth. A ResNet run shorter than the paper's "
-        "goes through its rates in proportion. [default: the recipe's]",
+        description="Passes over the training set; 9.9 ends within the tenth. A shorter ResNet run scales the paper's "
+        "rate steps to its length. [default: the recipe's]",
     )
     max_steps: int | None = Field(None, gt=0, description="End after this many steps if the epochs have more.")
 
@@ -404,10 +404,12 @@ class BenchmarkAllreduceSettings(_BenchmarkOutput):
     ranks: RankCounts | None = Field(
         None, description="Numbers of ranks to measure, such as 2,4. [default: powers of two, and all]"
     )
-    min_bytes: Bytes = Field(4, ge=4, validate_default=True, description="Smallest message; K, M, G are of 1024.")
+    min_bytes: Bytes = Field(
+        4, ge=4, validate_default=True, description="Smallest message; K, M, G are powers of 1024."
+    )
     max_bytes: Bytes = Field(2**28, ge=4, description="Largest message.")
     factor: int = Field(2, ge=2, description="Ratio of each size to the one before.")
-    seconds: Finite = Field(0.3, gt=0, description="Approximate time for each size and way.")
+    seconds: Finite = Field(0.3, gt=0, description="Approximate seconds per size and method.")
     iterations: int = Field(100, gt=0, description="Most all-reduces of a size in one measurement.")
     repeats: int = Field(5, gt=0, description="Measurements of each size and way; ways take turns.")
 
@@ -452,9 +454,7 @@ class DoctorSettings(_Settings):
         "else per core, at most 8]",
         json_schema_extra={"flags": ["-np", "-n", "--ranks"]},
     )
-    gloo: bool = Field(
-        False, description="Whether the run goes over Gloo, or MPI.", json_schema_extra={"flags": ["--gloo/--mpi"]}
-    )
+    gloo: bool = Field(False, description="Run over Gloo or MPI.", json_schema_extra={"flags": ["--gloo/--mpi"]})
     allreduce: Literal["auto", "ring"] = Field("auto", description="How the small job adds up: as for the launcher.")
     dataset: DatasetName = Field("auto", description="The run's data set.")
     data_dir: LocalPath = Field(

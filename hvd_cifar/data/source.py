@@ -107,7 +107,7 @@ class Prepared(NamedTuple):
 
 
 def layout_of(name: str) -> Layout | None:
-    """The binary layout of the set that a name stands for, CIFAR-10's for "auto"; None where its files have none."""
+    """The binary layout of a named set; "auto" means CIFAR-10. None: the set has no such layout."""
     name = CIFAR10.name if name == "auto" else name
     return next((layout for layout in (CIFAR10, CIFAR100, synthetic.LAYOUT) if layout.name == name), None)
 

@@ -2,7 +2,7 @@
 
 A model is a function `build(image_shape, classes)` that returns a Keras model from float images
 [b, height, width, channels] to logits [b, classes], alone or with a `Recipe`. Keras's global dtype policy is the
-precision. The nets here and a user's own go through the same door.
+precision. Built-in and user models take the same path.
 """
 
 from __future__ import annotations

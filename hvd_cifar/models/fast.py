@@ -19,7 +19,7 @@ from hvd_cifar.optim.schedules import ToZero
 
 PATCH = 2  # pixels, the side of the whitened patches
 WIDTHS = (64, 256, 256)
-RESIDUAL = (1, 3)  # blocks with a third convolution: those where it costs least; in the second it would cost twice both
+RESIDUAL = (1, 3)  # blocks with a third convolution; in the second block it would cost twice as much as in both
 STATISTICS_MOMENTUM = 0.9  # of the moving statistics, per step
 REFERENCE_BATCH = 1024
 KERNEL_RATE = 0.24  # Muon's update of a kernel does not depend on the size of its gradient
@@ -107,18 +107,18 @@ def whitening(images: NDArray[np.floating[Any]], epsilon: float = 5e-4) -> NDArr
 def build(image_shape: tuple[int, int, int], classes: int) -> keras.Model:
     """A net after airbench94's, in Keras.
 
-    2 x 2 patches are whitened by a fixed convolution (`whitening` makes it, from images); then three blocks, each of a
-    3 x 3 convolution, maximum over 2 x 2, normalisation without scale, GELU, and the same again without a maximum; in
-    `RESIDUAL` blocks a third convolution and normalisation, to which what went into the second is added before GELU;
-    the maximum over what is left of the image; logits without an offset, divided by the number of features. At 10
-    classes it has 2,598,336 trainable parameters.
+    - A fixed convolution whitens 2 x 2 patches (`whitening` makes its kernel from images), then GELU.
+    - Three blocks: 3 x 3 convolution, maximum over 2 x 2, batch norm without scale, GELU; and the same without maximum.
+    - In `RESIDUAL` blocks a third convolution and batch norm, to which the first GELU's output is added before GELU.
+    - The maximum over the rest of the image, divided by the number of features; logits without an offset.
+
+    At 10 classes it has 2,598,336 trainable parameters.
 
     Source: Jordan, "94% on CIFAR-10 in 3.29 seconds on a single GPU", 2024, sections 3.1 and 3.2, and the residual
     blocks of its airbench96.
 
     Args:
-        image_shape: of which only the channels matter: images may have any height and width from 9 pixels on, 12 with
-            the recipe's scales.
+        image_shape: only the channels matter; images have at least 9 pixels a side, 12 with the recipe's scales.
         classes: logits.
 
     Returns:

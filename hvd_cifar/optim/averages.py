@@ -43,7 +43,7 @@ class MovingAverage:
 
 
 class Lookahead:
-    """Slow weights that follow the fast ones, which are reset to them every 5 steps.
+    """Slow weights that move towards the fast ones every 5 steps; the fast ones are then reset to them.
 
     After every 5 steps: slow <- d slow + (1 - d) fast, then fast <- slow, with d = 0.95^5 (t / T)^3 after t of T steps;
     after the last step fast <- slow. d grows with t: late slow weights average over more steps than early ones.

@@ -37,7 +37,7 @@ class Reporter:
         self._board: Any = None
 
     def open(self, first_step: int, record_examples: bool = False) -> None:
-        """Open the files, for metrics after a step; later ones, which a run that was cut off has left, are removed."""
+        """Open the files, and remove entries after `first_step`, which an interrupted run left."""
         if self.run_dir is None:
             return
         path = self.run_dir / "metrics.jsonl"

@@ -13,7 +13,7 @@ import mpi4py
 
 
 def main() -> None:
-    """Load all of it, and ask Horovod what it was built with; `--gpu` asks for NCCL, too."""
+    """Import TensorFlow and Horovod, and check Horovod's build; `--gpu` requires NCCL."""
     # mpi4py would start MPI when it is imported; here only its library is asked.
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     import horovod.runner.launch  # noqa: F401 - what horovodrun starts with

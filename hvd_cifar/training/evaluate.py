@@ -23,7 +23,7 @@ class Evaluation:
     """Results over all examples: accuracy as a fraction, loss as mean cross-entropy without weight decay.
 
     Attributes:
-        views: 6 where both are of an average over six views of each image; else 1.
+        views: 6 if accuracy and loss average six views of each image, else 1.
         plain_accuracy: of one view, the image as it is.
     """
 
