@@ -83,7 +83,7 @@ def cases(precision: str) -> list[Case]:
 
         own: Any
         if compiled.is_quicker((taps, taps, shape[-1], filters), precision):
-            own, remark = compiled.convolve, ""
+            own, remark = compiled.convolve, ", compiled"
         elif precision == "bfloat16":
             own = side_by_side.convolve
             remark = "" if shape[2] <= side_by_side.MOST_PIXELS else " (goes the plain way)"

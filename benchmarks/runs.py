@@ -22,26 +22,40 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def weights(run_dir: Path) -> dict[str, Any]:
-    """The model's variables in the newest checkpoint, by their keys there."""
-    return _saved(run_dir, "model/")
+    """The model's variables in the newest checkpoint, by name."""
+    from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
+
+    reader = _newest(run_dir)
+    nodes = TrackableObjectGraph.FromString(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH")).nodes
+    open_nodes = [child.node_id for child in nodes[0].children if child.local_name == "model"]
+    seen: set[int] = set()
+    found = {}
+    while open_nodes:
+        node = open_nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            # The key is that of any part which holds the variable, such as the optimizer.
+            found.update({a.full_name: reader.get_tensor(a.checkpoint_key) for a in nodes[node].attributes})
+            open_nodes += [child.node_id for child in nodes[node].children]
+    return found
 
 
 def averages(run_dir: Path) -> dict[str, Any]:
     """The moving averages of the model's variables in the newest checkpoint, by their keys there."""
-    found = _saved(run_dir, "averages/variables/")
-    return {key: value for key, value in found.items() if value.shape}  # but for the count of updates
+    reader = _newest(run_dir)
+    shapes = reader.get_variable_to_shape_map()
+    keys = [key for key in sorted(shapes) if key.startswith("averages/variables/") and shapes[key]]  # not the count
+    return {key: reader.get_tensor(key) for key in keys}
 
 
-def _saved(run_dir: Path, start: str) -> dict[str, Any]:
+def _newest(run_dir: Path) -> Any:
     import tensorflow as tf
 
     from hvd_cifar.training.checkpoint import find
 
     path = find(run_dir)
     assert path is not None, f"no checkpoint in {run_dir}"
-    reader = tf.train.load_checkpoint(str(path))
-    keys = [key for key in reader.get_variable_to_shape_map() if key.startswith(start) and "/.OPTIMIZER" not in key]
-    return {key: reader.get_tensor(key) for key in sorted(keys) if key.endswith(".ATTRIBUTES/VARIABLE_VALUE")}
+    return tf.train.load_checkpoint(str(path))
 
 
 def loss_apart(one: dict[int, float], other: dict[int, float], up_to: int) -> float:

@@ -122,7 +122,7 @@ def test_a_host_that_is_cut_off_ends_the_job_on_both_sides(kind: str, three_host
 @pytest.mark.parametrize("kind", LAUNCHERS)
 def test_ctrl_c_leaves_nothing_on_any_host(kind: str, three_hosts: Cluster, endless: Any) -> None:
     process = endless(kind)
-    starts = three_hosts[0].processes("hvd_cifar.launch")
+    starts = three_hosts[0].processes("-m hvd_cifar.launch -H")
     assert len(starts) == 1
     starts[0].send_signal(signal.SIGINT)
     assert process.wait(60) == 128 + signal.SIGINT

@@ -360,6 +360,7 @@ UNKNOWN = RULE + "There are not enough slots available in the system.\n" + RULE
         (LOST, "hvd_cifar: node3 is lost, and its ranks with it: is it on, and its network up?\n"),
         (UNKNOWN, UNKNOWN),
         ("table\n-----\n" + RULE + "a\n" * 60, "table\n-----\n" + RULE + "a\n" * 60),
+        ("[a:1] plm:rsh: Warning: setpgid(4,4) failed in parent with errno=Permission denied(13)\nx\n", "x\n"),
         ("no newline at the end", "no newline at the end"),
         (RULE + "cut", RULE + "cut"),
     ],

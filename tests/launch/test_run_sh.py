@@ -247,7 +247,7 @@ def test_ctrl_c_in_a_terminal(data: Path, tmp_path: Path) -> None:
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 130
     _wait_for(lambda: not _processes_of(tmp_path / "run"), timeout=5)
-    assert re.search(rb"\x1b\[\d+m +20/\d+", seen), "no progress bar"
+    assert re.search(rb"\x1b\[\d+m +[1-9]\d*/\d+", seen), "no progress bar"
     assert b"\x1b[?25h" in seen, "the cursor stays hidden"
     assert b"Traceback" not in seen
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 
 RULE = b"-" * 74
 BANNER_LINES = 40
+# A child that has already exec'ed cannot be moved to another process group; it has moved itself.
+HARMLESS = re.compile(rb"\[[^\]]+\] plm:rsh: Warning: setpgid\(.*\) failed in parent with errno=.*\n")
 
 
 def without_banners(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -32,7 +34,7 @@ def without_banners(chunks: Iterable[bytes]) -> Iterator[bytes]:
                     block = []
             elif at_start and is_rule:
                 block = [piece]
-            else:
+            elif not HARMLESS.fullmatch(piece):
                 yield piece
                 at_start = complete
                 line += piece
