@@ -67,7 +67,7 @@ def switches() -> dict[str, Switch]:
     import keras
     import tensorflow as tf
 
-    from hvd_cifar.kernels import compiled, side_by_side
+    from hvd_cifar.kernels import compiled, side_by_side, winograd
     from hvd_cifar.models import activation, normalization, resnet
 
     def put(target: Any, name: str, value: Any) -> Switch:
@@ -75,6 +75,14 @@ def switches() -> dict[str, Switch]:
 
     def plain_relu(terms: Any, copies: int) -> Any:
         return (tf.nn.relu(terms[0] + terms[1] if len(terms) > 1 else terms[0]),) * copies
+
+    def cast(stack: ExitStack) -> None:
+        for module in (activation, normalization):
+            stack.enter_context(mock.patch.object(module, "narrow", tf.cast))
+            for name, function in list(vars(module).items()):
+                if hasattr(function, "python_function"):  # its traces hold the path
+                    anew = tf.function(function.python_function, jit_compile=True, autograph=False)
+                    stack.enter_context(mock.patch.object(module, name, anew))
 
     def plain_layer(module: Any, name: str, plain: Any) -> Switch:
         return put(getattr(module, name), "call", plain)
@@ -96,7 +104,9 @@ def switches() -> dict[str, Switch]:
 
     return {
         "kernels/compiled": put(compiled, "is_quicker", lambda *_: False),
+        "kernels/winograd": put(winograd, "LEAST_WEIGHTS", 10**9),
         "kernels/side_by_side": put(side_by_side, "MOST_PIXELS", 0),
+        "kernels/half.narrow": cast,
         "QuickRelu": put(activation, "_fused_relu", plain_relu),
         "QuickGelu": plain_layer(activation, "QuickGelu", lambda _, x: keras.activations.gelu(x)),
         "FusedBatchNormalization": plain_layer(normalization, "FusedBatchNormalization", plain_norm),

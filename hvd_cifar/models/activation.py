@@ -9,6 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvd_cifar.kernels.half import narrow, widen
+
 
 class QuickGelu(keras.layers.Layer):
     """x * sigmoid(1.702 x): within 0.02 of GELU (Hendrycks and Gimpel 2016, section 2).
@@ -39,14 +41,14 @@ def _gelu(x: Any) -> tuple[Any, Any]:
 @tf.function(jit_compile=True, autograph=False)
 def _gelu_forward(x: Any) -> Any:
     wide = widen(x)
-    return tf.cast(0.5 * wide * (1.0 + tf.tanh(0.851 * wide)), x.dtype)
+    return narrow(0.5 * wide * (1.0 + tf.tanh(0.851 * wide)), x.dtype)
 
 
 @tf.function(jit_compile=True, autograph=False)
 def _gelu_backward(x: Any, upstream: Any) -> Any:
     wide = widen(x)
     tanh = tf.tanh(0.851 * wide)
-    return tf.cast(widen(upstream) * 0.5 * (1.0 + tanh) * (1.0 + 0.851 * wide * (1.0 - tanh)), x.dtype)
+    return narrow(widen(upstream) * 0.5 * (1.0 + tanh) * (1.0 + 0.851 * wide * (1.0 - tanh)), x.dtype)
 
 
 class QuickRelu(keras.layers.Layer):
@@ -96,19 +98,14 @@ def _fused_relu(terms: tuple[Any, ...], copies: int) -> tuple[Any, ...]:
 
 @tf.function(jit_compile=True, autograph=False)
 def _relu_forward(*terms: Any) -> Any:
-    return tf.cast(tf.nn.relu(_sum(terms)), terms[0].dtype)
+    return narrow(tf.nn.relu(_sum(terms)), terms[0].dtype)
 
 
 @tf.function(jit_compile=True, autograph=False)
 def _relu_backward(made: Any, upstream: tuple[Any, ...]) -> Any:
     total = _sum(upstream) if len(upstream) > 1 else upstream[0]
-    return tf.cast(tf.where(made > 0, total, tf.zeros([], total.dtype)), made.dtype)
+    return narrow(tf.where(made > 0, total, tf.zeros([], total.dtype)), made.dtype)
 
 
 def _sum(terms: tuple[Any, ...]) -> Any:
     return functools.reduce(operator.add, map(widen, terms))
-
-
-def widen(x: Any) -> Any:
-    """Half types as float32, others unchanged: XLA would round a half type after every operation."""
-    return tf.cast(x, tf.float32) if x.dtype.size < 4 else x

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_cifar.models.activation import widen
+from hvd_cifar.kernels.half import narrow, widen
 
 
 class FusedBatchNormalization(keras.layers.Layer):
@@ -132,7 +132,7 @@ def _local_response(images: Any, radius: int, bias: float, alpha: float) -> Any:
 def _local_response_forward(x: Any, radius: int, bias: float, alpha: float) -> Any:
     wide = widen(x)
     root = tf.math.rsqrt(bias + alpha * _neighbours(tf.square(wide), radius))
-    return tf.cast(wide * root * tf.sqrt(root), x.dtype)
+    return narrow(wide * root * tf.sqrt(root), x.dtype)
 
 
 @tf.function(jit_compile=True, autograph=False)
@@ -141,7 +141,7 @@ def _local_response_backward(x: Any, gradient: Any, radius: int, bias: float, al
     root = tf.math.rsqrt(bias + alpha * _neighbours(tf.square(wide), radius))
     power = root * tf.sqrt(root)
     others = _neighbours(upstream * wide * power * tf.square(root), radius)
-    return tf.cast(upstream * power - 1.5 * alpha * wide * others, x.dtype)
+    return narrow(upstream * power - 1.5 * alpha * wide * others, x.dtype)
 
 
 def _neighbours(values: Any, radius: int) -> Any:

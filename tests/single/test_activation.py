@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvd_cifar.kernels import half
 from hvd_cifar.models.activation import QuickGelu, QuickRelu
 from hvd_cifar.models.normalization import FusedBatchNormalization
 
@@ -101,3 +102,15 @@ def test_relu_stays_part_of_batch_norm_s_kernel_in_bfloat16() -> None:
             handed_on = [out for given, out in zip(op.inputs, op.outputs, strict=True) if given is made]
             readers |= {reader.type for out in handed_on for reader in out.consumers()}
     assert readers <= {"Identity", "IdentityN", "Relu"}, readers
+
+
+def test_half_types_are_rounded_to_the_nearest_and_ties_to_even() -> None:
+    draw = np.random.default_rng(4)
+    values = draw.integers(0, 2**32, size=100_000, dtype=np.uint32).view(np.float32)
+    values = values[~np.isnan(values)]
+    ties = (draw.integers(0, 2**16, size=5_000, dtype=np.uint32) * 2**16 + 2**15).astype(np.uint32).view(np.float32)
+    values = np.concatenate([values, ties[~np.isnan(ties)], [np.inf, -np.inf, 0.0, -0.0, 3.4e38]]).astype(np.float32)
+    narrow = tf.function(lambda x: half.narrow(x, tf.bfloat16), jit_compile=True, autograph=False)
+    found, wanted = narrow(values), tf.cast(values, tf.bfloat16)
+    assert (tf.bitcast(found, tf.uint16).numpy() == tf.bitcast(wanted, tf.uint16).numpy()).all()
+    assert np.isnan(narrow(np.array([np.nan, -np.nan], np.float32)).numpy().astype(np.float32)).all()
