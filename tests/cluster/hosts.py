@@ -6,8 +6,8 @@
         hosts.slow(third, "10mbit")
 
 A host is a set of Linux namespaces. Its first process is its sshd; when that ends, everything on the host ends, and
-the namespaces go with it, as they do when the test is killed. The hosts' network cards hang on a bridge which lies in
-a namespace of its own: the machine's network is not touched, and hosts reach nothing but each other.
+the namespaces go with it, as they do when the test is killed. The hosts' network cards are on a bridge in a
+namespace of its own: the machine's network is not changed, and hosts can connect only to each other.
 
 They share the machine's disk, but each has an own /etc/hosts, /etc/ssh, /dev/shm and `Cluster.own`: a folder whose
 path is the same on all, and whose contents are each host's own.
@@ -156,7 +156,7 @@ class Cluster:
         return path
 
     def slow(self, host: Host, rate: str) -> None:
-        """Let a host send and receive no faster than `rate`, as tc writes it ("10mbit")."""
+        """Limit a host's bandwidth in both directions to `rate`, in tc's notation ("10mbit")."""
         shaping = ["root", "tbf", "rate", rate, "burst", "32k", "latency", "400ms"]
         host.must("tc", "qdisc", "replace", "dev", INTERFACE, *shaping)
         self._on_switch("tc", "qdisc", "replace", "dev", self._port(host, INTERFACE), *shaping)
@@ -174,7 +174,7 @@ class Cluster:
         self._on_switch("ip", "link", "set", self._port(host, INTERFACE), "down")
 
     def add_interface(self, host: Host, name: str, address: str, connected: bool) -> None:
-        """Give a host another network card, up, with an address such as 10.99.0.1/24.
+        """Add a network card to a host, up, with an address such as 10.99.0.1/24.
 
         `connected`: on the bridge; otherwise its cable leads nowhere.
         """

@@ -137,7 +137,7 @@ def test_planted_faults_are_named(need_hosts: None, tmp_path: Path) -> None:
         first, second, third, fourth, fifth = hosts
         for host in hosts:
             _data(host.files / "data")
-        # On the first: too many slots, too little shared memory, a folder for the run that cannot be written.
+        # On the first: too many slots, too little shared memory, a run folder that is not writable.
         first.must("mount", "-o", "remount,size=64k", "/dev/shm")
         (first.files / "runs").mkdir()
         first.must("mount", "--bind", hosts.own / "runs", hosts.own / "runs")
@@ -162,7 +162,7 @@ def test_planted_faults_are_named(need_hosts: None, tmp_path: Path) -> None:
         hosts.slow(fourth, "10mbit")
         with open(fourth.files / "data" / CIFAR10.files[5], "r+b") as file:
             file.write(b"\x01")
-        # On the fifth: a GPU that nobody uses, a missing file of the data set, and no name of its own.
+        # On the fifth: an unused GPU, a missing file of the data set, and no name of its own.
         (fifth.files / "bin").mkdir()
         (fifth.files / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
         (fifth.files / "bin" / "nvidia-smi").chmod(0o755)

@@ -102,7 +102,7 @@ def test_a_killed_rank_ends_the_job_on_all_hosts(kind: str, three_hosts: Cluster
 
 @pytest.mark.parametrize("kind", LAUNCHERS)
 def test_a_host_that_is_cut_off_ends_the_job_on_both_sides(kind: str, three_hosts: Cluster, endless: Any) -> None:
-    """No connection is closed, so nobody is told: silence has to be noticed."""
+    """No connection is closed: only the missing answers show that the host is gone."""
     process = endless(kind)
     three_hosts.cut(three_hosts[2])
     try:
@@ -157,7 +157,7 @@ sys.exit(getattr(launcher, sys.argv[1])(sys.argv[3:], __import__("os").environ, 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)
 def test_the_printed_command_works_and_its_output_is_told_apart(kind: str, three_hosts: Cluster, data: Path) -> None:
-    """The command of --dry-run, with a small program in place of the training."""
+    """The command of --dry-run, with a small program instead of the training."""
     first = three_hosts[0]
     train = training(data, three_hosts.own / "never")
     done = _launch(first, ["--dry-run", "--hostfile", three_hosts.hostfile(1, 1, 1), kind, *train])

@@ -1,4 +1,4 @@
-"""Set-up on every host: what is sent, what is asked for, and what is told of each host. No package index is needed."""
+"""Set-up on every host: files and options that are sent, and the report on each host. It needs no package index."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_host_is_reported(prepared: Cluster) -> None:
     assert "--constraint" in (sent / ".venv" / "set-up.log").read_text()
     assert not [path for path in sent.rglob("*") if path.name in ("id_ed25519", "id_rsa", "cluster.pem")]
 
-    # A file that is gone here goes there, too: the rest is the same, and yet it is sent again.
+    # A file that no longer exists here is removed there: an additional file alone has the checkout sent again.
     gone = sent / "hvd_cifar" / "launch" / "gone.py"
     gone.touch()
     first.run([run_sh, "setup", "-H", "node1:1,node2:1"], env=variables(first), timeout=400)
@@ -96,7 +96,7 @@ def test_every_host_is_reported(prepared: Cluster) -> None:
 
 
 def test_options_of_this_host_are_those_of_all(prepared: Cluster) -> None:
-    """Set up with --gpu here, for the CPU there, and no option is named: the other host looks for NCCL, too."""
+    """This host is set up with --gpu, the other for the CPU; without named options the other one looks for NCCL."""
     first, _, third, _ = prepared
     files = [host.files / "checkout" / ".venv" / installer.RECORD for host in (first, third)]
     before = [file.read_text() for file in files]

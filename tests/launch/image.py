@@ -9,8 +9,8 @@ buildah builds it as it is, on a base that debootstrap makes and that bears the 
 own file system as the image's user, with the image's entry point and variables; its network, name and processes are
 those of the host that it is started on, which may be one of tests/cluster/hosts.py.
 
-The Dockerfile knows no package index but the public one: what pip and apt of this machine are told beside that is
-mounted while it builds. The base and Horovod's wheel are kept for the next time, in ~/.cache/hvd_cifar/image-tests.
+The Dockerfile uses the public package index. Other settings of this machine's pip and apt are mounted during the build.
+The base and Horovod's wheel are kept for the next time, in ~/.cache/hvd_cifar/image-tests.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Container:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def words(self, command: Sequence[str], entry: Sequence[str] | None = None) -> list[str]:
-        """What starts the container, on the host where it is called. `entry`: in place of the image's entry point."""
+        """The command that starts the container on its host. `entry`: replaces the image's entry point."""
         entry = self.settings["Entrypoint"] if entry is None else entry
         options = ["--hostname", self.name, "--isolation", "chroot", "--network", "host"]
         options += [f"--env={name}={value}" for name, value in self.variables.items()]
@@ -192,7 +192,7 @@ def make_base(root: Path, archive: Path) -> None:
 
 
 def pip_settings(folder: Path) -> list[str]:
-    """Mounts, as buildah takes them, that give pip in a build what pip is told on this machine, by file or variable."""
+    """Mounts for buildah that give this machine's settings of pip, from files and variables, to pip in a build."""
     listed = subprocess.check_output(["python3", "-m", "pip", "config", "list"], text=True)
     given: dict[str, str] = {}
     for line in listed.splitlines():

@@ -153,7 +153,7 @@ def slurm(nodes: int, cpus: int, folder: Path) -> Iterator[Slurm]:
 
 def _start_munge(host: Host) -> Path:
     """Start the daemon that signs requests; its socket, which all hosts reach through the disk they share."""
-    # Munge trusts no socket below a folder that others may write to, such as /tmp, unless it is told to.
+    # Munge trusts no socket below a folder that others may write to, such as /tmp, without this option.
     folder = host.files.parent / "munge"
     folder.mkdir(mode=0o755)
     key = folder / "key"

@@ -186,7 +186,7 @@ def _wait_for(
 
 
 def _processes_of(run_dir: Path) -> list[psutil.Process]:
-    """All processes of a run, whoever is their parent: its folder stands in their command lines."""
+    """All processes of a run: those with its folder in their command lines."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -52,7 +52,7 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_know_who_they_are(launcher: str, site: Slurm) -> None:
-    """Three ranks on two nodes, two and one, whoever starts them."""
+    """Three ranks on two nodes, two and one, under each launcher."""
     done = site.run([*LAUNCHERS[launcher], sys.executable, "-c", WHO], _variables(site))
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line.partition("RANK ")[2]) for line in done.stdout.splitlines() if "RANK " in line]

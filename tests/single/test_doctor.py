@@ -105,7 +105,7 @@ def _changed(host: str, group: str, /, subject: Subject = HEALTHY, **fields: Any
 
 
 def _told(host: str, group: str, value: Any, subject: Subject = HEALTHY) -> Subject:
-    """A subject in which one host told something else for a whole group."""
+    """A subject in which one host has other facts for a whole group."""
     return _with(subject, facts={**subject.facts, host: subject.facts[host].model_copy(update={group: value})})
 
 
@@ -458,13 +458,13 @@ def test_what_harms_nobody_is_no_fault() -> None:
     shm: dict[str, Any] = {"shm_free": 65536, **attach}
     for fine in (
         alone,
-        _changed("b", "memory", **shm),  # one rank has nobody to share with
+        _changed("b", "memory", **shm),  # one rank shares no memory
         _with(_changed("a", "memory", **shm), gloo=True),
         _with(_changed("a", "memory", **attach), single_copy_off=True),
         _told("b", "data", None),  # rank 0 sends it
         _with(_changed("b", "versions", mpi=""), gloo=True),
         _changed("b", "disk", error="Read-only file system", free=0),  # rank 0 writes the run
-        _names("b", names={}),  # no names for addresses: nobody needs them
+        _names("b", names={}),  # no names for addresses: none is needed
         _told("b", "gpus", (), _gpu_cluster(0, 1)),
         _changed("b", "memory", open_files=-1),
         _with(_told("a", "data", None), dataset="synthetic"),
@@ -703,7 +703,7 @@ def test_a_group_that_fails_costs_no_other(tmp_path: Path) -> None:
 
 
 def test_a_host_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of its facts: what it told counts, and it is said what it hung at."""
+    """It hangs in the middle of its facts: the facts before count, and the group that hangs is named."""
     hung, hangs = tmp_path / "probe.py", tmp_path / "hangs"
     start = "def memory(asked: Asked) -> Any:\n"
     text = ask.PROBE.read_text()
