@@ -15,6 +15,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvd_cifar.distributed import buckets
 from hvd_cifar.distributed.fixed_order import all_reduce_in_tree
 from hvd_cifar.distributed.subclass import put_in_front
 
@@ -32,6 +33,7 @@ class Reduction:
     process_set: Any = hvd.global_process_set
     sparse_as_dense: bool = False
     fixed_order: bool = False
+    bucket_bytes: int | None = None
 
     @property
     def is_local(self) -> bool:
@@ -134,6 +136,7 @@ def DistributedOptimizer(
     process_set: Any = hvd.global_process_set,
     sparse_as_dense: bool = False,
     fixed_order: bool = False,
+    bucket_bytes: int | None = None,
 ) -> OptimizerT:
     """Make a Keras 3 optimizer reduce its gradients over all ranks before it applies them.
 
@@ -191,6 +194,7 @@ def DistributedOptimizer(
         process_set=process_set,
         sparse_as_dense=sparse_as_dense,
         fixed_order=fixed_order,
+        bucket_bytes=bucket_bytes,
     )
     _agree_on_finite_gradients()
 
@@ -287,18 +291,25 @@ def unpack(total: Any, dtype: Any, reduction: Reduction, ranks: int) -> Any:
 
 
 def _all_reduce(tensors: Sequence[Any], op: Any, reduction: Reduction) -> list[Any]:
-    """All-reduce tensors of several types: one message for each type, in the same order on every rank."""
+    """All-reduce tensors in buckets of one type each, in the order in which they get ready; the same on every rank."""
     totals: list[Any] = [None] * len(tensors)
+    in_order = buckets.order(tensors) if reduction.bucket_bytes else list(range(len(tensors)))
+    members: list[list[int]] = []
     for dtype in sorted({t.dtype for t in tensors}, key=lambda dtype: dtype.name):
-        chosen = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-        message = [tensors[i] for i in chosen]
-        found = (
-            all_reduce_in_tree(message, reduction.process_set)
-            if reduction.fixed_order
-            else hvd.grouped_allreduce(message, op=op, process_set=reduction.process_set)
-        )
-        for i, total in zip(chosen, found, strict=True):
-            totals[i] = total
+        chosen = [i for i in in_order if tensors[i].dtype == dtype]
+        sizes = [(tensors[i].shape.num_elements() or 0) * dtype.size for i in chosen]
+        members += [[chosen[i] for i in bucket] for bucket in buckets.plan(sizes, reduction.bucket_bytes)]
+    members.sort(key=lambda bucket: max(map(in_order.index, bucket)))
+    messages = [_named_by_graph(buckets.flat([tensors[i] for i in bucket])) for bucket in members]
+    if reduction.bucket_bytes:
+        buckets.gate(messages)
+    for bucket, message in zip(members, messages, strict=True):
+        if reduction.fixed_order:
+            (total,) = all_reduce_in_tree([message], reduction.process_set)
+        else:
+            total = hvd.allreduce(message, op=op, process_set=reduction.process_set)
+        for i, piece in zip(bucket, buckets.pieces(total, [tensors[i] for i in bucket]), strict=True):
+            totals[i] = piece
     return totals
 
 

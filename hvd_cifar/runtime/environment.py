@@ -73,3 +73,5 @@ def prepare_mpi(environment: MutableMapping[str, str], on_cpu: bool, prefix: Pat
         environment.setdefault("HOROVOD_CYCLE_TIME", "0.5")
         # ms. With nothing to reduce, a rank sleeps up to this long between cycles: each cycle synchronises all ranks.
         environment.setdefault("HOROVOD_IDLE_CYCLE_TIME", "50")
+        # Horovod's thread sleeps while it waits for other hosts.
+        environment.setdefault("HOROVOD_SHARES_CORE", "1")

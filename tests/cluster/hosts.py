@@ -36,6 +36,10 @@ PREFIX = "10.77.0"
 INTERFACE = "eth0"
 UNSHARE = ["unshare", "--fork", "--kill-child=KILL"]
 START_SECONDS = 20.0
+BURST = "32k"  # of a limited link, bytes
+# Bytes. `tbf` cuts packets larger than its burst into frames, one by one on the processor: 4 MB then take it 25 ms
+# instead of 4. A network card cuts them by itself.
+LARGEST_PACKET = "30000"
 # No question is ever asked; keys and known hosts are the test's own.
 CLIENT = (
     "Host *\n  IdentityFile {own}/key\n  UserKnownHostsFile {own}/known_hosts\n  ConnectTimeout 5\n  LogLevel ERROR\n"
@@ -157,7 +161,7 @@ class Cluster:
 
     def slow(self, host: Host, rate: str) -> None:
         """Limit a host's bandwidth in both directions to `rate`, in tc's notation ("10mbit")."""
-        shaping = ["root", "tbf", "rate", rate, "burst", "32k", "latency", "400ms"]
+        shaping = ["root", "tbf", "rate", rate, "burst", BURST, "latency", "400ms"]
         host.must("tc", "qdisc", "replace", "dev", INTERFACE, *shaping)
         self._on_switch("tc", "qdisc", "replace", "dev", self._port(host, INTERFACE), *shaping)
 
@@ -200,6 +204,8 @@ class Cluster:
         if connected:
             self._on_switch("ip", "link", "set", port, "master", "bridge")
         self._on_switch("ip", "link", "set", port, "up")
+        self._on_switch("ip", "link", "set", port, "gso_max_size", LARGEST_PACKET)
+        host.must("ip", "link", "set", name, "gso_max_size", LARGEST_PACKET)
         host.must("ip", "address", "add", address, "dev", name)
         host.must("ip", "link", "set", name, "up")
 
