@@ -4,10 +4,14 @@
     python -m benchmarks.peers --data-dir D --precision mixed_bfloat16
     python -m benchmarks.peers --data-dir D --model tutorial                 # likewise resnet32, resnet56
     python -m benchmarks.peers --data-dir D --model fast                     # beside airbench94, bfloat16
+    python -m benchmarks.peers --data-dir D --hosts 2 --link 1gbit --link 100mbit
 
 All sides are started once and warmed up. Then they take turns: in each repeat, in an order drawn anew, one side runs
 for --seconds while the others are stopped where they are. So a machine that grows slower or faster does so for all. A
 side is timed by the lines of its metrics.jsonl, from the first one after it was woken to the last one of its turn.
+
+With --hosts the ranks run on namespaces of this machine, each with a network card and its share of the cores. In its
+turn a side runs for --seconds without a limit and on each --link, in an order drawn anew.
 """
 
 from __future__ import annotations
@@ -18,13 +22,14 @@ import shlex
 import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from benchmarks import jobs, setting
-from benchmarks.peers import environment, sides
+from benchmarks.peers import environment, network, sides
 from benchmarks.peers.rates import spread, table
 from benchmarks.peers.turns import Job, Turn
 from hvd_cifar.errors import UserError
@@ -41,6 +46,8 @@ LOG_EVERY = {"resnet20": 5, "resnet32": 3, "resnet56": 2, "tutorial": 10, "fast"
 @click.option("--precision", type=click.Choice(["float32", "mixed_bfloat16"]), help=BY_MODEL)
 @click.option("--ranks", type=click.IntRange(1), default=2)
 @click.option("--batch-size", type=click.IntRange(1), default=128, help="Of a rank; fast has 1,024 over all ranks.")
+@click.option("--hosts", type=click.IntRange(1), default=1, help="Of the ranks; more than one: namespaces, as root.")
+@click.option("--link", "links", multiple=True, help="Limit of each host's network, such as 100mbit; may be repeated.")
 @click.option("--repeats", type=click.IntRange(1), default=7)
 @click.option("--seconds", type=click.FloatRange(1), default=8.0, help="Of a side's turn.")
 @click.option("--only", multiple=True, type=click.Choice(list(sides.SIDES)), help="These sides, not all.")
@@ -62,6 +69,8 @@ def measure(
     precision: str | None,
     ranks: int,
     batch_size: int,
+    hosts: int,
+    links: tuple[str, ...],
     repeats: int,
     seconds: float,
     only: tuple[str, ...],
@@ -78,9 +87,12 @@ def measure(
     """
     data_dir = setting.real_data(data_dir)
     check_writable(output)
-    able = sides.sides_of(model)
+    network.check(hosts, ranks, links)
+    links = tuple(dict.fromkeys([network.NO_LIMIT, *links]))
+    able = sides.sides_of(model, hosts > 1)
     if unfit := [name for name in only if name not in able]:
-        raise UserError(f"--only {unfit[0]}: it does not train {model}; give some of {', '.join(able)}")
+        where = f"{model} over hosts" if hosts > 1 else model
+        raise UserError(f"--only {unfit[0]}: it does not train {where}; give some of {', '.join(able)}")
     chosen = [name for name in able if not only or name in only]
     base = base or able[1]
     if base not in chosen:
@@ -105,14 +117,19 @@ def measure(
             if place.exists():
                 raise UserError(f"--keep {folder}: it holds an earlier measurement; give another folder")
             place.mkdir(parents=True)
-            job = running[name] = stack.enter_context(Job(sides.SIDES[name](work), place, jobs.CHECKOUT))
+            own = stack.enter_context(network.pinned_hosts(hosts, place / "hosts")) if hosts > 1 else None
+            side = sides.SIDES[name](replace(work, hosts=tuple(own or ())))
+            job = running[name] = stack.enter_context(Job(side, place, jobs.CHECKOUT, own))
             job.take_turn(seconds)
             job.pause()
             click.echo(f"{job.side.name}: warm", err=True)
-        turns = _in_turns(running, repeats, seconds, random.Random(seed))
-        named = {job.side.name: [turn.rate for turn in turns[name]] for name, job in running.items()}
-        others = spread([turn.others for of_side in turns.values() for turn in of_side])
-        bases = dict.fromkeys([base, sides.LIMIT] if sides.LIMIT in running else [base])
+        turns = _in_turns(running, links, repeats, seconds, random.Random(seed))
+        named = {
+            job.side.name: {link: [turn.rate for turn in of_link] for link, of_link in turns[name].items()}
+            for name, job in running.items()
+        }
+        others = spread([turn.others for of_side in turns.values() for of_link in of_side.values() for turn in of_link])
+        bases = dict.fromkeys([base, sides.LIMIT] if sides.LIMIT in running and hosts == 1 else [base])
         print(table(named, *(running[name].side.name for name in bases)), flush=True)
         if others.middle > DISTURBED:
             print(f"\nTHIS TABLE SAYS LITTLE: {others.middle:.0%} of the cores went to others")
@@ -120,6 +137,7 @@ def measure(
         "model": model,
         "precision": work.precision,
         "ranks": ranks,
+        "hosts": hosts,
         "examples a rank and step": work.per_rank,
         "about": setting.about(**(environment.versions(python) if python else {})),
         "share of the cores that went to others": str(others),
@@ -130,16 +148,22 @@ def measure(
         output.write_text(json.dumps({**about, "images_per_second": named}, indent=2) + "\n")
 
 
-def _in_turns(running: dict[str, Job], repeats: int, seconds: float, draw: random.Random) -> dict[str, list[Turn]]:
-    """The turns of each job, one in each repeat."""
-    turns: dict[str, list[Turn]] = {name: [] for name in running}
+def _in_turns(
+    running: dict[str, Job], links: tuple[str, ...], repeats: int, seconds: float, draw: random.Random
+) -> dict[str, dict[str, list[Turn]]]:
+    """The turns of each job on each link, one in each repeat."""
+    turns: dict[str, dict[str, list[Turn]]] = {name: {link: [] for link in links} for name in running}
     for repeat in range(repeats):
         for name in draw.sample(list(running), len(running)):
             job = running[name]
-            job.wake()
-            turns[name].append(job.take_turn(seconds))
-            job.pause()
-        told = ", ".join(f"{name} {of_side[-1].rate:.0f}" for name, of_side in turns.items())
+            for link in draw.sample(links, len(links)):
+                if job.hosts:
+                    network.limit(job.hosts, link)
+                job.wake()
+                turns[name][link].append(job.take_turn(seconds))
+                job.pause()
+        last = {name: [f"{turns[-1].rate:.0f}" for turns in of_link.values()] for name, of_link in turns.items()}
+        told = ", ".join(f"{name} {' '.join(rates)}" for name, rates in last.items())
         click.echo(f"repeat {repeat + 1} of {repeats}: {told} images/s", err=True)
     return turns
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -54,15 +54,25 @@ def paired(values: Sequence[float], base: Sequence[float]) -> list[float]:
     return [value / other for value, other in zip(values, base, strict=True)]
 
 
-def table(rates: dict[str, list[float]], *bases: str) -> str:
-    """Markdown: a row a side, with its images/s and its ratio to each of `bases` in the same repeat.
+def table(rates: Mapping[str, Mapping[str, Sequence[float]]], *bases: str) -> str:
+    """Markdown: a row a side, with its images/s, its share of them that it keeps on a slower link, and its ratios.
+
+    A share is to the side's own rate without a limit, a ratio to the rate of one of `bases` on the same link, both in
+    the same repeat.
 
     Args:
-        rates: by the side's name, images/s in each repeat, all of one length.
+        rates: by the side's name and by the link, images/s in each repeat, all of one length. The first link has no
+            limit.
     """
-    lines = [f"| side | images/s | {' | '.join(f'ratio to {base}' for base in bases)} | n |"]
-    lines.append("|---" * (len(bases) + 3) + "|")
-    for name, values in rates.items():
-        ratios = [str(spread(paired(values, rates[base]))) for base in bases]
-        lines.append(f"| {name} | {spread(values)} | {' | '.join(ratios)} | {len(values)} |")
+    first, *slower = next(iter(rates.values()))
+    suffixes = {first: "", **{link: f" at {link}" for link in slower}}
+    columns = [f"images/s{suffix}" for suffix in suffixes.values()]
+    columns += [f"share kept at {link}" for link in slower]
+    columns += [f"ratio to {base}{suffix}" for base in bases for suffix in suffixes.values()]
+    lines = [f"| side | {' | '.join(columns)} | n |", "|---" * (len(columns) + 2) + "|"]
+    for name, of_link in rates.items():
+        found = [of_link[link] for link in suffixes]
+        found += [paired(of_link[link], of_link[first]) for link in slower]
+        found += [paired(of_link[link], rates[base][link]) for base in bases for link in suffixes]
+        lines.append(f"| {name} | {' | '.join(str(spread(values)) for values in found)} | {len(of_link[first])} |")
     return "\n".join(lines)

@@ -6,23 +6,28 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import jobs
+from benchmarks.peers import network
 from benchmarks.peers.turns import Side
 from hvd_cifar.data import sampler
 from hvd_cifar.data.cifar import SIDE
+from tests.cluster.hosts import INTERFACE, Host
+from tests.cluster.jobs import variables
 
 OURS, DDP, AIRBENCH, MULTI_WORKER, TOWERS, LIMIT = "hvd_cifar", "ddp", "airbench", "multi-worker", "towers", "limit"
-DDP_DEFAULTS, AIRBENCH_DDP = "ddp-defaults", "airbench-ddp"
+OURS_GLOO, DDP_DEFAULTS, AIRBENCH_DDP = "hvd_cifar-gloo", "ddp-defaults", "airbench-ddp"
 EXAMPLES = 50_000  # of CIFAR-10's training set
 FAST_BATCH = 1024  # of `fast` and of airbench94, over all ranks
 ENDLESS = 10_000  # epochs: no side may come to its end while it is measured
+PATIENCE = str(24 * 3600)  # seconds, of Horovod's Gloo: ranks are stopped while others are measured
+PORT = 2222  # of the first worker on hosts, where nothing else listens
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Work:
         per_rank: examples a rank processes in a step.
         threads: a rank's share of the cores.
         log_every: steps between the lines by which each side is timed.
+        hosts: with as many ranks each; none: all ranks are on this machine.
     """
 
     model: str
@@ -47,15 +53,19 @@ class Work:
     data_dir: Path
     peers_python: Path
     folder: Path
+    hosts: tuple[Host, ...] = ()
 
 
-def ours(work: Work) -> Side:
+def ours(work: Work, gloo: bool = False) -> Side:
     """This project as a user starts it; evaluation and checkpoints are put off, since they are not what is timed."""
-    run_dir = work.folder / OURS / "run"
-    words = ["horovodrun", "-np", str(work.ranks), sys.executable, "-m", "hvd_cifar", "train", *_train(work, run_dir)]
-    words += ["--batch-size", str(work.per_rank)]
-    name = f"hvd_cifar, {_ranks(work)}"
-    return Side(name, [words], [run_dir / "metrics.jsonl"], _per_step(work.per_rank * work.ranks), jobs.environment())
+    run_dir = work.folder / (OURS_GLOO if gloo else OURS) / "run"
+    words = ["horovodrun", "-np", str(work.ranks), sys.executable, "-m", "hvd_cifar"]
+    if work.hosts:
+        slots = ",".join(f"{host.name}:{work.ranks // len(work.hosts)}" for host in work.hosts)
+        words = [sys.executable, "-m", "hvd_cifar.launch", "--gloo" if gloo else "--mpi", "-H", slots]
+    words += ["train", *_train(work, run_dir), "--batch-size", str(work.per_rank)]
+    name = f"hvd_cifar{' over Gloo' if gloo else ''}, {_ranks(work)}"
+    return _side(work, name, [words], [run_dir / "metrics.jsonl"], _per_step(work.per_rank * work.ranks))
 
 
 def limit(work: Work) -> Side:
@@ -67,7 +77,7 @@ def limit(work: Work) -> Side:
         commands.append([*words, "--threads-per-rank", str(work.threads), "--global-batch-size", str(work.per_rank)])
         metrics.append(run_dir / "metrics.jsonl")
     name = f"hvd_cifar, {work.ranks} processes that never communicate"
-    return Side(name, commands, metrics, _per_step(work.per_rank), jobs.environment())
+    return _side(work, name, commands, metrics, _per_step(work.per_rank))
 
 
 def ddp(work: Work, defaults: bool = False) -> Side:
@@ -85,8 +95,9 @@ def ddp(work: Work, defaults: bool = False) -> Side:
 def _over_gloo(work: Work, name: str, words: list[str], run_dir: Path, per_step: float) -> Side:
     # Rank and size as torchrun gives them, without its agent, whose heartbeats a pause would break.
     commands = [["env", f"RANK={rank}", f"WORLD_SIZE={work.ranks}", *words] for rank in range(work.ranks)]
-    variables = {"OMP_NUM_THREADS": str(work.threads), "GLOO_SOCKET_IFNAME": _LOOPBACK}
-    return Side(name, commands, [run_dir / "metrics.jsonl"], per_step, variables)
+    settings = {"OMP_NUM_THREADS": str(work.threads), "GLOO_SOCKET_IFNAME": INTERFACE if work.hosts else _LOOPBACK}
+    side = _side(work, name, commands, [run_dir / "metrics.jsonl"], per_step)
+    return replace(side, environment={**side.environment, **settings})
 
 
 def airbench(work: Work) -> Side:
@@ -117,12 +128,16 @@ def multi_worker(work: Work) -> Side:
     run_dir = work.folder / MULTI_WORKER / "run"
     words = [sys.executable, "-m", "benchmarks.peers.multi_worker", *_peer(work, run_dir), "--model", work.model]
     words += ["--batch-size", str(work.per_rank), "--threads", str(work.threads)]
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in _free_ports(work.ranks)]}
+    if work.hosts:
+        addresses = [f"{_host_of(work, rank).address}:{PORT + rank}" for rank in range(work.ranks)]
+    else:
+        addresses = [f"127.0.0.1:{port}" for port in _free_ports(work.ranks)]
+    cluster = {"worker": addresses}
     tasks = [{"cluster": cluster, "task": {"type": "worker", "index": i}} for i in range(work.ranks)]
     commands = [["env", f"TF_CONFIG={json.dumps(task)}", *words] for task in tasks]
     name = f"TensorFlow MultiWorkerMirroredStrategy, {_ranks(work)}"
     per_step = _per_step(work.per_rank * work.ranks)
-    return Side(name, commands, [run_dir / "metrics.jsonl"], per_step, jobs.environment())
+    return _side(work, name, commands, [run_dir / "metrics.jsonl"], per_step)
 
 
 def towers(work: Work) -> Side:
@@ -137,6 +152,7 @@ def towers(work: Work) -> Side:
 
 SIDES: dict[str, Callable[[Work], Side]] = {
     OURS: ours,
+    OURS_GLOO: partial(ours, gloo=True),
     DDP: ddp,
     DDP_DEFAULTS: partial(ddp, defaults=True),
     AIRBENCH: airbench,
@@ -149,11 +165,30 @@ SIDES: dict[str, Callable[[Work], Side]] = {
 TORCH = {DDP, DDP_DEFAULTS, AIRBENCH, AIRBENCH_DDP}  # these need the peers' environment
 
 
-def sides_of(model: str) -> list[str]:
+def sides_of(model: str, over_hosts: bool = False) -> list[str]:
     """Which sides can train a model, by name; the peer that ratios are to stands second."""
+    if over_hosts:
+        return [OURS, *([AIRBENCH_DDP] if model == "fast" else [DDP, DDP_DEFAULTS, MULTI_WORKER]), OURS_GLOO, LIMIT]
     if model == "fast":
         return [OURS, AIRBENCH, AIRBENCH_DDP, LIMIT]
     return [OURS, DDP, DDP_DEFAULTS, MULTI_WORKER, TOWERS, LIMIT]
+
+
+def _side(
+    work: Work, name: str, commands: Sequence[Sequence[str]], metrics: Sequence[Path], images_per_step: float
+) -> Side:
+    """A side whose commands, one for each rank or one for all, run where the ranks do."""
+    environment = jobs.environment()
+    if work.hosts:
+        commands = [network.words_on(_host_of(work, rank), words) for rank, words in enumerate(commands)]
+        # MPI names a job's files after host and process id, which two sides may share.
+        settings = {"OMPI_MCA_orte_tmpdir_base": str(work.hosts[0].own), "HOROVOD_GLOO_TIMEOUT_SECONDS": PATIENCE}
+        environment = variables(work.hosts[0]) | settings
+    return Side(name, commands, metrics, images_per_step, environment)
+
+
+def _host_of(work: Work, rank: int) -> Host:
+    return work.hosts[rank * len(work.hosts) // work.ranks]
 
 
 def _per_step(batch: int) -> float:

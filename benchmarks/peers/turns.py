@@ -16,6 +16,7 @@ from typing import IO, NamedTuple
 import psutil
 
 from benchmarks.peers.rates import Stamp, rate
+from tests.cluster.hosts import Cluster
 
 POLL_SECONDS = 0.004  # how late a line may be seen; looking costs microseconds
 START_SECONDS = 300.0  # to the first lines
@@ -55,8 +56,9 @@ class Turn(NamedTuple):
 class Job:
     """A side while it lives. Use it as a context: its processes end with the block."""
 
-    def __init__(self, side: Side, folder: Path, cwd: Path) -> None:
+    def __init__(self, side: Side, folder: Path, cwd: Path, hosts: Cluster | None = None) -> None:
         self.side = side
+        self.hosts = hosts  # of this side alone: ranks that an sshd started are no children of the launcher
         self.log = folder / "log"
         self._cwd = cwd
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -88,7 +90,7 @@ class Job:
             started.wait()
 
     def _tree(self) -> list[psutil.Process]:
-        """Launchers and all that they have started."""
+        """Launchers and all that they have started, and all processes of the side's hosts."""
         found = []
         for started in self._processes:
             try:
@@ -96,7 +98,8 @@ class Job:
                 found += [root, *root.children(recursive=True)]
             except psutil.NoSuchProcess:
                 continue
-        return found
+        found += [process for host in self.hosts or () for process in host.processes()]
+        return [*dict.fromkeys(found)]
 
     def pause(self) -> None:
         """Stop every process; returns when all have stopped."""

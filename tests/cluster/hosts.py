@@ -109,7 +109,10 @@ class Host:
 
     def processes(self, text: str = "") -> list[psutil.Process]:
         """The host's processes, but for its sshds, whose command line holds `text`; dead ones are left out."""
-        space = os.readlink(f"/proc/{self.pid}/ns/pid")
+        try:
+            space = os.readlink(f"/proc/{self.pid}/ns/pid")
+        except FileNotFoundError:  # the host has ended
+            return []
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import nets
-from benchmarks.peers import rates, sides, whole
+from benchmarks.peers import network, rates, sides, whole
 from benchmarks.peers.__main__ import LOG_EVERY
 from benchmarks.peers.rates import Stamp
 from benchmarks.peers.turns import Job, Side
@@ -22,6 +22,7 @@ from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.errors import UserError
 from hvd_cifar.tools.benchmark.results import check_writable
 from hvd_cifar.training.plan import plan, resolve
+from tests.cluster.hosts import Host
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 PEERS = Path(os.environ.get("HVD_CIFAR_PEERS", "~/.cache/hvd_cifar/peers")).expanduser()
@@ -43,12 +44,63 @@ def test_a_machine_that_slows_down_leaves_paired_ratios_alone() -> None:
     faster = [1.5 * rate for rate in base]
     assert rates.spread(rates.paired(faster, base)) == (1.5, 1.5, 1.5, 5)
     assert rates.spread(faster) == (750.0, 1200.0, 1350.0, 5)
-    last = rates.table({"other": base, "ours": faster}, "other").splitlines()[-1]
+    head, _, _, last = rates.table({"other": {"none": base}, "ours": {"none": faster}}, "other").splitlines()
+    assert head == "| side | images/s | ratio to other | n |"
     assert last == "| ours | 1,200 (750 to 1,350) | 1.500 (1.500 to 1.500) | 5 |"
+
+
+def test_a_slower_link_is_told_by_what_a_side_keeps_of_its_own_rate_and_beside_the_base() -> None:
+    other = {"none": [1000.0, 500.0], "1gbit": [800.0, 400.0], "100mbit": [100.0, 50.0]}
+    ours = {"none": [2000.0, 1000.0], "1gbit": [2000.0, 1000.0], "100mbit": [500.0, 250.0]}
+    head, line, _, last = rates.table({"other": other, "ours": ours}, "other").splitlines()
+    assert [word.strip() for word in head.split("|")[1:-1]] == [
+        "side",
+        *("images/s", "images/s at 1gbit", "images/s at 100mbit", "share kept at 1gbit", "share kept at 100mbit"),
+        *("ratio to other", "ratio to other at 1gbit", "ratio to other at 100mbit", "n"),
+    ]
+    assert line.count("---") == 10
+    assert [word.split()[0] for word in last.split("|")[1:-1]] == [
+        *("ours", "1,500", "1,500", "375", "1.000", "0.250"),
+        *("2.000", "2.500", "5.000", "2"),
+    ]
 
 
 def test_of_two_repeats_both_are_shown() -> None:
     assert rates.spread([3.0, 1.0]) == (1.0, 2.0, 3.0, 2)
+
+
+@pytest.mark.parametrize(
+    "hosts, ranks, links, said",
+    [
+        (1, 2, ["100mbit"], "--link 100mbit: one host has no link; add --hosts 2"),
+        (2, 2, ["none", "fast"], "--link fast: not a rate; write it as 100mbit or 1gbit"),
+        (2, 3, [], "--ranks 3: not a multiple of --hosts 2"),
+        (10**5, 10**5, ["1gbit"], "each needs a core of its own"),
+    ],
+)
+def test_hosts_that_cannot_be_made_are_told_of(hosts: int, ranks: int, links: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        network.check(hosts, ranks, links)
+
+
+def test_ranks_are_spread_evenly_over_hosts(tmp_path: Path) -> None:
+    pids = (os.getpid(), os.getppid())
+    hosts = tuple(Host(f"node{i}", f"10.0.0.{i}", tmp_path, tmp_path, pid=pid) for i, pid in enumerate(pids))
+    work = sides.Work("resnet20", "float32", 4, 100, 1, 5, tmp_path, tmp_path / "python", tmp_path, hosts)
+    for name in sides.sides_of("resnet20", over_hosts=True):
+        side = sides.SIDES[name](work)
+        targets = [int(words[words.index("--target") + 1]) for words in side.commands]
+        if name in (sides.OURS, sides.OURS_GLOO):
+            (words,) = side.commands
+            assert targets == [pids[0]] and words[words.index("-H") + 1] == "node0:2,node1:2"
+            assert words[words.index("-H") - 1] == {sides.OURS: "--mpi", sides.OURS_GLOO: "--gloo"}[name]
+        else:
+            assert targets == [pids[0], pids[0], pids[1], pids[1]]
+    tasks = [word for words in sides.multi_worker(work).commands for word in words if word.startswith("TF_CONFIG=")]
+    workers = json.loads(tasks[0].removeprefix("TF_CONFIG="))["cluster"]["worker"]
+    assert [worker.partition(":")[0] for worker in workers] == ["10.0.0.0", "10.0.0.0", "10.0.0.1", "10.0.0.1"]
+    assert len({*workers}) == 4
+    assert sides.ddp(work).environment["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 STEPPER = """

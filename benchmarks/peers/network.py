@@ -1,0 +1,63 @@
+"""Hosts for the sides: namespaces of this machine (tests.cluster.hosts), each with its share of the cores."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hvd_cifar.errors import UserError
+from tests.cluster.hosts import INTERFACE, PREFIX, Cluster, Host, cluster, reason_to_skip
+
+NO_LIMIT = "none"  # the link that is always measured
+# Linux's default, whatever this machine has. BBR keeps the round trip of microseconds that it saw before a limit, and
+# for seconds lets four packets travel at a time.
+CONGESTION_CONTROL = "cubic"
+RATE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[kmg]?bit")  # those of tc's notations that count bits
+
+
+def check(hosts: int, ranks: int, links: Sequence[str]) -> None:
+    """Raise UserError where so many hosts cannot be made, or not with these ranks and links."""
+    if hosts == 1:
+        if links:
+            raise UserError(f"--link {links[0]}: one host has no link; add --hosts 2")
+        return
+    for link in links:
+        if link != NO_LIMIT and not RATE.fullmatch(link):
+            raise UserError(f"--link {link}: not a rate; write it as 100mbit or 1gbit")
+    if ranks % hosts:
+        raise UserError(f"--ranks {ranks}: not a multiple of --hosts {hosts}; each host has as many ranks")
+    if hosts > len(cores := os.sched_getaffinity(0)):
+        raise UserError(f"--hosts {hosts}: each needs a core of its own, and there are {len(cores)}; lower it")
+    if reason := reason_to_skip():
+        raise UserError(f"--hosts {hosts}: {reason}")
+
+
+@contextmanager
+def pinned_hosts(count: int, folder: Path) -> Iterator[Cluster]:
+    """Hosts that share the cores of this process evenly; they end with the block. `folder` does not exist."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // count
+    with cluster(count, folder) as made:
+        for i, host in enumerate(made):
+            route = [f"{PREFIX}.0/24", "dev", INTERFACE, "proto", "kernel", "scope", "link", "src", host.address]
+            host.must("ip", "route", "change", *route, "congctl", CONGESTION_CONTROL)
+            os.sched_setaffinity(host.pid, cores[i * share : (i + 1) * share])  # its sshd's children have it from it
+        yield made
+
+
+def words_on(host: Host, words: Sequence[str]) -> list[str]:
+    """The command that runs `words` on a host and its cores."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(host.pid))))
+    return host.words(["taskset", "--cpu-list", cores, *words])
+
+
+def limit(hosts: Cluster, link: str) -> None:
+    """Have all hosts send and receive at most at this rate."""
+    for host in hosts:
+        if link == NO_LIMIT:
+            hosts.mend(host)
+        else:
+            hosts.slow(host, link)
