@@ -20,6 +20,7 @@ from hvd_cifar.files import replace_text
 MODELS = ("fast", "tutorial", "resnet20", "resnet32", "resnet56")
 DataSource = Literal["auto", "local", "rank0"]
 Augmentation = Literal["recipe", "none"]
+Overlap = Literal["auto", "on", "off"]
 Precision = Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"]
 
 DEFAULT_PER_RANK_BATCH_SIZE = 128
@@ -251,6 +252,14 @@ class TrainSettings(DataSettings):
         None, gt=0, description="Clip the averaged gradient to this global norm. [default: no clipping]"
     )
     compression: Literal["none", "fp16"] = Field("none", description="Compression of gradients on the wire.")
+    overlap: Overlap = Field(
+        "auto",
+        description="Send gradients in buckets while backward goes on, or all in one message after it. auto: what is "
+        "faster, as measured before the first step; on one host always one message.",
+    )
+    bucket_bytes: Bytes | None = Field(
+        None, gt=0, description="Bytes of a bucket, such as 128K. [default: measured before the first step]"
+    )
     precision: Precision | None = Field(
         None,
         description="Type of the computation. [default: float32; for fast mixed_bfloat16, where the processor or GPU "
@@ -379,6 +388,10 @@ class StepWork(DataSettings):
     precision: Precision | None = Field(None, description=str(TrainSettings.model_fields["precision"].description))
     threads_per_rank: int | None = Field(
         None, gt=0, description="CPU threads that a rank computes with. [default: its share of the host's cores]"
+    )
+    overlap: Overlap = Field("auto", description=str(TrainSettings.model_fields["overlap"].description))
+    bucket_bytes: Bytes | None = Field(
+        None, gt=0, description=str(TrainSettings.model_fields["bucket_bytes"].description)
     )
     steps: int = Field(10, gt=0, description="Steps that one measurement takes the time of.")
     repeats: int = Field(5, gt=0, description="Measurements of each kind; one more before them warms up.")

@@ -8,7 +8,7 @@ through `Optimizer.apply`, in `fit` and in a user's own loop. This module overri
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import horovod.tensorflow as hvd
@@ -170,6 +170,8 @@ def DistributedOptimizer(
             gathers the rows of all ranks.
         fixed_order: add gradients in the order of the ranks, in a binary tree (`fixed_order.all_reduce_in_tree`): the
             same terms give the same bits on 1, 2, 4, ... ranks. Sparse gradients become dense.
+        bucket_bytes: in a graph, gradients leave in messages of so many bytes as soon as backward has computed them,
+            while it goes on; None: all in one message at the end. It changes no sum but by rounding.
 
     Raises:
         TypeError: where `optimizer` is no Keras 3 optimizer.
@@ -214,6 +216,12 @@ def reduction_of(optimizer: Any) -> Reduction | None:
     """The reduction of a `DistributedOptimizer`, also inside a LossScaleOptimizer; None for any other optimizer."""
     inner = inner_of(optimizer)
     return inner._reduction if isinstance(inner, _Distributed) else None
+
+
+def set_bucket_bytes(optimizer: Any, bucket_bytes: int | None) -> None:
+    """Change a `DistributedOptimizer`'s `bucket_bytes`, before its first step."""
+    inner = inner_of(optimizer)
+    inner._reduction = replace(inner._reduction, bucket_bytes=bucket_bytes)
 
 
 def apply_and_sum(

@@ -18,6 +18,7 @@ from hvd_cifar.data.pipeline import MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm, prove_averaging
 from hvd_cifar.distributed.batch_norm import synchronised_layers
+from hvd_cifar.distributed.optimizer import reduction_of, set_bucket_bytes
 from hvd_cifar.errors import UserError
 from hvd_cifar.kernels import compiled
 from hvd_cifar.models import Model, Net
@@ -27,7 +28,7 @@ from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.runtime.world import World, native_precision, versions
-from hvd_cifar.training import random_layers, run_dir, user_code
+from hvd_cifar.training import overlap, random_layers, run_dir, user_code
 from hvd_cifar.training.callbacks import (
     Callback,
     Checkpointer,
@@ -161,7 +162,12 @@ def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
     kernels = _agree_on_kernels(world, work.settings)
     schedule = make_schedule(work.settings, work.recipe, work.plan)
     learner = collectives.on_every_rank(lambda: make_learner(work, schedule(0)))
-    proof = prove_averaging(lambda plain: distribute(work.settings, plain), contributions="sum")
+    examples = -(-work.plan.global_batch_size // (world.size * work.sharding.micro_batches))
+    spec = step_spec(work)
+    overlap_lines = overlap.set_buckets(work.settings, world, learner.net, learner.optimizer, spec, examples)
+    proof = prove_averaging(
+        lambda plain: with_buckets_of(learner.optimizer, distribute(work.settings, plain)), contributions="sum"
+    )
     own_callbacks = given.callbacks or [_callback(spec) for spec in work.settings.callbacks]
     check_interface(own_callbacks)
 
@@ -176,7 +182,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
     course = run_dir.course_of(work.settings, facts)
     folder, newest = collectives.on_root(lambda: run_dir.claim(work.settings, course))
     checkpoints = Checkpoints(folder / "checkpoints", learner.state) if world.is_root else None
-    notes = [f"start-up proof: {proof}", f"run directory {folder}"]
+    notes = [*overlap_lines, f"start-up proof: {proof}", f"run directory {folder}"]
     if newest is not None:
         collectives.on_root(lambda: checkpoints.restore(newest) if checkpoints else None)
         notes += collectives.on_root(lambda: run_dir.changed_kernels(newest.parent.parent, kernels))
@@ -279,6 +285,13 @@ def distribute(
         fixed_order=bool(settings.deterministic),
     )
     return keras.optimizers.LossScaleOptimizer(distributed) if settings.precision == "mixed_float16" else distributed
+
+
+def with_buckets_of(optimizer: Any, other: Any) -> Any:
+    """`other`, with the buckets of `optimizer`; both are distributed."""
+    reduction = reduction_of(optimizer)
+    set_bucket_bytes(other, reduction.bucket_bytes if reduction else None)
+    return other
 
 
 def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any = collectives.ALL_RANKS) -> Any:

@@ -107,29 +107,34 @@ def local_statistics(model: keras.Model) -> list[keras.Variable]:
     return [v for v in moving_statistics(model) if id(v) not in synchronised]
 
 
-def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence[Any] = ()) -> Callable[..., Any]:
-    """Build the step.
+def real_of(model: keras.Model) -> Any:
+    """The type of a model's losses and sums."""
+    return tf.float64 if model.compute_dtype == "float64" else tf.float32
 
-    Args:
-        net: its model is trained.
-        optimizer: distributed with op "sum": it adds up the ranks' shares of the global gradient.
-        spec: what the step computes.
-        averages: of the weights (`optim.averages`), updated after them.
+
+def micro_batch_signature(spec: StepSpec) -> list[Any]:
+    """The types of a micro-batch's image, label and weight, and of the global count.
+
+    One graph for all batch sizes: a graph for each would name its collectives by sizes that differ between ranks.
+    """
+    examples = [tf.TensorSpec([None, *spec.image_shape], tf.float32), tf.TensorSpec([None], tf.int32)]
+    return [*examples, tf.TensorSpec([None], tf.float32), tf.TensorSpec([], tf.int32)]
+
+
+def make_share(net: Net, optimizer: Any, spec: StepSpec) -> Callable[..., Share]:
+    """The computation of a micro-batch's `Share`, for a graph.
 
     Returns:
-        A function (micro_batches, global_count, learning_rate, request) -> float [2], the same on every rank: the
-        loss of the global batch (mean cross-entropy plus weight decay; NaN where a variable is not finite), and the
-        number of ranks that request a checkpoint. Both travel with the gradients, in one all-reduce.
+        A function (image, label, weight, global_count, start) -> Share; `start` holds the local moving statistics
+        before the micro-batch.
     """
     model, variables = net.model, net.model.trainable_variables
-    real = tf.float64 if model.compute_dtype == "float64" else tf.float32
-    statistics = local_statistics(model)
+    real, statistics = real_of(model), local_statistics(model)
     index_of = {id(v): i for i, v in enumerate(variables)}
     decayed = net.decayed if spec.weight_decay else []
     watched = [v for v in variables if id(v) not in set(map(id, decayed))]
 
     def share_of(image: Any, label: Any, weight: Any, count: Any, start: Sequence[Any]) -> Share:
-        """The share of a micro-batch; `start` holds the local moving statistics before it."""
         weight, count = tf.cast(weight, real), tf.cast(count, real)
         present = tf.reduce_sum(weight)
         if spec.side not in (None, *spec.image_shape[:1]):
@@ -160,6 +165,27 @@ def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence
             statistic.assign(tf.where(present > 0, statistic.value, before))
         return Share(share, gradients, [tf.identity(s.value) for s in statistics] if spec.virtual_shards else [])
 
+    return share_of
+
+
+def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence[Any] = ()) -> Callable[..., Any]:
+    """Build the step.
+
+    Args:
+        net: its model is trained.
+        optimizer: distributed with op "sum": it adds up the ranks' shares of the global gradient.
+        spec: what the step computes.
+        averages: of the weights (`optim.averages`), updated after them.
+
+    Returns:
+        A function (micro_batches, global_count, learning_rate, request) -> float [2], the same on every rank: the
+        loss of the global batch (mean cross-entropy plus weight decay; NaN where a variable is not finite), and the
+        number of ranks that request a checkpoint. Both travel with the gradients.
+    """
+    variables = net.model.trainable_variables
+    real, statistics = real_of(net.model), local_statistics(net.model)
+    share_of = make_share(net, optimizer, spec)
+
     def update(share: Share, learning_rate: Any, request: Any) -> Any:
         own = [tf.stack([share.loss, tf.cast(request, share.loss.dtype)]), *share.statistics]
         optimizer.learning_rate.assign(learning_rate)
@@ -172,17 +198,11 @@ def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence
                 statistic.assign(total / spec.virtual_shards)
         return loss_and_requests
 
-    # One graph for all batch sizes: a graph for each would name its collectives by sizes that differ between ranks.
-    of_micro_batch = (
-        tf.TensorSpec([None, *spec.image_shape], tf.float32),
-        tf.TensorSpec([None], tf.int32),
-        tf.TensorSpec([None], tf.float32),
-    )
-    number = tf.TensorSpec([], tf.int32)
+    of_micro_batch = micro_batch_signature(spec)
 
     if spec.micro_batches == 1 and not spec.virtual_shards:
 
-        @_graph(input_signature=[*of_micro_batch, number, tf.TensorSpec([], real), tf.TensorSpec([], tf.float32)])
+        @_graph(input_signature=[*of_micro_batch, tf.TensorSpec([], real), tf.TensorSpec([], tf.float32)])
         def whole_step(image: Any, label: Any, weight: Any, count: Any, learning_rate: Any, request: Any) -> Any:
             start = [tf.identity(s.value) for s in statistics]
             return update(share_of(image, label, weight, count, start), learning_rate, request)
@@ -196,7 +216,7 @@ def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence
     # Two graphs: one for a micro-batch, the same however many a rank has, and one for the update after them.
     start_of = [tf.TensorSpec(s.shape, s.dtype) for s in statistics]
 
-    @_graph(input_signature=[*of_micro_batch, number, start_of])
+    @_graph(input_signature=[*of_micro_batch, start_of])
     def share_from(image: Any, label: Any, weight: Any, count: Any, start: Sequence[Any]) -> Share:
         for statistic, before in zip(statistics, start, strict=True):
             statistic.assign(before)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hvd_cifar import cli, config
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.tools.benchmark import tables
-from hvd_cifar.tools.benchmark.fits import Fit, Point, end_of_overlapped, fit, fits_by_way, messages, traffic
+from hvd_cifar.tools.benchmark.fits import Fit, Point, fit, fits_by_way, messages, traffic
 from hvd_cifar.tools.benchmark.predict import predict, predict_one
 from hvd_cifar.tools.benchmark.results import (
     AllreducePoint,
@@ -226,14 +226,6 @@ def test_ranks_wait_for_the_slowest() -> None:
     assert found.efficiency == pytest.approx(4 / (5 + 0.8))
     assert found.efficiency_overlapped == pytest.approx(4 / (5 + 0.2))
     assert predict_one(step, Fit(0.0, 0.0, 0.002), 1, step.worlds[-1]).efficiency == 1.0
-
-
-def test_overlapped_gradients_travel_as_horovod_sends_them() -> None:
-    ready, sizes = [1.0, 1.5, 2.0, 10.0], [10, 10, 10, 10]
-    # Looked for 0.6 s after the first: two are ready, and take 0.2 s; 0.6 s after the third; 0.6 s after the last.
-    assert end_of_overlapped(ready, sizes, Fit(0.6, 0.0, 0.01), 2) == pytest.approx(10.7)
-    assert end_of_overlapped(ready[:3], sizes[:3], Fit(0.6, 0.0, 0.01), 2) == pytest.approx(2.0 + 0.6 + 0.1)
-    assert end_of_overlapped(ready[:3], sizes[:3], Fit(0.0, 0.0, 1.0), 2) == pytest.approx(1 + 10 + 20)
 
 
 def test_predictions_use_the_link_and_checks_use_what_was_measured() -> None:

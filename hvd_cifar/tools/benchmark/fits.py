@@ -135,24 +135,3 @@ def fits_by_way(measured: Mapping[str, Sequence[Point]]) -> dict[str, Fit]:
     single = len({p.ranks for p in points}) == 1
     horovod = fit(points, with_start=True, alpha=mpi.alpha if mpi and single else None)
     return {way: found for way, found in (("horovod", horovod), ("mpi", mpi)) if found is not None}
-
-
-def end_of_overlapped(ready: Sequence[float], sizes: Sequence[int], fit: Fit, ranks: int) -> float:
-    """The time at which the last gradient is reduced, where all-reduces run beside the backward pass; in seconds.
-
-    Horovod looks for gradients `start` after the first one is ready, or after the last all-reduce has ended, and then
-    reduces together all that are ready.
-
-    Args:
-        ready: when each gradient is ready, ascending, in seconds.
-        sizes: bytes of each.
-    """
-    now, sent = 0.0, 0
-    while sent < len(sizes):
-        now = max(now, ready[sent]) + fit.start
-        upto = sent
-        while upto < len(sizes) and ready[upto] <= now:
-            upto += 1
-        now += fit.seconds(ranks, sum(sizes[sent:upto])) - fit.start
-        sent = upto
-    return now

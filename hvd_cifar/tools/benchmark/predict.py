@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hvd_cifar.distributed.overlap import end_of_messages
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import provenance
-from hvd_cifar.tools.benchmark.fits import Fit, end_of_overlapped, fits_by_way
+from hvd_cifar.tools.benchmark.fits import Fit, fits_by_way
 from hvd_cifar.tools.benchmark.results import (
     AllreduceResult,
     Prediction,
@@ -35,7 +36,9 @@ def predict_one(step: StepResult, fit: Fit, ranks: int, like: WorldResult) -> Pr
     scale = lockstep / whole
     before_update = (phases.forward_seconds + phases.backward_seconds) * scale
     ready = [(phases.forward_seconds + gradient.ready_seconds) * scale for gradient in phases.gradients]
-    end = end_of_overlapped(ready, sizes, fit, ranks) if ranks > 1 else before_update
+    end = before_update
+    if ranks > 1:
+        end = end_of_messages(ready, sizes, fit.start, lambda size: fit.seconds(ranks, size) - fit.start)
     overlapped = lockstep + max(0.0, end - before_update)
     return Prediction(
         ranks=ranks,

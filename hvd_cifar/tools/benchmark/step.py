@@ -25,7 +25,8 @@ from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.reporting import terminal
 from hvd_cifar.tools.benchmark.job import Job, facts_of, memory_of_this_process
 from hvd_cifar.tools.benchmark.results import Estimate, Gradient, Phases, SlowestRank, StepResult, WorldResult
-from hvd_cifar.training.assemble import Work, make_net, make_optimizer, prepare, step_spec
+from hvd_cifar.training.assemble import Work, make_net, make_optimizer, prepare, step_spec, with_buckets_of
+from hvd_cifar.training.overlap import set_buckets
 from hvd_cifar.training.plan import precision_of
 from hvd_cifar.training.step import cross_entropy, make_train_step
 
@@ -79,7 +80,7 @@ def measure(job: Job, options: StepWork) -> StepResult:
             if way == "compute":  # the same, if each step waited for its slowest rank
                 taken[k]["lockstep"].append([statistics.fmean(max(step) for step in zip(*working, strict=True))])
         if job.world.is_root and repeat == 0:
-            terminal.say("warmed up")
+            terminal.say("\n".join([*bench.overlap, "warmed up"]))
 
     facts = facts_of(job.world)
     return StepResult(
@@ -130,6 +131,10 @@ class Bench:
         weights, decay = self.net.model.trainable_variables, work.settings.ema_decay
         self.averages: list[Any] = [Lookahead(weights, ENDLESS)] if work.settings.lookahead else []
         self.averages += [MovingAverage(weights, decay)] if decay else []
+        # Chosen for all ranks; smaller groups take them as well.
+        self._model_optimizer = make_optimizer(work, self.net, LEARNING_RATE)
+        examples = len(self.in_memory.label)
+        self.overlap = set_buckets(work.settings, job.world, self.net, self._model_optimizer, step_spec(work), examples)
         self._repeats: dict[tuple[int, str], Repeat] = {}
         self._steps: dict[int, Callable[..., Any]] = {}
 
@@ -173,7 +178,9 @@ class Bench:
     def _step(self, ranks: Any, k: int, batch: Callable[[], MicroBatch]) -> Callable[[], Any]:
         """The step of training on batches of k ranks, with gradients summed over a process set."""
         if k not in self._steps:  # one graph for each group, whether it is fed or not
-            optimizer = make_optimizer(self.work, self.net, LEARNING_RATE, ranks)
+            optimizer = with_buckets_of(
+                self._model_optimizer, make_optimizer(self.work, self.net, LEARNING_RATE, ranks)
+            )
             self._steps[k] = make_train_step(self.net, optimizer, step_spec(self.work), self.averages)
         step, request = self._steps[k], tf.constant(0.0)
         count = tf.constant(self.work.plan.global_batch_size // self.job.world.size * k)

@@ -1,0 +1,109 @@
+"""The time of a step whose all-reduces run beside its backward pass, and the fastest buckets. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hvd_cifar.distributed import buckets
+
+# Bytes of a bucket to choose from.
+CANDIDATES = tuple(2**n for n in range(16, 25))
+# Buckets must bring so much of a step's time: below it, measurements cannot tell.
+LEAST_GAIN = 0.02
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A rank's computation, in seconds.
+
+    Attributes:
+        before: from the step's start to the start of the backward pass.
+        ready: when each gradient is ready, from there, ascending.
+        sizes: bytes of each.
+    """
+
+    before: float
+    ready: tuple[float, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the step's start to the last gradient."""
+        return self.before + self.ready[-1]
+
+
+@dataclass(frozen=True)
+class Link:
+    """An all-reduce over the ranks.
+
+    Attributes:
+        start: seconds of an empty message.
+        per_byte: seconds of a byte.
+        work: part of that time in which the core works for the all-reduce, and cannot compute. The rest can be hidden.
+    """
+
+    start: float
+    per_byte: float
+    work: float
+
+    def seconds(self, size: int) -> float:
+        """The time of one message."""
+        return self.start + self.per_byte * size
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and the predicted seconds to the last sum: as chosen, and in one message."""
+
+    bucket_bytes: int | None
+    seconds: float
+    in_one_message: float
+
+
+def end_of_messages(
+    ready: Sequence[float], sizes: Sequence[int], start: float, transfer: Callable[[int], float]
+) -> float:
+    """The time at which the last message is reduced, where all-reduces run beside the backward pass; in seconds.
+
+    Horovod looks for messages `start` after the first one is ready, or after the last all-reduce has ended, and then
+    reduces together all that are ready.
+
+    Args:
+        ready: when each message is ready, ascending, in seconds.
+        sizes: bytes of each.
+        start: seconds before each all-reduce.
+        transfer: seconds of an all-reduce of so many bytes, without `start`.
+    """
+    now, sent = 0.0, 0
+    while sent < len(sizes):
+        now = max(now, ready[sent]) + start
+        upto = sent
+        while upto < len(sizes) and ready[upto] <= now:
+            upto += 1
+        now += transfer(sum(sizes[sent:upto]))
+        sent = upto
+    return now
+
+
+def seconds_with(backward: Backward, link: Link, bucket_bytes: int | None) -> float:
+    """From a step's start to its last sum, with buckets of so many bytes; None: in one message."""
+    whole = sum(backward.sizes)
+    if bucket_bytes is None:
+        return backward.seconds + link.seconds(whole)
+    planned = buckets.plan(backward.sizes, bucket_bytes)
+    # What the core does for the all-reduces it does not do for the computation, which takes longer.
+    work = link.work * (len(planned) * link.start + link.per_byte * whole)
+    stretch = 1 + work / max(backward.ready[-1], 1e-9)
+    ready = [backward.before + backward.ready[bucket[-1]] * stretch for bucket in planned]
+    sizes = [sum(backward.sizes[i] for i in bucket) for bucket in planned]
+    return max(ready[-1], end_of_messages(ready, sizes, link.start, lambda size: link.per_byte * size))
+
+
+def choose(backward: Backward, link: Link, candidates: Sequence[int] = CANDIDATES, always: bool = False) -> Choice:
+    """The fastest bucket size; None where one message is as fast, unless `always`."""
+    in_one = seconds_with(backward, link, None)
+    seconds, size = min((seconds_with(backward, link, size), -size) for size in candidates)
+    if not always and seconds > in_one * (1 - LEAST_GAIN):
+        return Choice(None, in_one, in_one)
+    return Choice(-size, seconds, in_one)

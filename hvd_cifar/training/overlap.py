@@ -1,0 +1,145 @@
+"""Before the first step: measure the backward pass and the all-reduce, and choose the buckets of gradients."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hvd_cifar.config import TrainSettings
+from hvd_cifar.distributed import buckets, collectives
+from hvd_cifar.distributed.optimizer import Reduction, reduce_gradients, reduction_of, set_bucket_bytes
+from hvd_cifar.distributed.overlap import CANDIDATES, Backward, Choice, Link, choose
+from hvd_cifar.models import Net
+from hvd_cifar.runtime.world import World
+from hvd_cifar.training.step import StepSpec, local_statistics, make_share, micro_batch_signature
+
+REPEATS = 3
+SMALL_BYTES, LARGE_BYTES = 2**12, 2**20  # of the two messages that are measured; the larger one is at most the net's
+WIDTH = 4  # bytes of a float32
+
+
+def set_buckets(
+    settings: TrainSettings, world: World, net: Net, optimizer: Any, spec: StepSpec, examples: int
+) -> list[str]:
+    """Give a run's optimizer its buckets. A collective.
+
+    Args:
+        settings: resolved.
+        net, optimizer, spec: of the step.
+        examples: of a rank's micro-batch.
+
+    Returns:
+        Lines about what was measured and chosen; none where no message is sent, or none can be hidden.
+    """
+    if world.size == 1 or settings.overlap == "off":
+        return []
+    in_one_step = spec.micro_batches == 1 and not spec.virtual_shards
+    on_one_host = world.local_size == world.size and "GPU" not in world.device
+    if settings.overlap == "auto" and (not in_one_step or (on_one_host and settings.bucket_bytes is None)):
+        return []  # between ranks of one host the core itself moves the bytes: nothing waits
+    if settings.overlap == "on" and settings.bucket_bytes is not None:
+        set_bucket_bytes(optimizer, settings.bucket_bytes)
+        return [f"overlap: gradients leave in buckets of {_show(settings.bucket_bytes)}"]
+    reduction = reduction_of(optimizer)
+    assert reduction is not None, "the run's optimizer is distributed"
+    backward = _measure_backward(net, optimizer, spec, examples)
+    link = _measure_link(reduction, sum(backward.sizes), computes_here="GPU" not in world.device)
+    candidates = CANDIDATES if settings.bucket_bytes is None else (settings.bucket_bytes,)
+    found = choose(backward, link, candidates, always=settings.overlap == "on")
+    set_bucket_bytes(optimizer, found.bucket_bytes)
+    return [_describe(backward, link, found)]
+
+
+def _describe(backward: Backward, link: Link, found: Choice) -> str:
+    whole = link.seconds(sum(backward.sizes))
+    took = f"backward takes {backward.ready[-1] * 1e3:.1f} ms, an all-reduce of all gradients {whole * 1e3:.1f} ms"
+    if found.bucket_bytes is None:
+        return f"overlap: none; {took}"
+    saved = (found.in_one_message - found.seconds) * 1e3
+    return f"overlap: buckets of {_show(found.bucket_bytes)}, to save {saved:.1f} ms a step; {took}"
+
+
+def _show(size: int) -> str:
+    for unit, name in ((2**20, "MiB"), (2**10, "KiB")):
+        if size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size} bytes"
+
+
+def _measure_backward(net: Net, optimizer: Any, spec: StepSpec, examples: int) -> Backward:
+    """The slowest rank's backward pass on a batch of zeros; the net stays as it is. A collective."""
+    share_of, statistics_of = make_share(net, optimizer, spec), local_statistics(net.model)
+    sizes: list[int] = []
+
+    @tf.function(input_signature=micro_batch_signature(spec), autograph=False)
+    def stamps(image: Any, label: Any, weight: Any, count: Any) -> Any:
+        times = [tf.timestamp()]
+        with tf.control_dependencies(times):
+            image = tf.identity(image)
+        share = share_of(image, label, weight, count, [tf.identity(s.value) for s in statistics_of])
+        in_order = [share.loss, *(share.gradients[i] for i in buckets.order(share.gradients))]
+        sizes[:] = [tensor.shape.num_elements() * tensor.dtype.size for tensor in in_order[1:]]
+        for tensor in in_order:
+            with tf.control_dependencies([tensor]):
+                times.append(tf.timestamp())
+        buckets.gate(times)
+        return tf.stack(times), in_order  # TensorFlow leaves out what only stamps wait for
+
+    height, width, channels = spec.image_shape
+    batch = (
+        tf.zeros([examples, height, width, channels]),
+        tf.zeros([examples], tf.int32),
+        tf.ones([examples]),
+        tf.constant(examples),
+    )
+    trained = {id(v) for v in net.model.trainable_variables}
+    others = [v for v in net.model.variables if id(v) not in trained]
+    before = [v.numpy() for v in others]
+    stamps(*batch)
+    runs = []
+    for _ in range(REPEATS):
+        collectives.barrier()
+        runs.append(np.diff(stamps(*batch)[0].numpy()).clip(min=0.0))
+    for variable, value in zip(others, before, strict=True):
+        variable.assign(value)
+    forward, *parts = np.max(collectives.all_gather_object(np.median(runs, axis=0)), axis=0)
+    return Backward(float(forward), tuple(np.cumsum(parts).tolist()), tuple(sizes))
+
+
+def _measure_link(reduction: Reduction, most: int, computes_here: bool) -> Link:
+    """Two all-reduces, each of one message, as the optimizer does them. A collective.
+
+    Args:
+        most: bytes of all gradients.
+        computes_here: whether the core that all-reduces work on is the one that computes.
+    """
+    signature = [tf.TensorSpec([None], tf.float32)]
+    reduce = tf.function(lambda x: reduce_gradients([x], reduction)[0], input_signature=signature, autograph=False)
+    small, large = (tf.zeros([size // WIDTH]) for size in (SMALL_BYTES, max(2 * SMALL_BYTES, min(most, LARGE_BYTES))))
+    found: list[NDArray[Any]] = []
+    for message in (small, large):
+        times = _time(partial(reduce, message))
+        found.append(np.max(collectives.all_gather_object(times), axis=0))
+    (least, _), (seconds, processor) = found
+    per_byte = max(0.0, float(seconds - least)) / (WIDTH * int(tf.size(large) - tf.size(small)))
+    start = max(0.0, float(least) - per_byte * SMALL_BYTES)
+    return Link(start, per_byte, min(1.0, float(processor / seconds)) if computes_here else 0.0)
+
+
+def _time(once: Callable[[], Any]) -> tuple[float, float]:
+    """Median seconds, and median seconds of the processor."""
+    once()
+    taken: list[Sequence[float]] = []
+    for _ in range(REPEATS):
+        collectives.barrier()
+        began, worked = time.perf_counter(), time.process_time()
+        np.asarray(once()[-1:])
+        taken.append((time.perf_counter() - began, time.process_time() - worked))
+    return statistics.median(wall for wall, _ in taken), statistics.median(cpu for _, cpu in taken)
