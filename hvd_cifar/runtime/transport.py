@@ -25,17 +25,19 @@ RING_PARAMETERS = {"coll_tuned_use_dynamic_rules": "1", "coll_tuned_allreduce_al
 RING_VARIABLES = {"NCCL_ALGO": "Ring"}
 
 
-def algorithm(controller: str, by_nccl: bool, environ: Mapping[str, str]) -> str:
+def algorithm(controller: str, by_nccl: bool, environ: Mapping[str, str], hosts: int = 1) -> str:
     """The all-reduce's algorithm, such as "ring" or "MPI's choice".
 
     Args:
         controller: "mpi" or "gloo".
         by_nccl: whether NCCL reduces the gradients, on GPUs.
         environ: the rank's variables.
+        hosts: the number of hosts.
     """
     if by_nccl:
         return environ.get("NCCL_ALGO", "NCCL's choice").lower().replace("nccl", "NCCL")
-    if controller == "gloo":
+    # Between hosts Horovod itself sends the ring's messages; see its patch.
+    if controller == "gloo" or (hosts > 1 and environ.get("HOROVOD_SHARES_CORE") == "1"):
         return "ring"
     chosen = environ.get("OMPI_MCA_coll_tuned_allreduce_algorithm", "0")
     dynamic = environ.get("OMPI_MCA_coll_tuned_use_dynamic_rules", "0").lower() in ("1", "true", "yes", "enabled")
@@ -46,8 +48,7 @@ def transport(controller: str, by_nccl: bool, environ: Mapping[str, str], hosts:
     """What carries messages, such as "shared memory" or "TCP (10.0.0.0/24) and shared memory".
 
     Args:
-        controller, by_nccl, environ: as for `algorithm`.
-        hosts: the number of hosts.
+        controller, by_nccl, environ, hosts: as for `algorithm`.
     """
     if by_nccl:
         return "NCCL"

@@ -129,7 +129,7 @@ def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]
         device="/CPU:0" if choice is None else "/GPU:0",
         threads=threads,
         controller=controller,
-        algorithm=transport.algorithm(controller, by_nccl, os.environ),
+        algorithm=transport.algorithm(controller, by_nccl, os.environ, hvd.cross_size()),
         transport=transport.transport(controller, by_nccl, os.environ, hvd.cross_size()),
     )
 

@@ -90,12 +90,12 @@ def test_the_five_steps(bare: Cluster, packages: Path) -> None:
         assert recorded(run_dir)["hosts"] == ["node1", "node2", "node3"]
         assert len(losses(run_dir)) == 2  # of 20 steps, a line every 10
     assert {name: recorded(run_dir)["algorithm"] for name, run_dir in runs.items()} == {
-        "cluster": "MPI's choice",
+        "cluster": "ring",
         "gloo": "ring",
         "ring": "ring",
     }
     measured = next(done.stdout for command, done in said.items() if "benchmark allreduce" in command)
-    assert "(MPI's choice; TCP (10.77.0.0/24) and shared memory)" in measured
+    assert "(ring; TCP (10.77.0.0/24) and shared memory)" in measured
     predicted = next(done.stdout for command, done in said.items() if " predict " in command)
     assert "efficiency to expect" in predicted
 

@@ -425,7 +425,7 @@ def _sums_beside_gradients() -> dict[str, Any]:
         seen[way] = {
             "variable": float(variable.numpy()[0]),
             "sums": [s.numpy().tolist() for s in sums],
-            "sent": [len(op.inputs) for op in sent],
+            "sent": [op.inputs[0].shape.num_elements() for op in sent],
             "early": [op.name for op in sent if "gradient" not in _before(op)],
         }
     return seen
@@ -466,9 +466,8 @@ def test_what_is_summed_beside_gradients_travels_in_their_message_where_it_can()
         assert thirds == [float(np.float32(1 / 3) + np.float32(2 / 3))], way  # to the bit: no half precision
         assert pair == [3.0, -3.0], way
         assert seen["early"] == [], way  # nothing before the gradients: Horovod would poll while backward computes
-    assert first["sum"]["sent"] == [3]
-    assert first["fixed order"]["sent"] == [1]  # all in one tensor
-    assert all(2 in seen["sent"] for way, seen in first.items() if way not in ("sum", "fixed order"))
+    assert first["sum"]["sent"] == first["fixed order"]["sent"] == [4]  # the gradient, 1 value, and 3 beside it
+    assert all(3 in seen["sent"] for way, seen in first.items() if way not in ("sum", "fixed order"))
 
 
 def _updates_in_process_set() -> dict[str, float]:

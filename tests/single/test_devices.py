@@ -146,6 +146,7 @@ def test_how_often_horovod_looks_on_a_cpu() -> None:
     prepare_mpi(environment, on_cpu=True)
     assert environment["HOROVOD_CYCLE_TIME"] == "0.5"
     assert environment["HOROVOD_IDLE_CYCLE_TIME"] == "50"
+    assert environment["HOROVOD_SHARES_CORE"] == "1"
 
 
 def test_a_process_alone_does_not_look_for_other_ranks(tmp_path: Path) -> None:

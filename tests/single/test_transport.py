@@ -7,23 +7,26 @@ import pytest
 from hvd_cifar.runtime.transport import algorithm, transport
 
 RING = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
+SHARED = {"HOROVOD_SHARES_CORE": "1"}
 OB1 = {"OMPI_MCA_pml": "ob1"}
 
 
 @pytest.mark.parametrize(
-    ("controller", "by_nccl", "environ", "expected"),
+    ("controller", "by_nccl", "environ", "hosts", "expected"),
     [
-        ("mpi", False, {}, "MPI's choice"),
-        ("mpi", False, RING, "ring"),
-        ("mpi", False, {**RING, "OMPI_MCA_coll_tuned_use_dynamic_rules": "0"}, "MPI's choice"),
-        ("mpi", False, {**RING, "OMPI_MCA_coll_tuned_allreduce_algorithm": "3"}, "recursive doubling"),
-        ("gloo", False, {}, "ring"),
-        ("mpi", True, RING, "NCCL's choice"),
-        ("gloo", True, {"NCCL_ALGO": "Ring"}, "ring"),
+        ("mpi", False, {}, 1, "MPI's choice"),
+        ("mpi", False, RING, 1, "ring"),
+        ("mpi", False, {**RING, "OMPI_MCA_coll_tuned_use_dynamic_rules": "0"}, 2, "MPI's choice"),
+        ("mpi", False, {**RING, "OMPI_MCA_coll_tuned_allreduce_algorithm": "3"}, 1, "recursive doubling"),
+        ("gloo", False, {}, 1, "ring"),
+        ("mpi", False, SHARED, 1, "MPI's choice"),
+        ("mpi", False, SHARED, 2, "ring"),
+        ("mpi", True, RING, 2, "NCCL's choice"),
+        ("gloo", True, {"NCCL_ALGO": "Ring"}, 2, "ring"),
     ],
 )
-def test_algorithm(controller: str, by_nccl: bool, environ: dict[str, str], expected: str) -> None:
-    assert algorithm(controller, by_nccl, environ) == expected
+def test_algorithm(controller: str, by_nccl: bool, environ: dict[str, str], hosts: int, expected: str) -> None:
+    assert algorithm(controller, by_nccl, environ, hosts) == expected
 
 
 @pytest.mark.parametrize(

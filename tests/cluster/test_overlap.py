@@ -1,0 +1,77 @@
+"""All-reduces between hosts: sums, bytes on the wire, and buckets where the link is slow."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import INTERFACE, Cluster, Host
+from tests.cluster.jobs import launcher, losses, training, variables
+
+SIZE, ROUNDS = 2**22, 8  # bytes of a message, and messages
+PROGRAM = f"""
+import numpy as np
+import tensorflow as tf
+from hvd_cifar.distributed import DistributedOptimizer
+from hvd_cifar.runtime.world import session
+import horovod.tensorflow as hvd
+import keras
+
+with session(1) as world:
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(), op="sum")
+    reduce = tf.function(lambda values: optimizer.reduce([values])[0], autograph=False)
+    ranks = world.size * (world.size + 1) / 2
+    for count in (1, 2, 3, 4097, 100_003):  # shorter than the ranks, and no multiple of a segment
+        values = np.arange(count, dtype=np.float32) % 13 + 1
+        assert (reduce(tf.constant(values * (world.rank + 1))).numpy() == values * ranks).all(), count
+    half = tf.constant(np.full(70_001, world.rank + 1, np.float16))
+    assert (hvd.allreduce(half, op=hvd.Sum).numpy() == ranks).all()
+    values = np.arange({SIZE // 4}, dtype=np.float32) % 13 + 1
+    for _ in range({ROUNDS}):
+        assert (reduce(tf.constant(values * (world.rank + 1))).numpy() == values * ranks).all()
+"""
+
+
+def _sent(host: Host) -> int:
+    (card,) = json.loads(host.must("ip", "-json", "-statistics", "link", "show", "dev", INTERFACE))
+    return int(card["stats64"]["tx"]["bytes"])
+
+
+@pytest.mark.parametrize("kind", ["--mpi", "--gloo"])
+@pytest.mark.parametrize("slots", [(2, 2), (2, 1)])
+def test_bytes_cross_a_host_s_link_once(kind: str, slots: tuple[int, ...], two_hosts: Cluster, tmp_path: Path) -> None:
+    """The least that a host can send is 2 (H - 1) / H of the message; a single ring over 4 ranks sends 50% more."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    before = [_sent(host) for host in two_hosts]
+    words = [*launcher(), "--hostfile", two_hosts.hostfile(*slots), kind, "python", program]
+    done = two_hosts[0].run(words, env=variables(two_hosts[0]), timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sent = [_sent(host) - bytes_before for host, bytes_before in zip(two_hosts, before, strict=True)]
+    same_on_each = len(set(slots)) == 1
+    ring = len(slots) if same_on_each else sum(slots)  # hosts, or ranks, in the ring between hosts
+    least = 2 * (ring - 1) / ring * SIZE * ROUNDS
+    assert all(least < count < 1.15 * least for count in sent), [count / least for count in sent]
+
+
+@pytest.mark.parametrize("kind", ["--mpi", "--gloo"])
+def test_a_slow_link_gets_buckets(kind: str, two_hosts: Cluster, embedded: Path) -> None:
+    found = {}
+    for rate in ("", "400mbit"):
+        for host in two_hosts:
+            two_hosts.slow(host, rate) if rate else two_hosts.mend(host)
+        run_dir = f"{kind}-{rate}"
+        words = [*launcher(), "-np", "2", "--hostfile", two_hosts.hostfile(1, 1), kind]
+        options = ["--precision", "float64", "--threads-per-rank", "1", "--overlap", "auto" if rate else "off"]
+        words += training(embedded, two_hosts.own / run_dir, *options)
+        done = two_hosts[0].run(words, env=variables(two_hosts[0]), timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        said = re.search(r"overlap: buckets of (\d+) (KiB|MiB), to save [\d.]+ ms a step", done.stdout)
+        assert bool(said) == bool(rate), done.stdout
+        found[rate] = losses(two_hosts[0].files / run_dir)
+    for host in two_hosts:
+        two_hosts.mend(host)
+    assert found["400mbit"] == pytest.approx(found[""], rel=1e-12) and len(found[""]) == 4
