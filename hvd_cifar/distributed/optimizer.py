@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import horovod.tensorflow as hvd
@@ -136,7 +137,7 @@ class _Distributed:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         plain = replace(reduction, compression="none")
         at_once = replace(plain, bucket_bytes=None)  # Q is short; a gate would hold backward until Q is there
-        all_reduces = tuple(lambda tensors, by=by: reduce_gradients(tensors, by) for by in (plain, at_once))
+        all_reduces = partial(reduce_gradients, reduction=plain), partial(reduce_gradients, reduction=at_once)
         memory = [self._memory[self._get_variable_index(v)] for v in variables]
         return powersgd.reduce(gradients, memory, all_reduces, 1 if plain.average else plain.process_set.size())
 

@@ -86,13 +86,11 @@ def test_bfloat16_is_rounded_once_before_the_sum_and_once_after_it(n: int) -> No
     sparse = np.array(ranks[0].pop("sparse"), np.float32)
     third, least = (np.float32(half(value)) for value in (1 / 3, 1e-30))
     assert np.allclose(sparse, [third * (n - 1 if n == 3 else 1), third, n * least], rtol=1e-6)
-    patterns = _patterns()
-    with np.errstate(invalid="ignore"):
-        normal = np.isfinite(patterns) & (np.abs(patterns.astype(np.float32)) >= np.finfo(np.float32).tiny)
+    patterns = _patterns().astype(np.float32)
+    subnormal = (patterns != 0) & (np.abs(patterns) < np.finfo(np.float32).tiny)  # TensorFlow makes them 0
     for gather in (False, True):
-        found = np.array(ranks[0].pop(f"patterns, {gather}"), np.uint16).view(half)
-        assert (found[normal] == patterns[normal]).all() and normal.sum() > 65_000
-        assert (np.isnan(found) == np.isnan(patterns)).all() and (np.isinf(found) == np.isinf(patterns)).all()
+        found = np.array(ranks[0].pop(f"patterns, {gather}"), np.uint16).view(half).astype(np.float32)
+        assert np.array_equal(found[~subnormal], patterns[~subnormal], equal_nan=True)
     for length, size in LENGTHS.items():
         sums = total(_terms(n, size))
         assert (sums != _terms(n, size).sum(axis=0)).mean() > 0.5
@@ -100,7 +98,9 @@ def test_bfloat16_is_rounded_once_before_the_sum_and_once_after_it(n: int) -> No
             if way.startswith(length):
                 wanted = sums / np.float32(n) if "average" in way else sums * np.float32(1 + ("passes" in way))
                 wanted = wanted * np.float32(1 + ("doubled" in way))
-                assert (np.array(bits, np.uint32).view(np.float32) == wanted).all(), way
+                # TensorFlow turns a division by 3 in a graph into a product.
+                rounding = 2e-7 if "average" in way else 0
+                assert np.allclose(np.array(bits, np.uint32).view(np.float32), wanted, rtol=rounding, atol=0), way
 
 
 SHAPES: dict[str, tuple[int, ...]] = {"kernel": (3, 3, 4, 20), "dense": (30, 12), "few": (2, 3), "bias": (20,)}
@@ -147,9 +147,8 @@ def _powersgd() -> dict[str, Any]:
         for step in range(STEPS):
             mine = [tf.constant(g[world.rank], dtype) for g in _gradients(world.size, step)]
             if "loss scale" in way:
-                scale = float(optimizer.dynamic_scale.numpy())
-                poison = [g * (np.inf if world.rank == 1 else 1.0) for g in mine]
-                apply(poison)  # skipped by all ranks: what is kept stays
+                poison = np.inf if world.rank == world.size - 1 else 1.0
+                apply([g * poison for g in mine])  # skipped by all ranks: what is kept stays
                 scale = float(optimizer.dynamic_scale.numpy())
                 mine = [g * scale for g in mine]
             passes = options.get("backward_passes_per_step", 1)
@@ -208,23 +207,18 @@ def test_powersgd_equals_the_algorithm_of_the_paper(n: int) -> None:
 
 @pytest.mark.timeout(1200)
 def test_powersgd_trains_alike_on_other_ranks_and_goes_on_on_others(embedded: Path, tmp_path: Path) -> None:
-    """8 steps on 1, 2 and 3 ranks; and 5 on 3 ranks, then the rest on 2."""
+    """8 steps on 1 rank and on 2; and 5 on 3 ranks, then the rest on 2."""
     course = [*TUTORIAL, embedded, "--global-batch-size", 24, "--precision", "float64", "--learning-rate", 0.01]
     course += ["--log-every", 1, "--eval-every", 0, "--eval-examples", 8, "--check-sync-every", 2]
     course += ["--compression", "powersgd:2", "--run-dir"]
-    whole = []
-    for n in (1, 2, 3):
-        jobs.run(jobs.command(n, *course, tmp_path / str(n), "--max-steps", 8), tmp_path / f"{n}.log")
-        whole.append(runs.losses(tmp_path / str(n)))
-    for n, steps in ((3, 5), (2, 8)):
-        jobs.run(jobs.command(n, *course, tmp_path / "cut", "--max-steps", steps), tmp_path / "cut.log")
-    assert len(whole[0]) == 8
-    for losses in (*whole[1:], runs.losses(tmp_path / "cut")):
-        assert list(losses) == list(whole[0])
-        assert losses == pytest.approx(whole[0], rel=1e-9)
-    weights = [runs.weights(tmp_path / name) for name in ("1", "3", "cut")]
-    assert runs.weights_apart(weights[0], weights[1]) < 1e-8
-    assert runs.weights_apart(weights[0], weights[2]) < 1e-8
+    for name, n, steps in (("alone", 1, 8), ("together", 2, 8), ("cut", 3, 5), ("cut", 2, 8)):
+        jobs.run(jobs.command(n, *course, tmp_path / name, "--max-steps", steps), tmp_path / "log")
+    alone = tmp_path / "alone"
+    assert len(runs.losses(alone)) == 8
+    for other in (tmp_path / "together", tmp_path / "cut"):
+        assert list(runs.losses(other)) == list(runs.losses(alone))
+        assert runs.losses(other) == pytest.approx(runs.losses(alone), rel=1e-10)
+        assert runs.weights_apart(runs.weights(alone), runs.weights(other)) < 1e-9
 
 
 def _refused() -> list[str]:
