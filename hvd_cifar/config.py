@@ -114,6 +114,20 @@ def _image_sizes(given: Any) -> Any:
     return tuple(words) if isinstance(words, list) else words
 
 
+def low_rank_of(compression: str) -> int:
+    """R of powersgd:R; 0 for any other compression."""
+    return int(compression.removeprefix("powersgd:")) if compression.startswith("powersgd:") else 0
+
+
+def check_compression(given: str) -> str:
+    """A compression of gradients as it is; ValueError where there is none of this name."""
+    if given not in ("none", "fp16", "bf16") and not re.fullmatch("powersgd:[1-9][0-9]{0,3}", given):
+        raise ValueError(
+            f"no compression is called {given!r}; give none, fp16, bf16, or powersgd:R with R from 1 to 9999"
+        )
+    return given
+
+
 # A unit, and what one of it is: in bytes, in bytes a second, in seconds.
 _SIZES = {"": 1, "B": 1, "K": 2**10, "KiB": 2**10, "M": 2**20, "MiB": 2**20, "G": 2**30, "GiB": 2**30}
 _SPEEDS = {f"{p}bit/s": 10**n / 8 for p, n in (("", 0), ("k", 3), ("M", 6), ("G", 9), ("T", 12))} | {
@@ -140,6 +154,7 @@ ImageSizes = Annotated[tuple[Annotated[int, Field(gt=0)], ...], BeforeValidator(
 Bytes = Annotated[int, _quantity(_SIZES, "4, 64K or 256MiB")]
 BytesPerSecond = Annotated[float, _quantity(_SPEEDS, "10Gbit/s")]
 Seconds = Annotated[float, _quantity(_TIMES, "20us")]
+Compression = Annotated[str, AfterValidator(check_compression)]
 ModelSpec = Annotated[str, AfterValidator(_model)]
 Callbacks = Annotated[tuple[str, ...], BeforeValidator(_callbacks)]
 LocalPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(absolute)]
@@ -251,7 +266,11 @@ class TrainSettings(DataSettings):
     clip_norm: Finite | None = Field(
         None, gt=0, description="Clip the averaged gradient to this global norm. [default: no clipping]"
     )
-    compression: Literal["none", "fp16"] = Field("none", description="Compression of gradients on the wire.")
+    compression: Compression = Field(
+        "none",
+        description="Compression of gradients on the wire: none; fp16 or bf16: two bytes a value; powersgd:R, such as "
+        "powersgd:2: matrices of rank R, and each rank adds what they miss to its next gradient.",
+    )
     overlap: Overlap = Field(
         "auto",
         description="Send gradients in buckets while backward goes on, or all in one message after it. auto: what is "

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvd_cifar.distributed import buckets
-from hvd_cifar.distributed.fixed_order import all_reduce_in_tree
+from hvd_cifar.config import check_compression, low_rank_of
+from hvd_cifar.distributed import buckets, powersgd
+from hvd_cifar.distributed.fixed_order import all_reduce_in_tree, bits_of, from_bits
 from hvd_cifar.distributed.subclass import put_in_front
 
 OptimizerT = TypeVar("OptimizerT", bound=keras.optimizers.Optimizer)
@@ -27,7 +29,7 @@ class Reduction:
     """How `DistributedOptimizer` reduces gradients; see its arguments."""
 
     average: bool = True
-    half: bool = False
+    compression: str = "none"
     passes: int = 1
     average_passes: bool = False
     process_set: Any = hvd.global_process_set
@@ -43,19 +45,25 @@ class Reduction:
     @property
     def is_plain_sum(self) -> bool:
         """Whether each call returns the uncompressed sum over the ranks."""
-        return not self.average and not self.half and self.passes == 1
+        return not self.average and self.compression == "none" and self.passes == 1
+
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether this rank compresses by PowerSGD, as it also does alone."""
+        return low_rank_of(self.compression) > 0 and self.process_set.included()
 
 
 class _Distributed:
     """The class that `DistributedOptimizer` puts in front of the optimizer's own.
 
-    Keras does not track the variables that accumulate gradients, and `variables` does not list them: a saved model or
-    checkpoint fits the plain optimizer and any number of passes.
+    Keras does not track the variables that accumulate gradients or belong to PowerSGD, and `variables` does not list
+    them: a saved model or checkpoint fits the plain optimizer, any number of passes and any compression.
     """
 
     _reduction: Reduction
     _pass_sums: list[keras.Variable]
     _passes_done: keras.Variable
+    _memory: list[powersgd.Memory | None]
     # Attributes of the optimizer's own class.
     name: str
     built: bool
@@ -65,6 +73,7 @@ class _Distributed:
     def build(self, variables: Sequence[Any]) -> None:
         super().build(variables)  # type: ignore[misc]
         self._make_pass_sums()
+        self._make_memory()
 
     def _make_pass_sums(self) -> None:
         if self._reduction.passes == 1 or "_pass_sums" in vars(self):
@@ -73,10 +82,15 @@ class _Distributed:
         object.__setattr__(self, "_pass_sums", zeros)
         object.__setattr__(self, "_passes_done", _local_variable((), "int64", "passes_done"))
 
+    def _make_memory(self) -> None:
+        rank = low_rank_of(self._reduction.compression)
+        if rank and "_memory" not in vars(self):
+            object.__setattr__(self, "_memory", powersgd.make_memory(self._trainable_variables, rank))
+
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
         grads = list(grads)
         variables = None if trainable_variables is None else list(trainable_variables)
-        if self._reduction.passes == 1 or not grads:
+        if not grads or (self._reduction.passes == 1 and not self._reduction.is_low_rank):
             super().apply(self.reduce(grads), variables)  # type: ignore[misc]
             return
         if not self.built:
@@ -85,7 +99,10 @@ class _Distributed:
             self.built = True
         if variables is None:
             variables = list(self._trainable_variables)
-        self._apply_every_few_passes(grads, variables)
+        if self._reduction.passes == 1:
+            super().apply(self.reduce(grads, variables), variables)  # type: ignore[misc]
+        else:
+            self._apply_every_few_passes(grads, variables)
 
     def apply_and_sum(self, grads: Sequence[Any], variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """`apply`, with the `values` in the gradients' message; only where the reduction `is_plain_sum`."""
@@ -102,17 +119,27 @@ class _Distributed:
 
         def update() -> None:
             divisor = self._reduction.passes if self._reduction.average_passes else 1
-            totals = self.reduce([tf.convert_to_tensor(total) / divisor for total in sums])
-            super(_Distributed, self).apply(totals, [v for _, v in present])  # type: ignore[misc]
+            totals = [tf.convert_to_tensor(total) / divisor for total in sums]
+            reduced = self.reduce(totals, [v for _, v in present])
+            super(_Distributed, self).apply(reduced, [v for _, v in present])  # type: ignore[misc]
             for total in sums:
                 total.assign(tf.zeros_like(total.value))
             self._passes_done.assign(0)
 
         tf.cond(self._passes_done.value >= self._reduction.passes, update, lambda: None)
 
-    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
-        """Gradients reduced over the ranks: what `apply` applies."""
-        return reduce_gradients(gradients, self._reduction)
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any] = ()) -> list[Any]:
+        """Gradients reduced over the ranks: what `apply` applies. PowerSGD needs to know of which variables."""
+        reduction = self._reduction
+        if not reduction.is_low_rank:
+            return reduce_gradients(gradients, reduction)
+        if reduction.sparse_as_dense or reduction.fixed_order:
+            gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        plain = replace(reduction, compression="none")
+        at_once = replace(plain, bucket_bytes=None)  # Q is short; a gate would hold backward until Q is there
+        all_reduces = partial(reduce_gradients, reduction=plain), partial(reduce_gradients, reduction=at_once)
+        memory = [self._memory[self._get_variable_index(v)] for v in variables]
+        return powersgd.reduce(gradients, memory, all_reduces, 1 if plain.average else plain.process_set.size())
 
     def on_all_ranks(self, condition: Any) -> Any:
         """Whether `condition`, a boolean scalar of each rank, holds on all of them."""
@@ -130,7 +157,7 @@ def DistributedOptimizer(
     optimizer: OptimizerT,
     *,
     op: Literal["average", "sum"] | Any = "average",
-    compression: Literal["none", "fp16"] | Any = "none",
+    compression: str | Any = "none",
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     process_set: Any = hvd.global_process_set,
@@ -158,10 +185,15 @@ def DistributedOptimizer(
         optimizer: any Keras 3 optimizer, built or not, such as `keras.optimizers.SGD(0.1)`.
         op: "average" or "sum" over ranks (or `hvd.Average`, `hvd.Sum`). "sum" is for ranks that each feed their share
             of a global mean.
-        compression: "none", or "fp16" to send gradients in half precision (or one of `hvd.Compression`). Under "sum"
-            each rank multiplies its share by the number of ranks before the cast, so that what underflows (below 6e-8)
-            or overflows (above 65504) in the cast does not depend on the number of ranks. The sum is computed in half
-            precision: over n ranks a mean above 65504 / n becomes infinite (128 on 512 ranks).
+        compression: "none", "fp16" (or `hvd.Compression.none`, `hvd.Compression.fp16`), "bf16" or "powersgd:R".
+            fp16 sends gradients in half precision. Under "sum" each rank multiplies its share by the number of ranks
+            before the cast, so that what underflows (below 6e-8) or overflows (above 65504) in the cast does not
+            depend on the number of ranks. The sum is computed in half precision: over n ranks a mean above 65504 / n
+            becomes infinite (128 on 512 ranks).
+            bf16 rounds each rank's gradient to bfloat16, adds in float32 in the order of the ranks, and rounds the
+            sum to bfloat16.
+            powersgd:R sends gradients as two matrices of R columns (`distributed.powersgd`), also on one rank.
+            `memory_of` gives what it keeps between steps, which a checkpoint of the program's own has to hold.
         backward_passes_per_step: each rank adds up the gradients of this many calls before they are reduced and
             applied; `iterations` counts the updates. Each rank must make the same number of calls.
         average_aggregated_gradients: divide that sum by the number of calls.
@@ -189,8 +221,7 @@ def DistributedOptimizer(
         raise RuntimeError("Horovod is not initialised: call hvd.init() before DistributedOptimizer")
     reduction = Reduction(
         average=_named(op, {"average": hvd.Average, "sum": hvd.Sum}, "op") == hvd.Average,
-        half=_named(compression, {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}, "compression")
-        is hvd.Compression.fp16,
+        compression=_compression(compression),
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
         process_set=process_set,
@@ -204,6 +235,7 @@ def DistributedOptimizer(
     put_in_front(_Distributed, inner, _reduction=reduction)
     if inner.built:
         inner._make_pass_sums()
+        inner._make_memory()
     return optimizer
 
 
@@ -222,6 +254,11 @@ def set_bucket_bytes(optimizer: Any, bucket_bytes: int | None) -> None:
     """Change a `DistributedOptimizer`'s `bucket_bytes`, before its first step."""
     inner = inner_of(optimizer)
     inner._reduction = replace(inner._reduction, bucket_bytes=bucket_bytes)
+
+
+def memory_of(optimizer: Any) -> list[powersgd.Memory]:
+    """What PowerSGD keeps between steps, in the order of the variables; empty for any other optimizer."""
+    return [memory for memory in getattr(inner_of(optimizer), "_memory", ()) if memory is not None]
 
 
 def apply_and_sum(
@@ -269,7 +306,7 @@ def reduce_gradients(gradients: Sequence[Any], reduction: Reduction) -> list[Any
     dense = [i for i, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)]
     ranks = reduction.process_set.size()
     packed = [pack(_named_by_graph(tf.convert_to_tensor(gradients[i])), reduction, ranks) for i in dense]
-    by_horovod = reduction.average and not reduction.half and not reduction.fixed_order
+    by_horovod = reduction.average and reduction.compression == "none" and not reduction.fixed_order
     totals = _all_reduce(packed, hvd.Average if by_horovod else hvd.Sum, reduction)
     for i, total in zip(dense, totals, strict=True):
         dtype = gradients[i].dtype
@@ -282,9 +319,11 @@ def reduce_gradients(gradients: Sequence[Any], reduction: Reduction) -> list[Any
 
 def pack(gradient: Any, reduction: Reduction, ranks: int) -> Any:
     """A rank's gradient in the type and scale in which it is sent. Local."""
-    # Horovod cannot send bfloat16.
+    if reduction.compression == "bf16":
+        return tf.cast(gradient, tf.bfloat16)
+    # Horovod cannot add bfloat16.
     wide = tf.cast(gradient, tf.float32) if gradient.dtype == tf.bfloat16 else gradient
-    if not reduction.half:
+    if reduction.compression != "fp16":
         return wide
     # A share of a global mean shrinks as the number of ranks grows, until it underflows in half precision.
     return tf.cast(wide if reduction.average else wide * ranks, tf.float16)
@@ -293,7 +332,7 @@ def pack(gradient: Any, reduction: Reduction, ranks: int) -> Any:
 def unpack(total: Any, dtype: Any, reduction: Reduction, ranks: int) -> Any:
     """The reduced gradient, of type `dtype`, from the sum of what all ranks packed. Local."""
     wide = tf.cast(total, tf.float32 if dtype in (tf.bfloat16, tf.float16) else dtype)
-    if reduction.average or reduction.half:  # what `pack` multiplied by, or the divisor of the mean
+    if reduction.average or reduction.compression == "fp16":  # what `pack` multiplied by, or the divisor of the mean
         wide = wide / ranks
     return tf.cast(wide, dtype)
 
@@ -312,7 +351,7 @@ def _all_reduce(tensors: Sequence[Any], op: Any, reduction: Reduction) -> list[A
     if reduction.bucket_bytes:
         buckets.gate(messages)
     for bucket, message in zip(members, messages, strict=True):
-        if reduction.fixed_order:
+        if reduction.fixed_order or message.dtype == tf.bfloat16:
             (total,) = all_reduce_in_tree([message], reduction.process_set)
         else:
             total = hvd.allreduce(message, op=op, process_set=reduction.process_set)
@@ -337,13 +376,20 @@ def _reduce_sparse(gradient: tf.IndexedSlices, reduction: Reduction) -> tf.Index
     """
     process_set, ranks = reduction.process_set, reduction.process_set.size()
     packed = pack(_named_by_graph(gradient.values), reduction, ranks)
-    rows = hvd.allgather(packed, process_set=process_set)
+    rows = from_bits(hvd.allgather(bits_of(packed), process_set=process_set), packed.dtype)
     indices = hvd.allgather(_named_by_graph(gradient.indices), process_set=process_set)
     dtype = gradient.values.dtype
     wide = unpack(rows, tf.float32 if dtype == tf.bfloat16 else dtype, reduction, ranks)
     unique, positions = tf.unique(indices)
     total = tf.math.unsorted_segment_sum(wide, positions, tf.size(unique))
     return tf.IndexedSlices(tf.cast(total, dtype), unique, gradient.dense_shape)
+
+
+def _compression(given: Any) -> str:
+    if isinstance(given, str):
+        return check_compression(given)
+    named = _named(given, {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}, "compression")
+    return "fp16" if named is hvd.Compression.fp16 else "none"
 
 
 def _named(value: Any, names: dict[str, Any], what: str) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from hvd_cifar.config import low_rank_of
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.fixed_order import FEW_VALUES
 from hvd_cifar.distributed.optimizer import apply_and_sum, reduction_of
@@ -18,6 +19,8 @@ from hvd_cifar.errors import TrainingError
 
 # Half precision rounds to 11 bits; without the average a value is off by at least 1 part in 5.
 TOLERANCE = 2e-3
+
+MOST_ROWS = 64  # of each number, so that the proof stays small
 
 
 def prove_averaging(
@@ -29,7 +32,8 @@ def prove_averaging(
     `apply_and_sum`, in a `tf.function`. One update is a single graph, like a step of one micro-batch; its message is
     long enough for the all-to-all of the fixed order. In the other update gradients are inputs of a second graph, as
     after several micro-batches, and the message is short. Ranks feed small integers, whose sums are exact in half
-    precision over up to 1,024 ranks. Every rank checks the results of all ranks.
+    precision over up to 1,024 ranks, in rows of equal numbers, which are a matrix of rank 1: PowerSGD compresses the
+    long ones without loss. Every rank checks the results of all ranks.
 
     Args:
         wrap: turns a plain optimizer into the run's, with its reduction, its compression and its loss scale.
@@ -46,7 +50,7 @@ def prove_averaging(
     rank, size = hvd.rank(), hvd.size()
     by_rank = np.array([(1 + r % 3, -1 - r % 2) for r in range(size)], np.float64)
     values_by_rank = 3.0 * by_rank
-    for length, in_one_graph in ((FEW_VALUES, True), (1, False)):
+    for length, in_one_graph in ((FEW_VALUES + 1, True), (1, False)):
         mine = by_rank[rank] / (size if contributions == "sum" else 1)
         weights, sums, updates = _update(wrap, np.tile(mine[:, None], length), values_by_rank[rank], in_one_graph)
         expected = -by_rank.mean(axis=0) * updates
@@ -61,12 +65,17 @@ def prove_averaging(
 def _update(
     wrap: Callable[[keras.optimizers.Optimizer], Any], gradient: NDArray[Any], values: NDArray[Any], in_one_graph: bool
 ) -> tuple[NDArray[Any], NDArray[Any], int]:
-    """A variable [2, n] after SGD of rate 1 from 0, the sums of values [2], and the number of gradients applied."""
+    """A variable [2, n] after SGD of rate 1 from 0, the sums of values [2], and the number of gradients applied.
+
+    Under PowerSGD each row stands there several times: it compresses only what has more rows than R.
+    """
     real = keras.config.floatx()
-    variable = keras.Variable(np.zeros(gradient.shape), dtype=real, name="start_up_proof")
     optimizer = wrap(keras.optimizers.SGD(1.0))
-    optimizer.build([variable])
     reduction = reduction_of(optimizer)
+    low_rank = low_rank_of(reduction.compression) if reduction else 0
+    gradient = np.repeat(gradient, max(1, min(low_rank, MOST_ROWS)), axis=0)
+    variable = keras.Variable(np.zeros(gradient.shape), dtype=real, name="start_up_proof")
+    optimizer.build([variable])
 
     def gradient_of(slope: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -91,7 +100,7 @@ def _update(
     for _ in range(passes):
         sums = step(tf.constant(gradient, real), tf.constant(values, real))
     updates = passes if reduction and not reduction.average_passes else 1
-    return np.asarray(variable.numpy(), np.float64), np.concatenate(sums).astype(np.float64), updates
+    return np.asarray(variable.numpy(), np.float64).reshape(2, -1), np.concatenate(sums).astype(np.float64), updates
 
 
 def _compare(mine: NDArray[Any], expected: NDArray[Any], failure: str) -> None:

@@ -364,7 +364,8 @@ def _callbacks_of(
     evaluate = make_evaluator(
         learner.net.model, work.dataset.test, work.transforms, run.world, EVALUATION_BATCH, settings.eval_examples
     )
-    statistics = MovingStatistics(learner.net.model, not settings.virtual_shards, progress.saved_step)
+    local = not settings.virtual_shards
+    statistics = MovingStatistics(learner.net.model, local, progress.saved_step, learner.state.errors)
     logger = Logger(progress, reporter, tell)
     replicas = ReplicaCheck(progress, learner.state, statistics, reporter)
     evaluator = Evaluator(progress, evaluate, statistics, learner.averages, reporter, tell)

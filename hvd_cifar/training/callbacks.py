@@ -128,11 +128,16 @@ class Logger(Callback):
 
 
 class MovingStatistics:
-    """Batch norm's moving statistics that each rank gathers for itself; ranks average them before they are used."""
+    """What each rank gathers for itself, batch norm's moving statistics above all; ranks average it before it is used.
 
-    def __init__(self, model: keras.Model, are_local: bool, averaged_step: int) -> None:
-        """`are_local`: False where steps average them; `averaged_step`: at which they were last the same on all."""
-        self.variables = local_statistics(model) if are_local else []
+    PowerSGD's errors also: their mean is all that counts, and a checkpoint holds what is the same on all ranks.
+    """
+
+    def __init__(
+        self, model: keras.Model, are_local: bool, averaged_step: int, errors: Sequence[keras.Variable] = ()
+    ) -> None:
+        """`are_local`: False where steps average them; `averaged_step`: at which all was last the same on all ranks."""
+        self.variables = [*(local_statistics(model) if are_local else []), *errors]
         self.averaged_step = averaged_step
 
     def average(self, step: int) -> None:
@@ -165,7 +170,7 @@ class ReplicaCheck(Callback):
         """Compare now.
 
         Args:
-            everything: local moving statistics also, which the ranks have just averaged.
+            everything: also what each rank gathers for itself, which the ranks have just averaged.
 
         Raises:
             TrainingError: on every rank, where they differ under --on-divergence stop.

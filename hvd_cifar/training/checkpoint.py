@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_cifar.config import TrainSettings
+from hvd_cifar.distributed.optimizer import memory_of
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.models import Net
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
@@ -24,6 +25,8 @@ TABLE_MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 
 class State:
     """The state of a run at a step: weights, optimizer slots, moving averages, random generators, and the step.
+
+    Under PowerSGD also its memory.
 
     `optimizer` is None where only an evaluation follows.
 
@@ -54,16 +57,27 @@ class State:
         """All of it, in a fixed order, for broadcast and comparison."""
         slots = self.optimizer.variables if self.optimizer else []
         averages = [v for kept in (self.averages, self.lookahead) if kept for v in kept.variables]
-        return [*self.net.model.variables, *slots, *averages, self.step, self.origin, self.mended, *self.clocks]
+        counters = [self.step, self.origin, self.mended, *self.clocks]
+        return [*self.net.model.variables, *slots, *self.compression, *averages, *counters]
+
+    @property
+    def compression(self) -> list[Any]:
+        """PowerSGD's memory."""
+        return [*(memory.right for memory in memory_of(self.optimizer)), *self.errors]
+
+    @property
+    def errors(self) -> list[Any]:
+        """PowerSGD's errors, which each rank gathers for itself; ranks average them before they are saved."""
+        return [memory.error for memory in memory_of(self.optimizer)]
 
     @property
     def clocks(self) -> list[Any]:
         """What each rank reads from a clock of its own."""
         return [self.seconds, self.check_seconds]
 
-    def replicated(self, local_statistics: Sequence[Any] = ()) -> list[Any]:
-        """What must be the same on all ranks: all but clocks, random generators and these moving statistics."""
-        own = set(map(id, [*self.clocks, *random_states(self.net.model), *local_statistics]))
+    def replicated(self, local: Sequence[Any] = ()) -> list[Any]:
+        """What must be the same on all ranks: all but clocks, random generators and these variables."""
+        own = set(map(id, [*self.clocks, *random_states(self.net.model), *local]))
         return [v for v in self.variables if id(v) not in own]
 
     @property
@@ -76,6 +90,8 @@ class State:
                 parts[name] = getattr(self, name).value
             if states := random_states(self.net.model):  # Keras does not make them part of the model's checkpoint
                 parts["random"] = tf.train.Checkpoint(variables=[v.value for v in states])
+        if self.compression:
+            parts["compression"] = tf.train.Checkpoint(variables=[v.value for v in self.compression])
         if self.averages:
             parts["averages"] = tf.train.Checkpoint(variables=[v.value for v in self.averages.variables])
         if self.lookahead:

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.config import TrainSettings
+from hvd_cifar.config import TrainSettings, low_rank_of
 from hvd_cifar.distributed import buckets, collectives
 from hvd_cifar.distributed.optimizer import Reduction, reduce_gradients, reduction_of, set_bucket_bytes
 from hvd_cifar.distributed.overlap import CANDIDATES, Backward, Choice, Link, choose
@@ -41,9 +41,11 @@ def set_buckets(
     if world.size == 1 or settings.overlap == "off":
         return []
     in_one_step = spec.micro_batches == 1 and not spec.virtual_shards
+    # Between ranks of one host the core itself moves the bytes. PowerSGD has few bytes.
     on_one_host = world.local_size == world.size and "GPU" not in world.device
-    if settings.overlap == "auto" and (not in_one_step or (on_one_host and settings.bucket_bytes is None)):
-        return []  # between ranks of one host the core itself moves the bytes: nothing waits
+    hides_nothing = on_one_host or low_rank_of(settings.compression) > 0
+    if settings.overlap == "auto" and (not in_one_step or (hides_nothing and settings.bucket_bytes is None)):
+        return []
     if settings.overlap == "on" and settings.bucket_bytes is not None:
         set_bucket_bytes(optimizer, settings.bucket_bytes)
         return [f"overlap: gradients leave in buckets of {_show(settings.bucket_bytes)}"]

@@ -47,7 +47,7 @@ def test_bytes_cross_a_host_s_link_once(kind: str, slots: tuple[int, ...], two_h
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     before = [_sent(host) for host in two_hosts]
-    words = [*launcher(), "--hostfile", two_hosts.hostfile(*slots), kind, "python", program]
+    words: list[str | Path] = [*launcher(), "--hostfile", two_hosts.hostfile(*slots), kind, "python", program]
     done = two_hosts[0].run(words, env=variables(two_hosts[0]), timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     sent = [_sent(host) - bytes_before for host, bytes_before in zip(two_hosts, before, strict=True)]
@@ -64,7 +64,7 @@ def test_a_slow_link_gets_buckets(kind: str, two_hosts: Cluster, embedded: Path)
         for host in two_hosts:
             two_hosts.slow(host, rate) if rate else two_hosts.mend(host)
         run_dir = f"{kind}-{rate}"
-        words = [*launcher(), "-np", "2", "--hostfile", two_hosts.hostfile(1, 1), kind]
+        words: list[str | Path] = [*launcher(), "-np", "2", "--hostfile", two_hosts.hostfile(1, 1), kind]
         options = ["--precision", "float64", "--threads-per-rank", "1", "--overlap", "auto" if rate else "off"]
         words += training(embedded, two_hosts.own / run_dir, *options)
         done = two_hosts[0].run(words, env=variables(two_hosts[0]), timeout=300)

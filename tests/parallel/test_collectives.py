@@ -60,7 +60,7 @@ def test_broadcast_makes_all_ranks_alike(n: int) -> None:
 
 
 def _ways() -> dict[str, dict[str, Any]]:
-    """Arguments of `DistributedOptimizer` by name: all that change the way of a gradient, in all combinations."""
+    """Arguments of `DistributedOptimizer` by name: all that change the way of a gradient, in most combinations."""
     loss_scales = ("", "loss scale")
     fixed_order = {"": {}, "fixed order": {"fixed_order": True}}
     compression = {"": {}, "fp16": {"compression": "fp16"}}
@@ -71,6 +71,8 @@ def _ways() -> dict[str, dict[str, Any]]:
         op, _, order, sent, several = names
         options = {"op": op} | fixed_order[order] | compression[sent] | passes[several]
         ways[", ".join(filter(None, names))] = options
+    for op, order, sent in itertools.product(("average", "sum"), fixed_order, ("bf16", "powersgd:1", "powersgd:4")):
+        ways[", ".join(filter(None, (op, order, sent)))] = {"op": op, "compression": sent} | fixed_order[order]
     return ways
 
 
@@ -173,19 +175,25 @@ def _prove_broken() -> dict[str, dict[str, str]]:
             module,
             "all_reduce_in_tree",
             lambda values, ranks: list(values) if length(values) > 4096 else in_tree(values, ranks),
-            ("sum, fixed order", "average, fixed order"),
+            ("sum, fixed order", "average, fixed order", "sum, bf16"),
         ),
         "short messages": (
             module,
             "all_reduce_in_tree",
             lambda values, ranks: list(values) if length(values) < 4096 else in_tree(values, ranks),
-            ("sum, fixed order", "sum, loss scale, fixed order"),
+            ("sum, fixed order", "sum, loss scale, fixed order", "average, bf16"),
         ),
         "values": (
             module,
             "_all_reduce",
             lambda tensors, op, reduction: list(tensors) if op == hvd.Sum else all_reduce(tensors, op, reduction),
             ("average",),
+        ),
+        "thin matrices": (
+            module.powersgd,
+            "reduce",
+            lambda gradients, memory, all_reduces, ranks: list(gradients),
+            ("average, powersgd:1", "sum, powersgd:4"),
         ),
         "half precision": (
             module,

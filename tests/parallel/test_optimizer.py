@@ -207,7 +207,7 @@ def test_what_half_precision_loses_does_not_depend_on_the_number_of_ranks(ranks:
     from hvd_cifar.distributed.optimizer import Reduction, pack, unpack
 
     draw = np.random.default_rng(2)
-    reduction = Reduction(average=average, half=True)
+    reduction = Reduction(average=average, compression="fp16")
     gradients = (draw.choice([-1, 1], 4000) * 2.0 ** draw.uniform(-27, 6, 4000)).astype(np.float32)
     on_one_rank = gradients.astype(np.float16)
     assert 0 < (on_one_rank == 0).sum() < 1000
