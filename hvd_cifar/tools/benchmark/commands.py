@@ -18,6 +18,7 @@ from hvd_cifar.tools.benchmark.results import AllreduceResult, EmulatedResult, P
 SIZES_FOR_A_FIT = {"max_bytes": 2**26, "factor": 4}
 
 Settings = BenchmarkStepSettings | BenchmarkAllreduceSettings | BenchmarkPredictSettings
+Result = StepResult | EmulatedResult | AllreduceResult | PredictResult
 
 
 def benchmark_step(settings: BenchmarkStepSettings) -> None:
@@ -126,11 +127,7 @@ def _check_outputs(settings: Settings) -> None:
     results.check_writable(settings.json_file, settings.plot_file, inputs=inputs)
 
 
-def _write(
-    settings: Settings,
-    found: StepResult | EmulatedResult | AllreduceResult | PredictResult,
-    plot: Callable[[Path], None],
-) -> None:
+def _write(settings: Settings, found: Result, plot: Callable[[Path], None]) -> None:
     if settings.json_file:
         results.write(settings.json_file, found)
     if settings.plot_file:
