@@ -160,8 +160,9 @@ def _sent(job: Job) -> tuple[int, int]:
 
 
 def _world(k: int, taken: dict[str, list[list[Turn]]]) -> EmulatedWorld:
+    """From turns by way, repeat and rank. Of a repeat's steps the median counts: other work may stop a process."""
     slowest = {
-        way: [statistics.fmean(map(max, zip(*(turn.seconds for turn in turns), strict=True))) for turns in repeats]
+        way: [statistics.median(map(max, zip(*(turn.seconds for turn in turns), strict=True))) for turns in repeats]
         for way, repeats in taken.items()
     }
     processor = {way: [statistics.fmean(turn.processor for turn in turns) for turns in taken[way]] for way in taken}

@@ -125,7 +125,10 @@ class StepResult(_Result):
 
 
 class EmulatedWorld(_Result):
-    """The step with a sleep for its computation on the first `ranks` ranks; times are the slowest rank's."""
+    """The step with a sleep for its computation on the first `ranks` ranks; times are the slowest rank's.
+
+    An estimate is the mean over the repeats of the median of a repeat's steps.
+    """
 
     ranks: int
     step_seconds: Estimate
