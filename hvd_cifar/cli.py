@@ -136,15 +136,16 @@ def _add(
 
 
 def _option(field: str, info: Any) -> click.Option:
-    name = config.option_name(field)
-    if flags := (info.json_schema_extra or {}).get("flags"):
+    name, extra = config.option_name(field), info.json_schema_extra or {}
+    if flags := extra.get("flags"):
         is_flag = info.annotation is bool
         metavar = None if is_flag else _metavar(info.annotation)
         return click.Option([*flags, field], default=None, is_flag=is_flag, metavar=metavar, help=_help(info))
     if info.annotation in (bool, bool | None):
         # Both --x and --no-x, so that an option can replace either value of a file.
         return click.Option([f"{name}/--no-{name.removeprefix('--')}"], default=None, help=_help(info))
-    return click.Option([name, field], default=None, metavar=_metavar(info.annotation), help=_help(info))
+    metavar = _metavar(info.annotation)
+    return click.Option([name, field], default=None, metavar=metavar, help=_help(info), hidden="hidden" in extra)
 
 
 def _help(info: Any) -> str:

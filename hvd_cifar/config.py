@@ -428,6 +428,19 @@ class BenchmarkStepSettings(StepWork, _BenchmarkOutput):
         le=1,
         description="End with exit code 1 where the scaling efficiency on the most ranks is lower than this fraction.",
     )
+    emulate_compute: Seconds | None = Field(
+        None,
+        gt=0,
+        description="For developers: sleep so long, such as 50ms, instead of computing each step.",
+        json_schema_extra={"hidden": True},
+    )
+
+    @model_validator(mode="after")
+    def _emulation_has_no_efficiency(self) -> BenchmarkStepSettings:
+        for option, given in (("--min-efficiency", self.min_efficiency), ("--plot", self.plot_file)):
+            if self.emulate_compute is not None and given is not None:
+                raise ValueError(f"--emulate-compute and {option} exclude each other: leave one out")
+        return self
 
 
 class BenchmarkAllreduceSettings(_BenchmarkOutput):

@@ -6,15 +6,19 @@ Every function here is a collective unless its docstring says "Local": all ranks
 from __future__ import annotations
 
 import hashlib
+import io
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import cloudpickle  # type: ignore[import-untyped]
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from hvd_cifar.distributed import buckets
 from hvd_cifar.errors import TrainingError, UserError
 
 T = TypeVar("T")
@@ -23,6 +27,11 @@ ALL_RANKS = hvd.global_process_set
 
 # Horovod cannot send the types on the left: their bits travel as the type on the right, which has the same width.
 _CARRIERS = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.bfloat16: tf.int16}
+# Of a message of `broadcast_variables`, which is in memory twice: many variables fit, so that there are few messages.
+BROADCAST_BYTES = 2**26
+# Of an object's pickle that travel with its length: most objects need no second message.
+HEAD_BYTES = 4096
+LENGTH_BYTES = 8
 
 
 def broadcast_variables(
@@ -44,14 +53,22 @@ def broadcast_variables(
     if not process_set.included() or process_set.size() == 1:
         return
     variables = [_tensorflow_variable(v) for v in _variables_of(target)]
-    plain = [v for v in variables if v.dtype not in _CARRIERS]
-    odd = [v for v in variables if v.dtype in _CARRIERS]
-    if plain:
-        hvd.broadcast_variables(plain, root_rank, process_set=process_set)
-    for variable in odd:
-        carrier = tf.bitcast(variable.read_value(), _CARRIERS[variable.dtype])
-        received = hvd.broadcast(carrier, root_rank, process_set=process_set)
-        variable.assign(tf.bitcast(received, variable.dtype))
+    # Each message costs a negotiation among all ranks: variables of one type travel together.
+    for dtype in dict.fromkeys(v.dtype for v in variables):
+        carrier = _CARRIERS.get(dtype, dtype)
+        alike = [v for v in variables if v.dtype == dtype]
+        sizes = [v.shape.num_elements() * dtype.size for v in alike]
+        for bucket in buckets.plan(sizes, BROADCAST_BYTES):
+            chosen = [alike[i] for i in bucket]
+            values = [_as(v.read_value(), carrier) for v in chosen]
+            received = hvd.broadcast(buckets.flat(values), root_rank, process_set=process_set)
+            for variable, piece in zip(chosen, buckets.pieces(received, values), strict=True):
+                variable.assign(_as(piece, dtype))
+
+
+def _as(values: Any, dtype: Any) -> Any:
+    """The same bits as values of another type."""
+    return values if values.dtype == dtype else tf.bitcast(values, dtype)
 
 
 def _variables_of(target: Any) -> list[Any]:
@@ -109,12 +126,30 @@ def digest(variables: Iterable[keras.Variable]) -> str:
 
 def all_gather_object(value: T) -> list[T]:
     """The objects that the ranks pass, in the order of the ranks."""
-    return [value] if hvd.size() == 1 else hvd.allgather_object(value)
+    if hvd.size() == 1:
+        return [value]
+    mine = np.frombuffer(cloudpickle.dumps(value), np.uint8)
+    with tf.device("/CPU:0"):
+        stream = io.BytesIO(hvd.allgather(tf.constant(mine)).numpy().tobytes())
+    return [pickle.load(stream) for _ in range(hvd.size())]  # each pickle says where it ends
 
 
 def broadcast_object(value: T) -> T:
     """The object that rank 0 passes."""
-    return value if hvd.size() == 1 else hvd.broadcast_object(value, root_rank=0)
+    if hvd.size() == 1:
+        return value
+    is_root = hvd.rank() == 0
+    content = np.frombuffer(cloudpickle.dumps(value) if is_root else b"", np.uint8)
+    head = np.zeros(LENGTH_BYTES + HEAD_BYTES, np.uint8)
+    head[:LENGTH_BYTES] = np.frombuffer(len(content).to_bytes(LENGTH_BYTES, "little"), np.uint8)
+    head[LENGTH_BYTES:][: len(content)] = content[:HEAD_BYTES]
+    head = broadcast_bytes(head)
+    length = int.from_bytes(head[:LENGTH_BYTES].tobytes(), "little")
+    received = head[LENGTH_BYTES:][:length]
+    if length > HEAD_BYTES:
+        rest = content[HEAD_BYTES:] if is_root else np.zeros(length - HEAD_BYTES, np.uint8)
+        received = np.concatenate([received, broadcast_bytes(rest)])
+    return value if is_root else pickle.loads(received.tobytes())
 
 
 def broadcast_bytes(content: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -140,8 +175,9 @@ def on_every_rank(function: Callable[[], T]) -> T:
         result = function()
     except Exception as error:  # the other ranks must know of any error
         failure = error
-    outcomes = all_gather_object(None if failure is None else _message(failure))
-    _raise_on_all(failure, outcomes)
+    # One number tells whether any rank failed; texts travel only then.
+    if all_reduce_sums([float(failure is not None)]) != [0.0]:
+        _raise_on_all(failure, all_gather_object(None if failure is None else _message(failure)))
     return result  # type: ignore[return-value]
 
 

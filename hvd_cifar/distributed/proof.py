@@ -55,8 +55,10 @@ def prove_averaging(
         weights, sums, updates = _update(wrap, np.tile(mine[:, None], length), values_by_rank[rank], in_one_graph)
         expected = -by_rank.mean(axis=0) * updates
         worst = np.abs(weights - expected[:, None]).argmax(axis=1)
-        _compare(weights[[0, 1], worst], expected, "gradients are not averaged over the ranks")
-        _compare(sums, values_by_rank.sum(axis=0), "values beside the gradients are not summed over the ranks")
+        _compare(
+            (weights[[0, 1], worst], expected, "gradients are not averaged over the ranks"),
+            (sums, values_by_rank.sum(axis=0), "values beside the gradients are not summed over the ranks"),
+        )
     if size == 1:
         return "one rank applies its own gradients"
     return f"gradients that differ by rank became {_show(by_rank.mean(axis=0))}, their average, on all {size} ranks"
@@ -103,16 +105,22 @@ def _update(
     return np.asarray(variable.numpy(), np.float64).reshape(2, -1), np.concatenate(sums).astype(np.float64), updates
 
 
-def _compare(mine: NDArray[Any], expected: NDArray[Any], failure: str) -> None:
-    """Raise on every rank if any rank's numbers are not the expected ones. A collective."""
+def _compare(*results: tuple[NDArray[Any], NDArray[Any], str]) -> None:
+    """Raise on every rank if any rank's numbers are not the expected ones. A collective.
+
+    Args:
+        results: pairs of this rank's numbers [2] and the expected ones [2], each with what is wrong if they differ.
+    """
+    mine = np.concatenate([numbers for numbers, _, _ in results])
     found = hvd.allgather(tf.constant(mine[None, :], tf.float64)).numpy()
-    wrong = [r for r in range(len(found)) if not np.allclose(found[r], expected, rtol=TOLERANCE, atol=0)]
-    if wrong:
-        by_rank = ", ".join(f"rank {r} ended at {_show(found[r])}" for r in wrong[:8])
-        raise TrainingError(
-            f"{failure}: every rank must end at {_show(expected)}, but {by_rank}{' and others' * (len(wrong) > 8)}; "
-            "wrap the optimizer in hvd_cifar.distributed.DistributedOptimizer, with the op that its gradients need"
-        )
+    for by_rank, (_, expected, failure) in zip(np.split(found, len(results), axis=1), results, strict=True):
+        wrong = np.flatnonzero(~np.isclose(by_rank, expected, rtol=TOLERANCE, atol=0).all(axis=1))
+        if len(wrong):
+            ends = ", ".join(f"rank {r} ended at {_show(by_rank[r])}" for r in wrong[:8])
+            raise TrainingError(
+                f"{failure}: every rank must end at {_show(expected)}, but {ends}{' and others' * (len(wrong) > 8)}; "
+                "wrap the optimizer in hvd_cifar.distributed.DistributedOptimizer, with the op that its gradients need"
+            )
 
 
 def _show(values: Sequence[float] | NDArray[Any]) -> str:

@@ -406,10 +406,11 @@ def _agree_on_kernels(world: World, settings: TrainSettings) -> str:
 
 def _facts_of(world: World) -> dict[str, Any]:
     """The facts of ranks and program for the run's record; a collective."""
+    hosts, local_ranks = zip(*collectives.all_gather_object((world.host, world.local_rank)), strict=True)
     return {
         "world_size": world.size,
-        "hosts": collectives.all_gather_object(world.host),
-        "local_ranks": collectives.all_gather_object(world.local_rank),
+        "hosts": list(hosts),
+        "local_ranks": list(local_ranks),
         "device": world.device,
         "threads": world.threads,
         "controller": world.controller,

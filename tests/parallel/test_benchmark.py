@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.options import TUTORIAL
@@ -99,6 +100,68 @@ def test_the_step_of_an_own_net_on_an_own_data_set_is_measured(tmp_path: Path) -
     assert [world["ranks"] for world in found["worlds"]] == [1, 2]
     assert sum(gradient["bytes"] for gradient in found["phases"]["gradients"]) == 4 * (80 * 4 + 4 + 8 + 4 * 3 + 3)
     assert found["facts"]["local_ranks"] == [0, 1]
+
+
+def test_an_emulated_step_sleeps_and_sends(embedded: Path, tmp_path: Path) -> None:
+    """The structure of the result; a busy machine makes any of its times longer, and none shorter than the sleep."""
+    words = [*TUTORIAL, embedded, "--emulate-compute", "40ms", "--steps", 2, "--repeats", 2, "--json", tmp_path / "it"]
+    for buckets in ([], ["--bucket-bytes", "64K"]):
+        done = _benchmark(2, "step", *words, *buckets)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = json.loads((tmp_path / "it").read_text())
+        assert found["benchmark"] == "emulated step" and found["emulated_seconds"] == pytest.approx(0.04)
+        assert found["gradient_bytes"] == 4 * 1_068_298 and len(found["memory_by_rank"]) == 2
+        assert found["bucket_bytes"] == (65536 if buckets else None)
+        assert [world["ranks"] for world in found["worlds"]] == [1, 2]
+        for world in found["worlds"]:
+            step, alone, rest = (world[f"{name}_seconds"]["mean"] for name in ("step", "alone", "rest"))
+            assert step > 0.04 and alone > 0.04 and rest == pytest.approx(step - alone)
+            assert 0 < world["alone_processor"]["mean"] < alone  # a rank sleeps, and does not poll
+            assert all(world[f"{name}_seconds"]["mean"] > 0 for name in ("message", "value", "ring"))
+
+
+def _emulated_updates() -> dict[str, Any]:
+    """What the emulated step sends and applies, and how often it sleeps, by bytes of a bucket."""
+    from hvd_cifar.distributed import DistributedOptimizer, collectives
+    from hvd_cifar.runtime.world import start
+    from hvd_cifar.tools.benchmark import emulate
+
+    world = start()
+    import keras
+
+    room: Any = emulate
+    seen: dict[str, Any] = {}
+    for bucket_bytes in (None, 16):
+        variables = [keras.Variable(np.zeros(n), dtype="float32", name=f"v{n}") for n in (2, 4, 1)]
+        optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), op="sum", bucket_bytes=bucket_bytes)
+        optimizer.build(variables)
+        sleeps: list[float] = []
+
+        def sleep(after: Any, seconds: Any, sleeps: list[float] = sleeps) -> Any:
+            sleeps.append(float(seconds))
+            return np.float32(after - world.rank - 1)  # a gradient other than zero, to be seen in the variables
+
+        room._sleep = sleep
+        result = emulate.make_step(variables, optimizer, 0.28, bucket_bytes)().numpy().tolist()
+        digests = collectives.all_gather_object(collectives.digest(variables))
+        seen[str(bucket_bytes)] = {
+            "result": result,
+            "sleeps": sleeps,
+            "values": [v.numpy()[0] for v in variables],
+            "alike": len(set(digests)) == 1,
+        }
+    return seen
+
+
+def test_an_emulated_step_sends_each_bucket_after_its_part_of_the_sleep() -> None:
+    for seen in run_ranks(_emulated_updates, 2):
+        whole, parts = seen["None"], seen["16"]
+        assert whole["result"] == parts["result"] == [0.0, 0.0] and whole["alike"] and parts["alike"]
+        assert whole["sleeps"] == pytest.approx([0.28])
+        assert whole["values"] == [3.0] * 3  # of one sleep, the ranks' sum
+        # 8 bytes of loss, 4 and 16, which close a bucket; 8.
+        assert parts["sleeps"] == pytest.approx([0.28 * 28 / 36, 0.28 * 8 / 36])
+        assert parts["values"] == [6.0, 3.0, 3.0]  # the first variable's gradient comes after two sleeps
 
 
 def _weights_after_steps(data: str) -> dict[str, Any]:

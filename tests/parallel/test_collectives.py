@@ -304,6 +304,78 @@ def test_sums_gathers_and_errors_reach_every_rank(n: int, launcher: str) -> None
         assert seen["root failed"] == ("ZeroDivisionError: division by zero" if rank == 0 else told)
 
 
+def _objects_and_failures() -> dict[str, Any]:
+    """What travels, and in how many messages."""
+    from horovod.tensorflow import mpi_ops
+
+    from hvd_cifar.distributed import broadcast_variables, collectives
+    from hvd_cifar.errors import UserError
+    from hvd_cifar.runtime.world import start
+
+    world = start()
+    import keras
+    import tensorflow as tf
+
+    sent = [0]
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent[0] += 1
+            return function(*args, **kwargs)
+
+        return tf.autograph.experimental.do_not_convert(call)
+
+    for name in ("allreduce", "allgather", "broadcast"):
+        setattr(mpi_ops.MPI_LIB, f"horovod_{name}", counted(getattr(mpi_ops.MPI_LIB, f"horovod_{name}")))
+    seen: dict[str, Any] = {}
+
+    def note(name: str, function: Any) -> None:
+        before = sent[0]
+        try:
+            found = function()
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        seen[name] = [found, sent[0] - before]
+
+    # Of other types and lengths on each rank.
+    note(
+        "gathered",
+        lambda: collectives.all_gather_object(None if world.rank == 0 else {"of": [world.rank] * world.rank}),
+    )
+    for length in (0, 4000, 4096, 5000, 100_000):
+        text = "x" * length
+        note(
+            f"broadcast {length}",
+            lambda text=text: collectives.broadcast_object(text if world.rank == 0 else 1) == text,
+        )
+    for failing in ([], [0], [1], [world.size - 1], list(range(world.size))):
+
+        def work(failing: list[int] = failing) -> int:
+            if world.rank in failing:
+                raise UserError(f"of {world.rank}")
+            return world.rank
+
+        note(f"failing {failing}", lambda work=work: collectives.on_every_rank(work))
+    variables = [keras.Variable(np.full(3 + i, world.rank + i), dtype=("float32", "int64")[i % 2]) for i in range(20)]
+    note("variables", lambda: broadcast_variables(variables, root_rank=1))
+    seen["values"] = [v.numpy().tolist() for v in variables]
+    return seen
+
+
+@pytest.mark.parametrize(("n", "launcher"), [(3, "mpirun"), (2, "gloo")])
+def test_objects_errors_and_variables_take_few_messages(n: int, launcher: str) -> None:
+    for rank, seen in enumerate(run_ranks(_objects_and_failures, n, launcher=launcher)):
+        assert seen["gathered"] == [[None, *({"of": [r] * r} for r in range(1, n))], 1]
+        for length, messages in ((0, 1), (4000, 1), (4096, 2), (5000, 2), (100_000, 2)):
+            assert seen[f"broadcast {length}"] == [True, messages]
+        assert seen["failing []"] == [rank, 1]
+        for failing in ([0], [1], [n - 1], list(range(n))):
+            first = rank if rank in failing else failing[0]
+            assert seen[f"failing {failing}"] == [f"UserError: of {first}", 2]
+        assert seen["variables"] == [None, 2]  # a message for each type
+        assert seen["values"] == [[1 + i] * (3 + i) for i in range(20)]
+
+
 def _meetings_while_idle(timeline: str) -> dict[str, Any]:
     """The times of Horovod's cycles in 2 s of idleness (us, by rank 0's timeline), and a sum after them."""
     import re

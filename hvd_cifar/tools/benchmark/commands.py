@@ -10,14 +10,15 @@ from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.environment import launched_rank, launched_size
-from hvd_cifar.tools.benchmark import allreduce, job, plots, results, step, tables
+from hvd_cifar.tools.benchmark import allreduce, emulate, job, plots, results, step, tables
 from hvd_cifar.tools.benchmark.predict import predict
-from hvd_cifar.tools.benchmark.results import AllreduceResult, PredictResult, StepResult
+from hvd_cifar.tools.benchmark.results import AllreduceResult, EmulatedResult, PredictResult, StepResult
 
 # Sizes that `predict` measures by itself: fewer than `allreduce` does are enough for a fit of three numbers.
 SIZES_FOR_A_FIT = {"max_bytes": 2**26, "factor": 4}
 
 Settings = BenchmarkStepSettings | BenchmarkAllreduceSettings | BenchmarkPredictSettings
+Result = StepResult | EmulatedResult | AllreduceResult | PredictResult
 
 
 def benchmark_step(settings: BenchmarkStepSettings) -> None:
@@ -31,6 +32,12 @@ def benchmark_step(settings: BenchmarkStepSettings) -> None:
         raise UserError("--min-efficiency: the efficiency of one rank is always 1; start more (-np 2)")
     with job.start(settings.ranks, threads=settings.threads_per_rank) as ranks:
         collectives.on_root(lambda: _check_outputs(settings))
+        if settings.emulate_compute is not None:
+            emulated = emulate.measure(ranks, settings)
+            if ranks.world.is_root:
+                terminal.say(tables.of_emulated(emulated))
+            collectives.on_root(lambda: _write(settings, emulated, lambda path: None))
+            return
         found = step.measure(ranks, settings)
         if ranks.world.is_root:
             terminal.say(tables.of_step(found))
@@ -120,9 +127,7 @@ def _check_outputs(settings: Settings) -> None:
     results.check_writable(settings.json_file, settings.plot_file, inputs=inputs)
 
 
-def _write(
-    settings: Settings, found: StepResult | AllreduceResult | PredictResult, plot: Callable[[Path], None]
-) -> None:
+def _write(settings: Settings, found: Result, plot: Callable[[Path], None]) -> None:
     if settings.json_file:
         results.write(settings.json_file, found)
     if settings.plot_file:

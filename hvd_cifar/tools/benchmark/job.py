@@ -72,6 +72,7 @@ def start(chosen: Sequence[int] | None, least: int = 1, threads: int | None = No
 
 def facts_of(world: World) -> Facts:
     """The facts of this job; a collective."""
+    hosts, local_ranks = zip(*collectives.all_gather_object((world.host, world.local_rank)), strict=True)
     return collectives.broadcast_object(
         Facts(
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -80,8 +81,8 @@ def facts_of(world: World) -> Facts:
             versions=versions(),
             processor=_processor("GPU" in world.device),
             cores=len(os.sched_getaffinity(0)),
-            hosts=collectives.all_gather_object(world.host),
-            local_ranks=collectives.all_gather_object(world.local_rank),
+            hosts=list(hosts),
+            local_ranks=list(local_ranks),
             device=world.device,
             threads=world.threads,
             controller=world.controller,

@@ -124,6 +124,39 @@ class StepResult(_Result):
     waiting_cpu: float | None  # part of a core that a rank uses while it waits for others; None: none waited
 
 
+class EmulatedWorld(_Result):
+    """The step with a sleep for its computation on the first `ranks` ranks; times are the slowest rank's.
+
+    An estimate is the mean over the repeats of the median of a repeat's steps.
+    """
+
+    ranks: int
+    step_seconds: Estimate
+    alone_seconds: Estimate  # without communication: the sleep and the update
+    rest_seconds: Estimate  # the first minus the second: what ranks cost each other
+    message_seconds: Estimate  # the all-reduce of the gradients alone, through Horovod
+    value_seconds: Estimate  # of the loss alone: the least that a collective takes
+    ring_seconds: Estimate | None  # of the gradients' bytes, through MPI directly
+    step_processor: Estimate  # seconds of a rank, all threads
+    alone_processor: Estimate
+    sent_bytes: float  # by the host that sends most, over its network cards, a step
+    sent_packets: float
+
+
+class EmulatedResult(_Result):
+    """Of `benchmark step --emulate-compute`."""
+
+    benchmark: Literal["emulated step"] = "emulated step"
+    facts: Facts
+    model: str
+    gradient_bytes: int
+    bucket_bytes: int | None
+    emulated_seconds: float
+    steps: int
+    worlds: list[EmulatedWorld]
+    memory_by_rank: list[Memory]
+
+
 class AllreducePoint(_Result):
     """All-reduces of one size over the first `ranks` ranks; "copy" is a copy in memory by each of them."""
 

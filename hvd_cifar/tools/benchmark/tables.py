@@ -12,6 +12,7 @@ from rich.table import Table
 from hvd_cifar.tools.benchmark.fits import Fit
 from hvd_cifar.tools.benchmark.results import (
     AllreduceResult,
+    EmulatedResult,
     Estimate,
     Facts,
     Memory,
@@ -108,6 +109,22 @@ def of_step(found: StepResult) -> str:
     if found.waiting_cpu is not None:
         lines.append(f"ranks that waited took {found.waiting_cpu:.0%} of a core each")
     return _text(speed, parts, by_rank, lines)
+
+
+def of_emulated(found: EmulatedResult) -> str:
+    """Times, processor time and traffic of an emulated step, by number of ranks."""
+    columns = ["step", "alone", "the rest", "message alone", "value alone", "MPI alone", "processor", "processor alone"]
+    table = _table(
+        f"{found.model}, a sleep of {found.emulated_seconds * 1e3:g} ms for its computation; milliseconds, "
+        f"mean ± standard error of {found.worlds[0].step_seconds.n} x {found.steps} steps",
+        ["ranks", *columns, "kB sent", "packets"],
+    )
+    for w in found.worlds:
+        times = [w.step_seconds, w.alone_seconds, w.rest_seconds, w.message_seconds, w.value_seconds, w.ring_seconds]
+        times += [w.step_processor, w.alone_processor]
+        texts = [plain(estimate, 2, 1e3) if estimate else "" for estimate in times]
+        table.add_row(str(w.ranks), *texts, f"{w.sent_bytes / 1e3:,.1f}", f"{w.sent_packets:,.1f}")
+    return _text(table, [_facts(found.facts), f"gradients of {found.gradient_bytes / 2**20:.2f} MiB"])
 
 
 def of_allreduce(found: AllreduceResult) -> str:
