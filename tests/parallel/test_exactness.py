@@ -56,7 +56,12 @@ RUNS: dict[str, dict[str, Any]] = {
 
 # The first half on 2 ranks, the rest on 3: batch norm's statistics, momentum and the order of the data go on.
 HALF, RESUMED = "resnet20, first half", "resnet20, resumed"
-BUCKET_BYTES = 1001  # no multiple of a value's size; on 3 and 5 ranks, where most tensors then travel alone
+# By ranks; else all gradients leave in one message. No multiple of a value's size; or as measured before the first step.
+BUCKETS: dict[int, dict[str, Any]] = {
+    3: {"overlap": "on", "bucket_bytes": 1001},
+    4: {"overlap": "on"},
+    5: {"overlap": "on", "bucket_bytes": 1},
+}
 FIRST_HALF = 15  # in the middle of an epoch
 
 # What each number of ranks runs: everything on 1, and on more a part of it, each net at least; all of it on each would
@@ -108,7 +113,7 @@ def _train_all(data: str, folder: str, runs: dict[str, dict[str, Any]]) -> dict[
             common = {"model": "tutorial", "run_dir": f"{folder}/{place}", "log_every": 1, "eval_every": 0}
             course = {"global_batch_size": BATCH, "max_steps": STEPS, "epochs": 3, "precision": "float64"}
             rate = {"learning_rate_factor": 1, "warmup_epochs": 0, "eval_examples": 8, "check_sync_every": 1000}
-            in_buckets = {"overlap": "on", "bucket_bytes": BUCKET_BYTES} if world.size in (3, 5) else {}
+            in_buckets = BUCKETS.get(world.size, {})
             settings = make(TrainSettings, {**common, **course, **rate, **in_buckets, **options})
             kept = Losses()
             trainer = assemble(settings, world, OfUser(dataset=dataset, callbacks=[kept]))
