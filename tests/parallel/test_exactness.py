@@ -56,7 +56,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 # The first half on 2 ranks, the rest on 3: batch norm's statistics, momentum and the order of the data go on.
 HALF, RESUMED = "resnet20, first half", "resnet20, resumed"
-# By ranks; else all gradients leave in one message. No multiple of a value's size; or as measured before the first step.
+# By ranks; else all gradients leave in one message. No multiple of a value's size, one value each, or as measured.
 BUCKETS: dict[int, dict[str, Any]] = {
     3: {"overlap": "on", "bucket_bytes": 1001},
     4: {"overlap": "on"},
