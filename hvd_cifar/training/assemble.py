@@ -288,9 +288,10 @@ def distribute(
 
 
 def with_buckets_of(optimizer: Any, other: Any) -> Any:
-    """`other`, with the buckets of `optimizer`; both are distributed."""
+    """`other`, with the buckets of `optimizer`, if both are distributed; the start-up proof tells if one is not."""
     reduction = reduction_of(optimizer)
-    set_bucket_bytes(other, reduction.bucket_bytes if reduction else None)
+    if reduction is not None and reduction_of(other) is not None:
+        set_bucket_bytes(other, reduction.bucket_bytes)
     return other
 
 

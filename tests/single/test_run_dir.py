@@ -81,11 +81,11 @@ def test_the_same_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None
 # Settings that a resumed run may change: where and how it computes and reports, and how far it goes. What the batch and
 # the learning rate come to is compared as facts.
 FREE = {
-    "batch_size", "callbacks", "check_sync_every", "checkpoint_every", "data_dir", "data_md5", "data_source",
-    "data_url", "dataset", "epochs",
+    "batch_size", "bucket_bytes", "callbacks", "check_sync_every", "checkpoint_every", "data_dir", "data_md5",
+    "data_source", "data_url", "dataset", "epochs",
     "eval_every", "eval_examples", "global_batch_size", "gradient_accumulation", "learning_rate",
-    "learning_rate_factor", "log_every", "max_steps", "on_divergence", "record_examples", "resume", "run_dir",
-    "test_time_augmentation", "threads_per_rank", "warmup_epochs",
+    "learning_rate_factor", "log_every", "max_steps", "on_divergence", "overlap", "record_examples", "resume",
+    "run_dir", "test_time_augmentation", "threads_per_rank", "warmup_epochs",
 }  # fmt: skip
 
 
