@@ -47,7 +47,12 @@ LOG_EVERY = {"resnet20": 5, "resnet32": 3, "resnet56": 2, "tutorial": 10, "fast"
 @click.option("--ranks", type=click.IntRange(1), default=2)
 @click.option("--batch-size", type=click.IntRange(1), default=128, help="Of a rank; fast has 1,024 over all ranks.")
 @click.option("--hosts", type=click.IntRange(1), default=1, help="Of the ranks; more than one: namespaces, as root.")
-@click.option("--link", "links", multiple=True, help="Limit of each host's network, such as 100mbit; may be repeated.")
+@click.option(
+    "--link",
+    "links",
+    multiple=True,
+    help="Limit of each host's network, such as 100mbit; may be repeated; sides start with the last.",
+)
 @click.option("--repeats", type=click.IntRange(1), default=7)
 @click.option("--seconds", type=click.FloatRange(1), default=8.0, help="Of a side's turn.")
 @click.option("--only", multiple=True, type=click.Choice(list(sides.SIDES)), help="These sides, not all.")
@@ -118,6 +123,8 @@ def measure(
                 raise UserError(f"--keep {folder}: it holds an earlier measurement; give another folder")
             place.mkdir(parents=True)
             own = stack.enter_context(network.pinned_hosts(hosts, place / "hosts")) if hosts > 1 else None
+            if own:
+                network.limit(own, links[-1])  # what a side measures at its start, such as buckets, holds for this link
             side = sides.SIDES[name](replace(work, hosts=tuple(own or ())))
             job = running[name] = stack.enter_context(Job(side, place, jobs.CHECKOUT, own))
             job.take_turn(seconds)
