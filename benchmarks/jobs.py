@@ -18,12 +18,12 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def command(ranks: int, *words: Any) -> list[str]:
-    """`train` with options, on so many ranks of this machine."""
+    """`train` with options, on `ranks` ranks of this machine."""
     return [*(launcher(ranks) if ranks > 1 else []), sys.executable, "-m", "hvd_cifar", "train", *map(str, words)]
 
 
 def launcher(ranks: int) -> list[str]:
-    """Starts a program on so many ranks of this machine."""
+    """The words that start a program on `ranks` ranks of this machine."""
     return ["mpirun", "-q", "-np", str(ranks), "--bind-to", "none"]
 
 

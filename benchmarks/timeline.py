@@ -2,8 +2,8 @@
 
     python -m benchmarks.timeline --data-dir D --output timeline.png      # as root: it makes two hosts of namespaces
 
-Two runs, one with all gradients in one message and one in buckets. Horovod's timeline tells when each message was ready
-and reduced. The computation is what lies between the last sum of one step and the last message of the next.
+It makes two runs: all gradients in one message, and in buckets. Horovod's timeline tells when each message was ready
+and reduced. The computation lasts from the last sum of one step to the last message of the next.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def last_step(found: Sequence[Message], steps: int) -> tuple[list[Message], floa
     """The messages of the last step, and its start: the last sum of the step before.
 
     Args:
-        steps: of the run; a tensor that was sent so often at least belongs to the step.
+        steps: of the run. Tensors that were sent at least `steps` times belong to the training step.
     """
     by_tensor: dict[int, list[Message]] = {}
     for message in found:

@@ -337,7 +337,7 @@ class TrainSettings(DataSettings):
     eval_examples: int | None = Field(
         None,
         gt=0,
-        description="Evaluate on the first so many examples of the test set only. [default: all]",
+        description="Number of test examples to evaluate on, from the first on. [default: all]",
     )
     resume: Annotated[str, AfterValidator(_absolute_unless_word)] = Field(
         "auto",
@@ -431,7 +431,7 @@ class BenchmarkStepSettings(StepWork, _BenchmarkOutput):
     emulate_compute: Seconds | None = Field(
         None,
         gt=0,
-        description="For developers: sleep so long, such as 50ms, instead of computing each step.",
+        description="For developers: time to sleep instead of computing each step, such as 50ms.",
         json_schema_extra={"hidden": True},
     )
 

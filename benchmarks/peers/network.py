@@ -12,14 +12,18 @@ from hvd_cifar.errors import UserError
 from tests.cluster.hosts import INTERFACE, PREFIX, Cluster, Host, cluster, reason_to_skip
 
 NO_LIMIT = "none"  # the link that is always measured
-# Linux's default, whatever this machine has. BBR keeps the round trip of microseconds that it saw before a limit, and
-# for seconds lets four packets travel at a time.
+# Linux's default. BBR keeps the round trip of microseconds that it saw before a limit, and sends four packets at a time
+# for seconds.
 CONGESTION_CONTROL = "cubic"
 RATE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[kmg]?bit")  # those of tc's notations that count bits
 
 
 def check(hosts: int, ranks: int, links: Sequence[str]) -> None:
-    """Raise UserError where so many hosts cannot be made, or not with these ranks and links."""
+    """Check the options of hosts.
+
+    Raises:
+        UserError: where this machine cannot make the hosts, or ranks or links do not fit them.
+    """
     if hosts == 1:
         if links:
             raise UserError(f"--link {links[0]}: one host has no link; add --hosts 2")
@@ -44,7 +48,7 @@ def pinned_hosts(count: int, folder: Path) -> Iterator[Cluster]:
         for i, host in enumerate(made):
             route = [f"{PREFIX}.0/24", "dev", INTERFACE, "proto", "kernel", "scope", "link", "src", host.address]
             host.must("ip", "route", "change", *route, "congctl", CONGESTION_CONTROL)
-            os.sched_setaffinity(host.pid, cores[i * share : (i + 1) * share])  # its sshd's children have it from it
+            os.sched_setaffinity(host.pid, cores[i * share : (i + 1) * share])  # children of its sshd inherit it
         yield made
 
 
@@ -55,9 +59,9 @@ def words_on(host: Host, words: Sequence[str]) -> list[str]:
 
 
 def limit(hosts: Cluster, link: str) -> None:
-    """Have all hosts send and receive at most at this rate."""
+    """Limit all hosts to a rate in both directions; "none" removes the limit."""
     for host in hosts:
         if link == NO_LIMIT:
-            hosts.mend(host)
+            hosts.restore(host)
         else:
             hosts.slow(host, link)

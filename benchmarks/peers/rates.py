@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Stamp(NamedTuple):
-    """When it became known that so many steps were done; seconds of a clock that never jumps."""
+    """A number of finished steps, and when it was seen, in seconds of a clock that never jumps."""
 
     seconds: float
     step: int

@@ -118,7 +118,7 @@ class Job:
             _send(process, signal.SIGCONT)
 
     def run_for(self, seconds: float, least: int) -> list[list[Stamp]]:
-        """The stamps of each process over so many seconds, or longer until each has `least` of them.
+        """The stamps of each process over `seconds`, or longer until each has `least` of them.
 
         Raises:
             SystemExit: where a process ends or falls silent, with the end of its output.
@@ -140,7 +140,7 @@ class Job:
         return found
 
     def ends_within(self, seconds: float) -> bool:
-        """Let the processes go on for so many seconds, or to their end; whether they have ended.
+        """Let the processes run for `seconds` or to their end; whether they have ended.
 
         Raises:
             SystemExit: where one failed, with the end of its output.
@@ -156,7 +156,7 @@ class Job:
         return False
 
     def take_turn(self, seconds: float) -> Turn:
-        """Measure over so many seconds; the processes go on."""
+        """Measure over `seconds`; the processes keep running."""
         began, busy, own = time.monotonic(), _busy_seconds(), self._own_seconds()
         found = self.run_for(seconds, 3)
         available = (time.monotonic() - began) * (psutil.cpu_count() or 1)

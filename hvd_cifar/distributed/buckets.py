@@ -1,8 +1,8 @@
 """Buckets: gradients that travel as one message while backward computes the next ones.
 
-`plan` divides gradients into buckets. `order` and `gate` make a graph compute them bucket by bucket. TensorFlow's
-executor runs what became ready last first: without them it first computes the gradients of all activations, and those
-of the weights afterwards, so that no message could leave before the end of backward.
+`plan` divides gradients into buckets. `order` and `gate` make a graph compute them bucket by bucket. Without them
+no message can leave before the end of backward: TensorFlow's executor starts the newest ready operation first, so it
+computes the gradients of all activations first and those of the weights afterwards.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def plan(sizes: Iterable[int], most: int | None) -> list[list[int]]:
 
 
 def order(tensors: Sequence[Any]) -> list[int]:
-    """Indices of gradients in the order in which a graph can have them ready: by the longest chain of operations.
+    """Indices of gradients in the order in which a graph computes them: by the longest chain of operations before each.
 
-    Eagerly, where gradients are ready already: the last variables' first.
+    Eager gradients are ready already; the order is then from the last to the first.
     """
     backwards = range(len(tensors) - 1, -1, -1)
     if tf.executing_eagerly():
@@ -44,7 +44,7 @@ def order(tensors: Sequence[Any]) -> list[int]:
 
 
 def gate(messages: Sequence[Any]) -> None:
-    """Have a graph finish each message before it begins what only later messages need. Eagerly: nothing.
+    """Make a graph complete each message before it starts what only later messages need. Eagerly it does nothing.
 
     Args:
         messages: tensors in the order in which they are to be sent.
@@ -56,7 +56,7 @@ def gate(messages: Sequence[Any]) -> None:
     for message, following in zip(messages, messages[1:], strict=False):
         done |= before.of(message)
         for operation in before.operations(before.of(following) & ~done):
-            # No cycle: the message needs none of these. TensorFlow has no public call that orders existing operations.
+            # The message needs none of these, so no cycle arises. TensorFlow has no public call to order operations.
             operation._add_control_input(message.op)
 
 

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvd_cifar.distributed import buckets
+
 T = TypeVar("T")
 
 FEW_VALUES = 4096  # up to this number the latency of a collective outweighs the transfer
@@ -50,7 +52,7 @@ def all_reduce_in_tree(
     """
     size = process_set.size()
     dtype = values[0].dtype
-    flat = bits_of(tf.concat([tf.reshape(value, [-1]) for value in values], axis=0))
+    flat = bits_of(buckets.flat(values))
     if gather is None:
         gather = flat.shape[0] is not None and flat.shape[0] <= FEW_VALUES
     if gather:
@@ -62,8 +64,7 @@ def all_reduce_in_tree(
         terms = tf.reshape(hvd.alltoall(padded, process_set=process_set), [size, -1])
         sums = bits_of(_sum_of_rows(from_bits(terms, dtype)))
         sums = from_bits(hvd.allgather(sums, process_set=process_set)[:length], dtype)
-    pieces = tf.split(sums, [tf.size(value) for value in values])
-    return [tf.reshape(piece, tf.shape(value)) for piece, value in zip(pieces, values, strict=True)]
+    return buckets.pieces(sums, values)
 
 
 def bits_of(values: Any) -> Any:

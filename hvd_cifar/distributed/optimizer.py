@@ -129,7 +129,7 @@ class _Distributed:
         tf.cond(self._passes_done.value >= self._reduction.passes, update, lambda: None)
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any] = ()) -> list[Any]:
-        """Gradients reduced over the ranks: what `apply` applies. PowerSGD needs to know of which variables."""
+        """Gradients reduced over the ranks, as `apply` applies them. Only PowerSGD needs their `variables`."""
         reduction = self._reduction
         if not reduction.is_low_rank:
             return reduce_gradients(gradients, reduction)
@@ -202,8 +202,8 @@ def DistributedOptimizer(
             gathers the rows of all ranks.
         fixed_order: add gradients in the order of the ranks, in a binary tree (`fixed_order.all_reduce_in_tree`): the
             same terms give the same bits on 1, 2, 4, ... ranks. Sparse gradients become dense.
-        bucket_bytes: in a graph, gradients leave in messages of so many bytes as soon as backward has computed them,
-            while it goes on; None: all in one message at the end. It changes no sum but by rounding.
+        bucket_bytes: size of a message. In a graph a message leaves when backward has computed its gradients. None: all
+            gradients leave in one message after backward. Sums differ by rounding only.
 
     Raises:
         TypeError: where `optimizer` is no Keras 3 optimizer.
@@ -338,7 +338,7 @@ def unpack(total: Any, dtype: Any, reduction: Reduction, ranks: int) -> Any:
 
 
 def _all_reduce(tensors: Sequence[Any], op: Any, reduction: Reduction) -> list[Any]:
-    """All-reduce tensors in buckets of one type each, in the order in which they get ready; the same on every rank."""
+    """All-reduce tensors in buckets of one type each. Every rank sends the same buckets in the same order."""
     totals: list[Any] = [None] * len(tensors)
     in_order = buckets.order(tensors) if reduction.bucket_bytes else list(range(len(tensors)))
     members: list[list[int]] = []

@@ -9,7 +9,7 @@ from hvd_cifar.distributed import buckets
 
 # Bytes of a bucket to choose from.
 CANDIDATES = tuple(2**n for n in range(16, 25))
-# Buckets must bring so much of a step's time: below it, measurements cannot tell.
+# Part of a step's time that buckets must save. Measurements cannot tell less.
 LEAST_GAIN = 0.02
 
 
@@ -40,7 +40,8 @@ class Link:
     Attributes:
         start: seconds of an empty message.
         per_byte: seconds of a byte.
-        work: part of that time in which the core works for the all-reduce, and cannot compute. The rest can be hidden.
+        work: part of that time in which the core works for the all-reduce and cannot compute. Only the rest can be
+            hidden.
     """
 
     start: float
@@ -73,7 +74,7 @@ def end_of_messages(
         ready: when each message is ready, ascending, in seconds.
         sizes: bytes of each.
         start: seconds before each all-reduce.
-        transfer: seconds of an all-reduce of so many bytes, without `start`.
+        transfer: a function from bytes to the seconds of their all-reduce, without `start`.
     """
     now, sent = 0.0, 0
     while sent < len(sizes):
@@ -87,12 +88,12 @@ def end_of_messages(
 
 
 def seconds_with(backward: Backward, link: Link, bucket_bytes: int | None) -> float:
-    """From a step's start to its last sum, with buckets of so many bytes; None: in one message."""
+    """Seconds from a step's start to its last sum. `bucket_bytes`: the size of a bucket; None: one message."""
     whole = sum(backward.sizes)
     if bucket_bytes is None:
         return backward.seconds + link.seconds(whole)
     planned = buckets.plan(backward.sizes, bucket_bytes)
-    # What the core does for the all-reduces it does not do for the computation, which takes longer.
+    # The core's work for all-reduces delays the computation.
     work = link.work * (len(planned) * link.start + link.per_byte * whole)
     stretch = 1 + work / max(backward.ready[-1], 1e-9)
     ready = [backward.before + backward.ready[bucket[-1]] * stretch for bucket in planned]

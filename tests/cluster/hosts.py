@@ -37,8 +37,8 @@ INTERFACE = "eth0"
 UNSHARE = ["unshare", "--fork", "--kill-child=KILL"]
 START_SECONDS = 20.0
 BURST = "32k"  # of a limited link, bytes
-# Bytes. `tbf` cuts packets larger than its burst into frames, one by one on the processor: 4 MB then take it 25 ms
-# instead of 4. A network card cuts them by itself.
+# Bytes. `tbf` cuts packets larger than its burst into frames on the processor: 4 MB take 25 ms of it instead of 4.
+# A real network card cuts packets itself.
 LARGEST_PACKET = "30000"
 # No question is ever asked; keys and known hosts are the test's own.
 CLIENT = (
@@ -157,7 +157,7 @@ class Cluster:
         return self.hosts[index]
 
     def hostfile(self, *slots: int) -> Path:
-        """A hostfile with so many slots on each host in turn, which all hosts can read."""
+        """A hostfile with a number of slots for each host in turn. All hosts can read it."""
         path = self.folder / f"hosts-{'-'.join(map(str, slots))}"
         path.write_text("".join(f"{host.name} slots={n}\n" for host, n in zip(self.hosts, slots, strict=False)))
         return path
@@ -168,7 +168,7 @@ class Cluster:
         host.must("tc", "qdisc", "replace", "dev", INTERFACE, *shaping)
         self._on_switch("tc", "qdisc", "replace", "dev", self._port(host, INTERFACE), *shaping)
 
-    def mend(self, host: Host) -> None:
+    def restore(self, host: Host) -> None:
         """Undo `slow` and `cut`."""
         shaped = "tbf" in host.must("tc", "qdisc", "show", "dev", INTERFACE)
         if shaped:

@@ -38,14 +38,14 @@ def test_links_can_be_cut_and_slowed(two_hosts: Cluster) -> None:
     reach = ["ssh", "-o", "ConnectTimeout=1", "node2", "true"]
     two_hosts.cut(second)
     assert first.run(reach).returncode == 255
-    two_hosts.mend(second)
+    two_hosts.restore(second)
     first.must("ssh", "-o", "ConnectTimeout=20", "node2", "true")
     copy = ["sh", "-c", "ssh node2 'head -c 200000 /dev/zero' > /dev/null"]
     two_hosts.slow(second, "1mbit")
     first.must(*copy)
     waited = re.search(r"overlimits (\d+)", second.must("tc", "-s", "qdisc", "show", "dev", "eth0"))
     assert waited and int(waited[1]) > 0  # packets had to wait
-    two_hosts.mend(second)
+    two_hosts.restore(second)
     assert "tbf" not in second.must("tc", "qdisc", "show")
 
 

@@ -112,7 +112,7 @@ def test_a_host_that_is_cut_off_ends_the_job_on_both_sides(kind: str, three_host
         assert named[kind] in said
         wait_for(lambda: not any(host.processes() for host in three_hosts), "all processes to end")
     finally:
-        three_hosts.mend(three_hosts[2])
+        three_hosts.restore(three_hosts[2])
         # A bridge lets a cable in again some time after it is there, and the next test's hosts ask each other once.
         reach = "import socket, sys; socket.create_connection((sys.argv[1], 22), 30).close()"
         for one, other in permutations(three_hosts, 2):
@@ -228,6 +228,6 @@ def test_a_host_without_a_rank_needs_nothing(three_hosts: Cluster) -> None:
     three_hosts.cut(three_hosts[1])
     words: list[str | Path] = ["--dry-run", "-np", "2", "--hostfile", three_hosts.hostfile(2, 1, 1), "train"]
     done = _launch(three_hosts[0], words)
-    three_hosts.mend(three_hosts[1])
+    three_hosts.restore(three_hosts[1])
     assert done.returncode == 0, done.stderr
     assert "node2" not in done.stdout and "btl_tcp_if_include" not in done.stdout

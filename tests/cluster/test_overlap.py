@@ -69,7 +69,8 @@ def test_a_slow_link_gets_buckets(two_hosts: Cluster, embedded: Path) -> None:
     found = {}
     for rate in ("", "400mbit"):
         for host in two_hosts:
-            two_hosts.slow(host, rate) if rate else two_hosts.mend(host)
+            if rate:
+                two_hosts.slow(host, rate)
         run_dir = f"link-{rate}"
         words: list[str | Path] = [*launcher(), "-np", "2", "--hostfile", two_hosts.hostfile(1, 1)]
         options = ["--precision", "float64", "--threads-per-rank", "1", "--overlap", "auto" if rate else "off"]
@@ -80,5 +81,5 @@ def test_a_slow_link_gets_buckets(two_hosts: Cluster, embedded: Path) -> None:
         assert bool(said) == bool(rate), done.stdout
         found[rate] = losses(two_hosts[0].files / run_dir)
     for host in two_hosts:
-        two_hosts.mend(host)
+        two_hosts.restore(host)
     assert found["400mbit"] == pytest.approx(found[""], rel=1e-12) and len(found[""]) == 4

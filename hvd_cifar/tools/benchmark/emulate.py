@@ -17,17 +17,16 @@ import numpy as np
 import psutil
 import tensorflow as tf
 
-from hvd_cifar.config import BenchmarkStepSettings, TrainSettings
+from hvd_cifar.config import BenchmarkStepSettings
 from hvd_cifar.distributed import buckets, collectives, process_sets
 from hvd_cifar.distributed.optimizer import apply_and_sum, inner_of, set_bucket_bytes
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime import direct_mpi
 from hvd_cifar.tools.benchmark.job import Job, facts_of, memory_of_this_process
 from hvd_cifar.tools.benchmark.results import EmulatedResult, EmulatedWorld, Estimate
+from hvd_cifar.tools.benchmark.step import LEAD_IN, LEARNING_RATE, bytes_of, train_settings
 from hvd_cifar.training.assemble import make_net, make_optimizer, prepare
 
-LEARNING_RATE = 1e-3
-LEAD_IN = 2  # steps before the clock starts
 LOSS_BYTES = 8  # the loss and the request for a checkpoint
 
 # What a turn measures. "message" and "value" are all-reduces alone, of the gradients and of the loss; "ring" is MPI's.
@@ -36,10 +35,12 @@ WAYS = ("alone", "step", "message", "value", "ring")
 
 @dataclass(frozen=True)
 class Turn:
-    """A rank's part of a turn: seconds of each step, and for a step processor seconds, and its host's traffic.
+    """A rank's part of a turn.
 
     Attributes:
-        bytes, packets: that the host sent over its network cards; 0 on ranks that do not speak for a host.
+        seconds: of each step; empty on a rank that waited.
+        processor: processor seconds of a step.
+        bytes, packets: sent by the host's network cards in a step; 0 where the local rank is not 0.
     """
 
     seconds: list[float]
@@ -51,8 +52,7 @@ class Turn:
 def measure(job: Job, options: BenchmarkStepSettings) -> EmulatedResult:
     """Measure on all groups of the job; a collective, and every rank returns the same."""
     assert options.emulate_compute is not None
-    given = {name: getattr(options, name) for name in type(options).model_fields if name in TrainSettings.model_fields}
-    work = prepare(TrainSettings(**given), job.world)
+    work = prepare(train_settings(options), job.world)
     net = collectives.on_every_rank(lambda: make_net(work))
     variables = net.model.trainable_variables
     bucket_bytes = None if options.overlap == "off" else options.bucket_bytes
@@ -79,7 +79,7 @@ def measure(job: Job, options: BenchmarkStepSettings) -> EmulatedResult:
     return EmulatedResult(
         facts=facts_of(job.world),
         model=options.model,
-        gradient_bytes=sum(_bytes_of(v) for v in variables),
+        gradient_bytes=sum(bytes_of(v) for v in variables),
         bucket_bytes=bucket_bytes,
         emulated_seconds=options.emulate_compute,
         steps=options.steps,
@@ -100,7 +100,7 @@ def make_step(variables: list[Any], optimizer: Any, seconds: float, bucket_bytes
         A function () -> float [2] that returns after the update: the sums of the loss, 0, and of requests.
     """
     backwards = variables[::-1]
-    sizes = [LOSS_BYTES, *map(_bytes_of, backwards)]  # the loss is ready before all gradients
+    sizes = [LOSS_BYTES, *map(bytes_of, backwards)]  # the loss is ready before all gradients
 
     @tf.function(autograph=False)
     def step() -> Any:
@@ -127,7 +127,7 @@ def _messages(variables: list[Any], optimizer: Any, ring: Any) -> dict[str, Call
     gradients = [tf.zeros(v.shape, v.dtype) for v in variables]
     message = tf.function(lambda: optimizer.reduce(gradients)[-1], autograph=False)
     value = tf.function(lambda: optimizer.reduce([tf.zeros([2])])[0], autograph=False)
-    terms = np.zeros(sum(map(_bytes_of, variables)) // 4, np.float32)
+    terms = np.zeros(sum(map(bytes_of, variables)) // 4, np.float32)
     sums = np.empty_like(terms)
     return {"message": message, "value": value, "ring": lambda: ring(terms, sums)}
 
@@ -152,7 +152,7 @@ def _time(job: Job, k: int, once: Callable[[], Any] | None, steps: int) -> Turn:
 
 
 def _sent(job: Job) -> tuple[int, int]:
-    """Bytes and packets that this host has sent; none on ranks that do not speak for it."""
+    """Bytes and packets that this host has sent; 0 where the local rank is not 0."""
     if job.world.local_rank:
         return 0, 0
     cards = [count for name, count in psutil.net_io_counters(pernic=True).items() if name != "lo"]
@@ -180,7 +180,3 @@ def _world(k: int, taken: dict[str, list[list[Turn]]]) -> EmulatedWorld:
         sent_bytes=statistics.fmean(max(turn.bytes for turn in turns) for turns in taken["step"]),
         sent_packets=statistics.fmean(max(turn.packets for turn in turns) for turns in taken["step"]),
     )
-
-
-def _bytes_of(variable: Any) -> int:
-    return int(np.prod(variable.shape)) * int(tf.as_dtype(variable.dtype).size)

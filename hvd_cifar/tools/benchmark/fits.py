@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: an all-reduce of so many bytes over so many ranks."""
+    """One measurement of an all-reduce: ranks, bytes of the message, seconds."""
 
     ranks: int
     bytes: int

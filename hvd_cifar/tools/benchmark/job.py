@@ -38,7 +38,7 @@ def sizes_to_measure(chosen: Sequence[int] | None, world_size: int, least: int =
     """Numbers of ranks: the chosen ones, or powers of two from `least` on, and all.
 
     Raises:
-        UserError: where there are not so many, or too few.
+        UserError: where a number is above the job's ranks or below `least`.
     """
     if world_size < least:
         raise UserError(f"this job has {world_size} rank, which has nothing to reduce; start more (-np {least})")

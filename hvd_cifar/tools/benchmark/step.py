@@ -40,7 +40,7 @@ WAYS = ("communication", "input", "fed", "step", "compute")  # those that are co
 CUTS = 4  # parts of the backward pass, each with its own time
 PHASES = ("forward", *(f"backward {i}" for i in range(1, CUTS + 1)))
 
-Repeat = Callable[[int], None]  # runs something so many times, and returns when the device has finished
+Repeat = Callable[[int], None]  # repeats something n times, and returns when the device has finished
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,7 @@ def measure(job: Job, options: StepWork) -> StepResult:
 
     A collective; every rank returns the same.
     """
-    given = {name: getattr(options, name) for name in type(options).model_fields if name in TrainSettings.model_fields}
-    bench = make_bench(job, TrainSettings(**given))
+    bench = make_bench(job, train_settings(options))
     most = max(job.sets)
     turns = [(k, way) for k in job.sets for way in WAYS if not (way == "communication" and k == 1)]
     turns += [(most, phase) for phase in PHASES]
@@ -95,6 +94,12 @@ def measure(job: Job, options: StepWork) -> StepResult:
         memory_by_rank=collectives.all_gather_object(memory_of_this_process()),
         waiting_cpu=statistics.fmean(waiting) if waiting else None,
     )
+
+
+def train_settings(options: StepWork) -> TrainSettings:
+    """The settings of the training whose step `options` describe."""
+    given = {name: getattr(options, name) for name in type(options).model_fields if name in TrainSettings.model_fields}
+    return TrainSettings(**given)
 
 
 def make_bench(job: Job, settings: TrainSettings) -> Bench:
@@ -273,7 +278,7 @@ def _phases(net: Net, taken: dict[str, list[list[float]]]) -> Phases:
     order = range(len(variables) - 1, -1, -1)
     ready = np.interp([len(variables) - i for i in order], [len(variables) - cut for cut in cuts], ends)
     gradients = [
-        Gradient(name=variables[i].path, bytes=_bytes_of(variables[i]), ready_seconds=at)
+        Gradient(name=variables[i].path, bytes=bytes_of(variables[i]), ready_seconds=at)
         for i, at in zip(order, ready.tolist(), strict=True)
     ]
     whole = forward + float(ends[-1])
@@ -285,5 +290,6 @@ def _phases(net: Net, taken: dict[str, list[list[float]]]) -> Phases:
     )
 
 
-def _bytes_of(variable: Any) -> int:
+def bytes_of(variable: Any) -> int:
+    """The size of a variable's gradient."""
     return int(np.prod(variable.shape)) * int(tf.as_dtype(variable.dtype).size)
