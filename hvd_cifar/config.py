@@ -408,6 +408,7 @@ class StepWork(DataSettings):
     threads_per_rank: int | None = Field(
         None, gt=0, description="CPU threads that a rank computes with. [default: its share of the host's cores]"
     )
+    compression: Compression = Field("none", description=str(TrainSettings.model_fields["compression"].description))
     overlap: Overlap = Field("auto", description=str(TrainSettings.model_fields["overlap"].description))
     bucket_bytes: Bytes | None = Field(
         None, gt=0, description=str(TrainSettings.model_fields["bucket_bytes"].description)
@@ -475,6 +476,9 @@ class BenchmarkPredictSettings(StepWork, _BenchmarkOutput):
         None, description="JSON file of `benchmark step`. [default: measure now, with the options above]"
     )
     ranks: RankCounts = Field((2, 4, 8, 16, 64, 512), description="Numbers of ranks to predict for.")
+    ranks_per_host: int | None = Field(
+        None, gt=0, description="Ranks of each host that the predictions are for. [default: as measured]"
+    )
     link: BytesPerSecond | None = Field(
         None, gt=0, allow_inf_nan=False, description="Speed of each host's link, such as 10Gbit/s. [default: measured]"
     )

@@ -35,18 +35,19 @@ class Backward:
 
 @dataclass(frozen=True)
 class Link:
-    """An all-reduce over the ranks.
+    """An all-reduce over the ranks, in seconds.
 
     Attributes:
-        start: seconds of an empty message.
-        per_byte: seconds of a byte.
-        work: part of that time in which the core works for the all-reduce and cannot compute. Only the rest can be
-            hidden.
+        start: of an empty message.
+        per_byte: of a byte.
+        work_start, work_per_byte: the part of each in which the core works for the all-reduce and cannot compute. Only
+            the rest can be hidden.
     """
 
     start: float
     per_byte: float
-    work: float
+    work_start: float = 0.0
+    work_per_byte: float = 0.0
 
     def seconds(self, size: int) -> float:
         """The time of one message."""
@@ -94,7 +95,7 @@ def seconds_with(backward: Backward, link: Link, bucket_bytes: int | None) -> fl
         return backward.seconds + link.seconds(whole)
     planned = buckets.plan(backward.sizes, bucket_bytes)
     # The core's work for all-reduces delays the computation.
-    work = link.work * (len(planned) * link.start + link.per_byte * whole)
+    work = len(planned) * link.work_start + link.work_per_byte * whole
     stretch = 1 + work / max(backward.ready[-1], 1e-9)
     ready = [backward.before + backward.ready[bucket[-1]] * stretch for bucket in planned]
     sizes = [sum(backward.sizes[i] for i in bucket) for bucket in planned]

@@ -38,13 +38,19 @@ def make_memory(variables: Sequence[Any], rank: int) -> list[Memory | None]:
     return [_memory(variable, rank, index) for index, variable in enumerate(variables)]
 
 
-def _memory(variable: Any, rank: int, index: int) -> Memory | None:
-    shape = tuple(variable.shape)
+def matrix_of(shape: Sequence[int], rank: int) -> tuple[int, int] | None:
+    """The matrix [n, m] of a gradient; None where the two thin matrices are no smaller than it."""
     if len(shape) < 2:
         return None
     n, m = math.prod(shape[:-1]), shape[-1]
-    if rank * (n + m) >= n * m:
+    return (n, m) if rank * (n + m) < n * m else None
+
+
+def _memory(variable: Any, rank: int, index: int) -> Memory | None:
+    matrix = matrix_of(variable.shape, rank)
+    if matrix is None:
         return None
+    n, m = matrix
     dtype = "float64" if variable.dtype == "float64" else "float32"
     drawn = np.random.default_rng(index).normal(size=(m, rank))  # the same on every rank
 

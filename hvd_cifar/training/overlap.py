@@ -50,7 +50,7 @@ def set_buckets(
     if settings.overlap == "on" and settings.bucket_bytes is not None:
         set_bucket_bytes(optimizer, settings.bucket_bytes)
         return [f"overlap: gradients leave in buckets of {_show(settings.bucket_bytes)}"]
-    backward = _measure_backward(net, optimizer, spec, examples)
+    backward, _ = measure_backward(net, optimizer, spec, examples)
     link = _measure_link(reduction, sum(backward.sizes), computes_here="GPU" not in world.device)
     candidates = CANDIDATES if settings.bucket_bytes is None else (settings.bucket_bytes,)
     found = choose(backward, link, candidates, always=settings.overlap == "on")
@@ -74,10 +74,22 @@ def _show(size: int) -> str:
     return f"{size} bytes"
 
 
-def _measure_backward(net: Net, optimizer: Any, spec: StepSpec, examples: int) -> Backward:
-    """The slowest rank's backward pass on a batch of zeros; the net stays as it is. A collective."""
+def measure_backward(
+    net: Net, optimizer: Any, spec: StepSpec, examples: int, repeats: int = REPEATS
+) -> tuple[Backward, list[int]]:
+    """The slowest rank's backward pass on a batch of zeros; the net stays as it is. A collective.
+
+    Args:
+        net, optimizer, spec: of the step.
+        examples: of a rank's micro-batch.
+        repeats: passes, of which the median counts.
+
+    Returns:
+        The pass, and the places of its gradients in `net.model.trainable_variables`.
+    """
     share_of, statistics_of = make_share(net, optimizer, spec), local_statistics(net.model)
     sizes: list[int] = []
+    order: list[int] = []
 
     @tf.function(input_signature=micro_batch_signature(spec), autograph=False)
     def stamps(image: Any, label: Any, weight: Any, count: Any) -> Any:
@@ -85,10 +97,14 @@ def _measure_backward(net: Net, optimizer: Any, spec: StepSpec, examples: int) -
         with tf.control_dependencies(times):
             image = tf.identity(image)
         share = share_of(image, label, weight, count, [tf.identity(s.value) for s in statistics_of])
-        in_order = [share.loss, *(share.gradients[i] for i in buckets.order(share.gradients))]
+        order[:] = buckets.order(share.gradients)
+        in_order = [share.loss, *(share.gradients[i] for i in order)]
         sizes[:] = [tensor.shape.num_elements() * tensor.dtype.size for tensor in in_order[1:]]
         for tensor in in_order:
-            with tf.control_dependencies([tensor]):
+            # A GPU's operation counts as done when it is queued. A value on the host exists when it has been computed.
+            with tf.device("/CPU:0"):
+                seen = tf.identity(tf.reshape(tensor, [-1])[:1])
+            with tf.control_dependencies([seen]):
                 times.append(tf.timestamp())
         buckets.gate(times)
         return tf.stack(times), in_order  # TensorFlow leaves out what only stamps wait for
@@ -105,13 +121,13 @@ def _measure_backward(net: Net, optimizer: Any, spec: StepSpec, examples: int) -
     before = [v.numpy() for v in others]
     stamps(*batch)
     runs = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         collectives.barrier()
         runs.append(np.diff(stamps(*batch)[0].numpy()).clip(min=0.0))
     for variable, value in zip(others, before, strict=True):
         variable.assign(value)
     forward, *parts = np.max(collectives.all_gather_object(np.median(runs, axis=0)), axis=0)
-    return Backward(float(forward), tuple(np.cumsum(parts).tolist()), tuple(sizes))
+    return Backward(float(forward), tuple(np.cumsum(parts).tolist()), tuple(sizes)), order
 
 
 def _measure_link(reduction: Reduction, most: int, computes_here: bool) -> Link:
@@ -128,10 +144,10 @@ def _measure_link(reduction: Reduction, most: int, computes_here: bool) -> Link:
     for message in (small, large):
         times = _time(partial(reduce, message))
         found.append(np.max(collectives.all_gather_object(times), axis=0))
-    (least, _), (seconds, processor) = found
-    per_byte = max(0.0, float(seconds - least)) / (WIDTH * int(tf.size(large) - tf.size(small)))
-    start = max(0.0, float(least) - per_byte * SMALL_BYTES)
-    return Link(start, per_byte, min(1.0, float(processor / seconds)) if computes_here else 0.0)
+    of_small, of_large = found  # seconds, and those of the processor
+    per_byte = np.maximum(0.0, of_large - of_small) / (WIDTH * int(tf.size(large) - tf.size(small)))
+    start = np.maximum(0.0, of_small - per_byte * SMALL_BYTES)
+    return Link(float(start[0]), float(per_byte[0]), *((start[1], per_byte[1]) if computes_here else ()))
 
 
 def _time(once: Callable[[], Any]) -> tuple[float, float]:

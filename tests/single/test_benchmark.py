@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_cifar import cli, config
+from hvd_cifar.distributed.overlap import Backward
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.tools.benchmark import tables
-from hvd_cifar.tools.benchmark.fits import Fit, Point, fit, fits_by_way, messages, traffic
-from hvd_cifar.tools.benchmark.predict import predict, predict_one
+from hvd_cifar.tools.benchmark.fits import Fit, Layout, Point, fit, messages, traffic
+from hvd_cifar.tools.benchmark.predict import Measured, Network, predict, predict_one
 from hvd_cifar.tools.benchmark.results import (
     AllreducePoint,
     AllreduceResult,
+    EmulatedResult,
+    EmulatedWorld,
     Estimate,
     Facts,
     Gradient,
     Memory,
     Phases,
+    Prediction,
     SlowestRank,
     StepResult,
     WorldResult,
@@ -33,7 +38,8 @@ from hvd_cifar.tools.benchmark.results import (
     write,
 )
 
-SIZES = [4 * 4**i for i in range(13)]
+SIZES = [2**14 * 4**i for i in range(6)]
+LINK = [Layout(2, 1), Layout(4, 1), Layout(8, 1)]  # a rank a host
 FACTS = Facts(
     date="2024-01-01T00:00:00+00:00",
     command="python -m hvd_cifar benchmark step",
@@ -42,14 +48,15 @@ FACTS = Facts(
     processor="made up",
     cores=4,
     hosts=["a", "a", "b", "b"],
+    local_ranks=[0, 1, 0, 1],
     device="/CPU:0",
     threads=1,
     controller="mpi",
 )
 
 
-def _points(truth: Fit, ranks: list[int], sizes: list[int] = SIZES) -> list[Point]:
-    return [Point(p, size, truth.seconds(p, size)) for p in ranks for size in sizes]
+def _points(truth: Fit, layouts: Iterable[Layout], sizes: list[int] = SIZES) -> list[Point]:
+    return [Point(layout, size, truth.seconds(layout, size)) for layout in layouts for size in sizes]
 
 
 def _estimate(value: float) -> Estimate:
@@ -57,13 +64,16 @@ def _estimate(value: float) -> Estimate:
 
 
 def _step(compute: float, worlds: dict[int, float], phases: Phases, lag: float = 1.0) -> StepResult:
-    """A result whose ranks compute in `compute` seconds, the slowest in `lag` times that, and reach `worlds`."""
+    """A result of a rank a host, which compute in `compute` seconds, the slowest in `lag` times, and reach `worlds`."""
     return StepResult(
-        facts=FACTS,
+        facts=_facts_of(max(worlds)),
         model="resnet20",
         precision="float32",
         dataset="cifar10",
         per_rank_batch_size=100,
+        compression="none",
+        bucket_bytes=None,
+        messages=[sum(gradient.bytes for gradient in phases.gradients)],
         steps=10,
         worlds=[
             WorldResult(
@@ -90,23 +100,32 @@ def _step(compute: float, worlds: dict[int, float], phases: Phases, lag: float =
     )
 
 
-def _allreduce(truth: Fit, ranks: list[int]) -> AllreduceResult:
+def _facts_of(ranks: int) -> Facts:
+    return FACTS.model_copy(update={"hosts": [f"h{rank}" for rank in range(ranks)], "local_ranks": [0] * ranks})
+
+
+def _allreduce(truth: Fit, ranks: list[int], work: float = 0.0) -> AllreduceResult:
+    """Of a rank a host; `work`: the part of the time that the processor works."""
     return AllreduceResult(
-        facts=FACTS,
+        facts=_facts_of(max(ranks)),
         points=[
             AllreducePoint(
                 way="horovod",
-                ranks=p.ranks,
+                ranks=p.layout.ranks,
                 bytes=p.bytes,
                 iterations=1,
                 seconds=_estimate(p.seconds),
                 algorithm_bandwidth=p.bytes / p.seconds,
-                bus_bandwidth=p.bytes / p.seconds * traffic(p.ranks),
+                bus_bandwidth=p.bytes / p.seconds * traffic(p.layout.ranks),
+                processor_seconds=p.seconds * work,
                 wrong_values=0,
             )
-            for p in _points(truth, ranks)
+            for p in _points(truth, [Layout(k, 1) for k in ranks])
         ],
-        fits={"horovod": truth},
+        fits={
+            "horovod": truth,
+            "processor": Fit(truth.start * work, truth.alpha * work, truth.beta * work),
+        },
         skipped={"mpi": "made up"},
     )
 
@@ -120,112 +139,176 @@ PHASES = Phases(
 )
 
 
-def test_the_ring_sends_what_the_formula_says() -> None:
-    assert [messages(p) for p in (2, 3, 8)] == [2, 4, 14]
-    assert [traffic(p) for p in (2, 4, 8)] == [1.0, 1.5, 1.75]
-    one = Fit(start=1.0, alpha=0.1, beta=0.001)
-    assert one.seconds(2, 1000) == pytest.approx(1 + 2 * 0.1 + 1.0)
-    assert one.seconds(4, 1000) == pytest.approx(1 + 6 * 0.1 + 1.5)
-    assert one.seconds(1, 1000) == 0.0
+def test_the_levels_send_what_the_formula_says() -> None:
+    assert [messages(n) for n in (1, 2, 3, 8)] == [0, 2, 4, 14]
+    assert [traffic(n) for n in (1, 2, 4, 8)] == [0.0, 1.0, 1.5, 1.75]
+    one = Fit(start=1.0, alpha=0.1, beta=0.001, local_alpha=0.01, local_beta=0.0001)
+    assert one.seconds(Layout(2, 1), 1000) == pytest.approx(1 + 2 * 0.1 + 1.0)
+    assert one.seconds(Layout(1, 4), 1000) == pytest.approx(1 + 6 * 0.01 + 0.15)
+    assert one.seconds(Layout(4, 2), 1000) == pytest.approx(1 + 6 * 0.1 + 2 * 0.01 + 1.5 + 0.1)
+    assert one.seconds(Layout(1, 1), 1000) == 0.0
+    # Without levels each of a host's two ranks sends its part of 1.5 times the message.
+    assert one.per_byte(Layout(4, 2), levels=False) == pytest.approx(2 * 1.5 * 0.001)
+
+
+@pytest.mark.parametrize(
+    ("local_ranks", "expected"),
+    [
+        ([0], Layout(1, 1)),
+        ([0, 1, 2], Layout(1, 3)),
+        ([0, 1, 0, 1], Layout(2, 2)),
+        ([0, 0, 1, 1], Layout(2, 2)),
+        ([0, 1, 0], Layout(3, 1)),  # two hosts, unevenly: one ring
+    ],
+)
+def test_layouts(local_ranks: list[int], expected: Layout) -> None:
+    assert Layout.of(local_ranks) == expected
+
+
+def test_hosts_are_filled_in_turn() -> None:
+    filled = [Layout.filled(n, 4) for n in (1, 2, 4, 8, 6)]
+    assert filled == [Layout(1, 1), Layout(1, 2), Layout(1, 4), Layout(2, 4), Layout(6, 1)]
 
 
 @given(
     start=st.floats(1e-4, 1e-2),
-    alpha=st.floats(1e-6, 1e-3),
-    beta=st.floats(1e-11, 1e-8),
-    ranks=st.lists(st.sampled_from([2, 3, 4, 8, 64]), min_size=2, max_size=4, unique=True),
+    alpha=st.floats(1e-5, 1e-3),
+    beta=st.floats(1e-10, 1e-8),
+    local_beta=st.floats(1e-10, 1e-8),
+    locals=st.sampled_from([1, 2, 4]),
 )
-def test_a_fit_recovers_exact_numbers(start: float, alpha: float, beta: float, ranks: list[int]) -> None:
-    found = fit(_points(Fit(start, alpha, beta), ranks), with_start=True)
+def test_a_fit_recovers_exact_numbers(start: float, alpha: float, beta: float, local_beta: float, locals: int) -> None:
+    layouts = [Layout(1, 2), *(Layout(hosts, locals) for hosts in (2, 4))]
+    found = fit(_points(Fit(start, alpha, beta, 0.0, local_beta), layouts), with_start=True)
     assert found is not None
-    assert (found.start, found.alpha, found.beta) == pytest.approx((start, alpha, beta), rel=1e-4)
-    assert found.largest_error < 1e-6
+    assert (found.start, found.alpha, found.beta, found.local_beta) == pytest.approx(
+        (start, alpha, beta, local_beta), rel=1e-4, abs=1e-13
+    )
+    assert found.largest_error < 1e-5
 
 
-def test_one_number_of_ranks_tells_the_start_from_alpha_only_where_alpha_is_known() -> None:
-    truth = Fit(start=5e-3, alpha=1e-5, beta=1e-9)
-    points = _points(truth, [4])
-    known = fit(points, with_start=True, alpha=1e-5)
-    assert known is not None and (known.start, known.beta) == pytest.approx((5e-3, 1e-9), rel=1e-6)
-    assert known.alpha == 1e-5
-    unknown = fit(points, with_start=True)
-    assert unknown is not None and unknown.alpha == 0.0 and not unknown.alpha_known
-    assert unknown.start == pytest.approx(5e-3 + 6 * 1e-5, rel=1e-6)
-    assert known.alpha_known and "alpha 10.0 us" in tables._fit(known) and "not known" in tables._fit(unknown)
-    assert unknown.seconds(4, 1000) == pytest.approx(truth.seconds(4, 1000), rel=1e-6)
+@pytest.mark.parametrize(
+    ("layouts", "unknown"),
+    [
+        ([Layout(1, 2)], ("beta", "alpha", "local_alpha")),
+        ([Layout(1, 2), Layout(1, 4)], ("beta", "alpha")),
+        ([Layout(2, 1)], ("alpha", "local_beta", "local_alpha")),
+        ([Layout(2, 1), Layout(4, 1)], ("local_beta", "local_alpha")),
+        ([Layout(1, 2), Layout(2, 2)], ("local_alpha",)),
+        ([Layout(2, 2)], ("alpha", "local_beta", "local_alpha")),
+        ([Layout(1, 2), Layout(1, 4), Layout(2, 4)], ()),
+    ],
+)
+def test_a_fit_knows_what_its_layouts_cannot_tell(layouts: list[Layout], unknown: tuple[str, ...]) -> None:
+    truth = Fit(start=5e-3, alpha=1e-5, beta=3e-9, local_alpha=1e-6, local_beta=1e-9)
+    found = fit(_points(truth, layouts), with_start=True)
+    assert found is not None and found.unknown == unknown
+    assert all(getattr(found, name) == 0.0 for name in unknown)
+    for layout in layouts:
+        assert found.seconds(layout, 10**6) == pytest.approx(truth.seconds(layout, 10**6), rel=1e-6)
+    of_mpi = fit(_points(replace(truth, start=0.0), layouts), with_start=False)
+    assert of_mpi is not None and of_mpi.start == 0.0 and "start" not in of_mpi.unknown
+    shown = tables._fit(found)
+    assert ("alpha 10.0 us" in shown) == ("alpha" not in unknown)
+    assert ("within a host" in shown) == ("local_beta" not in unknown)
 
 
-def test_the_messages_of_mpi_tell_horovod_s_start_where_all_were_measured_on_one_number_of_ranks() -> None:
-    mpi, horovod = Fit(start=0.0, alpha=1e-5, beta=1e-9), Fit(start=5e-3, alpha=1e-5, beta=1e-9)
-    for ranks, known in (([4], True), ([2, 4], True)):
-        found = fits_by_way({"mpi": _points(mpi, ranks), "horovod": _points(horovod, ranks)})
-        assert (found["horovod"].start, found["horovod"].alpha) == pytest.approx((5e-3, 1e-5), rel=1e-4)
-        assert found["horovod"].alpha_known == known
-    alone = fits_by_way({"horovod": _points(horovod, [4])})
-    assert set(alone) == {"horovod"} and not alone["horovod"].alpha_known
+def test_short_messages_take_another_way_and_are_not_fitted() -> None:
+    truth = Fit(start=1e-3, alpha=1e-5, beta=1e-9)
+    short = [Point(layout, size, 1.0) for layout in LINK for size in (4, 64, 1024)]
+    assert fit([*short, *_points(truth, LINK)], with_start=True) == fit(_points(truth, LINK), with_start=True)
+    alone = fit(short, with_start=True)  # where there is nothing else
+    assert alone is not None and alone.start == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("noise", [0.2, 0.5, 1.0])
-@pytest.mark.parametrize(("ranks", "truth"), [([2, 4, 8], Fit(0.0, 2e-5, 1e-9)), ([2], Fit(3e-4, 2e-5, 1e-9))])
-def test_noise_makes_a_network_neither_faster_nor_slower(ranks: list[int], truth: Fit, noise: float) -> None:
-    """Times that are twice as long as often as they are half as long, and more; 70 of them for each number of ranks."""
+@pytest.mark.parametrize(
+    ("layouts", "truth"), [(LINK, Fit(1e-4, 2e-5, 1e-9)), ([Layout(1, 2)], Fit(3e-4, 0.0, 0.0, 0.0, 1e-9))]
+)
+def test_noise_makes_a_network_neither_faster_nor_slower(layouts: list[Layout], truth: Fit, noise: float) -> None:
+    """Times that are twice as long as often as they are half as long, and more; 120 of them for each layout."""
     draw = np.random.default_rng(0)
-    exact = [Point(p, 4**k, truth.seconds(p, 4**k)) for p in ranks for k in range(1, 15) for _ in range(5)]
-    noisy = [replace(point, seconds=point.seconds * float(np.exp(noise * draw.normal()))) for point in exact]
-    found = fit(noisy, with_start=truth.start > 0, alpha=truth.alpha if len(ranks) == 1 else None)
+    points = _points(truth, [layout for layout in layouts for _ in range(20)])
+    noisy = [replace(point, seconds=point.seconds * float(np.exp(noise * draw.normal()))) for point in points]
+    found = fit(noisy, with_start=True)
     assert found is not None
     assert ("FITS BADLY" in tables._fit(found)) == (noise > 0.8)
-    numbers = (found.start, found.alpha, found.beta)
-    assert numbers == pytest.approx((truth.start, truth.alpha, truth.beta), rel=0.15 * max(1, noise / 0.5))
+    for layout in layouts:
+        for size in (2**16, 2**22):
+            within = pytest.approx(truth.seconds(layout, size), rel=0.15 * max(1, noise / 0.5))
+            assert found.seconds(layout, size) == within
 
 
 def test_a_fit_has_no_number_below_zero() -> None:
     # Faster with more ranks and with more bytes: the free solution has a negative alpha and beta.
-    points = [Point(2, 1000, 3.0), Point(2, 2000, 2.9), Point(4, 1000, 2.0), Point(4, 2000, 1.9)]
-    found = fit(points, with_start=True)
+    times = [3.0, 2.9, 2.0, 1.9]
+    places = [(2, 10**5), (2, 2 * 10**5), (4, 10**5), (4, 2 * 10**5)]
+    found = fit([Point(Layout(n, 1), size, t) for (n, size), t in zip(places, times, strict=True)], with_start=True)
     assert found is not None
     assert found.alpha == found.beta == 0.0
     # Of logarithms the best constant is the geometric mean.
-    times = np.array([p.seconds for p in points])
     assert found.start == pytest.approx(np.exp(np.log(times).mean()))
     assert found.errors == pytest.approx(sorted(abs(found.start / t - 1) for t in times))
-    assert fit([Point(1, 4, 1.0), Point(1, 8, 1.0)], with_start=True) is None
-    assert fit([Point(2, 4, 1.0), Point(4, 4, 2.0)], with_start=True) is None  # of one size alone
+    assert fit([Point(Layout(1, 1), 4, 1.0), Point(Layout(1, 1), 8, 1.0)], with_start=True) is None
+    assert fit([Point(Layout(2, 1), 4, 1.0), Point(Layout(4, 1), 4, 2.0)], with_start=True) is None  # of one size
+
+
+# 1 s forward, 2 s backward, 1 s update, as PHASES.
+LIKE = Measured(
+    layout=Layout(2, 1),
+    mean=4.0,
+    backward=Backward(1.0, (0.5, 1.0, 1.5, 2.0), (100, 100, 100, 100)),
+    update=1.0,
+    efficiency=0.9,
+    standard_error=None,
+)
+STEP = _step(4.0, {1: 1.0, 2: 0.9}, PHASES)
+
+
+def _one(fit: Fit, ranks: int, buckets: Any = None, like: Measured = LIKE, **network: Any) -> Prediction:
+    return predict_one(STEP, Network(fit, **network), Layout(ranks, 1), like, buckets)
 
 
 def test_prediction_limits() -> None:
-    step = _step(4.0, {1: 1.0, 2: 0.9}, PHASES)
-    free = predict_one(step, Fit(0.0, 0.0, 0.0), 512, step.worlds[-1])
-    assert (free.efficiency, free.efficiency_overlapped) == (1.0, 1.0)
-    alone = predict_one(step, Fit(1.0, 1.0, 1.0), 1, step.worlds[-1])
-    assert (alone.efficiency, alone.efficiency_overlapped) == (1.0, 1.0)
+    free = _one(Fit(), 512, "auto")
+    assert (free.efficiency, free.efficiency_in_one_message, free.bucket_bytes) == (1.0, 1.0, None)
+    alone = _one(Fit(1.0, 1.0, 1.0), 1, "auto")
+    assert (alone.efficiency, alone.efficiency_in_one_message) == (1.0, 1.0)
     # Bandwidth alone: with many ranks an all-reduce takes 2 S beta, whatever their number.
-    narrow = predict_one(step, Fit(0.0, 0.0, 0.01), 100_000, step.worlds[-1])
+    narrow = _one(Fit(beta=0.01), 100_000)
     assert narrow.communication_seconds == pytest.approx(2 * 400 * 0.01, rel=1e-4)
     assert narrow.efficiency == pytest.approx(4 / 12, rel=1e-4)
     # Latency alone grows with the ranks, and so does what is lost.
-    slow = [predict_one(step, Fit(0.0, 0.001, 0.0), p, step.worlds[-1]).efficiency for p in (2, 16, 512)]
+    slow = [_one(Fit(alpha=0.001), p).efficiency for p in (2, 16, 512)]
     assert slow == pytest.approx([4 / (4 + 2 * (p - 1) * 0.001) for p in (2, 16, 512)])
 
 
-def test_overlap_hides_all_but_the_last_gradients() -> None:
-    step = _step(4.0, {1: 1.0, 2: 0.9}, PHASES)
+def test_buckets_hide_all_but_the_last_gradients() -> None:
     # 2 ranks: 100 bytes take 0.2 s. Each is done before the next is ready; the last ends 0.2 s after the backward pass.
-    found = predict_one(step, Fit(0.0, 0.0, 0.002), 2, step.worlds[-1])
-    assert found.efficiency == pytest.approx(4 / 4.8)
-    assert found.efficiency_overlapped == pytest.approx(4 / 4.2)
-    # Where the computation takes twice as long, so do its parts, and the all-reduce does not.
-    slower = _step(8.0, {1: 1.0, 2: 0.9}, PHASES)
-    # 0.6 s for each gradient are hidden behind the second that lies between two of them now.
-    assert predict_one(step, Fit(0.0, 0.0, 0.006), 2, slower.worlds[1]).efficiency_overlapped == pytest.approx(8 / 8.6)
+    found = _one(Fit(beta=0.002), 2, 100)
+    assert found.efficiency_in_one_message == pytest.approx(4 / 4.8)
+    assert found.efficiency == pytest.approx(4 / 4.2) and found.bucket_bytes == 100
+    # The processor's part of it delays the backward pass: 4 x 0.05 s.
+    busy = _one(Fit(beta=0.002), 2, 100, processor=Fit(beta=0.0005))
+    assert busy.efficiency == pytest.approx(4 / (4.2 + 0.2)) and busy.step_seconds == pytest.approx(4.4)
+    # What a run would choose: buckets over a network, one message within a host.
+    like = replace(LIKE, backward=replace(LIKE.backward, sizes=(10**6,) * 4))
+    slow = Network(Fit(beta=2e-7, local_beta=2e-7))
+    assert predict_one(STEP, slow, Layout(2, 1), like, "auto").bucket_bytes is not None
+    assert predict_one(STEP, slow, Layout(1, 2), like, "auto").bucket_bytes is None
+
+
+def test_powersgd_sends_two_messages_after_the_backward_pass() -> None:
+    low_rank = STEP.model_copy(update={"compression": "powersgd:1", "messages": [10, 20]})
+    found = predict_one(low_rank, Network(Fit(start=0.1, beta=0.01)), Layout(2, 1), LIKE, "auto")
+    assert found.bucket_bytes is None and found.communication_seconds == pytest.approx(0.1 + 0.1 + 0.1 + 0.2)
+    assert found.efficiency == found.efficiency_in_one_message == pytest.approx(4 / 4.5)
 
 
 def test_ranks_wait_for_the_slowest() -> None:
-    step = _step(4.0, {1: 1.0, 2: 0.9}, PHASES, lag=1.25)
-    found = predict_one(step, Fit(0.0, 0.0, 0.002), 2, step.worlds[-1])
-    assert found.efficiency == pytest.approx(4 / (5 + 0.8))
-    assert found.efficiency_overlapped == pytest.approx(4 / (5 + 0.2))
-    assert predict_one(step, Fit(0.0, 0.0, 0.002), 1, step.worlds[-1]).efficiency == 1.0
+    found = predict(_step(4.0, {1: 1.0, 2: 0.9}, PHASES, lag=1.25), _allreduce(Fit(beta=0.002), [2]), [2, 1])
+    assert found.predictions[0].efficiency_in_one_message == pytest.approx(4 / (5 + 0.8))
+    assert found.predictions[1].efficiency == 1.0
 
 
 def test_predictions_use_the_link_and_checks_use_what_was_measured() -> None:
@@ -238,32 +321,36 @@ def test_predictions_use_the_link_and_checks_use_what_was_measured() -> None:
     step = step.model_copy(update={"worlds": worlds})
     found = predict(step, _allreduce(measured, [2, 4]), [2, 64], link=100.0, latency=0.5)
     # A check computes as was measured on as many ranks, and another one as on the fewest; a prediction as on the most.
-    times = [(c.efficiency, c.communication_seconds) for c in (*found.checks, found.predictions[1])]
+    times = [(c.efficiency_in_one_message, c.communication_seconds) for c in (*found.checks, found.predictions[1])]
     assert [e for e, _ in times] == pytest.approx([s / (s + t) for s, (_, t) in zip((4, 2, 4, 2), times, strict=True)])
     assert [(c.ranks, c.measured_on, c.measured) for c in found.checks] == [(2, 2, 0.8), (4, 4, 0.7), (4, 2, 0.7)]
-    assert found.predictions[1].measured_on == 4
+    assert found.predictions[1].measured_on == 4 and found.predictions[1].hosts == 64
     assert found.checks[2].error == pytest.approx(found.checks[2].efficiency / 0.7 - 1)
     assert json.loads(found.model_dump_json())["checks"][2]["error"] == found.checks[2].error
-    # Of two ranks alone, without MPI's alpha, the fit takes two messages for the start; four ranks send six.
-    of_two = fit(_points(measured, [2]), with_start=True)
-    assert of_two is not None and of_two.alpha == 0.0
-    assert found.checks[2].communication_seconds == pytest.approx(of_two.seconds(4, 400))
-    assert found.checks[2].communication_seconds == pytest.approx(measured.seconds(4, 400) - 4 * measured.alpha)
-    assert found.checks[0].communication_seconds == pytest.approx(measured.seconds(2, 400))
-    assert found.predictions[1].communication_seconds == pytest.approx(Fit(0.001, 0.5, 0.01).seconds(64, 400))
+    # Two ranks alone cannot tell alpha: its two messages count as the start; four ranks send six.
+    assert found.checks[2].communication_seconds == pytest.approx(measured.seconds(Layout(4, 1), 400) - 4 * 0.01)
+    assert found.checks[0].communication_seconds == pytest.approx(measured.seconds(Layout(2, 1), 400))
+    assert found.predictions[1].communication_seconds == pytest.approx(
+        Fit(0.001, 0.5, 0.01).seconds(Layout(64, 1), 400)
+    )
+    # Eight ranks a host send what eight hosts send.
+    of_eight = predict(step, _allreduce(measured, [2, 4]), [64], ranks_per_host=8).predictions[0]
+    assert of_eight.hosts == 8
+    assert of_eight.communication_seconds == pytest.approx(measured.seconds(Layout(8, 8), 400))
     plain = predict(step, _allreduce(measured, [2, 4]), [2])
     assert plain.link_fit == measured
     assert plain.predictions[0].communication_seconds == plain.checks[0].communication_seconds
     shown = tables.of_predict(found)
     assert f"{found.checks[0].efficiency / 0.8 - 1:+.1%}" in shown and "0.7" in shown
-    # What lies beyond the measurements is told: more ranks where alpha is not known, longer messages than any.
-    assert of_two.alpha_known is False and "NOT KNOWN" not in shown and "ARE LONGER" not in shown
-    few = _allreduce(of_two, [2])
-    assert "ALPHA IS NOT KNOWN from all-reduces on 2 ranks" in tables.of_predict(predict(step, few, [2, 64]))
-    assert "NOT KNOWN from" not in tables.of_predict(predict(step, few, [2]))
-    assert "NOT KNOWN from" not in tables.of_predict(predict(step, few, [64], latency=0.5))
-    short = few.model_copy(update={"points": [p for p in few.points if p.bytes < 400]})
-    assert "GRADIENTS ARE LONGER than" in tables.of_predict(predict(step, short, [2]))
+    # The buckets of a check are those that were measured.
+    bucketed = predict(step.model_copy(update={"bucket_bytes": 100}), _allreduce(measured, [2, 4]), [2])
+    assert {check.bucket_bytes for check in bucketed.checks} == {100}
+    # The processor's work delays the backward pass, but not that of a GPU.
+    busy = bucketed.model_copy(update={"allreduce": _allreduce(measured, [2, 4], work=1.0)})
+    on_cpu = predict(busy.step, busy.allreduce, [2]).checks[0]
+    facts = step.facts.model_copy(update={"device": "/GPU:0"})
+    on_gpu = predict(busy.step.model_copy(update={"facts": facts}), busy.allreduce, [2]).checks[0]
+    assert on_cpu.efficiency < on_gpu.efficiency == bucketed.checks[0].efficiency
     # Nothing is checked "as a prediction is made" where no all-reduce was measured on the fewest ranks.
     of_four = predict(step, _allreduce(measured, [4, 8]), [2])
     assert [(c.ranks, c.measured_on) for c in of_four.checks] == [(2, 2), (4, 4)]
@@ -271,22 +358,74 @@ def test_predictions_use_the_link_and_checks_use_what_was_measured() -> None:
         predict(step, _allreduce(measured, [2, 4]).model_copy(update={"fits": {}}), [2])
 
 
+def test_what_lies_beyond_the_measurements_is_told() -> None:
+    whole, few = (
+        _allreduce(Fit(0.001, 0.01, 0.001), [2, 4]),
+        _allreduce(Fit(0.001, 0.0, 0.001, unknown=("alpha",)), [2]),
+    )
+    local = _allreduce(Fit(0.001, 0.0, 0.0, 0.0, 0.001, unknown=("beta", "alpha")), [2])
+    for allreduce, options, said in (
+        (whole, {}, None),
+        (few, {}, "ALPHA IS NOT KNOWN from all-reduces on one number of hosts"),
+        (few, {"latency": 0.5}, None),
+        (local, {}, "THE LINK IS NOT KNOWN from all-reduces on one host"),
+        (local, {"link": 10.0}, "ALPHA IS NOT KNOWN"),
+        (local, {"link": 10.0, "latency": 0.5}, None),
+        (local, {"ranks_per_host": 64}, None),
+    ):
+        shown = tables.of_predict(predict(STEP, allreduce, [2, 64], **options))
+        assert ("NOT KNOWN" in shown) == (said is not None) and (said or "") in shown, (options, shown)
+        assert "ARE LONGER" not in shown
+    long = STEP.model_copy(update={"messages": [2**30]})
+    assert "GRADIENTS ARE LONGER than" in tables.of_predict(predict(long, whole, [2]))
+
+
+def test_an_emulated_step_is_predicted_by_its_sleep(tmp_path: Path) -> None:
+    world = EmulatedWorld(
+        ranks=2,
+        step_seconds=_estimate(5.0),
+        alone_seconds=_estimate(4.0),
+        rest_seconds=_estimate(1.0),
+        message_seconds=_estimate(1.0),
+        value_seconds=_estimate(0.1),
+        ring_seconds=None,
+        step_processor=_estimate(0.1),
+        alone_processor=_estimate(0.1),
+        sent_bytes=0.0,
+        sent_packets=0.0,
+    )
+    emulated = EmulatedResult(
+        facts=_facts_of(2),
+        model="resnet20",
+        gradients=[100, 300],
+        bucket_bytes=100,
+        emulated_seconds=3.0,
+        steps=1,
+        worlds=[world],
+        memory_by_rank=[],
+    )
+    write(tmp_path / "e.json", emulated)
+    assert read(StepResult | EmulatedResult, tmp_path / "e.json", "--step") == emulated
+    found = predict(emulated, _allreduce(Fit(beta=0.01), [2], work=1.0), [2]).checks[0]
+    # 100 bytes are ready after a quarter of the sleep, and take 1 s; the rest takes 3 s after its end. Then the update.
+    assert found.step_seconds == pytest.approx(3 + 3 + 1)
+    assert found.measured == 0.8 and found.efficiency == pytest.approx(4 / 7)
+
+
 def test_hosts_are_counted_by_local_ranks_since_two_may_share_a_name() -> None:
     step = _step(4.0, {1: 1.0, 2: 0.8}, PHASES)
-    assert "4 ranks on 2 hosts, made up" in tables.of_step(step)  # of an older version: by name
     twins = FACTS.model_copy(update={"hosts": ["a"] * 4, "local_ranks": [0, 0, 1, 0]})
     assert "4 ranks on 3 hosts, made up" in tables.of_step(step.model_copy(update={"facts": twins}))
 
 
 def test_a_prediction_from_two_machines_says_so() -> None:
-    step, allreduce = _step(4.0, {1: 1.0, 2: 0.8}, PHASES), _allreduce(Fit(0.001, 0.01, 0.001), [2])
+    step, allreduce = STEP, _allreduce(Fit(0.001, 0.01, 0.001), [2])
     assert "THE TWO MEASUREMENTS DIFFER" not in tables.of_predict(predict(step, allreduce, [2]))
     elsewhere = allreduce.model_copy(
-        update={"facts": FACTS.model_copy(update={"hosts": ["x", "x"], "controller": "gloo"})}
+        update={"facts": allreduce.facts.model_copy(update={"hosts": ["x", "y"], "controller": "gloo"})}
     )
     found = predict(step, elsewhere, [2])
     assert "THE TWO MEASUREMENTS DIFFER (hosts, controller)" in tables.of_predict(found)
-    assert (found.step_facts, found.allreduce_facts.hosts) == (FACTS, ["x", "x"])
 
 
 def test_a_message_too_large_for_the_host_is_refused() -> None:
@@ -331,21 +470,19 @@ def test_a_world_is_as_fast_as_its_slowest_rank_and_loses_against_ranks_that_do_
     assert found.step_seconds_by_rank == pytest.approx([2.25, 2.45])
 
 
-def test_gradients_get_ready_from_the_last_layer_on_and_never_before_an_earlier_part() -> None:
+def test_messages_of_a_compression() -> None:
     import keras
 
-    from hvd_cifar.models import Net
-    from hvd_cifar.tools.benchmark.step import _phases
+    from hvd_cifar.tools.benchmark.step import messages_of, sent_bytes_of
 
-    model = keras.Sequential([keras.Input((3,)), *(keras.layers.Dense(3, use_bias=False) for _ in range(4))])
-    # The second quarter is measured as shorter than the first: noise.
-    taken = {"forward": 1.0, "backward 1": 1.5, "backward 2": 1.25, "backward 3": 2.0, "backward 4": 3.0}
-    taken["compute"] = 3.5
-    found = _phases(Net(model, []), {phase: [[seconds, seconds]] for phase, seconds in taken.items()})
-    assert (found.forward_seconds, found.backward_seconds, found.update_seconds) == (1.0, 2.0, 0.5)
-    assert [gradient.name for gradient in found.gradients] == [v.path for v in model.trainable_variables[::-1]]
-    assert [gradient.ready_seconds for gradient in found.gradients] == [0.5, 0.5, 1.0, 2.0]
-    assert {gradient.bytes for gradient in found.gradients} == {36}
+    shapes = [(3, 3, 16, 32), (32,), (2, 2)]
+    variables = [keras.Variable(np.zeros(shape), dtype="float32") for shape in shapes]
+    values = 3 * 3 * 16 * 32 + 32 + 4
+    assert messages_of(variables, "none") == [values * 4]
+    assert messages_of(variables, "fp16") == messages_of(variables, "bf16") == [values * 2]
+    # The kernel is a matrix [144, 32]; the other two are no larger than their thin matrices.
+    assert messages_of(variables, "powersgd:2") == [(2 * 144 + 32 + 4) * 4, 2 * 32 * 4]
+    assert sent_bytes_of(variables[0], "none") == 2 * sent_bytes_of(variables[0], "bf16") == 144 * 32 * 4
 
 
 def test_sums_are_exact_and_terms_differ_by_rank() -> None:
@@ -387,8 +524,8 @@ def test_the_gate_names_measured_and_wanted() -> None:
         judge_efficiency(step, 0.9)
     fine = _allreduce(Fit(0.0, 1e-5, 1e-9), [2])
     judge_sums(fine)
-    spoilt = [p.model_copy(update={"wrong_values": 3 * (p.bytes == 64)}) for p in fine.points]
-    with pytest.raises(TrainingError, match="3 values of an all-reduce of 64 bytes"):
+    spoilt = [p.model_copy(update={"wrong_values": 3 * (p.bytes == 2**16)}) for p in fine.points]
+    with pytest.raises(TrainingError, match="3 values of an all-reduce of 65,536 bytes"):
         judge_sums(fine.model_copy(update={"points": spoilt}))
 
 
@@ -435,7 +572,7 @@ def test_predict_works_from_files_without_ranks(tmp_path: Path, capfd: pytest.Ca
     assert "efficiency to expect" in out and "0.900" in out
     found = json.loads((tmp_path / "p.json").read_text())
     assert [p["ranks"] for p in found["predictions"]] == [2, 64]
-    assert found["link_fit"]["beta"] == 1e-3 and found["fit"]["beta"] == 1e-4
+    assert found["link_fit"]["beta"] == 1e-3 and found["allreduce"]["fits"]["horovod"]["beta"] == 1e-4
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -491,7 +628,6 @@ def test_tables_show_the_slowest_ranks_of_many() -> None:
     step = _step(4.0, {1: 1.0, 40: 0.5}, PHASES)
     slow = [4.0 + rank / 100 for rank in range(40)]
     last = step.worlds[-1].model_copy(update={"compute_seconds_by_rank": slow})
-    facts = FACTS.model_copy(update={"hosts": [f"h{rank}" for rank in range(40)]})
-    shown = tables.of_step(step.model_copy(update={"worlds": [step.worlds[0], last], "facts": facts}))
+    shown = tables.of_step(step.model_copy(update={"worlds": [step.worlds[0], last]}))
     assert "h39" in shown and "h24" in shown and "h23" not in shown
     assert "16 slowest ranks of 40" in shown

@@ -88,11 +88,12 @@ BACKWARD = Backward(1.0, (1.0, 2.0, 3.0, 4.0), (100, 100, 100, 100))
 @pytest.mark.parametrize(
     ("link", "bucket", "expected"),
     [
-        (Link(0.1, 0.005, 0.0), None, 5 + 0.1 + 2.0),
-        (Link(0.1, 0.005, 0.0), 100, 5 + 0.1 + 0.5),  # all but the last bucket are hidden
-        (Link(0.1, 0.005, 0.0), 200, 5 + 0.1 + 1.0),
-        (Link(0.0, 0.02, 0.0), 100, 1 + 1 + 4 * 2.0),  # longer than backward: from the first gradient on
-        (Link(0.0, 0.005, 1.0), 100, 5 + 2.0 + 0.5),  # the core's own work cannot be hidden
+        (Link(0.1, 0.005), None, 5 + 0.1 + 2.0),
+        (Link(0.1, 0.005), 100, 5 + 0.1 + 0.5),  # all but the last bucket are hidden
+        (Link(0.1, 0.005), 200, 5 + 0.1 + 1.0),
+        (Link(0.0, 0.02), 100, 1 + 1 + 4 * 2.0),  # longer than backward: from the first gradient on
+        (Link(0.0, 0.005, 0.0, 0.005), 100, 5 + 2.0 + 0.5),  # the core's own work cannot be hidden
+        (Link(0.1, 0.005, 0.05, 0.002), 100, 5 + 4 * 0.05 + 400 * 0.002 + 0.1 + 0.5),  # a part of it can
     ],
 )
 def test_the_time_of_a_step_in_buckets(link: Link, bucket: int | None, expected: float) -> None:
@@ -100,9 +101,9 @@ def test_the_time_of_a_step_in_buckets(link: Link, bucket: int | None, expected:
 
 
 def test_buckets_are_chosen_where_they_save_time() -> None:
-    found = choose(BACKWARD, Link(0.01, 0.005, 0.0), (100, 200, 400))
+    found = choose(BACKWARD, Link(0.01, 0.005), (100, 200, 400))
     assert found.bucket_bytes == 100 and found.in_one_message == pytest.approx(7.01)
-    assert choose(BACKWARD, Link(1.0, 0.001, 1.0), (100, 200)).bucket_bytes is None  # a message costs too much
-    assert choose(BACKWARD, Link(0.0, 0.005, 1.0), (400,)).bucket_bytes is None  # nothing can be hidden
-    assert choose(BACKWARD, Link(0.0, 0.005, 1.0), (400,), always=True).bucket_bytes == 400
-    assert choose(BACKWARD, Link(0.0, 0.0, 0.0), (100, 200)).bucket_bytes is None
+    assert choose(BACKWARD, Link(1.0, 0.001, 1.0, 0.001), (100, 200)).bucket_bytes is None  # a message costs too much
+    assert choose(BACKWARD, Link(0.0, 0.005, 0.0, 0.005), (400,)).bucket_bytes is None  # nothing can be hidden
+    assert choose(BACKWARD, Link(0.0, 0.005, 0.0, 0.005), (400,), always=True).bucket_bytes == 400
+    assert choose(BACKWARD, Link(0.0, 0.0), (100, 200)).bucket_bytes is None

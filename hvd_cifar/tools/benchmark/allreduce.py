@@ -5,6 +5,7 @@ Each size goes through Horovod as gradients do, and through MPI directly, beside
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -86,10 +87,11 @@ def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
         for size in sizes(settings.min_bytes, settings.max_bytes, settings.factor):
             ways = _ways(job, k, size, horovod, mpi)
             points += list(_measure_size(job, k, size, ways, reason is None, settings))
+    facts = facts_of(job.world)
     return AllreduceResult(
-        facts=facts_of(job.world),
+        facts=facts,
         points=points,
-        fits=fits_by_way(points_by_way(points)),
+        fits=fits_by_way(points_by_way(points, facts.local_ranks)),
         skipped={"mpi": reason} if reason else {},
     )
 
@@ -143,14 +145,16 @@ def _measure_size(
     budget = settings.seconds / settings.repeats
     iterations: dict[Way, int] = {}
     for way in chosen:
-        once = max(_time(job, k, ways.get(way), 2)[0])
+        once = max(wall for wall, _ in _time(job, k, ways.get(way), 2)[0])
         iterations[way] = int(min(settings.iterations, max(1.0, budget / max(once, 1e-9))))
     seconds: dict[Way, list[float]] = {way: [] for way in chosen}
+    processor: dict[Way, list[float]] = {way: [] for way in chosen}
     wrong: dict[Way, int] = dict.fromkeys(chosen, 0)
     for repeat in range(settings.repeats):
         for way in chosen if repeat % 2 else chosen[::-1]:
             by_rank, result = _time(job, k, ways.get(way), iterations[way])
-            seconds[way].append(max(by_rank))
+            for taken, values in zip((seconds, processor), zip(*by_rank, strict=True), strict=True):
+                taken[way].append(max(values))
             if repeat == settings.repeats - 1:
                 wrong[way] = sum(collectives.all_gather_object(_count_wrong(job, k, way, result)))
     for way in chosen:
@@ -164,22 +168,25 @@ def _measure_size(
             seconds=estimate,
             algorithm_bandwidth=bandwidth,
             bus_bandwidth=bandwidth * (1.0 if way == "copy" else traffic(k)),
+            processor_seconds=statistics.fmean(processor[way]),
             wrong_values=wrong[way],
         )
 
 
-def _time(job: Job, k: int, once: Callable[[], Any] | None, iterations: int) -> tuple[list[float], Any]:
-    """Seconds of one iteration, by rank, and the last result; a collective of all ranks."""
-    seconds = 0.0
+def _time(job: Job, k: int, once: Callable[[], Any] | None, iterations: int) -> tuple[list[tuple[float, float]], Any]:
+    """Seconds of one iteration and the processor's seconds of it, by rank; and the last result. A collective."""
+    seconds = processor = 0.0
     result: Any = None
     if once is not None:
         collectives.barrier(job.sets[k])
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         for _ in range(iterations):
             result = once()
         np.asarray(result[-1:])  # waits for the device, and copies four bytes
         seconds = (time.perf_counter() - began) / iterations
-    return collectives.all_gather_object(seconds)[:k], None if result is None else np.asarray(result)
+        processor = (time.process_time() - worked) / iterations
+    taken = collectives.all_gather_object((seconds, processor))[:k]
+    return taken, None if result is None else np.asarray(result)
 
 
 def _count_wrong(job: Job, k: int, way: Way, result: NDArray[np.float32] | None) -> int:

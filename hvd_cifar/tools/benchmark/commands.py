@@ -95,7 +95,7 @@ def benchmark_predict(settings: BenchmarkPredictSettings) -> None:
             _check_outputs(settings)
             of_step, of_allreduce = _read_given(settings)
             assert of_step and of_allreduce
-            found = predict(of_step, of_allreduce, settings.ranks, settings.link, settings.latency)
+            found = _predict(settings, of_step, of_allreduce)
             terminal.say(tables.of_predict(found))
             _write(settings, found, lambda path: plots.of_predict(found, path))
         return
@@ -107,16 +107,24 @@ def benchmark_predict(settings: BenchmarkPredictSettings) -> None:
             allreduce.check_hosts(ranks, SIZES_FOR_A_FIT["max_bytes"], advice)
         of_step = of_step or step.measure(ranks, settings)
         of_allreduce = of_allreduce or allreduce.measure(ranks, make(BenchmarkAllreduceSettings, SIZES_FOR_A_FIT))
-        found = predict(of_step, of_allreduce, settings.ranks, settings.link, settings.latency)
+        found = _predict(settings, of_step, of_allreduce)
         if ranks.world.is_root:
             terminal.say(tables.of_predict(found))
         collectives.on_root(lambda: _write(settings, found, lambda path: plots.of_predict(found, path)))
 
 
-def _read_given(settings: BenchmarkPredictSettings) -> tuple[StepResult | None, AllreduceResult | None]:
+def _predict(
+    settings: BenchmarkPredictSettings, step: StepResult | EmulatedResult, allreduce: AllreduceResult
+) -> PredictResult:
+    return predict(step, allreduce, settings.ranks, settings.link, settings.latency, settings.ranks_per_host)
+
+
+def _read_given(
+    settings: BenchmarkPredictSettings,
+) -> tuple[StepResult | EmulatedResult | None, AllreduceResult | None]:
     step_file, allreduce_file = settings.step_file, settings.allreduce_file
     return (
-        results.read(StepResult, step_file, "--step") if step_file else None,
+        results.read(StepResult | EmulatedResult, step_file, "--step") if step_file else None,
         results.read(AllreduceResult, allreduce_file, "--allreduce") if allreduce_file else None,
     )
 

@@ -79,7 +79,7 @@ def measure(job: Job, options: BenchmarkStepSettings) -> EmulatedResult:
     return EmulatedResult(
         facts=facts_of(job.world),
         model=options.model,
-        gradient_bytes=sum(bytes_of(v) for v in variables),
+        gradients=[bytes_of(v) for v in variables[::-1]],
         bucket_bytes=bucket_bytes,
         emulated_seconds=options.emulate_compute,
         steps=options.steps,

@@ -1,28 +1,60 @@
 """A formula for the time of an all-reduce, fitted to measurements. Pure functions.
 
-A ring all-reduce of S bytes over p ranks takes 2 (p - 1) messages, one after the other, of S / p bytes each:
+An all-reduce of S bytes over H hosts of L ranks each has two levels (docs/network.md): a ring between the hosts, and
+one between the ranks of each host. A ring of n takes 2 (n - 1) messages, one after the other, of S / n bytes each:
 
-    seconds = start + 2 (p - 1) alpha + 2 (p - 1) / p * S * beta
+    seconds = start + 2 (H - 1) alpha + 2 (H - 1) / H * S * beta + 2 (L - 1) alpha' + 2 (L - 1) / L * S * beta'
 
-alpha is the time of an empty message, beta the time of a byte (Patarasuk, Yuan: Bandwidth optimal all-reduce algorithms
-for clusters of workstations, 2009). `start` does not depend on the ranks: Horovod looks for work at intervals
-(HOROVOD_CYCLE_TIME), and its ranks agree on it.
+alpha is the time of an empty message and beta the time of a byte between hosts, alpha' and beta' are those within a
+host (Patarasuk, Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009). `start` does not
+depend on the ranks: Horovod looks for work at intervals (HOROVOD_CYCLE_TIME), and its ranks agree on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+# Bytes of the shortest message that is fitted, where there are longer ones. Shorter ones take another way than a ring,
+# and a step sends none.
+LEAST_BYTES = 2**14
+INDEPENDENT = 1e-6  # relative singular value from which on a column tells something that those before it do not
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where ranks are: as many on each host."""
+
+    hosts: int
+    local: int
+
+    @property
+    def ranks(self) -> int:
+        """Their number."""
+        return self.hosts * self.local
+
+    @classmethod
+    def of(cls, local_ranks: Sequence[int]) -> Layout:
+        """Of a job, from each rank's local rank. Ranks that are spread unevenly form one ring: a host each."""
+        hosts = local_ranks.count(0)
+        even = all(local_ranks.count(i) == hosts for i in range(max(local_ranks) + 1))
+        return cls(hosts, len(local_ranks) // hosts) if even else cls(len(local_ranks), 1)
+
+    @classmethod
+    def filled(cls, ranks: int, slots: int) -> Layout:
+        """`ranks` on hosts that are filled in turn with up to `slots` each; unevenly, they form one ring."""
+        local = min(ranks, slots)
+        return cls(ranks, 1) if ranks % local else cls(ranks // local, local)
+
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement of an all-reduce: ranks, bytes of the message, seconds."""
+    """One measurement of an all-reduce: layout, bytes of the message, seconds."""
 
-    ranks: int
+    layout: Layout
     bytes: int
     seconds: float
 
@@ -31,16 +63,18 @@ class Point:
 class Fit:
     """The numbers of the formula, and its errors.
 
-    start, alpha: in seconds. beta: in seconds a byte; 0 where no measurement was long enough to show it.
-    alpha_known: False where the measurements could not tell alpha from `start`, which then holds both.
+    start, alpha, local_alpha: in seconds. beta, local_beta: in seconds a byte.
+    unknown: those that the measurements could not tell, and that are 0; `start` holds what they add to it.
     errors: |predicted / measured - 1| of the measurements, ascending.
     """
 
-    start: float
-    alpha: float
-    beta: float
+    start: float = 0.0
+    alpha: float = 0.0
+    beta: float = 0.0
+    local_alpha: float = 0.0
+    local_beta: float = 0.0
+    unknown: tuple[str, ...] = ()
     errors: tuple[float, ...] = ()
-    alpha_known: bool = True
 
     @property
     def median_error(self) -> float:
@@ -52,24 +86,34 @@ class Fit:
         """Of |predicted / measured - 1|; 0 without measurements."""
         return max(self.errors, default=0.0)
 
-    def seconds(self, ranks: int, size: float) -> float:
-        """The time of an all-reduce of `size` bytes; 0 for one rank."""
-        if ranks == 1:
+    def overhead(self, layout: Layout) -> float:
+        """The time of an empty all-reduce; 0 for one rank."""
+        if layout.ranks == 1:
             return 0.0
-        return self.start + messages(ranks) * self.alpha + traffic(ranks) * size * self.beta
+        return self.start + messages(layout.hosts) * self.alpha + messages(layout.local) * self.local_alpha
+
+    def per_byte(self, layout: Layout, levels: bool = True) -> float:
+        """The time of each byte. Without `levels` every rank exchanges its part with the ranks of all other hosts."""
+        if not levels and layout.hosts > 1:
+            return traffic(layout.hosts) * layout.local * self.beta
+        return traffic(layout.hosts) * self.beta + traffic(layout.local) * self.local_beta
+
+    def seconds(self, layout: Layout, size: float) -> float:
+        """The time of an all-reduce of `size` bytes; 0 for one rank."""
+        return self.overhead(layout) + size * self.per_byte(layout)
 
 
-def messages(ranks: int) -> int:
-    """Messages that a ring all-reduce sends one after the other: 2 (p - 1)."""
-    return 2 * (ranks - 1)
+def messages(members: int) -> int:
+    """Messages that a ring all-reduce sends one after the other: 2 (n - 1)."""
+    return 2 * (members - 1)
 
 
-def traffic(ranks: int) -> float:
-    """Bytes that each rank sends for each byte to be reduced: 2 (p - 1) / p. Bus bandwidth is this times S / t."""
-    return 2 * (ranks - 1) / ranks
+def traffic(members: int) -> float:
+    """Bytes that each member sends for each byte to be reduced: 2 (n - 1) / n. Bus bandwidth is this times S / t."""
+    return 2 * (members - 1) / members
 
 
-def fit(points: Sequence[Point], with_start: bool, alpha: float | None = None) -> Fit | None:
+def fit(points: Sequence[Point], with_start: bool) -> Fit | None:
     """Least squares of log(predicted / measured), with no number below 0.
 
     Times go from microseconds to seconds, and with ratios all sizes have the same weight. With their logarithms, twice
@@ -77,50 +121,60 @@ def fit(points: Sequence[Point], with_start: bool, alpha: float | None = None) -
     1, and noise would make every network look faster.
 
     Args:
-        with_start: whether to fit a `start`. Measurements on one number of ranks cannot tell it from alpha: alpha is
-            then 0, unless it is given, since a cycle of Horovod's takes as long as a hundred messages.
-        alpha: known from other measurements; None: fitted.
+        with_start: whether to fit a `start`. Measurements on one layout cannot tell it from alpha.
 
     Returns:
         None without measurements of two sizes on two ranks or more.
     """
-    points = [p for p in points if p.ranks > 1]
+    points = [p for p in points if p.layout.ranks > 1 and p.seconds > 0]
+    long = [p for p in points if p.bytes >= LEAST_BYTES]
+    points = long if len({p.bytes for p in long}) > 1 else points
     if len({p.bytes for p in points}) < 2:
         return None
-    alpha_known = not with_start or alpha is not None or len({p.ranks for p in points}) > 1
-    columns = {"beta": [traffic(p.ranks) * p.bytes for p in points]}
-    if alpha is None and alpha_known:
-        columns["alpha"] = [messages(p.ranks) for p in points]
-    if with_start:
-        columns["start"] = [1.0 for _ in points]
     seconds = np.array([p.seconds for p in points])
-    known = np.array([messages(p.ranks) * (alpha or 0.0) for p in points])
-    values = _least_squares_of_logarithms(np.array([*columns.values()], float).T, known, seconds)
-    found = {"start": 0.0, "alpha": alpha or 0.0, **dict(zip(columns, values.tolist(), strict=True))}
-    result = Fit(**found, alpha_known=alpha_known)
-    errors = sorted(abs(result.seconds(p.ranks, p.bytes) / p.seconds - 1) for p in points)
-    return replace(result, errors=tuple(errors))
+    relative: dict[str, NDArray[np.float64]] = {}
+    wanted = [name for name in _FACTORS if with_start or name != "start"]
+    for name in wanted:
+        column = np.array([_FACTORS[name](p) for p in points], float) / seconds
+        if _rank([*relative.values(), column]) > len(relative):
+            relative[name] = column
+    values = _least_squares_of_logarithms(np.array([*relative.values()]).T)
+    unknown = tuple(name for name in wanted if name not in relative)
+    found = Fit(**dict(zip(relative, values.tolist(), strict=True)), unknown=unknown)
+    return replace(found, errors=tuple(sorted(abs(found.seconds(p.layout, p.bytes) / p.seconds - 1) for p in points)))
 
 
-def _least_squares_of_logarithms(
-    matrix: NDArray[np.float64], known: NDArray[np.float64], seconds: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """x [columns], none below 0, with the least squares of log((known + matrix @ x) / seconds).
+# What each number is multiplied by. Where two cannot be told apart, the first one is fitted.
+_FACTORS: dict[str, Callable[[Point], float]] = {
+    "beta": lambda p: traffic(p.layout.hosts) * p.bytes,
+    "start": lambda p: 1.0,
+    "alpha": lambda p: messages(p.layout.hosts),
+    "local_beta": lambda p: traffic(p.layout.local) * p.bytes,
+    "local_alpha": lambda p: messages(p.layout.local),
+}
+
+
+def _rank(columns: Sequence[NDArray[np.float64]]) -> int:
+    matrix = np.array([column / max(float(np.linalg.norm(column)), 1e-300) for column in columns])
+    return int(np.linalg.matrix_rank(matrix, tol=INDEPENDENT))
+
+
+def _least_squares_of_logarithms(relative: NDArray[np.float64]) -> NDArray[np.float64]:
+    """x [columns], none below 0, with the least squares of log(relative @ x).
 
     It starts from the least squares of relative errors. "dogbox" can end on a limit; "trf" cannot.
     """
     from scipy import optimize  # a second of every start, where no fit is asked for
 
-    relative = matrix / seconds[:, None]
     scale = np.linalg.norm(relative, axis=0)  # columns differ by the size of a byte's time
-    relative, known = relative / scale, known / seconds
-    start, _ = optimize.nnls(relative, 1 - known)
-    if not (known + relative @ start).all():
+    relative = relative / scale
+    start, _ = optimize.nnls(relative, np.ones(len(relative)))
+    if not (relative @ start).all():
         return start / scale
     found = optimize.least_squares(
-        lambda x: np.log(known + relative @ x),
+        lambda x: np.log(relative @ x),
         start,
-        lambda x: relative / (known + relative @ x)[:, None],
+        lambda x: relative / (relative @ x)[:, None],
         bounds=(0, np.inf),
         method="dogbox",
     )
@@ -128,10 +182,6 @@ def _least_squares_of_logarithms(
 
 
 def fits_by_way(measured: Mapping[str, Sequence[Point]]) -> dict[str, Fit]:
-    """alpha, beta and, for Horovod, the start, from the measurements of each way ("horovod", "mpi")."""
-    mpi = fit(measured.get("mpi", ()), with_start=False)
-    points = measured.get("horovod", ())
-    # On one number of ranks Horovod's start cannot be told from its messages. MPI's alpha is that of the same messages.
-    single = len({p.ranks for p in points}) == 1
-    horovod = fit(points, with_start=True, alpha=mpi.alpha if mpi and single else None)
-    return {way: found for way, found in (("horovod", horovod), ("mpi", mpi)) if found is not None}
+    """The fit of each way ("horovod", "mpi", "processor"); MPI alone has no `start`."""
+    found = {way: fit(points, with_start=way != "mpi") for way, points in measured.items()}
+    return {way: of_way for way, of_way in found.items() if of_way is not None}

@@ -9,6 +9,7 @@ import matplotlib
 import numpy as np
 
 from hvd_cifar.errors import UserError
+from hvd_cifar.tools.benchmark.fits import Layout
 from hvd_cifar.tools.benchmark.results import AllreduceResult, Estimate, PredictResult, StepResult
 
 matplotlib.use("agg")  # before pyplot, which else looks for a screen
@@ -58,7 +59,8 @@ def of_allreduce(found: AllreduceResult, path: Path) -> None:
         (line,) = times.plot(size, [p.seconds.mean * 1e6 for p in points], marker=".", label=f"{way}, {ranks} ranks")
         fit = found.fits.get(way)
         if fit:
-            fitted = [fit.seconds(ranks, s) * 1e6 for s in size]
+            layout = Layout.of(found.facts.local_ranks[:ranks])
+            fitted = [fit.seconds(layout, s) * 1e6 for s in size]
             times.plot(size, fitted, color=line.get_color(), linestyle=":", linewidth=1)
         bandwidths.plot(size, [p.bus_bandwidth / 1e9 for p in points], marker=".", color=line.get_color())
     times.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us", title="time (dotted: fitted)")
@@ -71,20 +73,20 @@ def of_predict(found: PredictResult, path: Path) -> None:
     """Efficiency over ranks, predicted and measured."""
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     ranks = [p.ranks for p in found.predictions]
-    axes.plot(ranks, [p.efficiency for p in found.predictions], marker=".", label="all-reduce after backward")
-    beside = [p.efficiency_overlapped for p in found.predictions]
-    axes.plot(ranks, beside, marker=".", label="all-reduce beside backward")
+    in_one = [p.efficiency_in_one_message for p in found.predictions]
+    axes.plot(ranks, in_one, marker=".", label="in one message, after backward")
+    axes.plot(ranks, [p.efficiency for p in found.predictions], marker=".", label="as a run chooses")
     own = [p for p in found.checks if p.measured_on == p.ranks]
     measured = [
         Estimate(mean=p.measured, standard_error=p.measured_standard_error, n=0) for p in own if p.measured is not None
     ]
     if measured:
-        label = "measured" if found.link_fit == found.fit else "measured, without that link"
+        label = "measured" if found.link_fit == found.allreduce.fits["horovod"] else "measured, without that link"
         _with_errors(axes, [p.ranks for p in own], measured, label, linestyle="", color="black")
     ticks = sorted({*ranks, *(p.ranks for p in own)})
     axes.set(xscale="log", xlabel="ranks", ylabel="scaling efficiency", ylim=(0, 1.05), xticks=ticks, xticklabels=ticks)
     axes.minorticks_off()
-    axes.set_title(f"{found.model}, {found.precision}, {found.per_rank_batch_size} images a rank")
+    axes.set_title(found.step.model)
     axes.legend()
     _save(figure, path)
 

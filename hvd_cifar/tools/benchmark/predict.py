@@ -1,60 +1,113 @@
 """`benchmark predict`: scaling efficiency at any number of ranks, from what was measured on a few. Pure functions.
 
-The time of a step is the computation of its slowest rank and an all-reduce: of all gradients after the backward pass,
-or beside it, as gradients get ready. Efficiency is the mean computation of the ranks over that time. Computation, and
-how far the slowest rank is behind, are taken from the measurement on the most ranks. Predictions from the fewest ranks
-alone, compared with the measurements on more, show how good this is.
+The time of a step is the computation of its slowest rank and what of the all-reduces is not hidden behind the backward
+pass (`distributed.overlap`, by which a run chooses its buckets). Efficiency is the mean computation of the ranks over
+that time. Computation, and how far the slowest rank is behind, are taken from the measurement on the most ranks.
+Predictions from the fewest ranks alone, compared with the measurements on more, show how good this is.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from hvd_cifar.distributed.overlap import end_of_messages
+from hvd_cifar.distributed.overlap import Backward, Link, choose, seconds_with
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import provenance
-from hvd_cifar.tools.benchmark.fits import Fit, fits_by_way
+from hvd_cifar.tools.benchmark.fits import Fit, Layout, fits_by_way
 from hvd_cifar.tools.benchmark.results import (
     AllreduceResult,
+    EmulatedResult,
     Prediction,
     PredictResult,
     StepResult,
-    WorldResult,
     points_by_way,
 )
 
+FREE = Fit()  # takes no time
 
-def predict_one(step: StepResult, fit: Fit, ranks: int, like: WorldResult) -> Prediction:
-    """The efficiency on `ranks` ranks, with the computation measured in `like`."""
-    phases = step.phases
-    sizes = [gradient.bytes for gradient in phases.gradients]
-    communication = fit.seconds(ranks, sum(sizes))
-    lockstep = like.lockstep_seconds.mean if ranks > 1 else like.compute_seconds.mean
-    # The phases were measured alone. They are scaled to the time of a whole step.
-    whole = phases.forward_seconds + phases.backward_seconds + phases.update_seconds
-    scale = lockstep / whole
-    before_update = (phases.forward_seconds + phases.backward_seconds) * scale
-    ready = [(phases.forward_seconds + gradient.ready_seconds) * scale for gradient in phases.gradients]
-    end = before_update
-    if ranks > 1:
-        end = end_of_messages(ready, sizes, fit.start, lambda size: fit.seconds(ranks, size) - fit.start)
-    overlapped = lockstep + max(0.0, end - before_update)
+
+@dataclass(frozen=True)
+class Measured:
+    """A step on some ranks.
+
+    Attributes:
+        layout: of the ranks.
+        mean: seconds of a step without communication, over the ranks.
+        backward: of the slowest rank, as part of such a step.
+        update: seconds that follow the last sum.
+        efficiency: and its standard error.
+    """
+
+    layout: Layout
+    mean: float
+    backward: Backward
+    update: float
+    efficiency: float
+    standard_error: float | None
+
+
+@dataclass(frozen=True)
+class Network:
+    """All-reduces.
+
+    Attributes:
+        wall: the fit of their time.
+        processor: of the processor's part of it that backward does without.
+        levels: whether an all-reduce has two levels; without, ranks of a host share its link.
+    """
+
+    wall: Fit
+    processor: Fit = FREE
+    levels: bool = True
+
+    def link(self, layout: Layout) -> Link:
+        """The all-reduce over ranks of a layout."""
+        wall, work = self.wall, self.processor
+        per_byte = [of.per_byte(layout, self.levels) for of in (wall, work)]
+        return Link(wall.overhead(layout), per_byte[0], min(wall.overhead(layout), work.overhead(layout)), per_byte[1])
+
+
+def predict_one(
+    step: StepResult | EmulatedResult, network: Network, layout: Layout, like: Measured, buckets: int | None | str
+) -> Prediction:
+    """The efficiency on ranks of `layout`, with the computation measured in `like`.
+
+    Args:
+        buckets: their bytes; None: one message; "auto": as a run on several hosts chooses.
+    """
+    link = network.link(layout)
+    messages = _messages(step)
+    in_one = like.backward.seconds + sum(map(link.seconds, messages))
+    alone = layout.ranks == 1
+    if alone or len(messages) > 1:  # nothing to send, or PowerSGD, whose few bytes leave after the backward pass
+        buckets = None
+    elif buckets == "auto":
+        buckets = choose(like.backward, link).bucket_bytes if layout.hosts > 1 else None
+    assert not isinstance(buckets, str)
+    end = in_one if buckets is None else seconds_with(like.backward, link, buckets)
+    if alone:
+        in_one = end = like.mean - like.update
     return Prediction(
-        ranks=ranks,
-        measured_on=like.ranks,
-        communication_seconds=communication,
-        efficiency=like.compute_seconds.mean / (lockstep + communication),
-        efficiency_overlapped=like.compute_seconds.mean / overlapped,
+        ranks=layout.ranks,
+        hosts=layout.hosts,
+        measured_on=like.layout.ranks,
+        communication_seconds=sum(map(link.seconds, messages)),
+        bucket_bytes=buckets,
+        step_seconds=end + like.update,
+        efficiency=like.mean / (end + like.update),
+        efficiency_in_one_message=like.mean / (in_one + like.update),
     )
 
 
 def predict(
-    step: StepResult,
+    step: StepResult | EmulatedResult,
     allreduce: AllreduceResult,
     ranks: Sequence[int],
     link: float | None = None,
     latency: float | None = None,
+    ranks_per_host: int | None = None,
 ) -> PredictResult:
     """Predictions for `ranks`, and checks against all numbers of ranks that were measured.
 
@@ -64,50 +117,101 @@ def predict(
 
     Args:
         link: bytes a second of each host's link, instead of the measured bandwidth.
-        latency: seconds of a message, instead of the measured one.
+        latency: seconds of a message over the link, instead of the measured one.
+        ranks_per_host: of the predictions; None: as measured.
 
     Raises:
         UserError: where no fit of Horovod's all-reduce is among the results.
     """
     if "horovod" not in allreduce.fits:
         raise UserError("the all-reduces hold no fit of Horovod's: measure them again, with more sizes or ranks")
+    measured = _measured(step)
+    several = [m for m in measured if m.layout.ranks > 1]
+    fewest = several[0].layout.ranks if several else 0
+    of_fewest = fits_by_way(points_by_way(allreduce.points, allreduce.facts.local_ranks, fewest))
+    checks = [(m, m, allreduce.fits) for m in several]
+    checks += [(m, several[0], of_fewest) for m in several[1:] if "horovod" in of_fewest]
+    local_ranks = ranks_per_host or Layout.of(step.facts.local_ranks).local
+    wanted = {
+        name: value for name, value in (("alpha", latency), ("beta", 1 / link if link else None)) if value is not None
+    }
     fit = allreduce.fits["horovod"]
     link_fit = replace(
         fit,
-        alpha=fit.alpha if latency is None else latency,
-        alpha_known=fit.alpha_known or latency is not None,
-        beta=fit.beta if link is None else 1 / link,
-        errors=() if link or latency is not None else fit.errors,
+        **wanted,
+        unknown=tuple(name for name in fit.unknown if name not in wanted),
+        errors=() if wanted else fit.errors,
     )
-    worlds = sorted((world for world in step.worlds if world.ranks > 1), key=lambda world: world.ranks)
-    fewest = worlds[0].ranks if worlds else 0
-    of_fewest = fits_by_way(points_by_way(allreduce.points, fewest)).get("horovod")
-    pairs = [(world, world, fit) for world in worlds]
-    pairs += [(world, worlds[0], of_fewest) for world in worlds[1:] if of_fewest]
-    checks = [
-        predict_one(step, by, world.ranks, like).model_copy(
-            update={
-                "measured": world.efficiency.mean,
-                "measured_standard_error": world.efficiency.standard_error,
-            }
-        )
-        for world, like, by in pairs
-    ]
-    most = max(step.worlds, key=lambda world: world.ranks)
+    of_link = _network(step, {**allreduce.fits, "horovod": link_fit})
     return PredictResult(
         command=provenance.command(),
-        step_facts=step.facts,
-        allreduce_facts=allreduce.facts,
-        model=step.model,
-        precision=step.precision,
-        per_rank_batch_size=step.per_rank_batch_size,
-        gradient_bytes=sum(gradient.bytes for gradient in step.phases.gradients),
-        most_bytes=max(p.bytes for p in allreduce.points if p.way == "horovod"),
-        most_ranks=max(p.ranks for p in allreduce.points if p.way == "horovod"),
-        compute_seconds=most.compute_seconds.mean,
-        lockstep_seconds=most.lockstep_seconds.mean,
-        fit=fit,
+        step=step,
+        allreduce=allreduce,
+        local_ranks=local_ranks,
         link_fit=link_fit,
-        checks=checks,
-        predictions=[predict_one(step, link_fit, n, most) for n in ranks],
+        checks=[
+            predict_one(step, _network(step, fits), m.layout, like, step.bucket_bytes).model_copy(
+                update={"measured": m.efficiency, "measured_standard_error": m.standard_error}
+            )
+            for m, like, fits in checks
+        ],
+        predictions=[predict_one(step, of_link, Layout.filled(n, local_ranks), measured[-1], "auto") for n in ranks],
     )
+
+
+def _network(step: StepResult | EmulatedResult, fits: dict[str, Fit]) -> Network:
+    # A GPU computes, and a sleep goes on, while the processor works for the all-reduce.
+    beside = isinstance(step, EmulatedResult) or "GPU" in step.facts.device
+    bf16 = isinstance(step, StepResult) and step.compression == "bf16"
+    return Network(fits["horovod"], FREE if beside else fits.get("processor", FREE), levels=not bf16)
+
+
+def _messages(step: StepResult | EmulatedResult) -> list[int]:
+    return step.messages if isinstance(step, StepResult) else [sum(step.gradients)]
+
+
+def _measured(step: StepResult | EmulatedResult) -> list[Measured]:
+    """The step on each number of ranks, ascending."""
+    found = _of_emulated(step) if isinstance(step, EmulatedResult) else _of_step(step)
+    return sorted(found, key=lambda measured: measured.layout.ranks)
+
+
+def _of_step(step: StepResult) -> list[Measured]:
+    phases = step.phases
+    whole = phases.forward_seconds + phases.backward_seconds + phases.update_seconds
+    found = []
+    for world in step.worlds:
+        # The phases were measured alone. They are scaled to the time of a whole step.
+        scale = (world.lockstep_seconds.mean if world.ranks > 1 else world.compute_seconds.mean) / whole
+        found.append(
+            Measured(
+                layout=Layout.of(step.facts.local_ranks[: world.ranks]),
+                mean=world.compute_seconds.mean,
+                backward=Backward(
+                    phases.forward_seconds * scale,
+                    tuple(gradient.ready_seconds * scale for gradient in phases.gradients),
+                    tuple(gradient.bytes for gradient in phases.gradients),
+                ),
+                update=phases.update_seconds * scale,
+                efficiency=world.efficiency.mean,
+                standard_error=world.efficiency.standard_error,
+            )
+        )
+    return found
+
+
+def _of_emulated(step: EmulatedResult) -> list[Measured]:
+    sent = list(itertools.accumulate(step.gradients))
+    return [
+        Measured(
+            layout=Layout.of(step.facts.local_ranks[: world.ranks]),
+            mean=world.alone_seconds.mean,
+            backward=Backward(
+                0.0, tuple(step.emulated_seconds * done / sent[-1] for done in sent), tuple(step.gradients)
+            ),
+            update=world.alone_seconds.mean - step.emulated_seconds,
+            efficiency=world.alone_seconds.mean / world.step_seconds.mean,
+            standard_error=None,
+        )
+        for world in step.worlds
+    ]

@@ -9,13 +9,13 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, computed_field
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, computed_field
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import replace_text
-from hvd_cifar.tools.benchmark.fits import Fit, Point
+from hvd_cifar.tools.benchmark.fits import Fit, Layout, Point
 
 
 class _Result(BaseModel):
@@ -47,7 +47,7 @@ class Facts(_Result):
     processor: str  # of rank 0's host: its GPU, or its CPU
     cores: int  # that rank 0 may use
     hosts: list[str]  # names, by rank; two hosts may share one
-    local_ranks: list[int] = []  # by rank: as many hosts as zeros; empty in files of older versions
+    local_ranks: list[int]  # by rank: as many hosts as zeros
     device: str
     threads: int
     controller: str
@@ -88,12 +88,12 @@ class Gradient(_Result):
     """A variable's gradient; gradients are in the order of the backward pass."""
 
     name: str
-    bytes: int
+    bytes: int  # as it is sent
     ready_seconds: float  # after the start of the backward pass
 
 
 class Phases(_Result):
-    """Parts of one rank's step without communication, on the most ranks at once."""
+    """Parts of the slowest rank's step without communication, on all ranks at once."""
 
     forward_seconds: float
     backward_seconds: float
@@ -117,6 +117,9 @@ class StepResult(_Result):
     precision: str
     dataset: str
     per_rank_batch_size: int
+    compression: str
+    bucket_bytes: int | None  # None: gradients leave after the backward pass
+    messages: list[int]  # then their bytes, one after the other
     steps: int
     worlds: list[WorldResult]
     phases: Phases
@@ -149,7 +152,7 @@ class EmulatedResult(_Result):
     benchmark: Literal["emulated step"] = "emulated step"
     facts: Facts
     model: str
-    gradient_bytes: int
+    gradients: list[int]  # bytes, in the order of the backward pass
     bucket_bytes: int | None
     emulated_seconds: float
     steps: int
@@ -167,6 +170,7 @@ class AllreducePoint(_Result):
     seconds: Estimate
     algorithm_bandwidth: float  # bytes a second
     bus_bandwidth: float  # the same, times 2 (p - 1) / p
+    processor_seconds: float  # of the rank that works longest for one; it includes waiting, where ranks poll
     wrong_values: int  # over all ranks
 
 
@@ -176,27 +180,35 @@ class AllreduceResult(_Result):
     benchmark: Literal["allreduce"] = "allreduce"
     facts: Facts
     points: list[AllreducePoint]
-    fits: dict[str, Fit]  # by way
+    fits: dict[str, Fit]  # by way; "processor": of the processor's time for Horovod's
     skipped: dict[str, str]  # ways that were not available, and why
 
 
-def points_by_way(points: Sequence[AllreducePoint], most_ranks: int | None = None) -> dict[str, list[Point]]:
-    """The measurements on up to `most_ranks` ranks, by way, for a fit."""
+def points_by_way(
+    points: Sequence[AllreducePoint], local_ranks: Sequence[int], most_ranks: int | None = None
+) -> dict[str, list[Point]]:
+    """The measurements on up to `most_ranks` ranks, by way, for a fit. `local_ranks`: by rank."""
     found: dict[str, list[Point]] = {}
     for p in points:
         if most_ranks is None or p.ranks <= most_ranks:
-            found.setdefault(p.way, []).append(Point(p.ranks, p.bytes, p.seconds.mean))
+            layout = Layout.of(local_ranks[: p.ranks])
+            found.setdefault(p.way, []).append(Point(layout, p.bytes, p.seconds.mean))
+            if p.way == "horovod":
+                found.setdefault("processor", []).append(Point(layout, p.bytes, p.processor_seconds))
     return found
 
 
 class Prediction(_Result):
-    """Scaling efficiency on `ranks` ranks, from measurements on at most `measured_on` ranks."""
+    """Scaling efficiency on `ranks` ranks of `hosts` hosts, from measurements on at most `measured_on` ranks."""
 
     ranks: int
+    hosts: int
     measured_on: int
-    communication_seconds: float
-    efficiency: float  # where the all-reduce begins after the backward pass
-    efficiency_overlapped: float  # where it runs beside it
+    communication_seconds: float  # of all gradients in one message
+    bucket_bytes: int | None  # None: one message after the backward pass
+    step_seconds: float
+    efficiency: float
+    efficiency_in_one_message: float
     measured: float | None = None
     measured_standard_error: float | None = None
 
@@ -206,35 +218,18 @@ class Prediction(_Result):
         """efficiency / measured - 1."""
         return None if self.measured is None else self.efficiency / self.measured - 1
 
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def error_overlapped(self) -> float | None:
-        """efficiency_overlapped / measured - 1."""
-        return None if self.measured is None else self.efficiency_overlapped / self.measured - 1
-
 
 class PredictResult(_Result):
     """Of `benchmark predict`."""
 
     benchmark: Literal["predict"] = "predict"
     command: str
-    step_facts: Facts  # of the two results that it is made from
-    allreduce_facts: Facts
-    model: str
-    precision: str
-    per_rank_batch_size: int
-    gradient_bytes: int
-    most_bytes: int  # of an all-reduce that was measured
-    most_ranks: int
-    compute_seconds: float  # of a step on the most ranks that were measured
-    lockstep_seconds: float  # of its slowest rank
-    fit: Fit  # of the all-reduce, as measured
-    link_fit: Fit  # the same with the link's numbers, where they are given
+    step: StepResult | EmulatedResult  # the two results that it is made from
+    allreduce: AllreduceResult
+    local_ranks: int  # of each host, where there are more hosts than one
+    link_fit: Fit  # of the all-reduces, with the link's numbers where they are given
     checks: list[Prediction]  # of what was measured: from measurements on as many ranks, and on the fewest alone
     predictions: list[Prediction]  # with `link_fit`
-
-
-R = TypeVar("R", bound=_Result)
 
 
 def write(path: Path, result: _Result) -> None:
@@ -245,11 +240,20 @@ def write(path: Path, result: _Result) -> None:
         raise UserError(f"cannot write {path}: {failure.strerror}; give a file that can be written") from None
 
 
-def read(kind: type[R], path: Path, option: str) -> R:
-    """Read a result that `write` wrote. Raises UserError, naming the option, where the file holds no such result."""
-    name: Any = kind.model_fields["benchmark"].default
+def read(kind: Any, path: Path, option: str) -> Any:
+    """Read a result that `write` wrote.
+
+    Args:
+        kind: a class of results, or a union of them.
+        option: that names the file.
+
+    Raises:
+        UserError: where the file holds no such result.
+    """
+    kinds = getattr(kind, "__args__", (kind,))
+    name = kinds[0].model_fields["benchmark"].default
     try:
-        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+        return TypeAdapter(kind).validate_json(path.read_text(encoding="utf-8"))
     except OSError as failure:
         raise UserError(f"{option} {path}: {failure.strerror}; give the --json file of `benchmark {name}`") from None
     except (ValidationError, UnicodeDecodeError):

@@ -16,19 +16,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_cifar.config import StepWork, TrainSettings
+from hvd_cifar.config import StepWork, TrainSettings, low_rank_of
 from hvd_cifar.data.pipeline import PREFETCH_BATCHES, MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler
-from hvd_cifar.distributed import collectives, process_sets
-from hvd_cifar.models import Net
+from hvd_cifar.distributed import collectives, powersgd, process_sets
+from hvd_cifar.distributed.optimizer import reduction_of
+from hvd_cifar.distributed.overlap import Backward
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.reporting import terminal
 from hvd_cifar.tools.benchmark.job import Job, facts_of, memory_of_this_process
 from hvd_cifar.tools.benchmark.results import Estimate, Gradient, Phases, SlowestRank, StepResult, WorldResult
 from hvd_cifar.training.assemble import Work, make_net, make_optimizer, prepare, step_spec, with_buckets_of
-from hvd_cifar.training.overlap import set_buckets
+from hvd_cifar.training.overlap import measure_backward, set_buckets
 from hvd_cifar.training.plan import precision_of
-from hvd_cifar.training.step import cross_entropy, make_train_step
+from hvd_cifar.training.step import make_train_step
 
 # Small, so that a net that trains on one batch again and again stays finite. It does not change a step's time.
 LEARNING_RATE = 1e-3
@@ -36,9 +37,9 @@ LEARNING_RATE = 1e-3
 LEAD_IN = 2
 LEAD_IN_OF_INPUT = PREFETCH_BATCHES + 1
 ENDLESS = 2**31  # steps
+HALVES = ("fp16", "bf16")  # compressions that send HALF_BYTES a value
+HALF_BYTES, FLOAT_BYTES = 2, 4
 WAYS = ("communication", "input", "fed", "step", "compute")  # those that are compared are neighbours
-CUTS = 4  # parts of the backward pass, each with its own time
-PHASES = ("forward", *(f"backward {i}" for i in range(1, CUTS + 1)))
 
 Repeat = Callable[[int], None]  # repeats something n times, and returns when the device has finished
 
@@ -64,7 +65,6 @@ def measure(job: Job, options: StepWork) -> StepResult:
     bench = make_bench(job, train_settings(options))
     most = max(job.sets)
     turns = [(k, way) for k in job.sets for way in WAYS if not (way == "communication" and k == 1)]
-    turns += [(most, phase) for phase in PHASES]
     # By ranks and way: for each repeat, mean seconds of a step by rank.
     taken: dict[int, dict[str, list[list[float]]]] = {k: defaultdict(list) for k in job.sets}
     waiting: list[float] = []
@@ -82,15 +82,19 @@ def measure(job: Job, options: StepWork) -> StepResult:
             terminal.say("\n".join([*bench.overlap, "warmed up"]))
 
     facts = facts_of(job.world)
+    variables, compression = bench.net.model.trainable_variables, bench.work.settings.compression
     return StepResult(
         facts=facts,
         model=bench.work.settings.model,
         precision=precision_of(bench.work.settings),
         dataset=bench.work.dataset.name,
         per_rank_batch_size=options.batch_size,
+        compression=compression,
+        bucket_bytes=bench.bucket_bytes,
+        messages=messages_of(variables, compression),
         steps=options.steps,
         worlds=[_world_result(k, taken[k], options.batch_size, facts.hosts) for k in job.sets],
-        phases=_phases(bench.net, {phase: taken[most][phase] for phase in ("compute", *PHASES)}),
+        phases=_phases(bench, options.repeats, statistics.median(map(max, taken[most]["compute"]))),
         memory_by_rank=collectives.all_gather_object(memory_of_this_process()),
         waiting_cpu=statistics.fmean(waiting) if waiting else None,
     )
@@ -140,6 +144,8 @@ class Bench:
         self._model_optimizer = make_optimizer(work, self.net, LEARNING_RATE)
         examples = len(self.in_memory.label)
         self.overlap = set_buckets(work.settings, job.world, self.net, self._model_optimizer, step_spec(work), examples)
+        reduction = reduction_of(self._model_optimizer)
+        self.bucket_bytes = reduction.bucket_bytes if reduction else None
         self._repeats: dict[tuple[int, str], Repeat] = {}
         self._steps: dict[int, Callable[..., Any]] = {}
 
@@ -176,9 +182,8 @@ class Bench:
             return self._step(process_sets.ALONE, 1, lambda: self.in_memory)
         if way == "communication":
             return self._reduction(ranks)
-        if way == "input":
-            return lambda: next(self.batches).weight
-        return self._part(PHASES.index(way))
+        assert way == "input"
+        return lambda: next(self.batches).weight
 
     def _step(self, ranks: Any, k: int, batch: Callable[[], MicroBatch]) -> Callable[[], Any]:
         """The step of training on batches of k ranks, with gradients summed over a process set."""
@@ -200,21 +205,10 @@ class Bench:
         reduce = tf.function(lambda: optimizer.reduce(gradients), autograph=False)
         return lambda: reduce()[-1]
 
-    def _part(self, cut: int) -> Callable[[], Any]:
-        """The forward pass, and the first `cut` of CUTS parts of the backward pass."""
-        model, variables = self.net.model, self.net.model.trainable_variables
-        wanted = [v.value for v in variables[_cut_at(cut, len(variables)) :]]
-
-        @tf.function(autograph=False)
-        def part(image: Any, label: Any, weight: Any) -> Any:
-            with tf.GradientTape() as tape:
-                entropy = cross_entropy(label, model(image, training=True))
-                loss = tf.reduce_mean(entropy * tf.cast(weight, entropy.dtype))
-            return [loss, *(tape.gradient(loss, wanted) if wanted else [])]
-
-        batch = self.in_memory[:3]
-        traced = part.get_concrete_function(*batch)  # TensorFlow would warn of many functions of one name
-        return lambda: traced(*batch)[-1]
+    def backward(self, repeats: int) -> tuple[Backward, list[int]]:
+        """The slowest rank's backward pass; see `measure_backward`. A collective."""
+        spec, examples = step_spec(self.work), len(self.in_memory.label)
+        return measure_backward(self.net, self._model_optimizer, spec, examples, repeats)
 
 
 def _repeated(once: Callable[[], Any]) -> Repeat:
@@ -224,11 +218,6 @@ def _repeated(once: Callable[[], Any]) -> Repeat:
         np.asarray(result)  # waits for the device
 
     return repeat
-
-
-def _cut_at(cut: int, variables: int) -> int:
-    """The first of the variables whose gradients `cut` of CUTS parts of the backward pass compute."""
-    return variables - variables * cut // CUTS
 
 
 def _world_result(k: int, taken: dict[str, list[list[float]]], batch: int, hosts: Sequence[str]) -> WorldResult:
@@ -267,27 +256,37 @@ def _by_rank(taken: list[list[float]]) -> list[float]:
     return [statistics.fmean(repeats) for repeats in zip(*taken, strict=True)]
 
 
-def _phases(net: Net, taken: dict[str, list[list[float]]]) -> Phases:
-    """From seconds by phase, repeat and rank: medians over all of them, since the parts are differences."""
-    middle = {phase: statistics.median(s for by_rank in seconds for s in by_rank) for phase, seconds in taken.items()}
-    forward = middle["forward"]
-    # What takes longer cannot be ready earlier: noise may say otherwise.
-    ends = np.maximum.accumulate([max(0.0, middle[phase] - forward) for phase in PHASES])
-    variables = net.model.trainable_variables
-    cuts = [_cut_at(cut, len(variables)) for cut in range(CUTS + 1)]
-    order = range(len(variables) - 1, -1, -1)
-    ready = np.interp([len(variables) - i for i in order], [len(variables) - cut for cut in cuts], ends)
-    gradients = [
-        Gradient(name=variables[i].path, bytes=bytes_of(variables[i]), ready_seconds=at)
-        for i, at in zip(order, ready.tolist(), strict=True)
-    ]
-    whole = forward + float(ends[-1])
+def _phases(bench: Bench, repeats: int, compute: float) -> Phases:
+    """`compute`: seconds of the whole step without communication. A collective."""
+    backward, order = bench.backward(repeats)
+    variables, compression = bench.net.model.trainable_variables, bench.work.settings.compression
     return Phases(
-        forward_seconds=forward,
-        backward_seconds=float(ends[-1]),
-        update_seconds=max(0.0, middle["compute"] - whole),
-        gradients=gradients,
+        forward_seconds=backward.before,
+        backward_seconds=backward.ready[-1],
+        update_seconds=max(0.0, compute - backward.seconds),
+        gradients=[
+            Gradient(name=variables[i].path, bytes=sent_bytes_of(variables[i], compression), ready_seconds=at)
+            for i, at in zip(order, backward.ready, strict=True)
+        ],
     )
+
+
+def messages_of(variables: Sequence[Any], compression: str) -> list[int]:
+    """Bytes of the messages of a step that leave after the backward pass, one after the other."""
+    rank = low_rank_of(compression)
+    matrices = [powersgd.matrix_of(v.shape, rank) if rank else None for v in variables]
+    # PowerSGD sends P [n, R] with the gradients that are not compressed, and then Q [m, R].
+    first = [
+        rank * matrix[0] * FLOAT_BYTES if matrix else sent_bytes_of(v, compression)
+        for v, matrix in zip(variables, matrices, strict=True)
+    ]
+    second = [rank * matrix[1] * FLOAT_BYTES for matrix in matrices if matrix]
+    return [sum(first), *([sum(second)] if second else [])]
+
+
+def sent_bytes_of(variable: Any, compression: str) -> int:
+    """The size of a variable's gradient as it is sent; PowerSGD's thin matrices left out."""
+    return bytes_of(variable) if compression not in HALVES else int(np.prod(variable.shape)) * HALF_BYTES
 
 
 def bytes_of(variable: Any) -> int:

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hvd_cifar.tools.benchmark.fits import Fit
+from hvd_cifar.tools.benchmark.fits import LEAST_BYTES, Fit
 from hvd_cifar.tools.benchmark.results import (
     AllreduceResult,
     EmulatedResult,
@@ -98,6 +98,7 @@ def of_step(found: StepResult) -> str:
             proportional,
         )
     lines = [_facts(found.facts)]
+    lines.append(f"{_buckets(found.bucket_bytes)}; compression: {found.compression}")
     p = found.phases
     lines.append(
         f"computation on {most.ranks} ranks: forward {p.forward_seconds * 1e3:.2f} ms, backward "
@@ -124,7 +125,10 @@ def of_emulated(found: EmulatedResult) -> str:
         times += [w.step_processor, w.alone_processor]
         texts = [plain(estimate, 2, 1e3) if estimate else "" for estimate in times]
         table.add_row(str(w.ranks), *texts, f"{w.sent_bytes / 1e3:,.1f}", f"{w.sent_packets:,.1f}")
-    return _text(table, [_facts(found.facts), f"gradients of {found.gradient_bytes / 2**20:.2f} MiB"])
+    return _text(
+        table,
+        [_facts(found.facts), f"gradients of {sum(found.gradients) / 2**20:.2f} MiB; {_buckets(found.bucket_bytes)}"],
+    )
 
 
 def of_allreduce(found: AllreduceResult) -> str:
@@ -149,45 +153,52 @@ def of_allreduce(found: AllreduceResult) -> str:
     fitted = [way for way in WAY_NAMES if way != "copy" and any(p.way == way for p in found.points)]
     fits = [f"{WAY_NAMES[way]}: {_fit(found.fits.get(way))}" for way in fitted]
     skipped = [f"{WAY_NAMES[way]} was left out: {reason}" for way, reason in found.skipped.items()]
-    formula = "seconds = start + 2 (p - 1) alpha + 2 (p - 1) / p * bytes / bandwidth, fitted to all sizes:"
+    formula = (
+        f"all-reduces of {LEAST_BYTES:,} bytes and more, fitted, on H hosts of L ranks: seconds = start + "
+        "2 (H - 1) alpha + 2 (H - 1) / H * bytes / bandwidth, and the same of L within a host:"
+    )
     return _text(*tables, [_facts(found.facts), formula, *fits, *skipped])
 
 
 def of_predict(found: PredictResult) -> str:
     """Predicted beside measured, and predictions."""
+    step = found.step
+    if isinstance(step, EmulatedResult):
+        what = f"a sleep of {step.emulated_seconds * 1e3:g} ms for its computation"
+    else:
+        what = f"{step.precision}, {step.per_rank_batch_size} images a rank, compression {step.compression}"
     checks = _table(
-        f"{found.model}, {found.precision}, {found.per_rank_batch_size} images a rank: efficiency",
-        ["ranks", "measured", "predicted from", "all-reduce after backward", "error", "beside backward", "error"],
+        f"{step.model}, {what}: efficiency",
+        ["ranks", "hosts", "measured", "predicted from", "predicted", "error", "step, ms", "gradients leave"],
     )
     for p in found.checks:
-        assert p.measured is not None and p.error is not None and p.error_overlapped is not None
+        assert p.measured is not None and p.error is not None
         measured = Estimate(mean=p.measured, standard_error=p.measured_standard_error, n=0)
         checks.add_row(
             str(p.ranks),
+            str(p.hosts),
             plain(measured, 3),
             f"{p.measured_on} ranks",
             f"{p.efficiency:.3f}",
             f"{p.error:+.1%}",
-            f"{p.efficiency_overlapped:.3f}",
-            f"{p.error_overlapped:+.1%}",
+            f"{p.step_seconds * 1e3:.2f}",
+            _buckets(p.bucket_bytes),
         )
     predictions = _table(
         "efficiency to expect",
-        ["ranks", "all-reduce, ms", "all-reduce after backward", "beside backward"],
+        ["ranks", "hosts", "all-reduce, ms", "step, ms", "efficiency", "in one message", "gradients leave"],
     )
     for p in found.predictions:
-        milliseconds = f"{p.communication_seconds * 1e3:.2f}"
-        predictions.add_row(str(p.ranks), milliseconds, f"{p.efficiency:.3f}", f"{p.efficiency_overlapped:.3f}")
-    lines = [
-        f"a step computes {found.compute_seconds * 1e3:.2f} ms, {found.lockstep_seconds * 1e3:.2f} ms on its slowest "
-        f"rank; gradients of {found.gradient_bytes / 2**20:.2f} MiB",
-        f"all-reduce as measured: {_fit(found.fit)}",
-    ]
-    if found.link_fit != found.fit:
+        times = [f"{seconds * 1e3:.2f}" for seconds in (p.communication_seconds, p.step_seconds)]
+        fractions = [f"{fraction:.3f}" for fraction in (p.efficiency, p.efficiency_in_one_message)]
+        predictions.add_row(str(p.ranks), str(p.hosts), *times, *fractions, _buckets(p.bucket_bytes))
+    allreduce = found.allreduce
+    lines = [f"all-reduce as measured: {_fit(allreduce.fits['horovod'])}"]
+    if found.link_fit != allreduce.fits["horovod"]:
         lines.append(f"all-reduce of the predictions: {_fit(found.link_fit)}")
     lines += _beyond(found)
-    lines += [f"the step: {_facts(found.step_facts)}", f"all-reduces: {_facts(found.allreduce_facts)}"]
-    one, other = found.step_facts, found.allreduce_facts
+    lines += [f"the step: {_facts(step.facts)}", f"all-reduces: {_facts(allreduce.facts)}"]
+    one, other = step.facts, allreduce.facts
     differ = [name for name in ("processor", "device", "controller") if getattr(one, name) != getattr(other, name)]
     if {*one.hosts} != {*other.hosts}:
         differ.insert(0, "hosts")
@@ -196,17 +207,29 @@ def of_predict(found: PredictResult) -> str:
     return _text(checks, predictions, lines)
 
 
+def _buckets(size: int | None) -> str:
+    return "in one message" if size is None else f"in buckets of {size / 2**10:,.0f} KiB"
+
+
 def _beyond(found: PredictResult) -> list[str]:
     """Warnings where the predictions go beyond the measured all-reduces."""
-    lines = []
-    if not found.link_fit.alpha_known and any(p.ranks > found.most_ranks for p in found.predictions):
+    unknown, lines = found.link_fit.unknown, []
+    if any(p.hosts > 1 for p in found.predictions):
+        if "beta" in unknown:
+            lines.append(
+                "THE LINK IS NOT KNOWN from all-reduces on one host, and taken to cost nothing: measure on several "
+                "hosts, or give --link and --latency"
+            )
+        elif "alpha" in unknown:
+            lines.append(
+                "ALPHA IS NOT KNOWN from all-reduces on one number of hosts, and taken as 0: more hosts are slower "
+                "than predicted; measure on several numbers of hosts, or give --latency"
+            )
+    sent = sum(found.step.gradients) if isinstance(found.step, EmulatedResult) else sum(found.step.messages)
+    most = max(p.bytes for p in found.allreduce.points if p.way == "horovod")
+    if sent > most:
         lines.append(
-            f"ALPHA IS NOT KNOWN from all-reduces on {found.most_ranks} ranks alone, and taken as 0: more ranks are "
-            "slower than predicted; measure on several numbers of ranks, or give --latency"
-        )
-    if found.gradient_bytes > found.most_bytes:
-        lines.append(
-            f"THE GRADIENTS ARE LONGER than the longest all-reduce measured, {found.most_bytes:,} bytes: "
+            f"THE GRADIENTS ARE LONGER than the longest all-reduce measured, {most:,} bytes: "
             "measure with a larger --max-bytes"
         )
     return lines
@@ -215,9 +238,16 @@ def _beyond(found: PredictResult) -> list[str]:
 def _fit(fit: Fit | None) -> str:
     if fit is None:
         return "not fitted, as that takes two sizes and two ranks at least"
-    bandwidth = f"{1 / fit.beta / 1e9:.3f} GB/s" if fit.beta else "too fast to tell"
-    alpha = f"{fit.alpha * 1e6:.1f} us" if fit.alpha_known else "not known (of one number of ranks, start holds it)"
-    text = f"start {fit.start * 1e6:.1f} us, alpha {alpha}, bandwidth {bandwidth}"
+    levels = [("alpha", fit.alpha, "bandwidth", fit.beta, "beta")]
+    levels.append(("alpha within a host", fit.local_alpha, "bandwidth within a host", fit.local_beta, "local_beta"))
+    parts = [] if "start" in fit.unknown else [f"start {fit.start * 1e6:.1f} us"]
+    for alpha, seconds, bandwidth, beta, name in levels:
+        if name in fit.unknown:
+            continue
+        if name.replace("beta", "alpha") not in fit.unknown:
+            parts.append(f"{alpha} {seconds * 1e6:.1f} us")
+        parts.append(f"{bandwidth} {1 / beta / 1e9:.3f} GB/s" if beta else f"{bandwidth} too high to tell")
+    text = ", ".join(parts)
     if fit.errors:
         median, largest = f"{fit.median_error:.0%}", f"{fit.largest_error:.0%}"
         text += f"; off by {median} (median) and {largest} (most) of {len(fit.errors)} times"
