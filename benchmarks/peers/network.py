@@ -18,8 +18,11 @@ CONGESTION_CONTROL = "cubic"
 RATE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[kmg]?bit")  # those of tc's notations that count bits
 
 
-def check(hosts: int, ranks: int, links: Sequence[str]) -> None:
+def check(hosts: int, ranks: int, links: Sequence[str], share_cores: bool = False) -> None:
     """Check the options of hosts.
+
+    Args:
+        share_cores: whether hosts may outnumber the cores.
 
     Raises:
         UserError: where this machine cannot make the hosts, or ranks or links do not fit them.
@@ -33,7 +36,7 @@ def check(hosts: int, ranks: int, links: Sequence[str]) -> None:
             raise UserError(f"--link {link}: not a rate; write it as 100mbit or 1gbit")
     if ranks % hosts:
         raise UserError(f"--ranks {ranks}: not a multiple of --hosts {hosts}; each host has as many ranks")
-    if hosts > len(cores := os.sched_getaffinity(0)):
+    if not share_cores and hosts > len(cores := os.sched_getaffinity(0)):
         raise UserError(f"--hosts {hosts}: each needs a core of its own, and there are {len(cores)}; lower it")
     if reason := reason_to_skip():
         raise UserError(f"--hosts {hosts}: {reason}")
@@ -43,12 +46,14 @@ def check(hosts: int, ranks: int, links: Sequence[str]) -> None:
 def pinned_hosts(count: int, folder: Path) -> Iterator[Cluster]:
     """Hosts that share the cores of this process evenly; they end with the block. `folder` does not exist."""
     cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // count
+    share = max(1, len(cores) // count)
     with cluster(count, folder) as made:
         for i, host in enumerate(made):
             route = [f"{PREFIX}.0/24", "dev", INTERFACE, "proto", "kernel", "scope", "link", "src", host.address]
             host.must("ip", "route", "change", *route, "congctl", CONGESTION_CONTROL)
-            os.sched_setaffinity(host.pid, cores[i * share : (i + 1) * share])  # children of its sshd inherit it
+            os.sched_setaffinity(
+                host.pid, {cores[(i * share + j) % len(cores)] for j in range(share)}
+            )  # children of its sshd inherit it
         yield made
 
 
