@@ -63,27 +63,23 @@ class Choice:
     in_one_message: float
 
 
-def end_of_messages(
-    ready: Sequence[float], sizes: Sequence[int], start: float, transfer: Callable[[int], float]
-) -> float:
+def end_of_messages(ready: Sequence[float], sizes: Sequence[int], seconds: Callable[[int], float]) -> float:
     """The time at which the last message is reduced, where all-reduces run beside the backward pass; in seconds.
 
-    Horovod looks for messages `start` after the first one is ready, or after the last all-reduce has ended, and then
-    reduces together all that are ready.
+    Horovod reduces together all messages that are ready when the all-reduce before has ended.
 
     Args:
         ready: when each message is ready, ascending, in seconds.
         sizes: bytes of each.
-        start: seconds before each all-reduce.
-        transfer: a function from bytes to the seconds of their all-reduce, without `start`.
+        seconds: a function from bytes to the seconds of their all-reduce.
     """
     now, sent = 0.0, 0
     while sent < len(sizes):
-        now = max(now, ready[sent]) + start
+        now = max(now, ready[sent])
         upto = sent
         while upto < len(sizes) and ready[upto] <= now:
             upto += 1
-        now += transfer(sum(sizes[sent:upto]))
+        now += seconds(sum(sizes[sent:upto]))
         sent = upto
     return now
 
@@ -99,7 +95,7 @@ def seconds_with(backward: Backward, link: Link, bucket_bytes: int | None) -> fl
     stretch = 1 + work / max(backward.ready[-1], 1e-9)
     ready = [backward.before + backward.ready[bucket[-1]] * stretch for bucket in planned]
     sizes = [sum(backward.sizes[i] for i in bucket) for bucket in planned]
-    return max(ready[-1], end_of_messages(ready, sizes, link.start, lambda size: link.per_byte * size))
+    return end_of_messages(ready, sizes, link.seconds)
 
 
 def choose(backward: Backward, link: Link, candidates: Sequence[int] = CANDIDATES, always: bool = False) -> Choice:

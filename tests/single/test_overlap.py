@@ -76,10 +76,10 @@ def _inputs(graph: tf.Graph) -> list[Any]:
 
 def test_messages_travel_as_horovod_sends_them() -> None:
     ready, sizes = [1.0, 1.5, 2.0, 10.0], [10, 10, 10, 10]
-    # Looked for 0.6 s after the first: two are ready, and take 0.2 s; 0.6 s after the third; 0.6 s after the last.
-    assert end_of_messages(ready, sizes, 0.6, lambda size: 0.01 * size) == pytest.approx(10.7)
-    assert end_of_messages(ready[:3], sizes[:3], 0.6, lambda size: 0.01 * size) == pytest.approx(2.0 + 0.6 + 0.1)
-    assert end_of_messages(ready[:3], sizes[:3], 0.0, float) == pytest.approx(1 + 10 + 20)
+    # Each takes 0.8 s. The third gets ready while the second travels; the last one waits for nobody.
+    assert end_of_messages(ready, sizes, lambda size: 0.6 + 0.02 * size) == pytest.approx(10.8)
+    assert end_of_messages(ready[:3], sizes[:3], lambda size: 0.6 + 0.02 * size) == pytest.approx(1 + 0.8 + 0.8 + 0.8)
+    assert end_of_messages(ready[:3], sizes[:3], float) == pytest.approx(1 + 10 + 20)
 
 
 BACKWARD = Backward(1.0, (1.0, 2.0, 3.0, 4.0), (100, 100, 100, 100))
