@@ -40,7 +40,7 @@ def backward_of(model: Any, side: int, step: float) -> Backward:
     import keras
 
     layers = [layer for layer in model.layers if layer.trainable_variables][::-1]
-    outputs = keras.Model(model.inputs, [layer.output for layer in layers])(np.zeros((1, side, side, 3), "float32"))
+    outputs = keras.Model(model.input, [layer.output for layer in layers])(np.zeros((1, side, side, 3), "float32"))
     sizes, work = [], []
     for layer, output in zip(layers, outputs, strict=True):
         positions = math.prod(output.shape[1:-1])  # 1 for a dense layer

@@ -68,12 +68,18 @@ def test_the_step_is_measured_on_1_and_2_of_3_ranks_and_judged(embedded: Path, t
     assert phases["forward_seconds"] > 0 and phases["backward_seconds"] > 0
     names = [gradient["name"] for gradient in phases["gradients"]]
     assert "softmax_linear" in names[0] and "conv1" in names[-1]  # from the last layer to the first
-    assert sum(gradient["bytes"] for gradient in phases["gradients"]) == 4 * 1_068_298
+    assert found["messages"] == [sum(gradient["bytes"] for gradient in phases["gradients"])] == [4 * 1_068_298]
+    assert found["bucket_bytes"] is None
     ready = [gradient["ready_seconds"] for gradient in phases["gradients"]]
     assert ready == sorted(ready) and ready[-1] == pytest.approx(phases["backward_seconds"])
 
-    loose = _benchmark(2, "step", *words, "--ranks", 2, "--min-efficiency", 0.001, "--precision", "float64")
+    others = ["--precision", "float64", "--compression", "powersgd:2", "--json", output]
+    loose = _benchmark(2, "step", *words, "--ranks", 2, "--min-efficiency", 0.001, *others)
     assert loose.returncode == 0, loose.stdout + loose.stderr
+    low_rank = json.loads(output.read_text())
+    assert low_rank["compression"] == "powersgd:2" and len(low_rank["messages"]) == 2
+    # Float64 matrices: [75, 64], [1600, 64], [2304, 384], [384, 192] and [192, 10].
+    assert low_rank["messages"][1] == 8 * 2 * (64 + 384 + 192 + 64 + 10)
 
 
 MINE = """
@@ -211,7 +217,8 @@ def test_all_reduces_are_measured_checked_and_fitted(tmp_path: Path) -> None:
         assert p["algorithm_bandwidth"] == pytest.approx(p["bytes"] / p["seconds"]["mean"])
         factor = 1 if p["way"] == "copy" else {2: 1, 3: 4 / 3}[p["ranks"]]
         assert p["bus_bandwidth"] == pytest.approx(p["algorithm_bandwidth"] * factor)
-    assert set(found["fits"]) == {"horovod", "mpi"} and len(found["fits"]["mpi"]["errors"]) == 8
+    # Of 16 KiB and 1 MiB on two numbers of ranks.
+    assert set(found["fits"]) == {"horovod", "mpi", "processor"} and len(found["fits"]["mpi"]["errors"]) == 4
     assert found["skipped"] == {}
 
     over_gloo = _benchmark(2, "allreduce", *words, gloo=True)

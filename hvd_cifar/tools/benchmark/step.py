@@ -20,7 +20,7 @@ from hvd_cifar.config import StepWork, TrainSettings, low_rank_of
 from hvd_cifar.data.pipeline import PREFETCH_BATCHES, MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.distributed import collectives, powersgd, process_sets
-from hvd_cifar.distributed.optimizer import reduction_of
+from hvd_cifar.distributed.optimizer import inner_of, reduction_of
 from hvd_cifar.distributed.overlap import Backward
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.reporting import terminal
@@ -38,7 +38,7 @@ LEAD_IN = 2
 LEAD_IN_OF_INPUT = PREFETCH_BATCHES + 1
 ENDLESS = 2**31  # steps
 HALVES = ("fp16", "bf16")  # compressions that send HALF_BYTES a value
-HALF_BYTES, FLOAT_BYTES = 2, 4
+HALF_BYTES = 2
 WAYS = ("communication", "input", "fed", "step", "compute")  # those that are compared are neighbours
 
 Repeat = Callable[[int], None]  # repeats something n times, and returns when the device has finished
@@ -199,10 +199,11 @@ class Bench:
     def _reduction(self, ranks: Any) -> Callable[[], Any]:
         """The all-reduce of the gradients alone, as the optimizer does it."""
         optimizer = make_optimizer(self.work, self.net, LEARNING_RATE, ranks)
-        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        optimizer, variables = inner_of(optimizer), self.net.model.trainable_variables
+        optimizer.build(variables)
         with tf.device(self.job.world.device):
-            gradients = [tf.zeros(v.shape, v.dtype) for v in self.net.model.trainable_variables]
-        reduce = tf.function(lambda: optimizer.reduce(gradients), autograph=False)
+            gradients = [tf.zeros(v.shape, v.dtype) for v in variables]
+        reduce = tf.function(lambda: optimizer.reduce(gradients, variables), autograph=False)
         return lambda: reduce()[-1]
 
     def backward(self, repeats: int) -> tuple[Backward, list[int]]:
@@ -273,15 +274,15 @@ def _phases(bench: Bench, repeats: int, compute: float) -> Phases:
 
 def messages_of(variables: Sequence[Any], compression: str) -> list[int]:
     """Bytes of the messages of a step that leave after the backward pass, one after the other."""
-    rank = low_rank_of(compression)
-    matrices = [powersgd.matrix_of(v.shape, rank) if rank else None for v in variables]
-    # PowerSGD sends P [n, R] with the gradients that are not compressed, and then Q [m, R].
-    first = [
-        rank * matrix[0] * FLOAT_BYTES if matrix else sent_bytes_of(v, compression)
-        for v, matrix in zip(variables, matrices, strict=True)
-    ]
-    second = [rank * matrix[1] * FLOAT_BYTES for matrix in matrices if matrix]
-    return [sum(first), *([sum(second)] if second else [])]
+    rank, first, second = low_rank_of(compression), 0, 0
+    for variable in variables:
+        matrix = powersgd.matrix_of(variable.shape, rank) if rank else None
+        if matrix is None:
+            first += sent_bytes_of(variable, compression)
+        else:  # P [n, R] in the first message, Q [m, R] in the second
+            width = 8 if variable.dtype == "float64" else 4
+            first, second = first + width * rank * matrix[0], second + width * rank * matrix[1]
+    return [first, second] if second else [first]
 
 
 def sent_bytes_of(variable: Any, compression: str) -> int:
