@@ -51,6 +51,7 @@ run_tests() {
         "$bin/mypy"
         "$bin/lint-imports"
         "$bin/shellcheck" run.sh .ci/run deploy/*.sh deploy/*.sbatch
+        set -- --numprocesses 2 --dist loadfile # many tests wait for hosts and time-outs
     fi
     exec "$bin/python" -m pytest "${slow[@]}" "$@"
 }

@@ -1,6 +1,6 @@
 """The same training at any number of ranks: losses and weights against one rank's, and losses against those on record.
 
-Every run here makes 20 steps of 17 examples (fast 10), two epochs over a set of 155: 2, 3, 4 and 5 ranks do not
+Every run here makes 20 steps of 17 examples (fast 10), two epochs over a set of 155: 2, 3 and 5 ranks do not
 divide the batch, and the last batch of an epoch has 2 examples, less than most ranks.
 
 Tolerances. float64 rounds at 1.1e-16, sums are added in another order, and training multiplies what that leaves: even
@@ -56,12 +56,8 @@ RUNS: dict[str, dict[str, Any]] = {
 
 # The first half on 2 ranks, the rest on 3: batch norm's statistics, momentum and the order of the data go on.
 HALF, RESUMED = "resnet20, first half", "resnet20, resumed"
-# By ranks; else all gradients leave in one message. No multiple of a value's size, one value each, or as measured.
-BUCKETS: dict[int, dict[str, Any]] = {
-    3: {"overlap": "on", "bucket_bytes": 1001},
-    4: {"overlap": "on"},
-    5: {"overlap": "on", "bucket_bytes": 1},
-}
+# By ranks; else all gradients leave in one message. No multiple of a value's size, or as measured.
+BUCKETS: dict[int, dict[str, Any]] = {3: {"overlap": "on", "bucket_bytes": 1001}, 5: {"overlap": "on"}}
 FIRST_HALF = 15  # in the middle of an epoch
 
 # What each number of ranks runs: everything on 1, and on more a part of it, each net at least; all of it on each would
@@ -70,8 +66,7 @@ OF_RANKS = {
     1: list(RUNS),
     2: [name for name in RUNS if name not in ("fast", "resnet20")] + [HALF],
     3: ["fast", "tutorial, accumulated and clipped", "tutorial, float32", RESUMED],
-    4: ["tutorial, accumulated and clipped", "resnet20"],
-    5: ["tutorial", "tutorial, float32", "resnet20, plain, accumulated and clipped"],
+    5: ["tutorial", "tutorial, float32", "resnet20", "resnet20, plain, accumulated and clipped"],
 }
 
 
@@ -156,7 +151,7 @@ def _apart(one: list[Any], other: list[Any]) -> float:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("n", [2, 3, 4, 5])
+@pytest.mark.parametrize("n", [2, 3, 5])
 def test_ranks_train_as_one_rank_does(n: int, embedded: Path, folder: Path) -> None:
     alone, states = _results(1, embedded, folder)
     together, theirs = _results(n, embedded, folder)
