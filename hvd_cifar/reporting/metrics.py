@@ -40,19 +40,12 @@ class Reporter:
         """Open the files, and remove entries after `first_step`, which an interrupted run left."""
         if self.run_dir is None:
             return
-        path = self.run_dir / "metrics.jsonl"
-        with _writing(path):
-            events, damaged = _keep_events_up_to(path, first_step)
-        for event in events:
+        for event in self._resume(self.run_dir / "metrics.jsonl", first_step):
             self._remember(event)
-        if damaged:
-            self.warn(f"warning: {path}: {damaged} damaged line{'s' * (damaged > 1)} removed")
         with _writing(self.run_dir / "tensorboard"):
             self._board = Board(self.run_dir / "tensorboard", first_step)
         if record_examples:
-            path = self.run_dir / EXAMPLES
-            with _writing(path):
-                _keep_events_up_to(path, first_step)
+            self._resume(self.run_dir / EXAMPLES, first_step)
 
     def close(self) -> None:
         """Close the files."""
@@ -130,6 +123,13 @@ class Reporter:
         values = {"step": step, "epoch": epoch, "test_accuracy": accuracy, "test_loss": loss, "test_examples": examples}
         self._write("eval", values)
 
+    def _resume(self, path: Path, first_step: int) -> list[dict[str, Any]]:
+        with _writing(path):
+            events, damaged = _keep_events_up_to(path, first_step)
+        if damaged:
+            self.warn(f"warning: {path}: {damaged} damaged line{'s' * (damaged > 1)} removed")
+        return events
+
     def _remember(self, event: dict[str, Any]) -> None:
         if event.get("event") == "train":
             self.last_train = event
@@ -195,13 +195,14 @@ def _keep_events_up_to(path: Path, step: int) -> tuple[list[dict[str, Any]], int
     kept, events, damaged = [], [], 0
     for line in lines[:-1]:  # each whole line ends with a newline
         try:
-            event = json.loads(line)
+            text = line.decode()
+            event = json.loads(text)
             is_kept = event["step"] <= step
         except (ValueError, LookupError, TypeError):
             damaged += 1
             continue
         if is_kept:
-            kept.append(line.decode() + "\n")
+            kept.append(text + "\n")
             events.append(event)
     replace_text(path, "".join(kept))
     return events, damaged

@@ -285,7 +285,8 @@ class Checkpointer(Callback):
         """Save where it is due or asked for, or where the run's files cannot be written."""
         if self.reporter.is_behind:
             self.progress.on_request()
-        if run.is_due(run.settings.checkpoint_every) or self.progress.checkpoint_was_requested:
+        due = run.is_due(run.settings.checkpoint_every) or self.progress.checkpoint_was_requested
+        if due and run.step < run.total_steps:  # the last step is saved after its evaluation
             self.save(run)
 
     def on_end(self, run: Run) -> None:
@@ -319,7 +320,7 @@ class Checkpointer(Callback):
         try:
             self.reporter.catch_up()
         except UserError as failure:
-            raise UserError(f"{failure}; {path.name} is kept") from None
+            raise UserError(f"{failure}; the checkpoint {path.name} is kept") from None
         return path
 
 
@@ -379,7 +380,7 @@ class Summariser(Callback):
             "versions": versions(),
         }
         self.results["summary"] = collectives.broadcast_object(summary)
-        reporter.summary(summary)
+        collectives.on_root(lambda: reporter.summary(summary))
         reporter.say(
             f"{run.dataset}, {run.settings.model}: test accuracy {found.accuracy:.2%} after {run.step} steps "
             f"({run.epoch:.2f} epochs) in {seconds:.1f} s; {run.run_dir / 'summary.json'}"
