@@ -122,8 +122,8 @@ def test_the_newest_whole_checkpoint_is_taken(embedded: Path, few: dict[str, str
     metrics.write_bytes(b"\xff" + metrics.read_bytes())
 
     refused = _train(2, embedded, run_dir, few, *course, 12, "--resume", run_dir / "checkpoints" / "step-8")
-    assert refused.returncode == 2 and f"{index.name} is not what was written" in refused.stderr
-    assert len(refused.stderr.splitlines()) == 1
+    (line,) = (line for line in refused.stderr.splitlines() if "warning" not in line)
+    assert refused.returncode == 2 and f"{index.name} is not what was written" in line
     done = _train(3, embedded, run_dir, few, *course, 12, "--resume", run_dir / "checkpoints" / "step-6")
     assert done.returncode == 0 and "step-6 at step 6" in done.stdout, done.stderr
     told = [line for line in done.stderr.splitlines() if "warning" in line]
