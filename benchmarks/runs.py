@@ -51,11 +51,11 @@ def averages(run_dir: Path) -> dict[str, Any]:
 def _newest(run_dir: Path) -> Any:
     import tensorflow as tf
 
-    from hvd_cifar.training.checkpoint import find
+    from hvd_cifar.training.checkpoint_files import find, prefix
 
     path = find(run_dir)
     assert path is not None, f"no checkpoint in {run_dir}"
-    return tf.train.load_checkpoint(str(path))
+    return tf.train.load_checkpoint(prefix(path))
 
 
 def loss_apart(one: dict[int, float], other: dict[int, float], up_to: int) -> float:

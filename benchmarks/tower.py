@@ -33,6 +33,7 @@ from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import BUILT_IN
+from hvd_cifar.training import checkpoint_files
 from hvd_cifar.training.assemble import make_net, work_of
 from hvd_cifar.training.plan import make_schedule, resolve
 
@@ -123,9 +124,9 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
     saved = {"model": model}
     if averages is not None:
         saved["averages"] = tf.train.Checkpoint(variables=[step, *(averages.average(v.value) for v in variables)])
-    folder = str(settings.run_dir / "checkpoints")
-    manager = tf.train.CheckpointManager(tf.train.Checkpoint(**saved), folder, 1, checkpoint_name="step")
-    manager.save(checkpoint_number=batch_plan.total_steps)
+    folder = settings.run_dir / "checkpoints"
+    folder.mkdir(exist_ok=True)
+    checkpoint_files.write(tf.train.Checkpoint(**saved), folder, batch_plan.total_steps)
     print(f"{towers} towers, {batch_plan.total_steps} steps, last loss {losses.mean():.6f}: {settings.run_dir}")
 
 

@@ -1,5 +1,6 @@
 """The errors that are the user's to mend: one line each, and exit code 2. Standard library only."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -18,6 +19,14 @@ class TrainingError(Exception):
 
     The message is one line. The command line prints it once, without a traceback, and ends with exit code 1.
     """
+
+
+def reason_of(failure: BaseException) -> str:
+    """Why a library or the system failed, in a line: without the operation and the path that TensorFlow puts first."""
+    text = getattr(failure, "strerror", None) or getattr(failure, "message", None) or str(failure)
+    text = re.sub(r"^\{\{.*?\}\}|\[Op:\w+\]", "", text.strip()).strip()
+    lines = re.sub(r"^/\S*; ", "", text).splitlines()
+    return lines[0][:300] if lines else type(failure).__name__
 
 
 def cause_of(failure: BaseException) -> str:

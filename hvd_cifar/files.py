@@ -26,8 +26,36 @@ def replace_bytes(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, have reached the disk.
+
+    Raises:
+        OSError: where they cannot.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
+
+
+def append_text(path: Path, text: str) -> None:
+    """Add text to the end of a file that exists, all of it or nothing.
+
+    Raises:
+        OSError: where it cannot be written, or the file is gone.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)  # a new file would hide that the old one is gone
+    try:
+        size, left = os.fstat(descriptor).st_size, text.encode()
+        try:
+            while left:
+                left = left[os.write(descriptor, left) :]  # a disk that is nearly full takes a part
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)

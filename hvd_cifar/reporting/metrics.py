@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import tensorflow as tf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hvd_cifar.errors import UserError
-from hvd_cifar.files import replace_text
+from hvd_cifar.errors import UserError, reason_of
+from hvd_cifar.files import append_text, replace_text
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.board import Board
 
@@ -30,8 +30,8 @@ class Reporter:
         self._console = Console(force_terminal=True) if run_dir and watched else None
         self._progress: Progress | None = None
         self._bar: Any = None
-        self._metrics: Any = None
-        self._examples: Any = None
+        self._unwritten: dict[Path, str] = {}  # lines, by their file, which waits for room
+        self._board_failure: UserError | None = None
         self.last_train: dict[str, Any] = {}  # the newest event of its kind, also from before a resume
         self.last_eval: dict[str, Any] = {}
         self._board: Any = None
@@ -40,31 +40,40 @@ class Reporter:
         """Open the files, and remove entries after `first_step`, which an interrupted run left."""
         if self.run_dir is None:
             return
-        path = self.run_dir / "metrics.jsonl"
-        with _writing(path):
-            for event in _keep_events_up_to(path, first_step):
-                self._remember(event)
-            self._metrics = path.open("a", encoding="utf-8")
+        for event in self._resume(self.run_dir / "metrics.jsonl", first_step):
+            self._remember(event)
         with _writing(self.run_dir / "tensorboard"):
             self._board = Board(self.run_dir / "tensorboard", first_step)
         if record_examples:
-            path = self.run_dir / EXAMPLES
-            with _writing(path):
-                _keep_events_up_to(path, first_step)
-                self._examples = path.open("a", encoding="utf-8")
+            self._resume(self.run_dir / EXAMPLES, first_step)
 
     def close(self) -> None:
         """Close the files."""
         if self.run_dir is None:
             return
-        with _writing(self.run_dir):
-            for file in (self._metrics, self._examples):
-                if file:
-                    file.close()
-            if self._board:
+        if self._board and not self._board_failure:
+            with _writing(self.run_dir / "tensorboard"):
                 self._board.close()
 
-    @contextmanager
+    @property
+    def is_behind(self) -> bool:
+        """Whether something could not be written; the run then saves its state before it ends."""
+        return bool(self._unwritten or self._board_failure)
+
+    def catch_up(self) -> None:
+        """Write what could not be written before.
+
+        Raises:
+            UserError: where it still cannot be written.
+        """
+        for path, text in list(self._unwritten.items()):
+            with _writing(path):
+                append_text(path, text)
+            del self._unwritten[path]
+        if self._board_failure:
+            raise self._board_failure
+
+    @contextlib.contextmanager
     def progress(self, first_step: int, total_steps: int) -> Iterator[None]:
         """Show a progress bar of the steps in the block, where a person watches."""
         if self._console is None:
@@ -114,8 +123,15 @@ class Reporter:
         values = {"step": step, "epoch": epoch, "test_accuracy": accuracy, "test_loss": loss, "test_examples": examples}
         self._write("eval", values)
 
+    def _resume(self, path: Path, first_step: int) -> list[dict[str, Any]]:
+        with _writing(path):
+            events, damaged = _keep_events_up_to(path, first_step)
+        if damaged:
+            self.warn(f"warning: {path}: {damaged} damaged line{'s' * (damaged > 1)} removed")
+        return events
+
     def _remember(self, event: dict[str, Any]) -> None:
-        if event["event"] == "train":
+        if event.get("event") == "train":
             self.last_train = event
         else:
             self.last_eval = event
@@ -125,12 +141,21 @@ class Reporter:
         if event == "eval" and self.last_eval.get("step") == values["step"]:
             return  # a run that was cut off after this evaluation has recorded it
         self._remember({"event": event, **values})
-        with _writing(self.run_dir / "metrics.jsonl"):
-            self._metrics.write(json.dumps({"event": event, "dataset": self.dataset, **values}) + "\n")
-            self._metrics.flush()
+        self._append(self.run_dir / "metrics.jsonl", {"event": event, "dataset": self.dataset, **values})
         scalars = {f"{self.dataset}/{event}/{name}": v for name, v in values.items() if name not in ("step", "epoch")}
-        with _writing(self.run_dir / "tensorboard"):
-            self._board.write(values["step"], scalars)
+        if self._board_failure is None:
+            try:
+                with _writing(self.run_dir / "tensorboard"):
+                    self._board.write(values["step"], scalars)
+            except UserError as failure:
+                self._board_failure = failure
+
+    def _append(self, path: Path, event: dict[str, Any]) -> None:
+        """Add a line to a file; where it cannot be written it waits for `catch_up`."""
+        self._unwritten[path] = self._unwritten.get(path, "") + json.dumps(event) + "\n"
+        with contextlib.suppress(OSError):
+            append_text(path, self._unwritten[path])
+            del self._unwritten[path]
 
     def warn(self, line: str) -> None:
         """Print a line to standard error."""
@@ -141,9 +166,7 @@ class Reporter:
         """Record the examples that each rank used in a step, as indices into the training set."""
         if self.run_dir is None:
             return
-        with _writing(self.run_dir / EXAMPLES):
-            self._examples.write(json.dumps({"step": step, "ranks": by_rank}) + "\n")
-            self._examples.flush()
+        self._append(self.run_dir / EXAMPLES, {"step": step, "ranks": by_rank})
 
     def withdraw_summary(self) -> None:
         """Remove the summary that the run wrote at an earlier end."""
@@ -152,35 +175,42 @@ class Reporter:
                 (self.run_dir / "summary.json").unlink(missing_ok=True)
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Write summary.json, whole or not at all."""
+        """Write summary.json, whole or not at all, after all else."""
         if self.run_dir is None:
             return
+        self.catch_up()
         path = self.run_dir / "summary.json"
         with _writing(path):
             replace_text(path, json.dumps(values, indent=2) + "\n")
 
 
-def _keep_events_up_to(path: Path, step: int) -> list[dict[str, Any]]:
-    """Remove the lines of later steps from a file; the events that stay."""
-    if not path.exists():
-        return []
-    kept, events = [], []
-    for line in path.read_text(encoding="utf-8").splitlines():
+def _keep_events_up_to(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
+    """Remove the lines of later steps from a file, which is made where there is none.
+
+    Returns:
+        The events that stay; and how many lines are damaged, which go. A last line that a killed run was writing goes,
+        and is not counted.
+    """
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    kept, events, damaged = [], [], 0
+    for line in lines[:-1]:  # each whole line ends with a newline
         try:
-            event = json.loads(line)
-        except ValueError:
-            break  # a killed run was writing this line
-        if event["step"] <= step:
-            kept.append(line + "\n")
+            text = line.decode()
+            event = json.loads(text)
+            is_kept = event["step"] <= step
+        except (ValueError, LookupError, TypeError):
+            damaged += 1
+            continue
+        if is_kept:
+            kept.append(text + "\n")
             events.append(event)
     replace_text(path, "".join(kept))
-    return events
+    return events, damaged
 
 
-@contextmanager
+@contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, tf.errors.OpError) as failure:
-        reason = getattr(failure, "strerror", None) or str(failure).splitlines()[0]
-        raise UserError(f"cannot write {path}: {reason}; make room or give another --run-dir") from None
+        raise UserError(f"cannot write {path}: {reason_of(failure)}; make room or give another --run-dir") from None

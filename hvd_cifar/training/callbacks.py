@@ -221,6 +221,10 @@ class Evaluator(Callback):
         if run.step < run.total_steps and run.is_due(run.plan.evaluation_steps):
             self.run_now(run, six_views=False)
 
+    def on_end(self, run: Run) -> None:
+        """Evaluate before the last checkpoint is written: a net that has diverged is not saved."""
+        self.final(run)
+
     def final(self, run: Run) -> Evaluation:
         """The evaluation at the last step."""
         six_views = bool(run.settings.test_time_augmentation)
@@ -278,8 +282,11 @@ class Checkpointer(Callback):
         self.began = time.perf_counter()
 
     def on_step(self, run: Run) -> None:
-        """Save where it is due or asked for."""
-        if run.is_due(run.settings.checkpoint_every) or self.progress.checkpoint_was_requested:
+        """Save where it is due or asked for, or where the run's files cannot be written."""
+        if self.reporter.is_behind:
+            self.progress.on_request()
+        due = run.is_due(run.settings.checkpoint_every) or self.progress.checkpoint_was_requested
+        if due and run.step < run.total_steps:  # the last step is saved after its evaluation
             self.save(run)
 
     def on_end(self, run: Run) -> None:
@@ -300,15 +307,25 @@ class Checkpointer(Callback):
             if self.progress.saved_step != run.step:
                 self.state.step.assign(run.step)
                 self.state.seconds.assign(self.seconds)
-                path = collectives.on_root(lambda: self.checkpoints.save() if self.checkpoints else Path())
+                path = collectives.on_root(self._save)
                 self.progress.saved_step = run.step
                 self.reporter.say(f"step {run.step}: saved {path}")
                 self.tell("on_checkpoint", path)
             self.progress.checkpoint_was_requested = False
 
+    def _save(self) -> Path:
+        """Rank 0's part. UserError where the checkpoint or, after it, the run's other files cannot be written."""
+        assert self.checkpoints is not None
+        path = self.checkpoints.save()
+        try:
+            self.reporter.catch_up()
+        except UserError as failure:
+            raise UserError(f"{failure}; the checkpoint {path.name} is kept") from None
+        return path
+
 
 class Summariser(Callback):
-    """Makes the last evaluation, compares the digests of all ranks, and writes summary.json."""
+    """Compares the digests of all ranks, and writes summary.json."""
 
     def __init__(
         self,
@@ -330,7 +347,7 @@ class Summariser(Callback):
         self.results["evaluation"] = evaluation
 
     def on_end(self, run: Run) -> None:
-        """Evaluate, compare digests, write the summary."""
+        """Compare digests, write the summary."""
         found, state, reporter = self.evaluator.final(run), self.checkpointer.state, self.evaluator.reporter
         self.results["evaluation"] = found
         seconds = self.checkpointer.seconds
@@ -363,7 +380,7 @@ class Summariser(Callback):
             "versions": versions(),
         }
         self.results["summary"] = collectives.broadcast_object(summary)
-        reporter.summary(summary)
+        collectives.on_root(lambda: reporter.summary(summary))
         reporter.say(
             f"{run.dataset}, {run.settings.model}: test accuracy {found.accuracy:.2%} after {run.step} steps "
             f"({run.epoch:.2f} epochs) in {seconds:.1f} s; {run.run_dir / 'summary.json'}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ import tensorflow as tf
 
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.distributed.optimizer import memory_of
-from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.errors import TrainingError, UserError, reason_of
 from hvd_cifar.models import Net
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
+from hvd_cifar.training import checkpoint_files
 from hvd_cifar.training.random_layers import random_states
 
 KEPT = 5
-TABLE_MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 
 
 class State:
@@ -105,12 +104,12 @@ class Checkpoints:
     def __init__(self, folder: Path, state: State) -> None:
         self.folder = folder
         self.state = state
-        for leftover in folder.glob("step-*_temp*"):  # of a save that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
-        self.manager = tf.train.CheckpointManager(state.trackable, str(folder), KEPT, checkpoint_name="step")
+        checkpoint_files.clear(folder)
 
     def save(self) -> Path:
-        """Write the present state; the newest 5 are kept.
+        """Write the present state; of this step and earlier ones the newest 5 are kept.
+
+        Later ones are damaged: a run goes on from its newest whole one. They are removed.
 
         Raises:
             TrainingError: where a value is not finite: a step may spoil the weights although its own loss was fine.
@@ -124,18 +123,24 @@ class Checkpoints:
                 "lower --learning-rate or give --clip-norm"
             )
         try:
-            return Path(self.manager.save(checkpoint_number=step))
+            path = checkpoint_files.write(self.state.trackable, self.folder, step)
         except (tf.errors.OpError, OSError) as failure:
+            kept = "earlier checkpoints are kept" if checkpoint_files.listed(self.folder) else "nothing is saved"
             raise UserError(
-                f"cannot write the checkpoint of step {step} in {self.folder}: {first_line(failure)}; "
-                "earlier checkpoints are kept; make room or give another --run-dir"
+                f"cannot write the checkpoint of step {step} in {self.folder}: {reason_of(failure)}; "
+                f"{kept}; make room or give another --run-dir"
             ) from None
+        newest_first = checkpoint_files.listed(self.folder)
+        own = newest_first.index(path)
+        for other in (*newest_first[:own], *newest_first[own + KEPT :]):
+            checkpoint_files.remove(other)
+        return path
 
     def restore(self, path: Path) -> None:
         """Read a state.
 
         Raises:
-            UserError: where the checkpoint is damaged, of another model, or of another order of the data.
+            UserError: where the checkpoint is of another model, or of another order of the data.
         """
         expected = self.state.origin.numpy().tolist()
         restore(self.state.trackable, path)
@@ -149,13 +154,13 @@ class Checkpoints:
 
 
 def restore(trackable: tf.train.Checkpoint, path: Path, partial: bool = False) -> None:
-    """Read a checkpoint into existing objects; `partial` where it may hold more than these.
+    """Read a checkpoint that `checkpoint_files.find` has checked; `partial` where it may hold more than these objects.
 
     Raises:
-        UserError: where it is damaged, or lacks what the objects need.
+        UserError: where it lacks what the objects need.
     """
     try:
-        status = trackable.restore(str(path))
+        status = trackable.read(checkpoint_files.prefix(path))
         status.assert_existing_objects_matched()
         if not partial:
             status.assert_consumed()
@@ -165,39 +170,9 @@ def restore(trackable: tf.train.Checkpoint, path: Path, partial: bool = False) -
     except (tf.errors.OpError, AssertionError, ValueError, LookupError, OSError, RuntimeError) as failure:
         tf.get_logger().setLevel("ERROR")  # else what did not fit is listed at exit, a line for each variable
         raise UserError(
-            f"cannot read the checkpoint {path}: {first_line(failure)}; "
+            f"cannot read the checkpoint {path}: {reason_of(failure)}; "
             "give another one, or the settings it was made with"
         ) from None
-
-
-def find(place: Path) -> Path | None:
-    """The checkpoint at a path, or the newest one in a folder of checkpoints or a run directory; None where none is."""
-    if Path(f"{place}.index").exists():
-        return place
-    for folder in (place, place / "checkpoints"):
-        # TensorFlow's list of checkpoints may be damaged, or name one that is gone: look at the files.
-        whole = (p for p in folder.glob("step-*.index") if _is_whole(p))
-        steps = {step_of(p.with_suffix("")): p.with_suffix("") for p in whole}
-        if steps:
-            return steps[max(steps)]
-    return None
-
-
-def step_of(path: Path) -> int:
-    """The step that a checkpoint was saved at."""
-    return int(path.name.removeprefix("step-"))
-
-
-def _is_whole(index: Path) -> bool:
-    """Whether a checkpoint is complete.
-
-    TensorFlow writes the index last and in place, so a kill may cut it off. A whole index is a table, which ends with a
-    magic number (leveldb, table_format.md).
-    """
-    with index.open("rb") as file:
-        file.seek(max(0, index.stat().st_size - len(TABLE_MAGIC)))
-        ended = file.read() == TABLE_MAGIC
-    return ended and any(index.parent.glob(f"{index.stem}.data-*"))
 
 
 def recorded(path: Path) -> dict[str, Any]:
@@ -210,7 +185,7 @@ def recorded(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         return {**content, **content["run"]}
     except (OSError, ValueError, KeyError, TypeError) as failure:
-        raise UserError(f"{path} is damaged ({first_line(failure)}): give another --run-dir") from None
+        raise UserError(f"{path} is damaged ({reason_of(failure)}): give another --run-dir") from None
 
 
 def differences(path: Path, now: dict[str, Any]) -> list[str]:
@@ -223,9 +198,3 @@ def differences(path: Path, now: dict[str, Any]) -> list[str]:
     then = {**defaults, **recorded(path)}  # an older run does not record a newer setting: it had the default
     changed = [name for name in now if name in then and then[name] != now[name]]
     return [f"{name.replace('_', ' ')} was {then[name]}, is {now[name]}" for name in changed]
-
-
-def first_line(failure: BaseException) -> str:
-    """The first line of an error's text, or its type where it has none."""
-    text = str(getattr(failure, "message", None) or failure).strip()
-    return text.splitlines()[0][:300] if text else type(failure).__name__

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from hvd_cifar import config
 from hvd_cifar.config import EvaluateSettings, TrainSettings
 from hvd_cifar.distributed import collectives
-from hvd_cifar.errors import UserError
+from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.files import replace_text
 from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.world import session
-from hvd_cifar.training import checkpoint
+from hvd_cifar.training import checkpoint, checkpoint_files
 from hvd_cifar.training.assemble import make_net, prepare
 from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.trainer import OfUser
@@ -25,6 +26,7 @@ def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dic
 
     Raises:
         UserError: where there is no such run or checkpoint, or its data set is not to be had.
+        TrainingError: where the loss is not finite.
     """
     with session() as world:
         has_data = given is not None and given.dataset is not None
@@ -44,6 +46,8 @@ def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dic
             net.model, work.dataset.test, work.transforms, world, settings.batch_size, settings.eval_examples
         )
         found = evaluator(many)
+        if not math.isfinite(found.loss):
+            raise TrainingError(f"test loss = {found.loss}: the run had diverged at {path}; give another --checkpoint")
         result: dict[str, Any] = {
             "dataset": work.dataset.name,
             "model": trained.model,
@@ -78,7 +82,7 @@ def _find(settings: EvaluateSettings, has_data: bool) -> tuple[TrainSettings, Pa
     values.update({name: v for name in instead if (v := getattr(settings, name)) is not None})
     if has_data:
         values["dataset"] = "auto"
-    path = checkpoint.find(settings.checkpoint or settings.run_dir)
+    path = checkpoint_files.find(settings.checkpoint or settings.run_dir)
     if path is None:
         raise UserError(f"{settings.checkpoint or settings.run_dir}: there is no checkpoint; give --checkpoint PATH")
     return config.make(TrainSettings, values), path

@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from hvd_cifar import config
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.errors import UserError
-from hvd_cifar.training import checkpoint
+from hvd_cifar.training import checkpoint, checkpoint_files
 from hvd_cifar.training.plan import Plan
 
 # Settings that the results of a run depend on, beside the facts derived from settings (data set, batch, learning rate).
@@ -92,11 +92,11 @@ def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path
 
 def _checkpoint_to_resume(settings: TrainSettings, run_dir: Path, recorded: dict[str, Any]) -> Path | None:
     """The checkpoint that a run in this folder begins with, or None. Raises UserError where it is of another run."""
-    own = checkpoint.find(run_dir)
     if settings.resume == "never":
-        if own is not None:
+        if checkpoint_files.listed(run_dir):
             raise UserError(f"--run-dir {run_dir} already has a run; give another one, or --resume auto to go on")
         return None
+    own = checkpoint_files.find(run_dir)
     if settings.resume == "auto" or _began_from(run_dir, settings.resume, own):
         _refuse_differences(run_dir, recorded)  # also where a run was killed before its first checkpoint
         return own
@@ -180,7 +180,7 @@ def _origin(settings: TrainSettings) -> Path | None:
         return None
     if settings.resume == "auto" or (own is not None and own.exists()):
         return own
-    return _given(settings.resume).parent.parent / "config.json"
+    return _listed(settings.resume)[0].parent.parent / "config.json"
 
 
 def _began_from(run_dir: Path, place: str, own: Path | None) -> bool:
@@ -190,10 +190,17 @@ def _began_from(run_dir: Path, place: str, own: Path | None) -> bool:
 
 
 def _given(place: str) -> Path:
-    path = checkpoint.find(Path(place))
-    if path is None:
-        raise UserError(f"--resume {place}: no checkpoint is there; give auto, never, or a checkpoint's path")
+    _listed(place)
+    path = checkpoint_files.find(Path(place))
+    assert path is not None, "some are listed"
     return path
+
+
+def _listed(place: str) -> list[Path]:
+    found = checkpoint_files.listed(Path(place))
+    if not found:
+        raise UserError(f"--resume {place}: no checkpoint is there; give auto, never, or a checkpoint's path")
+    return found
 
 
 def _refuse_differences(run_dir: Path, now: dict[str, Any]) -> None:

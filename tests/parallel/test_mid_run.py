@@ -107,7 +107,7 @@ def test_a_rank_without_an_example_learns_no_statistics(ranks: Ranks) -> None:
 
 
 def test_a_run_that_starts_from_another_one_has_checkpoints_of_its_own(ranks: Ranks) -> None:
-    assert (ranks[1] / "goes on" / "checkpoints" / "step-6.index").exists()
+    assert (ranks[1] / "goes on" / "checkpoints" / "step-6").exists()
 
 
 def _views() -> list[Any]:

@@ -129,7 +129,7 @@ def test_a_planted_drift_ends_the_run_before_anything_is_saved(
     assert f"ranks are out of sync after step {step}: local3/kernel is not the same on ranks 0, 2 as on rank 1" in line
     assert "of 884,736 values, by up to" in line
     assert second["said"] == third["said"] == []
-    saved = {int(p.stem.removeprefix("step-")) for p in (tmp_path / "run" / "checkpoints").glob("*.index")}
+    saved = {int(p.name.removeprefix("step-")) for p in (tmp_path / "run" / "checkpoints").iterdir()}
     assert saved == {4 if step == 8 else 6}
     assert not (tmp_path / "run" / "summary.json").exists()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks import jobs, runs
+from hvd_cifar.training.checkpoint_files import damage, listed
 from tests.options import TUTORIAL
 from tests.ranks import CHECKOUT, end_tree, environment
 
@@ -104,6 +106,37 @@ def test_killed_at_random_and_resumed_on_other_ranks(embedded: Path, few: dict[s
     assert never.returncode == 2 and "already has a run" in never.stderr
 
 
+def test_the_newest_whole_checkpoint_is_taken(embedded: Path, few: dict[str, str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    course = ["--global-batch-size", 24, "--precision", "float64", "--checkpoint-every", 2, "--max-steps"]
+    done = _train(2, embedded, run_dir, few, *course, 10)
+    assert done.returncode == 0, done.stderr
+    losses = runs.losses(run_dir)
+    (data,) = run_dir.glob("checkpoints/step-10/*.data*")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    (index,) = run_dir.glob("checkpoints/step-8/*.index")
+    index.write_bytes(index.read_bytes()[:100])
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_bytes(b"\xff" + metrics.read_bytes())
+
+    refused = _train(2, embedded, run_dir, few, *course, 12, "--resume", run_dir / "checkpoints" / "step-8")
+    (line,) = (line for line in refused.stderr.splitlines() if "warning" not in line)
+    assert refused.returncode == 2 and f"{index.name} is not what was written" in line
+    done = _train(3, embedded, run_dir, few, *course, 12, "--resume", run_dir / "checkpoints" / "step-6")
+    assert done.returncode == 0 and "step-6 at step 6" in done.stdout, done.stderr
+    told = [line for line in done.stderr.splitlines() if "warning" in line]
+    assert [re.findall(r"step-\d+", line) for line in told[:2]] == [["step-10", "step-6"], ["step-8", "step-6"]]
+    assert told[2:] == [f"hvd_cifar: warning: {metrics}: 1 damaged line removed"]
+    found = runs.losses(run_dir)
+    assert list(found) == list(range(2, 13))  # the damaged line was of step 1
+    assert [found[step] for step in range(2, 11)] == pytest.approx([losses[step] for step in range(2, 11)], rel=1e-12)
+    kept = listed(run_dir)
+    assert [path.name for path in kept] == [f"step-{step}" for step in (12, 10, 8, 6, 4)]
+    assert [damage(path) for path in kept] == [None] * 5
+
+
 def test_the_batch_of_a_run_stays_on_other_ranks(embedded: Path, few: dict[str, str], tmp_path: Path) -> None:
     """Two ranks with the defaults make a batch of 256 and twice the learning rate; one rank goes on with these."""
     run_dir, repeated = tmp_path / "run", tmp_path / "repeated"
@@ -178,7 +211,7 @@ def test_killed_before_the_first_checkpoint_and_after_the_last(
         time.sleep(0.05)
     jobs.kill(job)
     first = runs.losses(run_dir)
-    assert first and not list((run_dir / "checkpoints").glob("*.index"))
+    assert first and not list((run_dir / "checkpoints").iterdir())
 
     # It is a run already: not to be taken for another, and its batch is that of two ranks.
     other = _train(1, embedded, run_dir, few, "--precision", "float64", "--seed", 3)

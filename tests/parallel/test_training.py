@@ -68,8 +68,7 @@ def test_a_run_leaves_what_it_promises(embedded: Path, tmp_path: Path) -> None:
     assert [(e["event"], e["step"]) for e in events] == [("train", 5), ("train", 10), ("train", 12), ("eval", 12)]
     assert {"epoch", "loss", "learning_rate", "images_per_second"} <= set(events[0])
     assert {"test_accuracy", "test_loss", "test_examples"} <= set(events[-1])
-    saved = sorted(p.name for p in (run_dir / "checkpoints").glob("*.index"))
-    assert saved == ["step-12.index", "step-4.index", "step-8.index"]
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step-12", "step-4", "step-8"]
     assert list((run_dir / "tensorboard").glob("events.*"))
     config = json.loads((run_dir / "config.json").read_text())
     assert config["run"]["world_size"] == 2 and config["learning_rate"] == 0.1
@@ -229,7 +228,7 @@ def test_a_checkpoint_on_request(embedded: Path, tmp_path: Path) -> None:
     try:
         _wait_for(lambda: (run_dir / "metrics.jsonl").exists() and _losses(run_dir))
         os.kill(_ranks_of(job)[1], signal.SIGUSR1)  # any rank may be asked
-        _wait_for(lambda: list((run_dir / "checkpoints").glob("*.index")))
+        _wait_for(lambda: list((run_dir / "checkpoints").glob("step-*")))
         assert job.poll() is None  # and goes on
     finally:
         end_tree(job)
@@ -249,9 +248,50 @@ def test_divergence_ends_all_ranks_and_keeps_the_last_good_checkpoint(embedded: 
     message = [line for line in done.stderr.splitlines() if "model diverged with loss = " in line]
     assert len(message) == 1 and re.search(r"loss = (nan|inf) at step \d+", message[0])
     assert "Traceback" not in done.stderr
-    assert not list((bad / "checkpoints").glob("*.index"))
+    assert not list((bad / "checkpoints").iterdir())
     assert not (bad / "summary.json").exists()
     assert sorted((run_dir / "checkpoints").iterdir()) == first
+
+
+def test_a_net_that_has_diverged_is_not_saved_at_the_end_and_not_evaluated(embedded: Path, tmp_path: Path) -> None:
+    """The only step's loss is of the weights before it, and the weights after it are finite: an evaluation tells."""
+    options = ["--batch-size", 8, "--learning-rate", 1e30, "--warmup-epochs", 0, "--checkpoint-every", 1]
+    options += ["--eval-examples", 100]
+    ended = _run(2, "train", *TUTORIAL, embedded, "--run-dir", tmp_path / "one", *options, "--max-steps", 1)
+    assert ended.returncode == 1, ended.stderr
+    assert re.search(r"diverged with test loss = (nan|inf) at step 1; nothing was saved", ended.stderr)
+    assert not list((tmp_path / "one" / "checkpoints").iterdir())
+
+    two = tmp_path / "two"
+    _run(1, "train", *TUTORIAL, embedded, "--run-dir", two, *options, "--max-steps", 2)
+    assert [p.name for p in (two / "checkpoints").iterdir()] == ["step-1"]
+    evaluated = _run(2, "evaluate", "--run-dir", two, "--output", tmp_path / "evaluation.json")
+    assert evaluated.returncode == 1 and "step 1:" not in evaluated.stdout, evaluated.stderr
+    assert re.search(r"test loss = (nan|inf): the run had diverged at .*step-1;", evaluated.stderr)
+    assert not (tmp_path / "evaluation.json").exists()
+
+
+@pytest.mark.parametrize("gone", ["run", "run/metrics.jsonl"])
+def test_files_that_are_removed_during_a_run_end_it_with_what_can_be_saved(
+    gone: str, embedded: Path, tmp_path: Path
+) -> None:
+    base = [*TUTORIAL, embedded, "--run-dir", tmp_path / "run", "--batch-size", 8, *QUICK]
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    job = subprocess.Popen(_command(2, "train", *base), **pipes, env=environment(), cwd=CHECKOUT)
+    try:
+        _wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and _losses(tmp_path / "run"))
+        (tmp_path / gone).rename(tmp_path / "gone")
+        _, err = job.communicate(timeout=120)
+    finally:
+        end_tree(job)
+    assert job.returncode == 2
+    (line,) = (line for line in err.splitlines() if line.startswith("hvd_cifar: "))
+    assert "Traceback" not in err and "No such file or directory" in line
+    if gone == "run":
+        assert "cannot write the checkpoint" in line and "nothing is saved" in line
+    else:
+        (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+        assert f"cannot write {tmp_path / gone}" in line and f"the checkpoint {saved.name} is kept" in line
 
 
 @pytest.mark.parametrize(

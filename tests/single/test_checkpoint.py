@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,8 @@ import pytest
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.models import Net
 from hvd_cifar.optim.averages import MovingAverage
-from hvd_cifar.training import checkpoint
 from hvd_cifar.training.checkpoint import KEPT, Checkpoints, State
+from hvd_cifar.training.checkpoint_files import damage, find, listed
 from tests.ranks import CHECKOUT, environment
 
 
@@ -52,37 +53,111 @@ def test_the_newest_five_are_kept_also_after_a_restart(tmp_path: Path) -> None:
         for step in steps:
             state.step.assign(step)
             checkpoints.save()
-    kept = sorted(p.name for p in tmp_path.glob("*.index"))
-    assert kept == [f"step-{step}.index" for step in range(9 - KEPT, 9)]
-    assert checkpoint.find(tmp_path) == tmp_path / "step-8"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{step}" for step in range(9 - KEPT, 9)]
+    assert find(tmp_path) == tmp_path / "step-8"
 
 
 def test_a_checkpoint_is_found_by_its_path_its_folder_and_its_run(tmp_path: Path) -> None:
     state = _state()
+    (tmp_path / "checkpoints").mkdir()
     path = Checkpoints(tmp_path / "checkpoints", state).save()
     for place in (path, tmp_path / "checkpoints", tmp_path):
-        assert checkpoint.find(place) == path
-    assert checkpoint.find(tmp_path / "elsewhere") is None
-    assert checkpoint.find(tmp_path / "checkpoints" / "step-99") is None
+        assert find(place) == path
+    assert find(tmp_path / "elsewhere") is None
+    assert find(tmp_path / "checkpoints" / "step-99") is None
 
 
-@pytest.mark.parametrize("damage", ["empty index", "half an index", "no data"])
-def test_one_whose_writing_was_killed_is_passed_over(damage: str, tmp_path: Path) -> None:
-    """TensorFlow writes the index last, but in place."""
+def _flip(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+def test_every_damage_is_found_before_a_value_is_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     state = _state()
     checkpoints = Checkpoints(tmp_path, state)
     for step in (5, 10):
         state.step.assign(step)
         checkpoints.save()
-    index, (data,) = tmp_path / "step-10.index", tmp_path.glob("step-10.data-*")
-    if damage == "no data":
-        data.unlink()
-    else:
-        index.write_bytes(index.read_bytes()[: 0 if damage == "empty index" else 100])
-    (tmp_path / "step-15_temp").mkdir()
-    assert checkpoint.find(tmp_path) == tmp_path / "step-5"
-    Checkpoints(tmp_path, _state(1)).restore(tmp_path / "step-5")
-    assert not (tmp_path / "step-15_temp").exists()
+    newest = tmp_path / "step-10"
+    names = sorted(p.name for p in newest.iterdir())
+    assert names == ["manifest.json", "state.data-00000-of-00001", "state.index"]
+    for name in names:
+        file = newest / name
+        whole = file.read_bytes()
+        capfd.readouterr()
+        for damaged in (None, b"", whole[:-9]):
+            file.unlink() if damaged is None else file.write_bytes(damaged)
+            assert find(tmp_path) == tmp_path / "step-5"
+        (said, *_) = capfd.readouterr().err.splitlines()
+        assert f"warning: damaged checkpoint {newest} ({name}" in said and "step-5 is taken" in said
+        for at in range(0, len(whole), 37):  # the index holds bytes that TensorFlow does not check
+            file.write_bytes(whole)
+            _flip(file, at)
+            assert name == "manifest.json" or find(tmp_path) == tmp_path / "step-5", (name, at)
+        file.write_bytes(whole)
+        assert find(tmp_path) == newest
+    with pytest.raises(UserError, match=r"state.index is not what was written\), and no whole one in .*step-10"):
+        _flip(newest / "state.index", -9)
+        find(newest)
+
+
+@pytest.mark.parametrize("content", ["\udcff", "5", "{}", '{"format": 2}', '{"format": 1, "files": {}}', "[]"])
+def test_a_manifest_that_says_something_else_is_damage(content: str, tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path, _state()).save()
+    (path / "manifest.json").write_text(content, errors="surrogateescape")
+    with pytest.raises(UserError, match="damaged checkpoint"):
+        find(tmp_path)
+
+
+def test_a_run_that_goes_on_from_an_older_one_replaces_the_damaged(tmp_path: Path) -> None:
+    """Five damaged ones of later steps do not push out what is saved now."""
+    state = _state()
+    checkpoints = Checkpoints(tmp_path, state)
+    for step in (1, 11, 12, 13, 14):
+        state.step.assign(step)
+        checkpoints.save()
+    for step in (11, 12, 13, 14):
+        (tmp_path / f"step-{step}" / "manifest.json").unlink()
+    for step in (6, 11):
+        state.step.assign(step)
+        assert find(checkpoints.save()) == tmp_path / f"step-{step}"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-11", "step-6"]
+
+
+# A save is killed before its manifest is written, before its folder has its name, and while the oldest is removed.
+@pytest.mark.parametrize(
+    "place, name, call", [("checkpoint_files", "_description", 1), ("os", "replace", 2), ("shutil", "rmtree", 1)]
+)
+def test_a_kill_while_writing_costs_no_older_one(place: str, name: str, call: int, tmp_path: Path) -> None:
+    state = _state()
+    for step in range(1, KEPT + 1):
+        state.step.assign(step)
+        Checkpoints(tmp_path, state).save()
+    code = (
+        "import os, shutil, signal\n"
+        "from pathlib import Path\n"
+        "from hvd_cifar.training import checkpoint_files\n"
+        "from hvd_cifar.training.checkpoint import Checkpoints\n"
+        "from tests.single.test_checkpoint import _state\n"
+        "state, calls = _state(1), []\n"
+        f"checkpoints, before = Checkpoints(Path({str(tmp_path)!r}), state), {place}.{name}\n"
+        "def killed(*given, **named):\n"
+        "    calls.append(given)\n"
+        f"    if len(calls) == {call}: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return before(*given, **named)\n"
+        f"{place}.{name} = killed\n"
+        f"state.step.assign({KEPT + 1})\n"
+        "checkpoints.save()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), cwd=CHECKOUT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert list(tmp_path.glob(".*"))
+    steps = range(KEPT + 1, 1, -1) if name == "rmtree" else range(KEPT, 0, -1)
+    assert [path.name for path in listed(tmp_path)] == [f"step-{step}" for step in steps]
+    assert [damage(path) for path in listed(tmp_path)] == [None] * KEPT
+    Checkpoints(tmp_path, state)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_one_of_another_order_of_the_data_is_refused(tmp_path: Path) -> None:
@@ -99,28 +174,6 @@ def test_one_of_another_order_of_the_data_is_refused(tmp_path: Path) -> None:
             Checkpoints(tmp_path, other).restore(path)
 
 
-def test_the_newest_one_is_found_without_tensorflow_s_list_of_them(tmp_path: Path) -> None:
-    state = _state()
-    checkpoints = Checkpoints(tmp_path, state)
-    for step in (9, 10, 11):
-        state.step.assign(step)
-        checkpoints.save()
-    for file in tmp_path.glob("step-11.*"):
-        file.unlink()  # what a user does with a damaged one; the list still names it
-    assert checkpoint.find(tmp_path) == tmp_path / "step-10"
-    (tmp_path / "checkpoint").unlink()
-    assert checkpoint.find(tmp_path) == tmp_path / "step-10"
-
-
-def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
-    state = _state()
-    path = Checkpoints(tmp_path, state).save()
-    data = Path(f"{path}.data-00000-of-00001")
-    data.write_bytes(data.read_bytes()[:20])
-    with pytest.raises(UserError, match="cannot read the checkpoint"):
-        Checkpoints(tmp_path / "elsewhere", _state()).restore(path)
-
-
 @pytest.mark.parametrize("other", [_state(units=4), _state(averages=False)], ids=["other shape", "no averages"])
 def test_a_checkpoint_of_another_model_is_refused(other: State, tmp_path: Path) -> None:
     path = Checkpoints(tmp_path, _state()).save()
@@ -133,13 +186,13 @@ def test_what_does_not_fit_is_said_once(units: int, partial: bool, tmp_path: Pat
     """TensorFlow lists it again as the process ends, a line a variable: other shapes, or averages too many."""
     path = Checkpoints(tmp_path, _state()).save()
     code = (
-        "import sys\n"
+        "import sys\nfrom pathlib import Path\n"
         "from hvd_cifar.errors import UserError\n"
         "from hvd_cifar.training.checkpoint import restore\n"
         "from tests.single.test_checkpoint import _state\n"
         "def main():\n"
         f"    state = _state(1, {units}, averages=False)\n"
-        f"    try: restore(state.trackable, {str(path)!r}, partial={partial})\n"
+        f"    try: restore(state.trackable, Path({str(path)!r}), partial={partial})\n"
         "    except UserError as error: print(error, file=sys.stderr)\n"
         "main()"
     )
@@ -168,12 +221,19 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path) -> None:
         pytest.skip("no file system can be mounted here")
     try:
         state = _state()
+        (disk / "checkpoints").mkdir()
         checkpoints = Checkpoints(disk / "checkpoints", state)
         first = checkpoints.save()
         (disk / "filler").write_bytes(b"0" * (shutil.disk_usage(disk).free - 4096))
         state.step.assign(1)
-        with pytest.raises(UserError, match="earlier checkpoints are kept"):
+        before = sorted(disk.rglob("*"))
+        with pytest.raises(UserError, match="checkpoints: No space left on device; earlier checkpoints are kept"):
             checkpoints.save()
+        assert sorted(disk.rglob("*")) == before
+        os.system(f"mount -o remount,ro '{disk}'")
+        with pytest.raises(UserError, match="checkpoints: Read-only file system; earlier checkpoints are kept"):
+            checkpoints.save()
+        os.system(f"mount -o remount,rw '{disk}'")
         (disk / "filler").unlink()
         other = _state(1)
         Checkpoints(disk / "elsewhere", other).restore(first)

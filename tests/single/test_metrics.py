@@ -68,6 +68,34 @@ def test_a_resumed_run_keeps_one_curve(tmp_path: Path) -> None:
     assert [e["step"] for e in _events(tmp_path)] == [10, 20, 30, 40]
 
 
+@pytest.mark.parametrize("damage", [b"\xff", b"5", b"{", b'{"event": "train"}', b'{"step": "x"}', b""])
+def test_a_damaged_line_costs_no_other_line(damage: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    _report(tmp_path, 0, [10, 20, 30])
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([lines[0], damage, *lines[2:], b""]))
+    _report(tmp_path, 30, [40])
+    assert [e["step"] for e in _events(tmp_path)] == [10, 30, 40]
+    assert capfd.readouterr().err == f"hvd_cifar: warning: {path}: 1 damaged line removed\n"
+
+
+def test_lines_that_cannot_be_written_wait(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, watched=False, dataset="cifar10")
+    reporter.open(0)
+    for step in (1, 2, 3, 4):
+        if step == 2:
+            (tmp_path / "metrics.jsonl").rename(tmp_path / "away")
+        reporter.train(step, step / 10, 1.0, 0.1, 100.0, 0.5)
+        assert reporter.is_behind == (step > 1)
+    with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl: No such file"):
+        reporter.summary({})
+    assert not (tmp_path / "summary.json").exists()
+    (tmp_path / "away").rename(tmp_path / "metrics.jsonl")
+    reporter.catch_up()
+    assert not reporter.is_behind
+    assert [e["step"] for e in _events(tmp_path)] == [1, 2, 3, 4]
+
+
 def _by_events(folder: Path) -> dict[str, list[int]]:
     """Steps by tag, as TensorBoard's reader of event files has them."""
     accumulator = EventAccumulator(str(folder)).Reload()

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.errors import UserError
-from hvd_cifar.training import run_dir
-from hvd_cifar.training.checkpoint import TABLE_MAGIC
+from hvd_cifar.training import checkpoint_files, run_dir
 from hvd_cifar.training.run_dir import COURSE, claim, course_of
 
 FACTS = {"dataset": "cifar10", "global_batch_size": 128, "examples_sha256": "1f", "learning_rate_schedule": "0.1"}
@@ -48,13 +48,11 @@ def _settings(folder: Path, **more: Any) -> TrainSettings:
 
 def _run(folder: Path, step: int, facts: dict[str, Any] = FACTS, **more: Any) -> Path:
     """A run directory with a checkpoint and the record of its settings; the checkpoint's path."""
-    checkpoints = folder / "checkpoints"
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    (checkpoints / f"step-{step}.index").write_bytes(b"table" + TABLE_MAGIC)
-    (checkpoints / f"step-{step}.data-00000-of-00001").write_bytes(b"")
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    path = checkpoint_files.write(tf.train.Checkpoint(), folder / "checkpoints", step)
     settings = _settings(folder, **more).model_dump(mode="json")
     (folder / "config.json").write_text(json.dumps({**settings, "run": facts}))
-    return checkpoints / f"step-{step}"
+    return path
 
 
 def _claim(folder: Path, facts: dict[str, Any] = FACTS, **more: Any) -> Path | None:
@@ -76,6 +74,35 @@ def test_the_same_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None
     _run(tmp_path, 5)
     newest = _run(tmp_path, 12)
     assert _claim(tmp_path) == newest
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_no_whole_one_ends_the_run(tmp_path: Path) -> None:
+    older, newest = _run(tmp_path, 5), _run(tmp_path, 12)
+    (newest / "state.index").unlink()
+    (tmp_path / "checkpoints" / "step-final").mkdir()
+    (tmp_path / "checkpoints" / "checkpoint").write_bytes(b"\xff")
+    assert _claim(tmp_path) == older
+    run_dir.release()
+    assert _claim(tmp_path, resume=str(older)) == older
+    run_dir.release()
+    with pytest.raises(UserError, match=r"step-12 \(state.index: No such file.*\), and no whole one"):
+        _claim(tmp_path, resume=str(newest))
+    run_dir.release()
+    (older / "manifest.json").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="step-12 .*, and no whole one"):  # the run does not begin anew
+        _claim(tmp_path)
+    run_dir.release()
+    with pytest.raises(UserError, match="already has a run"):
+        _claim(tmp_path, resume="never")
+
+
+def test_checkpoints_of_an_earlier_version_are_told_from_none(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-5.index").touch()
+    for resume in ("auto", "never", str(tmp_path / "checkpoints" / "step-5")):
+        with pytest.raises(UserError, match="cannot read the checkpoints of its earlier versions"):
+            _claim(tmp_path, resume=resume)
+        run_dir.release()
 
 
 # Settings that a resumed run may change: where and how it computes and reports, and how far it goes. What the batch and

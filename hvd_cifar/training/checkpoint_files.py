@@ -1,0 +1,134 @@
+"""Checkpoints on disk: a folder for each, written whole or not at all, and checked before any value of it is used.
+
+`step-N/` holds TensorFlow's checkpoint of step N and `manifest.json`, which lists the size and the SHA-256 of each
+file. Only the names of the folders say which checkpoints there are. A name that begins with a dot is a checkpoint that
+is being written or removed; a kill may leave it behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_cifar.errors import UserError, reason_of
+from hvd_cifar.files import replace_text, sync
+from hvd_cifar.reporting import terminal
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_STEP = re.compile(r"step-(\d+)")
+
+
+def prefix(path: Path) -> str:
+    """The name by which TensorFlow reads and writes a checkpoint's files."""
+    return str(path / "state")
+
+
+def write(trackable: tf.train.Checkpoint, folder: Path, step: int) -> Path:
+    """Write a checkpoint into a folder of checkpoints; it is there, whole and on disk, when this returns.
+
+    One of the same step is replaced: a run writes a step again only if it found that one damaged.
+
+    Raises:
+        OSError, tf.errors.OpError: where it cannot be written; nothing of it is left then.
+    """
+    path, part = folder / f"step-{step}", folder / f".step-{step}.part"
+    try:
+        part.mkdir()
+        trackable.write(prefix(part))
+        files = {}
+        for file in sorted(part.iterdir()):
+            sync(file)
+            files[file.name] = _description(file)
+        replace_text(part / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n")
+        if path.exists():
+            remove(path)
+        os.replace(part, path)
+        sync(folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)  # else it fills a disk that is full already
+        raise
+    return path
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint as far as possible; its name is gone first, so that half of one is never taken for one."""
+    gone = path.with_name(f".{path.name}.old")
+    try:
+        os.replace(path, gone)
+    except OSError:
+        return  # it stays, as a whole
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def clear(folder: Path) -> None:
+    """Remove what a killed run was writing or removing."""
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint's files, in words; None where they are those that were written."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        if manifest["format"] != FORMAT:
+            return f"its format is {manifest['format']}, this program reads {FORMAT}"
+        expected: dict[str, Any] = manifest["files"]
+        if not expected:
+            return f"{MANIFEST} lists no file"
+        changed = [name for name, told in expected.items() if _description(path / name) != told]
+    except OSError as failure:
+        return f"{Path(failure.filename).name if failure.filename else path.name}: {reason_of(failure)}"
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return f"{MANIFEST} is damaged"
+    return f"{changed[0]} is not what was written" if changed else None
+
+
+def listed(place: Path) -> list[Path]:
+    """The checkpoint at a path, or all in a folder of checkpoints or a run directory, the newest first; not checked.
+
+    Raises:
+        UserError: where they are of an earlier version.
+    """
+    if (place / MANIFEST).exists() or (place.is_dir() and _STEP.fullmatch(place.name)):
+        return [place]
+    for folder in (place, place / "checkpoints"):
+        found = {int(match[1]): path for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))}
+        if found:
+            return [found[step] for step in sorted(found, reverse=True)]
+        if any(folder.glob("step-*.index")) or Path(f"{place}.index").exists():
+            raise UserError(f"{place}: this program cannot read the checkpoints of its earlier versions; give another")
+    return []
+
+
+def find(place: Path) -> Path | None:
+    """The checkpoint at a path, or the newest whole one in a folder of checkpoints or a run directory.
+
+    None where there is none. Damaged ones that are newer are told of on standard error.
+
+    Raises:
+        UserError: where all are damaged.
+    """
+    wrong: list[str] = []
+    for path in listed(place):
+        found = damage(path)
+        if found is None:
+            for line in wrong:
+                terminal.complain(f"hvd_cifar: warning: damaged checkpoint {line}; {path.name} is taken instead")
+            return path
+        wrong.append(f"{path} ({found})")
+    if wrong:
+        raise UserError(f"damaged checkpoint {wrong[0]}, and no whole one in {place}; give another --run-dir or path")
+    return None
+
+
+def _description(file: Path) -> dict[str, Any]:
+    content = file.read_bytes()
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
