@@ -218,8 +218,16 @@ class Evaluator(Callback):
 
     def on_step(self, run: Run) -> None:
         """Evaluate where it is due; the evaluation after the last step is `final`'s."""
-        if run.step < run.total_steps and run.is_due(run.plan.evaluation_steps):
+        if self._is_due(run) and not self.progress.stop_requested:
             self.run_now(run, six_views=False)
+
+    def on_start(self, run: Run) -> None:
+        """Make the evaluation that a stop left out, in favour of its checkpoint."""
+        if self._is_due(run) and collectives.broadcast_object(self.reporter.last_eval.get("step")) != run.step:
+            self.run_now(run, six_views=False)
+
+    def _is_due(self, run: Run) -> bool:
+        return 0 < run.step < run.total_steps and run.is_due(run.plan.evaluation_steps)
 
     def final(self, run: Run) -> Evaluation:
         """The evaluation at the last step."""
@@ -251,7 +259,7 @@ class Evaluator(Callback):
 
 
 class Checkpointer(Callback):
-    """Writes a checkpoint every --checkpoint-every steps, on request and at the end."""
+    """Writes a checkpoint every --checkpoint-every steps, where a rank is asked to stop, and at the end."""
 
     def __init__(
         self,
@@ -278,8 +286,8 @@ class Checkpointer(Callback):
         self.began = time.perf_counter()
 
     def on_step(self, run: Run) -> None:
-        """Save where it is due or asked for."""
-        if run.is_due(run.settings.checkpoint_every) or self.progress.checkpoint_was_requested:
+        """Save where it is due, or the run stops."""
+        if run.is_due(run.settings.checkpoint_every) or self.progress.stop_requested:
             self.save(run)
 
     def on_end(self, run: Run) -> None:
@@ -304,7 +312,6 @@ class Checkpointer(Callback):
                 self.progress.saved_step = run.step
                 self.reporter.say(f"step {run.step}: saved {path}")
                 self.tell("on_checkpoint", path)
-            self.progress.checkpoint_was_requested = False
 
 
 class Summariser(Callback):
