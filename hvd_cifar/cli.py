@@ -18,7 +18,7 @@ from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.quiet import quiet_start
 from hvd_cifar.runtime.environment import launched_rank
-from hvd_cifar.training.preemption import end_at_once
+from hvd_cifar.training.preemption import resumable
 
 USER_ERROR = 2
 TRAINING_ERROR = 1
@@ -26,7 +26,7 @@ GRACE_SECONDS = 5.0  # for rank 0 to say what is wrong, before a launcher ends i
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command and end the process. Exit code 0: success; 1: the run failed; 2: the user's error; 75: resume it."""
+    """Run a command and end the process. Exit codes: docs/reliability.md."""
     sys.exit(_run(sys.argv[1:] if argv is None else argv, lambda work: work()))
 
 
@@ -167,10 +167,10 @@ def _metavar(annotation: Any) -> str:
 
 
 def _train(settings: config.TrainSettings) -> None:
-    end_at_once()
-    with quiet_start():
-        from hvd_cifar.training.run import train
-    train(settings)
+    with resumable():
+        with quiet_start():
+            from hvd_cifar.training.run import train
+        train(settings)
 
 
 def _evaluate(settings: config.EvaluateSettings) -> None:

@@ -8,7 +8,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hvd_cifar.errors import RESUME
@@ -44,13 +44,10 @@ class StopRequests:
         self._undo.callback(thread.join)
         self._undo.callback(os.close, writer)
         self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
-        for number in SIGNALS:
-            before = signal.getsignal(number)
-            if number != signal.SIGHUP or before is not signal.SIG_IGN:  # nohup
-                # Without a handler of Python's a signal is not written to the pipe.
-                signal.signal(number, lambda *_: None)
-                signal.siginterrupt(number, False)  # a write to a file or a network goes on
-                self._undo.callback(signal.signal, number, signal.SIG_DFL if before is None else before)
+        # Without a handler of Python's a signal is not written to the pipe.
+        for number, before in _handle(lambda *_: None).items():
+            signal.siginterrupt(number, False)  # a write to a file or a network goes on
+            self._undo.callback(signal.signal, number, signal.SIG_DFL if before is None else before)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -78,8 +75,21 @@ class StopRequests:
                 end = time.monotonic() + self._grace_seconds + (0.0 if self._is_root else SECONDS_FOR_ROOT)
 
 
-def end_at_once() -> None:
-    """Let a signal end this process with the code that asks to be resumed: before the first step nothing is lost."""
-    for number in SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: os._exit(RESUME))
+@contextlib.contextmanager
+def resumable() -> Iterator[None]:
+    """For a process that only trains: outside of `StopRequests` a signal ends it with the code that asks to resume.
+
+    Before the first step and after the last one nothing is lost. After the block, while Python ends, signals are
+    ignored: Python would take its handlers back, and a repeated signal would change the exit code.
+    """
+    _handle(lambda *_: os._exit(RESUME))
+    try:
+        yield
+    finally:
+        _handle(signal.SIG_IGN)
+
+
+def _handle(handler: Any) -> dict[int, Any]:
+    """Set a handler for all signals but an ignored SIGHUP (nohup); the handlers before."""
+    chosen = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in chosen}
