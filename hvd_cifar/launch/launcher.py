@@ -404,7 +404,7 @@ def _mpirun(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job
 
 
 def _horovodrun(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job, codes: list[int]) -> Starter:
-    """horovodrun over Gloo. `hosts`: as for `_mpirun`; `codes` gets the ranks' exit codes in the order of their ends."""
+    """horovodrun over Gloo. `hosts`: as for `_mpirun`; `codes` gets the ranks' codes in the order of their ends."""
 
     def output(stream: BinaryIO) -> None:
         for rank, line in without_tags(stream, codes):

@@ -32,6 +32,10 @@ class Running:
         """All that the job has printed so far."""
         return self.output.read_text(errors="replace")
 
+    def has_said(self, text: str) -> bool:
+        """Whether the job has printed this text."""
+        return text in self.said()
+
     def left(self) -> list[str]:
         """The command lines of its processes that still run."""
         found = []

@@ -24,8 +24,9 @@ def job(embedded: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
     jobs: list[Running] = []
 
     def begin(launcher: list[Any], *options: Any) -> Running:
+        before = max(runs.losses(tmp_path / "run"), default=0)
         jobs.append(start(launcher, embedded, tmp_path / "run", *options))
-        jobs[-1].wait_for_step(5)
+        jobs[-1].wait_for_step(before + 5)
         return jobs[-1]
 
     yield begin
@@ -42,10 +43,11 @@ def test_stopped_three_times_and_as_if_never(job: Any, embedded: Path, tmp_path:
         running.send(signal.SIGTERM, target)
         assert running.wait() == RESUME, (target, running.said())
         said = running.said()
-        (stopped,) = re.findall(r"stopped after step (\d+), as asked; the checkpoint of step \1 is kept", said)
+        stops = re.findall(r"stopped after step (\d+), as asked; the checkpoint of step \1 is kept", said)
         assert "Traceback" not in said and "mpirun" not in said and "signal" not in said, said
         assert not running.left()
-        lives.append(int(stopped))
+        lives.append(int(stops[-1]))
+        assert len(stops) == len(lives)
         assert checkpoints(tmp_path / "run") == lives  # one for each stop, and no other
     assert lives == sorted(set(lives)) and lives[-1] < STEPS
     cut, whole = (start(["-np", 2], embedded, tmp_path / name, *options) for name in ("run", "whole"))
@@ -70,16 +72,16 @@ def test_other_signals_and_launchers(launcher: list[Any], number: signal.Signals
 
 
 @pytest.mark.parametrize("kind", ["--mpi", "--gloo"])
-def test_a_second_ctrl_c_ends_the_job_at_once(kind: str, job: Any, tmp_path: Path) -> None:
-    """Also where the checkpoint does not come: rank 0 stands still."""
+def test_a_second_ctrl_c_ends_the_job_at_once(kind: str, job: Any) -> None:
+    """Rank 0 stands still, so no checkpoint comes after the first one."""
     running = job(["-np", 2, kind])
     running.send(signal.SIGSTOP, "rank 0")
     running.send(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         running.process.wait(3)
     running.send(signal.SIGINT)
-    assert running.wait(30) == 128 + signal.SIGINT, running.said()
-    assert not checkpoints(tmp_path / "run") and not running.left()
+    assert running.wait(20) == 128 + signal.SIGINT, running.said()  # mpirun takes 2 s to kill
+    assert not running.left()
 
 
 def test_a_checkpoint_that_does_not_come_in_time(job: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,10 @@ def test_killed_ranks_and_a_killed_starter(kind: str, embedded: Path, tmp_path: 
     run_dir = tmp_path / "run"
     running = start(["-np", 2, kind, "--max-restarts", 3], embedded, run_dir, *options)
     try:
-        for target, step in (("rank 1", 30), ("starter", 100)):
+        for restart, target, step in ((1, "rank 1", 30), (2, "starter", 100)):
             running.wait_for_step(step)
             running.send(signal.SIGKILL, target)
-            running.wait_until(lambda: f"restart {1 if target == 'rank 1' else 2} of 3 in" in running.said())
+            running.wait_until(partial(running.has_said, f"restart {restart} of 3 in"))
         assert running.wait() == 0, running.said()
     finally:
         running.end()
