@@ -24,6 +24,7 @@ COMMAND is train, evaluate, or benchmark step|allreduce|predict; `./run.sh train
   --hostfile FILE    the same from a file with lines `host slots=N`, see hostfiles/
   --mpi, --gloo      start ranks with mpirun (default), or with horovodrun over Gloo
   --allreduce ring   have MPI or NCCL add gradients up in a ring, small ones too; auto (default): as they choose
+  --max-restarts N   start training again, up to N times, from its newest checkpoint, where a rank is lost
   --dry-run          print the command that would start the ranks, and start nothing
   PYTHON=python3.12 ./run.sh setup         the Python to set up with (3.10 to 3.13; default: python3)
 TEXT

@@ -125,7 +125,7 @@ def main(data_dir: Path, model: str, batch_size: int, json_file: Path | None) ->
         trainer = assemble.assemble(settings, world, OfUser())
         clock.lap("assemble")
         for step in range(3):
-            trainer.step(step, next(trainer.batches), False)[0].numpy()
+            trainer.step(step, next(trainer.batches), False, 0.0)[0].numpy()
             clock.lap(f"step {step + 1}")
         run_dir.release()
         whole = launched + sum(wall for name, (wall, _, _) in clock.phases.items() if not name.startswith(" "))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import functools
 import sys
 import time
 import types
@@ -18,6 +18,7 @@ from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.quiet import quiet_start
 from hvd_cifar.runtime.environment import launched_rank
+from hvd_cifar.training.preemption import resumable
 
 USER_ERROR = 2
 TRAINING_ERROR = 1
@@ -25,29 +26,27 @@ GRACE_SECONDS = 5.0  # for rank 0 to say what is wrong, before a launcher ends i
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command and end the process. Exit code 0: success; 1: the run failed; 2: the user's error."""
-    sys.exit(_run(sys.argv[1:] if argv is None else argv, only_check=False))
+    """Run a command and end the process. Exit codes: docs/reliability.md."""
+    sys.exit(_run(sys.argv[1:] if argv is None else argv, lambda work: work()))
 
 
-def check(argv: list[str]) -> None:
-    """Parse and validate a command line without running it; a wrong one ends the process with one line and code 2.
+def check(argv: list[str]) -> Any:
+    """The settings of a command line that is not run; a wrong one ends the process with one line and code 2.
 
     A launcher calls it before it starts any rank. It also prints help, and then ends the process with code 0.
     """
-    code = _run(argv, only_check=True)
-    if code is not None:
-        sys.exit(code)
+    checked: list[Any] = []
+    code = _run(argv, lambda work: checked.extend(work.args))
+    return checked[0] if checked else sys.exit(code)
 
 
-def _run(argv: list[str], only_check: bool) -> int | None:
-    """The exit code; None where the command line was only checked, and is right."""
+def _run(argv: list[str], use: Callable[[functools.partial[None]], Any]) -> int:
+    """Parse, `use` the call that the command line asks for, and return the exit code."""
     try:
         work = _commands().main(argv, prog_name="hvd_cifar", standalone_mode=False)
         if not callable(work):  # click has printed help or the version, and returns its exit code
             return int(work or 0)
-        if only_check:
-            return None
-        work()
+        use(work)
         return 0
     except click.exceptions.NoArgsIsHelpError as error:
         return _complain_once(f"give a command: {_choices_of(error)} (see --help)", USER_ERROR)
@@ -118,7 +117,7 @@ def _add(
 ) -> None:
     """Add a command whose options are the fields of `kind`; parsing returns the call to make, validated."""
 
-    def parse(**given: Any) -> Callable[[], None]:
+    def parse(**given: Any) -> functools.partial[None]:
         file = given.pop("config", None)
         values = config.read_file(Path(file)) if file else {}
         chosen = {field: value for field, value in given.items() if value is not None}
@@ -127,7 +126,7 @@ def _add(
         if "batch_size" in chosen:
             values.pop("global_batch_size", None)
         settings = config.make(kind, {**values, **chosen})
-        return lambda: function(settings)
+        return functools.partial(function, settings)
 
     options: list[click.Parameter] = [_option(field, info) for field, info in kind.model_fields.items()]
     file_help = "YAML or JSON file of settings; options take precedence over it."
@@ -168,11 +167,10 @@ def _metavar(annotation: Any) -> str:
 
 
 def _train(settings: config.TrainSettings) -> None:
-    # SIGUSR1 requests a checkpoint; before the run can save one, the signal must not kill the rank.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    with quiet_start():
-        from hvd_cifar.training.run import train
-    train(settings)
+    with resumable():
+        with quiet_start():
+            from hvd_cifar.training.run import train
+        train(settings)
 
 
 def _evaluate(settings: config.EvaluateSettings) -> None:

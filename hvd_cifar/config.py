@@ -6,8 +6,10 @@ and its type is its check. The command line, a `--config` file and a Python prog
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -328,6 +330,12 @@ class TrainSettings(DataSettings):
 
     log_every: int = Field(10, gt=0, description="Steps between log lines.")
     checkpoint_every: int = Field(1000, gt=0, description="Steps between checkpoints; the newest 5 are kept.")
+    grace_seconds: Finite = Field(
+        30,
+        gt=0,
+        description="Seconds from a signal that asks the run to stop (SIGTERM, SIGUSR1, SIGINT, SIGHUP) to its end, "
+        "with a checkpoint if it can be written by then; docs/reliability.md.",
+    )
     eval_every: int | None = Field(
         None,
         ge=0,
@@ -579,6 +587,15 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UserError(f"--config {path}: holds no settings; write one 'name: value' a line")
     return {key.replace("-", "_"): value for key, value in content.items() if key not in RECORDED_SECTIONS}
+
+
+def unused_run_dir(model: str) -> Path:
+    """A run directory that does not exist yet: runs/MODEL-DATE-TIME in the present folder."""
+    place, _, name = model.rpartition(":")
+    label = f"{Path(place).stem}-{name}" if place else name  # of FILE.py:NAME and package.module:NAME
+    stem = f"{label}-{datetime.now():%Y%m%d-%H%M%S}"
+    names = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))  # two runs may start in one second
+    return next(path for path in (Path("runs").absolute() / name for name in names) if not path.exists())
 
 
 def write_file(path: Path, settings: _Settings, run: dict[str, Any]) -> None:

@@ -1,8 +1,11 @@
-"""The errors that are the user's to mend: one line each, and exit code 2. Standard library only."""
+"""How a run ends early: the errors that are the user's to mend, failed runs, preempted runs. Standard library only."""
 
 import re
 import sys
 from pathlib import Path
+
+RESUME = 75  # exit code of a run that was asked to stop, EX_TEMPFAIL of sysexits.h: the same command goes on
+DIVERGED = "model diverged"  # in the line of a run whose loss is not finite: to repeat it gives the same
 
 
 class UserError(Exception):
@@ -12,6 +15,13 @@ class UserError(Exception):
     without a traceback, and ends with exit code 2. Any other exception is an error of the program and keeps
     its traceback.
     """
+
+
+class Preempted(SystemExit):
+    """A run that was asked to stop and has written a checkpoint, on every rank; ends a program with exit code 75."""
+
+    def __init__(self) -> None:
+        super().__init__(RESUME)
 
 
 class TrainingError(Exception):

@@ -10,22 +10,19 @@ is the job's. This process does not import TensorFlow.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import shlex
 import shutil
-import signal
 import socket
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hvd_cifar.errors import UserError
+from hvd_cifar import config
+from hvd_cifar.errors import RESUME, UserError
 from hvd_cifar.launch.arguments import Parser
 from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import (
@@ -40,20 +37,21 @@ from hvd_cifar.launch.cluster.program import Participants
 from hvd_cifar.launch.cluster.remarks import without_banners, without_tags
 from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
 from hvd_cifar.launch.install.installer import read_record, recorded_options
+from hvd_cifar.launch.job import Job, Starter, chunks, complain, write
+from hvd_cifar.launch.restarts import FINAL, Failure, failure_of, reason_to_give_up, seconds_before
 from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.environment import copies, launched_size
-from hvd_cifar.runtime.process import signalled_with_parent
 from hvd_cifar.runtime.transport import RING_PARAMETERS, RING_VARIABLES
 
 USAGE = (
-    "./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] [--allreduce ring|auto] [--dry-run] COMMAND [OPTIONS]"
+    "./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] [--allreduce ring|auto] [--max-restarts N] "
+    "[--dry-run] COMMAND [OPTIONS]"
 )
 # mpirun exports these of the user's variables to other hosts; ranks on this host inherit all.
 EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS")
 # TCP keepalive of mpirun (seconds, seconds, tries): a lost host is noticed after 30 s; by default after 8 minutes.
 KEEPALIVE = {"oob_tcp_keepalive_time": 10, "oob_tcp_keepalive_intvl": 5, "oob_tcp_keepalive_probes": 4}
 PYTHON = "python"  # the command that runs a user's own program on each rank
-SECONDS_FOR_LAST_OUTPUT = 5.0
 SHOW_CURSOR = b"\x1b[?25h"
 HOSTS_SHOWN = 3
 
@@ -68,13 +66,15 @@ class Request:
     command: tuple[str, ...]
     dry_run: bool = False
     ring: bool = False
+    max_restarts: int = 0
+    of_restarts: tuple[str, ...] = ()  # options that restarts have beside the command's
     in_slurm: bool = False  # the hosts are the nodes of this process's Slurm allocation
 
 
-def main(argv: list[str], check: Callable[[list[str]], None]) -> int:
+def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
     """Run the job that `argv` describes, and return its exit code.
 
-    `check` validates the command's own options, and ends the process if they are wrong.
+    `check` returns the settings of the command's own options, and ends the process if they are wrong.
     """
     try:
         request = parse(argv)
@@ -84,13 +84,16 @@ def main(argv: list[str], check: Callable[[list[str]], None]) -> int:
             return _start_doctor(request, check)
         if request.command[0] == PYTHON:
             _check_program(request.command[1:])
+            settings = None
         else:
-            check(list(request.command))
+            settings = check(list(request.command))
+        if request.max_restarts:
+            request = _with_run_dir(request, settings)
         request = with_allocation(request, slurm.allocation(os.environ))
         ranks = request.ranks or (1 if _measures_nothing(request.command) else _ranks_of(request.hosts))
         return _launch(request, ranks)
     except UserError as error:
-        _complain(str(error))
+        complain(str(error))
         return 2
     except KeyboardInterrupt:  # before the ranks started
         return 130
@@ -106,6 +109,7 @@ def parse(argv: list[str]) -> Request:
     parser.add_argument("--mpi", dest="gloo", action="store_false")
     parser.add_argument("--gloo", dest="gloo", action="store_true")
     parser.add_argument("--allreduce", choices=["ring", "auto"])
+    parser.add_argument("--max-restarts", type=lambda text: count(text, f"--max-restarts {text}"), default=0)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     parser.set_defaults(gloo=False)
@@ -116,7 +120,8 @@ def parse(argv: list[str]) -> Request:
         )
     _check_slots(found.ranks, found.hosts, "slot", "the hosts; lower it or add slots")
     command = tuple(found.command) or ("train",)
-    return Request(found.ranks, found.hosts, found.gloo, command, found.dry_run, found.allreduce == "ring")
+    ring = found.allreduce == "ring"
+    return Request(found.ranks, found.hosts, found.gloo, command, found.dry_run, ring, found.max_restarts)
 
 
 def with_allocation(request: Request, nodes: tuple[Host, ...]) -> Request:
@@ -134,6 +139,19 @@ def _check_slots(ranks: int | None, hosts: tuple[Host, ...], kind: str, where: s
     slots = sum(host.slots for host in hosts)
     if ranks and hosts and ranks > slots:
         raise UserError(f"-np {ranks} is more than the {slots} {kind}{'s' * (slots != 1)} of {where}")
+
+
+def _with_run_dir(request: Request, settings: Any) -> Request:
+    """The request with a run directory, which its restarts go on in.
+
+    Raises UserError where the command does not train.
+    """
+    if not isinstance(settings, config.TrainSettings):
+        raise UserError("--max-restarts goes with train: nothing else can go on where it was")
+    run_dir = settings.run_dir or config.unused_run_dir(settings.model)
+    # A restart goes on with the run that --resume never has begun.
+    of_restarts = ("--resume", "auto") if settings.resume == "never" else ()
+    return replace(request, command=(*request.command, "--run-dir", str(run_dir)), of_restarts=of_restarts)
 
 
 def _measures_nothing(words: tuple[str, ...]) -> bool:
@@ -174,7 +192,7 @@ def _note_unused_gpus(gpus: Mapping[str, int], all_here: bool) -> None:
     if have:
         more = f" and {len(have) - HOSTS_SHOWN} more hosts" if len(have) > HOSTS_SHOWN else ""
         set_up = f"./run.sh setup --gpu{' --hostfile FILE' * (not all_here)}"
-        _complain(
+        complain(
             f"note: ranks compute on the CPU, and GPUs stay unused ({', '.join(have[:HOSTS_SHOWN])}{more}): "
             f"the environment is for the CPU; to use them: {set_up}"
         )
@@ -259,7 +277,7 @@ def _of_other_hosts(network: Network, environ: Mapping[str, str]) -> list[str]:
     return words
 
 
-def _start_doctor(request: Request, check: Callable[[list[str]], None]) -> int:
+def _start_doctor(request: Request, check: Callable[[list[str]], Any]) -> int:
     """Run the doctor as one process here, with the launcher's options: it starts ranks by itself."""
     words = list(request.command)
     words += ["--gloo"] if request.gloo else []
@@ -269,7 +287,7 @@ def _start_doctor(request: Request, check: Callable[[list[str]], None]) -> int:
     check(words)
     words = [sys.executable, "-m", "hvd_cifar", *words]
     if request.dry_run:
-        _write(1, f"{shlex.join(words)}\n".encode())
+        write(1, f"{shlex.join(words)}\n".encode())
         return 0
     os.execv(words[0], words)
 
@@ -290,25 +308,49 @@ def _launch(request: Request, ranks: int) -> int:
     network, gpus = _ask_hosts(request, bin_folder)
     if not _is_for_gpus() and not _measures_nothing(request.command):
         _note_unused_gpus(gpus or {socket.gethostname(): _gpus_here()}, all_here=network is None)
-    words = command(request, ranks, Installation(sys.executable, mpirun, os.geteuid() == 0), env, network)
+    installed = Installation(sys.executable, mpirun, os.geteuid() == 0)
+    words = command(request, ranks, installed, env, network)
     if request.dry_run:
-        _write(1, f"{_as_typed(words, env)}\n".encode())
+        write(1, f"{_as_typed(words, env)}\n".encode())
         return 0
-    if words[0] == sys.executable:
+    if words[0] == sys.executable and not request.max_restarts:
         os.execve(words[0], words, env)
 
     cores = _cores_here()
     if ranks > cores and network is None:
-        _complain(f"note: {ranks} ranks share {cores} core{'s' * (cores > 1)}: results are right, but slow")
-    if request.gloo:
-        return _run_gloo(words, env, of_ranks if network else [])
-    watched = sys.stdout.isatty()
+        complain(f"note: {ranks} ranks share {cores} core{'s' * (cores > 1)}: results are right, but slow")
+    watched = sys.stdout.isatty() and Path(words[0]).name == "mpirun"
     if watched:
         # mpirun gives ranks a pseudo-terminal of its own, whatever this process has.
         env |= {"HVD_CIFAR_TERMINAL": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
-    code = _run_mpi(words, env, of_ranks if network else [])
+    job, hosts = Job(can_stop=request.command[0] == "train"), of_ranks if network else []
+    code = _start(words, env, hosts, job)
+    if request.max_restarts:
+        again = replace(request, command=request.command + request.of_restarts)
+        words = command(again, ranks, installed, env, network)
+        run_dir = Path(request.command[-1])
+        code = _restart(code, request.max_restarts, run_dir, job, lambda: _start(words, env, hosts, job))
     if watched and code >= 128:
-        _write(1, SHOW_CURSOR + b"\n")  # a killed rank leaves its progress bar and a hidden cursor
+        write(1, SHOW_CURSOR + b"\n")  # a killed rank leaves its progress bar and a hidden cursor
+    return code
+
+
+def _restart(code: int, max_restarts: int, run_dir: Path, job: Job, start: Callable[[], int]) -> int:
+    """Start a failed job again until it ends otherwise or is given up, and return its exit code."""
+    failures: list[Failure] = []
+    while code not in FINAL and not job.asked:
+        failures.append(failure_of(code, job.tail, run_dir))
+        if reason := reason_to_give_up(failures, max_restarts):
+            complain(f"exit code {code}; the job does not start again: {reason}")
+            return code
+        seconds = seconds_before(len(failures))
+        complain(
+            f"exit code {code}; restart {len(failures)} of {max_restarts} in {seconds:g} s, "
+            f"from the newest checkpoint in {run_dir}"
+        )
+        if not job.wait(seconds):
+            return RESUME
+        code = start()
     return code
 
 
@@ -337,107 +379,65 @@ def _as_typed(words: list[str], env: Mapping[str, str]) -> str:
     return " ".join([*differing, shlex.join(words)])
 
 
-def _run_mpi(words: list[str], env: Mapping[str, str], hosts: list[str]) -> int:
-    """Run mpirun. `hosts`: each rank's host where there are several hosts, else []; see `NamedLines`."""
+def _mpirun(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job) -> Starter:
+    """mpirun. `hosts`: each rank's host where there are several hosts, else []; see `NamedLines`."""
     lines = NamedLines(hosts)
 
     def output(stream: BinaryIO) -> None:
-        for rank, piece in by_rank(_chunks(stream)):
+        for rank, piece in by_rank(chunks(stream)):
             if rank in (0, None):
-                _write(1, piece)
+                write(1, piece)
 
-    def of_mpirun(chunks: Iterable[bytes]) -> Iterator[bytes]:
-        for rank, piece in by_rank(chunks):
+    def of_mpirun(pieces: Iterable[bytes]) -> Iterator[bytes]:
+        for rank, piece in by_rank(pieces):
             if rank is None:
                 yield piece
             else:
-                _write(2, lines.add(rank, piece))
+                job.pass_on(lines.add(rank, piece))
 
     def errors(stream: BinaryIO) -> None:
-        chunks = _chunks(stream)
-        for piece in without_banners(of_mpirun(chunks) if hosts else chunks):
-            _write(2, piece)
-        _write(2, lines.rest())
+        for piece in without_banners(of_mpirun(chunks(stream)) if hosts else chunks(stream)):
+            job.pass_on(piece)
+        job.pass_on(lines.rest())
 
-    return _run(words, env, output if hosts else None, errors)
+    return Starter(words, env, output if hosts else None, errors)
 
 
-def _run_gloo(words: list[str], env: Mapping[str, str], hosts: list[str]) -> int:
-    """Run horovodrun. `hosts`: each rank's host where there are several hosts, else []; see `NamedLines`."""
-    codes: list[int] = []
+def _horovodrun(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job, codes: list[int]) -> Starter:
+    """horovodrun over Gloo. `hosts`: as for `_mpirun`; `codes` gets the ranks' codes in the order of their ends."""
 
     def output(stream: BinaryIO) -> None:
         for rank, line in without_tags(stream, codes):
             if not hosts or rank in (0, None):
-                _write(1, line)
+                write(1, line)
 
     def errors(stream: BinaryIO) -> None:
         lines = NamedLines(hosts)
         for rank, line in without_tags(stream, codes):
-            _write(2, line if rank is None or not hosts else lines.add(rank, line))
-        _write(2, lines.rest())
+            job.pass_on(line if rank is None or not hosts else lines.add(rank, line))
+        job.pass_on(lines.rest())
 
-    code = _run(words, env, output, errors)
+    return Starter(words, env, output, errors)
+
+
+def _python(words: list[str], env: Mapping[str, str], job: Job) -> Starter:
+    """A single rank, whose stdout is this process's."""
+
+    def errors(stream: BinaryIO) -> None:
+        for piece in chunks(stream):
+            job.pass_on(piece)
+
+    return Starter(words, env, None, errors)
+
+
+def _start(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job) -> int:
+    """Run the program that starts the ranks, and return the job's exit code."""
+    name = Path(words[0]).name
+    if name == "mpirun":
+        return job.run(_mpirun(words, env, hosts, job))
+    if name != "horovodrun":
+        return job.run(_python(words, env, job))
+    codes: list[int] = []
+    code = job.run(_horovodrun(words, env, hosts, job, codes))
     # horovodrun's exit code is 1 for every failure of a rank, but it prints the ranks' codes in their order.
     return codes[0] if code == 1 and codes else code
-
-
-def _run(
-    words: list[str],
-    env: Mapping[str, str],
-    output: Callable[[BinaryIO], None] | None,
-    errors: Callable[[BinaryIO], None],
-) -> int:
-    """Run a launcher, pass signals on to it, and return its exit code, or 128 + the signal.
-
-    `output` and `errors` read its stdout and stderr, and print what the user should see.
-    """
-    # A session of its own: Ctrl-C reaches this process, which forwards it; the launcher gets it once.
-    process: subprocess.Popen[Any] = subprocess.Popen(
-        words,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE if output else None,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=signalled_with_parent(signal.SIGTERM),  # no thread runs yet
-    )
-    caught: list[int] = []
-
-    def forward(number: int, _: object) -> None:
-        caught.append(number)
-        # Launchers clean up on SIGINT and SIGTERM, not on SIGHUP.
-        process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, forward)
-    # SIGUSR1 asks for a checkpoint. mpirun forwards it to ranks; horovodrun over Gloo does not.
-    forwards = Path(words[0]).name == "mpirun"
-    signal.signal(signal.SIGUSR1, (lambda *_: process.send_signal(signal.SIGUSR1)) if forwards else signal.SIG_IGN)
-    pumps = [threading.Thread(target=errors, args=[process.stderr], daemon=True)]
-    if output:
-        pumps.append(threading.Thread(target=output, args=[process.stdout], daemon=True))
-    for pump in pumps:
-        pump.start()
-    code = process.wait()
-    for pump in pumps:
-        pump.join(SECONDS_FOR_LAST_OUTPUT)
-    if caught:
-        return 128 + caught[0]
-    return code if code >= 0 else 128 - code
-
-
-def _chunks(stream: BinaryIO) -> Iterator[bytes]:
-    while chunk := os.read(stream.fileno(), 65536):
-        yield chunk
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    # A closed stdout (`| head`) does not end the job. Its pipe is read on: with a full pipe the ranks would block.
-    with contextlib.suppress(BrokenPipeError):
-        while data:
-            data = data[os.write(descriptor, data) :]
-
-
-def _complain(message: str) -> None:
-    _write(2, f"hvd_cifar: {message}\n".encode())

@@ -6,7 +6,9 @@ import ctypes
 import signal
 from collections.abc import Callable
 
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+# Of Linux's prctl.
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def signalled_with_parent(number: signal.Signals) -> Callable[[], None]:
@@ -17,3 +19,8 @@ def signalled_with_parent(number: signal.Signals) -> Callable[[], None]:
         libc.prctl(PR_SET_PDEATHSIG, number)
 
     return ask_for_signal
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent ends: it can find and end them then."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.errors import Preempted, TrainingError, UserError
 from hvd_cifar.runtime import devices, environment, transport
 from hvd_cifar.runtime.failures import lost_rank
 
@@ -146,8 +146,12 @@ def session(
         TrainingError: where another rank ended, so that this one cannot continue. All other errors pass unchanged.
     """
     world = start(threads, deterministic, process_sets)
+    stopped: Preempted | None = None
     try:
-        yield world
+        try:
+            yield world
+        except Preempted as asked:  # on every rank
+            stopped = asked
         # A rank whose process ends shuts Horovod down for all: every rank waits here for the last one.
         if world.size > 1:
             hvd.allreduce(tf.zeros(1), op=hvd.Sum)
@@ -158,6 +162,8 @@ def session(
         raise TrainingError(
             f"rank {world.rank} lost another rank, which ended first; see that one's error ({said})"
         ) from failure
+    if stopped is not None:
+        raise stopped
 
 
 def _look_around_the_host(view: list[str], mask: frozenset[int]) -> tuple[list[list[str]], list[frozenset[int]]]:

@@ -216,14 +216,22 @@ class Evaluator(Callback):
         self.tell = tell
         self.newest: tuple[int, Evaluation] | None = None
 
+    def on_start(self, run: Run) -> None:
+        """Make the evaluation that a stop left out, in favour of its checkpoint."""
+        if self._is_due(run) and collectives.broadcast_object(self.reporter.last_eval.get("step")) != run.step:
+            self.run_now(run, six_views=False)
+
     def on_step(self, run: Run) -> None:
         """Evaluate where it is due; the evaluation after the last step is `final`'s."""
-        if run.step < run.total_steps and run.is_due(run.plan.evaluation_steps):
+        if self._is_due(run) and not self.progress.stop_requested:
             self.run_now(run, six_views=False)
 
     def on_end(self, run: Run) -> None:
         """Evaluate before the last checkpoint is written: a net that has diverged is not saved."""
         self.final(run)
+
+    def _is_due(self, run: Run) -> bool:
+        return 0 < run.step < run.total_steps and run.is_due(run.plan.evaluation_steps)
 
     def final(self, run: Run) -> Evaluation:
         """The evaluation at the last step."""
@@ -255,7 +263,7 @@ class Evaluator(Callback):
 
 
 class Checkpointer(Callback):
-    """Writes a checkpoint every --checkpoint-every steps, on request and at the end."""
+    """Writes a checkpoint every --checkpoint-every steps, where a rank is asked to stop, and at the end."""
 
     def __init__(
         self,
@@ -282,10 +290,8 @@ class Checkpointer(Callback):
         self.began = time.perf_counter()
 
     def on_step(self, run: Run) -> None:
-        """Save where it is due or asked for, or where the run's files cannot be written."""
-        if self.reporter.is_behind:
-            self.progress.on_request()
-        due = run.is_due(run.settings.checkpoint_every) or self.progress.checkpoint_was_requested
+        """Save where it is due, or the run stops."""
+        due = run.is_due(run.settings.checkpoint_every) or self.progress.stop_requested
         if due and run.step < run.total_steps:  # the last step is saved after its evaluation
             self.save(run)
 
@@ -311,7 +317,6 @@ class Checkpointer(Callback):
                 self.progress.saved_step = run.step
                 self.reporter.say(f"step {run.step}: saved {path}")
                 self.tell("on_checkpoint", path)
-            self.progress.checkpoint_was_requested = False
 
     def _save(self) -> Path:
         """Rank 0's part. UserError where the checkpoint or, after it, the run's other files cannot be written."""

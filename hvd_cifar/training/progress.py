@@ -15,7 +15,7 @@ import keras
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data import sampler
 from hvd_cifar.data.pipeline import MicroBatch
-from hvd_cifar.errors import TrainingError
+from hvd_cifar.errors import DIVERGED, TrainingError
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.runtime.world import World
 from hvd_cifar.training.plan import Plan
@@ -49,8 +49,11 @@ class StepClock:
             self._resumed = time.perf_counter()
 
 
+SECONDS_BETWEEN_LOOKS = 1.0  # at results of steps: how late a request to stop is seen
+
+
 class Progress:
-    """Step, losses and clock of a run; the same on every rank, except for the clock and `has_request`."""
+    """Step, losses and clock of a run; the same on every rank, except for clock and `seconds_per_step`."""
 
     def __init__(self, first_step: int, saved_step: int) -> None:
         """Begin at a step.
@@ -63,20 +66,23 @@ class Progress:
         self.saved_step = saved_step
         self.loss: float | None = None
         self.clock = StepClock()
-        self.checkpoint_was_requested = False
-        self.has_request = False  # whether this rank will request a checkpoint in the next step
+        self.stop_requested = False  # by any rank: this step is the last one, and is saved
+        self.seconds_per_step = SECONDS_BETWEEN_LOOKS  # of this rank, evaluation and saving included
         self.micro_batches: Sequence[MicroBatch] = ()  # of the last step
         self._unseen: list[Any] = []  # results of steps, left on the device until `check_losses`
+        self._looked = time.perf_counter()
+        self._next_look = first_step + 1
 
     def add(self, micro_batches: Sequence[MicroBatch], result: Any) -> None:
-        """Count a step: its micro-batches, and float [2] as the function of `make_train_step` returns it."""
+        """Count a step: its micro-batches, and float [3] as the function of `make_train_step` returns it.
+
+        A look at the results waits for the device, so it comes once a second; it may raise as `check_losses` does.
+        """
         self.step += 1
         self.micro_batches = micro_batches
         self._unseen.append(result)
-
-    def on_request(self, *_: Any) -> None:
-        """Ask all ranks for a checkpoint: the handler of a signal."""
-        self.has_request = True
+        if self.step >= self._next_look:
+            self.check_losses()
 
     def check_losses(self) -> None:
         """Fetch the results of all steps since the last call. They are the same on all ranks, so all ranks act alike.
@@ -85,18 +91,20 @@ class Progress:
             TrainingError: at the first loss that is not finite.
         """
         first = self.step - len(self._unseen) + 1
-        for step, (loss, requests) in enumerate((r.numpy() for r in self._unseen), start=first):
+        for step, (loss, requests, seconds) in enumerate((r.numpy() for r in self._unseen), start=first):
             if not math.isfinite(loss):
                 raise self.diverged(f"loss = {float(loss)} at step {step}")
             self.loss = float(loss)
-            if requests > 0:
-                self.checkpoint_was_requested = True
-                self.has_request = False
+            self.stop_requested |= bool(requests > 0)
+            self._next_look = self.step + max(1, int(SECONDS_BETWEEN_LOOKS / max(seconds, 1e-6)))
+        if self._unseen:
+            now = time.perf_counter()
+            self.seconds_per_step, self._looked = (now - self._looked) / len(self._unseen), now
         self._unseen.clear()
 
     def diverged(self, how: str) -> TrainingError:
         """The error for a loss that is not finite; `how` names it."""
-        return TrainingError(f"model diverged with {how}; {self.kept}; lower --learning-rate or give --clip-norm")
+        return TrainingError(f"{DIVERGED} with {how}; {self.kept}; lower --learning-rate or give --clip-norm")
 
     @property
     def kept(self) -> str:

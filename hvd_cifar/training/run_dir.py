@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +73,7 @@ def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path
     Raises:
         UserError: where the folder is in use, not writable, or of another run.
     """
-    run_dir = settings.run_dir or _unused(settings.model)
+    run_dir = settings.run_dir or config.unused_run_dir(settings.model)
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         lock = FileLock(run_dir / ".lock")
@@ -212,11 +210,3 @@ def _refuse_differences(run_dir: Path, now: dict[str, Any]) -> None:
             f"the run in {run_dir} has other settings ({'; '.join(changed)}): give the same ones, or none but "
             f"--config {path}, or another --run-dir"
         )
-
-
-def _unused(model: str) -> Path:
-    place, _, name = model.rpartition(":")
-    label = f"{Path(place).stem}-{name}" if place else name  # of FILE.py:NAME and package.module:NAME
-    stem = f"{label}-{datetime.now():%Y%m%d-%H%M%S}"
-    names = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))  # two runs may start in one second
-    return next(path for path in (Path("runs").absolute() / name for name in names) if not path.exists())

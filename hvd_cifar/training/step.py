@@ -74,14 +74,20 @@ class TrainStep:
         self._schedule = schedule
         self._plan = plan
 
-    def __call__(self, step: int, micro_batches: Sequence[MicroBatch], request: bool) -> Any:
+    def __call__(self, step: int, micro_batches: Sequence[MicroBatch], request: bool, seconds: float) -> Any:
         """The step that follows `step` finished ones, on this rank's micro-batches.
+
+        Args:
+            step, micro_batches: of this step.
+            request: whether this rank asks all ranks to stop.
+            seconds: of rank 0's recent steps, by which all ranks decide when to look at results; 0 on other ranks.
 
         Returns:
             As the function of `make_train_step`; it may still be on the device.
         """
         count = tf.constant(self._plan.examples_in_step(step))
-        return self._steps[self._sizes(step)](micro_batches, count, self._schedule(step), tf.constant(float(request)))
+        notes = tf.constant([float(request), seconds])
+        return self._steps[self._sizes(step)](micro_batches, count, self._schedule(step), notes)
 
 
 def cross_entropy(labels: Any, logits: Any, smoothing: float = 0.0) -> Any:
@@ -178,38 +184,39 @@ def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence
         averages: of the weights (`optim.averages`), updated after them.
 
     Returns:
-        A function (micro_batches, global_count, learning_rate, request) -> float [2], the same on every rank: the
-        loss of the global batch (mean cross-entropy plus weight decay; NaN where a variable is not finite), and the
-        number of ranks that request a checkpoint. Both travel with the gradients.
+        A function (micro_batches, global_count, learning_rate, notes) -> float [3], the same on every rank: the loss
+        of the global batch (mean cross-entropy plus weight decay; NaN where a variable is not finite), and the sums
+        over all ranks of `notes`, float32 [2]: the number of ranks that ask to stop, and rank 0's seconds for a step.
+        All travel with the gradients.
     """
     variables = net.model.trainable_variables
     real, statistics = real_of(net.model), local_statistics(net.model)
     share_of = make_share(net, optimizer, spec)
 
-    def update(share: Share, learning_rate: Any, request: Any) -> Any:
-        own = [tf.stack([share.loss, tf.cast(request, share.loss.dtype)]), *share.statistics]
+    def update(share: Share, learning_rate: Any, notes: Any) -> Any:
+        own = [tf.concat([[share.loss], tf.cast(notes, share.loss.dtype)], 0), *share.statistics]
         optimizer.learning_rate.assign(learning_rate)
-        # Horovod: gradients are summed over the ranks and applied; loss and requests travel in the same message.
-        loss_and_requests, *totals = apply_and_sum(optimizer, share.gradients, variables, own)
+        # Horovod: gradients are summed over the ranks and applied; loss and notes travel in the same message.
+        loss_and_notes, *totals = apply_and_sum(optimizer, share.gradients, variables, own)
         for average in averages:
             average.update()
         if spec.virtual_shards:
             for statistic, total in zip(statistics, totals, strict=True):
                 statistic.assign(total / spec.virtual_shards)
-        return loss_and_requests
+        return loss_and_notes
 
     of_micro_batch = micro_batch_signature(spec)
 
     if spec.micro_batches == 1 and not spec.virtual_shards:
 
-        @_graph(input_signature=[*of_micro_batch, tf.TensorSpec([], real), tf.TensorSpec([], tf.float32)])
-        def whole_step(image: Any, label: Any, weight: Any, count: Any, learning_rate: Any, request: Any) -> Any:
+        @_graph(input_signature=[*of_micro_batch, tf.TensorSpec([], real), tf.TensorSpec([2], tf.float32)])
+        def whole_step(image: Any, label: Any, weight: Any, count: Any, learning_rate: Any, notes: Any) -> Any:
             start = [tf.identity(s.value) for s in statistics]
-            return update(share_of(image, label, weight, count, start), learning_rate, request)
+            return update(share_of(image, label, weight, count, start), learning_rate, notes)
 
-        def step_of_one(micro_batches: Sequence[MicroBatch], count: Any, rate: float, request: Any) -> Any:
+        def step_of_one(micro_batches: Sequence[MicroBatch], count: Any, rate: float, notes: Any) -> Any:
             (batch,) = micro_batches
-            return whole_step(batch.image, batch.label, batch.weight, count, tf.constant(rate, real), request)
+            return whole_step(batch.image, batch.label, batch.weight, count, tf.constant(rate, real), notes)
 
         return step_of_one
 
@@ -228,13 +235,13 @@ def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence
     def values_of_statistics() -> list[Any]:
         return [tf.identity(s.value) for s in statistics]
 
-    def step_of_several(micro_batches: Sequence[MicroBatch], count: Any, rate: float, request: Any) -> Any:
+    def step_of_several(micro_batches: Sequence[MicroBatch], count: Any, rate: float, notes: Any) -> Any:
         first = values_of_statistics()
         # Every virtual shard begins with the statistics of the step's start; a rank's micro-batches follow each other.
         shares = (
             share_from(b.image, b.label, b.weight, count, first if spec.virtual_shards else values_of_statistics())
             for b in micro_batches
         )
-        return update_in_graph(add_in_tree(shares, add), tf.constant(rate, real), request)
+        return update_in_graph(add_in_tree(shares, add), tf.constant(rate, real), notes)
 
     return step_of_several

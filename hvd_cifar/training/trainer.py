@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +10,10 @@ from typing import Any
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed import collectives
-from hvd_cifar.errors import UserError
+from hvd_cifar.errors import RESUME, Preempted, UserError
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.training.callbacks import Callback
+from hvd_cifar.training.preemption import StopRequests
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.run_dir import read_summary
 from hvd_cifar.training.step import TrainStep
@@ -50,18 +49,31 @@ class Trainer:
         self.callbacks = callbacks
 
     def train(self) -> dict[str, Any]:
-        """Make all steps that are left, and return the run's summary; a collective."""
+        """Make all steps that are left, and return the run's summary; a collective.
+
+        Raises:
+            Preempted: on all ranks, after a checkpoint, where a signal has asked one of them to stop, or where rank 0
+                could not write for a while.
+        """
         if self.progress.step == self.run.total_steps:
             done: dict[str, Any] = collectives.broadcast_object(read_summary(self.run.run_dir))
             if done.get("steps") == self.progress.step:
                 self.reporter.say(f"nothing left to do after step {self.run.step}: see {self.run.run_dir}/summary.json")
                 return done
-        with self._open():
+        with self._open() as requests:
             self.tell("on_start")
             for micro_batches in self.batches:
-                result = self.step(self.progress.step, micro_batches, self.progress.has_request)
+                seconds = self.progress.seconds_per_step if self.run.world.is_root else 0.0
+                stops = requests.made or self.reporter.is_behind
+                result = self.step(self.progress.step, micro_batches, stops, seconds)
                 self.progress.add(micro_batches, result)
                 self.tell("on_step")
+                if self.progress.stop_requested and self.progress.step < self.run.total_steps:
+                    self.reporter.warn(
+                        f"stopped after step {self.run.step}; {self.progress.kept}; to go on, give the same "
+                        f"command with --run-dir {self.run.run_dir} (exit code {RESUME})"
+                    )
+                    raise Preempted
             self.tell("on_end")
         return dict(self.run.summary)
 
@@ -71,11 +83,17 @@ class Trainer:
             getattr(callback, event)(self.run, *values)
 
     @contextlib.contextmanager
-    def _open(self) -> Iterator[None]:
-        """Handle SIGUSR1 and open the run's files in the block; close both at its end, also after an error."""
-        main = threading.current_thread() is threading.main_thread()
-        before = signal.signal(signal.SIGUSR1, self.progress.on_request) if main else None
+    def _open(self) -> Iterator[StopRequests]:
+        """Take requests to stop, and open the run's files, in the block; close both at its end, also after an error."""
         first, total = self.run.step, self.run.total_steps
+        requests = StopRequests(
+            self.run.settings.grace_seconds, self.run.world.is_root, lambda: str(self.progress.kept)
+        )
+        with requests, self._files(first, total):
+            yield requests
+
+    @contextlib.contextmanager
+    def _files(self, first: int, total: int) -> Iterator[None]:
         try:
             if first < total:
                 self.reporter.withdraw_summary()
@@ -88,6 +106,3 @@ class Trainer:
             raise
         else:
             self.reporter.close()
-        finally:
-            if main:
-                signal.signal(signal.SIGUSR1, signal.SIG_DFL if before is None else before)

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from hvd_cifar.errors import RESUME
 from hvd_cifar.launch.install import installer
 from tests.ranks import CHECKOUT, end_tree
 
@@ -197,15 +198,6 @@ def _processes_of(run_dir: Path) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("launcher", ["--mpi", "--gloo"])
-def test_sigterm_ends_all_ranks(launcher: str, long_run: Any, tmp_path: Path) -> None:
-    process = long_run(launcher)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 128 + signal.SIGTERM
-    _wait_for(lambda: not _processes_of(tmp_path / "run"), timeout=5)
-    assert b"Traceback" not in (tmp_path / "output").read_bytes()
-
-
 def test_kill_leaves_no_rank_behind(long_run: Any, tmp_path: Path) -> None:
     process = long_run("--mpi")
     process.kill()
@@ -224,7 +216,7 @@ def test_a_killed_rank_ends_the_run_in_one_line(long_run: Any, tmp_path: Path) -
 
 
 def test_ctrl_c_in_a_terminal(data: Path, tmp_path: Path) -> None:
-    """In a terminal there is a progress bar, and Ctrl-C ends everything with code 130."""
+    """In a terminal there is a progress bar, and Ctrl-C ends everything after a checkpoint."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execve(RUN_SH, [RUN_SH, "-np", "2", *_train(data, tmp_path / "run"), *LONG], _environment())
@@ -245,7 +237,7 @@ def test_ctrl_c_in_a_terminal(data: Path, tmp_path: Path) -> None:
     while read():
         pass
     _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 130
+    assert os.waitstatus_to_exitcode(status) == RESUME
     _wait_for(lambda: not _processes_of(tmp_path / "run"), timeout=5)
     counts = {int(count) for count in re.findall(rb"\x1b\[\d+m +(\d+)/\d+", seen)}
     assert len(counts) > 1 and max(counts) >= 20, "no progress bar that moves"

@@ -147,7 +147,7 @@ def test_a_job_outlives_preemption_and_requeue(
     assert "sitecustomize" not in first
     slow_steps = [float(seconds) for seconds in re.findall(r"([\d.]+) s/batch", first)][1:]
     assert slow_steps and min(slow_steps) >= 0.5
-    assert "asking for a checkpoint" in first and "back into the queue" in first
+    assert "stopped after step" in first and "back into the queue" in first
 
     if requeued:
         wait_for_step(11)

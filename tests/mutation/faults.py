@@ -308,7 +308,7 @@ TRAINING = [
     ),
     Fault(
         P + "training/callbacks.py",
-        "if run.step < run.total_steps and run.is_due(run.plan.evaluation_steps):",
+        "if self._is_due(run) and not self.progress.stop_requested:",
         "if False:",
         API,
         "no evaluation is ever due",

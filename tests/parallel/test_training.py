@@ -204,36 +204,6 @@ def _ranks_of(job: subprocess.Popen[Any]) -> list[int]:
     return [p.pid for p in psutil.Process(job.pid).children(recursive=True) if "hvd_cifar" in p.cmdline()]
 
 
-def test_a_checkpoint_on_request(embedded: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    job = subprocess.Popen(
-        _command(
-            2,
-            "train",
-            "--dataset",
-            "synthetic",
-            "--data-dir",
-            embedded,
-            "--run-dir",
-            run_dir,
-            "--batch-size",
-            8,
-            *QUICK,
-        ),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment(),
-        cwd=CHECKOUT,
-    )
-    try:
-        _wait_for(lambda: (run_dir / "metrics.jsonl").exists() and _losses(run_dir))
-        os.kill(_ranks_of(job)[1], signal.SIGUSR1)  # any rank may be asked
-        _wait_for(lambda: list((run_dir / "checkpoints").glob("step-*")))
-        assert job.poll() is None  # and goes on
-    finally:
-        end_tree(job)
-
-
 def test_divergence_ends_all_ranks_and_keeps_the_last_good_checkpoint(embedded: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     _train(2, embedded, run_dir, "--max-steps", 5, "--batch-size", 8)

@@ -63,6 +63,7 @@ WRONG = [
     ["train", "--record-examples=yes"],
     ["train", "--log-every", "0"],
     ["train", "--checkpoint-every", "0"],
+    ["train", "--grace-seconds", "0"],
     ["train", "--eval-every", "-1"],
     ["train", "--eval-examples", "0"],
     ["train", "--resume", ""],

@@ -13,10 +13,10 @@ from hvd_cifar.training.progress import Progress, StepClock
 
 
 class _Result:
-    """What a step returns: float [2] on a device."""
+    """What a step returns: float [3] on a device."""
 
-    def __init__(self, loss: float, requests: float = 0.0) -> None:
-        self.value = np.array([loss, requests])
+    def __init__(self, loss: float, requests: float = 0.0, seconds: float = 1e-3) -> None:
+        self.value = np.array([loss, requests, seconds])
 
     def numpy(self) -> Any:
         return self.value
@@ -36,18 +36,24 @@ def test_the_step_whose_loss_is_not_finite_is_named(at: int, looked_at: int | No
 
 def test_the_newest_loss_and_any_rank_s_request_are_kept() -> None:
     progress = Progress(first_step=0, saved_step=-1)
-    progress.on_request()
     for loss, requests in ((3.0, 0.0), (2.0, 1.0), (1.0, 0.0)):
         progress.add([], _Result(loss, requests))
+    assert not progress.stop_requested  # the first step's result told that steps are short
     progress.check_losses()
     assert (progress.step, progress.loss) == (3, 1.0)
-    assert progress.checkpoint_was_requested and not progress.has_request
-    progress.checkpoint_was_requested = False  # as after the checkpoint
-    progress.add([], _Result(0.5))
-    progress.check_losses()
-    assert not progress.checkpoint_was_requested  # each request counts once
+    assert progress.stop_requested
     assert progress.kept == "nothing was saved"
     assert Progress(first_step=3, saved_step=0).kept == "the checkpoint of step 0 is kept"
+
+
+@pytest.mark.parametrize(("seconds", "seen_at"), [(3.0, 2), (1.0, 2), (0.4, 3), (0.11, 10), (0.0, None)])
+def test_a_request_is_seen_within_a_second_or_a_step(seconds: float, seen_at: int | None) -> None:
+    """By the steps' time that travels with them, not by this rank's clock: ranks must look at the same steps."""
+    progress = Progress(first_step=0, saved_step=-1)
+    progress.add([], _Result(1.0, seconds=seconds))
+    while not progress.stop_requested and progress.step < 100:
+        progress.add([], _Result(1.0, requests=1.0, seconds=seconds))
+    assert (progress.step if progress.stop_requested else None) == seen_at
 
 
 def test_the_clock_leaves_pauses_out_also_within_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
+from hvd_cifar.errors import RESUME
+
 RULE = b"-" * 74
 BANNER_LINES = 40
 # A child that has already exec'ed cannot be moved to another process group; it has moved itself.
-HARMLESS = re.compile(rb"\[[^\]]+\] plm:rsh: Warning: setpgid\(.*\) failed in parent with errno=.*\n")
+HARMLESS = re.compile(
+    rb"\[[^\]]+\] plm:rsh: Warning: setpgid\(.*\) failed in parent with errno=.*\n"
+    rb"|mpirun: Forwarding signal \d+ to job\n"
+)
 
 
 def without_banners(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -58,7 +63,7 @@ def _shortened(banner: bytes, said: bytes) -> bytes:
     if lost:
         return f"hvd_cifar: {lost[1]} is lost, and its ranks with it: is it on, and its network up?\n".encode()
     if ended:
-        told = ended[2] == "2" or ended[2] == "1" and b"hvd_cifar: " in said
+        told = ended[2] in ("2", str(RESUME)) or ended[2] == "1" and b"hvd_cifar: " in said
         return b"" if told else f"hvd_cifar: rank {ended[1]} ended first, with exit code {ended[2]}\n".encode()
     if killed:
         why = "; perhaps the machine ran out of memory" if killed[3] == "9" else ""

@@ -192,9 +192,9 @@ class Bench:
                 self._model_optimizer, make_optimizer(self.work, self.net, LEARNING_RATE, ranks)
             )
             self._steps[k] = make_train_step(self.net, optimizer, step_spec(self.work), self.averages)
-        step, request = self._steps[k], tf.constant(0.0)
+        step, notes = self._steps[k], tf.constant([0.0, 0.0])
         count = tf.constant(self.work.plan.global_batch_size // self.job.world.size * k)
-        return lambda: step([batch()], count, LEARNING_RATE, request)
+        return lambda: step([batch()], count, LEARNING_RATE, notes)
 
     def _reduction(self, ranks: Any) -> Callable[[], Any]:
         """The all-reduce of the gradients alone, as the optimizer does it."""

@@ -1,0 +1,232 @@
+"""A job: the program that starts its ranks, such as mpirun, from start to end, and the signals that ask it to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import psutil
+
+from hvd_cifar.errors import RESUME
+from hvd_cifar.runtime.process import adopt_orphans, signalled_with_parent
+
+SECONDS_FOR_LAST_OUTPUT = 5.0
+SECONDS_FOR_ORPHANS = 2.0  # processes that print a rank's last lines end by themselves
+SECONDS_BETWEEN_ASKS = 2.0
+TAIL_BYTES = 4096
+
+Pump = Callable[[BinaryIO], None]
+
+
+@dataclass(frozen=True)
+class Starter:
+    """A program that starts ranks: mpirun, horovodrun, or the Python of a single rank.
+
+    words, env: its command line and variables.
+    output, errors: read its stdout and stderr, and print what the user should see; None: they are this process's.
+    """
+
+    words: list[str]
+    env: Mapping[str, str]
+    output: Pump | None
+    errors: Pump
+
+    @property
+    def name(self) -> str:
+        """The program's name."""
+        return Path(self.words[0]).name
+
+
+class Job:
+    """Runs starters, one after the other, and passes signals on to them.
+
+    Where ranks can stop by themselves (`can_stop`), SIGTERM, SIGUSR1, SIGHUP and a first SIGINT ask them to; a second
+    SIGINT ends them. Otherwise every signal but SIGUSR1 ends them.
+    """
+
+    def __init__(self, can_stop: bool) -> None:
+        self.can_stop = can_stop
+        self.asked = False
+        self.tail = b""  # of what the user saw on stderr
+        self._caught: list[int] = []
+        self._starter: Starter | None = None
+        self._process: subprocess.Popen[Any] | None = None
+        adopt_orphans()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, self._on_signal)
+
+    def run(self, starter: Starter) -> int:
+        """Start ranks, and wait for their end. No process of theirs is left on this host.
+
+        Returns:
+            The starter's exit code; 128 + the signal where one ended the job; `RESUME` where ranks stopped as asked.
+        """
+        self._starter, self.tail = starter, b""
+        # mpirun would kill its ranks 2 s after a SIGTERM. With the signal blocked it stays pending, where this process
+        # sees it. mpirun unblocks signals for what it starts; SIGINT ends mpirun as SIGTERM does.
+        holds_sigterm = self.can_stop and starter.name == "mpirun"
+        when_parent_ends = signalled_with_parent(signal.SIGINT if holds_sigterm else signal.SIGTERM)
+
+        def prepare() -> None:
+            when_parent_ends()
+            if holds_sigterm:
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+        # A session of its own: Ctrl-C reaches this process, which forwards it.
+        process: subprocess.Popen[Any] = subprocess.Popen(
+            starter.words,
+            env=starter.env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if starter.output else None,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=prepare,  # no other thread runs yet
+        )
+        self._process = process
+        pumps = [threading.Thread(target=starter.errors, args=[process.stderr], daemon=True)]
+        if starter.output:
+            pumps.append(threading.Thread(target=starter.output, args=[process.stdout], daemon=True))
+        for pump in pumps:
+            pump.start()
+        descriptor = os.pidfd_open(process.pid)
+        while not select.select([descriptor], [], [], SECONDS_BETWEEN_ASKS)[0]:
+            if holds_sigterm and is_pending(process.pid, signal.SIGTERM):
+                self._ask(signal.SIGTERM)
+            elif self.asked:
+                self._tell_ranks()  # again: those that had not started yet were not reached
+        os.close(descriptor)
+        code = process.wait()
+        if code < 0 and not self._caught:
+            complain(
+                f"{starter.name} was ended by signal {-code} ({signal.Signals(-code).name}), and its ranks with it"
+            )
+        _end_orphans()
+        for pump in pumps:
+            pump.join(SECONDS_FOR_LAST_OUTPUT)
+        return self._outcome(code if code >= 0 else 128 - code)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait between two starts; False where a signal has ended the job."""
+        end = time.monotonic() + seconds
+        while not self._caught and time.monotonic() < end:
+            time.sleep(0.1)
+        return not self._caught
+
+    def pass_on(self, data: bytes) -> None:
+        """Print to stderr what ranks printed there."""
+        self.tail = (self.tail + data)[-TAIL_BYTES:]
+        write(2, data)
+
+    def _outcome(self, code: int) -> int:
+        if self._caught and (not self.can_stop or self._caught.count(signal.SIGINT) > 1):
+            return 128 + self._caught[0]
+        # Ranks that had not set handlers yet are ended by the signal itself.
+        is_signals = self.asked and code in (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
+        return RESUME if is_signals else code
+
+    def _on_signal(self, number: int, _: object) -> None:
+        if number == signal.SIGUSR1 and not self.can_stop:
+            if self._starter and self._starter.name == "mpirun":
+                self._send(number)  # a program of the user's own may call `hvd_cifar.train`
+            return
+        self._caught.append(number)
+        if self.can_stop and self._caught.count(signal.SIGINT) < 2:
+            self._ask(number)
+        else:
+            self._end(number)
+
+    def _ask(self, number: int) -> None:
+        if not self.asked:
+            self.asked = True
+            complain(f"{signal.Signals(number).name}: ranks write a checkpoint and stop; Ctrl-C twice: at once")
+        self._tell_ranks()
+
+    def _tell_ranks(self) -> None:
+        if self._starter is None or self._process is None:
+            return
+        if self._starter.name == "mpirun":
+            self._send(signal.SIGUSR1)  # which it forwards to all ranks
+        elif self._starter.name != "horovodrun":
+            self._send(signal.SIGTERM)
+        elif ranks := _ranks_below(self._process.pid):
+            # horovodrun forwards nothing, but one rank is enough: all agree.
+            for rank in ranks:
+                with contextlib.suppress(psutil.Error):
+                    rank.terminate()
+        else:
+            self._send(signal.SIGTERM)  # it ends the ssh sessions; the guards on other hosts give ranks 5 s
+
+    def _end(self, number: int) -> None:
+        assert self._starter
+        if self._starter.name == "horovodrun" and self._process and self.can_stop:
+            for rank in _ranks_below(self._process.pid):  # they know SIGTERM as a request
+                with contextlib.suppress(psutil.Error):
+                    rank.kill()
+        # Starters clean up on SIGINT and SIGTERM, not on SIGHUP.
+        self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    def _send(self, number: int) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+
+
+def is_pending(pid: int, number: int) -> bool:
+    """Whether a process has been sent a signal that it blocks."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("ShdPnd:"):
+                return bool(int(line.split()[1], 16) & 1 << number - 1)
+    return False
+
+
+def _ranks_below(pid: int) -> list[psutil.Process]:
+    """The ranks that horovodrun started on this host, or their guards."""
+
+    def is_rank(process: psutil.Process) -> bool:
+        return "HOROVOD_RANK" in process.environ()
+
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            parent = process.parent()
+            if is_rank(process) and parent is not None and not is_rank(parent):
+                found.append(process)
+    return found
+
+
+def _end_orphans() -> None:
+    """End what a starter left: a killed mpirun ends no rank."""
+    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), SECONDS_FOR_ORPHANS)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, SECONDS_FOR_ORPHANS)
+
+
+def chunks(stream: BinaryIO) -> Iterator[bytes]:
+    """A stream's bytes as they come."""
+    while chunk := os.read(stream.fileno(), 65536):
+        yield chunk
+
+
+def write(descriptor: int, data: bytes) -> None:
+    """Write all of it, unless nobody reads."""
+    # A closed stdout (`| head`) does not end the job. Its pipe is read on: with a full pipe the ranks would block.
+    with contextlib.suppress(BrokenPipeError):
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+
+def complain(message: str) -> None:
+    """Print a line of the launcher's own."""
+    write(2, f"hvd_cifar: {message}\n".encode())

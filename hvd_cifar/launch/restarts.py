@@ -1,0 +1,61 @@
+"""Whether a job that failed starts again (`--max-restarts`), and after how long."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_cifar.errors import DIVERGED, RESUME
+
+MAX_SECONDS = 60.0
+# A finished run, the user's error, a run that was asked to stop, and a second Ctrl-C.
+FINAL = (0, 2, RESUME, 128 + signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a job ended: exit code, its last line of its own on stderr, and the last step that it logged, if any."""
+
+    code: int
+    said: str
+    step: int | None
+
+
+def failure_of(code: int, tail: bytes, run_dir: Path) -> Failure:
+    """The failure of a job with this exit code; `tail` is the end of its stderr."""
+    lines = [line for line in tail.decode(errors="replace").splitlines() if line.startswith("hvd_cifar: ")]
+    return Failure(code, lines[-1] if lines else "", _last_step(run_dir / "metrics.jsonl"))
+
+
+def reason_to_give_up(failures: Sequence[Failure], max_restarts: int) -> str | None:
+    """Why the job does not start again after these failures, all of which are not in `FINAL`; None: it does."""
+    last = failures[-1]
+    if DIVERGED in last.said:
+        return "its loss would not be finite again"
+    if last in failures[:-1] and last.step is not None:
+        return f"it failed twice in the same way after step {last.step}"
+    if len(failures) > max_restarts:
+        return f"--max-restarts {max_restarts}"
+    return None
+
+
+def seconds_before(restart: int) -> float:
+    """Seconds before restart 1, 2, ...: twice as many each time, up to a minute."""
+    return min(MAX_SECONDS, 2.0 ** (restart - 1))
+
+
+def _last_step(metrics: Path) -> int | None:
+    """The last step in metrics.jsonl; None where it has none, or is on another host."""
+    try:
+        lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):  # a killed run was writing this line
+            continue
+    return None

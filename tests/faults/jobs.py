@@ -1,0 +1,108 @@
+"""Jobs of the launcher that tests disturb: started, watched, signalled, and looked for afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import runs
+from hvd_cifar.training import checkpoint_files
+from tests.options import TUTORIAL
+from tests.ranks import CHECKOUT, environment
+
+
+@dataclass
+class Running:
+    """A job: the launcher's process, the run directory, and the file of all it prints."""
+
+    process: subprocess.Popen[bytes]
+    run_dir: Path
+    output: Path
+
+    def said(self) -> str:
+        """All that the job has printed so far."""
+        return self.output.read_text(errors="replace")
+
+    def has_said(self, text: str) -> bool:
+        """Whether the job has printed this text."""
+        return text in self.said()
+
+    def left(self) -> list[str]:
+        """The command lines of its processes that still run."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if str(self.run_dir) in process.cmdline():
+                    found.append(" ".join(process.cmdline()))
+        return found
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """Its ranks."""
+        found = {}
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                words, env = process.cmdline(), process.environ()
+                number = env.get("OMPI_COMM_WORLD_RANK", env.get("HOROVOD_RANK"))
+                if "hvd_cifar" in words and number is not None:
+                    found[int(number)] = process
+        return found
+
+    def send(self, number: signal.Signals, target: str = "launcher") -> None:
+        """Send a signal to the launcher, to mpirun or the starter, or to `rank N`."""
+        if target == "launcher":
+            self.process.send_signal(number)
+        elif target.startswith("rank"):
+            self.ranks()[int(target.split()[1])].send_signal(number)
+        else:
+            (starter,) = psutil.Process(self.process.pid).children()
+            starter.send_signal(number)
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 200) -> None:
+        """Wait until something holds; fails where the job ends before."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < end, self.said()
+            time.sleep(0.02)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until a step of at least this number is logged."""
+        self.wait_until(lambda: max(runs.losses(self.run_dir), default=0) >= step)
+
+    def wait(self, seconds: float = 250) -> int:
+        """The exit code."""
+        return self.process.wait(seconds)
+
+    def end(self) -> None:
+        """End what is left of it."""
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        self.process.kill()
+        self.process.wait()
+
+
+def start(launcher: list[Any], data: Path, run_dir: Path, *options: Any) -> Running:
+    """Start `train` on the embedded set; without --max-steps it would not end."""
+    words = [sys.executable, "-m", "hvd_cifar.launch", *launcher, "train", *TUTORIAL, data, "--run-dir", run_dir]
+    words += ["--batch-size", 16, "--log-every", 5, "--eval-examples", 100, *options]
+    output = run_dir.with_suffix(".out")
+    with output.open("ab") as file:
+        process = subprocess.Popen(
+            list(map(str, words)), stdout=file, stderr=file, env=environment(), cwd=CHECKOUT, start_new_session=True
+        )
+    return Running(process, run_dir, output)
+
+
+def checkpoints(run_dir: Path) -> list[int]:
+    """The steps of its checkpoints."""
+    return sorted(int(path.name.removeprefix("step-")) for path in checkpoint_files.listed(run_dir))

@@ -1,0 +1,106 @@
+"""Signals to the launcher, to what starts ranks, and to a rank: one checkpoint, exit code 75, and nothing is lost."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import runs
+from hvd_cifar.errors import RESUME
+from tests.faults.jobs import Running, checkpoints, start
+
+STEPS = 400
+
+
+@pytest.fixture
+def job(embedded: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """Start a job that trains in `tmp_path`/run, and wait until it has made steps."""
+    jobs: list[Running] = []
+
+    def begin(launcher: list[Any], *options: Any) -> Running:
+        before = max(runs.losses(tmp_path / "run"), default=0)
+        jobs.append(start(launcher, embedded, tmp_path / "run", *options))
+        jobs[-1].wait_for_step(before + 5)
+        return jobs[-1]
+
+    yield begin
+    for running in jobs:
+        running.end()
+
+
+def test_stopped_three_times_and_as_if_never(job: Any, embedded: Path, tmp_path: Path) -> None:
+    """SIGTERM to the launcher, to mpirun, to one of two ranks; each life goes on, and the weights are those of one."""
+    options = ["--deterministic", "--max-steps", STEPS, "--checkpoint-every", 1000, "--eval-every", 150]
+    lives = []
+    for target in ("launcher", "mpirun", "rank 1"):
+        running = job(["-np", 2], *options)
+        running.send(signal.SIGTERM, target)
+        assert running.wait() == RESUME, (target, running.said())
+        said = running.said()
+        stops = re.findall(r"stopped after step (\d+), as asked; the checkpoint of step \1 is kept", said)
+        assert "Traceback" not in said and "mpirun" not in said and "signal" not in said, said
+        assert not running.left()
+        lives.append(int(stops[-1]))
+        assert len(stops) == len(lives)
+        assert checkpoints(tmp_path / "run") == lives  # one for each stop, and no other
+    assert lives == sorted(set(lives)) and lives[-1] < STEPS
+    cut, whole = (start(["-np", 2], embedded, tmp_path / name, *options) for name in ("run", "whole"))
+    assert (cut.wait(), whole.wait()) == (0, 0), cut.said() + whole.said()
+    assert f"resumed from {tmp_path}/run/checkpoints/step-{lives[-1]}" in cut.said()
+    one, other = runs.summary(tmp_path / "run"), runs.summary(tmp_path / "whole")
+    assert one["weights_sha256"] == other["weights_sha256"]
+    assert (one["test_accuracy"], one["train_loss"]) == (other["test_accuracy"], other["train_loss"])
+    assert runs.losses(tmp_path / "run") == runs.losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"), [(["-np", 3, "--gloo"], signal.SIGUSR1), (["-np", 1], signal.SIGUSR1), ([], signal.SIGINT)]
+)
+def test_other_signals_and_launchers(launcher: list[Any], number: signal.Signals, job: Any, tmp_path: Path) -> None:
+    """Three ranks over Gloo, one rank without a launcher, and Ctrl-C once under mpirun."""
+    running = job(launcher or ["-np", 2])
+    running.send(number)
+    assert running.wait() == RESUME, running.said()
+    assert len(checkpoints(tmp_path / "run")) == 1 and "as asked" in running.said()
+    assert not running.left()
+
+
+@pytest.mark.parametrize("kind", ["--mpi", "--gloo"])
+def test_a_second_ctrl_c_ends_the_job_at_once(kind: str, job: Any) -> None:
+    """Rank 0 stands still, so no checkpoint comes after the first one."""
+    running = job(["-np", 2, kind])
+    running.send(signal.SIGSTOP, "rank 0")
+    running.send(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        running.process.wait(3)
+    running.send(signal.SIGINT)
+    assert running.wait(20) == 128 + signal.SIGINT, running.said()  # mpirun takes 2 s to kill
+    assert not running.left()
+
+
+def test_a_checkpoint_that_does_not_come_in_time(job: Any, tmp_path: Path) -> None:
+    """The other rank's collective hangs in native code, where no handler of Python's would run."""
+    running = job(["-np", 2], "--grace-seconds", 3)
+    running.send(signal.SIGSTOP, "rank 1")
+    running.send(signal.SIGTERM)
+    assert running.wait(60) == RESUME
+    assert "no checkpoint within 3 s of SIGUSR1; the run ends; nothing was saved" in running.said()
+    assert not checkpoints(tmp_path / "run") and not running.left()
+
+
+def test_stopped_before_the_first_step(embedded: Path, tmp_path: Path) -> None:
+    """Ranks that are still importing TensorFlow have nothing to save; the code is the same."""
+    running = start(["-np", 2], embedded, tmp_path / "run")
+    try:
+        running.wait_until(lambda: len(running.ranks()) == 2)
+        running.send(signal.SIGTERM)
+        assert running.wait() == RESUME, running.said()
+        assert not runs.losses(tmp_path / "run") and not running.left()
+    finally:
+        running.end()

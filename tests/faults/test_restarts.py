@@ -1,0 +1,86 @@
+"""A rank that is lost, with --max-restarts; and when a job does not start again."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import runs
+from hvd_cifar.launch.restarts import Failure, failure_of, reason_to_give_up, seconds_before
+from tests.faults.jobs import start
+
+KILLED = "hvd_cifar: rank 1 on a was ended by signal 9 (Killed)"
+
+
+@pytest.mark.parametrize(
+    ("failures", "max_restarts", "reason"),
+    [
+        ([Failure(137, KILLED, 20)], 1, None),
+        ([Failure(137, KILLED, 20)], 0, "--max-restarts 0"),
+        ([Failure(137, KILLED, 20), Failure(137, KILLED, 30)], 5, None),
+        ([Failure(137, KILLED, 20), Failure(1, "", 20)], 5, None),
+        ([Failure(137, KILLED, 20), Failure(1, "", 20), Failure(137, KILLED, 20)], 5, "twice in the same way after st"),
+        ([Failure(137, KILLED, None), Failure(137, KILLED, None)], 5, None),  # rank 0 writes on another host
+        ([Failure(1, "hvd_cifar: model diverged with loss = nan at step 3; ...", 2)], 5, "would not be finite again"),
+    ],
+)
+def test_when_a_job_does_not_start_again(failures: list[Failure], max_restarts: int, reason: str | None) -> None:
+    found = reason_to_give_up(failures, max_restarts)
+    assert found is None if reason is None else found is not None and reason in found
+
+
+def test_a_failure_is_its_last_line_and_its_last_whole_step(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 20}\n{"event": "tr')
+    tail = f"cut off\nhvd_cifar: note\n{KILLED}\nother\n".encode()
+    assert failure_of(137, tail, tmp_path) == Failure(137, KILLED, 20)
+    assert failure_of(1, b"", tmp_path / "none") == Failure(1, "", None)
+
+
+def test_waits_double_up_to_a_minute() -> None:
+    assert [seconds_before(restart) for restart in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+@pytest.mark.parametrize("kind", ["--mpi", "--gloo"])
+def test_killed_ranks_and_a_killed_starter(kind: str, embedded: Path, tmp_path: Path) -> None:
+    """Rank 1, then what starts the ranks, is killed; the job ends with the weights of one that was left alone."""
+    options = ["--deterministic", "--max-steps", 300, "--checkpoint-every", 20, "--eval-every", 0, "--resume", "never"]
+    run_dir = tmp_path / "run"
+    running = start(["-np", 2, kind, "--max-restarts", 3], embedded, run_dir, *options)
+    try:
+        for restart, target, step in ((1, "rank 1", 30), (2, "starter", 100)):
+            running.wait_for_step(step)
+            running.send(signal.SIGKILL, target)
+            running.wait_until(partial(running.has_said, f"restart {restart} of 3 in"))
+        assert running.wait() == 0, running.said()
+    finally:
+        running.end()
+    assert running.said().count("resumed from") == 2 and "Traceback" not in running.said()
+    assert not running.left()
+    whole = start(["-np", 2, kind], embedded, tmp_path / "whole", *options)
+    assert whole.wait() == 0
+    assert runs.summary(run_dir)["weights_sha256"] == runs.summary(tmp_path / "whole")["weights_sha256"]
+
+
+def test_the_same_failure_ends_the_job_and_a_user_s_error_is_not_repeated(embedded: Path, tmp_path: Path) -> None:
+    """Rank 1 kills itself at step 25 of each life, before any checkpoint."""
+    program = tmp_path / "deadly.py"
+    program.write_text(
+        "import os, signal\nimport hvd_cifar\n"
+        "class Deadly(hvd_cifar.Callback):\n"
+        "    def on_step(self, run):\n"
+        "        if run.step == 25 and run.world.rank == 1:\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    launcher: list[Any] = ["-np", 2, "--max-restarts", 5]
+    running = start(launcher, embedded, tmp_path / "run", "--callbacks", f"{program}:Deadly")
+    assert running.wait() == 128 + signal.SIGKILL
+    said = running.said()
+    assert said.count("restart 1 of 5 in 1 s") == 1 and "restart 2" not in said, said
+    assert "does not start again: it failed twice in the same way after step 25" in said
+    wrong = start(launcher, embedded, tmp_path / "run", "--seed", 3)
+    assert wrong.wait() == 2
+    assert "seed was 0, is 3" in wrong.said() and "restart" not in wrong.said()
