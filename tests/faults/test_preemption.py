@@ -43,7 +43,7 @@ def test_stopped_three_times_and_as_if_never(job: Any, embedded: Path, tmp_path:
         running.send(signal.SIGTERM, target)
         assert running.wait() == RESUME, (target, running.said())
         said = running.said()
-        stops = re.findall(r"stopped after step (\d+), as asked; the checkpoint of step \1 is kept", said)
+        stops = re.findall(r"stopped after step (\d+); the checkpoint of step \1 is kept", said)
         assert "Traceback" not in said and "mpirun" not in said and "signal" not in said, said
         assert not running.left()
         lives.append(int(stops[-1]))
