@@ -67,7 +67,7 @@ def test_other_signals_and_launchers(launcher: list[Any], number: signal.Signals
     running = job(launcher or ["-np", 2])
     running.send(number)
     assert running.wait() == RESUME, running.said()
-    assert len(checkpoints(tmp_path / "run")) == 1 and "as asked" in running.said()
+    assert len(checkpoints(tmp_path / "run")) == 1 and "stopped after step" in running.said()
     assert not running.left()
 
 
