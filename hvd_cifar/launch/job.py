@@ -167,8 +167,7 @@ class Job:
             self._send(signal.SIGTERM)  # it ends the ssh sessions; the guards on other hosts give ranks 5 s
 
     def _end(self, number: int) -> None:
-        assert self._starter
-        if self._starter.name == "horovodrun" and self._process and self.can_stop:
+        if self._starter and self._starter.name == "horovodrun" and self._process and self.can_stop:
             for rank in _ranks_below(self._process.pid):  # they know SIGTERM as a request
                 with contextlib.suppress(psutil.Error):
                     rank.kill()
@@ -195,8 +194,12 @@ def _ranks_below(pid: int) -> list[psutil.Process]:
     def is_rank(process: psutil.Process) -> bool:
         return "HOROVOD_RANK" in process.environ()
 
-    found = []
-    for process in psutil.Process(pid).children(recursive=True):
+    found: list[psutil.Process] = []
+    try:
+        below = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:  # it has just ended
+        return found
+    for process in below:
         with contextlib.suppress(psutil.Error):
             parent = process.parent()
             if is_rank(process) and parent is not None and not is_rank(parent):
