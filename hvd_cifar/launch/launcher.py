@@ -52,6 +52,7 @@ EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYT
 # TCP keepalive of mpirun (seconds, seconds, tries): a lost host is noticed after 30 s; by default after 8 minutes.
 KEEPALIVE = {"oob_tcp_keepalive_time": 10, "oob_tcp_keepalive_intvl": 5, "oob_tcp_keepalive_probes": 4}
 PYTHON = "python"  # the command that runs a user's own program on each rank
+SSH_ENDED = 255  # exit code of an ssh that was ended
 SHOW_CURSOR = b"\x1b[?25h"
 HOSTS_SHOWN = 3
 
@@ -440,4 +441,6 @@ def _start(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job)
     codes: list[int] = []
     code = job.run(_horovodrun(words, env, hosts, job, codes))
     # horovodrun's exit code is 1 for every failure of a rank, but it prints the ranks' codes in their order.
-    return codes[0] if code == 1 and codes else code
+    code = codes[0] if code == 1 and codes else code
+    # Without a rank on this host a request to stop ends the ssh sessions, and their guards stop the ranks.
+    return RESUME if job.asked and code == SSH_ENDED else code

@@ -152,9 +152,9 @@ os.write(1, b" and rest\\n")
 sys.exit(5 if rank == "2" else 0)
 """
 DRIVER = """
-import sys
-from hvd_cifar.launch import launcher
-sys.exit(getattr(launcher, sys.argv[1])(sys.argv[3:], __import__("os").environ, sys.argv[2].split(",")))
+import os, sys
+from hvd_cifar.launch import job, launcher
+sys.exit(launcher._start(sys.argv[2:], os.environ, sys.argv[1].split(","), job.Job(can_stop=False)))
 """
 
 
@@ -175,10 +175,9 @@ def test_the_printed_command_works_and_its_output_is_told_apart(kind: str, three
         f"error of {rank} on node{rank + 1}" for rank in range(3)
     ]
 
-    runner = "_run_mpi" if kind == "--mpi" else "_run_gloo"
     settings = [word for word in words if re.match(r"(PATH|OPAL_PREFIX)=", word)]
     command = words[len(settings) :]
-    driver = ["env", *settings, sys.executable, "-c", DRIVER, runner, "node1,node2,node3", *command]
+    driver = ["env", *settings, sys.executable, "-c", DRIVER, "node1,node2,node3", *command]
     done = first.run(driver, env=variables(first))
     assert done.returncode == 5
     assert done.stdout == "out of 0\npart and rest\n"

@@ -45,6 +45,7 @@ WRONG = [
     ["train", "--overlap", "some"],
     ["train", "--bucket-bytes", "0"],
     ["benchmark", "step", "--overlap", "some"],
+    ["benchmark", "step", "--compression", "powersgd:0"],
     ["benchmark", "step", "--bucket-bytes", "1X"],
     ["train", "--compression", "powersgd"],
     ["train", "--compression", "powersgd:0"],
