@@ -116,7 +116,7 @@ def test_an_emulated_step_sleeps_and_sends(embedded: Path, tmp_path: Path) -> No
         assert done.returncode == 0, done.stdout + done.stderr
         found = json.loads((tmp_path / "it").read_text())
         assert found["benchmark"] == "emulated step" and found["emulated_seconds"] == pytest.approx(0.04)
-        assert found["gradient_bytes"] == 4 * 1_068_298 and len(found["memory_by_rank"]) == 2
+        assert sum(found["gradients"]) == 4 * 1_068_298 and len(found["memory_by_rank"]) == 2
         assert found["bucket_bytes"] == (65536 if buckets else None)
         assert [world["ranks"] for world in found["worlds"]] == [1, 2]
         for world in found["worlds"]:
