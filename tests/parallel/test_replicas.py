@@ -66,13 +66,13 @@ def _turn_a_bit(model: Any) -> None:
 
 
 def _drift(data: str, run_dir: str, options: list[str], at_the_end: bool = False) -> dict[str, Any]:
-    """`train` as a user calls it, but one bit flips after step 7, or after the last evaluation."""
+    """`train` as a user calls it, but one bit flips after step 7, or after the last checkpoint."""
     from hvd_cifar import cli
     from hvd_cifar.reporting import terminal
-    from hvd_cifar.training.callbacks import Evaluator
+    from hvd_cifar.training.callbacks import Checkpointer
     from hvd_cifar.training.trainer import Trainer
 
-    train, final = Trainer.train, Evaluator.final
+    train, end = Trainer.train, Checkpointer.on_end
 
     def train_under_a_cosmic_ray(self: Trainer) -> dict[str, Any]:
         step = self.step
@@ -86,13 +86,12 @@ def _drift(data: str, run_dir: str, options: list[str], at_the_end: bool = False
         self.step = struck  # type: ignore[assignment]
         return train(self)
 
-    def final_under_a_cosmic_ray(self: Evaluator, run: Any) -> Any:
-        found = final(self, run)
+    def end_under_a_cosmic_ray(self: Checkpointer, run: Any) -> None:
+        end(self, run)
         _turn_a_bit(run.model)
-        return found
 
     if at_the_end:
-        Evaluator.final = final_under_a_cosmic_ray  # type: ignore[method-assign]
+        Checkpointer.on_end = end_under_a_cosmic_ray  # type: ignore[method-assign]
     else:
         Trainer.train = train_under_a_cosmic_ray  # type: ignore[method-assign]
     said: list[str] = []

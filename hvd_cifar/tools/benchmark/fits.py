@@ -183,5 +183,5 @@ def _least_squares_of_logarithms(relative: NDArray[np.float64]) -> NDArray[np.fl
 
 def fits_by_way(measured: Mapping[str, Sequence[Point]]) -> dict[str, Fit]:
     """The fit of each way ("horovod", "mpi", "processor"); MPI alone has no `start`."""
-    found = {way: fit(points, with_start=way != "mpi") for way, points in measured.items()}
+    found = {way: fit(points, with_start=way != "mpi") for way, points in measured.items() if way != "copy"}
     return {way: of_way for way, of_way in found.items() if of_way is not None}
