@@ -10,8 +10,6 @@ numbers of hosts over the limited link. The prediction is printed before the ste
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +18,11 @@ from typing import Any
 
 import click
 
-from benchmarks import jobs, setting
+from benchmarks import setting
 from benchmarks.peers import network
 from hvd_cifar.errors import UserError
 from hvd_cifar.tools.benchmark.results import EmulatedResult, PredictResult, StepResult, read
 from tests.cluster.hosts import Cluster
-from tests.cluster.jobs import variables
 
 
 @dataclass(frozen=True)
@@ -41,19 +38,9 @@ class Job:
         """Run `benchmark WORDS` on the first `count` hosts; its JSON file."""
         output = self.folder / f"{len(list(self.folder.iterdir()))}.json"
         slots = ",".join(f"{host.name}:{self.per_host}" for host in list(self.hosts)[:count])
-        command = [sys.executable, "-m", "hvd_cifar.launch", "--gloo" if self.gloo else "--mpi", "-H", slots]
+        command = ["hvd_cifar.launch", "--gloo" if self.gloo else "--mpi", "-H", slots]
         command += ["benchmark", *map(str, words), "--json", str(output)]
-        log = output.with_suffix(".log")
-        with log.open("w") as said:
-            done = subprocess.run(
-                network.words_on(self.hosts[0], command),
-                stdout=said,
-                stderr=said,
-                env=variables(self.hosts[0]),
-                cwd=jobs.CHECKOUT,
-            )
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{log.read_text()[-3000:]}")
+        network.run_job(self.hosts[0], command, output.with_suffix(".log"))
         return output
 
 

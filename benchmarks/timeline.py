@@ -9,8 +9,6 @@ and reduced. The computation lasts from the last sum of one step to the last mes
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +16,11 @@ from typing import Any, NamedTuple
 
 import click
 
-from benchmarks import jobs, setting
+from benchmarks import setting
 from benchmarks.peers import network
 from hvd_cifar.errors import UserError
 from hvd_cifar.tools.benchmark.results import check_writable
 from tests.cluster.hosts import Cluster
-from tests.cluster.jobs import variables
 
 HOSTS, STEPS = 2, 12
 WAYS = {"one message": "off", "buckets": "on"}
@@ -96,14 +93,8 @@ def draw(steps: dict[str, tuple[list[Message], float]], title: str, path: Path) 
 def run_once(hosts: Cluster, options: Sequence[str], timeline: Path) -> list[Message]:
     """The messages of a short run on all hosts, one rank each."""
     slots = ",".join(f"{host.name}:1" for host in hosts)
-    words = [sys.executable, "-m", "hvd_cifar.launch", "--mpi", "-H", slots, "train", *options]
-    environment = variables(hosts[0]) | {"HOROVOD_TIMELINE": str(timeline)}
-    log = timeline.with_suffix(".log")
-    with log.open("w") as output:
-        command = network.words_on(hosts[0], words)
-        code = subprocess.run(command, stdout=output, stderr=output, env=environment, cwd=jobs.CHECKOUT).returncode
-    if code:
-        raise SystemExit(f"{' '.join(words)}\nended with {code}:\n{log.read_text()[-2000:]}")
+    words = ["hvd_cifar.launch", "--mpi", "-H", slots, "train", *options]
+    network.run_job(hosts[0], words, timeline.with_suffix(".log"), HOROVOD_TIMELINE=str(timeline))
     text = timeline.read_text().rstrip().rstrip(",")
     return messages(json.loads(text if text.endswith("]") else text + "]"))
 

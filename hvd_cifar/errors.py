@@ -1,4 +1,4 @@
-"""How a run ends early: the errors that are the user's to mend, failed runs, preempted runs. Standard library only."""
+"""The errors that end a run early, and their exit code where a run can go on. Standard library only."""
 
 import re
 import sys

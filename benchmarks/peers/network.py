@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from benchmarks import jobs
 from hvd_cifar.errors import UserError
 from tests.cluster.hosts import INTERFACE, PREFIX, Cluster, Host, cluster, reason_to_skip
+from tests.cluster.jobs import variables
 
 NO_LIMIT = "none"  # the link that is always measured
 # Linux's default. BBR keeps the round trip of microseconds that it saw before a limit, and sends four packets at a time
@@ -61,6 +66,24 @@ def words_on(host: Host, words: Sequence[str]) -> list[str]:
     """The command that runs `words` on a host and its cores."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(host.pid))))
     return host.words(["taskset", "--cpu-list", cores, *words])
+
+
+def run_job(host: Host, words: Sequence[str], log: Path, **environment: str) -> None:
+    """Run a program of this environment's Python on a host to its end; its output goes to a file.
+
+    Args:
+        words: the program's, after `python -m`.
+        environment: variables beside a user's.
+
+    Raises:
+        SystemExit: where it fails, with the end of its output.
+    """
+    command = words_on(host, [sys.executable, "-m", *words])
+    with log.open("w") as output:
+        options: dict[str, Any] = {"stdout": output, "stderr": output, "cwd": jobs.CHECKOUT}
+        code = subprocess.run(command, env=variables(host) | environment, **options).returncode
+    if code:
+        raise SystemExit(f"{' '.join(words)}\nended with {code}:\n{log.read_text()[-3000:]}")
 
 
 def limit(hosts: Cluster, link: str) -> None:

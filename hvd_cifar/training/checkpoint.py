@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.distributed.optimizer import memory_of
-from hvd_cifar.errors import TrainingError, UserError, reason_of
+from hvd_cifar.errors import DIVERGED, TrainingError, UserError, reason_of
 from hvd_cifar.models import Net
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.training import checkpoint_files
@@ -119,7 +119,7 @@ class Checkpoints:
         spoilt = [v.path for v in self.state.variables if not np.isfinite(v.numpy().astype(np.float64)).all()]
         if spoilt:
             raise TrainingError(
-                f"model diverged: {spoilt[0]} is not finite after step {step}; it was not saved; "
+                f"{DIVERGED}: {spoilt[0]} is not finite after step {step}; it was not saved; "
                 "lower --learning-rate or give --clip-norm"
             )
         try:

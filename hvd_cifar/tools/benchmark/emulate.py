@@ -27,7 +27,7 @@ from hvd_cifar.tools.benchmark.results import EmulatedResult, EmulatedWorld, Est
 from hvd_cifar.tools.benchmark.step import LEAD_IN, LEARNING_RATE, bytes_of, train_settings
 from hvd_cifar.training.assemble import make_net, make_optimizer, prepare
 
-LOSS_BYTES = 8  # the loss and the request for a checkpoint
+LOSS_BYTES = 8  # the loss and the request to stop
 
 # What a turn measures. "message" and "value" are all-reduces alone, of the gradients and of the loss; "ring" is MPI's.
 WAYS = ("alone", "step", "message", "value", "ring")
