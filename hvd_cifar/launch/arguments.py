@@ -17,7 +17,8 @@ class Parser(argparse.ArgumentParser):
         """`usage`: one line, shown with each error."""
         super().__init__(usage=usage, add_help=False, allow_abbrev=False)
         self.add_argument("-H", dest="hosts", type=parse_hosts, action=_Once, default=())
-        self.add_argument("--hostfile", dest="hosts", type=lambda text: read_hostfile(Path(text)), action=_Once)
+        self.add_argument("--hostfile", dest="hosts", type=Path, action=_Once)
+        self.set_defaults(hostfile=None)
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError."""
@@ -32,4 +33,6 @@ class _Once(argparse.Action):
     ) -> None:
         if getattr(namespace, self.dest):
             raise UserError("-H and --hostfile exclude each other, and each is given once")
+        if isinstance(values, Path):
+            namespace.hostfile, values = values, read_hostfile(values)
         setattr(namespace, self.dest, values)

@@ -55,7 +55,8 @@ class Job:
 
     def __init__(self, can_stop: bool) -> None:
         self.can_stop = can_stop
-        self.asked = False
+        self.asked = False  # by the user
+        self._stops = False  # the ranks that run now are asked to stop
         self.tail = b""  # of what the user saw on stderr
         self._caught: list[int] = []
         self._starter: Starter | None = None
@@ -71,7 +72,7 @@ class Job:
         Returns:
             The starter's exit code; 128 + the signal where one ended the job; `RESUME` where ranks stopped as asked.
         """
-        self._starter, self.tail = starter, b""
+        self._starter, self.tail, self._stops = starter, b"", self.asked
         # mpirun would kill its ranks 2 s after a SIGTERM. With the signal blocked it stays pending, where this process
         # sees it. mpirun unblocks signals for what it starts; SIGINT ends mpirun as SIGTERM does.
         holds_sigterm = self.can_stop and starter.name == "mpirun"
@@ -102,7 +103,7 @@ class Job:
         while not select.select([descriptor], [], [], SECONDS_BETWEEN_ASKS)[0]:
             if holds_sigterm and is_pending(process.pid, signal.SIGTERM):
                 self._ask(signal.SIGTERM)
-            elif self.asked:
+            elif self._stops:
                 self._tell_ranks()  # again: those that had not started yet were not reached
         os.close(descriptor)
         code = process.wait()
@@ -114,6 +115,11 @@ class Job:
         for pump in pumps:
             pump.join(SECONDS_FOR_LAST_OUTPUT)
         return self._outcome(code if code >= 0 else 128 - code)
+
+    @property
+    def stops(self) -> bool:
+        """Whether the last ranks were asked to stop, by the user or by `ask`."""
+        return self._stops
 
     def wait(self, seconds: float) -> bool:
         """Wait between two starts; False where a signal has ended the job."""
@@ -131,7 +137,7 @@ class Job:
         if self._caught and (not self.can_stop or self._caught.count(signal.SIGINT) > 1):
             return 128 + self._caught[0]
         # Ranks that had not set handlers yet are ended by the signal itself.
-        is_signals = self.asked and code in (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
+        is_signals = self._stops and code in (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
         return RESUME if is_signals else code
 
     def _on_signal(self, number: int, _: object) -> None:
@@ -145,11 +151,18 @@ class Job:
         else:
             self._end(number)
 
-    def _ask(self, number: int) -> None:
-        if not self.asked:
-            self.asked = True
-            complain(f"{signal.Signals(number).name}: ranks write a checkpoint and stop; Ctrl-C twice: at once")
+    def ask(self, why: str) -> None:
+        """Ask the ranks that run now to write a checkpoint and stop; `run` then returns `RESUME`."""
+        complain(why)
+        self._stops = True
         self._tell_ranks()
+
+    def _ask(self, number: int) -> None:
+        if self.asked:
+            self._tell_ranks()
+            return
+        self.asked = True
+        self.ask(f"{signal.Signals(number).name}: ranks write a checkpoint and stop; Ctrl-C twice: at once")
 
     def _tell_ranks(self) -> None:
         if self._starter is None or self._process is None:

@@ -10,14 +10,17 @@ is the job's. This process does not import TensorFlow.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,20 +34,24 @@ from hvd_cifar.launch.cluster.hosts import (
     hosts_of_ranks,
     is_local,
     ranks_by_default,
+    read_hostfile,
 )
 from hvd_cifar.launch.cluster.network import Network, find_network
 from hvd_cifar.launch.cluster.program import Participants
-from hvd_cifar.launch.cluster.remarks import without_banners, without_tags
+from hvd_cifar.launch.cluster.remarks import ended_by_signal, without_banners, without_tags
 from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
+from hvd_cifar.launch.elastic import Discover, ElasticRun, Options, script
 from hvd_cifar.launch.install.installer import read_record, recorded_options
 from hvd_cifar.launch.job import Job, Starter, chunks, complain, write
 from hvd_cifar.launch.restarts import FINAL, Failure, failure_of, reason_to_give_up, seconds_before
+from hvd_cifar.launch.roster import Sizes, parse_sizes, slots_of
 from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.environment import copies, launched_size
 from hvd_cifar.runtime.transport import RING_PARAMETERS, RING_VARIABLES
 
 USAGE = (
     "./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] [--allreduce ring|auto] [--max-restarts N] "
+    "[--elastic MIN:MAX [--host-discovery-script FILE] [--elastic-timeout S] [--cool-down FIRST:LONGEST]] "
     "[--dry-run] COMMAND [OPTIONS]"
 )
 # mpirun exports these of the user's variables to other hosts; ranks on this host inherit all.
@@ -69,6 +76,10 @@ class Request:
     ring: bool = False
     max_restarts: int = 0
     of_restarts: tuple[str, ...] = ()  # options that restarts have beside the command's
+    elastic: Options | None = None
+    discover: Discover | None = None  # of an elastic job: the hosts that there are now
+    is_again: bool = False  # an elastic job starts again
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the ranks, beside this process's
     in_slurm: bool = False  # the hosts are the nodes of this process's Slurm allocation
 
 
@@ -88,9 +99,12 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
             settings = None
         else:
             settings = check(list(request.command))
-        if request.max_restarts:
+        if request.max_restarts or request.elastic:
             request = _with_run_dir(request, settings)
         request = with_allocation(request, slurm.allocation(os.environ))
+        if request.elastic:
+            assert isinstance(settings, config.TrainSettings)
+            return _launch_elastic(request, settings.virtual_shards)
         ranks = request.ranks or (1 if _measures_nothing(request.command) else _ranks_of(request.hosts))
         return _launch(request, ranks)
     except UserError as error:
@@ -111,6 +125,10 @@ def parse(argv: list[str]) -> Request:
     parser.add_argument("--gloo", dest="gloo", action="store_true")
     parser.add_argument("--allreduce", choices=["ring", "auto"])
     parser.add_argument("--max-restarts", type=lambda text: count(text, f"--max-restarts {text}"), default=0)
+    parser.add_argument("--elastic", type=parse_sizes)
+    parser.add_argument("--host-discovery-script", type=Path)
+    parser.add_argument("--elastic-timeout", type=lambda text: count(text, f"--elastic-timeout {text}"), default=600)
+    parser.add_argument("--cool-down", type=_cool_down, default=(10.0, 300.0))
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     parser.set_defaults(gloo=False)
@@ -122,7 +140,39 @@ def parse(argv: list[str]) -> Request:
     _check_slots(found.ranks, found.hosts, "slot", "the hosts; lower it or add slots")
     command = tuple(found.command) or ("train",)
     ring = found.allreduce == "ring"
-    return Request(found.ranks, found.hosts, found.gloo, command, found.dry_run, ring, found.max_restarts)
+    request = Request(found.ranks, found.hosts, found.gloo, command, found.dry_run, ring, found.max_restarts)
+    return _with_elastic(request, found)
+
+
+def _with_elastic(request: Request, found: argparse.Namespace) -> Request:
+    """The request with the options of an elastic job, if it is one. Raises UserError."""
+    sizes: Sizes | None = found.elastic
+    if sizes is None:
+        if found.host_discovery_script:
+            raise UserError("--host-discovery-script goes with --elastic MIN:MAX")
+        return request
+    if request.ranks and not sizes.least <= request.ranks <= sizes.most:
+        raise UserError(f"-np {request.ranks} is not within --elastic {sizes.least}:{sizes.most}")
+    if request.max_restarts:
+        raise UserError("--elastic starts ranks again by itself: leave --max-restarts out")
+    discover: Discover | None = None
+    if found.host_discovery_script:
+        if request.hosts:
+            raise UserError("--host-discovery-script names the hosts: leave -H and --hostfile out")
+        discover = script(found.host_discovery_script.absolute())
+    elif found.hostfile:
+        discover = partial(read_hostfile, found.hostfile)
+    options = Options(sizes, request.ranks, found.elastic_timeout, found.cool_down)
+    return replace(request, elastic=options, discover=discover)
+
+
+def _cool_down(text: str) -> tuple[float, float]:
+    first, _, longest = text.partition(":")
+    what = f"--cool-down {text}: write FIRST:LONGEST seconds, such as 10:300"
+    found = float(count(first, what)), float(count(longest, what))
+    if found[0] > found[1]:
+        raise UserError(f"--cool-down {text}: the first is more than the longest")
+    return found
 
 
 def with_allocation(request: Request, nodes: tuple[Host, ...]) -> Request:
@@ -148,7 +198,8 @@ def _with_run_dir(request: Request, settings: Any) -> Request:
     Raises UserError where the command does not train.
     """
     if not isinstance(settings, config.TrainSettings):
-        raise UserError("--max-restarts goes with train: nothing else can go on where it was")
+        option = "--elastic" if request.elastic else "--max-restarts"
+        raise UserError(f"{option} goes with train: nothing else can go on where it was")
     run_dir = settings.run_dir or config.unused_run_dir(settings.model)
     # A restart goes on with the run that --resume never has begun.
     of_restarts = ("--resume", "auto") if settings.resume == "never" else ()
@@ -293,10 +344,24 @@ def _start_doctor(request: Request, check: Callable[[list[str]], Any]) -> int:
     os.execv(words[0], words)
 
 
-def _launch(request: Request, ranks: int) -> int:
+@dataclass(frozen=True)
+class Ready:
+    """A job that can start.
+
+    words, env: the command that starts its ranks.
+    hosts: each rank's host where there are several hosts, else [].
+    """
+
+    words: list[str]
+    env: dict[str, str]
+    hosts: list[str]
+
+
+def _make_ready(request: Request, ranks: int) -> Ready:
+    """Look at the hosts, and make the command. Raises UserError."""
     bin_folder = Path(sys.executable).parent
     path = os.pathsep.join([str(bin_folder), os.environ.get("PATH", os.defpath)])
-    env = {**os.environ, "PATH": path, **(RING_VARIABLES if request.ring else {})}
+    env = {**os.environ, "PATH": path, **(RING_VARIABLES if request.ring else {}), **request.variables}
     mpirun = shutil.which("mpirun", path=path)
     if mpirun is None:
         raise UserError("no mpirun on PATH; load its module again, or run: ./run.sh setup")
@@ -304,36 +369,76 @@ def _launch(request: Request, ranks: int) -> int:
         env.setdefault("OPAL_PREFIX", str(bin_folder.parent))
     if request.in_slurm:
         env["SLURM_EXPORT_ENV"] = "ALL"  # mpirun's daemons need PATH and OPAL_PREFIX, also after sbatch --export=NONE
+    if _is_watched(request, ranks):
+        # mpirun gives ranks a pseudo-terminal of its own, whatever this process has.
+        env |= {"HVD_CIFAR_TERMINAL": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     of_ranks = hosts_of_ranks(request.hosts, ranks)
     request = replace(request, hosts=tuple(host for host in request.hosts if host.name in of_ranks))
     network, gpus = _ask_hosts(request, bin_folder)
-    if not _is_for_gpus() and not _measures_nothing(request.command):
+    if not _is_for_gpus() and not _measures_nothing(request.command) and not request.is_again:
         _note_unused_gpus(gpus or {socket.gethostname(): _gpus_here()}, all_here=network is None)
     installed = Installation(sys.executable, mpirun, os.geteuid() == 0)
-    words = command(request, ranks, installed, env, network)
+    return Ready(command(request, ranks, installed, env, network), env, of_ranks if network else [])
+
+
+def _launch(request: Request, ranks: int) -> int:
+    ready = _make_ready(request, ranks)
     if request.dry_run:
-        write(1, f"{_as_typed(words, env)}\n".encode())
+        write(1, f"{_as_typed(ready.words, ready.env)}\n".encode())
         return 0
-    if words[0] == sys.executable and not request.max_restarts:
-        os.execve(words[0], words, env)
+    if ready.words[0] == sys.executable and not request.max_restarts:
+        os.execve(ready.words[0], ready.words, ready.env)
 
     cores = _cores_here()
-    if ranks > cores and network is None:
+    if ranks > cores and not ready.hosts:
         complain(f"note: {ranks} ranks share {cores} core{'s' * (cores > 1)}: results are right, but slow")
-    watched = sys.stdout.isatty() and Path(words[0]).name == "mpirun"
-    if watched:
-        # mpirun gives ranks a pseudo-terminal of its own, whatever this process has.
-        env |= {"HVD_CIFAR_TERMINAL": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
-    job, hosts = Job(can_stop=request.command[0] == "train"), of_ranks if network else []
-    code = _start(words, env, hosts, job)
+    job = Job(can_stop=request.command[0] == "train")
+    code = _start(ready, job)
     if request.max_restarts:
-        again = replace(request, command=request.command + request.of_restarts)
-        words = command(again, ranks, installed, env, network)
+        ready = replace(ready, words=[*ready.words, *request.of_restarts])
         run_dir = Path(request.command[-1])
-        code = _restart(code, request.max_restarts, run_dir, job, lambda: _start(words, env, hosts, job))
-    if watched and code >= 128:
-        write(1, SHOW_CURSOR + b"\n")  # a killed rank leaves its progress bar and a hidden cursor
+        code = _restart(code, request.max_restarts, run_dir, job, lambda: _start(ready, job))
+    _leave_terminal(request, ranks, code)
     return code
+
+
+def _launch_elastic(request: Request, shards: int | None) -> int:
+    """Run an elastic job; see `launch.elastic`."""
+    assert request.elastic
+    sizes = replace(request.elastic.sizes, shards=shards)
+    hosts = request.hosts or (Host("localhost", sizes.most),)
+    if request.dry_run:
+        ranks = request.ranks or sizes.fitting(sum(host.slots for host in hosts))
+        return _launch(replace(request, ranks=ranks), ranks)
+    job = Job(can_stop=True)
+    starts = itertools.count()
+
+    def start(chosen: tuple[Host, ...], variables: Mapping[str, str]) -> int:
+        is_again = next(starts) > 0
+        words = request.command + (request.of_restarts if is_again else ())
+        given = None if chosen[0].name == "localhost" else chosen
+        now = replace(request, hosts=given or (), command=words, variables=variables, is_again=is_again)
+        return _start(_make_ready(now, slots_of(chosen)), job)
+
+    run_dir = Path(request.command[-1])
+    run = ElasticRun(replace(request.elastic, sizes=sizes), request.discover or (lambda: hosts), start, job, run_dir)
+    way = slurm if request.in_slurm and not request.gloo else ssh
+    try:
+        code = run.run()
+    finally:
+        run.clean_up({host for host in run.used if not is_local(host)}, way.words)
+    _leave_terminal(request, 2, code)
+    return code
+
+
+def _is_watched(request: Request, ranks: int) -> bool:
+    """Whether a person watches mpirun's output."""
+    return sys.stdout.isatty() and not request.gloo and ranks > 1
+
+
+def _leave_terminal(request: Request, ranks: int, code: int) -> None:
+    if _is_watched(request, ranks) and code >= 128:
+        write(1, SHOW_CURSOR + b"\n")  # a killed rank leaves its progress bar and a hidden cursor
 
 
 def _restart(code: int, max_restarts: int, run_dir: Path, job: Job, start: Callable[[], int]) -> int:
@@ -404,8 +509,10 @@ def _mpirun(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job
     return Starter(words, env, output if hosts else None, errors)
 
 
-def _horovodrun(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job, codes: list[int]) -> Starter:
-    """horovodrun over Gloo. `hosts`: as for `_mpirun`; `codes` gets the ranks' codes in the order of their ends."""
+def _horovodrun(
+    words: list[str], env: Mapping[str, str], hosts: list[str], job: Job, codes: list[tuple[int, int]]
+) -> Starter:
+    """horovodrun over Gloo. `hosts`: as for `_mpirun`; `codes`: of `without_tags`."""
 
     def output(stream: BinaryIO) -> None:
         for rank, line in without_tags(stream, codes):
@@ -431,16 +538,26 @@ def _python(words: list[str], env: Mapping[str, str], job: Job) -> Starter:
     return Starter(words, env, None, errors)
 
 
-def _start(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job) -> int:
+def _start(ready: Ready, job: Job) -> int:
     """Run the program that starts the ranks, and return the job's exit code."""
+    words, env, hosts = ready.words, ready.env, ready.hosts
     name = Path(words[0]).name
     if name == "mpirun":
         return job.run(_mpirun(words, env, hosts, job))
     if name != "horovodrun":
         return job.run(_python(words, env, job))
-    codes: list[int] = []
+    codes: list[tuple[int, int]] = []
     code = job.run(_horovodrun(words, env, hosts, job, codes))
-    # horovodrun's exit code is 1 for every failure of a rank, but it prints the ranks' codes in their order.
-    code = codes[0] if code == 1 and codes else code
+    if codes and code == 1:
+        # horovodrun's exit code is 1 for every failure of a rank, but it prints the ranks' codes in their order.
+        rank, code = codes[0]
+        if number := signal_of(code):
+            host = hosts[rank] if hosts else socket.gethostname()
+            job.pass_on(ended_by_signal(rank, host, number, signal.strsignal(number) or "").encode())
     # Without a rank on this host a request to stop ends the ssh sessions, and their guards stop the ranks.
-    return RESUME if job.asked and code == SSH_ENDED else code
+    return RESUME if job.stops and code == SSH_ENDED else code
+
+
+def signal_of(code: int) -> int:
+    """The signal that an exit code stands for, as Python or a shell gives it; 0: none."""
+    return -code if code < 0 else code - 128 if 128 < code < 160 else 0

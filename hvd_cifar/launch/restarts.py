@@ -27,7 +27,7 @@ class Failure:
 def failure_of(code: int, tail: bytes, run_dir: Path) -> Failure:
     """The failure of a job with this exit code; `tail` is the end of its stderr."""
     lines = [line for line in tail.decode(errors="replace").splitlines() if line.startswith("hvd_cifar: ")]
-    return Failure(code, lines[-1] if lines else "", _last_step(run_dir / "metrics.jsonl"))
+    return Failure(code, lines[-1] if lines else "", last_step(run_dir / "metrics.jsonl"))
 
 
 def reason_to_give_up(failures: Sequence[Failure], max_restarts: int) -> str | None:
@@ -47,7 +47,7 @@ def seconds_before(restart: int) -> float:
     return min(MAX_SECONDS, 2.0 ** (restart - 1))
 
 
-def _last_step(metrics: Path) -> int | None:
+def last_step(metrics: Path) -> int | None:
     """The last step in metrics.jsonl; None where it has none, or is on another host."""
     try:
         lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_cifar.errors import UserError
@@ -13,6 +14,8 @@ from hvd_cifar.errors import UserError
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 # The number of ranks. PMIx sets none; under srun Slurm does.
 SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+ELASTIC = "HVD_CIFAR_ELASTIC"  # an ElasticJob
 
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> int | None:
@@ -39,6 +42,31 @@ def copies(environ: Mapping[str, str]) -> int:
     """The number of tasks in this process's Slurm step; 1 outside of a step."""
     count = environ.get("SLURM_STEP_NUM_TASKS", "")
     return int(count) if count.isdecimal() else 1
+
+
+@dataclass(frozen=True)
+class ElasticJob:
+    """What the launcher tells the ranks of an elastic job.
+
+    name: of the job; the same each time that its ranks start.
+    ranks: the number that a batch size of a rank stands for.
+    saves_only: ranks write a checkpoint of the newest state, and stop.
+    """
+
+    name: str
+    ranks: int
+    saves_only: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.ranks}:{int(self.saves_only)}"
+
+
+def elastic_job(environment: Mapping[str, str] = os.environ) -> ElasticJob | None:
+    """The elastic job that this process belongs to, if any."""
+    if not (text := environment.get(ELASTIC)):
+        return None
+    name, ranks, saves_only = text.split(":")
+    return ElasticJob(name, int(ranks), saves_only == "1")
 
 
 def check_launcher(environment: Mapping[str, str] = os.environ) -> None:

@@ -33,6 +33,12 @@ class World:
     controller: str  # mpi or gloo: what Horovod communicates over
     algorithm: str = ""  # of the all-reduce, see `transport`
     transport: str = ""
+    elastic: environment.ElasticJob | None = None
+
+    @property
+    def batch_ranks(self) -> int:
+        """The number of ranks that a batch size of a rank stands for; in an elastic job it stays the same."""
+        return self.elastic.ranks if self.elastic else self.size
 
     @property
     def is_root(self) -> bool:
@@ -131,6 +137,7 @@ def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]
         controller=controller,
         algorithm=transport.algorithm(controller, by_nccl, os.environ, hvd.cross_size()),
         transport=transport.transport(controller, by_nccl, os.environ, hvd.cross_size()),
+        elastic=environment.elastic_job(),
     )
 
 

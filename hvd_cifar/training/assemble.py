@@ -46,7 +46,8 @@ from hvd_cifar.training.image_sizes import ImageSizes
 from hvd_cifar.training.plan import Plan, make_schedule, plan, precision_of, resolve, set_precision
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.sources import differences, name_hosts, prepare_data
-from hvd_cifar.training.step import StepSpec, TrainStep, make_train_step
+from hvd_cifar.training.state_copy import Copier, StateCopy
+from hvd_cifar.training.step import StepSpec, TrainStep, local_statistics, make_train_step
 from hvd_cifar.training.trainer import OfUser, Trainer
 
 ADAPTING_IMAGES = 5000  # as in Jordan 2024
@@ -97,11 +98,14 @@ def prepare(settings: TrainSettings, world: World, given: OfUser | None = None) 
     model = _model(settings, given)
     model = collectives.on_every_rank(lambda: models.with_recipe(model, dataset.image_shape, dataset.classes))
     assert model.recipe is not None, "it was asked for"
-    return work_of(for_machines(resolve(settings, model.recipe), world), dataset, model, world.rank, world.size)
+    resolved = for_machines(resolve(settings, model.recipe), world)
+    return work_of(resolved, dataset, model, world.rank, world.size, world.batch_ranks)
 
 
-def work_of(settings: TrainSettings, dataset: Dataset, model: Model, rank: int, size: int) -> Work:
-    """The work of resolved settings on a data set.
+def work_of(
+    settings: TrainSettings, dataset: Dataset, model: Model, rank: int, size: int, batch_ranks: int | None = None
+) -> Work:
+    """The work of resolved settings on a data set; `batch_ranks` as for `plan`.
 
     Raises:
         UserError: where batch, transforms or image sizes do not fit; the same on every rank.
@@ -112,7 +116,7 @@ def work_of(settings: TrainSettings, dataset: Dataset, model: Model, rank: int, 
         height = transforms.shape[0]
         sizes = tuple(max(1, round(scale * height)) for scale in model.recipe.image_scales)
         settings = settings.model_copy(update={"image_sizes": sizes})
-    batch_plan = plan(settings, model.recipe, len(dataset.train), size)
+    batch_plan = plan(settings, model.recipe, len(dataset.train), size, batch_ranks)
     sharding = Sharding(rank, size, settings.gradient_accumulation, settings.virtual_shards)
     return Work(settings, dataset, model, transforms, batch_plan, sharding)
 
@@ -187,9 +191,16 @@ def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
         collectives.on_root(lambda: checkpoints.restore(newest) if checkpoints else None)
         notes += collectives.on_root(lambda: run_dir.changed_kernels(newest.parent.parent, kernels))
     collectives.broadcast_variables(learner.state.variables)
+    on_disk = int(learner.state.step.numpy())
+    job, own = world.elastic, own_variables(work, learner)
+    copy = StateCopy(job.name, learner.state, own, world) if job else None
+    in_memory = copy.restore(on_disk) if copy else None
     random_layers.separate(learner.net.model, world.rank)
     first_step = int(learner.state.step.numpy())
-    notes += [f"resumed from {newest} at step {first_step}"] if newest is not None else []
+    if in_memory is not None:
+        notes.append(f"resumed from memory at step {first_step}")
+    elif newest is not None:
+        notes.append(f"resumed from {newest} at step {first_step}")
     named = work.settings.model_copy(update={"dataset": facts["dataset"]})
     run_facts = {**facts, "first_step": first_step, **_facts_of(world)}
     collectives.on_root(lambda: run_dir.record(folder, named, work.plan, run_facts))
@@ -198,13 +209,13 @@ def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
     for line in (*_describe(work, world, learner.net, schedule), *notes):
         reporter.say(line)
     # A checkpoint of another run does not count as saved in this one.
-    saved_step = first_step if newest is not None and newest.parent == folder / "checkpoints" else -1
-    progress = Progress(first_step, saved_step)
+    saved_step = on_disk if newest is not None and newest.parent == folder / "checkpoints" else -1
+    progress = Progress(first_step, saved_step, stops=bool(job and job.saves_only))
     results: dict[str, Any] = {}
     model, name = learner.net.model, work.dataset.name
     run = Run(work.settings, world, work.plan, schedule, model, name, folder, progress, results)
     trainer = Trainer(run, progress, _step_of(work, learner, schedule), _batches(work, world, first_step), reporter)
-    trainer.callbacks = [*_callbacks_of(trainer, work, learner, checkpoints, results), *own_callbacks]
+    trainer.callbacks = [*_callbacks_of(trainer, work, learner, checkpoints, copy, results), *own_callbacks]
     return trainer
 
 
@@ -352,7 +363,12 @@ def _batches(work: Work, world: World, first_step: int) -> Iterator[list[MicroBa
 
 
 def _callbacks_of(
-    trainer: Trainer, work: Work, learner: Learner, checkpoints: Checkpoints | None, results: dict[str, Any]
+    trainer: Trainer,
+    work: Work,
+    learner: Learner,
+    checkpoints: Checkpoints | None,
+    copy: StateCopy | None,
+    results: dict[str, Any],
 ) -> list[Callback]:
     """The program's own callbacks, in the order in which they act."""
     settings, run, progress, reporter, tell = (
@@ -365,15 +381,22 @@ def _callbacks_of(
     evaluate = make_evaluator(
         learner.net.model, work.dataset.test, work.transforms, run.world, EVALUATION_BATCH, settings.eval_examples
     )
-    local = not settings.virtual_shards
-    statistics = MovingStatistics(learner.net.model, local, progress.saved_step, learner.state.errors)
+    statistics = MovingStatistics(own_variables(work, learner), progress.saved_step)
     logger = Logger(progress, reporter, tell)
     replicas = ReplicaCheck(progress, learner.state, statistics, reporter)
     evaluator = Evaluator(progress, evaluate, statistics, learner.averages, reporter, tell)
     checkpointer = Checkpointer(progress, learner.state, checkpoints, statistics, reporter, tell)
-    ledger = [ExampleLedger(reporter)] if settings.record_examples else []
+    ledger = [ExampleLedger(reporter, at_once=copy is not None)] if settings.record_examples else []
+    # A step is copied once it is on record, and before anything that takes long.
+    copier = [Copier(copy, checkpointer)] if copy else []
     summariser = Summariser(logger, replicas, evaluator, checkpointer, results)
-    return [*ledger, logger, replicas, evaluator, checkpointer, summariser]
+    return [*ledger, logger, *copier, replicas, evaluator, checkpointer, summariser]
+
+
+def own_variables(work: Work, learner: Learner) -> list[Any]:
+    """What each rank gathers for itself: PowerSGD's errors, and moving statistics unless steps average them."""
+    statistics = [] if work.settings.virtual_shards else local_statistics(learner.net.model)
+    return [*statistics, *learner.state.errors]
 
 
 def _callback(spec: str) -> Any:

@@ -23,7 +23,6 @@ from hvd_cifar.training.checkpoint import Checkpoints, State
 from hvd_cifar.training.evaluate import Evaluation
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.random_layers import random_states
-from hvd_cifar.training.step import local_statistics
 
 STEPS_LEFT_OUT = 10  # steps whose speed does not count: tracing and cold caches
 
@@ -62,13 +61,18 @@ class Callback:
 class ExampleLedger(Callback):
     """Records which examples each rank used in each step (--record-examples)."""
 
-    def __init__(self, reporter: Reporter) -> None:
+    def __init__(self, reporter: Reporter, at_once: bool) -> None:
+        """`at_once`: write each step before the state of it is copied: a rank may be lost at any time."""
         self.reporter = reporter
+        self.at_once = at_once
         self.used: list[tuple[int, list[int]]] = []  # by step, not yet written
 
     def on_step(self, run: Run) -> None:
         """Note this rank's examples."""
         self.used.append((run.step, run.examples))
+        if self.at_once:
+            self.on_log(run)
+            collectives.barrier()
 
     def on_log(self, run: Run) -> None:
         """Write the steps since the last log line."""
@@ -133,11 +137,9 @@ class MovingStatistics:
     PowerSGD's errors also: their mean is all that counts, and a checkpoint holds what is the same on all ranks.
     """
 
-    def __init__(
-        self, model: keras.Model, are_local: bool, averaged_step: int, errors: Sequence[keras.Variable] = ()
-    ) -> None:
-        """`are_local`: False where steps average them; `averaged_step`: at which all was last the same on all ranks."""
-        self.variables = [*(local_statistics(model) if are_local else []), *errors]
+    def __init__(self, variables: Sequence[keras.Variable], averaged_step: int) -> None:
+        """`averaged_step`: at which all was last the same on all ranks."""
+        self.variables = variables
         self.averaged_step = averaged_step
 
     def average(self, step: int) -> None:
@@ -285,9 +287,11 @@ class Checkpointer(Callback):
         self.began = 0.0
 
     def on_start(self, run: Run) -> None:
-        """Start the clock of the whole run."""
+        """Start the clock of the whole run; save where it stops before its first step."""
         self.seconds_before = float(self.state.seconds.numpy())
         self.began = time.perf_counter()
+        if self.progress.stop_requested:
+            self.save(run)
 
     def on_step(self, run: Run) -> None:
         """Save where it is due, or the run stops."""
@@ -304,6 +308,11 @@ class Checkpointer(Callback):
         """Seconds of training, set-up left out, those before a resume included."""
         return self.seconds_before + time.perf_counter() - self.began
 
+    def mark(self, run: Run) -> None:
+        """Note step and time in the state, which is about to be kept."""
+        self.state.step.assign(run.step)
+        self.state.seconds.assign(self.seconds)
+
     def save(self, run: Run) -> None:
         """Write a checkpoint of this step, unless there is one. A collective."""
         self.progress.check_losses()
@@ -311,8 +320,7 @@ class Checkpointer(Callback):
             self.statistics.average(run.step)
             self.tell("before_checkpoint")
             if self.progress.saved_step != run.step:
-                self.state.step.assign(run.step)
-                self.state.seconds.assign(self.seconds)
+                self.mark(run)
                 path = collectives.on_root(self._save)
                 self.progress.saved_step = run.step
                 self.reporter.say(f"step {run.step}: saved {path}")

@@ -72,13 +72,16 @@ def resolve(settings: TrainSettings, recipe: Recipe) -> TrainSettings:
     return settings.model_copy(update={**missing, "deterministic": is_deterministic(settings)})
 
 
-def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int) -> Plan:
+def plan(
+    settings: TrainSettings, recipe: Recipe, examples: int, size: int, batch_ranks: int | None = None
+) -> Plan:
     """The batch arithmetic of resolved settings.
 
     Args:
         recipe: of the model.
         examples: in the training set.
         size: number of ranks.
+        batch_ranks: the number of ranks that a batch size of a rank stands for, by default all.
 
     Raises:
         UserError: where the global batch leaves a rank, or one of its micro-batches, without an example.
@@ -89,7 +92,7 @@ def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int) -> P
         raise UserError(f"--virtual-shards {shards}: {size} ranks do not divide them; start {fitting} ranks")
     per_rank = (settings.batch_size or DEFAULT_PER_RANK_BATCH_SIZE) * settings.gradient_accumulation
     by_recipe = batch.reference if batch.is_global and not settings.batch_size else None
-    whole = settings.global_batch_size or by_recipe or per_rank * size
+    whole = settings.global_batch_size or by_recipe or per_rank * (batch_ranks or size)
     micro_batches = shards or size * settings.gradient_accumulation
     if whole < micro_batches:
         dealt = f"{shards} virtual shards" if shards else f"{size} ranks"

@@ -55,18 +55,19 @@ SECONDS_BETWEEN_LOOKS = 1.0  # at results of steps: how late a request to stop i
 class Progress:
     """Step, losses and clock of a run; the same on every rank, except for clock and `seconds_per_step`."""
 
-    def __init__(self, first_step: int, saved_step: int) -> None:
+    def __init__(self, first_step: int, saved_step: int, stops: bool = False) -> None:
         """Begin at a step.
 
         Args:
             first_step: finished global steps.
             saved_step: of the newest checkpoint of this run; -1: none.
+            stops: whether the run is to stop before its next step.
         """
         self.first_step = self.step = first_step
         self.saved_step = saved_step
         self.loss: float | None = None
         self.clock = StepClock()
-        self.stop_requested = False  # by any rank: this step is the last one, and is saved
+        self.stop_requested = stops  # by any rank: this step is the last one, and is saved
         self.seconds_per_step = SECONDS_BETWEEN_LOOKS  # of this rank, evaluation and saving included
         self.micro_batches: Sequence[MicroBatch] = ()  # of the last step
         self._unseen: list[Any] = []  # results of steps, left on the device until `check_losses`

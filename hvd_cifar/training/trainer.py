@@ -62,20 +62,24 @@ class Trainer:
                 return done
         with self._open() as requests:
             self.tell("on_start")
+            self._stop_where_asked()
             for micro_batches in self.batches:
                 seconds = self.progress.seconds_per_step if self.run.world.is_root else 0.0
                 stops = requests.made or self.reporter.is_behind
                 result = self.step(self.progress.step, micro_batches, stops, seconds)
                 self.progress.add(micro_batches, result)
                 self.tell("on_step")
-                if self.progress.stop_requested and self.progress.step < self.run.total_steps:
-                    self.reporter.warn(
-                        f"stopped after step {self.run.step}; {self.progress.kept}; to go on, give the same "
-                        f"command with --run-dir {self.run.run_dir} (exit code {RESUME})"
-                    )
-                    raise Preempted
+                self._stop_where_asked()
             self.tell("on_end")
         return dict(self.run.summary)
+
+    def _stop_where_asked(self) -> None:
+        if self.progress.stop_requested and self.progress.step < self.run.total_steps:
+            self.reporter.warn(
+                f"stopped after step {self.run.step}; {self.progress.kept}; to go on, give the same "
+                f"command with --run-dir {self.run.run_dir} (exit code {RESUME})"
+            )
+            raise Preempted
 
     def tell(self, event: str, *values: Any) -> None:
         """Call a method of every callback, in their order."""

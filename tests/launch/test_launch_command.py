@@ -423,9 +423,9 @@ def test_tags() -> None:
         b'  File "launch.py", line 8\n',
         b"RuntimeError: Horovod detected that one or more processes exited with non-zero status, thus ...\n",
     ]
-    codes: list[int] = []
+    codes: list[tuple[int, int]] = []
     shown = list(remarks.without_tags(said, codes))
     assert shown == [(0, b"step 10, loss = 2.3\n"), (1, b"hvd_cifar: no such folder\n")]
-    assert codes == [2, 143]
+    assert codes == [(1, 2), (0, 143)]
     other = [b"Traceback (most recent call last):\n", b"ValueError: another reason\n"]
     assert list(remarks.without_tags(other, [])) == [(None, line) for line in other]

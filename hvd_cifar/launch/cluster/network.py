@@ -23,6 +23,14 @@ PROBE = Path(__file__).with_name("probe.py")
 SECONDS_TO_ANSWER = 60.0
 
 
+class Unreachable(UserError):
+    """Some hosts of a job cannot take part; the others might go on without them."""
+
+    def __init__(self, message: str, hosts: Sequence[str]) -> None:
+        super().__init__(message)
+        self.hosts = hosts
+
+
 @dataclass(frozen=True)
 class Card:
     """A network card with an IPv4 address. `speed` is in Mbit/s; 0: unknown."""
@@ -108,11 +116,12 @@ def find_network(participants: Participants, gloo: bool) -> tuple[Network, dict[
     `gloo`: whether the job runs over Gloo, which crashes on a host that cannot resolve its own name.
 
     Raises:
-        UserError: a host cannot be reached, has no environment, or cannot reach another one.
+        Unreachable: a host cannot be reached, has no environment, or cannot reach another one.
+        UserError: the hosts have no network in common, or one of them cannot be used.
     """
     with asked(participants) as (probes, silent):
         if silent:
-            raise UserError("; ".join(": ".join(filter(None, fault)) for fault in silent.values()))
+            raise Unreachable("; ".join(": ".join(filter(None, fault)) for fault in silent.values()), list(silent))
         reports = {host: probe.report for host, probe in probes.items()}
         for host, report in reports.items():
             if gloo and not report.resolves_itself:
@@ -130,7 +139,9 @@ def find_network(participants: Participants, gloo: bool) -> tuple[Network, dict[
         faults = try_out(found, probes, gloo)
     works = next((network for network, fault in zip(found, faults, strict=True) if not fault), None)
     if works is None:
-        raise UserError(f"{faults[0][0]}: check its cable and the firewalls, which must let all ports through")
+        raise Unreachable(
+            f"{faults[0][0]}: check its cable and the firewalls, which must let all ports through", [faults[0][0].there]
+        )
     return works, reports
 
 

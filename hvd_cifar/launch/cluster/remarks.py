@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from hvd_cifar.errors import RESUME
 
@@ -14,6 +16,32 @@ HARMLESS = re.compile(
     rb"\[[^\]]+\] plm:rsh: Warning: setpgid\(.*\) failed in parent with errno=.*\n"
     rb"|mpirun: Forwarding signal \d+ to job\n"
 )
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank that was lost, or with `rank` None a host."""
+
+    host: str
+    rank: int | None = None
+
+
+# The launcher's own lines about what was lost.
+_RANK_LINE = re.compile(r"hvd_cifar: rank (\d+) (?:on (\S+) was ended by signal|ended first, with exit code)")
+_HOST_LINE = re.compile(r"hvd_cifar: (\S+) is lost, and its ranks with it")
+
+
+def ended_by_signal(rank: int, host: str, number: int, name: str) -> str:
+    """The line about a rank that a signal has ended."""
+    why = "; perhaps the machine ran out of memory" if number == signal.SIGKILL else ""
+    return f"hvd_cifar: rank {rank} on {host} was ended by signal {number} ({name}){why}\n"
+
+
+def lost_in(said: bytes) -> list[Lost]:
+    """What was lost, from the lines that the user saw on stderr."""
+    lines = said.decode(errors="replace").splitlines()
+    ranks = [Lost(match[2] or "", int(match[1])) for line in lines if (match := _RANK_LINE.match(line))]
+    return ranks + [Lost(match[1]) for line in lines if (match := _HOST_LINE.match(line))]
 
 
 def without_banners(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -66,10 +94,7 @@ def _shortened(banner: bytes, said: bytes) -> bytes:
         told = ended[2] in ("2", str(RESUME)) or ended[2] == "1" and b"hvd_cifar: " in said
         return b"" if told else f"hvd_cifar: rank {ended[1]} ended first, with exit code {ended[2]}\n".encode()
     if killed:
-        why = "; perhaps the machine ran out of memory" if killed[3] == "9" else ""
-        return (
-            f"hvd_cifar: rank {killed[1]} on {killed[2]} was ended by signal {killed[3]} ({killed[4]}){why}\n".encode()
-        )
+        return ended_by_signal(int(killed[1]), killed[2], int(killed[3]), killed[4]).encode()
     return banner
 
 
@@ -80,21 +105,21 @@ TENSORFLOW_NOTE = re.compile(
 )
 
 
-def without_tags(lines: Iterable[bytes], codes: list[int]) -> Iterator[tuple[int | None, bytes]]:
+def without_tags(lines: Iterable[bytes], codes: list[tuple[int, int]]) -> Iterator[tuple[int | None, bytes]]:
     """horovodrun's output over Gloo by rank, without its tags, its messages on failed ranks, and its traceback.
 
-    Lines of horovodrun itself have the rank None. The exit codes of failed ranks are appended to `codes` in the order
-    of their ends. A traceback that has another reason comes last.
+    Lines of horovodrun itself have the rank None. Ranks that fail are appended to `codes` with their exit codes, in the
+    order of their ends. A traceback that has another reason comes last.
     """
     traceback: list[bytes] = []
     for line in lines:
         tag = TAG.match(line)
-        code = re.match(rb"Process \d+ exit with status code (-?\d+)\.", line)
+        code = re.match(rb"Process (\d+) exit with status code (-?\d+)\.", line)
         if tag:
             if line[tag.end() :].strip() != b"Terminated":  # printed by the rank's shell
                 yield int(tag[1]), line[tag.end() :]
         elif code:
-            codes.append(int(code[1]))
+            codes.append((int(code[1]), int(code[2])))
         elif line.startswith(b"Terminating remaining workers") or TENSORFLOW_NOTE.match(line):
             pass
         elif traceback or line.startswith(b"Traceback (most recent call last)"):

@@ -1,0 +1,117 @@
+"""A file in shared memory that holds the newest of several versions of some bytes, and outlives its writer.
+
+It has two slots, written in turn: a process that is killed while it writes one leaves the other one whole. The
+launcher reads step numbers from it, so this module imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import struct
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_cifar.errors import UserError
+
+ROOT = Path("/dev/shm")
+LAYOUT_BYTES = 32
+HEAD_BYTES = 4096  # slots begin on a page
+NONE = -1
+
+
+def folder_of(job: str) -> Path:
+    """The folder of an elastic job's files on each host."""
+    return ROOT / f"hvd_cifar-{os.getuid()}" / job
+
+
+def own_folder(job: str) -> Path:
+    """The same, made where it is missing.
+
+    Raises:
+        UserError: where another user has made it.
+    """
+    path = folder_of(job)
+    for folder in (path.parent, path):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or stat.S_IMODE(found.st_mode) & 0o077:
+            raise UserError(f"--elastic: {folder} is not a folder of yours alone: remove it")
+    return path
+
+
+class TwoSlots:
+    """Versions of `size` bytes, numbered by step. One process writes; any may read while it does not."""
+
+    def __init__(self, path: Path, layout: bytes, size: int) -> None:
+        """Open or make the file. One of another layout, such as of other variables, is replaced.
+
+        Args:
+            layout: 32 bytes that stand for what the bytes mean.
+
+        Raises:
+            UserError: where shared memory has no room for it.
+        """
+        whole = HEAD_BYTES + 2 * size
+        self._size = size
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            is_same = os.pread(descriptor, LAYOUT_BYTES, 0) == layout and os.fstat(descriptor).st_size == whole
+            if not is_same:
+                os.ftruncate(descriptor, 0)
+                # Without room a later write to mapped memory would end the process by SIGBUS.
+                os.posix_fallocate(descriptor, 0, whole)
+            self._map = mmap.mmap(descriptor, whole)
+        except OSError as failure:
+            path.unlink()
+            raise UserError(
+                f"--elastic: no room for {whole:,} bytes in {ROOT} ({failure.strerror}): make room, in Docker with "
+                "--shm-size, or leave --elastic out"
+            ) from None
+        finally:
+            os.close(descriptor)
+        if not is_same:
+            self._mark(0, NONE)
+            self._mark(1, NONE)
+            self._map[:LAYOUT_BYTES] = layout
+
+    def write(self, step: int, pieces: list[NDArray[np.uint8]]) -> None:
+        """Replace the older version by `pieces`, which make up all bytes."""
+        held = self.steps
+        slot = held.index(min(held))
+        self._mark(slot, NONE)
+        at = HEAD_BYTES + slot * self._size
+        for piece in pieces:
+            self._map[at : at + piece.nbytes] = piece.data
+            at += piece.nbytes
+        self._mark(slot, step)
+
+    def read(self, step: int) -> NDArray[np.uint8]:
+        """The bytes of a version."""
+        at = HEAD_BYTES + self.steps.index(step) * self._size
+        return np.frombuffer(self._map[at : at + self._size], np.uint8)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The steps of the two versions; -1: none."""
+        return _steps(self._map[:HEAD_BYTES])
+
+    def _mark(self, slot: int, step: int) -> None:
+        struct.pack_into("<q", self._map, LAYOUT_BYTES + 8 * slot, step)
+
+
+def newest_step(path: Path) -> int:
+    """The newest step that a file holds; -1: none, or no such file."""
+    try:
+        with path.open("rb") as file:
+            return max(_steps(file.read(HEAD_BYTES)))
+    except (OSError, struct.error):
+        return NONE
+
+
+def _steps(head: bytes) -> tuple[int, int]:
+    one, other = struct.unpack_from("<qq", head, LAYOUT_BYTES)
+    return one, other

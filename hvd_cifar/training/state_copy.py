@@ -1,0 +1,129 @@
+"""The state of an elastic job after each step, in the shared memory of every host, where ranks that are lost leave it.
+
+One rank of each host copies all of the state. Every rank copies what it gathers for itself, such as the moving
+statistics of batch norm. At its start a job takes the newest whole copy of all hosts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from hvd_cifar.distributed import collectives
+from hvd_cifar.runtime.shared_memory import NONE, TwoSlots, own_folder
+from hvd_cifar.runtime.world import World
+from hvd_cifar.training.callbacks import Callback, Checkpointer
+from hvd_cifar.training.checkpoint import State
+from hvd_cifar.training.progress import Run
+
+STATE = "state"
+OWN = "own-"  # and the local rank
+
+
+class _Values:
+    """Variables as bytes, and back; those of a type are joined in a graph, since each fetch has a cost of its own."""
+
+    def __init__(self, variables: Sequence[Any]) -> None:
+        self.variables = [getattr(v, "value", v) for v in variables]
+        dtypes = dict.fromkeys(v.dtype for v in self.variables)
+        self._alike = [[v for v in self.variables if v.dtype == dtype] for dtype in dtypes]
+        described = [(v.dtype.name, tuple(v.shape)) for alike in self._alike for v in alike]
+        self.layout = hashlib.sha256(repr(described).encode()).digest()
+        self.size = sum(v.shape.num_elements() * v.dtype.size for v in self.variables)
+        self._joined = tf.function(
+            lambda: [tf.concat([tf.reshape(v, [-1]) for v in alike], 0) for alike in self._alike], autograph=False
+        )
+
+    def pieces(self) -> list[NDArray[np.uint8]]:
+        """The present values, as bytes."""
+        return [joined.numpy().view(np.uint8) for joined in self._joined()]
+
+    def arrays(self, content: NDArray[np.uint8]) -> list[NDArray[Any]]:
+        """The values that bytes stand for, in the order of `variables`."""
+        found, at = {}, 0
+        for v in (v for alike in self._alike for v in alike):
+            end = at + v.shape.num_elements() * v.dtype.size
+            found[id(v)] = content[at:end].view(v.dtype.as_numpy_dtype).reshape(v.shape)
+            at = end
+        return [found[id(v)] for v in self.variables]
+
+
+class StateCopy:
+    """This rank's part in the copies of the state."""
+
+    def __init__(self, job: str, state: State, own: Sequence[Any], world: World) -> None:
+        """`own`: the variables that each rank gathers for itself. A collective.
+
+        Raises:
+            UserError: where the host's shared memory has no room.
+        """
+        self.state = state
+        self._all, self._own = _Values(state.variables), _Values(own)
+        self._folder = collectives.on_every_rank(lambda: own_folder(job))
+        self._of_own, self._of_all = collectives.on_every_rank(
+            lambda: (
+                self._file(f"{OWN}{world.local_rank}", self._own) if own else None,
+                self._file(STATE, self._all) if world.local_rank == 0 else None,
+            )
+        )
+
+    def _file(self, name: str, values: _Values) -> TwoSlots:
+        return TwoSlots(self._folder / name, values.layout, values.size)
+
+    def write(self, step: int) -> None:
+        """Copy the state, which is that of `step`."""
+        if self._of_own:
+            self._of_own.write(step, self._own.pieces())
+        if self._of_all:  # last: where it is whole, so is this rank's own part
+            self._of_all.write(step, self._all.pieces())
+
+    def restore(self, step: int) -> int | None:
+        """Give all ranks the newest copy, if it is of a later step than `step`. A collective.
+
+        Returns:
+            Its step; None where there is none.
+        """
+        newest = collectives.all_gather_object(max(self._of_all.steps) if self._of_all else NONE)
+        found = max(newest)
+        if found <= step:
+            return None
+        root = newest.index(found)
+        if self._of_all and found in self._of_all.steps:
+            for variable, value in zip(self._all.variables, self._all.arrays(self._of_all.read(found)), strict=True):
+                variable.assign(value)
+        collectives.broadcast_variables(self.state.variables, root)
+        self._average_own(found)
+        return found
+
+    def _average_own(self, step: int) -> None:
+        """Set the variables that ranks gather for themselves to the mean over all copies of a step."""
+        if not self._own.variables:
+            return
+        parts = []
+        if self._of_all:  # one rank of each host
+            for path in sorted(self._folder.glob(f"{OWN}*")):
+                slots = self._file(path.name, self._own)
+                if step in slots.steps:
+                    parts.append(self._own.arrays(slots.read(step)))
+        (copies,) = collectives.all_reduce_sums([len(parts)])
+        for i, variable in enumerate(self._own.variables):
+            total = sum((part[i] for part in parts), np.zeros(variable.shape, variable.dtype.as_numpy_dtype))
+            variable.assign(collectives.all_reduce_in_graph(tf.constant(total)) / copies)
+
+
+class Copier(Callback):
+    """Copies the state after each step."""
+
+    def __init__(self, copy: StateCopy, checkpointer: Checkpointer) -> None:
+        self.copy = copy
+        self.checkpointer = checkpointer
+
+    def on_step(self, run: Run) -> None:
+        """Copy the state of this step."""
+        self.checkpointer.mark(run)
+        self.copy.write(run.step)
