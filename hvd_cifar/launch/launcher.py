@@ -58,6 +58,8 @@ USAGE = (
 EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS")
 # TCP keepalive of mpirun (seconds, seconds, tries): a lost host is noticed after 30 s; by default after 8 minutes.
 KEEPALIVE = {"oob_tcp_keepalive_time": 10, "oob_tcp_keepalive_intvl": 5, "oob_tcp_keepalive_probes": 4}
+# After 5 s, where the others go on without it.
+KEEPALIVE_ELASTIC = {"oob_tcp_keepalive_time": 2, "oob_tcp_keepalive_intvl": 1, "oob_tcp_keepalive_probes": 3}
 PYTHON = "python"  # the command that runs a user's own program on each rank
 SSH_ENDED = 255  # exit code of an ssh that was ended
 SHOW_CURSOR = b"\x1b[?25h"
@@ -75,6 +77,7 @@ class Request:
     dry_run: bool = False
     ring: bool = False
     max_restarts: int = 0
+    run_dir: Path = Path()  # of a job that may start again
     of_restarts: tuple[str, ...] = ()  # options that restarts have beside the command's
     elastic: Options | None = None
     discover: Discover | None = None  # of an elastic job: the hosts that there are now
@@ -201,9 +204,10 @@ def _with_run_dir(request: Request, settings: Any) -> Request:
         option = "--elastic" if request.elastic else "--max-restarts"
         raise UserError(f"{option} goes with train: nothing else can go on where it was")
     run_dir = settings.run_dir or config.unused_run_dir(settings.model)
+    of_run_dir = () if settings.run_dir else ("--run-dir", str(run_dir))
     # A restart goes on with the run that --resume never has begun.
     of_restarts = ("--resume", "auto") if settings.resume == "never" else ()
-    return replace(request, command=(*request.command, "--run-dir", str(run_dir)), of_restarts=of_restarts)
+    return replace(request, command=request.command + of_run_dir, of_restarts=of_restarts, run_dir=run_dir)
 
 
 def _measures_nothing(words: tuple[str, ...]) -> bool:
@@ -307,20 +311,20 @@ def command(
     if "SLURM_JOB_ID" in environ and not request.in_slurm:
         words += ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]  # or mpirun takes only the job's nodes
     if network is not None:
-        words += _of_other_hosts(network, environ)
+        words += _of_other_hosts(network, environ, KEEPALIVE_ELASTIC if request.elastic else KEEPALIVE)
         if Path(installed.mpirun).parent == bin_folder:
             # The packaged Open MPI looks for its files in the folder of its build, unless both are set.
             words += ["--prefix", str(bin_folder.parent), "-x", "OPAL_PREFIX"]
     return words + program
 
 
-def _of_other_hosts(network: Network, environ: Mapping[str, str]) -> list[str]:
+def _of_other_hosts(network: Network, environ: Mapping[str, str], keepalive: Mapping[str, int]) -> list[str]:
     """mpirun's options for ranks on other hosts."""
     # Ranks use this network, and so does mpirun with its daemons. By default they use every card that is up.
     words = ["-mca", "btl_tcp_if_include", network.subnet, "-mca", "oob_tcp_if_include", network.subnet]
     # This machine logs in to every host: hosts need no ssh between each other.
     words += ["-mca", "plm_rsh_no_tree_spawn", "1", "-mca", "plm_rsh_args", " ".join(ssh.OPTIONS)]
-    for name, seconds in KEEPALIVE.items():
+    for name, seconds in keepalive.items():
         words += ["-mca", name, str(seconds)]
     words += ["--tag-output"]
     words += [word for name in sorted(environ) if EXPORTED.fullmatch(name) for word in ("-x", name)]
@@ -396,8 +400,7 @@ def _launch(request: Request, ranks: int) -> int:
     code = _start(ready, job)
     if request.max_restarts:
         ready = replace(ready, words=[*ready.words, *request.of_restarts])
-        run_dir = Path(request.command[-1])
-        code = _restart(code, request.max_restarts, run_dir, job, lambda: _start(ready, job))
+        code = _restart(code, request, job, lambda: _start(ready, job))
     _leave_terminal(request, ranks, code)
     return code
 
@@ -420,8 +423,7 @@ def _launch_elastic(request: Request, shards: int | None) -> int:
         now = replace(request, hosts=given or (), command=words, variables=variables, is_again=is_again)
         return _start(_make_ready(now, slots_of(chosen)), job)
 
-    run_dir = Path(request.command[-1])
-    run = ElasticRun(replace(request.elastic, sizes=sizes), request.discover or (lambda: hosts), start, job, run_dir)
+    run = ElasticRun(replace(request.elastic, sizes=sizes), request.discover or (lambda: hosts), start, job, request.run_dir)
     way = slurm if request.in_slurm and not request.gloo else ssh
     try:
         code = run.run()
@@ -441,18 +443,18 @@ def _leave_terminal(request: Request, ranks: int, code: int) -> None:
         write(1, SHOW_CURSOR + b"\n")  # a killed rank leaves its progress bar and a hidden cursor
 
 
-def _restart(code: int, max_restarts: int, run_dir: Path, job: Job, start: Callable[[], int]) -> int:
+def _restart(code: int, request: Request, job: Job, start: Callable[[], int]) -> int:
     """Start a failed job again until it ends otherwise or is given up, and return its exit code."""
     failures: list[Failure] = []
     while code not in FINAL and not job.asked:
-        failures.append(failure_of(code, job.tail, run_dir))
-        if reason := reason_to_give_up(failures, max_restarts):
+        failures.append(failure_of(code, job.tail, request.run_dir))
+        if reason := reason_to_give_up(failures, request.max_restarts):
             complain(f"exit code {code}; the job does not start again: {reason}")
             return code
         seconds = seconds_before(len(failures))
         complain(
-            f"exit code {code}; restart {len(failures)} of {max_restarts} in {seconds:g} s, "
-            f"from the newest checkpoint in {run_dir}"
+            f"exit code {code}; restart {len(failures)} of {request.max_restarts} in {seconds:g} s, "
+            f"from the newest checkpoint in {request.run_dir}"
         )
         if not job.wait(seconds):
             return RESUME

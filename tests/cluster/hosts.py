@@ -233,11 +233,12 @@ class Cluster:
             (host.files / "ssh" / "ssh_config").write_text(CLIENT.format(own=self.own))
             (host.files / "ssh" / "sshd_config").write_text(SERVER.format(own=self.own))
             self.set_names(host, self.names())
-            self._boot(host)
+            self.boot(host)
         for host in self.hosts:
             _wait_until(lambda host=host: host.run(["ssh", host.name, "true"]).returncode == 0, f"{host.name}'s sshd")
 
-    def _boot(self, host: Host) -> None:
+    def boot(self, host: Host) -> None:
+        """Turn a host on."""
         own = self.own
         script = (
             f"mount --bind {host.files} {own} && mount --bind {own}/hosts /etc/hosts && mount --bind {own}/ssh /etc/ssh"

@@ -94,7 +94,8 @@ class Running:
 def start(launcher: list[Any], data: Path, run_dir: Path, *options: Any) -> Running:
     """Start `train` on the embedded set; without --max-steps it would not end."""
     words = [sys.executable, "-m", "hvd_cifar.launch", *launcher, "train", *TUTORIAL, data, "--run-dir", run_dir]
-    words += ["--batch-size", 16, "--log-every", 5, "--eval-examples", 100, *options]
+    words += [] if "--global-batch-size" in options else ["--batch-size", 16]
+    words += ["--log-every", 5, "--eval-examples", 100, *options]
     output = run_dir.with_suffix(".out")
     with output.open("ab") as file:
         process = subprocess.Popen(

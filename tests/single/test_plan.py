@@ -175,3 +175,9 @@ def test_recipes_fill_in_only_what_is_not_given() -> None:
         model="resnet20", weight_decay=0, ema_decay=0.5, learning_rate=0.3, epochs=7, global_batch_size=64
     )
     assert (given.learning_rate, given.weight_decay, given.ema_decay, given.epochs) == (0.3, 0.0, 0.5, 7)
+
+
+def test_a_batch_of_a_rank_stands_for_the_ranks_of_an_elastic_job() -> None:
+    settings = _resolved(model="tutorial", batch_size=32)
+    found = plan(settings, _recipe("tutorial"), 50_000, 3, batch_ranks=4)
+    assert found == plan(settings, _recipe("tutorial"), 50_000, 4) and found.global_batch_size == 128

@@ -1,0 +1,78 @@
+"""An elastic job on one host that loses ranks, and what starts them: it ends with the weights of one left alone."""
+
+from __future__ import annotations
+
+import re
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks import runs
+from hvd_cifar.errors import RESUME
+from hvd_cifar.runtime.shared_memory import folder_of
+from tests.faults.jobs import checkpoints, start
+
+STEPS = 250
+OPTIONS = ["--virtual-shards", 2, "--global-batch-size", 32, "--max-steps", STEPS, "--checkpoint-every", 1000]
+OPTIONS += ["--eval-every", 0, "--log-every", 1]
+
+
+@pytest.fixture(scope="module")
+def alone(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a job that is left alone."""
+    job = start(["-np", 1], embedded, tmp_path_factory.mktemp("elastic") / "alone", *OPTIONS)
+    assert job.wait() == 0, job.said()
+    return job.run_dir
+
+
+@pytest.mark.parametrize("kind", ["--mpi", "--gloo"])
+def test_a_killed_rank_and_a_killed_starter(kind: str, alone: Path, embedded: Path, tmp_path: Path) -> None:
+    """One rank goes on until the slot of the killed one has rested; then two, whose starter is killed (over MPI)."""
+    before = set(folder_of("").glob("*"))
+    job = start([kind, "--elastic", "1:2", "--cool-down", "1:1"], embedded, tmp_path / "run", *OPTIONS)
+    try:
+        job.wait_for_step(20)
+        job.send(signal.SIGKILL, "rank 0")
+        job.wait_until(partial(job.has_said, "elastic: rank 0 on localhost is lost (exit code 137)"))
+        job.wait_until(partial(job.has_said, "2 ranks go on instead of 1"))
+        if kind == "--mpi":
+            job.wait_until(lambda: job.said().count("resumed from") == 2)
+            job.wait_for_step(max(runs.losses(job.run_dir)) + 5)
+            job.send(signal.SIGKILL, "starter")
+        assert job.wait() == 0, job.said()
+    finally:
+        job.end()
+    said = job.said()
+    assert len(re.findall(r"resumed from memory at step \d+", said)) == 1 + (kind == "--mpi"), said
+    assert not job.left() and set(folder_of("").glob("*")) == before
+    assert list(runs.losses(job.run_dir)) == list(range(1, STEPS + 1))
+    assert runs.losses(job.run_dir) == runs.losses(alone)
+    assert runs.summary(job.run_dir)["weights_sha256"] == runs.summary(alone)["weights_sha256"]
+
+
+def test_too_few_ranks_for_too_long(embedded: Path, tmp_path: Path) -> None:
+    """The newest step is on disk as soon as the job waits, and again when a resumed job is told to stop."""
+    launcher = ["--elastic", "2:2", "--cool-down", "60:60", "--elastic-timeout", 2]
+    job = start(launcher, embedded, tmp_path / "run", *OPTIONS)
+    try:
+        job.wait_for_step(20)
+        job.send(signal.SIGKILL, "rank 1")
+        assert job.wait() == RESUME, job.said()
+    finally:
+        job.end()
+    said = job.said()
+    assert "elastic: 1 ranks are there, and 2 needed; waiting up to 2 s" in said
+    assert "elastic: no 2 ranks within 2 s (exit code 75)" in said
+    (kept,) = checkpoints(job.run_dir)
+    assert kept >= max(runs.losses(job.run_dir)) >= 20
+    assert not job.left()
+    again = start(launcher, embedded, tmp_path / "run", *OPTIONS)
+    try:
+        again.wait_for_step(kept + 5)
+        again.send(signal.SIGTERM)
+        assert again.wait() == RESUME, again.said()
+    finally:
+        again.end()
+    assert len(checkpoints(job.run_dir)) == 2 and "is lost" not in again.said().removeprefix(said)

@@ -1,0 +1,160 @@
+"""Elastic jobs: sizes, cool-downs, discovery, and the two slots of a state copy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvd_cifar.errors import UserError
+from hvd_cifar.launch.cluster.hosts import Host
+from hvd_cifar.launch.cluster.remarks import Lost, ended_by_signal, lost_in
+from hvd_cifar.launch.elastic import script
+from hvd_cifar.launch.launcher import parse
+from hvd_cifar.launch.roster import Roster, Sizes, first_slots, parse_sizes
+from hvd_cifar.runtime import shared_memory
+from hvd_cifar.runtime.environment import ElasticJob, elastic_job
+from hvd_cifar.runtime.shared_memory import NONE, TwoSlots, newest_step, own_folder
+
+LAYOUT = bytes(range(32))
+HOSTS = (Host("a", 2), Host("b", 4))
+
+
+@pytest.mark.parametrize(
+    ("slots", "shards", "size"), [(1, None, 1), (5, None, 5), (9, None, 8), (7, 8, 4), (8, 8, 8), (3, 8, 2), (0, 8, 0)]
+)
+def test_the_largest_size_that_fits(slots: int, shards: int | None, size: int) -> None:
+    assert Sizes(1, 8, shards).fitting(slots) == size
+
+
+def test_sizes_from_the_command_line() -> None:
+    assert parse_sizes("2:8") == Sizes(2, 8)
+    for wrong in ("2", "8:2", "0:3", "a:b", "2:"):
+        with pytest.raises(UserError, match=f"--elastic {wrong}"):
+            parse_sizes(wrong)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-np", "9", "--elastic", "2:8"],
+        ["--host-discovery-script", "f"],
+        ["--elastic", "1:2", "--max-restarts", "2"],
+        ["-H", "a:1", "--host-discovery-script", "f", "--elastic", "1:2"],
+        ["--elastic", "1:2", "--cool-down", "9"],
+        ["--elastic", "1:2", "--cool-down", "9:3"],
+    ],
+)
+def test_options_that_contradict_each_other(words: list[str]) -> None:
+    with pytest.raises(UserError):
+        parse([*words, "train"])
+
+
+def test_hosts_are_filled_in_their_order() -> None:
+    assert first_slots(HOSTS, 1) == (Host("a", 1),)
+    assert first_slots(HOSTS, 3) == (Host("a", 2), Host("b", 1))
+    assert first_slots(HOSTS, 0) == ()
+
+
+def test_a_lost_rank_costs_one_slot_and_a_lost_host_all_of_them_for_a_time_that_doubles() -> None:
+    roster = Roster(10, 30)
+    assert roster.usable(HOSTS, 0) == HOSTS
+    assert roster.lose("b", whole=False, now=0) == 10
+    assert roster.usable(HOSTS, 9.9) == (Host("a", 2), Host("b", 3))
+    assert roster.usable(HOSTS, 10) == HOSTS
+    assert [roster.lose("b", whole=True, now=100) for _ in range(3)] == [20, 30, 30]
+    assert roster.usable(HOSTS, 129) == (Host("a", 2),)
+    assert roster.usable(HOSTS, 130) == HOSTS
+    assert roster.lose("a", whole=False, now=200) == 10  # each host for itself
+    roster.lose("a", whole=False, now=200)
+    assert roster.usable(HOSTS, 201) == (Host("b", 4),)
+
+
+def test_what_was_lost_is_read_from_what_the_launcher_said() -> None:
+    said = ended_by_signal(3, "b", 9, "Killed") + "hvd_cifar: c is lost, and its ranks with it: is it on?\nother\n"
+    assert lost_in(said.encode()) == [Lost("b", 3), Lost("c")]
+    assert lost_in(b"hvd_cifar: rank 1 ended first, with exit code 7\n") == [Lost("", 1)]
+    assert lost_in(b"hvd_cifar: rank 0 lost another rank, which ended first\n") == []
+
+
+def test_a_discovery_script(tmp_path: Path) -> None:
+    path = tmp_path / "find"
+    path.write_text("#!/bin/sh\ncat $0.hosts\n")
+    with pytest.raises(UserError, match="Permission denied"):
+        script(path)()
+    path.chmod(0o755)
+    with pytest.raises(UserError, match="exit code 1: .*No such file"):
+        script(path)()
+    hosts = tmp_path / "find.hosts"
+    for text, found in (("a:2\n\n b:4 \n", HOSTS), ("", ()), ("a\n", (Host("a", 1),))):
+        hosts.write_text(text)
+        assert script(path)() == found
+    hosts.write_text("a:2\na:1\n")
+    with pytest.raises(UserError, match="--host-discovery-script .*a is there twice"):
+        script(path)()
+
+
+def test_an_elastic_job_travels_in_a_variable() -> None:
+    job = ElasticJob("name", 4, True)
+    assert elastic_job({"HVD_CIFAR_ELASTIC": str(job)}) == job
+    assert elastic_job({}) is None
+
+
+def _bytes(value: int, size: int = 6) -> np.ndarray:
+    return np.full(size, value, np.uint8)
+
+
+def test_the_older_version_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    assert newest_step(path) == NONE
+    slots = TwoSlots(path, LAYOUT, 10)
+    assert newest_step(path) == NONE
+    for step in (4, 5, 6):
+        slots.write(step, [_bytes(step), _bytes(step + 100, 4)])
+    again = TwoSlots(path, LAYOUT, 10)  # a later process
+    assert sorted(again.steps) == [5, 6] and newest_step(path) == 6
+    assert again.read(5).tolist() == [5] * 6 + [105] * 4
+    assert sorted(TwoSlots(path, LAYOUT[::-1], 10).steps) == [NONE, NONE]  # other variables
+    assert sorted(TwoSlots(path, LAYOUT[::-1], 11).steps) == [NONE, NONE]
+
+
+def test_a_writer_that_is_killed_leaves_a_whole_version(tmp_path: Path) -> None:
+    """Ten writers are killed in the midst of writing 8 MiB over and over; what is marked as whole is whole."""
+    program = (
+        "import sys, itertools, numpy as np; from pathlib import Path\n"
+        "from hvd_cifar.runtime.shared_memory import TwoSlots\n"
+        "slots = TwoSlots(Path(sys.argv[1]), bytes(32), 2**23)\n"
+        "for step in itertools.count(max(slots.steps) + 1):\n"
+        "    slots.write(step, [np.full(2**22, step % 251, np.uint8)] * 2)\n"
+        "    print(step, flush=True)\n"
+    )
+    path = tmp_path / "state"
+    last = -1
+    for _ in range(10):
+        process = subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE)
+        assert process.stdout
+        for _ in range(3):
+            last = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        slots = TwoSlots(path, bytes(32), 2**23)
+        assert max(slots.steps) >= last
+        for step in slots.steps:
+            if step != NONE:
+                assert set(np.unique(slots.read(step))) == {step % 251}
+
+
+def test_no_room_and_a_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"no room for .* bytes .*--shm-size"):
+        TwoSlots(tmp_path / "state", LAYOUT, 2**50)
+    assert not (tmp_path / "state").exists()
+    monkeypatch.setattr(shared_memory, "ROOT", tmp_path)
+    assert own_folder("job").stat().st_mode & 0o777 == 0o700
+    (tmp_path / f"hvd_cifar-{os.getuid()}" / "job").chmod(0o755)
+    with pytest.raises(UserError, match="is not a folder of yours alone"):
+        own_folder("job")
