@@ -423,7 +423,9 @@ def _launch_elastic(request: Request, shards: int | None) -> int:
         now = replace(request, hosts=given or (), command=words, variables=variables, is_again=is_again)
         return _start(_make_ready(now, slots_of(chosen)), job)
 
-    run = ElasticRun(replace(request.elastic, sizes=sizes), request.discover or (lambda: hosts), start, job, request.run_dir)
+    run = ElasticRun(
+        replace(request.elastic, sizes=sizes), request.discover or (lambda: hosts), start, job, request.run_dir
+    )
     way = slurm if request.in_slurm and not request.gloo else ssh
     try:
         code = run.run()

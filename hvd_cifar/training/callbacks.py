@@ -221,7 +221,11 @@ class Evaluator(Callback):
     def on_start(self, run: Run) -> None:
         """Make the evaluation that a stop left out, in favour of its checkpoint."""
         stays = not self.progress.stop_requested
-        if stays and self._is_due(run) and collectives.broadcast_object(self.reporter.last_eval.get("step")) != run.step:
+        if (
+            stays
+            and self._is_due(run)
+            and collectives.broadcast_object(self.reporter.last_eval.get("step")) != run.step
+        ):
             self.run_now(run, six_views=False)
 
     def on_step(self, run: Run) -> None:

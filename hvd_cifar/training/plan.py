@@ -72,9 +72,7 @@ def resolve(settings: TrainSettings, recipe: Recipe) -> TrainSettings:
     return settings.model_copy(update={**missing, "deterministic": is_deterministic(settings)})
 
 
-def plan(
-    settings: TrainSettings, recipe: Recipe, examples: int, size: int, batch_ranks: int | None = None
-) -> Plan:
+def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int, batch_ranks: int | None = None) -> Plan:
     """The batch arithmetic of resolved settings.
 
     Args:

@@ -15,9 +15,7 @@ STEPS = 300
 OPTIONS = ["--max-steps", str(STEPS), "--precision", "float64", "--threads-per-rank", "1", "--record-examples"]
 
 
-def test_a_host_is_cut_off_comes_back_and_loses_a_rank(
-    three_hosts: Cluster, embedded: Path, tmp_path: Path
-) -> None:
+def test_a_host_is_cut_off_comes_back_and_loses_a_rank(three_hosts: Cluster, embedded: Path, tmp_path: Path) -> None:
     """Each step's loss is that of a job which is left alone, and each step has the same examples, each once."""
     first, second, third = three_hosts
     words: list[str | Path] = [*launcher(), "--elastic", "1:3", "--cool-down", "4:4"]
