@@ -25,6 +25,9 @@ COMMAND is train, evaluate, or benchmark step|allreduce|predict; `./run.sh train
   --mpi, --gloo      start ranks with mpirun (default), or with horovodrun over Gloo
   --allreduce ring   have MPI or NCCL add gradients up in a ring, small ones too; auto (default): as they choose
   --max-restarts N   start training again, up to N times, from its newest checkpoint, where a rank is lost
+  --elastic MIN:MAX  train on MIN to MAX ranks: go on without ranks and hosts that are lost, and with those that come;
+                     also --host-discovery-script FILE, --elastic-timeout SECONDS (600), --cool-down FIRST:LONGEST
+                     (10:300 seconds); see docs/reliability.md
   --dry-run          print the command that would start the ranks, and start nothing
   PYTHON=python3.12 ./run.sh setup         the Python to set up with (3.10 to 3.13; default: python3)
 TEXT
