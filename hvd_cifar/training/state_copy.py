@@ -22,35 +22,43 @@ from hvd_cifar.training.checkpoint import State
 from hvd_cifar.training.progress import Run
 
 STATE = "state"
+LARGE_BYTES = 2**18
 OWN = "own-"  # and the local rank
 
 
 class _Values:
-    """Variables as bytes, and back; those of a type are joined in a graph, since each fetch has a cost of its own."""
+    """Variables as bytes, and back. Small ones are joined in a graph, by type: each fetch has a cost of its own."""
 
     def __init__(self, variables: Sequence[Any]) -> None:
         self.variables = [getattr(v, "value", v) for v in variables]
-        dtypes = dict.fromkeys(v.dtype for v in self.variables)
-        self._alike = [[v for v in self.variables if v.dtype == dtype] for dtype in dtypes]
-        described = [(v.dtype.name, tuple(v.shape)) for alike in self._alike for v in alike]
+        self._large = [v for v in self.variables if _bytes_of(v) >= LARGE_BYTES]
+        small = [v for v in self.variables if _bytes_of(v) < LARGE_BYTES]
+        self._alike = [[v for v in small if v.dtype == dtype] for dtype in dict.fromkeys(v.dtype for v in small)]
+        self._in_order = [v for alike in self._alike for v in alike] + self._large
+        described = [(v.dtype.name, tuple(v.shape)) for v in self._in_order]
         self.layout = hashlib.sha256(repr(described).encode()).digest()
-        self.size = sum(v.shape.num_elements() * v.dtype.size for v in self.variables)
+        self.size = sum(map(_bytes_of, self.variables))
         self._joined = tf.function(
             lambda: [tf.concat([tf.reshape(v, [-1]) for v in alike], 0) for alike in self._alike], autograph=False
         )
 
     def pieces(self) -> list[NDArray[np.uint8]]:
         """The present values, as bytes."""
-        return [joined.numpy().view(np.uint8) for joined in self._joined()]
+        values = [*self._joined(), *(v.read_value() for v in self._large)]
+        return [value.numpy().reshape(-1).view(np.uint8) for value in values]
 
     def arrays(self, content: NDArray[np.uint8]) -> list[NDArray[Any]]:
         """The values that bytes stand for, in the order of `variables`."""
         found, at = {}, 0
-        for v in (v for alike in self._alike for v in alike):
-            end = at + v.shape.num_elements() * v.dtype.size
+        for v in self._in_order:
+            end = at + _bytes_of(v)
             found[id(v)] = content[at:end].view(v.dtype.as_numpy_dtype).reshape(v.shape)
             at = end
         return [found[id(v)] for v in self.variables]
+
+
+def _bytes_of(variable: Any) -> int:
+    return int(variable.shape.num_elements() * variable.dtype.size)
 
 
 class StateCopy:
