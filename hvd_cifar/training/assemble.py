@@ -27,6 +27,7 @@ from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.reporting.metrics import Reporter
+from hvd_cifar.runtime.watch import Watch
 from hvd_cifar.runtime.world import World, native_precision, versions
 from hvd_cifar.training import overlap, random_layers, run_dir, user_code
 from hvd_cifar.training.callbacks import (
@@ -152,7 +153,7 @@ class Learner:
     state: State
 
 
-def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
+def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch | None = None) -> Trainer:
     """Make everything that a run needs before its first step. A collective.
 
     The run directory stays locked until `run_dir.release`, also after an error.
@@ -199,7 +200,8 @@ def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
         reporter.say(line)
     # A checkpoint of another run does not count as saved in this one.
     saved_step = first_step if newest is not None and newest.parent == folder / "checkpoints" else -1
-    progress = Progress(first_step, saved_step)
+    progress = Progress(first_step, saved_step, watch)
+    progress.watch.run_dir = folder
     results: dict[str, Any] = {}
     model, name = learner.net.model, work.dataset.name
     run = Run(work.settings, world, work.plan, schedule, model, name, folder, progress, results)
