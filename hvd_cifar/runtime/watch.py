@@ -34,8 +34,9 @@ T = TypeVar("T")
 
 TICK = 0.5  # s between looks
 GAP = 3.0  # s between two looks: this process did not run, and perhaps no rank did (a laptop that sleeps)
+BETWEEN_LOOKS = 3.0  # s, while no progress is made
 LEAD = 0.2  # s that each rank leaves to the one before it, so that one asks for all
-DEFERENCE = 7.0  # s that a rank waits for the verdict of one that has asked it
+DEFERENCE = 8.0  # s that a rank leaves it to the one that has asked it: longer than two looks
 STAND_BY = 1.0  # s from the end of the ranks that answer to the end of those that do not
 GLOO_SECONDS = 86_400  # Gloo's own time-out, 30 s by default, would blame a rank that waits
 THREAD_NAME = b"hvd watch"  # which other processes can read
@@ -70,7 +71,7 @@ class Watch:
         self.waits_in_step: Callable[[], bool] = lambda: False  # whether the step waits for other ranks
         self._durations = Durations(seconds)
         self._host = socket.gethostname()
-        self._secret = ""
+        self._secret = secrets.token_hex(32)  # nobody knows it before `join`
         self._peers: Sequence[Peer] = ()
         self._phase, self._step, self._position, self._since = "start-up", 0, 0, time.monotonic()
         self._asked = 0.0  # when a rank of lower number last asked
@@ -80,7 +81,6 @@ class Watch:
         self._before = set(_threads())
         if self.is_on:
             Watch._current = self
-            atexit.register(self.mark, "shutdown")
             os.environ["HOROVOD_STALL_CHECK_DISABLE"] = "1"
             os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(GLOO_SECONDS)
             threading.Thread(target=self._run, daemon=True).start()
@@ -115,10 +115,17 @@ class Watch:
                 return
             yield item
 
+    @property
+    def address(self) -> str:
+        """This host's address, as other ranks reach it; empty on a rank that has not joined."""
+        return self._peers[self.rank].address[0] if self._peers else ""
+
     def listen(self, rank: int, one_host: bool) -> tuple[Peer, str]:
         """Answer other ranks from now on. Where, and a secret that rank 0's ranks share."""
         self.rank = rank
         Watch._of_communication |= set(_threads()) - self._before
+        if self.is_on:
+            atexit.register(self.mark, "shutdown")  # after Horovod's own entry, and so called before it
         address = channel.address_here(one_host)
         port = channel.listen(address, lambda: self._secret, self._answer) if self.is_on else (address, 0)
         return Peer(self._host, os.getpid(), port), secrets.token_hex(32)
@@ -142,7 +149,7 @@ class Watch:
             is_over = now - self._since > limit + min(self.rank, 10) * LEAD
             if phase != IDLE and is_over and now > max(self._asked + DEFERENCE, self._next_look):
                 self._look(limit)
-                self._next_look = time.monotonic() + max(2.0, limit / 10)
+                self._next_look = time.monotonic() + BETWEEN_LOOKS
             seen = time.monotonic()
 
     def _look(self, limit: float) -> None:
@@ -176,13 +183,15 @@ class Watch:
         statuses: dict[int, Status] = {}
         absent: dict[int, tuple[str, str]] = {}
 
+        question = {"ask": "status", "by": self.rank, "slow": sorted(self._slow)}
+
         def ask(rank: int) -> None:
             peer = self._peers[rank]
             if rank == self.rank:
                 statuses[rank] = self._status()
                 return
             try:
-                statuses[rank] = Status(**channel.ask(peer.address, self._secret, {"ask": "status", "by": self.rank}))
+                statuses[rank] = Status(**channel.ask(peer.address, self._secret, question))
             except channel.Gone:
                 absent[rank] = peer.host, "its process has ended"
             except channel.Unreachable:
@@ -199,6 +208,7 @@ class Watch:
             os._exit(STALLED)
         if question["by"] < self.rank:
             self._asked = time.monotonic()
+            self._slow |= set(question["slow"])  # these have been named
         return asdict(self._status())
 
     def _status(self) -> Status:

@@ -48,6 +48,8 @@ from hvd_cifar.training.plan import Plan, make_schedule, plan, precision_of, res
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.sources import differences, name_hosts, prepare_data
 from hvd_cifar.training.step import StepSpec, TrainStep, make_train_step
+from hvd_cifar.training.step_times import StepTimes
+from hvd_cifar.training.stragglers import Stragglers
 from hvd_cifar.training.trainer import OfUser, Trainer
 
 ADAPTING_IMAGES = 5000  # as in Jordan 2024
@@ -205,8 +207,12 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     results: dict[str, Any] = {}
     model, name = learner.net.model, work.dataset.name
     run = Run(work.settings, world, work.plan, schedule, model, name, folder, progress, results)
-    trainer = Trainer(run, progress, _step_of(work, learner, schedule), _batches(work, world, first_step), reporter)
-    trainer.callbacks = [*_callbacks_of(trainer, work, learner, checkpoints, results), *own_callbacks]
+    times = StepTimes()
+    progress.watch.waits_in_step = times.is_waiting
+    step, batches = _step_of(work, learner, schedule, times), times.each(_batches(work, world, first_step))
+    trainer = Trainer(run, progress, step, batches, reporter)
+    stragglers = Stragglers(progress, times, reporter)
+    trainer.callbacks = [*_callbacks_of(trainer, work, learner, checkpoints, results), stragglers, *own_callbacks]
     return trainer
 
 
@@ -327,11 +333,11 @@ def step_spec(work: Work, side: int | None = None) -> StepSpec:
     )
 
 
-def _step_of(work: Work, learner: Learner, schedule: Schedule) -> TrainStep:
+def _step_of(work: Work, learner: Learner, schedule: Schedule, times: StepTimes) -> TrainStep:
     sizes = ImageSizes(work.image_sizes, work.plan.all_steps)
     averages = [kept for kept in (learner.lookahead, learner.averages) if kept]
     return TrainStep(
-        lambda side: make_train_step(learner.net, learner.optimizer, step_spec(work, side), averages),
+        lambda side: make_train_step(learner.net, learner.optimizer, step_spec(work, side), averages, times),
         sizes,
         schedule,
         work.plan,
