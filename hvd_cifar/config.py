@@ -336,6 +336,12 @@ class TrainSettings(DataSettings):
         description="Seconds from a signal that asks the run to stop (SIGTERM, SIGUSR1, SIGINT, SIGHUP) to its end, "
         "with a checkpoint if it can be written by then; docs/reliability.md.",
     )
+    stall_seconds: Finite | None = Field(
+        None,
+        ge=0,
+        description="Seconds without progress after which the ranks find the one that hangs, name it, and end the run "
+        "(exit code 69); 0: never. [default: 10 of the longest recent steps, at least 60 s; docs/reliability.md]",
+    )
     eval_every: int | None = Field(
         None,
         ge=0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,12 @@ class Reporter:
         values = {"step": step, "epoch": epoch, "test_accuracy": accuracy, "test_loss": loss, "test_examples": examples}
         self._write("eval", values)
 
+    def ranks(self, step: int, **by_rank: Sequence[Any]) -> None:
+        """Record values of the steps since the last record, by rank: seconds a step, bytes/s by address."""
+        if self.run_dir is not None:
+            event = {"event": "ranks", "dataset": self.dataset, "step": step, **by_rank}
+            self._append(self.run_dir / "metrics.jsonl", event)
+
     def _resume(self, path: Path, first_step: int) -> list[dict[str, Any]]:
         with _writing(path):
             events, damaged = _keep_events_up_to(path, first_step)
@@ -133,7 +139,7 @@ class Reporter:
     def _remember(self, event: dict[str, Any]) -> None:
         if event.get("event") == "train":
             self.last_train = event
-        else:
+        elif event.get("event") == "eval":
             self.last_eval = event
 
     def _write(self, event: str, values: dict[str, Any]) -> None:

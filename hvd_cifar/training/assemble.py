@@ -27,6 +27,7 @@ from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.reporting.metrics import Reporter
+from hvd_cifar.runtime.watch import Watch
 from hvd_cifar.runtime.world import World, native_precision, versions
 from hvd_cifar.training import overlap, random_layers, run_dir, user_code
 from hvd_cifar.training.callbacks import (
@@ -48,6 +49,8 @@ from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.sources import differences, name_hosts, prepare_data
 from hvd_cifar.training.state_copy import Copier, StateCopy
 from hvd_cifar.training.step import StepSpec, TrainStep, local_statistics, make_train_step
+from hvd_cifar.training.step_times import StepTimes
+from hvd_cifar.training.stragglers import Stragglers
 from hvd_cifar.training.trainer import OfUser, Trainer
 
 ADAPTING_IMAGES = 5000  # as in Jordan 2024
@@ -156,7 +159,7 @@ class Learner:
     state: State
 
 
-def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
+def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch | None = None) -> Trainer:
     """Make everything that a run needs before its first step. A collective.
 
     The run directory stays locked until `run_dir.release`, also after an error.
@@ -210,12 +213,18 @@ def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
         reporter.say(line)
     # A checkpoint of another run does not count as saved in this one.
     saved_step = on_disk if newest is not None and newest.parent == folder / "checkpoints" else -1
-    progress = Progress(first_step, saved_step, stops=bool(job and job.saves_only))
+    progress = Progress(first_step, saved_step, watch, stops=bool(job and job.saves_only))
+    progress.watch.run_dir = folder
     results: dict[str, Any] = {}
     model, name = learner.net.model, work.dataset.name
     run = Run(work.settings, world, work.plan, schedule, model, name, folder, progress, results)
-    trainer = Trainer(run, progress, _step_of(work, learner, schedule), _batches(work, world, first_step), reporter)
-    trainer.callbacks = [*_callbacks_of(trainer, work, learner, checkpoints, copy, results), *own_callbacks]
+    times = StepTimes()
+    progress.watch.waits_in_step = times.is_waiting
+    step, batches = _step_of(work, learner, schedule, times), times.each(_batches(work, world, first_step))
+    trainer = Trainer(run, progress, step, batches, reporter)
+    stragglers = Stragglers(progress, times, reporter)
+    ours = _callbacks_of(trainer, work, learner, checkpoints, copy, results)
+    trainer.callbacks = [*ours, stragglers, *own_callbacks]
     return trainer
 
 
@@ -336,11 +345,11 @@ def step_spec(work: Work, side: int | None = None) -> StepSpec:
     )
 
 
-def _step_of(work: Work, learner: Learner, schedule: Schedule) -> TrainStep:
+def _step_of(work: Work, learner: Learner, schedule: Schedule, times: StepTimes) -> TrainStep:
     sizes = ImageSizes(work.image_sizes, work.plan.all_steps)
     averages = [kept for kept in (learner.lookahead, learner.averages) if kept]
     return TrainStep(
-        lambda side: make_train_step(learner.net, learner.optimizer, step_spec(work, side), averages),
+        lambda side: make_train_step(learner.net, learner.optimizer, step_spec(work, side), averages, times),
         sizes,
         schedule,
         work.plan,

@@ -254,7 +254,7 @@ class Evaluator(Callback):
             TrainingError: where the loss is not finite.
         """
         self.progress.check_losses()  # before the clock stops: waiting for the device is part of the steps' time
-        with self.progress.clock.paused():
+        with self.progress.clock.paused(), self.progress.watch.phase("evaluation"):
             self.statistics.average(run.step)
             if self.averages:
                 self.averages.swap()
@@ -321,7 +321,7 @@ class Checkpointer(Callback):
     def save(self, run: Run) -> None:
         """Write a checkpoint of this step, unless there is one. A collective."""
         self.progress.check_losses()
-        with self.progress.clock.paused():
+        with self.progress.clock.paused(), self.progress.watch.phase("checkpoint"):
             self.statistics.average(run.step)
             self.tell("before_checkpoint")
             if self.progress.saved_step != run.step:

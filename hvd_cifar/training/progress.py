@@ -17,6 +17,7 @@ from hvd_cifar.data import sampler
 from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.errors import DIVERGED, TrainingError
 from hvd_cifar.optim.schedules import Schedule
+from hvd_cifar.runtime.watch import Watch
 from hvd_cifar.runtime.world import World
 from hvd_cifar.training.plan import Plan
 
@@ -55,14 +56,16 @@ SECONDS_BETWEEN_LOOKS = 1.0  # at results of steps: how late a request to stop i
 class Progress:
     """Step, losses and clock of a run; the same on every rank, except for clock and `seconds_per_step`."""
 
-    def __init__(self, first_step: int, saved_step: int, stops: bool = False) -> None:
+    def __init__(self, first_step: int, saved_step: int, watch: Watch | None = None, stops: bool = False) -> None:
         """Begin at a step.
 
         Args:
             first_step: finished global steps.
             saved_step: of the newest checkpoint of this run; -1: none.
+            watch: is told of phases; None: nobody is.
             stops: whether the run is to stop before its next step.
         """
+        self.watch = watch or Watch(0)
         self.first_step = self.step = first_step
         self.saved_step = saved_step
         self.loss: float | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_cifar.config import TrainSettings
+from hvd_cifar.distributed import collectives
+from hvd_cifar.runtime.watch import IDLE, Watch
 from hvd_cifar.runtime.world import World, session
 from hvd_cifar.training import run_dir
 from hvd_cifar.training.assemble import assemble
@@ -22,13 +24,22 @@ def train(settings: TrainSettings, given: OfUser | None = None) -> dict[str, Any
         UserError: where a setting does not fit the machine, the data or the run directory.
         TrainingError: where the loss is not finite, or the ranks do not average or do not agree.
     """
-    with session(threads_of(settings), is_deterministic(settings)) as world:
-        return train_in(world, settings, given)
-
-
-def train_in(world: World, settings: TrainSettings, given: OfUser | None = None) -> dict[str, Any]:
-    """Train on ranks that have started."""
+    watch = Watch(settings.stall_seconds)
     try:
-        return assemble(settings, world, given or OfUser()).train()
+        with session(threads_of(settings), is_deterministic(settings)) as world:
+            _introduce(watch, world)
+            try:
+                summary = assemble(settings, world, given or OfUser(), watch).train()
+            finally:
+                run_dir.release()
+            watch.mark("shutdown")
+            return summary
     finally:
-        run_dir.release()
+        watch.mark(IDLE)
+
+
+def _introduce(watch: Watch, world: World) -> None:
+    """Tell all ranks' watchdogs of each other; a collective."""
+    peer, secret = watch.listen(world.rank, world.size == world.local_size)
+    watch.join(collectives.all_gather_object(peer), collectives.broadcast_object(secret))
+    watch.mark("set-up")

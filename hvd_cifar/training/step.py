@@ -23,6 +23,7 @@ from hvd_cifar.models import Net
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.training.image_sizes import ImageSizes, shrink
 from hvd_cifar.training.plan import Plan
+from hvd_cifar.training.step_times import StepTimes
 
 # No control flow depends on tensors. Without AutoGraph a rank starts 1.6 s faster.
 _graph = partial(tf.function, autograph=False)
@@ -174,7 +175,9 @@ def make_share(net: Net, optimizer: Any, spec: StepSpec) -> Callable[..., Share]
     return share_of
 
 
-def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence[Any] = ()) -> Callable[..., Any]:
+def make_train_step(
+    net: Net, optimizer: Any, spec: StepSpec, averages: Sequence[Any] = (), times: StepTimes | None = None
+) -> Callable[..., Any]:
     """Build the step.
 
     Args:
@@ -182,6 +185,7 @@ def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence
         optimizer: distributed with op "sum": it adds up the ranks' shares of the global gradient.
         spec: what the step computes.
         averages: of the weights (`optim.averages`), updated after them.
+        times: notes when gradients and sums are ready.
 
     Returns:
         A function (micro_batches, global_count, learning_rate, notes) -> float [3], the same on every rank: the loss
@@ -196,8 +200,12 @@ def make_train_step(net: Net, optimizer: Any, spec: StepSpec, averages: Sequence
     def update(share: Share, learning_rate: Any, notes: Any) -> Any:
         own = [tf.concat([[share.loss], tf.cast(notes, share.loss.dtype)], 0), *share.statistics]
         optimizer.learning_rate.assign(learning_rate)
+        if times:
+            times.gradients_are(share.gradients)
         # Horovod: gradients are summed over the ranks and applied; loss and notes travel in the same message.
         loss_and_notes, *totals = apply_and_sum(optimizer, share.gradients, variables, own)
+        if times:
+            times.sums_are([loss_and_notes, *totals])
         for average in averages:
             average.update()
         if spec.virtual_shards:

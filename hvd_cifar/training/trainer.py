@@ -63,7 +63,8 @@ class Trainer:
         with self._open() as requests:
             self.tell("on_start")
             self._stop_where_asked()
-            for micro_batches in self.batches:
+            for micro_batches in self.progress.watch.each("batch", self.batches):
+                self.progress.watch.mark("step", self.run.step + 1)
                 seconds = self.progress.seconds_per_step if self.run.world.is_root else 0.0
                 stops = requests.made or self.reporter.is_behind
                 result = self.step(self.progress.step, micro_batches, stops, seconds)
@@ -84,7 +85,8 @@ class Trainer:
     def tell(self, event: str, *values: Any) -> None:
         """Call a method of every callback, in their order."""
         for callback in self.callbacks:
-            getattr(callback, event)(self.run, *values)
+            with self.progress.watch.phase(f"{type(callback).__name__}.{event}"):
+                getattr(callback, event)(self.run, *values)
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[StopRequests]:

@@ -20,7 +20,8 @@ from tests.cluster.jobs import launcher, losses, recorded, training, variables, 
 
 LAUNCHERS = ["--mpi", "--gloo"]
 EXACT = ["--precision", "float64", "--threads-per-rank", "1"]
-ENDLESS = ["--max-steps", "1000000", "--checkpoint-every", "1000000"]
+# Without the watchdog: mpirun and Gloo notice a lost host by themselves.
+ENDLESS = ["--max-steps", "1000000", "--checkpoint-every", "1000000", "--stall-seconds", "0"]
 
 
 @pytest.fixture(scope="module")

@@ -52,6 +52,21 @@ def test_a_killed_rank_and_a_killed_starter(kind: str, alone: Path, embedded: Pa
     assert runs.summary(job.run_dir)["weights_sha256"] == runs.summary(alone)["weights_sha256"]
 
 
+def test_a_rank_that_hangs_is_dropped(alone: Path, embedded: Path, tmp_path: Path) -> None:
+    """The other one goes on without it, to the end."""
+    launcher = ["--elastic", "1:2", "--cool-down", "900:900"]
+    job = start(launcher, embedded, tmp_path / "run", *OPTIONS, "--stall-seconds", 3)
+    try:
+        job.wait_for_step(20)
+        job.send(signal.SIGSTOP, "rank 1")
+        assert job.wait() == 0, job.said()
+    finally:
+        job.end()
+    assert re.search(r"rank 1 on \S+ hangs at step \d+", job.said())
+    assert "elastic: rank 1 on localhost is lost (exit code 69)" in job.said() and not job.left()
+    assert runs.summary(job.run_dir)["weights_sha256"] == runs.summary(alone)["weights_sha256"]
+
+
 def test_too_few_ranks_for_too_long(embedded: Path, tmp_path: Path) -> None:
     """The newest step is on disk as soon as the job waits, and again when a resumed job is told to stop."""
     launcher = ["--elastic", "2:2", "--cool-down", "60:60", "--elastic-timeout", 2]

@@ -65,9 +65,11 @@ def test_a_run_leaves_what_it_promises(embedded: Path, tmp_path: Path) -> None:
     assert summary["weights_sha256_by_rank"] == [summary["weights_sha256"]] * 2
     assert summary["replicas_identical"] is True and summary["divergences_mended"] == 0
     events = _events(run_dir)
-    assert [(e["event"], e["step"]) for e in events] == [("train", 5), ("train", 10), ("train", 12), ("eval", 12)]
+    trained = [("train", 5), ("train", 10), ("train", 12)]
+    assert [(e["event"], e["step"]) for e in events] == [*trained, ("eval", 12), ("ranks", 12)]
     assert {"epoch", "loss", "learning_rate", "images_per_second"} <= set(events[0])
-    assert {"test_accuracy", "test_loss", "test_examples"} <= set(events[-1])
+    assert {"test_accuracy", "test_loss", "test_examples"} <= set(events[3])
+    assert all(len(events[4][name]) == 2 and min(events[4][name]) > 0 for name in ("compute_seconds", "wait_seconds"))
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step-12", "step-4", "step-8"]
     assert list((run_dir / "tensorboard").glob("events.*"))
     config = json.loads((run_dir / "config.json").read_text())

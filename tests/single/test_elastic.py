@@ -17,7 +17,7 @@ from hvd_cifar.launch.cluster.remarks import Lost, ended_by_signal, lost_in
 from hvd_cifar.launch.elastic import script
 from hvd_cifar.launch.launcher import parse
 from hvd_cifar.launch.roster import Roster, Sizes, first_slots, parse_sizes
-from hvd_cifar.runtime import shared_memory
+from hvd_cifar.runtime import shared_memory, stalls
 from hvd_cifar.runtime.environment import ElasticJob, elastic_job
 from hvd_cifar.runtime.shared_memory import NONE, TwoSlots, newest_step, own_folder
 
@@ -79,6 +79,8 @@ def test_what_was_lost_is_read_from_what_the_launcher_said() -> None:
     said = ended_by_signal(3, "b", 9, "Killed") + "hvd_cifar: c is lost, and its ranks with it: is it on?\nother\n"
     assert lost_in(said.encode()) == [Lost("b", 3), Lost("c")]
     assert lost_in(b"hvd_cifar: rank 1 ended first, with exit code 7\n") == [Lost("", 1)]
+    hangs = stalls.Lost(2, "c", 120, "step", "its process is stopped")
+    assert lost_in(f"{said}hvd_cifar: {hangs}\n".encode()) == [Lost("c", 2)]
     assert lost_in(b"hvd_cifar: rank 0 lost another rank, which ended first\n") == []
 
 

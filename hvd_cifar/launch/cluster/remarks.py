@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hvd_cifar.errors import RESUME
+from hvd_cifar.runtime.stalls import lost_ranks
 
 RULE = b"-" * 74
 BANNER_LINES = 40
@@ -38,8 +39,14 @@ def ended_by_signal(rank: int, host: str, number: int, name: str) -> str:
 
 
 def lost_in(said: bytes) -> list[Lost]:
-    """What was lost, from the lines that the user saw on stderr."""
-    lines = said.decode(errors="replace").splitlines()
+    """What was lost, from the lines that the user saw on stderr.
+
+    Where ranks name one that hangs, the ends of others follow from that.
+    """
+    text = said.decode(errors="replace")
+    if hanging := lost_ranks(text):
+        return [Lost(one.host, one.rank) for one in hanging]
+    lines = text.splitlines()
     ranks = [Lost(match[2] or "", int(match[1])) for line in lines if (match := _RANK_LINE.match(line))]
     return ranks + [Lost(match[1]) for line in lines if (match := _HOST_LINE.match(line))]
 

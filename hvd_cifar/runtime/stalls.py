@@ -1,0 +1,144 @@
+"""Which rank holds up a run: what ranks tell of themselves, the time-out, the verdict, and the line that names a rank.
+
+Standard library only: the launcher reads the line.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+FLOOR = 60.0  # s: a shorter time-out would take a busy machine for a hang
+FACTOR = 10.0  # of the longest recent step; and of the floor, for a phase that has not been seen yet
+SLACK = 0.9  # of a time-out: ranks that wait for each other begin to within a moment
+PATIENCE = 5.0  # time-outs that a rank gets which computes
+RECENT = 100  # durations of a phase that are remembered, and entries of the ring buffer
+
+_RING: deque[tuple[float, str]] = deque(maxlen=RECENT)  # when (monotonic, s), and which phase or collective began
+
+
+def note(what: str) -> None:
+    """Remember that a phase or a collective begins."""
+    _RING.append((time.monotonic(), what))
+
+
+def recent() -> list[str]:
+    """The last phases and collectives of this process, oldest first, with the seconds since each began."""
+    now = time.monotonic()
+    return [f"{now - when:8.3f} s ago: {what}" for when, what in list(_RING)]
+
+
+class Durations:
+    """The durations of each phase, and the time-outs that follow from them."""
+
+    def __init__(self, seconds: float | None) -> None:
+        """`seconds`: the time-out that the user gives; None: it is learned."""
+        self._given = seconds
+        self._seen: dict[str, deque[float]] = {}
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Remember how long a phase took."""
+        self._seen.setdefault(phase, deque(maxlen=RECENT)).append(seconds)
+
+    def limit(self, phase: str) -> float:
+        """Seconds without progress in this phase after which the ranks look for one that hangs."""
+        seen = list(self._seen.get(phase, ()))
+        if not seen:
+            return FACTOR * (self._given or FLOOR)  # the first time compiles, downloads, ...
+        if self._given:
+            return self._given
+        return max(FLOOR, FACTOR * max(seen[1:] or seen))
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a rank tells of itself.
+
+    Attributes:
+        rank, host, pid: which process.
+        step: the step that it makes; phase: what it does; position: phases it has begun, the same on all ranks that
+            are at the same place.
+        idle: seconds since it began the phase. waits: whether it waits for other ranks, in a collective.
+        computes: whether threads of it, those that communicate left out, are running.
+        recent: its ring buffer. stacks: of all its Python threads.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    phase: str
+    position: int
+    idle: float
+    waits: bool
+    computes: bool = False
+    recent: list[str] = field(default_factory=list)
+    stacks: str = ""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank that the run cannot go on with. Its text is the machine-readable line; `lost_ranks` reads it."""
+
+    rank: int
+    host: str
+    step: int
+    phase: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} hangs at step {self.step} ({self.phase}): {self.reason}"
+
+
+_LOST = re.compile(r"\brank (\d+) on (\S+) hangs at step (\d+) \(([^)\n]*)\): ([^\n]*)")
+
+
+def lost_ranks(text: str) -> list[Lost]:
+    """The ranks that lines of a job's stderr name as lost, each once."""
+    found = [Lost(int(m[1]), m[2], int(m[3]), m[4], m[5]) for m in _LOST.finditer(text)]
+    return list({lost.rank: lost for lost in found}.values())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why the ranks wait: `lost` ranks, or ranks that are `slow` but alive; neither: they go on, or nobody is known.
+
+    A run with `ends` cannot go on, also where no rank is named.
+    """
+
+    lost: Sequence[Lost] = ()
+    slow: Sequence[Status] = ()
+    ends: bool = False
+
+
+def judge(statuses: Sequence[Status], absent: Mapping[int, tuple[str, str]], limit: float) -> Verdict:
+    """Decide who holds up the others.
+
+    Args:
+        statuses: of the ranks that answer, at least one.
+        absent: host and reason of each rank that does not.
+        limit: seconds without progress, the time-out of the rank that asks.
+    """
+    behind = min(statuses, key=lambda s: s.position)
+    if absent:
+        return Verdict(
+            [Lost(r, h, behind.step, behind.phase, why) for r, (h, why) in sorted(absent.items())], ends=True
+        )
+    here = [s for s in statuses if s.position == behind.position]
+    # Ranks that have got further wait for these; among ranks at one place, those that wait in a collective do.
+    working = [s for s in here if not s.waits]
+    suspects = working or (here if len(here) < len(statuses) else [])
+    if not suspects:
+        # All wait in the same place: for the network, or for different collectives.
+        return Verdict(ends=min(s.idle for s in statuses) >= SLACK * limit)
+    if min(s.idle for s in suspects) < SLACK * limit:
+        return Verdict(slow=suspects if len(suspects) < len(statuses) else [])
+    if any(s.computes and s.idle < PATIENCE * limit for s in suspects):
+        return Verdict(slow=suspects if len(suspects) < len(statuses) else [])
+    reason = "it waits for other ranks elsewhere" if suspects is here else "the other ranks wait for it"
+    if len(statuses) == 1:
+        reason = "no progress"
+    return Verdict([Lost(s.rank, s.host, s.step, s.phase, reason) for s in suspects], ends=True)

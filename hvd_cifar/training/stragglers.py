@@ -1,0 +1,109 @@
+"""Ranks that are slow for long: gathered, recorded, and named once, by their computation or their network."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_cifar.distributed import collectives
+from hvd_cifar.reporting.metrics import Reporter
+from hvd_cifar.runtime.links import Links
+from hvd_cifar.training.callbacks import Callback
+from hvd_cifar.training.progress import Progress, Run
+from hvd_cifar.training.step_times import StepTimes, Times
+
+EVERY = 100  # steps between gatherings, beside evaluations and checkpoints: one small message
+FEWEST = 10  # steps of a gathering: fewer tell little
+IN_A_ROW = 3  # gatherings
+SLOWER = 1.5  # times the median: a rank is slow
+WAITING = 0.5  # of a step, on every rank: the network is slow
+SLOWER_LINK = 1 / 3  # of the fastest link
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank tells: its host, its address, its times, and its links' bytes/s by address."""
+
+    host: str
+    address: str
+    times: Times
+    links: Mapping[str, float]
+
+
+def slow_ranks(ranks: Sequence[Seen]) -> dict[int, str]:
+    """The slow ranks, and why, from one gathering."""
+    steps = [seen.times.compute / seen.times.steps for seen in ranks]
+    usual = statistics.median_low(steps)
+    found = {
+        rank: f"compute: {1000 * own:.1f} ms a step, and {1000 * usual:.1f} ms in the median"
+        for rank, own in enumerate(steps)
+        if own > SLOWER * usual
+    }
+    waits = [seen.times.wait / (seen.times.compute + seen.times.wait) for seen in ranks]
+    if found or min(waits) < WAITING:  # a rank that hardly waits is the one that the others wait for
+        return found
+    rates = {(r, other): rate for r, seen in enumerate(ranks) for other, rate in seen.links.items()}
+    slow = {ends: rate for ends, rate in rates.items() if rate <= SLOWER_LINK * max(rates.values())} or rates
+    addresses = {seen.address: rank for rank, seen in reversed(list(enumerate(ranks)))}
+    # A link has two ends; the host at most of the slow ones is slow. Of one link alone both ends are suspects.
+    ends = [{ranks[r].host, ranks[addresses[other]].host} for r, other in slow if other in addresses]
+    counts = {host: sum(host in pair for pair in ends) for pair in ends for host in pair}
+    hosts = {host for host, count in counts.items() if count == max(counts.values())}
+    return {
+        rank: f"network: links of {seen.host} carry {min(slow.values()) / 1e6:.1f} MB/s, and all ranks wait for "
+        f"{min(waits):.0%} of a step"
+        for rank, seen in enumerate(ranks)
+        if seen.host in hosts
+    }
+
+
+class Stragglers(Callback):
+    """Gathers the ranks' times every 100 steps, and at evaluations and checkpoints."""
+
+    def __init__(self, progress: Progress, times: StepTimes, reporter: Reporter) -> None:
+        self.progress = progress
+        self.times = times
+        self.reporter = reporter
+        self.links = Links()
+        self.gathered_step = progress.step
+        self.in_a_row: dict[tuple[int, str], int] = {}
+
+    def on_step(self, run: Run) -> None:
+        """Gather where it is due."""
+        if run.is_due(EVERY):
+            self._gather(run)
+
+    def on_evaluation(self, run: Run, evaluation: Any) -> None:
+        """Gather: the ranks are together."""
+        self._gather(run)
+
+    def on_checkpoint(self, run: Run, path: Path) -> None:
+        """Gather: the ranks are together."""
+        self._gather(run)
+
+    def _gather(self, run: Run) -> None:
+        if run.world.size == 1 or run.step - self.gathered_step < FEWEST:
+            return
+        self.gathered_step = run.step
+        self.progress.check_losses()  # waits for the device: the steps are done
+        with self.progress.clock.paused():
+            own = Seen(run.world.host, self.progress.watch.address, self.times.take(), self.links.take())
+            ranks = collectives.all_gather_object(own)
+        self.reporter.ranks(
+            run.step,
+            compute_seconds=[round(seen.times.compute / seen.times.steps, 6) for seen in ranks],
+            wait_seconds=[round(seen.times.wait / seen.times.steps, 6) for seen in ranks],
+            link_bytes_per_second=[{other: round(rate) for other, rate in seen.links.items()} for seen in ranks],
+        )
+        slow = slow_ranks(ranks)
+        now = {(rank, reason.partition(":")[0]): reason for rank, reason in slow.items()}
+        self.in_a_row = {key: self.in_a_row.get(key, 0) + 1 for key in now} | {
+            key: count for key, count in self.in_a_row.items() if count >= IN_A_ROW
+        }
+        for (rank, kind), reason in now.items():
+            if self.in_a_row[rank, kind] == IN_A_ROW:
+                self.in_a_row[rank, kind] += 1  # once
+                self.reporter.warn(f"rank {rank} on {ranks[rank].host} is slow since step {run.step}, {reason}")

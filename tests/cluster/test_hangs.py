@@ -1,0 +1,38 @@
+"""A cable that is pulled out during a step: the rank behind it is named, and both sides end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import runs
+from hvd_cifar.errors import STALLED
+from hvd_cifar.runtime.stalls import lost_ranks
+from tests.cluster.hosts import Cluster
+from tests.cluster.jobs import launcher, training, variables, wait_for
+
+LATEST = 10  # s from the time-out to the end
+
+
+@pytest.mark.parametrize("kind", ["--mpi", "--gloo"])
+def test_a_host_that_cannot_be_reached(kind: str, two_hosts: Cluster, embedded: Path, tmp_path: Path) -> None:
+    first, second = two_hosts
+    endless = ["--max-steps", "1000000", "--stall-seconds", "4"]
+    words: list[str | Path] = [*launcher(), kind, "--hostfile", two_hosts.hostfile(1, 1)]
+    words += training(embedded, tmp_path / "run", *endless)
+    output = tmp_path / "output"
+    with output.open("wb") as file:
+        job = first.start(words, env=variables(first), stdout=file, stderr=file)
+    wait_for(lambda: max(runs.losses(tmp_path / "run"), default=0) >= 5 or job.poll() is not None, "steps", 200)
+    two_hosts.cut(second)
+    began = time.monotonic()
+    code = job.wait(100)
+    seconds = time.monotonic() - began
+    two_hosts.restore(second)
+    assert code == STALLED, output.read_text()
+    assert seconds < 4 + LATEST
+    (lost,) = lost_ranks(output.read_text())
+    assert (lost.rank, lost.host, lost.reason) == (1, "node2", "its host cannot be reached")
+    wait_for(lambda: not second.processes("hvd_cifar"), "the end of the other side", 60)

@@ -1,0 +1,98 @@
+"""Verdicts on ranks that wait, time-outs, slow ranks, and the line that names a rank."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from hvd_cifar.runtime import channel
+from hvd_cifar.runtime.stalls import FACTOR, FLOOR, Durations, Lost, Status, judge, lost_ranks
+from hvd_cifar.training.step_times import Times
+from hvd_cifar.training.stragglers import Seen, slow_ranks
+
+
+def _status(rank: int, position: int = 9, waits: bool = True, idle: float = 8.0, computes: bool = False) -> Status:
+    return Status(rank, f"host{rank}", 1, 4, "step", position, idle, waits, computes)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "absent", "lost", "slow", "ends"),
+    [
+        ([_status(0), _status(2)], {1: ("b", "it does not answer")}, [1], [], True),
+        ([_status(0), _status(1, waits=False)], {}, [1], [], True),  # one place, and it does not wait
+        ([_status(0), _status(1, position=8)], {}, [1], [], True),  # it waits elsewhere
+        ([_status(0), _status(1, waits=False, computes=True)], {}, [], [1], False),
+        ([_status(0), _status(1, waits=False, computes=True, idle=41)], {}, [1], [], True),
+        ([_status(0), _status(1, waits=False, idle=2)], {}, [], [1], False),  # it makes progress
+        ([_status(0), _status(1)], {}, [], [], True),  # all wait: the network, or different collectives
+        ([_status(0), _status(1, idle=2)], {}, [], [], False),
+        ([_status(0, waits=False)], {}, [0], [], True),
+        ([_status(0, waits=False, computes=True)], {}, [], [], False),
+    ],
+)
+def test_verdicts(statuses: list[Status], absent: Any, lost: list[int], slow: list[int], ends: bool) -> None:
+    found = judge(statuses, absent, limit=8.0)
+    assert [one.rank for one in found.lost] == lost and [s.rank for s in found.slow] == slow
+    assert found.ends is ends
+
+
+def test_time_outs_grow_with_what_is_seen() -> None:
+    learned, given = Durations(None), Durations(5.0)
+    assert (learned.limit("step"), given.limit("step")) == (FACTOR * FLOOR, 50.0)
+    for seconds in (90.0, 0.1, 0.2):  # the first one compiles
+        learned.add("step", seconds)
+        given.add("step", seconds)
+    assert (learned.limit("step"), given.limit("step")) == (FLOOR, 5.0)
+    learned.add("step", 20.0)
+    assert learned.limit("step") == FACTOR * 20.0 and learned.limit("evaluation") == FACTOR * FLOOR
+
+
+def test_a_line_names_a_rank_and_is_read() -> None:
+    lost = Lost(2, "node3", 120, "step", "its process is stopped (SIGSTOP or a debugger)")
+    text = f"rank 1 on node2: hvd_cifar: {lost}\nrank 1 on node2: hvd_cifar: {lost}\nhvd_cifar: other\n"
+    assert lost_ranks(text) == [lost]
+
+
+def test_only_those_with_the_secret_are_answered() -> None:
+    """Nor does a rank believe an answer of somebody else; and who is silent or gone is told apart."""
+    asked: list[Any] = []
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        asked.append(question)
+        return {"a": 1}
+
+    address = channel.listen("127.0.0.1", lambda: "secret", answer)
+    assert channel.ask(address, "secret", {"ask": "status"}) == {"a": 1}
+    with pytest.raises(channel.Gone):
+        channel.ask(address, "other", {"ask": "end"})
+    assert asked == [{"ask": "status"}]
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, as the kernel does for a stopped process
+        silent = server.getsockname()
+        pytest.raises(channel.Silent, channel.ask, silent, "secret", {})
+    pytest.raises(channel.Gone, channel.ask, silent, "secret", {})
+
+
+def _seen(host: int, compute: float, wait: float, links: dict[int, float] | None = None) -> Seen:
+    return Seen(
+        f"n{host}", f"10.0.0.{host}", Times(10, compute, wait), {f"10.0.0.{h}": r for h, r in (links or {}).items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slow"),
+    [
+        ([_seen(1, 1, 1), _seen(2, 2, 0.1)], {1: "compute"}),
+        ([_seen(1, 1, 1), _seen(2, 1.3, 0.7)], {}),
+        ([_seen(1, 1, 3), _seen(2, 1, 3), _seen(3, 1, 3)], {}),  # no links between hosts
+        ([_seen(1, 1, 3, {2: 9e7}), _seen(2, 1, 3, {3: 1e6}), _seen(3, 1, 3, {1: 1e6})], {2: "network"}),
+        ([_seen(1, 1, 3, {2: 1e6}), _seen(2, 1, 3, {1: 1e6})], {0: "network", 1: "network"}),  # both ends of one link
+        ([_seen(1, 1, 0.2, {2: 1e6}), _seen(2, 1, 0.2, {1: 1e6})], {}),  # nobody waits for it
+    ],
+)
+def test_slow_ranks(ranks: list[Seen], slow: dict[int, str]) -> None:
+    found = {rank: reason.partition(":")[0] for rank, reason in slow_ranks(ranks).items()}
+    assert found == slow
+    json.dumps(slow_ranks(ranks))
