@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from hvd_cifar.errors import RESUME
+from hvd_cifar.errors import RESUME, STALLED
 
 RULE = b"-" * 74
 BANNER_LINES = 40
@@ -63,7 +63,7 @@ def _shortened(banner: bytes, said: bytes) -> bytes:
     if lost:
         return f"hvd_cifar: {lost[1]} is lost, and its ranks with it: is it on, and its network up?\n".encode()
     if ended:
-        told = ended[2] in ("2", str(RESUME)) or ended[2] == "1" and b"hvd_cifar: " in said
+        told = ended[2] in ("2", str(RESUME), str(STALLED)) or ended[2] == "1" and b"hvd_cifar: " in said
         return b"" if told else f"hvd_cifar: rank {ended[1]} ended first, with exit code {ended[2]}\n".encode()
     if killed:
         why = "; perhaps the machine ran out of memory" if killed[3] == "9" else ""
