@@ -324,6 +324,13 @@ class TrainSettings(DataSettings):
     on_divergence: Literal["stop", "rebroadcast"] = Field(
         "stop", description="Where ranks differ: stop without saving, or continue with rank 0's values on all ranks."
     )
+    verify_every: int = Field(
+        0,
+        ge=0,
+        description="Steps between computations of one rank's gradients, each in turn, on another rank also: where "
+        "bits differ, a line names the wrong rank, and the step uses the right ones; 0: never. Goes with "
+        "--deterministic or --virtual-shards, on processors of one kind.",
+    )
     record_examples: bool = Field(
         False, description="Write to examples.jsonl which examples each rank used in each step."
     )
@@ -368,6 +375,14 @@ class TrainSettings(DataSettings):
     def _batch_is_given_once(self) -> TrainSettings:
         if self.batch_size is not None and self.global_batch_size is not None:
             raise ValueError("--batch-size and --global-batch-size exclude each other: give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _verification_needs_the_same_bits(self) -> TrainSettings:
+        if self.verify_every and not (self.deterministic or self.virtual_shards):
+            raise ValueError("--verify-every compares bits: give --deterministic or --virtual-shards")
+        if self.verify_every and self.sync_batch_norm:
+            raise ValueError("--verify-every and --sync-batch-norm exclude each other: no rank computes a share alone")
         return self
 
     @model_validator(mode="after")

@@ -16,12 +16,14 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from hvd_cifar.errors import RESUME
+from hvd_cifar.errors import RESUME, STALLED
 from hvd_cifar.runtime.process import adopt_orphans, signalled_with_parent
+from hvd_cifar.runtime.stalls import lost_ranks
 
 SECONDS_FOR_LAST_OUTPUT = 5.0
 SECONDS_FOR_ORPHANS = 2.0  # processes that print a rank's last lines end by themselves
-SECONDS_BETWEEN_ASKS = 2.0
+SECONDS_BETWEEN_ASKS = 1.0
+SECONDS_FOR_STARTER = 3.0  # to end when ranks have named one that hangs
 TAIL_BYTES = 4096
 
 Pump = Callable[[BinaryIO], None]
@@ -100,13 +102,20 @@ class Job:
         for pump in pumps:
             pump.start()
         descriptor = os.pidfd_open(process.pid)
+        lost_since = 0.0
         while not select.select([descriptor], [], [], SECONDS_BETWEEN_ASKS)[0]:
+            if lost_since and time.monotonic() > lost_since + SECONDS_FOR_STARTER:
+                process.kill()  # mpirun waits for hosts that it cannot reach
+            elif not lost_since and lost_ranks(self.tail.decode(errors="replace")):
+                lost_since = time.monotonic()
             if holds_sigterm and is_pending(process.pid, signal.SIGTERM):
                 self._ask(signal.SIGTERM)
             elif self._stops:
                 self._tell_ranks()  # again: those that had not started yet were not reached
         os.close(descriptor)
         code = process.wait()
+        if lost_since and code == -signal.SIGKILL:
+            code = STALLED
         if code < 0 and not self._caught:
             complain(
                 f"{starter.name} was ended by signal {-code} ({signal.Signals(-code).name}), and its ranks with it"

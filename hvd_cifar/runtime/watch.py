@@ -35,6 +35,7 @@ T = TypeVar("T")
 TICK = 0.5  # s between looks
 GAP = 3.0  # s between two looks: this process did not run, and perhaps no rank did (a laptop that sleeps)
 BETWEEN_LOOKS = 3.0  # s, while no progress is made
+TRIES = 5  # to reach another rank at the start
 LEAD = 0.2  # s that each rank leaves to the one before it, so that one asks for all
 DEFERENCE = 8.0  # s that a rank leaves it to the one that has asked it: longer than two looks
 STAND_BY = 1.0  # s from the end of the ranks that answer to the end of those that do not
@@ -121,7 +122,7 @@ class Watch:
         return self._peers[self.rank].address[0] if self._peers else ""
 
     def listen(self, rank: int, one_host: bool) -> tuple[Peer, str]:
-        """Answer other ranks from now on. Where, and a secret that rank 0's ranks share."""
+        """Answer other ranks from now on. Where; and a secret, of which rank 0's is the job's."""
         self.rank = rank
         Watch._of_communication |= set(_threads()) - self._before
         if self.is_on:
@@ -133,6 +134,18 @@ class Watch:
     def join(self, peers: Sequence[Peer], secret: str) -> None:
         """Know all ranks, by rank."""
         self._secret, self._peers = secret, peers
+
+    def reaches(self, rank: int) -> bool:
+        """Whether another rank's watchdog answers."""
+        for _ in range(TRIES if self.is_on and rank != self.rank else 0):
+            with contextlib.suppress(channel.Silent, channel.Gone, channel.Unreachable):
+                channel.ask(self._peers[rank].address, self._secret, {"ask": "hello"})
+                return True
+        return not self.is_on or rank == self.rank
+
+    def stop(self) -> None:
+        """End."""
+        Watch._current = None
 
     # What its thread does.
 
@@ -182,7 +195,6 @@ class Watch:
     def _ask_all(self, ranks: Sequence[int] | None = None) -> tuple[dict[int, Status], dict[int, tuple[str, str]]]:
         statuses: dict[int, Status] = {}
         absent: dict[int, tuple[str, str]] = {}
-
         question = {"ask": "status", "by": self.rank, "slow": sorted(self._slow)}
 
         def ask(rank: int) -> None:
@@ -206,17 +218,19 @@ class Watch:
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         if question["ask"] == "end":
             os._exit(STALLED)
+        if question["ask"] == "hello":
+            return {}
         if question["by"] < self.rank:
             self._asked = time.monotonic()
             self._slow |= set(question["slow"])  # these have been named
         return asdict(self._status())
 
     def _status(self) -> Status:
-        frame = sys._current_frames().get(self._main or 0)
-        stacks = _stacks()
+        frame = sys._current_frames().get(self._main)
+        horovod = os.path.dirname(sys.modules["horovod"].__file__ or "") + os.sep
         in_collective = False
         while frame is not None:
-            in_collective |= "/horovod/" in frame.f_code.co_filename
+            in_collective |= frame.f_code.co_filename.startswith(horovod)
             frame = frame.f_back
         return Status(
             self.rank,
@@ -229,7 +243,7 @@ class Watch:
             waits=in_collective or (self._phase == "step" and self.waits_in_step()),
             computes=_computes("self", Watch._of_communication),
             recent=recent(),
-            stacks=stacks,
+            stacks=_stacks(),
         )
 
     def _end(self, verdict: Verdict, statuses: Sequence[Status], limit: float) -> None:

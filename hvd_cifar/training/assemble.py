@@ -52,6 +52,7 @@ from hvd_cifar.training.step import StepSpec, TrainStep, local_statistics, make_
 from hvd_cifar.training.step_times import StepTimes
 from hvd_cifar.training.stragglers import Stragglers
 from hvd_cifar.training.trainer import OfUser, Trainer
+from hvd_cifar.training.verify import Verifier
 
 ADAPTING_IMAGES = 5000  # as in Jordan 2024
 EVALUATION_BATCH = 500  # examples that a rank evaluates at a time: enough to be fast, and they fit on any device
@@ -218,9 +219,10 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     results: dict[str, Any] = {}
     model, name = learner.net.model, work.dataset.name
     run = Run(work.settings, world, work.plan, schedule, model, name, folder, progress, results)
-    times = StepTimes()
+    times = StepTimes(bool(work.settings.deterministic))
     progress.watch.waits_in_step = times.is_waiting
-    step, batches = _step_of(work, learner, schedule, times), times.each(_batches(work, world, first_step))
+    verifier = _verifier(work, world, learner, progress, reporter)
+    step, batches = _step_of(work, learner, schedule, times, verifier), times.each(_batches(work, world, first_step))
     trainer = Trainer(run, progress, step, batches, reporter)
     stragglers = Stragglers(progress, times, reporter)
     ours = _callbacks_of(trainer, work, learner, checkpoints, copy, results)
@@ -345,11 +347,22 @@ def step_spec(work: Work, side: int | None = None) -> StepSpec:
     )
 
 
-def _step_of(work: Work, learner: Learner, schedule: Schedule, times: StepTimes) -> TrainStep:
+def _verifier(work: Work, world: World, learner: Learner, progress: Progress, reporter: Reporter) -> Verifier | None:
+    every, model = work.settings.verify_every, learner.net.model
+    if not every:
+        return None
+    verifier = Verifier(world, [*local_statistics(model), *random_layers.random_states(model)], every, reporter)
+    verifier.step = progress.first_step
+    return verifier
+
+
+def _step_of(
+    work: Work, learner: Learner, schedule: Schedule, times: StepTimes, verifier: Verifier | None
+) -> TrainStep:
     sizes = ImageSizes(work.image_sizes, work.plan.all_steps)
     averages = [kept for kept in (learner.lookahead, learner.averages) if kept]
     return TrainStep(
-        lambda side: make_train_step(learner.net, learner.optimizer, step_spec(work, side), averages, times),
+        lambda side: make_train_step(learner.net, learner.optimizer, step_spec(work, side), averages, times, verifier),
         sizes,
         schedule,
         work.plan,

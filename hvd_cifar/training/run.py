@@ -6,6 +6,7 @@ from typing import Any
 
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.distributed import collectives
+from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.watch import IDLE, Watch
 from hvd_cifar.runtime.world import World, session
 from hvd_cifar.training import run_dir
@@ -42,4 +43,11 @@ def _introduce(watch: Watch, world: World) -> None:
     """Tell all ranks' watchdogs of each other; a collective."""
     peer, secret = watch.listen(world.rank, world.size == world.local_size)
     watch.join(collectives.all_gather_object(peer), collectives.broadcast_object(secret))
+    if not all(collectives.all_gather_object(watch.reaches((world.rank + 1) % world.size))):
+        watch.stop()
+        if world.is_root:
+            terminal.complain(
+                "hvd_cifar: warning: the ranks' watchdogs do not reach each other, so a rank that hangs is not named, "
+                "and the run does not end; let TCP connections between the hosts through"
+            )
     watch.mark("set-up")

@@ -24,6 +24,7 @@ from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.training.image_sizes import ImageSizes, shrink
 from hvd_cifar.training.plan import Plan
 from hvd_cifar.training.step_times import StepTimes
+from hvd_cifar.training.verify import Verifier
 
 # No control flow depends on tensors. Without AutoGraph a rank starts 1.6 s faster.
 _graph = partial(tf.function, autograph=False)
@@ -176,7 +177,12 @@ def make_share(net: Net, optimizer: Any, spec: StepSpec) -> Callable[..., Share]
 
 
 def make_train_step(
-    net: Net, optimizer: Any, spec: StepSpec, averages: Sequence[Any] = (), times: StepTimes | None = None
+    net: Net,
+    optimizer: Any,
+    spec: StepSpec,
+    averages: Sequence[Any] = (),
+    times: StepTimes | None = None,
+    verifier: Verifier | None = None,
 ) -> Callable[..., Any]:
     """Build the step.
 
@@ -186,6 +192,7 @@ def make_train_step(
         spec: what the step computes.
         averages: of the weights (`optim.averages`), updated after them.
         times: notes when gradients and sums are ready.
+        verifier: has shares computed again. Gradients then leave their graph before they are reduced.
 
     Returns:
         A function (micro_batches, global_count, learning_rate, notes) -> float [3], the same on every rank: the loss
@@ -215,7 +222,7 @@ def make_train_step(
 
     of_micro_batch = micro_batch_signature(spec)
 
-    if spec.micro_batches == 1 and not spec.virtual_shards:
+    if spec.micro_batches == 1 and not spec.virtual_shards and not verifier:
 
         @_graph(input_signature=[*of_micro_batch, tf.TensorSpec([], real), tf.TensorSpec([2], tf.float32)])
         def whole_step(image: Any, label: Any, weight: Any, count: Any, learning_rate: Any, notes: Any) -> Any:
@@ -243,13 +250,18 @@ def make_train_step(
     def values_of_statistics() -> list[Any]:
         return [tf.identity(s.value) for s in statistics]
 
-    def step_of_several(micro_batches: Sequence[MicroBatch], count: Any, rate: float, notes: Any) -> Any:
+    def share_of_all(micro_batches: Sequence[MicroBatch], count: Any) -> Any:
         first = values_of_statistics()
         # Every virtual shard begins with the statistics of the step's start; a rank's micro-batches follow each other.
         shares = (
             share_from(b.image, b.label, b.weight, count, first if spec.virtual_shards else values_of_statistics())
             for b in micro_batches
         )
-        return update_in_graph(add_in_tree(shares, add), tf.constant(rate, real), notes)
+        return add_in_tree(shares, add)
+
+    def step_of_several(micro_batches: Sequence[MicroBatch], count: Any, rate: float, notes: Any) -> Any:
+        compute = partial(share_of_all, count=count)
+        share = verifier.share(micro_batches, compute) if verifier else compute(micro_batches)
+        return update_in_graph(share, tf.constant(rate, real), notes)
 
     return step_of_several

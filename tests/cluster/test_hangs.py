@@ -28,9 +28,12 @@ def test_a_host_that_cannot_be_reached(kind: str, two_hosts: Cluster, embedded: 
     wait_for(lambda: max(runs.losses(tmp_path / "run"), default=0) >= 5 or job.poll() is not None, "steps", 200)
     two_hosts.cut(second)
     began = time.monotonic()
-    code = job.wait(100)
-    seconds = time.monotonic() - began
-    two_hosts.restore(second)
+    try:
+        code = job.wait(100)
+        seconds = time.monotonic() - began
+    finally:
+        two_hosts.restore(second)
+        wait_for(lambda: first.run(["ssh", "node2", "true"]).returncode == 0, "the bridge to let the cable in again")
     assert code == STALLED, output.read_text()
     assert seconds < 4 + LATEST
     (lost,) = lost_ranks(output.read_text())

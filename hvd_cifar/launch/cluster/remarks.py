@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hvd_cifar.errors import RESUME
+from hvd_cifar.errors import RESUME, STALLED
 from hvd_cifar.runtime.stalls import lost_ranks
 
 RULE = b"-" * 74
@@ -98,7 +98,7 @@ def _shortened(banner: bytes, said: bytes) -> bytes:
     if lost:
         return f"hvd_cifar: {lost[1]} is lost, and its ranks with it: is it on, and its network up?\n".encode()
     if ended:
-        told = ended[2] in ("2", str(RESUME)) or ended[2] == "1" and b"hvd_cifar: " in said
+        told = ended[2] in ("2", str(RESUME), str(STALLED)) or ended[2] == "1" and b"hvd_cifar: " in said
         return b"" if told else f"hvd_cifar: rank {ended[1]} ended first, with exit code {ended[2]}\n".encode()
     if killed:
         return ended_by_signal(int(killed[1]), killed[2], int(killed[3]), killed[4]).encode()

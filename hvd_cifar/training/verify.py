@@ -1,0 +1,122 @@
+"""Wrong gradients found and put right (--verify-every): a rank's share of a step is computed again on another rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_cifar.data.pipeline import MicroBatch
+from hvd_cifar.distributed import collectives
+from hvd_cifar.errors import TrainingError
+from hvd_cifar.reporting.metrics import Reporter
+from hvd_cifar.runtime.world import World
+
+
+class Result(NamedTuple):
+    """What a rank computes of its micro-batches, as arrays.
+
+    share: the flat `Share`. state: the variables of this rank alone, after it.
+    """
+
+    share: list[Any]
+    state: list[Any]
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of all bits."""
+        state = hashlib.sha256()
+        for array in (*self.share, *self.state):
+            state.update(np.ascontiguousarray(array).tobytes())
+        return state.digest()
+
+
+class Verifier:
+    """Every N steps the share of one rank, each in turn, is computed again on the next rank, and compared bit for bit.
+
+    Two cannot tell which of them is wrong. Where they differ both compute again, and a third rank if there is one. The
+    result of more than half of these computations is right.
+    """
+
+    def __init__(self, world: World, state: Sequence[keras.Variable], every: int, reporter: Reporter) -> None:
+        """`state`: variables that a share depends on or changes, and that each rank has for itself."""
+        self.step = 0  # the present one, counted from 1
+        self._world = world
+        self._state = state
+        self._every = every
+        self._reporter = reporter
+
+    def share(self, micro_batches: Sequence[MicroBatch], compute: Callable[[Sequence[MicroBatch]], Any]) -> Any:
+        """This rank's share of the next step, as `compute` returns it, or the right one instead. A collective.
+
+        Raises:
+            TrainingError: on all ranks, where it cannot be told which rank is wrong.
+        """
+        self.step += 1
+        before = self._values()
+        share = self._compute(micro_batches, compute)
+        size, rank = self._world.size, self._world.rank
+        if size == 1 or self.step % self._every:
+            return share
+        owner = self.step // self._every % size
+        checker, third = (owner + 1) % size, (owner + 2) % size
+        flat = [value.numpy() for value in tf.nest.flatten(share)]
+        own = Result(flat, self._values())
+        work = collectives.all_gather_object(
+            ([[part.numpy() for part in batch] for batch in micro_batches], before) if rank == owner else None
+        )[owner]
+        assert work is not None
+
+        def again() -> Result:
+            batches, start = work
+            kept = self._values()
+            self._assign(start)
+            found = self._compute([MicroBatch(*map(tf.constant, batch)) for batch in batches], compute)
+            result = Result([value.numpy() for value in tf.nest.flatten(found)], self._values())
+            self._assign(kept)
+            return result
+
+        first = own if rank == owner else again() if rank == checker else None
+        firsts = collectives.all_gather_object(first.digest if first else None)
+        if firsts[owner] == firsts[checker]:
+            return share
+        second = again() if rank in (owner, checker, third) else None
+        told = collectives.all_gather_object((self._world.host, second.digest if second else None))
+        seconds = [digest for _, digest in told]
+        votes = Counter(digest for digest in (*firsts, *seconds) if digest is not None)
+        (right, count), *_ = votes.most_common()
+        if 2 * count <= votes.total():
+            raise TrainingError(
+                f"rank {owner} on {told[owner][0]} and rank {checker} on {told[checker][0]} compute different "
+                f"gradients in step {self.step}, and each repeats its own: one of them is broken, or their processors "
+                "are unlike; give --verify-every 0 on unlike processors"
+            )
+        for wrong in (owner, checker):
+            if firsts[wrong] != right:
+                self._reporter.warn(
+                    f"rank {wrong} on {told[wrong][0]} COMPUTED A WRONG GRADIENT in step {self.step}: {count} of "
+                    f"{votes.total()} computations agree on another one, which the step uses"
+                )
+        if firsts[owner] == right:
+            return share
+        source = seconds.index(right)
+        sent = collectives.all_gather_object(second if rank == source else None)[source]
+        if rank != owner or sent is None:
+            return share
+        self._assign(sent.state)
+        return tf.nest.pack_sequence_as(share, [tf.constant(value) for value in sent.share])
+
+    def _compute(self, micro_batches: Sequence[MicroBatch], compute: Callable[[Sequence[MicroBatch]], Any]) -> Any:
+        return compute(micro_batches)
+
+    def _values(self) -> list[Any]:
+        return [variable.numpy() for variable in self._state]
+
+    def _assign(self, values: Sequence[Any]) -> None:
+        for variable, value in zip(self._state, values, strict=True):
+            variable.assign(value)
