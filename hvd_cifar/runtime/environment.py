@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
 from hvd_cifar.errors import UserError
+from hvd_cifar.runtime import process
 
 # A process's rank, by launcher: horovodrun over Gloo, mpirun, PMIx (srun, prte), PMI-2.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
@@ -39,6 +41,26 @@ def copies(environ: Mapping[str, str]) -> int:
     """The number of tasks in this process's Slurm step; 1 outside of a step."""
     count = environ.get("SLURM_STEP_NUM_TASKS", "")
     return int(count) if count.isdecimal() else 1
+
+
+# The launcher tells ranks by it when it started them: Unix times with spaces between them, as `starts` returns.
+STARTS = "HVD_CIFAR_STARTS"
+_told: list[str] = []  # of STARTS, by which a run of this process has begun
+
+
+def starts(environment: Mapping[str, str] = os.environ) -> list[float]:
+    """Unix times at which the launcher began, noticed that the ranks had ended, started them again, noticed, ...
+
+    Without a launcher: when this process began. A process's second run begins now.
+    """
+    now, told = time.time(), environment.get(STARTS, "")
+    if _told:
+        return [now]
+    _told.append(told)
+    try:
+        return [float(word) for word in told.split()] or [process.began()]
+    except ValueError:
+        return [now]
 
 
 def check_launcher(environment: Mapping[str, str] = os.environ) -> None:

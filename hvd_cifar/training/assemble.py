@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -38,6 +39,7 @@ from hvd_cifar.training.callbacks import (
     MovingStatistics,
     ReplicaCheck,
     Summariser,
+    Timekeeper,
     check_interface,
 )
 from hvd_cifar.training.checkpoint import Checkpoints, State
@@ -45,6 +47,7 @@ from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.image_sizes import ImageSizes
 from hvd_cifar.training.plan import Plan, make_schedule, plan, precision_of, resolve, set_precision
 from hvd_cifar.training.progress import Progress, Run
+from hvd_cifar.training.rollback import Rollback
 from hvd_cifar.training.sources import differences, name_hosts, prepare_data
 from hvd_cifar.training.step import StepSpec, TrainStep, make_train_step
 from hvd_cifar.training.trainer import OfUser, Trainer
@@ -199,11 +202,14 @@ def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
         reporter.say(line)
     # A checkpoint of another run does not count as saved in this one.
     saved_step = first_step if newest is not None and newest.parent == folder / "checkpoints" else -1
-    progress = Progress(first_step, saved_step)
+    progress = Progress(first_step, saved_step, skips=work.settings.on_nan == "skip")
+    progress.skipped_before = int(learner.state.skipped.numpy())
+    progress.rollbacks = int(learner.state.rollbacks.numpy())
+    progress.rate_factor = float(learner.state.rate_factor.numpy())
     results: dict[str, Any] = {}
     model, name = learner.net.model, work.dataset.name
     run = Run(work.settings, world, work.plan, schedule, model, name, folder, progress, results)
-    trainer = Trainer(run, progress, _step_of(work, learner, schedule), _batches(work, world, first_step), reporter)
+    trainer = Trainer(run, progress, _step_of(work, learner, schedule), partial(_batches, work, world), reporter)
     trainer.callbacks = [*_callbacks_of(trainer, work, learner, checkpoints, results), *own_callbacks]
     return trainer
 
@@ -322,6 +328,7 @@ def step_spec(work: Work, side: int | None = None) -> StepSpec:
         micro_batches=work.sharding.micro_batches,
         virtual_shards=settings.virtual_shards,
         side=side,
+        skips=settings.on_nan == "skip",
     )
 
 
@@ -371,9 +378,11 @@ def _callbacks_of(
     replicas = ReplicaCheck(progress, learner.state, statistics, reporter)
     evaluator = Evaluator(progress, evaluate, statistics, learner.averages, reporter, tell)
     checkpointer = Checkpointer(progress, learner.state, checkpoints, statistics, reporter, tell)
-    ledger = [ExampleLedger(reporter)] if settings.record_examples else []
+    ledger = [ExampleLedger(progress, reporter)] if settings.record_examples else []
     summariser = Summariser(logger, replicas, evaluator, checkpointer, results)
-    return [*ledger, logger, replicas, evaluator, checkpointer, summariser]
+    if settings.on_nan == "rollback":
+        trainer.go_back = Rollback(trainer, learner.state, checkpoints, statistics)
+    return [*ledger, logger, replicas, evaluator, checkpointer, Timekeeper(progress, reporter), summariser]
 
 
 def _callback(spec: str) -> Any:
