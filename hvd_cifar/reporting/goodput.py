@@ -50,10 +50,11 @@ def read(text: str) -> list[Mark]:
     for line in text.splitlines():
         try:
             mark = json.loads(line)
-            numbers = [mark["time"], mark.get("step", 0), mark.get("began", 0), *mark.get("starts", [0])]
+            began = mark["began"] if mark["mark"] in SPANS else 0
+            numbers = [mark["time"], mark.get("step", 0), began, *mark.get("starts", [0])]
             if isinstance(mark["mark"], str) and all(math.isfinite(number) for number in numbers):
                 marks.append(mark)
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
             continue
     return marks
 
