@@ -19,7 +19,7 @@ POISON = tf.Variable(0.0, trainable=False)  # added to this rank's images
 MADE: list[Any] = []  # the optimizer
 
 
-class Poison(keras.layers.Layer):  # type: ignore[misc]
+class Poison(keras.layers.Layer):
     def call(self, images: Any) -> Any:
         return images + POISON
 
@@ -49,13 +49,17 @@ class Spoil(hvd_cifar.Callback):
                 self.left.remove(run.step + 1)
 
     def before_checkpoint(self, run: Any) -> None:
-        if run.step == PLAN.pop("huge", None):
+        if run.step == PLAN.get("huge"):
+            del PLAN["huge"]
             for variable in run.model.trainable_variables:
                 variable.assign(variable * 1e25)
 
 
 class Undo(hvd_cifar.Callback):
     """Makes the update of the steps "undo", and takes it back: the oracle of --on-nan skip."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[Any, Any]] = []
 
     def on_step(self, run: Any) -> None:
         if run.step in PLAN["undo"]:

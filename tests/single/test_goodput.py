@@ -30,7 +30,7 @@ def span(kind: str, began: float, time: float, step: int) -> goodput.Mark:
 PLAIN = [launch(100.0), mark("start", 110, 0), span("evaluation", 120, 123, 5), span("checkpoints", 123, 125, 5)]
 KILLED = [*PLAIN, {"mark": "lost", "time": 140.0}]
 
-CASES: dict[str, tuple[list[goodput.Mark], dict[str, float]]] = {
+CASES: dict[str, tuple[list[goodput.Mark], dict[str, Any]]] = {
     "one session": (
         [*PLAIN, span("checkpoints", 148, 150, 9), mark("end", 151, 9)],
         {"set_up": 10, "evaluation": 3, "checkpoints": 4, "useful_steps": 34},
@@ -77,7 +77,10 @@ CASES: dict[str, tuple[list[goodput.Mark], dict[str, float]]] = {
         [launch(0.0), span("evaluation", 5, 8, 0), mark("start", 9), mark("end", 19, 3)],
         {"set_up": 6, "evaluation": 3, "useful_steps": 10},
     ),
-    "the launcher's clock is ahead of rank 0's": ([launch(5.0), mark("start", 4), mark("end", 14, 3)], {"useful_steps": 10}),
+    "the launcher's clock is ahead of rank 0's": (
+        [launch(5.0), mark("start", 4), mark("end", 14, 3)],
+        {"useful_steps": 10},
+    ),
     "nothing": ([], {}),
 }  # fmt: skip
 
@@ -107,8 +110,9 @@ def test_damaged_lines_of_the_file_do_no_harm(lines: list[bytes]) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    ['{"mark": "end"}', '{"mark": "end", "time": "x"}', '{"mark": 5, "time": 1}', "[]", '{"mark": "start", "time": 1, "step": null}',
-     '{"mark": "launch", "time": 1, "starts": 5}', '{"mark": "launch", "time": 1, "starts": ["x"]}', '{"mark": "end", "time": NaN}',
+    ['{"mark": "end"}', '{"mark": "end", "time": "x"}', '{"mark": 5, "time": 1}', "[]",
+     '{"mark": "start", "time": 1, "step": null}', '{"mark": "launch", "time": 1, "starts": 5}',
+     '{"mark": "launch", "time": 1, "starts": ["x"]}', '{"mark": "end", "time": NaN}',
      '{"mark": "evaluation", "time": 1}', '{"mark": "end", "time": 1' + "0" * 400 + "}", "[" * 3000],
 )  # fmt: skip
 def test_marks_that_are_none_are_left_out(wrong: str) -> None:
