@@ -65,12 +65,10 @@ def has_ended(marks: Sequence[Mark]) -> bool:
 
 
 def shares(marks: Sequence[Mark]) -> dict[str, float]:
-    """The wall time in seconds, and each kind's share of it; empty where no time has passed."""
+    """The wall time in seconds, and each kind's share of it."""
     seconds = seconds_by_kind(marks)
     total = sum(seconds.values())
-    if not total:
-        return {}
-    return {"seconds": round(total, 3), **{kind: round(part / total, 5) for kind, part in seconds.items()}}
+    return {"seconds": round(total, 3), **{kind: round(part / (total or 1), 5) for kind, part in seconds.items()}}
 
 
 def in_words(found: dict[str, float]) -> str:
