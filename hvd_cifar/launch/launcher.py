@@ -16,7 +16,6 @@ import shlex
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +41,6 @@ from hvd_cifar.launch.job import Job, Starter, chunks, complain, write
 from hvd_cifar.launch.restarts import FINAL, Failure, failure_of, reason_to_give_up, seconds_before
 from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.environment import STARTS, copies, launched_size
-from hvd_cifar.runtime.process import began
 from hvd_cifar.runtime.transport import RING_PARAMETERS, RING_VARIABLES
 
 USAGE = (
@@ -306,15 +304,14 @@ def _launch(request: Request, ranks: int) -> int:
         env.setdefault("OPAL_PREFIX", str(bin_folder.parent))
     if request.in_slurm:
         env["SLURM_EXPORT_ENV"] = "ALL"  # mpirun's daemons need PATH and OPAL_PREFIX, also after sbatch --export=NONE
+    if not request.dry_run:
+        env[STARTS] = ""  # exported to other hosts; its value is Job's
     of_ranks = hosts_of_ranks(request.hosts, ranks)
     request = replace(request, hosts=tuple(host for host in request.hosts if host.name in of_ranks))
     network, gpus = _ask_hosts(request, bin_folder)
     if not _is_for_gpus() and not _measures_nothing(request.command):
         _note_unused_gpus(gpus or {socket.gethostname(): _gpus_here()}, all_here=network is None)
     installed = Installation(sys.executable, mpirun, os.geteuid() == 0)
-    times = [began()]
-    if not request.dry_run:
-        env[STARTS] = str(times[0])
     words = command(request, ranks, installed, env, network)
     if request.dry_run:
         write(1, f"{_as_typed(words, env)}\n".encode())
@@ -330,23 +327,12 @@ def _launch(request: Request, ranks: int) -> int:
         # mpirun gives ranks a pseudo-terminal of its own, whatever this process has.
         env |= {"HVD_CIFAR_TERMINAL": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     job, hosts = Job(can_stop=request.command[0] == "train"), of_ranks if network else []
-
-    def start(words: list[str]) -> int:
-        code = _start(words, {**env, STARTS: " ".join(map(str, times))}, hosts, job)
-        times.append(time.time())
-        return code
-
-    code = start(words)
+    code = _start(words, env, hosts, job)
     if request.max_restarts:
         again = replace(request, command=request.command + request.of_restarts)
         words = command(again, ranks, installed, env, network)
         run_dir = Path(request.command[-1])
-
-        def start_again() -> int:
-            times.append(time.time())
-            return start(words)
-
-        code = _restart(code, request.max_restarts, run_dir, job, start_again)
+        code = _restart(code, request.max_restarts, run_dir, job, lambda: _start(words, env, hosts, job))
     if watched and code >= 128:
         write(1, SHOW_CURSOR + b"\n")  # a killed rank leaves its progress bar and a hidden cursor
     return code
