@@ -8,7 +8,7 @@ start: the first step follows. "step": finished ones.
 evaluation, checkpoints, restart: something else than steps ends; it began at "began". "step": finished ones.
 rollback: the run goes on from the checkpoint of an earlier "step".
 end: the session ends after "step".
-lost: the last sign of life of the session before, which was killed. The next session writes it.
+lost: the last sign of life of the session before, which was killed after it logged "step". The next one writes it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ Mark = dict[str, Any]
 
 @dataclass
 class _Steps:
-    """Steps made one after the other: those after `step`, between two times, and when later ones were reached."""
+    """Steps made one after the other: those after `step`, between two times, and when later ones were reached.
+
+    logged: the last step on record of a session that was killed.
+    """
 
     step: int
     begin: float
     end: float
     reached: list[tuple[int, float]] = field(default_factory=list)
+    logged: int | None = None
 
 
 def read(text: str) -> list[Mark]:
@@ -129,6 +133,7 @@ def seconds_by_kind(marks: Iterable[Mark]) -> dict[str, float]:
             else:
                 steps.end = time
                 steps.reached += [(step, time)] * (kind == "end")
+                steps.logged = step if kind == "lost" else None
             steps, kind_of_start, at = None, "restart", time
     _add_steps(totals, runs, spans)
     return totals
@@ -138,9 +143,13 @@ def _add_steps(totals: dict[str, float], runs: Sequence[_Steps], spans: Sequence
     """Add the time of steps. What comes after the step that a later session or rollback begins from is repeated."""
     kept = math.inf
     for run in reversed(runs):
-        lost_from = max([run.begin, *(time for step, time in run.reached if step <= kept)])
-        if kept == math.inf:
-            lost_from = run.end
+        own = [time for step, time in run.reached if step == kept]  # such as of its checkpoint
+        before = [time for step, time in run.reached if step < kept]
+        if run.logged is not None and run.logged <= kept:  # an elastic job goes on from memory
+            before = [run.end]
+        lost_from = run.end if kept == math.inf else max(own or before or [run.begin])
+        if kept <= run.step:
+            lost_from = run.begin
         totals["useful_steps"] += _without(run.begin, lost_from, spans)
         totals["repeated_steps"] += _without(lost_from, run.end, spans)
         kept = min(kept, run.step)

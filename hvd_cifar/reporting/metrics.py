@@ -37,6 +37,7 @@ class Reporter:
         self._unwritten: dict[Path, str] = {}  # lines, by their file, which waits for room
         self._scalars: list[tuple[int, dict[str, float]]] = []  # of TensorBoard, by step, which wait for room
         self._beaten = 0.0
+        self._last_step = 0  # in metrics.jsonl before it was opened
         self.marks: list[goodput.Mark] = []  # of this session and earlier ones
         self.last_train: dict[str, Any] = {}  # the newest event of its kind, also from before a resume
         self.last_eval: dict[str, Any] = {}
@@ -84,7 +85,7 @@ class Reporter:
             append_text(path, "\n" if text and not text.endswith("\n") else "")  # a killed run may leave half a line
         self.marks = goodput.read(text)
         if not goodput.has_ended(self.marks):
-            self._append_mark({"mark": "lost", "time": seen})
+            self._append_mark({"mark": "lost", "time": seen, "step": self._last_step})
         self._append_mark({"mark": "launch", "time": time.time(), "starts": starts})
 
     def mark(self, kind: str, **values: float) -> None:
@@ -171,9 +172,10 @@ class Reporter:
 
     def _resume(self, path: Path, first_step: int) -> list[dict[str, Any]]:
         with _writing(path):
-            events, damaged = _keep_events_up_to(path, first_step)
+            events, last, damaged = _keep_events_up_to(path, first_step)
         if damaged:
             self.warn(f"warning: {path}: {damaged} damaged line{'s' * (damaged > 1)} removed")
+        self._last_step = max(self._last_step, last)
         return events
 
     def _remember(self, event: dict[str, Any]) -> None:
@@ -256,20 +258,21 @@ class Reporter:
             replace_text(path, json.dumps(values, indent=2) + "\n")
 
 
-def _keep_events_up_to(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
+def _keep_events_up_to(path: Path, step: int) -> tuple[list[dict[str, Any]], int, int]:
     """Remove the lines of later steps from a file, which is made where there is none.
 
     Returns:
-        The events that stay; and how many lines are damaged, which go. A last line that a killed run was writing goes,
-        and is not counted.
+        The events that stay; the last step, also of the others; and how many lines are damaged, which go. A last line
+        that a killed run was writing goes, and is not counted.
     """
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    kept, events, damaged = [], [], 0
+    kept, events, last, damaged = [], [], 0, 0
     for line in lines[:-1]:  # each whole line ends with a newline
         try:
             text = line.decode()
             event = json.loads(text)
             is_kept = event["step"] <= step
+            last = max(last, event["step"])
         except (ValueError, LookupError, TypeError):
             damaged += 1
             continue
@@ -277,7 +280,7 @@ def _keep_events_up_to(path: Path, step: int) -> tuple[list[dict[str, Any]], int
             kept.append(text + "\n")
             events.append(event)
     replace_text(path, "".join(kept))
-    return events, damaged
+    return events, last, damaged
 
 
 @contextlib.contextmanager

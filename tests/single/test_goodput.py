@@ -28,7 +28,7 @@ def span(kind: str, began: float, time: float, step: int) -> goodput.Mark:
 
 
 PLAIN = [launch(100.0), mark("start", 110, 0), span("evaluation", 120, 123, 5), span("checkpoints", 123, 125, 5)]
-KILLED = [*PLAIN, {"mark": "lost", "time": 140.0}]
+KILLED = [*PLAIN, {"mark": "lost", "time": 140.0, "step": 5}]
 
 CASES: dict[str, tuple[list[goodput.Mark], dict[str, Any]]] = {
     "one session": (
@@ -72,6 +72,12 @@ CASES: dict[str, tuple[list[goodput.Mark], dict[str, Any]]] = {
         + [launch(20.0), mark("start", 21, 5), span("checkpoints", 29, 30, 9), mark("lost", 35)]
         + [launch(40.0), mark("start", 42, 5), mark("end", 52, 9)],
         {"set_up": 1, "checkpoints": 2, "useful_steps": 18, "restart": 3, "repeated_steps": 13},
+    ),
+    "a killed elastic job, which goes on from memory after the last step that it logged": (
+        [*PLAIN, {"mark": "lost", "time": 140.0, "step": 7}, launch(100.0, 144.0, 145.0), mark("start", 157, 8)]
+        + [mark("end", 177, 9)],
+        {"set_up": 10, "evaluation": 3, "checkpoints": 2, "useful_steps": 45, "detection": 4, "waiting": 1}
+        | {"restart": 12},
     ),
     "an evaluation before the first step": (
         [launch(0.0), span("evaluation", 5, 8, 0), mark("start", 9), mark("end", 19, 3)],
