@@ -108,6 +108,7 @@ def main(data_dir: Path, model: str, batch_size: int, json_file: Path | None) ->
         from hvd_cifar.distributed import collectives
         from hvd_cifar.runtime.world import session
         from hvd_cifar.training import assemble, run_dir
+        from hvd_cifar.training.step import Notes
         from hvd_cifar.training.trainer import OfUser
     for name in COLLECTIVES:
         counted = clock.counted(getattr(mpi_ops.MPI_LIB, f"horovod_{name}"))
@@ -124,8 +125,8 @@ def main(data_dir: Path, model: str, batch_size: int, json_file: Path | None) ->
         settings = make(TrainSettings, {**given, "max_steps": 3, "run_dir": f"{folder}/run"})
         trainer = assemble.assemble(settings, world, OfUser())
         clock.lap("assemble")
-        for step in range(3):
-            trainer.step(step, next(trainer.batches), False, 0.0)[0].numpy()
+        for step, micro_batches in enumerate(trainer.batches(0)):
+            trainer.step(step, micro_batches, 1.0, Notes())[0].numpy()
             clock.lap(f"step {step + 1}")
         run_dir.release()
         whole = launched + sum(wall for name, (wall, _, _) in clock.phases.items() if not name.startswith(" "))

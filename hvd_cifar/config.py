@@ -26,6 +26,8 @@ Overlap = Literal["auto", "on", "off"]
 Precision = Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"]
 
 DEFAULT_PER_RANK_BATCH_SIZE = 128
+DEFAULT_ROLLBACK_FACTOR = 0.5
+DEFAULT_MAX_ROLLBACKS = 3
 BUILT_IN_DATASETS = ("auto", "cifar10", "cifar100", "synthetic")
 OBJECT_DATASET = "object:"  # in a run's record: before the name of a Dataset that a program passed
 FOLDER_DATASET = "folder:"  # and the path of a folder of images
@@ -331,6 +333,22 @@ class TrainSettings(DataSettings):
         "bits differ, a line names the wrong rank, and the step uses the right ones; 0: never. Goes with "
         "--deterministic or --virtual-shards, on processors of one kind.",
     )
+    on_nan: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="Where loss or weights are not finite: stop; skip: leave out the step's update, on all ranks; "
+        "rollback: go back to the newest good checkpoint, and on with a lower learning rate; docs/reliability.md.",
+    )
+    rollback_factor: Finite | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description=f"Factor of the learning rate after each rollback. [default: {DEFAULT_ROLLBACK_FACTOR}]",
+    )
+    max_rollbacks: int | None = Field(
+        None,
+        gt=0,
+        description=f"Rollbacks of a run; one more ends it with exit code 1. [default: {DEFAULT_MAX_ROLLBACKS}]",
+    )
     record_examples: bool = Field(
         False, description="Write to examples.jsonl which examples each rank used in each step."
     )
@@ -383,6 +401,13 @@ class TrainSettings(DataSettings):
             raise ValueError("--verify-every compares bits: give --deterministic or --virtual-shards")
         if self.verify_every and self.sync_batch_norm:
             raise ValueError("--verify-every and --sync-batch-norm exclude each other: no rank computes a share alone")
+        return self
+
+    @model_validator(mode="after")
+    def _rollbacks_are_asked_for(self) -> TrainSettings:
+        for option, given in (("--rollback-factor", self.rollback_factor), ("--max-rollbacks", self.max_rollbacks)):
+            if given is not None and self.on_nan != "rollback":
+                raise ValueError(f"{option} has no effect with --on-nan {self.on_nan}: give --on-nan rollback")
         return self
 
     @model_validator(mode="after")

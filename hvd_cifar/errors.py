@@ -32,6 +32,18 @@ class TrainingError(Exception):
     """
 
 
+class Diverged(TrainingError):
+    """A run whose loss or weights are not finite; under --on-nan rollback it goes back.
+
+    Attributes:
+        weights_step: of the weights that the loss belongs to; None: not known.
+    """
+
+    def __init__(self, message: str, weights_step: int | None = None) -> None:
+        super().__init__(message)
+        self.weights_step = weights_step
+
+
 def reason_of(failure: BaseException) -> str:
     """Why a library or the system failed, in a line: without the operation and the path that TensorFlow puts first."""
     text = getattr(failure, "strerror", None) or getattr(failure, "message", None) or str(failure)

@@ -19,7 +19,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hvd_cifar.distributed import buckets
-from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.errors import Diverged, TrainingError, UserError
 
 T = TypeVar("T")
 
@@ -167,8 +167,8 @@ def on_every_rank(function: Callable[[], T]) -> T:
 
     Raises:
         Exception: on a rank where `function` failed, its own error, with its type, cause and traceback.
-        UserError, TrainingError: on the other ranks, the text of the first rank that failed. An error of any other
-            kind becomes a TrainingError that names rank and error.
+        UserError, Diverged, TrainingError: on the other ranks, the text of the first rank that failed. An error of any
+            other kind becomes a TrainingError that names rank and error.
     """
     result, failure = None, None
     try:
@@ -197,11 +197,14 @@ def on_root(function: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (UserError, Diverged, TrainingError)}
+
+
 def _message(failure: Exception) -> tuple[str, str]:
     """The kind of a failure, which for a subclass of ours is the base class, and its text."""
-    for kind in (UserError, TrainingError):
+    for name, kind in _KINDS.items():
         if isinstance(failure, kind):
-            return kind.__name__, str(failure)
+            return name, str(failure)
     return type(failure).__name__, str(failure)
 
 
@@ -213,8 +216,6 @@ def _raise_on_all(failure: Exception | None, outcomes: Sequence[tuple[str, str] 
     if not failed:
         return
     rank, (kind, text) = failed[0]
-    if kind == "UserError":
-        raise UserError(text)
-    if kind == "TrainingError":
-        raise TrainingError(text)
+    if kind in _KINDS:
+        raise _KINDS[kind](text)
     raise TrainingError(f"rank {rank} failed with {kind}: {text.splitlines()[0] if text else ''}")

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 import psutil
 
 from hvd_cifar.errors import RESUME, STALLED
-from hvd_cifar.runtime.process import adopt_orphans, signalled_with_parent
+from hvd_cifar.runtime.environment import STARTS
+from hvd_cifar.runtime.process import adopt_orphans, began, signalled_with_parent
 from hvd_cifar.runtime.stalls import lost_ranks
 
 SECONDS_FOR_LAST_OUTPUT = 5.0
@@ -61,6 +62,7 @@ class Job:
         self._stops = False  # the ranks that run now are asked to stop
         self.tail = b""  # of what the user saw on stderr
         self._caught: list[int] = []
+        self._times = [began()]  # see `environment.starts`
         self._starter: Starter | None = None
         self._process: subprocess.Popen[Any] | None = None
         adopt_orphans()
@@ -75,6 +77,8 @@ class Job:
             The starter's exit code; 128 + the signal where one ended the job; `RESUME` where ranks stopped as asked.
         """
         self._starter, self.tail, self._stops = starter, b"", self.asked
+        if len(self._times) % 2 == 0:
+            self._times.append(time.time())
         # mpirun would kill its ranks 2 s after a SIGTERM. With the signal blocked it stays pending, where this process
         # sees it. mpirun unblocks signals for what it starts; SIGINT ends mpirun as SIGTERM does.
         holds_sigterm = self.can_stop and starter.name == "mpirun"
@@ -88,7 +92,7 @@ class Job:
         # A session of its own: Ctrl-C reaches this process, which forwards it.
         process: subprocess.Popen[Any] = subprocess.Popen(
             starter.words,
-            env=starter.env,
+            env={**starter.env, STARTS: " ".join(map(str, self._times))},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if starter.output else None,
             stderr=subprocess.PIPE,
@@ -121,6 +125,7 @@ class Job:
                 f"{starter.name} was ended by signal {-code} ({signal.Signals(-code).name}), and its ranks with it"
             )
         _end_orphans()
+        self._times.append(time.time())
         for pump in pumps:
             pump.join(SECONDS_FOR_LAST_OUTPUT)
         return self._outcome(code if code >= 0 else 128 - code)

@@ -46,7 +46,7 @@ from hvd_cifar.launch.job import Job, Starter, chunks, complain, write
 from hvd_cifar.launch.restarts import FINAL, Failure, failure_of, reason_to_give_up, seconds_before
 from hvd_cifar.launch.roster import Sizes, parse_sizes, slots_of
 from hvd_cifar.runtime import devices
-from hvd_cifar.runtime.environment import copies, launched_size
+from hvd_cifar.runtime.environment import STARTS, copies, launched_size
 from hvd_cifar.runtime.transport import RING_PARAMETERS, RING_VARIABLES
 
 USAGE = (
@@ -376,6 +376,8 @@ def _make_ready(request: Request, ranks: int) -> Ready:
     if _is_watched(request, ranks):
         # mpirun gives ranks a pseudo-terminal of its own, whatever this process has.
         env |= {"HVD_CIFAR_TERMINAL": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
+    if not request.dry_run:
+        env[STARTS] = ""  # exported to other hosts; its value is Job's
     of_ranks = hosts_of_ranks(request.hosts, ranks)
     request = replace(request, hosts=tuple(host for host in request.hosts if host.name in of_ranks))
     network, gpus = _ask_hosts(request, bin_folder)

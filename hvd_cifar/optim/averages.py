@@ -34,6 +34,9 @@ class MovingAverage:
         for average, source in zip(self.values, self.sources, strict=True):
             average.value.assign_sub((average.value - source.value) * tf.cast(rest, average.dtype))
 
+    def skip(self) -> None:
+        """A step that changes no weight: the averages stay."""
+
     def swap(self) -> None:
         """Exchange the variables with their averages; a second call restores both."""
         for average, source in zip(self.values, self.sources, strict=True):
@@ -78,9 +81,17 @@ class Lookahead:
                 slow.value.assign_add((fast.value - slow.value) * tf.cast(1.0 - decay, slow.dtype))
                 fast.value.assign(slow.value)
 
+        tf.cond(done % self.EVERY == 0, mix, lambda: None)
+        self._end_with_slow_weights()
+
+    def skip(self) -> None:
+        """Count a step that changes no weight, and mixes none: the decay goes by the number of steps."""
+        self.steps.assign_add(1)
+        self._end_with_slow_weights()
+
+    def _end_with_slow_weights(self) -> None:
         def end() -> None:
             for slow, fast in zip(self.values, self.sources, strict=True):
                 fast.value.assign(slow.value)
 
-        tf.cond(done % self.EVERY == 0, mix, lambda: None)
-        tf.cond(done == self.total_steps, end, lambda: None)
+        tf.cond(self.steps.value == self.total_steps, end, lambda: None)

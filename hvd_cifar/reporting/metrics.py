@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -15,10 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hvd_cifar.errors import UserError, reason_of
 from hvd_cifar.files import append_text, replace_text
-from hvd_cifar.reporting import terminal
+from hvd_cifar.reporting import goodput, terminal
 from hvd_cifar.reporting.board import Board
 
 EXAMPLES = "examples.jsonl"
+SESSIONS = "sessions.jsonl"
+SECONDS_BETWEEN_BEATS = 1.0
 
 
 class Reporter:
@@ -31,15 +35,19 @@ class Reporter:
         self._progress: Progress | None = None
         self._bar: Any = None
         self._unwritten: dict[Path, str] = {}  # lines, by their file, which waits for room
-        self._board_failure: UserError | None = None
+        self._scalars: list[tuple[int, dict[str, float]]] = []  # of TensorBoard, by step, which wait for room
+        self._beaten = 0.0
+        self._last_step = 0  # in metrics.jsonl before it was opened
+        self.marks: list[goodput.Mark] = []  # of this session and earlier ones
         self.last_train: dict[str, Any] = {}  # the newest event of its kind, also from before a resume
         self.last_eval: dict[str, Any] = {}
-        self._board: Any = None
+        self._board: Board | None = None
 
     def open(self, first_step: int, record_examples: bool = False) -> None:
         """Open the files, and remove entries after `first_step`, which an interrupted run left."""
         if self.run_dir is None:
             return
+        self.last_train, self.last_eval = {}, {}
         for event in self._resume(self.run_dir / "metrics.jsonl", first_step):
             self._remember(event)
         with _writing(self.run_dir / "tensorboard"):
@@ -51,14 +59,51 @@ class Reporter:
         """Close the files."""
         if self.run_dir is None:
             return
-        if self._board and not self._board_failure:
+        if self._board:
             with _writing(self.run_dir / "tensorboard"):
                 self._board.close()
+
+    def go_back(self, step: int, record_examples: bool) -> None:
+        """Remove entries after an earlier step, from which the run goes on.
+
+        Raises:
+            UserError: where a file cannot be written.
+        """
+        self.catch_up()
+        self.close()
+        self.open(step, record_examples)
+
+    def begin_session(self, starts: list[float]) -> None:
+        """Begin to mark where the time goes; `starts`: as of `runtime.environment.starts`."""
+        if self.run_dir is None:
+            return
+        path = self.run_dir / SESSIONS
+        with _writing(path):
+            seen = path.stat().st_mtime if path.exists() else 0.0
+            path.touch()
+            text = path.read_text(encoding="utf-8", errors="replace")
+            append_text(path, "\n" if text and not text.endswith("\n") else "")  # a killed run may leave half a line
+        self.marks = goodput.read(text)
+        if not goodput.has_ended(self.marks):
+            self._append_mark({"mark": "lost", "time": seen, "step": self._last_step})
+        self._append_mark({"mark": "launch", "time": time.time(), "starts": starts})
+
+    def mark(self, kind: str, **values: float) -> None:
+        """Mark what the session begins or ends; `goodput` lists the kinds and their values."""
+        if self.run_dir is not None:
+            self._append_mark({"mark": kind, "time": time.time(), **values})
+
+    def beat(self) -> None:
+        """Show that the session lives: the time of sessions.jsonl bounds the end of one that is killed."""
+        if self.run_dir is not None and time.monotonic() > self._beaten + SECONDS_BETWEEN_BEATS:
+            self._beaten = time.monotonic()
+            with contextlib.suppress(OSError):
+                os.utime(self.run_dir / SESSIONS, (time.time(),) * 2)  # by this clock, not a file server's
 
     @property
     def is_behind(self) -> bool:
         """Whether something could not be written; the run then saves its state before it ends."""
-        return bool(self._unwritten or self._board_failure)
+        return bool(self._unwritten or self._scalars)
 
     def catch_up(self) -> None:
         """Write what could not be written before.
@@ -66,12 +111,14 @@ class Reporter:
         Raises:
             UserError: where it still cannot be written.
         """
+        was_behind = self.is_behind
         for path, text in list(self._unwritten.items()):
             with _writing(path):
                 append_text(path, text)
             del self._unwritten[path]
-        if self._board_failure:
-            raise self._board_failure
+        self._write_scalars()
+        if was_behind:
+            self.warn(f"note: a file in {self.run_dir} could not be written for a while; nothing of it is lost")
 
     @contextlib.contextmanager
     def progress(self, first_step: int, total_steps: int) -> Iterator[None]:
@@ -131,9 +178,10 @@ class Reporter:
 
     def _resume(self, path: Path, first_step: int) -> list[dict[str, Any]]:
         with _writing(path):
-            events, damaged = _keep_events_up_to(path, first_step)
+            events, last, damaged = _keep_events_up_to(path, first_step)
         if damaged:
             self.warn(f"warning: {path}: {damaged} damaged line{'s' * (damaged > 1)} removed")
+        self._last_step = max(self._last_step, last)
         return events
 
     def _remember(self, event: dict[str, Any]) -> None:
@@ -149,12 +197,25 @@ class Reporter:
         self._remember({"event": event, **values})
         self._append(self.run_dir / "metrics.jsonl", {"event": event, "dataset": self.dataset, **values})
         scalars = {f"{self.dataset}/{event}/{name}": v for name, v in values.items() if name not in ("step", "epoch")}
-        if self._board_failure is None:
-            try:
-                with _writing(self.run_dir / "tensorboard"):
-                    self._board.write(values["step"], scalars)
-            except UserError as failure:
-                self._board_failure = failure
+        self._scalars.append((values["step"], scalars))
+        with contextlib.suppress(UserError):
+            self._write_scalars()
+
+    def _write_scalars(self) -> None:
+        assert self.run_dir is not None
+        while self._scalars:
+            with _writing(self.run_dir / "tensorboard"):
+                # A writer that failed once is no longer used.
+                board = self._board or Board(self.run_dir / "tensorboard", self._scalars[0][0])
+                self._board = None
+                board.write(*self._scalars[0])
+                self._board = board
+            del self._scalars[0]
+
+    def _append_mark(self, mark: goodput.Mark) -> None:
+        assert self.run_dir is not None
+        self.marks.append(mark)
+        self._append(self.run_dir / SESSIONS, mark)
 
     def _append(self, path: Path, event: dict[str, Any]) -> None:
         """Add a line to a file; where it cannot be written it waits for `catch_up`."""
@@ -168,11 +229,24 @@ class Reporter:
         if self.run_dir is not None:
             terminal.complain("hvd_cifar: " + line)
 
-    def examples(self, step: int, by_rank: list[list[int]]) -> None:
+    def skipped(self, step: int, loss: float) -> None:
+        """Record a step that changed nothing, since `loss`, or what it made of the weights, is not finite."""
+        if self.run_dir is not None:
+            self.warn(f"step {step} is skipped on all ranks: loss = {loss}, or not finite after its update")
+            self._append(self.run_dir / "metrics.jsonl", {"event": "skip", "step": step})
+
+    def rolled_back(self, step: int, from_step: int, rate_factor: float) -> None:
+        """Record that the run goes on from `step`, with a factor on the learning rate."""
+        if self.run_dir is not None:
+            event = {"event": "rollback", "step": step, "from_step": from_step, "learning_rate_factor": rate_factor}
+            self._append(self.run_dir / "metrics.jsonl", event)
+
+    def examples(self, step: int, by_rank: list[list[int]], is_skipped: bool = False) -> None:
         """Record the examples that each rank used in a step, as indices into the training set."""
         if self.run_dir is None:
             return
-        self._append(self.run_dir / EXAMPLES, {"step": step, "ranks": by_rank})
+        event = {"step": step, "ranks": by_rank, **({"skipped": True} if is_skipped else {})}
+        self._append(self.run_dir / EXAMPLES, event)
 
     def withdraw_summary(self) -> None:
         """Remove the summary that the run wrote at an earlier end."""
@@ -190,20 +264,21 @@ class Reporter:
             replace_text(path, json.dumps(values, indent=2) + "\n")
 
 
-def _keep_events_up_to(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
+def _keep_events_up_to(path: Path, step: int) -> tuple[list[dict[str, Any]], int, int]:
     """Remove the lines of later steps from a file, which is made where there is none.
 
     Returns:
-        The events that stay; and how many lines are damaged, which go. A last line that a killed run was writing goes,
-        and is not counted.
+        The events that stay; the last step, also of the others; and how many lines are damaged, which go. A last line
+        that a killed run was writing goes, and is not counted.
     """
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    kept, events, damaged = [], [], 0
+    kept, events, last, damaged = [], [], 0, 0
     for line in lines[:-1]:  # each whole line ends with a newline
         try:
             text = line.decode()
             event = json.loads(text)
             is_kept = event["step"] <= step
+            last = max(last, event["step"])
         except (ValueError, LookupError, TypeError):
             damaged += 1
             continue
@@ -211,7 +286,7 @@ def _keep_events_up_to(path: Path, step: int) -> tuple[list[dict[str, Any]], int
             kept.append(text + "\n")
             events.append(event)
     replace_text(path, "".join(kept))
-    return events, damaged
+    return events, last, damaged
 
 
 @contextlib.contextmanager

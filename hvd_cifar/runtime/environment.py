@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
+import time
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_cifar.errors import UserError
+from hvd_cifar.runtime import process
 
 # A process's rank, by launcher: horovodrun over Gloo, mpirun, PMIx (srun, prte), PMI-2.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
@@ -67,6 +70,21 @@ def elastic_job(environment: Mapping[str, str] = os.environ) -> ElasticJob | Non
         return None
     name, ranks, saves_only = text.split(":")
     return ElasticJob(name, int(ranks), saves_only == "1")
+
+
+# The launcher tells ranks by it when it started them: Unix times with spaces between them, as `starts` returns.
+STARTS = "HVD_CIFAR_STARTS"
+_runs = itertools.count()  # of this process
+
+
+def starts(environment: Mapping[str, str] = os.environ) -> list[float]:
+    """Unix times at which the launcher began, noticed that the ranks had ended, started them again, noticed, ...
+
+    Without a launcher: when this process began. A process's second run begins now.
+    """
+    if next(_runs):
+        return [time.time()]
+    return [float(word) for word in environment.get(STARTS, "").split()] or [process.began()]
 
 
 def check_launcher(environment: Mapping[str, str] = os.environ) -> None:

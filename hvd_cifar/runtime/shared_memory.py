@@ -74,9 +74,13 @@ class TwoSlots:
         finally:
             os.close(descriptor)
         if not is_same:
-            self._mark(0, NONE)
-            self._mark(1, NONE)
+            self.clear()
             self._map[:LAYOUT_BYTES] = layout
+
+    def clear(self) -> None:
+        """Drop both versions."""
+        self._mark(0, NONE)
+        self._mark(1, NONE)
 
     def write(self, step: int, pieces: list[NDArray[np.uint8]]) -> None:
         """Replace the older version by `pieces`, which make up all bytes."""

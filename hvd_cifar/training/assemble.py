@@ -39,6 +39,7 @@ from hvd_cifar.training.callbacks import (
     MovingStatistics,
     ReplicaCheck,
     Summariser,
+    Timekeeper,
     check_interface,
 )
 from hvd_cifar.training.checkpoint import Checkpoints, State
@@ -46,6 +47,7 @@ from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.image_sizes import ImageSizes
 from hvd_cifar.training.plan import Plan, make_schedule, plan, precision_of, resolve, set_precision
 from hvd_cifar.training.progress import Progress, Run
+from hvd_cifar.training.rollback import Rollback
 from hvd_cifar.training.sources import differences, name_hosts, prepare_data
 from hvd_cifar.training.state_copy import Copier, StateCopy
 from hvd_cifar.training.step import StepSpec, TrainStep, local_statistics, make_train_step
@@ -214,7 +216,11 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
         reporter.say(line)
     # A checkpoint of another run does not count as saved in this one.
     saved_step = on_disk if newest is not None and newest.parent == folder / "checkpoints" else -1
-    progress = Progress(first_step, saved_step, watch, stops=bool(job and job.saves_only))
+    stops, skips = bool(job and job.saves_only), work.settings.on_nan == "skip"
+    progress = Progress(first_step, saved_step, watch, stops=stops, skips=skips)
+    progress.skipped_before = int(learner.state.skipped.numpy())
+    progress.rollbacks = int(learner.state.rollbacks.numpy())
+    progress.rate_factor = float(learner.state.rate_factor.numpy())
     progress.watch.run_dir = folder
     results: dict[str, Any] = {}
     model, name = learner.net.model, work.dataset.name
@@ -222,8 +228,8 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     times = StepTimes(bool(work.settings.deterministic))
     progress.watch.waits_in_step = times.is_waiting
     verifier = _verifier(work, world, learner, progress, reporter)
-    step, batches = _step_of(work, learner, schedule, times, verifier), times.each(_batches(work, world, first_step))
-    trainer = Trainer(run, progress, step, batches, reporter)
+    step = _step_of(work, learner, schedule, times, verifier)
+    trainer = Trainer(run, progress, step, lambda first: times.each(_batches(work, world, first)), reporter)
     stragglers = Stragglers(progress, times, reporter)
     ours = _callbacks_of(trainer, work, learner, checkpoints, copy, results)
     trainer.callbacks = [*ours, stragglers, *own_callbacks]
@@ -344,6 +350,7 @@ def step_spec(work: Work, side: int | None = None) -> StepSpec:
         micro_batches=work.sharding.micro_batches,
         virtual_shards=settings.virtual_shards,
         side=side,
+        skips=settings.on_nan == "skip",
     )
 
 
@@ -408,11 +415,14 @@ def _callbacks_of(
     replicas = ReplicaCheck(progress, learner.state, statistics, reporter)
     evaluator = Evaluator(progress, evaluate, statistics, learner.averages, reporter, tell)
     checkpointer = Checkpointer(progress, learner.state, checkpoints, statistics, reporter, tell)
-    ledger = [ExampleLedger(reporter, at_once=copy is not None)] if settings.record_examples else []
+    ledger = [ExampleLedger(progress, reporter, at_once=copy is not None)] if settings.record_examples else []
     # A step is copied once it is on record, and before anything that takes long.
     copier = [Copier(copy, checkpointer)] if copy else []
     summariser = Summariser(logger, replicas, evaluator, checkpointer, results)
-    return [*ledger, logger, *copier, replicas, evaluator, checkpointer, summariser]
+    if settings.on_nan == "rollback":
+        trainer.go_back = Rollback(trainer, learner.state, checkpoints, statistics)
+    timekeeper = Timekeeper(progress, reporter)
+    return [*ledger, logger, *copier, replicas, evaluator, checkpointer, timekeeper, summariser]
 
 
 def own_variables(work: Work, learner: Learner) -> list[Any]:

@@ -17,6 +17,7 @@ import keras
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.replicas import find_divergence
 from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.reporting import goodput
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.runtime.world import versions
 from hvd_cifar.training.checkpoint import Checkpoints, State
@@ -54,6 +55,9 @@ class Callback:
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """After a checkpoint has been written to `path`, on rank 0's host."""
 
+    def on_rollback(self, run: Run) -> None:
+        """After the run has gone back to a checkpoint (--on-nan rollback), from whose step `run.step` it goes on."""
+
     def on_end(self, run: Run) -> None:
         """After the last step; a user's callbacks find the last evaluation and `run.summary`."""
 
@@ -61,8 +65,9 @@ class Callback:
 class ExampleLedger(Callback):
     """Records which examples each rank used in each step (--record-examples)."""
 
-    def __init__(self, reporter: Reporter, at_once: bool) -> None:
+    def __init__(self, progress: Progress, reporter: Reporter, at_once: bool) -> None:
         """`at_once`: write each step before the state of it is copied: a rank may be lost at any time."""
+        self.progress = progress
         self.reporter = reporter
         self.at_once = at_once
         self.used: list[tuple[int, list[int]]] = []  # by step, not yet written
@@ -71,6 +76,7 @@ class ExampleLedger(Callback):
         """Note this rank's examples."""
         self.used.append((run.step, run.examples))
         if self.at_once:
+            self.progress.check_losses()  # tells whether the step was skipped
             self.on_log(run)
             collectives.barrier()
 
@@ -78,7 +84,11 @@ class ExampleLedger(Callback):
         """Write the steps since the last log line."""
         by_rank = collectives.all_gather_object(self.used)
         for i, (step, _) in enumerate(self.used):
-            self.reporter.examples(step, [used[i][1] for used in by_rank])
+            self.reporter.examples(step, [used[i][1] for used in by_rank], step in self.progress.skipped)
+        self.used.clear()
+
+    def on_rollback(self, run: Run) -> None:
+        """Forget the steps that the run makes again."""
         self.used.clear()
 
     def before_checkpoint(self, run: Run) -> None:
@@ -94,6 +104,7 @@ class Logger(Callback):
         self.reporter = reporter
         self.tell = tell
         self.logged_step = progress.step
+        self.skips_told = 0
         self.examples = 0  # since the last line
         self.rates: list[tuple[int, float]] = []  # first step of a line, and its images/s
 
@@ -106,18 +117,36 @@ class Logger(Callback):
         self.examples += run.plan.examples_in_step(run.step - 1)
         if run.is_due(run.settings.log_every):
             self._log(run)
+        self._tell_skips()
+
+    def before_checkpoint(self, run: Run) -> None:
+        """Record the steps up to the checkpoint that were skipped."""
+        self._tell_skips()
+
+    def on_rollback(self, run: Run) -> None:
+        """Count from the checkpoint on."""
+        self.logged_step, self.examples = run.step, 0
+        self.progress.clock.lap()
 
     def on_end(self, run: Run) -> None:
         """Log what is left."""
         if self.logged_step < run.step:
             self._log(run)
 
+    def _tell_skips(self) -> None:
+        skipped = self.progress.skipped
+        for step, loss in list(skipped.items())[self.skips_told :] if len(skipped) > self.skips_told else ():
+            self.reporter.skipped(step, loss)
+        self.skips_told = len(skipped)
+
     def _log(self, run: Run) -> None:
         self.progress.check_losses()
+        self._tell_skips()
+        if run.loss is None:
+            return  # every step so far was skipped
         seconds, steps = self.progress.clock.lap(), run.step - self.logged_step
         rate = self.examples / seconds
         self.rates.append((self.logged_step, rate))
-        assert run.loss is not None
         self.reporter.train(run.step, round(run.epoch, 4), run.loss, run.learning_rate, round(rate, 2), seconds / steps)
         self.logged_step, self.examples = run.step, 0
         with self.progress.clock.paused():
@@ -233,6 +262,10 @@ class Evaluator(Callback):
         if self._is_due(run) and not self.progress.stop_requested:
             self.run_now(run, six_views=False)
 
+    def on_rollback(self, run: Run) -> None:
+        """Forget what is of a later step."""
+        self.newest = None
+
     def on_end(self, run: Run) -> None:
         """Evaluate before the last checkpoint is written: a net that has diverged is not saved."""
         self.final(run)
@@ -251,10 +284,10 @@ class Evaluator(Callback):
         """Evaluate. A collective.
 
         Raises:
-            TrainingError: where the loss is not finite.
+            Diverged: where the loss is not finite.
         """
         self.progress.check_losses()  # before the clock stops: waiting for the device is part of the steps' time
-        with self.progress.clock.paused(), self.progress.watch.phase("evaluation"):
+        with self.progress.aside("evaluation"):
             self.statistics.average(run.step)
             if self.averages:
                 self.averages.swap()
@@ -262,7 +295,7 @@ class Evaluator(Callback):
             if self.averages:
                 self.averages.swap()
             if not math.isfinite(found.loss):
-                raise self.progress.diverged(f"test loss = {found.loss} at step {run.step}")
+                raise self.progress.diverged(f"test loss = {found.loss} at step {run.step}", run.step)
             self.newest = (run.step, found)
             self.reporter.evaluation(run.step, round(run.epoch, 4), found.accuracy, found.loss, found.examples)
             self.tell("on_evaluation", found)
@@ -295,12 +328,13 @@ class Checkpointer(Callback):
         """Start the clock of the whole run; save where it stops before its first step."""
         self.seconds_before = float(self.state.seconds.numpy())
         self.began = time.perf_counter()
-        if self.progress.stop_requested:
-            self.save(run)
+        if run.settings.on_nan == "rollback" or self.progress.stop_requested:
+            self.save(run)  # there is always something to go back to
 
     def on_step(self, run: Run) -> None:
-        """Save where it is due, or the run stops."""
-        due = run.is_due(run.settings.checkpoint_every) or self.progress.stop_requested
+        """Save where it is due, the run stops, or rank 0 could not write something else."""
+        progress = self.progress
+        due = run.is_due(run.settings.checkpoint_every) or progress.stop_requested or progress.save_requested
         if due and run.step < run.total_steps:  # the last step is saved after its evaluation
             self.save(run)
 
@@ -313,23 +347,27 @@ class Checkpointer(Callback):
         """Seconds of training, set-up left out, those before a resume included."""
         return self.seconds_before + time.perf_counter() - self.began
 
-    def mark(self, run: Run) -> None:
-        """Note step and time in the state, which is about to be kept."""
-        self.state.step.assign(run.step)
-        self.state.seconds.assign(self.seconds)
-
     def save(self, run: Run) -> None:
         """Write a checkpoint of this step, unless there is one. A collective."""
         self.progress.check_losses()
-        with self.progress.clock.paused(), self.progress.watch.phase("checkpoint"):
+        with self.progress.aside("checkpoints"):
             self.statistics.average(run.step)
             self.tell("before_checkpoint")
             if self.progress.saved_step != run.step:
-                self.mark(run)
+                self.mark()
                 path = collectives.on_root(self._save)
-                self.progress.saved_step = run.step
+                self.progress.saved_step, self.progress.save_requested = run.step, False
                 self.reporter.say(f"step {run.step}: saved {path}")
                 self.tell("on_checkpoint", path)
+
+    def mark(self) -> None:
+        """Note step, time and what has happened so far in the state, which is about to be kept."""
+        state, progress = self.state, self.progress
+        state.step.assign(progress.step)
+        state.seconds.assign(self.seconds)
+        state.skipped.assign(progress.skipped_before + len(progress.skipped))
+        state.rollbacks.assign(progress.rollbacks)
+        state.rate_factor.assign(progress.rate_factor)
 
     def _save(self) -> Path:
         """Rank 0's part. UserError where the checkpoint or, after it, the run's other files cannot be written."""
@@ -340,6 +378,38 @@ class Checkpointer(Callback):
         except UserError as failure:
             raise UserError(f"{failure}; the checkpoint {path.name} is kept") from None
         return path
+
+
+class Timekeeper(Callback):
+    """Marks where the wall time goes, for `reporting.goodput`."""
+
+    def __init__(self, progress: Progress, reporter: Reporter) -> None:
+        self.progress = progress
+        self.reporter = reporter
+
+    def on_start(self, run: Run) -> None:
+        """Mark the end of set-up."""
+        self._mark_spans()
+        self.reporter.mark("start", step=run.step)
+
+    def on_step(self, run: Run) -> None:
+        """Mark what was done beside this step."""
+        self._mark_spans()
+        self.reporter.beat()
+
+    def on_rollback(self, run: Run) -> None:
+        """Mark where the run goes on."""
+        self._mark_spans()
+        self.reporter.mark("rollback", step=run.step)
+
+    def on_end(self, run: Run) -> None:
+        """Mark what was done after the last step."""
+        self._mark_spans()
+
+    def _mark_spans(self) -> None:
+        for kind, step, began, ended in self.progress.spans:
+            self.reporter.mark(kind, time=ended, began=began, step=step)
+        self.progress.spans.clear()
 
 
 class Summariser(Callback):
@@ -392,9 +462,13 @@ class Summariser(Callback):
             "training_seconds": round(seconds, 3),
             "replicas_identical": self.replicas.checked_step == run.step and len(set(digests)) == 1,
             "divergences_mended": int(state.mended.numpy()),
+            "skipped_steps": int(state.skipped.numpy()),
+            "rollbacks": int(state.rollbacks.numpy()),
+            "learning_rate_factor": float(state.rate_factor.numpy()),
             "sync_check_seconds": round(float(state.check_seconds.numpy()), 6),
             "weights_sha256": digests[0],
             "weights_sha256_by_rank": digests,
+            "goodput": goodput.shares([*reporter.marks, {"mark": "end", "time": time.time(), "step": run.step}]),
             "versions": versions(),
         }
         self.results["summary"] = collectives.broadcast_object(summary)
@@ -403,6 +477,7 @@ class Summariser(Callback):
             f"{run.dataset}, {run.settings.model}: test accuracy {found.accuracy:.2%} after {run.step} steps "
             f"({run.epoch:.2f} epochs) in {seconds:.1f} s; {run.run_dir / 'summary.json'}"
         )
+        reporter.say(goodput.in_words(run.summary["goodput"]))
 
 
 def check_interface(callbacks: Sequence[Any]) -> None:

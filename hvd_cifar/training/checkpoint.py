@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.distributed.optimizer import memory_of
-from hvd_cifar.errors import DIVERGED, TrainingError, UserError, reason_of
+from hvd_cifar.errors import DIVERGED, Diverged, UserError, reason_of
 from hvd_cifar.models import Net
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.training import checkpoint_files
@@ -50,13 +50,17 @@ class State:
         self.seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="seconds")  # of training so far
         self.check_seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="check_seconds")  # of these
         self.mended = keras.Variable(0, dtype="int64", trainable=False, name="mended")  # times that ranks had drifted
+        self.skipped = keras.Variable(0, dtype="int64", trainable=False, name="skipped")  # steps
+        self.rollbacks = keras.Variable(0, dtype="int64", trainable=False, name="rollbacks")
+        # Of the schedule's learning rate, after rollbacks.
+        self.rate_factor = keras.Variable(1.0, dtype="float64", trainable=False, name="rate_factor")
 
     @property
     def variables(self) -> list[Any]:
         """All of it, in a fixed order, for broadcast and comparison."""
         slots = self.optimizer.variables if self.optimizer else []
         averages = [v for kept in (self.averages, self.lookahead) if kept for v in kept.variables]
-        counters = [self.step, self.origin, self.mended, *self.clocks]
+        counters = [self.step, self.origin, self.mended, self.skipped, self.rollbacks, self.rate_factor, *self.clocks]
         return [*self.net.model.variables, *slots, *self.compression, *averages, *counters]
 
     @property
@@ -85,7 +89,7 @@ class State:
         parts: dict[str, Any] = {"model": self.net.model, "step": self.step.value, "seconds": self.seconds.value}
         if self.optimizer:
             parts["optimizer"] = self.optimizer
-            for name in ("origin", "mended", "check_seconds"):
+            for name in ("origin", "mended", "skipped", "rollbacks", "rate_factor", "check_seconds"):
                 parts[name] = getattr(self, name).value
             if states := random_states(self.net.model):  # Keras does not make them part of the model's checkpoint
                 parts["random"] = tf.train.Checkpoint(variables=[v.value for v in states])
@@ -112,13 +116,13 @@ class Checkpoints:
         Later ones are damaged: a run goes on from its newest whole one. They are removed.
 
         Raises:
-            TrainingError: where a value is not finite: a step may spoil the weights although its own loss was fine.
+            Diverged: where a value is not finite: a step may spoil the weights although its own loss was fine.
             UserError: where it cannot be written; earlier checkpoints are then still there.
         """
         step = int(self.state.step.numpy())
         spoilt = [v.path for v in self.state.variables if not np.isfinite(v.numpy().astype(np.float64)).all()]
         if spoilt:
-            raise TrainingError(
+            raise Diverged(
                 f"{DIVERGED}: {spoilt[0]} is not finite after step {step}; it was not saved; "
                 "lower --learning-rate or give --clip-norm"
             )
@@ -130,11 +134,27 @@ class Checkpoints:
                 f"cannot write the checkpoint of step {step} in {self.folder}: {reason_of(failure)}; "
                 f"{kept}; make room or give another --run-dir"
             ) from None
+        self._remove_all_but(path, KEPT)
+        return path
+
+    def go_back(self, useless_step: int | None) -> Path | None:
+        """Restore the newest whole checkpoint, and remove later ones; None where there is none.
+
+        That of `useless_step` is restored only where it is the only one.
+        """
+        whole = [path for path in checkpoint_files.listed(self.folder) if checkpoint_files.damage(path) is None]
+        path = next((path for path in whole if path.name != f"step-{useless_step}"), whole[0] if whole else None)
+        if path is not None:
+            self.restore(path)
+            self._remove_all_but(path, KEPT)
+        return path
+
+    def _remove_all_but(self, path: Path, kept: int) -> None:
+        """Remove the checkpoints after this one, and before it all but the newest."""
         newest_first = checkpoint_files.listed(self.folder)
         own = newest_first.index(path)
-        for other in (*newest_first[:own], *newest_first[own + KEPT :]):
+        for other in (*newest_first[:own], *newest_first[own + kept :]):
             checkpoint_files.remove(other)
-        return path
 
     def restore(self, path: Path) -> None:
         """Read a state.

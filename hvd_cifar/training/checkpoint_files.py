@@ -21,7 +21,7 @@ from hvd_cifar.errors import UserError, reason_of
 from hvd_cifar.files import replace_text, sync
 from hvd_cifar.reporting import terminal
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d+)")
 

@@ -15,7 +15,7 @@ import keras
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data import sampler
 from hvd_cifar.data.pipeline import MicroBatch
-from hvd_cifar.errors import DIVERGED, TrainingError
+from hvd_cifar.errors import DIVERGED, Diverged
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.runtime.watch import Watch
 from hvd_cifar.runtime.world import World
@@ -51,12 +51,17 @@ class StepClock:
 
 
 SECONDS_BETWEEN_LOOKS = 1.0  # at results of steps: how late a request to stop is seen
+# A damaged image or a bit that flips spoils a step or two. Where no step of this many changes anything, the weights or
+# the learning rate are at fault, and more steps would only use up the data.
+MOST_SKIPS_IN_A_ROW = 10
 
 
 class Progress:
     """Step, losses and clock of a run; the same on every rank, except for clock and `seconds_per_step`."""
 
-    def __init__(self, first_step: int, saved_step: int, watch: Watch | None = None, stops: bool = False) -> None:
+    def __init__(
+        self, first_step: int, saved_step: int, watch: Watch | None = None, stops: bool = False, skips: bool = False
+    ) -> None:
         """Begin at a step.
 
         Args:
@@ -64,13 +69,22 @@ class Progress:
             saved_step: of the newest checkpoint of this run; -1: none.
             watch: is told of phases; None: nobody is.
             stops: whether the run is to stop before its next step.
+            skips: whether a step whose loss is not finite has changed nothing (`StepSpec.skips`).
         """
         self.watch = watch or Watch(0)
         self.first_step = self.step = first_step
         self.saved_step = saved_step
+        self.rate_factor = 1.0  # of the schedule's learning rate, after rollbacks
+        self.rollbacks = 0
+        self.skipped_before = 0  # steps, before this process
+        self.skipped: dict[int, float] = {}  # losses of steps since then
+        self.spans: list[tuple[str, int, float, float]] = []  # of `aside`: kind, step, begin and end in Unix time
+        self._skips = skips
+        self._skips_in_a_row = 0
         self.loss: float | None = None
         self.clock = StepClock()
         self.stop_requested = stops  # by any rank: this step is the last one, and is saved
+        self.save_requested = False  # by rank 0, which could not write: this step is saved
         self.seconds_per_step = SECONDS_BETWEEN_LOOKS  # of this rank, evaluation and saving included
         self.micro_batches: Sequence[MicroBatch] = ()  # of the last step
         self._unseen: list[Any] = []  # results of steps, left on the device until `check_losses`
@@ -78,7 +92,7 @@ class Progress:
         self._next_look = first_step + 1
 
     def add(self, micro_batches: Sequence[MicroBatch], result: Any) -> None:
-        """Count a step: its micro-batches, and float [3] as the function of `make_train_step` returns it.
+        """Count a step: its micro-batches, and float [4] as the function of `make_train_step` returns it.
 
         A look at the results waits for the device, so it comes once a second; it may raise as `check_losses` does.
         """
@@ -92,23 +106,56 @@ class Progress:
         """Fetch the results of all steps since the last call. They are the same on all ranks, so all ranks act alike.
 
         Raises:
-            TrainingError: at the first loss that is not finite.
+            Diverged: at the first loss that is not finite, or where too many steps in a row were skipped.
         """
         first = self.step - len(self._unseen) + 1
-        for step, (loss, requests, seconds) in enumerate((r.numpy() for r in self._unseen), start=first):
-            if not math.isfinite(loss):
-                raise self.diverged(f"loss = {float(loss)} at step {step}")
-            self.loss = float(loss)
-            self.stop_requested |= bool(requests > 0)
+        for step, (loss, stops, saves, seconds) in enumerate((r.numpy() for r in self._unseen), start=first):
+            if math.isfinite(loss):
+                self.loss, self._skips_in_a_row = float(loss), 0
+            else:
+                self._not_finite(step, float(loss))
+            self.stop_requested |= bool(stops > 0)
+            self.save_requested |= bool(saves > 0)
             self._next_look = self.step + max(1, int(SECONDS_BETWEEN_LOOKS / max(seconds, 1e-6)))
         if self._unseen:
             now = time.perf_counter()
             self.seconds_per_step, self._looked = (now - self._looked) / len(self._unseen), now
         self._unseen.clear()
 
-    def diverged(self, how: str) -> TrainingError:
-        """The error for a loss that is not finite; `how` names it."""
-        return TrainingError(f"{DIVERGED} with {how}; {self.kept}; lower --learning-rate or give --clip-norm")
+    def _not_finite(self, step: int, loss: float) -> None:
+        how = f"loss = {loss} at step {step}"
+        if not self._skips:
+            raise self.diverged(how, step - 1)
+        self.skipped[step] = loss
+        self._skips_in_a_row += 1
+        if self._skips_in_a_row == MOST_SKIPS_IN_A_ROW:
+            raise self.diverged(f"{how}, and {MOST_SKIPS_IN_A_ROW} steps in a row were skipped", None)
+
+    def diverged(self, how: str, weights_step: int | None) -> Diverged:
+        """The error for a loss that is not finite; `how` names it, and its weights are those after `weights_step`."""
+        kept = self.kept
+        if weights_step is not None and weights_step == self.saved_step:
+            kept += ", but this is the loss of its weights: go on from an earlier one"
+        return Diverged(f"{DIVERGED} with {how}; {kept}; lower --learning-rate or give --clip-norm", weights_step)
+
+    def go_back(self, step: int, rate_factor: float) -> None:
+        """Go on from the checkpoint of an earlier step, with a factor on the learning rate so far."""
+        self.step = self.saved_step = step
+        self.rate_factor *= rate_factor
+        self.rollbacks += 1
+        self.loss, self.micro_batches = None, ()
+        self._unseen.clear()
+        self._next_look = step + 1
+
+    @contextlib.contextmanager
+    def aside(self, kind: str) -> Iterator[None]:
+        """Keep the time of the block out of the clock, and note it in `spans`; `kind`: one of `goodput.SPANS`."""
+        step, began = self.step, time.time()
+        with self.clock.paused(), self.watch.phase(kind):
+            try:
+                yield
+            finally:
+                self.spans.append((kind, step, began, time.time()))
 
     @property
     def kept(self) -> str:
@@ -158,7 +205,7 @@ class Run:
     @property
     def learning_rate(self) -> float:
         """Learning rate of the last step."""
-        return self.schedule(max(0, self.step - 1))
+        return self.schedule(max(0, self.step - 1)) * self._progress.rate_factor
 
     @property
     def loss(self) -> float | None:

@@ -90,6 +90,12 @@ class StateCopy:
         if self._of_all:  # last: where it is whole, so is this rank's own part
             self._of_all.write(step, self._all.pieces())
 
+    def forget(self) -> None:
+        """Drop this rank's copies."""
+        for slots in (self._of_all, self._of_own):
+            if slots:
+                slots.clear()
+
     def restore(self, step: int) -> int | None:
         """Give all ranks the newest copy, if it is of a later step than `step`. A collective.
 
@@ -133,5 +139,9 @@ class Copier(Callback):
 
     def on_step(self, run: Run) -> None:
         """Copy the state of this step."""
-        self.checkpointer.mark(run)
+        self.checkpointer.mark()
         self.copy.write(run.step)
+
+    def on_rollback(self, run: Run) -> None:
+        """Forget the copies: they are of the steps that are taken back."""
+        self.copy.forget()

@@ -18,11 +18,12 @@ import tensorflow as tf
 from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed.batch_norm import examples_present, synchronised_layers
 from hvd_cifar.distributed.fixed_order import add_in_tree
-from hvd_cifar.distributed.optimizer import apply_and_sum
+from hvd_cifar.distributed.optimizer import apply_and_sum, memory_of
 from hvd_cifar.models import Net
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.training.image_sizes import ImageSizes, shrink
 from hvd_cifar.training.plan import Plan
+from hvd_cifar.training.random_layers import random_states
 from hvd_cifar.training.step_times import StepTimes
 from hvd_cifar.training.verify import Verifier
 
@@ -43,6 +44,7 @@ class StepSpec:
             of batch norm, and the results are averaged over all of them. None: a rank's micro-batches update that
             rank's moving statistics in turn.
         side: height in pixels that the step first resizes images to; None: it takes them as they are.
+        skips: whether a step that makes a loss, a weight or an optimizer's value infinite or NaN changes nothing.
     """
 
     image_shape: tuple[int, int, int]
@@ -51,6 +53,7 @@ class StepSpec:
     micro_batches: int = 1
     virtual_shards: int | None = None
     side: int | None = None
+    skips: bool = False
 
 
 class Share(NamedTuple):
@@ -66,6 +69,19 @@ class Share(NamedTuple):
     statistics: list[Any]
 
 
+class Notes(NamedTuple):
+    """What a rank tells the others with a step's loss; all ranks get the sums.
+
+    stop: 1 asks all ranks to stop.
+    save: 1 asks for a checkpoint.
+    seconds: of rank 0's recent steps, by which all ranks decide when to look at results; 0 on other ranks.
+    """
+
+    stop: float = 0.0
+    save: float = 0.0
+    seconds: float = 0.0
+
+
 class TrainStep:
     """The step of a run: adds to its micro-batches what follows from the step's number."""
 
@@ -76,20 +92,20 @@ class TrainStep:
         self._schedule = schedule
         self._plan = plan
 
-    def __call__(self, step: int, micro_batches: Sequence[MicroBatch], request: bool, seconds: float) -> Any:
+    def __call__(self, step: int, micro_batches: Sequence[MicroBatch], rate_factor: float, notes: Notes) -> Any:
         """The step that follows `step` finished ones, on this rank's micro-batches.
 
         Args:
             step, micro_batches: of this step.
-            request: whether this rank asks all ranks to stop.
-            seconds: of rank 0's recent steps, by which all ranks decide when to look at results; 0 on other ranks.
+            rate_factor: of the schedule's learning rate.
+            notes: of this rank.
 
         Returns:
             As the function of `make_train_step`; it may still be on the device.
         """
         count = tf.constant(self._plan.examples_in_step(step))
-        notes = tf.constant([float(request), seconds])
-        return self._steps[self._sizes(step)](micro_batches, count, self._schedule(step), notes)
+        learning_rate = self._schedule(step) * rate_factor
+        return self._steps[self._sizes(step)](micro_batches, count, learning_rate, tf.constant(notes, tf.float32))
 
 
 def cross_entropy(labels: Any, logits: Any, smoothing: float = 0.0) -> Any:
@@ -176,6 +192,51 @@ def make_share(net: Net, optimizer: Any, spec: StepSpec) -> Callable[..., Share]
     return share_of
 
 
+def values_of(variables: Sequence[Any]) -> list[Any]:
+    """The present values of variables, which later assignments do not change. Works in a graph."""
+    return [tf.identity(v.value) for v in variables]
+
+
+class Guard:
+    """Takes a step back whose loss, or what it made of weights and optimizer, is not finite (--on-nan skip).
+
+    Ranks have the same loss, weights and optimizer, so they decide alike without a message. A loss scale that meets an
+    overflow leaves weights and loss finite: that it halves itself is no skipped step.
+    """
+
+    def __init__(self, model: keras.Model, optimizer: Any, averages: Sequence[Any]) -> None:
+        drawn = set(map(id, random_states(model)))  # as after any other step
+        self._of_forward = [v for v in model.non_trainable_variables if id(v) not in drawn]
+        self._shared = [*model.trainable_variables, *optimizer.variables]
+        memory = [v for kept in memory_of(optimizer) for v in (kept.error, kept.right)]
+        self._of_update = [*self._shared, *memory, *(v for average in averages for v in average.variables)]
+        self._averages = averages
+
+    def before_step(self) -> list[Any]:
+        """The values that a forward pass changes."""
+        return values_of(self._of_forward)
+
+    def before_update(self) -> list[Any]:
+        """The values that an update changes."""
+        return values_of(self._of_update)
+
+    def undo_bad(self, results: Any, kept: Sequence[Any]) -> Any:
+        """A step's results [loss, ...], with a loss that is not finite where the values were put back to `kept`."""
+        floating = [v.value for v in self._shared if tf.as_dtype(v.dtype).is_floating]
+        sound = [tf.reduce_all(tf.math.is_finite(value)) for value in floating]
+        is_good = tf.reduce_all(tf.stack([tf.math.is_finite(results[0]), *sound]))
+
+        def put_back() -> None:
+            for variable, value in zip((*self._of_forward, *self._of_update), kept, strict=True):
+                variable.assign(value)
+            for average in self._averages:
+                average.skip()
+
+        tf.cond(is_good, lambda: None, put_back)
+        loss = tf.where(is_good | ~tf.math.is_finite(results[0]), results[0], math.nan)
+        return tf.concat([[loss], results[1:]], 0)
+
+
 def make_train_step(
     net: Net,
     optimizer: Any,
@@ -195,16 +256,18 @@ def make_train_step(
         verifier: has shares computed again. Gradients then leave their graph before they are reduced.
 
     Returns:
-        A function (micro_batches, global_count, learning_rate, notes) -> float [3], the same on every rank: the loss
-        of the global batch (mean cross-entropy plus weight decay; NaN where a variable is not finite), and the sums
-        over all ranks of `notes`, float32 [2]: the number of ranks that ask to stop, and rank 0's seconds for a step.
-        All travel with the gradients.
+        A function (micro_batches, global_count, learning_rate, notes) -> float [4], the same on every rank: the loss
+        of the global batch (mean cross-entropy plus weight decay; NaN where a variable is not finite; not finite where
+        the step was skipped), and the sums over all ranks of `notes`, float32 [3] as of `Notes`. All travel with the
+        gradients.
     """
     variables = net.model.trainable_variables
     real, statistics = real_of(net.model), local_statistics(net.model)
     share_of = make_share(net, optimizer, spec)
+    guard = Guard(net.model, optimizer, averages) if spec.skips else None
 
-    def update(share: Share, learning_rate: Any, notes: Any) -> Any:
+    def update(share: Share, learning_rate: Any, notes: Any, before: Sequence[Any]) -> Any:
+        kept = [*before, *guard.before_update()] if guard else []
         own = [tf.concat([[share.loss], tf.cast(notes, share.loss.dtype)], 0), *share.statistics]
         optimizer.learning_rate.assign(learning_rate)
         if times:
@@ -218,16 +281,17 @@ def make_train_step(
         if spec.virtual_shards:
             for statistic, total in zip(statistics, totals, strict=True):
                 statistic.assign(total / spec.virtual_shards)
-        return loss_and_notes
+        return guard.undo_bad(loss_and_notes, kept) if guard else loss_and_notes
 
     of_micro_batch = micro_batch_signature(spec)
 
     if spec.micro_batches == 1 and not spec.virtual_shards and not verifier:
+        notes_of = tf.TensorSpec([len(Notes._fields)], tf.float32)
 
-        @_graph(input_signature=[*of_micro_batch, tf.TensorSpec([], real), tf.TensorSpec([2], tf.float32)])
+        @_graph(input_signature=[*of_micro_batch, tf.TensorSpec([], real), notes_of])
         def whole_step(image: Any, label: Any, weight: Any, count: Any, learning_rate: Any, notes: Any) -> Any:
-            start = [tf.identity(s.value) for s in statistics]
-            return update(share_of(image, label, weight, count, start), learning_rate, notes)
+            start, before = values_of(statistics), guard.before_step() if guard else []
+            return update(share_of(image, label, weight, count, start), learning_rate, notes, before)
 
         def step_of_one(micro_batches: Sequence[MicroBatch], count: Any, rate: float, notes: Any) -> Any:
             (batch,) = micro_batches
@@ -247,21 +311,19 @@ def make_train_step(
     add = _graph(lambda one, other: tf.nest.map_structure(tf.add, one, other))
     update_in_graph = _graph(update)
 
-    def values_of_statistics() -> list[Any]:
-        return [tf.identity(s.value) for s in statistics]
-
     def share_of_all(micro_batches: Sequence[MicroBatch], count: Any) -> Any:
-        first = values_of_statistics()
+        first = values_of(statistics)
         # Every virtual shard begins with the statistics of the step's start; a rank's micro-batches follow each other.
         shares = (
-            share_from(b.image, b.label, b.weight, count, first if spec.virtual_shards else values_of_statistics())
+            share_from(b.image, b.label, b.weight, count, first if spec.virtual_shards else values_of(statistics))
             for b in micro_batches
         )
         return add_in_tree(shares, add)
 
     def step_of_several(micro_batches: Sequence[MicroBatch], count: Any, rate: float, notes: Any) -> Any:
+        before = guard.before_step() if guard else []
         compute = partial(share_of_all, count=count)
         share = verifier.share(micro_batches, compute) if verifier else compute(micro_batches)
-        return update_in_graph(share, tf.constant(rate, real), notes)
+        return update_in_graph(share, tf.constant(rate, real), notes, before)
 
     return step_of_several

@@ -10,13 +10,14 @@ from typing import Any
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed import collectives
-from hvd_cifar.errors import RESUME, Preempted, UserError
+from hvd_cifar.errors import RESUME, Diverged, Preempted, UserError
 from hvd_cifar.reporting.metrics import Reporter
+from hvd_cifar.runtime import environment
 from hvd_cifar.training.callbacks import Callback
 from hvd_cifar.training.preemption import StopRequests
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.run_dir import read_summary
-from hvd_cifar.training.step import TrainStep
+from hvd_cifar.training.step import Notes, TrainStep
 
 
 @dataclass(frozen=True)
@@ -36,24 +37,23 @@ class Trainer:
         run: Run,
         progress: Progress,
         step: TrainStep,
-        batches: Iterator[list[MicroBatch]],
+        batches: Callable[[int], Iterator[list[MicroBatch]]],
         reporter: Reporter,
-        callbacks: Sequence[Callback] = (),
     ) -> None:
-        """`progress` is the state behind `run`; `batches` are this rank's micro-batches of each step that is left."""
+        """`progress` is the state behind `run`; `batches` gives this rank's micro-batches of the steps after one."""
         self.run = run
         self.progress = progress
         self.step = step
         self.batches = batches
         self.reporter = reporter
-        self.callbacks = callbacks
+        self.callbacks: Sequence[Callback] = ()
+        self.go_back: Callable[[Diverged], None] | None = None  # of --on-nan rollback
 
     def train(self) -> dict[str, Any]:
         """Make all steps that are left, and return the run's summary; a collective.
 
         Raises:
-            Preempted: on all ranks, after a checkpoint, where a signal has asked one of them to stop, or where rank 0
-                could not write for a while.
+            Preempted: on all ranks, after a checkpoint, where a signal has asked one of them to stop.
         """
         if self.progress.step == self.run.total_steps:
             done: dict[str, Any] = collectives.broadcast_object(read_summary(self.run.run_dir))
@@ -63,16 +63,26 @@ class Trainer:
         with self._open() as requests:
             self.tell("on_start")
             self._stop_where_asked()
-            for micro_batches in self.progress.watch.each("batch", self.batches):
-                self.progress.watch.mark("step", self.run.step + 1)
-                seconds = self.progress.seconds_per_step if self.run.world.is_root else 0.0
-                stops = requests.made or self.reporter.is_behind
-                result = self.step(self.progress.step, micro_batches, stops, seconds)
-                self.progress.add(micro_batches, result)
-                self.tell("on_step")
-                self._stop_where_asked()
-            self.tell("on_end")
-        return dict(self.run.summary)
+            while True:
+                try:
+                    self._make_steps(requests)
+                    self.tell("on_end")
+                    return dict(self.run.summary)
+                except Diverged as failure:  # on all ranks: they have the same losses
+                    if self.go_back is None:
+                        raise
+                    self.go_back(failure)
+
+    def _make_steps(self, requests: StopRequests) -> None:
+        watch = self.progress.watch
+        for micro_batches in watch.each("batch", self.batches(self.progress.step)):
+            watch.mark("step", self.run.step + 1)
+            seconds = self.progress.seconds_per_step if self.run.world.is_root else 0.0
+            notes = Notes(float(requests.made), float(self.reporter.is_behind), seconds)
+            result = self.step(self.progress.step, micro_batches, self.progress.rate_factor, notes)
+            self.progress.add(micro_batches, result)
+            self.tell("on_step")
+            self._stop_where_asked()
 
     def _stop_where_asked(self) -> None:
         if self.progress.stop_requested and self.progress.step < self.run.total_steps:
@@ -104,11 +114,14 @@ class Trainer:
             if first < total:
                 self.reporter.withdraw_summary()
             self.reporter.open(first, self.run.settings.record_examples)
+            self.reporter.begin_session(environment.starts())
             with self.reporter.progress(first, total):
                 yield
         except BaseException:
+            self.reporter.mark("end", step=self.progress.step)
             with contextlib.suppress(UserError):  # the error in the block comes first
                 self.reporter.close()
             raise
         else:
+            self.reporter.mark("end", step=self.progress.step)
             self.reporter.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from benchmarks import runs
 from hvd_cifar.launch.restarts import Failure, failure_of, reason_to_give_up, seconds_before
+from hvd_cifar.reporting import goodput
 from tests.faults.jobs import start
 
 KILLED = "hvd_cifar: rank 1 on a was ended by signal 9 (Killed)"
@@ -48,7 +50,7 @@ def test_waits_double_up_to_a_minute() -> None:
 def test_killed_ranks_and_a_killed_starter(kind: str, embedded: Path, tmp_path: Path) -> None:
     """Rank 1, then what starts the ranks, is killed; the job ends with the weights of one that was left alone."""
     options = ["--deterministic", "--max-steps", 300, "--checkpoint-every", 20, "--eval-every", 0, "--resume", "never"]
-    run_dir = tmp_path / "run"
+    run_dir, began = tmp_path / "run", time.time()
     running = start(["-np", 2, kind, "--max-restarts", 3], embedded, run_dir, *options)
     try:
         for restart, target, step in ((1, "rank 1", 30), (2, "starter", 100)):
@@ -63,6 +65,13 @@ def test_killed_ranks_and_a_killed_starter(kind: str, embedded: Path, tmp_path: 
     whole = start(["-np", 2, kind], embedded, tmp_path / "whole", *options)
     assert whole.wait() == 0
     assert runs.summary(run_dir)["weights_sha256"] == runs.summary(tmp_path / "whole")["weights_sha256"]
+    found = runs.summary(run_dir)["goodput"]
+    seconds = (run_dir / "summary.json").stat().st_mtime - began
+    assert found["seconds"] == pytest.approx(seconds, rel=0.01)
+    assert sum(found[kind] for kind in goodput.KINDS) == pytest.approx(1, abs=0.01)
+    assert found["waiting"] * seconds == pytest.approx(3, abs=1)  # 1 s and 2 s
+    assert all(found[kind] > 0 for kind in goodput.KINDS)
+    assert running.said().splitlines()[-1].startswith(f"wall time {found['seconds']:.1f} s: ")
 
 
 def test_the_same_failure_ends_the_job_and_a_user_s_error_is_not_repeated(embedded: Path, tmp_path: Path) -> None:

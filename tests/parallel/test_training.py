@@ -266,6 +266,30 @@ def test_files_that_are_removed_during_a_run_end_it_with_what_can_be_saved(
         assert f"cannot write {tmp_path / gone}" in line and f"the checkpoint {saved.name} is kept" in line
 
 
+def test_a_run_goes_on_after_a_write_that_failed_once(embedded: Path, tmp_path: Path) -> None:
+    """metrics.jsonl is away for the line of step 10; all ranks save at the same step, and nothing is lost."""
+    program = tmp_path / "away.py"
+    program.write_text(
+        "import hvd_cifar\n"
+        "class Away(hvd_cifar.Callback):\n"
+        "    def _move(self, run, step, one, other):\n"
+        "        if run.step == step and run.world.is_root:\n"
+        "            (run.run_dir / one).rename(run.run_dir / other)\n"
+        "    def on_step(self, run):\n"
+        "        self._move(run, 7, 'metrics.jsonl', 'away')\n"
+        "    def on_log(self, run):\n"
+        "        self._move(run, 10, 'away', 'metrics.jsonl')\n"
+    )
+    run_dir = tmp_path / "run"
+    options = ["--batch-size", 8, *QUICK, "--callbacks", f"{program}:Away", "--max-steps", 300]
+    done = _run(2, "train", *TUTORIAL, embedded, "--run-dir", run_dir, *options)
+    assert done.returncode == 0, done.stderr
+    assert sorted(_losses(run_dir)) == list(range(5, 301, 5))
+    first, last = sorted(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").iterdir())
+    assert 10 < first < last == 300
+    assert done.stderr.count("could not be written for a while; nothing of it is lost") == 1
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -102,7 +102,7 @@ def test_every_damage_is_found_before_a_value_is_read(tmp_path: Path, capfd: pyt
         find(newest)
 
 
-@pytest.mark.parametrize("content", ["\udcff", "5", "{}", '{"format": 2}', '{"format": 1, "files": {}}', "[]"])
+@pytest.mark.parametrize("content", ["\udcff", "5", "{}", '{"format": 1}', '{"format": 2, "files": {}}', "[]"])
 def test_a_manifest_that_says_something_else_is_damage(content: str, tmp_path: Path) -> None:
     path = Checkpoints(tmp_path, _state()).save()
     (path / "manifest.json").write_text(content, errors="surrogateescape")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,37 @@ def test_lines_that_cannot_be_written_wait(tmp_path: Path) -> None:
     reporter.catch_up()
     assert not reporter.is_behind
     assert [e["step"] for e in _events(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_what_a_full_disk_refuses_is_written_when_there_is_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A limit on the size of files, which the system keeps: lines and TensorBoard's events fail, then wait."""
+    reporter = Reporter(tmp_path, watched=False, dataset="cifar10")
+    reporter.open(0)
+    reporter.train(1, 0.1, 1.0, 0.1, 100.0, 0.5)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
+    try:
+        reporter.train(2, 0.2, 1.0, 0.1, 100.0, 0.5)
+        with pytest.raises(UserError, match="File too large"):
+            reporter.catch_up()
+        reporter.evaluation(2, 0.2, 0.5, 1.0, 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert reporter.is_behind and "note" not in capsys.readouterr().err
+    reporter.catch_up()
+    assert not reporter.is_behind and "nothing of it is lost" in capsys.readouterr().err
+    reporter.train(3, 0.3, 1.0, 0.1, 100.0, 0.5)
+    reporter.close()
+    assert [(e["event"], e["step"]) for e in _events(tmp_path)] == [
+        ("train", 1),
+        ("train", 2),
+        ("eval", 2),
+        ("train", 3),
+    ]
+    found = _by_events(tmp_path / "tensorboard")
+    assert (found["cifar10/train/loss"], found["cifar10/eval/test_loss"]) == ([1, 2, 3], [2])
 
 
 def _by_events(folder: Path) -> dict[str, list[int]]:

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from hvd_cifar.errors import TrainingError
-from hvd_cifar.training.progress import Progress, StepClock
+from hvd_cifar.training.progress import MOST_SKIPS_IN_A_ROW, Progress, StepClock
 
 
 class _Result:
-    """What a step returns: float [3] on a device."""
+    """What a step returns: float [4] on a device."""
 
-    def __init__(self, loss: float, requests: float = 0.0, seconds: float = 1e-3) -> None:
-        self.value = np.array([loss, requests, seconds])
+    def __init__(self, loss: float, requests: float = 0.0, seconds: float = 1e-3, saves: float = 0.0) -> None:
+        self.value = np.array([loss, requests, saves, seconds])
 
     def numpy(self) -> Any:
         return self.value
@@ -32,6 +32,34 @@ def test_the_step_whose_loss_is_not_finite_is_named(at: int, looked_at: int | No
             if step == looked_at:
                 progress.check_losses()
         progress.check_losses()
+
+
+def test_a_checkpoint_whose_own_weights_give_that_loss_is_named() -> None:
+    for saved, is_own in ((3, False), (4, True)):
+        progress = Progress(first_step=4, saved_step=saved)
+        with pytest.raises(TrainingError, match=rf"the checkpoint of step {saved} is kept(.*)") as raised:
+            progress.add([], _Result(np.nan))
+        assert ("kept, but this is the loss of its weights" in str(raised.value)) == is_own
+
+
+def test_skipped_steps_end_a_run_only_where_many_follow_each_other() -> None:
+    progress = Progress(first_step=0, saved_step=-1, skips=True)
+    for _ in range(3):
+        for _ in range(MOST_SKIPS_IN_A_ROW - 1):
+            progress.add([], _Result(np.nan))
+        progress.add([], _Result(2.5))
+    progress.check_losses()
+    assert (progress.loss, len(progress.skipped), 30 in progress.skipped) == (2.5, 3 * MOST_SKIPS_IN_A_ROW - 3, False)
+    with pytest.raises(TrainingError, match=f"loss = inf at step 40, and {MOST_SKIPS_IN_A_ROW} steps in a row were sk"):
+        for _ in range(MOST_SKIPS_IN_A_ROW):
+            progress.add([], _Result(np.inf))
+        progress.check_losses()
+
+
+def test_rank_0_asks_for_a_checkpoint_and_the_run_goes_on() -> None:
+    progress = Progress(first_step=0, saved_step=-1)
+    progress.add([], _Result(1.0, saves=1.0))
+    assert progress.save_requested and not progress.stop_requested
 
 
 def test_the_newest_loss_and_any_rank_s_request_are_kept() -> None:

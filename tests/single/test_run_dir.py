@@ -109,10 +109,10 @@ def test_checkpoints_of_an_earlier_version_are_told_from_none(tmp_path: Path) ->
 # the learning rate come to is compared as facts.
 FREE = {
     "batch_size", "bucket_bytes", "callbacks", "check_sync_every", "checkpoint_every", "data_dir", "data_md5",
-    "data_source", "data_url", "dataset", "epochs",
-    "eval_every", "eval_examples", "global_batch_size", "grace_seconds", "gradient_accumulation", "learning_rate",
-    "learning_rate_factor", "log_every", "max_steps", "on_divergence", "overlap", "record_examples", "resume",
-    "run_dir", "test_time_augmentation", "threads_per_rank", "warmup_epochs",
+    "data_source", "data_url", "dataset", "epochs", "eval_every", "eval_examples", "global_batch_size",
+    "grace_seconds", "gradient_accumulation", "learning_rate", "learning_rate_factor", "log_every", "max_rollbacks",
+    "max_steps", "on_divergence", "on_nan", "overlap", "record_examples", "resume", "rollback_factor", "run_dir",
+    "test_time_augmentation", "threads_per_rank", "warmup_epochs",
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from hvd_cifar.tools.benchmark.results import Estimate, Gradient, Phases, Slowes
 from hvd_cifar.training.assemble import Work, make_net, make_optimizer, prepare, step_spec, with_buckets_of
 from hvd_cifar.training.overlap import measure_backward, set_buckets
 from hvd_cifar.training.plan import precision_of
-from hvd_cifar.training.step import make_train_step
+from hvd_cifar.training.step import Notes, make_train_step
 
 # Small, so that a net that trains on one batch again and again stays finite. It does not change a step's time.
 LEARNING_RATE = 1e-3
@@ -192,7 +192,7 @@ class Bench:
                 self._model_optimizer, make_optimizer(self.work, self.net, LEARNING_RATE, ranks)
             )
             self._steps[k] = make_train_step(self.net, optimizer, step_spec(self.work), self.averages)
-        step, notes = self._steps[k], tf.constant([0.0, 0.0])
+        step, notes = self._steps[k], tf.constant(Notes())
         count = tf.constant(self.work.plan.global_batch_size // self.job.world.size * k)
         return lambda: step([batch()], count, LEARNING_RATE, notes)
 

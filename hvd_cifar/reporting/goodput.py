@@ -1,0 +1,161 @@
+"""Where a run's wall time went: marks in sessions.jsonl, and from them seconds by kind.
+
+A session is the life of rank 0's process. A run has several where it is started again, by the launcher or by hand.
+Marks are objects with "mark" and "time" (Unix time, seconds):
+
+launch: the session's ranks are being started. "starts": see `runtime.environment.starts`.
+start: the first step follows. "step": finished ones.
+evaluation, checkpoints, restart: something else than steps ends; it began at "began". "step": finished ones.
+rollback: the run goes on from the checkpoint of an earlier "step".
+end: the session ends after "step".
+lost: the last sign of life of the session before, which was killed after it logged "step". The next one writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+KINDS = (
+    "useful_steps",
+    "repeated_steps",  # steps, and what was done of them, that a restart or a rollback lost
+    "evaluation",
+    "checkpoints",
+    "set_up",  # from the launcher's start to the first step
+    "restart",  # the same of later starts; the way back of a rollback
+    "detection",  # from the last sign of life of rank 0 to the launcher's notice that the ranks have ended
+    "waiting",  # of the launcher, before it starts the ranks again
+)
+SPANS = ("evaluation", "checkpoints", "restart")
+
+Mark = dict[str, Any]
+
+
+@dataclass
+class _Steps:
+    """Steps made one after the other: those after `step`, between two times, and when later ones were reached.
+
+    logged: the last step on record of a session that was killed.
+    """
+
+    step: int
+    begin: float
+    end: float
+    reached: list[tuple[int, float]] = field(default_factory=list)
+    logged: int | None = None
+
+
+def read(text: str) -> list[Mark]:
+    """The marks of sessions.jsonl; what is damaged is left out."""
+    marks = []
+    for line in text.splitlines():
+        try:
+            mark = json.loads(line)
+            began = mark["began"] if mark["mark"] in SPANS else 0
+            numbers = [mark["time"], mark.get("step", 0), began, *mark.get("starts", [0])]
+            if isinstance(mark["mark"], str) and all(math.isfinite(number) for number in numbers):
+                marks.append(mark)
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
+            continue
+    return marks
+
+
+def has_ended(marks: Sequence[Mark]) -> bool:
+    """Whether the last session among the marks has told its end."""
+    return not marks or marks[-1]["mark"] in ("end", "lost")
+
+
+def shares(marks: Sequence[Mark]) -> dict[str, float]:
+    """The wall time in seconds, and each kind's share of it."""
+    seconds = seconds_by_kind(marks)
+    total = sum(seconds.values())
+    return {"seconds": round(total, 3), **{kind: round(part / (total or 1), 5) for kind, part in seconds.items()}}
+
+
+def in_words(found: dict[str, float]) -> str:
+    """What `shares` found, in a line, the largest first."""
+    parts = sorted(((found[kind], kind) for kind in KINDS if found[kind]), reverse=True)
+    return f"wall time {found['seconds']:.1f} s: " + ", ".join(f"{k.replace('_', ' ')} {p:.1%}" for p, k in parts)
+
+
+def seconds_by_kind(marks: Iterable[Mark]) -> dict[str, float]:
+    """Seconds of each of `KINDS`, from the launcher's start to the last mark; the time between two launchers is none.
+
+    Clocks of several hosts may differ a little: an interval of less than nothing counts as nothing.
+    """
+    totals = dict.fromkeys(KINDS, 0.0)
+    spans: list[tuple[float, float]] = []
+    runs: list[_Steps] = []
+    kind_of_start = "set_up"  # only of the first start
+    starts: list[float] = []
+    begun, at, steps = False, 0.0, None
+
+    def add(kind: str, begin: float, end: float) -> None:
+        totals[kind] += _without(begin, end, spans)
+
+    for mark in marks:
+        kind, time, step = mark["mark"], mark["time"], int(mark.get("step", 0))
+        if kind == "launch":
+            before, starts = starts, list(mark.get("starts") or [time])
+            same_job = begun and starts[: len(before)] == before and len(starts) > len(before)
+            of_gap = "detection" if same_job else kind_of_start
+            at, new = (at, starts[len(before) :]) if same_job else (starts[0], starts[1:])
+            for i, then in enumerate(new):  # noticed, started again, noticed, ...
+                add(of_gap, at, then)
+                kind_of_start = "restart"
+                at, of_gap = then, "restart" if i % 2 else "waiting"
+            begun, steps = True, None
+        elif not begun:
+            continue
+        elif kind in SPANS:
+            spans.append((mark["began"], time))
+            totals[kind] += max(0.0, time - mark["began"])
+            if steps is None:  # before the first step
+                add(kind_of_start, at, mark["began"])
+                at = time
+            else:
+                steps.end = time
+                steps.reached.append((step, time))
+        elif kind in ("start", "rollback"):
+            if steps is None:
+                add(kind_of_start, at, time)
+            else:
+                steps.end = time
+            steps, kind_of_start = _Steps(step, time, time), "restart"
+            runs.append(steps)
+            at = time
+        elif kind in ("end", "lost"):
+            if steps is None:
+                add(kind_of_start, at, time)
+            else:
+                steps.end = time
+                steps.reached += [(step, time)] * (kind == "end")
+                steps.logged = step if kind == "lost" else None
+            steps, kind_of_start, at = None, "restart", time
+    _add_steps(totals, runs, spans)
+    return totals
+
+
+def _add_steps(totals: dict[str, float], runs: Sequence[_Steps], spans: Sequence[tuple[float, float]]) -> None:
+    """Add the time of steps. What comes after the step that a later session or rollback begins from is repeated."""
+    kept = math.inf
+    for run in reversed(runs):
+        own = [time for step, time in run.reached if step == kept]  # such as of its checkpoint
+        before = [time for step, time in run.reached if step < kept]
+        if run.logged is not None and run.logged <= kept:  # an elastic job goes on from memory
+            before = [run.end]
+        lost_from = run.end if kept == math.inf else max(own or before or [run.begin])
+        if kept <= run.step:
+            lost_from = run.begin
+        totals["useful_steps"] += _without(run.begin, lost_from, spans)
+        totals["repeated_steps"] += _without(lost_from, run.end, spans)
+        kept = min(kept, run.step)
+
+
+def _without(begin: float, end: float, spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds between two times that lie in none of the spans."""
+    inside = sum(max(0.0, min(end, last) - max(begin, first)) for first, last in spans)
+    return max(0.0, end - begin - inside)

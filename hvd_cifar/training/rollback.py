@@ -1,0 +1,51 @@
+"""--on-nan rollback: back to the newest good checkpoint, and on from there with a lower learning rate."""
+
+from __future__ import annotations
+
+from hvd_cifar.config import DEFAULT_MAX_ROLLBACKS, DEFAULT_ROLLBACK_FACTOR
+from hvd_cifar.distributed import collectives
+from hvd_cifar.errors import Diverged
+from hvd_cifar.training import random_layers
+from hvd_cifar.training.callbacks import MovingStatistics
+from hvd_cifar.training.checkpoint import Checkpoints, State
+from hvd_cifar.training.trainer import Trainer
+
+
+class Rollback:
+    """Takes a run back after its loss or its weights were found not to be finite, in the same processes."""
+
+    def __init__(
+        self, trainer: Trainer, state: State, checkpoints: Checkpoints | None, statistics: MovingStatistics
+    ) -> None:
+        """`checkpoints`: None on ranks other than 0."""
+        self.trainer = trainer
+        self.state = state
+        self.checkpoints = checkpoints
+        self.statistics = statistics
+
+    def __call__(self, failure: Diverged) -> None:
+        """Go back. A collective: all ranks have the same failure.
+
+        Raises:
+            Diverged: where there is no checkpoint, or the run has gone back too often.
+        """
+        run, progress, reporter = self.trainer.run, self.trainer.progress, self.trainer.reporter
+        most = run.settings.max_rollbacks or DEFAULT_MAX_ROLLBACKS
+        if progress.rollbacks == most:
+            raise Diverged(f"{failure}; the run went back {most} times before (--max-rollbacks)") from failure
+        from_step, checkpoints = run.step, self.checkpoints
+        with progress.aside("restart"):
+            path = collectives.on_root(lambda: checkpoints.go_back(failure.weights_step) if checkpoints else None)
+            if path is None:
+                raise failure
+            collectives.broadcast_variables(self.state.variables)
+            random_layers.separate(run.model, run.world.rank)
+            progress.go_back(int(self.state.step.numpy()), run.settings.rollback_factor or DEFAULT_ROLLBACK_FACTOR)
+            self.statistics.averaged_step = run.step
+            collectives.on_root(lambda: reporter.go_back(run.step, run.settings.record_examples))
+        reporter.warn(
+            f"{failure}: rollback {progress.rollbacks} of {most} from step {from_step} to {path.name}; "
+            f"the learning rate is {progress.rate_factor:g} times the schedule's from here on"
+        )
+        reporter.rolled_back(run.step, from_step, progress.rate_factor)
+        self.trainer.tell("on_rollback")

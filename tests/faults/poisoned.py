@@ -1,0 +1,72 @@
+"""A user's net and callbacks that go wrong as the tests of bad numbers need it; `PLAN` says how (JSON)."""
+
+import gc
+import json
+import math
+import os
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvd_cifar
+from hvd_cifar.distributed.optimizer import memory_of
+from hvd_cifar.optim.averages import Lookahead, MovingAverage
+
+PLAN = json.loads(os.environ.get("PLAN", "{}"))
+POISON = tf.Variable(0.0, trainable=False)  # added to this rank's images
+MADE: list[Any] = []  # the optimizer
+
+
+class Poison(keras.layers.Layer):
+    def call(self, images: Any) -> Any:
+        return images + POISON
+
+
+def optimizer(learning_rate: float) -> Any:
+    MADE.append(keras.optimizers.SGD(learning_rate, momentum=0.9))
+    return MADE[-1]
+
+
+def build(image_shape: tuple[int, ...], classes: int) -> Any:
+    layers: list[Any] = [Poison(), keras.layers.Conv2D(8, 3, strides=4), keras.layers.BatchNormalization()]
+    layers += [keras.layers.ReLU(), keras.layers.Flatten(), keras.layers.Dense(classes)]
+    return keras.Sequential([keras.Input(image_shape), *layers]), hvd_cifar.Recipe(optimizer=optimizer, epochs=1)
+
+
+class Spoil(hvd_cifar.Callback):
+    """A NaN among the last rank's images, at the steps "nan"; before the checkpoint of step "huge", huge weights."""
+
+    def __init__(self) -> None:
+        self.left = list(PLAN.get("nan", []))
+
+    def on_step(self, run: Any) -> None:
+        POISON.assign(0.0)
+        if run.step + 1 in self.left and run.world.rank == run.world.size - 1:
+            POISON.assign(math.nan)
+            if PLAN.get("once"):
+                self.left.remove(run.step + 1)
+
+    def before_checkpoint(self, run: Any) -> None:
+        if run.step == PLAN.get("huge"):
+            del PLAN["huge"]
+            for variable in run.model.trainable_variables:
+                variable.assign(variable * 1e25)
+
+
+class Undo(hvd_cifar.Callback):
+    """Makes the update of the steps "undo", and takes it back: the oracle of --on-nan skip."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[Any, Any]] = []
+
+    def on_step(self, run: Any) -> None:
+        if run.step in PLAN["undo"]:
+            for variable, value in self.kept:
+                variable.assign(value)
+        averages = [thing for thing in gc.get_objects() if isinstance(thing, (MovingAverage, Lookahead))]
+        memory = [v for kept in memory_of(MADE[-1]) for v in (kept.error, kept.right)]
+        variables = [*run.model.variables, *MADE[-1].variables, *memory, *(v for a in averages for v in a.variables)]
+        # Look-ahead goes by the number of steps.
+        self.kept = [(v, np.array(v.numpy())) for v in variables if v.name != "lookahead_steps"]
