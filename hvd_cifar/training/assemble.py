@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -191,33 +192,20 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     }
     course = run_dir.course_of(work.settings, facts)
     folder, newest = collectives.on_root(lambda: run_dir.claim(work.settings, course))
-    checkpoints = Checkpoints(folder / "checkpoints", learner.state) if world.is_root else None
+    begin = _restore(work, world, learner, folder, newest)
     notes = [*overlap_lines, f"start-up proof: {proof}", f"run directory {folder}"]
     if newest is not None:
-        collectives.on_root(lambda: checkpoints.restore(newest) if checkpoints else None)
         notes += collectives.on_root(lambda: run_dir.changed_kernels(newest.parent.parent, kernels))
-    collectives.broadcast_variables(learner.state.variables)
-    on_disk = int(learner.state.step.numpy())
-    job, own = world.elastic, own_variables(work, learner)
-    copy = StateCopy(job.name, learner.state, own, world) if job else None
-    in_memory = copy.restore(on_disk) if copy else None
-    random_layers.separate(learner.net.model, world.rank)
-    first_step = int(learner.state.step.numpy())
-    if in_memory is not None:
-        notes.append(f"resumed from memory at step {first_step}")
-    elif newest is not None:
-        notes.append(f"resumed from {newest} at step {first_step}")
+    notes += [f"resumed from {begin.source} at step {begin.step}"] if begin.source else []
     named = work.settings.model_copy(update={"dataset": facts["dataset"]})
-    run_facts = {**facts, "first_step": first_step, **_facts_of(world)}
+    run_facts = {**facts, "first_step": begin.step, **_facts_of(world)}
     collectives.on_root(lambda: run_dir.record(folder, named, work.plan, run_facts))
 
     reporter = Reporter(folder if world.is_root else None, terminal.is_watched(), work.dataset.name)
     for line in (*_describe(work, world, learner.net, schedule), *notes):
         reporter.say(line)
-    # A checkpoint of another run does not count as saved in this one.
-    saved_step = on_disk if newest is not None and newest.parent == folder / "checkpoints" else -1
-    stops, skips = bool(job and job.saves_only), work.settings.on_nan == "skip"
-    progress = Progress(first_step, saved_step, watch, stops=stops, skips=skips)
+    stops, skips = bool(world.elastic and world.elastic.saves_only), work.settings.on_nan == "skip"
+    progress = Progress(begin.step, begin.saved_step, watch, stops=stops, skips=skips)
     progress.skipped_before = int(learner.state.skipped.numpy())
     progress.rollbacks = int(learner.state.rollbacks.numpy())
     progress.rate_factor = float(learner.state.rate_factor.numpy())
@@ -231,9 +219,44 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     step = _step_of(work, learner, schedule, times, verifier)
     trainer = Trainer(run, progress, step, lambda first: times.each(_batches(work, world, first)), reporter)
     stragglers = Stragglers(progress, times, reporter)
-    ours = _callbacks_of(trainer, work, learner, checkpoints, copy, results)
+    ours = _callbacks_of(trainer, work, learner, begin, results)
     trainer.callbacks = [*ours, stragglers, *own_callbacks]
     return trainer
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a run begins, and what keeps its state from there on.
+
+    Attributes:
+        step: finished global steps.
+        source: what its state comes from, in words; "": it is new.
+        saved_step: of its newest checkpoint; -1: none. A checkpoint of another run does not count.
+        checkpoints: on rank 0.
+        copy: in an elastic job.
+    """
+
+    step: int
+    source: str
+    saved_step: int
+    checkpoints: Checkpoints | None
+    copy: StateCopy | None
+
+
+def _restore(work: Work, world: World, learner: Learner, folder: Path, newest: Path | None) -> Beginning:
+    """Give all ranks the newest state: of a checkpoint, or what an elastic job has in memory. A collective."""
+    state, job = learner.state, world.elastic
+    checkpoints = Checkpoints(folder / "checkpoints", state) if world.is_root else None
+    if newest is not None:
+        collectives.on_root(lambda: checkpoints.restore(newest) if checkpoints else None)
+    collectives.broadcast_variables(state.variables)
+    on_disk = int(state.step.numpy())
+    copy = StateCopy(job.name, state, own_variables(work, learner), world) if job else None
+    in_memory = copy.restore(on_disk) if copy else None
+    random_layers.separate(learner.net.model, world.rank)
+    saved_step = on_disk if newest is not None and newest.parent == folder / "checkpoints" else -1
+    source = str(newest or "") if in_memory is None else "memory"
+    return Beginning(int(state.step.numpy()), source, saved_step, checkpoints, copy)
 
 
 def _name_of_data(work: Work, given: OfUser) -> str:
@@ -392,21 +415,11 @@ def _batches(work: Work, world: World, first_step: int) -> Iterator[list[MicroBa
 
 
 def _callbacks_of(
-    trainer: Trainer,
-    work: Work,
-    learner: Learner,
-    checkpoints: Checkpoints | None,
-    copy: StateCopy | None,
-    results: dict[str, Any],
+    trainer: Trainer, work: Work, learner: Learner, begin: Beginning, results: dict[str, Any]
 ) -> list[Callback]:
     """The program's own callbacks, in the order in which they act."""
-    settings, run, progress, reporter, tell = (
-        work.settings,
-        trainer.run,
-        trainer.progress,
-        trainer.reporter,
-        trainer.tell,
-    )
+    run, progress, reporter, tell = trainer.run, trainer.progress, trainer.reporter, trainer.tell
+    settings, checkpoints, copy = work.settings, begin.checkpoints, begin.copy
     evaluate = make_evaluator(
         learner.net.model, work.dataset.test, work.transforms, run.world, EVALUATION_BATCH, settings.eval_examples
     )
