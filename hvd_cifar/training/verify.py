@@ -65,8 +65,6 @@ class Verifier:
             return share
         owner = self.step // self._every % size
         checker, third = (owner + 1) % size, (owner + 2) % size
-        flat = [value.numpy() for value in tf.nest.flatten(share)]
-        own = Result(flat, self._values())
         work = collectives.all_gather_object(
             ([[part.numpy() for part in batch] for batch in micro_batches], before) if rank == owner else None
         )[owner]
@@ -76,12 +74,11 @@ class Verifier:
             batches, start = work
             kept = self._values()
             self._assign(start)
-            found = self._compute([MicroBatch(*map(tf.constant, batch)) for batch in batches], compute)
-            result = Result([value.numpy() for value in tf.nest.flatten(found)], self._values())
+            result = self._result(self._compute([MicroBatch(*map(tf.constant, b)) for b in batches], compute))
             self._assign(kept)
             return result
 
-        first = own if rank == owner else again() if rank == checker else None
+        first = self._result(share) if rank == owner else again() if rank == checker else None
         firsts = collectives.all_gather_object(first.digest if first else None)
         if firsts[owner] == firsts[checker]:
             return share
@@ -113,6 +110,9 @@ class Verifier:
 
     def _compute(self, micro_batches: Sequence[MicroBatch], compute: Callable[[Sequence[MicroBatch]], Any]) -> Any:
         return compute(micro_batches)
+
+    def _result(self, share: Any) -> Result:
+        return Result([value.numpy() for value in tf.nest.flatten(share)], self._values())
 
     def _values(self) -> list[Any]:
         return [variable.numpy() for variable in self._state]
