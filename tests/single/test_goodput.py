@@ -73,6 +73,12 @@ CASES: dict[str, tuple[list[goodput.Mark], dict[str, Any]]] = {
         + [launch(40.0), mark("start", 42, 5), mark("end", 52, 9)],
         {"set_up": 1, "checkpoints": 2, "useful_steps": 18, "restart": 3, "repeated_steps": 13},
     ),
+    "the same, but the second session went on from a later step than the third": (
+        [launch(0.0), mark("start", 1), span("checkpoints", 9, 10, 5), span("checkpoints", 19, 20, 7)]
+        + [mark("end", 20, 7), launch(30.0), mark("start", 31, 7), mark("end", 41, 8)]
+        + [launch(50.0), mark("start", 51, 5), mark("end", 61, 8)],
+        {"set_up": 1, "checkpoints": 2, "useful_steps": 18, "restart": 2, "repeated_steps": 19},
+    ),
     "a killed elastic job, which goes on from memory after the last step that it logged": (
         [*PLAIN, {"mark": "lost", "time": 140.0, "step": 7}, launch(100.0, 144.0, 145.0), mark("start", 157, 8)]
         + [mark("end", 177, 9)],

@@ -128,6 +128,23 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(
     assert (found["cifar10/train/loss"], found["cifar10/eval/test_loss"]) == ([1, 2, 3], [2])
 
 
+def test_half_an_event_of_tensorboard_does_not_hide_later_ones(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, watched=False, dataset="cifar10")
+    reporter.open(0)
+    reporter.train(1, 0.1, 1.0, 0.1, 100.0, 0.5)
+    (board,) = (tmp_path / "tensorboard").iterdir()
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (board.stat().st_size + 10, hard))
+    try:
+        reporter.train(2, 0.2, 1.0, 0.1, 100.0, 0.5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert reporter.is_behind
+    reporter.catch_up()
+    reporter.close()
+    assert _by_events(tmp_path / "tensorboard")["cifar10/train/loss"] == [1, 2]
+
+
 def _by_events(folder: Path) -> dict[str, list[int]]:
     """Steps by tag, as TensorBoard's reader of event files has them."""
     accumulator = EventAccumulator(str(folder)).Reload()
