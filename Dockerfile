@@ -15,7 +15,7 @@ RUN apt-get update \
 # The path that the image has, too: scripts of an environment contain it.
 WORKDIR /opt/hvd_cifar
 # What set-up reads, and no more: another line of code elsewhere does not build Horovod anew.
-COPY run.sh setup.cfg pyproject.toml ./
+COPY run.sh setup.cfg pyproject.toml LICENSE NOTICE ./
 COPY hvd_cifar/__init__.py hvd_cifar/errors.py hvd_cifar/
 COPY hvd_cifar/launch/__init__.py hvd_cifar/launch/arguments.py hvd_cifar/launch/
 COPY hvd_cifar/launch/cluster/__init__.py hvd_cifar/launch/cluster/hosts.py hvd_cifar/launch/cluster/ssh.py hvd_cifar/launch/cluster/
