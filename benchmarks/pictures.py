@@ -1,6 +1,6 @@
 """The pictures of README.md, from one real run: its terminal output, and its loss and test accuracy.
 
-    python -m benchmarks.pictures --data-dir D --runs runs/pictures
+    python -m benchmarks.pictures --data-dir D
 
 A run that `--runs` already holds is drawn, not made again.
 """
@@ -25,7 +25,7 @@ COMMAND = "./run.sh -np 2 train --run-dir runs/first"
 
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--data-dir", required=True, type=Path)
-@click.option("--runs", required=True, type=Path, help="Folder of the run.")
+@click.option("--runs", default=Path("runs/pictures"), type=Path, show_default=True, help="Folder of the run.")
 @click.option("--output", type=Path, default=jobs.CHECKOUT / "docs" / "pictures", show_default=False)
 @setting.one_line_for_users()
 def main(data_dir: Path, runs: Path, output: Path) -> None:
