@@ -12,7 +12,7 @@ ARG BUILD_BASE=${BASE}
 FROM ${BUILD_BASE} AS build
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends binutils g++ make python3 python3-venv
-# The path that the image has, too: scripts of an environment contain it.
+# The same path as in the image: scripts of an environment contain it.
 WORKDIR /opt/hvd_cifar
 # What set-up reads, and no more: another line of code elsewhere does not build Horovod anew.
 COPY run.sh setup.cfg pyproject.toml LICENSE NOTICE ./

@@ -231,8 +231,8 @@ class TrainSettings(DataSettings):
         None,
         gt=0,
         le=1_000_000,
-        description="Passes over the training set; the last may be a part, as in 9.9. A shorter ResNet run scales the paper's "
-        "rate steps to its length. [default: the recipe's]",
+        description="Passes over the training set; the last may be a part, as in 9.9. A shorter ResNet run scales the "
+        "paper's rate steps to its length. [default: the recipe's]",
     )
     max_steps: int | None = Field(None, gt=0, description="End after this many steps if the epochs have more.")
 

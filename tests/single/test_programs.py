@@ -57,7 +57,7 @@ def test_both_ways_of_a_layer_come_to_the_same(number: int, precision: str) -> N
             tape.watch(images)
             result = way(images)
         found.append((result, tape.gradient(result, images, upstream)))
-    near = (0.021, 0.2) if case.name.startswith("GELU") else (1e-3, 1e-3)  # which is another function, within so much
+    near = (0.021, 0.2) if case.name.startswith("GELU") else (1e-3, 1e-3)  # another function, within this bound
     rounding = {"float32": 0.0, "bfloat16": 2**-6}[precision]
     # Convolutions by sums of bfloat16's products round operands: errors deviate by 1.2% of a result's typical size.
     coarse = precision == "bfloat16" and case.name.endswith("compiled")
