@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -59,7 +60,8 @@ def terminal(lines: list[str]) -> str:
     console.print(f"[bold green]$[/] {COMMAND}", highlight=False)
     for line in lines:
         console.print(line, markup=False, highlight=False)
-    return console.export_svg(title="hvd_cifar", unique_id="hvd")
+    drawn = console.export_svg(title="hvd_cifar", unique_id="hvd")
+    return re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)  # fonts of another site
 
 
 def plot(events: list[dict[str, Any]], path: Path) -> None:
@@ -83,9 +85,8 @@ def plot(events: list[dict[str, Any]], path: Path) -> None:
             f"{percent:.1f}%", (e["epoch"], percent), (-6, -14), textcoords="offset points", fontsize="small"
         )
     right.set(ylabel="test accuracy, %", ylim=(0, 100))
-    axes.legend(
-        *(a + b for a, b in zip(axes.get_legend_handles_labels(), right.get_legend_handles_labels(), strict=True))
-    )
+    lines = [*axes.get_lines(), *right.get_lines()]
+    axes.legend(lines, [line.get_label() for line in lines], loc="lower left")
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
