@@ -241,7 +241,7 @@ def clocks(subject: Subject) -> Iterator[Finding]:
     offsets = {name: facts.clock for name, facts in subject.facts.items() if facts.clock}
     if len(offsets) < 2:
         return
-    # Of two clocks either may be wrong: this machine's counts as right.
+    # Either of two clocks may be wrong: this machine's is the reference.
     usual = statistics.median(offset for offset, _ in offsets.values()) if len(offsets) > 2 else 0.0
     wrong = False
     for host, (offset, doubt) in offsets.items():
