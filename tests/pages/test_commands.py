@@ -89,7 +89,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder like a checkout's, to run commands in."""
     for name in ("examples", "hostfiles", "deploy", "docs", "tests", "run.sh"):
         (tmp_path / name).symlink_to(CHECKOUT / name)
-    for name in ("my-hosts", "my-cluster"):
+    for name in ("my-hosts", "my-cluster", "hosts"):
         (tmp_path / name).write_text("node1 slots=8\nnode2 slots=8\n")
     for name in ("data", "run"):
         (tmp_path / name).mkdir()
