@@ -12,10 +12,10 @@ ARG BUILD_BASE=${BASE}
 FROM ${BUILD_BASE} AS build
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends binutils g++ make python3 python3-venv
-# The path that the image has, too: scripts of an environment contain it.
+# The same path as in the image: scripts of an environment contain it.
 WORKDIR /opt/hvd_cifar
 # What set-up reads, and no more: another line of code elsewhere does not build Horovod anew.
-COPY run.sh setup.cfg pyproject.toml ./
+COPY run.sh setup.cfg pyproject.toml LICENSE NOTICE ./
 COPY hvd_cifar/__init__.py hvd_cifar/errors.py hvd_cifar/
 COPY hvd_cifar/launch/__init__.py hvd_cifar/launch/arguments.py hvd_cifar/launch/
 COPY hvd_cifar/launch/cluster/__init__.py hvd_cifar/launch/cluster/hosts.py hvd_cifar/launch/cluster/ssh.py hvd_cifar/launch/cluster/

@@ -6,27 +6,27 @@ here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
 
 usage() {
     cat <<'TEXT'
-Train CIFAR-10 with TensorFlow and Horovod: one process (rank) per GPU or core.
+Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU or core.
 
   ./run.sh                                 set up if needed, then train with the defaults
   ./run.sh setup [--gpu] [--system-mpi]    set up only: in .venv, with TensorFlow for the CPU and a packaged MPI
                                            a later set-up keeps these options; --cpu, --packaged-mpi take them back
-  ./run.sh setup --hostfile FILE           the same on every host of the file, with the options and versions of here
-  ./run.sh test [PYTEST OPTIONS]           lint, types and all tests but slow ones; with options only pytest, with these
-  ./run.sh test --all [PYTEST OPTIONS]     the same with the slow ones, which build the container image
+  ./run.sh setup --hostfile FILE           the same on every host of the file, with this environment's options and versions
+  ./run.sh test [PYTEST OPTIONS]           lint, types and all but slow tests; with options: pytest alone
+  ./run.sh test --all [PYTEST OPTIONS]     the same and slow tests, such as the container image
   ./run.sh [-np N] [-H HOSTS | --hostfile FILE] [LAUNCHER OPTIONS] COMMAND [OPTIONS]
   ./run.sh doctor [-H HOSTS | --hostfile FILE] [--gloo]    look on all hosts at once for what usually goes wrong
 
-COMMAND is train, evaluate, or benchmark step|allreduce|predict; `./run.sh train --help` lists its options.
+COMMAND is train, evaluate, or benchmark step|allreduce|predict; `./run.sh train --help` lists options, as docs/configuration.md does.
 `python PROGRAM.py [ARGUMENTS]` as the command runs a program of your own on every rank, in this environment.
   -np N              ranks; default: one per GPU, else one per core, at most 8; in a Slurm job its tasks
   -H a:4,b:4         where they run: host:slots; default: this machine, in a Slurm job its nodes
   --hostfile FILE    the same from a file with lines `host slots=N`, see hostfiles/
   --mpi, --gloo      start ranks with mpirun (default), or with horovodrun over Gloo
-  --allreduce ring   have MPI or NCCL add gradients up in a ring, small ones too; auto (default): as they choose
-  --max-restarts N   start training again, up to N times, from its newest checkpoint, where a rank is lost
-  --elastic MIN:MAX  train on MIN to MAX ranks: go on without ranks and hosts that are lost, and with those that come;
-                     also --host-discovery-script FILE, --elastic-timeout SECONDS (600), --cool-down FIRST:LONGEST
+  --allreduce ring   a ring for messages of every size; auto (default): MPI or NCCL chooses
+  --max-restarts N   where a rank is lost, start again from the newest checkpoint, up to N times
+  --elastic MIN:MAX  train on MIN to MAX ranks: without ranks and hosts that are lost, and with those that come; also
+                     --host-discovery-script FILE, --elastic-timeout SECONDS (600) and --cool-down FIRST:LONGEST
                      (10:300 seconds); see docs/reliability.md
   --dry-run          print the command that would start the ranks, and start nothing
   PYTHON=python3.12 ./run.sh setup         the Python to set up with (3.10 to 3.13; default: python3)

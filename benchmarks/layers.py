@@ -161,7 +161,7 @@ def measure(case: Case, repeats: int, precision: str) -> tuple[list[float], list
 
 
 def _with_gradient(way: Way) -> Callable[[Any, Any], Any]:
-    """A graph of the gradients of images and weights, of which one number each is fetched: all would take time, too."""
+    """A graph of the gradients of images and weights, of which one number each is fetched: fetching all takes time."""
     import tensorflow as tf
 
     def both(images: Any, upstream: Any) -> Any:

@@ -1,6 +1,6 @@
 """A run that is killed five times, and goes on on other numbers of ranks each time, against one that is left alone.
 
-    python -m benchmarks.resume --data-dir D --plot docs/resume.png
+    python -m benchmarks.resume --data-dir D --plot docs/pictures/resume.png
 
 SIGKILL comes to the launcher and all ranks at once, at a random moment. In float64 the two curves are compared; with
 --virtual-shards, in float32, the weights they end with have to be the same to the bit.

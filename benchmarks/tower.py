@@ -39,7 +39,7 @@ from hvd_cifar.training.plan import make_schedule, resolve
 
 
 def towers_of(count: int) -> list[str]:
-    """Devices for so many towers, by name. Call it before any TensorFlow operation."""
+    """Devices for a number of towers, by name. Call it before any TensorFlow operation."""
     gpus = tf.config.list_physical_devices("GPU")
     if len(gpus) >= count:
         return [f"/GPU:{i}" for i in range(count)]
@@ -52,7 +52,7 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
     """Train; the run directory gets metrics.jsonl, with every tower's loss, and a checkpoint of the model at the end.
 
     Args:
-        nudge: move one value of the first variable by its last bit before training, to see what that comes to.
+        nudge: move one value of the first variable by its last bit before training, to see how far the runs differ.
     """
     if settings.model == "fast":
         raise UserError(

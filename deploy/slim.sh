@@ -1,6 +1,6 @@
 #!/bin/sh
 # Take out of an environment what building needed and running does not: slim.sh VENV.
-# It leaves everything that can be imported, but for the tools of building and the tests of packages.
+# It leaves everything that can be imported, except build tools and the tests of packages.
 set -eu
 
 packages=$(echo "$1"/lib/python3*/site-packages)

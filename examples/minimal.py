@@ -1,7 +1,7 @@
 """Data-parallel training on one page: `./run.sh -np 2 python examples/minimal.py`.
 
-One process (rank) per GPU, or per core. Every rank computes the gradients of its own shard of each batch, Horovod's
-ring all-reduce averages them, and all ranks make the same update, so their weights stay the same.
+One process (rank) per GPU, or per core. Every rank computes the gradients of its own shard of each batch, an
+all-reduce averages them, and all ranks make the same update, so their weights stay the same.
 """
 
 import horovod.tensorflow as hvd

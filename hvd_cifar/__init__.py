@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hvd_cifar.training.evaluate import Evaluation
     from hvd_cifar.training.progress import Run
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # CHANGELOG.md says what a number means
 __all__ = [
     "Batch",
     "Callback",

@@ -32,7 +32,7 @@ def train(
         model: a name of `config.MODELS`, FILE.py:NAME, package.module:NAME, or the function itself:
             build(image_shape, classes) -> keras.Model, from float images [b, height, width, channels] to logits
             [b, classes], alone or as (model, `Recipe`).
-        dataset: a name as of --dataset, a `Dataset`, or a function that returns one.
+        dataset: a name that --dataset takes, a `Dataset`, or a function that returns one.
         callbacks: objects whose methods are called at events of the run, on every rank.
         **settings: every option of `train` by its name, such as epochs=5 or global_batch_size=256.
 

@@ -149,7 +149,7 @@ def _option(field: str, info: Any) -> click.Option:
 
 def _help(info: Any) -> str:
     text = str(info.description)
-    shown = info.default not in (None, False) and not info.is_required()
+    shown = info.default not in (None, ()) and info.default is not False and not info.is_required()
     default = ",".join(map(str, info.default)) if isinstance(info.default, tuple) else info.default
     return f"{text} [default: {default}]" if shown else text
 

@@ -233,8 +233,8 @@ class TrainSettings(DataSettings):
         None,
         gt=0,
         le=1_000_000,
-        description="Passes over the training set; 9.9 ends within the tenth. A shorter ResNet run scales the paper's "
-        "rate steps to its length. [default: the recipe's]",
+        description="Passes over the training set; the last may be a part, as in 9.9. A shorter ResNet run scales the "
+        "paper's rate steps to its length. [default: the recipe's]",
     )
     max_steps: int | None = Field(None, gt=0, description="End after this many steps if the epochs have more.")
 
@@ -376,7 +376,7 @@ class TrainSettings(DataSettings):
     eval_examples: int | None = Field(
         None,
         gt=0,
-        description="Number of test examples to evaluate on, from the first on. [default: all]",
+        description="Evaluate on this many test examples, the first ones. [default: all]",
     )
     resume: Annotated[str, AfterValidator(_absolute_unless_word)] = Field(
         "auto",
@@ -433,7 +433,7 @@ class EvaluateSettings(_Settings):
 
     run_dir: LocalPath = Field(description="Folder of the run to evaluate.")
     model: ModelSpec | None = Field(
-        None, description="The run's net, where its function is now in another place. [default: as recorded]"
+        None, description="The run's net, if its function has moved. [default: as recorded]"
     )
     checkpoint: LocalPath | None = Field(None, description="Checkpoint to evaluate. [default: the run's newest]")
     dataset: DatasetName | None = Field(None, description="Data set to evaluate on. [default: the run's]")
@@ -467,8 +467,8 @@ class StepWork(DataSettings):
     bucket_bytes: Bytes | None = Field(
         None, gt=0, description=str(TrainSettings.model_fields["bucket_bytes"].description)
     )
-    steps: int = Field(10, gt=0, description="Steps that one measurement takes the time of.")
-    repeats: int = Field(5, gt=0, description="Measurements of each kind; one more before them warms up.")
+    steps: int = Field(10, gt=0, description="Steps in one measurement.")
+    repeats: int = Field(5, gt=0, description="Measurements of each kind, after one that warms up.")
 
 
 class BenchmarkStepSettings(StepWork, _BenchmarkOutput):
@@ -510,8 +510,8 @@ class BenchmarkAllreduceSettings(_BenchmarkOutput):
     max_bytes: Bytes = Field(2**28, ge=4, description="Largest message.")
     factor: int = Field(2, ge=2, description="Ratio of each size to the one before.")
     seconds: Finite = Field(0.3, gt=0, description="Approximate seconds per size and method.")
-    iterations: int = Field(100, gt=0, description="Most all-reduces of a size in one measurement.")
-    repeats: int = Field(5, gt=0, description="Measurements of each size and way; ways take turns.")
+    iterations: int = Field(100, gt=0, description="Maximum number of all-reduces in one measurement of a size.")
+    repeats: int = Field(5, gt=0, description="Measurements of each size and method; methods take turns.")
 
     @model_validator(mode="after")
     def _sizes_ascend(self) -> BenchmarkAllreduceSettings:
@@ -531,7 +531,7 @@ class BenchmarkPredictSettings(StepWork, _BenchmarkOutput):
     )
     ranks: RankCounts = Field((2, 4, 8, 16, 64, 512), description="Numbers of ranks to predict for.")
     ranks_per_host: int | None = Field(
-        None, gt=0, description="Ranks of each host that the predictions are for. [default: as measured]"
+        None, gt=0, description="Ranks on each host in the predictions. [default: as measured]"
     )
     link: BytesPerSecond | None = Field(
         None, gt=0, allow_inf_nan=False, description="Speed of each host's link, such as 10Gbit/s. [default: measured]"
@@ -553,18 +553,18 @@ class DoctorSettings(_Settings):
     ranks: int | None = Field(
         None,
         gt=0,
-        description="Ranks that the run is to have: hosts are filled in turn. [default: all slots; here one per GPU, "
+        description="Ranks of the run; they fill one host after the other. [default: all slots; here one per GPU, "
         "else per core, at most 8]",
         json_schema_extra={"flags": ["-np", "-n", "--ranks"]},
     )
     gloo: bool = Field(False, description="Run over Gloo or MPI.", json_schema_extra={"flags": ["--gloo/--mpi"]})
-    allreduce: Literal["auto", "ring"] = Field("auto", description="How the small job adds up: as for the launcher.")
+    allreduce: Literal["auto", "ring"] = Field("auto", description="All-reduce of the small job, as for the launcher.")
     dataset: DatasetName = Field("auto", description="The run's data set.")
     data_dir: LocalPath = Field(
         DataSettings.model_fields["data_dir"].default, validate_default=True, description="The run's folder of data."
     )
     run_dir: LocalPath = Field(Path("runs"), validate_default=True, description="The run's folder for output.")
-    probe_timeout: Finite = Field(30, gt=0, description="Seconds that a host may take to tell its facts.")
+    probe_timeout: Finite = Field(30, gt=0, description="Seconds that a host may take to answer.")
     job_timeout: Finite = Field(180, gt=0, description="Seconds after which the small job is ended.")
     as_json: bool = Field(
         False, description="Print facts and findings as JSON, not as a table.", json_schema_extra={"flags": ["--json"]}

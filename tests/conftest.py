@@ -14,7 +14,7 @@ settings.load_profile("shared machine")
 
 FOLDER = "cifar-10-batches-bin"
 
-# A shell's background jobs ignore it, and what they start does, too: tests of Ctrl-C would wait for nothing.
+# A shell's background jobs and their children ignore it: tests of Ctrl-C would wait for nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers --data-dir D                                  # resnet20, float32
     python -m benchmarks.peers --data-dir D --precision mixed_bfloat16
-    python -m benchmarks.peers --data-dir D --model tutorial                 # likewise resnet32, resnet56
+    python -m benchmarks.peers --data-dir D --model tutorial                 # or resnet32, resnet56
     python -m benchmarks.peers --data-dir D --model fast                     # beside airbench94, bfloat16
     python -m benchmarks.peers --data-dir D --hosts 2 --link 1gbit --link 100mbit
 

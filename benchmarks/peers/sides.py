@@ -25,7 +25,7 @@ OURS, DDP, AIRBENCH, MULTI_WORKER, TOWERS, LIMIT = "hvd_cifar", "ddp", "airbench
 OURS_GLOO, DDP_DEFAULTS, AIRBENCH_DDP = "hvd_cifar-gloo", "ddp-defaults", "airbench-ddp"
 EXAMPLES = 50_000  # of CIFAR-10's training set
 FAST_BATCH = 1024  # of `fast` and of airbench94, over all ranks
-ENDLESS = 10_000  # epochs: no side may come to its end while it is measured
+ENDLESS = 10_000  # epochs: no side may end while it is measured
 PATIENCE = str(24 * 3600)  # seconds, of Horovod's Gloo: ranks are stopped while others are measured
 PORT = 2222  # of the first worker on hosts, where nothing else listens
 
@@ -141,7 +141,7 @@ def multi_worker(work: Work) -> Side:
 
 
 def towers(work: Work) -> Side:
-    """The tower trainer of TensorFlow's tutorial (benchmarks.tower): one process, a tower in place of a rank."""
+    """The tower trainer of TensorFlow's tutorial (benchmarks.tower): one process, a tower instead of a rank."""
     run_dir, batch = work.folder / TOWERS / "run", work.per_rank * work.ranks
     words = [sys.executable, "-m", "benchmarks.tower", "--towers", str(work.ranks), "--global-batch-size", str(batch)]
     words += ["--model", work.model, "--dataset", "cifar10", "--data-dir", str(work.data_dir)]

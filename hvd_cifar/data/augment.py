@@ -128,7 +128,7 @@ def _standardise_each(planes: Images, contrast: NDArray[np.float32] | None = Non
     # An image of one colour has no deviation; it becomes zeros.
     scale = 1 / np.maximum(deviation, (channels * pixels) ** -0.5)
     slope = (factor * scale).astype(np.float32)
-    # The same rounding as of the pixels' products: an image of one colour then becomes exact zeros.
+    # Rounds as the pixels' products do, so that an image of one colour becomes exact zeros.
     shift = (offset * scale).astype(np.float32) - slope * mean.astype(np.float32)
     values *= slope[:, :, None]
     images = np.empty((count, pixels, channels), np.float32)

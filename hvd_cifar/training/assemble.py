@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from hvd_cifar import config, models
+from hvd_cifar import __version__, config, models
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data import augment
 from hvd_cifar.data.augment import Transforms
@@ -486,6 +486,7 @@ def _facts_of(world: World) -> dict[str, Any]:
         "algorithm": world.algorithm,
         "transport": world.transport,
         "command": provenance.command(),
+        "hvd_cifar": __version__,
         "git_commit": provenance.git_commit() if world.is_root else None,
         "versions": versions(),
     }

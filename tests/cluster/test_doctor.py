@@ -52,7 +52,7 @@ def _found(said: dict[str, Any]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for f in said["findings"]:
         if f["level"] != "ok":
-            found.setdefault(f["check"], []).append(f"{f['level']} {f['host']}: {f['text']} -> {f['mend']}")
+            found.setdefault(f["check"], []).append(f"{f['level']} {f['host']}: {f['text']} -> {f['remedy']}")
     return found
 
 

@@ -22,6 +22,7 @@ from hvd_cifar.kernels import compiled
 from hvd_cifar.launch.install import convolutions, horovod, installer, machine
 from hvd_cifar.launch.install.patch import PatchError, apply_patch
 from hvd_cifar.launch.install.steps import StepFailed, Steps, locked, telling_lines
+from tests.ranks import CHECKOUT
 
 TARGET = horovod.Target(
     python=".cpython-311-x86_64-linux-gnu.so",
@@ -392,3 +393,15 @@ def test_a_record_that_was_cut_counts_as_none(tmp_path: Path) -> None:
     assert installer.read_record(tmp_path) == {}
     (tmp_path / installer.RECORD).write_text('{"complete": false, "options": {"gpu": true}}')
     assert installer.recorded_options(installer.read_record(tmp_path)) == installer.Options(gpu=True)
+
+
+def test_help_of_a_fresh_checkout_sets_nothing_up(tmp_path: Path) -> None:
+    for name in ("run.sh", "setup.cfg"):
+        shutil.copy(CHECKOUT / name, tmp_path)
+    shutil.copytree(CHECKOUT / "hvd_cifar", tmp_path / "hvd_cifar", ignore=shutil.ignore_patterns("__pycache__"))
+    env = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+    for words in (["train", "--help"], ["-np", "2", "benchmark", "step", "-h"]):
+        done = subprocess.run([tmp_path / "run.sh", *words], env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and "Set up first" in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / ".venv").exists()
+    assert not installer.asks_for_help(["-np", "2", "python", "mine.py", "--help"])

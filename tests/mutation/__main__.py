@@ -39,7 +39,7 @@ def copy_checkout(target: Path) -> None:
 
 
 def run_tests(copy: Path, tests: str, seconds: float) -> tuple[bool, str]:
-    """Whether tests pass in the copy within so many seconds, and what fails.
+    """Whether tests pass in the copy within a number of seconds, and what fails.
 
     Raises:
         ValueError: where pytest cannot run them.

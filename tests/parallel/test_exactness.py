@@ -6,7 +6,7 @@ divide the batch, and the last batch of an epoch has 2 examples, less than most 
 Tolerances. float64 rounds at 1.1e-16, sums are added in another order, and training multiplies what that leaves: even
 30 steps of the tutorial net came to 3e-16 of a loss and 3e-15 of a weight, resnet20's to 3e-14 and 2e-12. A wrong
 algorithm is off by far more: a mean of means, on 3 ranks, by 3e-4 at the second step. So losses are held to 1e-12,
-weights to 1e-11. float32 rounds at 6e-8, and that grows, too: losses are held to 1e-5. float32 trains at 0.02, resnet20
+weights to 1e-11. float32 rounds at 6e-8, and that also grows: losses are held to 1e-5. float32 trains at 0.02, resnet20
 at 0.01 and fast at 0.02: at the recipes' 0.1 and 0.24 so small a batch is chaos, and what is one rounding apart at
 first is 1e-4 apart after 20 steps of float32, or after 30 of resnet20 in float64; fast's weights moved by 6e-8 have
 another loss by 5e-3 after 10. The record was made on one kind of CPU. Images are distorted in float32, which another

@@ -57,7 +57,7 @@ def _applying(optimizer: Any, variables: Any, graph: bool) -> Callable[[Any], An
 
 
 def _train_optimizer(kind: Callable[..., Any], option: str, wrapped_after: int | None, graph: bool) -> list[bytes]:
-    """Bits of two weights and of the optimizer's variables after each of 4 steps; wrapped after so many (None: not)."""
+    """Bits of two weights and of the optimizer's variables after each of 4 steps; None: it is never wrapped."""
     import keras
     import tensorflow as tf
 

@@ -153,7 +153,8 @@ def test_the_batch_of_a_run_stays_on_other_ranks(embedded: Path, few: dict[str, 
     # A run's config.json repeats it, on any number of ranks, in a run directory of its own.
     config = json.loads((run_dir / "config.json").read_text())
     assert {"seed", "model", "dataset", "global_batch_size"} <= set(config)
-    assert {"world_size", "hosts", "convolutions", "command", "git_commit", "versions"} <= set(config["run"])
+    facts = {"world_size", "hosts", "convolutions", "command", "hvd_cifar", "git_commit", "versions"}
+    assert facts <= set(config["run"])
     assert config["run"]["command"].startswith("python -m hvd_cifar train --model tutorial --dataset synthetic")
     assert [part["world_size"] for part in config["run"]["earlier"]] == [2]
     again = _to_its_end(jobs.command(3, "--config", run_dir / "config.json"), few, tmp_path)

@@ -214,6 +214,13 @@ def test_help_names_every_option_and_describes_it(capfd: pytest.CaptureFixture[s
         assert info.description
 
 
+def test_help_shows_defaults_that_are_zero_and_none_that_are_empty(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.check(["train", "--help"])
+    text = " ".join(capfd.readouterr().out.split())
+    assert "order and augmentation. [default: 0]" in text and "[default: ]" not in text
+
+
 def test_right_values_pass_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
     cli.check(["train", "--model", "resnet20", "--learning-rate", "1e-2", "--seed", "3", "--resume", "never"])
     assert capfd.readouterr() == ("", "")

@@ -195,7 +195,7 @@ else:
 
 
 def digests(threads: int, vectors: int) -> list[str]:
-    """Of all results, by a process of its own with so many threads, and vectors of so many bits."""
+    """Of all results, by a process of its own with a number of threads and vectors of a number of bits."""
     told = {"HVD_CIFAR_VECTORS": str(vectors), "TF_CPP_MIN_LOG_LEVEL": "2"}
     done = subprocess.run(
         [sys.executable, "-c", DIGESTS.format(threads=threads)],

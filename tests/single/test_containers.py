@@ -109,6 +109,8 @@ def test_what_is_sent_to_the_builder() -> None:
     assert package <= sent
     assert {"run.sh", "setup.cfg", "deploy/entry.sh", "deploy/sshd.conf", "deploy/ssh.conf"} <= sent
     assert {path.partition("/")[0] for path in sent} == {
+        "LICENSE",
+        "NOTICE",
         "README.md",
         "deploy",
         "examples",

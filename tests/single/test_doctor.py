@@ -431,11 +431,11 @@ def _wrong(subject: Subject) -> list[Finding]:
     [pytest.param(check, case, id=case[2]) for check, cases in CASES.items() for case in cases],
 )
 def test_each_fault_is_named_with_host_and_advice(check: str, case: Case) -> None:
-    subject, where, text, mend = case
+    subject, where, text, remedy = case
     found = [f for f in _wrong(subject) if f.check == check]
     assert found and f"{found[0].level} {found[0].host}".strip() == where
-    assert text in found[0].text and mend in found[0].mend, found[0]
-    assert all("\n" not in f.text + f.mend for f in found)
+    assert text in found[0].text and remedy in found[0].remedy, found[0]
+    assert all("\n" not in f.text + f.remedy for f in found)
     # Other checks see no fault in it, but for those that follow from it.
     others = {f.check for f in _wrong(subject)} - {check}
     assert others <= {"job", "links", "Horovod"}, others

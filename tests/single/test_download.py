@@ -37,9 +37,9 @@ class Answer(NamedTuple):
 
     status: int = 200
     ranges: bool = True  # honour a Range header
-    shift: int = 0  # send so many bytes further on than asked for
-    cut: int | None = None  # close the connection after so many bytes of the body
-    hold: int | None = None  # after so many bytes of the body, wait for `release`
+    shift: int = 0  # send bytes this much later in the file than asked for
+    cut: int | None = None  # close the connection after this number of bytes of the body
+    hold: int | None = None  # after this number of bytes of the body, wait for `release`
 
 
 class Server(ThreadingHTTPServer):

@@ -140,7 +140,7 @@ def test_a_side_that_ends_is_told_of_with_its_output(tmp_path: Path) -> None:
         job.take_turn(20.0)
 
 
-# Ends after so many looks at the clock, whatever they took.
+# Ends after a number of looks at the clock, however long they take.
 CLOCK = """
 import pathlib, sys, time
 with pathlib.Path(sys.argv[1]).open("w") as file:

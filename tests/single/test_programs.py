@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from click.testing import CliRunner
 
-from benchmarks import input_cost, layers, operations
+from benchmarks import input_cost, layers, operations, pictures
 from benchmarks.operations import Row
 from tests.ranks import CHECKOUT, environment
 
@@ -38,6 +38,18 @@ def test_pairs_are_means_over_ranks_without_the_first_which_warms_up() -> None:
     assert input_cost.cost([(1.0, 1.02), (1.0, 1.04)]) == "3.0 ± 1.0% | 3.0%"
 
 
+def test_a_picture_shows_the_ends_of_a_run_and_its_evaluations() -> None:
+    def log(step: int) -> str:
+        return f"2026-01-01: step {step}, loss = 1.0000 (5.0 images/s; 1.000 s/batch)"
+
+    evaluation = "step 30: cifar10 test accuracy 50.00%"
+    said = ["fast on cifar10", *map(log, (10, 20, 30)), evaluation, *map(log, (40, 50, 60)), "step 60: saved /a/runs/c"]
+    kept = ["fast on cifar10", log(10), log(20), "...", evaluation, log(50), log(60), "step 60: saved runs/c"]
+    assert pictures.shown("\n".join(said), "/a/runs/") == kept
+    drawn = pictures.terminal(kept)
+    assert drawn.startswith("<svg") and "https://cdn" not in drawn
+
+
 def test_layers_are_compared_pair_by_pair() -> None:
     case = layers.Case("maximum", (8, 4, 4, 2), abs, abs)
     told = layers.row(case, [0.001, 0.002, 0.004], [0.002, 0.002, 0.002])
@@ -57,7 +69,7 @@ def test_both_ways_of_a_layer_come_to_the_same(number: int, precision: str) -> N
             tape.watch(images)
             result = way(images)
         found.append((result, tape.gradient(result, images, upstream)))
-    near = (0.021, 0.2) if case.name.startswith("GELU") else (1e-3, 1e-3)  # which is another function, within so much
+    near = (0.021, 0.2) if case.name.startswith("GELU") else (1e-3, 1e-3)  # another function, within this bound
     rounding = {"float32": 0.0, "bfloat16": 2**-6}[precision]
     # Convolutions by sums of bfloat16's products round operands: errors deviate by 1.2% of a result's typical size.
     coarse = precision == "bfloat16" and case.name.endswith("compiled")

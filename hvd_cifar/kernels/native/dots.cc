@@ -15,8 +15,8 @@ constexpr Index TOGETHER = 8;      // tiles, or channels, of one product, ...
 constexpr Index WIDE = 2 * LANES;  // ... and output channels of it, at most: 16 sums, which outlast a sum's delay
 constexpr Index APART_HALVES = 2 * APART;
 
-// Tiles of a block. Few, for what lies between the transforms to stay near. More where weights are many, since each
-// block reads all of them, from a cache further off; sums of a kernel's gradient are written as well.
+// Tiles of a block. Few keep what lies between the transforms in the nearest cache. More are faster where there are
+// many weights, since each block reads all of them from a slower cache, and also writes sums of a kernel's gradient.
 INLINE Index block_of(const Shape& s) { return s.in * s.out <= 128 * 128 ? 16 : 24; }
 INLINE Index block_of_sums(const Shape& s) { return s.in * s.out <= 64 * 64 ? 48 : 192; }
 

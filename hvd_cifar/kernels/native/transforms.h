@@ -123,7 +123,7 @@ struct Side<5> {
     }
 };
 
-// A tile's first output, and its pixels that are within the image: rows from `top` up to `bottom`, columns likewise.
+// A tile's first output, and its pixels that are within the image: rows `top` up to `bottom`, and columns.
 struct Place {
     Index image, row, column, top, bottom, left, right;
     bool inside;  // all of them

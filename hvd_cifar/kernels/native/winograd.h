@@ -29,7 +29,7 @@ struct Functions {
     void (*forward)(const void* images, const float* weights, const Shape& shape, std::ptrdiff_t first,
                     std::ptrdiff_t last, void* outputs, float* room);
     // Adds the share of the tiles from `first` up to `last` to the gradient of transformed weights, float32 [POINTS,
-    // padded(in), padded(out)], for input channels from `channel` up to `end`, multiples of 16 but for the last one.
+    // padded(in), padded(out)], for input channels from `channel` up to `end`, multiples of 16 except for the last one.
     void (*gradient)(const void* images, const void* gradients, const Shape& shape, std::ptrdiff_t first,
                      std::ptrdiff_t last, std::ptrdiff_t channel, std::ptrdiff_t end, float* weights, float* room);
     // Those gradients, the sum of `parts` of them that lie one after the other -> kernel's, [taps, taps, in, out].

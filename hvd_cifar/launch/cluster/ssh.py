@@ -33,9 +33,9 @@ def words(host: str, command: Sequence[str]) -> list[str]:
 def diagnose(host: str, complaint: str) -> tuple[str, str]:
     """Why ssh could not reach a host, and what to do, from its stderr."""
     said = [line.strip() for line in complaint.splitlines() if line.strip()]
-    for text, what, mend in ADVICE:
+    for text, what, remedy in ADVICE:
         if any(text in line for line in said):
-            return f"ssh {host}: {what}", mend.format(host=host)
+            return f"ssh {host}: {what}", remedy.format(host=host)
     return f"ssh {host}: {said[-1] if said else 'the connection was lost'}", ""
 
 

@@ -30,6 +30,7 @@ VENV = CHECKOUT / ".venv"
 RECORD = "set-up.json"
 USAGE = "./run.sh setup [--gpu|--cpu] [--system-mpi|--packaged-mpi] [--test] [--like FILE] [-H HOSTS | --hostfile FILE]"
 PYTHON = str(VENV / "bin" / "python")
+PROGRAM = "python"  # the launcher's command that runs a user's own program
 PIP = [PYTHON, "-I", "-m", "pip"]  # -I: the user's PYTHONPATH must not hide packages from pip
 
 # A program for the environment's Python, which describes it.
@@ -78,7 +79,8 @@ def main(argv: list[str]) -> int:
     `setup` keeps the options that the environment was set up with, except those that are named. With `-H` or
     `--hostfile` it also sets up other hosts; with `--like FILE` it installs the versions of that file.
     `needed` does the same, and prints nothing where nothing is to do.
-    `run ...` does what `needed` does, and then starts the launcher with the words that follow.
+    `run ...` does what `needed` does, and then starts the launcher with the words that follow. For help alone it
+    sets nothing up.
     """
     # An exception also ends the command that runs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -86,6 +88,9 @@ def main(argv: list[str]) -> int:
         command, *rest = argv or ["setup"]
         wanted = _parser().parse_args(["needed"] if command == "run" else [command, *rest])
         options = recorded_options(read_record()).with_named(wanted)
+        if command == "run" and asks_for_help(rest) and not is_current(options):
+            say("Set up first, some minutes: ./run.sh setup. All options are in docs/configuration.md.")
+            return 0
         if not is_current(options, wanted.like):
             _set_up_locked(options, wanted.like)
         elif command == "setup":
@@ -101,6 +106,11 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         say("stopped; the next call starts again")
         return 130
+
+
+def asks_for_help(words: list[str]) -> bool:
+    """Whether a command line wants the help of a command, not of a user's own program."""
+    return PROGRAM not in words and not {"-h", "--help"}.isdisjoint(words)
 
 
 def _parser() -> Parser:

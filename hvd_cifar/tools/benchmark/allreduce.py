@@ -30,7 +30,7 @@ WIDTH = 4  # bytes of a float32
 # Terms are small whole numbers: float32 holds their sum over 80,000 ranks exactly, in any order.
 RANK_FACTORS = 16
 PATTERN = 13
-# Of the size of a message, on each rank: terms, TensorFlow's copy, received, copied, sums, expected, two on the way.
+# Memory of a rank, in messages: terms, TensorFlow's copy, received, copied, sums, expected, and two on the way.
 BUFFERS = 8
 
 Reduce = Callable[[Any], Any]  # this rank's terms -> the sums over the ranks
@@ -58,7 +58,7 @@ def sums_of(ranks: int, count: int) -> NDArray[np.float32]:
 
 
 def _pattern(count: int) -> NDArray[np.float32]:
-    # In integers: float32 holds not every integer above 2^24, the values of 64 MiB.
+    # In integers: float32 does not hold every integer above 2^24, and 64 MiB are that many values.
     return (np.arange(count, dtype=np.int32) % PATTERN + 1).astype(np.float32)
 
 

@@ -14,7 +14,7 @@ from hvd_cifar.tools.benchmark import allreduce, emulate, job, plots, results, s
 from hvd_cifar.tools.benchmark.predict import predict
 from hvd_cifar.tools.benchmark.results import AllreduceResult, EmulatedResult, PredictResult, StepResult
 
-# Sizes that `predict` measures by itself: fewer than `allreduce` does are enough for a fit of three numbers.
+# Sizes that `predict` measures by itself. A fit of three numbers needs fewer sizes than `allreduce` measures.
 SIZES_FOR_A_FIT = {"max_bytes": 2**26, "factor": 4}
 
 Settings = BenchmarkStepSettings | BenchmarkAllreduceSettings | BenchmarkPredictSettings

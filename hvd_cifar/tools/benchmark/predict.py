@@ -160,7 +160,7 @@ def predict(
 
 
 def _network(step: StepResult | EmulatedResult, fits: dict[str, Fit]) -> Network:
-    # A GPU computes, and a sleep goes on, while the processor works for the all-reduce.
+    # A GPU, or a sleep that stands for one, goes on while the processor works for the all-reduce.
     beside = isinstance(step, EmulatedResult) or "GPU" in step.facts.device
     bf16 = isinstance(step, StepResult) and step.compression == "bf16"
     return Network(fits["horovod"], FREE if beside else fits.get("processor", FREE), levels=not bf16)

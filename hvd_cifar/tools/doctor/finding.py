@@ -16,7 +16,7 @@ NAMES_SHOWN = 3
 
 
 class Finding(BaseModel):
-    """The result of one check, on one host ("": on all hosts, or between them); `mend`: what to do."""
+    """The result of one check, on one host ("": on all hosts, or between them); `remedy`: what to do."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -24,7 +24,7 @@ class Finding(BaseModel):
     level: Level
     text: str
     host: str = ""
-    mend: str = ""
+    remedy: str = ""
 
 
 def some_hosts(names: Sequence[str]) -> str:

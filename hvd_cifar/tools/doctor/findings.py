@@ -51,7 +51,7 @@ def of(subject: Subject) -> list[Finding]:
     """All findings, in the order of the checks."""
     found = [finding for check in CHECKS for finding in check(subject)]
     option = subject.hosts_option or "--hostfile FILE"
-    return [finding.model_copy(update={"mend": finding.mend.replace("--hostfile FILE", option)}) for finding in found]
+    return [each.model_copy(update={"remedy": each.remedy.replace("--hostfile FILE", option)}) for each in found]
 
 
 def before_the_job(subject: Subject) -> list[Finding]:

@@ -43,8 +43,8 @@ def cpus(subject: Subject) -> Iterator[Finding]:
     """Each rank has a core, unless GPUs compute; the processors have the same instructions."""
     wrong: list[Finding] = []
 
-    def found(host: str, level: Level, text: str, mend: str) -> None:
-        wrong.append(Finding(check="cores", level=level, host=host, text=text, mend=mend))
+    def found(host: str, level: Level, text: str, remedy: str) -> None:
+        wrong.append(Finding(check="cores", level=level, host=host, text=text, remedy=remedy))
 
     known = {host.name: cpu for host in subject.hosts if (cpu := _facts_of(subject, host).cpu)}
     flags = {name: set(cpu.flags) for name, cpu in known.items()}
@@ -82,8 +82,8 @@ def gpus(subject: Subject) -> Iterator[Finding]:
     """Each rank has a GPU, where there are GPUs; all hosts have the same driver."""
     wrong: list[Finding] = []
 
-    def found(host: str, level: Level, text: str, mend: str) -> None:
-        wrong.append(Finding(check="GPUs", level=level, host=host, text=text, mend=mend))
+    def found(host: str, level: Level, text: str, remedy: str) -> None:
+        wrong.append(Finding(check="GPUs", level=level, host=host, text=text, remedy=remedy))
 
     known = {host.name: facts for host in subject.hosts if (facts := _facts_of(subject, host)).gpus is not None}
     counts = {name: len(facts.gpus or ()) for name, facts in known.items()}
@@ -116,8 +116,8 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
     """A host's ranks can exchange messages: /dev/shm has room, and they can read each other's memory."""
     wrong: list[Finding] = []
 
-    def found(host: str, level: Level, text: str, mend: str) -> None:
-        wrong.append(Finding(check="shared memory", level=level, host=host, text=text, mend=mend))
+    def found(host: str, level: Level, text: str, remedy: str) -> None:
+        wrong.append(Finding(check="shared memory", level=level, host=host, text=text, remedy=remedy))
 
     known = {host.name: memory for host in subject.hosts if (memory := _facts_of(subject, host).memory)}
     for host in subject.hosts:
@@ -129,8 +129,8 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
         if memory.shm_free < need and (on_gpus or not subject.gloo):
             text = f"{size(memory.shm_free)} free in /dev/shm, but {host.slots} ranks need {size(need)}: "
             text += "NCCL would fail" if on_gpus else "MPI would use TCP, which is slower"
-            mend = "mount -o remount,size=1G /dev/shm; in a container: docker run --shm-size=1g"
-            found(host.name, "failure" if on_gpus else "warning", text, mend)
+            remedy = "mount -o remount,size=1G /dev/shm; in a container: docker run --shm-size=1g"
+            found(host.name, "failure" if on_gpus else "warning", text, remedy)
         if memory.attach_error and not subject.gloo and not subject.single_copy_off:
             # Open MPI 4.1.8 then copies through /dev/shm, with an error for every message.
             text = f"ranks cannot read each other's memory ({memory.attach_error}): MPI prints 'Read -1, expected'"
@@ -200,9 +200,9 @@ def _enough(
         least, good = limits(host)
         if value < good:
             fine = False
-            text, mend = say(host, value)
+            text, remedy = say(host, value)
             level: Level = "failure" if value < least else "warning"
-            yield Finding(check=check, level=level, host=host.name, text=text, mend=mend)
+            yield Finding(check=check, level=level, host=host.name, text=text, remedy=remedy)
     if values and fine:
         yield Finding(check=check, level="ok", text=say_ok(min(values)))
 
@@ -215,8 +215,8 @@ def disk(subject: Subject) -> Iterator[Finding]:
         there = _facts_of(subject, host).disk
         if there and there.temporary_error:
             text = f"nothing can be written to {there.temporary}: {there.temporary_error}"
-            mend = f"df {there.temporary}: free space there, or set TMPDIR"
-            wrong.append(Finding(check="disk", level="failure", host=host.name, text=text, mend=mend))
+            remedy = f"df {there.temporary}: free space there, or set TMPDIR"
+            wrong.append(Finding(check="disk", level="failure", host=host.name, text=text, remedy=remedy))
     yield from wrong
     place = _facts_of(subject, first).disk
     if place is None:
@@ -229,8 +229,8 @@ def disk(subject: Subject) -> Iterator[Finding]:
         text = f"{size(place.free)} free in {place.folder}; five checkpoints take up to {size(LEAST_DISK)}"
         level = "failure" if place.free < LEAST_DISK else "warning"
     if text:
-        mend = "free space, or allow writing there; or choose another --run-dir"
-        yield Finding(check=RUN_FOLDER, level=level, host=first.name, text=text, mend=mend)
+        remedy = "free space, or allow writing there; or choose another --run-dir"
+        yield Finding(check=RUN_FOLDER, level=level, host=first.name, text=text, remedy=remedy)
     else:
         text = f"{size(place.free)} free in {place.folder}, which is writable"
         yield Finding(check=RUN_FOLDER, level="ok", text=text)
@@ -241,7 +241,7 @@ def clocks(subject: Subject) -> Iterator[Finding]:
     offsets = {name: facts.clock for name, facts in subject.facts.items() if facts.clock}
     if len(offsets) < 2:
         return
-    # Of two clocks either may be wrong: this machine's counts as right.
+    # Either of two clocks may be wrong: this machine's is the reference.
     usual = statistics.median(offset for offset, _ in offsets.values()) if len(offsets) > 2 else 0.0
     wrong = False
     for host, (offset, doubt) in offsets.items():
@@ -249,7 +249,7 @@ def clocks(subject: Subject) -> Iterator[Finding]:
         if abs(off) > CLOCK_SECONDS + doubt:
             wrong = True
             text = f"its clock is {seconds(abs(off))} {'ahead' if off > 0 else 'behind'}"
-            yield Finding(check="clocks", level="warning", host=host, text=text, mend="timedatectl set-ntp true")
+            yield Finding(check="clocks", level="warning", host=host, text=text, remedy="timedatectl set-ntp true")
     if not wrong:
         most = max(abs(offset - usual) + doubt for offset, doubt in offsets.values())
         yield Finding(check="clocks", level="ok", text=f"{some_hosts(list(offsets))}: within {seconds(most)}")
@@ -268,8 +268,8 @@ def data(subject: Subject) -> Iterator[Finding]:
     have = {name: found for name, found in sets.items() if found}
     wrong: list[Finding] = []
 
-    def found(host: str, level: Level, text: str, mend: str) -> None:
-        wrong.append(Finding(check="data", level=level, host=host, text=text, mend=mend))
+    def found(host: str, level: Level, text: str, remedy: str) -> None:
+        wrong.append(Finding(check="data", level=level, host=host, text=text, remedy=remedy))
 
     damaged = {name: text for name, found_set in have.items() if (text := _damage(found_set, layout))}
     for name, text in damaged.items():

@@ -27,17 +27,17 @@ def job(subject: Subject) -> Iterator[Finding]:
         yield Finding(check="job", level="warning", text=text)
     read_failed = next((line for line in done.complaints if "Read -1, expected" in line), "")
     if read_failed:
-        yield Finding(check="job", level="warning", text=f"a rank printed: {read_failed}", mend=LET_READ)
+        yield Finding(check="job", level="warning", text=f"a rank printed: {read_failed}", remedy=LET_READ)
     if done.failure:
         pending = listed([f"{a} and {b}" for a, b in done.pending])
         text = done.failure + f"; it hung between {pending}" * bool(pending) + _busy(subject, list(done.ranks))
-        mend = "./run.sh train --max-steps 1 shows more; if the hosts are only slow: --job-timeout"
-        mend = f"let all ports through between {pending}" if pending else mend
-        yield Finding(check="job", level="failure", text=text, mend=mend)
+        remedy = "./run.sh train --max-steps 1 shows more; if the hosts are only slow: --job-timeout"
+        remedy = f"let all ports through between {pending}" if pending else remedy
+        yield Finding(check="job", level="failure", text=text, remedy=remedy)
         return
     if done.wrong_values:
         text = f"{done.wrong_values:,} wrong values in an all-reduce over all ranks: training would go wrong"
-        yield Finding(check="job", level="failure", text=text, mend=f"rm -r .venv, then {SET_UP}")
+        yield Finding(check="job", level="failure", text=text, remedy=f"rm -r .venv, then {SET_UP}")
     else:
         yield Finding(check="job", level="ok", text=f"{done.how}; sums are right ({done.seconds:.0f} s)")
 
@@ -50,8 +50,8 @@ def links(subject: Subject) -> Iterator[Finding]:
     wrong = [link for link in done.links if link.wrong_values]
     for link in wrong:
         text = f"{link.wrong_values:,} wrong values in an all-reduce {_between(link)}"
-        mend = "ethtool -S CARD: errors? Then try another cable, or card" if link.a != link.b else SET_UP
-        yield Finding(check="links", level="failure", host=link.a if link.a == link.b else "", text=text, mend=mend)
+        remedy = "ethtool -S CARD: errors? Then try another cable, or card" if link.a != link.b else SET_UP
+        yield Finding(check="links", level="failure", host=link.a if link.a == link.b else "", text=text, remedy=remedy)
     between = [link for link in done.links if link.a != link.b]
     slow = [link for link in between if _why_slow(link, between, subject)]
     named = _hosts_behind(slow, between)
@@ -61,12 +61,12 @@ def links(subject: Subject) -> Iterator[Finding]:
         rest = [link for link in between if link not in mine]
         text += f"; the others: {_speeds(rest)}" if rest else ""
         text += _busy(subject, [host])
-        yield Finding(check="links", level="warning", host=host, text=text, mend=_mend_link(subject, host))
+        yield Finding(check="links", level="warning", host=host, text=text, remedy=_remedy_of_link(subject, host))
     for link in slow:
         if link.a not in named and link.b not in named:
             text = f"{_between(link)} it is slow: {_speeds([link])}{_why_slow(link, between, subject)}"
             text += _busy(subject, [link.a, link.b])
-            yield Finding(check="links", level="warning", text=text, mend=_mend_link(subject, link.b))
+            yield Finding(check="links", level="warning", text=text, remedy=_remedy_of_link(subject, link.b))
     if not wrong and not slow:
         measured = f"{len(between)} of {counted(done.pairs, 'pair')} of hosts" if len(between) < done.pairs else ""
         shown = measured or (f"every pair of hosts is right ({len(between)})" if between else "ranks of one host only")
@@ -113,7 +113,7 @@ def _busy(subject: Subject, names: Sequence[str]) -> str:
     return f"; busy cores slow it (load {', '.join(busy)} cores)" if busy else ""
 
 
-def _mend_link(subject: Subject, host: str) -> str:
+def _remedy_of_link(subject: Subject, host: str) -> str:
     card = subject.network.cards.get(host) if subject.network else None
     return (
         f"ethtool -S {card.name if card else 'CARD'} on {host}: errors? Then try another cable, or port of the switch"

@@ -11,14 +11,14 @@ from hvd_cifar.tools.doctor.finding import Finding, Level, listed, some_hosts
 
 def ssh(subject: Subject) -> Iterator[Finding]:
     """Every host answers, has an environment like this one, and gives all its facts."""
-    for host, (what, mend) in subject.silent.items():
-        yield Finding(check="ssh", level="failure", host=host, text=what, mend=mend)
+    for host, (what, remedy) in subject.silent.items():
+        yield Finding(check="ssh", level="failure", host=host, text=what, remedy=remedy)
     for host, facts in subject.facts.items():
         for group in GROUPS:
             if group in facts.missing:
                 text = f"no facts about its {group}: {facts.missing[group]}"
                 yield Finding(
-                    check="ssh", level="warning", host=host, text=text, mend=f"see what is wrong there: ssh {host}"
+                    check="ssh", level="warning", host=host, text=text, remedy=f"see what is wrong there: ssh {host}"
                 )
     if not subject.silent:
         others = [host.name for host in subject.hosts if host.name != subject.here]
@@ -36,8 +36,8 @@ def names(subject: Subject) -> Iterator[Finding]:
 
 
 def _wrong_names(subject: Subject) -> Iterator[Finding]:
-    def wrong(host: str, text: str, mend: str, level: Level = "warning") -> Finding:
-        return Finding(check="names", level=level, host=host, text=text, mend=mend)
+    def wrong(host: str, text: str, remedy: str, level: Level = "warning") -> Finding:
+        return Finding(check="names", level=level, host=host, text=text, remedy=remedy)
 
     known = {name: facts.network for name, facts in subject.facts.items() if facts.network}
     # No rank uses this machine's name if it has no rank; and localhost is each host's own.
@@ -86,16 +86,16 @@ def network(subject: Subject) -> Iterator[Finding]:
         up_elsewhere = {h for h, c in cards if h != host and c.up and c.subnet == card.subnet}
         if not card.up and up_elsewhere:
             text = f"{card.name} ({card.address}) is down, but up on {listed(sorted(up_elsewhere))}"
-            mend = f"ip link set {card.name} up"
+            remedy = f"ip link set {card.name} up"
             level: Level = "warning" if subject.network else "failure"
-            yield Finding(check="network", level=level, host=host, text=text, mend=mend)
+            yield Finding(check="network", level=level, host=host, text=text, remedy=remedy)
     if subject.network:
         where = ", ".join(subject.network.card_names)
         yield Finding(check="network", level="ok", text=f"ranks will use {subject.network.subnet} ({where})")
     elif len(known) > 1:
         shown = "; ".join(f"{host}: {_subnets(mine.cards)}" for host, mine in known.items())
         text = f"the hosts have no network in common ({shown})"
-        yield Finding(check="network", level="failure", text=text, mend="connect all hosts to one network")
+        yield Finding(check="network", level="failure", text=text, remedy="connect all hosts to one network")
 
 
 def _subnets(cards: Sequence[Card]) -> str:
@@ -126,5 +126,5 @@ def ports(subject: Subject) -> Iterator[Finding]:
             text = f"{which} are blocked between it and {listed(others)}: ssh works at {card.address}, ranks would not"
         else:
             text = f"no connection between it and {listed(others)} at {card.address} ({card.name}): cable or firewall"
-        mend = f"open all its ports: ufw allow from {card.subnet}, or as your firewall has it"
-        yield Finding(check="ports", level="failure", host=worst, text=text, mend=mend)
+        remedy = f"open all its ports: ufw allow from {card.subnet}, or as your firewall has it"
+        yield Finding(check="ports", level="failure", host=worst, text=text, remedy=remedy)

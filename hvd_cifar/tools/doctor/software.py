@@ -20,8 +20,8 @@ def versions(subject: Subject) -> Iterator[Finding]:
     wanted = {plain(name): version for name, version in mine.packages.items()}
     wrong: list[Finding] = []
 
-    def found(host: str, level: Level, text: str, mend: str = SET_UP_ALL) -> None:
-        wrong.append(Finding(check="versions", level=level, host=host, text=text, mend=mend))
+    def found(host: str, level: Level, text: str, remedy: str = SET_UP_ALL) -> None:
+        wrong.append(Finding(check="versions", level=level, host=host, text=text, remedy=remedy))
 
     for host, facts in subject.facts.items():
         there = facts.versions
@@ -42,8 +42,8 @@ def versions(subject: Subject) -> Iterator[Finding]:
             found(host, "failure", f"{there.mpi or 'no mpirun on its PATH'}, not {mine.mpi}")
         if there.code != mine.code:
             text = "its files of this project differ from those here" if there.code else "this project is missing"
-            mend = f"{SET_UP_ALL}; where it refuses: update that checkout, or remove it" if there.code else SET_UP_ALL
-            found(host, "failure", text, mend)
+            remedy = f"{SET_UP_ALL}; where it refuses: update that checkout, or remove it" if there.code else SET_UP_ALL
+            found(host, "failure", text, remedy)
     yield from wrong
     if not wrong:
         names = {"tensorflow-cpu": "TensorFlow", "tensorflow": "TensorFlow", "keras": "Keras", "numpy": "NumPy"}
@@ -57,27 +57,27 @@ def horovod(subject: Subject) -> Iterator[Finding]:
     """Every host has Horovod, built for its TensorFlow, and with what the job needs."""
     wrong: list[Finding] = []
 
-    def found(host: str, level: Level, text: str, mend: str) -> None:
-        wrong.append(Finding(check="Horovod", level=level, host=host, text=text, mend=mend))
+    def found(host: str, level: Level, text: str, remedy: str) -> None:
+        wrong.append(Finding(check="Horovod", level=level, host=host, text=text, remedy=remedy))
 
     builds = {}
     controller = "Gloo" if subject.gloo else "MPI"
     for host, facts in subject.facts.items():
         if facts.versions is None:
             continue
-        mend = SET_UP if host == subject.here else SET_UP_ALL
+        remedy = SET_UP if host == subject.here else SET_UP_ALL
         build = facts.versions.horovod
         if build is None:
-            found(host, "failure", "Horovod is missing", mend)
+            found(host, "failure", "Horovod is missing", remedy)
             continue
         builds[host] = build
         packages = {plain(name): version for name, version in facts.versions.packages.items()}
         tensorflow = packages.get("tensorflow-cpu") or packages.get("tensorflow", "")
         if controller not in build.features:
-            found(host, "failure", f"Horovod was built without {controller}", mend)
+            found(host, "failure", f"Horovod was built without {controller}", remedy)
         if build.tensorflow and tensorflow and build.tensorflow != tensorflow:
             text = f"Horovod was built for TensorFlow {build.tensorflow}, but {tensorflow} is installed"
-            found(host, "failure", text, f"rm -r .venv, then {mend}")
+            found(host, "failure", text, f"rm -r .venv, then {remedy}")
     features = {build.features for build in builds.values()}
     if len(features) > 1:
         shown = "; ".join(f"{host}: {', '.join(build.features)}" for host, build in builds.items())

@@ -29,8 +29,8 @@ def of(subject: Subject, findings: Sequence[Finding], width: int, colour: bool) 
     check = ""
     for finding in findings:
         text = Text(finding.text)
-        if finding.mend:
-            text.append(f"\n-> {finding.mend}", style="bold")
+        if finding.remedy:
+            text.append(f"\n-> {finding.remedy}", style="bold")
         name, check = (finding.check if finding.check != check else ""), finding.check
         table.add_row(name, Text(WORDS[finding.level], style=STYLES[finding.level]), finding.host, text)
     buffer = io.StringIO()

@@ -1,0 +1,213 @@
+"""Every command of every page, as far as a machine without GPU, Slurm, Docker and other hosts can take it.
+
+A command that starts ranks here goes through the launcher with --dry-run, which checks its settings and makes the
+command of the ranks. One for other hosts is parsed, and its settings are checked. A benchmark's options are parsed by
+the benchmark. tests/cluster/test_bare_hosts.py runs docs/cluster.md, tests/parallel/test_examples.py the examples.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+
+import click
+import pytest
+
+from hvd_cifar import cli
+from hvd_cifar.errors import UserError
+from hvd_cifar.launch import launcher
+from hvd_cifar.launch.cluster.hosts import is_local
+from hvd_cifar.launch.install import installer
+from tests.ranks import CHECKOUT
+
+PROGRAMS = {"./run.sh", "python", "mpirun", "horovodrun", "sbatch", "salloc", "srun", "docker", "cp"}
+NAME = "names an option"
+# What a test cannot run, by the words that it begins with, and why.
+EXCEPTIONS = {
+    "docker build": "needs Docker; tests/launch/test_image.py builds the image by buildah",
+    "docker compose": "needs Docker; tests/single/test_containers.py reads the file",
+    "docker run ... hvd-cifar": "an outline; options of Docker are left out",
+    "BUILDAH_ISOLATION": "takes minutes; tests/launch/test_image.py runs it",
+    "mkdir -p runs && sudo": "gives a folder to another user",
+    "sed": "needs a Kubernetes cluster; tests/launch/test_kubernetes.py checks the job",
+    "kubectl": "needs a Kubernetes cluster",
+    "srun --": "an option of Slurm's; tests/launch/test_slurm.py runs srun",
+    "source": "of the shell that the user types in",
+    "./run.sh --hostfile": NAME,
+    "mpirun --hostfile": NAME,
+    "horovodrun --hostfile": NAME,
+}
+# A page's placeholders, each a whole word, and what stands for it here.
+PLACEHOLDERS = {
+    "COMMAND": "train",
+    "D": "data",
+    "R": "run",
+    "R/config.json": "run/config.json",
+    "N": "2",
+    "FILE": "my-hosts",
+    "M": "tutorial",
+    "P": "float32",
+    "B": "64",
+    "S": "5",
+    "L": "1gbit",
+    "PROGRAM.py": "examples/fit.py",
+    "train.py": "examples/fit.py",
+}
+HIDDEN = re.compile(r"^```.*?^```", re.M | re.S)
+
+
+def pages() -> list[str]:
+    """Every page but the notebook, which tells of programs as they were."""
+    found = subprocess.run(["git", "ls-files", "*.md"], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    return [path for path in found.stdout.split() if not path.startswith("docs/notebook/")]
+
+
+def commands(text: str) -> Iterator[str]:
+    """Commands of a page: lines of its blocks without a language, and code within its sentences."""
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
+        lines = block.replace("\\\n", " ").splitlines()
+        if not language and (lines[0].split()[0] in PROGRAMS or is_exception(lines[0])):
+            yield from (line for line in lines if line.strip())
+    for code in re.findall(r"`([^`]+)`", HIDDEN.sub("", text)):
+        code = " ".join(code.split())
+        if code.startswith(("./run.sh ", "python -m ", "mpirun -", "horovodrun -", "sbatch ", "docker ", "srun --")):
+            yield code
+
+
+def is_exception(command: str) -> bool:
+    """Whether no test can run a command."""
+    return any(command == words if why == NAME else command.startswith(words) for words, why in EXCEPTIONS.items())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder like a checkout's, to run commands in."""
+    for name in ("examples", "hostfiles", "deploy", "docs", "tests", "run.sh"):
+        (tmp_path / name).symlink_to(CHECKOUT / name)
+    for name in ("my-hosts", "my-cluster", "hosts"):
+        (tmp_path / name).write_text("node1 slots=8\nnode2 slots=8\n")
+    for name in ("data", "run"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"epochs": 2}')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", pages())
+def test_commands_of_a_page(page: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    wrong = {}
+    for command in commands((CHECKOUT / page).read_text()):
+        if is_exception(command):
+            continue
+        words = [PLACEHOLDERS.get(word, word) for word in shlex.split(command.replace("[", "").replace("]", ""), True)]
+        words = words[next(i for i, word in enumerate(words) if "=" not in word) :]  # after variables
+        try:
+            RUN[words[0]](words[1:])
+        except (UserError, click.ClickException, AssertionError, SystemExit, LookupError) as failure:
+            if not (isinstance(failure, SystemExit) and failure.code == 0):  # help
+                wrong[command] = f"{failure!r} {capfd.readouterr().err}"
+    assert not wrong
+
+
+def _run_sh(words: list[str]) -> None:
+    if not words:
+        return
+    if words[0] == "setup":
+        installer._parser().parse_args(words)
+    elif words[0] == "test":
+        assert all(word.startswith("-") or Path(word).exists() for word in words[1:]), words
+    else:
+        _launch(words)
+
+
+def _launch(words: list[str]) -> None:
+    request = launcher.parse(words)
+    if request.command[0] != launcher.PYTHON:
+        cli.check(list(request.command))
+    else:
+        launcher._check_program(request.command[1:])
+    if all(is_local(host.name) for host in request.hosts) and request.command[:2] != ("benchmark", "predict"):
+        assert launcher.main(["--dry-run", *words], cli.check) == 0, words
+
+
+def _python(words: list[str]) -> None:
+    if words[0] == "-c" or not words[0].startswith("-"):
+        assert Path(words[0]).exists(), words
+        return
+    assert words[0] == "-m", words
+    name, rest = words[1], words[2:]
+    if name == "hvd_cifar":
+        cli.check(rest)
+    elif name.startswith("benchmarks."):
+        package = importlib.util.find_spec(name)
+        assert package, name
+        main = import_module(f"{name}.__main__" if package.submodule_search_locations else name).main
+        if isinstance(main, click.Group) and rest:
+            main, rest = main.commands[rest[0]], rest[1:]
+        if rest:  # without options it is named, not called
+            main.make_context(name, rest)
+    else:
+        assert importlib.util.find_spec(name), name
+
+
+def _after(word: str) -> Callable[[list[str]], None]:
+    """What follows the first `word` is the command of a rank, or of the launcher."""
+
+    def run(words: list[str]) -> None:
+        if word in words:
+            RUN[word](words[words.index(word) + 1 :])
+        else:
+            _srun(words)
+
+    return run
+
+
+def _srun(words: list[str]) -> None:
+    """`srun OPTIONS PROGRAM ...`, and salloc's."""
+    program = next(i for i, word in enumerate(words) if not word.startswith("-"))
+    RUN["python" if words[program].endswith("/python") else words[program]](words[program + 1 :])
+
+
+def _sbatch(words: list[str]) -> None:
+    script = next(i for i, word in enumerate(words) if not word.startswith("-"))
+    subprocess.run(["bash", "-n", words[script]], check=True)
+    cli.check(["train", *words[script + 1 :]])
+
+
+def _docker(words: list[str]) -> None:
+    """What follows the image's name is what follows ./run.sh."""
+    image = next(i for i, word in enumerate(words) if word.startswith("hvd-cifar"))
+    _launch(words[image + 1 :])
+
+
+def _copy(words: list[str]) -> None:
+    subprocess.run(["cp", *words], check=True)
+
+
+RUN: dict[str, Callable[[list[str]], None]] = {
+    "./run.sh": _run_sh,
+    "python": _python,
+    "mpirun": _after("python"),
+    "horovodrun": _after("python"),
+    "sbatch": _sbatch,
+    "salloc": _srun,
+    "srun": _srun,
+    "docker": _docker,
+    "cp": _copy,
+}
+
+
+def test_a_wrong_command_is_found() -> None:
+    text = "```\n./run.sh -np 2 train --no-such 1\n```\nand `python -m benchmarks.accuracy --nothing` or `plain code`."
+    assert list(commands(text)) == ["./run.sh -np 2 train --no-such 1", "python -m benchmarks.accuracy --nothing"]
+    with pytest.raises(SystemExit):
+        _run_sh(["-np", "2", "train", "--no-such", "1"])
+    with pytest.raises(click.ClickException):
+        _python(["-m", "benchmarks.accuracy", "--nothing"])
+    with pytest.raises(UserError):
+        _run_sh(["setup", "--nothing"])

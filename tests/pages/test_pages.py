@@ -1,0 +1,142 @@
+"""What pages say: links, generated pages, snippets, messages, numbers that stand twice, the version."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hvd_cifar
+from tests.pages import reference
+from tests.pages.test_commands import pages
+from tests.ranks import CHECKOUT, environment
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+TEXTS = {page: (CHECKOUT / page).read_text() for page in pages()}
+MIGRATION = "docs/migration.md"
+
+
+def _anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and GitLab make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _broken_links(page: str, text: str) -> list[str]:
+    """Links of a page to files and headings that are not there. Links to other sites are not followed."""
+    broken = []
+    for link in LINK.findall(re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.M | re.S)):
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        target = (CHECKOUT / page).parent / path if path else CHECKOUT / page
+        if not target.exists() or (anchor and anchor not in _anchors(target.read_text())):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", [*TEXTS, *(str(p.relative_to(CHECKOUT)) for p in CHECKOUT.glob("docs/notebook/*.md"))])
+def test_every_link_leads_somewhere(page: str) -> None:
+    assert not _broken_links(page, (CHECKOUT / page).read_text())
+
+
+def test_a_broken_link_is_found() -> None:
+    text = "[a](docs/none.md) [b](docs/faq.md#none) [c](docs/faq.md#set-up) ![d](docs/none.svg) `[e](f)`"
+    assert _broken_links("README.md", text) == ["docs/none.md", "docs/faq.md#none", "docs/none.svg"]
+
+
+@pytest.mark.parametrize("page", reference.pages())
+def test_generated_pages_are_up_to_date(page: str) -> None:
+    assert TEXTS[page] == reference.pages()[page], "run: python -m tests.pages"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = set(LINK.findall(TEXTS["docs/index.md"]))
+    assert {Path(page).name for page in TEXTS if page.startswith("docs/")} - {"index.md"} <= index
+
+
+def test_readme_is_short_and_its_table_stands_in_benchmarks() -> None:
+    lines = TEXTS["README.md"].splitlines()
+    assert len(lines) <= 130
+    rows = [line for line in lines if re.match(r"\| (resnet\d+|tutorial|fast) \|", line)]
+    assert len(rows) == 3 and all(row in TEXTS["docs/benchmarks.md"].splitlines() for row in rows)
+
+
+def test_only_the_notebook_names_commits() -> None:
+    found = {page: re.findall(r"\bcommits? [0-9a-f]{7,40}\b", text) for page, text in TEXTS.items()}
+    assert not any(found.values()), found
+
+
+def test_one_version() -> None:
+    citation = yaml.safe_load((CHECKOUT / "CITATION.cff").read_text())
+    newest = re.search(r"^## (\S+)", TEXTS["CHANGELOG.md"], re.M)
+    assert newest and citation["version"] == newest[1] == hvd_cifar.__version__
+
+
+def test_variables_of_this_project_are_on_their_page() -> None:
+    sources = [*(CHECKOUT / "hvd_cifar").rglob("*.py"), *(CHECKOUT / "hvd_cifar").rglob("*.cc"), CHECKOUT / "run.sh"]
+    used = {name for path in sources for name in re.findall(r"HVD_CIFAR_[A-Z_]+", path.read_text())}
+    assert used and all(f"`{name}`" in TEXTS["docs/environment.md"] for name in used), used
+
+
+def test_messages_of_the_faq_are_those_of_the_program() -> None:
+    sources = [(CHECKOUT / "run.sh").read_text()]
+    sources += [path.read_text() for path in (CHECKOUT / "hvd_cifar").rglob("*.py")]
+    # Texts that Python joins stand on two lines.
+    program = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))
+    tables = TEXTS["docs/faq.md"].partition("## Without a message")[0]
+    messages = re.findall(r"^\| `([^`]+)` \|", tables, re.M)
+    parts = [part.strip() for message in messages for part in message.split("…")]
+    assert len(messages) > 20 and not [part for part in parts if part not in program]
+
+
+def _programs(heading: str) -> tuple[str, str]:
+    """The programs before and after of a section of the page of migration."""
+    section = TEXTS[MIGRATION].partition(f"## {heading}")[2].partition("\n## ")[0]
+    before, after = re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)
+    return before, after
+
+
+HEADINGS = re.findall(r"^## (.*)$", TEXTS[MIGRATION], re.M)
+
+
+def test_programs_before_migration_are_python() -> None:
+    assert len(HEADINGS) == 3
+    for heading in HEADINGS:
+        compile(_programs(heading)[0], heading, "exec")  # PyTorch, Keras 2 and TensorFlow 1 are not here
+
+
+def test_programs_after_migration_train_alike_on_two_ranks(tmp_path: Path) -> None:
+    """One start for all programs: each runs as `__main__`, then ranks compare what they have learned."""
+    for number, heading in enumerate(HEADINGS):
+        (tmp_path / f"after_{number}.py").write_text(_programs(heading)[1])
+    (tmp_path / "all.py").write_text(
+        "import runpy\nimport horovod.tensorflow as hvd\n"
+        "for number in (2, 0, 1):\n"  # hvd_cifar.train starts before TensorFlow does
+        "    made = runpy.run_path(f'after_{number}.py', run_name='__main__')\n"
+        "    if 'summary' in made:\n"
+        "        told = (made['summary']['replicas_identical'], made['summary']['steps'])\n"
+        "    else:\n"
+        "        weights = [w.tolist() for w in made['model'].get_weights()]\n"
+        "        told = (all(others == weights for others in hvd.allgather_object(weights)),)\n"
+        "    if hvd.rank() == 0:\n"
+        "        print('told', number, *told, flush=True)\n"
+    )
+    words = ["mpirun", "-q", "-np", "2", "--bind-to", "none", sys.executable, "all.py"]
+    env = environment({"PYTHONPATH": str(CHECKOUT)})
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("told ")]
+    assert told == [["2", "True", "8"], ["0", "True"], ["1", "True"]]  # 8: two epochs of four batches
+
+
+def test_the_net_of_readme_is_one() -> None:
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", TEXTS["README.md"], re.M | re.S)
+    made: dict[str, object] = {}
+    exec(snippet, made)
+    model = made["build"]((32, 32, 3), 10)  # type: ignore[operator]
+    assert model.output_shape == (None, 10)
