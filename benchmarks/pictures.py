@@ -2,7 +2,7 @@
 
     python -m benchmarks.pictures --data-dir D
 
-A run that `--runs` already holds is drawn, not made again.
+A run that `--runs` already holds is drawn, not made again. The picture shows the command without the folder of data.
 """
 
 from __future__ import annotations
