@@ -86,7 +86,7 @@ def plot(events: list[dict[str, Any]], path: Path) -> None:
         )
     right.set(ylabel="test accuracy, %", ylim=(0, 100))
     lines = [*axes.get_lines(), *right.get_lines()]
-    axes.legend(lines, [line.get_label() for line in lines], loc="lower left")
+    axes.legend(lines, [str(line.get_label()) for line in lines], loc="lower left")
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
