@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.ranks import CHECKOUT, environment
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 TEXTS = {page: (CHECKOUT / page).read_text() for page in pages()}
 MIGRATION = "docs/migration.md"
+PEERS = Path(os.environ.get("HVD_CIFAR_PEERS", "~/.cache/hvd_cifar/peers")).expanduser()
 
 
 def _anchors(text: str) -> set[str]:
@@ -107,7 +109,14 @@ HEADINGS = re.findall(r"^## (.*)$", TEXTS[MIGRATION], re.M)
 def test_programs_before_migration_are_python() -> None:
     assert len(HEADINGS) == 3
     for heading in HEADINGS:
-        compile(_programs(heading)[0], heading, "exec")  # PyTorch, Keras 2 and TensorFlow 1 are not here
+        compile(_programs(heading)[0], heading, "exec")  # Keras 2 and TensorFlow 1 are not here
+
+
+@pytest.mark.skipif(not (PEERS / "bin" / "python").exists(), reason=f"needs PyTorch; no environment in {PEERS}")
+def test_the_program_of_pytorch_runs() -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    words = [str(PEERS / "bin" / "python"), "-c", _programs(HEADINGS[0])[0]]
+    subprocess.run(words, env=environment(alone), check=True, timeout=120)
 
 
 def test_programs_after_migration_train_alike_on_two_ranks(tmp_path: Path) -> None:
