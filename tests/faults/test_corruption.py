@@ -11,7 +11,7 @@ import pytest
 from benchmarks import runs
 from tests.faults.jobs import start
 
-# Rank 1 flips the lowest bit of a value in some of its computations of some steps.
+# Rank 1 flips a bit of the largest value of a gradient in some of its computations of some steps.
 PROGRAM = """
 import numpy as np
 import tensorflow as tf
@@ -26,7 +26,7 @@ def flipped(self, micro_batches, function):
     calls[self.step] += 1
     if self._world.rank == 1 and number in FLIPPED.get(str(self.step), ()):
         values = share.gradients[2].numpy()
-        values.view(np.uint32).flat[3] ^= 1
+        values.view(np.uint32).flat[np.abs(values).argmax()] ^= 1 << 22
         share.gradients[2] = tf.constant(values)
     return share
 

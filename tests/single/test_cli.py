@@ -70,6 +70,10 @@ WRONG = [
     ["train", "--log-every", "0"],
     ["train", "--checkpoint-every", "0"],
     ["train", "--grace-seconds", "0"],
+    ["train", "--stall-seconds", "-1"],
+    ["train", "--verify-every", "-1"],
+    ["train", "--verify-every", "5"],  # which compares bits, and needs --deterministic
+    ["train", "--verify-every", "5", "--deterministic", "--sync-batch-norm"],
     ["train", "--eval-every", "-1"],
     ["train", "--eval-examples", "0"],
     ["train", "--resume", ""],
