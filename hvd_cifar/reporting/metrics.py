@@ -111,14 +111,12 @@ class Reporter:
         Raises:
             UserError: where it still cannot be written.
         """
-        was_behind = self.is_behind
         for path, text in list(self._unwritten.items()):
             with _writing(path):
                 append_text(path, text)
             del self._unwritten[path]
+            self._tell_caught_up(path)
         self._write_scalars()
-        if was_behind:
-            self.warn(f"note: a file in {self.run_dir} could not be written for a while; nothing of it is lost")
 
     @contextlib.contextmanager
     def progress(self, first_step: int, total_steps: int) -> Iterator[None]:
@@ -203,14 +201,21 @@ class Reporter:
 
     def _write_scalars(self) -> None:
         assert self.run_dir is not None
+        folder = self.run_dir / "tensorboard"
         while self._scalars:
-            with _writing(self.run_dir / "tensorboard"):
-                # A writer that failed once is no longer used.
-                board = self._board or Board(self.run_dir / "tensorboard", self._scalars[0][0])
+            has_waited = self._board is None
+            with _writing(folder):
+                # A writer that failed once is no longer used: it may have written a part of an event.
+                board = self._board or Board(folder, self._scalars[0][0])
                 self._board = None
                 board.write(*self._scalars[0])
                 self._board = board
             del self._scalars[0]
+            if has_waited:
+                self._tell_caught_up(folder)
+
+    def _tell_caught_up(self, path: Path) -> None:
+        self.warn(f"note: {path} could not be written for a while; nothing of it is lost")
 
     def _append_mark(self, mark: goodput.Mark) -> None:
         assert self.run_dir is not None
@@ -219,10 +224,13 @@ class Reporter:
 
     def _append(self, path: Path, event: dict[str, Any]) -> None:
         """Add a line to a file; where it cannot be written it waits for `catch_up`."""
+        has_waited = path in self._unwritten
         self._unwritten[path] = self._unwritten.get(path, "") + json.dumps(event) + "\n"
         with contextlib.suppress(OSError):
             append_text(path, self._unwritten[path])
             del self._unwritten[path]
+            if has_waited:
+                self._tell_caught_up(path)
 
     def warn(self, line: str) -> None:
         """Print a line to standard error."""
