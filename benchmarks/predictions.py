@@ -5,14 +5,15 @@
 
 `benchmark predict` predicts from a step on the fewest hosts without a limit, and from all-reduces on the two fewest
 numbers of hosts over the limited link. The prediction is printed before the steps over the link are measured. With
---emulate-compute a rank sleeps instead of computing, so that ranks may outnumber cores.
+--emulate-compute a rank sleeps instead of computing, so that ranks may outnumber cores. The table then also has what
+the network card of a host sends in a step, and how much more than the least, 2 (H - 1) / H of the gradients, that is.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ import click
 from benchmarks import setting
 from benchmarks.peers import network
 from hvd_cifar.errors import UserError
-from hvd_cifar.tools.benchmark.results import EmulatedResult, PredictResult, StepResult, read
+from hvd_cifar.tools.benchmark.fits import traffic
+from hvd_cifar.tools.benchmark.results import EmulatedResult, Prediction, PredictResult, StepResult, read
 from tests.cluster.hosts import Cluster
 
 
@@ -44,19 +46,46 @@ class Job:
         return output
 
 
-def measured(path: Path, ranks: int) -> float:
-    """Seconds of a step on `ranks` ranks, from the result of `benchmark step`."""
-    found = read(StepResult | EmulatedResult, path, "--step")
-    return float(next(world.step_seconds.mean for world in found.worlds if world.ranks == ranks))
+@dataclass(frozen=True)
+class Row:
+    """A step on some hosts.
+
+    Attributes:
+        hosts, ranks: their numbers.
+        predicted, measured: seconds of a step.
+        way: how gradients left.
+        sent, least: bytes that a host sends in a step, and the least possible; None where they were not counted.
+    """
+
+    hosts: int
+    ranks: int
+    predicted: float
+    measured: float
+    way: str
+    sent: float | None = None
+    least: float | None = None
+
+    @classmethod
+    def of(cls, hosts: int, predicted: Prediction, way: str, found: StepResult | EmulatedResult) -> Row:
+        """From a prediction, and the result of `benchmark step` on as many ranks."""
+        n = predicted.ranks
+        seconds = next(world.step_seconds.mean for world in found.worlds if world.ranks == n)
+        row = cls(hosts, n, predicted.step_seconds, seconds, way)
+        if not isinstance(found, EmulatedResult):
+            return row
+        sent = next(world.sent_bytes for world in found.worlds if world.ranks == n)
+        return replace(row, sent=sent, least=traffic(hosts) * sum(found.gradients))
+
+    def __str__(self) -> str:
+        times = f"{self.predicted * 1e3:.1f} | {self.measured * 1e3:.1f} | {self.predicted / self.measured - 1:+.1%}"
+        sent = f"{self.sent / 1e6:.2f}, {self.sent / self.least - 1:+.1%}" if self.sent and self.least else ""
+        return f"| {self.hosts} | {self.ranks} | {times} | {self.way} | {sent} |"
 
 
-def table(rows: Sequence[tuple[int, int, float, float, str]]) -> str:
-    """In Markdown, from hosts, ranks, predicted and measured seconds of a step, and how gradients left."""
-    lines = ["| hosts | ranks | predicted, ms | measured, ms | error | gradients leave |", "|---|---|---|---|---|---|"]
-    for hosts, ranks, predicted, seconds, way in rows:
-        times = f"{predicted * 1e3:.1f} | {seconds * 1e3:.1f} | {predicted / seconds - 1:+.1%}"
-        lines.append(f"| {hosts} | {ranks} | {times} | {way} |")
-    return "\n".join(lines)
+def table(rows: Sequence[Row]) -> str:
+    """In Markdown."""
+    names = ["hosts", "ranks", "predicted, ms", "measured, ms", "error", "gradients leave", "a host sends, MB"]
+    return "\n".join([f"| {' | '.join(names)} |", "|---" * len(names) + "|", *map(str, rows)])
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
@@ -116,10 +145,10 @@ def main(
             way = ["--overlap", "off"]
             if found.bucket_bytes is not None:
                 way = ["--overlap", "on", "--bucket-bytes", found.bucket_bytes]
-            seconds = measured(job.run(count, *step, *way, "--ranks", n), n)
+            result = read(StepResult | EmulatedResult, job.run(count, *step, *way, "--ranks", n), "--step")
             shown = "in one message" if way[1] == "off" else f"in buckets of {found.bucket_bytes} bytes"
-            rows.append((count, n, found.step_seconds, seconds, shown))
-            click.echo(table(rows[-1:]).splitlines()[-1], err=True)
+            rows.append(Row.of(count, found, shown, result))
+            click.echo(rows[-1], err=True)
     print(f"{table(rows)}\n\n{model}, {link}, over {'Gloo' if gloo else 'MPI'}; {setting.about()}")
 
 

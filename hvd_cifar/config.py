@@ -278,7 +278,7 @@ class TrainSettings(DataSettings):
     overlap: Overlap = Field(
         "auto",
         description="Send gradients in buckets while backward goes on, or all in one message after it. auto: what is "
-        "faster, as measured before the first step; on one host always one message.",
+        "faster, as measured before the first step; on one host of CPUs one message, unless --bucket-bytes is given.",
     )
     bucket_bytes: Bytes | None = Field(
         None, gt=0, description="Bytes of a bucket, such as 128K. [default: measured before the first step]"
@@ -486,15 +486,24 @@ class BenchmarkStepSettings(StepWork, _BenchmarkOutput):
     emulate_compute: Seconds | None = Field(
         None,
         gt=0,
-        description="For developers: time to sleep instead of computing each step, such as 50ms.",
+        description="For developers: time to sleep instead of computing each step, such as 50ms. Gradients leave in "
+        "one message, or in buckets of --bucket-bytes.",
         json_schema_extra={"hidden": True},
     )
 
     @model_validator(mode="after")
     def _emulation_has_no_efficiency(self) -> BenchmarkStepSettings:
-        for option, given in (("--min-efficiency", self.min_efficiency), ("--plot", self.plot_file)):
-            if self.emulate_compute is not None and given is not None:
+        if self.emulate_compute is None:
+            return self
+        for option, given in (
+            ("--min-efficiency", self.min_efficiency is not None),
+            ("--plot", self.plot_file is not None),
+            ("--compression", self.compression != "none"),
+        ):
+            if given:
                 raise ValueError(f"--emulate-compute and {option} exclude each other: leave one out")
+        if self.overlap == "on" and self.bucket_bytes is None:
+            raise ValueError("--emulate-compute does not measure a size of buckets: give --bucket-bytes")
         return self
 
 

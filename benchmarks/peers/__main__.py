@@ -101,7 +101,7 @@ def measure(
     chosen = [name for name in able if not only or name in only]
     base = base or able[1]
     if base not in chosen:
-        raise UserError(f"--base {base}: it is not among the sides that are measured; name it in --only, too")
+        raise UserError(f"--base {base}: it is not among the sides that are measured; also name it in --only")
     python = environment.ensure(peers.expanduser().absolute()) if sides.TORCH & {*chosen} else None
     with ExitStack() as stack:
         folder = keep.absolute() if keep else Path(stack.enter_context(tempfile.TemporaryDirectory()))

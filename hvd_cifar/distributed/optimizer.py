@@ -329,6 +329,14 @@ def pack(gradient: Any, reduction: Reduction, ranks: int) -> Any:
     return tf.cast(wide if reduction.average else wide * ranks, tf.float16)
 
 
+def sent_width(dtype: Any, compression: str) -> int:
+    """Bytes of a value of a gradient as `pack` sends it; PowerSGD's thin matrices are left out."""
+    if compression in ("fp16", "bf16"):
+        return 2
+    dtype = tf.as_dtype(dtype)
+    return 4 if dtype == tf.bfloat16 else int(dtype.size)
+
+
 def unpack(total: Any, dtype: Any, reduction: Reduction, ranks: int) -> Any:
     """The reduced gradient, of type `dtype`, from the sum of what all ranks packed. Local."""
     wide = tf.cast(total, tf.float32 if dtype in (tf.bfloat16, tf.float16) else dtype)

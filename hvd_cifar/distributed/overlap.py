@@ -20,7 +20,7 @@ class Backward:
     Attributes:
         before: from the step's start to the start of the backward pass.
         ready: when each gradient is ready, from there, ascending.
-        sizes: bytes of each.
+        sizes: bytes of each, as it is sent.
     """
 
     before: float

@@ -25,7 +25,9 @@ RING_PARAMETERS = {"coll_tuned_use_dynamic_rules": "1", "coll_tuned_allreduce_al
 RING_VARIABLES = {"NCCL_ALGO": "Ring"}
 
 
-def algorithm(controller: str, by_nccl: bool, environ: Mapping[str, str], hosts: int = 1) -> str:
+def algorithm(
+    controller: str, by_nccl: bool, environ: Mapping[str, str], hosts: int = 1, two_levels: bool = False
+) -> str:
     """The all-reduce's algorithm, such as "ring" or "MPI's choice".
 
     Args:
@@ -33,12 +35,14 @@ def algorithm(controller: str, by_nccl: bool, environ: Mapping[str, str], hosts:
         by_nccl: whether NCCL reduces the gradients, on GPUs.
         environ: the rank's variables.
         hosts: the number of hosts.
+        two_levels: whether there are several, each with the same number of ranks above 1; Horovod's own rings then
+            have two levels.
     """
     if by_nccl:
         return environ.get("NCCL_ALGO", "NCCL's choice").lower().replace("nccl", "NCCL")
     # Between hosts Horovod itself sends the ring's messages; see its patch.
     if controller == "gloo" or (hosts > 1 and environ.get("HOROVOD_SHARES_CORE") == "1"):
-        return "ring"
+        return "ring in two levels" if two_levels else "ring"
     chosen = environ.get("OMPI_MCA_coll_tuned_allreduce_algorithm", "0")
     dynamic = environ.get("OMPI_MCA_coll_tuned_use_dynamic_rules", "0").lower() in ("1", "true", "yes", "enabled")
     return ALGORITHMS.get(chosen, "MPI's choice") if dynamic else "MPI's choice"

@@ -126,6 +126,7 @@ def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]
         ) from None
     controller = "mpi" if hvd.mpi_enabled() else "gloo"
     by_nccl = choice is not None and bool(hvd.nccl_built())
+    two_levels = hvd.is_homogeneous() and 1 < local_size < hvd.size()
     return World(
         rank=hvd.rank(),
         size=hvd.size(),
@@ -135,7 +136,7 @@ def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]
         device="/CPU:0" if choice is None else "/GPU:0",
         threads=threads,
         controller=controller,
-        algorithm=transport.algorithm(controller, by_nccl, os.environ, hvd.cross_size()),
+        algorithm=transport.algorithm(controller, by_nccl, os.environ, hvd.cross_size(), two_levels),
         transport=transport.transport(controller, by_nccl, os.environ, hvd.cross_size()),
         elastic=environment.elastic_job(),
     )

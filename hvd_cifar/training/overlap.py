@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 
 from hvd_cifar.config import TrainSettings, low_rank_of
 from hvd_cifar.distributed import buckets, collectives
-from hvd_cifar.distributed.optimizer import Reduction, reduce_gradients, reduction_of, set_bucket_bytes
+from hvd_cifar.distributed.optimizer import (
+    Reduction,
+    reduce_gradients,
+    reduction_of,
+    sent_width,
+    set_bucket_bytes,
+)
 from hvd_cifar.distributed.overlap import CANDIDATES, Backward, Choice, Link, choose
 from hvd_cifar.models import Net
 from hvd_cifar.runtime.world import World
@@ -22,7 +28,6 @@ from hvd_cifar.training.step import StepSpec, local_statistics, make_share, micr
 
 REPEATS = 3
 SMALL_BYTES, LARGE_BYTES = 2**12, 2**20  # of the two messages that are measured; the larger one is at most the net's
-WIDTH = 4  # bytes of a float32
 
 
 def set_buckets(
@@ -88,6 +93,8 @@ def measure_backward(
         The pass, and the places of its gradients in `net.model.trainable_variables`.
     """
     share_of, statistics_of = make_share(net, optimizer, spec), local_statistics(net.model)
+    reduction = reduction_of(optimizer)
+    compression = reduction.compression if reduction else "none"
     sizes: list[int] = []
     order: list[int] = []
 
@@ -99,7 +106,7 @@ def measure_backward(
         share = share_of(image, label, weight, count, [tf.identity(s.value) for s in statistics_of])
         order[:] = buckets.order(share.gradients)
         in_order = [share.loss, *(share.gradients[i] for i in order)]
-        sizes[:] = [tensor.shape.num_elements() * tensor.dtype.size for tensor in in_order[1:]]
+        sizes[:] = [tensor.shape.num_elements() * sent_width(tensor.dtype, compression) for tensor in in_order[1:]]
         for tensor in in_order:
             # A GPU's operation counts as done when it is queued. A value on the host exists when it has been computed.
             with tf.device("/CPU:0"):
@@ -134,29 +141,31 @@ def _measure_link(reduction: Reduction, most: int, computes_here: bool) -> Link:
     """Two all-reduces, each of one message, as the optimizer does them. A collective.
 
     Args:
-        most: bytes of all gradients.
-        computes_here: whether the core that all-reduces work on is the one that computes.
+        most: bytes of all gradients, as they are sent.
+        computes_here: whether this rank computes on the core that works for all-reduces. Where hosts differ, the
+            ranks that do count for all: a link that differed between ranks would give them different buckets.
     """
     signature = [tf.TensorSpec([None], tf.float32)]
     reduce = tf.function(lambda x: reduce_gradients([x], reduction)[0], input_signature=signature, autograph=False)
-    small, large = (tf.zeros([size // WIDTH]) for size in (SMALL_BYTES, max(2 * SMALL_BYTES, min(most, LARGE_BYTES))))
+    width = sent_width(tf.float32, reduction.compression)
+    small, large = (tf.zeros([size // width]) for size in (SMALL_BYTES, max(2 * SMALL_BYTES, min(most, LARGE_BYTES))))
     found: list[NDArray[Any]] = []
     for message in (small, large):
-        times = _time(partial(reduce, message))
+        times = _time(partial(reduce, message), computes_here)
         found.append(np.max(collectives.all_gather_object(times), axis=0))
     of_small, of_large = found  # seconds, and those of the processor
-    per_byte = np.maximum(0.0, of_large - of_small) / (WIDTH * int(tf.size(large) - tf.size(small)))
+    per_byte = np.maximum(0.0, of_large - of_small) / (width * int(tf.size(large) - tf.size(small)))
     start = np.maximum(0.0, of_small - per_byte * SMALL_BYTES)
-    return Link(float(start[0]), float(per_byte[0]), *((start[1], per_byte[1]) if computes_here else ()))
+    return Link(float(start[0]), float(per_byte[0]), float(start[1]), float(per_byte[1]))
 
 
-def _time(once: Callable[[], Any]) -> tuple[float, float]:
-    """Median seconds, and median seconds of the processor."""
+def _time(once: Callable[[], Any], computes_here: bool) -> tuple[float, float]:
+    """Median seconds, and median seconds of the processor that computation does without: 0 unless `computes_here`."""
     once()
     taken: list[Sequence[float]] = []
     for _ in range(REPEATS):
         collectives.barrier()
         began, worked = time.perf_counter(), time.process_time()
         np.asarray(once()[-1:])
-        taken.append((time.perf_counter() - began, time.process_time() - worked))
+        taken.append((time.perf_counter() - began, (time.process_time() - worked) * computes_here))
     return statistics.median(wall for wall, _ in taken), statistics.median(cpu for _, cpu in taken)

@@ -21,6 +21,7 @@ import horovod.tensorflow as hvd
 import keras
 
 with session(1) as world:
+    print(world.algorithm)
     optimizer = DistributedOptimizer(keras.optimizers.SGD(), op="sum")
     reduce = tf.function(lambda values: optimizer.reduce([values])[0], autograph=False)
     ranks = world.size * (world.size + 1) / 2
@@ -44,19 +45,21 @@ def _sent(host: Host) -> int:
 def test_bytes_cross_a_host_s_link_once(kind: str, slots: tuple[int, int], two_hosts: Cluster, tmp_path: Path) -> None:
     """The least that a host can send is 2 (H - 1) / H of the message; a single ring over 4 ranks sends 50% more."""
     before = [_sent(host) for host in two_hosts]
-    _reduce(two_hosts, kind, slots, tmp_path / "program.py", PROGRAM)
+    said = _reduce(two_hosts, kind, slots, tmp_path / "program.py", PROGRAM)
     sent = [_sent(host) - bytes_before for host, bytes_before in zip(two_hosts, before, strict=True)]
     same_on_each = len(set(slots)) == 1
     ring = len(slots) if same_on_each else sum(slots)  # hosts, or ranks, in the ring between hosts
     least = 2 * (ring - 1) / ring * SIZE * ROUNDS
+    assert ("ring in two levels" if same_on_each else "ring") in said.splitlines()
     assert all(least < count < 1.15 * least for count in sent), [count / least for count in sent]
 
 
-def _reduce(hosts: Cluster, kind: str, slots: tuple[int, int], program: Path, text: str) -> None:
+def _reduce(hosts: Cluster, kind: str, slots: tuple[int, int], program: Path, text: str) -> str:
     program.write_text(text)
     words: list[str | Path] = [*launcher(), "--hostfile", hosts.hostfile(*slots), kind, "python", program]
     done = hosts[0].run(words, env=variables(hosts[0]), timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_a_rank_that_must_not_sleep_keeps_all_awake(two_hosts: Cluster, tmp_path: Path) -> None:

@@ -576,7 +576,7 @@ DISTRIBUTED = [
         P + "training/overlap.py",
         "        variable.assign(value)\n",
         "        pass\n",
-        "tests/parallel/test_exactness.py::test_ranks_train_as_one_rank_does[4]",
+        "tests/parallel/test_exactness.py::test_ranks_train_as_one_rank_does[5]",
         "the measurement changes the net",
     ),
     Fault(

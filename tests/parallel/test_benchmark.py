@@ -175,7 +175,7 @@ def _weights_after_steps(data: str) -> dict[str, Any]:
     from hvd_cifar.distributed import collectives
     from hvd_cifar.tools.benchmark import job, step
 
-    given = {"model": "tutorial", "dataset": "synthetic", "data_dir": data, "batch_size": 2}
+    given = {"model": "tutorial", "dataset": "synthetic", "data_dir": data, "batch_size": 2, "compression": "fp16"}
     settings = TrainSettings.model_validate(given)
     with job.start((2,)) as ranks:
         bench = step.make_bench(ranks, settings)
@@ -187,12 +187,13 @@ def _weights_after_steps(data: str) -> dict[str, Any]:
                 variable.assign(value)
             bench.time(2, way, 1)
             digests[way] = collectives.digest(variables)
-        return digests
+        return {**digests, "bytes": sum(bench.backward(1)[0].sizes)}
 
 
 def test_one_way_communicates_and_the_other_does_not(embedded: Path) -> None:
     ranks = run_ranks(_weights_after_steps, 3, str(embedded))
     assert len({rank["first"] for rank in ranks}) == 1
+    assert {rank.pop("bytes") for rank in ranks} == {2 * 1_068_298}  # in half precision, as they are sent
     # Every rank has a batch of its own: alone, each goes its own way; together, they stay as one.
     assert len({rank["compute"] for rank in ranks[:2]}) == 2
     for way in ("step", "fed"):

@@ -8,11 +8,26 @@ from click.testing import CliRunner
 from benchmarks import large_clusters, nets, predictions
 from hvd_cifar.distributed.overlap import choose
 from hvd_cifar.tools.benchmark.fits import Layout
+from hvd_cifar.tools.benchmark.results import EmulatedResult, EmulatedWorld, Estimate, Prediction
 
 
 def test_a_prediction_stands_beside_its_measurement() -> None:
-    shown = predictions.table([(4, 8, 0.11, 0.1, "in one message")]).splitlines()[-1]
-    assert shown == "| 4 | 8 | 110.0 | 100.0 | +10.0% | in one message |"
+    rows = [
+        predictions.Row(4, 8, 0.11, 0.1, "in one message"),
+        predictions.Row(2, 8, 0.05, 0.1, "in one message", sent=1.05e6, least=1e6),
+    ]
+    shown = predictions.table(rows).splitlines()
+    assert len({line.count("|") for line in shown}) == 1
+    assert shown[-2] == "| 4 | 8 | 110.0 | 100.0 | +10.0% | in one message |  |"
+    assert shown[-1] == "| 2 | 8 | 50.0 | 100.0 | -50.0% | in one message | 1.05, +5.0% |"
+
+
+def test_bytes_of_an_emulated_step_stand_beside_the_least_of_that_number_of_hosts() -> None:
+    world = EmulatedWorld.model_construct(ranks=8, step_seconds=Estimate.of([0.1]), sent_bytes=1.6e6)
+    found = EmulatedResult.model_construct(worlds=[world], gradients=[400_000, 600_000])
+    predicted = Prediction.model_construct(ranks=8, step_seconds=0.11)
+    rows = [predictions.Row.of(hosts, predicted, "", found) for hosts in (2, 4)]
+    assert [(row.measured, row.sent, row.least) for row in rows] == [(0.1, 1.6e6, 1.0e6), (0.1, 1.6e6, 1.5e6)]
 
 
 @pytest.mark.parametrize("hosts", ["1", "2,x", ""])

@@ -29,6 +29,11 @@ def test_algorithm(controller: str, by_nccl: bool, environ: dict[str, str], host
     assert algorithm(controller, by_nccl, environ, hosts) == expected
 
 
+def test_only_horovod_s_own_rings_have_two_levels() -> None:
+    assert algorithm("gloo", False, {}, 2, True) == algorithm("mpi", False, SHARED, 2, True) == "ring in two levels"
+    assert algorithm("mpi", False, RING, 2, True) == "ring" and algorithm("mpi", True, {}, 2, True) == "NCCL's choice"
+
+
 @pytest.mark.parametrize(
     ("controller", "by_nccl", "environ", "hosts", "expected"),
     [

@@ -20,7 +20,7 @@ from hvd_cifar.config import StepWork, TrainSettings, low_rank_of
 from hvd_cifar.data.pipeline import PREFETCH_BATCHES, MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.distributed import collectives, powersgd, process_sets
-from hvd_cifar.distributed.optimizer import inner_of, reduction_of
+from hvd_cifar.distributed.optimizer import inner_of, reduction_of, sent_width
 from hvd_cifar.distributed.overlap import Backward
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.reporting import terminal
@@ -37,8 +37,6 @@ LEARNING_RATE = 1e-3
 LEAD_IN = 2
 LEAD_IN_OF_INPUT = PREFETCH_BATCHES + 1
 ENDLESS = 2**31  # steps
-HALVES = ("fp16", "bf16")  # compressions that send HALF_BYTES a value
-HALF_BYTES = 2
 WAYS = ("communication", "input", "fed", "step", "compute")  # those that are compared are neighbours
 
 Repeat = Callable[[int], None]  # repeats something n times, and returns when the device has finished
@@ -260,14 +258,14 @@ def _by_rank(taken: list[list[float]]) -> list[float]:
 def _phases(bench: Bench, repeats: int, compute: float) -> Phases:
     """`compute`: seconds of the whole step without communication. A collective."""
     backward, order = bench.backward(repeats)
-    variables, compression = bench.net.model.trainable_variables, bench.work.settings.compression
+    variables = bench.net.model.trainable_variables
     return Phases(
         forward_seconds=backward.before,
         backward_seconds=backward.ready[-1],
         update_seconds=max(0.0, compute - backward.seconds),
         gradients=[
-            Gradient(name=variables[i].path, bytes=sent_bytes_of(variables[i], compression), ready_seconds=at)
-            for i, at in zip(order, backward.ready, strict=True)
+            Gradient(name=variables[i].path, bytes=size, ready_seconds=at)
+            for i, size, at in zip(order, backward.sizes, backward.ready, strict=True)
         ],
     )
 
@@ -287,7 +285,7 @@ def messages_of(variables: Sequence[Any], compression: str) -> list[int]:
 
 def sent_bytes_of(variable: Any, compression: str) -> int:
     """The size of a variable's gradient as it is sent; PowerSGD's thin matrices left out."""
-    return bytes_of(variable) if compression not in HALVES else int(np.prod(variable.shape)) * HALF_BYTES
+    return int(np.prod(variable.shape)) * sent_width(variable.dtype, compression)
 
 
 def bytes_of(variable: Any) -> int:
