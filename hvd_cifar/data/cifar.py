@@ -61,6 +61,11 @@ class Layout:
         return self.train_files + self.test_files
 
     @property
+    def train_examples(self) -> int:
+        """Number of them."""
+        return len(self.train_files) * self.train_records
+
+    @property
     def record_bytes(self) -> int:
         """Label and pixels of one example."""
         return self.label_bytes + CHANNELS * SIDE * SIDE

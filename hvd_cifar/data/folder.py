@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics
 from hvd_cifar.data.place import locked
 from hvd_cifar.errors import UserError
-from hvd_cifar.files import replace_text
+from hvd_cifar.files import read_json, replace_text
 
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 TEST_FOLDERS = ("test", "val")
@@ -104,7 +104,7 @@ class Folder:
         """Map a cache into memory. Raises UserError where it is damaged."""
         try:
             arrays = [np.asarray(np.load(folder / name, mmap_mode="r")) for name in FILES[:-1]]
-            about = json.loads((folder / FILES[-1]).read_text(encoding="utf-8"))
+            about = read_json(folder / FILES[-1])
             parts = [Examples(images, labels) for images, labels in zip(arrays[::2], arrays[1::2], strict=True)]
             names = tuple(about["class_names"])
             mean, deviation = tuple(about["channel_mean"]), tuple(about["channel_deviation"])

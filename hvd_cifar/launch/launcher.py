@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 from hvd_cifar import config
 from hvd_cifar.errors import RESUME, UserError
+from hvd_cifar.launch import preflight
 from hvd_cifar.launch.arguments import Parser
 from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import (
@@ -92,6 +93,8 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
             request = _with_run_dir(request, settings)
         request = with_allocation(request, slurm.allocation(os.environ))
         ranks = request.ranks or (1 if _measures_nothing(request.command) else _ranks_of(request.hosts))
+        if settings is not None and not request.dry_run:
+            _check_early(request, ranks, settings)
         return _launch(request, ranks)
     except UserError as error:
         complain(str(error))
@@ -173,6 +176,15 @@ def _ranks_of(hosts: tuple[Host, ...]) -> int:
     if hosts:
         return sum(host.slots for host in hosts)
     return ranks_by_default(_gpus_here() if _is_for_gpus() else 0, _cores_here())
+
+
+def _check_early(request: Request, ranks: int, settings: Any) -> None:
+    """Raise UserError for what is known before any rank starts."""
+    of_ranks = hosts_of_ranks(request.hosts, ranks) or ["localhost"] * ranks
+    local = {name: is_local(name) for name in dict.fromkeys(of_ranks)}
+    sees_files, on_gpus = local[of_ranks[0]], _is_for_gpus()
+    preflight.check(settings, ranks, sees_files=sees_files, on_gpus=on_gpus, warn=complain)
+    preflight.check_memory(sum(local[name] for name in of_ranks), preflight.available_memory())
 
 
 def _cores_here() -> int:

@@ -17,7 +17,7 @@ from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm, prove_averaging
-from hvd_cifar.distributed.batch_norm import synchronised_layers
+from hvd_cifar.distributed.batch_norm import local_layers, synchronised_layers
 from hvd_cifar.distributed.optimizer import reduction_of, set_bucket_bytes
 from hvd_cifar.errors import UserError
 from hvd_cifar.kernels import compiled
@@ -431,11 +431,17 @@ def _describe(work: Work, world: World, net: Net, schedule: Schedule) -> list[st
     parts += f" x {micro_batches} micro-batches" * (micro_batches > 1)
     if shards:
         parts = f"{shards} virtual shards, {shards // world.size} on each rank"
+    alone = local_layers(net.model) and batch < 2 * work.sharding.micro_batches * world.size
     drawing = [layer.name for layer in random_layers.random_layers(net.model)]
     trained = f"{settings.model} ({net.parameters:,} parameters, {settings.precision}) on {work.dataset.name}"
     return [
         f"{trained}: {world.describe()}",
         f"global batch {batch} = {parts}; {work.plan.steps_per_epoch} steps an epoch, {work.plan.total_steps} in all",
         f"learning rate {schedule}",
+        *(
+            ["note: batch norm takes its statistics over 1 image; give larger batches, or --sync-batch-norm"]
+            if alone
+            else []
+        ),
         *([f"random layers: {', '.join(drawing)}: results depend on the number of ranks"] if drawing else []),
     ]
