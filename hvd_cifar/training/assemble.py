@@ -13,6 +13,7 @@ from hvd_cifar import config, models
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data import augment
 from hvd_cifar.data.augment import Transforms
+from hvd_cifar.data.cifar import is_published
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding
@@ -45,12 +46,14 @@ from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.image_sizes import ImageSizes
 from hvd_cifar.training.plan import Plan, make_schedule, plan, precision_of, resolve, set_precision
 from hvd_cifar.training.progress import Progress, Run
-from hvd_cifar.training.sources import differences, name_hosts, prepare_data
+from hvd_cifar.training.sources import differences, name_hosts, prepare_data, read_batches
 from hvd_cifar.training.step import StepSpec, TrainStep, make_train_step
 from hvd_cifar.training.trainer import OfUser, Trainer
 
 ADAPTING_IMAGES = 5000  # as in Jordan 2024
 EVALUATION_BATCH = 500  # examples that a rank evaluates at a time: enough to be fast, and they fit on any device
+
+NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
     own_callbacks = given.callbacks or [_callback(spec) for spec in work.settings.callbacks]
     check_interface(own_callbacks)
 
+    published = collectives.on_root(lambda: is_published(work.dataset))
     facts = {
         # The name, not "auto": a later evaluation must not find another data set.
         "dataset": _name_of_data(work, given),
@@ -182,7 +186,12 @@ def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
     course = run_dir.course_of(work.settings, facts)
     folder, newest = collectives.on_root(lambda: run_dir.claim(work.settings, course))
     checkpoints = Checkpoints(folder / "checkpoints", learner.state) if world.is_root else None
-    notes = [*overlap_lines, f"start-up proof: {proof}", f"run directory {folder}"]
+    notes = [
+        *([NOT_PUBLISHED] if published is False else []),
+        *overlap_lines,
+        f"start-up proof: {proof}",
+        f"run directory {folder}",
+    ]
     if newest is not None:
         collectives.on_root(lambda: checkpoints.restore(newest) if checkpoints else None)
         notes += collectives.on_root(lambda: run_dir.changed_kernels(newest.parent.parent, kernels))
@@ -191,7 +200,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser) -> Trainer:
     first_step = int(learner.state.step.numpy())
     notes += [f"resumed from {newest} at step {first_step}"] if newest is not None else []
     named = work.settings.model_copy(update={"dataset": facts["dataset"]})
-    run_facts = {**facts, "first_step": first_step, **_facts_of(world)}
+    run_facts = {**facts, "published_images": published, "first_step": first_step, **_facts_of(world)}
     collectives.on_root(lambda: run_dir.record(folder, named, work.plan, run_facts))
 
     reporter = Reporter(folder if world.is_root else None, terminal.is_watched(), work.dataset.name)
@@ -347,7 +356,7 @@ def _batches(work: Work, world: World, first_step: int) -> Iterator[list[MicroBa
         device=world.device if "GPU" in world.device else "",
     )
     elements = iter(batches)
-    while step := list(islice(elements, work.sharding.micro_batches)):
+    while step := list(read_batches(islice(elements, work.sharding.micro_batches), world)):
         yield step
 
 

@@ -276,7 +276,9 @@ def test_no_ssh_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pyte
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(UserError, match="there is no ssh here: apt-get install openssh-client"):
         find_network(Participants(["localhost", "nosuch.invalid"], "localhost", sys.executable), gloo=False)
-    assert everywhere.set_up_hosts([Host("nosuch.invalid", 1)], installer._describe_here(installer.Options())) == 1
+    assert (
+        everywhere.set_up_hosts([Host("nosuch.invalid", 1)], installer._describe_here(installer.Options(), False)) == 1
+    )
     assert "nosuch.invalid  FAILED: there is no ssh here" in capfd.readouterr().err
 
 

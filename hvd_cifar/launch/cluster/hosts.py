@@ -28,12 +28,13 @@ class Host:
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Hosts as in `-H a:4,b:4`; a host without a number has one slot. Raises UserError."""
     hosts = []
+    where = f"-H {_shown(text)}"
     for part in text.split(","):
         name, colon, slots = part.strip().partition(":")
         if not re.fullmatch(r"[\w.-]+", name):
-            raise UserError(f"-H {text}: '{part}' is not a host; write NAME:SLOTS, separated by commas")
-        hosts.append(Host(name, count(slots, f"-H {text}: slots of {name}") if colon else 1))
-    _check_each_is_there_once(hosts, f"-H {text}")
+            raise UserError(f"{where}: '{_shown(part)}' is not a host; write NAME:SLOTS, separated by commas")
+        hosts.append(Host(name, count(slots, f"{where}: slots of {_shown(name)}") if colon else 1))
+    _check_each_is_there_once(hosts, where)
     return tuple(hosts)
 
 
@@ -79,7 +80,7 @@ def _shown(text: str) -> str:
 def _check_each_is_there_once(hosts: Sequence[Host], where: str) -> None:
     for name, times in Counter(host.name for host in hosts).items():
         if times > 1:  # launchers disagree on its meaning
-            raise UserError(f"{where}: {name} is there twice; give it one line with all its slots")
+            raise UserError(f"{where}: {_shown(name)} is there twice; give it one line with all its slots")
 
 
 def hosts_of_ranks(hosts: Sequence[Host], ranks: int) -> list[str]:
