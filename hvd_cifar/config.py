@@ -190,6 +190,12 @@ def _quantity(units: dict[str, float], example: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
+def _without_password(address: str) -> str:
+    if re.match(r"[a-zA-Z][\w+.-]*://[^/?#]*@", address):
+        raise ValueError("a user's name or password would be recorded in config.json; put it into ~/.netrc")
+    return address
+
+
 RankCounts = Annotated[tuple[int, ...], BeforeValidator(_rank_counts)]
 ImageSizes = Annotated[tuple[Annotated[int, Field(gt=0, le=9999)], ...], BeforeValidator(_image_sizes)]
 Bytes = Annotated[int, _quantity(_SIZES, "4, 64K or 256MiB")]
@@ -227,7 +233,7 @@ class DataSettings(_Settings):
         description="Where a host gets the data set from. auto: from its own --data-dir, else from rank 0 over the "
         "network; rank0: from rank 0 also where its own set differs or is damaged; local: each host by itself.",
     )
-    data_url: str | None = Field(
+    data_url: Annotated[str, AfterValidator(_without_password)] | None = Field(
         None, description="Address of the archive, in the data set's binary layout. [default: its authors']"
     )
     data_md5: Md5 | None = Field(
@@ -647,6 +653,7 @@ def make(kind: type[S], values: dict[str, Any]) -> S:
 def _shown(value: Any) -> str:
     """A wrong value in a message: on one line, and not longer than that."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value))
+    text = re.sub("//[^/]*@", "//...@", text)  # a password
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 

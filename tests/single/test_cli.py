@@ -80,6 +80,7 @@ WRONG = [
     ["train", "--run-dir", ""],
     ["train", "--data-dir", "~nobody-of-this-name/x"],
     ["train", "--data-md5", "abc"],
+    ["train", "--data-url", "https://me:secret@host/x.tar.gz"],
     ["train", "--config", "/no/such/file.yaml"],
     ["train", "--no-such-option", "1"],
     ["train", "--batch-size"],
@@ -172,9 +173,16 @@ def test_a_wrong_value_is_one_line_and_code_2(argv: list[str], capfd: pytest.Cap
     assert not wrong or any(word.partition("=")[0] in err for word in wrong)
 
 
+def test_a_password_is_not_repeated(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.check(["train", "--data-url", "https://me:secret@host/x.tar.gz"])
+    assert "~/.netrc" in (err := capfd.readouterr().err) and "secret" not in err
+    cli.check(["train", "--data-url", "https://host/@x.tar.gz"])
+
+
 def test_every_option_of_train_has_a_wrong_value_above() -> None:
     # These take any text; what they name is looked at when the run starts.
-    free = {"data_dir", "data_url", "run_dir"}
+    free = {"data_dir", "run_dir"}
     tried = {word.partition("=")[0] for argv in WRONG if argv[:1] == ["train"] for word in argv}
     untried = {f for f in config.TrainSettings.model_fields if f not in free and config.option_name(f) not in tried}
     assert untried == set()
