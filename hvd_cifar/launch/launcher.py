@@ -52,6 +52,8 @@ USAGE = (
 EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS")
 # TCP keepalive of mpirun (seconds, seconds, tries): a lost host is noticed after 30 s; by default after 8 minutes.
 KEEPALIVE = {"oob_tcp_keepalive_time": 10, "oob_tcp_keepalive_intvl": 5, "oob_tcp_keepalive_probes": 4}
+# horovodrun puts the variables that ranks get into command lines, which `ps` shows to all users of a host.
+SECRET = re.compile(r"(?i)(?!SSH_AUTH_SOCK$).*(TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH)")
 PYTHON = "python"  # the command that runs a user's own program on each rank
 SSH_ENDED = 255  # exit code of an ssh that was ended
 SHOW_CURSOR = b"\x1b[?25h"
@@ -323,6 +325,8 @@ def _launch(request: Request, ranks: int) -> int:
         _note_unused_gpus(gpus or {socket.gethostname(): _gpus_here()}, all_here=network is None)
     installed = Installation(sys.executable, mpirun, os.geteuid() == 0)
     words = command(request, ranks, installed, env, network)
+    if Path(words[0]).name == "horovodrun":
+        env = _without_secrets(env)
     if request.dry_run:
         write(1, f"{_as_typed(words, env)}\n".encode())
         return 0
@@ -346,6 +350,16 @@ def _launch(request: Request, ranks: int) -> int:
     if watched and code >= 128:
         write(1, SHOW_CURSOR + b"\n")  # a killed rank leaves its progress bar and a hidden cursor
     return code
+
+
+def _without_secrets(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables whose names do not look like those of secrets; the others are told by name."""
+    secrets = [name for name in sorted(env) if SECRET.match(name)]
+    if secrets:
+        complain(
+            f"note: horovodrun shows variables to other users; ranks do not get {', '.join(secrets)}; --mpi hides them"
+        )
+    return {name: value for name, value in env.items() if name not in secrets}
 
 
 def _restart(code: int, max_restarts: int, run_dir: Path, job: Job, start: Callable[[], int]) -> int:
