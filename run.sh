@@ -11,6 +11,7 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
   ./run.sh                                 set up if needed, then train with the defaults
   ./run.sh setup [--gpu] [--system-mpi]    set up only: in .venv, with TensorFlow for the CPU and a packaged MPI
                                            a later set-up keeps these options; --cpu, --packaged-mpi take them back
+  ./run.sh setup --replace                 also where .venv is one that this machine cannot run; jobs may use it
   ./run.sh setup --hostfile FILE           the same on every host of the file, with this environment's options and versions
   ./run.sh test [PYTEST OPTIONS]           lint, types and all but slow tests; with options: pytest alone
   ./run.sh test --all [PYTEST OPTIONS]     the same and slow tests, such as the container image

@@ -27,6 +27,7 @@ GRACE_SECONDS = 5.0  # for rank 0 to say what is wrong, before a launcher ends i
 
 def main(argv: list[str] | None = None) -> None:
     """Run a command and end the process. Exit codes: docs/reliability.md."""
+    terminal.open_streams()
     sys.exit(_run(sys.argv[1:] if argv is None else argv, lambda work: work()))
 
 
@@ -119,6 +120,8 @@ def _add(
 
     def parse(**given: Any) -> functools.partial[None]:
         file = given.pop("config", None)
+        if file == "":  # an unset variable of a shell
+            raise UserError("--config: the path is empty; give a file, or leave the option out")
         values = config.read_file(Path(file)) if file else {}
         chosen = {field: value for field, value in given.items() if value is not None}
         if "global_batch_size" in chosen:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -17,7 +18,7 @@ import yaml  # JSON is a subset of YAML, so one reader serves both
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.files import replace_text
+from hvd_cifar.files import MOST_JSON_BYTES, replace_text
 
 MODELS = ("fast", "tutorial", "resnet20", "resnet32", "resnet56")
 DataSource = Literal["auto", "local", "rank0"]
@@ -32,6 +33,18 @@ BUILT_IN_DATASETS = ("auto", "cifar10", "cifar100", "synthetic")
 OBJECT_DATASET = "object:"  # in a run's record: before the name of a Dataset that a program passed
 FOLDER_DATASET = "folder:"  # and the path of a folder of images
 
+# Limit of a --config file that is not JSON: YAML is read slowly, and config.json of many ranks and restarts is large.
+MOST_YAML_BYTES = 1 << 18
+MOST_SHOWN = 80  # characters of a wrong value, in its message
+# Largest counts: beyond them a number is a typing error, and NumPy's and TensorFlow's integers end.
+MOST_STEPS = 10**12
+MOST_EXAMPLES = 10**9
+MOST_THREADS = 4096
+LARGEST_RATE = 1e37  # float32 ends at 3.4e38
+SMALLEST_NORM = 1e-6  # gradients clipped to less leave float32 weights as they are
+FEWEST_EPOCHS = 1e-6
+LONGEST_DEFAULT_WARMUP = 1.0  # epochs
+
 # Parts of a run's config.json that are facts about the run, not settings.
 RECORDED_SECTIONS = ("run",)
 
@@ -43,7 +56,9 @@ def _not_empty(path: Any) -> Any:
 
 
 def absolute(path: Path) -> Path:
-    """An absolute path, the same for every rank and a later `evaluate`; ValueError for an unknown ~user."""
+    """An absolute path, the same for every rank and a later `evaluate`; ValueError for an unknown ~user or a NUL."""
+    if "\0" in str(path):
+        raise ValueError("a path holds no NUL character")
     try:
         return path.expanduser().absolute()
     except RuntimeError as failure:
@@ -118,6 +133,30 @@ def _image_sizes(given: Any) -> Any:
     return tuple(words) if isinstance(words, list) else words
 
 
+def check_warmup(settings: TrainSettings) -> None:
+    """ValueError where the learning rate would not reach its full value before the last epoch ends.
+
+    The default warm-up passes on a trial run of a part of an epoch, since the run's record names it.
+    """
+    warmup, epochs = settings.warmup_epochs or 0.0, settings.epochs
+    if epochs is not None and warmup > max(epochs, LONGEST_DEFAULT_WARMUP):
+        raise ValueError(f"--warmup-epochs {warmup:g} is more than --epochs {epochs:g}: make it smaller")
+
+
+def check_ranks(settings: TrainSettings, ranks: int) -> None:
+    """UserError where this number of ranks does not divide the virtual shards, or exceeds the global batch."""
+    shards, batch = settings.virtual_shards, settings.global_batch_size
+    if shards is not None and shards % ranks:
+        fitting = ", ".join(str(2**i) for i in range(shards.bit_length()))
+        raise UserError(f"--virtual-shards {shards}: {ranks} ranks do not divide them; start {fitting} ranks")
+    micro_batches = shards or ranks * settings.gradient_accumulation
+    if batch is not None and batch < micro_batches:
+        dealt = f"{shards} virtual shards" if shards else f"{ranks} ranks"
+        if settings.gradient_accumulation > 1:
+            dealt += f" times --gradient-accumulation {settings.gradient_accumulation}"
+        raise UserError(f"the global batch of {batch} is smaller than {dealt}: make it at least {micro_batches}")
+
+
 def low_rank_of(compression: str) -> int:
     """R of powersgd:R; 0 for any other compression."""
     return int(compression.removeprefix("powersgd:")) if compression.startswith("powersgd:") else 0
@@ -153,8 +192,14 @@ def _quantity(units: dict[str, float], example: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
+def _without_password(address: str) -> str:
+    if re.match(r"[a-zA-Z][\w+.-]*://[^/?#]*@", address):
+        raise ValueError("a user's name or password would be recorded in config.json; put it into ~/.netrc")
+    return address
+
+
 RankCounts = Annotated[tuple[int, ...], BeforeValidator(_rank_counts)]
-ImageSizes = Annotated[tuple[Annotated[int, Field(gt=0)], ...], BeforeValidator(_image_sizes)]
+ImageSizes = Annotated[tuple[Annotated[int, Field(gt=0, le=9999)], ...], BeforeValidator(_image_sizes)]
 Bytes = Annotated[int, _quantity(_SIZES, "4, 64K or 256MiB")]
 BytesPerSecond = Annotated[float, _quantity(_SPEEDS, "10Gbit/s")]
 Seconds = Annotated[float, _quantity(_TIMES, "20us")]
@@ -190,7 +235,7 @@ class DataSettings(_Settings):
         description="Where a host gets the data set from. auto: from its own --data-dir, else from rank 0 over the "
         "network; rank0: from rank 0 also where its own set differs or is damaged; local: each host by itself.",
     )
-    data_url: str | None = Field(
+    data_url: Annotated[str, AfterValidator(_without_password)] | None = Field(
         None, description="Address of the archive, in the data set's binary layout. [default: its authors']"
     )
     data_md5: Md5 | None = Field(
@@ -210,6 +255,7 @@ class TrainSettings(DataSettings):
     batch_size: int | None = Field(
         None,
         gt=0,
+        le=MOST_EXAMPLES,
         description="Examples a rank processes at a time; the global batch is this times the number of ranks (times "
         "--gradient-accumulation). [default: "
         f"{DEFAULT_PER_RANK_BATCH_SIZE}; fast has a global batch of 1024 on any number of ranks]",
@@ -217,38 +263,49 @@ class TrainSettings(DataSettings):
     global_batch_size: int | None = Field(
         None,
         gt=0,
+        le=MOST_EXAMPLES,
         description="Examples per step over all ranks, instead of --batch-size: the same training on any number of "
         "ranks.",
     )
     learning_rate_factor: Finite | None = Field(
         None,
         gt=0,
+        le=LARGEST_RATE,
         description="Factor of the learning rate. [default: the global batch over the recipe's reference batch "
         f"({DEFAULT_PER_RANK_BATCH_SIZE}; fast 1024), at most the recipe's limit]",
     )
     gradient_accumulation: int = Field(
-        1, gt=0, description="Micro-batches whose gradients a rank adds up before each all-reduce and update."
+        1,
+        gt=0,
+        le=MOST_EXAMPLES,
+        description="Micro-batches whose gradients a rank adds up before each all-reduce and update.",
     )
     epochs: Finite | None = Field(
         None,
-        gt=0,
+        ge=FEWEST_EPOCHS,
         le=1_000_000,
         description="Passes over the training set; the last may be a part, as in 9.9. A shorter ResNet run scales the "
         "paper's rate steps to its length. [default: the recipe's]",
     )
-    max_steps: int | None = Field(None, gt=0, description="End after this many steps if the epochs have more.")
+    max_steps: int | None = Field(
+        None, gt=0, le=MOST_STEPS, description="End after this many steps if the epochs have more."
+    )
 
     learning_rate: Finite | None = Field(
-        None, gt=0, description="Learning rate for the recipe's reference batch. [default: the recipe's]"
+        None,
+        gt=0,
+        le=LARGEST_RATE,
+        description="Learning rate for the recipe's reference batch. [default: the recipe's]",
     )
     warmup_epochs: Finite | None = Field(
         None,
         ge=0,
+        le=1_000_000,
         description="Epochs over which the learning rate rises to its full value: from --learning-rate where the batch "
         "scales it up, else from 0. [default: 1 where it is scaled up, else 0]",
     )
     weight_decay: Finite | None = Field(
-        None, ge=0, description="L2 factor on the recipe's kernels. [default: the recipe's]"
+        None, ge=0, le=LARGEST_RATE, description="L2 factor on the recipe's kernels. [default: the recipe's]"
     )
     ema_decay: Finite | None = Field(
         None,
@@ -268,7 +325,10 @@ class TrainSettings(DataSettings):
         "the epochs; a height above the images' own leaves them as they are. [default: the recipe's]",
     )
     clip_norm: Finite | None = Field(
-        None, gt=0, description="Clip the averaged gradient to this global norm. [default: no clipping]"
+        None,
+        ge=SMALLEST_NORM,
+        le=LARGEST_RATE,
+        description="Clip the averaged gradient to this global norm. [default: no clipping]",
     )
     compression: Compression = Field(
         "none",
@@ -310,16 +370,21 @@ class TrainSettings(DataSettings):
     virtual_shards: int | None = Field(
         None,
         gt=0,
+        le=2**20,
         description="Divide the global batch into this many parts, a power of two, and add their gradients in a fixed "
         "order: the same bits on any number of ranks that divides it. Implies --deterministic and one thread a rank.",
     )
     threads_per_rank: int | None = Field(
-        None, gt=0, description="CPU threads that a rank computes with. [default: its share of the host's cores]"
+        None,
+        gt=0,
+        le=MOST_THREADS,
+        description="CPU threads that a rank computes with. [default: its share of the host's cores]",
     )
 
     check_sync_every: int = Field(
         500,
         ge=0,
+        le=MOST_STEPS,
         description="Steps between checks that weights and optimizer are the same on all ranks, bit for bit. Ranks "
         "also check before each checkpoint and at the end; 0: only then.",
     )
@@ -353,11 +418,14 @@ class TrainSettings(DataSettings):
         False, description="Write to examples.jsonl which examples each rank used in each step."
     )
 
-    log_every: int = Field(10, gt=0, description="Steps between log lines.")
-    checkpoint_every: int = Field(1000, gt=0, description="Steps between checkpoints; the newest 5 are kept.")
+    log_every: int = Field(10, gt=0, le=MOST_STEPS, description="Steps between log lines.")
+    checkpoint_every: int = Field(
+        1000, gt=0, le=MOST_STEPS, description="Steps between checkpoints; the newest 5 are kept."
+    )
     grace_seconds: Finite = Field(
         30,
         gt=0,
+        le=1_000_000,
         description="Seconds from a signal that asks the run to stop (SIGTERM, SIGUSR1, SIGINT, SIGHUP) to its end, "
         "with a checkpoint if it can be written by then; docs/reliability.md.",
     )
@@ -370,6 +438,7 @@ class TrainSettings(DataSettings):
     eval_every: int | None = Field(
         None,
         ge=0,
+        le=MOST_STEPS,
         description="Steps between evaluations on the test set; 0: at the end only. [default: each epoch; "
         "fast every third]",
     )
@@ -411,6 +480,11 @@ class TrainSettings(DataSettings):
         return self
 
     @model_validator(mode="after")
+    def _warmup_fits_the_run(self) -> TrainSettings:
+        check_warmup(self)
+        return self
+
+    @model_validator(mode="after")
     def _virtual_shards_go_with_the_rest(self) -> TrainSettings:
         shards = self.virtual_shards
         if shards is None:
@@ -438,7 +512,7 @@ class EvaluateSettings(_Settings):
     checkpoint: LocalPath | None = Field(None, description="Checkpoint to evaluate. [default: the run's newest]")
     dataset: DatasetName | None = Field(None, description="Data set to evaluate on. [default: the run's]")
     data_dir: LocalPath | None = Field(None, description="Folder of the data set. [default: the run's]")
-    batch_size: int = Field(500, gt=0, description="Examples a rank evaluates at a time.")
+    batch_size: int = Field(500, gt=0, le=MOST_EXAMPLES, description="Examples a rank evaluates at a time.")
     eval_examples: int | None = Field(
         None, gt=0, description=str(TrainSettings.model_fields["eval_examples"].description)
     )
@@ -457,18 +531,23 @@ class StepWork(DataSettings):
     """The step that a benchmark measures: that of `train` with these settings."""
 
     model: ModelSpec = Field("fast", description=str(TrainSettings.model_fields["model"].description))
-    batch_size: int = Field(DEFAULT_PER_RANK_BATCH_SIZE, gt=0, description="Examples a rank processes at a time.")
+    batch_size: int = Field(
+        DEFAULT_PER_RANK_BATCH_SIZE, gt=0, le=MOST_EXAMPLES, description="Examples a rank processes at a time."
+    )
     precision: Precision | None = Field(None, description=str(TrainSettings.model_fields["precision"].description))
     threads_per_rank: int | None = Field(
-        None, gt=0, description="CPU threads that a rank computes with. [default: its share of the host's cores]"
+        None,
+        gt=0,
+        le=MOST_THREADS,
+        description="CPU threads that a rank computes with. [default: its share of the host's cores]",
     )
     compression: Compression = Field("none", description=str(TrainSettings.model_fields["compression"].description))
     overlap: Overlap = Field("auto", description=str(TrainSettings.model_fields["overlap"].description))
     bucket_bytes: Bytes | None = Field(
         None, gt=0, description=str(TrainSettings.model_fields["bucket_bytes"].description)
     )
-    steps: int = Field(10, gt=0, description="Steps in one measurement.")
-    repeats: int = Field(5, gt=0, description="Measurements of each kind, after one that warms up.")
+    steps: int = Field(10, gt=0, le=MOST_STEPS, description="Steps in one measurement.")
+    repeats: int = Field(5, gt=0, le=MOST_STEPS, description="Measurements of each kind, after one that warms up.")
 
 
 class BenchmarkStepSettings(StepWork, _BenchmarkOutput):
@@ -517,10 +596,14 @@ class BenchmarkAllreduceSettings(_BenchmarkOutput):
         4, ge=4, validate_default=True, description="Smallest message; K, M, G are powers of 1024."
     )
     max_bytes: Bytes = Field(2**28, ge=4, description="Largest message.")
-    factor: int = Field(2, ge=2, description="Ratio of each size to the one before.")
+    factor: int = Field(2, ge=2, le=2**40, description="Ratio of each size to the one before.")
     seconds: Finite = Field(0.3, gt=0, description="Approximate seconds per size and method.")
-    iterations: int = Field(100, gt=0, description="Maximum number of all-reduces in one measurement of a size.")
-    repeats: int = Field(5, gt=0, description="Measurements of each size and method; methods take turns.")
+    iterations: int = Field(
+        100, gt=0, le=MOST_STEPS, description="Maximum number of all-reduces in one measurement of a size."
+    )
+    repeats: int = Field(
+        5, gt=0, le=MOST_STEPS, description="Measurements of each size and method; methods take turns."
+    )
 
     @model_validator(mode="after")
     def _sizes_ascend(self) -> BenchmarkAllreduceSettings:
@@ -621,24 +704,85 @@ def make(kind: type[S], values: dict[str, Any]) -> S:
             raise UserError(f"{option} is no setting of this command (see --help)") from None
         message = first["msg"].removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
-        raise UserError(f"{option} {first['input']}: {message}") from None
+        raise UserError(f"{option} {_shown(first['input'])}: {message}") from None
+
+
+def _shown(value: Any) -> str:
+    """A wrong value in a message: on one line, and not longer than that."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value))
+    text = re.sub("//[^/]*@", "//...@", text)  # a password
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+class _Reader(yaml.SafeLoader):
+    """YAML without aliases, since a few lines of them stand for gigabytes, and without duplicate keys."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise _Refused("it has an alias (*name); write the value itself")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        names = [key.value for key, _ in node.value if isinstance(key.value, str)]
+        _refuse_duplicates(names)
+        return super().construct_mapping(node, deep)
+
+
+class _Refused(Exception):
+    """Why a file of settings is not read, and what to do."""
+
+
+def _refuse_duplicates(names: list[str]) -> None:
+    names = [name.replace("-", "_") for name in names]
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise _Refused(f"{_shown(twice)} is there twice; leave one out")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _refuse_duplicates([name for name, _ in pairs])
+    return dict(pairs)
+
+
+def _parse(data: bytes) -> Any:
+    """The content of a file of settings. Raises _Refused and what `read_file` lists."""
+    text = data.decode()
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError:
+        if len(data) > MOST_YAML_BYTES:
+            raise _Refused(f"it has more than {MOST_YAML_BYTES:,} bytes; give a file of settings") from None
+    return yaml.load(text, _Reader)  # a SafeLoader
 
 
 def read_file(path: Path) -> dict[str, Any]:
     """Settings of a YAML or JSON file as field name -> value; a run's own config.json is one.
 
     Raises:
-        UserError: where the file is not readable or holds no mapping.
+        UserError: where the file is not readable, too large or holds no mapping.
     """
+    remedy = "give a YAML or JSON file of settings"
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as failure:
-        reason = getattr(failure, "strerror", None) or "is not text"
-        raise UserError(f"--config {path}: {reason}; give a YAML or JSON file of settings") from None
+        with path.open("rb") as file:
+            data = file.read(MOST_JSON_BYTES + 1)
+        if len(data) > MOST_JSON_BYTES:
+            raise _Refused(f"it has more than {MOST_JSON_BYTES:,} bytes; {remedy}")
+        content = _parse(data)
+    except OSError as failure:
+        raise UserError(f"--config {path}: {failure.strerror}; {remedy}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--config {path}: is not text; {remedy}") from None
+    except _Refused as refused:
+        raise UserError(f"--config {path}: {refused}") from None
     except yaml.YAMLError as failure:
         mark = getattr(failure, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark else ""
         raise UserError(f"--config {path}: is neither YAML nor JSON{where}; write one 'name: value' a line") from None
+    except RecursionError:
+        raise UserError(f"--config {path}: its lists are nested too deeply; write one 'name: value' a line") from None
+    except (ValueError, TypeError, AttributeError) as failure:  # of a date, a number or a key that is none
+        reason = _shown(" ".join(str(failure).split()))
+        raise UserError(f"--config {path}: holds a value that cannot be read ({reason}); correct it") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UserError(f"--config {path}: holds no settings; write one 'name: value' a line")
     return {key.replace("-", "_"): value for key, value in content.items() if key not in RECORDED_SECTIONS}

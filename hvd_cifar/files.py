@@ -1,9 +1,35 @@
-"""Writing a file whole or not at all. Standard library only."""
+"""Writing a file whole or not at all, and reading JSON of any content. Standard library only."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
+
+MOST_JSON_BYTES = 1 << 24
+
+
+def parse_json(data: bytes | str) -> Any:
+    """The value of a JSON text. Raises ValueError, also where it is nested too deeply for Python."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        OSError: where it cannot be read.
+        ValueError: where it is no JSON, or has more than `MOST_JSON_BYTES`.
+    """
+    with path.open("rb") as file:
+        data = file.read(MOST_JSON_BYTES + 1)
+    if len(data) > MOST_JSON_BYTES:
+        raise ValueError(f"it has more than {MOST_JSON_BYTES:,} bytes")
+    return parse_json(data)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics
+from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics, chunks
+from hvd_cifar.data.records import FileImages, RecordFile
 from hvd_cifar.errors import UserError
 
 SIDE = 32  # pixels
@@ -37,6 +37,7 @@ class Layout:
         classes: labels are 0 to classes - 1.
         names_file: in the folder, a class name in each line; it may be absent.
         archive: address of the archive; md5: its published checksum.
+        channel_sums: of all pixels of the published training images, for each channel; (): not known.
         channel_mean, channel_deviation: of the training images; None: computed when the set is read.
     """
 
@@ -52,6 +53,7 @@ class Layout:
     names_file: str
     archive: str
     md5: str
+    channel_sums: tuple[int, ...] = ()
     channel_mean: tuple[float, ...] | None = None
     channel_deviation: tuple[float, ...] | None = None
 
@@ -59,6 +61,11 @@ class Layout:
     def files(self) -> tuple[str, ...]:
         """The files with the examples."""
         return self.train_files + self.test_files
+
+    @property
+    def train_examples(self) -> int:
+        """Number of them."""
+        return len(self.train_files) * self.train_records
 
     @property
     def record_bytes(self) -> int:
@@ -97,43 +104,35 @@ class Layout:
             raise UserError(f"{found}: restore it, or move {folder} away to have the set made anew")
 
     def read(self, folder: Path) -> Dataset:
-        """Map the files into memory.
+        """Open the files, and read their labels.
 
         Raises:
             UserError: where a file is missing, unreadable, too short or too long, or has a wrong label; it names the
                 file.
         """
         self.check(folder)
-        train, test = (self._map(folder, files) for files in (self.train_files, self.test_files))
+        train, test = (self._read_part(folder, files) for files in (self.train_files, self.test_files))
         mean, deviation = self.channel_mean, self.channel_deviation
         if mean is None or deviation is None:
             mean, deviation = channel_statistics(train.images)
         return Dataset(self.name, train, test, self.classes, mean, deviation, self._class_names(folder))
 
-    def _map(self, folder: Path, files: Sequence[str]) -> Examples:
-        records = [self._map_file(folder / name) for name in files]
-        labels = np.concatenate([rows[:, self.label_bytes - 1] for rows in records]).astype(np.int32)
-        return Examples(MappedImages(records, self.label_bytes), labels)
-
-    def _map_file(self, path: Path) -> NDArray[np.uint8]:
-        """One file as uint8 [records, record_bytes], its labels checked."""
-        try:
-            flat: NDArray[np.uint8] = np.memmap(path, np.uint8, mode="r")
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}: make it readable, or restore it") from None
-        expected = self.bytes_of(path.name)
-        if flat.size != expected:  # it became shorter after the check
-            raise UserError(f"{path} has {flat.size:,} bytes instead of {expected:,}: restore it")
-        records = flat.reshape(-1, self.record_bytes)
-        labels = records[:, self.label_bytes - 1]
-        wrong = np.flatnonzero(labels >= self.classes)
-        if wrong.size:
-            first = int(wrong[0])
-            raise UserError(
-                f"{path} is damaged: the label of record {first} is {labels[first]}, not 0 to {self.classes - 1}: "
-                f"restore it, or move {path.parent} away to have the set made anew"
-            )
-        return records
+    def _read_part(self, folder: Path, files: Sequence[str]) -> Examples:
+        """A part of the set, its labels checked."""
+        records = [RecordFile(folder / name, self.bytes_of(name) // self.record_bytes) for name in files]
+        images = FileImages(records, (SIDE, SIDE, CHANNELS), self.label_bytes, planes=True)
+        labels = np.empty(len(images), np.int32)
+        for file, end in zip(records, images.ends, strict=True):
+            part = slice(end - file.count, end)
+            labels[part] = images.records(part)[:, self.label_bytes - 1]
+            wrong = np.flatnonzero(labels[part] >= self.classes)
+            if wrong.size:
+                first = int(wrong[0])
+                raise UserError(
+                    f"{file.path} is damaged: the label of record {first} is {labels[part][first]}, not 0 to "
+                    f"{self.classes - 1}: restore it, or move {folder} away to have the set made anew"
+                )
+        return Examples(images, labels)
 
     def _class_names(self, folder: Path) -> tuple[str, ...]:
         try:
@@ -141,46 +140,6 @@ class Layout:
         except OSError:
             names = ()
         return names if len(names) == self.classes else ()
-
-
-class MappedImages:
-    """The images of several files as one array, uint8 [n, 32, 32, 3]; indexing it reads the files.
-
-    The files are mapped into memory, so all ranks of a host share the operating system's copy of them.
-    """
-
-    dtype = np.dtype(np.uint8)
-
-    def __init__(self, files: Sequence[NDArray[np.uint8]], label_bytes: int = 1) -> None:
-        """`files`: records, uint8 [records, label_bytes + 3,072] each."""
-        self.files = tuple(np.asarray(file) for file in files)  # indexing a np.memmap takes microseconds more
-        self.ends = np.cumsum([len(file) for file in self.files])
-        self.label_bytes = label_bytes
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """As of an array."""
-        return len(self), SIDE, SIDE, CHANNELS
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def __getitem__(self, index: slice | NDArray[np.int64]) -> NDArray[np.uint8]:
-        """A copy [b, 32, 32, 3] of the images of a slice, or of indices [b] from 0 to n - 1, in their order.
-
-        Its memory keeps the order of the files, a plane for each channel: to reorder it takes longer than to gather it.
-        """
-        indices = np.arange(len(self))[index] if isinstance(index, slice) else np.asarray(index)
-        records = np.empty((len(indices), self.files[0].shape[1]), np.uint8)
-        number = np.searchsorted(self.ends, indices, side="right")
-        for i, file in enumerate(self.files):
-            chosen = np.flatnonzero(number == i)
-            records[chosen] = file[indices[chosen] - (self.ends[i] - len(file))]
-        return records[:, self.label_bytes :].reshape(-1, CHANNELS, SIDE, SIDE).transpose(0, 2, 3, 1)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """All of it, in memory."""
-        return np.asarray(self[:], dtype)
 
 
 CIFAR10 = Layout(
@@ -196,6 +155,8 @@ CIFAR10 = Layout(
     names_file="batches.meta.txt",
     archive="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
     md5="c32a1d4ab5d03f1284b67883e8d87530",  # published on https://www.cs.toronto.edu/~kriz/cifar.html
+    # 50,000 x 1,024 times the published means 125.306918046875, 122.950394140625, 113.86538318359375.
+    channel_sums=(6_415_714_204, 6_295_060_180, 5_829_907_619),
     channel_mean=(125.3, 123.0, 113.9),
     channel_deviation=(63.0, 62.1, 66.7),
 )
@@ -213,3 +174,16 @@ CIFAR100 = Layout(
     archive="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
     md5="03b5dce01913d631647c71ecec9e9cb8",  # published on the same page
 )
+
+
+def is_published(dataset: Dataset) -> bool | None:
+    """Whether the training images are CIFAR-10's published ones, by the sums over their pixels; None: another set.
+
+    One changed pixel changes a sum. Labels, the images' order and the test images are not looked at: the published MD5
+    checksums are of archives and of the Python version's files, not of these.
+    """
+    images = dataset.train.images
+    if dataset.name != CIFAR10.name or not isinstance(images, FileImages):
+        return None
+    sums = sum(chunk.sum(axis=(0, 1, 2), dtype=np.int64) for chunk in chunks(images))
+    return tuple(np.asarray(sums).tolist()) == CIFAR10.channel_sums

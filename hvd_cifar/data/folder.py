@@ -1,6 +1,6 @@
 """Images in folders, one for each class: PATH/train/CLASS/*.png, PATH/test/CLASS/*.png.
 
-They are decoded once per host, into a cache of arrays that every rank maps into memory. The cache is beside the images,
+They are decoded once per host, into a cache of arrays that every rank reads by index. The cache is beside the images,
 or in the data folder where that place cannot be written. It is made again when an image's name, size or time of change
 differs.
 """
@@ -25,8 +25,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics
 from hvd_cifar.data.place import locked
+from hvd_cifar.data.records import FileImages, RecordFile
 from hvd_cifar.errors import UserError
-from hvd_cifar.files import replace_text
+from hvd_cifar.files import read_json, replace_text
 
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 TEST_FOLDERS = ("test", "val")
@@ -101,16 +102,41 @@ class Folder:
         return f"{folder / missing[0]} is missing" if missing else None
 
     def read(self, folder: Path) -> Dataset:
-        """Map a cache into memory. Raises UserError where it is damaged."""
+        """The set in a cache. Raises UserError where it is damaged."""
         try:
-            arrays = [np.asarray(np.load(folder / name, mmap_mode="r")) for name in FILES[:-1]]
-            about = json.loads((folder / FILES[-1]).read_text(encoding="utf-8"))
-            parts = [Examples(images, labels) for images, labels in zip(arrays[::2], arrays[1::2], strict=True)]
-            names = tuple(about["class_names"])
-            mean, deviation = tuple(about["channel_mean"]), tuple(about["channel_deviation"])
+            parts = [
+                Examples(_images(folder / f"{part}-images.npy"), np.load(folder / f"{part}-labels.npy"))
+                for part in PARTS
+            ]
+            about = read_json(folder / FILES[-1])
+            names = tuple(map(str, about["class_names"]))
+            mean, deviation = tuple(map(float, about["channel_mean"])), tuple(map(float, about["channel_deviation"]))
+            for part in parts:
+                _check(part, len(names), len(mean), len(deviation))
             return Dataset(self.path.name, parts[0], parts[1], len(names), mean, deviation, names)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{folder} is damaged ({' '.join(str(error).split())}): remove it") from None
+        except Exception as error:  # NumPy raises many kinds for a damaged header
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{folder} is damaged ({reason}): remove it") from None
+
+
+def _check(part: Examples, classes: int, *channels: int) -> None:
+    """Raise ValueError where images, labels and what the cache says of them do not fit."""
+    labels = part.labels
+    if labels.dtype != np.int32 or labels.shape != (len(part.images),) or not len(labels):
+        raise ValueError(f"{len(part.images)} images, labels {labels.dtype} of shape {labels.shape}")
+    if labels.min() < 0 or labels.max() >= classes:
+        raise ValueError(f"labels from {labels.min()} to {labels.max()} of {classes} classes")
+    if set(channels) != {part.images.shape[3]}:
+        raise ValueError(f"statistics of {channels} channels")
+
+
+def _images(path: Path) -> FileImages:
+    """The images in a file that `np.save` wrote. Raises ValueError where it is no such file."""
+    mapped = np.lib.format.open_memmap(path, mode="r")
+    if mapped.dtype != np.uint8 or mapped.ndim != 4 or not mapped.flags.c_contiguous:
+        raise ValueError(f"{path.name} holds no images")
+    height, width, channels = mapped.shape[1:]
+    return FileImages([RecordFile(path, len(mapped), mapped.offset)], (height, width, channels), 0, planes=False)
 
 
 def list_images(path: Path) -> Listing:

@@ -96,12 +96,16 @@ class Receiver:
     """
 
     def __init__(self, data_dir: Path, expected: Mapping[str, File]) -> None:
-        """`expected`: the files that will come."""
+        """`expected`: the files that will come; `finish` refuses a name that leaves the folder."""
         self._data_dir = data_dir
         self._expected = expected
         self._scratch: Path | None = None
         self._states = {name: hashlib.sha256() for name in expected}
         self._failure: OSError | None = None
+        outside = [name for name in expected if Path(name).name != name or name in ("", "..")]
+        if outside:
+            self._failure = OSError(errno.EINVAL, "the name leaves the folder", outside[0])
+            return
         try:
             data_dir.mkdir(parents=True, exist_ok=True)
             _clear(data_dir)

@@ -44,7 +44,7 @@ class Source(Protocol):
         """What is wrong with the files, by their names and lengths alone; None: nothing."""
 
     def read(self, folder: Path) -> Dataset:
-        """The set, its files mapped into memory. Raises UserError where one is damaged."""
+        """The set, its files read by index. Raises UserError where one is damaged."""
 
 
 @dataclass(frozen=True)

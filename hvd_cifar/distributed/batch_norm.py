@@ -156,14 +156,21 @@ def convert_sync_batch_norm(model: keras.Model) -> int:
     """
     from hvd_cifar.models.normalization import FusedBatchNormalization
 
-    kinds = keras.layers.BatchNormalization, FusedBatchNormalization
-    found = [layer for layer in model._flatten_layers() if isinstance(layer, kinds)]
-    found = [layer for layer in found if not isinstance(layer, _Synchronized)]
+    found = local_layers(model)
     for layer in found:
         _refuse_renorm(layer)
     for layer in found:
         put_in_front(_Synchronized, layer, _unbiased=isinstance(layer, FusedBatchNormalization))
     return len(found)
+
+
+def local_layers(model: keras.Model) -> list[Any]:
+    """The batch norm layers of a model that take their training statistics over their own rank's examples."""
+    from hvd_cifar.models.normalization import FusedBatchNormalization
+
+    kinds = keras.layers.BatchNormalization, FusedBatchNormalization
+    found = [layer for layer in model._flatten_layers() if isinstance(layer, kinds)]
+    return [layer for layer in found if not isinstance(layer, _Synchronized)]
 
 
 def synchronised_layers(model: keras.Model) -> list[Any]:

@@ -4,5 +4,7 @@ import sys
 
 from hvd_cifar import cli
 from hvd_cifar.launch import launcher
+from hvd_cifar.reporting import terminal
 
+terminal.open_streams()
 sys.exit(launcher.main(sys.argv[1:], cli.check))

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 from hvd_cifar import config
 from hvd_cifar.errors import RESUME, UserError
+from hvd_cifar.launch import preflight
 from hvd_cifar.launch.arguments import Parser
 from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import (
@@ -60,6 +61,8 @@ EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYT
 KEEPALIVE = {"oob_tcp_keepalive_time": 10, "oob_tcp_keepalive_intvl": 5, "oob_tcp_keepalive_probes": 4}
 # After 5 s, where the others go on without it.
 KEEPALIVE_ELASTIC = {"oob_tcp_keepalive_time": 2, "oob_tcp_keepalive_intvl": 1, "oob_tcp_keepalive_probes": 3}
+# horovodrun puts the variables that ranks get into command lines, which `ps` shows to all users of a host.
+SECRET = re.compile(r"(?i)(?!SSH_AUTH_SOCK$).*(TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH)")
 PYTHON = "python"  # the command that runs a user's own program on each rank
 SSH_ENDED = 255  # exit code of an ssh that was ended
 SHOW_CURSOR = b"\x1b[?25h"
@@ -107,8 +110,10 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
         request = with_allocation(request, slurm.allocation(os.environ))
         if request.elastic:
             assert isinstance(settings, config.TrainSettings)
-            return _launch_elastic(request, settings.virtual_shards)
+            return _launch_elastic(request, settings)
         ranks = request.ranks or (1 if _measures_nothing(request.command) else _ranks_of(request.hosts))
+        if settings is not None and not request.dry_run:
+            _check_early(request, ranks, settings)
         return _launch(request, ranks)
     except UserError as error:
         complain(str(error))
@@ -228,6 +233,15 @@ def _ranks_of(hosts: tuple[Host, ...]) -> int:
     if hosts:
         return sum(host.slots for host in hosts)
     return ranks_by_default(_gpus_here() if _is_for_gpus() else 0, _cores_here())
+
+
+def _check_early(request: Request, ranks: int, settings: Any) -> None:
+    """Raise UserError for what is known before any rank starts."""
+    of_ranks = hosts_of_ranks(request.hosts, ranks) or ["localhost"] * ranks
+    local = {name: is_local(name) for name in dict.fromkeys(of_ranks)}
+    sees_files, on_gpus = local[of_ranks[0]], _is_for_gpus()
+    preflight.check(settings, ranks, sees_files=sees_files, on_gpus=on_gpus, warn=complain)
+    preflight.check_memory(sum(local[name] for name in of_ranks), preflight.available_memory())
 
 
 def _cores_here() -> int:
@@ -384,7 +398,10 @@ def _make_ready(request: Request, ranks: int) -> Ready:
     if not _is_for_gpus() and not _measures_nothing(request.command) and not request.is_again:
         _note_unused_gpus(gpus or {socket.gethostname(): _gpus_here()}, all_here=network is None)
     installed = Installation(sys.executable, mpirun, os.geteuid() == 0)
-    return Ready(command(request, ranks, installed, env, network), env, of_ranks if network else [])
+    words = command(request, ranks, installed, env, network)
+    if Path(words[0]).name == "horovodrun":
+        env = _without_secrets(env)
+    return Ready(words, env, of_ranks if network else [])
 
 
 def _launch(request: Request, ranks: int) -> int:
@@ -407,14 +424,30 @@ def _launch(request: Request, ranks: int) -> int:
     return code
 
 
-def _launch_elastic(request: Request, shards: int | None) -> int:
+def _without_secrets(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables whose names do not look like those of secrets; the others are told by name."""
+    secrets = [name for name in sorted(env) if SECRET.match(name)]
+    if secrets:
+        complain(
+            f"note: horovodrun shows variables to other users; ranks do not get {', '.join(secrets)}; --mpi hides them"
+        )
+    return {name: value for name, value in env.items() if name not in secrets}
+
+
+def _launch_elastic(request: Request, settings: config.TrainSettings) -> int:
     """Run an elastic job; see `launch.elastic`."""
     assert request.elastic
-    sizes = replace(request.elastic.sizes, shards=shards)
+    sizes = replace(request.elastic.sizes, shards=settings.virtual_shards)
+    if sizes.fitting(sizes.most) < sizes.least:
+        raise UserError(
+            f"--elastic {sizes.least}:{sizes.most}: no number in between divides --virtual-shards {sizes.shards}"
+        )
     hosts = request.hosts or (Host("localhost", sizes.most),)
+    ranks = request.ranks or sizes.fitting(slots_of(hosts))
     if request.dry_run:
-        ranks = request.ranks or sizes.fitting(sum(host.slots for host in hosts))
         return _launch(replace(request, ranks=ranks), ranks)
+    if request.hosts or not request.discover:
+        _check_early(request, ranks, settings)
     job = Job(can_stop=True)
     starts = itertools.count()
 

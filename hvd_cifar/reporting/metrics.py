@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hvd_cifar.errors import UserError, reason_of
-from hvd_cifar.files import append_text, replace_text
+from hvd_cifar.files import append_text, parse_json, replace_text
 from hvd_cifar.reporting import goodput, terminal
 from hvd_cifar.reporting.board import Board
 
@@ -284,7 +284,7 @@ def _keep_events_up_to(path: Path, step: int) -> tuple[list[dict[str, Any]], int
     for line in lines[:-1]:  # each whole line ends with a newline
         try:
             text = line.decode()
-            event = json.loads(text)
+            event = parse_json(text)
             is_kept = event["step"] <= step
             last = max(last, event["step"])
         except (ValueError, LookupError, TypeError):

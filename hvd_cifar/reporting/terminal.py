@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TextIO
 
 from hvd_cifar.runtime.environment import launched_rank
 
@@ -19,6 +20,18 @@ def is_watched() -> bool:
     return launched_rank() is None and sys.stdout.isatty()
 
 
+def open_streams() -> None:
+    """Open /dev/null as each standard stream that this process was started without (`>&-`)."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number, which is this one
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
 def say(line: str) -> None:
     """Print a line to standard output in one piece, so that lines of several ranks do not mix."""
     _write(sys.stdout, line)
@@ -29,6 +42,11 @@ def complain(line: str) -> None:
     _write(sys.stderr, line)
 
 
-def _write(stream: object, line: str) -> None:
-    stream.write(line + "\n")  # type: ignore[attr-defined]
-    stream.flush()  # type: ignore[attr-defined]
+def _write(stream: TextIO, line: str) -> None:
+    text = f"{line}\n".encode(stream.encoding, "backslashreplace").decode(stream.encoding)
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError:
+        # Output without a reader (`| head`) or room does not end a run: its files hold the same.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -14,11 +14,12 @@ from hvd_cifar import __version__, config, models
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data import augment
 from hvd_cifar.data.augment import Transforms
+from hvd_cifar.data.cifar import is_published
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm, prove_averaging
-from hvd_cifar.distributed.batch_norm import synchronised_layers
+from hvd_cifar.distributed.batch_norm import local_layers, synchronised_layers
 from hvd_cifar.distributed.optimizer import reduction_of, set_bucket_bytes
 from hvd_cifar.errors import UserError
 from hvd_cifar.kernels import compiled
@@ -49,7 +50,7 @@ from hvd_cifar.training.image_sizes import ImageSizes
 from hvd_cifar.training.plan import Plan, make_schedule, plan, precision_of, resolve, set_precision
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.rollback import Rollback
-from hvd_cifar.training.sources import differences, name_hosts, prepare_data
+from hvd_cifar.training.sources import differences, name_hosts, prepare_data, read_batches
 from hvd_cifar.training.state_copy import Copier, StateCopy
 from hvd_cifar.training.step import StepSpec, TrainStep, local_statistics, make_train_step
 from hvd_cifar.training.step_times import StepTimes
@@ -59,6 +60,8 @@ from hvd_cifar.training.verify import Verifier
 
 ADAPTING_IMAGES = 5000  # as in Jordan 2024
 EVALUATION_BATCH = 500  # examples that a rank evaluates at a time: enough to be fast, and they fit on any device
+
+NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     own_callbacks = given.callbacks or [_callback(spec) for spec in work.settings.callbacks]
     check_interface(own_callbacks)
 
+    published = collectives.on_root(lambda: is_published(work.dataset))
     facts = {
         # The name, not "auto": a later evaluation must not find another data set.
         "dataset": _name_of_data(work, given),
@@ -193,12 +197,17 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     course = run_dir.course_of(work.settings, facts)
     folder, newest = collectives.on_root(lambda: run_dir.claim(work.settings, course))
     begin = _restore(work, world, learner, folder, newest)
-    notes = [*overlap_lines, f"start-up proof: {proof}", f"run directory {folder}"]
+    notes = [
+        *([NOT_PUBLISHED] if published is False else []),
+        *overlap_lines,
+        f"start-up proof: {proof}",
+        f"run directory {folder}",
+    ]
     if newest is not None:
         notes += collectives.on_root(lambda: run_dir.changed_kernels(newest.parent.parent, kernels))
     notes += [f"resumed from {begin.source} at step {begin.step}"] if begin.source else []
     named = work.settings.model_copy(update={"dataset": facts["dataset"]})
-    run_facts = {**facts, "first_step": begin.step, **_facts_of(world)}
+    run_facts = {**facts, "published_images": published, "first_step": begin.step, **_facts_of(world)}
     collectives.on_root(lambda: run_dir.record(folder, named, work.plan, run_facts))
 
     reporter = Reporter(folder if world.is_root else None, terminal.is_watched(), work.dataset.name)
@@ -410,7 +419,7 @@ def _batches(work: Work, world: World, first_step: int) -> Iterator[list[MicroBa
         device=world.device if "GPU" in world.device else "",
     )
     elements = iter(batches)
-    while step := list(islice(elements, work.sharding.micro_batches)):
+    while step := list(read_batches(islice(elements, work.sharding.micro_batches), world)):
         yield step
 
 
@@ -500,11 +509,17 @@ def _describe(work: Work, world: World, net: Net, schedule: Schedule) -> list[st
     parts += f" x {micro_batches} micro-batches" * (micro_batches > 1)
     if shards:
         parts = f"{shards} virtual shards, {shards // world.size} on each rank"
+    alone = local_layers(net.model) and batch < 2 * work.sharding.micro_batches * world.size
     drawing = [layer.name for layer in random_layers.random_layers(net.model)]
     trained = f"{settings.model} ({net.parameters:,} parameters, {settings.precision}) on {work.dataset.name}"
     return [
         f"{trained}: {world.describe()}",
         f"global batch {batch} = {parts}; {work.plan.steps_per_epoch} steps an epoch, {work.plan.total_steps} in all",
         f"learning rate {schedule}",
+        *(
+            ["note: batch norm takes its statistics over 1 image; give larger batches, or --sync-batch-norm"]
+            if alone
+            else []
+        ),
         *([f"random layers: {', '.join(drawing)}: results depend on the number of ranks"] if drawing else []),
     ]

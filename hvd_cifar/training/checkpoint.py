@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import tensorflow as tf
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.distributed.optimizer import memory_of
 from hvd_cifar.errors import DIVERGED, Diverged, UserError, reason_of
+from hvd_cifar.files import read_json
 from hvd_cifar.models import Net
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.training import checkpoint_files
@@ -202,8 +202,8 @@ def recorded(path: Path) -> dict[str, Any]:
         UserError: where the file is damaged.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return {**content, **content["run"]}
+        content = read_json(path)
+        return {**content, **content["run"], "run": content["run"]}
     except (OSError, ValueError, KeyError, TypeError) as failure:
         raise UserError(f"{path} is damaged ({reason_of(failure)}): give another --run-dir") from None
 

@@ -18,12 +18,13 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_cifar.errors import UserError, reason_of
-from hvd_cifar.files import replace_text, sync
+from hvd_cifar.files import read_json, replace_text, sync
 from hvd_cifar.reporting import terminal
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-([0-9]{1,18})")
+_FILE = re.compile(r"\w[\w.-]*")
 
 
 def prefix(path: Path) -> str:
@@ -77,13 +78,15 @@ def clear(folder: Path) -> None:
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files, in words; None where they are those that were written."""
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        manifest = read_json(path / MANIFEST)
         if manifest["format"] != FORMAT:
             return f"its format is {manifest['format']}, this program reads {FORMAT}"
         expected: dict[str, Any] = manifest["files"]
         if not expected:
             return f"{MANIFEST} lists no file"
-        changed = [name for name, told in expected.items() if _description(path / name) != told]
+        if not all(_FILE.fullmatch(name) for name in expected):
+            return f"{MANIFEST} names a file outside its folder"
+        changed = [name for name, told in expected.items() if _differs(path / name, told)]
     except OSError as failure:
         return f"{Path(failure.filename).name if failure.filename else path.name}: {reason_of(failure)}"
     except (ValueError, LookupError, TypeError, AttributeError):
@@ -127,6 +130,10 @@ def find(place: Path) -> Path | None:
     if wrong:
         raise UserError(f"damaged checkpoint {wrong[0]}, and no whole one in {place}; give another --run-dir or path")
     return None
+
+
+def _differs(file: Path, told: dict[str, Any]) -> bool:
+    return file.stat().st_size != told["bytes"] or _description(file) != told  # a file of another size is not read
 
 
 def _description(file: Path) -> dict[str, Any]:

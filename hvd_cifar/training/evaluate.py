@@ -15,6 +15,7 @@ from hvd_cifar.data.dataset import Examples
 from hvd_cifar.data.pipeline import evaluation_batches
 from hvd_cifar.distributed import collectives
 from hvd_cifar.runtime.world import World
+from hvd_cifar.training.sources import read_batches
 from hvd_cifar.training.step import cross_entropy
 
 
@@ -64,7 +65,7 @@ def make_evaluator(
 
     def evaluate(many: bool = False) -> Evaluation:
         totals = np.zeros(4)
-        for image, label in batches:
+        for image, label in read_batches(batches, world):
             totals += [*sums(image, label, many).numpy(), len(label)]
         # Horovod: sums and counts over the ranks, never means of means.
         entropy, right, plain, seen = collectives.all_reduce_sums(totals.tolist())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import keras
 
+from hvd_cifar import config
 from hvd_cifar.config import DEFAULT_PER_RANK_BATCH_SIZE, Precision, TrainSettings
 from hvd_cifar.data import sampler
 from hvd_cifar.errors import UserError
@@ -82,21 +83,18 @@ def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int, batc
         batch_ranks: the number of ranks that a batch size of a rank stands for, by default all.
 
     Raises:
-        UserError: where the global batch leaves a rank, or one of its micro-batches, without an example.
+        UserError: where the global batch leaves a rank, or one of its micro-batches, without an example, or the
+            warm-up is longer than the run.
     """
-    shards, batch = settings.virtual_shards, recipe.batch
-    if shards is not None and shards % size:
-        fitting = ", ".join(str(2**i) for i in range(shards.bit_length()))
-        raise UserError(f"--virtual-shards {shards}: {size} ranks do not divide them; start {fitting} ranks")
+    try:
+        config.check_warmup(settings)  # again: the number of epochs may be the recipe's
+    except ValueError as failure:
+        raise UserError(str(failure)) from None
+    batch = recipe.batch
     per_rank = (settings.batch_size or DEFAULT_PER_RANK_BATCH_SIZE) * settings.gradient_accumulation
     by_recipe = batch.reference if batch.is_global and not settings.batch_size else None
     whole = settings.global_batch_size or by_recipe or per_rank * (batch_ranks or size)
-    micro_batches = shards or size * settings.gradient_accumulation
-    if whole < micro_batches:
-        dealt = f"{shards} virtual shards" if shards else f"{size} ranks"
-        if settings.gradient_accumulation > 1:
-            dealt += f" times --gradient-accumulation {settings.gradient_accumulation}"
-        raise UserError(f"the global batch of {whole} is smaller than {dealt}: make it at least {micro_batches}")
+    config.check_ranks(settings.model_copy(update={"global_batch_size": whole}), size)
     if whole > examples:
         raise UserError(f"the global batch of {whole} is larger than the training set of {examples}: make it smaller")
     steps = sampler.steps_per_epoch(examples, whole)

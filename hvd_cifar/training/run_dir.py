@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from filelock import FileLock, Timeout
 from hvd_cifar import config
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.errors import UserError
+from hvd_cifar.files import read_json
 from hvd_cifar.training import checkpoint, checkpoint_files
 from hvd_cifar.training.plan import Plan
 
@@ -74,6 +75,7 @@ def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path
         UserError: where the folder is in use, not writable, or of another run.
     """
     run_dir = settings.run_dir or config.unused_run_dir(settings.model)
+    is_new = not run_dir.exists()
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         lock = FileLock(run_dir / ".lock")
@@ -85,7 +87,13 @@ def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path
     except OSError as failure:
         raise UserError(f"--run-dir {run_dir}: {failure.strerror}; give a folder that can be written") from None
     _held.append(lock)
-    return run_dir, _checkpoint_to_resume(settings, run_dir, recorded)
+    try:
+        return run_dir, _checkpoint_to_resume(settings, run_dir, recorded)
+    except UserError:
+        if is_new:  # a run that does not begin leaves nothing
+            release()
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise
 
 
 def _checkpoint_to_resume(settings: TrainSettings, run_dir: Path, recorded: dict[str, Any]) -> Path | None:
@@ -125,9 +133,9 @@ def record(run_dir: Path, settings: TrainSettings, plan: Plan, facts: dict[str, 
     began_from = "auto" if settings.resume == "never" else settings.resume  # "never" would refuse to resume the run
     if facts["first_step"] and path.exists():
         # The record of a resumed run keeps where the run began, and how each of its parts ran.
-        then = json.loads(path.read_text(encoding="utf-8"))
-        began_from = then["resume"]
-        earlier = [*then["run"].pop("earlier", []), then["run"]]
+        then = checkpoint.recorded(path)
+        began_from = then.get("resume", began_from)
+        earlier = [*then.get("earlier", []), {name: v for name, v in then["run"].items() if name != "earlier"}]
     repeatable = settings.model_copy(
         update={
             "run_dir": None,  # a repetition takes a folder of its own
@@ -156,7 +164,7 @@ def release() -> None:
 def read_summary(run_dir: Path) -> dict[str, Any]:
     """What summary.json holds; empty where there is none."""
     try:
-        found = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        found = read_json(run_dir / "summary.json")
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

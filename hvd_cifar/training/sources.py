@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
+import tensorflow as tf
 
 from hvd_cifar import config
 from hvd_cifar.config import DataSettings
@@ -21,6 +24,8 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.world import World
 from hvd_cifar.training import user_code
+
+T = TypeVar("T")
 
 Hosts = Mapping[int, str]  # names of all hosts, each by the rank that acts for the host
 
@@ -244,3 +249,23 @@ def _send(origin: Path, place: Path | None, data_dir: Path, expected: Mapping[st
             receiver.finish(place)
 
     collectives.on_every_rank(finish)
+
+
+def read_batches(batches: Iterable[T], world: World) -> Iterator[T]:
+    """The batches of a pipeline; a file that cannot be read any more ends the job.
+
+    The rank that finds it tells it, since the other ranks may be in a collective already, where no message
+    reaches them.
+
+    Raises:
+        UserError: on that rank.
+    """
+    try:
+        yield from batches
+    except tf.errors.OpError as failure:  # of a function that tf.data calls: its error is in the text alone
+        found = re.search(r"UserError: (.*)", failure.message or "")
+        if found is None:
+            raise
+        if not world.is_root:
+            terminal.complain(f"hvd_cifar: {found[1]}")
+        raise UserError(found[1]) from None

@@ -127,6 +127,11 @@ def test_other_versions_are_not_taken_for_set_up(prepared: Cluster) -> None:
     info.mkdir()
     (info / "METADATA").write_text(text.replace("\nVersion: ", "\nVersion: 1", 1))
     run_sh = prepared.own / "checkout" / "run.sh"
-    done = first.run([run_sh, "setup", "-H", "node1:1,node3:1"], env=variables(first), timeout=400)
+    words = [str(run_sh), "setup", "-H", "node1:1,node3:1"]
+    done = first.run(words, env=variables(first), timeout=400)  # node3's pip is the real environment's
+    assert done.returncode == 1
+    assert "node3  FAILED" in done.stderr and "jobs elsewhere may use it" in done.stderr
+    assert venv.exists()
+    done = first.run([*words, "--replace"], env=variables(first), timeout=400)
     assert done.returncode == 1
     assert "node3: Setting up" in done.stderr and "FAILED: set-up failed" in done.stderr.splitlines()[-1]

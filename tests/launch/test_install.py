@@ -381,8 +381,12 @@ def test_set_up_again_keeps_what_the_environment_was_set_up_for(tmp_path: Path) 
         done = set_up(*words)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert "--gpu: HOROVOD_NCCL_HOME" in done.stderr
+    (venv / "theirs").touch()
     done = set_up("--cpu")
-    assert done.returncode == 1
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "jobs elsewhere may use it" in done.stderr and (venv / "theirs").exists()
+    done = set_up("--cpu", "--replace")
+    assert done.returncode == 1 and not (venv / "theirs").exists()
     assert f"Setting up {venv} with --cpu --packaged-mpi --test" in done.stderr, done.stderr
     assert installer.recorded_options(installer.read_record(venv)) == TEST
 
@@ -405,3 +409,27 @@ def test_help_of_a_fresh_checkout_sets_nothing_up(tmp_path: Path) -> None:
         assert done.returncode == 0 and "Set up first" in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / ".venv").exists()
     assert not installer.asks_for_help(["-np", "2", "python", "mine.py", "--help"])
+
+
+def test_only_an_environment_that_set_up_left_unfinished_is_replaced_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv = tmp_path / ".venv"
+    monkeypatch.setattr(installer, "VENV", venv)
+    monkeypatch.setattr(installer, "PYTHON", str(venv / "bin" / "python"))
+    monkeypatch.setattr(installer, "read_record", lambda venv=venv, read=installer.read_record: read(venv))
+    assert not installer._is_of_others()
+    venv.mkdir()
+    assert not installer._is_of_others()  # a set-up was killed at its start
+    (venv / "file").touch()
+    assert installer._is_of_others()  # another tool's
+    for complete in (False, True):
+        (venv / installer.RECORD).write_text(json.dumps({"complete": complete}))
+        assert installer._is_of_others() == complete
+    (venv / "bin").mkdir()
+    (venv / "bin" / "python").symlink_to(sys.executable)
+    assert installer._is_of_others()  # a moved one, or one seen under another path
+    (venv / "bin" / "pip").write_text(f"#!{venv}/bin/python\n")
+    assert not installer._is_of_others()
+    installer._empty(venv)
+    assert [path.name for path in venv.iterdir()] == [installer.RECORD]

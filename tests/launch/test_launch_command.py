@@ -220,6 +220,16 @@ def test_a_program_that_is_not_there_is_told_once(
     assert message in err and err.count("\n") == 1
 
 
+def test_horovodrun_gets_no_secrets(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "wandb_api_key", "SSH_AUTH_SOCK", "HOROVOD_CYCLE_TIME", "HOME"):
+        monkeypatch.setenv(name, "s3cr3t" if name[0] in "AwF" or name == "HF_TOKEN" else "/x")
+    kept = launcher._without_secrets(os.environ)
+    assert "s3cr3t" not in kept.values()
+    assert {"SSH_AUTH_SOCK", "HOROVOD_CYCLE_TIME", "HOME", "PATH"} <= set(kept)
+    said = capfd.readouterr().err
+    assert "AWS_SECRET_ACCESS_KEY, HF_TOKEN, wandb_api_key" in said and "s3cr3t" not in said
+
+
 def test_command_here() -> None:
     assert _command(2) == [MPIRUN, "-np", "2", "-H", "localhost:2", *FLAGS, *PROGRAM]
     assert "--allow-run-as-root" in _command(2, root=True)
@@ -276,7 +286,9 @@ def test_no_ssh_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pyte
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(UserError, match="there is no ssh here: apt-get install openssh-client"):
         find_network(Participants(["localhost", "nosuch.invalid"], "localhost", sys.executable), gloo=False)
-    assert everywhere.set_up_hosts([Host("nosuch.invalid", 1)], installer._describe_here(installer.Options())) == 1
+    assert (
+        everywhere.set_up_hosts([Host("nosuch.invalid", 1)], installer._describe_here(installer.Options(), False)) == 1
+    )
     assert "nosuch.invalid  FAILED: there is no ssh here" in capfd.readouterr().err
 
 

@@ -141,10 +141,10 @@ def test_a_user_error_is_one_line(words: list[str], message: str) -> None:
 
 @pytest.mark.parametrize("launcher", ["--mpi", "--gloo"])
 def test_an_error_found_by_the_ranks_keeps_its_code(launcher: str, data: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    done = _run([RUN_SH, "-np", "2", launcher, *_train(data, tmp_path / "file" / "run"), *SHORT])
+    done = _run([RUN_SH, "-np", "2", launcher, *_train(data, tmp_path / "run"), *SHORT, "--model", "no_such_module:f"])
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_help_from_anywhere(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 from hvd_cifar.config import DataSettings, make
+from hvd_cifar.data import cifar
 from hvd_cifar.data.cifar import CIFAR10, CIFAR100, Layout
 from hvd_cifar.data.download import DownloadError
+from hvd_cifar.data.records import FileImages, RecordFile
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 
@@ -93,14 +96,45 @@ def test_read_gives_every_pixel_its_place(tmp_path: Path, layout: Layout) -> Non
         assert np.allclose(dataset.channel_deviation, whole.std(axis=0), atol=1e-9)
 
 
-def test_images_are_mapped_not_copied(tmp_path: Path) -> None:
+def test_images_are_read_from_the_files_and_a_cut_file_is_named(tmp_path: Path) -> None:
     """What is written to a file afterwards is what the next batch holds: this process has no copy of the set."""
     train = CIFAR10.read(write_sparse(tmp_path / "set", CIFAR10)).train
     assert train.images[np.array([12_345])].max() == 0
-    with (tmp_path / "set" / "data_batch_2.bin").open("r+b") as file:
-        file.seek(2_345 * CIFAR10.record_bytes + 1)
-        file.write(bytes([200]))
+    file = tmp_path / "set" / "data_batch_2.bin"
+    with file.open("r+b") as opened:
+        opened.seek(2_345 * CIFAR10.record_bytes + 1)
+        opened.write(bytes([200]))
     assert train.images[np.array([12_345])][0, 0, 0].tolist() == [200, 0, 0]
+    os.truncate(file, 2_345 * CIFAR10.record_bytes + 100)
+    assert len(train.images[np.array([12_344, 0, 49_999])]) == 3
+    for index in (np.array([12_345]), np.array([7, 19_999]), slice(12_000, 12_400)):
+        with pytest.raises(UserError, match=r"data_batch_2.bin has become shorter while it was read: restore it"):
+            train.images[index]
+
+
+def test_any_order_of_images_is_read_as_from_an_array(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    whole = random.integers(0, 256, (50, 4, 5, 3), np.uint8)
+    for name, part in (("a", whole[:20]), ("b", whole[20:])):
+        (tmp_path / name).write_bytes(b"head" + part.tobytes())
+    files = [RecordFile(tmp_path / "a", 20, 4), RecordFile(tmp_path / "b", 30, 4)]
+    images = FileImages(files, (4, 5, 3), 0, planes=False)
+    for index in (*(random.permutation(50)[:n] for n in (1, 7, 50)), np.arange(50), np.array([3, 3, 4, 4, 5])):
+        assert np.array_equal(images[index], whole[index])
+    assert np.array_equal(images[18:23], whole[18:23])
+    assert images[np.array([], np.int64)].shape == (0, 4, 5, 3)
+
+
+def test_one_changed_pixel_is_not_the_published_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = CIFAR10.read(write_sparse(tmp_path / "set", CIFAR10))
+    assert cifar.is_published(dataset) is False
+    assert cifar.is_published(replace(dataset, name="synthetic")) is None
+    monkeypatch.setattr(cifar, "CIFAR10", replace(CIFAR10, channel_sums=(0, 0, 0)))
+    assert cifar.is_published(dataset) is True
+    with (tmp_path / "set" / "data_batch_5.bin").open("r+b") as opened:
+        opened.seek(-1, 2)
+        opened.write(bytes([1]))
+    assert cifar.is_published(dataset) is False
 
 
 @pytest.mark.parametrize("name", ["data_batch_1.bin", "data_batch_5.bin", "test_batch.bin"])

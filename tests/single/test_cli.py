@@ -22,6 +22,15 @@ WRONG = [
     ["train", "--epochs", "0"],
     ["train", "--epochs", "-0.5"],
     ["train", "--epochs", "1e308"],
+    ["train", "--epochs", "1e-9"],
+    ["train", "--clip-norm", "1e-300"],
+    ["train", "--warmup-epochs", "5", "--epochs", "1"],
+    ["train", "--max-steps", "9" * 23],
+    ["train", "--log-every", "9" * 5000],
+    ["train", "--threads-per-rank", "1000000"],
+    ["train", "--learning-rate", "1e300"],
+    ["train", "--config", ""],
+    ["evaluate", "--run-dir", "a\0b"],
     ["train", "--epochs", "nan"],
     ["train", "--max-steps", "0"],
     ["train", "--learning-rate", "0"],
@@ -80,6 +89,7 @@ WRONG = [
     ["train", "--run-dir", ""],
     ["train", "--data-dir", "~nobody-of-this-name/x"],
     ["train", "--data-md5", "abc"],
+    ["train", "--data-url", "https://me:secret@host/x.tar.gz"],
     ["train", "--config", "/no/such/file.yaml"],
     ["train", "--no-such-option", "1"],
     ["train", "--batch-size"],
@@ -174,9 +184,16 @@ def test_a_wrong_value_is_one_line_and_code_2(argv: list[str], capfd: pytest.Cap
     assert not wrong or any(word.partition("=")[0] in err for word in wrong)
 
 
+def test_a_password_is_not_repeated(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.check(["train", "--data-url", "https://me:secret@host/x.tar.gz"])
+    assert "~/.netrc" in (err := capfd.readouterr().err) and "secret" not in err
+    cli.check(["train", "--data-url", "https://host/@x.tar.gz"])
+
+
 def test_every_option_of_train_has_a_wrong_value_above() -> None:
     # These take any text; what they name is looked at when the run starts.
-    free = {"data_dir", "data_url", "run_dir"}
+    free = {"data_dir", "run_dir"}
     tried = {word.partition("=")[0] for argv in WRONG if argv[:1] == ["train"] for word in argv}
     untried = {f for f in config.TrainSettings.model_fields if f not in free and config.option_name(f) not in tried}
     assert untried == set()
@@ -277,13 +294,52 @@ def test_a_written_config_reads_back_the_same(tmp_path: Path) -> None:
     assert config.make(config.TrainSettings, config.read_file(tmp_path / "config.json")) == settings
 
 
-@pytest.mark.parametrize("text", ["", "- a\n- b\n", "3", "{", "model: [", "\x00"])
+BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
+BAD_FILES = {
+    "empty": "",
+    "list": "- a\n- b\n",
+    "number": "3",
+    "brace": "{",
+    "bracket": "model: [",
+    "NUL": "\0",
+    "twice": "seed: 1\nseed: 2\n",
+    "twice in two spellings": "log-every: 1\nlog_every: 2\n",
+    "twice in JSON": '{"seed": 1, "seed": 2}',
+    "digits": f"seed: {'9' * 5000}",
+    "digits in JSON": f'{{"seed": {"9" * 5000}}}',
+    "deep": f"seed: {'[' * 3000}{']' * 3000}",
+    "deep JSON": f'{{"seed": {"[" * 100_000}{"]" * 100_000}}}',
+    "no date": "seed: 2020-99-99\n",
+    "bomb": BOMB,
+    "large": "# \n" * 100_000,
+    "number as a key": "1: 2\n",
+    "list as a key": "[1]: 2\n",
+    "object": "seed: !!python/object/apply:os.getcwd []\n",
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES.values(), ids=BAD_FILES)
 def test_a_bad_file_is_one_line(text: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     with pytest.raises(UserError, match="--config") as raised:
         config.read_file(file)
-    assert len(str(raised.value).splitlines()) == 1
+    assert len(str(raised.value).splitlines()) == 1 and len(str(raised.value)) < 300
+
+
+def test_an_endless_file_is_not_read_to_its_end() -> None:
+    with pytest.raises(UserError, match="has more than 16,777,216 bytes"):
+        config.read_file(Path("/dev/zero"))
+
+
+def test_a_date_is_no_number(tmp_path: Path) -> None:
+    (tmp_path / "date.yaml").write_text("seed: 2020-01-01\n")
+    with pytest.raises(UserError, match="--seed 2020-01-01: input should be a valid integer"):
+        config.make(config.TrainSettings, config.read_file(tmp_path / "date.yaml"))
+
+
+def test_the_default_warm_up_passes_on_a_trial_run() -> None:
+    config.make(config.TrainSettings, {"warmup_epochs": 1, "epochs": 0.1})
 
 
 def test_a_setting_that_does_not_exist_is_named() -> None:

@@ -152,3 +152,28 @@ def test_a_source_that_shrinks_is_an_error(source: Path, tmp_path: Path) -> None
     sender = _send(source, expected, replicate.Receiver(tmp_path / "data", expected))
     with pytest.raises(UserError, match=r"cannot read .*d\.json: it has become shorter"):
         sender.finish()
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "..", ".", "", "a/b"])
+def test_a_name_that_leaves_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+    receiver = replicate.Receiver(tmp_path / "data", {name: replicate.File(1, "")})
+    receiver.take(replicate.Block(name, 0, 1), np.zeros(1, np.uint8))
+    with pytest.raises(UserError, match="the name leaves the folder"):
+        receiver.finish(tmp_path / "data" / "set")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_in_the_data_folder_is_not_written_through(source: Path, tmp_path: Path) -> None:
+    """Blocks go into a new folder of a random name; where another has put a link in the set's place, that stays."""
+    data_dir, outside = tmp_path / "there", tmp_path / "outside"
+    data_dir.mkdir()
+    outside.mkdir()
+    (data_dir / "set").symlink_to(outside)
+    names = sorted(path.name for path in source.iterdir() if path.is_file())
+    receiver = replicate.Receiver(data_dir, replicate.describe(source, names))
+    sender = replicate.Sender(source)
+    for block in replicate.blocks(replicate.describe(source, names)):
+        receiver.take(block, sender.read(block))
+    with pytest.raises(UserError, match="cannot write"):
+        receiver.finish(data_dir / "set")
+    assert list(outside.iterdir()) == []

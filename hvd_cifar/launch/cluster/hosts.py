@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,8 @@ from pathlib import Path
 from hvd_cifar.errors import UserError
 
 MOST_RANKS_BY_DEFAULT = 8
+MOST_BYTES = 1 << 20  # of a hostfile: 20,000 hosts and more
+MOST_SHOWN = 80  # characters of a wrong line
 
 
 @dataclass(frozen=True)
@@ -24,22 +28,27 @@ class Host:
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Hosts as in `-H a:4,b:4`; a host without a number has one slot. Raises UserError."""
     hosts = []
+    where = f"-H {_shown(text)}"
     for part in text.split(","):
         name, colon, slots = part.strip().partition(":")
         if not re.fullmatch(r"[\w.-]+", name):
-            raise UserError(f"-H {text}: '{part}' is not a host; write NAME:SLOTS, separated by commas")
-        hosts.append(Host(name, count(slots, f"-H {text}: slots of {name}") if colon else 1))
-    _check_each_is_there_once(hosts, f"-H {text}")
+            raise UserError(f"{where}: '{_shown(part)}' is not a host; write NAME:SLOTS, separated by commas")
+        hosts.append(Host(name, count(slots, f"{where}: slots of {_shown(name)}") if colon else 1))
+    _check_each_is_there_once(hosts, where)
     return tuple(hosts)
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
     """Hosts of a file with lines `NAME slots=N`; blank lines and comments (#) are skipped. Raises UserError."""
     try:
-        lines = path.read_text().splitlines()
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        lines = data.decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UserError(f"--hostfile {path}: {reason}") from None
+        raise UserError(f"--hostfile {path}: {reason}; give a file with a line NAME slots=N for each host") from None
+    if len(data) > MOST_BYTES:
+        raise UserError(f"--hostfile {path}: it has more than {MOST_BYTES:,} bytes; give a file of hosts")
     hosts = []
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
@@ -47,7 +56,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
             continue
         match = re.fullmatch(r"([\w.-]+)\s+slots\s*=\s*(\S+)", text)
         if not match:
-            raise UserError(f"--hostfile {path} line {number}: '{text}' is not NAME slots=N")
+            raise UserError(f"--hostfile {path} line {number}: '{_shown(text)}' is not NAME slots=N; correct it")
         hosts.append(Host(match[1], count(match[2], f"--hostfile {path} line {number}: slots")))
     if not hosts:
         raise UserError(f"--hostfile {path} names no host; write a line NAME slots=N for each")
@@ -58,20 +67,25 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 def count(text: str, what: str) -> int:
     """The text as a whole number of at least 1. Raises UserError, whose message begins with `what`."""
     if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
-        raise UserError(f"{what}: expected a whole number of at least 1, got '{text}'")
+        raise UserError(f"{what}: expected a whole number of at least 1, got '{_shown(text)}'")
     return int(text)
 
 
+def _shown(text: str) -> str:
+    """The text on one line, and not longer than that."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
+
+
 def _check_each_is_there_once(hosts: Sequence[Host], where: str) -> None:
-    names = [host.name for host in hosts]
-    for name in names:
-        if names.count(name) > 1:  # launchers disagree on its meaning
-            raise UserError(f"{where}: {name} is there twice; give it one line with all its slots")
+    for name, times in Counter(host.name for host in hosts).items():
+        if times > 1:  # launchers disagree on its meaning
+            raise UserError(f"{where}: {_shown(name)} is there twice; give it one line with all its slots")
 
 
 def hosts_of_ranks(hosts: Sequence[Host], ranks: int) -> list[str]:
     """Each rank's host by name. As every launcher does here, the first host is filled before the next."""
-    return [host.name for host in hosts for _ in range(host.slots)][:ranks]
+    return list(itertools.islice((host.name for host in hosts for _ in range(host.slots)), ranks))
 
 
 def ranks_by_default(gpus: int, cores: int) -> int:

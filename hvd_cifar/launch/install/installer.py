@@ -1,7 +1,8 @@
 """All of set-up, from nothing to an environment that has been checked.
 
 It may be interrupted at any moment: it holds a lock on the checkout, writes "complete" into the environment's record
-as its last step, and replaces an environment without such a record.
+as its last step, and replaces an environment whose record lacks it. A `.venv` that this machine cannot run may serve
+jobs on others that share the disk: it is replaced only with --replace.
 """
 
 import argparse
@@ -28,7 +29,10 @@ from hvd_cifar.launch.install.versions import differences, read_constraints, ver
 CHECKOUT = Path(__file__).resolve().parents[3]
 VENV = CHECKOUT / ".venv"
 RECORD = "set-up.json"
-USAGE = "./run.sh setup [--gpu|--cpu] [--system-mpi|--packaged-mpi] [--test] [--like FILE] [-H HOSTS | --hostfile FILE]"
+USAGE = (
+    "./run.sh setup [--gpu|--cpu] [--system-mpi|--packaged-mpi] [--test] [--replace] [--like FILE] "
+    "[-H HOSTS | --hostfile FILE]"
+)
 PYTHON = str(VENV / "bin" / "python")
 PROGRAM = "python"  # the launcher's command that runs a user's own program
 PIP = [PYTHON, "-I", "-m", "pip"]  # -I: the user's PYTHONPATH must not hide packages from pip
@@ -92,12 +96,12 @@ def main(argv: list[str]) -> int:
             say("Set up first, some minutes: ./run.sh setup. All options are in docs/configuration.md.")
             return 0
         if not is_current(options, wanted.like):
-            _set_up_locked(options, wanted.like)
+            _set_up_locked(options, wanted.like, wanted.replace)
         elif command == "setup":
             say(f"Nothing to do: {VENV} is set up ({' '.join(options.words())}). To start afresh, remove it.")
         if command == "run":
             os.execv(PYTHON, [PYTHON, "-m", "hvd_cifar.launch", *rest])
-        return set_up_hosts(wanted.hosts, _describe_here(options)) if wanted.hosts else 0
+        return set_up_hosts(wanted.hosts, _describe_here(options, wanted.replace)) if wanted.hosts else 0
     except UserError as error:
         say(f"hvd_cifar: {error}")
         return 2
@@ -121,16 +125,17 @@ def _parser() -> Parser:
         either.add_argument(name, action="store_true", default=None)
         either.add_argument(other, action="store_false", dest=name.strip("-").replace("-", "_"), default=None)
     parser.add_argument("--test", action="store_true", default=None)
+    parser.add_argument("--replace", action="store_true")
     parser.add_argument("--like", type=Path)
     return parser
 
 
-def _describe_here(options: Options) -> Here:
+def _describe_here(options: Options, replace_any: bool) -> Here:
     return Here(
         checkout=CHECKOUT,
         python=_base_python(),
         version=(sys.version_info[0], sys.version_info[1]),
-        flags=tuple(options.words()),
+        flags=(*options.words(), *(["--replace"] if replace_any else [])),
         files=files_of(CHECKOUT),
         packages=_packages(),
     )
@@ -192,27 +197,32 @@ def _version() -> str:
     return f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
-def _set_up_locked(options: Options, like: Path | None) -> None:
+def _set_up_locked(options: Options, like: Path | None, replace_any: bool) -> None:
     with locked(CHECKOUT, "another set-up of this checkout is under way: waiting for it") as lock:
         if not is_current(options, like):
-            _set_up(options, like, lock)
+            _set_up(options, like, lock, replace_any)
 
 
-def _set_up(options: Options, like: Path | None, lock: int) -> None:
+def _set_up(options: Options, like: Path | None, lock: int, replace_any: bool) -> None:
     begin = time.monotonic()
     _check_venv_module()
     here = machine.look_around(os.environ, options.gpu, options.system_mpi)
+    if not replace_any and _is_of_others():
+        raise UserError(
+            f"{VENV} is no environment that this machine and user can run, and jobs elsewhere may use it: "
+            "run from a checkout of its own, or replace it with ./run.sh setup --replace"
+        )
 
     log_path = VENV / "set-up.log"
     say(f"Setting up {VENV} with {' '.join(options.words())} (log: {log_path})")
     before = read_record()
     fresh, base = not _can_be_updated(options), _base_python()
-    if fresh and VENV.exists():
-        shutil.rmtree(VENV)
     VENV.mkdir(exist_ok=True)
     python_version = _version() if fresh else str(before["python"])
     record = {"complete": False, "options": asdict(options), "python": python_version}
-    _write_record(record)
+    _write_record(record)  # first: where set-up is killed while it removes files, the next one goes on
+    if fresh:
+        _empty(VENV)
     with log_path.open("w+") as log:
         steps = Steps(log, lock)
         try:
@@ -294,6 +304,32 @@ def _can_be_updated(options: Options) -> bool:
         and _runs(PYTHON)
         and str(VENV) in _read(str(VENV / "bin" / "pip"))
     )
+
+
+def _is_of_others() -> bool:
+    """Whether there is an environment that set-up did not leave unfinished, and that does not run here."""
+    if not os.path.lexists(VENV):
+        return False
+    try:
+        if not any(VENV.iterdir()):
+            return False
+    except OSError:  # another user's, or no folder
+        return True
+    record = read_record()
+    if record.get("complete") is False:
+        return False
+    return not record or not _runs(PYTHON) or str(VENV) not in _read(str(VENV / "bin" / "pip"))
+
+
+def _empty(folder: Path) -> None:
+    """Remove all but the record from an environment."""
+    for entry in folder.iterdir():
+        if entry.name == RECORD:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def _base_python() -> str:

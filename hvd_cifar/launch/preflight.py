@@ -1,0 +1,143 @@
+"""What the launcher can tell of a job before it starts any rank: a start takes 10 s and more.
+
+Ranks check the same again, since they may be on other hosts and know more: the number of examples, the recipe.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hvd_cifar import config
+from hvd_cifar.config import FOLDER_DATASET, DataSettings, EvaluateSettings, TrainSettings
+from hvd_cifar.errors import UserError
+
+# Memory that a rank has for itself (USS) at the peak of the smallest run: tutorial, batch 1, one thread, 2 ranks.
+# Measured 303 MiB; `fast` takes 874.
+LEAST_BYTES_OF_A_RANK = 300 << 20
+# A container's limit, in version 2 and 1 of control groups.
+MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def check(settings: Any, ranks: int, *, sees_files: bool, on_gpus: bool, warn: Callable[[str], None]) -> None:
+    """Look at a command's settings, and at this host's folders where rank 0 will see them also.
+
+    Args:
+        settings: of any command.
+        ranks: of the job.
+        sees_files: whether rank 0 runs on this host.
+        on_gpus: whether ranks may compute on GPUs.
+        warn: called with one line.
+
+    Raises:
+        UserError: where the job cannot run.
+    """
+    if isinstance(settings, TrainSettings):
+        config.check_ranks(settings, ranks)
+    if getattr(settings, "precision", None) == "mixed_float16" and not on_gpus:
+        warn(
+            "note: --precision mixed_float16 is slow on a CPU, which has no instructions for it; for speed give "
+            "mixed_bfloat16 or float32"
+        )
+    if not sees_files:
+        return
+    if isinstance(settings, DataSettings):
+        _check_data(settings, ranks)
+        _check_code(settings)
+    if isinstance(settings, TrainSettings):
+        run_dir = settings.run_dir or Path("runs").absolute()
+        check_folder(run_dir, f"--run-dir {run_dir}")
+        if settings.resume not in ("auto", "never") and not any(map(os.path.exists, _places(settings.resume))):
+            raise UserError(f"--resume {settings.resume}: no checkpoint is there; give auto, never, or its path")
+    if isinstance(settings, EvaluateSettings):
+        _check_evaluation(settings)
+
+
+def check_memory(ranks: int, available: int) -> None:
+    """UserError where `ranks` on this host need more than the `available` bytes of memory."""
+    if ranks * LEAST_BYTES_OF_A_RANK > available:
+        raise UserError(
+            f"{ranks} ranks on this host need at least {ranks * LEAST_BYTES_OF_A_RANK / 2**30:.1f} GiB of memory, and "
+            f"{available / 2**30:.1f} GiB are free: start at most {available // LEAST_BYTES_OF_A_RANK} here (-np)"
+        )
+
+
+def available_memory() -> int:
+    """Bytes that processes of this host or container can still get, with swap."""
+    free = psutil.virtual_memory().available + psutil.swap_memory().free
+    for path in MEMORY_LIMITS:
+        try:
+            free = min(free, int(path.read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return free
+
+
+def check_folder(path: Path, what: str) -> None:
+    """UserError unless a folder can be written, or made. `what` begins the message."""
+    nearest = next((p for p in (path, *path.parents) if os.path.lexists(p)), path)
+    if not os.path.isdir(nearest):
+        raise UserError(f"{what}: {nearest} is not a folder; give another")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{what}: {nearest} cannot be written; give another, or allow writing there")
+
+
+def _places(resume: str) -> tuple[str, str]:
+    return resume, f"{resume}.index"  # of an earlier version, which ranks tell
+
+
+def _check_data(settings: DataSettings, ranks: int) -> None:
+    named, data_dir = settings.dataset, settings.data_dir
+    if named.startswith(FOLDER_DATASET):
+        path = Path(named.removeprefix(FOLDER_DATASET))
+        if not os.path.isdir(path):
+            raise UserError(
+                f"--dataset {named}: there is no such folder; give one with train/CLASS/*.png and test/CLASS/*.png"
+            )
+        return
+    if config.is_user_code(named):
+        return
+    from hvd_cifar.data.cifar import CIFAR10, CIFAR100  # NumPy takes 0.2 s to import
+
+    layout = CIFAR100 if named == CIFAR100.name else CIFAR10  # the synthetic set has CIFAR-10's layout
+    if isinstance(settings, TrainSettings):
+        per_rank = (settings.batch_size or 0) * settings.gradient_accumulation
+        batch, examples = settings.global_batch_size or per_rank * ranks, layout.train_examples
+        if batch > examples:
+            raise UserError(
+                f"the global batch of {batch} is larger than the training set of {examples}: make it smaller"
+            )
+    found = None if named == "synthetic" else layout.locate(data_dir)
+    if found is not None:
+        layout.check(found)
+    else:
+        check_folder(data_dir, f"--data-dir {data_dir}")
+
+
+def _check_code(settings: DataSettings) -> None:
+    """UserError where a FILE.py:NAME of the user's names no file."""
+    named = [("--dataset", settings.dataset), ("--model", getattr(settings, "model", ""))]
+    named += [("--callbacks", spec) for spec in getattr(settings, "callbacks", ())]
+    for option, spec in named:
+        place = spec.rpartition(":")[0]
+        if place.endswith(".py") and not os.path.isfile(place):
+            raise UserError(f"{option} {spec}: there is no such file; correct the path")
+
+
+def _check_evaluation(settings: EvaluateSettings) -> None:
+    run_dir, output = settings.run_dir, settings.output
+    if not os.path.isfile(run_dir / "config.json"):
+        raise UserError(f"--run-dir {run_dir}: there is no run (no config.json); give the folder of a run")
+    if settings.checkpoint is not None and not any(map(os.path.exists, _places(str(settings.checkpoint)))):
+        raise UserError(f"--checkpoint {settings.checkpoint}: no checkpoint is there; give its path")
+    if output is None:
+        return
+    if os.path.isdir(output):
+        raise UserError(f"--output {output}: is a folder; give a file")
+    if not os.path.isdir(output.parent):
+        raise UserError(f"--output {output}: there is no folder {output.parent}; make it, or give another file")
+    check_folder(output.parent, f"--output {output}")
