@@ -125,7 +125,10 @@ def test_virtual_shards_end_with_the_same_bits_on_1_2_4_and_8_ranks(embedded: Pa
 
 
 def test_deterministic_runs_repeat_to_the_bit(embedded: Path, tmp_path: Path) -> None:
+    """The second run of each net sends its gradients in buckets."""
     options = {"batch_size": 7, "max_steps": 5, "deterministic": True}
-    runs = [(f"{net} {i}", {**options, "model": net}) for net in ("resnet20", "tutorial", "fast") for i in range(2)]
+    ways: list[dict[str, Any]] = [{}, {"overlap": "on", "bucket_bytes": 20_001}]
+    nets = ("resnet20", "tutorial", "fast")
+    runs = [(f"{net} {i}", {**options, **way, "model": net}) for net in nets for i, way in enumerate(ways)]
     for ended in run_ranks(_train, 3, str(embedded), str(tmp_path), runs, 2, timeout=600):
         assert ended[::2] == ended[1::2]
