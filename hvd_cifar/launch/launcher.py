@@ -9,84 +9,46 @@ is the job's. This process does not import TensorFlow.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from hvd_cifar import config
 from hvd_cifar.errors import RESUME, UserError
 from hvd_cifar.launch import preflight
-from hvd_cifar.launch.arguments import Parser
 from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import (
     Host,
-    count,
     hosts_of_ranks,
     is_local,
     ranks_by_default,
-    read_hostfile,
 )
 from hvd_cifar.launch.cluster.network import Network, find_network
 from hvd_cifar.launch.cluster.program import Participants
-from hvd_cifar.launch.cluster.remarks import ended_by_signal, without_banners, without_tags
-from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
-from hvd_cifar.launch.elastic import Discover, ElasticRun, Options, script
+from hvd_cifar.launch.command import Installation, command
+from hvd_cifar.launch.elastic import ElasticRun
 from hvd_cifar.launch.install.installer import read_record, recorded_options
-from hvd_cifar.launch.job import Job, Starter, chunks, complain, write
+from hvd_cifar.launch.job import Job, complain, write
+from hvd_cifar.launch.request import PYTHON, Request, parse, with_allocation
 from hvd_cifar.launch.restarts import FINAL, Failure, failure_of, reason_to_give_up, seconds_before
-from hvd_cifar.launch.roster import Sizes, parse_sizes, slots_of
+from hvd_cifar.launch.roster import slots_of
+from hvd_cifar.launch.starters import Ready, start
 from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.environment import STARTS, copies, launched_size
-from hvd_cifar.runtime.transport import RING_PARAMETERS, RING_VARIABLES
+from hvd_cifar.runtime.transport import RING_VARIABLES
 
-USAGE = (
-    "./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] [--allreduce ring|auto] [--max-restarts N] "
-    "[--elastic MIN:MAX [--host-discovery-script FILE] [--elastic-timeout S] [--cool-down FIRST:LONGEST]] "
-    "[--dry-run] COMMAND [OPTIONS]"
-)
-# mpirun exports these of the user's variables to other hosts; ranks on this host inherit all.
-EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS")
-# TCP keepalive of mpirun (seconds, seconds, tries): a lost host is noticed after 30 s; by default after 8 minutes.
-KEEPALIVE = {"oob_tcp_keepalive_time": 10, "oob_tcp_keepalive_intvl": 5, "oob_tcp_keepalive_probes": 4}
-# After 5 s, where the others go on without it.
-KEEPALIVE_ELASTIC = {"oob_tcp_keepalive_time": 2, "oob_tcp_keepalive_intvl": 1, "oob_tcp_keepalive_probes": 3}
 # horovodrun puts the variables that ranks get into command lines, which `ps` shows to all users of a host.
 SECRET = re.compile(r"(?i)(?!SSH_AUTH_SOCK$).*(TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH)")
-PYTHON = "python"  # the command that runs a user's own program on each rank
-SSH_ENDED = 255  # exit code of an ssh that was ended
 SHOW_CURSOR = b"\x1b[?25h"
 HOSTS_SHOWN = 3
-
-
-@dataclass(frozen=True)
-class Request:
-    """The launcher's options, and the command."""
-
-    ranks: int | None
-    hosts: tuple[Host, ...]
-    gloo: bool
-    command: tuple[str, ...]
-    dry_run: bool = False
-    ring: bool = False
-    max_restarts: int = 0
-    run_dir: Path = Path()  # of a job that may start again
-    of_restarts: tuple[str, ...] = ()  # options that restarts have beside the command's
-    elastic: Options | None = None
-    discover: Discover | None = None  # of an elastic job: the hosts that there are now
-    is_again: bool = False  # an elastic job starts again
-    variables: Mapping[str, str] = field(default_factory=dict)  # of the ranks, beside this process's
-    in_slurm: bool = False  # the hosts are the nodes of this process's Slurm allocation
 
 
 def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
@@ -120,84 +82,6 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
         return 2
     except KeyboardInterrupt:  # before the ranks started
         return 130
-
-
-def parse(argv: list[str]) -> Request:
-    """Read the launcher's options. The command begins at the first other word; by default it is `train`.
-
-    Raises UserError.
-    """
-    parser = Parser(USAGE)
-    parser.add_argument("-np", "-n", dest="ranks", type=lambda text: count(text, f"-np {text}"))
-    parser.add_argument("--mpi", dest="gloo", action="store_false")
-    parser.add_argument("--gloo", dest="gloo", action="store_true")
-    parser.add_argument("--allreduce", choices=["ring", "auto"])
-    parser.add_argument("--max-restarts", type=lambda text: count(text, f"--max-restarts {text}"), default=0)
-    parser.add_argument("--elastic", type=parse_sizes)
-    parser.add_argument("--host-discovery-script", type=Path)
-    parser.add_argument("--elastic-timeout", type=lambda text: count(text, f"--elastic-timeout {text}"), default=600)
-    parser.add_argument("--cool-down", type=_cool_down, default=(10.0, 300.0))
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    parser.set_defaults(gloo=False)
-    found, unknown = parser.parse_known_args(argv)
-    if unknown:
-        raise UserError(
-            f"{unknown[0]} is not an option of the launcher ({USAGE}); a command's options follow the command"
-        )
-    _check_slots(found.ranks, found.hosts, "slot", "the hosts; lower it or add slots")
-    command = tuple(found.command) or ("train",)
-    ring = found.allreduce == "ring"
-    request = Request(found.ranks, found.hosts, found.gloo, command, found.dry_run, ring, found.max_restarts)
-    return _with_elastic(request, found)
-
-
-def _with_elastic(request: Request, found: argparse.Namespace) -> Request:
-    """The request with the options of an elastic job, if it is one. Raises UserError."""
-    sizes: Sizes | None = found.elastic
-    if sizes is None:
-        if found.host_discovery_script:
-            raise UserError("--host-discovery-script goes with --elastic MIN:MAX")
-        return request
-    if request.ranks and not sizes.least <= request.ranks <= sizes.most:
-        raise UserError(f"-np {request.ranks} is not within --elastic {sizes.least}:{sizes.most}")
-    if request.max_restarts:
-        raise UserError("--elastic starts ranks again by itself: leave --max-restarts out")
-    discover: Discover | None = None
-    if found.host_discovery_script:
-        if request.hosts:
-            raise UserError("--host-discovery-script names the hosts: leave -H and --hostfile out")
-        discover = script(found.host_discovery_script.absolute())
-    elif found.hostfile:
-        discover = partial(read_hostfile, found.hostfile)
-    options = Options(sizes, request.ranks, found.elastic_timeout, found.cool_down)
-    return replace(request, elastic=options, discover=discover)
-
-
-def _cool_down(text: str) -> tuple[float, float]:
-    first, _, longest = text.partition(":")
-    what = f"--cool-down {text}: write FIRST:LONGEST seconds, such as 10:300"
-    found = float(count(first, what)), float(count(longest, what))
-    if found[0] > found[1]:
-        raise UserError(f"--cool-down {text}: the first is more than the longest")
-    return found
-
-
-def with_allocation(request: Request, nodes: tuple[Host, ...]) -> Request:
-    """The request with the Slurm job's nodes as its hosts, unless it names hosts. `nodes` is () outside of a job.
-
-    Raises UserError where it asks for more ranks than the job has tasks.
-    """
-    if request.hosts or not nodes:
-        return request
-    _check_slots(request.ranks, nodes, "task", "this Slurm job; lower it, or give sbatch or salloc --ntasks")
-    return replace(request, hosts=nodes, in_slurm=True)
-
-
-def _check_slots(ranks: int | None, hosts: tuple[Host, ...], kind: str, where: str) -> None:
-    slots = sum(host.slots for host in hosts)
-    if ranks and hosts and ranks > slots:
-        raise UserError(f"-np {ranks} is more than the {slots} {kind}{'s' * (slots != 1)} of {where}")
 
 
 def _with_run_dir(request: Request, settings: Any) -> Request:
@@ -268,85 +152,6 @@ def _note_unused_gpus(gpus: Mapping[str, int], all_here: bool) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Installation:
-    """The programs that start ranks.
-
-    python: path of every rank's interpreter, the same on every host; horovodrun is in the same folder.
-    mpirun: path.
-    as_root: whether the user is root, whom mpirun refuses without an option.
-    """
-
-    python: str
-    mpirun: str
-    as_root: bool
-
-    @property
-    def bin_folder(self) -> Path:
-        """The folder of the environment's programs."""
-        return Path(self.python).parent
-
-
-def command(
-    request: Request, ranks: int, installed: Installation, environ: Mapping[str, str], network: Network | None = None
-) -> list[str]:
-    """The command that starts the ranks, as words.
-
-    Args:
-        request: hosts and command; without hosts all ranks run here.
-        ranks: their number.
-        installed: the programs that start them.
-        environ: this process's variables, some of which are exported to other hosts.
-        network: between the hosts; None: all ranks run here.
-    """
-    # Ranks start in this process's folder, and import from it and from PYTHONPATH, as `python -m` does.
-    own = request.command[0] == PYTHON
-    python, bin_folder = installed.python, installed.bin_folder
-    program = [python, *request.command[1:]] if own else [python, "-m", "hvd_cifar", *request.command]
-    hosts = request.hosts or (Host("localhost", ranks),)
-    if ranks == 1 and network is None:
-        return program
-    where = ["-np", str(ranks), "-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
-    if request.gloo:
-        words = [str(bin_folder / "horovodrun"), "--gloo", *where]
-        if network is not None:
-            here = next(card.name for host, card in network.cards.items() if is_local(host))
-            # The hosts have just been reached: horovodrun's cache of earlier ssh checks may be outdated.
-            words += ["--network-interfaces", here, "--disable-cache"]
-            words += [python, "-m", "hvd_cifar.launch.cluster.guard", "--subnet", network.subnet]
-        return words + program
-
-    words = [installed.mpirun, *where]
-    words += ["--allow-run-as-root"] if installed.as_root else []
-    # As horovodrun does: no binding, since TensorFlow's threads need all cores; no openib, Open MPI's old InfiniBand.
-    words += ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
-    if request.ring:
-        words += [word for name, value in RING_PARAMETERS.items() for word in ("-mca", name, value)]
-    if "SLURM_JOB_ID" in environ and not request.in_slurm:
-        words += ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]  # or mpirun takes only the job's nodes
-    if network is not None:
-        words += _of_other_hosts(network, environ, KEEPALIVE_ELASTIC if request.elastic else KEEPALIVE)
-        if Path(installed.mpirun).parent == bin_folder:
-            # The packaged Open MPI looks for its files in the folder of its build, unless both are set.
-            words += ["--prefix", str(bin_folder.parent), "-x", "OPAL_PREFIX"]
-    return words + program
-
-
-def _of_other_hosts(network: Network, environ: Mapping[str, str], keepalive: Mapping[str, int]) -> list[str]:
-    """mpirun's options for ranks on other hosts."""
-    # Ranks use this network, and so does mpirun with its daemons. By default they use every card that is up.
-    words = ["-mca", "btl_tcp_if_include", network.subnet, "-mca", "oob_tcp_if_include", network.subnet]
-    # This machine logs in to every host: hosts need no ssh between each other.
-    words += ["-mca", "plm_rsh_no_tree_spawn", "1", "-mca", "plm_rsh_args", " ".join(ssh.OPTIONS)]
-    for name, seconds in keepalive.items():
-        words += ["-mca", name, str(seconds)]
-    words += ["--tag-output"]
-    words += [word for name in sorted(environ) if EXPORTED.fullmatch(name) for word in ("-x", name)]
-    if "NCCL_SOCKET_IFNAME" not in environ:
-        words += ["-x", f"NCCL_SOCKET_IFNAME=={','.join(network.card_names)}"]  # the second = stands for exact names
-    return words
-
-
 def _start_doctor(request: Request, check: Callable[[list[str]], Any]) -> int:
     """Run the doctor as one process here, with the launcher's options: it starts ranks by itself."""
     words = list(request.command)
@@ -360,19 +165,6 @@ def _start_doctor(request: Request, check: Callable[[list[str]], Any]) -> int:
         write(1, f"{shlex.join(words)}\n".encode())
         return 0
     os.execv(words[0], words)
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A job that can start.
-
-    words, env: the command that starts its ranks.
-    hosts: each rank's host where there are several hosts, else [].
-    """
-
-    words: list[str]
-    env: dict[str, str]
-    hosts: list[str]
 
 
 def _make_ready(request: Request, ranks: int) -> Ready:
@@ -416,10 +208,10 @@ def _launch(request: Request, ranks: int) -> int:
     if ranks > cores and not ready.hosts:
         complain(f"note: {ranks} ranks share {cores} core{'s' * (cores > 1)}: results are right, but slow")
     job = Job(can_stop=request.command[0] == "train")
-    code = _start(ready, job)
+    code = start(ready, job)
     if request.max_restarts:
         ready = replace(ready, words=[*ready.words, *request.of_restarts])
-        code = _restart(code, request, job, lambda: _start(ready, job))
+        code = _restart(code, request, job, lambda: start(ready, job))
     _leave_terminal(request, ranks, code)
     return code
 
@@ -451,15 +243,15 @@ def _launch_elastic(request: Request, settings: config.TrainSettings) -> int:
     job = Job(can_stop=True)
     starts = itertools.count()
 
-    def start(chosen: tuple[Host, ...], variables: Mapping[str, str]) -> int:
+    def start_on(chosen: tuple[Host, ...], variables: Mapping[str, str]) -> int:
         is_again = next(starts) > 0
         words = request.command + (request.of_restarts if is_again else ())
         given = None if chosen[0].name == "localhost" else chosen
         now = replace(request, hosts=given or (), command=words, variables=variables, is_again=is_again)
-        return _start(_make_ready(now, slots_of(chosen)), job)
+        return start(_make_ready(now, slots_of(chosen)), job)
 
     run = ElasticRun(
-        replace(request.elastic, sizes=sizes), request.discover or (lambda: hosts), start, job, request.run_dir
+        replace(request.elastic, sizes=sizes), request.discover or (lambda: hosts), start_on, job, request.run_dir
     )
     way = slurm if request.in_slurm and not request.gloo else ssh
     try:
@@ -522,81 +314,3 @@ def _as_typed(words: list[str], env: Mapping[str, str]) -> str:
     """The command as typed in a shell, after the variables that differ from this process's."""
     differing = [f"{name}={shlex.quote(value)}" for name, value in env.items() if os.environ.get(name) != value]
     return " ".join([*differing, shlex.join(words)])
-
-
-def _mpirun(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job) -> Starter:
-    """mpirun. `hosts`: each rank's host where there are several hosts, else []; see `NamedLines`."""
-    lines = NamedLines(hosts)
-
-    def output(stream: BinaryIO) -> None:
-        for rank, piece in by_rank(chunks(stream)):
-            if rank in (0, None):
-                write(1, piece)
-
-    def of_mpirun(pieces: Iterable[bytes]) -> Iterator[bytes]:
-        for rank, piece in by_rank(pieces):
-            if rank is None:
-                yield piece
-            else:
-                job.pass_on(lines.add(rank, piece))
-
-    def errors(stream: BinaryIO) -> None:
-        for piece in without_banners(of_mpirun(chunks(stream)) if hosts else chunks(stream)):
-            job.pass_on(piece)
-        job.pass_on(lines.rest())
-
-    return Starter(words, env, output if hosts else None, errors)
-
-
-def _horovodrun(
-    words: list[str], env: Mapping[str, str], hosts: list[str], job: Job, codes: list[tuple[int, int]]
-) -> Starter:
-    """horovodrun over Gloo. `hosts`: as for `_mpirun`; `codes`: of `without_tags`."""
-
-    def output(stream: BinaryIO) -> None:
-        for rank, line in without_tags(stream, codes):
-            if not hosts or rank in (0, None):
-                write(1, line)
-
-    def errors(stream: BinaryIO) -> None:
-        lines = NamedLines(hosts)
-        for rank, line in without_tags(stream, codes):
-            job.pass_on(line if rank is None or not hosts else lines.add(rank, line))
-        job.pass_on(lines.rest())
-
-    return Starter(words, env, output, errors)
-
-
-def _python(words: list[str], env: Mapping[str, str], job: Job) -> Starter:
-    """A single rank, whose stdout is this process's."""
-
-    def errors(stream: BinaryIO) -> None:
-        for piece in chunks(stream):
-            job.pass_on(piece)
-
-    return Starter(words, env, None, errors)
-
-
-def _start(ready: Ready, job: Job) -> int:
-    """Run the program that starts the ranks, and return the job's exit code."""
-    words, env, hosts = ready.words, ready.env, ready.hosts
-    name = Path(words[0]).name
-    if name == "mpirun":
-        return job.run(_mpirun(words, env, hosts, job))
-    if name != "horovodrun":
-        return job.run(_python(words, env, job))
-    codes: list[tuple[int, int]] = []
-    code = job.run(_horovodrun(words, env, hosts, job, codes))
-    if codes and code == 1:
-        # horovodrun's exit code is 1 for every failure of a rank, but it prints the ranks' codes in their order.
-        rank, code = codes[0]
-        if number := signal_of(code):
-            host = hosts[rank] if hosts else socket.gethostname()
-            job.pass_on(ended_by_signal(rank, host, number, signal.strsignal(number) or "").encode())
-    # Without a rank on this host a request to stop ends the ssh sessions, and their guards stop the ranks.
-    return RESUME if job.stops and code == SSH_ENDED else code
-
-
-def signal_of(code: int) -> int:
-    """The signal that an exit code stands for, as Python or a shell gives it; 0: none."""
-    return -code if code < 0 else code - 128 if 128 < code < 160 else 0

@@ -19,8 +19,9 @@ from hvd_cifar.launch.cluster import remarks
 from hvd_cifar.launch.cluster.hosts import Host, ranks_by_default, read_hostfile
 from hvd_cifar.launch.cluster.network import Card, Network, find_network
 from hvd_cifar.launch.cluster.program import Participants
+from hvd_cifar.launch.command import Installation, command
 from hvd_cifar.launch.install import everywhere, installer
-from hvd_cifar.launch.launcher import Installation, Request
+from hvd_cifar.launch.request import Request, parse, with_allocation
 
 BIN = Path("/checkout with space/.venv/bin")
 PYTHON = str(BIN / "python")
@@ -46,7 +47,7 @@ FLAGS = ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "b
     ],
 )
 def test_parse(argv: list[str], request_: Request) -> None:
-    assert launcher.parse(argv) == request_
+    assert parse(argv) == request_
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_parse(argv: list[str], request_: Request) -> None:
 )
 def test_parse_refuses(argv: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        launcher.parse(argv)
+        parse(argv)
     assert "\n" not in str(error.value)
 
 
@@ -90,13 +91,13 @@ NODES = (Host("n1", 4), Host("n2", 2))
 def test_the_nodes_of_a_slurm_job_are_the_hosts(
     argv: list[str], nodes: tuple[Host, ...], hosts: tuple[Host, ...], in_slurm: bool
 ) -> None:
-    request = launcher.with_allocation(launcher.parse(argv), nodes)
+    request = with_allocation(parse(argv), nodes)
     assert (request.hosts, request.in_slurm) == (hosts, in_slurm)
 
 
 def test_more_ranks_than_tasks_of_a_slurm_job() -> None:
     with pytest.raises(UserError, match="-np 7 is more than the 6 tasks of this Slurm job; lower it, or give .*ntasks"):
-        launcher.with_allocation(launcher.parse(["-np", "7"]), NODES)
+        with_allocation(parse(["-np", "7"]), NODES)
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD", "SLURM_STEP"])
@@ -142,13 +143,13 @@ def test_ranks_by_default(gpus: int, cores: int, ranks: int) -> None:
 
 
 def test_hosts_named_within_a_slurm_job_are_not_looked_for_among_its_nodes() -> None:
-    named = launcher.parse(["-H", "localhost:2"])
+    named = parse(["-H", "localhost:2"])
     environ = {"SLURM_JOB_ID": "1"}
-    words = launcher.command(named, 2, INSTALLED, environ)
+    words = command(named, 2, INSTALLED, environ)
     assert words[words.index("plm") - 1 :][:6] == ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]
-    given = launcher.with_allocation(launcher.parse([]), (Host("localhost", 2),))
-    assert "^slurm" not in launcher.command(given, 2, INSTALLED, environ)
-    assert "^slurm" not in launcher.command(named, 2, INSTALLED, {})
+    given = with_allocation(parse([]), (Host("localhost", 2),))
+    assert "^slurm" not in command(given, 2, INSTALLED, environ)
+    assert "^slurm" not in command(named, 2, INSTALLED, {})
 
 
 def _command(
@@ -161,7 +162,7 @@ def _command(
 ) -> list[str]:
     environ = {"PATH": "/p", "HOROVOD_CYCLE_TIME": "5", "HOME": "/h", "HVD_CIFAR_TERMINAL": "1", "SECRET_TF_KEY": "s"}
     request = Request(ranks, hosts, gloo, ("train", "--run-dir", "a b"))
-    return launcher.command(request, ranks, Installation(PYTHON, mpirun, root), environ, network)
+    return command(request, ranks, Installation(PYTHON, mpirun, root), environ, network)
 
 
 PROGRAM = [PYTHON, "-m", "hvd_cifar", "train", "--run-dir", "a b"]
@@ -240,7 +241,7 @@ def test_command_here() -> None:
 
 def test_a_ring_is_asked_of_mpirun() -> None:
     request = Request(2, (), False, ("train",), ring=True)
-    words = launcher.command(request, 2, INSTALLED, {})
+    words = command(request, 2, INSTALLED, {})
     assert words[words.index("coll_tuned_allreduce_algorithm") + 1] == "4"
     assert words[words.index("coll_tuned_use_dynamic_rules") + 1] == "1"
     assert "coll_tuned_allreduce_algorithm" not in _command(2)

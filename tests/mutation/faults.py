@@ -904,21 +904,21 @@ INSTALL = "tests/launch/test_install.py"
 
 LAUNCH = [
     Fault(
-        P + "launch/launcher.py",
+        P + "launch/request.py",
         "and ranks > slots:",
         "and ranks >= slots:",
         LAUNCH_COMMAND,
         "as many ranks as slots are refused",
     ),
     Fault(
-        P + "launch/launcher.py",
+        P + "launch/command.py",
         'r"(HVD_CIFAR|HOROVOD',
         'r"\\w*(HVD_CIFAR|HOROVOD',
         LAUNCH_COMMAND,
         "secrets of the user go to other hosts",
     ),
     Fault(
-        P + "launch/launcher.py",
+        P + "launch/command.py",
         "if ranks == 1 and network is None:",
         "if ranks == 1:",
         LAUNCH_COMMAND,

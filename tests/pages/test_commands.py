@@ -23,6 +23,7 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.launch import launcher
 from hvd_cifar.launch.cluster.hosts import is_local
 from hvd_cifar.launch.install import installer
+from hvd_cifar.launch.request import PYTHON, parse
 from tests.ranks import CHECKOUT
 
 PROGRAMS = {"./run.sh", "python", "mpirun", "horovodrun", "sbatch", "salloc", "srun", "docker", "cp"}
@@ -126,8 +127,8 @@ def _run_sh(words: list[str]) -> None:
 
 
 def _launch(words: list[str]) -> None:
-    request = launcher.parse(words)
-    if request.command[0] != launcher.PYTHON:
+    request = parse(words)
+    if request.command[0] != PYTHON:
         cli.check(list(request.command))
     else:
         launcher._check_program(request.command[1:])

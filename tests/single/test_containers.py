@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from hvd_cifar.launch import launcher
 from hvd_cifar.launch.install import installer
 from hvd_cifar.launch.install.everywhere import files_of
+from hvd_cifar.launch.request import parse
 from tests.ranks import CHECKOUT
 
 DEPLOY = CHECKOUT / "deploy"
@@ -146,7 +146,7 @@ def test_compose_has_two_nodes_as_the_image_wants_them() -> None:
     assert file["services"]["node2"]["command"] == ["sshd"]
     assert file["services"]["node1"]["depends_on"]["node2"] == {"condition": "service_healthy"}
     assert _of(image, "HEALTHCHECK")
-    request = launcher.parse(file["services"]["node1"]["command"])
+    request = parse(file["services"]["node1"]["command"])
     assert [host.name for host in request.hosts] == ["node1", "node2"]
     assert request.command[0] == "train"
 

@@ -15,7 +15,7 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.remarks import Lost, ended_by_signal, lost_in
 from hvd_cifar.launch.elastic import script
-from hvd_cifar.launch.launcher import parse
+from hvd_cifar.launch.request import parse
 from hvd_cifar.launch.roster import Roster, Sizes, first_slots, parse_sizes
 from hvd_cifar.runtime import shared_memory, stalls
 from hvd_cifar.runtime.environment import ElasticJob, elastic_job

@@ -1,0 +1,100 @@
+"""The command that starts the ranks: mpirun, horovodrun, or the Python of a single rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_cifar.launch.cluster import ssh
+from hvd_cifar.launch.cluster.hosts import Host, is_local
+from hvd_cifar.launch.cluster.network import Network
+from hvd_cifar.launch.request import PYTHON, Request
+from hvd_cifar.runtime.transport import RING_PARAMETERS
+
+# mpirun exports these of the user's variables to other hosts; ranks on this host inherit all.
+EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS")
+# TCP keepalive of mpirun (seconds, seconds, tries): a lost host is noticed after 30 s; by default after 8 minutes.
+KEEPALIVE = {"oob_tcp_keepalive_time": 10, "oob_tcp_keepalive_intvl": 5, "oob_tcp_keepalive_probes": 4}
+# After 5 s, where the others go on without it.
+KEEPALIVE_ELASTIC = {"oob_tcp_keepalive_time": 2, "oob_tcp_keepalive_intvl": 1, "oob_tcp_keepalive_probes": 3}
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The programs that start ranks.
+
+    python: path of every rank's interpreter, the same on every host; horovodrun is in the same folder.
+    mpirun: path.
+    as_root: whether the user is root, whom mpirun refuses without an option.
+    """
+
+    python: str
+    mpirun: str
+    as_root: bool
+
+    @property
+    def bin_folder(self) -> Path:
+        """The folder of the environment's programs."""
+        return Path(self.python).parent
+
+
+def command(
+    request: Request, ranks: int, installed: Installation, environ: Mapping[str, str], network: Network | None = None
+) -> list[str]:
+    """The command that starts the ranks, as words.
+
+    Args:
+        request: hosts and command; without hosts all ranks run here.
+        ranks: their number.
+        installed: the programs that start them.
+        environ: this process's variables, some of which are exported to other hosts.
+        network: between the hosts; None: all ranks run here.
+    """
+    # Ranks start in this process's folder, and import from it and from PYTHONPATH, as `python -m` does.
+    own = request.command[0] == PYTHON
+    python, bin_folder = installed.python, installed.bin_folder
+    program = [python, *request.command[1:]] if own else [python, "-m", "hvd_cifar", *request.command]
+    hosts = request.hosts or (Host("localhost", ranks),)
+    if ranks == 1 and network is None:
+        return program
+    where = ["-np", str(ranks), "-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
+    if request.gloo:
+        words = [str(bin_folder / "horovodrun"), "--gloo", *where]
+        if network is not None:
+            here = next(card.name for host, card in network.cards.items() if is_local(host))
+            # The hosts have just been reached: horovodrun's cache of earlier ssh checks may be outdated.
+            words += ["--network-interfaces", here, "--disable-cache"]
+            words += [python, "-m", "hvd_cifar.launch.cluster.guard", "--subnet", network.subnet]
+        return words + program
+
+    words = [installed.mpirun, *where]
+    words += ["--allow-run-as-root"] if installed.as_root else []
+    # As horovodrun does: no binding, since TensorFlow's threads need all cores; no openib, Open MPI's old InfiniBand.
+    words += ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
+    if request.ring:
+        words += [word for name, value in RING_PARAMETERS.items() for word in ("-mca", name, value)]
+    if "SLURM_JOB_ID" in environ and not request.in_slurm:
+        words += ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]  # or mpirun takes only the job's nodes
+    if network is not None:
+        words += _of_other_hosts(network, environ, KEEPALIVE_ELASTIC if request.elastic else KEEPALIVE)
+        if Path(installed.mpirun).parent == bin_folder:
+            # The packaged Open MPI looks for its files in the folder of its build, unless both are set.
+            words += ["--prefix", str(bin_folder.parent), "-x", "OPAL_PREFIX"]
+    return words + program
+
+
+def _of_other_hosts(network: Network, environ: Mapping[str, str], keepalive: Mapping[str, int]) -> list[str]:
+    """mpirun's options for ranks on other hosts."""
+    # Ranks use this network, and so does mpirun with its daemons. By default they use every card that is up.
+    words = ["-mca", "btl_tcp_if_include", network.subnet, "-mca", "oob_tcp_if_include", network.subnet]
+    # This machine logs in to every host: hosts need no ssh between each other.
+    words += ["-mca", "plm_rsh_no_tree_spawn", "1", "-mca", "plm_rsh_args", " ".join(ssh.OPTIONS)]
+    for name, seconds in keepalive.items():
+        words += ["-mca", name, str(seconds)]
+    words += ["--tag-output"]
+    words += [word for name in sorted(environ) if EXPORTED.fullmatch(name) for word in ("-x", name)]
+    if "NCCL_SOCKET_IFNAME" not in environ:
+        words += ["-x", f"NCCL_SOCKET_IFNAME=={','.join(network.card_names)}"]  # the second = stands for exact names
+    return words

@@ -1,0 +1,120 @@
+"""What the launcher's options ask for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from hvd_cifar.errors import UserError
+from hvd_cifar.launch.arguments import Parser
+from hvd_cifar.launch.cluster.hosts import Host, count, read_hostfile
+from hvd_cifar.launch.elastic import Discover, Options, script
+from hvd_cifar.launch.roster import Sizes, parse_sizes
+
+USAGE = (
+    "./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] [--allreduce ring|auto] [--max-restarts N] "
+    "[--elastic MIN:MAX [--host-discovery-script FILE] [--elastic-timeout S] [--cool-down FIRST:LONGEST]] "
+    "[--dry-run] COMMAND [OPTIONS]"
+)
+PYTHON = "python"  # the command that runs a user's own program on each rank
+
+
+@dataclass(frozen=True)
+class Request:
+    """The launcher's options, and the command."""
+
+    ranks: int | None
+    hosts: tuple[Host, ...]
+    gloo: bool
+    command: tuple[str, ...]
+    dry_run: bool = False
+    ring: bool = False
+    max_restarts: int = 0
+    run_dir: Path = Path()  # of a job that may start again
+    of_restarts: tuple[str, ...] = ()  # options that restarts have beside the command's
+    elastic: Options | None = None
+    discover: Discover | None = None  # of an elastic job: the hosts that there are now
+    is_again: bool = False  # an elastic job starts again
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the ranks, beside this process's
+    in_slurm: bool = False  # the hosts are the nodes of this process's Slurm allocation
+
+
+def parse(argv: list[str]) -> Request:
+    """Read the launcher's options. The command begins at the first other word; by default it is `train`.
+
+    Raises UserError.
+    """
+    parser = Parser(USAGE)
+    parser.add_argument("-np", "-n", dest="ranks", type=lambda text: count(text, f"-np {text}"))
+    parser.add_argument("--mpi", dest="gloo", action="store_false")
+    parser.add_argument("--gloo", dest="gloo", action="store_true")
+    parser.add_argument("--allreduce", choices=["ring", "auto"])
+    parser.add_argument("--max-restarts", type=lambda text: count(text, f"--max-restarts {text}"), default=0)
+    parser.add_argument("--elastic", type=parse_sizes)
+    parser.add_argument("--host-discovery-script", type=Path)
+    parser.add_argument("--elastic-timeout", type=lambda text: count(text, f"--elastic-timeout {text}"), default=600)
+    parser.add_argument("--cool-down", type=_cool_down, default=(10.0, 300.0))
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    parser.set_defaults(gloo=False)
+    found, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise UserError(
+            f"{unknown[0]} is not an option of the launcher ({USAGE}); a command's options follow the command"
+        )
+    _check_slots(found.ranks, found.hosts, "slot", "the hosts; lower it or add slots")
+    command = tuple(found.command) or ("train",)
+    ring = found.allreduce == "ring"
+    request = Request(found.ranks, found.hosts, found.gloo, command, found.dry_run, ring, found.max_restarts)
+    return _with_elastic(request, found)
+
+
+def _with_elastic(request: Request, found: argparse.Namespace) -> Request:
+    """The request with the options of an elastic job, if it is one. Raises UserError."""
+    sizes: Sizes | None = found.elastic
+    if sizes is None:
+        if found.host_discovery_script:
+            raise UserError("--host-discovery-script goes with --elastic MIN:MAX")
+        return request
+    if request.ranks and not sizes.least <= request.ranks <= sizes.most:
+        raise UserError(f"-np {request.ranks} is not within --elastic {sizes.least}:{sizes.most}")
+    if request.max_restarts:
+        raise UserError("--elastic starts ranks again by itself: leave --max-restarts out")
+    discover: Discover | None = None
+    if found.host_discovery_script:
+        if request.hosts:
+            raise UserError("--host-discovery-script names the hosts: leave -H and --hostfile out")
+        discover = script(found.host_discovery_script.absolute())
+    elif found.hostfile:
+        discover = partial(read_hostfile, found.hostfile)
+    options = Options(sizes, request.ranks, found.elastic_timeout, found.cool_down)
+    return replace(request, elastic=options, discover=discover)
+
+
+def _cool_down(text: str) -> tuple[float, float]:
+    first, _, longest = text.partition(":")
+    what = f"--cool-down {text}: write FIRST:LONGEST seconds, such as 10:300"
+    found = float(count(first, what)), float(count(longest, what))
+    if found[0] > found[1]:
+        raise UserError(f"--cool-down {text}: the first is more than the longest")
+    return found
+
+
+def with_allocation(request: Request, nodes: tuple[Host, ...]) -> Request:
+    """The request with the Slurm job's nodes as its hosts, unless it names hosts. `nodes` is () outside of a job.
+
+    Raises UserError where it asks for more ranks than the job has tasks.
+    """
+    if request.hosts or not nodes:
+        return request
+    _check_slots(request.ranks, nodes, "task", "this Slurm job; lower it, or give sbatch or salloc --ntasks")
+    return replace(request, hosts=nodes, in_slurm=True)
+
+
+def _check_slots(ranks: int | None, hosts: tuple[Host, ...], kind: str, where: str) -> None:
+    slots = sum(host.slots for host in hosts)
+    if ranks and hosts and ranks > slots:
+        raise UserError(f"-np {ranks} is more than the {slots} {kind}{'s' * (slots != 1)} of {where}")

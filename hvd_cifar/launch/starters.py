@@ -1,0 +1,108 @@
+"""Runs what starts the ranks, and shows the user their output without the launchers' tags and banners."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from hvd_cifar.errors import RESUME
+from hvd_cifar.launch.cluster.remarks import ended_by_signal, without_banners, without_tags
+from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
+from hvd_cifar.launch.job import Job, Starter, chunks, write
+
+SSH_ENDED = 255  # exit code of an ssh that was ended
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A job that can start.
+
+    words, env: the command that starts its ranks.
+    hosts: each rank's host where there are several hosts, else [].
+    """
+
+    words: list[str]
+    env: dict[str, str]
+    hosts: list[str]
+
+
+def _mpirun(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job) -> Starter:
+    """mpirun. `hosts`: each rank's host where there are several hosts, else []; see `NamedLines`."""
+    lines = NamedLines(hosts)
+
+    def output(stream: BinaryIO) -> None:
+        for rank, piece in by_rank(chunks(stream)):
+            if rank in (0, None):
+                write(1, piece)
+
+    def of_mpirun(pieces: Iterable[bytes]) -> Iterator[bytes]:
+        for rank, piece in by_rank(pieces):
+            if rank is None:
+                yield piece
+            else:
+                job.pass_on(lines.add(rank, piece))
+
+    def errors(stream: BinaryIO) -> None:
+        for piece in without_banners(of_mpirun(chunks(stream)) if hosts else chunks(stream)):
+            job.pass_on(piece)
+        job.pass_on(lines.rest())
+
+    return Starter(words, env, output if hosts else None, errors)
+
+
+def _horovodrun(
+    words: list[str], env: Mapping[str, str], hosts: list[str], job: Job, codes: list[tuple[int, int]]
+) -> Starter:
+    """horovodrun over Gloo. `hosts`: as for `_mpirun`; `codes`: of `without_tags`."""
+
+    def output(stream: BinaryIO) -> None:
+        for rank, line in without_tags(stream, codes):
+            if not hosts or rank in (0, None):
+                write(1, line)
+
+    def errors(stream: BinaryIO) -> None:
+        lines = NamedLines(hosts)
+        for rank, line in without_tags(stream, codes):
+            job.pass_on(line if rank is None or not hosts else lines.add(rank, line))
+        job.pass_on(lines.rest())
+
+    return Starter(words, env, output, errors)
+
+
+def _python(words: list[str], env: Mapping[str, str], job: Job) -> Starter:
+    """A single rank, whose stdout is this process's."""
+
+    def errors(stream: BinaryIO) -> None:
+        for piece in chunks(stream):
+            job.pass_on(piece)
+
+    return Starter(words, env, None, errors)
+
+
+def start(ready: Ready, job: Job) -> int:
+    """Run the program that starts the ranks, and return the job's exit code."""
+    words, env, hosts = ready.words, ready.env, ready.hosts
+    name = Path(words[0]).name
+    if name == "mpirun":
+        return job.run(_mpirun(words, env, hosts, job))
+    if name != "horovodrun":
+        return job.run(_python(words, env, job))
+    codes: list[tuple[int, int]] = []
+    code = job.run(_horovodrun(words, env, hosts, job, codes))
+    if codes and code == 1:
+        # horovodrun's exit code is 1 for every failure of a rank, but it prints the ranks' codes in their order.
+        rank, code = codes[0]
+        if number := signal_of(code):
+            host = hosts[rank] if hosts else socket.gethostname()
+            job.pass_on(ended_by_signal(rank, host, number, signal.strsignal(number) or "").encode())
+    # Without a rank on this host a request to stop ends the ssh sessions, and their guards stop the ranks.
+    return RESUME if job.stops and code == SSH_ENDED else code
+
+
+def signal_of(code: int) -> int:
+    """The signal that an exit code stands for, as Python or a shell gives it; 0: none."""
+    return -code if code < 0 else code - 128 if 128 < code < 160 else 0
