@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvd_cifar.config import DEFAULT_MAX_ROLLBACKS, DEFAULT_ROLLBACK_FACTOR
 from hvd_cifar.distributed import collectives
-from hvd_cifar.errors import Diverged
+from hvd_cifar.errors import DIVERGED, Diverged
 from hvd_cifar.training import random_layers
 from hvd_cifar.training.callbacks import MovingStatistics
 from hvd_cifar.training.checkpoint import Checkpoints, State
@@ -31,7 +31,7 @@ class Rollback:
         """
         run, progress, reporter = self.trainer.run, self.trainer.progress, self.trainer.reporter
         most = run.settings.max_rollbacks or DEFAULT_MAX_ROLLBACKS
-        if progress.rollbacks == most:
+        if progress.rollbacks >= most:
             raise Diverged(f"{failure}; the run went back {most} times before (--max-rollbacks)") from failure
         from_step, checkpoints = run.step, self.checkpoints
         with progress.aside("restart"):
@@ -43,8 +43,10 @@ class Rollback:
             progress.go_back(int(self.state.step.numpy()), run.settings.rollback_factor or DEFAULT_ROLLBACK_FACTOR)
             self.statistics.averaged_step = run.step
             collectives.on_root(lambda: reporter.go_back(run.step, run.settings.record_examples))
+        # Without DIVERGED, by which the launcher knows a run that would not get any further.
+        reason = str(failure).partition(";")[0].removeprefix(DIVERGED).removeprefix(" with ").removeprefix(": ")
         reporter.warn(
-            f"{failure}: rollback {progress.rollbacks} of {most} from step {from_step} to {path.name}; "
+            f"{reason}: rollback {progress.rollbacks} of {most} from step {from_step} to {path.name}; "
             f"the learning rate is {progress.rate_factor:g} times the schedule's from here on"
         )
         reporter.rolled_back(run.step, from_step, progress.rate_factor)
