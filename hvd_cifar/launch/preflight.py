@@ -39,10 +39,7 @@ def check(settings: Any, ranks: int, *, sees_files: bool, on_gpus: bool, warn: C
     if isinstance(settings, TrainSettings):
         config.check_ranks(settings, ranks)
     if getattr(settings, "precision", None) == "mixed_float16" and not on_gpus:
-        warn(
-            "note: --precision mixed_float16 is slow on a CPU, which has no instructions for it; for speed give "
-            "mixed_bfloat16 or float32"
-        )
+        warn("note: --precision mixed_float16 is slow on a CPU; for speed give mixed_bfloat16 or float32")
     if not sees_files:
         return
     if isinstance(settings, DataSettings):
