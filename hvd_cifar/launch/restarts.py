@@ -56,6 +56,7 @@ def last_step(metrics: Path) -> int | None:
     for line in reversed(lines):
         try:
             return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):  # a killed run was writing this line
+        # A killed run was writing this line, or it is none of ours: deep, or infinite.
+        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
             continue
     return None
