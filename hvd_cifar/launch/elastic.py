@@ -214,7 +214,8 @@ class ElasticRun:
 
     def _step(self) -> int:
         """The newest step that this host knows of; -1: none."""
-        return max(newest_step(folder_of(self.name) / "state"), last_step(self.run_dir / "metrics.jsonl") or NONE)
+        copied = newest_step(folder_of(self.name) / "state")
+        return copied if copied != NONE else last_step(self.run_dir / "metrics.jsonl") or NONE
 
 
 def script(path: Path) -> Discover:
