@@ -36,7 +36,7 @@ TICK = 0.5  # s between looks
 GAP = 3.0  # s between two looks: this process did not run, and perhaps no rank did (a laptop that sleeps)
 BETWEEN_LOOKS = 3.0  # s, while no progress is made
 TRIES = 5  # to reach another rank at the start
-LEAD = 0.2  # s that each rank leaves to the one before it, so that one asks for all
+LEAD = 0.2  # s that each rank leaves to the one before it, and a tick to rank 0, so that one asks for all
 DEFERENCE = 8.0  # s that a rank leaves it to the one that has asked it: longer than two looks
 STAND_BY = 1.0  # s from the end of the ranks that answer to the end of those that do not
 GLOO_SECONDS = 86_400  # Gloo's own time-out, 30 s by default, would blame a rank that waits
@@ -159,7 +159,7 @@ class Watch:
                 self._since += now - seen
             phase = self._phase
             limit = self._durations.limit(phase)
-            is_over = now - self._since > limit + min(self.rank, 10) * LEAD
+            is_over = now - self._since > limit + (TICK + min(self.rank, 10) * LEAD if self.rank else 0)
             if phase != IDLE and is_over and now > max(self._asked + DEFERENCE, self._next_look):
                 self._look(limit)
                 self._next_look = time.monotonic() + BETWEEN_LOOKS
@@ -220,9 +220,9 @@ class Watch:
             os._exit(STALLED)
         if question["ask"] == "hello":
             return {}
+        self._slow |= set(question["slow"])  # these have been named
         if question["by"] < self.rank:
             self._asked = time.monotonic()
-            self._slow |= set(question["slow"])  # these have been named
         return asdict(self._status())
 
     def _status(self) -> Status:

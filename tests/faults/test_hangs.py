@@ -78,14 +78,14 @@ def end_of(running: Running, begins: Callable[[], bool], limit: float) -> tuple[
 
 def test_a_stopped_rank_is_named_and_the_job_starts_again(job: Any, tmp_path: Path) -> None:
     """Three ranks over MPI, with stacks of the two that answer."""
-    running = job(["-np", 3, "--max-restarts", 1], "--max-steps", 60, "--checkpoint-every", 20, "--eval-every", 0)
-    running.wait_for_step(20)
+    running = job(["-np", 3, "--max-restarts", 1], "--max-steps", 60, "--checkpoint-every", 25, "--eval-every", 0)
+    running.wait_for_step(30)
     running.send(signal.SIGSTOP, "rank 1")
     began = time.monotonic()
     running.wait_until(lambda: running.has_said("restart 1 of 1 in"))
     assert time.monotonic() - began < SECONDS + LATEST
     (lost,) = lost_ranks(running.said())
-    assert (lost.rank, lost.phase) == (1, "step") and lost.step > 20 and "stopped (SIGSTOP" in lost.reason
+    assert (lost.rank, lost.phase) == (1, "step") and lost.step > 30 and "stopped (SIGSTOP" in lost.reason
     assert running.wait() == 0, running.said()
     (stacks,) = (tmp_path / "run" / "stalls").iterdir()
     text = stacks.read_text()
