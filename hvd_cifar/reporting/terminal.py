@@ -43,7 +43,8 @@ def complain(line: str) -> None:
 
 
 def _write(stream: TextIO, line: str) -> None:
-    text = f"{line}\n".encode(stream.encoding, "backslashreplace").decode(stream.encoding)
+    encoding = stream.encoding or "utf-8"  # None: Rich's stand-in for a stream, while a progress bar is shown
+    text = f"{line}\n".encode(encoding, "backslashreplace").decode(encoding)
     try:
         stream.write(text)
         stream.flush()

@@ -6,6 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress
+
+from hvd_cifar.reporting import terminal
 
 PROGRAM = """
 import os, subprocess, sys
@@ -27,3 +31,11 @@ def test_no_stream_ends_the_process(streams: str, locale: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, errors="replace", env={"LC_ALL": locale})
     assert done.returncode == 7, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_line_while_a_progress_bar_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    """Rich then replaces the streams by objects without an encoding."""
+    with Progress(console=Console(force_terminal=True)) as bar:
+        bar.add_task("step", total=3)
+        terminal.complain("hvd_cifar: stopped")
+    assert "hvd_cifar: stopped" in capfd.readouterr().out
