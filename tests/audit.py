@@ -28,7 +28,7 @@ def main() -> int:
     skipped = [package["name"] for package in packages if "skip_reason" in package and package["name"] not in OWN]
     found = [(package["name"], package["version"], v) for package in packages for v in package.get("vulns", ())]
     for name, version, known in found:
-        print(f"{name} {version}: {known['id']}, mended in {', '.join(known['fix_versions']) or 'no version'}")
+        print(f"{name} {version}: {known['id']}, fixed in {', '.join(known['fix_versions']) or 'no version'}")
     if skipped:
         some = ", ".join(skipped[:3])
         print(

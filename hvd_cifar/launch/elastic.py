@@ -72,6 +72,7 @@ class ElasticRun:
         self.found: tuple[Host, ...] = ()
         self.used: set[str] = set()  # hosts
         self.has_started = False
+        self.complaint = ""  # the last one about discovery
 
     def run(self) -> int:
         """Start ranks until the job ends, and return its exit code."""
@@ -150,7 +151,8 @@ class ElasticRun:
             return
         seconds = self.roster.lose(lost.host, whole=lost.rank is None, now=time.monotonic())
         what = lost.host if lost.rank is None else f"rank {lost.rank} on {lost.host}"
-        complain(f"elastic: {what} is lost (exit code {code}); it rests for {seconds:g} s, and the others go on")
+        how = "" if lost.rank is None else f" (exit code {code})"
+        complain(f"elastic: {what} is lost{how}; it rests for {seconds:g} s, and the others go on")
 
     def _hosts(self, least: int) -> tuple[Host, ...] | None:
         """The hosts to start on, as soon as they have slots for `least` ranks; None: in vain, or a signal came."""
@@ -194,7 +196,9 @@ class ElasticRun:
         except UserError as failure:
             if not self.found:
                 raise
-            complain(f"elastic: {failure}; the hosts known so far stay")
+            if str(failure) != self.complaint:  # once, not every second
+                self.complaint = str(failure)
+                complain(f"elastic: {failure}; the hosts known so far stay")
         return self.roster.usable(self.found, time.monotonic())
 
     def _watch(self, hosts: tuple[Host, ...], ended: threading.Event) -> None:

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.remarks import Lost, ended_by_signal, lost_in
-from hvd_cifar.launch.elastic import script
+from hvd_cifar.launch.elastic import ElasticRun, Options, script
 from hvd_cifar.launch.request import parse
 from hvd_cifar.launch.roster import Roster, Sizes, first_slots, parse_sizes
 from hvd_cifar.runtime import shared_memory, stalls
@@ -160,3 +162,21 @@ def test_no_room_and_a_folder_of_somebody_else(tmp_path: Path, monkeypatch: pyte
     (tmp_path / f"hvd_cifar-{os.getuid()}" / "job").chmod(0o755)
     with pytest.raises(UserError, match="is not a folder of yours alone"):
         own_folder("job")
+
+
+def test_a_discovery_that_fails_is_told_once_and_the_known_hosts_stay(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    answers: Iterator[tuple[Host, ...] | UserError] = iter([HOSTS, *[UserError("no answer")] * 3, UserError("other")])
+
+    def discover() -> tuple[Host, ...]:
+        answer = next(answers)
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+    job: Any = None  # none starts
+    run = ElasticRun(Options(Sizes(1, 8), None, 1, (1, 1)), discover, lambda *_: 0, job, tmp_path)
+    assert [run._look() for _ in range(5)] == [HOSTS] * 5
+    said = capfd.readouterr().err
+    assert said.count("no answer; the hosts known so far stay") == 1 and said.count("other;") == 1
