@@ -1,4 +1,4 @@
-"""A rank that has half of a core: named as slow by its computation, once, and recorded."""
+"""A rank that has a tenth of a core: named as slow by its computation, once, and recorded."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from pathlib import Path
 
 from tests.faults.jobs import start
 
-HALF = 0.06  # s that the rank runs, and s that it stands still
+# Seconds that the rank stands still, and that it runs. A rank of a busy machine is not as much slower than another.
+SHARES = {signal.SIGSTOP: 0.27, signal.SIGCONT: 0.03}
 
 
-def test_half_a_core(embedded: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    running = start(["-np", 2], embedded, run_dir, "--checkpoint-every", 25, "--threads-per-rank", 1)
+def test_a_tenth_of_a_core(embedded: Path, tmp_path: Path) -> None:
+    running = start(["-np", 2], embedded, tmp_path / "run", "--checkpoint-every", 10, "--threads-per-rank", 1)
     try:
         running.wait_for_step(5)
         rank = running.ranks()[1]
-        for number in itertools.cycle((signal.SIGSTOP, signal.SIGCONT)):
+        gathered = _gathered(running.run_dir)
+        for number, share in itertools.cycle(SHARES.items()):
             rank.send_signal(number)
-            time.sleep(HALF)
-            if number == signal.SIGCONT and _windows(run_dir) >= 5:
+            time.sleep(share)
+            if number == signal.SIGCONT and _gathered(running.run_dir) >= gathered + 5:
                 break
         assert running.said().count("is slow since step") == 1, running.said()
         assert "hvd_cifar: rank 1 on" in running.said() and ", compute: " in running.said()
@@ -30,6 +31,6 @@ def test_half_a_core(embedded: Path, tmp_path: Path) -> None:
         running.end()
 
 
-def _windows(run_dir: Path) -> int:
+def _gathered(run_dir: Path) -> int:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return sum(json.loads(line)["event"] == "ranks" for line in lines)
