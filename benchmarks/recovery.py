@@ -2,19 +2,23 @@
 
     python -m benchmarks.recovery --data-dir D --faults 20
 
-Faults: SIGKILL of a rank, SIGKILL of what starts the ranks, fewer slots, more slots. Each comes at a random moment
-after the job has made a step. With --virtual-shards the weights at the end have to be those of a job that is left
-alone, to the bit. The host is this machine; its slots come from a discovery script.
+Faults: SIGKILL of a rank, of all ranks, and of what starts them; SIGSTOP of a rank; fewer slots, more slots. Each comes
+at a random moment after the job has made a step, also while ranks are started again. With --virtual-shards the weights
+at the end have to be those of a job that is left alone, to the bit. The host is this machine; its slots come from a
+discovery script.
 """
 
 from __future__ import annotations
 
 import random
 import re
+import signal
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,32 @@ from benchmarks import jobs, runs, setting
 from hvd_cifar.errors import UserError
 
 SECONDS_WITHOUT_A_STEP = 180
-KILL_RANK, KILL_STARTER, LEAVE, JOIN = "SIGKILL of a rank", "SIGKILL of the starter", "slots leave", "slots come"
+STALL_SECONDS = 5  # before a rank that stands still is looked for
+KILL_RANK, KILL_RANKS, KILL_STARTER = "SIGKILL of a rank", "SIGKILL of all ranks", "SIGKILL of the starter"
+STOP_RANK, LEAVE, JOIN = "SIGSTOP of a rank", "slots leave", "slots come"
+
+
+class Followed:
+    """What the lines of a file that grows tell, one number each; a file that is cut goes on behind the cut."""
+
+    def __init__(self, path: Path, pattern: str) -> None:
+        """`pattern`: of bytes, with the number as its group."""
+        self.path = path
+        self.pattern = re.compile(pattern.encode(), re.MULTILINE)
+        self.numbers: list[int] = []
+        self._read = 0
+
+    def look(self) -> list[int]:
+        """The numbers so far."""
+        if not self.path.exists():
+            return self.numbers
+        self._read = min(self._read, self.path.stat().st_size)
+        with self.path.open("rb") as file:
+            file.seek(self._read)
+            whole, end, _ = file.read().rpartition(b"\n")
+        self._read += len(whole + end)
+        self.numbers += map(int, self.pattern.findall(whole))
+        return self.numbers
 
 
 @dataclass
@@ -34,7 +63,8 @@ class Soak:
     """A job and what has been done to it.
 
     slots: file from which the discovery script reads the number of slots.
-    outages: seconds without a step, by fault.
+    sizes: the numbers of ranks that the job can have.
+    noticed, outages: seconds from the fault to the launcher's line, and without a step, by fault.
     repeated: for each fault, the steps that were made a second time.
     memory: bytes of the launcher after each fault.
     """
@@ -42,46 +72,55 @@ class Soak:
     job: Any
     folder: Path
     slots: Path
-    most: int
+    sizes: Sequence[int]
     chance: random.Random
+    noticed: dict[str, list[float]] = field(default_factory=dict)
     outages: dict[str, list[float]] = field(default_factory=dict)
     repeated: list[int] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
 
-    @property
-    def step(self) -> int:
-        """The newest step on record."""
-        return max(runs.losses(self.folder / "run"), default=0)
+    def __post_init__(self) -> None:
+        self.steps = Followed(self.folder / "run" / "metrics.jsonl", r'^\{.*"event": "train".*"step": (\d+)')
+        self.starts = Followed(self.folder / "log", r"^resumed from .* at step (\d+)$")
+        self.lines = Followed(self.folder / "log", r"^hvd_cifar: (?:elastic: .*?|exit code )(\d+)")
 
     @property
-    def starts(self) -> list[int]:
-        """The steps from which the job went on."""
-        said = (self.folder / "log").read_text(errors="replace")
-        return [int(step) for step in re.findall(r"^resumed from .* at step (\d+)$", said, re.MULTILINE)]
+    def step(self) -> int:
+        """The newest step so far."""
+        return max(self.steps.look()[-1:], default=0)
 
     def fault(self) -> None:
         """Do something to the job, and wait until it has made a new step."""
         now = int(self.slots.read_text())
-        kinds = [KILL_RANK, KILL_STARTER] + [LEAVE] * (now > 1) + [JOIN] * (now < self.most)
+        ranks, starter = self._processes()
+        kinds = [KILL_RANK, KILL_STARTER] + [KILL_RANKS, STOP_RANK] * (len(ranks) > 1)
+        fewer, more = ([n for n in self.sizes if (n - now) * sign > 0] for sign in (-1, 1))
+        if len(ranks) == now:  # no slot rests
+            kinds += [LEAVE] * bool(fewer) + [JOIN] * bool(more)
         kind = self.chance.choice(kinds)
-        starts = len(self.starts)
-        if kind in (LEAVE, JOIN):
-            self.slots.write_text(str(self.chance.randrange(1, now) if kind == LEAVE else now + 1))
-        else:
-            ranks, starter = self._processes()
-            (self.chance.choice(ranks) if kind == KILL_RANK else starter).kill()
+        starts, lines = len(self.starts.look()), len(self.lines.look())
         began = last = time.monotonic()
         newest = self.step
-        end = began + SECONDS_WITHOUT_A_STEP
-        while len(self.starts) == starts:
+        if kind in (LEAVE, JOIN):
+            self.slots.write_text(str(self.chance.choice(fewer if kind == LEAVE else more)))
+        else:
+            targets = {KILL_RANKS: ranks, KILL_STARTER: [starter]}.get(kind, [self.chance.choice(ranks)])
+            for process in targets:
+                with suppress(psutil.NoSuchProcess):  # the others have ended it
+                    process.send_signal(signal.SIGSTOP if kind == STOP_RANK else signal.SIGKILL)
+        noticed, end = None, began + SECONDS_WITHOUT_A_STEP
+        while len(self.starts.look()) == starts:
             now_at = self.step
             if now_at > newest:
                 newest, last = now_at, time.monotonic()
+            if noticed is None and len(self.lines.look()) > lines:
+                noticed = time.monotonic() - began
             self._check(end)
-        resumed = self.starts[-1]
+        resumed = self.starts.numbers[-1]
         while self.step <= max(resumed, newest):
             self._check(end)
         self.outages.setdefault(kind, []).append(time.monotonic() - last)
+        self.noticed.setdefault(kind, []).append(noticed or 0.0)
         self.repeated.append(max(0, newest - resumed))
         self.memory.append(psutil.Process(self.job.pid).memory_info().rss)
 
@@ -98,9 +137,14 @@ class Soak:
 
     def _processes(self) -> tuple[list[psutil.Process], psutil.Process]:
         """The ranks, and the process that starts them; one rank alone is both."""
-        starter = psutil.Process(self.job.pid).children()[0]
-        found = [p for p in starter.children(recursive=True) if "hvd_cifar" in p.cmdline()]
-        return found or [starter], starter
+        end = time.monotonic() + SECONDS_WITHOUT_A_STEP
+        while True:
+            for starter in psutil.Process(self.job.pid).children():
+                with suppress(psutil.Error):  # one that ends now
+                    if "train" in starter.cmdline():
+                        found = [p for p in starter.children(recursive=True) if "hvd_cifar" in p.cmdline()]
+                        return found or [starter], starter
+            self._check(end)
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
@@ -111,6 +155,7 @@ class Soak:
 @click.option("--faults", default=10, type=click.IntRange(1))
 @click.option("--steps", default=1000, type=click.IntRange(10), help="At which the job ends.")
 @click.option("--batch", default=128, help="Global batch size.")
+@click.option("--every", default=1000, type=click.IntRange(1), help="Steps between evaluations, and checkpoints.")
 @click.option("--virtual-shards", type=int)
 @click.option("--gloo", is_flag=True)
 @click.option("--seed", type=int, help="Of faults and moments.")
@@ -126,6 +171,7 @@ def main(
     faults: int,
     steps: int,
     batch: int,
+    every: int,
     virtual_shards: int | None,
     gloo: bool,
     seed: int | None,
@@ -137,7 +183,18 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     seed = random.randrange(1000) if seed is None else seed
     options: list[Any] = ["--dataset", dataset, "--data-dir", data_dir, "--model", model, "--log-every", 1]
-    options += ["--global-batch-size", batch, "--checkpoint-every", 10**6, "--eval-every", 0, "--max-steps", steps]
+    options += [
+        "--global-batch-size",
+        batch,
+        "--checkpoint-every",
+        every,
+        "--eval-every",
+        every,
+        "--stall-seconds",
+        STALL_SECONDS,
+        "--max-steps",
+        steps,
+    ]
     options += ["--virtual-shards", virtual_shards] if virtual_shards else []
 
     slots, find = folder / "slots", folder / "discover.sh"
@@ -146,7 +203,8 @@ def main(
     find.chmod(0o755)
     launcher: list[Any] = ["--elastic", f"1:{ranks}", "--host-discovery-script", find, "--cool-down", "2:2"]
     launcher += ["--gloo"] * gloo
-    soak = Soak(_start(folder, launcher, options), folder, slots, ranks, random.Random(seed))
+    sizes = [n for n in range(1, ranks + 1) if not virtual_shards or virtual_shards % n == 0]
+    soak = Soak(_start(folder, launcher, options), folder, slots, sizes, random.Random(seed))
     try:
         soak.wait_for_steps(5)
         while len(soak.repeated) < faults:
@@ -173,8 +231,11 @@ def _start(folder: Path, launcher: list[Any], options: list[Any]) -> Any:
 def _print(soak: Soak, title: str) -> None:
     print(title)
     for kind, found in sorted(soak.outages.items()):
-        times = f"median {statistics.median(found):.1f} s, worst {max(found):.1f} s, n = {len(found)}"
-        print(f"without a step after {kind}: {times}")
+        noticed = soak.noticed[kind]
+        print(
+            f"{kind}, n = {len(found)}: told after {statistics.median(noticed):.1f} s, at most {max(noticed):.1f}; "
+            f"without a step {statistics.median(found):.1f} s, at most {max(found):.1f}"
+        )
     print(f"steps made twice: {sum(soak.repeated)} in {len(soak.repeated)} faults, at most {max(soak.repeated)} each")
     first, last = (statistics.median(part) / 2**20 for part in (soak.memory[:5], soak.memory[-5:]))
     print(f"memory of the launcher: {first:.1f} MiB after the first faults, {last:.1f} MiB after the last ones")

@@ -15,7 +15,7 @@ class Stamps:
         self._file = (run_dir / "metrics.jsonl").open("w") if run_dir else None
 
     def write(self, step: int, loss: float) -> None:
-        """So many steps are done, and this was the last one's loss."""
+        """This number of steps is done, and this was the last one's loss."""
         if self._file:
             self._file.write(json.dumps({"event": "train", "step": step, "loss": loss}) + "\n")
             self._file.flush()

@@ -72,7 +72,7 @@ class Watch:
         self.waits_in_step: Callable[[], bool] = lambda: False  # whether the step waits for other ranks
         self._durations = Durations(seconds)
         self._host = socket.gethostname()
-        self._secret = secrets.token_hex(32)  # nobody knows it before `join`
+        self._secret = secrets.token_hex(32)  # nobody knows it before `trust`
         self._peers: Sequence[Peer] = ()
         self._phase, self._step, self._position, self._since = "start-up", 0, 0, time.monotonic()
         self._asked = 0.0  # when a rank of lower number last asked
@@ -122,7 +122,7 @@ class Watch:
         return self._peers[self.rank].address[0] if self._peers else ""
 
     def listen(self, rank: int, one_host: bool) -> tuple[Peer, str]:
-        """Answer other ranks from now on. Where; and a secret, of which rank 0's is the job's."""
+        """Answer other ranks from now on. Where; and a secret, of which rank 0's is the job's: give it to `trust`."""
         self.rank = rank
         Watch._of_communication |= set(_threads()) - self._before
         if self.is_on:
@@ -131,9 +131,13 @@ class Watch:
         port = channel.listen(address, lambda: self._secret, self._answer) if self.is_on else (address, 0)
         return Peer(self._host, os.getpid(), port), secrets.token_hex(32)
 
-    def join(self, peers: Sequence[Peer], secret: str) -> None:
+    def trust(self, secret: str) -> None:
+        """Answer those who know the job's secret."""
+        self._secret = secret
+
+    def join(self, peers: Sequence[Peer]) -> None:
         """Know all ranks, by rank."""
-        self._secret, self._peers = secret, peers
+        self._peers = peers
 
     def reaches(self, rank: int) -> bool:
         """Whether another rank's watchdog answers."""

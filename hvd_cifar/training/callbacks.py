@@ -218,7 +218,7 @@ class ReplicaCheck(Callback):
                 )
             if found is not None:
                 collectives.broadcast_variables(variables)
-                self.state.mended.assign_add(1)
+                self.state.repaired.assign_add(1)
                 self.reporter.warn(
                     f"RANKS WERE OUT OF SYNC after step {run.step}: {found}; all go on with rank 0's values"
                 )
@@ -461,7 +461,7 @@ class Summariser(Callback):
             "images_per_second": self.logger.images_per_second or last.get("images_per_second"),
             "training_seconds": round(seconds, 3),
             "replicas_identical": self.replicas.checked_step == run.step and len(set(digests)) == 1,
-            "divergences_mended": int(state.mended.numpy()),
+            "divergences_repaired": int(state.repaired.numpy()),
             "skipped_steps": int(state.skipped.numpy()),
             "rollbacks": int(state.rollbacks.numpy()),
             "learning_rate_factor": float(state.rate_factor.numpy()),

@@ -49,7 +49,7 @@ class State:
         self.origin = keras.Variable(np.asarray(origin), dtype="int64", trainable=False, name="origin")
         self.seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="seconds")  # of training so far
         self.check_seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="check_seconds")  # of these
-        self.mended = keras.Variable(0, dtype="int64", trainable=False, name="mended")  # times that ranks had drifted
+        self.repaired = keras.Variable(0, dtype="int64", trainable=False, name="repaired")  # times that ranks had drifted
         self.skipped = keras.Variable(0, dtype="int64", trainable=False, name="skipped")  # steps
         self.rollbacks = keras.Variable(0, dtype="int64", trainable=False, name="rollbacks")
         # Of the schedule's learning rate, after rollbacks.
@@ -60,7 +60,7 @@ class State:
         """All of it, in a fixed order, for broadcast and comparison."""
         slots = self.optimizer.variables if self.optimizer else []
         averages = [v for kept in (self.averages, self.lookahead) if kept for v in kept.variables]
-        counters = [self.step, self.origin, self.mended, self.skipped, self.rollbacks, self.rate_factor, *self.clocks]
+        counters = [self.step, self.origin, self.repaired, self.skipped, self.rollbacks, self.rate_factor, *self.clocks]
         return [*self.net.model.variables, *slots, *self.compression, *averages, *counters]
 
     @property
@@ -89,7 +89,7 @@ class State:
         parts: dict[str, Any] = {"model": self.net.model, "step": self.step.value, "seconds": self.seconds.value}
         if self.optimizer:
             parts["optimizer"] = self.optimizer
-            for name in ("origin", "mended", "skipped", "rollbacks", "rate_factor", "check_seconds"):
+            for name in ("origin", "repaired", "skipped", "rollbacks", "rate_factor", "check_seconds"):
                 parts[name] = getattr(self, name).value
             if states := random_states(self.net.model):  # Keras does not make them part of the model's checkpoint
                 parts["random"] = tf.train.Checkpoint(variables=[v.value for v in states])

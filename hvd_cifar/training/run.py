@@ -42,7 +42,8 @@ def train(settings: TrainSettings, given: OfUser | None = None) -> dict[str, Any
 def _introduce(watch: Watch, world: World) -> None:
     """Tell all ranks' watchdogs of each other; a collective."""
     peer, secret = watch.listen(world.rank, world.size == world.local_size)
-    watch.join(collectives.all_gather_object(peer), collectives.broadcast_object(secret))
+    watch.trust(collectives.broadcast_object(secret))
+    watch.join(collectives.all_gather_object(peer))  # ends when all ranks have entered it, and so trust each other
     if not all(collectives.all_gather_object(watch.reaches((world.rank + 1) % world.size))):
         watch.stop()
         if world.is_root:

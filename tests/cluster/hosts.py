@@ -168,12 +168,15 @@ class Cluster:
         host.must("tc", "qdisc", "replace", "dev", INTERFACE, *shaping)
         self._on_switch("tc", "qdisc", "replace", "dev", self._port(host, INTERFACE), *shaping)
 
+    def mute(self, host: Host) -> None:
+        """Lose all that a host sends; what the others send still arrives."""
+        too_small_for_any_packet = ["rate", "8bit", "burst", "1", "limit", "1"]
+        host.must("tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *too_small_for_any_packet)
+
     def restore(self, host: Host) -> None:
-        """Undo `slow` and `cut`."""
-        shaped = "tbf" in host.must("tc", "qdisc", "show", "dev", INTERFACE)
-        if shaped:
-            host.must("tc", "qdisc", "del", "dev", INTERFACE, "root")
-            self._on_switch("tc", "qdisc", "del", "dev", self._port(host, INTERFACE), "root")
+        """Undo `slow`, `mute` and `cut`."""
+        host.must("tc", "qdisc", "replace", "dev", INTERFACE, "root", "noqueue")
+        self._on_switch("tc", "qdisc", "replace", "dev", self._port(host, INTERFACE), "root", "noqueue")
         self._on_switch("ip", "link", "set", self._port(host, INTERFACE), "up")
 
     def cut(self, host: Host) -> None:

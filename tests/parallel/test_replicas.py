@@ -142,7 +142,7 @@ def _train_with_local_statistics(run_dir: str) -> dict[str, Any]:
 def test_local_moving_statistics_are_no_drift_before_a_checkpoint_averages_them(tmp_path: Path) -> None:
     first, second = run_ranks(_train_with_local_statistics, 2, str(tmp_path / "run"))
     assert first == second
-    assert first["steps"] == 3 and first["divergences_mended"] == 0 and first["replicas_identical"] is True
+    assert first["steps"] == 3 and first["divergences_repaired"] == 0 and first["replicas_identical"] is True
 
 
 def test_ranks_with_a_planted_drift_are_resynced_from_rank_0_on_request(embedded: Path, tmp_path: Path) -> None:
@@ -152,6 +152,6 @@ def test_ranks_with_a_planted_drift_are_resynced_from_rank_0_on_request(embedded
     (line,) = first["said"]
     assert "RANKS WERE OUT OF SYNC after step 8: local3/kernel" in line and "go on with rank 0's values" in line
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["divergences_mended"] == 1
+    assert summary["divergences_repaired"] == 1
     assert summary["replicas_identical"] is True
     assert summary["weights_sha256_by_rank"] == [summary["weights_sha256"]] * 2

@@ -63,7 +63,7 @@ def test_a_run_leaves_what_it_promises(embedded: Path, tmp_path: Path) -> None:
     assert (summary["global_batch_size"], summary["steps"], summary["test_examples"]) == (32, 12, 10_000)
     assert re.fullmatch("[0-9a-f]{64}", summary["weights_sha256"])
     assert summary["weights_sha256_by_rank"] == [summary["weights_sha256"]] * 2
-    assert summary["replicas_identical"] is True and summary["divergences_mended"] == 0
+    assert summary["replicas_identical"] is True and summary["divergences_repaired"] == 0
     events = _events(run_dir)
     trained = [("train", 5), ("train", 10), ("train", 12)]
     assert [(e["event"], e["step"]) for e in events] == [*trained, ("eval", 12), ("ranks", 12)]

@@ -176,7 +176,7 @@ def test_a_folder_that_cannot_be_written_has_its_cache_in_the_data_folder(
 
 
 class Killed(BaseException):
-    """In place of a signal."""
+    """Stands for a signal."""
 
 
 def test_a_killed_decoding_goes_on_where_it_stopped(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:

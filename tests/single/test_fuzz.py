@@ -17,7 +17,7 @@ SECONDS = 10  # a generous limit for one input
 
 
 @pytest.mark.parametrize("path", sorted(CORPUS.glob("*/*")), ids=lambda path: f"{path.parent.name}-{path.name[:20]}")
-def test_what_was_found_stays_mended(path: Path, tmp_path: Path) -> None:
+def test_what_was_found_stays_fixed(path: Path, tmp_path: Path) -> None:
     begin = time.monotonic()
     read(path.parent.name, path.read_bytes(), tmp_path)
     assert time.monotonic() - begin < SECONDS

@@ -1,0 +1,125 @@
+"""Ranks that are killed at chosen moments, some at once: the job ends with the weights of one left alone."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks import runs
+from hvd_cifar.runtime.shared_memory import folder_of
+from tests.faults.jobs import Running, start
+
+STEPS = 180
+OPTIONS = ["--virtual-shards", 2, "--global-batch-size", 32, "--max-steps", STEPS, "--log-every", 1]
+OPTIONS += ["--checkpoint-every", 25, "--eval-every", 25, "--record-examples"]
+MOMENTS = ("step", "all-reduce", "Copier.on_step", "evaluation", "checkpoints", "shutdown")  # phases of a rank
+# Kills its own process at the moments that files of a folder name, each once: `NUMBER RANK SECONDS PHASE`.
+PROGRAM = """
+import os, pathlib, signal, threading, time
+import hvd_cifar
+from hvd_cifar.runtime.watch import Watch
+
+class Deadly(hvd_cifar.Callback):
+    def on_start(self, run):
+        threading.Thread(target=self.wait, args=[run], daemon=True).start()
+
+    def wait(self, run):
+        watch = Watch._current
+        for moment in sorted(pathlib.Path("{plan}").iterdir()):
+            number, rank, seconds, phase = moment.name.split(maxsplit=3)
+            if int(rank) % run.world.size != run.world.rank:
+                return  # the rank that it is meant for ends this life
+            while run.step < int(number) or not self.is_in(phase, watch):
+                time.sleep(0.0005)
+            time.sleep(float(seconds))
+            print(f"rank {run.world.rank} dies: {phase}, step {run.step}", flush=True)
+            moment.unlink()
+            os.kill(os.getpid(), 9)
+
+    def is_in(self, phase, watch):
+        if phase == "all-reduce":
+            return watch._phase == "step" and watch.waits_in_step()
+        return watch._phase == phase
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a job that is left alone."""
+    job = start(["-np", 1], embedded, tmp_path_factory.mktemp("moments") / "alone", *OPTIONS)
+    assert job.wait() == 0, job.said()
+    return job.run_dir
+
+
+ELASTIC = ["--elastic", "1:2", "--cool-down", "1:1"]
+RESTARTS = ["-np", 2, "--max-restarts", 9]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "moments", "from_outside"),
+    [(ELASTIC, MOMENTS, True), (RESTARTS, MOMENTS[-3:], False)],
+    ids=["elastic", "restarts"],
+)
+def test_killed_at_each_moment(
+    launcher: list[Any], moments: Sequence[str], from_outside: bool, alone: Path, embedded: Path, tmp_path: Path
+) -> None:
+    """One rank at each moment. From outside: one at the start, both at once, and what starts them as it does so."""
+    seed = random.randrange(1000)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    plan = tmp_path / "plan"
+    plan.mkdir()
+    for number, phase in enumerate(moments, 1):
+        name = f"{number * 25 + 10:03} {chance.randrange(2)} {chance.uniform(0, 0.01):.4f} {phase}"
+        (plan / name).touch()
+    program = tmp_path / "deadly.py"
+    program.write_text(PROGRAM.replace("{plan}", str(plan)))
+    before = set(folder_of("").glob("*"))
+    job = start(launcher, embedded, tmp_path / "run", *OPTIONS, "--callbacks", f"{program}:Deadly")
+    try:
+        if from_outside:
+            _kill_from_outside(job, chance)
+        assert job.wait(500) == 0, job.said()
+    finally:
+        job.end()
+    said = job.said()
+    assert not list(plan.iterdir()) and said.count(" dies: ") == len(moments) and "Traceback" not in said, said
+    assert ("resumed from memory at step" in said) == ("--elastic" in launcher)
+    assert not job.left() and set(folder_of("").glob("*")) == before
+    assert runs.losses(job.run_dir) == runs.losses(alone)
+    assert runs.summary(job.run_dir)["weights_sha256"] == runs.summary(alone)["weights_sha256"]
+    assert _examples(job.run_dir) == _examples(alone)
+
+
+def _kill_from_outside(job: Running, chance: random.Random) -> None:
+    launcher = psutil.Process(job.process.pid)
+    job.wait_until(lambda: len(job.ranks()) == 2)
+    job.send(signal.SIGKILL, f"rank {chance.randrange(2)}")  # while it imports TensorFlow
+    job.wait_for_step(5)
+    job.wait_until(lambda: len(job.ranks()) == 2)
+    job.wait_for_step(max(runs.losses(job.run_dir)) + 3)
+    _kill_at_once(job.ranks().values())
+    job.wait_until(lambda: job.said().count(" is lost") >= 2 and bool(launcher.children()))
+    _kill_at_once(launcher.children())
+
+
+def _kill_at_once(processes: Iterable[psutil.Process]) -> None:
+    found = list(processes)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in found:
+            process.send_signal(number)
+
+
+def _examples(run_dir: Path) -> dict[int, list[int]]:
+    """The examples of each step, in order; every step is there once."""
+    events = [json.loads(line) for line in (run_dir / "examples.jsonl").read_text().splitlines()]
+    found = {event["step"]: sorted(example for rank in event["ranks"] for example in rank) for event in events}
+    assert len(found) == len(events)
+    return found
