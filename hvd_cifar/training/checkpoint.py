@@ -49,7 +49,7 @@ class State:
         self.origin = keras.Variable(np.asarray(origin), dtype="int64", trainable=False, name="origin")
         self.seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="seconds")  # of training so far
         self.check_seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="check_seconds")  # of these
-        self.repaired = keras.Variable(0, dtype="int64", trainable=False, name="repaired")  # times that ranks had drifted
+        self.repaired = keras.Variable(0, dtype="int64", trainable=False, name="repaired")  # times that ranks drifted
         self.skipped = keras.Variable(0, dtype="int64", trainable=False, name="skipped")  # steps
         self.rollbacks = keras.Variable(0, dtype="int64", trainable=False, name="rollbacks")
         # Of the schedule's learning rate, after rollbacks.
