@@ -128,8 +128,8 @@ def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
-    store = f"file://{Path(given.store).absolute()}" if given.store else "env://"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=PATIENCE)
+    store, patience = (f"file://{Path(given.store).absolute()}", PATIENCE) if given.store else ("env://", None)
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=patience)
 
     folder = CIFAR10.locate(given.data_dir)
     if folder is None:

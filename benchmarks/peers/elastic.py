@@ -47,7 +47,7 @@ COOL_DOWN = 2  # seconds that a lost slot rests, where a side has that
 
 @dataclass(frozen=True)
 class Work:
-    """What every side does; `every`: steps between snapshots or commits, `folder`: of this run."""
+    """What every side does: `every`: steps between snapshots, or commits; `examples`: an epoch's; `folder`: a run's."""
 
     ranks: int
     batch: int
@@ -56,6 +56,7 @@ class Work:
     data_dir: Path
     peers_python: Path
     folder: Path
+    examples: int = sides.EXAMPLES
 
     @property
     def run_dir(self) -> Path:
@@ -169,7 +170,7 @@ class Steps:
     def look(self) -> None:
         """Note new steps."""
         text = self._path.read_text() if self._path.exists() else ""
-        made = [int(step) for step in re.findall(r'^{"event": "train",.*?"step": (\d+),.*}$', text, re.MULTILINE)]
+        made = [int(step) for step in re.findall(r'^{"event": "train",.*?"step": (\d+)\b.*}$', text, re.MULTILINE)]
         if len(made) > len(self.made):
             self.seen.append(time.monotonic())
         self._withdrawn += max(0, len(self.made) - len(made))
@@ -185,7 +186,7 @@ def outages(seen: Sequence[float], faults: Sequence[float]) -> list[tuple[float,
     """For each fault the seconds to the next step, and all that passed in outages until the next fault."""
     gaps = [(a, b) for a, b in zip(seen, seen[1:], strict=False) if b - a > PAUSE]
     found = []
-    for fault, following in zip(faults, [*faults[1:], float("inf")], strict=True):
+    for fault, following in zip(faults, [*faults, float("inf")][1:], strict=True):
         after = [b - a for a, b in gaps if fault < b <= following]
         found.append((after[0], sum(after)) if after else (0.0, 0.0))
     return found
@@ -259,15 +260,15 @@ def run(side: Side, work: Work, faults: int, chance: random.Random) -> Course:
         course.told += f": {last_words(work.folder / 'log')}"
         return course
     course.digest = json.loads((work.run_dir / "summary.json").read_text())["weights_sha256"]
-    epochs = work.steps // sampler.steps_per_epoch(sides.EXAMPLES, work.batch)
-    course.examples_lost, course.examples_repeated = counted(_used(work.run_dir), sides.EXAMPLES, epochs)
+    epochs = work.steps // sampler.steps_per_epoch(work.examples, work.batch)
+    course.examples_lost, course.examples_repeated = counted(used_examples(work.run_dir), work.examples, epochs)
     return course
 
 
 def last_words(log: Path) -> str:
-    """The last line of a log that tells of an error, else its last line."""
+    """The last line of a log in which a launcher tells of an error, else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    telling = [line for line in lines if re.search(r"error|failed|stop running|terminated", line, re.IGNORECASE)]
+    telling = [line for line in lines if re.match(r"ERROR|E\d{4} |hvd_cifar: |elastic: ", line)]
     return ([""] + (telling or lines))[-1]
 
 
@@ -278,7 +279,7 @@ def is_alive(process: psutil.Process) -> bool:
     return False
 
 
-def _used(run_dir: Path) -> dict[int, list[int]]:
+def used_examples(run_dir: Path) -> dict[int, list[int]]:
     """The examples of each step that counts."""
     if (run_dir / "ledger").exists():
         return stamps.used(run_dir / "ledger")

@@ -86,7 +86,7 @@ def main(
             v.assign_sub(rate * gradient)
         if averages:
             averages.update()
-        return loss
+        return hvd.allreduce(loss, op=hvd.Sum)
 
     ledger = Ledger(run_dir / "ledger")
 
@@ -102,7 +102,7 @@ def main(
             ledger.use(state.step + 1, example.numpy())
             loss = step(image, label, examples_in_step(len(dataset.train), global_batch_size, state.step))
             state.step += 1
-            stamps.write(state.step, float(loss) * size)
+            stamps.write(state.step, float(loss))
             if state.step % commit_every == 0:
                 state.commit()
 
