@@ -228,27 +228,37 @@ def run(side: Side, work: Work, faults: int, chance: random.Random) -> Course:
         steps.look()
         return False
 
+    checked = 0
+
     def is_whole() -> bool:
+        nonlocal checked
+        if len(steps.seen) == checked:
+            return False  # a look at all processes takes time from a job that starts again
+        checked = len(steps.seen)
         return len(ranks_of(job.pid, side.word)) == work.ranks
 
     def has_made(count: int) -> bool:
         return len(steps.seen) >= count
 
+    def has_passed(end: float) -> bool:
+        return time.monotonic() > end
+
     try:
         while len(course.faults) < faults:
             wait, number = chance.random() * 2, chance.randrange(work.ranks)
             # No step is made while a rank is missing that is being started; so the first steps after are of all.
-            if not wait_until(is_whole) or not wait_until(partial(has_made, len(steps.seen) + 3)):
-                break
-            end = time.monotonic() + wait
-            if not wait_until(lambda end=end: time.monotonic() > end):  # type: ignore[misc]
+            if not (
+                wait_until(is_whole)
+                and wait_until(partial(has_made, len(steps.seen) + 3))
+                and wait_until(partial(has_passed, time.monotonic() + wait))
+            ):
                 break
             running = ranks_of(job.pid, side.word)
             if len(running) == work.ranks:
                 course.faults.append(time.monotonic())
                 running[number].kill()
                 click.echo(f"{side.name}: fault {len(course.faults)} at step {steps.made[-1]}", err=True)
-                wait_until(lambda killed=running[number]: not is_alive(killed))  # type: ignore[misc]
+                wait_until(partial(has_ended, running[number]))
         wait_until(lambda: False)
     except TimeoutError:
         course.told = f"made no step for {SILENCE:.0f} s"
@@ -272,11 +282,11 @@ def last_words(log: Path) -> str:
     return ([""] + (telling or lines))[-1]
 
 
-def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs; one that has ended and that nobody has waited for does not."""
+def has_ended(process: psutil.Process) -> bool:
+    """Whether it runs no longer, also where nobody has waited for it yet."""
     with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def used_examples(run_dir: Path) -> dict[int, list[int]]:
