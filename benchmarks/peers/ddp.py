@@ -1,8 +1,10 @@
 """A net under PyTorch's DistributedDataParallel over Gloo, one process a rank: the peer of `horovodrun ... train`.
 
     RANK=0 WORLD_SIZE=2 PEERS/bin/python -m benchmarks.peers.ddp --store FILE --data-dir D --run-dir R
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.peers.ddp --snapshot-every 10 --data-dir D --run-dir R
 
-Runs in the peers' environment; `python -m benchmarks.peers` makes that, and starts the ranks. The same net, loss,
+Runs in the peers' environment; `python -m benchmarks.peers` makes that, and starts the ranks. Under torchrun ranks find
+each other by its store, and a start goes on from the newest snapshot, which rank 0 saves. The same net, loss,
 optimizer, batch, order, augmentation and data as this project's own; what makes PyTorch fast on a CPU is on: channels
 last, autocast to bfloat16, the fused optimizer, gradients that are views of the buckets, a static graph, moving
 statistics not sent, local responses by a product of matrices, an allocator that keeps its memory. --defaults leaves
@@ -12,6 +14,8 @@ DDP, SGD, that layer and the allocator as they are.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers import torch_resnet, torch_tutorial
 from benchmarks.peers.allocator import keep_memory
-from benchmarks.peers.stamps import Stamps
+from benchmarks.peers.stamps import Ledger, Stamps
 from benchmarks.peers.torch_views import Distorted, Windows
 from hvd_cifar.data import sampler
 from hvd_cifar.data.augment import PAD
@@ -76,10 +80,38 @@ class MovingAverage:
         torch._foreach_lerp_(self.values, self.sources, 1 - decay)
 
 
+class Snapshots:
+    """The whole state in one file, which a start goes on from."""
+
+    def __init__(self, path: Path, net: Any, optimizer: Any, averages: MovingAverage | None) -> None:
+        self.path = path
+        self._net, self._optimizer, self._averages = net, optimizer, averages
+
+    def load(self) -> int:
+        """Take over the newest snapshot, and return its step; 0 where there is none."""
+        if not self.path.exists():
+            return 0
+        found = torch.load(self.path)
+        self._net.load_state_dict(found["net"])
+        self._optimizer.load_state_dict(found["optimizer"])
+        if self._averages:
+            torch._foreach_copy_(self._averages.values, found["averages"])
+            self._averages.updates = found["step"]
+        return int(found["step"])
+
+    def save(self, step: int) -> None:
+        """Replace the newest snapshot, in one move: a rank may be lost at any time."""
+        averages = self._averages.values if self._averages else []
+        state = {"net": self._net.state_dict(), "optimizer": self._optimizer.state_dict(), "averages": averages}
+        part = self.path.with_suffix(".part")
+        torch.save({**state, "step": step}, part)
+        part.replace(self.path)
+
+
 def main() -> None:
     """Train until --max-steps, or for ever."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--store", required=True, help="File in which ranks find each other; it must not exist.")
+    parser.add_argument("--store", help="File in which ranks find each other; it must not exist. Without: torchrun's.")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--model", choices=tuple(PARAMETERS), default="resnet20")
     parser.add_argument("--batch-size", type=int, default=128, help="Of a rank.")
@@ -88,6 +120,7 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int)
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--snapshot-every", type=int, help="Steps; also records examples, and the weights at the end.")
     parser.add_argument("--defaults", action="store_true", help="DDP, SGD and the allocator as they are by default.")
     given = parser.parse_args()
     if not given.defaults:
@@ -95,8 +128,8 @@ def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
-    store = f"file://{Path(given.store).absolute()}"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=PATIENCE)
+    store, patience = (f"file://{Path(given.store).absolute()}", PATIENCE) if given.store else ("env://", None)
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=patience)
 
     folder = CIFAR10.locate(given.data_dir)
     if folder is None:
@@ -126,17 +159,25 @@ def main() -> None:
     optimizer = torch.optim.SGD(groups, lr=work.rate, momentum=work.momentum, fused=fused)
     averages = MovingAverage(net, work.ema_decay) if work.ema_decay else None
     loss_of = nn.CrossEntropyLoss()
-    generator = torch.Generator().manual_seed(rank)
-    stamps = Stamps(given.run_dir if rank == 0 else None)
+    generator = torch.Generator()
+    snapshots = Snapshots(given.run_dir / "snapshot.pt", net, optimizer, averages) if given.snapshot_every else None
+    step = snapshots.load() if snapshots else 0
+    stamps = Stamps(given.run_dir if rank == 0 else None, goes_on=snapshots is not None)
+    ledger = Ledger(given.run_dir / "ledger") if snapshots else None
+    if ledger:
+        ledger.go_on_from(step)
+        distributed.barrier()
 
     per_epoch = sampler.steps_per_epoch(len(labels), batch)
-    step = 0
     indices: Any = None
     while given.max_steps is None or step < given.max_steps:
         epoch, within = divmod(step, per_epoch)
-        if within == 0:
+        if indices is None or within == 0:
             indices = torch.from_numpy(sampler.epoch_order(0, epoch, len(labels)))
         index = indices[within * batch : (within + 1) * batch][rank::size]
+        if ledger:
+            ledger.use(step + 1, index.tolist())
+        generator.manual_seed(step * size + rank)  # a step that is made again has the same views
         mirrored = torch.rand(len(index), generator=generator) < 0.5
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logits = replica(images.random(index, mirrored, generator))
@@ -151,6 +192,11 @@ def main() -> None:
             stamps.write(step, loss.item())
             if rank == 0:
                 print(f"step {step}: loss {loss.item():.4f}", flush=True)
+        if snapshots and rank == 0 and step % given.snapshot_every == 0:
+            snapshots.save(step)
+    if snapshots and rank == 0:
+        digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()
+        (given.run_dir / "summary.json").write_text(json.dumps({"weights_sha256": digest}) + "\n")
     distributed.destroy_process_group()
 
 
