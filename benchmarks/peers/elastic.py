@@ -42,7 +42,7 @@ PAUSE = 1.0  # seconds between two steps that are an outage; a step takes a tent
 SILENCE = 180.0  # seconds without a step, after which a job is given up
 LOOK = 0.02  # seconds between looks at a job
 NAMES = ("localhost", "127.0.0.1", "127.0.1", "127.1")  # of this machine, different hosts to Horovod
-COOL_DOWN = 2  # seconds that a lost slot rests, where a side has that
+COOL_DOWN = 2  # seconds, the longest, that Horovod's lost host rests
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Side(NamedTuple):
 def ours(work: Work) -> list[Any]:
     """This project, with weights that do not depend on the number of ranks."""
     words = [sys.executable, "-m", "hvd_cifar.launch", "-np", work.ranks, "--elastic", f"1:{work.ranks}"]
-    words += ["--cool-down", f"{COOL_DOWN}:{COOL_DOWN}", "--host-discovery-script", _discovery(work, ["localhost"])]
+    words += ["--cool-down", "0:0", "--host-discovery-script", _discovery(work, ["localhost"])]
     words += ["train", "--dataset", "cifar10", "--data-dir", work.data_dir, "--model", MODEL, "--log-every", 1]
     words += ["--global-batch-size", work.batch, "--max-steps", work.steps, "--virtual-shards", work.ranks]
     words += ["--checkpoint-every", 10**6, "--eval-every", 0, "--record-examples"]

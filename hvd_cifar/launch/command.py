@@ -77,6 +77,9 @@ def command(
         words += [word for name, value in RING_PARAMETERS.items() for word in ("-mca", name, value)]
     if "SLURM_JOB_ID" in environ and not request.in_slurm:
         words += ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]  # or mpirun takes only the job's nodes
+    if request.elastic:
+        # Where a rank is lost the others get a SIGTERM, which they know as a request, and this much later a SIGKILL.
+        words += ["-mca", "odls_base_sigkill_timeout", "0"]
     if network is not None:
         words += _of_other_hosts(network, environ, KEEPALIVE_ELASTIC if request.elastic else KEEPALIVE)
         if Path(installed.mpirun).parent == bin_folder:

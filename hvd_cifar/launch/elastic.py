@@ -152,7 +152,8 @@ class ElasticRun:
         seconds = self.roster.lose(lost.host, whole=lost.rank is None, now=time.monotonic())
         what = lost.host if lost.rank is None else f"rank {lost.rank} on {lost.host}"
         how = "" if lost.rank is None else f" (exit code {code})"
-        complain(f"elastic: {what} is lost{how}; it rests for {seconds:g} s, and the others go on")
+        then = f"it rests for {seconds:g} s, and the others go on" if seconds else "all start again"
+        complain(f"elastic: {what} is lost{how}; {then}")
 
     def _hosts(self, least: int) -> tuple[Host, ...] | None:
         """The hosts to start on, as soon as they have slots for `least` ranks; None: in vain, or a signal came."""

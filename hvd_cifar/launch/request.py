@@ -97,7 +97,7 @@ def _with_elastic(request: Request, found: argparse.Namespace) -> Request:
 def _cool_down(text: str) -> tuple[float, float]:
     first, _, longest = text.partition(":")
     what = f"--cool-down {text}: write FIRST:LONGEST seconds, such as 10:300"
-    found = float(count(first, what)), float(count(longest, what))
+    found = float(count(first, what, 0)), float(count(longest, what, 0))
     if found[0] > found[1]:
         raise UserError(f"--cool-down {text}: the first is more than the longest")
     return found

@@ -151,7 +151,7 @@ def _apart(one: list[Any], other: list[Any]) -> float:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("n", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_ranks_train_as_one_rank_does(n: int, embedded: Path, folder: Path) -> None:
     alone, states = _results(1, embedded, folder)
     together, theirs = _results(n, embedded, folder)

@@ -64,10 +64,10 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def count(text: str, what: str) -> int:
-    """The text as a whole number of at least 1. Raises UserError, whose message begins with `what`."""
-    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < 1:
-        raise UserError(f"{what}: expected a whole number of at least 1, got '{_shown(text)}'")
+def count(text: str, what: str, least: int = 1) -> int:
+    """The text as a whole number of at least `least`. Raises UserError, whose message begins with `what`."""
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
+        raise UserError(f"{what}: expected a whole number of at least {least}, got '{_shown(text)}'")
     return int(text)
 
 
