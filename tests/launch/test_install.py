@@ -19,7 +19,7 @@ import pytest
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.kernels import compiled
-from hvd_cifar.launch.install import convolutions, horovod, installer, machine
+from hvd_cifar.launch.install import convolutions, cuda_kernels, horovod, installer, machine
 from hvd_cifar.launch.install.patch import PatchError, apply_patch
 from hvd_cifar.launch.install.steps import StepFailed, Steps, locked, telling_lines
 from tests.ranks import CHECKOUT
@@ -62,6 +62,20 @@ def test_what_is_for_gpus_alone_is_no_ingredient_for_the_cpu() -> None:
     assert horovod.sources(gpu=False) == horovod.PATCH.read_text()
     for path in (horovod.PATCH, horovod.GPU_PATCH, horovod.KERNELS, horovod.COMPILE_KERNELS):
         assert path.read_text() in horovod.sources(gpu=True)
+
+
+def test_the_halves_of_the_kernels_agree() -> None:
+    host = horovod.KERNELS.read_text()
+    blocks = re.search(r"BLOCKS_PER_COPY = (\d+);", host)
+    assert blocks and all(f"{blocks[1]}" in of for of in cuda_kernels.KERNELS.values() if of.startswith("batched"))
+    types = re.findall(r'"(\w+)"(?:\}|, __float2half|, static_cast|, factor)', host)
+    assert sorted(types) == sorted(cuda_kernels.SCALED)
+    assert {f"scale_buffer {of}" for of in types} | {
+        "batched_memcpy",
+        "scale_buffer_half2",
+    } <= cuda_kernels.KERNELS.keys()
+    ptx = cuda_kernels.header("ptx", {"batched_memcpy": "_Z1k"})
+    assert 'R"PTX(ptx)PTX"' in ptx and '{"batched_memcpy", "_Z1k"},' in ptx
 
 
 def test_target_knows_what_moves_and_what_does_not() -> None:
