@@ -53,7 +53,8 @@ class Environment:
         root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OPAL_PREFIX": str(self.venv)}
         env = {**os.environ, **root, "LD_LIBRARY_PATH": f"{self.packages}/tensorflow", **variables}
         env["PATH"] = f"{self.venv}/bin:{env['PATH']}"
-        return subprocess.run([str(word) for word in words], env=env, capture_output=True, text=True, timeout=600)
+        command = [str(word) for word in words]  # in its folder: Python would import the package of another one
+        return subprocess.run(command, cwd=self.checkout, env=env, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +204,9 @@ def test_a_failed_call_is_an_error_on_every_rank(
 def test_a_machine_without_a_driver_trains_on_the_cpu_and_says_so(environment: Environment) -> None:
     words = ["train", "--model", "tutorial", "--dataset", "synthetic", "--max-steps", "2", "--eval-examples", "100"]
     words += ["--run-dir", str(environment.checkout / "run")]
-    done = environment.run(environment.checkout / "run.sh", "-np", "2", *words, PATH="/usr/bin:/bin")
+    script = ["sh", "-c", 'unset CUDA_VISIBLE_DEVICES; exec "$@"', "sh", environment.checkout / "run.sh"]
+    done = environment.run(*script, "-np", "2", *words, PATH="/usr/bin:/bin")
     assert done.returncode == 0, done.stderr
-    notes = [line for line in done.stderr.splitlines() if line.strip()]
+    # TensorFlow's own line of each rank stays: it has the driver's reason.
+    notes = [line for line in done.stderr.splitlines() if line.strip() and "failed call to cuInit" not in line]
     assert len(notes) == 1 and "note: ranks compute on the CPU: nvidia-smi lists no GPU on" in notes[0], done.stderr
