@@ -204,7 +204,7 @@ def test_a_failed_call_is_an_error_on_every_rank(
 def test_a_machine_without_a_driver_trains_on_the_cpu_and_says_so(environment: Environment) -> None:
     words = ["train", "--model", "tutorial", "--dataset", "synthetic", "--max-steps", "2", "--eval-examples", "100"]
     words += ["--run-dir", str(environment.checkout / "run")]
-    script = ["sh", "-c", 'unset CUDA_VISIBLE_DEVICES; exec "$@"', "sh", environment.checkout / "run.sh"]
+    script = ["sh", "-c", 'unset CUDA_VISIBLE_DEVICES; exec "$@"', "sh", str(environment.checkout / "run.sh")]
     done = environment.run(*script, "-np", "2", *words, PATH="/usr/bin:/bin")
     assert done.returncode == 0, done.stderr
     # TensorFlow's own line of each rank stays: it has the driver's reason.
