@@ -1,15 +1,12 @@
 # The image: the environment as `./run.sh setup` makes it, the code, and an sshd for other nodes; deploy/containers.md.
 #
 #   docker build -t hvd-cifar .
-#   docker build -t hvd-cifar:gpu --build-arg GPU=1 --build-arg BASE=ubuntu:24.04 \
-#       --build-arg BUILD_BASE=nvidia/cuda:12.9.1-devel-ubuntu24.04 .
+#   docker build -t hvd-cifar:gpu --build-arg GPU=1 .
 #
-# BASE: Debian or Ubuntu, whose Python the image takes (3.10 to 3.13). BUILD_BASE: the same release, with what building
-# needs more: for GPU=1 the CUDA toolkit. What runs there comes with TensorFlow.
+# BASE: Debian or Ubuntu, whose Python the image takes (3.10 to 3.13). CUDA and NCCL come with TensorFlow.
 ARG BASE=debian:bookworm-slim
-ARG BUILD_BASE=${BASE}
 
-FROM ${BUILD_BASE} AS build
+FROM ${BASE} AS build
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends binutils g++ make python3 python3-venv
 # The same path as in the image: scripts of an environment contain it.

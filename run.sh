@@ -12,6 +12,7 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
   ./run.sh setup [--gpu] [--system-mpi]    set up only: in .venv, with TensorFlow for the CPU and a packaged MPI
                                            a later set-up keeps these options; --cpu, --packaged-mpi take them back
   ./run.sh setup --replace                 also where .venv is one that this machine cannot run; jobs may use it
+  ./run.sh wheel --to FOLDER [--gpu]       set up if needed, and write Horovod's wheel for other environments
   ./run.sh setup --hostfile FILE           the same on every host of the file, with this environment's options and versions
   ./run.sh test [PYTEST OPTIONS]           lint, types and all but slow tests; with options: pytest alone
   ./run.sh test --all [PYTEST OPTIONS]     the same and slow tests, such as the container image
@@ -63,7 +64,7 @@ run_tests() {
 
 case ${1:-} in
     -h | --help | help) usage ;;
-    setup) exec "${install[@]}" "$@" ;;
+    setup | wheel) exec "${install[@]}" "$@" ;;
     test) run_tests "${@:2}" ;;
     *) exec "${install[@]}" run "$@" ;;
 esac

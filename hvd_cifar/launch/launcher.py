@@ -140,14 +140,22 @@ def _is_for_gpus() -> bool:
     return recorded_options(read_record()).gpu
 
 
-def _note_unused_gpus(gpus: Mapping[str, int], all_here: bool) -> None:
-    """Say that the environment cannot use the GPUs, whose number `gpus` holds for each host."""
-    have = [f"{count} on {host}" for host, count in gpus.items() if count]
-    if have:
-        more = f" and {len(have) - HOSTS_SHOWN} more hosts" if len(have) > HOSTS_SHOWN else ""
+def _note_gpus(gpus: Mapping[str, int], all_here: bool) -> None:
+    """Say where ranks compute on the CPU beside GPUs, or for want of GPUs. `gpus`: how many each host has."""
+    for_gpus = _is_for_gpus()
+    if for_gpus and os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return  # the user's choice
+    told = [host if for_gpus else f"{count} on {host}" for host, count in gpus.items() if bool(count) != for_gpus]
+    if not told:
+        return
+    hosts = ", ".join(told[:HOSTS_SHOWN])
+    hosts += f" and {len(told) - HOSTS_SHOWN} more hosts" if len(told) > HOSTS_SHOWN else ""
+    if for_gpus:
+        complain(f"note: ranks compute on the CPU: nvidia-smi lists no GPU on {hosts}; is the driver loaded?")
+    else:
         set_up = f"./run.sh setup --gpu{' --hostfile FILE' * (not all_here)}"
         complain(
-            f"note: ranks compute on the CPU, and GPUs stay unused ({', '.join(have[:HOSTS_SHOWN])}{more}): "
+            f"note: ranks compute on the CPU, and GPUs stay unused ({hosts}): "
             f"the environment is for the CPU; to use them: {set_up}"
         )
 
@@ -187,8 +195,8 @@ def _make_ready(request: Request, ranks: int) -> Ready:
     of_ranks = hosts_of_ranks(request.hosts, ranks)
     request = replace(request, hosts=tuple(host for host in request.hosts if host.name in of_ranks))
     network, gpus = _ask_hosts(request, bin_folder)
-    if not _is_for_gpus() and not _measures_nothing(request.command) and not request.is_again:
-        _note_unused_gpus(gpus or {socket.gethostname(): _gpus_here()}, all_here=network is None)
+    if not _measures_nothing(request.command) and not request.is_again:
+        _note_gpus(gpus or {socket.gethostname(): _gpus_here()}, all_here=network is None)
     installed = Installation(sys.executable, mpirun, os.geteuid() == 0)
     words = command(request, ranks, installed, env, network)
     if Path(words[0]).name == "horovodrun":

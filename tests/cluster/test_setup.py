@@ -96,7 +96,7 @@ def test_every_host_is_reported(prepared: Cluster) -> None:
 
 
 def test_options_of_this_host_are_those_of_all(prepared: Cluster) -> None:
-    """This host is set up with --gpu, the other for the CPU; without named options the other one looks for NCCL."""
+    """This host is set up with --gpu, the other for the CPU; without named options that one looks at its driver."""
     first, _, third, _ = prepared
     files = [host.files / "checkout" / ".venv" / installer.RECORD for host in (first, third)]
     before = [file.read_text() for file in files]
@@ -105,7 +105,10 @@ def test_options_of_this_host_are_those_of_all(prepared: Cluster) -> None:
     settings = third.files / "ssh" / "sshd_config"
     old_settings = settings.read_text()
     # Of several such lines sshd takes the first.
-    settings.write_text("SetEnv HOROVOD_NCCL_HOME=/nowhere PIP_NO_INDEX=1\n" + old_settings)
+    settings.write_text(f"SetEnv PATH={prepared.own}/bin:/usr/bin:/bin PIP_NO_INDEX=1\n" + old_settings)
+    (third.files / "bin").mkdir(exist_ok=True)
+    (third.files / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho 470.256.02, 8.0, NVIDIA A100\n")
+    (third.files / "bin" / "nvidia-smi").chmod(0o755)
     os.kill(third.pid, 1)  # sshd reads its settings again
     run_sh = prepared.own / "checkout" / "run.sh"
     done = first.run([run_sh, "setup", "-H", "node1:1,node3:1"], env=variables(first), timeout=400)
@@ -114,7 +117,7 @@ def test_options_of_this_host_are_those_of_all(prepared: Cluster) -> None:
     os.kill(third.pid, 1)
     assert done.returncode == 1
     assert "is set up (--gpu --packaged-mpi --test)" in done.stderr
-    assert "node3  FAILED: --gpu: HOROVOD_NCCL_HOME=/nowhere has no include/nccl.h" in done.stderr
+    assert "node3  FAILED: --gpu: driver 470.256.02, NVIDIA A100 (8.0); training on GPUs needs" in done.stderr
     assert files[1].read_text() == before[1]
 
 

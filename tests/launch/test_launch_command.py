@@ -307,6 +307,7 @@ NVIDIA_SMI = "#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-aa)'\necho 'GPU 1: 
         (["-np", "1"], False, None, 1, 2),
         (["-np", "3"], True, None, 3, 0),
         ([], True, None, 2, 0),  # a rank per GPU
+        (["-np", "3"], True, "", 3, 0),
     ],
 )
 def test_gpus_that_the_environment_cannot_use_are_told_once(
@@ -333,6 +334,19 @@ def test_gpus_that_the_environment_cannot_use_are_told_once(
     if unused:
         assert f"note: ranks compute on the CPU, and GPUs stay unused ({unused} on {socket.gethostname()})" in err
         assert err.endswith("to use them: ./run.sh setup --gpu\n")
+
+
+def test_an_environment_for_gpus_without_one_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed' >&2\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(launcher, "read_record", lambda: {"options": {"gpu": True}})
+    assert launcher.main(["--dry-run", "-np", "2", "train", "--dataset", "synthetic"], cli.check) == 0
+    note = f"note: ranks compute on the CPU: nvidia-smi lists no GPU on {socket.gethostname()}; is the driver loaded?"
+    assert capfd.readouterr().err.endswith(f"{note}\n")
 
 
 RULE = "-" * 74 + "\n"

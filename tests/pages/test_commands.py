@@ -38,6 +38,7 @@ EXCEPTIONS = {
     "sed": "needs a Kubernetes cluster; tests/launch/test_kubernetes.py checks the job",
     "kubectl": "needs a Kubernetes cluster",
     "srun --": "an option of Slurm's; tests/launch/test_slurm.py runs srun",
+    "nvidia-smi": "needs an NVIDIA driver",
     "source": "of the shell that the user types in",
     "./run.sh --hostfile": NAME,
     "mpirun --hostfile": NAME,
@@ -118,7 +119,7 @@ def test_commands_of_a_page(page: str, folder: Path, capfd: pytest.CaptureFixtur
 def _run_sh(words: list[str]) -> None:
     if not words:
         return
-    if words[0] == "setup":
+    if words[0] in ("setup", "wheel"):
         installer._parser().parse_args(words)
     elif words[0] == "test":
         assert all(word.startswith("-") or Path(word).exists() for word in words[1:]), words

