@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import threading
@@ -124,7 +125,11 @@ class Job:
             complain(
                 f"{starter.name} was ended by signal {-code} ({signal.Signals(-code).name}), and its ranks with it"
             )
-        _end_orphans()
+        if code == -signal.SIGKILL:
+            _end_orphans(0)
+            _remove_session(process.pid, starter.env)
+        else:
+            _end_orphans(SECONDS_FOR_ORPHANS)
         self._times.append(time.time())
         for pump in pumps:
             pump.join(SECONDS_FOR_LAST_OUTPUT)
@@ -234,13 +239,24 @@ def _ranks_below(pid: int) -> list[psutil.Process]:
     return found
 
 
-def _end_orphans() -> None:
-    """End what a starter left: a killed mpirun ends no rank."""
-    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), SECONDS_FOR_ORPHANS)
+def _end_orphans(seconds: float) -> None:
+    """End what a starter left, after a while: a killed mpirun ends no rank."""
+    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), seconds)
     for process in alive:
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(alive, SECONDS_FOR_ORPHANS)
+
+
+def _remove_session(pid: int, environ: Mapping[str, str]) -> None:
+    """Remove the files of a killed mpirun: its session's, and its ranks' shared memory, which have the job's number."""
+    shared = Path(environ.get("OMPI_MCA_btl_vader_backing_directory", "/dev/shm"))
+    for session in Path(environ.get("TMPDIR", "/tmp")).glob(f"ompi.*.{os.getuid()}/pid.{pid}"):
+        with contextlib.suppress(OSError, ValueError):
+            number = int((session / "contact.txt").read_text().partition(".")[0]) + 1  # mpirun's own, and the ranks'
+            for segment in shared.glob(f"vader_segment.*.{os.getuid()}.{number:x}.*"):
+                segment.unlink()
+        shutil.rmtree(session, ignore_errors=True)
 
 
 def chunks(stream: BinaryIO) -> Iterator[bytes]:

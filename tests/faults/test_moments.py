@@ -66,7 +66,7 @@ RESTARTS = ["-np", 2, "--max-restarts", 9]
     ("launcher", "moments"), [(ELASTIC, MOMENTS), (RESTARTS, MOMENTS[-3:])], ids=["elastic", "restarts"]
 )
 def test_killed_at_each_moment(
-    launcher: list[Any], moments: Sequence[str], alone: Path, embedded: Path, tmp_path: Path
+    launcher: list[Any], moments: Sequence[str], alone: Path, embedded: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """One rank at each moment, and what starts them. In an elastic job also one at the start, and both at once."""
     seed = random.randrange(1000)
@@ -80,6 +80,10 @@ def test_killed_at_each_moment(
     program = tmp_path / "deadly.py"
     program.write_text(PROGRAM.replace("{plan}", str(plan)))
     before = set(folder_of("").glob("*"))
+    shared, sessions = tmp_path / "shm", tmp_path / "tmp"
+    for folder, variable in ((shared, "OMPI_MCA_btl_vader_backing_directory"), (sessions, "TMPDIR")):
+        folder.mkdir()
+        monkeypatch.setenv(variable, str(folder))
     job = start(launcher, embedded, tmp_path / "run", *OPTIONS, "--callbacks", f"{program}:Deadly")
     try:
         job.wait_until(lambda: len(job.ranks()) == 2)
@@ -94,6 +98,7 @@ def test_killed_at_each_moment(
     assert not list(plan.iterdir()) and said.count(" dies: ") == len(moments) and "Traceback" not in said, said
     assert ("resumed from memory at step" in said) == (launcher is ELASTIC)
     assert not job.left() and set(folder_of("").glob("*")) == before
+    assert not list(shared.iterdir()) and not list(sessions.glob("ompi.*/pid.*"))
     assert runs.losses(job.run_dir) == runs.losses(alone)
     assert runs.summary(job.run_dir)["weights_sha256"] == runs.summary(alone)["weights_sha256"]
     assert _examples(job.run_dir) == _examples(alone)
