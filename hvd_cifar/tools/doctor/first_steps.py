@@ -32,7 +32,7 @@ LARGEST = 1e3  # difference that is told
 COMPUTE_PROCESSES = "--query-compute-apps=pid,gpu_uuid,used_gpu_memory"
 
 
-def compare(world: World, precisions: Sequence[str] = PRECISIONS) -> list[FirstStep]:
+def compare(world: World, precisions: Sequence[str]) -> list[FirstStep]:
     """The first steps of all presets on the ranks' devices, beside float32 on the CPU. A collective.
 
     Returns:

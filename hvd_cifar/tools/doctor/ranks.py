@@ -63,7 +63,7 @@ def run(settings: DoctorJobSettings) -> None:
             terminal.complain(f"{ENDS} {mine[0]} {mine[1]}")
             if world.rank == mine[0]:
                 links.append([*mine, *found])
-        steps = first_steps.compare(world) if settings.on_gpus else []
+        steps = first_steps.compare(world, first_steps.PRECISIONS) if settings.on_gpus else []
         gpu = collectives.on_every_rank(first_steps.look_at_gpu) if settings.on_gpus else None
         gathered = collectives.all_gather_object((world.host, wrong, links, gpu))
         if world.is_root:
