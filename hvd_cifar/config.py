@@ -143,6 +143,12 @@ def check_warmup(settings: TrainSettings) -> None:
         raise ValueError(f"--warmup-epochs {warmup:g} is more than --epochs {epochs:g}: make it smaller")
 
 
+def check_buckets(settings: TrainSettings | StepWork) -> None:
+    """ValueError where a size of buckets has no effect."""
+    if settings.bucket_bytes is not None and settings.overlap == "off":
+        raise ValueError("--bucket-bytes has no effect with --overlap off: leave one of them out")
+
+
 def check_ranks(settings: TrainSettings, ranks: int) -> None:
     """UserError where this number of ranks does not divide the virtual shards, or exceeds the global batch."""
     shards, batch = settings.virtual_shards, settings.global_batch_size
@@ -480,6 +486,11 @@ class TrainSettings(DataSettings):
         return self
 
     @model_validator(mode="after")
+    def _buckets_are_used(self) -> TrainSettings:
+        check_buckets(self)
+        return self
+
+    @model_validator(mode="after")
     def _warmup_fits_the_run(self) -> TrainSettings:
         check_warmup(self)
         return self
@@ -548,6 +559,11 @@ class StepWork(DataSettings):
     )
     steps: int = Field(10, gt=0, le=MOST_STEPS, description="Steps in one measurement.")
     repeats: int = Field(5, gt=0, le=MOST_STEPS, description="Measurements of each kind, after one that warms up.")
+
+    @model_validator(mode="after")
+    def _buckets_are_used(self) -> StepWork:
+        check_buckets(self)
+        return self
 
 
 class BenchmarkStepSettings(StepWork, _BenchmarkOutput):
