@@ -201,10 +201,10 @@ def pip_settings(folder: Path) -> list[str]:
         if section in ("global", "install", ":env:"):
             given[option] = str(ast.literal_eval(value))
     mounts = []
-    if "cert" in given:
+    for option in {"cert", "constraint"} & set(given):
         # Not where it lies: installing Debian's certificates writes there.
-        mounts.append(f"{Path(given['cert']).resolve()}:/mnt/pip-cert:ro")
-        given["cert"] = "/mnt/pip-cert"
+        mounts.append(f"{Path(given[option]).resolve()}:/mnt/pip-{option}:ro")
+        given[option] = f"/mnt/pip-{option}"
     for option, value in given.items():
         for word in value.split() if option in ("find-links", "index-url", "extra-index-url") else []:
             local = urlparse(word).path if word.startswith("file:") else word
