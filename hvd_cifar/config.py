@@ -291,7 +291,7 @@ class TrainSettings(DataSettings):
         ge=FEWEST_EPOCHS,
         le=1_000_000,
         description="Passes over the training set; the last may be a part, as in 9.9. A shorter ResNet run scales the "
-        "paper's rate steps to its length. [default: the recipe's]",
+        "paper's rate steps to its length. [default: the recipe's; 2 where --dataset auto takes the embedded set]",
     )
     max_steps: int | None = Field(
         None, gt=0, le=MOST_STEPS, description="End after this many steps if the epochs have more."

@@ -13,8 +13,8 @@ from hvd_cifar.tools.doctor.machine import LET_READ
 SLOW_OF_OTHERS, SLOW_OF_CARD, SLOW_BYTES_PER_SECOND = 0.25, 0.1, 100e6 / 8
 BUSY = 1.5  # processes per core
 LATE_OF_OTHERS, LATE_SECONDS = 10.0, 5e-3
-# Of a step's loss or update, as a share of the CPU's in float32. Rounding alone makes 0.24 in bfloat16 (fast, on a CPU);
-# float16 and TF32, with which GPUs multiply float32, have 3 bits more.
+# Of a step's loss or update, as a share of the CPU's in float32. Rounding alone makes 0.24 in bfloat16 (fast, on a
+# CPU); float16 and TF32, with which GPUs multiply float32, have 3 bits more.
 TOLERANCES = {"float32": 0.1, "mixed_bfloat16": 0.5, "mixed_float16": 0.1}
 # TensorFlow asks for memory in growing steps; CUDA and its libraries hold some of their own.
 MEMORY_FACTOR, MEMORY_OF_CONTEXT = 4, 3 * 2**30
