@@ -82,6 +82,28 @@ def test_a_killed_launcher(alone: Path, embedded: Path, tmp_path: Path) -> None:
     assert runs.summary(job.run_dir)["weights_sha256"] == runs.summary(alone)["weights_sha256"]
 
 
+DRIFT = """
+import hvd_cifar
+
+class Drift(hvd_cifar.Callback):
+    def on_step(self, run):
+        if run.step == 20 and run.world.rank == 0:
+            kernel = run.model.trainable_variables[0]
+            kernel.assign(kernel + 0.01)
+"""
+
+
+def test_ranks_that_are_out_of_sync_end_the_job(embedded: Path, tmp_path: Path) -> None:
+    """Their copies of the state differ as well: the job must not go on from one of them."""
+    program = tmp_path / "drift.py"
+    program.write_text(DRIFT)
+    options = [*OPTIONS, "--check-sync-every", 10, "--callbacks", f"{program}:Drift"]
+    job = start(["--elastic", "1:2", "--cool-down", "0:0"], embedded, tmp_path / "run", *options)
+    assert job.wait() == 1, job.said()
+    assert "ranks are out of sync after step 20" in job.said() and "resumed" not in job.said()
+    assert not checkpoints(job.run_dir) and not job.left()
+
+
 def test_too_few_ranks_for_too_long(embedded: Path, tmp_path: Path) -> None:
     """The newest step is on disk as soon as the job waits, and again when a resumed job is told to stop."""
     launcher = ["--elastic", "2:2", "--cool-down", "60:60", "--elastic-timeout", 2]

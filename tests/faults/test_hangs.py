@@ -93,6 +93,17 @@ def test_a_stopped_rank_is_named_and_the_job_starts_again(job: Any, tmp_path: Pa
     assert 'trainer.py", line' in text and f"step, step {lost.step}" in text
 
 
+def test_a_stopped_starter_is_named_and_the_job_starts_again(job: Any) -> None:
+    """mpirun, which forwards all that ranks print, and which nobody but the launcher watches."""
+    running = job(["-np", 2, "--max-restarts", 1], "--max-steps", 60, "--checkpoint-every", 25, "--eval-every", 0)
+    running.wait_for_step(30)
+    running.send(signal.SIGSTOP, "starter")
+    began = time.monotonic()
+    running.wait_until(lambda: running.has_said("restart 1 of 1 in"))
+    assert time.monotonic() - began < SECONDS + LATEST and running.has_said("mpirun is stopped (SIGSTOP or a debugger)")
+    assert running.wait() == 0 and not running.left(), running.said()
+
+
 def test_rank_0_stops_over_gloo(job: Any) -> None:
     """The other rank names it, and the error of Gloo's own time-out does not come first."""
     running = job(["-np", 2, "--gloo"])

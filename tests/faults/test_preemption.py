@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks import runs
 from hvd_cifar.errors import RESUME
 from tests.faults.jobs import Running, checkpoints, start
+from tests.options import TUTORIAL
+from tests.ranks import CHECKOUT, environment
 
 STEPS = 400
 
@@ -69,6 +75,53 @@ def test_other_signals_and_launchers(launcher: list[Any], number: signal.Signals
     assert running.wait() == RESUME, running.said()
     assert len(checkpoints(tmp_path / "run")) == 1 and "stopped after step" in running.said()
     assert not running.left()
+
+
+@pytest.mark.parametrize("kind", ["--mpi", "--gloo"])
+def test_output_that_cannot_be_written_neither_ends_a_job_nor_keeps_it_from_stopping(
+    kind: str, embedded: Path, tmp_path: Path
+) -> None:
+    """Nobody reads what is printed any more, and a disk is full: ranks train on, and save when they are asked to."""
+    words = [sys.executable, "-m", "hvd_cifar.launch", kind, "-np", 2, "train", *TUTORIAL, embedded, "--batch-size", 16]
+    words += ["--run-dir", tmp_path / "run", "--log-every", 1, "--eval-every", 0, "--eval-examples", 100]
+    with Path("/dev/full").open("wb") as full:
+        job = subprocess.Popen(
+            list(map(str, words)), stdout=subprocess.PIPE, stderr=full, env=environment(), cwd=CHECKOUT
+        )
+    running = Running(job, tmp_path / "run", tmp_path / "nothing")
+    running.output.touch()
+    try:
+        running.wait_for_step(1)
+        assert job.stdout
+        job.stdout.close()
+        running.wait_for_step(max(runs.losses(running.run_dir)) + 50)
+        running.send(signal.SIGTERM)
+        assert running.wait() == RESUME
+    finally:
+        running.end()
+    assert checkpoints(running.run_dir) and not running.left()
+
+
+def test_a_signal_before_any_rank_has_started(embedded: Path, tmp_path: Path) -> None:
+    """While the launcher asks a host that does not answer."""
+    fake = tmp_path / "ssh"
+    fake.write_text("#!/bin/sh\nexec sleep 60\n")
+    fake.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{environment()['PATH']}"
+    words = [sys.executable, "-m", "hvd_cifar.launch", "-H", "localhost:1,silent:1", "train", *TUTORIAL, str(embedded)]
+    job = subprocess.Popen(
+        [*words, "--run-dir", str(tmp_path / "run")],
+        env=environment({"PATH": path}),
+        stderr=subprocess.PIPE,
+        cwd=CHECKOUT,
+    )
+    while "sleep" not in {child.name() for child in psutil.Process(job.pid).children()}:
+        assert job.poll() is None
+        time.sleep(0.05)
+    job.send_signal(signal.SIGUSR1)
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == RESUME and b"SIGUSR1 before any rank has started" in said, said
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kind", ["--mpi", "--gloo"])

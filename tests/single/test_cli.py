@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -327,6 +328,15 @@ def test_a_bad_file_is_one_line(text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--config") as raised:
         config.read_file(file)
     assert len(str(raised.value).splitlines()) == 1 and len(str(raised.value)) < 300
+
+
+@pytest.mark.parametrize("value", ["", "5", "{a: b}", "[1]"])
+def test_a_value_of_another_kind(value: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    for name in config.TrainSettings.model_fields:
+        file.write_text(f"{name.removesuffix('_file')}: {value}\n")
+        with contextlib.suppress(UserError):  # no other error
+            config.make(config.TrainSettings, config.read_file(file))
 
 
 def test_an_endless_file_is_not_read_to_its_end() -> None:

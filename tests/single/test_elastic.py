@@ -46,6 +46,9 @@ def test_sizes_from_the_command_line() -> None:
     [
         ["-np", "9", "--elastic", "2:8"],
         ["--host-discovery-script", "f"],
+        ["--elastic-timeout", "9"],
+        ["--cool-down", "3:9"],
+        ["--hostfile", "/dev/stdin", "--elastic", "1:2"],
         ["--elastic", "1:2", "--max-restarts", "2"],
         ["-H", "a:1", "--host-discovery-script", "f", "--elastic", "1:2"],
         ["--elastic", "1:2", "--cool-down", "9"],

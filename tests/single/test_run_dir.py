@@ -70,6 +70,14 @@ def test_a_folder_is_one_run_s_until_it_lets_it_go(tmp_path: Path) -> None:
     assert _claim(tmp_path) is None
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])
+def test_a_folder_of_something_else_is_left_alone(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine\n")
+    with pytest.raises(UserError, match=f"holds {name}, but no config.json"):
+        _claim(tmp_path)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine\n")]
+
+
 def test_the_same_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     _run(tmp_path, 5)
     newest = _run(tmp_path, 12)
