@@ -86,6 +86,11 @@ class Dataset:
         _, height, width, channels = self.train.images.shape
         return height, width, channels
 
+    @property
+    def labels_in_words(self) -> tuple[str, ...]:
+        """A name for each class: its own, or else its number."""
+        return self.class_names or tuple(map(str, range(self.classes)))
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of all images and labels, their shape and the number of classes."""
