@@ -85,6 +85,6 @@ def _fitting(image: NDArray[np.uint8], shape: tuple[int, int, int]) -> NDArray[n
 def _line(file: Path, row: NDArray[np.floating[Any]], names: Sequence[str], as_json: bool) -> str:
     order = np.argsort(-row, kind="stable")
     if as_json:
-        classes = [{"class": names[i], "probability": float(row[i])} for i in order]
+        classes = [{"class": names[i], "probability": round(float(row[i]), 6)} for i in order]
         return json.dumps({"image": str(file), "classes": classes})
     return f"{file}: " + ", ".join(f"{names[i]} {row[i]:.1%}" for i in order[:SHOWN])

@@ -182,8 +182,8 @@ def described(facts: dict[str, Any], run_dir: Path) -> Dataset:
         return Dataset(str(facts["dataset"]), none, none, len(names), mean, deviation, names)
     except (KeyError, TypeError, ValueError):
         raise UserError(
-            f"{run_dir}/config.json does not describe the data set; `train` with this --run-dir records it, also where "
-            "there are no steps left"
+            f"{run_dir}/config.json does not describe the data set; to add that, also where no steps are left: "
+            f"./run.sh train --config {run_dir}/config.json --run-dir {run_dir}"
         ) from None
 
 

@@ -448,6 +448,27 @@ TRAINING = [
         "the accuracy of one view is that of a mirrored one",
     ),
     Fault(
+        P + "training/confusion.py",
+        "(labels, predicted), 1)",
+        "(predicted, labels), 1)",
+        "tests/single/test_confusion.py",
+        "rows and columns of the confusion matrix change places",
+    ),
+    Fault(
+        P + "training/evaluate.py",
+        "world.rank + world.size * (seen",
+        "world.rank + (seen",
+        "tests/parallel/test_use.py -k confusion",
+        "mistakes show the images of other examples",
+    ),
+    Fault(
+        P + "tools/export.py",
+        "transforms.shape), seen, trained.six_views)",
+        "transforms.shape), seen, False)",
+        "tests/parallel/test_use.py -k fast",
+        "an exported net takes one view where the run takes six",
+    ),
+    Fault(
         P + "training/step.py",
         "statistic.assign(tf.where(present > 0, statistic.value, before))",
         "statistic.assign(statistic.value)",
