@@ -48,7 +48,9 @@ for name in sys.argv[1:]:
     loaded = keras.saving.load_model(f"exported/{name}/model.keras")
     found = {}
     for kind, net in (("saved", lambda x: saved(images=tf.constant(x))), ("keras", loaded)):
-        found |= {f"{kind}_{part}": value.numpy() for part, value in net(images).items()}
+        answer = {part: value.numpy() for part, value in net(images).items()}
+        answer["class_names"] = answer["class_names"].astype(bytes)
+        found |= {f"{kind}_{part}": value for part, value in answer.items()}
         assert net(other)["logits"].shape == (2, 4)
     graph = saved.graph.as_graph_def()
     nodes = [node for part in (graph.node, *(f.node_def for f in graph.library.function)) for node in part]
