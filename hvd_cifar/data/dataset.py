@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -133,6 +134,8 @@ class Dataset:
                 f"data set {name}: label {classes - 1} has no name, since class_names names {len(class_names)} "
                 f"classes: name all, or give labels from 0 to {len(class_names) - 1}"
             )
+        if twice := [one for one, count in Counter(class_names).items() if count > 1]:
+            raise UserError(f"data set {name}: class_names has {twice[0]} twice: give each class a name of its own")
         mean, deviation = channel_statistics(train.images)
         return cls(name, train, test, len(class_names) or classes, mean, deviation, tuple(class_names))
 

@@ -108,7 +108,7 @@ def _metadata(trained: Trained, run_dir: Path) -> dict[str, Any]:
         "test_accuracy": accuracy_of(read_summary(run_dir), trained.step, views),
         "test_views": views,
         "dataset": trained.dataset.name,
-        "examples_sha256": trained.facts["examples_sha256"],
+        "examples_sha256": trained.facts.get("examples_sha256"),
         "image_shape": trained.dataset.image_shape,
         "class_names": trained.dataset.labels_in_words,
         "versions": {"hvd_cifar": __version__, "tensorflow": tf.__version__, "keras": keras.__version__},
