@@ -88,6 +88,10 @@ def _commands() -> click.Group:
 
     _add(commands, "train", config.TrainSettings, _train, "Train a model; rank 0 writes the run directory.")
     _add(commands, "evaluate", config.EvaluateSettings, _evaluate, "Evaluate a checkpoint on the whole test set.")
+    export_help = "Write a trained net as a SavedModel and a .keras file, which TensorFlow loads without this package."
+    _add(commands, "export", config.ExportSettings, _export, export_help)
+    classify_help = "Classify images, also all in a folder, with a trained net; exit code 2: one could not be read."
+    _add(commands, "predict", config.PredictSettings, _predict, classify_help)
 
     @commands.group()
     def benchmark() -> None:
@@ -137,8 +141,11 @@ def _add(
     group.add_command(click.Command(name, params=options, callback=parse, help=help_text, hidden=hidden))
 
 
-def _option(field: str, info: Any) -> click.Option:
+def _option(field: str, info: Any) -> click.Parameter:
     name, extra = config.option_name(field), info.json_schema_extra or {}
+    if metavar := extra.get("argument"):
+        is_list = typing.get_origin(info.annotation) is tuple
+        return click.Argument([field], metavar=metavar, nargs=-1 if is_list else 1, required=True)
     if flags := extra.get("flags"):
         is_flag = info.annotation is bool
         metavar = None if is_flag else _metavar(info.annotation)
@@ -180,6 +187,19 @@ def _evaluate(settings: config.EvaluateSettings) -> None:
     with quiet_start():
         from hvd_cifar.training.evaluate_command import evaluate_run
     evaluate_run(settings)
+
+
+def _export(settings: config.ExportSettings) -> None:
+    with quiet_start():
+        from hvd_cifar.tools.export import export
+    export(settings)
+
+
+def _predict(settings: config.PredictSettings) -> None:
+    with quiet_start():
+        from hvd_cifar.tools.predict import predict
+    if predict(settings):
+        sys.exit(USER_ERROR)
 
 
 def _benchmark_step(settings: config.BenchmarkStepSettings) -> None:

@@ -515,24 +515,57 @@ class TrainSettings(DataSettings):
         return self
 
 
-class EvaluateSettings(_Settings):
-    """One evaluation of a run's checkpoint on the test set."""
+class RunSettings(_Settings):
+    """A trained run, and how its net is used."""
 
-    run_dir: LocalPath = Field(description="Folder of the run to evaluate.")
+    run_dir: LocalPath = Field(description="Folder of the run.")
     model: ModelSpec | None = Field(
         None, description="The run's net, if its function has moved. [default: as recorded]"
     )
-    checkpoint: LocalPath | None = Field(None, description="Checkpoint to evaluate. [default: the run's newest]")
+    checkpoint: LocalPath | None = Field(None, description="Checkpoint to use. [default: the run's newest]")
+    test_time_augmentation: bool | None = Field(
+        None, description="Average the logits of six views of each image. [default: the run's]"
+    )
+
+
+class EvaluateSettings(RunSettings):
+    """One evaluation of a run's checkpoint on the test set."""
+
     dataset: DatasetName | None = Field(None, description="Data set to evaluate on. [default: the run's]")
     data_dir: LocalPath | None = Field(None, description="Folder of the data set. [default: the run's]")
     batch_size: int = Field(500, gt=0, le=MOST_EXAMPLES, description="Examples a rank evaluates at a time.")
     eval_examples: int | None = Field(
         None, gt=0, description=str(TrainSettings.model_fields["eval_examples"].description)
     )
-    test_time_augmentation: bool | None = Field(
-        None, description="Average the logits of six views of each test image. [default: the run's]"
+    confusion: bool = Field(
+        False,
+        description="Write confusion.json, with the confusion matrix and the worst mistakes, into the folder of "
+        "--output. [default folder: --run-dir]",
     )
     output: LocalPath | None = Field(None, description="JSON file to write the result to.")
+
+
+class _UseSettings(RunSettings):
+    run_dir: LocalPath = Field(description="Folder of the run.", json_schema_extra={"argument": "RUN_DIR"})
+
+
+class ExportSettings(_UseSettings):
+    """A trained net as files that TensorFlow loads without this package."""
+
+    to: LocalPath = Field(description="Folder to make; an empty one may be there.")
+
+
+class PredictSettings(_UseSettings):
+    """Images for a trained net to classify."""
+
+    images: tuple[Annotated[Path, BeforeValidator(_not_empty)], ...] = Field(
+        min_length=1, description="Image files, and folders of them.", json_schema_extra={"argument": "IMAGE..."}
+    )
+    as_json: bool = Field(
+        False,
+        description="Print an object a line with the probabilities of all classes.",
+        json_schema_extra={"flags": ["--json"]},
+    )
 
 
 class _BenchmarkOutput(_Settings):
@@ -706,6 +739,13 @@ def option_name(field: str) -> str:
     return "--" + field.removesuffix("_file").replace("_", "-")
 
 
+def _told_name(kind: type[S], field: str) -> str:
+    """What the command line calls a field: its option, or its place."""
+    info = kind.model_fields.get(field)
+    extra = info.json_schema_extra if info else None
+    return str(extra["argument"]) if isinstance(extra, dict) and "argument" in extra else option_name(field)
+
+
 def make(kind: type[S], values: dict[str, Any]) -> S:
     """Validate `values` (field name -> value, text is converted) into settings.
 
@@ -718,7 +758,7 @@ def make(kind: type[S], values: dict[str, Any]) -> S:
         first = failure.errors()[0]
         if not first["loc"]:  # a check of several fields together brings its own words
             raise UserError(str(first["ctx"]["error"]) if "ctx" in first else first["msg"]) from None
-        option = option_name(str(first["loc"][0]))
+        option = _told_name(kind, str(first["loc"][0]))
         if first["type"] == "missing":
             raise UserError(f"{option} is required") from None
         if first["type"] == "extra_forbidden":

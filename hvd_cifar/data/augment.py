@@ -6,8 +6,9 @@ The random numbers are hashed from (seed, epoch, example). So they depend neithe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
@@ -38,11 +39,14 @@ class Transforms(NamedTuple):
         shape: (height, width, channels) of what the net sees.
         train: (images, draws) -> floats; draws are float32 [b, DRAWS_PER_EXAMPLE], see the function `draws`.
         test: images -> floats.
+        portable: the same as `test` by `keras.ops`, for `export`: symbolic tensors float32 [b, height, width, channels]
+            of whole numbers -> [b, *shape]. None: nets that are trained with these transforms cannot be exported.
     """
 
     shape: tuple[int, int, int]
     train: TrainTransform
     test: TestTransform
+    portable: Callable[[Any], Any] | None = None
 
 
 def transforms(name: str, dataset: Dataset) -> Transforms:
@@ -60,6 +64,17 @@ def transforms(name: str, dataset: Dataset) -> Transforms:
 def undistorted(transforms: Transforms) -> Transforms:
     """The same, but with the test transform in training also."""
     return transforms._replace(train=lambda images, _: transforms.test(images))
+
+
+def fit(images: Any, shape: tuple[int, int, int]) -> Any:
+    """Images uint8 [b, any height, any width, channels] -> whole numbers in float32, [b, *shape]; by `keras.ops`.
+
+    The largest part around the middle that has the shape's proportions is resized, with antialiasing. Images that have
+    the shape stay as they are.
+    """
+    floats = keras.ops.cast(images, "float32")
+    resized = keras.ops.image.resize(floats, shape[:2], antialias=True, crop_to_aspect_ratio=True)
+    return keras.ops.round(resized)
 
 
 def draws(seed: int, epoch: int, examples: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -143,7 +158,11 @@ def _plain(dataset: Dataset) -> Transforms:
     def test(images: Images) -> Floats:
         return _standardise_channels(images.transpose(TO_PLANES), dataset)
 
-    return Transforms(dataset.image_shape, lambda images, _: test(images), test)
+    def portable(images: Any) -> Any:
+        factor = np.float32(1.0) / np.array(dataset.channel_deviation, np.float32)
+        return (images - np.array(dataset.channel_mean, np.float32)) * factor
+
+    return Transforms(dataset.image_shape, lambda images, _: test(images), test, portable)
 
 
 def _standard(dataset: Dataset) -> Transforms:
@@ -198,7 +217,12 @@ def _tutorial(dataset: Dataset) -> Transforms:
         middle = images[:, top : top + size[0], left : left + size[1]]
         return _standardise_each(middle.transpose(TO_PLANES))
 
-    return Transforms((*size, channels), train, test)
+    def portable(images: Any) -> Any:
+        middle = images[:, top : top + size[0], left : left + size[1]]
+        mean, deviation = (f(middle, axis=(1, 2, 3), keepdims=True) for f in (keras.ops.mean, keras.ops.std))
+        return (middle - mean) / keras.ops.maximum(deviation, (channels * size[0] * size[1]) ** -0.5)
+
+    return Transforms((*size, channels), train, test, portable)
 
 
 def _pads(dataset: Dataset, most: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,6 +87,11 @@ class Dataset:
         _, height, width, channels = self.train.images.shape
         return height, width, channels
 
+    @property
+    def labels_in_words(self) -> tuple[str, ...]:
+        """A name for each class: its own, or else its number."""
+        return self.class_names or tuple(map(str, range(self.classes)))
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of all images and labels, their shape and the number of classes."""
@@ -128,6 +134,8 @@ class Dataset:
                 f"data set {name}: label {classes - 1} has no name, since class_names names {len(class_names)} "
                 f"classes: name all, or give labels from 0 to {len(class_names) - 1}"
             )
+        if twice := [one for one, count in Counter(class_names).items() if count > 1]:
+            raise UserError(f"data set {name}: class_names has {twice[0]} twice: give each class a name of its own")
         mean, deviation = channel_statistics(train.images)
         return cls(name, train, test, len(class_names) or classes, mean, deviation, tuple(class_names))
 

@@ -19,14 +19,14 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics
 from hvd_cifar.data.place import locked
 from hvd_cifar.data.records import FileImages, RecordFile
-from hvd_cifar.errors import UserError
+from hvd_cifar.errors import UserError, reason_of
 from hvd_cifar.files import read_json, replace_text
 
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -266,7 +266,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
         raise
     except Exception as error:  # Pillow raises many kinds for a damaged file
         raise UserError(
-            f"cannot read the image {path} ({' '.join(str(error).split())}): restore it, or remove it"
+            f"cannot read the image {path} ({' '.join(reason_of(error).split())}): restore it, or remove it"
         ) from None
 
 
@@ -278,9 +278,26 @@ def _decode(path: Path, size: tuple[int, int], channels: int) -> NDArray[np.uint
             raise UserError(
                 f"{path} is {here} pixels, and the first image {first}: make all images one size, or leave it out"
             )
-        if image.mode in DEEP_MODES:
-            raise UserError(f"{path} has more than 8 bits a channel ({image.mode}): convert it to 8 bits")
-        if channels == 1 and image.mode not in GREY_MODES:
+        if channels == 1 and image.mode not in (*GREY_MODES, *DEEP_MODES):
             raise _NotGrey
-        pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
-    return pixels.reshape(size[1], size[0], channels)
+        return _pixels(image, path, channels)
+
+
+def read_image(path: Path, channels: int) -> NDArray[np.uint8]:
+    """The pixels of any image that Pillow reads, uint8 [height, width, channels], upright.
+
+    Args:
+        channels: 1: grey, or 3: red, green and blue. Transparency is left out.
+
+    Raises:
+        UserError: where it cannot be read, or has more than 8 bits a channel.
+    """
+    with _opened(path) as image:
+        return _pixels(ImageOps.exif_transpose(image), path, channels)
+
+
+def _pixels(image: Image.Image, path: Path, channels: int) -> NDArray[np.uint8]:
+    if image.mode in DEEP_MODES:
+        raise UserError(f"{path} has more than 8 bits a channel ({image.mode}): convert it to 8 bits")
+    pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
+    return pixels.reshape(image.height, image.width, channels)

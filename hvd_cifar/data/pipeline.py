@@ -83,7 +83,7 @@ def training_batches(
 def evaluation_batches(
     examples: Examples, transforms: Transforms, *, batch_size: int, rank: int, size: int, count: int | None = None
 ) -> tf.data.Dataset:
-    """A rank's shard of a set, every example once, as the test transform makes it.
+    """A rank's shard of a set, every example once: `rank`, `rank + size`, ..., as the test transform makes them.
 
     Args:
         count: evaluate on the first `count` examples only; None: on all.

@@ -136,6 +136,12 @@ class SyncBatchNormalization(_Synchronized, keras.layers.BatchNormalization):
             is_training=False,
         ).y
 
+    def portable(self, inputs: Any) -> Any:
+        """The same in evaluation by Keras's layer; see `models.portable`."""
+        from hvd_cifar.models.portable import as_keras
+
+        return as_keras(keras.layers.BatchNormalization, self, inputs)
+
 
 def convert_sync_batch_norm(model: keras.Model) -> int:
     """Make every batch norm layer of a model compute its training statistics over all ranks' examples together.

@@ -51,6 +51,7 @@ from hvd_cifar.runtime.transport import RING_VARIABLES
 SECRET = re.compile(r"(?i)(?!SSH_AUTH_SOCK$).*(TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH)")
 SHOW_CURSOR = b"\x1b[?25h"
 HOSTS_SHOWN = 3
+ALONE = ("export", "predict")  # commands of one process
 
 
 def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
@@ -78,6 +79,8 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
             settings = check(list(request.command))
         if request.max_restarts or request.elastic:
             request = _with_run_dir(request, settings)
+        if request.command[0] in ALONE:
+            return _start_alone(request, settings)
         request = with_allocation(request, slurm.allocation(os.environ))
         if request.elastic:
             assert isinstance(settings, config.TrainSettings)
@@ -183,6 +186,20 @@ def _start_doctor(request: Request, check: Callable[[list[str]], Any]) -> int:
     words += ["-np", str(request.ranks)] if request.ranks else []
     words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in request.hosts)] if request.hosts else []
     check(words)
+    return _become(request, words)
+
+
+def _start_alone(request: Request, settings: Any) -> int:
+    """Run a command as one process here."""
+    if request.hosts or request.ranks not in (None, 1):
+        raise UserError(f"{request.command[0]} runs in one process, on this machine: leave -np, -H and --hostfile out")
+    if not request.dry_run:
+        preflight.check(settings, 1, sees_files=True, on_gpus=_is_for_gpus(), warn=complain)
+    return _become(request, list(request.command))
+
+
+def _become(request: Request, words: list[str]) -> int:
+    """Run a command instead of this process, or print it."""
     words = [sys.executable, "-m", "hvd_cifar", *words]
     if request.dry_run:
         write(1, f"{shlex.join(words)}\n".encode())

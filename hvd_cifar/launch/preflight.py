@@ -13,7 +13,14 @@ from typing import Any
 import psutil
 
 from hvd_cifar import config
-from hvd_cifar.config import FOLDER_DATASET, DataSettings, EvaluateSettings, TrainSettings
+from hvd_cifar.config import (
+    FOLDER_DATASET,
+    DataSettings,
+    EvaluateSettings,
+    ExportSettings,
+    RunSettings,
+    TrainSettings,
+)
 from hvd_cifar.errors import UserError
 
 # Memory that a rank has for itself (USS) at the peak of the smallest run: tutorial, batch 1, one thread, 2 ranks.
@@ -54,8 +61,12 @@ def check(settings: Any, ranks: int, *, sees_files: bool, on_gpus: bool, warn: C
         check_folder(run_dir, f"--run-dir {run_dir}")
         if settings.resume not in ("auto", "never") and not any(map(os.path.exists, _places(settings.resume))):
             raise UserError(f"--resume {settings.resume}: no checkpoint is there; give auto, never, or its path")
+    if isinstance(settings, RunSettings):
+        _check_run(settings)
     if isinstance(settings, EvaluateSettings):
-        _check_evaluation(settings)
+        _check_outputs(settings)
+    if isinstance(settings, ExportSettings):
+        check_folder(settings.to, f"--to {settings.to}")
 
 
 def check_memory(ranks: int, available: int) -> None:
@@ -129,13 +140,18 @@ def _check_code(settings: DataSettings) -> None:
             raise UserError(f"{option} {spec}: there is no such file; correct the path")
 
 
-def _check_evaluation(settings: EvaluateSettings) -> None:
-    run_dir, output = settings.run_dir, settings.output
-    if not os.path.isfile(run_dir / "config.json"):
-        raise UserError(f"--run-dir {run_dir}: there is no run (no config.json); give the folder of a run")
+def _check_run(settings: RunSettings) -> None:
+    if not os.path.isfile(settings.run_dir / "config.json"):
+        raise UserError(f"{settings.run_dir}: there is no run (no config.json); give the folder of a run")
     if settings.checkpoint is not None and not any(map(os.path.exists, _places(str(settings.checkpoint)))):
         raise UserError(f"--checkpoint {settings.checkpoint}: no checkpoint is there; give its path")
+
+
+def _check_outputs(settings: EvaluateSettings) -> None:
+    output = settings.output
     if output is None:
+        if settings.confusion:
+            check_folder(settings.run_dir, f"--confusion: the run directory {settings.run_dir}")
         return
     if os.path.isdir(output):
         raise UserError(f"--output {output}: is a folder; give a file")

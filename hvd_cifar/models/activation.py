@@ -26,6 +26,10 @@ class QuickGelu(keras.layers.Layer):
         """The shape as it is; Keras asks for it while it builds a model."""
         return input_shape
 
+    def portable(self, inputs: Any) -> Any:
+        """The same by `keras.ops`; see `models.portable`."""
+        return inputs * keras.ops.sigmoid(1.702 * inputs)
+
     def get_config(self) -> dict[str, Any]:
         """The layer's settings; without this method Keras refuses a dtype that is a policy."""
         return super().get_config()
@@ -76,6 +80,12 @@ class QuickRelu(keras.layers.Layer):
         """The shape of one term, once for each copy; Keras asks for it while it builds a model."""
         one = input_shape[0] if isinstance(input_shape[0], (list, tuple)) else input_shape
         return (one,) * self.copies if self.copies > 1 else one
+
+    def portable(self, inputs: Any) -> Any:
+        """The same by `keras.ops`; see `models.portable`."""
+        terms = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
+        made = keras.ops.relu(functools.reduce(operator.add, terms))
+        return (made,) * self.copies if self.copies > 1 else made
 
     def get_config(self) -> dict[str, Any]:
         """The layer's settings, as Keras saves them."""

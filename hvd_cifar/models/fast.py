@@ -13,6 +13,7 @@ from hvd_cifar.models.activation import QuickGelu
 from hvd_cifar.models.convolution import QuickConv2D
 from hvd_cifar.models.normalization import FusedBatchNormalization
 from hvd_cifar.models.pooling import SteadyMaxPooling2D
+from hvd_cifar.models.portable import as_keras
 from hvd_cifar.models.recipe import Batch, Recipe
 from hvd_cifar.optim.muon import Muon
 from hvd_cifar.optim.schedules import ToZero
@@ -81,6 +82,10 @@ class Whitening(keras.layers.Conv2D):
     def adapt(self, images: NDArray[np.floating[Any]]) -> None:
         """Make the kernel from images, float [n, height, width, channels]; see `whitening`."""
         self.kernel.assign(whitening(images))
+
+    def portable(self, images: Any) -> Any:
+        """The same by Keras's layer; see `models.portable`."""
+        return as_keras(keras.layers.Conv2D, self, images)
 
 
 def whitening(images: NDArray[np.floating[Any]], epsilon: float = 5e-4) -> NDArray[np.float32]:

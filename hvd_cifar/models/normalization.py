@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvd_cifar.kernels.half import narrow, widen
+from hvd_cifar.models.portable import as_keras
 
 
 class FusedBatchNormalization(keras.layers.Layer):
@@ -79,6 +81,11 @@ class FusedBatchNormalization(keras.layers.Layer):
         """The shape as it is; Keras asks for it while it builds a model."""
         return input_shape
 
+    def portable(self, images: Any) -> Any:
+        """The same by Keras's layer; see `models.portable`."""
+        used = [self.gamma] * self.scale + [self.beta, self.moving_mean, self.moving_variance]
+        return as_keras(keras.layers.BatchNormalization, self, images, [variable.numpy() for variable in used])
+
     def get_config(self) -> dict[str, Any]:
         """The layer's settings, as Keras saves them."""
         own = {"momentum": self.momentum, "epsilon": self.epsilon, "scale": self.scale}
@@ -107,6 +114,13 @@ class LocalResponseNormalization(keras.layers.Layer):
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
         """The shape as it is; Keras asks for it while it builds a model."""
         return input_shape
+
+    def portable(self, images: Any) -> Any:
+        """The same by `keras.ops`; see `models.portable`."""
+        places = np.arange(images.shape[-1])
+        near = np.abs(places[:, None] - places) <= self.depth_radius
+        sums = keras.ops.matmul(keras.ops.square(images), near.astype(np.float32))
+        return images * keras.ops.power(self.bias + self.alpha * sums, -0.75)
 
     def get_config(self) -> dict[str, Any]:
         """The layer's settings, as Keras saves them."""

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 
 class SteadyMaxPooling2D(keras.layers.Layer):
@@ -55,6 +56,14 @@ class SteadyMaxPooling2D(keras.layers.Layer):
         if self.size is None:
             return (batch, channels)
         return (batch, *[side and side // self.size for side in (height, width)], channels)
+
+    def portable(self, images: Any) -> Any:
+        """The same by `keras.ops`; see `models.portable`."""
+        sides = images.shape[1:3]
+        window = [self.size or side for side in sides]
+        if self.compute_dtype == "float32":
+            images = images - (TIE[tf.float32] * _lowering(*sides, *window)).astype(np.float32)
+        return keras.ops.max_pool(images, window) if self.size else keras.ops.max(images, axis=(1, 2))
 
     def get_config(self) -> dict[str, Any]:
         """The layer's settings, as Keras saves them."""
@@ -104,5 +113,10 @@ def _lowered(x: Any, height: int, width: int) -> list[Any]:
 
 def _all_lowered(x: Any, height: int, width: int) -> Any:
     """The same, all of them in their places: [b, h, w, c]."""
-    rows, columns = (np.arange(side) % of for side, of in zip(x.shape[1:3], (height, width), strict=True))
-    return x - tf.constant((rows[:, None] * width + columns)[..., None] * TIE[x.dtype], x.dtype)
+    _, rows, columns, _ = x.shape
+    return x - tf.constant(_lowering(rows, columns, height, width) * TIE[x.dtype], x.dtype)
+
+
+def _lowering(rows: int, columns: int, height: int, width: int) -> NDArray[np.int64]:
+    """Each pixel's place in its window, in reading order: [rows, columns, 1]."""
+    return (np.arange(rows)[:, None] % height * width + np.arange(columns) % width)[..., None]

@@ -35,6 +35,7 @@ from hvd_cifar.training import overlap, random_layers, run_dir, user_code
 from hvd_cifar.training.callbacks import (
     Callback,
     Checkpointer,
+    ConfusionWriter,
     Evaluator,
     ExampleLedger,
     Logger,
@@ -125,7 +126,7 @@ def work_of(
         UserError: where batch, transforms or image sizes do not fit; the same on every rank.
     """
     assert model.recipe is not None, "it was asked for"
-    transforms = _transforms(settings, model.recipe, dataset)
+    transforms = transforms_of(settings, model.recipe, dataset)
     if settings.image_sizes is None:
         height = transforms.shape[0]
         sizes = tuple(max(1, round(scale * height)) for scale in model.recipe.image_scales)
@@ -143,7 +144,12 @@ def _model(settings: TrainSettings, given: OfUser) -> Model:
     return Model(settings.model, user_code.load(settings.model, "--model"))
 
 
-def _transforms(settings: TrainSettings, recipe: Recipe, dataset: Dataset) -> Transforms:
+def transforms_of(settings: TrainSettings, recipe: Recipe, dataset: Dataset) -> Transforms:
+    """The transforms that a recipe names or brings.
+
+    Raises:
+        UserError: where it names none.
+    """
     named = recipe.augmentation
     try:
         transforms = augment.transforms(named, dataset) if isinstance(named, str) else named
@@ -211,7 +217,8 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
         notes += collectives.on_root(lambda: run_dir.changed_kernels(newest.parent.parent, kernels))
     notes += [f"resumed from {begin.source} at step {begin.step}"] if begin.source else []
     named = work.settings.model_copy(update={"dataset": facts["dataset"]})
-    run_facts = {**facts, "published_images": published, "first_step": begin.step, **_facts_of(world)}
+    data = run_dir.describe(work.dataset)
+    run_facts = {**facts, "data": data, "published_images": published, "first_step": begin.step, **_facts_of(world)}
     collectives.on_root(lambda: run_dir.record(folder, named, work.plan, run_facts))
 
     reporter = Reporter(folder if world.is_root else None, terminal.is_watched(), work.dataset.name)
@@ -434,12 +441,13 @@ def _callbacks_of(
     run, progress, reporter, tell = trainer.run, trainer.progress, trainer.reporter, trainer.tell
     settings, checkpoints, copy = work.settings, begin.checkpoints, begin.copy
     evaluate = make_evaluator(
-        learner.net.model, work.dataset.test, work.transforms, run.world, EVALUATION_BATCH, settings.eval_examples
+        learner.net.model, work.dataset, work.transforms, run.world, EVALUATION_BATCH, settings.eval_examples
     )
     statistics = MovingStatistics(own_variables(work, learner), progress.saved_step)
     logger = Logger(progress, reporter, tell)
     replicas = ReplicaCheck(progress, learner.state, statistics, reporter)
     evaluator = Evaluator(progress, evaluate, statistics, learner.averages, reporter, tell)
+    confusions = ConfusionWriter(work.dataset, reporter)
     checkpointer = Checkpointer(progress, learner.state, checkpoints, statistics, reporter, tell)
     ledger = [ExampleLedger(progress, reporter, at_once=copy is not None)] if settings.record_examples else []
     # A step is copied once it is on record, and before anything that takes long.
@@ -448,7 +456,7 @@ def _callbacks_of(
     if settings.on_nan == "rollback":
         trainer.go_back = Rollback(trainer, learner.state, checkpoints, statistics)
     timekeeper = Timekeeper(progress, reporter)
-    return [*ledger, logger, *copier, replicas, evaluator, checkpointer, timekeeper, summariser]
+    return [*ledger, logger, *copier, replicas, evaluator, confusions, checkpointer, timekeeper, summariser]
 
 
 def own_variables(work: Work, learner: Learner) -> list[Any]:

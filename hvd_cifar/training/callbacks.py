@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.replicas import find_divergence
 from hvd_cifar.errors import OUT_OF_SYNC, TrainingError, UserError
@@ -21,6 +22,7 @@ from hvd_cifar.reporting import goodput
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.runtime.world import versions
 from hvd_cifar.training.checkpoint import Checkpoints, State
+from hvd_cifar.training.confusion import FILE, Confusion
 from hvd_cifar.training.evaluate import Evaluation
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.random_layers import random_states
@@ -300,6 +302,26 @@ class Evaluator(Callback):
             self.reporter.evaluation(run.step, round(run.epoch, 4), found.accuracy, found.loss, found.examples)
             self.tell("on_evaluation", found)
         return found
+
+
+class ConfusionWriter(Callback):
+    """Writes confusion.json after each evaluation."""
+
+    def __init__(self, dataset: Dataset, reporter: Reporter) -> None:
+        self.dataset = dataset
+        self.reporter = reporter
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        """Write that of this evaluation; a file that cannot be written does not end the run."""
+        if evaluation.confusion is not None:
+            found = evaluation.confusion
+            collectives.on_root(lambda: self._write(run, found))
+
+    def _write(self, run: Run, found: Confusion) -> None:
+        try:
+            found.write(run.run_dir, self.dataset, run.step)
+        except OSError as failure:
+            self.reporter.warn(f"note: cannot write {run.run_dir / FILE}: {failure.strerror}")
 
 
 class Checkpointer(Callback):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -11,10 +13,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_cifar.data.augment import Transforms
-from hvd_cifar.data.dataset import Examples
+from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import evaluation_batches
 from hvd_cifar.distributed import collectives
 from hvd_cifar.runtime.world import World
+from hvd_cifar.training.confusion import MOST_CLASSES, Confusion, Tally
 from hvd_cifar.training.sources import read_batches
 from hvd_cifar.training.step import cross_entropy
 
@@ -26,6 +29,7 @@ class Evaluation:
     Attributes:
         views: 6 if accuracy and loss average six views of each image, else 1.
         plain_accuracy: of one view, the image as it is.
+        confusion: which classes were taken for which; None: there are more than 1,000.
     """
 
     accuracy: float
@@ -33,45 +37,66 @@ class Evaluation:
     examples: int
     plain_accuracy: float
     views: int
+    confusion: Confusion | None = field(default=None, repr=False, compare=False)
 
 
 def make_evaluator(
     model: keras.Model,
-    examples: Examples,
+    dataset: Dataset,
     transforms: Transforms,
     world: World,
     batch_size: int,
     count: int | None = None,
 ) -> Callable[[bool], Evaluation]:
-    """A function (six_views) that evaluates the model on the first `count` examples; a collective.
+    """A function (six_views) that evaluates the model on the first `count` test examples; a collective.
 
     Batch norm's moving statistics must be the same on all ranks: see `callbacks.MovingStatistics`.
     """
     batches = evaluation_batches(
-        examples, transforms, batch_size=batch_size, rank=world.rank, size=world.size, count=count
+        dataset.test, transforms, batch_size=batch_size, rank=world.rank, size=world.size, count=count
     )
 
-    def correct(label: Any, logits: Any) -> Any:
-        return tf.reduce_sum(tf.cast(tf.equal(tf.argmax(logits, axis=-1, output_type=label.dtype), label), tf.float64))
-
     @tf.function(reduce_retracing=True, autograph=False)
-    def sums(image: Any, label: Any, many: bool) -> Any:
-        weighted = six_views(image) if many else [(1.0, image)]
-        found = [(weight, model(view, training=False)) for weight, view in weighted]
-        exact = tf.float64 if model.compute_dtype == "float64" else tf.float32
-        logits = tf.add_n([weight * tf.cast(answer, exact) for weight, answer in found])
-        entropy = tf.reduce_sum(tf.cast(cross_entropy(label, logits), tf.float64))
-        return tf.stack([entropy, correct(label, logits), correct(label, found[0][1])])
+    def answer(image: Any, label: Any, many: bool) -> Any:
+        logits, plain = logits_of(model, image, many)
+        return tf.cast(cross_entropy(label, logits), tf.float64), logits, plain
 
     def evaluate(many: bool = False) -> Evaluation:
-        totals = np.zeros(4)
+        totals, seen = np.zeros(3), 0
+        tally = Tally(dataset.classes) if dataset.classes <= MOST_CLASSES else None
         for image, label in read_batches(batches, world):
-            totals += [*sums(image, label, many).numpy(), len(label)]
+            losses, logits, plain = (value.numpy() for value in answer(image, label, many))
+            labels = label.numpy()
+            hits = [(answers.argmax(axis=-1) == labels).sum() for answers in (logits, plain)]
+            if tally:
+                tally.add(world.rank + world.size * (seen + np.arange(len(labels))), labels, losses, logits)
+            totals += [losses.sum(), *hits]
+            seen += len(labels)
         # Horovod: sums and counts over the ranks, never means of means.
-        entropy, right, plain, seen = collectives.all_reduce_sums(totals.tolist())
-        return Evaluation(right / seen, entropy / seen, round(seen), plain / seen, 6 if many else 1)
+        own = [*totals, seen, *(tally.matrix.ravel() if tally else ())]
+        entropy, right, plain_right, examples, *matrix = collectives.all_reduce_sums(own)
+        return Evaluation(
+            accuracy=right / examples,
+            loss=entropy / examples,
+            examples=round(examples),
+            plain_accuracy=plain_right / examples,
+            views=6 if many else 1,
+            confusion=tally.of_all(matrix) if tally else None,
+        )
 
     return evaluate
+
+
+def logits_of(model: keras.Model, images: Any, many: bool) -> tuple[Any, Any]:
+    """Logits [b, classes] in float32 or better, the average of six views if `many`; and those of the image as it is.
+
+    Args:
+        images: float [b, height, width, channels], tensors or Keras's symbolic ones.
+    """
+    exact = "float64" if model.compute_dtype == "float64" else "float32"
+    weighted = six_views(images) if many else [(1.0, images)]
+    found = [(weight, keras.ops.cast(model(view, training=False), exact)) for weight, view in weighted]
+    return functools.reduce(operator.add, (weight * logits for weight, logits in found)), found[0][1]
 
 
 def six_views(images: Any) -> list[tuple[float, Any]]:
@@ -80,7 +105,7 @@ def six_views(images: Any) -> list[tuple[float, Any]]:
     The image itself, shifted by a pixel down and right, and up and left; and the mirror images of all three.
     """
     height, width = images.shape[1:3]
-    padded = tf.pad(images, [[0, 0], [1, 1], [1, 1], [0, 0]], mode="REFLECT")
+    padded = keras.ops.pad(images, [[0, 0], [1, 1], [1, 1], [0, 0]], mode="reflect")
     moved = [padded[:, offset : offset + height, offset : offset + width] for offset in (0, 2)]
     weighted = [(0.25, images), *((0.125, image) for image in moved)]
     return [*weighted, *((weight, image[:, :, ::-1]) for weight, image in weighted)]

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from hvd_cifar import config
-from hvd_cifar.config import EvaluateSettings, TrainSettings
+from hvd_cifar.config import EvaluateSettings
+from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.files import replace_text
-from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.world import session
-from hvd_cifar.training import checkpoint, checkpoint_files
+from hvd_cifar.training import checkpoint
 from hvd_cifar.training.assemble import make_net, prepare
-from hvd_cifar.training.evaluate import make_evaluator
+from hvd_cifar.training.confusion import FILE, MOST_CLASSES
+from hvd_cifar.training.evaluate import Evaluation, make_evaluator
+from hvd_cifar.training.trained import find, state_of
 from hvd_cifar.training.trainer import OfUser
 
 
 def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dict[str, Any]:
-    """Evaluate a run's checkpoint on all ranks of this job; rank 0 prints and writes --output.
+    """Evaluate a run's checkpoint on all ranks of this job; rank 0 prints and writes --output, and confusion.json.
 
     Raises:
         UserError: where there is no such run or checkpoint, or its data set is not to be had.
@@ -30,20 +32,18 @@ def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dic
     """
     with session() as world:
         has_data = given is not None and given.dataset is not None
-        trained, path = collectives.on_root(lambda: _find(settings, has_data))
+        trained, path = collectives.on_root(lambda: find(settings, needs_data=not has_data))
         work = prepare(trained, world, given)
         net = collectives.on_every_rank(lambda: make_net(work))
-        decay = work.settings.ema_decay
-        averages = MovingAverage(net.model.trainable_variables, decay) if decay else None
-        state = checkpoint.State(net, None, averages)
+        state = state_of(net, work.settings)
         collectives.on_root(lambda: checkpoint.restore(state.trackable, path, partial=True))
         collectives.broadcast_variables(state.variables)
-        if averages:
-            averages.swap()
+        if state.averages:
+            state.averages.swap()
 
         many = bool(work.settings.test_time_augmentation)
         evaluator = make_evaluator(
-            net.model, work.dataset.test, work.transforms, world, settings.batch_size, settings.eval_examples
+            net.model, work.dataset, work.transforms, world, settings.batch_size, settings.eval_examples
         )
         found = evaluator(many)
         if not math.isfinite(found.loss):
@@ -65,33 +65,28 @@ def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dic
                 f"{work.dataset.name}, {trained.model}, step {result['step']}: test accuracy {found.accuracy:.2%}, "
                 f"test loss {found.loss:.4f}, {found.examples} examples, {world.size} rank{'s' * (world.size > 1)}"
             )
-        collectives.on_root(lambda: _write(settings.output, result))
+        collectives.on_root(lambda: _write(settings, result, work.dataset, found))
         return result
 
 
-def _find(settings: EvaluateSettings, has_data: bool) -> tuple[TrainSettings, Path]:
-    """The run's settings, with those of the evaluation instead where they are given, and the checkpoint."""
-    recorded = settings.run_dir / "config.json"
-    if not recorded.exists():
-        raise UserError(f"--run-dir {settings.run_dir}: there is no run (no config.json); give the folder of a run")
-    values = config.read_file(recorded)
-    # An evaluation makes no steps: the number of ranks need not fit the run's global batch.
-    values |= {"virtual_shards": None, "gradient_accumulation": 1, "global_batch_size": None, "batch_size": 1}
-    values |= {"image_sizes": [], "callbacks": []}
-    instead = ("model", "dataset", "data_dir", "test_time_augmentation")
-    values.update({name: v for name in instead if (v := getattr(settings, name)) is not None})
-    if has_data:
-        values["dataset"] = "auto"
-    path = checkpoint_files.find(settings.checkpoint or settings.run_dir)
-    if path is None:
-        raise UserError(f"{settings.checkpoint or settings.run_dir}: there is no checkpoint; give --checkpoint PATH")
-    return config.make(TrainSettings, values), path
-
-
-def _write(output: Path | None, result: dict[str, Any]) -> None:
-    if output is None:
+def _write(settings: EvaluateSettings, result: dict[str, Any], dataset: Dataset, found: Evaluation) -> None:
+    """Rank 0's files. Raises UserError where one cannot be written."""
+    output = settings.output
+    if output is not None:
+        with _writing(f"--output {output}", "a file"):
+            replace_text(output, json.dumps(result, indent=2) + "\n")
+    if not settings.confusion:
         return
+    if found.confusion is None:
+        raise UserError(f"--confusion: a matrix of {dataset.classes} classes is too large; {MOST_CLASSES} are the most")
+    folder = output.parent if output else settings.run_dir
+    with _writing(f"--confusion: {folder / FILE}", "--output in a folder"):
+        terminal.say(f"confusion matrix and worst mistakes: {found.confusion.write(folder, dataset, result['step'])}")
+
+
+@contextmanager
+def _writing(what: str, remedy: str) -> Iterator[None]:
     try:
-        replace_text(output, json.dumps(result, indent=2) + "\n")
+        yield
     except OSError as failure:
-        raise UserError(f"--output {output}: {failure.strerror}; give a file that can be written") from None
+        raise UserError(f"{what}: {failure.strerror}; give {remedy} that can be written") from None

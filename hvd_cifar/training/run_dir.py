@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from filelock import FileLock, Timeout
 
 from hvd_cifar import config
 from hvd_cifar.config import TrainSettings
+from hvd_cifar.data.dataset import Dataset, Examples
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import read_json
 from hvd_cifar.training import checkpoint, checkpoint_files
@@ -154,6 +156,39 @@ def record(run_dir: Path, settings: TrainSettings, plan: Plan, facts: dict[str, 
         config.write_file(path, repeatable, {"run_dir": str(run_dir), **facts, "earlier": earlier})
     except OSError as failure:
         raise UserError(f"cannot write {path}: {failure.strerror}; make room or give another --run-dir") from None
+
+
+def describe(dataset: Dataset) -> dict[str, Any]:
+    """What a run records of its data set, so that its net can be used without it."""
+    return {
+        "image_shape": dataset.image_shape,
+        "class_names": dataset.labels_in_words,
+        "channel_mean": dataset.channel_mean,
+        "channel_deviation": dataset.channel_deviation,
+    }
+
+
+def described(facts: dict[str, Any], run_dir: Path) -> Dataset:
+    """The data set that a run has recorded, without its examples.
+
+    Args:
+        facts: the "run" section of config.json.
+
+    Raises:
+        UserError: where it has recorded none.
+    """
+    try:
+        data = facts["data"]
+        height, width, channels = map(int, data["image_shape"])
+        names = tuple(map(str, data["class_names"]))
+        mean, deviation = (tuple(map(float, data[name])) for name in ("channel_mean", "channel_deviation"))
+        none = Examples(np.empty((0, height, width, channels), np.uint8), np.empty(0, np.int32))
+        return Dataset(str(facts["dataset"]), none, none, len(names), mean, deviation, names)
+    except (KeyError, TypeError, ValueError):
+        raise UserError(
+            f"{run_dir}/config.json does not describe the data set; to add that, also where no steps are left: "
+            f"./run.sh train --config {run_dir}/config.json --run-dir {run_dir}"
+        ) from None
 
 
 _held: list[FileLock] = []  # of run directories that this process has claimed

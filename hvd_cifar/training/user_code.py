@@ -34,6 +34,13 @@ def load(spec: str, option: str) -> Any:
     return collectives.on_every_rank(lambda: _object(place, name, text, f"{option} {spec}"))
 
 
+def load_alone(spec: str, option: str) -> Any:
+    """The same in a process that runs alone; no collective."""
+    place, _, name = spec.rpartition(":")
+    what = f"{option} {spec}"
+    return _object(place, name, _read(Path(place), what) if place.endswith(".py") else None, what)
+
+
 def _read(file: Path, what: str) -> str:
     try:
         return file.read_text(encoding="utf-8")

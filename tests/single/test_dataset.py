@@ -74,6 +74,7 @@ def test_images_stay_on_the_disk(tmp_path: Path) -> None:
         ({"test_labels": [0, 2, -1]}, "the test label of example 2 is -1"),
         ({"test_labels": [0, 2**40, 1]}, f"the test label of example 1 is {2**40}"),
         ({"class_names": ["a", "b", "c"]}, "label 3 has no name, since class_names names 3 classes"),
+        ({"class_names": ["a", "b", "c", "b"]}, "class_names has b twice"),
     ],
 )
 def test_what_is_no_data_set_is_refused_in_one_line(changed: dict[str, Any], message: str) -> None:

@@ -65,7 +65,7 @@ def test_a_run_that_cannot_begin(values: dict[str, Any], message: str, tmp_path:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"run_dir": "/no/such"}, "--run-dir /no/such: there is no run"),
+        ({"run_dir": "/no/such"}, "/no/such: there is no run"),
         ({"checkpoint": "/no/such"}, "--checkpoint /no/such: no checkpoint is there"),
         ({"output": "/no/such/x.json"}, "--output .*: there is no folder /no/such"),
         ({"output": "/tmp"}, "--output /tmp: is a folder"),

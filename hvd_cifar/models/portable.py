@@ -1,0 +1,113 @@
+"""A net without this package: the same function in evaluation, in float32, by Keras's own layers and operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from hvd_cifar.errors import UserError
+
+_OF_TRAINING = ("_initializer", "_regularizer", "_constraint")  # settings of layers that evaluation does not need
+
+
+def portable(model: keras.Model, image_shape: tuple[int, int, int]) -> keras.Model:
+    """A copy of a model that `keras.saving.load_model` loads where there is only Keras.
+
+    A layer with a method `portable` is replaced by what `layer.portable(inputs)` makes of its symbolic inputs: by
+    layers of Keras and `keras.ops`. Keras's own layers are copied, also within models in the model.
+
+    Args:
+        model: its global dtype policy is float32.
+        image_shape: (height, width, channels) of what the net sees.
+
+    Returns:
+        A model from images float32 [b, *image_shape] to logits float32 [b, classes].
+
+    Raises:
+        UserError: where the model has something else.
+    """
+    twins: dict[int, Any] = {}  # of layers, which may be called several times
+
+    def call(layer: Any, *inputs: Any, **options: Any) -> Any:
+        if own := getattr(layer, "portable", None):
+            return own(*inputs)
+        if not isinstance(layer, keras.layers.Layer):  # an operation of keras.ops
+            return layer(*inputs, **options)
+        if getattr(layer, "inputs", None) and isinstance(layer, keras.Model):  # not a subclass with a method call
+            flat = keras.tree.flatten(inputs)
+            if id(layer) not in twins:
+                twins[id(layer)] = _rebuilt(layer, flat, call)
+            made = twins[id(layer)](flat)
+            return made[0] if len(made) == 1 else made
+        if id(layer) in twins:
+            return twins[id(layer)](*inputs, **options)
+        kind = type(layer)
+        if not kind.__module__.startswith("keras.") or kind is keras.layers.Lambda:
+            raise UserError(f"its layer {layer.name} ({kind.__name__}) {_REMEDY}")
+        twins[id(layer)] = twin = _twin(kind, layer)
+        outputs = twin(*inputs, **options)
+        _set_weights(twin, layer.get_weights())
+        return outputs
+
+    images = keras.Input(image_shape, name="images")
+    made = keras.Model(images, call(model, images), name=model.name)
+    if names := list(_foreign(made.get_config())):
+        raise UserError(f"its {names[0]} {_REMEDY}")
+    return made
+
+
+_REMEDY = "is not Keras's own, so TensorFlow alone cannot load it: give its layer a method portable (docs/use.md)"
+
+
+def as_keras(kind: Any, layer: Any, inputs: Any, weights: list[Any] | None = None) -> Any:
+    """What a layer makes of symbolic inputs in evaluation, by a layer of a class of Keras.
+
+    Args:
+        kind: the class. It takes the settings in the layer's `get_config()`.
+        layer: it computes the same.
+        weights: arrays. None: those of the layer.
+    """
+    twin = _twin(kind, layer)
+    outputs = twin(inputs)
+    _set_weights(twin, layer.get_weights() if weights is None else weights)
+    return outputs
+
+
+def _twin(kind: Any, layer: Any) -> Any:
+    """A layer with the same settings, whose floating-point numbers are float32."""
+    config = {name: value for name, value in layer.get_config().items() if not name.endswith(_OF_TRAINING)}
+    try:
+        return kind.from_config({**config, "dtype": "float32"})
+    except (TypeError, ValueError):  # Keras finds no function of this name, or makes none of its code
+        raise UserError(f"a function in its layer {layer.name} ({kind.__name__}) {_REMEDY}") from None
+
+
+def _set_weights(layer: Any, weights: list[Any]) -> None:
+    layer.set_weights(weights)
+    finish(layer)
+
+
+def finish(layer: Any) -> None:
+    """Have a layer of Keras that prepares numbers from its weights, such as Normalization, do it again."""
+    if callable(getattr(layer, "finalize_state", None)):
+        layer.finalize_state()
+
+
+def _rebuilt(model: keras.Model, given: list[Any], call: Any) -> keras.Model:
+    """A model's graph on inputs like those that are given, with `call(layer, *inputs)` instead of each layer."""
+    inputs = [keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype) for tensor in given]
+    graph = keras.Model(model.inputs, model.outputs, name=model.name)
+    return keras.models.clone_model(graph, inputs, clone_function=lambda layer: layer, call_function=call)
+
+
+def _foreign(config: Any) -> Iterator[str]:
+    """The classes and functions in a saved configuration that are not Keras's."""
+    if isinstance(config, dict):
+        kind, module = config.get("class_name"), str(config.get("module", "keras"))
+        if kind and not module.startswith("keras"):
+            yield f"function {config['config']}" if kind == "function" else f"class {kind}"
+        config = list(config.values())
+    for part in config if isinstance(config, (list, tuple)) else ():
+        yield from _foreign(part)

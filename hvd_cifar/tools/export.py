@@ -1,0 +1,123 @@
+"""`export`: a trained net as a SavedModel and a .keras file, with all that is done to an image before the net."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_cifar import __version__
+from hvd_cifar.config import ExportSettings
+from hvd_cifar.data import augment
+from hvd_cifar.errors import UserError, reason_of
+from hvd_cifar.files import replace_text
+from hvd_cifar.models.portable import portable
+from hvd_cifar.reporting import terminal
+from hvd_cifar.training.evaluate import logits_of
+from hvd_cifar.training.run_dir import read_summary
+from hvd_cifar.training.trained import Trained, load
+
+SAVED_MODEL, KERAS, METADATA = "saved_model", "model.keras", "metadata.json"
+
+
+def export(settings: ExportSettings) -> None:
+    """Write a run's net into the folder of --to, whole or not at all.
+
+    Raises:
+        UserError: where there is no such run or checkpoint, the folder has files or cannot be written, or the net has
+            a layer that TensorFlow alone cannot load.
+    """
+    if settings.to.exists() and (not settings.to.is_dir() or any(settings.to.iterdir())):
+        raise UserError(f"--to {settings.to}: is there already; give a folder that is empty or not there")
+    trained = load(settings)
+    try:
+        model = usable(trained)
+    except UserError as failure:
+        raise UserError(f"--model {trained.settings.model}: {failure}") from None
+    part = settings.to.with_name(f".{settings.to.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        with_names(model, trained.dataset.labels_in_words).save(part / KERAS)
+        save_graph(model, trained.dataset.labels_in_words, part / SAVED_MODEL)
+        replace_text(part / METADATA, json.dumps(_metadata(trained, settings.run_dir), indent=2) + "\n")
+        os.replace(part, settings.to)
+    except (OSError, tf.errors.OpError) as failure:
+        raise UserError(f"--to {settings.to}: {reason_of(failure)}; give a folder that can be written") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    terminal.say(f"step {trained.step} of {settings.run_dir}: {SAVED_MODEL}/, {KERAS}, {METADATA} in {settings.to}")
+
+
+def usable(trained: Trained) -> keras.Model:
+    """A model from images to probabilities, of Keras's own layers and operations.
+
+    Returns:
+        A model from images uint8 [b, any height, any width, channels] to a dictionary of `logits` and `probabilities`,
+        float32 [b, classes], in the order of the labels.
+
+    Raises:
+        UserError: where TensorFlow alone could not load it.
+    """
+    transforms, shape = trained.transforms, trained.dataset.image_shape
+    if transforms.portable is None:
+        raise UserError("its recipe has Transforms of its own, which are Python: give them portable (docs/use.md)")
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+    images = keras.Input((None, None, shape[2]), dtype="uint8", name="images")
+    seen = transforms.portable(augment.fit(images, shape))
+    logits, _ = logits_of(portable(trained.model, transforms.shape), seen, trained.six_views)
+    return keras.Model(images, {"logits": logits, "probabilities": keras.ops.softmax(logits)}, name="classifier")
+
+
+def with_names(model: keras.Model, names: Sequence[str]) -> keras.Model:
+    """The model with a third output, `class_names`: strings [b, classes]."""
+    labels = keras.ops.zeros_like(model.output["logits"], "int64") + np.arange(len(names))
+    lookup = keras.layers.StringLookup(vocabulary=list(names), num_oov_indices=0, invert=True)
+    return keras.Model(model.inputs[0], {**model.output, "class_names": lookup(labels)}, name=model.name)
+
+
+def save_graph(model: keras.Model, names: Sequence[str], path: Path) -> None:
+    """Write the model with the same three outputs as a SavedModel, whose signature is `serving_default`."""
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec(model.inputs[0].shape, tf.uint8, "images")])
+    def serve(images: Any) -> Any:
+        return {**model(images, training=False), "class_names": tf.tile([list(names)], [tf.shape(images)[0], 1])}
+
+    # Not Model.export, which writes each weight twice.
+    module = tf.Module()
+    module.weights = [variable.value for variable in model.variables]
+    module.serve = serve
+    tf.saved_model.save(module, str(path), signatures={"serving_default": serve})
+
+
+def _metadata(trained: Trained, run_dir: Path) -> dict[str, Any]:
+    views = 6 if trained.six_views else 1
+    return {
+        "run": str(run_dir),
+        "checkpoint": trained.checkpoint.name,
+        "step": trained.step,
+        "model": trained.settings.model,
+        "test_accuracy": accuracy_of(read_summary(run_dir), trained.step, views),
+        "test_views": views,
+        "dataset": trained.dataset.name,
+        "examples_sha256": trained.facts.get("examples_sha256"),
+        "image_shape": trained.dataset.image_shape,
+        "class_names": trained.dataset.labels_in_words,
+        "versions": {"hvd_cifar": __version__, "tensorflow": tf.__version__, "keras": keras.__version__},
+    }
+
+
+def accuracy_of(summary: dict[str, Any], step: int, views: int) -> float | None:
+    """The test accuracy in a run's summary, if it is of this step and number of views."""
+    if summary.get("steps") != step:
+        return None
+    name = "test_accuracy" if summary.get("test_views") == views else "test_accuracy_of_one_view"
+    return summary.get(name) if name == "test_accuracy" or views == 1 else None

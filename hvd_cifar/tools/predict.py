@@ -1,0 +1,90 @@
+"""`predict`: the classes of images by a trained net."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from hvd_cifar.config import PredictSettings
+from hvd_cifar.data import augment
+from hvd_cifar.data.folder import read_image
+from hvd_cifar.errors import UserError
+from hvd_cifar.reporting import terminal
+from hvd_cifar.training.evaluate import logits_of
+from hvd_cifar.training.trained import Trained, load
+
+AT_ONCE = 256  # images
+SHOWN = 3  # classes of each image
+
+
+def predict(settings: PredictSettings) -> int:
+    """Print a line for each image, with the most probable classes.
+
+    Returns:
+        How many images could not be read; a line on standard error says why for each.
+
+    Raises:
+        UserError: where there is no such run or checkpoint, or a folder has no images.
+    """
+    files = [file for place in settings.images for file in images_in(place)]
+    trained = load(settings)
+    channels = trained.dataset.image_shape[2]
+    if channels not in (1, 3):
+        raise UserError(f"{settings.run_dir}: images have {channels} channels; an image file has 1 or 3")
+    unread = 0
+    for first in range(0, len(files), AT_ONCE):
+        images: dict[Path, NDArray[np.uint8]] = {}
+        for file in files[first : first + AT_ONCE]:
+            try:
+                images[file] = _fitting(read_image(file, channels), trained.dataset.image_shape)
+            except UserError as failure:
+                terminal.complain(f"hvd_cifar: {failure}")
+                unread += 1
+        if images:
+            for file, row in zip(images, probabilities(trained, np.stack(list(images.values()))), strict=True):
+                terminal.say(_line(file, row, trained.dataset.labels_in_words, settings.as_json))
+    return unread
+
+
+def images_in(place: Path) -> list[Path]:
+    """A file as it is; of a folder all images below it, by their extensions, in the order of their paths.
+
+    Raises:
+        UserError: where a folder has none.
+    """
+    if not place.is_dir():
+        return [place]
+    readable = {extension for extension, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    found = sorted(file for file in place.rglob("*") if file.suffix.lower() in readable and file.is_file())
+    if not found:
+        raise UserError(f"{place}: the folder has no images; give image files, or a folder of them")
+    return found
+
+
+def probabilities(trained: Trained, images: NDArray[np.uint8]) -> NDArray[np.floating[Any]]:
+    """Of all classes, [b, classes], for images uint8 [b, height, width, channels] of the data set's size."""
+    logits, _ = logits_of(
+        trained.model, keras.ops.convert_to_tensor(trained.transforms.test(images)), trained.six_views
+    )
+    found: NDArray[np.floating[Any]] = keras.ops.convert_to_numpy(keras.ops.softmax(logits))
+    return found
+
+
+def _fitting(image: NDArray[np.uint8], shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    fitted: NDArray[np.uint8] = keras.ops.convert_to_numpy(augment.fit(image[np.newaxis], shape))[0].astype(np.uint8)
+    return fitted
+
+
+def _line(file: Path, row: NDArray[np.floating[Any]], names: Sequence[str], as_json: bool) -> str:
+    order = np.argsort(-row, kind="stable")
+    if as_json:
+        classes = [{"class": names[i], "probability": round(float(row[i]), 6)} for i in order]
+        return json.dumps({"image": str(file), "classes": classes})
+    return f"{file}: " + ", ".join(f"{names[i]} {row[i]:.1%}" for i in order[:SHOWN])

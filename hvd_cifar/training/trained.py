@@ -1,0 +1,110 @@
+"""A trained run: its settings, and its net at a checkpoint, without the data set where that is not needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvd_cifar import config, models
+from hvd_cifar.config import RunSettings, TrainSettings
+from hvd_cifar.data.augment import Transforms
+from hvd_cifar.data.dataset import Dataset
+from hvd_cifar.errors import UserError
+from hvd_cifar.models import Model, Net
+from hvd_cifar.models.portable import finish
+from hvd_cifar.optim.averages import MovingAverage
+from hvd_cifar.runtime.environment import launched_size
+from hvd_cifar.training import checkpoint, checkpoint_files, run_dir, user_code
+from hvd_cifar.training.assemble import transforms_of
+from hvd_cifar.training.plan import precision_of, resolve, set_precision
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run's net at a checkpoint, as evaluation uses it.
+
+    Attributes:
+        settings: the run's, with its recipe's values.
+        facts: the "run" section of config.json.
+        dataset: the run's, but without examples.
+        model: from images as the transforms make them to logits [b, classes].
+        transforms: from the data set's images to what the net sees.
+        checkpoint, step: of the weights.
+    """
+
+    settings: TrainSettings
+    facts: dict[str, Any]
+    dataset: Dataset
+    model: keras.Model
+    transforms: Transforms
+    checkpoint: Path
+    step: int
+
+    @property
+    def six_views(self) -> bool:
+        """Whether logits are the average of six views of an image."""
+        return bool(self.settings.test_time_augmentation)
+
+
+def load(settings: RunSettings) -> Trained:
+    """The net of a run, in a process that runs alone, without the run's data set.
+
+    Raises:
+        UserError: where there is no such run, checkpoint or net.
+    """
+    if (launched_size() or 1) > 1:
+        raise UserError("a launcher started this command several times; it runs in one process: call it once")
+    for gpu in tf.config.list_physical_devices("GPU"):
+        tf.config.experimental.set_memory_growth(gpu, True)  # a run may be training there
+    trained, path = find(settings, needs_data=False)
+    facts = checkpoint.recorded(settings.run_dir / "config.json")["run"]
+    dataset = run_dir.described(facts, settings.run_dir)
+    name = trained.model
+    model = models.BUILT_IN.get(name) or Model(name, user_code.load_alone(name, "--model"))
+    set_precision("float32", trained.seed)
+    model = models.with_recipe(model, dataset.image_shape, dataset.classes)
+    assert model.recipe is not None, "it was asked for"
+    trained = resolve(trained, model.recipe)
+    transforms = transforms_of(trained, model.recipe, dataset)
+    set_precision(precision_of(trained), trained.seed)
+    net = models.build(model, transforms.shape, dataset.classes)
+    state = state_of(net, trained)
+    checkpoint.restore(state.trackable, path, partial=True)
+    if state.averages:
+        state.averages.swap()
+    for layer in net.model._flatten_layers(include_self=False):
+        finish(layer)
+    return Trained(trained, facts, dataset, net.model, transforms, path, int(state.step.numpy()))
+
+
+def find(settings: RunSettings, needs_data: bool) -> tuple[TrainSettings, Path]:
+    """The run's settings, with those in `settings` instead where they are given, and the checkpoint.
+
+    Raises:
+        UserError: where there is no such run or checkpoint.
+    """
+    recorded = settings.run_dir / "config.json"
+    if not recorded.exists():
+        raise UserError(f"{settings.run_dir}: there is no run (no config.json); give the folder of a run")
+    values = config.read_file(recorded)
+    # No steps are made: the number of ranks need not fit the run's global batch.
+    values |= {"virtual_shards": None, "gradient_accumulation": 1, "global_batch_size": None, "batch_size": 1}
+    values |= {"image_sizes": [], "callbacks": []}
+    instead = ("model", "dataset", "data_dir", "test_time_augmentation")
+    values.update({name: v for name in instead if (v := getattr(settings, name, None)) is not None})
+    if not needs_data:
+        values["dataset"] = "auto"
+    path = checkpoint_files.find(settings.checkpoint or settings.run_dir)
+    if path is None:
+        raise UserError(f"{settings.checkpoint or settings.run_dir}: there is no checkpoint; give --checkpoint PATH")
+    return config.make(TrainSettings, values), path
+
+
+def state_of(net: Net, settings: TrainSettings) -> checkpoint.State:
+    """What an evaluation reads from a checkpoint: the net's weights, and their averages where the run keeps them."""
+    decay = settings.ema_decay
+    return checkpoint.State(net, None, MovingAverage(net.model.trainable_variables, decay) if decay else None)

@@ -1,0 +1,242 @@
+"""What was trained is used: exported, loaded by TensorFlow alone, compared with `evaluate`, asked for images.
+
+Two ranks train each net for a few steps, and evaluate it. One process exports them all. Another one, in an environment
+with TensorFlow and what it requires, loads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from packaging.requirements import Requirement
+from PIL import Image
+
+from tests.ranks import CHECKOUT, environment, run_ranks
+
+NETS = ("fast", "tutorial", "own")
+OWN = str(CHECKOUT / "examples" / "my_net.py") + ":build_with_recipe"
+NAMES = ["heron", "stork", "ibis", "crane"]
+DATA = f"""
+import numpy as np
+import hvd_cifar
+
+def load():
+    generator = np.random.default_rng(9)
+    images = generator.integers(0, 256, (331, 32, 32, 3), dtype=np.uint8)
+    labels = generator.integers(0, 4, 331)
+    parts = images[:128], labels[:128], images[128:], labels[128:]
+    return hvd_cifar.Dataset.from_arrays(*parts, class_names={NAMES})
+"""
+LOAD = """
+import importlib.util, sys
+import numpy as np, tensorflow as tf, keras
+there = [name for name in ("horovod", "mpi4py", "hvd_cifar", "PIL") if importlib.util.find_spec(name)]
+assert not there, there
+images, other = np.load("images.npy"), np.zeros((2, 50, 70, 3), np.uint8)
+for name in sys.argv[1:]:
+    saved = tf.saved_model.load(f"exported/{name}/saved_model").signatures["serving_default"]
+    loaded = keras.saving.load_model(f"exported/{name}/model.keras")
+    found = {}
+    for kind, net in (("saved", lambda x: saved(images=tf.constant(x))), ("keras", loaded)):
+        answer = {part: value.numpy() for part, value in net(images).items()}
+        answer["class_names"] = answer["class_names"].astype(bytes)
+        found |= {f"{kind}_{part}": value for part, value in answer.items()}
+        assert net(other)["logits"].shape == (2, 4)
+    graph = saved.graph.as_graph_def()
+    nodes = [node for part in (graph.node, *(f.node_def for f in graph.library.function)) for node in part]
+    assert not [node for node in nodes if "Xla" in str(node.attr) or "Py" in node.op or "Custom" in node.op]
+    np.savez(f"{name}.npz", **found)
+"""
+
+
+def _train(folder: str, nets: list[str], own: str) -> dict[str, Any]:
+    """Runs of a few steps in `folder`, and their evaluations on this job's ranks."""
+    import hvd_cifar
+
+    common: dict[str, Any] = {"dataset": f"{folder}/data.py:load", "global_batch_size": 32, "max_steps": 3}
+    common |= {"precision": "float32", "eval_every": 0, "learning_rate_factor": 0.1}
+    found = {}
+    for name in nets:
+        run_dir = Path(folder, name)
+        hvd_cifar.train(own if name == "own" else name, run_dir=run_dir, **common)
+        output = run_dir / "evaluation" / "result.json"
+        output.parent.mkdir(exist_ok=True)
+        found[name] = hvd_cifar.evaluate(run_dir, confusion=True, output=output)
+    return found
+
+
+def _export(folder: str, nets: list[str]) -> None:
+    """Export each run, and write the logits of `evaluate` for the test images beside it."""
+    import tensorflow as tf
+
+    from hvd_cifar import config
+    from hvd_cifar.tools.export import export
+    from hvd_cifar.training.evaluate import logits_of
+    from hvd_cifar.training.trained import load
+
+    images = np.load(f"{folder}/images.npy")
+    for name in nets:
+        trained = load(config.make(config.RunSettings, {"run_dir": f"{folder}/{name}"}))
+        logits, _ = logits_of(trained.model, tf.constant(trained.transforms.test(images)), trained.six_views)
+        np.save(f"{folder}/{name}.npy", logits.numpy())
+        export(config.make(config.ExportSettings, {"run_dir": f"{folder}/{name}", "to": f"{folder}/exported/{name}"}))
+
+
+def _tensorflow_alone(folder: Path) -> Path:
+    """The Python of an environment with the installed TensorFlow, and the packages that it requires, alone."""
+    venv.create(folder, symlinks=True, with_pip=False)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    wanted, seen = ["tensorflow-cpu" if _is_there("tensorflow-cpu") else "tensorflow"], set()
+    while wanted:
+        name = wanted.pop()
+        if name in seen or not _is_there(name):  # of another platform
+            continue
+        seen.add(name)
+        package = metadata.distribution(name)
+        for place in {file.parts[0] for file in package.files or () if file.parts[0] != ".."}:
+            if not (packages / place).exists():  # packages share folders such as google/
+                (packages / place).symlink_to(str(package.locate_file(place)))
+        requirements = map(Requirement, package.requires or ())
+        wanted += [r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return folder / "bin" / "python"
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return bool(metadata.distribution(name))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _softmax(logits: Any) -> Any:
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder with runs, exports, and what TensorFlow alone makes of them; and the evaluations, by net."""
+    folder = tmp_path_factory.mktemp("use")
+    (folder / "data.py").write_text(DATA)
+    made: dict[str, Any] = {}
+    exec(DATA, made)
+    test = made["load"]().test
+    np.save(folder / "images.npy", test.images)
+    np.save(folder / "labels.npy", test.labels)
+    evaluations = run_ranks(_train, 2, str(folder), NETS, OWN, timeout=300)[0]
+    (folder / "data.py").unlink()  # nothing needs the data from here on
+    run_ranks(_export, 1, str(folder), NETS, launcher="none", timeout=200)
+    (program,) = re.findall(r"^```python\n(import numpy.*?)^```", (CHECKOUT / "docs/use.md").read_text(), re.M | re.S)
+    program = LOAD + program.replace("exported/", "exported/fast/")
+    words = [str(_tensorflow_alone(folder / "alone")), "-I", "-c", program, *NETS]
+    env = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^\['\w+', '\w+'\]$", done.stdout, re.M), done.stdout  # what the page's program prints
+    return folder, evaluations
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_tensorflow_alone_gives_the_logits_of_evaluate(name: str, used: tuple[Path, dict[str, Any]]) -> None:
+    folder, evaluations = used
+    expected, labels, found = np.load(folder / f"{name}.npy"), np.load(folder / "labels.npy"), evaluations[name]
+    entropy = -np.log(_softmax(expected.astype(np.float64))[np.arange(len(labels)), labels])
+    assert found["test_loss"] == pytest.approx(entropy.mean(), abs=1e-6)  # these are the logits that `evaluate` has
+    about = json.loads((folder / "exported" / name / "metadata.json").read_text())
+    with np.load(folder / f"{name}.npz") as made:
+        for kind in ("saved", "keras"):
+            assert np.abs(made[f"{kind}_logits"] - expected).max() < 1e-5
+            assert made[f"{kind}_probabilities"] == pytest.approx(_softmax(expected), abs=1e-6)
+            assert made[f"{kind}_class_names"].astype(str).tolist() == [NAMES] * len(labels)
+    config = json.loads((folder / name / "config.json").read_text())
+    assert about["class_names"] == NAMES
+    assert (about["step"], about["checkpoint"], about["run"]) == (3, "step-3", str(folder / name))
+    assert about["test_accuracy"] == found["test_accuracy"] and about["test_views"] == (6 if name == "fast" else 1)
+    assert about["examples_sha256"] == config["run"]["examples_sha256"]
+    assert sorted(path.name for path in (folder / "exported" / name).parent.iterdir()) == sorted(NETS)
+
+
+@pytest.mark.parametrize("name", ["fast", "own"])
+def test_the_confusion_is_that_of_all_ranks(name: str, used: tuple[Path, dict[str, Any]]) -> None:
+    """203 test images on two ranks; the file of training's last evaluation and that of `evaluate` hold the same."""
+    folder, evaluations = used
+    found = json.loads((folder / name / "evaluation" / "confusion.json").read_text())
+    labels, logits = np.load(folder / "labels.npy"), np.load(folder / f"{name}.npy").astype(np.float64)
+    predicted, losses = logits.argmax(axis=-1), -np.log(_softmax(logits)[np.arange(len(labels)), labels])
+    expected = np.zeros((4, 4), int)
+    np.add.at(expected, (labels, predicted), 1)
+    assert found["matrix"] == expected.tolist()
+    assert np.trace(expected) == round(evaluations[name]["test_accuracy"] * len(labels))
+    worst = [int(i) for i in np.argsort(-np.where(predicted == labels, -1, losses), kind="stable")[:16]]
+    assert [mistake["index"] for mistake in found["mistakes"]] == worst
+    for mistake in found["mistakes"]:
+        i = mistake["index"]
+        assert (mistake["label"], mistake["predicted"]) == (labels[i], predicted[i])
+        assert mistake["probabilities"] == pytest.approx(_softmax(logits)[i], abs=1e-5)
+    in_training = json.loads((folder / name / "confusion.json").read_text())
+    assert (in_training["matrix"], in_training["step"]) == (found["matrix"], 3)
+
+
+def _launch(*words: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The launcher, without a variable that says where data may lie."""
+    command = [sys.executable, "-m", "hvd_cifar.launch", *map(str, words)]
+    env = environment({"PYTHONPATH": str(CHECKOUT), "HOME": str(cwd)})
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200)
+
+
+def test_predict_names_classes_and_passes_over_broken_images(used: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, _ = used
+    images, expected = np.load(folder / "images.npy")[:3], _softmax(np.load(folder / "tutorial.npy")[:3])
+    for place, image in zip(("b/0.png", "b/c/1.bmp", "2.tiff"), images, strict=True):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(tmp_path / place)
+    large = Image.fromarray(images[2]).resize((96, 64), Image.Resampling.NEAREST).convert("RGBA")
+    large.save(tmp_path / "large.webp", lossless=True)
+    (tmp_path / "b" / "broken.jpg").write_bytes(b"\xff\xd8\xff")
+    (tmp_path / "b" / "notes.txt").write_text("no image")
+    done = _launch("predict", folder / "tutorial", "b", "2.tiff", "large.webp", "none.png", "--json", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert [
+        re.findall(r"^hvd_cifar: cannot read the image (\S+) \(.+\): ", line) for line in done.stderr.splitlines()
+    ] == [
+        ["b/broken.jpg"],
+        ["none.png"],
+    ]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["image"] for line in found] == ["b/0.png", "b/c/1.bmp", "2.tiff", "large.webp"]
+    for line, row in zip(found, expected, strict=False):
+        told = [part["probability"] for part in line["classes"]]
+        assert told == sorted(told, reverse=True)
+        by_name = {part["class"]: part["probability"] for part in line["classes"]}
+        assert [by_name[name] for name in NAMES] == pytest.approx(row.tolist(), abs=1e-5)
+
+
+def test_one_line_for_what_cannot_be_used(used: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, _ = used
+    run = tmp_path / "run"
+    run.mkdir()
+    content = json.loads((folder / "tutorial" / "config.json").read_text())
+    del content["run"]["data"]
+    (run / "config.json").write_text(json.dumps(content))
+    os.symlink(folder / "tutorial" / "checkpoints", run / "checkpoints")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for words, told in (
+        (["export", tmp_path, "--to", "x"], "there is no run"),
+        (["-np", 2, "predict", run, "x.png"], "predict runs in one process"),
+        (["export", run, "--to", "full"], "full: is there already"),
+        (["export", run, "--to", "x"], f"train --config {run}/config.json --run-dir {run}"),
+    ):
+        done = _launch(*words, cwd=tmp_path)
+        assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["full", "run"]

@@ -1,0 +1,49 @@
+"""What `export` and `predict` tell of a run, and which files of a folder are images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from hvd_cifar.config import TrainSettings
+from hvd_cifar.data import augment
+from hvd_cifar.data.dataset import Dataset
+from hvd_cifar.errors import UserError
+from hvd_cifar.tools.export import accuracy_of, usable
+from hvd_cifar.tools.predict import images_in
+from hvd_cifar.training.trained import Trained
+
+
+@pytest.mark.parametrize(("step", "views", "expected"), [(40, 6, 0.9), (40, 1, 0.8), (39, 6, None), (39, 1, None)])
+def test_an_accuracy_is_of_the_step_and_of_as_many_views(step: int, views: int, expected: float | None) -> None:
+    of_six = {"steps": 40, "test_views": 6, "test_accuracy": 0.9, "test_accuracy_of_one_view": 0.8}
+    assert accuracy_of(of_six, step, views) == expected
+    of_one = {"steps": 40, "test_views": 1, "test_accuracy": 0.7, "test_accuracy_of_one_view": 0.7}
+    assert accuracy_of(of_one, 40, 6) is None and accuracy_of(of_one, 40, 1) == 0.7
+    assert accuracy_of({}, step, views) is None
+
+
+def test_transforms_that_are_python_alone_are_refused() -> None:
+    images, labels = np.zeros((2, 4, 4, 3), np.uint8), np.arange(2)
+    dataset = Dataset.from_arrays(images, labels, images, labels)
+    given = keras.Input((4, 4, 3))
+    model = keras.Model(given, keras.layers.Dense(2)(keras.layers.Flatten()(given)))
+    transforms = augment.transforms("none", dataset)
+    trained = Trained(TrainSettings(), {}, dataset, model, transforms, Path("step-1"), 1)
+    assert usable(trained)(images)["probabilities"].shape == (2, 2)
+    python_alone = Trained(TrainSettings(), {}, dataset, model, transforms._replace(portable=None), Path("step-1"), 1)
+    with pytest.raises(UserError, match="its recipe has Transforms of its own, which are Python: give them portable"):
+        usable(python_alone)
+
+
+def test_a_folder_has_its_images_in_the_order_of_their_paths(tmp_path: Path) -> None:
+    for name in ("b/2.PNG", "b/1.jpg", "a.webp", "notes.txt", "c.png/d.gif", "empty/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert images_in(tmp_path) == [tmp_path / name for name in ("a.webp", "b/1.jpg", "b/2.PNG", "c.png/d.gif")]
+    assert images_in(tmp_path / "none.png") == [tmp_path / "none.png"]
+    with pytest.raises(UserError, match="empty: the folder has no images"):
+        images_in(tmp_path / "empty")
