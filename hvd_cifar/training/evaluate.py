@@ -11,12 +11,14 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_cifar.data.augment import Transforms
-from hvd_cifar.data.dataset import Examples
+from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import evaluation_batches
 from hvd_cifar.distributed import collectives
 from hvd_cifar.runtime.world import World
 from hvd_cifar.training.sources import read_batches
 from hvd_cifar.training.step import cross_entropy
+
+MOST_CLASSES = 200  # of a confusion matrix, which travels with the sums
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Evaluation:
     Attributes:
         views: 6 if accuracy and loss average six views of each image, else 1.
         plain_accuracy: of one view, the image as it is.
+        confusion: [classes, classes]: examples of the row's class that are taken for the column's; () where there are
+            more than `MOST_CLASSES`.
     """
 
     accuracy: float
@@ -33,23 +37,26 @@ class Evaluation:
     examples: int
     plain_accuracy: float
     views: int
+    confusion: tuple[tuple[int, ...], ...] = ()
 
 
 def make_evaluator(
     model: keras.Model,
-    examples: Examples,
+    dataset: Dataset,
     transforms: Transforms,
     world: World,
     batch_size: int,
     count: int | None = None,
 ) -> Callable[[bool], Evaluation]:
-    """A function (six_views) that evaluates the model on the first `count` examples; a collective.
+    """A function (six_views) that evaluates the model on the first `count` test examples; a collective.
 
     Batch norm's moving statistics must be the same on all ranks: see `callbacks.MovingStatistics`.
     """
     batches = evaluation_batches(
-        examples, transforms, batch_size=batch_size, rank=world.rank, size=world.size, count=count
+        dataset.test, transforms, batch_size=batch_size, rank=world.rank, size=world.size, count=count
     )
+
+    counted = dataset.classes if dataset.classes <= MOST_CLASSES else 0
 
     def correct(label: Any, logits: Any) -> Any:
         return tf.reduce_sum(tf.cast(tf.equal(tf.argmax(logits, axis=-1, output_type=label.dtype), label), tf.float64))
@@ -61,15 +68,19 @@ def make_evaluator(
         exact = tf.float64 if model.compute_dtype == "float64" else tf.float32
         logits = tf.add_n([weight * tf.cast(answer, exact) for weight, answer in found])
         entropy = tf.reduce_sum(tf.cast(cross_entropy(label, logits), tf.float64))
-        return tf.stack([entropy, correct(label, logits), correct(label, found[0][1])])
+        totals = tf.stack([entropy, correct(label, logits), correct(label, found[0][1])])
+        pairs = tf.reshape(label * dataset.classes + tf.argmax(logits, axis=-1, output_type=label.dtype), [-1])
+        return totals, tf.math.bincount(pairs, minlength=counted**2, maxlength=counted**2)
 
     def evaluate(many: bool = False) -> Evaluation:
-        totals = np.zeros(4)
+        totals = np.zeros(4 + counted**2)
         for image, label in read_batches(batches, world):
-            totals += [*sums(image, label, many).numpy(), len(label)]
+            found, pairs = sums(image, label, many)
+            totals += [*found.numpy(), len(label), *pairs.numpy()]
         # Horovod: sums and counts over the ranks, never means of means.
-        entropy, right, plain, seen = collectives.all_reduce_sums(totals.tolist())
-        return Evaluation(right / seen, entropy / seen, round(seen), plain / seen, 6 if many else 1)
+        entropy, right, plain, seen, *pairs = collectives.all_reduce_sums(totals.tolist())
+        confusion = tuple(map(tuple, np.reshape(pairs, (counted, counted)).astype(int).tolist()))
+        return Evaluation(right / seen, entropy / seen, round(seen), plain / seen, 6 if many else 1, confusion)
 
     return evaluate
 

@@ -43,7 +43,7 @@ def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dic
 
         many = bool(work.settings.test_time_augmentation)
         evaluator = make_evaluator(
-            net.model, work.dataset.test, work.transforms, world, settings.batch_size, settings.eval_examples
+            net.model, work.dataset, work.transforms, world, settings.batch_size, settings.eval_examples
         )
         found = evaluator(many)
         if not math.isfinite(found.loss):

@@ -119,7 +119,7 @@ def _views() -> list[Any]:
     import numpy as np
 
     from hvd_cifar.data.augment import Transforms
-    from hvd_cifar.data.dataset import Examples
+    from hvd_cifar.data.dataset import Dataset
     from hvd_cifar.training.evaluate import make_evaluator
 
     labels = np.array([0, 1, 1, 0, 1, 1, 0], np.int32)
@@ -130,7 +130,7 @@ def _views() -> list[Any]:
     model = keras.Model(given, keras.layers.Dense(2)(halves))
     model.layers[-1].set_weights([np.eye(2), np.array([0.01, 0.0])])  # of equal halves the first one wins
     plain = Transforms((6, 6, 1), lambda images, _: images.astype(np.float32), lambda images: images.astype(np.float32))
-    evaluate = make_evaluator(model, Examples(images, labels), plain, world, batch_size=2)
+    evaluate = make_evaluator(model, Dataset.from_arrays(images, labels, images, labels), plain, world, batch_size=2)
     return [[e.accuracy, e.plain_accuracy, e.views, e.examples] for e in (evaluate(False), evaluate(True))]
 
 
