@@ -18,6 +18,7 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
   ./run.sh test --all [PYTEST OPTIONS]     the same and slow tests, such as the container image
   ./run.sh [-np N] [-H HOSTS | --hostfile FILE] [LAUNCHER OPTIONS] COMMAND [OPTIONS]
   ./run.sh doctor [-H HOSTS | --hostfile FILE] [--gloo]    look on all hosts at once for what usually goes wrong
+  ./run.sh tensorboard RUN_DIR [ARGUMENTS]                 TensorBoard on a run, or on a folder of runs
 
 COMMAND is train, evaluate, or benchmark step|allreduce|predict; `./run.sh train --help` lists options, as docs/configuration.md does.
 `python PROGRAM.py [ARGUMENTS]` as the command runs a program of your own on every rank, in this environment.

@@ -62,6 +62,8 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
             raise UserError("mpirun or srun started run.sh several times; it starts the ranks itself: call it once")
         if request.command[0] == "doctor":
             return _start_doctor(request, check)
+        if request.command[0] == "tensorboard":
+            return _start_tensorboard(request)
         if request.command[0] == PYTHON:
             _check_program(request.command[1:])
             settings = None
@@ -169,6 +171,22 @@ def _start_doctor(request: Request, check: Callable[[list[str]], Any]) -> int:
     words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in request.hosts)] if request.hosts else []
     check(words)
     words = [sys.executable, "-m", "hvd_cifar", *words]
+    if request.dry_run:
+        write(1, f"{shlex.join(words)}\n".encode())
+        return 0
+    os.execv(words[0], words)
+
+
+def _start_tensorboard(request: Request) -> int:
+    """Run TensorBoard in this process on a run, or on all runs in a folder."""
+    _, *words = request.command
+    if not words or words[0].startswith("-"):
+        raise UserError("tensorboard: name a run: ./run.sh tensorboard RUN_DIR [ARGUMENTS OF TENSORBOARD]")
+    if request.ranks or request.hosts:
+        raise UserError("tensorboard runs in one process, on this machine: leave -np, -H and --hostfile out")
+    if next(Path(words[0]).glob("**/events.out.tfevents.*"), None) is None:
+        raise UserError(f"tensorboard {words[0]}: no event file is there; give the folder of a run, or of several runs")
+    words = [sys.executable, "-m", "tensorboard.main", "--logdir", *words]
     if request.dry_run:
         write(1, f"{shlex.join(words)}\n".encode())
         return 0

@@ -122,7 +122,7 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(
         ("train", 3),
     ]
     found = _by_events(tmp_path / "tensorboard")
-    assert (found["cifar10/train/loss"], found["cifar10/eval/test_loss"]) == ([1, 2, 3], [2])
+    assert (found["images_per_second"], found["cifar10/test_loss"]) == ([1, 2, 3], [2])
 
 
 def test_half_an_event_of_tensorboard_does_not_hide_later_ones(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_half_an_event_of_tensorboard_does_not_hide_later_ones(tmp_path: Path) -
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert reporter.is_behind
     reporter.catch_up()
-    assert _by_events(tmp_path / "tensorboard")["cifar10/train/loss"] == [1, 2]
+    assert _by_events(tmp_path / "tensorboard")["images_per_second"] == [1, 2]
 
 
 def _by_events(folder: Path) -> dict[str, list[int]]:
@@ -173,13 +173,13 @@ def test_tensorboard_shows_each_step_once_after_a_kill_and_a_resume(
     # Never closed: what was written is on disk, and the last record is cut off.
     (file,) = (tmp_path / "tensorboard").iterdir()
     file.write_bytes(file.read_bytes() + file.read_bytes()[:9])
-    assert shown(tmp_path / "tensorboard")["cifar10/train/loss"] == [10, 20, 30]
+    assert shown(tmp_path / "tensorboard")["images_per_second"] == [10, 20, 30]
     _report(tmp_path, 20, [25, 30, 40])
     found = shown(tmp_path / "tensorboard")
-    assert found["cifar10/train/loss"] == found["cifar10/train/learning_rate"] == [10, 20, 25, 30, 40]
-    assert not any("eval" in tag for tag in found)  # of step 30, which has no evaluation now
+    assert found["images_per_second"] == found["learning_rate"] == [10, 20, 25, 30, 40]
+    assert "cifar10/test_loss" not in found  # of step 30, which has no evaluation now
     _report(tmp_path, 25, [30])
-    assert shown(tmp_path / "tensorboard")["cifar10/train/loss"] == [10, 20, 25, 30]
+    assert shown(tmp_path / "tensorboard")["images_per_second"] == [10, 20, 25, 30]
 
 
 def test_every_event_is_on_disk_at_once(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_every_event_is_on_disk_at_once(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         reporter.train(step, step / 10, 1.0, 0.1, 100.0, 0.5)
         assert [e["step"] for e in _events(tmp_path)] == list(range(1, step + 1))
-        assert _by_events(tmp_path / "tensorboard")["cifar10/train/loss"] == list(range(1, step + 1))
+        assert _by_events(tmp_path / "tensorboard")["images_per_second"] == list(range(1, step + 1))
 
 
 def test_an_evaluation_that_is_made_again_after_a_resume_is_on_record_once(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_an_evaluation_that_is_made_again_after_a_resume_is_on_record_once(tmp_p
         reporter.open(first)
         reporter.evaluation(20, 2.0, 0.6, 1.5, 100)
     assert [e["step"] for e in _events(tmp_path)] == [20]
-    assert _by_events(tmp_path / "tensorboard")["cifar10/eval/test_loss"] == [20]
+    assert _by_events(tmp_path / "tensorboard")["cifar10/test_loss"] == [20]
 
 
 def test_only_rank_0_writes_and_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
