@@ -425,7 +425,7 @@ class TrainSettings(DataSettings):
         ge=0,
         le=MOST_STEPS,
         description="Steps between TensorBoard's histograms and images, which the first step also has; 0: none. "
-        f"[default: {DEFAULT_SUMMARY_EVERY}, and fewer where they would take over 2% of the time]",
+        f"[default: {DEFAULT_SUMMARY_EVERY}; more where they would take over 2% of the time]",
     )
     checkpoint_every: int = Field(
         1000, gt=0, le=MOST_STEPS, description="Steps between checkpoints; the newest 5 are kept."

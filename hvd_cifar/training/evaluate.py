@@ -29,7 +29,7 @@ class Evaluation:
         views: 6 if accuracy and loss average six views of each image, else 1.
         plain_accuracy: of one view, the image as it is.
         confusion: [classes, classes]: examples of the row's class that are taken for the column's; () where there are
-            more than `MOST_CLASSES`.
+            more than 200.
     """
 
     accuracy: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -44,16 +44,16 @@ class Record:
 
     def keep_gradients(self, gradients: Sequence[Any]) -> None:
         """In a graph: the gradients that the optimizer applies."""
-        self._keep(self._gradients, gradients)
+        self._keep(self._gradients, lambda: gradients)
 
     def keep_activations(self, activations: Sequence[Any]) -> None:
         """In a graph: what `self.model` returns after the logits."""
         self.graph = tf.compat.v1.get_default_graph()
-        self._keep(list(self._activations.values()), [output[:EXAMPLES] for output in activations])
+        self._keep(list(self._activations.values()), lambda: [output[:EXAMPLES] for output in activations])
 
-    def _keep(self, places: Sequence[Any], tensors: Sequence[Any]) -> None:
+    def _keep(self, places: Sequence[Any], tensors: Callable[[], Sequence[Any]]) -> None:
         def copy() -> None:
-            for place, tensor in zip(places, tensors, strict=True):
+            for place, tensor in zip(places, tensors(), strict=True):
                 place.assign(tf.cast(tensor, tf.float32))
 
         tf.cond(self._is_asked, copy, lambda: None)
