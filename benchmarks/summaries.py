@@ -38,6 +38,7 @@ class Run:
         trainer, progress = self.trainer, self.trainer.progress
         began, worked = time.perf_counter(), time.process_time()
         if summary:
+            assert self.summaries.record is not None, "--summary-every is not 0"
             self.summaries.record.ask()
             self.summaries.asked_step = progress.step + 1
         for _ in range(steps):
