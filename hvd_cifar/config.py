@@ -29,6 +29,7 @@ Precision = Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"]
 DEFAULT_PER_RANK_BATCH_SIZE = 128
 DEFAULT_ROLLBACK_FACTOR = 0.5
 DEFAULT_MAX_ROLLBACKS = 3
+DEFAULT_SUMMARY_EVERY = 100
 BUILT_IN_DATASETS = ("auto", "cifar10", "cifar100", "synthetic")
 OBJECT_DATASET = "object:"  # in a run's record: before the name of a Dataset that a program passed
 FOLDER_DATASET = "folder:"  # and the path of a folder of images
@@ -427,6 +428,13 @@ class TrainSettings(DataSettings):
     )
 
     log_every: int = Field(10, gt=0, le=MOST_STEPS, description="Steps between log lines.")
+    summary_every: int | None = Field(
+        None,
+        ge=0,
+        le=MOST_STEPS,
+        description="Steps between TensorBoard's histograms and images, which the first step also has; 0: none. "
+        f"[default: {DEFAULT_SUMMARY_EVERY}; more where they would take over 2% of the time]",
+    )
     checkpoint_every: int = Field(
         1000, gt=0, le=MOST_STEPS, description="Steps between checkpoints; the newest 5 are kept."
     )

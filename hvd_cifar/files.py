@@ -68,18 +68,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def append_text(path: Path, text: str) -> None:
-    """Add text to the end of a file that exists, all of it or nothing.
+def append(path: Path, content: bytes) -> None:
+    """Add to the end of a file that exists, all of it or nothing.
 
     Raises:
         OSError: where it cannot be written, or the file is gone.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)  # a new file would hide that the old one is gone
     try:
-        size, left = os.fstat(descriptor).st_size, text.encode()
+        size = os.fstat(descriptor).st_size
         try:
-            while left:
-                left = left[os.write(descriptor, left) :]  # a disk that is nearly full takes a part
+            while content:
+                content = content[os.write(descriptor, content) :]  # a disk that is nearly full takes a part
         except OSError:
             os.ftruncate(descriptor, size)
             raise

@@ -61,6 +61,7 @@ class _Distributed:
     """
 
     _reduction: Reduction
+    _watch: Callable[[Sequence[Any]], None] | None = None
     _pass_sums: list[keras.Variable]
     _passes_done: keras.Variable
     _memory: list[powersgd.Memory | None]
@@ -91,7 +92,7 @@ class _Distributed:
         grads = list(grads)
         variables = None if trainable_variables is None else list(trainable_variables)
         if not grads or (self._reduction.passes == 1 and not self._reduction.is_low_rank):
-            super().apply(self.reduce(grads), variables)  # type: ignore[misc]
+            self._apply_reduced(self.reduce(grads), variables)
             return
         if not self.built:
             with keras.name_scope(self.name):
@@ -100,15 +101,20 @@ class _Distributed:
         if variables is None:
             variables = list(self._trainable_variables)
         if self._reduction.passes == 1:
-            super().apply(self.reduce(grads, variables), variables)  # type: ignore[misc]
+            self._apply_reduced(self.reduce(grads, variables), variables)
         else:
             self._apply_every_few_passes(grads, variables)
 
     def apply_and_sum(self, grads: Sequence[Any], variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """`apply`, with the `values` in the gradients' message; only where the reduction `is_plain_sum`."""
         reduced = self.reduce([*grads, *values])
-        super().apply(reduced[: len(grads)], list(variables))  # type: ignore[misc]
+        self._apply_reduced(reduced[: len(grads)], list(variables))
         return reduced[len(grads) :]
+
+    def _apply_reduced(self, reduced: list[Any], variables: list[Any] | None) -> None:
+        if self._watch:
+            self._watch(reduced)
+        super().apply(reduced, variables)  # type: ignore[misc]
 
     def _apply_every_few_passes(self, grads: list[Any], variables: list[Any]) -> None:
         present = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
@@ -121,7 +127,7 @@ class _Distributed:
             divisor = self._reduction.passes if self._reduction.average_passes else 1
             totals = [tf.convert_to_tensor(total) / divisor for total in sums]
             reduced = self.reduce(totals, [v for _, v in present])
-            super(_Distributed, self).apply(reduced, [v for _, v in present])  # type: ignore[misc]
+            self._apply_reduced(reduced, [v for _, v in present])
             for total in sums:
                 total.assign(tf.zeros_like(total.value))
             self._passes_done.assign(0)
@@ -254,6 +260,14 @@ def set_bucket_bytes(optimizer: Any, bucket_bytes: int | None) -> None:
     """Change a `DistributedOptimizer`'s `bucket_bytes`, before its first step."""
     inner = inner_of(optimizer)
     inner._reduction = replace(inner._reduction, bucket_bytes=bucket_bytes)
+
+
+def watch_gradients(optimizer: Any, watch: Callable[[Sequence[Any]], None]) -> None:
+    """Have `watch` called with the reduced gradients before a `DistributedOptimizer` applies them.
+
+    Call this before the first step; in a graph `watch` is called once, when the graph is traced.
+    """
+    object.__setattr__(inner_of(optimizer), "_watch", watch)
 
 
 def memory_of(optimizer: Any) -> list[powersgd.Memory]:

@@ -72,6 +72,8 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
             if request.max_restarts or request.elastic:
                 raise UserError("--max-restarts and --elastic go with train: leave them out")
             return _start_doctor(request, check)
+        if request.command[0] == "tensorboard":
+            return _start_tensorboard(request)
         if request.command[0] == PYTHON:
             _check_program(request.command[1:])
             settings = None
@@ -201,6 +203,22 @@ def _start_alone(request: Request, settings: Any) -> int:
 def _become(request: Request, words: list[str]) -> int:
     """Run a command instead of this process, or print it."""
     words = [sys.executable, "-m", "hvd_cifar", *words]
+    if request.dry_run:
+        write(1, f"{shlex.join(words)}\n".encode())
+        return 0
+    os.execv(words[0], words)
+
+
+def _start_tensorboard(request: Request) -> int:
+    """Run TensorBoard in this process on a run, or on all runs in a folder."""
+    _, *words = request.command
+    if not words or words[0].startswith("-"):
+        raise UserError("tensorboard: name a run: ./run.sh tensorboard RUN_DIR [ARGUMENTS OF TENSORBOARD]")
+    if request.ranks or request.hosts:
+        raise UserError("tensorboard runs in one process, on this machine: leave -np, -H and --hostfile out")
+    if next(Path(words[0]).glob("**/events.out.tfevents.*"), None) is None:
+        raise UserError(f"tensorboard {words[0]}: no event file is there; give the folder of a run, or of several runs")
+    words = [sys.executable, "-m", "tensorboard.main", "--logdir", *words]
     if request.dry_run:
         write(1, f"{shlex.join(words)}\n".encode())
         return 0

@@ -1,40 +1,130 @@
-"""Event files of TensorBoard."""
+"""Event files of TensorBoard, without TensorFlow: its summaries as bytes that are added to a file."""
 
 from __future__ import annotations
 
 import io
+import itertools
+import os
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import tensorflow as tf
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.histogram import metadata as histogram_metadata
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from tensorboard.plugins.image import metadata as image_metadata
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
+from tensorboard.util.tensor_util import make_tensor_proto
 
 from hvd_cifar.files import replace_bytes
 
+BUCKETS = 30  # of a histogram, as TensorFlow's have
+CELL = 16  # pixels of a cell of a confusion matrix
+_numbers = itertools.count()
 
-class Board:
-    """Scalars of a run over its steps.
+
+def begin(folder: Path, first_step: int) -> Path:
+    """Make an event file in `folder` that follows step `first_step`. Later events of a run that was cut off go.
 
     Raises:
-        OSError, tf.errors.OpError: from every method, where a file cannot be written.
+        OSError: where a file cannot be written.
     """
+    folder.mkdir(exist_ok=True)
+    for path in folder.glob("events.out.tfevents.*"):
+        _drop_events_after(path, first_step)
+    # TensorBoard reads files of a folder in the order of their names.
+    name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+    (folder / name).write_bytes(_records([Event(wall_time=time.time(), file_version="brain.Event:2")]))
+    return folder / name
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        """Write into `folder` after `first_step`; later events, which a run that was cut off has left, are removed."""
-        for path in folder.glob("events.out.tfevents.*"):
-            _drop_events_after(path, first_step)
-        self._writer = tf.summary.create_file_writer(str(folder))
 
-    def write(self, step: int, scalars: dict[str, float]) -> None:
-        """Write scalars of a step, by name; they are on disk when this returns."""
-        with self._writer.as_default(step=step):  # which flushes at its end
-            for name, value in scalars.items():
-                tf.summary.scalar(name, value)
+def encode(step: int, summaries: Iterable[Any] = (), graph: bytes | None = None) -> bytes:
+    """Summaries, and a serialised GraphDef, as events of a step: bytes to add to an event file."""
+    events = [Event(wall_time=time.time(), step=step, summary=summary) for summary in summaries]
+    events += [Event(wall_time=time.time(), step=step, graph_def=graph)] if graph else []
+    return _records(events)
 
-    def close(self) -> None:
-        """Finish the file."""
-        self._writer.close()
+
+def _records(events: Iterable[Any]) -> bytes:
+    content = io.BytesIO()
+    for event in events:
+        RecordWriter(content).write(event.SerializeToString())
+    return content.getvalue()
+
+
+def scalars(values: Mapping[str, float]) -> Any:
+    """A Summary of numbers by tag."""
+    return Summary(value=[value for tag, number in values.items() for value in scalar_pb(tag, number).value])
+
+
+def hyperparameters(values: Mapping[str, Any], run: str) -> Any:
+    """A Summary of the settings of a run by name, for TensorBoard's table of runs; None is left out."""
+    plain = {
+        name: v if isinstance(v, (bool, int, float, str)) else str(v) for name, v in values.items() if v is not None
+    }
+    return hparams_pb(plain, trial_id=run)
+
+
+def histogram(values: NDArray[Any]) -> NDArray[np.float64]:
+    """[30, 3]: the left and right end of each bucket, and how many of the finite `values`, of any shape, it holds."""
+    flat = values.ravel()
+    if not np.isfinite(flat).all():
+        flat = flat[np.isfinite(flat)]
+    if flat.size == 0:
+        return np.zeros((BUCKETS, 3))
+    counts, edges = np.histogram(flat, BUCKETS)
+    return np.stack([edges[:-1], edges[1:], counts], axis=1)
+
+
+def histograms(buckets: Mapping[str, NDArray[np.float64]]) -> Any:
+    """A Summary of `histogram`s by tag. TensorBoard's own `histogram_pb` compares each value with each bucket."""
+    metadata = histogram_metadata.create_summary_metadata(None, None)
+    return Summary(
+        value=[
+            Summary.Value(tag=tag, metadata=metadata, tensor=make_tensor_proto(found, dtype=np.float64))
+            for tag, found in buckets.items()
+        ]
+    )
+
+
+def images(pixels: Mapping[str, NDArray[np.uint8]], description: str) -> Any:
+    """A Summary of an image by tag: uint8 [height, width, 1 or 3], described in Markdown."""
+    metadata = image_metadata.create_summary_metadata(None, description)
+    return Summary(
+        value=[Summary.Value(tag=tag, metadata=metadata, tensor=_png(array)) for tag, array in pixels.items()]
+    )
+
+
+def _png(array: NDArray[np.uint8]) -> Any:
+    file = io.BytesIO()
+    Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array).save(file, "PNG")
+    height, width = (str(size).encode() for size in array.shape[:2])
+    return make_tensor_proto([width, height, file.getvalue()])
+
+
+def confusion(matrix: Sequence[Sequence[int]], class_names: Sequence[str]) -> list[Any]:
+    """Summaries of a confusion matrix [classes, classes]: a picture, and a table with the names of the classes."""
+    counts = np.array(matrix)
+    shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
+    shade = (255 * (1 - shares)).astype(np.uint8).repeat(CELL, axis=0).repeat(CELL, axis=1)[..., None]
+    names = class_names or [str(number) for number in range(len(counts))]
+    rows = [[f"**{name}**", *map(str, row)] for name, row in zip(names, counts.tolist(), strict=True)]
+    words = "Each row holds the examples of a class, each column what they are taken for, in the order of the table."
+    return [
+        images({"confusion_matrix": shade}, words),
+        text_pb(
+            "confusion_matrix/counts", np.array([["", *(f"**{name}**" for name in names)], *rows], dtype=object), words
+        ),
+    ]
 
 
 def _drop_events_after(path: Path, step: int) -> None:

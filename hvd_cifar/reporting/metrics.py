@@ -6,19 +6,17 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hvd_cifar.errors import UserError, reason_of
-from hvd_cifar.files import append_text, parse_json, replace_text
-from hvd_cifar.reporting import goodput, terminal
-from hvd_cifar.reporting.board import Board
+from hvd_cifar.files import append, parse_json, replace_text
+from hvd_cifar.reporting import board, goodput, terminal
 
 EXAMPLES = "examples.jsonl"
 SESSIONS = "sessions.jsonl"
@@ -34,14 +32,14 @@ class Reporter:
         self._console = Console(force_terminal=True) if run_dir and watched else None
         self._progress: Progress | None = None
         self._bar: Any = None
-        self._unwritten: dict[Path, str] = {}  # lines, by their file, which waits for room
-        self._scalars: list[tuple[int, dict[str, float]]] = []  # of TensorBoard, by step, which wait for room
+        self._unwritten: dict[Path, bytes] = {}  # by file, which waits for room
         self._beaten = 0.0
         self._last_step = 0  # in metrics.jsonl before it was opened
         self.marks: list[goodput.Mark] = []  # of this session and earlier ones
         self.last_train: dict[str, Any] = {}  # the newest event of its kind, also from before a resume
         self.last_eval: dict[str, Any] = {}
-        self._board: Board | None = None
+        self._events: Path | None = None  # of TensorBoard
+        self.begins_events = False  # whether the run directory had none of TensorBoard
 
     def open(self, first_step: int, record_examples: bool = False) -> None:
         """Open the files, and remove entries after `first_step`, which an interrupted run left."""
@@ -50,18 +48,12 @@ class Reporter:
         self.last_train, self.last_eval = {}, {}
         for event in self._resume(self.run_dir / "metrics.jsonl", first_step):
             self._remember(event)
-        with _writing(self.run_dir / "tensorboard"):
-            self._board = Board(self.run_dir / "tensorboard", first_step)
+        folder = self.run_dir / "tensorboard"
+        with _writing(folder):
+            self.begins_events = not folder.exists()
+            self._events = board.begin(folder, first_step)
         if record_examples:
             self._resume(self.run_dir / EXAMPLES, first_step)
-
-    def close(self) -> None:
-        """Close the files."""
-        if self.run_dir is None:
-            return
-        if self._board:
-            with _writing(self.run_dir / "tensorboard"):
-                self._board.close()
 
     def go_back(self, step: int, record_examples: bool) -> None:
         """Remove entries after an earlier step, from which the run goes on.
@@ -70,7 +62,6 @@ class Reporter:
             UserError: where a file cannot be written.
         """
         self.catch_up()
-        self.close()
         self.open(step, record_examples)
 
     def begin_session(self, starts: list[float]) -> None:
@@ -82,7 +73,7 @@ class Reporter:
             seen = path.stat().st_mtime if path.exists() else 0.0
             path.touch()
             text = path.read_text(encoding="utf-8", errors="replace")
-            append_text(path, "\n" if text and not text.endswith("\n") else "")  # a killed run may leave half a line
+            append(path, b"\n" if text and not text.endswith("\n") else b"")  # a killed run may leave half a line
         self.marks = goodput.read(text)
         if not goodput.has_ended(self.marks):
             self._append_mark({"mark": "lost", "time": seen, "step": self._last_step})
@@ -103,7 +94,7 @@ class Reporter:
     @property
     def is_behind(self) -> bool:
         """Whether something could not be written; the run then saves its state before it ends."""
-        return bool(self._unwritten or self._scalars)
+        return bool(self._unwritten)
 
     def catch_up(self) -> None:
         """Write what could not be written before.
@@ -111,12 +102,11 @@ class Reporter:
         Raises:
             UserError: where it still cannot be written.
         """
-        for path, text in list(self._unwritten.items()):
+        for path, content in list(self._unwritten.items()):
             with _writing(path):
-                append_text(path, text)
+                append(path, content)
             del self._unwritten[path]
             self._tell_caught_up(path)
-        self._write_scalars()
 
     @contextlib.contextmanager
     def progress(self, first_step: int, total_steps: int) -> Iterator[None]:
@@ -158,6 +148,8 @@ class Reporter:
         self.say(f"{stamp}: step {step}, loss = {loss:.4f} ({rate}; {per_batch})")
         event = {"step": step, "epoch": epoch, "loss": loss, "learning_rate": learning_rate}
         self._write("train", {**event, "images_per_second": images_per_second})
+        shown = {"learning_rate": learning_rate, "images_per_second": images_per_second}
+        self.show(step, [board.scalars(shown)])
 
     def evaluation(self, step: int, epoch: float, accuracy: float, loss: float, examples: int) -> None:
         """Report an evaluation on the test set."""
@@ -165,14 +157,30 @@ class Reporter:
             return
         found = f"{self.dataset} test accuracy {accuracy:.2%}, test loss {loss:.4f}, {examples} examples"
         self.say(f"step {step} (epoch {epoch:.2f}): {found}")
+        if self.last_eval.get("step") == step:
+            return  # a run that was cut off after this evaluation has recorded it
         values = {"step": step, "epoch": epoch, "test_accuracy": accuracy, "test_loss": loss, "test_examples": examples}
         self._write("eval", values)
+        shown = {f"{self.dataset}/test_accuracy": accuracy, f"{self.dataset}/test_loss": loss}
+        self.show(step, [board.scalars(shown)])
 
     def ranks(self, step: int, **by_rank: Sequence[Any]) -> None:
         """Record values of the steps since the last record, by rank: seconds a step, bytes/s by address."""
         if self.run_dir is not None:
             event = {"event": "ranks", "dataset": self.dataset, "step": step, **by_rank}
-            self._append(self.run_dir / "metrics.jsonl", event)
+            self._append_line(self.run_dir / "metrics.jsonl", event)
+            seconds = {
+                f"{name}/rank_{rank}": value
+                for name, values in by_rank.items()
+                for rank, value in enumerate(values)
+                if isinstance(value, float)
+            }
+            self.show(step, [board.scalars(seconds)])
+
+    def show(self, step: int, summaries: Iterable[Any], graph: bytes | None = None) -> None:
+        """Add what `board` makes to TensorBoard's file."""
+        if self._events:
+            self._append(self._events, board.encode(step, summaries, graph))
 
     def _resume(self, path: Path, first_step: int) -> list[dict[str, Any]]:
         with _writing(path):
@@ -190,29 +198,8 @@ class Reporter:
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
         assert self.run_dir is not None
-        if event == "eval" and self.last_eval.get("step") == values["step"]:
-            return  # a run that was cut off after this evaluation has recorded it
         self._remember({"event": event, **values})
-        self._append(self.run_dir / "metrics.jsonl", {"event": event, "dataset": self.dataset, **values})
-        scalars = {f"{self.dataset}/{event}/{name}": v for name, v in values.items() if name not in ("step", "epoch")}
-        self._scalars.append((values["step"], scalars))
-        with contextlib.suppress(UserError):
-            self._write_scalars()
-
-    def _write_scalars(self) -> None:
-        assert self.run_dir is not None
-        folder = self.run_dir / "tensorboard"
-        while self._scalars:
-            has_waited = self._board is None
-            with _writing(folder):
-                # A writer that failed once is no longer used: it may have written a part of an event.
-                board = self._board or Board(folder, self._scalars[0][0])
-                self._board = None
-                board.write(*self._scalars[0])
-                self._board = board
-            del self._scalars[0]
-            if has_waited:
-                self._tell_caught_up(folder)
+        self._append_line(self.run_dir / "metrics.jsonl", {"event": event, "dataset": self.dataset, **values})
 
     def _tell_caught_up(self, path: Path) -> None:
         self.warn(f"note: {path} could not be written for a while; nothing of it is lost")
@@ -220,14 +207,17 @@ class Reporter:
     def _append_mark(self, mark: goodput.Mark) -> None:
         assert self.run_dir is not None
         self.marks.append(mark)
-        self._append(self.run_dir / SESSIONS, mark)
+        self._append_line(self.run_dir / SESSIONS, mark)
 
-    def _append(self, path: Path, event: dict[str, Any]) -> None:
-        """Add a line to a file; where it cannot be written it waits for `catch_up`."""
+    def _append_line(self, path: Path, event: dict[str, Any]) -> None:
+        self._append(path, json.dumps(event).encode() + b"\n")
+
+    def _append(self, path: Path, content: bytes) -> None:
+        """Add to a file; where it cannot be written it waits for `catch_up`."""
         has_waited = path in self._unwritten
-        self._unwritten[path] = self._unwritten.get(path, "") + json.dumps(event) + "\n"
+        self._unwritten[path] = self._unwritten.get(path, b"") + content
         with contextlib.suppress(OSError):
-            append_text(path, self._unwritten[path])
+            append(path, self._unwritten[path])
             del self._unwritten[path]
             if has_waited:
                 self._tell_caught_up(path)
@@ -241,20 +231,20 @@ class Reporter:
         """Record a step that changed nothing, since `loss`, or what it made of the weights, is not finite."""
         if self.run_dir is not None:
             self.warn(f"step {step} is skipped on all ranks: loss = {loss}, or not finite after its update")
-            self._append(self.run_dir / "metrics.jsonl", {"event": "skip", "step": step})
+            self._append_line(self.run_dir / "metrics.jsonl", {"event": "skip", "step": step})
 
     def rolled_back(self, step: int, from_step: int, rate_factor: float) -> None:
         """Record that the run goes on from `step`, with a factor on the learning rate."""
         if self.run_dir is not None:
             event = {"event": "rollback", "step": step, "from_step": from_step, "learning_rate_factor": rate_factor}
-            self._append(self.run_dir / "metrics.jsonl", event)
+            self._append_line(self.run_dir / "metrics.jsonl", event)
 
     def examples(self, step: int, by_rank: list[list[int]], is_skipped: bool = False) -> None:
         """Record the examples that each rank used in a step, as indices into the training set."""
         if self.run_dir is None:
             return
         event = {"step": step, "ranks": by_rank, **({"skipped": True} if is_skipped else {})}
-        self._append(self.run_dir / EXAMPLES, event)
+        self._append_line(self.run_dir / EXAMPLES, event)
 
     def withdraw_summary(self) -> None:
         """Remove the summary that the run wrote at an earlier end."""
@@ -301,5 +291,5 @@ def _keep_events_up_to(path: Path, step: int) -> tuple[list[dict[str, Any]], int
 def _writing(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, tf.errors.OpError) as failure:
+    except OSError as failure:
         raise UserError(f"cannot write {path}: {reason_of(failure)}; make room or give another --run-dir") from None

@@ -20,7 +20,7 @@ from hvd_cifar.data.pipeline import MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm, prove_averaging
 from hvd_cifar.distributed.batch_norm import local_layers, synchronised_layers
-from hvd_cifar.distributed.optimizer import reduction_of, set_bucket_bytes
+from hvd_cifar.distributed.optimizer import reduction_of, set_bucket_bytes, watch_gradients
 from hvd_cifar.errors import UserError
 from hvd_cifar.kernels import compiled
 from hvd_cifar.models import Model, Net
@@ -50,12 +50,14 @@ from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.image_sizes import ImageSizes
 from hvd_cifar.training.plan import Plan, make_schedule, plan, precision_of, resolve, set_precision
 from hvd_cifar.training.progress import Progress, Run
+from hvd_cifar.training.record import Record
 from hvd_cifar.training.rollback import Rollback
 from hvd_cifar.training.sources import differences, name_hosts, prepare_data, read_batches
 from hvd_cifar.training.state_copy import Copier, StateCopy
-from hvd_cifar.training.step import StepSpec, TrainStep, local_statistics, make_train_step
+from hvd_cifar.training.step import Probes, StepSpec, TrainStep, local_statistics, make_train_step
 from hvd_cifar.training.step_times import StepTimes
 from hvd_cifar.training.stragglers import Stragglers
+from hvd_cifar.training.summaries import Summaries
 from hvd_cifar.training.trainer import OfUser, Trainer
 from hvd_cifar.training.verify import Verifier
 
@@ -236,11 +238,15 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     times = StepTimes(bool(work.settings.deterministic))
     progress.watch.waits_in_step = times.is_waiting
     verifier = _verifier(work, world, learner, progress, reporter)
-    step = _step_of(work, learner, schedule, times, verifier)
+    record = None if work.settings.summary_every == 0 else Record(model)
+    if record:
+        watch_gradients(learner.optimizer, record.keep_gradients)
+    step = _step_of(work, learner, schedule, Probes(times, record, verifier))
     trainer = Trainer(run, progress, step, lambda first: times.each(_batches(work, world, first)), reporter)
+    summaries = Summaries(progress, record, work.dataset, reporter)
     stragglers = Stragglers(progress, times, reporter)
     ours = _callbacks_of(trainer, work, learner, begin, results)
-    trainer.callbacks = [*ours, stragglers, *own_callbacks]
+    trainer.callbacks = [summaries, *ours, stragglers, *own_callbacks]
     return trainer
 
 
@@ -406,13 +412,11 @@ def _verifier(work: Work, world: World, learner: Learner, progress: Progress, re
     return verifier
 
 
-def _step_of(
-    work: Work, learner: Learner, schedule: Schedule, times: StepTimes, verifier: Verifier | None
-) -> TrainStep:
+def _step_of(work: Work, learner: Learner, schedule: Schedule, probes: Probes) -> TrainStep:
     sizes = ImageSizes(work.image_sizes, work.plan.all_steps)
     averages = [kept for kept in (learner.lookahead, learner.averages) if kept]
     return TrainStep(
-        lambda side: make_train_step(learner.net, learner.optimizer, step_spec(work, side), averages, times, verifier),
+        lambda side: make_train_step(learner.net, learner.optimizer, step_spec(work, side), averages, probes),
         sizes,
         schedule,
         work.plan,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -29,13 +29,17 @@ class StepClock:
         self._seconds = 0.0
         self._resumed = time.perf_counter()
         self._pauses = 0
+        self._lapped = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Since the clock was made."""
+        return self._seconds + (0.0 if self._pauses else time.perf_counter() - self._resumed)
 
     def lap(self) -> float:
         """Seconds since the last lap, and the next lap begins."""
-        now = time.perf_counter()
-        seconds = self._seconds + (0.0 if self._pauses else now - self._resumed)
-        self._seconds, self._resumed = 0.0, now
-        return seconds
+        before, self._lapped = self._lapped, self.seconds
+        return self._lapped - before
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -50,10 +54,19 @@ class StepClock:
             self._resumed = time.perf_counter()
 
 
+LOSS_DECAY = 0.9  # per step, of the losses' moving averages: TensorFlow's CIFAR-10 tutorial
 SECONDS_BETWEEN_LOOKS = 1.0  # at results of steps: how late a request to stop is seen
 # A damaged image or a bit that flips spoils a step or two. Where no step of this many changes anything, the weights or
 # the learning rate are at fault, and more steps would only use up the data.
 MOST_SKIPS_IN_A_ROW = 10
+
+
+class Losses(NamedTuple):
+    """Of a global batch: mean cross-entropy, what is added to it (weight decay, losses of layers), and their sum."""
+
+    cross_entropy: float
+    weight_loss: float
+    total_loss: float
 
 
 class Progress:
@@ -89,7 +102,8 @@ class Progress:
         self._skips = skips
         self._at_once = at_once
         self._skips_in_a_row = 0
-        self.loss: float | None = None
+        self.losses: Losses | None = None  # of the last step that was looked at
+        self.average_losses: Losses | None = None  # over the steps of this process
         self.clock = StepClock()
         self.stop_requested = stops  # by any rank: this step is the last one, and is saved
         self.save_requested = False  # by rank 0, which could not write: this step is saved
@@ -99,8 +113,13 @@ class Progress:
         self._looked = time.perf_counter()
         self._next_look = first_step + 1
 
+    @property
+    def loss(self) -> float | None:
+        """Loss of the last step that was looked at."""
+        return self.losses.total_loss if self.losses else None
+
     def add(self, micro_batches: Sequence[MicroBatch], result: Any) -> None:
-        """Count a step: its micro-batches, and float [4] as the function of `make_train_step` returns it.
+        """Count a step: its micro-batches, and float [5] as the function of `make_train_step` returns it.
 
         A look at the results waits for the device, so it comes once a second; it may raise as `check_losses` does.
         """
@@ -117,11 +136,12 @@ class Progress:
             Diverged: at the first loss that is not finite, or where too many steps in a row were skipped.
         """
         first = self.step - len(self._unseen) + 1
-        for step, (loss, stops, saves, seconds) in enumerate((r.numpy() for r in self._unseen), start=first):
+        for step, result in enumerate(self._unseen, start=first):
+            loss, penalty, stops, saves, seconds = map(float, result.numpy())
             if math.isfinite(loss):
-                self.loss, self._skips_in_a_row = float(loss), 0
+                self._note(Losses(loss - penalty, penalty, loss))
             else:
-                self._not_finite(step, float(loss))
+                self._not_finite(step, loss)
             self.stop_requested |= bool(stops > 0)
             self.save_requested |= bool(saves > 0)
             self._next_look = self.step + max(1, int(SECONDS_BETWEEN_LOOKS / max(seconds, 1e-6)))
@@ -129,6 +149,11 @@ class Progress:
             now = time.perf_counter()
             self.seconds_per_step, self._looked = (now - self._looked) / len(self._unseen), now
         self._unseen.clear()
+
+    def _note(self, found: Losses) -> None:
+        pairs = zip(self.average_losses or found, found, strict=True)
+        self.losses, self._skips_in_a_row = found, 0
+        self.average_losses = Losses(*(LOSS_DECAY * average + (1 - LOSS_DECAY) * value for average, value in pairs))
 
     def _not_finite(self, step: int, loss: float) -> None:
         how = f"loss = {loss} at step {step}"
@@ -151,7 +176,7 @@ class Progress:
         self.step = self.saved_step = step
         self.rate_factor *= rate_factor
         self.rollbacks += 1
-        self.loss, self.micro_batches = None, ()
+        self.losses, self.average_losses, self.micro_batches = None, None, ()
         self._unseen.clear()
         self._next_look = step + 1
 

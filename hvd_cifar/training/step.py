@@ -24,6 +24,7 @@ from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.training.image_sizes import ImageSizes, shrink
 from hvd_cifar.training.plan import Plan
 from hvd_cifar.training.random_layers import random_states
+from hvd_cifar.training.record import Record
 from hvd_cifar.training.step_times import StepTimes
 from hvd_cifar.training.verify import Verifier
 
@@ -60,11 +61,13 @@ class Share(NamedTuple):
     """What a micro-batch adds to the global batch's results.
 
     loss: a scalar.
+    penalty: the part of the loss that is no cross-entropy: weight decay, and what layers add.
     gradients: one for each trainable variable.
     statistics: under virtual shards the moving statistics after the micro-batch; else none.
     """
 
     loss: Any
+    penalty: Any
     gradients: list[Any]
     statistics: list[Any]
 
@@ -80,6 +83,19 @@ class Notes(NamedTuple):
     stop: float = 0.0
     save: float = 0.0
     seconds: float = 0.0
+
+
+class Probes(NamedTuple):
+    """What looks into a step; None: nothing does.
+
+    times: notes when gradients and sums are ready.
+    record: copies gradients and activations of steps that are asked for them.
+    verifier: has shares computed again. Gradients then leave their graph before they are reduced.
+    """
+
+    times: StepTimes | None = None
+    record: Record | None = None
+    verifier: Verifier | None = None
 
 
 class TrainStep:
@@ -145,8 +161,8 @@ def micro_batch_signature(spec: StepSpec) -> list[Any]:
     return [*examples, tf.TensorSpec([None], tf.float32), tf.TensorSpec([], tf.int32)]
 
 
-def make_share(net: Net, optimizer: Any, spec: StepSpec) -> Callable[..., Share]:
-    """The computation of a micro-batch's `Share`, for a graph.
+def make_share(net: Net, optimizer: Any, spec: StepSpec, record: Record | None = None) -> Callable[..., Share]:
+    """The computation of a micro-batch's `Share`, for a graph; activations go to the `record`.
 
     Returns:
         A function (image, label, weight, global_count, start) -> Share; `start` holds the local moving statistics
@@ -157,6 +173,7 @@ def make_share(net: Net, optimizer: Any, spec: StepSpec) -> Callable[..., Share]
     index_of = {id(v): i for i, v in enumerate(variables)}
     decayed = net.decayed if spec.weight_decay else []
     watched = [v for v in variables if id(v) not in set(map(id, decayed))]
+    forward = record.model if record else model
 
     def share_of(image: Any, label: Any, weight: Any, count: Any, start: Sequence[Any]) -> Share:
         weight, count = tf.cast(weight, real), tf.cast(count, real)
@@ -164,17 +181,20 @@ def make_share(net: Net, optimizer: Any, spec: StepSpec) -> Callable[..., Share]
         if spec.side not in (None, *spec.image_shape[:1]):
             image = shrink(tf.cast(image, real), spec.side)
         with examples_present(present > 0), tf.GradientTape() as tape:
-            logits = model(image, training=True)
+            outputs = forward(image, training=True)
+            logits, *activations = outputs if isinstance(outputs, list) else [outputs]
             share = tf.reduce_sum(cross_entropy(label, logits, spec.label_smoothing) * weight) / count
             penalties = [tf.cast(loss, real) for loss in model.losses]
-            share += present / count * tf.add_n(penalties) if penalties else 0.0
+            penalty = present / count * tf.add_n(penalties) if penalties else tf.zeros([], real)
+            share += penalty
             scaled = optimizer.scale_loss(share)
         found = tape.gradient(scaled, [v.value for v in variables], unconnected_gradients=tf.UnconnectedGradients.ZERO)
         gradients = [tf.convert_to_tensor(gradient) for gradient in found]
         if decayed:
             # In proportion to the micro-batch's examples: all shares together make one weight decay.
             pull = present / count * spec.weight_decay
-            share += pull * tf.add_n([tf.cast(tf.nn.l2_loss(v.value), real) for v in decayed])
+            decay = pull * tf.add_n([tf.cast(tf.nn.l2_loss(v.value), real) for v in decayed])
+            share, penalty = share + decay, penalty + decay
             pull = tf.cast(optimizer.scale_loss(pull), real)
             for v in decayed:
                 gradients[index_of[id(v)]] += tf.cast(pull, v.dtype) * v.value
@@ -187,7 +207,11 @@ def make_share(net: Net, optimizer: Any, spec: StepSpec) -> Callable[..., Share]
         # synchronised layers leave it out by themselves (`examples_present`).
         for statistic, before in zip(statistics, start, strict=True):
             statistic.assign(tf.where(present > 0, statistic.value, before))
-        return Share(share, gradients, [tf.identity(s.value) for s in statistics] if spec.virtual_shards else [])
+        if record:
+            record.keep_activations(activations)
+        return Share(
+            share, penalty, gradients, [tf.identity(s.value) for s in statistics] if spec.virtual_shards else []
+        )
 
     return share_of
 
@@ -242,8 +266,7 @@ def make_train_step(
     optimizer: Any,
     spec: StepSpec,
     averages: Sequence[Any] = (),
-    times: StepTimes | None = None,
-    verifier: Verifier | None = None,
+    probes: Probes | None = None,
 ) -> Callable[..., Any]:
     """Build the step.
 
@@ -252,23 +275,23 @@ def make_train_step(
         optimizer: distributed with op "sum": it adds up the ranks' shares of the global gradient.
         spec: what the step computes.
         averages: of the weights (`optim.averages`), updated after them.
-        times: notes when gradients and sums are ready.
-        verifier: has shares computed again. Gradients then leave their graph before they are reduced.
+        probes: what looks into it.
 
     Returns:
-        A function (micro_batches, global_count, learning_rate, notes) -> float [4], the same on every rank: the loss
+        A function (micro_batches, global_count, learning_rate, notes) -> float [5], the same on every rank: the loss
         of the global batch (mean cross-entropy plus weight decay; NaN where a variable is not finite; not finite where
-        the step was skipped), and the sums over all ranks of `notes`, float32 [3] as of `Notes`. All travel with the
-        gradients.
+        the step was skipped), the part of it that is no cross-entropy, and the sums over all ranks of `notes`,
+        float32 [3] as of `Notes`. All travel with the gradients.
     """
+    times, record, verifier = probes or Probes()
     variables = net.model.trainable_variables
     real, statistics = real_of(net.model), local_statistics(net.model)
-    share_of = make_share(net, optimizer, spec)
+    share_of = make_share(net, optimizer, spec, record)
     guard = Guard(net.model, optimizer, averages) if spec.skips else None
 
     def update(share: Share, learning_rate: Any, notes: Any, before: Sequence[Any]) -> Any:
         kept = [*before, *guard.before_update()] if guard else []
-        own = [tf.concat([[share.loss], tf.cast(notes, share.loss.dtype)], 0), *share.statistics]
+        own = [tf.concat([[share.loss, share.penalty], tf.cast(notes, share.loss.dtype)], 0), *share.statistics]
         optimizer.learning_rate.assign(learning_rate)
         if times:
             times.gradients_are(share.gradients)

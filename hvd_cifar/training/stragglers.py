@@ -25,11 +25,12 @@ SLOWER_LINK = 1 / 3  # of the fastest link
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank tells: its host, its address, its times, and its links' bytes/s by address."""
+    """What a rank tells: its host, its address, its times, seconds of a step, and its links' bytes/s by address."""
 
     host: str
     address: str
     times: Times
+    seconds: float
     links: Mapping[str, float]
 
 
@@ -69,6 +70,7 @@ class Stragglers(Callback):
         self.reporter = reporter
         self.links = Links()
         self.gathered_step = progress.step
+        self.gathered_seconds = progress.clock.seconds
         self.in_a_row: dict[tuple[int, str], int] = {}
 
     def on_step(self, run: Run) -> None:
@@ -85,15 +87,18 @@ class Stragglers(Callback):
         self._gather(run)
 
     def _gather(self, run: Run) -> None:
-        if run.world.size == 1 or run.step - self.gathered_step < FEWEST:
+        steps, before = run.step - self.gathered_step, self.gathered_seconds
+        if steps < FEWEST:
             return
-        self.gathered_step = run.step
         self.progress.check_losses()  # waits for the device: the steps are done
         with self.progress.clock.paused():
-            own = Seen(run.world.host, self.progress.watch.address, self.times.take(), self.links.take())
+            self.gathered_step, self.gathered_seconds = run.step, self.progress.clock.seconds
+            seconds = (self.gathered_seconds - before) / steps
+            own = Seen(run.world.host, self.progress.watch.address, self.times.take(), seconds, self.links.take())
             ranks = collectives.all_gather_object(own)
         self.reporter.ranks(
             run.step,
+            step_seconds=[round(seen.seconds, 6) for seen in ranks],
             compute_seconds=[round(seen.times.compute / seen.times.steps, 6) for seen in ranks],
             wait_seconds=[round(seen.times.wait / seen.times.steps, 6) for seen in ranks],
             link_bytes_per_second=[{other: round(rate) for other, rate in seen.links.items()} for seen in ranks],

@@ -10,7 +10,7 @@ from typing import Any
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed import collectives
-from hvd_cifar.errors import RESUME, Diverged, Preempted, UserError
+from hvd_cifar.errors import RESUME, Diverged, Preempted
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.runtime import environment
 from hvd_cifar.training.callbacks import Callback
@@ -117,11 +117,5 @@ class Trainer:
             self.reporter.begin_session(environment.starts())
             with self.reporter.progress(first, total):
                 yield
-        except BaseException:
+        finally:
             self.reporter.mark("end", step=self.progress.step)
-            with contextlib.suppress(UserError):  # the error in the block comes first
-                self.reporter.close()
-            raise
-        else:
-            self.reporter.mark("end", step=self.progress.step)
-            self.reporter.close()

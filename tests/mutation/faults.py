@@ -27,6 +27,8 @@ P = "hvd_cifar/"
 METRICS = "tests/single/test_metrics.py"
 DOCTOR = "tests/single/test_doctor.py"
 BENCHMARK = "tests/single/test_benchmark.py"
+BOARD = "tests/single/test_board.py"
+SUMMARIES = "tests/parallel/test_summaries.py"
 
 REPORTING = [
     Fault(
@@ -46,10 +48,46 @@ REPORTING = [
     Fault(P + "reporting/board.py", ".step <= step]", ".step < step]", METRICS, "the step of the resume disappears"),
     Fault(
         P + "reporting/board.py",
-        "            _drop_events_after(path, first_step)\n",
-        "            pass\n",
+        "        _drop_events_after(path, first_step)\n",
+        "        pass\n",
         METRICS,
         "TensorBoard shows steps twice",
+    ),
+    Fault(P + "reporting/board.py", "flat[np.isfinite(flat)]", "np.nan_to_num(flat)", BOARD, "a NaN is counted as 0"),
+    Fault(P + "reporting/board.py", "counts.sum(axis=1,", "counts.sum(axis=0,", BOARD, "shares of the wrong class"),
+    Fault(
+        P + "distributed/optimizer.py",
+        "            self._watch(reduced)\n        super().apply(reduced, variables)",
+        "            self._watch(reduced[::-1])\n        super().apply(reduced, variables)",
+        SUMMARIES,
+        "a variable has another one's gradient",
+    ),
+    Fault(
+        P + "training/record.py", "        self.ask(False)\n", "        pass\n", SUMMARIES, "every later step is copied"
+    ),
+    Fault(
+        P + "training/progress.py",
+        "Losses(loss - penalty, penalty, loss)",
+        "Losses(loss, penalty, loss + penalty)",
+        SUMMARIES,
+        "weight decay counts twice",
+    ),
+    Fault(
+        P + "training/step.py",
+        "share, penalty = share + decay, penalty + decay",
+        "share, penalty = share + decay, decay / (present / count)",
+        SUMMARIES,
+        "each rank adds the whole weight decay",
+    ),
+    Fault(
+        P + "training/summaries.py",
+        "if not collectives.broadcast_object(is_due):",
+        "if not is_due:",
+        SUMMARIES,
+        "each rank decides by its own clock, and one waits for ever",
+    ),
+    Fault(
+        P + "training/summaries.py", "return_index=True", "return_inverse=True", SUMMARIES, "images of other classes"
     ),
     Fault(
         P + "reporting/metrics.py",

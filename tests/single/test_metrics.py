@@ -28,7 +28,6 @@ def _report(run_dir: Path, first: int, steps: list[int]) -> None:
     reporter.open(first)
     for step in steps:
         reporter.train(step, step / 10, 1.0 / step, 0.1, 100.0, 0.5)
-    reporter.close()
 
 
 def test_events_are_an_object_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +35,6 @@ def test_events_are_an_object_a_line(tmp_path: Path, capfd: pytest.CaptureFixtur
     reporter.open(0)
     reporter.train(10, 0.5, 2.25, 0.1, 1234.5, 0.25)
     reporter.evaluation(10, 0.5, 0.61, 1.5, 10_000)
-    reporter.close()
     train, evaluation = _events(tmp_path)
     assert train == {
         "event": "train",
@@ -117,7 +115,6 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(
     reporter.catch_up()
     assert not reporter.is_behind and "nothing of it is lost" in capsys.readouterr().err
     reporter.train(3, 0.3, 1.0, 0.1, 100.0, 0.5)
-    reporter.close()
     assert [(e["event"], e["step"]) for e in _events(tmp_path)] == [
         ("train", 1),
         ("train", 2),
@@ -125,7 +122,7 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(
         ("train", 3),
     ]
     found = _by_events(tmp_path / "tensorboard")
-    assert (found["cifar10/train/loss"], found["cifar10/eval/test_loss"]) == ([1, 2, 3], [2])
+    assert (found["images_per_second"], found["cifar10/test_loss"]) == ([1, 2, 3], [2])
 
 
 def test_half_an_event_of_tensorboard_does_not_hide_later_ones(tmp_path: Path) -> None:
@@ -141,8 +138,7 @@ def test_half_an_event_of_tensorboard_does_not_hide_later_ones(tmp_path: Path) -
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert reporter.is_behind
     reporter.catch_up()
-    reporter.close()
-    assert _by_events(tmp_path / "tensorboard")["cifar10/train/loss"] == [1, 2]
+    assert _by_events(tmp_path / "tensorboard")["images_per_second"] == [1, 2]
 
 
 def _by_events(folder: Path) -> dict[str, list[int]]:
@@ -177,13 +173,13 @@ def test_tensorboard_shows_each_step_once_after_a_kill_and_a_resume(
     # Never closed: what was written is on disk, and the last record is cut off.
     (file,) = (tmp_path / "tensorboard").iterdir()
     file.write_bytes(file.read_bytes() + file.read_bytes()[:9])
-    assert shown(tmp_path / "tensorboard")["cifar10/train/loss"] == [10, 20, 30]
+    assert shown(tmp_path / "tensorboard")["images_per_second"] == [10, 20, 30]
     _report(tmp_path, 20, [25, 30, 40])
     found = shown(tmp_path / "tensorboard")
-    assert found["cifar10/train/loss"] == found["cifar10/train/learning_rate"] == [10, 20, 25, 30, 40]
-    assert not any("eval" in tag for tag in found)  # of step 30, which has no evaluation now
+    assert found["images_per_second"] == found["learning_rate"] == [10, 20, 25, 30, 40]
+    assert "cifar10/test_loss" not in found  # of step 30, which has no evaluation now
     _report(tmp_path, 25, [30])
-    assert shown(tmp_path / "tensorboard")["cifar10/train/loss"] == [10, 20, 25, 30]
+    assert shown(tmp_path / "tensorboard")["images_per_second"] == [10, 20, 25, 30]
 
 
 def test_every_event_is_on_disk_at_once(tmp_path: Path) -> None:
@@ -193,8 +189,7 @@ def test_every_event_is_on_disk_at_once(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         reporter.train(step, step / 10, 1.0, 0.1, 100.0, 0.5)
         assert [e["step"] for e in _events(tmp_path)] == list(range(1, step + 1))
-        assert _by_events(tmp_path / "tensorboard")["cifar10/train/loss"] == list(range(1, step + 1))
-    reporter.close()
+        assert _by_events(tmp_path / "tensorboard")["images_per_second"] == list(range(1, step + 1))
 
 
 def test_an_evaluation_that_is_made_again_after_a_resume_is_on_record_once(tmp_path: Path) -> None:
@@ -202,9 +197,8 @@ def test_an_evaluation_that_is_made_again_after_a_resume_is_on_record_once(tmp_p
         reporter = Reporter(tmp_path, watched=False, dataset="cifar10")
         reporter.open(first)
         reporter.evaluation(20, 2.0, 0.6, 1.5, 100)
-        reporter.close()
     assert [e["step"] for e in _events(tmp_path)] == [20]
-    assert _by_events(tmp_path / "tensorboard")["cifar10/eval/test_loss"] == [20]
+    assert _by_events(tmp_path / "tensorboard")["cifar10/test_loss"] == [20]
 
 
 def test_only_rank_0_writes_and_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -215,7 +209,6 @@ def test_only_rank_0_writes_and_speaks(tmp_path: Path, capfd: pytest.CaptureFixt
         reporter.evaluation(1, 0.1, 0.5, 1.0, 10)
         reporter.say("hello")
     reporter.summary({"a": 1})
-    reporter.close()
     assert capfd.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
 
@@ -225,7 +218,6 @@ def test_a_watched_run_draws_a_bar_above_which_lines_stay(tmp_path: Path, capfd:
     reporter.open(0)
     with reporter.progress(0, 40):
         reporter.train(10, 0.5, 2.25, 0.1, 1234.5, 0.25)
-    reporter.close()
     out = capfd.readouterr().out
     assert "10/40" in out and "\x1b[" in out
     assert "step 10, loss = 2.2500" in out

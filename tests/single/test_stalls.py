@@ -76,9 +76,8 @@ def test_only_those_with_the_secret_are_answered() -> None:
 
 
 def _seen(host: int, compute: float, wait: float, links: dict[int, float] | None = None) -> Seen:
-    return Seen(
-        f"n{host}", f"10.0.0.{host}", Times(10, compute, wait), {f"10.0.0.{h}": r for h, r in (links or {}).items()}
-    )
+    rates = {f"10.0.0.{h}": r for h, r in (links or {}).items()}
+    return Seen(f"n{host}", f"10.0.0.{host}", Times(10, compute, wait), (compute + wait) / 10, rates)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,192 @@
+"""What TensorBoard shows of real runs on two ranks, beside NumPy's numbers; and that training does not notice."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+
+from tests.ranks import run_ranks
+
+STEPS, EVERY, RATE, DECAY = 11, 5, 0.01, 0.004
+PLAIN = {"deterministic": True}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {**PLAIN, "summary_every": EVERY},
+    "none": {**PLAIN, "summary_every": 0},
+    "buckets": {**PLAIN, "summary_every": EVERY, "overlap": "on", "bucket_bytes": 20_001},
+    "micro-batches": {**PLAIN, "summary_every": 1, "max_steps": 2, "gradient_accumulation": 2},
+    "half": {**PLAIN, "max_steps": 2, "precision": "mixed_float16", "compression": "fp16"},
+}
+
+
+def _train(data: str, folder: str) -> dict[str, Any]:
+    """Runs in one start of the ranks: their digests; of the first what a callback sees at step 5."""
+    from hvd_cifar import Callback
+    from hvd_cifar.config import TrainSettings, make
+    from hvd_cifar.runtime.world import session
+    from hvd_cifar.training.assemble import assemble
+    from hvd_cifar.training.summaries import Summaries
+    from hvd_cifar.training.trainer import OfUser
+
+    seen: dict[str, Any] = {}
+
+    class Look(Callback):
+        """Weights before and after a step, and what the net makes of the step's images with those before."""
+
+        def on_step(self, run: Any) -> None:
+            import keras
+
+            weights = {v.path: v.numpy() for v in run.model.trainable_variables}
+            if run.step == EVERY - 1:
+                self.before = weights
+            if run.step == EVERY and not seen:
+                batch = run._progress.micro_batches[0]
+                for v in run.model.trainable_variables:
+                    v.assign(self.before[v.path])
+                conv1 = keras.Model(run.model.inputs, run.model.get_layer("conv1_relu").output)
+                seen["conv1"] = conv1(batch.image[:32]).numpy().ravel()
+                for v in run.model.trainable_variables:
+                    v.assign(weights[v.path])
+                seen.update(image=batch.image.numpy(), label=batch.label.numpy(), before=self.before, after=weights)
+
+    def asked(summaries: Any, rank: int, seconds: list[float]) -> int:
+        """The step that is asked for after step 99, where the last summary took rank 0 and 1 this long."""
+        summaries.seconds, summaries.asked_step = seconds[rank], 0
+        summaries._ask(SimpleNamespace(step=99, settings=SimpleNamespace(summary_every=None)))
+        return int(summaries.asked_step)
+
+    common = {
+        "model": "tutorial",
+        "dataset": "synthetic",
+        "data_dir": data,
+        "seed": 3,
+        "batch_size": 40,
+        "log_every": 1,
+    }
+    common |= {"eval_every": 0, "eval_examples": 50, "max_steps": STEPS, "learning_rate": RATE, "warmup_epochs": 0}
+    common["learning_rate_factor"] = 1
+    digests = {}
+    with session(1, deterministic=True) as world:
+        for name, way in WAYS.items():
+            settings = make(TrainSettings, {**common, "run_dir": f"{folder}/{name}", **way})
+            trainer = assemble(settings, world, OfUser(callbacks=[Look()]))
+            digests[name] = trainer.train()["weights_sha256"]
+        (summaries,) = (c for c in trainer.callbacks if isinstance(c, Summaries))
+        decided = [asked(summaries, world.rank, seconds) for seconds in ([1e9, 0.0], [0.0, 1e9])]
+    return {"digests": digests, "seen": seen, "decided": decided, "names": summaries.dataset.class_names}
+
+
+class Board:
+    """The event files of a run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+        self.tags = set(self.events.Tags()["tensors"])
+
+    def __getitem__(self, tag: str) -> dict[int, Any]:
+        """Values by step; those of a curve are numbers."""
+        values = {event.step: make_ndarray(event.tensor_proto) for event in self.events.Tensors(tag)}
+        return {step: value if value.ndim else value.item() for step, value in values.items()}
+
+
+def _metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    events = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [event for event in events if event["event"] == kind]
+
+
+def _buckets(values: Any) -> Any:
+    counts, edges = np.histogram(np.array(values, np.float32), 30)
+    return np.stack([edges[:-1], edges[1:], counts], axis=1)
+
+
+@pytest.mark.timeout(1600)
+def test_tensorboard_shows_what_the_run_computes(embedded: Path, tmp_path: Path) -> None:
+    ranks = run_ranks(_train, 2, str(embedded), str(tmp_path), timeout=1500)
+    _, seen = (rank["seen"] for rank in ranks)
+    digests = ranks[0]["digests"]
+    run, board = tmp_path / "plain", Board(tmp_path / "plain")
+
+    # Training does not notice.
+    assert digests["plain"] == digests["none"] == digests["buckets"]
+    # The losses of each step, and their moving averages.
+    trained = _metrics(run, "train")
+    raw = board["total_loss (raw)"]
+    assert {event["step"]: event["loss"] for event in trained} == pytest.approx(raw) and len(raw) == STEPS
+    decay = DECAY / 2 * sum(np.square(seen["before"][f"local{i}/kernel"]).sum() for i in (3, 4))
+    assert board["weight_loss (raw)"][EVERY] == pytest.approx(decay, rel=1e-5)
+    for name in ("cross_entropy", "weight_loss", "total_loss"):
+        average, values = None, board[f"{name} (raw)"]
+        for step, value in values.items():
+            average = value if average is None else 0.9 * average + 0.1 * value
+            assert board[name][step] == pytest.approx(average, rel=1e-5)
+    assert raw[EVERY] == pytest.approx(board["cross_entropy (raw)"][EVERY] + decay, rel=1e-5)
+    for name in ("learning_rate", "images_per_second"):
+        assert board[name] == pytest.approx({event["step"]: event[name] for event in trained}, rel=1e-5)
+
+    # Histograms of the variables, and of the gradient that the optimizer applied: the mean over both ranks.
+    summaries = [1, EVERY, 2 * EVERY]
+    for path, after in seen["after"].items():
+        layer, _, name = path.partition("/")
+        tag = f"{layer}/{ {'kernel': 'weights', 'bias': 'biases'}[name] }"
+        assert list(board[tag]) == list(board[f"{tag}/gradients"]) == summaries
+        assert np.array_equal(board[tag][EVERY], _buckets(after))
+        gradient = (np.array(seen["before"][path]) - np.array(after)) / RATE
+        found = board[f"{tag}/gradients"][EVERY]
+        assert found[:, 2].sum() == gradient.size
+        ends = found[0, 0], found[-1, 1]
+        # What float32 weights near 0.1 lose of a small change.
+        assert ends == pytest.approx((gradient.min(), gradient.max()), abs=2e-6 / RATE, rel=1e-3)
+        assert max(map(abs, ends)) > 1e-4
+
+    # Activations of the second rank's own images.
+    assert np.array_equal(board["tower_1/conv1/activations"][EVERY][:, 2].sum(), len(seen["conv1"]))
+    assert board["tower_1/conv1/activations"][EVERY][-1, 1] == pytest.approx(max(seen["conv1"]), rel=1e-4)
+    zeros = np.mean(np.array(seen["conv1"]) == 0)
+    assert 0.1 < zeros == pytest.approx(board["tower_1/conv1/sparsity"][EVERY], abs=1e-4)
+    layers = ("conv1", "conv2", "local3", "local4", "softmax_linear")
+    assert {f"tower_{r}/{layer}/sparsity" for r in (0, 1) for layer in layers} <= board.tags
+
+    # An image of each class of rank 0's batch, as the net got it.
+    own = ranks[0]["seen"]
+    shown = {tag for tag in board.tags if tag.startswith("images/") and EVERY in board[tag]}
+    names = [ranks[0]["names"][label] for label in own["label"]]
+    assert shown == {f"images/{name}" for name in names}
+    for name in set(names):
+        image = np.array(own["image"][names.index(name)])
+        pixels = np.asarray(Image.open(io.BytesIO(board[f"images/{name}"][EVERY][2])))
+        assert np.abs(pixels / 255 - (image - image.min()) / np.ptp(image)).max() < 0.51 / 255
+
+    # The evaluation, the ranks' times, the settings, the graph.
+    (evaluation,) = _metrics(run, "eval")
+    assert board["synthetic/test_accuracy"][STEPS] == pytest.approx(evaluation["test_accuracy"])
+    counts = board["confusion_matrix/counts"][STEPS][1:, 1:].astype(int)
+    assert counts.sum() == 50 and np.trace(counts) / 50 == evaluation["test_accuracy"]
+    (times,) = _metrics(run, "ranks")
+    for name in ("step_seconds", "compute_seconds", "wait_seconds"):
+        for rank in (0, 1):
+            assert board[f"{name}/rank_{rank}"][STEPS] == pytest.approx(times[name][rank])
+            assert times["step_seconds"][rank] > 0.9 * times[name][rank]
+    assert "_hparams_/session_start_info" in board.tags
+    assert any("Horovod" in node.op for node in board.events.Graph().node)
+
+    # Without summaries their curves stay. Buckets change no number.
+    less, buckets = Board(tmp_path / "none"), Board(tmp_path / "buckets")
+    assert not {tag for tag in less.tags if "weights" in tag or "tower" in tag or "images/" in tag}
+    assert {"total_loss", "confusion_matrix", "learning_rate"} <= less.tags
+    assert np.array_equal(buckets["conv2/weights/gradients"][EVERY], board["conv2/weights/gradients"][EVERY])
+    # The other ways of a step.
+    twice = Board(tmp_path / "micro-batches")
+    assert twice["conv2/weights/gradients"][2][:, 2].sum() == 5 * 5 * 64 * 64
+    assert twice["tower_1/local4/activations"][2][:, 2].sum() == 32 * 192
+    half = Board(tmp_path / "half")["local3/weights/gradients"]
+    assert list(half) == [1] and 0 < half[1][-1, 1] < 1  # unscaled: the loss scale is 32,768
+    # By default rank 0's clock decides for both.
+    assert [rank["decided"] for rank in ranks] == [[0, 100]] * 2

@@ -1,0 +1,131 @@
+"""Summaries as bytes, read back with TensorBoard's own readers."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard.util.tensor_util import make_ndarray
+
+from hvd_cifar import cli
+from hvd_cifar.files import append
+from hvd_cifar.launch import launcher
+from hvd_cifar.reporting import board
+from tests.ranks import environment
+
+
+def _read(folder: Path, step: int, *summaries: Any, graph: bytes | None = None) -> EventAccumulator:
+    append(board.begin(folder, step), board.encode(step, summaries, graph))
+    return EventAccumulator(str(folder)).Reload()
+
+
+def _value(found: EventAccumulator, tag: str) -> Any:
+    (event,) = found.Tensors(tag)
+    return make_ndarray(event.tensor_proto)
+
+
+def test_a_histogram_counts_every_finite_value(tmp_path: Path) -> None:
+    values = np.random.default_rng(1).normal(size=(50, 7)).astype(np.float32)
+    broken = np.append(values, np.array([np.nan, np.inf], np.float32))
+    given = {"usual": values, "one value": np.full(9, 2.5), "broken": broken, "none": np.array([np.nan])}
+    found = _read(tmp_path, 3, board.histograms({tag: board.histogram(v) for tag, v in given.items()}))
+    left, right, counts = _value(found, "usual").T
+    assert counts.shape == (30,) and counts.sum() == 350 and left[0] == values.min() and right[-1] == values.max()
+    inside = [(values >= low).sum() - (values >= high).sum() for low, high in zip(left[1:-1], right[1:-1], strict=True)]
+    assert counts[1:-1].tolist() == inside
+    assert _value(found, "usual").tolist() == _value(found, "broken").tolist()
+    left, right, counts = _value(found, "one value").T
+    assert counts.sum() == 9 and (left[counts > 0] <= 2.5).all() and (right[counts > 0] >= 2.5).all()
+    assert not _value(found, "none").any()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_an_image_is_a_png_of_its_pixels(channels: int, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(2).integers(0, 256, (5, 4, channels), np.uint8)
+    found = _read(tmp_path, 1, board.images({"images/cat": pixels}, "words"))
+    width, height, png = _value(found, "images/cat")
+    assert (width, height) == (b"4", b"5")
+    assert (np.asarray(Image.open(io.BytesIO(png))).reshape(5, 4, channels) == pixels).all()
+    metadata = found.SummaryMetadata("images/cat")
+    assert (metadata.plugin_data.plugin_name, metadata.summary_description) == ("images", "words")
+
+
+@pytest.mark.parametrize("names", [("cat", "dog"), ()])
+def test_a_confusion_matrix_is_a_picture_and_a_table(names: tuple[str, ...], tmp_path: Path) -> None:
+    found = _read(tmp_path, 1, *board.confusion([[3, 1], [0, 0]], names))
+    one, other = names or ("0", "1")
+    table = [["", f"**{one}**", f"**{other}**"], [f"**{one}**", "3", "1"], [f"**{other}**", "0", "0"]]
+    assert [[cell.decode() for cell in row] for row in _value(found, "confusion_matrix/counts")] == table
+    shade = np.asarray(Image.open(io.BytesIO(_value(found, "confusion_matrix")[2])))
+    corners = shade[:: board.CELL, :: board.CELL].tolist()
+    assert corners == [[63, 191], [255, 255]]  # black: all of a class
+
+
+def test_hyperparameters_and_the_graph_are_where_tensorboard_looks_for_them(tmp_path: Path) -> None:
+    values = {"seed": 3, "rate": 0.1, "model": "fast", "smooth": True, "sizes": (20, 24), "absent": None}
+    found = _read(tmp_path, 0, board.hyperparameters(values, "run 1"), graph=b"")
+    content = found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    info = HParamsPluginData.FromString(content).session_start_info
+    kept = {name: getattr(value, value.WhichOneof("kind")) for name, value in info.hparams.items()}
+    assert kept == {"seed": 3, "rate": 0.1, "model": "fast", "smooth": True, "sizes": "(20, 24)"}
+    assert info.group_name == "run 1"
+
+
+def test_the_launcher_starts_tensorboard_on_a_run_and_passes_arguments_on(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    _read(tmp_path / "run" / "tensorboard", 3, board.scalars({"total_loss": 2.5}))
+    words = [
+        sys.executable,
+        "-m",
+        "hvd_cifar.launch",
+        "tensorboard",
+        str(tmp_path),
+        "--port",
+        "0",
+        "--load_fast",
+        "false",
+    ]
+    server = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment())
+    try:
+        assert server.stderr is not None
+        address = next(found[0] for line in server.stderr if (found := re.search(r"http://localhost:\d+/", line)))
+        deadline, shown = time.monotonic() + 120, dict[str, Any]()
+        while not shown:  # the server reads files after it has begun to answer
+            assert time.monotonic() < deadline
+            with urllib.request.urlopen(f"{address}data/plugin/scalars/tags", timeout=60) as answer:
+                shown = json.load(answer)
+        with urllib.request.urlopen(f"{address}data/logdir", timeout=60) as answer:
+            assert json.load(answer) == {"logdir": str(tmp_path)}
+    finally:
+        server.terminate()
+        server.communicate()
+    assert list(shown["run/tensorboard"]) == ["total_loss"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["tensorboard"], "name a run"),
+        (["tensorboard", "--port", "6007"], "name a run"),
+        (["tensorboard", "/no/such"], "/no/such: no event file is there"),
+        (["-np", "2", "tensorboard", "x"], "leave -np"),
+    ],
+)
+def test_what_tensorboard_cannot_show_is_one_line(
+    argv: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launcher.main(argv, cli.check) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert message in line
