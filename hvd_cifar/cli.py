@@ -89,6 +89,10 @@ def _commands() -> click.Group:
     _add(commands, "train", config.TrainSettings, _train, "Train a model; rank 0 writes the run directory.")
     _add(commands, "evaluate", config.EvaluateSettings, _evaluate, "Evaluate a checkpoint on the whole test set.")
 
+    report_help = "Write a page (HTML) about runs: what ran, curves, where the time went, what happened, mistakes."
+    _add(commands, "report", config.ReportSettings, _report, report_help)
+    _add(commands, "watch", config.WatchSettings, _watch, "Show a run that somebody else started, until it ends.")
+
     @commands.group()
     def benchmark() -> None:
         """Measure the training step and the all-reduce on this machine or cluster, and predict more ranks."""
@@ -137,8 +141,11 @@ def _add(
     group.add_command(click.Command(name, params=options, callback=parse, help=help_text, hidden=hidden))
 
 
-def _option(field: str, info: Any) -> click.Option:
+def _option(field: str, info: Any) -> click.Parameter:
     name, extra = config.option_name(field), info.json_schema_extra or {}
+    if metavar := extra.get("argument"):
+        is_list = typing.get_origin(info.annotation) is tuple
+        return click.Argument([field], metavar=metavar, nargs=-1 if is_list else 1, required=True)
     if flags := extra.get("flags"):
         is_flag = info.annotation is bool
         metavar = None if is_flag else _metavar(info.annotation)
@@ -166,7 +173,9 @@ def _metavar(annotation: Any) -> str:
         return _metavar(members[0])
     if typing.get_origin(annotation) is typing.Annotated:
         return _metavar(members[0])
-    return {int: "N", float: "X", Path: "PATH", tuple[int, ...]: "N,N,..."}.get(annotation, "TEXT")
+    if typing.get_origin(annotation) is tuple:
+        return "{0},{0},...".format(_metavar(members[0]))
+    return {int: "N", float: "X", Path: "PATH"}.get(annotation, "TEXT")
 
 
 def _train(settings: config.TrainSettings) -> None:
@@ -180,6 +189,18 @@ def _evaluate(settings: config.EvaluateSettings) -> None:
     with quiet_start():
         from hvd_cifar.training.evaluate_command import evaluate_run
     evaluate_run(settings)
+
+
+def _report(settings: config.ReportSettings) -> None:
+    from hvd_cifar.tools.report.command import report
+
+    report(settings)
+
+
+def _watch(settings: config.WatchSettings) -> None:
+    from hvd_cifar.tools.watch import watch
+
+    watch(settings)
 
 
 def _benchmark_step(settings: config.BenchmarkStepSettings) -> None:

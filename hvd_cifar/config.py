@@ -198,6 +198,11 @@ def _without_password(address: str) -> str:
     return address
 
 
+def _words(given: Any) -> Any:
+    """Text such as a,b as ("a", "b")."""
+    return tuple(given.split(",")) if isinstance(given, str) else given
+
+
 RankCounts = Annotated[tuple[int, ...], BeforeValidator(_rank_counts)]
 ImageSizes = Annotated[tuple[Annotated[int, Field(gt=0, le=9999)], ...], BeforeValidator(_image_sizes)]
 Bytes = Annotated[int, _quantity(_SIZES, "4, 64K or 256MiB")]
@@ -419,6 +424,7 @@ class TrainSettings(DataSettings):
     )
 
     log_every: int = Field(10, gt=0, le=MOST_STEPS, description="Steps between log lines.")
+    quiet: bool = Field(False, description="Print warnings and errors alone; the run's files hold the rest.")
     checkpoint_every: int = Field(
         1000, gt=0, le=MOST_STEPS, description="Steps between checkpoints; the newest 5 are kept."
     )
@@ -633,6 +639,27 @@ class BenchmarkPredictSettings(StepWork, _BenchmarkOutput):
     )
 
 
+class ReportSettings(_Settings):
+    """A page about runs."""
+
+    run_dirs: tuple[LocalPath, ...] = Field(
+        min_length=1, description="Folders of runs; several are compared.", json_schema_extra={"argument": "RUN_DIR..."}
+    )
+    benchmarks: Annotated[tuple[LocalPath, ...], BeforeValidator(_words)] = Field(
+        (), description="--json files of `benchmark`, with commas between them, to draw also."
+    )
+    output: LocalPath | None = Field(
+        None, description="HTML file to write. [default: report.html in the first RUN_DIR]"
+    )
+
+
+class WatchSettings(_Settings):
+    """A run to watch."""
+
+    run_dir: LocalPath = Field(description="Folder of the run.", json_schema_extra={"argument": "RUN_DIR"})
+    quiet: bool = Field(False, description="Print how the run ends alone.")
+
+
 class DoctorSettings(_Settings):
     """What the doctor looks at: hosts, as for the launcher, and folders, as for a run."""
 
@@ -685,6 +712,13 @@ def option_name(field: str) -> str:
     return "--" + field.removesuffix("_file").replace("_", "-")
 
 
+def _told_name(kind: type[S], field: str) -> str:
+    """What the command line calls a field: its option, or its place."""
+    info = kind.model_fields.get(field)
+    extra = info.json_schema_extra if info else None
+    return str(extra["argument"]) if isinstance(extra, dict) and "argument" in extra else option_name(field)
+
+
 def make(kind: type[S], values: dict[str, Any]) -> S:
     """Validate `values` (field name -> value, text is converted) into settings.
 
@@ -697,7 +731,7 @@ def make(kind: type[S], values: dict[str, Any]) -> S:
         first = failure.errors()[0]
         if not first["loc"]:  # a check of several fields together brings its own words
             raise UserError(str(first["ctx"]["error"]) if "ctx" in first else first["msg"]) from None
-        option = option_name(str(first["loc"][0]))
+        option = _told_name(kind, str(first["loc"][0]))
         if first["type"] == "missing":
             raise UserError(f"{option} is required") from None
         if first["type"] == "extra_forbidden":

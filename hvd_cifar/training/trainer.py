@@ -12,12 +12,15 @@ from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import RESUME, Diverged, Preempted, UserError
 from hvd_cifar.reporting.metrics import Reporter
+from hvd_cifar.reporting.view import Course
 from hvd_cifar.runtime import environment
 from hvd_cifar.training.callbacks import Callback
 from hvd_cifar.training.preemption import StopRequests
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.run_dir import read_summary
 from hvd_cifar.training.step import Notes, TrainStep
+
+LONGEST_WHY = 300  # characters of an error in the record of the run
 
 
 @dataclass(frozen=True)
@@ -114,14 +117,19 @@ class Trainer:
             if first < total:
                 self.reporter.withdraw_summary()
             self.reporter.open(first, self.run.settings.record_examples)
-            self.reporter.begin_session(environment.starts())
-            with self.reporter.progress(first, total):
+            world = self.run.world
+            told = {"ends": environment.ends(), "ranks": world.size, "elastic": world.elastic is not None}
+            self.reporter.begin_session(environment.starts(), **told)
+            plan = self.run.plan
+            with self.reporter.progress(first, Course(plan.global_batch_size, total, plan.steps_per_epoch)):
                 yield
-        except BaseException:
-            self.reporter.mark("end", step=self.progress.step)
+        except BaseException as failure:
+            how = "stopped" if isinstance(failure, Preempted) else "failed"
+            why = "" if how == "stopped" else " ".join(str(failure).split())[:LONGEST_WHY]
+            self.reporter.mark("end", step=self.progress.step, how=how, why=why)
             with contextlib.suppress(UserError):  # the error in the block comes first
                 self.reporter.close()
             raise
         else:
-            self.reporter.mark("end", step=self.progress.step)
+            self.reporter.mark("end", step=self.progress.step, how="complete")
             self.reporter.close()
