@@ -16,7 +16,7 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.files import append_text, replace_text
 from hvd_cifar.reporting import run_files
 from hvd_cifar.reporting.run_files import Lines, Train, as_events, read_run
-from tests.options import CONFIG, CONFUSION, TRAIN_LINE
+from tests.run_dirs import CONFIG, CONFUSION, TRAIN_LINE
 
 
 @pytest.fixture
