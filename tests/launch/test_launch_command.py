@@ -175,9 +175,11 @@ PROGRAM = [PYTHON, "-m", "hvd_cifar", "train", "--run-dir", "a b"]
         (["doctor", "--hostfile", "f", "--gloo", "--json"], "doctor --hostfile f --gloo --json"),
         (["-H", "a:2,b", "--gloo", "-np", "2", "doctor", "--json"], "doctor --json --gloo -np 2 -H a:2,b:1"),
         (["--allreduce", "ring", "doctor"], "doctor --allreduce ring"),
+        (["report", "a", "b", "--output", "c"], "report a b --output c"),
+        (["-np", "2", "watch", "a"], "watch a"),
     ],
 )
-def test_the_doctor_runs_once_and_takes_the_launchers_options(
+def test_what_needs_no_ranks_runs_once_and_the_doctor_takes_the_launchers_options(
     argv: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert launcher.main(["--dry-run", *argv], cli.check) == 0
