@@ -17,6 +17,8 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
   ./run.sh test [PYTEST OPTIONS]           lint, types and all but slow tests; with options: pytest alone
   ./run.sh test --all [PYTEST OPTIONS]     the same and slow tests, such as the container image
   ./run.sh [-np N] [-H HOSTS | --hostfile FILE] [LAUNCHER OPTIONS] COMMAND [OPTIONS]
+  ./run.sh report RUN_DIR...               write a page about runs: curves, where the time went, what happened, mistakes
+  ./run.sh watch RUN_DIR                   show a run that somebody else started, until it ends
   ./run.sh doctor [-H HOSTS | --hostfile FILE] [--gloo]    look on all hosts at once for what usually goes wrong
 
 COMMAND is train, evaluate, or benchmark step|allreduce|predict; `./run.sh train --help` lists options, as docs/configuration.md does.

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml  # JSON is a subset of YAML, so one reader serves both
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from hvd_cifar.errors import UserError
+from hvd_cifar.errors import UserError, printable
 from hvd_cifar.files import MOST_JSON_BYTES, replace_text
 
 MODELS = ("fast", "tutorial", "resnet20", "resnet32", "resnet56")
@@ -743,8 +743,7 @@ def make(kind: type[S], values: dict[str, Any]) -> S:
 
 def _shown(value: Any) -> str:
     """A wrong value in a message: on one line, and not longer than that."""
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value))
-    text = re.sub("//[^/]*@", "//...@", text)  # a password
+    text = re.sub("//[^/]*@", "//...@", printable(str(value)))  # a password
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 

@@ -64,6 +64,8 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
         if request.command[0] == "doctor":
             return _run_here(_with_hosts(request), request.dry_run, check)
         if request.command[0] in ALONE:
+            if request.ranks or request.hosts:
+                raise UserError(f"{request.command[0]} runs as one process here: leave -np, -H and --hostfile out")
             return _run_here(list(request.command), request.dry_run, check)
         if request.command[0] == PYTHON:
             _check_program(request.command[1:])

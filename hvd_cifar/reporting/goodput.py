@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvd_cifar.config import MOST_STEPS
+
 SESSIONS = "sessions.jsonl"
 KINDS = (
     "useful_steps",
@@ -59,7 +61,7 @@ def read(text: str) -> list[Mark]:
             mark = json.loads(line)
             began = mark["began"] if mark["mark"] in SPANS else 0
             numbers = [mark["time"], mark.get("step", 0), began, *mark.get("starts", [0])]
-            if isinstance(mark["mark"], str) and all(math.isfinite(number) for number in numbers):
+            if isinstance(mark["mark"], str) and all(abs(number) <= MOST_STEPS for number in numbers):
                 marks.append(mark)
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
             continue

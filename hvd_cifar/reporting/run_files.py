@@ -20,7 +20,8 @@ from hvd_cifar.reporting import goodput, story
 from hvd_cifar.reporting.story import Standing
 
 Count = Annotated[int, Field(ge=0, le=MOST_STEPS)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
+Number = Annotated[float, Field(ge=-1e30, le=1e30)]  # what a chart can show
+Seconds = Annotated[float, Field(ge=0, le=1e30)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -55,8 +56,8 @@ class Ranks(_Part):
     event: Literal["ranks"]
     step: Count
     hosts: list[str] = []  # empty in files of older versions
-    compute_seconds: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(min_length=1)
-    wait_seconds: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+    compute_seconds: list[Seconds] = Field(min_length=1)
+    wait_seconds: list[Seconds]
 
     @model_validator(mode="after")
     def _each_rank_has_a_value(self) -> Ranks:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hvd_cifar.errors import DIVERGED
+from hvd_cifar.errors import DIVERGED, printable
 from hvd_cifar.reporting.goodput import Mark
 
 SECONDS_FOR_RESTART = 90.0  # a launcher waits up to 60 s before it starts ranks again, and then they start
@@ -34,7 +34,7 @@ def happenings(marks: Iterable[Mark]) -> list[Happening]:
     before_launch: Mark = {}  # the end of the last session
 
     def add(kind: Kind, mark: Mark, text: str) -> None:
-        found.append(Happening(kind, mark["time"], mark.get("step"), text))
+        found.append(Happening(kind, mark["time"], mark.get("step"), printable(text)))
 
     for mark in marks:
         kind, step = mark["mark"], mark.get("step")
@@ -48,7 +48,7 @@ def happenings(marks: Iterable[Mark]) -> list[Happening]:
                 text = f"the run is cut off after step {before_launch.get('step')}"
                 add("failure", before_launch, f"{text}: {of_session}" if of_session else text)
             for noticed, why in zip(new[is_same_job:], ends, strict=True):
-                found.append(Happening("failure", noticed, None, f"a start fails: {why}"))
+                add("failure", {"time": noticed}, f"a start fails: {why}")
         elif kind == "start":
             now = _ranks(launch)
             if is_first and not step:
@@ -74,7 +74,7 @@ def _end(mark: Mark) -> Happening:
         return Happening("end", mark["time"], step, f"the run is complete after step {step}")
     if how == "stopped":
         return Happening("stop", mark["time"], step, f"the run stops at a request, after step {step}")
-    why = f": {mark['why']}" if mark.get("why") else ""
+    why = printable(f": {mark['why']}") if mark.get("why") else ""
     return Happening("failure", mark["time"], step, f"the run fails after step {step}{why}")
 
 

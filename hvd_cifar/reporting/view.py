@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -11,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hvd_cifar.errors import printable
 from hvd_cifar.reporting.run_files import Evaluated, Event, Ranks, Train
 
 ROWS_FOR_LINES = 8  # of the terminal, which ranks leave to the log above the view
@@ -69,7 +69,7 @@ class View:
         cells.append(Text(f"step {self.step:,}" + (f" of {course.total_steps:,}" if course.total_steps else "")))
         if course.total_steps and train and train.images_per_second > 0:
             seconds = max(0, course.total_steps - self.step) * course.global_batch_size / train.images_per_second
-            cells.append(Text(f"{timedelta(seconds=round(seconds))} left"))
+            cells.append(Text(f"{clock(seconds)} left"))
         for cell in cells:
             is_bar = isinstance(cell, ProgressBar)
             line.add_column(no_wrap=True, ratio=1 if is_bar else None, min_width=8 if is_bar else None)
@@ -94,12 +94,18 @@ def _by_rank(ranks: Ranks) -> Table:
     hosts = ranks.hosts or [""] * len(ranks.compute_seconds)
     for rank, (host, own, wait) in enumerate(zip(hosts, ranks.compute_seconds, ranks.wait_seconds, strict=True)):
         lines.add_row(
-            Text(f"rank {rank}" + f" on {host}" * bool(host), no_wrap=True, overflow="ellipsis"),
+            Text(f"rank {rank}" + f" on {printable(host)}" * bool(host), no_wrap=True, overflow="ellipsis"),
             ProgressBar((own + wait) or 1, own, width=12, complete_style="cyan", finished_style="cyan"),
             Text(f"computes {own * 1e3:.1f} ms a step, waits {wait * 1e3:.1f} ms", no_wrap=True),
             Text("slowest" if own == slowest and min(ranks.compute_seconds) < slowest else "", style="yellow"),
         )
     return lines
+
+
+def clock(seconds: float) -> str:
+    """A time as 1:02:03."""
+    minutes, second = divmod(round(min(seconds, 1e12)), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{second:02}"
 
 
 def in_words(event: Event) -> str | None:

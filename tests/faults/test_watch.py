@@ -118,8 +118,7 @@ def test_what_watches_ends_at_once_after_the_end(seen: Seen, tmp_path: Path) -> 
     words = _watch(seen.run_dir, "--quiet")
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=CHECKOUT, timeout=120)
     assert (done.returncode, done.stdout) == (0, f"{seen.run_dir}: the run is complete after step {STEPS}\n")
-    none = subprocess.run(
-        _watch(tmp_path), capture_output=True, text=True, env=environment(), cwd=CHECKOUT, timeout=120
-    )
+    words = _watch(tmp_path)
+    none = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=CHECKOUT, timeout=120)
     assert none.returncode == 2 and len(none.stderr.splitlines()) == 1
     assert "there is no run (no config.json); give the folder of a run" in none.stderr

@@ -15,6 +15,7 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.reporting.run_files import Confusion, read_run
 from hvd_cifar.tools.report import charts, content
 from hvd_cifar.tools.report.command import report
+from tests.fuzz.readers import CORPUS
 from tests.run_dirs import CONFIG, CONFUSION, MARKS, write_run
 
 HOSTILE = '<img src=x onerror="alert(1)">&{{ 7 * 6 }}$\\frac$'
@@ -119,6 +120,15 @@ def test_time_between_two_launchers_is_none(tmp_path: Path) -> None:
     now = charts.JobTime([*MARKS, {**MARKS[0], "time": 2e9 + 1, "starts": [2e9]}, {**MARKS[1], "time": 2e9 + 5}])
     assert (now(1e9 + 10), now(1.5e9), now(2e9 + 5), now.total) == (10, 100, 105, 105)
     assert now.by_kind("evaluation") == [(50, 10)]
+
+
+@pytest.mark.parametrize("name", ["marks", "numbers"])
+def test_numbers_that_no_run_has_are_drawn(tmp_path: Path, name: str) -> None:
+    run_dir = write_run(tmp_path / "run")
+    parts = (CORPUS / "run" / name).read_bytes().split(b"\0files\0")
+    for file, part in zip(("metrics.jsonl", "sessions.jsonl"), parts, strict=True):
+        (run_dir / file).write_bytes(part)
+    assert "What happened" in written(run_dir)
 
 
 @pytest.mark.parametrize(

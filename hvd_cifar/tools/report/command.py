@@ -9,7 +9,7 @@ import jinja2
 from hvd_cifar import __version__
 from hvd_cifar.config import ReportSettings
 from hvd_cifar.errors import UserError
-from hvd_cifar.files import replace_text
+from hvd_cifar.files import replace_bytes
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.run_files import RunFiles, Train, read_run
 from hvd_cifar.tools.benchmark import results
@@ -33,7 +33,7 @@ def report(settings: ReportSettings) -> None:
     results.check_writable(output, inputs=settings.benchmarks)
     text = page(runs, benchmarks)
     try:
-        replace_text(output, text)
+        replace_bytes(output, text.encode(errors="replace"))  # names of folders may be no text
     except OSError as failure:
         raise UserError(f"cannot write {output}: {failure.strerror}; give another --output") from None
     terminal.say(f"{output}")
@@ -51,7 +51,7 @@ def page(runs: list[RunFiles], benchmarks: list[charts.Benchmark]) -> str:
     environment.globals["duration"] = content.duration
     named = content.names([run.run_dir for run in runs])
     return environment.get_template("page.html").render(
-        runs=[_of_run(run, name) for run, name in zip(runs, named, strict=True)],
+        runs=[_of_run(*one, number) for number, one in enumerate(zip(runs, named, strict=True), start=1)],
         curves=charts.curves(runs),
         differing=content.differing(runs),
         benchmarks=[_of_benchmark(found, number) for number, found in enumerate(benchmarks, start=1)],
@@ -59,7 +59,7 @@ def page(runs: list[RunFiles], benchmarks: list[charts.Benchmark]) -> str:
     )
 
 
-def _of_run(run: RunFiles, name: str) -> dict[str, Any]:
+def _of_run(run: RunFiles, name: str, number: int) -> dict[str, Any]:
     happened = content.happenings(run)
     return {
         "name": name,
@@ -69,7 +69,7 @@ def _of_run(run: RunFiles, name: str) -> dict[str, Any]:
         "settings": content.settings(run),
         "shares": content.shares(run),
         "by_rank": content.by_rank(run),
-        "time_axis": charts.time_axis(run, happened, f"Steps of {name} over time") if run.marks else "",
+        "time_axis": charts.time_axis(run, happened, f"Steps over time, run {number}") if run.marks else "",
         "happened": content.rows(happened),
         "classes": content.classes(run.confusion) if run.confusion else None,
         "confusion": run.confusion,

@@ -6,12 +6,13 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 
 from hvd_cifar.reporting import goodput, story
 from hvd_cifar.reporting.run_files import Confusion, Evaluated, Mistake, Ranks, RunFiles, Train
 from hvd_cifar.reporting.story import Happening
+from hvd_cifar.reporting.view import clock
 
 MOST_RANKS = 16  # in the table of ranks: the slowest
 MOST_CLASSES = 20  # of a confusion matrix that fits a page
@@ -31,9 +32,7 @@ def names(run_dirs: Sequence[Path]) -> list[str]:
 
 def duration(seconds: float) -> str:
     """A time in words that fit a table."""
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return str(timedelta(seconds=round(seconds)))
+    return f"{seconds:.1f} s" if seconds < 120 else clock(seconds)
 
 
 @dataclass(frozen=True)
