@@ -79,9 +79,10 @@ def seen(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 def test_a_pipe_gets_plain_lines_until_the_run_ends(seen: Seen) -> None:
     lines = [re.sub(r"^\d{4}-\S+ \S+ ", "", line) for line in seen.piped.splitlines()]
     steps = [int(match[1]) for line in lines if (match := re.match(r"step (\d+), loss = \d", line))]
-    killed = next(i for i, line in enumerate(lines) if line.startswith("the run is cut off after step "))
+    gone = next(i for i, line in enumerate(lines) if "its process is gone; a launcher may start it again" in line)
+    killed = next(i for i, line in enumerate(lines) if "was ended by signal 9 (Killed)" in line)
     assert lines[0] == "the run starts on 2 ranks" and "\x1b" not in seen.piped
-    assert "was ended by signal 9 (Killed)" in lines[killed]
+    assert gone < killed and lines[killed].startswith("the run is cut off after step ")
     back = next(line for line in lines[killed:] if line.startswith("the run goes on after step "))
     assert re.fullmatch(r"the run goes on after step [1-9]\d*0 on 2 ranks", back)
     assert steps[-1] == STEPS and any(line.startswith(f"step {STEPS} (epoch") for line in lines)
