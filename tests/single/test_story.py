@@ -24,7 +24,7 @@ KILLED = [*FIRST, mark("lost", 30, 7)]
 ENDED = [*FIRST, mark("end", 30, 7, how="failed", why="no room")]
 SAID = "rank 1 on a was ended by signal 9 (Killed)"
 
-CASES: dict[str, tuple[list[Mark], list[tuple[str, float, str]]]] = {
+CASES: dict[str, tuple[list[Mark], list[tuple[str, int, str]]]] = {
     "one session, which warns": (
         [*FIRST, mark("warning", 25, 6, text="rank 1 is slow"), mark("end", 30, 9, how="complete")],
         [("start", 10, "the run starts on 2 ranks"), ("warning", 25, "rank 1 is slow")]
