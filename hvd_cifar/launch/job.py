@@ -11,7 +11,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -95,6 +95,7 @@ class Job:
             if holds_sigterm:
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
+        others = set(psutil.Process().children(recursive=True))
         # A session of its own: Ctrl-C reaches this process, which forwards it.
         process: subprocess.Popen[Any] = subprocess.Popen(
             starter.words,
@@ -131,10 +132,10 @@ class Job:
                 f"{starter.name} was ended by signal {-code} ({signal.Signals(-code).name}), and its ranks with it"
             )
         if code == -signal.SIGKILL:
-            _end_orphans(0)
+            _end_orphans(0, others)
             _remove_session(process.pid, starter.env)
         else:
-            _end_orphans(SECONDS_FOR_ORPHANS)
+            _end_orphans(SECONDS_FOR_ORPHANS, others)
         self._times.append(time.time())
         for pump in pumps:
             pump.join(SECONDS_FOR_LAST_OUTPUT)
@@ -247,9 +248,10 @@ def _ranks_below(pid: int) -> list[psutil.Process]:
     return found
 
 
-def _end_orphans(seconds: float) -> None:
-    """End what a starter left, after a while: a killed mpirun ends no rank."""
-    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), seconds)
+def _end_orphans(seconds: float, others: Collection[psutil.Process]) -> None:
+    """End what a starter left, after a while: a killed mpirun ends no rank. `others` are not the starter's."""
+    orphans = [process for process in psutil.Process().children(recursive=True) if process not in others]
+    _, alive = psutil.wait_procs(orphans, seconds)
     for process in alive:
         with contextlib.suppress(psutil.Error):
             process.kill()
