@@ -83,7 +83,7 @@ class View:
         if self._evaluated:
             found += [f"test accuracy {self._evaluated.test_accuracy:.2%}"]
         if self._train:
-            found += [f"{self._train.images_per_second:,.0f} images/s", f"rate {self._train.learning_rate:.4g}"]
+            found += [f"{self._train.images_per_second:,.0f} images/s", f"learning rate {self._train.learning_rate:.4g}"]
         return "   ".join(found)
 
 

@@ -92,7 +92,7 @@ def test_a_pipe_gets_plain_lines_until_the_run_ends(seen: Seen) -> None:
 def test_a_terminal_shows_the_newest_values_and_each_rank(seen: Seen) -> None:
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.drawn)
     assert f"step {STEPS} of {STEPS}" in shown and "0:00:00 left" in shown
-    assert re.search(r"loss \d\.\d{4}   test accuracy \d+\.\d\d%   [\d,]+ images/s   rate ", shown)
+    assert re.search(r"loss \d\.\d{4}   test accuracy \d+\.\d\d%   [\d,]+ images/s   learning rate ", shown)
     assert re.search(r"rank 0 on \S+ .*computes \d+\.\d ms a step, waits \d+\.\d ms", shown)
     assert re.search(r"rank 1 on \S+ .*computes ", shown)
     assert not re.search(r"step \d+, loss = ", shown)  # the view has these

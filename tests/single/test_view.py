@@ -32,7 +32,7 @@ def test_a_view_shows_the_newest_of_each_event() -> None:
     bar, values, *ranks = shown(view)
     assert "epoch 1.00 of 5" in bar and "step 200 of 1,000" in bar
     assert bar.endswith("0:01:20 left")  # 800 steps of 64 images, at 640 images/s
-    assert values.split("   ") == ["loss 1.2500", "test accuracy 61.20%", "640 images/s", "rate 0.1"]
+    assert values.split("   ") == ["loss 1.2500", "test accuracy 61.20%", "640 images/s", "learning rate 0.1"]
     assert "rank 0 on a" in ranks[0] and "computes 80.0 ms a step, waits 20.0 ms" in ranks[0]
     assert "slowest" in ranks[1] and "slowest" not in ranks[0]
 
