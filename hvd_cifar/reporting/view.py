@@ -77,13 +77,11 @@ class View:
         return line
 
     def _values(self) -> str:
-        found = []
-        if self._train:
-            found += [f"loss {self._train.loss:.4f}"]
-        if self._evaluated:
-            found += [f"test accuracy {self._evaluated.test_accuracy:.2%}"]
-        if self._train:
-            found += [f"{self._train.images_per_second:,.0f} images/s", f"learning rate {self._train.learning_rate:.4g}"]
+        train, evaluated = self._train, self._evaluated
+        found = [f"loss {train.loss:.4f}"] if train else []
+        found += [f"test accuracy {evaluated.test_accuracy:.2%}"] if evaluated else []
+        if train:
+            found += [f"{train.images_per_second:,.0f} images/s", f"learning rate {train.learning_rate:.4g}"]
         return "   ".join(found)
 
 
