@@ -40,8 +40,9 @@ def configuration() -> str:
         f"## `./run.sh`: set-up and launcher\n\n```\n{usage}```\n",
     ]
     for name, command in _commands(cli._commands()):
-        words = " ".join([name, *(str(p.metavar) for p in command.params if isinstance(p, click.Argument))])
-        parts.append(f"## `{words}`\n\n{command.help}\n\n| option | value | what it does |\n|---|---|---|")
+        places = [str(place.metavar) for place in command.params if isinstance(place, click.Argument)]
+        heading = " ".join([name, *places])
+        parts.append(f"## `{heading}`\n\n{command.help}\n\n| option | value | what it does |\n|---|---|---|")
         options = [option for option in command.params if isinstance(option, click.Option) and not option.hidden]
         parts.append("\n".join(_option_row(option) for option in options) + "\n")
     return "\n".join(parts)

@@ -116,13 +116,10 @@ def curves(runs: Sequence[RunFiles]) -> dict[str, Markup]:
             _points(axes, [t / seconds for t, _ in points], [100 * a for _, a in points], CYCLE[number % SERIES])
         axes.set(xlabel=unit)
 
-    drawn = {
-        "Training loss": over_epochs("loss"),
-        "Test accuracy, %": accuracy,
-        "Learning rate": over_epochs("learning_rate"),
-        "Speed, images/s": over_epochs("images_per_second"),
-    }
-    if len(runs) > 1:
+    drawn = {"Training loss": over_epochs("loss")}
+    drawn |= {"Test accuracy, %": accuracy} if any(tests) else {}
+    drawn |= {"Learning rate": over_epochs("learning_rate"), "Speed, images/s": over_epochs("images_per_second")}
+    if any(tests) and len(runs) > 1:
         drawn["Test accuracy over time, %"] = accuracy_over_time
     return {name: svg(draw, name) for name, draw in drawn.items()}
 
