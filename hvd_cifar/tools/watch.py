@@ -10,7 +10,7 @@ from datetime import datetime
 from rich.console import Console
 
 from hvd_cifar.config import WatchSettings
-from hvd_cifar.errors import TrainingError
+from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import goodput, run_files, story, terminal
 from hvd_cifar.reporting.run_files import Evaluated
 from hvd_cifar.reporting.view import Course, View, in_words
@@ -67,7 +67,8 @@ class _Followed:
 
     def look(self, say: Callable[[str], None]) -> story.Standing:
         """Read what came since the last look, and say it; how the run stands."""
-        self.config = run_files.read_config(self.run_dir)[1]  # another start may have another host
+        with contextlib.suppress(UserError):  # of a shared disk, on which the file is just replaced
+            self.config = run_files.read_config(self.run_dir)[1]  # another start may have another host
         self._marks += goodput.read("\n".join(self._sessions.read()))
         events = run_files.as_events(self._metrics.read())[0]
         for event in events:
