@@ -45,10 +45,9 @@ def happenings(marks: Iterable[Mark]) -> list[Happening]:
             ends = _ends(mark, len(new))
             of_session = ends.pop(0) if is_same_job and ends else ""
             if before_launch.get("mark") == "lost":
-                text = f"the run is cut off after step {before_launch.get('step')}"
-                add("failure", before_launch, f"{text}: {of_session}" if of_session else text)
+                add("failure", before_launch, f"the run is cut off after step {before_launch.get('step')}{of_session}")
             for noticed, why in zip(new[is_same_job:], ends, strict=True):
-                add("failure", {"time": noticed}, f"a start fails: {why}")
+                add("failure", {"time": noticed}, f"a start fails{why}")
         elif kind == "start":
             now = _ranks(launch)
             if is_first and not step:
@@ -88,9 +87,9 @@ def _on(ranks: int) -> str:
 
 
 def _ends(launch: Mark, count: int) -> list[str]:
-    """How the last `count` starts before this launch ended; "": not known."""
+    """Why the last `count` starts before this launch ended, as the end of a sentence; "": not known."""
     found = launch.get("ends")
-    texts = [str(text) for text in found] if isinstance(found, list) else []
+    texts = [f": {text}" for text in found] if isinstance(found, list) else []
     return ([""] * count + texts)[-count:] if count else []
 
 
