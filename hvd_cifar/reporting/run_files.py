@@ -189,7 +189,7 @@ def read_run(run_dir: Path) -> RunFiles:
     lines = Lines(run_dir / "metrics.jsonl")
     events, damaged = as_events(lines.read())
     marks = goodput.read("\n".join(Lines(run_dir / goodput.SESSIONS).read()))
-    step, seen = events[-1].step if events else 0, last_sign(run_dir)
+    step, seen = max((event.step for event in events), default=0), last_sign(run_dir)
     standing = story.standing(marks, step, seen, lives(run_dir, config), time.time())
     if not goodput.has_ended(marks):
         marks.append({"mark": "lost", "time": max(seen, marks[-1]["time"]), "step": step})

@@ -38,7 +38,8 @@ class View:
 
     def add(self, event: Event) -> None:
         """Show the values of an event."""
-        self.step = event.step
+        if not isinstance(event, Evaluated):  # which may come when the run is further on
+            self.step = event.step
         if isinstance(event, Train):
             self._train = event
         elif isinstance(event, Evaluated):

@@ -27,7 +27,7 @@ def test_a_view_shows_the_newest_of_each_event() -> None:
     view = View(WHOLE, step=40)
     (bar,) = shown(view)
     assert "epoch 0.20 of 5" in bar and "step 40 of 1,000" in bar and "left" not in bar
-    for event in (TRAIN, EVALUATED, RANKS):
+    for event in (TRAIN, RANKS, EVALUATED.model_copy(update={"step": 150})):
         view.add(event)
     bar, values, *ranks = shown(view)
     assert "epoch 1.00 of 5" in bar and "step 200 of 1,000" in bar
