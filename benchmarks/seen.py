@@ -29,8 +29,8 @@ from hvd_cifar.tools.report.command import report
 
 OPTIONS = ["--model", "tutorial", "--dataset", "cifar10", "--epochs", "10", "--checkpoint-every", "300"]
 LOST_AFTER = 700  # steps
-WIDTH, HEIGHT = 1180, 2250  # px of the page that the picture shows
-COLOURS = 64  # of the picture
+WIDTH = 1100  # px of the page
+END = "What ran"  # the section that the picture leaves out, since it is text alone
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])
@@ -89,18 +89,20 @@ def _anonymous(text: str, run_dir: Path, data: Path) -> str:
 
 
 def _photograph(page: Path, output: Path) -> None:
-    """The beginning of a page as PNG."""
+    """A page up to its last section as PNG."""
     chromium = shutil.which("chromium-headless-shell") or shutil.which("chromium")
     if chromium is None:
         raise SystemExit("no Chromium is here; apt-get install chromium-headless-shell")
     with sync_playwright() as playwright:
         words = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=chromium, args=words)
-        shown = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+        shown = browser.new_page(viewport={"width": WIDTH, "height": 800})
         shown.goto(page.as_uri())
-        taken = shown.screenshot()
+        end = shown.locator("h3", has_text=END).bounding_box()
+        assert end, "each report has this section"
+        taken = shown.screenshot(full_page=True, clip={"x": 0, "y": 0, "width": WIDTH, "height": end["y"]})
         browser.close()
-    Image.open(io.BytesIO(taken)).quantize(COLOURS).save(output, optimize=True)
+    Image.open(io.BytesIO(taken)).quantize().save(output, optimize=True)  # 256 colours
 
 
 if __name__ == "__main__":

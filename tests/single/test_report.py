@@ -59,7 +59,7 @@ def test_a_report_holds_all_sections_and_fetches_nothing(tmp_path: Path) -> None
         "the run starts on 2 ranks",
         "rank 1 is slow",
         "Rank 0 on a is the slowest",
-        "75.00% right",
+        "right on 75.00% of the test images.",
         "dog for cat 3 37.5%",
         "dog 90.0%",
         "python -m hvd_cifar train",
