@@ -10,10 +10,11 @@ from typing import Any
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed import collectives
-from hvd_cifar.errors import RESUME, Diverged, Preempted, UserError
+from hvd_cifar.errors import RESUME, Diverged, Preempted, TrainingError, UserError, reason_of
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.reporting.view import Course
 from hvd_cifar.runtime import environment
+from hvd_cifar.runtime.failures import lost_rank
 from hvd_cifar.training.callbacks import Callback
 from hvd_cifar.training.preemption import StopRequests
 from hvd_cifar.training.progress import Progress, Run
@@ -21,6 +22,15 @@ from hvd_cifar.training.run_dir import read_summary
 from hvd_cifar.training.step import Notes, TrainStep
 
 LONGEST_WHY = 300  # characters of an error in the record of the run
+
+
+def _why(failure: BaseException) -> str:
+    """Why a run fails, in a line for its record."""
+    if isinstance(failure, (UserError, TrainingError)):
+        return " ".join(str(failure).split())[:LONGEST_WHY]
+    if words := lost_rank(failure):
+        return f"another rank is lost ({words})"
+    return f"{type(failure).__name__}: {reason_of(failure)}"
 
 
 @dataclass(frozen=True)
@@ -124,9 +134,8 @@ class Trainer:
             with self.reporter.progress(first, Course(plan.global_batch_size, total, plan.steps_per_epoch)):
                 yield
         except BaseException as failure:
-            how = "stopped" if isinstance(failure, Preempted) else "failed"
-            why = "" if how == "stopped" else " ".join(str(failure).split())[:LONGEST_WHY]
-            self.reporter.mark("end", step=self.progress.step, how=how, why=why)
+            how = {"how": "stopped"} if isinstance(failure, Preempted) else {"how": "failed", "why": _why(failure)}
+            self.reporter.mark("end", step=self.progress.step, **how)
             with contextlib.suppress(UserError):  # the error in the block comes first
                 self.reporter.close()
             raise
