@@ -24,15 +24,6 @@ from hvd_cifar.training.step import Notes, TrainStep
 LONGEST_WHY = 300  # characters of an error in the record of the run
 
 
-def _why(failure: BaseException) -> str:
-    """Why a run fails, in a line for its record."""
-    if isinstance(failure, (UserError, TrainingError)):
-        return " ".join(str(failure).split())[:LONGEST_WHY]
-    if words := lost_rank(failure):
-        return f"another rank is lost ({words})"
-    return f"{type(failure).__name__}: {reason_of(failure)}"
-
-
 @dataclass(frozen=True)
 class OfUser:
     """Objects that a Python program passes instead of names; None: the settings name it."""
@@ -142,3 +133,12 @@ class Trainer:
         else:
             self.reporter.mark("end", step=self.progress.step, how="complete")
             self.reporter.close()
+
+
+def _why(failure: BaseException) -> str:
+    """Why a run fails, in a line for its record."""
+    if isinstance(failure, (UserError, TrainingError)):
+        return " ".join(str(failure).split())[:LONGEST_WHY]
+    if words := lost_rank(failure):
+        return f"another rank is lost ({words})"
+    return f"{type(failure).__name__}: {reason_of(failure)}"
