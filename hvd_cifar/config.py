@@ -87,8 +87,10 @@ def _model(spec: str) -> str:
 
 def _callbacks(given: Any) -> Any:
     """Text such as a.py:A,b.py:B as ("a.py:A", "b.py:B"), with absolute paths."""
-    words = given.split(",") if isinstance(given, str) else list(given)
-    if not all(isinstance(word, str) and is_user_code(word.strip()) for word in words):
+    words = given.split(",") if isinstance(given, str) else given
+    if not isinstance(words, list | tuple) or not all(
+        isinstance(word, str) and is_user_code(word.strip()) for word in words
+    ):
         raise ValueError("write FILE.py:NAME or package.module:NAME, with commas between them")
     return tuple(absolute_user_code(word.strip()) for word in words)
 
@@ -699,8 +701,8 @@ class DoctorSettings(_Settings):
         DataSettings.model_fields["data_dir"].default, validate_default=True, description="The run's folder of data."
     )
     run_dir: LocalPath = Field(Path("runs"), validate_default=True, description="The run's folder for output.")
-    probe_timeout: Finite = Field(30, gt=0, description="Seconds that a host may take to answer.")
-    job_timeout: Finite = Field(180, gt=0, description="Seconds after which the small job is ended.")
+    probe_timeout: Finite = Field(30, gt=0, le=86_400, description="Seconds that a host may take to answer.")
+    job_timeout: Finite = Field(180, gt=0, le=86_400, description="Seconds after which the small job is ended.")
     as_json: bool = Field(
         False, description="Print facts and findings as JSON, not as a table.", json_schema_extra={"flags": ["--json"]}
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 RESUME = 75  # exit code of a run that was asked to stop, EX_TEMPFAIL of sysexits.h: the same command goes on
 STALLED = 69  # exit code of a run that a rank held up, EX_UNAVAILABLE of sysexits.h: the others wait for it in vain
 DIVERGED = "model diverged"  # in the line of a run whose loss is not finite: to repeat it gives the same
+OUT_OF_SYNC = "ranks are out of sync"  # in the line of a run whose ranks have different weights, as their copies have
 
 
 class UserError(Exception):

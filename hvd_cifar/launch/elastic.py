@@ -7,16 +7,20 @@ new start loses at most the step that was under way. It works in the same way ov
 from __future__ import annotations
 
 import contextlib
+import resource
 import secrets
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
-from hvd_cifar.errors import DIVERGED, RESUME, UserError
-from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, parse_hosts
+from hvd_cifar.errors import DIVERGED, OUT_OF_SYNC, RESUME, UserError
+from hvd_cifar.launch.cluster import ssh
+from hvd_cifar.launch.cluster.hosts import MOST_BYTES, Host, hosts_of_ranks, is_local, parse_hosts
 from hvd_cifar.launch.cluster.network import Unreachable
 from hvd_cifar.launch.cluster.remarks import Lost, lost_in
 from hvd_cifar.launch.job import Job, complain
@@ -56,6 +60,7 @@ class ElasticRun:
     discover: the hosts that there are now.
     start: runs the command on hosts with more variables, and returns its exit code; raises Unreachable.
     job: that `start` runs.
+    words: the command that runs another one on a host, of a `Way`.
     """
 
     options: Options
@@ -63,6 +68,7 @@ class ElasticRun:
     start: Callable[[tuple[Host, ...], dict[str, str]], int]
     job: Job
     run_dir: Path
+    words: Callable[[str, Sequence[str]], list[str]] = ssh.words
     name: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
@@ -74,7 +80,7 @@ class ElasticRun:
         self.complaint = ""  # the last one about discovery
         # Removes this host's copies of the state when it is told to, or when this process ends, even by SIGKILL.
         self.cleaner = subprocess.Popen(
-            ["sh", "-c", 'read -r _; exec rm -rf "$1"', "sh", str(folder_of(self.name))],
+            ["sh", "-c", "trap '' HUP INT TERM USR1; read -r _; exec rm -rf \"$1\"", "sh", str(folder_of(self.name))],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
@@ -91,11 +97,13 @@ class ElasticRun:
             code, lost = self._run_on(hosts)
             now = self._step()
             without_a_step, step = (0, now) if now > step else (without_a_step + 1, step)
-            if code in FINAL and not (code == RESUME and not self.job.asked) or DIVERGED.encode() in self.job.tail:
+            if code in FINAL and not (code == RESUME and not self.job.asked):
+                return code
+            if any(reason.encode() in self.job.tail for reason in (DIVERGED, OUT_OF_SYNC)):
                 return code
             if self.job.asked:
                 return code
-            if code == RESUME:  # ranks joined, or left as they were asked to
+            if code == RESUME and self.job.stops:  # ranks joined, or left as they were asked to
                 without_a_step = 0
             if without_a_step == FAILURES_WITHOUT_A_STEP:
                 complain(f"exit code {code}; the job does not start again: {without_a_step} starts made no step")
@@ -103,15 +111,13 @@ class ElasticRun:
             for one in lost:
                 self._lose(one, code)
 
-    def clean_up(self, others: Iterable[str], words: Callable[[str, Sequence[str]], list[str]]) -> None:
-        """Remove the copies of the state from this host and from others, as far as they can be reached.
-
-        `words`: of a `Way`.
-        """
+    def clean_up(self) -> None:
+        """Remove the copies of the state from this host and from others, as far as they can be reached."""
         removal = ["rm", "-rf", str(folder_of(self.name))]
         removals = [
-            subprocess.Popen(words(host, removal), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            for host in others
+            subprocess.Popen(self.words(host, removal), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            for host in self.used
+            if not is_local(host)
         ]
         assert self.cleaner.stdin
         self.cleaner.stdin.close()
@@ -139,7 +145,7 @@ class ElasticRun:
             return 1, []
         finally:
             ended.set()
-            watch.join()
+            watch.join(SCRIPT_SECONDS)  # it may read a hostfile on a disk that does not answer
         of_ranks = hosts_of_ranks(hosts, slots_of(hosts))
         found = lost_in(self.job.tail)
         named = [Lost(of_ranks[one.rank], one.rank) if one.rank is not None else one for one in found]
@@ -218,14 +224,41 @@ class ElasticRun:
             seen = seen + 1 if withdrawn or more else 0
             has_begun = self._step() > first_step or time.monotonic() - began > SECONDS_BEFORE_RESIZE
             if seen > 1 and has_begun:  # twice the same: hosts are seldom listed at the same instant
+                if more and self._lose_silent({host.name for host in better} - {host.name for host in hosts}):
+                    seen = 0
+                    continue
                 why = f"{', '.join(withdrawn)} is withdrawn" if withdrawn else "more slots are there"
                 self.job.ask(f"elastic: {why}: {slots_of(better)} ranks go on instead of {slots_of(hosts)}")
                 return
+
+    def _lose_silent(self, newcomers: Iterable[str]) -> bool:
+        """Leave out hosts that do not answer: the ranks that train need not stop for them. Whether there are any."""
+        silent = [host for host in newcomers if not is_local(host) and not self._reaches(host)]
+        for host in silent:
+            seconds = self.roster.lose(host, whole=True, now=time.monotonic())
+            complain(f"elastic: {host} does not answer; it rests for {seconds:g} s")
+        return bool(silent)
+
+    def _reaches(self, host: str) -> bool:
+        try:
+            words = self.words(host, ["true"])
+            return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=20).returncode == 0
+        except subprocess.TimeoutExpired:
+            return False
 
     def _step(self) -> int:
         """The newest step that this host knows of; -1: none."""
         copied = newest_step(folder_of(self.name) / "state")
         return copied if copied != NONE else last_step(self.run_dir / "metrics.jsonl") or NONE
+
+
+def _limit_output() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_BYTES, MOST_BYTES))
+
+
+def _read_from_start(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read(MOST_BYTES)
 
 
 def script(path: Path) -> Discover:
@@ -234,13 +267,17 @@ def script(path: Path) -> Discover:
     def discover() -> tuple[Host, ...]:
         what = f"--host-discovery-script {path}"
         try:
-            done = subprocess.run([str(path)], capture_output=True, text=True, timeout=SCRIPT_SECONDS)
+            with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+                code = subprocess.run(
+                    [str(path)], stdout=out, stderr=err, timeout=SCRIPT_SECONDS, preexec_fn=_limit_output
+                ).returncode
+                said, complaints = (_read_from_start(file).decode() for file in (out, err))
         except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError) as failure:
             raise UserError(f"{what}: {failure}") from None
-        if done.returncode:
-            said = done.stderr.strip().splitlines()
-            raise UserError(f"{what}: exit code {done.returncode}{': ' + said[-1] if said else ''}")
-        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        if code:
+            last = complaints.strip().splitlines()[-1:]
+            raise UserError(f"{what}: exit code {code}{''.join(f': {line}' for line in last)}")
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
         if not lines:
             return ()
         try:

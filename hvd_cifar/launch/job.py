@@ -61,8 +61,10 @@ class Job:
     SIGINT ends them. Otherwise every signal but SIGUSR1 ends them.
     """
 
-    def __init__(self, can_stop: bool) -> None:
+    def __init__(self, can_stop: bool, stall_seconds: float = 0.0) -> None:
+        """`stall_seconds`: a starter that is stopped for longer is ended; 0: never."""
         self.can_stop = can_stop
+        self.stall_seconds = stall_seconds
         self.asked = False  # by the user
         self._stops = False  # the ranks that run now are asked to stop
         self.tail = b""  # of what the user saw on stderr
@@ -113,25 +115,30 @@ class Job:
         for pump in pumps:
             pump.start()
         descriptor = os.pidfd_open(process.pid)
-        lost_since = 0.0
+        lost_since = stopped_for = 0.0
         while not select.select([descriptor], [], [], SECONDS_BETWEEN_ASKS)[0]:
             if lost_since and time.monotonic() > lost_since + SECONDS_FOR_STARTER:
                 process.kill()  # mpirun waits for hosts that it cannot reach
             elif not lost_since and lost_ranks(self.tail.decode(errors="replace")):
                 lost_since = time.monotonic()
+            stopped_for = stopped_for + SECONDS_BETWEEN_ASKS if is_stopped(process.pid) else 0.0
+            if self.stall_seconds and stopped_for > self.stall_seconds and not lost_since:
+                complain(f"{starter.name} is stopped (SIGSTOP or a debugger); the job ends (exit code {STALLED})")
+                lost_since = time.monotonic() - SECONDS_FOR_STARTER
             if holds_sigterm and is_pending(process.pid, signal.SIGTERM):
                 self._ask(signal.SIGTERM)
             elif self._stops:
                 self._tell_ranks()  # again: those that had not started yet were not reached
         os.close(descriptor)
         code = process.wait()
-        if lost_since and code == -signal.SIGKILL:
+        was_killed = code == -signal.SIGKILL
+        if lost_since and was_killed:
             code = STALLED
         if code < 0 and not self._caught:
             complain(
                 f"{starter.name} was ended by signal {-code} ({signal.Signals(-code).name}), and its ranks with it"
             )
-        if code == -signal.SIGKILL:
+        if was_killed:
             _end_orphans(0, others)
             _remove_session(process.pid, starter.env)
         else:
@@ -220,6 +227,13 @@ class Job:
             self._process.send_signal(number)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return False
+
+
 def is_pending(pid: int, number: int) -> bool:
     """Whether a process has been sent a signal that it blocks."""
     with contextlib.suppress(OSError):
@@ -276,9 +290,10 @@ def chunks(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def write(descriptor: int, data: bytes) -> None:
-    """Write all of it, unless nobody reads."""
-    # A closed stdout (`| head`) does not end the job. Its pipe is read on: with a full pipe the ranks would block.
-    with contextlib.suppress(BrokenPipeError):
+    """Write all of it, if it can be written."""
+    # A closed pipe (`| head`), a closed terminal or a full disk does not end the job. What ranks print is read on: with
+    # a full pipe they would block.
+    with contextlib.suppress(OSError):
         while data:
             data = data[os.write(descriptor, data) :]
 

@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -43,6 +44,7 @@ from hvd_cifar.launch.roster import slots_of
 from hvd_cifar.launch.starters import Ready, start
 from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.environment import ENDS, STARTS, copies, launched_size
+from hvd_cifar.runtime.stalls import FLOOR
 from hvd_cifar.runtime.transport import RING_VARIABLES
 
 # horovodrun puts the variables that ranks get into command lines, which `ps` shows to all users of a host.
@@ -59,13 +61,20 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
     """
     try:
         request = parse(argv)
+        if not Path(".").exists():
+            raise UserError("the present folder has been removed: go to another one")
+        if request.command[0] == "train":
+            for number in (signal.SIGTERM, signal.SIGUSR1):  # `Job` has handlers of its own
+                signal.signal(number, _stop_early)
         if max(launched_size() or 1, copies(os.environ)) > 1:
             raise UserError("mpirun or srun started run.sh several times; it starts the ranks itself: call it once")
         if request.command[0] == "doctor":
+            if request.max_restarts or request.elastic:
+                raise UserError("--max-restarts and --elastic go with train: leave them out")
             return _run_here(_with_hosts(request), request.dry_run, check)
         if request.command[0] in ALONE:
-            if request.ranks or request.hosts:
-                raise UserError(f"{request.command[0]} runs as one process here: leave -np, -H and --hostfile out")
+            if request.ranks or request.hosts or request.max_restarts or request.elastic:
+                raise UserError(f"{request.command[0]} runs as one process here: leave the launcher's options out")
             return _run_here(list(request.command), request.dry_run, check)
         if request.command[0] == PYTHON:
             _check_program(request.command[1:])
@@ -78,15 +87,21 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
         if request.elastic:
             assert isinstance(settings, config.TrainSettings)
             return _launch_elastic(request, settings)
+        stall_seconds = _stall_seconds(settings) if isinstance(settings, config.TrainSettings) else 0.0
         ranks = request.ranks or (1 if _measures_nothing(request.command) else _ranks_of(request.hosts))
         if settings is not None and not request.dry_run:
             _check_early(request, ranks, settings)
-        return _launch(request, ranks)
+        return _launch(request, ranks, stall_seconds)
     except UserError as error:
         complain(str(error))
         return 2
     except KeyboardInterrupt:  # before the ranks started
         return 130
+
+
+def _stop_early(number: int, _: object) -> None:
+    complain(f"{signal.Signals(number).name} before any rank has started (exit code {RESUME})")
+    raise SystemExit(RESUME)
 
 
 def _with_run_dir(request: Request, settings: Any) -> Request:
@@ -214,7 +229,7 @@ def _make_ready(request: Request, ranks: int) -> Ready:
     return Ready(words, env, of_ranks if network else [])
 
 
-def _launch(request: Request, ranks: int) -> int:
+def _launch(request: Request, ranks: int, stall_seconds: float) -> int:
     ready = _make_ready(request, ranks)
     if request.dry_run:
         write(1, f"{_as_typed(ready.words, ready.env)}\n".encode())
@@ -225,7 +240,7 @@ def _launch(request: Request, ranks: int) -> int:
     cores = _cores_here()
     if ranks > cores and not ready.hosts:
         complain(f"note: {ranks} ranks share {cores} core{'s' * (cores > 1)}: results are right, but slow")
-    job = Job(can_stop=request.command[0] == "train")
+    job = Job(can_stop=request.command[0] == "train", stall_seconds=stall_seconds)
     code = start(ready, job)
     if request.max_restarts:
         ready = replace(ready, words=[*ready.words, *request.of_restarts])
@@ -255,29 +270,32 @@ def _launch_elastic(request: Request, settings: config.TrainSettings) -> int:
     hosts = request.hosts or (Host("localhost", sizes.most),)
     ranks = request.ranks or sizes.fitting(slots_of(hosts))
     if request.dry_run:
-        return _launch(replace(request, ranks=ranks), ranks)
+        return _launch(replace(request, ranks=ranks), ranks, 0.0)
     if request.hosts or not request.discover:
         _check_early(request, ranks, settings)
-    job = Job(can_stop=True)
+    job = Job(can_stop=True, stall_seconds=_stall_seconds(settings))
     starts = itertools.count()
 
     def start_on(chosen: tuple[Host, ...], variables: Mapping[str, str]) -> int:
         is_again = next(starts) > 0
         words = request.command + (request.of_restarts if is_again else ())
-        given = None if chosen[0].name == "localhost" else chosen
-        now = replace(request, hosts=given or (), command=words, variables=variables, is_again=is_again)
+        given = chosen if request.hosts or request.discover else ()  # else this machine, also in messages
+        now = replace(request, hosts=given, command=words, variables=variables, is_again=is_again)
         return start(_make_ready(now, slots_of(chosen)), job)
 
-    run = ElasticRun(
-        replace(request.elastic, sizes=sizes), request.discover or (lambda: hosts), start_on, job, request.run_dir
-    )
     way = slurm if request.in_slurm and not request.gloo else ssh
+    options, discover = replace(request.elastic, sizes=sizes), request.discover or (lambda: hosts)
+    run = ElasticRun(options, discover, start_on, job, request.run_dir, way.words)
     try:
         code = run.run()
     finally:
-        run.clean_up({host for host in run.used if not is_local(host)}, way.words)
+        run.clean_up()
     _leave_terminal(request, 2, code)
     return code
+
+
+def _stall_seconds(settings: config.TrainSettings) -> float:
+    return FLOOR if settings.stall_seconds is None else settings.stall_seconds
 
 
 def _is_watched(request: Request, ranks: int) -> bool:

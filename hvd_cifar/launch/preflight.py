@@ -18,6 +18,7 @@ from hvd_cifar.errors import UserError
 
 # Memory that a rank has for itself (USS) at the peak of the smallest run: tutorial, batch 1, one thread, 2 ranks.
 # Measured 303 MiB; `fast` takes 874.
+MOST_THREADS_OF_A_CORE = 4  # more would stop the machine
 LEAST_BYTES_OF_A_RANK = 300 << 20
 # A container's limit, in version 2 and 1 of control groups.
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -42,6 +43,9 @@ def check(settings: Any, ranks: int, *, sees_files: bool, on_gpus: bool, warn: C
         warn("note: --precision mixed_float16 is slow on a CPU; for speed give mixed_bfloat16 or float32")
     if not sees_files:
         return
+    threads, cores = getattr(settings, "threads_per_rank", None) or 1, os.cpu_count() or 1
+    if threads > MOST_THREADS_OF_A_CORE * cores:
+        raise UserError(f"--threads-per-rank {threads}: this host has {cores} cores; give at most as many threads")
     if isinstance(settings, DataSettings):
         _check_data(settings, ranks)
         _check_code(settings)

@@ -19,6 +19,7 @@ USAGE = (
     "[--elastic MIN:MAX [--host-discovery-script FILE] [--elastic-timeout S] [--cool-down FIRST:LONGEST]] "
     "[--dry-run] COMMAND [OPTIONS]"
 )
+ELASTIC_TIMEOUT, COOL_DOWN = 600, (10.0, 300.0)  # s
 PYTHON = "python"  # the command that runs a user's own program on each rank
 
 
@@ -55,8 +56,8 @@ def parse(argv: list[str]) -> Request:
     parser.add_argument("--max-restarts", type=lambda text: count(text, f"--max-restarts {text}"), default=0)
     parser.add_argument("--elastic", type=parse_sizes)
     parser.add_argument("--host-discovery-script", type=Path)
-    parser.add_argument("--elastic-timeout", type=lambda text: count(text, f"--elastic-timeout {text}"), default=600)
-    parser.add_argument("--cool-down", type=_cool_down, default=(10.0, 300.0))
+    parser.add_argument("--elastic-timeout", type=lambda text: count(text, f"--elastic-timeout {text}"))
+    parser.add_argument("--cool-down", type=_cool_down)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     parser.set_defaults(gloo=False)
@@ -76,8 +77,9 @@ def _with_elastic(request: Request, found: argparse.Namespace) -> Request:
     """The request with the options of an elastic job, if it is one. Raises UserError."""
     sizes: Sizes | None = found.elastic
     if sizes is None:
-        if found.host_discovery_script:
-            raise UserError("--host-discovery-script goes with --elastic MIN:MAX")
+        for option in ("host_discovery_script", "elastic_timeout", "cool_down"):
+            if getattr(found, option) is not None:
+                raise UserError(f"--{option.replace('_', '-')} goes with --elastic MIN:MAX")
         return request
     if request.ranks and not sizes.least <= request.ranks <= sizes.most:
         raise UserError(f"-np {request.ranks} is not within --elastic {sizes.least}:{sizes.most}")
@@ -89,8 +91,10 @@ def _with_elastic(request: Request, found: argparse.Namespace) -> Request:
             raise UserError("--host-discovery-script names the hosts: leave -H and --hostfile out")
         discover = script(found.host_discovery_script.absolute())
     elif found.hostfile:
+        if not found.hostfile.is_file():
+            raise UserError(f"--hostfile {found.hostfile}: --elastic reads it again and again: give a file")
         discover = partial(read_hostfile, found.hostfile)
-    options = Options(sizes, request.ranks, found.elastic_timeout, found.cool_down)
+    options = Options(sizes, request.ranks, found.elastic_timeout or ELASTIC_TIMEOUT, found.cool_down or COOL_DOWN)
     return replace(request, elastic=options, discover=discover)
 
 

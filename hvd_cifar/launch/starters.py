@@ -34,8 +34,8 @@ def _mpirun(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job
     """mpirun. `hosts`: each rank's host where there are several hosts, else []; see `NamedLines`."""
     lines = NamedLines(hosts)
 
-    def output(stream: BinaryIO) -> None:
-        for rank, piece in by_rank(chunks(stream)):
+    def output(stream: BinaryIO) -> None:  # also on one host: mpirun ends its ranks where it cannot write
+        for rank, piece in by_rank(chunks(stream)) if hosts else ((0, piece) for piece in chunks(stream)):
             if rank in (0, None):
                 write(1, piece)
 
@@ -51,7 +51,7 @@ def _mpirun(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job
             job.pass_on(piece)
         job.pass_on(lines.rest())
 
-    return Starter(words, env, output if hosts else None, errors)
+    return Starter(words, env, output, errors)
 
 
 def _horovodrun(

@@ -220,7 +220,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     for line in (*_describe(work, world, learner.net, schedule), *notes):
         reporter.say(line)
     stops, skips = bool(world.elastic and world.elastic.saves_only), work.settings.on_nan == "skip"
-    progress = Progress(begin.step, begin.saved_step, watch, stops=stops, skips=skips)
+    progress = Progress(begin.step, begin.saved_step, watch, stops=stops, skips=skips, at_once=begin.copy is not None)
     progress.skipped_before = int(learner.state.skipped.numpy())
     progress.rollbacks = int(learner.state.rollbacks.numpy())
     progress.rate_factor = float(learner.state.rate_factor.numpy())

@@ -16,7 +16,7 @@ import keras
 
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.replicas import find_divergence
-from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.errors import OUT_OF_SYNC, TrainingError, UserError
 from hvd_cifar.reporting import goodput
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.runtime.world import versions
@@ -213,7 +213,7 @@ class ReplicaCheck(Callback):
             found = find_divergence(variables)
             if found is not None and run.settings.on_divergence == "stop":
                 raise TrainingError(
-                    f"ranks are out of sync after step {run.step}: {found}; {self.progress.kept}; "
+                    f"{OUT_OF_SYNC} after step {run.step}: {found}; {self.progress.kept}; "
                     "--on-divergence rebroadcast would go on with rank 0's values"
                 )
             if found is not None:

@@ -60,7 +60,13 @@ class Progress:
     """Step, losses and clock of a run; the same on every rank, except for clock and `seconds_per_step`."""
 
     def __init__(
-        self, first_step: int, saved_step: int, watch: Watch | None = None, stops: bool = False, skips: bool = False
+        self,
+        first_step: int,
+        saved_step: int,
+        watch: Watch | None = None,
+        stops: bool = False,
+        skips: bool = False,
+        at_once: bool = False,
     ) -> None:
         """Begin at a step.
 
@@ -70,6 +76,7 @@ class Progress:
             watch: is told of phases; None: nobody is.
             stops: whether the run is to stop before its next step.
             skips: whether a step whose loss is not finite has changed nothing (`StepSpec.skips`).
+            at_once: look at each step's results before the next one: its state is copied, with the count of skips.
         """
         self.watch = watch or Watch(0)
         self.first_step = self.step = first_step
@@ -80,6 +87,7 @@ class Progress:
         self.skipped: dict[int, float] = {}  # losses of steps since then
         self.spans: list[tuple[str, int, float, float]] = []  # of `aside`: kind, step, begin and end in Unix time
         self._skips = skips
+        self._at_once = at_once
         self._skips_in_a_row = 0
         self.loss: float | None = None
         self.clock = StepClock()
@@ -99,7 +107,7 @@ class Progress:
         self.step += 1
         self.micro_batches = micro_batches
         self._unseen.append(result)
-        if self.step >= self._next_look:
+        if self._at_once or self.step >= self._next_look:
             self.check_losses()
 
     def check_losses(self) -> None:

@@ -16,6 +16,7 @@ from hvd_cifar.training import checkpoint, checkpoint_files
 from hvd_cifar.training.plan import Plan
 
 SECONDS_FOR_READERS = 0.2  # `reporting.run_files.lives` has the lock for an instant
+OF_A_RUN = ("metrics.jsonl", "sessions.jsonl", "examples.jsonl", "summary.json")  # written after config.json
 # Settings that the results of a run depend on, beside the facts derived from settings (data set, batch, learning rate).
 # A run resumes only with the same ones.
 COURSE = (
@@ -77,6 +78,9 @@ def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path
     """
     run_dir = settings.run_dir or config.unused_run_dir(settings.model)
     is_new = not run_dir.exists()
+    foreign = [name for name in OF_A_RUN if (run_dir / name).exists()] if not (run_dir / "config.json").exists() else []
+    if foreign:
+        raise UserError(f"--run-dir {run_dir}: holds {foreign[0]}, but no config.json of a run; give another folder")
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         lock = FileLock(run_dir / ".lock")

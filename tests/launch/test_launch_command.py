@@ -189,7 +189,7 @@ def test_what_needs_no_ranks_runs_once_and_the_doctor_takes_the_launchers_option
 def test_what_runs_as_one_process_takes_no_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     assert launcher.main(["-np", "2", "report", "a"], cli.check) == 2
     assert capfd.readouterr().err.splitlines() == [
-        "hvd_cifar: report runs as one process here: leave -np, -H and --hostfile out"
+        "hvd_cifar: report runs as one process here: leave the launcher's options out"
     ]
 
 

@@ -44,7 +44,7 @@ def commands_on_pretended_gpus(commands: list[list[str]]) -> dict[str, Any]:
     tf.config.experimental.set_memory_growth = lambda gpu, on: grows.append(f"{gpu.name} {on}")
     tf.config.experimental.get_device_details = lambda gpu: {"compute_capability": (9, 0), "device_name": "Pretended"}
     tf.config.experimental.get_memory_info = lambda name: {"peak": 2**28}
-    first_steps.PRECISIONS = PRECISIONS
+    vars(first_steps)["PRECISIONS"] = PRECISIONS
     printed = io.StringIO()
     for words in commands:
         with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:

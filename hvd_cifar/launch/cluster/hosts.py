@@ -31,7 +31,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     where = f"-H {_shown(text)}"
     for part in text.split(","):
         name, colon, slots = part.strip().partition(":")
-        if not re.fullmatch(r"[\w.-]+", name):
+        if not re.fullmatch(r"\w[\w.-]*", name):
             raise UserError(f"{where}: '{_shown(part)}' is not a host; write NAME:SLOTS, separated by commas")
         hosts.append(Host(name, count(slots, f"{where}: slots of {_shown(name)}") if colon else 1))
     _check_each_is_there_once(hosts, where)
@@ -54,7 +54,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        match = re.fullmatch(r"([\w.-]+)\s+slots\s*=\s*(\S+)", text)
+        match = re.fullmatch(r"(\w[\w.-]*)\s+slots\s*=\s*(\S+)", text)
         if not match:
             raise UserError(f"--hostfile {path} line {number}: '{_shown(text)}' is not NAME slots=N; correct it")
         hosts.append(Host(match[1], count(match[2], f"--hostfile {path} line {number}: slots")))
