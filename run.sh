@@ -19,6 +19,8 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
   ./run.sh [-np N] [-H HOSTS | --hostfile FILE] [LAUNCHER OPTIONS] COMMAND [OPTIONS]
   ./run.sh predict RUN_DIR IMAGE|FOLDER... [--json]    classify images with the net of a run
   ./run.sh export RUN_DIR --to FOLDER      write the net of a run as files that TensorFlow loads without this program
+  ./run.sh report RUN_DIR...               write a page about runs: curves, where the time went, what happened, mistakes
+  ./run.sh watch RUN_DIR                   show a run that somebody else started, until it ends
   ./run.sh doctor [-H HOSTS | --hostfile FILE] [--gloo]    look on all hosts at once for what usually goes wrong
   ./run.sh tensorboard RUN_DIR [ARGUMENTS]                 TensorBoard on a run, or on a folder of runs
 

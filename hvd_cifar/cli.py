@@ -93,6 +93,10 @@ def _commands() -> click.Group:
     classify_help = "Classify images, also all in a folder, with a trained net; exit code 2: one could not be read."
     _add(commands, "predict", config.PredictSettings, _predict, classify_help)
 
+    report_help = "Write a page (HTML) about runs: what ran, curves, where the time went, what happened, mistakes."
+    _add(commands, "report", config.ReportSettings, _report, report_help)
+    _add(commands, "watch", config.WatchSettings, _watch, "Show a run that somebody else started, until it ends.")
+
     @commands.group()
     def benchmark() -> None:
         """Measure the training step and the all-reduce on this machine or cluster, and predict more ranks."""
@@ -173,7 +177,9 @@ def _metavar(annotation: Any) -> str:
         return _metavar(members[0])
     if typing.get_origin(annotation) is typing.Annotated:
         return _metavar(members[0])
-    return {int: "N", float: "X", Path: "PATH", tuple[int, ...]: "N,N,..."}.get(annotation, "TEXT")
+    if typing.get_origin(annotation) is tuple:
+        return "{0},{0},...".format(_metavar(members[0]))
+    return {int: "N", float: "X", Path: "PATH"}.get(annotation, "TEXT")
 
 
 def _train(settings: config.TrainSettings) -> None:
@@ -200,6 +206,18 @@ def _predict(settings: config.PredictSettings) -> None:
         from hvd_cifar.tools.predict import predict
     if predict(settings):
         sys.exit(USER_ERROR)
+
+
+def _report(settings: config.ReportSettings) -> None:
+    from hvd_cifar.tools.report.command import report
+
+    report(settings)
+
+
+def _watch(settings: config.WatchSettings) -> None:
+    from hvd_cifar.tools.watch import watch
+
+    watch(settings)
 
 
 def _benchmark_step(settings: config.BenchmarkStepSettings) -> None:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml  # JSON is a subset of YAML, so one reader serves both
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from hvd_cifar.errors import UserError
+from hvd_cifar.errors import UserError, printable
 from hvd_cifar.files import MOST_JSON_BYTES, replace_text
 
 MODELS = ("fast", "tutorial", "resnet20", "resnet32", "resnet56")
@@ -205,6 +205,11 @@ def _without_password(address: str) -> str:
     if re.match(r"[a-zA-Z][\w+.-]*://[^/?#]*@", address):
         raise ValueError("a user's name or password would be recorded in config.json; put it into ~/.netrc")
     return address
+
+
+def _words(given: Any) -> Any:
+    """Text such as a,b as ("a", "b")."""
+    return tuple(given.split(",")) if isinstance(given, str) else given
 
 
 RankCounts = Annotated[tuple[int, ...], BeforeValidator(_rank_counts)]
@@ -435,6 +440,7 @@ class TrainSettings(DataSettings):
         description="Steps between TensorBoard's histograms and images, which the first step also has; 0: none. "
         f"[default: {DEFAULT_SUMMARY_EVERY}; more where they would take over 2% of the time]",
     )
+    quiet: bool = Field(False, description="Print warnings and errors alone; the run's files hold the rest.")
     checkpoint_every: int = Field(
         1000, gt=0, le=MOST_STEPS, description="Steps between checkpoints; the newest 5 are kept."
     )
@@ -692,6 +698,27 @@ class BenchmarkPredictSettings(StepWork, _BenchmarkOutput):
     )
 
 
+class ReportSettings(_Settings):
+    """A page about runs."""
+
+    run_dirs: tuple[LocalPath, ...] = Field(
+        min_length=1, description="Folders of runs; several are compared.", json_schema_extra={"argument": "RUN_DIR..."}
+    )
+    benchmarks: Annotated[tuple[LocalPath, ...], BeforeValidator(_words)] = Field(
+        (), description="--json files of `benchmark`, with commas between them, to draw also."
+    )
+    output: LocalPath | None = Field(
+        None, description="HTML file to write. [default: report.html in the first RUN_DIR]"
+    )
+
+
+class WatchSettings(_Settings):
+    """A run to watch."""
+
+    run_dir: LocalPath = Field(description="Folder of the run.", json_schema_extra={"argument": "RUN_DIR"})
+    quiet: bool = Field(False, description="Print how the run ends alone.")
+
+
 class DoctorSettings(_Settings):
     """What the doctor looks at: hosts, as for the launcher, and folders, as for a run."""
 
@@ -778,8 +805,7 @@ def make(kind: type[S], values: dict[str, Any]) -> S:
 
 def _shown(value: Any) -> str:
     """A wrong value in a message: on one line, and not longer than that."""
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value))
-    text = re.sub("//[^/]*@", "//...@", text)  # a password
+    text = re.sub("//[^/]*@", "//...@", printable(str(value)))  # a password
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 

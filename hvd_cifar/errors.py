@@ -53,6 +53,11 @@ def reason_of(failure: BaseException) -> str:
     return lines[0][:300] if lines else type(failure).__name__
 
 
+def printable(text: str) -> str:
+    """A text of others on one line, without what a terminal would act on."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def cause_of(failure: BaseException) -> str:
     """An error of a user's own code in one line: its type, its text, and the line of the user's file it comes from."""
     place, trace = "", failure.__traceback__

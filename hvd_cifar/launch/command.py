@@ -14,7 +14,7 @@ from hvd_cifar.launch.request import PYTHON, Request
 from hvd_cifar.runtime.transport import RING_PARAMETERS
 
 # mpirun exports these of the user's variables to other hosts; ranks on this host inherit all.
-EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS")
+EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS|LINES")
 # TCP keepalive of mpirun (seconds, seconds, tries): a lost host is noticed after 30 s; by default after 8 minutes.
 KEEPALIVE = {"oob_tcp_keepalive_time": 10, "oob_tcp_keepalive_intvl": 5, "oob_tcp_keepalive_probes": 4}
 # After 5 s, where the others go on without it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import shutil
@@ -18,7 +19,8 @@ from typing import Any, BinaryIO
 import psutil
 
 from hvd_cifar.errors import RESUME, STALLED
-from hvd_cifar.runtime.environment import STARTS
+from hvd_cifar.launch.restarts import last_said
+from hvd_cifar.runtime.environment import ENDS, STARTS
 from hvd_cifar.runtime.process import adopt_orphans, began, signalled_with_parent
 from hvd_cifar.runtime.stalls import lost_ranks
 
@@ -27,6 +29,8 @@ SECONDS_FOR_ORPHANS = 2.0  # processes that print a rank's last lines end by the
 SECONDS_BETWEEN_ASKS = 1.0
 SECONDS_FOR_STARTER = 3.0  # to end when ranks have named one that hangs
 TAIL_BYTES = 4096
+ENDS_TOLD = 8  # to the ranks of the next start: more of them are seldom in a row, and a variable's length has a limit
+LONGEST_END = 300  # characters
 
 Pump = Callable[[BinaryIO], None]
 
@@ -66,6 +70,7 @@ class Job:
         self.tail = b""  # of what the user saw on stderr
         self._caught: list[int] = []
         self._times = [began()]  # see `environment.starts`
+        self._ends: list[str] = []  # see `environment.ends`
         self._starter: Starter | None = None
         self._process: subprocess.Popen[Any] | None = None
         adopt_orphans()
@@ -96,7 +101,7 @@ class Job:
         # A session of its own: Ctrl-C reaches this process, which forwards it.
         process: subprocess.Popen[Any] = subprocess.Popen(
             starter.words,
-            env={**starter.env, STARTS: " ".join(map(str, self._times))},
+            env={**starter.env, STARTS: " ".join(map(str, self._times)), ENDS: json.dumps(self._ends[-ENDS_TOLD:])},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if starter.output else None,
             stderr=subprocess.PIPE,
@@ -141,7 +146,10 @@ class Job:
         self._times.append(time.time())
         for pump in pumps:
             pump.join(SECONDS_FOR_LAST_OUTPUT)
-        return self._outcome(code if code >= 0 else 128 - code)
+        outcome = self._outcome(code if code >= 0 else 128 - code)
+        said = last_said(self.tail).removeprefix("hvd_cifar: ")[:LONGEST_END]
+        self._ends.append(said or f"exit code {outcome}")
+        return outcome
 
     @property
     def stops(self) -> bool:

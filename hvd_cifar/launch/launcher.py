@@ -43,7 +43,7 @@ from hvd_cifar.launch.restarts import FINAL, Failure, failure_of, reason_to_give
 from hvd_cifar.launch.roster import slots_of
 from hvd_cifar.launch.starters import Ready, start
 from hvd_cifar.runtime import devices
-from hvd_cifar.runtime.environment import STARTS, copies, launched_size
+from hvd_cifar.runtime.environment import ENDS, STARTS, copies, launched_size
 from hvd_cifar.runtime.stalls import FLOOR
 from hvd_cifar.runtime.transport import RING_VARIABLES
 
@@ -51,7 +51,7 @@ from hvd_cifar.runtime.transport import RING_VARIABLES
 SECRET = re.compile(r"(?i)(?!SSH_AUTH_SOCK$).*(TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH)")
 SHOW_CURSOR = b"\x1b[?25h"
 HOSTS_SHOWN = 3
-ALONE = ("export", "predict")  # commands of one process
+ALONE = ("export", "predict", "report", "watch")  # commands of one process, which is no rank
 
 
 def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
@@ -71,7 +71,9 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
         if request.command[0] == "doctor":
             if request.max_restarts or request.elastic:
                 raise UserError("--max-restarts and --elastic go with train: leave them out")
-            return _start_doctor(request, check)
+            words = _with_hosts(request)
+            check(words)
+            return _become(request, words)
         if request.command[0] == "tensorboard":
             return _start_tensorboard(request)
         if request.command[0] == PYTHON:
@@ -180,15 +182,14 @@ def _note_gpus(gpus: Mapping[str, int], all_here: bool) -> None:
         )
 
 
-def _start_doctor(request: Request, check: Callable[[list[str]], Any]) -> int:
-    """Run the doctor as one process here, with the launcher's options: it starts ranks by itself."""
+def _with_hosts(request: Request) -> list[str]:
+    """The doctor's command line with the launcher's options: it starts ranks by itself."""
     words = list(request.command)
     words += ["--gloo"] if request.gloo else []
     words += ["--allreduce", "ring"] if request.ring else []
     words += ["-np", str(request.ranks)] if request.ranks else []
     words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in request.hosts)] if request.hosts else []
-    check(words)
-    return _become(request, words)
+    return words
 
 
 def _start_alone(request: Request, settings: Any) -> int:
@@ -239,9 +240,9 @@ def _make_ready(request: Request, ranks: int) -> Ready:
         env["SLURM_EXPORT_ENV"] = "ALL"  # mpirun's daemons need PATH and OPAL_PREFIX, also after sbatch --export=NONE
     if _is_watched(request, ranks):
         # mpirun gives ranks a pseudo-terminal of its own, whatever this process has.
-        env |= {"HVD_CIFAR_TERMINAL": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
+        env |= {"HVD_CIFAR_TERMINAL": "1", **_terminal_size()}
     if not request.dry_run:
-        env[STARTS] = ""  # exported to other hosts; its value is Job's
+        env |= {STARTS: "", ENDS: "[]"}  # exported to other hosts; their values are Job's
     of_ranks = hosts_of_ranks(request.hosts, ranks)
     request = replace(request, hosts=tuple(host for host in request.hosts if host.name in of_ranks))
     network, gpus = _ask_hosts(request, bin_folder)
@@ -326,6 +327,11 @@ def _stall_seconds(settings: config.TrainSettings) -> float:
 def _is_watched(request: Request, ranks: int) -> bool:
     """Whether a person watches mpirun's output."""
     return sys.stdout.isatty() and not request.gloo and ranks > 1
+
+
+def _terminal_size() -> dict[str, str]:
+    columns, lines = shutil.get_terminal_size()
+    return {"COLUMNS": str(columns), "LINES": str(lines)}
 
 
 def _leave_terminal(request: Request, ranks: int, code: int) -> None:

@@ -26,8 +26,13 @@ class Failure:
 
 def failure_of(code: int, tail: bytes, run_dir: Path) -> Failure:
     """The failure of a job with this exit code; `tail` is the end of its stderr."""
+    return Failure(code, last_said(tail), last_step(run_dir / "metrics.jsonl"))
+
+
+def last_said(tail: bytes) -> str:
+    """The last line of the program's own at the end of a job's stderr; "": there is none."""
     lines = [line for line in tail.decode(errors="replace").splitlines() if line.startswith("hvd_cifar: ")]
-    return Failure(code, lines[-1] if lines else "", last_step(run_dir / "metrics.jsonl"))
+    return lines[-1] if lines else ""
 
 
 def reason_to_give_up(failures: Sequence[Failure], max_restarts: int) -> str | None:

@@ -3,11 +3,12 @@
 A session is the life of rank 0's process. A run has several where it is started again, by the launcher or by hand.
 Marks are objects with "mark" and "time" (Unix time, seconds):
 
-launch: the session's ranks are being started. "starts": see `runtime.environment.starts`.
+launch: the session's ranks are being started. "starts", "ends": see `runtime.environment`; "ranks"; "elastic".
 start: the first step follows. "step": finished ones.
 evaluation, checkpoints, restart: something else than steps ends; it began at "began". "step": finished ones.
 rollback: the run goes on from the checkpoint of an earlier "step".
-end: the session ends after "step".
+warning: "text", as the user saw it, after "step".
+end: the session ends after "step". "how": complete, stopped (at a request), or failed, and then "why".
 lost: the last sign of life of the session before, which was killed after it logged "step". The next one writes it.
 """
 
@@ -15,10 +16,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvd_cifar.config import MOST_STEPS
+
+SESSIONS = "sessions.jsonl"
 KINDS = (
     "useful_steps",
     "repeated_steps",  # steps, and what was done of them, that a restart or a rollback lost
@@ -32,6 +36,7 @@ KINDS = (
 SPANS = ("evaluation", "checkpoints", "restart")
 
 Mark = dict[str, Any]
+Interval = tuple[str, float, float]
 
 
 @dataclass
@@ -56,7 +61,7 @@ def read(text: str) -> list[Mark]:
             mark = json.loads(line)
             began = mark["began"] if mark["mark"] in SPANS else 0
             numbers = [mark["time"], mark.get("step", 0), began, *mark.get("starts", [0])]
-            if isinstance(mark["mark"], str) and all(math.isfinite(number) for number in numbers):
+            if isinstance(mark["mark"], str) and all(abs(number) <= MOST_STEPS for number in numbers):
                 marks.append(mark)
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
             continue
@@ -82,20 +87,24 @@ def in_words(found: dict[str, float]) -> str:
 
 
 def seconds_by_kind(marks: Iterable[Mark]) -> dict[str, float]:
-    """Seconds of each of `KINDS`, from the launcher's start to the last mark; the time between two launchers is none.
-
-    Clocks of several hosts may differ a little: an interval of less than nothing counts as nothing.
-    """
+    """Seconds of each of `KINDS`, from the launcher's start to the last mark; see `intervals`."""
     totals = dict.fromkeys(KINDS, 0.0)
-    spans: list[tuple[float, float]] = []
+    for kind, begin, end in intervals(marks):
+        totals[kind] += end - begin
+    return totals
+
+
+def intervals(marks: Iterable[Mark]) -> list[Interval]:
+    """What the time went into: kind, begin and end in Unix time. The time between two launchers is in none.
+
+    Clocks of several hosts may differ a little: an interval of less than nothing is left out.
+    """
+    spans: list[Interval] = []
+    others: list[Interval] = []
     runs: list[_Steps] = []
     kind_of_start = "set_up"  # only of the first start
     starts: list[float] = []
     begun, at, steps = False, 0.0, None
-
-    def add(kind: str, begin: float, end: float) -> None:
-        totals[kind] += _without(begin, end, spans)
-
     for mark in marks:
         kind, time, step = mark["mark"], mark["time"], int(mark.get("step", 0))
         if kind == "launch":
@@ -104,24 +113,23 @@ def seconds_by_kind(marks: Iterable[Mark]) -> dict[str, float]:
             of_gap = "detection" if same_job else kind_of_start
             at, new = (at, starts[len(before) :]) if same_job else (starts[0], starts[1:])
             for i, then in enumerate(new):  # noticed, started again, noticed, ...
-                add(of_gap, at, then)
+                others.append((of_gap, at, then))
                 kind_of_start = "restart"
                 at, of_gap = then, "restart" if i % 2 else "waiting"
             begun, steps = True, None
         elif not begun:
             continue
         elif kind in SPANS:
-            spans.append((mark["began"], time))
-            totals[kind] += max(0.0, time - mark["began"])
+            spans.append((kind, mark["began"], time))
             if steps is None:  # before the first step
-                add(kind_of_start, at, mark["began"])
+                others.append((kind_of_start, at, mark["began"]))
                 at = time
             else:
                 steps.end = time
                 steps.reached.append((step, time))
         elif kind in ("start", "rollback"):
             if steps is None:
-                add(kind_of_start, at, time)
+                others.append((kind_of_start, at, time))
             else:
                 steps.end = time
             steps, kind_of_start = _Steps(step, time, time), "restart"
@@ -129,18 +137,19 @@ def seconds_by_kind(marks: Iterable[Mark]) -> dict[str, float]:
             at = time
         elif kind in ("end", "lost"):
             if steps is None:
-                add(kind_of_start, at, time)
+                others.append((kind_of_start, at, time))
             else:
                 steps.end = time
                 steps.reached += [(step, time)] * (kind == "end")
                 steps.logged = step if kind == "lost" else None
             steps, kind_of_start, at = None, "restart", time
-    _add_steps(totals, runs, spans)
-    return totals
+    others += _of_steps(runs)
+    uncovered = [(kind, *part) for kind, begin, end in others for part in _outside(begin, end, spans)]
+    return sorted([*(span for span in spans if span[1] < span[2]), *uncovered], key=lambda found: found[1])
 
 
-def _add_steps(totals: dict[str, float], runs: Sequence[_Steps], spans: Sequence[tuple[float, float]]) -> None:
-    """Add the time of steps. What comes after the step that a later session or rollback begins from is repeated."""
+def _of_steps(runs: Sequence[_Steps]) -> Iterator[Interval]:
+    """The time of steps. What comes after the step that a later session or rollback begins from is repeated."""
     kept = math.inf
     for run in reversed(runs):
         own = [time for step, time in run.reached if step == kept]  # such as of its checkpoint
@@ -150,12 +159,17 @@ def _add_steps(totals: dict[str, float], runs: Sequence[_Steps], spans: Sequence
         lost_from = run.end if kept == math.inf else max(own or before or [run.begin])
         if kept <= run.step:
             lost_from = run.begin
-        totals["useful_steps"] += _without(run.begin, lost_from, spans)
-        totals["repeated_steps"] += _without(lost_from, run.end, spans)
+        yield "useful_steps", run.begin, lost_from
+        yield "repeated_steps", lost_from, run.end
         kept = min(kept, run.step)
 
 
-def _without(begin: float, end: float, spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds between two times that lie in none of the spans."""
-    inside = sum(max(0.0, min(end, last) - max(begin, first)) for first, last in spans)
-    return max(0.0, end - begin - inside)
+def _outside(begin: float, end: float, spans: Iterable[Interval]) -> Iterator[tuple[float, float]]:
+    """The parts of an interval that lie in none of the spans."""
+    for _, first, last in sorted(spans, key=lambda span: span[1]):
+        if begin < first < end:
+            yield begin, first
+        if first < end:
+            begin = max(begin, last)
+    if begin < end:
+        yield begin, end

@@ -12,26 +12,30 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.live import Live
 
 from hvd_cifar.errors import UserError, reason_of
 from hvd_cifar.files import append, parse_json, replace_text
 from hvd_cifar.reporting import board, goodput, terminal
+from hvd_cifar.reporting.goodput import SESSIONS
+from hvd_cifar.reporting.run_files import as_event
+from hvd_cifar.reporting.view import Course, View
 
 EXAMPLES = "examples.jsonl"
-SESSIONS = "sessions.jsonl"
 SECONDS_BETWEEN_BEATS = 1.0
 
 
 class Reporter:
     """Prints and writes the output of a run. Every rank has one; only rank 0's, which has a folder, does anything."""
 
-    def __init__(self, run_dir: Path | None, watched: bool, dataset: str) -> None:
+    def __init__(self, run_dir: Path | None, watched: bool, dataset: str, quiet: bool = False) -> None:
+        """`quiet`: print warnings alone."""
         self.run_dir = run_dir
         self.dataset = dataset  # every output names it: a result on one data set must not be taken for another's
-        self._console = Console(force_terminal=True) if run_dir and watched else None
-        self._progress: Progress | None = None
-        self._bar: Any = None
+        self._quiet = quiet
+        self._console = Console(force_terminal=True) if run_dir and watched and not quiet else None
+        self._view: View | None = None
+        self._live: Live | None = None
         self._unwritten: dict[Path, bytes] = {}  # by file, which waits for room
         self._beaten = 0.0
         self._last_step = 0  # in metrics.jsonl before it was opened
@@ -64,8 +68,13 @@ class Reporter:
         self.catch_up()
         self.open(step, record_examples)
 
-    def begin_session(self, starts: list[float]) -> None:
-        """Begin to mark where the time goes; `starts`: as of `runtime.environment.starts`."""
+    def begin_session(self, starts: list[float], **told: Any) -> None:
+        """Begin to mark what happens and where the time goes.
+
+        Args:
+            starts: as of `runtime.environment.starts`.
+            told: what else the mark "launch" tells (`goodput`).
+        """
         if self.run_dir is None:
             return
         path = self.run_dir / SESSIONS
@@ -77,9 +86,9 @@ class Reporter:
         self.marks = goodput.read(text)
         if not goodput.has_ended(self.marks):
             self._append_mark({"mark": "lost", "time": seen, "step": self._last_step})
-        self._append_mark({"mark": "launch", "time": time.time(), "starts": starts})
+        self._append_mark({"mark": "launch", "time": time.time(), "starts": starts, **told})
 
-    def mark(self, kind: str, **values: float) -> None:
+    def mark(self, kind: str, **values: Any) -> None:
         """Mark what the session begins or ends; `goodput` lists the kinds and their values."""
         if self.run_dir is not None:
             self._append_mark({"mark": kind, "time": time.time(), **values})
@@ -109,29 +118,22 @@ class Reporter:
             self._tell_caught_up(path)
 
     @contextlib.contextmanager
-    def progress(self, first_step: int, total_steps: int) -> Iterator[None]:
-        """Show a progress bar of the steps in the block, where a person watches."""
+    def progress(self, first_step: int, course: Course) -> Iterator[None]:
+        """Show the steps in the block on a terminal, where a person watches."""
         if self._console is None:
             yield
             return
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-        )
-        with Progress(*columns, console=self._console, refresh_per_second=4) as self._progress:
-            self._bar = self._progress.add_task("step", total=total_steps, completed=first_step, note="")
+        self._view = View(course, first_step)
+        with self._view.live(self._console) as self._live:
             yield
-        self._progress = None
+        self._live = None
 
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
-        if self.run_dir is None:
+        if self.run_dir is None or self._quiet:
             return
-        if self._progress is not None:
-            self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if self._live is not None:
+            self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             terminal.say(line)
 
@@ -142,8 +144,6 @@ class Reporter:
         if self.run_dir is None:
             return
         rate, per_batch = f"{images_per_second:.1f} images/s", f"{seconds:.3f} s/batch"
-        if self._progress is not None:
-            self._progress.update(self._bar, completed=step, note=f"loss {loss:.4f}  {rate}")
         stamp = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         self.say(f"{stamp}: step {step}, loss = {loss:.4f} ({rate}; {per_batch})")
         event = {"step": step, "epoch": epoch, "loss": loss, "learning_rate": learning_rate}
@@ -167,8 +167,7 @@ class Reporter:
     def ranks(self, step: int, **by_rank: Sequence[Any]) -> None:
         """Record values of the steps since the last record, by rank: seconds a step, bytes/s by address."""
         if self.run_dir is not None:
-            event = {"event": "ranks", "dataset": self.dataset, "step": step, **by_rank}
-            self._append_line(self.run_dir / "metrics.jsonl", event)
+            self._append_event({"event": "ranks", "dataset": self.dataset, "step": step, **by_rank})
             seconds = {
                 f"{name}/rank_{rank}": value
                 for name, values in by_rank.items()
@@ -199,10 +198,18 @@ class Reporter:
     def _write(self, event: str, values: dict[str, Any]) -> None:
         assert self.run_dir is not None
         self._remember({"event": event, **values})
-        self._append_line(self.run_dir / "metrics.jsonl", {"event": event, "dataset": self.dataset, **values})
+        self._append_event({"event": event, "dataset": self.dataset, **values})
 
     def _tell_caught_up(self, path: Path) -> None:
         self.warn(f"note: {path} could not be written for a while; nothing of it is lost")
+
+    def _append_event(self, event: dict[str, Any]) -> None:
+        assert self.run_dir is not None
+        self._append_line(self.run_dir / "metrics.jsonl", event)
+        shown = as_event(event) if self._live else None
+        if self._view and self._live and shown:
+            self._view.add(shown)
+            self._live.refresh()
 
     def _append_mark(self, mark: goodput.Mark) -> None:
         assert self.run_dir is not None
@@ -222,15 +229,17 @@ class Reporter:
             if has_waited:
                 self._tell_caught_up(path)
 
-    def warn(self, line: str) -> None:
-        """Print a line to standard error."""
+    def warn(self, line: str, step: int | None = None) -> None:
+        """Print a line to standard error; with the `step` after which it holds, it is also on record."""
         if self.run_dir is not None:
             terminal.complain("hvd_cifar: " + line)
+            if step is not None:
+                self.mark("warning", step=step, text=line)
 
     def skipped(self, step: int, loss: float) -> None:
         """Record a step that changed nothing, since `loss`, or what it made of the weights, is not finite."""
         if self.run_dir is not None:
-            self.warn(f"step {step} is skipped on all ranks: loss = {loss}, or not finite after its update")
+            self.warn(f"step {step} is skipped on all ranks: loss = {loss}, or not finite after its update", step)
             self._append_line(self.run_dir / "metrics.jsonl", {"event": "skip", "step": step})
 
     def rolled_back(self, step: int, from_step: int, rate_factor: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
 import time
@@ -74,6 +75,8 @@ def elastic_job(environment: Mapping[str, str] = os.environ) -> ElasticJob | Non
 
 # The launcher tells ranks by it when it started them: Unix times with spaces between them, as `starts` returns.
 STARTS = "HVD_CIFAR_STARTS"
+# And how its last starts ended: a JSON list of lines, as `ends` returns.
+ENDS = "HVD_CIFAR_ENDS"
 _runs = itertools.count()  # of this process
 
 
@@ -85,6 +88,12 @@ def starts(environment: Mapping[str, str] = os.environ) -> list[float]:
     if next(_runs):
         return [time.time()]
     return [float(word) for word in environment.get(STARTS, "").split()] or [process.began()]
+
+
+def ends(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """How the launcher's last starts of these ranks ended, a line each, the newest last."""
+    found: list[str] = json.loads(environment.get(ENDS, "[]"))
+    return found
 
 
 def check_launcher(environment: Mapping[str, str] = os.environ) -> None:

@@ -221,9 +221,11 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     named = work.settings.model_copy(update={"dataset": facts["dataset"]})
     data = run_dir.describe(work.dataset)
     run_facts = {**facts, "data": data, "published_images": published, "first_step": begin.step, **_facts_of(world)}
+    run_facts |= {"total_steps": work.plan.total_steps, "steps_per_epoch": work.plan.steps_per_epoch}
     collectives.on_root(lambda: run_dir.record(folder, named, work.plan, run_facts))
 
-    reporter = Reporter(folder if world.is_root else None, terminal.is_watched(), work.dataset.name)
+    own_folder = folder if world.is_root else None
+    reporter = Reporter(own_folder, terminal.is_watched(), work.dataset.name, work.settings.quiet)
     for line in (*_describe(work, world, learner.net, schedule), *notes):
         reporter.say(line)
     stops, skips = bool(world.elastic and world.elastic.saves_only), work.settings.on_nan == "skip"

@@ -222,7 +222,7 @@ class ReplicaCheck(Callback):
                 collectives.broadcast_variables(variables)
                 self.state.repaired.assign_add(1)
                 self.reporter.warn(
-                    f"RANKS WERE OUT OF SYNC after step {run.step}: {found}; all go on with rank 0's values"
+                    f"RANKS WERE OUT OF SYNC after step {run.step}: {found}; all go on with rank 0's values", run.step
                 )
             self.checked_step = run.step
             self.state.check_seconds.assign_add(time.perf_counter() - began)

@@ -17,6 +17,7 @@ from hvd_cifar.files import read_json
 from hvd_cifar.training import checkpoint, checkpoint_files
 from hvd_cifar.training.plan import Plan
 
+SECONDS_FOR_READERS = 0.2  # `reporting.run_files.lives` has the lock for an instant
 OF_A_RUN = ("metrics.jsonl", "sessions.jsonl", "examples.jsonl", "summary.json")  # written after config.json
 # Settings that the results of a run depend on, beside the facts derived from settings (data set, batch, learning rate).
 # A run resumes only with the same ones.
@@ -85,7 +86,7 @@ def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         lock = FileLock(run_dir / ".lock")
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=SECONDS_FOR_READERS)
     except Timeout:
         raise UserError(
             f"--run-dir {run_dir}: another run is writing there; wait for it, or give another one"

@@ -98,6 +98,7 @@ class Stragglers(Callback):
             ranks = collectives.all_gather_object(own)
         self.reporter.ranks(
             run.step,
+            hosts=[seen.host for seen in ranks],
             step_seconds=[round(seen.seconds, 6) for seen in ranks],
             compute_seconds=[round(seen.times.compute / seen.times.steps, 6) for seen in ranks],
             wait_seconds=[round(seen.times.wait / seen.times.steps, 6) for seen in ranks],
@@ -111,4 +112,5 @@ class Stragglers(Callback):
         for (rank, kind), reason in now.items():
             if self.in_a_row[rank, kind] == IN_A_ROW:
                 self.in_a_row[rank, kind] += 1  # once
-                self.reporter.warn(f"rank {rank} on {ranks[rank].host} is slow since step {run.step}, {reason}")
+                line = f"rank {rank} on {ranks[rank].host} is slow since step {run.step}, {reason}"
+                self.reporter.warn(line, run.step)

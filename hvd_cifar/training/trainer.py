@@ -10,14 +10,18 @@ from typing import Any
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed import collectives
-from hvd_cifar.errors import RESUME, Diverged, Preempted
+from hvd_cifar.errors import RESUME, Diverged, Preempted, TrainingError, UserError, reason_of
 from hvd_cifar.reporting.metrics import Reporter
+from hvd_cifar.reporting.view import Course
 from hvd_cifar.runtime import environment
+from hvd_cifar.runtime.failures import lost_rank
 from hvd_cifar.training.callbacks import Callback
 from hvd_cifar.training.preemption import StopRequests
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.run_dir import read_summary
 from hvd_cifar.training.step import Notes, TrainStep
+
+LONGEST_WHY = 300  # characters of an error in the record of the run
 
 
 @dataclass(frozen=True)
@@ -114,8 +118,24 @@ class Trainer:
             if first < total:
                 self.reporter.withdraw_summary()
             self.reporter.open(first, self.run.settings.record_examples)
-            self.reporter.begin_session(environment.starts())
-            with self.reporter.progress(first, total):
+            world = self.run.world
+            told = {"ends": environment.ends(), "ranks": world.size, "elastic": world.elastic is not None}
+            self.reporter.begin_session(environment.starts(), **told)
+            plan = self.run.plan
+            with self.reporter.progress(first, Course(plan.global_batch_size, total, plan.steps_per_epoch)):
                 yield
-        finally:
-            self.reporter.mark("end", step=self.progress.step)
+        except BaseException as failure:
+            how = {"how": "stopped"} if isinstance(failure, Preempted) else {"how": "failed", "why": _why(failure)}
+            self.reporter.mark("end", step=self.progress.step, **how)
+            raise
+        else:
+            self.reporter.mark("end", step=self.progress.step, how="complete")
+
+
+def _why(failure: BaseException) -> str:
+    """Why a run fails, in a line for its record."""
+    if isinstance(failure, (UserError, TrainingError)):
+        return " ".join(str(failure).split())[:LONGEST_WHY]
+    if words := lost_rank(failure):
+        return f"another rank is lost ({words})"
+    return f"{type(failure).__name__}: {reason_of(failure)}"

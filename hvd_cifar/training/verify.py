@@ -97,7 +97,8 @@ class Verifier:
             if firsts[wrong] != right:
                 self._reporter.warn(
                     f"rank {wrong} on {told[wrong][0]} COMPUTED A WRONG GRADIENT in step {self.step}: {count} of "
-                    f"{votes.total()} computations agree on another one, which the step uses"
+                    f"{votes.total()} computations agree on another one, which the step uses",
+                    self.step,
                 )
         if firsts[owner] == right:
             return share

@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks import runs
 from hvd_cifar.errors import RESUME
+from hvd_cifar.reporting import goodput
 from tests.faults.jobs import Running, checkpoints, start
 from tests.options import TUTORIAL
 from tests.ranks import CHECKOUT, environment
@@ -63,6 +64,8 @@ def test_stopped_three_times_and_as_if_never(job: Any, embedded: Path, tmp_path:
     assert one["weights_sha256"] == other["weights_sha256"]
     assert (one["test_accuracy"], one["train_loss"]) == (other["test_accuracy"], other["train_loss"])
     assert runs.losses(tmp_path / "run") == runs.losses(tmp_path / "whole")
+    ends = [mark for mark in goodput.read((tmp_path / "run" / "sessions.jsonl").read_text()) if mark["mark"] == "end"]
+    assert [mark["how"] for mark in ends] == ["stopped"] * len(lives) + ["complete"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-NAMES = ["cache", "config", "data", "hostfile", "image", "manifest", "metrics", "names", "record", "summary"]
+NAMES = ["cache", "config", "data", "hostfile", "image", "manifest", "metrics", "names", "record", "run", "summary"]
 CORPUS = Path(__file__).parent / "corpus"
 LIMITS = ["-rss_limit_mb=3072", "-timeout=10", "-max_len=16384", "-print_final_stats=1"]
 

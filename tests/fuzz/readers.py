@@ -7,6 +7,7 @@ passes through: it is a find.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,12 @@ from hvd_cifar.data import folder
 from hvd_cifar.data.cifar import CIFAR10
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import parse_hosts, read_hostfile
+from hvd_cifar.reporting import story
 from hvd_cifar.reporting.metrics import _keep_events_up_to
+from hvd_cifar.reporting.run_files import Train, read_run
+from hvd_cifar.tools.report import content as content_of
 from hvd_cifar.training import checkpoint, checkpoint_files, run_dir
+from tests.run_dirs import CONFIG
 
 CORPUS = Path(__file__).parent / "corpus"
 SMALL = replace(CIFAR10, train_files=("data_batch_1.bin",), train_records=2, test_records=2)
@@ -90,6 +95,18 @@ def _summary(content: bytes, place: Path) -> None:
     assert isinstance(run_dir.read_summary(place), dict)
 
 
+def _run(content: bytes, place: Path) -> None:
+    """A run's files, as `watch` and `report` read them."""
+    names = ("metrics.jsonl", "sessions.jsonl", "summary.json", "confusion.json")
+    for name, part in zip(names, content.split(b"\0files\0"), strict=False):
+        (place / name).write_bytes(part)
+    (place / "config.json").write_text(json.dumps(CONFIG))
+    found = read_run(place)
+    assert all(one.text.isprintable() for one in story.happenings(found.marks))
+    if found.of_kind(Train):  # drawing takes a second: tests/single/test_report.py draws the corpus
+        content_of.results(found), content_of.shares(found), content_of.by_rank(found)
+
+
 READERS: dict[str, Callable[[bytes, Path], None]] = {
     "cache": _cache,
     "config": _config,
@@ -100,6 +117,7 @@ READERS: dict[str, Callable[[bytes, Path], None]] = {
     "metrics": _metrics,
     "names": _names,
     "record": _record,
+    "run": _run,
     "summary": _summary,
 }
 

@@ -175,13 +175,22 @@ PROGRAM = [PYTHON, "-m", "hvd_cifar", "train", "--run-dir", "a b"]
         (["doctor", "--hostfile", "f", "--gloo", "--json"], "doctor --hostfile f --gloo --json"),
         (["-H", "a:2,b", "--gloo", "-np", "2", "doctor", "--json"], "doctor --json --gloo -np 2 -H a:2,b:1"),
         (["--allreduce", "ring", "doctor"], "doctor --allreduce ring"),
+        (["report", "a", "b", "--output", "c"], "report a b --output c"),
+        (["watch", "a"], "watch a"),
     ],
 )
-def test_the_doctor_runs_once_and_takes_the_launchers_options(
+def test_what_needs_no_ranks_runs_once_and_the_doctor_takes_the_launchers_options(
     argv: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert launcher.main(["--dry-run", *argv], cli.check) == 0
     assert capfd.readouterr().out == f"{sys.executable} -m hvd_cifar {words}\n"
+
+
+def test_what_runs_as_one_process_takes_no_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launcher.main(["-np", "2", "report", "a"], cli.check) == 2
+    assert capfd.readouterr().err.splitlines() == [
+        "hvd_cifar: report runs as one process here: leave the launcher's options out"
+    ]
 
 
 def test_command_of_one_rank_needs_no_launcher() -> None:

@@ -25,6 +25,8 @@ class Fault:
 
 P = "hvd_cifar/"
 METRICS = "tests/single/test_metrics.py"
+RUN_FILES = "tests/single/test_run_files.py"
+REPORT_PAGE = "tests/single/test_report_page.py"
 DOCTOR = "tests/single/test_doctor.py"
 BENCHMARK = "tests/single/test_benchmark.py"
 BOARD = "tests/single/test_board.py"
@@ -144,6 +146,76 @@ REPORTING = [
         '"" if',
         "tests/single/test_provenance.py",
         "a changed checkout passes for its commit",
+    ),
+    Fault(
+        P + "reporting/run_files.py",
+        "                    self._offset = 0\n",
+        "                    pass\n",
+        RUN_FILES,
+        "what a resumed run writes is not seen",
+    ),
+    Fault(
+        P + "reporting/run_files.py",
+        '.rpartition(b"\\n")[0]',
+        "",
+        RUN_FILES,
+        "a line that is being written is taken for a whole one",
+    ),
+    Fault(
+        P + "reporting/run_files.py",
+        "    except OSError:\n        return True\n",
+        "    except OSError:\n        return False\n",
+        RUN_FILES,
+        "a run that lives is said to be gone",
+    ),
+    Fault(
+        P + "reporting/run_files.py",
+        'Field(pattern=r"^data:image/png;base64,[A-Za-z0-9+/=]+$")',
+        "Field()",
+        RUN_FILES,
+        "a picture of a report may come from anywhere",
+    ),
+    Fault(
+        P + "reporting/story.py",
+        'ends.pop(0) if is_same_job and ends else ""',
+        '""',
+        "tests/single/test_story.py",
+        "a lost rank has no reason",
+    ),
+    Fault(
+        P + "reporting/view.py",
+        "+ ROWS_FOR_LINES <= console.height",
+        "<= console.height",
+        "tests/single/test_view.py",
+        "ranks push the log off the terminal",
+    ),
+    Fault(
+        P + "tools/report/command.py",
+        "        autoescape=True,\n",
+        "",
+        "tests/single/test_report.py -k stays_text",
+        "a run's name is markup",
+    ),
+    Fault(
+        P + "tools/report/content.py",
+        "weights = [max(1, b - a)",
+        "weights = [1",
+        "tests/single/test_report.py -k newest_set",
+        "a record of few steps counts as much as one of many",
+    ),
+    Fault(
+        P + "tools/report/charts.py",
+        "shown[-1] + gap if shown",
+        "shown[-1] if shown",
+        REPORT_PAGE,
+        "numbers on the time axis overlap",
+    ),
+    Fault(
+        P + "tools/report/page.html",
+        "--muted: #a6abb4;",
+        "--muted: #666b74;",
+        REPORT_PAGE,
+        "grey text cannot be read in the dark",
     ),
 ]
 

@@ -37,6 +37,7 @@ from hvd_cifar.tools.benchmark.results import (
     read,
     write,
 )
+from tests.run_dirs import write_run
 
 SIZES = [2**14 * 4**i for i in range(6)]
 LINK = [Layout(2, 1), Layout(4, 1), Layout(8, 1)]  # a rank a host
@@ -574,6 +575,23 @@ def test_predict_works_from_files_without_ranks(tmp_path: Path, capfd: pytest.Ca
     assert [p["ranks"] for p in found["predictions"]] == [2, 64]
     assert found["link_fit"]["beta"] == 1e-3 and found["allreduce"]["fits"]["horovod"]["beta"] == 1e-4
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_draws_results(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    step, allreduce = _step(4.0, {1: 1.0, 2: 0.9}, PHASES), _allreduce(Fit(0.001, 1e-5, 1e-4), [2, 4])
+    found = {"s": step, "a": allreduce, "p": predict(step, allreduce, (2, 64), None, None, None)}
+    for name, result in found.items():
+        write(tmp_path / f"{name}.json", result)
+    files = ",".join(str(tmp_path / f"{name}.json") for name in found)
+    run_dir = write_run(tmp_path / "run")
+    for words, code in ((["--benchmarks", files], 0), (["--benchmarks", str(run_dir / "config.json")], 2)):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["report", str(run_dir), *words])
+        assert ended.value.code == code, capfd.readouterr().err
+    text = (run_dir / "report.html").read_text()
+    for title in ("Speed and scaling efficiency", "Parts of a step", "bus bandwidth", "Scaling efficiency", "90%"):
+        assert title in text
+    assert "config.json: is no result of `benchmark step`" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

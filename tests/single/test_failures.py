@@ -6,7 +6,9 @@ import pytest
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
+from hvd_cifar.errors import UserError
 from hvd_cifar.runtime.failures import lost_rank
+from hvd_cifar.training.trainer import _why
 
 EAGER = "{{function_node __wrapped__HorovodAllreduce_device_/job:localhost/replica:0/task:0/device:CPU:0}} "
 SHUT_DOWN = (
@@ -67,3 +69,11 @@ def test_the_loss_of_a_rank_is_told_with_its_cause(text: str, said: str) -> None
 )
 def test_every_other_failure_is_none(failure: Exception) -> None:
     assert lost_rank(failure) is None
+
+
+def test_the_record_of_a_run_says_in_a_line_why_it_fails() -> None:
+    assert _why(UserError("no\nroom")) == "no room"
+    assert _why(tf.errors.UnknownError(None, None, GRAPH + SHUT_DOWN)) == (
+        "another rank is lost (Horovod has been shut down)"
+    )
+    assert _why(OSError(28, "No space left on device")) == "OSError: No space left on device"

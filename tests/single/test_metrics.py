@@ -17,6 +17,9 @@ from tensorboard.util import grpc_util
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting.metrics import Reporter
+from hvd_cifar.reporting.view import Course
+
+COURSE = Course(global_batch_size=64, total_steps=40, steps_per_epoch=20)
 
 
 def _events(run_dir: Path) -> list[dict[str, Any]]:
@@ -204,7 +207,7 @@ def test_an_evaluation_that_is_made_again_after_a_resume_is_on_record_once(tmp_p
 def test_only_rank_0_writes_and_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter(None, watched=True, dataset="cifar10")
     reporter.open(0)
-    with reporter.progress(0, 10):
+    with reporter.progress(0, COURSE):
         reporter.train(1, 0.1, 1.0, 0.1, 1.0, 1.0)
         reporter.evaluation(1, 0.1, 0.5, 1.0, 10)
         reporter.say("hello")
@@ -216,11 +219,29 @@ def test_only_rank_0_writes_and_speaks(tmp_path: Path, capfd: pytest.CaptureFixt
 def test_a_watched_run_draws_a_bar_above_which_lines_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter(tmp_path, watched=True, dataset="cifar10")
     reporter.open(0)
-    with reporter.progress(0, 40):
+    with reporter.progress(0, COURSE):
         reporter.train(10, 0.5, 2.25, 0.1, 1234.5, 0.25)
+        reporter.ranks(10, hosts=["a", "b"], compute_seconds=[0.2, 0.1], wait_seconds=[0.0, 0.1])
     out = capfd.readouterr().out
-    assert "10/40" in out and "\x1b[" in out
-    assert "step 10, loss = 2.2500" in out
+    assert "step 10 of 40" in out and "\x1b[" in out
+    assert "step 10, loss = 2.2500" in out and "rank 1 on b" in out
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_quiet_run_prints_warnings_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str], watched: bool) -> None:
+    reporter = Reporter(tmp_path, watched, "cifar10", quiet=True)
+    reporter.open(0)
+    reporter.begin_session([50.0], ranks=2, ends=["killed"])
+    with reporter.progress(0, COURSE):
+        reporter.train(10, 0.5, 2.25, 0.1, 1234.5, 0.25)
+        reporter.evaluation(10, 0.5, 0.61, 1.5, 10_000)
+        reporter.warn("rank 1 is slow", step=10)
+    reporter.say("done")
+    assert capfd.readouterr() == ("", "hvd_cifar: rank 1 is slow\n")
+    assert len(_events(tmp_path)) == 2
+    launch, warning = map(json.loads, (tmp_path / "sessions.jsonl").read_text().splitlines())
+    assert (launch["ranks"], launch["ends"]) == (2, ["killed"])
+    assert (warning["mark"], warning["step"], warning["text"]) == ("warning", 10, "rank 1 is slow")
 
 
 def test_a_folder_that_cannot_be_written_is_a_user_s_error(tmp_path: Path) -> None:

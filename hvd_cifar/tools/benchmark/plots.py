@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.tools.benchmark.fits import Layout
-from hvd_cifar.tools.benchmark.results import AllreduceResult, Estimate, PredictResult, StepResult
+from hvd_cifar.tools.benchmark.results import AllreducePoint, AllreduceResult, Estimate, PredictResult, StepResult
 
 matplotlib.use("agg")  # before pyplot, which else looks for a screen
 from matplotlib import pyplot
@@ -18,18 +18,32 @@ from matplotlib import pyplot
 
 def of_step(found: StepResult, path: Path) -> None:
     """Images/s over ranks, with and without communication; and the parts of a step's time."""
-    figure, (speed, parts) = pyplot.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    speed(left, found)
+    left.legend()
+    parts(right, found)
+    right.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
+    figure.suptitle(f"{found.model}, {found.precision}, {found.per_rank_batch_size} images a rank")
+    _save(figure, path)
+
+
+def speed(axes: Any, found: StepResult) -> None:
+    """Images/s over ranks, with and without communication."""
     ranks = [w.ranks for w in found.worlds]
     for label, estimates in (
         ("without communication", [w.images_per_second_alone for w in found.worlds]),
         ("training", [w.images_per_second for w in found.worlds]),
     ):
-        _with_errors(speed, ranks, estimates, label)
-    speed.set(xlabel="ranks", ylabel="images/s", xticks=ranks, ylim=(0, None))
+        _with_errors(axes, ranks, estimates, label)
+    axes.set(xlabel="ranks", ylabel="images/s", xticks=ranks, ylim=(0, None))
     for w in found.worlds:
         place = (w.ranks, w.images_per_second.mean)
-        speed.annotate(f"{w.efficiency.mean:.0%}", place, (0, -14), textcoords="offset points")
-    speed.legend()
+        axes.annotate(f"{w.efficiency.mean:.0%}", place, (0, -14), textcoords="offset points")
+
+
+def parts(axes: Any, found: StepResult) -> None:
+    """The parts of a step's time over ranks, as bars."""
+    ranks = [w.ranks for w in found.worlds]
     places = np.arange(len(ranks))
     bars = {
         "computation": [w.compute_seconds.mean for w in found.worlds],
@@ -41,37 +55,60 @@ def of_step(found: StepResult, path: Path) -> None:
     }
     bottom = np.zeros(len(ranks))
     for label, seconds in bars.items():
-        parts.bar(places, np.array(seconds) * 1e3, bottom=bottom, label=label, width=0.6)
+        axes.bar(places, np.array(seconds) * 1e3, bottom=bottom, label=label, width=0.6)
         bottom += np.array(seconds) * 1e3
-    parts.set(xlabel="ranks", ylabel="ms a step", xticks=places, xticklabels=ranks)
-    parts.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
-    figure.suptitle(f"{found.model}, {found.precision}, {found.per_rank_batch_size} images a rank")
-    _save(figure, path)
+    axes.set(xlabel="ranks", ylabel="ms a step", xticks=places, xticklabels=ranks)
 
 
 def of_allreduce(found: AllreduceResult, path: Path) -> None:
     """Time and bus bandwidth over sizes, for each way and number of ranks, with the fitted formula."""
-    figure, (times, bandwidths) = pyplot.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-    groups = sorted({(p.way, p.ranks) for p in found.points if p.way != "copy" or p.ranks == found.points[-1].ranks})
-    for way, ranks in groups:
-        points = [p for p in found.points if (p.way, p.ranks) == (way, ranks)]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    times(left, found)
+    left.set_title("time (dotted: fitted)")
+    left.legend(fontsize="small")
+    bandwidths(right, found)
+    right.set_title("bus bandwidth")
+    _save(figure, path)
+
+
+def times(axes: Any, found: AllreduceResult) -> None:
+    """Time over sizes, for each way and number of ranks; dotted: the fitted formula."""
+    for way, ranks, points in _groups(found):
         size = [p.bytes for p in points]
-        (line,) = times.plot(size, [p.seconds.mean * 1e6 for p in points], marker=".", label=f"{way}, {ranks} ranks")
+        (line,) = axes.plot(size, [p.seconds.mean * 1e6 for p in points], marker=".", label=f"{way}, {ranks} ranks")
         fit = found.fits.get(way)
         if fit:
             layout = Layout.of(found.facts.local_ranks[:ranks])
             fitted = [fit.seconds(layout, s) * 1e6 for s in size]
-            times.plot(size, fitted, color=line.get_color(), linestyle=":", linewidth=1)
-        bandwidths.plot(size, [p.bus_bandwidth / 1e9 for p in points], marker=".", color=line.get_color())
-    times.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us", title="time (dotted: fitted)")
-    bandwidths.set(xscale="log", yscale="log", xlabel="bytes", ylabel="GB/s", title="bus bandwidth")
-    times.legend(fontsize="small")
-    _save(figure, path)
+            axes.plot(size, fitted, color=line.get_color(), linestyle=":", linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="us")
+
+
+def bandwidths(axes: Any, found: AllreduceResult) -> None:
+    """Bus bandwidth over sizes, for each way and number of ranks."""
+    for way, ranks, points in _groups(found):
+        values = [p.bus_bandwidth / 1e9 for p in points]
+        axes.plot([p.bytes for p in points], values, marker=".", label=f"{way}, {ranks} ranks")
+    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="GB/s")
+
+
+def _groups(found: AllreduceResult) -> list[tuple[str, int, list[AllreducePoint]]]:
+    """The measurements by way and number of ranks; copies in memory on the most ranks alone."""
+    groups = sorted({(p.way, p.ranks) for p in found.points if p.way != "copy" or p.ranks == found.points[-1].ranks})
+    return [(way, ranks, [p for p in found.points if (p.way, p.ranks) == (way, ranks)]) for way, ranks in groups]
 
 
 def of_predict(found: PredictResult, path: Path) -> None:
     """Efficiency over ranks, predicted and measured."""
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    efficiency(axes, found)
+    axes.set_title(found.step.model)
+    axes.legend()
+    _save(figure, path)
+
+
+def efficiency(axes: Any, found: PredictResult) -> None:
+    """Efficiency over ranks, predicted and measured."""
     ranks = [p.ranks for p in found.predictions]
     in_one = [p.efficiency_in_one_message for p in found.predictions]
     axes.plot(ranks, in_one, marker=".", label="in one message, after backward")
@@ -86,9 +123,6 @@ def of_predict(found: PredictResult, path: Path) -> None:
     ticks = sorted({*ranks, *(p.ranks for p in own)})
     axes.set(xscale="log", xlabel="ranks", ylabel="scaling efficiency", ylim=(0, 1.05), xticks=ticks, xticklabels=ticks)
     axes.minorticks_off()
-    axes.set_title(found.step.model)
-    axes.legend()
-    _save(figure, path)
 
 
 def _with_errors(axes: Any, x: list[int], estimates: list[Estimate], label: str, **style: Any) -> None:

@@ -1,0 +1,306 @@
+"""A run as its files tell it, without TensorFlow: for programs beside the run, also while it writes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from hvd_cifar.config import MOST_STEPS
+from hvd_cifar.errors import UserError
+from hvd_cifar.files import read_json
+from hvd_cifar.reporting import goodput, story
+from hvd_cifar.reporting.story import Standing
+
+Count = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Number = Annotated[float, Field(ge=-1e30, le=1e30)]  # what a chart can show
+Seconds = Annotated[float, Field(ge=0, le=1e30)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Train(_Part):
+    """A log line: loss of one step, over its global batch, and speed since the line before."""
+
+    event: Literal["train"]
+    step: Count
+    epoch: Number
+    loss: Number
+    learning_rate: Number
+    images_per_second: Number
+
+
+class Evaluated(_Part):
+    """An evaluation on the test set."""
+
+    event: Literal["eval"]
+    step: Count
+    epoch: Number
+    test_accuracy: Fraction
+    test_loss: Number
+
+
+class Ranks(_Part):
+    """Seconds of a step since the last such event, by rank."""
+
+    event: Literal["ranks"]
+    step: Count
+    hosts: list[str] = []  # empty in files of older versions
+    compute_seconds: list[Seconds] = Field(min_length=1)
+    wait_seconds: list[Seconds]
+
+    @model_validator(mode="after")
+    def _each_rank_has_a_value(self) -> Ranks:
+        if {len(self.wait_seconds), len(self.hosts) or len(self.wait_seconds)} != {len(self.compute_seconds)}:
+            raise ValueError("one value a rank")
+        return self
+
+
+class Skipped(_Part):
+    """A step that changed nothing."""
+
+    event: Literal["skip"]
+    step: Count
+
+
+Event = Train | Evaluated | Ranks | Skipped
+_EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
+
+
+class Facts(_Part):
+    """How the newest session of a run was started: the section "run" of config.json."""
+
+    dataset: str
+    world_size: int = Field(gt=0)
+    hosts: list[str] = Field(min_length=1)  # by rank
+    device: str
+    threads: int
+    controller: str
+    command: str
+    hvd_cifar: str
+    git_commit: str | None
+    versions: dict[str, str]
+    total_steps: Count | None = None  # None in files of older versions
+    steps_per_epoch: Count | None = None
+
+
+class Config(_Part):
+    """What config.json says that readers use."""
+
+    model: str
+    precision: str | None
+    seed: int
+    global_batch_size: int = Field(gt=0)
+    run: Facts
+
+
+class Summary(_Part):
+    """What summary.json says that readers use; a finished run has it."""
+
+    steps: Count
+    epochs: Number
+    test_accuracy: Fraction
+    test_loss: Number
+    images_per_second: Number | None
+    training_seconds: Number
+    replicas_identical: bool
+
+
+class Mistake(_Part):
+    """A test image that the net takes for another class."""
+
+    index: Count
+    label: Count
+    predicted: Count
+    probabilities: list[Fraction]
+    image: str = Field(pattern=r"^data:image/png;base64,[A-Za-z0-9+/=]+$")  # nothing that a browser would fetch
+
+
+class Confusion(_Part):
+    """What confusion.json says, which `evaluate --confusion` writes."""
+
+    step: Count
+    split: str
+    class_names: list[str] = Field(min_length=1)
+    matrix: list[list[Count]]  # by true class, then by predicted class
+    mistakes: list[Mistake]
+
+    @model_validator(mode="after")
+    def _all_are_of_these_classes(self) -> Confusion:
+        classes = len(self.class_names)
+        lengths = {len(self.matrix), *map(len, self.matrix), *(len(m.probabilities) for m in self.mistakes)}
+        if lengths != {classes} or any(max(m.label, m.predicted) >= classes for m in self.mistakes):
+            raise ValueError(f"not all of it is of {classes} classes")
+        return self
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run, read at one moment.
+
+    Attributes:
+        run_dir: its folder.
+        settings: all of config.json.
+        config: the part of it that readers use.
+        events: of metrics.jsonl, in their order.
+        damaged: lines of metrics.jsonl that are none; a last line that is being written does not count.
+        marks: of sessions.jsonl; a session that lives, or was killed, ends with a mark at its last sign of life.
+        standing: how the run stands.
+        summary: None until the run is complete.
+        confusion: None where nobody has asked for it.
+    """
+
+    run_dir: Path
+    settings: dict[str, Any]
+    config: Config
+    events: list[Event]
+    damaged: int
+    marks: list[goodput.Mark]
+    standing: Standing
+    summary: Summary | None
+    confusion: Confusion | None
+
+    def of_kind(self, kind: type[E]) -> list[E]:
+        """The events of a kind."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+E = TypeVar("E", Train, Evaluated, Ranks, Skipped)
+P = TypeVar("P", bound=_Part)
+
+
+def read_run(run_dir: Path) -> RunFiles:
+    """Read all files of a run.
+
+    Raises:
+        UserError: where there is no run, or a file of it is damaged.
+    """
+    settings, config = read_config(run_dir)
+    lines = Lines(run_dir / "metrics.jsonl")
+    events, damaged = as_events(lines.read())
+    marks = goodput.read("\n".join(Lines(run_dir / goodput.SESSIONS).read()))
+    step, seen = max((event.step for event in events), default=0), last_sign(run_dir)
+    standing = story.standing(marks, step, seen, lives(run_dir, config), time.time())
+    if not goodput.has_ended(marks):
+        marks.append({"mark": "lost", "time": max(seen, marks[-1]["time"]), "step": step})
+    summary = _read(Summary, run_dir / "summary.json", "train the run to its end again, or remove the file")
+    confusion = _read(Confusion, run_dir / "confusion.json", "write it again: evaluate --confusion, or remove it")
+    return RunFiles(run_dir, settings, config, events, damaged, marks, standing, summary, confusion)
+
+
+def read_config(run_dir: Path) -> tuple[dict[str, Any], Config]:
+    """What a run's config.json holds: all of it, and the part that readers use.
+
+    Raises:
+        UserError: where there is no run, or the file is damaged.
+    """
+    path = run_dir / "config.json"
+    if not os.path.exists(path):  # which a folder without permission does not fail
+        raise UserError(f"{run_dir}: there is no run (no config.json); give the folder of a run")
+    found = _read(Config, path, "give the folder of another run")
+    assert found, "it exists"
+    return read_json(path), found
+
+
+def _read(kind: type[P], path: Path, remedy: str) -> P | None:
+    """A JSON file of a kind; None where there is none. Raises UserError where it is damaged."""
+    try:
+        return kind.model_validate(read_json(path))
+    except FileNotFoundError:
+        return None
+    except ValidationError as failure:
+        first = failure.errors()[0]
+        place = " ".join(".".join(map(str, first["loc"])).split())[:80]
+        raise UserError(f"{path} is damaged ({place}{': ' * bool(place)}{first['msg']}); {remedy}") from None
+    except (OSError, ValueError) as failure:
+        raise UserError(f"{path} is damaged ({getattr(failure, 'strerror', None) or failure}); {remedy}") from None
+
+
+def as_events(lines: Iterable[str]) -> tuple[list[Event], int]:
+    """The events of some lines that readers use, and how many lines are no objects with a step."""
+    events, damaged = [], 0
+    for line in lines:
+        try:
+            events.append(_EVENT.validate_json(line))
+        except ValidationError as failure:
+            # An event of another kind is for other readers.
+            damaged += failure.errors()[0]["type"] != "union_tag_invalid"
+    return events, damaged
+
+
+def as_event(values: dict[str, Any]) -> Event | None:
+    """The event that a line with these values would be, if readers use it."""
+    try:
+        return _EVENT.validate_python(values)
+    except ValidationError:
+        return None
+
+
+class Lines:
+    """The whole lines of a file that another process appends to, and now and then replaces."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.replaced = False  # by another file, at the last `read`, which began anew
+        self._inode, self._offset = -1, 0
+
+    def read(self) -> list[str]:
+        """The lines since the last call; a line that is being written is left for the next one.
+
+        Raises:
+            UserError: where the file cannot be read. One that is not there yet has no lines.
+        """
+        try:
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                self.replaced = self._inode != -1 and (found.st_ino != self._inode or found.st_size < self._offset)
+                if self.replaced:
+                    self._offset = 0
+                self._inode = found.st_ino
+                file.seek(self._offset)
+                whole = file.read().rpartition(b"\n")[0]
+        except FileNotFoundError:
+            return []
+        except OSError as failure:
+            raise UserError(f"cannot read {self.path}: {failure.strerror}; give the folder of a run") from None
+        self._offset += len(whole) + bool(whole)
+        return whole.decode(errors="replace").split("\n") if whole else []
+
+
+def last_sign(run_dir: Path) -> float:
+    """Unix time at which the run wrote last, or showed that it lives (`Reporter.beat`)."""
+    signs = [0.0]
+    for name in ("config.json", "metrics.jsonl", goodput.SESSIONS):
+        try:
+            signs.append((run_dir / name).stat().st_mtime)
+        except OSError:
+            continue
+    return max(signs)
+
+
+def lives(run_dir: Path, config: Config) -> bool | None:
+    """Whether a process writes into a run directory, by its lock (`training.run_dir.claim`).
+
+    None: not known, since the run is on another host, whose locks this one may not see.
+    """
+    try:
+        descriptor = os.open(run_dir / ".lock", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go at once, by the end of this block
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False if config.run.hosts[0] == socket.gethostname() else None

@@ -1,0 +1,90 @@
+"""`report`: one page about one run or several, which needs nothing but itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jinja2
+
+from hvd_cifar import __version__
+from hvd_cifar.config import ReportSettings
+from hvd_cifar.errors import UserError
+from hvd_cifar.files import replace_bytes
+from hvd_cifar.reporting import terminal
+from hvd_cifar.reporting.run_files import RunFiles, Train, read_run
+from hvd_cifar.tools.benchmark import results
+from hvd_cifar.tools.benchmark.results import AllreduceResult, PredictResult, StepResult
+from hvd_cifar.tools.report import charts, content
+
+
+def report(settings: ReportSettings) -> None:
+    """Write the page.
+
+    Raises:
+        UserError: where there is no run, a file is damaged, or the page cannot be written.
+    """
+    output = settings.output or settings.run_dirs[0] / "report.html"
+    runs = [read_run(run_dir) for run_dir in dict.fromkeys(settings.run_dirs)]
+    for run in runs:
+        if not run.of_kind(Train):
+            raise UserError(f"{run.run_dir}: no log line is on record yet; wait for the first one (--log-every)")
+    kinds = StepResult | AllreduceResult | PredictResult
+    benchmarks = [results.read(kinds, path, "--benchmarks") for path in settings.benchmarks]
+    results.check_writable(output, inputs=settings.benchmarks)
+    text = page(runs, benchmarks)
+    try:
+        replace_bytes(output, text.encode(errors="replace"))  # names of folders may be no text
+    except OSError as failure:
+        raise UserError(f"cannot write {output}: {failure.strerror}; give another --output") from None
+    terminal.say(f"{output}")
+
+
+def page(runs: list[RunFiles], benchmarks: list[charts.Benchmark]) -> str:
+    """The page as HTML. Whatever comes from files is escaped: autoescape, and `charts.svg` makes markup alone."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hvd_cifar.tools.report", ""),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.globals["duration"] = content.duration
+    named = content.names([run.run_dir for run in runs])
+    return environment.get_template("page.html").render(
+        runs=[_of_run(*one, number) for number, one in enumerate(zip(runs, named, strict=True), start=1)],
+        curves=charts.curves(runs),
+        differing=content.differing(runs),
+        benchmarks=[_of_benchmark(found, number) for number, found in enumerate(benchmarks, start=1)],
+        version=__version__,
+    )
+
+
+def _of_run(run: RunFiles, name: str, number: int) -> dict[str, Any]:
+    happened = content.happenings(run)
+    return {
+        "name": name,
+        "standing": run.standing,
+        "results": content.results(run),
+        "facts": content.facts(run),
+        "settings": content.settings(run),
+        "shares": content.shares(run),
+        "by_rank": content.by_rank(run),
+        "time_axis": charts.time_axis(run, happened, f"Steps over time, run {number}") if run.marks else "",
+        "happened": content.rows(happened),
+        "classes": content.classes(run.confusion) if run.confusion else None,
+        "confusion": run.confusion,
+        "pictures": content.pictures(run.confusion) if run.confusion else [],
+        "damaged": run.damaged,
+    }
+
+
+def _of_benchmark(found: charts.Benchmark, number: int) -> dict[str, Any]:
+    step = found.step if isinstance(found, PredictResult) else found
+    facts = step.facts
+    return {
+        "model": getattr(step, "model", ""),
+        "kind": found.benchmark,
+        "facts": f"{len(facts.hosts)} ranks on {len(set(facts.hosts))} hosts, {facts.processor}, {facts.date}",
+        "command": getattr(found, "command", facts.command),
+        "charts": charts.of_benchmark(found, f"benchmark {number}"),
+    }

@@ -1,0 +1,260 @@
+"""What a report says of a run, beside its charts: numbers and words, not yet a page. Pure functions."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from hvd_cifar.reporting import goodput, story
+from hvd_cifar.reporting.run_files import Confusion, Evaluated, Mistake, Ranks, RunFiles, Train
+from hvd_cifar.reporting.story import Happening
+from hvd_cifar.reporting.view import clock
+
+MOST_RANKS = 16  # in the table of ranks: the slowest
+MOST_CLASSES = 20  # of a confusion matrix that fits a page
+MOST_PAIRS = 10  # of classes that are taken for each other
+MOST_MISTAKES = 20
+TOP = 3  # classes of a mistake
+MOST_HAPPENINGS = 100
+
+
+def names(run_dirs: Sequence[Path]) -> list[str]:
+    """The ends of paths that tell runs apart."""
+    parts = 1
+    while len({path.parts[-parts:] for path in run_dirs}) < len(set(run_dirs)):
+        parts += 1
+    return ["/".join(path.parts[-parts:]) for path in run_dirs]
+
+
+def duration(seconds: float) -> str:
+    """A time in words that fit a table."""
+    return f"{seconds:.1f} s" if seconds < 120 else clock(seconds)
+
+
+@dataclass(frozen=True)
+class Results:
+    """A run's numbers; None: not known yet."""
+
+    accuracy: float | None
+    test_loss: float | None
+    train_loss: float
+    epochs: float
+    images_per_second: float
+    seconds: float
+    useful: float
+
+
+def results(run: RunFiles) -> Results:
+    """The numbers of a run, at its end or so far."""
+    train, tests = run.of_kind(Train), run.of_kind(Evaluated)
+    shares = goodput.shares(run.marks)
+    summary = run.summary
+    return Results(
+        accuracy=summary.test_accuracy if summary else tests[-1].test_accuracy if tests else None,
+        test_loss=summary.test_loss if summary else tests[-1].test_loss if tests else None,
+        train_loss=train[-1].loss,
+        epochs=train[-1].epoch,
+        images_per_second=(summary and summary.images_per_second)
+        or statistics.median(event.images_per_second for event in train),
+        seconds=shares["seconds"],
+        useful=shares["useful_steps"],
+    )
+
+
+def facts(run: RunFiles) -> dict[str, str]:
+    """What ran on what."""
+    ran, config = run.config.run, run.config
+    hosts = {host: ran.hosts.count(host) for host in ran.hosts}
+    where = ", ".join(f"{host} ({count})" for host, count in list(hosts.items())[:8])
+    where += f" and {len(hosts) - 8} more hosts" * (len(hosts) > 8)
+    found = {
+        "Net": f"{config.model}, {config.precision or 'float32'}",
+        "Data": ran.dataset,
+        "Ranks": f"{ran.world_size}: {where}",
+        "Device": f"{ran.device}, {ran.threads} thread{'s' * (ran.threads != 1)} a rank, over {ran.controller}",
+        "Global batch": f"{config.global_batch_size:,}",
+        "Seed": str(config.seed),
+        "Started": _clock(run.marks[0]["time"]) if run.marks else "",
+        "Command": ran.command,
+        "Code": f"hvd_cifar {ran.hvd_cifar}" + (f", commit {ran.git_commit}" if ran.git_commit else ""),
+        "Versions": ", ".join(f"{name} {version}" for name, version in ran.versions.items()),
+        "Folder": str(run.run_dir),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def settings(run: RunFiles) -> dict[str, str]:
+    """All settings of a run that have a value."""
+    return {name: str(value) for name, value in run.settings.items() if name != "run" and value not in (None, [], "")}
+
+
+def differing(runs: Sequence[RunFiles]) -> dict[str, list[str]]:
+    """Settings that are not the same in all runs, by run, and the number of ranks."""
+    every = [{**settings(run), "ranks": str(run.config.run.world_size)} for run in runs]
+    named = dict.fromkeys(name for one in every for name in one)
+    rows = {name: [one.get(name, "") for one in every] for name in named}
+    return {name: values for name, values in rows.items() if len(set(values)) > 1}
+
+
+@dataclass(frozen=True)
+class Share:
+    """A kind of time: its number in `goodput.KINDS`, and what it took."""
+
+    number: int
+    kind: str
+    fraction: float
+    seconds: str
+
+
+def shares(run: RunFiles) -> list[Share]:
+    """Where the wall time went, the largest first."""
+    found = goodput.shares(run.marks)
+    rows = [
+        Share(number, kind.replace("_", " "), found[kind], duration(found[kind] * found["seconds"]))
+        for number, kind in enumerate(goodput.KINDS)
+        if found[kind]
+    ]
+    return sorted(rows, key=lambda row: -row.fraction)
+
+
+@dataclass(frozen=True)
+class OfRank:
+    """A rank's step: means in seconds, and both times as parts of the longest step of any rank."""
+
+    rank: int
+    host: str
+    compute: float
+    wait: float
+    compute_part: float
+    wait_part: float
+
+
+@dataclass(frozen=True)
+class ByRank:
+    """Where the ranks' steps went: the slowest ranks, how many there are, and which is the slowest."""
+
+    rows: list[OfRank]
+    count: int
+    slowest: str
+    since: int
+
+
+def by_rank(run: RunFiles) -> ByRank | None:
+    """Means over the records of the newest set of ranks, each as long as it stands for; None where there is none."""
+    every = run.of_kind(Ranks)
+    if not every:
+        return None
+    count, hosts = len(every[-1].compute_seconds), every[-1].hosts
+    first = len(every)
+    while first and (len(every[first - 1].compute_seconds), every[first - 1].hosts) == (count, hosts):
+        first -= 1
+    since = every[first - 1].step if first else 0
+    weights = [max(1, b - a) for a, b in itertools.pairwise([since, *(one.step for one in every[first:])])]
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+
+    compute = [mean([one.compute_seconds[rank] for one in every[first:]]) for rank in range(count)]
+    wait = [mean([one.wait_seconds[rank] for one in every[first:]]) for rank in range(count)]
+    longest = max(a + b for a, b in zip(compute, wait, strict=True)) or 1.0
+    rows = [
+        OfRank(rank, host, own, idle, own / longest, idle / longest)
+        for rank, (host, own, idle) in enumerate(zip(hosts or [""] * count, compute, wait, strict=True))
+    ]
+    rows.sort(key=lambda row: -row.compute)
+    usual = statistics.median_low(compute)
+    where = f" on {rows[0].host}" if rows[0].host else ""
+    behind = f"{rows[0].compute / usual - 1:.1%} behind the median" if usual else "behind the median"
+    own = f"its own part of a step takes {rows[0].compute * 1e3:.1f} ms"
+    slowest = f"Rank {rows[0].rank}{where} is the slowest: {own}, {behind}."
+    return ByRank(rows[:MOST_RANKS], count, slowest, since)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Something that happened, as a row of a table."""
+
+    kind: str
+    clock: str
+    text: str
+
+
+def happenings(run: RunFiles) -> list[Happening]:
+    """What happened, and last how the run stands, unless its end says so."""
+    found = story.happenings(run.marks)
+    if run.standing.word == "cut off":
+        last = run.marks[-1]
+        found.append(Happening("failure", last["time"], last.get("step"), run.standing.text))
+    return found[:MOST_HAPPENINGS]
+
+
+def rows(happened: Sequence[Happening]) -> list[Row]:
+    """The same in words."""
+    return [Row(one.kind, _clock(one.time), one.text) for one in happened]
+
+
+def _clock(time: float) -> str:
+    try:
+        return f"{datetime.fromtimestamp(time).astimezone():%Y-%m-%d %H:%M:%S%z}"
+    except (ValueError, OverflowError, OSError):  # of a damaged file
+        return ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a confusion matrix: images, and their part of their class; None: the class has no image."""
+
+    count: int
+    percent: float | None
+    is_right: bool
+
+
+@dataclass(frozen=True)
+class Classes:
+    """A confusion matrix: its rows where they fit a page, and the pairs of classes that are confused most."""
+
+    names: list[str]
+    cells: list[list[Cell]]
+    pairs: list[tuple[str, str, int, float]]
+    accuracy: float
+
+
+def classes(confusion: Confusion) -> Classes:
+    """The matrix, by true class (rows) and predicted class."""
+    named, matrix = confusion.class_names, confusion.matrix
+    totals = [sum(row) for row in matrix]
+    cells = [
+        [Cell(n, 100 * n / total if total else None, i == j) for j, n in enumerate(row)]
+        for i, (row, total) in enumerate(zip(matrix, totals, strict=True))
+    ]
+    wrong = [(n, i, j) for i, row in enumerate(matrix) for j, n in enumerate(row) if n and i != j]
+    wrong.sort(key=lambda found: (-found[0], found[1:]))
+    pairs = [(named[i], named[j], n, n / totals[i]) for n, i, j in wrong[:MOST_PAIRS]]
+    right = sum(row[i] for i, row in enumerate(matrix))
+    return Classes(named, cells if len(named) <= MOST_CLASSES else [], pairs, right / (sum(totals) or 1))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A mistake: the image, its class, and the most probable classes with their probabilities."""
+
+    image: str
+    index: int
+    label: str
+    predicted: str
+    top: list[tuple[str, float]]
+
+
+def pictures(confusion: Confusion) -> list[Picture]:
+    """The worst mistakes."""
+    return [_picture(mistake, confusion.class_names) for mistake in confusion.mistakes[:MOST_MISTAKES]]
+
+
+def _picture(mistake: Mistake, named: Sequence[str]) -> Picture:
+    ranked = sorted(range(len(named)), key=lambda i: -mistake.probabilities[i])
+    top = [(named[i], mistake.probabilities[i]) for i in ranked[:TOP]]
+    return Picture(mistake.image, mistake.index, named[mistake.label], named[mistake.predicted], top)

@@ -1,0 +1,96 @@
+"""`watch`: a run that somebody else started, from its files alone."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from datetime import datetime
+
+from rich.console import Console
+
+from hvd_cifar.config import WatchSettings
+from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.reporting import goodput, run_files, story, terminal
+from hvd_cifar.reporting.run_files import Evaluated
+from hvd_cifar.reporting.view import Course, View, in_words
+
+SECONDS_BETWEEN_LOOKS = 1.0
+
+
+def watch(settings: WatchSettings) -> None:
+    """Show a run until it ends.
+
+    Raises:
+        UserError: where there is no run, or a file of it is damaged.
+        TrainingError: where the run ends otherwise than complete.
+    """
+    console = Console()
+    is_drawn = console.is_terminal and not settings.quiet
+    followed = _Followed(settings, is_drawn)
+    live = followed.view.live(console) if is_drawn else None
+
+    def say(line: str) -> None:
+        if live:
+            live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        elif not settings.quiet:
+            terminal.say(line)
+
+    with live or contextlib.nullcontext():
+        while not (standing := followed.look(say)).is_final:
+            if live:
+                live.refresh()
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        if live:
+            live.refresh()
+    if standing.word != "complete":
+        raise TrainingError(f"{settings.run_dir}: {standing.text}")
+    terminal.say(f"{settings.run_dir}: {standing.text}")
+
+
+class _Followed:
+    """What was read of a run so far, and what of it was said."""
+
+    def __init__(self, settings: WatchSettings, is_drawn: bool) -> None:
+        """`is_drawn`: the view shows each log line, so that they are not said."""
+        self.run_dir = settings.run_dir
+        self.is_drawn = is_drawn
+        self.config = run_files.read_config(self.run_dir)[1]
+        facts = self.config.run
+        self.view = View(Course(self.config.global_batch_size, facts.total_steps, facts.steps_per_epoch))
+        self._metrics = run_files.Lines(self.run_dir / "metrics.jsonl")
+        self._sessions = run_files.Lines(self.run_dir / goodput.SESSIONS)
+        self._marks: list[goodput.Mark] = []
+        self._is_first = True
+        self._told = 0  # happenings
+        self._said_standing = ""
+
+    def look(self, say: Callable[[str], None]) -> story.Standing:
+        """Read what came since the last look, and say it; how the run stands."""
+        with contextlib.suppress(UserError):  # of a shared disk, on which the file is just replaced
+            self.config = run_files.read_config(self.run_dir)[1]  # another start may have another host
+        self._marks += goodput.read("\n".join(self._sessions.read()))
+        events = run_files.as_events(self._metrics.read())[0]
+        for event in events:
+            self.view.add(event)
+        happened = story.happenings(self._marks)
+        for one in happened[self._told :]:
+            say(f"{datetime.fromtimestamp(one.time).astimezone():%Y-%m-%d %H:%M:%S%z} {one.text}")
+        self._told = len(happened)
+        lines = [in_words(event) for event in events if isinstance(event, Evaluated) or not self.is_drawn]
+        # A file that was there before, or is written anew for a run that goes on, begins with what is known.
+        is_known, self._is_first = self._is_first or self._metrics.replaced, False
+        for line in [line for line in lines if line][-1:] if is_known else lines:
+            if line:
+                say(line)
+        return self._standing(say)
+
+    def _standing(self, say: Callable[[str], None]) -> story.Standing:
+        alive = run_files.lives(self.run_dir, self.config)
+        found = story.standing(self._marks, self.view.step, run_files.last_sign(self.run_dir), alive, time.time())
+        if found.word == "running":
+            self._said_standing = ""
+        elif not found.is_final and not self._said_standing:
+            self._said_standing = found.text
+            say(f"{found.text}; a launcher may start it again within {story.SECONDS_FOR_RESTART:g} s")
+        return found

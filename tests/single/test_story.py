@@ -1,0 +1,103 @@
+"""What happened to a run, and how it stands: tables of marks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hvd_cifar.errors import DIVERGED
+from hvd_cifar.reporting import story
+from hvd_cifar.reporting.goodput import Mark
+
+
+def launch(*starts: float, **told: Any) -> Mark:
+    return {"mark": "launch", "time": starts[-1] + 1, "starts": list(starts), **told}
+
+
+def mark(kind: str, time: float, step: int = 0, **told: Any) -> Mark:
+    return {"mark": kind, "time": time, "step": step, **told}
+
+
+FIRST = [launch(0.0, ranks=2), mark("start", 10), mark("checkpoints", 20, 5, began=19.0)]
+KILLED = [*FIRST, mark("lost", 30, 7)]
+ENDED = [*FIRST, mark("end", 30, 7, how="failed", why="no room")]
+SAID = "rank 1 on a was ended by signal 9 (Killed)"
+
+CASES: dict[str, tuple[list[Mark], list[tuple[str, int, str]]]] = {
+    "one session, which warns": (
+        [*FIRST, mark("warning", 25, 6, text="rank 1 is slow"), mark("end", 30, 9, how="complete")],
+        [("start", 10, "the run starts on 2 ranks"), ("warning", 25, "rank 1 is slow")]
+        + [("end", 30, "the run is complete after step 9")],
+    ),
+    "a lost rank, and the launcher's second start": (
+        [*KILLED, launch(0.0, 31.0, 33.0, ranks=2, ends=[SAID]), mark("start", 40, 5)],
+        [("start", 10, "the run starts on 2 ranks"), ("failure", 30, f"the run is cut off after step 7: {SAID}")]
+        + [("resume", 40, "the run goes on after step 5 on 2 ranks")],
+    ),
+    "and a start between that never came to its run directory": (
+        [*KILLED, launch(0.0, 31.0, 33.0, 35.0, 37.0, ranks=1, ends=[SAID, "exit code 1"]), mark("start", 40, 5)],
+        [("start", 10, "the run starts on 2 ranks"), ("failure", 30, f"the run is cut off after step 7: {SAID}")]
+        + [("failure", 35, "a start fails: exit code 1")]
+        + [("resize", 40, "the run goes on after step 5 on 1 rank instead of 2")],
+    ),
+    "an error that the session told itself is told once": (
+        [*ENDED, launch(0.0, 31.0, 33.0, ranks=2, ends=["no room"]), mark("start", 40, 5)],
+        [("start", 10, "the run starts on 2 ranks"), ("failure", 30, "the run fails after step 7: no room")]
+        + [("resume", 40, "the run goes on after step 5 on 2 ranks")],
+    ),
+    "killed, and resumed by hand; the launcher's first start of these failed": (
+        [*KILLED, launch(100.0, 110.0, 111.0, ends=["exit code 1"]), mark("start", 120, 5)],
+        [("start", 10, "the run starts on 2 ranks"), ("failure", 30, "the run is cut off after step 7")]
+        + [("failure", 110, "a start fails: exit code 1"), ("resume", 120, "the run goes on after step 5")],
+    ),
+    "a request to stop, and a rollback": (
+        [*FIRST, mark("rollback", 22, 5), mark("end", 30, 8, how="stopped")],
+        [("start", 10, "the run starts on 2 ranks"), ("rollback", 22, "rollback to step 5")]
+        + [("stop", 30, "the run stops at a request, after step 8")],
+    ),
+    "a file that another program wrote": (
+        [{"mark": "launch", "time": 1.0, "starts": [0.0], "ranks": "x", "ends": 5}, mark("start", 2)],
+        [("start", 2, "the run starts")],
+    ),
+    "nothing": ([], []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_happened(name: str) -> None:
+    marks, expected = CASES[name]
+    found = story.happenings(marks)
+    assert [(one.kind, one.time, one.text) for one in found] == expected
+    for count in range(len(marks)):  # who follows a run tells each of them once
+        assert found[: len(story.happenings(marks[:count]))] == story.happenings(marks[:count])
+
+
+COMPLETE = [*FIRST, mark("end", 30, 9, how="complete")]
+STOPPED = [*FIRST, mark("end", 30, 8, how="stopped")]
+RESIZED = [launch(0.0, elastic=True), *STOPPED[1:]]
+NANS = [*FIRST, mark("end", 30, 8, how="failed", why=f"{DIVERGED} with loss = nan")]
+
+
+@pytest.mark.parametrize(
+    ("marks", "is_alive", "after", "word", "is_final"),
+    [
+        ([], None, 0, "running", False),
+        (FIRST, True, 9999, "running", False),
+        (FIRST, None, 599, "running", False),
+        (FIRST, None, 601, "cut off", True),
+        (FIRST, False, 1, "cut off", False),  # a launcher may start it again
+        (FIRST, False, 91, "cut off", True),
+        (COMPLETE, False, 0, "complete", True),
+        (STOPPED, False, 0, "stopped", True),
+        (RESIZED, False, 0, "stopped", False),
+        (RESIZED, False, 91, "stopped", True),
+        (ENDED, False, 0, "failed", False),
+        (ENDED, False, 91, "failed", True),
+        (NANS, False, 0, "failed", True),
+        ([*ENDED, launch(0.0, 31.0, 33.0)], True, 500, "running", False),
+    ],
+)
+def test_how_a_run_stands(marks: list[Mark], is_alive: bool | None, after: float, word: str, is_final: bool) -> None:
+    found = story.standing(marks, 7, 30.0, is_alive, 30 + after)
+    assert (found.word, found.is_final) == (word, is_final)
