@@ -60,6 +60,7 @@ class Job:
     def __init__(self, can_stop: bool) -> None:
         self.can_stop = can_stop
         self.asked = False  # by the user
+        self.spared: psutil.Process | None = None  # another job's launcher, which no end of ranks ends
         self._stops = False  # the ranks that run now are asked to stop
         self.tail = b""  # of what the user saw on stderr
         self._caught: list[int] = []
@@ -126,10 +127,10 @@ class Job:
                 f"{starter.name} was ended by signal {-code} ({signal.Signals(-code).name}), and its ranks with it"
             )
         if code == -signal.SIGKILL:
-            _end_orphans(0)
+            self._end_orphans(0)
             _remove_session(process.pid, starter.env)
         else:
-            _end_orphans(SECONDS_FOR_ORPHANS)
+            self._end_orphans(SECONDS_FOR_ORPHANS)
         self._times.append(time.time())
         for pump in pumps:
             pump.join(SECONDS_FOR_LAST_OUTPUT)
@@ -206,6 +207,18 @@ class Job:
         # Starters clean up on SIGINT and SIGTERM, not on SIGHUP.
         self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
+    def _end_orphans(self, seconds: float) -> None:
+        """End what a starter left, after a while: a killed mpirun ends no rank."""
+        spared: set[psutil.Process] = set()
+        with contextlib.suppress(psutil.Error):  # it has ended
+            spared = {self.spared, *self.spared.children(recursive=True)} if self.spared else spared
+        orphans = [process for process in psutil.Process().children(recursive=True) if process not in spared]
+        _, alive = psutil.wait_procs(orphans, seconds)
+        for process in alive:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(alive, SECONDS_FOR_ORPHANS)
+
     def _send(self, number: int) -> None:
         if self._process is not None:
             self._process.send_signal(number)
@@ -237,15 +250,6 @@ def _ranks_below(pid: int) -> list[psutil.Process]:
             if is_rank(process) and parent is not None and not is_rank(parent):
                 found.append(process)
     return found
-
-
-def _end_orphans(seconds: float) -> None:
-    """End what a starter left, after a while: a killed mpirun ends no rank."""
-    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), seconds)
-    for process in alive:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(alive, SECONDS_FOR_ORPHANS)
 
 
 def _remove_session(pid: int, environ: Mapping[str, str]) -> None:

@@ -26,6 +26,8 @@ class Evaluation:
     Attributes:
         views: 6 if accuracy and loss average six views of each image, else 1.
         plain_accuracy: of one view, the image as it is.
+        step: finished global steps of the weights.
+        part: of the data set: "test", or "validation" for the training examples that are held out.
     """
 
     accuracy: float
@@ -33,6 +35,13 @@ class Evaluation:
     examples: int
     plain_accuracy: float
     views: int
+    step: int = 0
+    part: str = "test"
+
+    @property
+    def values(self) -> dict[str, float]:
+        """What is reported of it, by name."""
+        return {"accuracy": self.accuracy, "loss": self.loss, "examples": self.examples}
 
 
 def make_evaluator(

@@ -4,21 +4,51 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hvd_cifar import config
 from hvd_cifar.config import EvaluateSettings, TrainSettings
+from hvd_cifar.data.dataset import Examples
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.files import replace_text
 from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.reporting import terminal
-from hvd_cifar.runtime.world import session
+from hvd_cifar.runtime.world import World, session
 from hvd_cifar.training import checkpoint, checkpoint_files
 from hvd_cifar.training.assemble import make_net, prepare
-from hvd_cifar.training.evaluate import make_evaluator
+from hvd_cifar.training.evaluate import Evaluation, make_evaluator
 from hvd_cifar.training.trainer import OfUser
+
+
+class RestoredNet:
+    """A run's net, for evaluations of its checkpoints."""
+
+    def __init__(self, trained: TrainSettings, world: World, given: OfUser | None = None) -> None:
+        """`trained`: of `settings_of`. A collective."""
+        self.work = prepare(trained, world, given)
+        self.world = world
+        net = collectives.on_every_rank(lambda: make_net(self.work))
+        decay = self.work.settings.ema_decay
+        self._averages = MovingAverage(net.model.trainable_variables, decay) if decay else None
+        self.state = checkpoint.State(net, None, self._averages)
+
+    def read(self, path: Path) -> None:
+        """Take the weights of a checkpoint, averaged where the run keeps averages. A collective.
+
+        Raises:
+            UserError: where it cannot be read, or is of another net.
+        """
+        collectives.on_root(lambda: checkpoint.restore(self.state.trackable, path, partial=True))
+        collectives.broadcast_variables(self.state.variables)
+        if self._averages:
+            self._averages.swap()
+
+    def evaluator(self, examples: Examples, batch_size: int, count: int | None) -> Callable[[bool], Evaluation]:
+        """As `make_evaluator` makes it."""
+        return make_evaluator(self.state.net.model, examples, self.work.transforms, self.world, batch_size, count)
 
 
 def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dict[str, Any]:
@@ -31,21 +61,12 @@ def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dic
     with session() as world:
         has_data = given is not None and given.dataset is not None
         trained, path = collectives.on_root(lambda: _find(settings, has_data))
-        work = prepare(trained, world, given)
-        net = collectives.on_every_rank(lambda: make_net(work))
-        decay = work.settings.ema_decay
-        averages = MovingAverage(net.model.trainable_variables, decay) if decay else None
-        state = checkpoint.State(net, None, averages)
-        collectives.on_root(lambda: checkpoint.restore(state.trackable, path, partial=True))
-        collectives.broadcast_variables(state.variables)
-        if averages:
-            averages.swap()
+        net = RestoredNet(trained, world, given)
+        net.read(path)
+        work, state = net.work, net.state
 
         many = bool(work.settings.test_time_augmentation)
-        evaluator = make_evaluator(
-            net.model, work.dataset.test, work.transforms, world, settings.batch_size, settings.eval_examples
-        )
-        found = evaluator(many)
+        found = net.evaluator(work.dataset.test, settings.batch_size, settings.eval_examples)(many)
         if not math.isfinite(found.loss):
             raise TrainingError(f"test loss = {found.loss}: the run had diverged at {path}; give another --checkpoint")
         result: dict[str, Any] = {
@@ -69,15 +90,20 @@ def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dic
         return result
 
 
-def _find(settings: EvaluateSettings, has_data: bool) -> tuple[TrainSettings, Path]:
-    """The run's settings, with those of the evaluation instead where they are given, and the checkpoint."""
-    recorded = settings.run_dir / "config.json"
+def settings_of(run_dir: Path) -> dict[str, Any]:
+    """The settings of a run, by name, for an evaluation. Raises UserError where there is no run."""
+    recorded = run_dir / "config.json"
     if not recorded.exists():
-        raise UserError(f"--run-dir {settings.run_dir}: there is no run (no config.json); give the folder of a run")
+        raise UserError(f"--run-dir {run_dir}: there is no run (no config.json); give the folder of a run")
     values = config.read_file(recorded)
     # An evaluation makes no steps: the number of ranks need not fit the run's global batch.
     values |= {"virtual_shards": None, "gradient_accumulation": 1, "global_batch_size": None, "batch_size": 1}
-    values |= {"image_sizes": [], "callbacks": []}
+    return values | {"image_sizes": [], "callbacks": []}
+
+
+def _find(settings: EvaluateSettings, has_data: bool) -> tuple[TrainSettings, Path]:
+    """The run's settings, with those of the evaluation instead where they are given, and the checkpoint."""
+    values = settings_of(settings.run_dir) | {"hold_out": None}  # the test set is for evaluation
     instead = ("model", "dataset", "data_dir", "test_time_augmentation")
     values.update({name: v for name in instead if (v := getattr(settings, name)) is not None})
     if has_data:

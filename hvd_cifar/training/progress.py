@@ -87,12 +87,15 @@ class Progress:
         self.save_requested = False  # by rank 0, which could not write: this step is saved
         self.seconds_per_step = SECONDS_BETWEEN_LOOKS  # of this rank, evaluation and saving included
         self.micro_batches: Sequence[MicroBatch] = ()  # of the last step
+        self.has_news = False  # on rank 0: validation ranks have answered
+        self.news = False  # all ranks know of it
+        self.ends_early = ""  # why this step is the last one; the same on all ranks
         self._unseen: list[Any] = []  # results of steps, left on the device until `check_losses`
         self._looked = time.perf_counter()
         self._next_look = first_step + 1
 
     def add(self, micro_batches: Sequence[MicroBatch], result: Any) -> None:
-        """Count a step: its micro-batches, and float [4] as the function of `make_train_step` returns it.
+        """Count a step: its micro-batches, and float [5] as the function of `make_train_step` returns it.
 
         A look at the results waits for the device, so it comes once a second; it may raise as `check_losses` does.
         """
@@ -109,13 +112,14 @@ class Progress:
             Diverged: at the first loss that is not finite, or where too many steps in a row were skipped.
         """
         first = self.step - len(self._unseen) + 1
-        for step, (loss, stops, saves, seconds) in enumerate((r.numpy() for r in self._unseen), start=first):
+        for step, (loss, stops, saves, seconds, news) in enumerate((r.numpy() for r in self._unseen), start=first):
             if math.isfinite(loss):
                 self.loss, self._skips_in_a_row = float(loss), 0
             else:
                 self._not_finite(step, float(loss))
             self.stop_requested |= bool(stops > 0)
             self.save_requested |= bool(saves > 0)
+            self.news |= bool(news > 0)
             self._next_look = self.step + max(1, int(SECONDS_BETWEEN_LOOKS / max(seconds, 1e-6)))
         if self._unseen:
             now = time.perf_counter()
@@ -144,6 +148,7 @@ class Progress:
         self.rate_factor *= rate_factor
         self.rollbacks += 1
         self.loss, self.micro_batches = None, ()
+        self.news = self.has_news = False
         self._unseen.clear()
         self._next_look = step + 1
 
@@ -214,19 +219,24 @@ class Run:
 
     @property
     def examples(self) -> list[int]:
-        """Indices of the training examples that this rank used in the last step."""
+        """Indices, in the data set's training part, of the examples that this rank used in the last step."""
         used = (int(i) for batch in self._progress.micro_batches for i in batch.example.numpy())
         return [i for i in used if i != sampler.PADDING]
 
     @property
     def evaluation(self) -> Any:
-        """The newest `Evaluation` on the test set; None before the first."""
+        """The newest `Evaluation`; None before the first."""
         return self._results.get("evaluation")
 
     @property
     def summary(self) -> Mapping[str, Any]:
         """What summary.json holds; empty before the end."""
         return self._results.get("summary", {})
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether --eval-every asks for an evaluation of this step; that of the last step is left to the end."""
+        return 0 < self.step < self.total_steps and self.is_due(self.plan.evaluation_steps)
 
     def is_due(self, every: int) -> bool:
         """Whether the last step is a multiple of `every`; 0: never."""

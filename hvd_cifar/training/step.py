@@ -75,11 +75,13 @@ class Notes(NamedTuple):
     stop: 1 asks all ranks to stop.
     save: 1 asks for a checkpoint.
     seconds: of rank 0's recent steps, by which all ranks decide when to look at results; 0 on other ranks.
+    news: 1 on rank 0 where validation ranks have answered.
     """
 
     stop: float = 0.0
     save: float = 0.0
     seconds: float = 0.0
+    news: float = 0.0
 
 
 class TrainStep:
@@ -256,9 +258,9 @@ def make_train_step(
         verifier: has shares computed again. Gradients then leave their graph before they are reduced.
 
     Returns:
-        A function (micro_batches, global_count, learning_rate, notes) -> float [4], the same on every rank: the loss
+        A function (micro_batches, global_count, learning_rate, notes) -> float [5], the same on every rank: the loss
         of the global batch (mean cross-entropy plus weight decay; NaN where a variable is not finite; not finite where
-        the step was skipped), and the sums over all ranks of `notes`, float32 [3] as of `Notes`. All travel with the
+        the step was skipped), and the sums over all ranks of `notes`, float32 [4] as of `Notes`. All travel with the
         gradients.
     """
     variables = net.model.trainable_variables

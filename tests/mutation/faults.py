@@ -60,8 +60,8 @@ REPORTING = [
     ),
     Fault(
         P + "reporting/metrics.py",
-        'if event == "eval" and self.last_eval.get("step") == values["step"]:',
-        'if event == "none":',
+        "if step in self.evaluated[part]:",
+        "if False:",
         METRICS,
         "an evaluation repeated after a resume is written twice",
     ),
@@ -280,15 +280,15 @@ TRAINING = [
     # The first of the two swaps is the one before the evaluation.
     Fault(
         P + "training/callbacks.py",
-        "            found = self.evaluate(six_views)\n            if self.averages:\n                self.averages.swap()\n",
-        "            found = self.evaluate(six_views)\n",
+        "            found = replace(self.parts[part](six_views), step=run.step, part=part)\n            if self.averages:\n                self.averages.swap()\n",
+        "            found = replace(self.parts[part](six_views), step=run.step, part=part)\n",
         MID_RUN,
         "averaged weights stay after an evaluation",
     ),
     Fault(
         P + "training/callbacks.py",
-        "            if self.averages:\n                self.averages.swap()\n            found = self.evaluate(six_views)\n            if self.averages:\n                self.averages.swap()\n",
-        "            found = self.evaluate(six_views)\n",
+        "            if self.averages:\n                self.averages.swap()\n            found = replace(self.parts[part](six_views), step=run.step, part=part)\n            if self.averages:\n                self.averages.swap()\n",
+        "            found = replace(self.parts[part](six_views), step=run.step, part=part)\n",
         MID_RUN,
         "an evaluation uses the plain weights",
     ),
