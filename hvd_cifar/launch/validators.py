@@ -88,7 +88,8 @@ def beside(request: Request, training: Sequence[str], job: Job) -> Iterator[None
     before = Beside(training.count(request.validators[0].name), 0)
     process = subprocess.Popen(
         words(request),
-        env={**os.environ, BESIDE: str(before)},
+        # Horovod's timeline is that of the ranks that train.
+        env={name: value for name, value in os.environ.items() if name != "HOROVOD_TIMELINE"} | {BESIDE: str(before)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
