@@ -99,7 +99,7 @@ class Job:
             stdout=subprocess.PIPE if starter.output else None,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=prepare,  # no other thread runs yet
+            preexec_fn=prepare,  # other threads only wait
         )
         self._process = process
         pumps = [threading.Thread(target=starter.errors, args=[process.stderr], daemon=True)]

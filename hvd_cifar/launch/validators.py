@@ -118,8 +118,9 @@ def _tell_of_end(process: subprocess.Popen[bytes], is_over: threading.Event) -> 
     code = process.wait()
     if is_over.is_set():
         return
-    causes = [line.removeprefix("hvd_cifar: ") for line in said if line.startswith("hvd_cifar: ")]
-    if not causes:
-        write(2, "".join(f"{line}\n" for line in said).encode())
-    cause = causes[-1] if causes else f"exit code {code}"
+    cause = f"signal {-code}" if code < 0 else f"exit code {code}"
+    lines = [line for line in said if not line.startswith("hvd_cifar: note: ")]  # training has told the same
+    if lines and lines[-1].startswith("hvd_cifar: "):
+        cause = lines.pop().removeprefix("hvd_cifar: ")
+    write(2, "".join(f"{line}\n" for line in lines).encode())
     complain(f"validation ranks have ended ({cause}); training goes on, and evaluations of later steps are missing")

@@ -20,7 +20,7 @@ from hvd_cifar.training.snapshots import Snapshots
 
 SECONDS_BETWEEN_LOOKS = 1.0  # for results
 SECONDS_BETWEEN_LAST_LOOKS = 0.2
-SECONDS_TO_COME = 120.0  # from the first step, for validation ranks to start
+SECONDS_TO_COME = 300.0  # from the first step, for validation ranks to start
 SECONDS_FOR_LAST = 600.0  # after the last step, for the results that are missing
 
 
@@ -92,13 +92,13 @@ class Beside(Callback):
         """Whether a result may still come. On rank 0."""
         if not self.snapshots or not self.snapshots.pending():
             return False
-        now, is_there = time.monotonic(), self.snapshots.has_readers()
-        self.has_met |= is_there
-        return now < end and (is_there or not self.has_met and now < self.began + SECONDS_TO_COME)
+        now, may_come = time.monotonic(), not self.has_met and time.monotonic() < self.began + SECONDS_TO_COME
+        return now < end and (may_come or self.snapshots.has_readers())
 
     def _look(self) -> None:
         if self.snapshots:
             self.looked = time.monotonic()
+            self.has_met = self.has_met or self.snapshots.has_readers()
             self.results = [found for found in self.snapshots.results() if found.step not in self.reported]
             self.progress.has_news = bool(self.results)
 
@@ -146,6 +146,7 @@ class Best(Callback):
         self.watched = watched
         self.results = results
         self.best: Evaluation | None = None
+        self.newest: Evaluation | None = None
         self.since = 0  # evaluations since the best one
 
     def on_start(self, run: Run) -> None:
@@ -161,6 +162,7 @@ class Best(Callback):
         """Compare with the best one so far: all ranks have the same two."""
         if evaluation.part != self.watched:
             return
+        self.newest = evaluation
         if self.best is not None and evaluation.plain_accuracy <= self.best.plain_accuracy:
             self.since += 1
             self._end_where_due(run)
@@ -179,8 +181,9 @@ class Best(Callback):
 
     def on_end(self, run: Run) -> None:
         """Show the best evaluation, and remove snapshots that nobody waits for."""
-        if self.best:
-            self.results["best"] = {"step": self.best.step, f"{self.watched}_accuracy": self.best.plain_accuracy}
+        for name, found in (("best", self.best), ("newest", self.newest)):
+            if found:
+                self.results[name] = {"step": found.step, f"{self.watched}_accuracy": found.plain_accuracy}
         if self.snapshots:
             self.snapshots.close()
 

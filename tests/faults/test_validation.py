@@ -59,7 +59,7 @@ def test_a_validation_rank_finds_what_training_ranks_would(alone: Path, embedded
     assert summary["weights_sha256"] == other["weights_sha256"] and summary["world_size"] == 2
     assert summary["test_accuracy"] == other["test_accuracy"]
     if not missing:
-        assert summary["best"] == other["best"]
+        assert summary["best_evaluation"] == other["best_evaluation"]
     assert [path.name for path in (job.run_dir / "best").iterdir()] == [f"step-{summary['best']['step']}"]
     assert not (job.run_dir / "snapshots").exists() and "validation ranks have ended" not in job.said()
 
@@ -108,4 +108,4 @@ def test_an_elastic_job_ends_by_the_results_of_its_validation_rank(embedded: Pat
         job.end()
     summary, found = runs.summary(job.run_dir), _evaluations(job.run_dir, "eval")
     assert "3 evaluations in a row have no higher test accuracy" in summary["stopped_early"]
-    assert summary["best"]["step"] == min(found) and summary["world_size"] == 1
+    assert summary["best_evaluation"]["step"] == min(found) and summary["world_size"] == 1

@@ -41,10 +41,12 @@ def test_a_run_that_no_longer_improves_ends_and_goes_on_with_more_patience(embed
 
     _train(1, embedded, run_dir, "--early-stopping", 4)
     summary = runs.summary(run_dir)
-    assert summary["steps"] == 20 and summary["best"]["step"] == 4 and summary["evaluations_missing"] == []
+    assert summary["steps"] == 20 and summary["best_evaluation"]["step"] == 4 and summary["evaluations_missing"] == []
     events = _lines(run_dir / "metrics.jsonl")
     by_step = {e["step"]: e["validation_accuracy"] for e in events if e["event"] == "validation"}
-    assert list(by_step) == [4, 8, 12, 16, 20] and set(by_step.values()) == {summary["best"]["validation_accuracy"]}
+    assert list(by_step) == [4, 8, 12, 16, 20] and set(by_step.values()) == {
+        summary["best_evaluation"]["validation_accuracy"]
+    }
     assert {e["step"] for e in events if e["event"] == "eval"} == {12, 20}  # the test set is for the end
     assert [path.name for path in (run_dir / "best").iterdir()] == ["step-4"]
     assert not (run_dir / "snapshots").exists()
