@@ -143,6 +143,12 @@ def check_warmup(settings: TrainSettings) -> None:
         raise ValueError(f"--warmup-epochs {warmup:g} is more than --epochs {epochs:g}: make it smaller")
 
 
+def check_buckets(settings: TrainSettings | StepWork) -> None:
+    """ValueError where a size of buckets has no effect."""
+    if settings.bucket_bytes is not None and settings.overlap == "off":
+        raise ValueError("--bucket-bytes has no effect with --overlap off: leave one of them out")
+
+
 def check_ranks(settings: TrainSettings, ranks: int) -> None:
     """UserError where this number of ranks does not divide the virtual shards, or exceeds the global batch."""
     shards, batch = settings.virtual_shards, settings.global_batch_size
@@ -285,7 +291,7 @@ class TrainSettings(DataSettings):
         ge=FEWEST_EPOCHS,
         le=1_000_000,
         description="Passes over the training set; the last may be a part, as in 9.9. A shorter ResNet run scales the "
-        "paper's rate steps to its length. [default: the recipe's]",
+        "paper's rate steps to its length. [default: the recipe's; 2 where --dataset auto takes the embedded set]",
     )
     max_steps: int | None = Field(
         None, gt=0, le=MOST_STEPS, description="End after this many steps if the epochs have more."
@@ -497,6 +503,11 @@ class TrainSettings(DataSettings):
         return self
 
     @model_validator(mode="after")
+    def _buckets_are_used(self) -> TrainSettings:
+        check_buckets(self)
+        return self
+
+    @model_validator(mode="after")
     def _warmup_fits_the_run(self) -> TrainSettings:
         check_warmup(self)
         return self
@@ -571,6 +582,11 @@ class StepWork(DataSettings):
     )
     steps: int = Field(10, gt=0, le=MOST_STEPS, description="Steps in one measurement.")
     repeats: int = Field(5, gt=0, le=MOST_STEPS, description="Measurements of each kind, after one that warms up.")
+
+    @model_validator(mode="after")
+    def _buckets_are_used(self) -> StepWork:
+        check_buckets(self)
+        return self
 
 
 class BenchmarkStepSettings(StepWork, _BenchmarkOutput):
@@ -697,6 +713,9 @@ class DoctorJobSettings(_Settings):
 
     per_host: str = Field(
         pattern=r"^[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*$", description="Ranks on each host in turn, such as 2,1,1."
+    )
+    on_gpus: bool = Field(
+        False, description="Every rank computes on a GPU: compare GPUs by pairs, and with the CPU, through Horovod."
     )
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from hvd_cifar.distributed import buckets
 from hvd_cifar.errors import Diverged, TrainingError, UserError
+from hvd_cifar.runtime.stalls import note
 
 T = TypeVar("T")
 
@@ -61,6 +62,7 @@ def broadcast_variables(
         for bucket in buckets.plan(sizes, BROADCAST_BYTES):
             chosen = [alike[i] for i in bucket]
             values = [_as(v.read_value(), carrier) for v in chosen]
+            note(f"broadcast of {len(chosen)} variables from rank {root_rank}")
             received = hvd.broadcast(buckets.flat(values), root_rank, process_set=process_set)
             for variable, piece in zip(chosen, buckets.pieces(received, values), strict=True):
                 variable.assign(_as(piece, dtype))
@@ -91,6 +93,7 @@ def all_reduce_sums(values: Sequence[float]) -> list[float]:
     """Sums over all ranks, in float64."""
     if hvd.size() == 1:
         return [float(v) for v in values]
+    note(f"all-reduce of {len(values)} numbers")
     return [float(v) for v in hvd.allreduce(tf.constant(values, tf.float64), op=hvd.Sum).numpy()]
 
 
@@ -102,6 +105,7 @@ def all_reduce_in_graph(value: Any) -> Any:
 def barrier(process_set: Any = ALL_RANKS) -> None:
     """Wait until all ranks of a process set have called this. Only members of the set may call it."""
     if process_set.size() > 1:
+        note("barrier")
         hvd.allreduce(tf.zeros(1), op=hvd.Sum, process_set=process_set)
 
 
@@ -109,6 +113,7 @@ def average_variables(variables: Sequence[keras.Variable]) -> None:
     """Replace variables by their mean over the ranks."""
     if hvd.size() == 1 or not variables:
         return
+    note(f"all-reduce of {len(variables)} variables")
     means = hvd.grouped_allreduce([tf.convert_to_tensor(v.value) for v in variables], op=hvd.Average)
     for variable, mean in zip(variables, means, strict=True):
         variable.assign(mean)
@@ -129,6 +134,7 @@ def all_gather_object(value: T) -> list[T]:
     if hvd.size() == 1:
         return [value]
     mine = np.frombuffer(cloudpickle.dumps(value), np.uint8)
+    note(f"all-gather of an object, {len(mine)} bytes here")
     with tf.device("/CPU:0"):
         stream = io.BytesIO(hvd.allgather(tf.constant(mine)).numpy().tobytes())
     return [pickle.load(stream) for _ in range(hvd.size())]  # each pickle says where it ends
@@ -156,6 +162,7 @@ def broadcast_bytes(content: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The bytes uint8 [n] that rank 0 passes; the other ranks may pass any number of bytes."""
     if hvd.size() == 1:
         return content
+    note(f"broadcast of bytes, {len(content)} here")
     with tf.device("/CPU:0"):
         return hvd.broadcast(tf.constant(content), root_rank=0).numpy()
 

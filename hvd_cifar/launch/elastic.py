@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import shutil
 import subprocess
 import threading
 import time
@@ -73,6 +72,12 @@ class ElasticRun:
         self.used: set[str] = set()  # hosts
         self.has_started = False
         self.complaint = ""  # the last one about discovery
+        # Removes this host's copies of the state when it is told to, or when this process ends, even by SIGKILL.
+        self.cleaner = subprocess.Popen(
+            ["sh", "-c", 'read -r _; exec rm -rf "$1"', "sh", str(folder_of(self.name))],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     def run(self) -> int:
         """Start ranks until the job ends, and return its exit code."""
@@ -103,17 +108,17 @@ class ElasticRun:
 
         `words`: of a `Way`.
         """
-        folder = folder_of(self.name)
-        shutil.rmtree(folder, ignore_errors=True)
+        removal = ["rm", "-rf", str(folder_of(self.name))]
         removals = [
-            subprocess.Popen(
-                words(host, ["rm", "-rf", str(folder)]), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
+            subprocess.Popen(words(host, removal), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             for host in others
         ]
-        for removal in removals:
+        assert self.cleaner.stdin
+        self.cleaner.stdin.close()
+        removals.append(self.cleaner)
+        for process in removals:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                removal.wait(SCRIPT_SECONDS)
+                process.wait(SCRIPT_SECONDS)
 
     def _run_on(self, hosts: tuple[Host, ...]) -> tuple[int, list[Lost]]:
         """Run ranks on hosts to the end; their exit code, and what was lost."""

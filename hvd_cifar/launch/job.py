@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -60,7 +60,6 @@ class Job:
     def __init__(self, can_stop: bool) -> None:
         self.can_stop = can_stop
         self.asked = False  # by the user
-        self.spared: psutil.Process | None = None  # another job's launcher, which no end of ranks ends
         self._stops = False  # the ranks that run now are asked to stop
         self.tail = b""  # of what the user saw on stderr
         self._caught: list[int] = []
@@ -91,6 +90,7 @@ class Job:
             if holds_sigterm:
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
+        others = set(psutil.Process().children(recursive=True))
         # A session of its own: Ctrl-C reaches this process, which forwards it.
         process: subprocess.Popen[Any] = subprocess.Popen(
             starter.words,
@@ -127,10 +127,10 @@ class Job:
                 f"{starter.name} was ended by signal {-code} ({signal.Signals(-code).name}), and its ranks with it"
             )
         if code == -signal.SIGKILL:
-            self._end_orphans(0)
+            _end_orphans(0, others)
             _remove_session(process.pid, starter.env)
         else:
-            self._end_orphans(SECONDS_FOR_ORPHANS)
+            _end_orphans(SECONDS_FOR_ORPHANS, others)
         self._times.append(time.time())
         for pump in pumps:
             pump.join(SECONDS_FOR_LAST_OUTPUT)
@@ -207,18 +207,6 @@ class Job:
         # Starters clean up on SIGINT and SIGTERM, not on SIGHUP.
         self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
-    def _end_orphans(self, seconds: float) -> None:
-        """End what a starter left, after a while: a killed mpirun ends no rank."""
-        spared: set[psutil.Process] = set()
-        with contextlib.suppress(psutil.Error):  # it has ended
-            spared = {self.spared, *self.spared.children(recursive=True)} if self.spared else spared
-        orphans = [process for process in psutil.Process().children(recursive=True) if process not in spared]
-        _, alive = psutil.wait_procs(orphans, seconds)
-        for process in alive:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(alive, SECONDS_FOR_ORPHANS)
-
     def _send(self, number: int) -> None:
         if self._process is not None:
             self._process.send_signal(number)
@@ -250,6 +238,23 @@ def _ranks_below(pid: int) -> list[psutil.Process]:
             if is_rank(process) and parent is not None and not is_rank(parent):
                 found.append(process)
     return found
+
+
+def _end_orphans(seconds: float, others: Collection[psutil.Process]) -> None:
+    """End what a starter left, after a while: a killed mpirun ends no rank.
+
+    `others` are not the starter's, and neither is what they have started.
+    """
+    spared = set(others)
+    for other in others:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            spared |= set(other.children(recursive=True))
+    orphans = [process for process in psutil.Process().children(recursive=True) if process not in spared]
+    _, alive = psutil.wait_procs(orphans, seconds)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, SECONDS_FOR_ORPHANS)
 
 
 def _remove_session(pid: int, environ: Mapping[str, str]) -> None:

@@ -224,7 +224,7 @@ def _launch(request: Request, ranks: int) -> int:
     if all_ranks > cores and not ready.hosts:
         complain(f"note: {all_ranks} ranks share {cores} core{'s' * (cores > 1)}: results are right, but slow")
     job = Job(can_stop=request.command[0] == "train")
-    with validators.beside(request, hosts_of_ranks(request.hosts, ranks) or ["localhost"] * ranks, job):
+    with validators.beside(request, hosts_of_ranks(request.hosts, ranks) or ["localhost"] * ranks):
         code = start(ready, job)
         if request.max_restarts:
             ready = replace(ready, words=[*ready.words, *request.of_restarts])
@@ -273,7 +273,7 @@ def _launch_elastic(request: Request, settings: config.TrainSettings) -> int:
     run = ElasticRun(options, request.discover or (lambda: hosts), start_on, job, request.run_dir)
     way = slurm if request.in_slurm and not request.gloo else ssh
     try:
-        with validators.beside(request, hosts_of_ranks(hosts, ranks), job):
+        with validators.beside(request, hosts_of_ranks(hosts, ranks)):
             code = run.run()
     finally:
         run.clean_up({host for host in run.used if not is_local(host)}, way.words)

@@ -16,11 +16,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import psutil
-
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks
-from hvd_cifar.launch.job import Job, complain, write
+from hvd_cifar.launch.job import complain, write
 from hvd_cifar.launch.request import Request
 from hvd_cifar.launch.roster import first_slots, slots_of
 from hvd_cifar.runtime.environment import BESIDE, Beside
@@ -75,12 +73,10 @@ def words(request: Request) -> list[str]:
 
 
 @contextlib.contextmanager
-def beside(request: Request, training: Sequence[str], job: Job) -> Iterator[None]:
+def beside(request: Request, training: Sequence[str]) -> Iterator[None]:
     """Validation ranks run in the block, if the request has any; none of their processes is left after it.
 
-    Args:
-        training: the host of each rank that trains.
-        job: whose ranks train.
+    `training`: the host of each rank that trains.
     """
     if not request.validators:
         yield
@@ -96,7 +92,6 @@ def beside(request: Request, training: Sequence[str], job: Job) -> Iterator[None
         start_new_session=True,  # Ctrl-C is for the ranks that train; they stop by themselves
         preexec_fn=signalled_with_parent(signal.SIGTERM),
     )
-    job.spared = psutil.Process(process.pid)
     is_over = threading.Event()
     reader = threading.Thread(target=_tell_of_end, args=[process, is_over], daemon=True)
     reader.start()

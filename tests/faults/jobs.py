@@ -56,6 +56,10 @@ class Running:
                     found[int(number)] = process
         return found
 
+    def starters(self) -> list[psutil.Process]:
+        """The launcher's children that start ranks, or are the only one."""
+        return [child for child in psutil.Process(self.process.pid).children() if "hvd_cifar" in child.cmdline()]
+
     def send(self, number: signal.Signals, target: str = "launcher") -> None:
         """Send a signal to the launcher, to mpirun or the starter, or to `rank N`."""
         if target == "launcher":
@@ -63,7 +67,7 @@ class Running:
         elif target.startswith("rank"):
             self.ranks()[int(target.split()[1])].send_signal(number)
         else:
-            (starter,) = psutil.Process(self.process.pid).children()
+            (starter,) = self.starters()
             starter.send_signal(number)
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 200) -> None:

@@ -7,6 +7,7 @@ import signal
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks import runs
@@ -59,6 +60,25 @@ def test_a_rank_that_hangs_is_dropped(alone: Path, embedded: Path, tmp_path: Pat
         job.end()
     assert re.search(r"rank 1 on \S+ hangs at step \d+", job.said())
     assert "elastic: rank 1 on localhost is lost (exit code 69)" in job.said() and not job.left()
+    assert runs.summary(job.run_dir)["weights_sha256"] == runs.summary(alone)["weights_sha256"]
+
+
+def test_a_killed_launcher(alone: Path, embedded: Path, tmp_path: Path) -> None:
+    """Neither processes nor copies of the state are left; a resumed run ends with the weights of one left alone."""
+    before = set(folder_of("").glob("*"))
+    options = [*OPTIONS, "--checkpoint-every", 10]
+    job = start(["--elastic", "1:2"], embedded, tmp_path / "run", *options)
+    try:
+        job.wait_for_step(40)
+        assert set(folder_of("").glob("*")) > before
+        ranks = list(job.ranks().values())
+        job.send(signal.SIGKILL)
+        psutil.wait_procs(ranks, 10)
+        assert not job.left() and set(folder_of("").glob("*")) == before
+    finally:
+        job.end()
+    again = start(["-np", 1], embedded, job.run_dir, *options)
+    assert again.wait() == 0, again.said()
     assert runs.summary(job.run_dir)["weights_sha256"] == runs.summary(alone)["weights_sha256"]
 
 

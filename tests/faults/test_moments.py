@@ -90,7 +90,7 @@ def test_killed_at_each_moment(
         if launcher is ELASTIC:
             _kill_while_starting(job, chance)
         job.wait_for_step(5)
-        _kill_at_once(psutil.Process(job.process.pid).children())
+        _kill_at_once(job.starters())
         assert job.wait(500) == 0, job.said()
     finally:
         job.end()
@@ -112,7 +112,7 @@ def _kill_while_starting(job: Running, chance: random.Random) -> None:
     job.wait_for_step(max(runs.losses(job.run_dir)) + 3)
     _kill_at_once(job.ranks().values())
     job.wait_until(lambda: job.said().count(" is lost") >= 2)
-    job.wait_until(lambda: bool(psutil.Process(job.process.pid).children()))
+    job.wait_until(lambda: bool(job.starters()))
 
 
 def _kill_at_once(processes: Iterable[psutil.Process]) -> None:

@@ -120,7 +120,7 @@ class Machine:
         assert done.returncode == 0, f"{words}: {done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return done.stdout
 
-    def build(self, arguments: Mapping[str, str] | None = None) -> str:
+    def build(self, arguments: Mapping[str, str] | None = None, tag: str = TAG) -> str:
         """Build the project's image, with build arguments; returns its tag."""
         CACHE.mkdir(parents=True, exist_ok=True)
         self._build_base()
@@ -128,8 +128,8 @@ class Machine:
         mounts = [f"--volume={mount}" for mount in (*pip_settings(self.folder), f"{CACHE}:/root/.cache")]
         # Docker's format: the other one has no health check.
         options = ["--pull-never", "--network", "host", "--format", "docker", *given, *mounts]
-        self("bud", *options, "--tag", TAG, str(CHECKOUT), timeout=BUILD_SECONDS)
-        return TAG
+        self("bud", *options, "--tag", tag, str(CHECKOUT), timeout=BUILD_SECONDS)
+        return tag
 
     def inspect(self, tag: str) -> dict[str, Any]:
         """What an image says of how it is run, as Docker has it (Config)."""
@@ -201,10 +201,10 @@ def pip_settings(folder: Path) -> list[str]:
         if section in ("global", "install", ":env:"):
             given[option] = str(ast.literal_eval(value))
     mounts = []
-    if "cert" in given:
+    for option in {"cert", "constraint"} & set(given):
         # Not where it lies: installing Debian's certificates writes there.
-        mounts.append(f"{Path(given['cert']).resolve()}:/mnt/pip-cert:ro")
-        given["cert"] = "/mnt/pip-cert"
+        mounts.append(f"{Path(given[option]).resolve()}:/mnt/pip-{option}:ro")
+        given[option] = f"/mnt/pip-{option}"
     for option, value in given.items():
         for word in value.split() if option in ("find-links", "index-url", "extra-index-url") else []:
             local = urlparse(word).path if word.startswith("file:") else word

@@ -30,6 +30,7 @@ from tests.ranks import CHECKOUT
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
 HOME = "/home/hvd"
 MOST_BYTES = 1_450_000_000  # as deploy/containers.md states it, and some room for the next TensorFlow
+MOST_BYTES_WITH_CUDA = 8_000_000_000
 COMPILERS = re.compile(r"(.*-)?(gcc|g\+\+|cc|c\+\+|cpp|ld|as|clang|make|cmake|nvcc|mpicc|mpicxx)(-[\d.]+)?|cc1(plus)?")
 # Four steps, and losses that do not depend on how ranks are spread.
 SHORT = ["--dataset", "synthetic", "--max-steps", "4", "--eval-every", "0", "--eval-examples", "100"]
@@ -129,6 +130,23 @@ def test_two_ranks_train_in_one_container(alone: Container, losses_alone: list[f
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["replicas_identical"] is True
     assert len(losses_alone) == 4
+
+
+def test_the_image_for_gpus_is_whole_and_computes_without_a_driver(machine: Machine) -> None:
+    container = machine.container(machine.build({"GPU": "1"}, tag=f"{image.TAG}:gpu"), "gpus")
+    packages = container.root / "opt/hvd_cifar/.venv/lib"
+    found = [path for path in packages.rglob("*") if path.is_file() and not path.is_symlink()]
+    size = sum(path.lstat().st_size for path in container.root.rglob("*") if path.is_file() and not path.is_symlink())
+    print(f"{size / 1e6:.0f} MB, of which the environment {sum(path.stat().st_size for path in found) / 1e6:.0f} MB")
+    assert size < MOST_BYTES_WITH_CUDA
+    names = {path.name for path in found}
+    assert {"libcudart.so.12", "libnccl.so.2", "ptxas"} <= names and not any(map(COMPILERS.fullmatch, names - {"nvcc"}))
+    check = "/opt/hvd_cifar/hvd_cifar/runtime/check_build.py"
+    done = container.run([check, "--gpu"], entry=["python"])
+    assert done.returncode == 0, done.stderr
+    done = container.run(["-np", "2", "train", "--model", "tutorial", *SHORT, "--run-dir", "runs/gpus"], timeout=900)
+    assert done.returncode == 0 and "step 4, loss" in done.stdout, done.stderr
+    assert "ranks compute on the CPU: nvidia-smi lists no GPU" in done.stderr
 
 
 @pytest.fixture(scope="module")

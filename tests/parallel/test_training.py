@@ -146,7 +146,8 @@ def test_without_cifar10_and_network_auto_trains_on_the_embedded_set_and_says_so
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("THIS IS NOT CIFAR-10") == 1
     assert json.loads((run_dir / "summary.json").read_text())["dataset"] == "synthetic"
-    assert json.loads((run_dir / "config.json").read_text())["dataset"] == "synthetic"
+    config = json.loads((run_dir / "config.json").read_text())
+    assert (config["dataset"], config["epochs"]) == ("synthetic", 2)
     assert all("synthetic" in line for line in done.stdout.splitlines() if "test accuracy" in line)
 
 

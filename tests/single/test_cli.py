@@ -53,6 +53,8 @@ WRONG = [
     ["train", "--compression", "bf17"],
     ["train", "--overlap", "some"],
     ["train", "--bucket-bytes", "0"],
+    ["train", "--bucket-bytes", "64K", "--overlap", "off"],
+    ["benchmark", "step", "--bucket-bytes", "64K", "--overlap", "off"],
     ["benchmark", "step", "--overlap", "some"],
     ["benchmark", "step", "--compression", "powersgd:0"],
     ["benchmark", "step", "--bucket-bytes", "1X"],

@@ -102,7 +102,7 @@ def test_set_up_finds_all_that_it_reads_in_the_build_stage(tmp_path: Path) -> No
 def test_what_is_sent_to_the_builder() -> None:
     for path in (".git/config", ".venv/bin/python", "tests/ranks.py", "runs/a/b", "hvd_cifar/__pycache__/a.pyc"):
         assert _ignored(path), path
-    for path in ("deploy/id_ed25519", "id_rsa.pub", "deploy/keys/node.pem"):
+    for path in ("deploy/id_ed25519", "id_rsa.pub", "deploy/keys/node.pem", ".env", ".netrc"):
         assert _ignored(path), path
     sent = set(_sent())
     package = {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "hvd_cifar").rglob("*.py")}

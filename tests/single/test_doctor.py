@@ -22,7 +22,7 @@ from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.network import Card as NetworkCard
 from hvd_cifar.launch.cluster.network import Network, NoWay
 from hvd_cifar.launch.cluster.program import Participants
-from hvd_cifar.tools.doctor import ask, examine, findings, job, plan, table
+from hvd_cifar.tools.doctor import ask, examine, findings, first_steps, job, plan, table
 from hvd_cifar.tools.doctor.facts import (
     GROUPS,
     Card,
@@ -30,7 +30,9 @@ from hvd_cifar.tools.doctor.facts import (
     Data,
     DataFile,
     Disk,
+    FirstStep,
     Gpu,
+    GpuOfRank,
     HorovodBuild,
     HostFacts,
     Job,
@@ -75,7 +77,8 @@ def _healthy_host(name: str) -> HostFacts:
 
 
 def _link(a: str, b: str, speed: float = 1e9, late: float = 1e-4, wrong: int = 0) -> Link:
-    return Link(a=a, b=b, seconds=late, bytes_per_second=speed, wrong_values=wrong)
+    ranks = (HOSTS.index(a), HOSTS.index(b) + 1)
+    return Link(a=a, b=b, ranks=ranks, seconds=late, bytes_per_second=speed, wrong_values=wrong)
 
 
 LINKS = (_link("a", "a", 5e9, 1e-6), _link("a", "b"), _link("a", "c"), _link("b", "c"))
@@ -521,6 +524,63 @@ def test_every_two_hosts_meet_once_and_nobody_twice_at_a_time(per_host: list[int
     )
 
 
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_every_two_gpus_of_a_host_meet_once(per_host: list[int]) -> None:
+    rounds = plan.rounds(per_host, by_mpi=True, on_gpus=True)
+    for pairs in rounds:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(ranks) == len(set(ranks)) and pairs
+    within, first = [], plan.leaders(per_host)
+    for begin, count in zip(first, per_host, strict=True):
+        within += [(a, b) for b in range(begin, begin + count) for a in range(begin, b)]
+    between = [(a, b) for b in first for a in first if a < b]
+    assert sorted(pair for pairs in rounds for pair in pairs) == sorted([*within, *between])
+    assert len(rounds) <= max(per_host) + len(per_host)
+
+
+STEPS = tuple(
+    FirstStep(preset="fast", precision=name, rank=1, difference=0.01) for name in ("float32", "mixed_float16")
+)
+GPUS = tuple(
+    GpuOfRank(name="H200", capability="9.0", peak=2**30, uuid=f"GPU-{number}", used=2**32) for number in (0, 1, 0, 0)
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "host", "text"),
+    [
+        ({}, "ok", "", "2 training steps are the CPU's; the most that one differs is 0.01, fast in float32"),
+        (
+            {"first_steps": (STEPS[0].model_copy(update={"difference": 0.5}), STEPS[1])},
+            "failure",
+            "a",
+            "fast in float32: rank 1's training step differs from the CPU's by 0.5, more than 0.1",
+        ),
+        ({"gpus": (GPUS[0], *GPUS[:3])}, "failure", "a", "rank 0 is on GPU-0, by the driver"),
+        ({"gpus": (*GPUS[:2], GPUS[2].model_copy(update={"uuid": "GPU-2+GPU-3"}), GPUS[3])}, "failure", "b", "rank 2"),
+        (
+            {"gpus": (*GPUS[:3], GPUS[3].model_copy(update={"used": 2**36}))},
+            "warning",
+            "c",
+            "rank 3 holds 64.0 GiB of its GPU for 1.0 GiB of tensors",
+        ),
+        ({"gpus": tuple(gpu.model_copy(update={"uuid": "", "used": 0}) for gpu in GPUS)}, "ok", "", "2 training steps"),
+    ],
+)
+def test_first_steps_and_gpus_of_ranks(changed: dict[str, Any], level: str, host: str, text: str) -> None:
+    done = _job(**{"first_steps": STEPS, "gpus": GPUS, **changed})
+    found = [f for f in findings.of(done) if f.check == "first steps"]
+    told = [f for f in found if f.level == level and f.host == host]
+    assert told and text in told[0].text, found
+    assert (level == "ok") == all(f.level == "ok" for f in found)
+
+
+def test_where_the_driver_sees_a_process() -> None:
+    listing = "12, GPU-a, 513\n7, GPU-b, 100\n12, GPU-c, [N/A]\n"
+    assert first_steps.of_process(listing, 12) == ("GPU-a+GPU-c", 513 * 2**20)
+    assert first_steps.of_process(listing, 1) == first_steps.of_process("", 12) == ("", 0)
+
+
 OF_TWO = [Host("a", 2), Host("b", 1)]
 SAID = f"noise\n{job.RESULT}" + json.dumps(
     {
@@ -536,7 +596,7 @@ SAID = f"noise\n{job.RESULT}" + json.dumps(
 def test_what_a_job_said_becomes_links_of_hosts() -> None:
     done = job.result_of(OF_TWO, 0, SAID, "hvd_cifar: note: 3 ranks share\n", None)
     assert (done.failure, done.how, done.complaints) == ("", "3 ranks", ())
-    assert [(link.a, link.b) for link in done.links] == [("a", "a"), ("a", "b")]
+    assert [(link.a, link.b, link.ranks) for link in done.links] == [("a", "a", (0, 1)), ("a", "b", (0, 2))]
     assert done.pairs == 1
 
 
@@ -563,10 +623,10 @@ def test_why_a_job_failed(
 
 
 def test_the_jobs_command() -> None:
-    words = job.command(OF_TWO, unnamed=False, gloo=True, ring=True)
+    words = job.command(OF_TWO, unnamed=False, gloo=True, ring=True, on_gpus=False)
     assert words == [*["--gloo", "--allreduce", "ring", "-np", "3", "-H", "a:2,b:1", "doctor-job", "--per-host", "2,1"]]
-    assert job.command([Host("localhost", 2)], True, False, False) == [
-        *["--mpi", "-np", "2", "doctor-job", "--per-host", "2"]
+    assert job.command([Host("localhost", 2)], True, False, False, True) == [
+        *["--mpi", "-np", "2", "doctor-job", "--per-host", "2", "--on-gpus"]
     ]
 
 

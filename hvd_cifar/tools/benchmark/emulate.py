@@ -55,7 +55,6 @@ def measure(job: Job, options: BenchmarkStepSettings) -> EmulatedResult:
     work = prepare(train_settings(options), job.world)
     net = collectives.on_every_rank(lambda: make_net(work))
     variables = net.model.trainable_variables
-    bucket_bytes = None if options.overlap == "off" else options.bucket_bytes
     ways = [way for way in WAYS if way != "ring" or direct_mpi.why_not() is None]
     worlds = []
     for k, ranks in job.sets.items():
@@ -64,8 +63,8 @@ def measure(job: Job, options: BenchmarkStepSettings) -> EmulatedResult:
         if job.includes_me(k):
             for way, among in (("alone", process_sets.ALONE), ("step", ranks)):
                 optimizer = make_optimizer(work, net, LEARNING_RATE, among)
-                set_bucket_bytes(optimizer, bucket_bytes)
-                once[way] = make_step(variables, optimizer, options.emulate_compute, bucket_bytes)
+                set_bucket_bytes(optimizer, options.bucket_bytes)
+                once[way] = make_step(variables, optimizer, options.emulate_compute, options.bucket_bytes)
             once |= _messages(variables, inner_of(optimizer), ring)
         taken: dict[str, list[list[Turn]]] = defaultdict(list)
         for repeat in range(options.repeats + 1):
@@ -80,7 +79,7 @@ def measure(job: Job, options: BenchmarkStepSettings) -> EmulatedResult:
         facts=facts_of(job.world),
         model=options.model,
         gradients=[bytes_of(v) for v in variables[::-1]],
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=options.bucket_bytes,
         emulated_seconds=options.emulate_compute,
         steps=options.steps,
         worlds=worlds,

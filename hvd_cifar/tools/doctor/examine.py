@@ -154,7 +154,8 @@ def _with_job(subject: Subject, settings: DoctorSettings, in_slurm: bool) -> Sub
     ranks = sum(host.slots for host in hosts)
     _tell(f"a small job of {ranks} rank{'s' * (ranks > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)} ...")
     unnamed = in_slurm or (len(hosts) == 1 and hosts[0].name == subject.here)
-    done = job.run(hosts, unnamed, settings.gloo, settings.allreduce == "ring", settings.job_timeout)
+    on_gpus = all(machine.computes_on_gpus(subject.facts.get(host.name, HostFacts())) for host in hosts)
+    done = job.run(hosts, unnamed, settings.gloo, settings.allreduce == "ring", on_gpus, settings.job_timeout)
     return subject.model_copy(update={"job": done})
 
 

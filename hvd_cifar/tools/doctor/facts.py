@@ -154,9 +154,36 @@ class Link(_Facts):
 
     a: str
     b: str
+    ranks: tuple[int, int]
     seconds: float  # of the smallest message
     bytes_per_second: float
     wrong_values: int
+
+
+class FirstStep(_Facts):
+    """A preset's first training step on GPUs beside the CPU's in float32.
+
+    rank: that differs most. difference: of its loss or its update, as a share of the CPU's; the larger one.
+    """
+
+    preset: str
+    precision: str
+    rank: int
+    difference: float
+
+
+class GpuOfRank(_Facts):
+    """A rank's GPU after it has computed.
+
+    name, capability: as TensorFlow tells. peak: bytes of tensors. uuid, used: where the driver sees the process, and
+    the bytes that it holds there; "" and 0 where the driver shows no such process, as in a container.
+    """
+
+    name: str
+    capability: str
+    peak: int
+    uuid: str
+    used: int
 
 
 class Job(_Facts):
@@ -179,6 +206,8 @@ class Job(_Facts):
     links: tuple[Link, ...] = ()
     through: str = ""  # MPI or Horovod: what measured the links
     pairs: int = 0  # of hosts; not all may have been measured
+    first_steps: tuple[FirstStep, ...] = ()  # where all ranks compute on GPUs
+    gpus: tuple[GpuOfRank, ...] = ()  # by rank; the same
     seconds: float = 0.0
 
 

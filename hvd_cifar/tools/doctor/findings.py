@@ -30,8 +30,9 @@ CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     machine.data,
     outcome.job,
     outcome.links,
+    outcome.first_steps,
 )
-OF_THE_JOB = (outcome.job, outcome.links)
+OF_THE_JOB = (outcome.job, outcome.links, outcome.first_steps)
 # A host with a failure of these checks takes no part in the job: ranks could not start there, or not connect.
 BARS_FROM_JOB = (
     "ssh",

@@ -27,18 +27,18 @@ LOCAL_RANKS = 2  # on each host: enough for a link between them; where GPUs comp
 COMPLAINTS_KEPT = 20
 
 
-def command(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool) -> list[str]:
+def command(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool, on_gpus: bool) -> list[str]:
     """The launcher's options and command for a job on all slots of these hosts; `unnamed`: without -H."""
     words = ["--gloo" if gloo else "--mpi", *(["--allreduce", "ring"] if ring else [])]
     words += ["-np", str(sum(host.slots for host in hosts))]
     if not unnamed:
         words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
-    return [*words, "doctor-job", "--per-host", ",".join(str(host.slots) for host in hosts)]
+    return [*words, "doctor-job", "--per-host", ",".join(str(host.slots) for host in hosts), *["--on-gpus"] * on_gpus]
 
 
-def run(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool, seconds: float) -> Job:
+def run(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool, on_gpus: bool, seconds: float) -> Job:
     """Run the job for at most `seconds`. However it ends, it leaves no process on any host."""
-    words = [sys.executable, "-m", "hvd_cifar.launch", *command(hosts, unnamed, gloo, ring)]
+    words = [sys.executable, "-m", "hvd_cifar.launch", *command(hosts, unnamed, gloo, ring, on_gpus)]
     begin = time.monotonic()
     process = subprocess.Popen(
         words,
@@ -110,7 +110,14 @@ def result_of(hosts: Sequence[Host], code: int, output: str, errors: str, late_a
         return Job(**common, failure=reason, pending=tuple(pending))
     found = json.loads(said.removeprefix(RESULT))
     links = [
-        Link(a=of_ranks[int(a)], b=of_ranks[int(b)], seconds=late, bytes_per_second=fast, wrong_values=int(wrong))
+        Link(
+            a=of_ranks[int(a)],
+            b=of_ranks[int(b)],
+            ranks=(int(a), int(b)),
+            seconds=late,
+            bytes_per_second=fast,
+            wrong_values=int(wrong),
+        )
         for a, b, late, fast, wrong in found.pop("links")
     ]
     return Job(**common, **found, links=tuple(sorted(links, key=lambda link: (link.a != link.b, link.a, link.b))))

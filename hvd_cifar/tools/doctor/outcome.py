@@ -6,13 +6,18 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from hvd_cifar.tools.doctor.facts import Link, Subject
-from hvd_cifar.tools.doctor.finding import SET_UP, Finding, counted, listed, ranged, seconds, speed
+from hvd_cifar.tools.doctor.finding import SET_UP, Finding, counted, listed, ranged, seconds, size, speed
 from hvd_cifar.tools.doctor.machine import LET_READ
 
 # A link is slow below these: a share of the other links' median, a share of the card's speed, a bandwidth.
 SLOW_OF_OTHERS, SLOW_OF_CARD, SLOW_BYTES_PER_SECOND = 0.25, 0.1, 100e6 / 8
 BUSY = 1.5  # processes per core
 LATE_OF_OTHERS, LATE_SECONDS = 10.0, 5e-3
+# Of a step's loss or update, as a share of the CPU's in float32. Rounding alone makes 0.24 in bfloat16 (fast, on a
+# CPU); float16 and TF32, with which GPUs multiply float32, have 3 bits more.
+TOLERANCES = {"float32": 0.1, "mixed_bfloat16": 0.5, "mixed_float16": 0.1}
+# TensorFlow asks for memory in growing steps; CUDA and its libraries hold some of their own.
+MEMORY_FACTOR, MEMORY_OF_CONTEXT = 4, 3 * 2**30
 
 
 def job(subject: Subject) -> Iterator[Finding]:
@@ -40,6 +45,33 @@ def job(subject: Subject) -> Iterator[Finding]:
         yield Finding(check="job", level="failure", text=text, remedy=f"rm -r .venv, then {SET_UP}")
     else:
         yield Finding(check="job", level="ok", text=f"{done.how}; sums are right ({done.seconds:.0f} s)")
+
+
+def first_steps(subject: Subject) -> Iterator[Finding]:
+    """On GPUs each preset's first step is the CPU's within a tolerance; each rank has one GPU, not all its memory."""
+    done = subject.job
+    if done is None or done.failure or not done.first_steps:
+        return
+    wrong = [step for step in done.first_steps if step.difference > TOLERANCES[step.precision]]
+    for step in wrong:
+        text = f"{step.preset} in {step.precision}: rank {step.rank}'s training step differs from the CPU's by "
+        text += f"{step.difference:.2g}, more than {TOLERANCES[step.precision]:g}"
+        remedy = "another driver, or --precision float32; send us ./run.sh doctor --json"
+        yield Finding(check="first steps", level="failure", host=done.hosts[step.rank], text=text, remedy=remedy)
+    if not wrong:
+        worst = max(done.first_steps, key=lambda step: step.difference / TOLERANCES[step.precision])
+        text = f"{len(done.first_steps)} training steps are the CPU's; the most that one differs is "
+        text += f"{worst.difference:.2g}, {worst.preset} in {worst.precision}"
+        yield Finding(check="first steps", level="ok", text=text)
+    sharing = [(host, gpu.uuid) for host, gpu in zip(done.hosts, done.gpus, strict=True) if gpu.uuid]
+    for rank, (host, gpu) in enumerate(zip(done.hosts, done.gpus, strict=True)):
+        if "+" in gpu.uuid or sharing.count((host, gpu.uuid)) > 1:
+            text = f"rank {rank} is on {gpu.uuid}, by the driver; each rank needs a GPU of its own"
+            yield Finding(check="first steps", level="failure", host=host, text=text, remedy=SET_UP)
+        elif gpu.used > MEMORY_FACTOR * gpu.peak + MEMORY_OF_CONTEXT:
+            text = f"rank {rank} holds {size(gpu.used)} of its GPU for {size(gpu.peak)} of tensors"
+            remedy = "is TF_FORCE_GPU_ALLOW_GROWTH=false set?"
+            yield Finding(check="first steps", level="warning", host=host, text=text, remedy=remedy)
 
 
 def links(subject: Subject) -> Iterator[Finding]:
@@ -121,7 +153,8 @@ def _remedy_of_link(subject: Subject, host: str) -> str:
 
 
 def _between(link: Link) -> str:
-    return f"between {link.a} and {link.b}" if link.a != link.b else f"within {link.a}"
+    within = f"within {link.a} (ranks {link.ranks[0]} and {link.ranks[1]})"
+    return f"between {link.a} and {link.b}" if link.a != link.b else within
 
 
 def _speeds(links: Sequence[Link]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 Pair = tuple[int, int]
 
@@ -18,16 +18,20 @@ def leaders(per_host: Sequence[int]) -> list[int]:
     return list(accumulate(per_host, initial=0))[:-1]
 
 
-def rounds(per_host: Sequence[int], by_mpi: bool) -> list[list[Pair]]:
-    """Two ranks of each host with several, then the first ranks of every two hosts.
+def rounds(per_host: Sequence[int], by_mpi: bool, on_gpus: bool = False) -> list[list[Pair]]:
+    """Two ranks of each host with several, on GPUs every two of a host; then the first ranks of every two hosts.
 
     With very many hosts, each is paired only with those 1, 2, 4, ... places further.
     """
     first = leaders(per_host)
-    within = [(rank, rank + 1) for rank, count in zip(first, per_host, strict=True) if count > 1]
+    of_hosts = [_all_against_all(count if on_gpus else min(count, 2)) for count in per_host]
+    within = [
+        [(begin + a, begin + b) for begin, pairs in zip(first, at_once, strict=True) for a, b in pairs]
+        for at_once in zip_longest(*of_hosts, fillvalue=[])
+    ]
     most = ALL_PAIRS_OVER_MPI if by_mpi else ALL_PAIRS_OVER_HOROVOD
     between = _all_against_all(len(first)) if len(first) <= most else _some_against_some(len(first))
-    found = [within, *([(first[a], first[b]) for a, b in pairs] for pairs in between)]
+    found = [*within, *([(first[a], first[b]) for a, b in pairs] for pairs in between)]
     return [pairs for pairs in found if pairs]
 
 

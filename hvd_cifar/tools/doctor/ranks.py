@@ -1,5 +1,7 @@
 """The small job in its ranks: all-reduces over all ranks and between hosts, whose sums are checked and timed.
 
+Where all ranks compute on GPUs, each pair of ranks on a host is looked at as well, and a training step of each preset.
+
 Ranks print to stderr which pair they begin and end, so that a pair that hangs is known. At the end rank 0 prints a line
 of JSON.
 """
@@ -21,6 +23,7 @@ from hvd_cifar.runtime import direct_mpi
 from hvd_cifar.runtime.environment import launched_size, under_mpi
 from hvd_cifar.runtime.world import session
 from hvd_cifar.tools.benchmark.allreduce import sums_of, terms_of
+from hvd_cifar.tools.doctor import first_steps
 from hvd_cifar.tools.doctor.job import BEGINS, ENDS, RESULT
 from hvd_cifar.tools.doctor.plan import Pair, rounds
 
@@ -40,15 +43,16 @@ def run(settings: DoctorJobSettings) -> None:
     per_host = [int(word) for word in settings.per_host.split(",")]
     if launched_size() != sum(per_host):
         raise UserError(f"--per-host {settings.per_host}: the launcher started {launched_size()} ranks")
-    planned = rounds(per_host, under_mpi())
-    sets = {} if under_mpi() else pairs.sets_for(planned)
+    through_mpi = under_mpi() and not settings.on_gpus  # MPI moves host memory, NCCL that of GPUs
+    planned = rounds(per_host, under_mpi(), settings.on_gpus)
+    sets = {} if through_mpi else pairs.sets_for(planned)
     with session(process_sets=process_sets.to_register(sets)) as world:
         everyone = pairs.by_horovod(world.device)
         terms = terms_of(world.rank, COUNT_OVER_ALL)
         wrong = int(np.sum(everyone(terms) != sums_of(world.size, COUNT_OVER_ALL)))
-        mpi = under_mpi() and direct_mpi.why_not() is None
+        mpi = through_mpi and direct_mpi.why_not() is None
         links: list[list[float]] = []
-        for planned_round in planned if mpi or not under_mpi() else []:
+        for planned_round in planned if mpi or not through_mpi else []:
             mine = next((pair for pair in planned_round if world.rank in pair), None)
             reduce = pairs.by_mpi(planned_round) if mpi else None
             if mine is None:
@@ -59,13 +63,17 @@ def run(settings: DoctorJobSettings) -> None:
             terminal.complain(f"{ENDS} {mine[0]} {mine[1]}")
             if world.rank == mine[0]:
                 links.append([*mine, *found])
-        gathered = collectives.all_gather_object((world.host, wrong, links))
+        steps = first_steps.compare(world, first_steps.PRECISIONS) if settings.on_gpus else []
+        gpu = collectives.on_every_rank(first_steps.look_at_gpu) if settings.on_gpus else None
+        gathered = collectives.all_gather_object((world.host, wrong, links, gpu))
         if world.is_root:
             result = {
                 "how": world.describe(),
-                "hosts": [host for host, _, _ in gathered],
-                "wrong_values": sum(count for _, count, _ in gathered),
-                "links": [link for _, _, of_rank in gathered for link in of_rank],
+                "hosts": [host for host, *_ in gathered],
+                "wrong_values": sum(count for _, count, *_ in gathered),
+                "links": [link for _, _, of_rank, _ in gathered for link in of_rank],
+                "first_steps": [step.model_dump() for step in steps],
+                "gpus": [gpu.model_dump() for *_, gpu in gathered if gpu],
                 "through": "MPI" if mpi else "Horovod",
             }
             terminal.say(RESULT + json.dumps(result))

@@ -68,7 +68,7 @@ def _links(links: Sequence[Link], through: str) -> Table:
         table.add_column(name, justify="right" if name in ("latency", "bandwidth") else "left")
     for link in links:
         sums = Text("right", "green") if not link.wrong_values else Text(f"{link.wrong_values:,} wrong", "bold red")
-        there = link.b if link.a != link.b else "(two of its ranks)"
+        there = link.b if link.a != link.b else f"(ranks {link.ranks[0]} and {link.ranks[1]})"
         table.add_row(link.a, there, seconds(link.seconds), speed(link.bytes_per_second), sums)
     return table
 

@@ -1,0 +1,120 @@
+"""Whatever is chosen because there is a GPU, on two ranks that are told of one each. TensorFlow computes on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import runs
+from tests.ranks import run_ranks
+
+NVIDIA_SMI = """#!/bin/sh
+case $1 in
+-L) for n in 0 1; do echo "GPU $n: Pretended (UUID: GPU-$n)"; done ;;
+*) echo "$PPID, GPU-$OMPI_COMM_WORLD_LOCAL_RANK, 700" ;;
+esac
+"""
+# Keras has float16 convolutions for a CPU, but no fast ones.
+PRECISIONS = ("float32", "mixed_bfloat16")
+
+
+def commands_on_pretended_gpus(commands: list[list[str]]) -> dict[str, Any]:
+    """Run commands; what this rank told TensorFlow of its GPU, what it printed, and which kernels its layers took."""
+    import tensorflow as tf
+
+    from hvd_cifar.cli import main
+    from hvd_cifar.tools.doctor import first_steps
+
+    gpus = [SimpleNamespace(name=f"/physical_device:GPU:{number}", device_type="GPU") for number in (0, 1)]
+    visible: list[Any] = []
+    grows: list[str] = []
+    of = tf.config.list_physical_devices
+    tf.config.list_physical_devices = lambda kind=None: gpus if kind == "GPU" else of(kind)
+    tf.config.list_logical_devices = lambda kind=None: visible
+    tf.config.set_visible_devices = lambda gpu, kind: visible.append(gpu)
+    tf.config.get_visible_devices = lambda kind: visible
+    tf.config.experimental.set_memory_growth = lambda gpu, on: grows.append(f"{gpu.name} {on}")
+    tf.config.experimental.get_device_details = lambda gpu: {"compute_capability": (9, 0), "device_name": "Pretended"}
+    tf.config.experimental.get_memory_info = lambda name: {"peak": 2**28}
+    first_steps.PRECISIONS = PRECISIONS
+    printed = io.StringIO()
+    for words in commands:
+        with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0, words
+    return {"visible": [gpu.name for gpu in visible], "grows": grows, "printed": printed.getvalue()}
+
+
+@pytest.fixture(scope="module")
+def done(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
+    """What both ranks tell, and the folder of the results."""
+    folder = tmp_path_factory.mktemp("gpus")
+    data = ["--dataset", "synthetic", "--data-dir", str(embedded)]
+    train = ["train", "--model", "fast", *data, "--run-dir", str(folder / "run"), "--max-steps", "6"]
+    commands = [
+        ["doctor-job", "--per-host", "2", "--on-gpus"],
+        [*train, "--batch-size", "16", "--log-every", "2", "--eval-examples", "64", "--overlap", "on"],
+        ["evaluate", "--run-dir", str(folder / "run"), "--eval-examples", "64"],
+    ]
+    return _run(commands, folder), folder
+
+
+def _run(commands: list[list[str]], folder: Path) -> Any:
+    program = folder / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(NVIDIA_SMI)
+    program.chmod(0o755)
+    path = os.pathsep.join([str(program.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return run_ranks(commands_on_pretended_gpus, 2, commands, env={"PATH": path}, timeout=500)
+
+
+def test_each_rank_takes_its_gpu_and_only_the_memory_that_it_needs(done: Any) -> None:
+    ranks, _ = done
+    for number, rank in enumerate(ranks):
+        assert rank["visible"] == [f"/physical_device:GPU:{number}"]
+        assert rank["grows"] == [f"/physical_device:GPU:{number} True"]
+
+
+def test_training_and_evaluation(done: Any) -> None:
+    ranks, folder = done
+    config = json.loads((folder / "run" / "config.json").read_text())
+    facts = config["run"]
+    assert (facts["device"], facts["convolutions"], facts["threads"]) == ("/GPU:0", "TensorFlow's", 0)
+    assert config["precision"] == "mixed_bfloat16"
+    assert list(runs.losses(folder / "run")) == [2, 4, 6]
+    assert "2 ranks, one GPU each" in ranks[0]["printed"] and "test accuracy" in ranks[0]["printed"]
+
+
+def test_the_doctors_first_minute(done: Any) -> None:
+    from hvd_cifar.tools.doctor import job
+    from hvd_cifar.tools.doctor.first_steps import PRESETS
+
+    ranks, _ = done
+    (line,) = (line for line in ranks[0]["printed"].splitlines() if line.startswith(job.RESULT))
+    found = json.loads(line.removeprefix(job.RESULT))
+    assert found["through"] == "Horovod" and [link[:2] for link in found["links"]] == [[0, 1]]
+    assert found["wrong_values"] == 0 and [link[4] for link in found["links"]] == [0]
+    steps = found["first_steps"]
+    assert [(step["preset"], step["precision"]) for step in steps] == [(m, p) for m in PRESETS for p in PRECISIONS]
+    for step in steps:
+        assert step["difference"] < 1e-4 if step["precision"] == "float32" else 1e-3 < step["difference"] < 0.5
+    assert [gpu["uuid"] for gpu in found["gpus"]] == ["GPU-0", "GPU-1"]
+    about = ("Pretended", "9.0", 700 * 2**20)
+    assert {(gpu["name"], gpu["capability"], gpu["used"]) for gpu in found["gpus"]} == {about}
+
+
+def test_a_benchmark_of_the_step(embedded: Path, tmp_path: Path) -> None:
+    """It has process sets, which are made at a process's start: so it has ranks of its own."""
+    data = ["--dataset", "synthetic", "--data-dir", str(embedded), "--model", "tutorial", "--batch-size", "16"]
+    result = tmp_path / "step.json"
+    _run([["benchmark", "step", *data, "--repeats", "2", "--steps", "4", "--json", str(result)]], tmp_path)
+    facts = json.loads(result.read_text())["facts"]
+    assert (facts["device"], facts["processor"]) == ("/GPU:0", "Pretended")
