@@ -125,7 +125,7 @@ class Beside(Callback):
             if self.snapshots and run.step not in self.reporter.evaluated[self.watched]:
                 with _told(self.reporter, f"step {run.step} is not evaluated: its snapshot cannot be written"):
                     for step in self.snapshots.offer(run.step):
-                        self.reporter.missing(step, f"validation ranks are busy; step {run.step} takes its place")
+                        self.reporter.missing(step, f"no validation rank has taken it, and step {run.step} replaces it")
 
 
 class Best(Callback):

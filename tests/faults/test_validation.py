@@ -60,7 +60,7 @@ def test_a_validation_rank_finds_what_training_ranks_would(alone: Path, embedded
     assert summary["test_accuracy"] == other["test_accuracy"]
     if not missing:
         assert summary["best_evaluation"] == other["best_evaluation"]
-    assert [path.name for path in (job.run_dir / "best").iterdir()] == [f"step-{summary['best']['step']}"]
+    assert [path.name for path in (job.run_dir / "best").iterdir()] == [f"step-{summary['best_evaluation']['step']}"]
     assert not (job.run_dir / "snapshots").exists() and "validation ranks have ended" not in job.said()
 
 
