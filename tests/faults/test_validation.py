@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from benchmarks import runs
 from hvd_cifar.errors import RESUME
+from hvd_cifar.runtime import devices
 from tests.faults.jobs import Running, start
 
 COURSE = ["--deterministic", "--max-steps", 60, "--eval-every", 15, "--hold-out", 200, "--checkpoint-every", 1000]
@@ -74,6 +76,9 @@ def test_a_killed_validation_rank_is_told_and_training_goes_on(embedded: Path, t
         assert job.wait() == 0, job.said()
     finally:
         job.end()
+    mask = frozenset(os.sched_getaffinity(0))
+    threads = devices.threads_per_rank([mask] * 3, 0, devices.cpu_quota())
+    assert f"1 rank, {threads} CPU thread" in job.said()  # the three share the cores
     told = [line for line in job.said().splitlines() if "validation ranks have ended" in line or "signal 9" in line]
     assert len(told) == 1 and "was ended by signal 9 (Killed)" in told[0], job.said()
     summary = runs.summary(job.run_dir)
