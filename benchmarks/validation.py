@@ -22,6 +22,7 @@ import click
 from benchmarks import jobs, setting
 from benchmarks.input_cost import cost
 from hvd_cifar import Callback, Run
+from hvd_cifar.reporting import goodput
 from hvd_cifar.runtime.environment import BESIDE, Beside
 
 WINDOW = "HVD_CIFAR_BENCHMARK_WINDOW"  # steps of a window
@@ -75,6 +76,7 @@ def main(data_dir: Path, model: str, precision: str, batch_size: int, steps: int
             validator.wait()
         clocks = json.loads((run_dir / "windows.json").read_text())
         events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        marks = goodput.read((run_dir / "sessions.jsonl").read_text())
     print("| model | images/s without | with one: time | median | processor time | median | pairs |")
     print("|---|---|---|---|---|---|---|")
     seconds = [[after[i] - before[i] for before, after in zip(clocks, clocks[1:], strict=False)] for i in (0, 1)]
@@ -83,7 +85,14 @@ def main(data_dir: Path, model: str, precision: str, batch_size: int, steps: int
     rate = batch_size * steps / statistics.median(without for without, _ in wall)
     print(f"| `{model}`, {precision}, {batch_size} | {rate:,.0f} | {cost(wall)} | {cost(processor)} | {len(wall)} |")
     late = [e["at_step"] - e["step"] for e in events if "at_step" in e]
+    snapshots = {e["step"] for e in events if "at_step" in e}
+    held = [
+        mark["time"] - mark["began"] for mark in marks if mark["mark"] == "evaluation" and mark["step"] in snapshots
+    ]
     print(f"\n{steps} steps in a window; results came {min(late)} to {max(late)} steps after their snapshot.")
+    print(
+        f"A snapshot stops training for {1000 * statistics.median(held):.0f} ms (median; at most {1000 * max(held):.0f})."
+    )
     print(setting.about())
 
 
