@@ -84,15 +84,10 @@ def main(data_dir: Path, model: str, precision: str, batch_size: int, steps: int
     wall, processor = (list(zip(all_of_it[2::2], all_of_it[1::2], strict=True)) for all_of_it in seconds)
     rate = batch_size * steps / statistics.median(without for without, _ in wall)
     print(f"| `{model}`, {precision}, {batch_size} | {rate:,.0f} | {cost(wall)} | {cost(processor)} | {len(wall)} |")
-    late = [e["at_step"] - e["step"] for e in events if "at_step" in e]
-    snapshots = {e["step"] for e in events if "at_step" in e}
-    held = [
-        mark["time"] - mark["began"] for mark in marks if mark["mark"] == "evaluation" and mark["step"] in snapshots
-    ]
-    print(f"\n{steps} steps in a window; results came {min(late)} to {max(late)} steps after their snapshot.")
-    print(
-        f"A snapshot stops training for {1000 * statistics.median(held):.0f} ms (median; at most {1000 * max(held):.0f})."
-    )
+    late = {e["step"]: e["at_step"] - e["step"] for e in events if "at_step" in e}  # by step of the snapshot
+    stops = [1000 * (m["time"] - m["began"]) for m in marks if m["mark"] == "evaluation" and m["step"] in late]
+    print(f"\n{steps} steps in a window; results came {min(late.values())} to {max(late.values())} steps late.")
+    print(f"A snapshot stops training for {statistics.median(stops):.0f} ms in the median, at most {max(stops):.0f}.")
     print(setting.about())
 
 
