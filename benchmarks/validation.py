@@ -22,6 +22,7 @@ import click
 from benchmarks import jobs, setting
 from benchmarks.input_cost import cost
 from hvd_cifar import Callback, Run
+from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import goodput
 from hvd_cifar.runtime.environment import BESIDE, Beside
 
@@ -54,7 +55,10 @@ class Windows(Callback):
 @setting.one_line_for_users()
 def main(data_dir: Path, model: str, precision: str, batch_size: int, steps: int, pairs: int) -> None:
     """Run the two jobs as the launcher does, each on a core of its own, and print a row of Markdown."""
-    training, other = sorted(os.sched_getaffinity(0))[:2]
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise UserError("each of the two ranks needs a core of its own, and there is one: take another machine")
+    training, other = cores[:2]
     data = setting.real_data(data_dir)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
