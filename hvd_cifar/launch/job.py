@@ -128,7 +128,7 @@ class Job:
             )
         if code == -signal.SIGKILL:
             _end_orphans(0, others)
-            _remove_session(process.pid, starter.env)
+            remove_session(process.pid, starter.env)
         else:
             _end_orphans(SECONDS_FOR_ORPHANS, others)
         self._times.append(time.time())
@@ -257,7 +257,7 @@ def _end_orphans(seconds: float, others: Collection[psutil.Process]) -> None:
     psutil.wait_procs(alive, SECONDS_FOR_ORPHANS)
 
 
-def _remove_session(pid: int, environ: Mapping[str, str]) -> None:
+def remove_session(pid: int, environ: Mapping[str, str]) -> None:
     """Remove the files of a killed mpirun: its session's, and its ranks' shared memory, which have the job's number."""
     shared = Path(environ.get("OMPI_MCA_btl_vader_backing_directory", "/dev/shm"))
     for session in Path(environ.get("TMPDIR", "/tmp")).glob(f"ompi.*.{os.getuid()}/pid.{pid}"):

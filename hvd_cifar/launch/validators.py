@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks
-from hvd_cifar.launch.job import complain, write
+from hvd_cifar.launch.job import complain, remove_session, write
 from hvd_cifar.launch.request import Request
 from hvd_cifar.launch.roster import first_slots, slots_of
 from hvd_cifar.runtime.environment import BESIDE, Beside
@@ -100,9 +100,12 @@ def beside(request: Request, training: Sequence[str]) -> Iterator[None]:
     finally:
         is_over.set()
         process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             process.wait(SECONDS_TO_END)
-        process.kill()  # its own children end with it
+        except subprocess.TimeoutExpired:
+            process.kill()  # its own children end with it
+            process.wait()
+            remove_session(process.pid, os.environ)  # of a single rank
         reader.join(SECONDS_TO_END)
 
 
