@@ -32,6 +32,7 @@ COMMAND is train, evaluate, or benchmark step|allreduce|predict; `./run.sh train
   --mpi, --gloo      start ranks with mpirun (default), or with horovodrun over Gloo
   --allreduce ring   a ring for messages of every size; auto (default): MPI or NCCL chooses
   --max-restarts N   where a rank is lost, start again from the newest checkpoint, up to N times
+  --validation-ranks K   K of the ranks evaluate while the others train; see docs/validation.md
   --elastic MIN:MAX  train on MIN to MAX ranks: without ranks and hosts that are lost, and with those that come; also
                      --host-discovery-script FILE, --elastic-timeout SECONDS (600) and --cool-down FIRST:LONGEST
                      (10:300 seconds); see docs/reliability.md

@@ -9,7 +9,7 @@ class BestStep(Callback):
     best = (0.0, 0)  # accuracy, step
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        self.best = max(self.best, (evaluation.accuracy, run.step))
+        self.best = max(self.best, (evaluation.accuracy, evaluation.step))
 
     def on_end(self, run: Run) -> None:
         if run.world.rank == 0:

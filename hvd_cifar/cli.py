@@ -112,6 +112,7 @@ def _commands() -> click.Group:
         "Look for what usually goes wrong, on all hosts at once, and run a small job; exit code 1: a run fails."
     )
     _add(commands, "doctor", config.DoctorSettings, _doctor, doctor_help)
+    _add(commands, "validate", config.ValidateSettings, _validate, "Evaluate beside a run.", hidden=True)
     _add(commands, "doctor-job", config.DoctorJobSettings, _doctor_job, "The doctor's small job.", hidden=True)
     return commands
 
@@ -218,6 +219,12 @@ def _watch(settings: config.WatchSettings) -> None:
     from hvd_cifar.tools.watch import watch
 
     watch(settings)
+
+
+def _validate(settings: config.ValidateSettings) -> None:
+    with quiet_start():
+        from hvd_cifar.training.validate_command import validate_run
+    validate_run(settings)
 
 
 def _benchmark_step(settings: config.BenchmarkStepSettings) -> None:

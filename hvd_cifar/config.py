@@ -461,13 +461,24 @@ class TrainSettings(DataSettings):
         None,
         ge=0,
         le=MOST_STEPS,
-        description="Steps between evaluations on the test set; 0: at the end only. [default: each epoch; "
-        "fast every third]",
+        description="Steps between evaluations; 0: at the end only. [default: each epoch; fast every third]",
     )
     eval_examples: int | None = Field(
         None,
         gt=0,
-        description="Evaluate on this many test examples, the first ones. [default: all]",
+        description="Evaluate on this many examples, the first ones. [default: all]",
+    )
+    hold_out: int | None = Field(
+        None,
+        gt=0,
+        le=MOST_EXAMPLES,
+        description="Hold out this many training examples, drawn by --seed, and evaluate on them during training; the "
+        "test set is for the end only. [default: none; evaluations are on the test set]",
+    )
+    early_stopping: int | None = Field(
+        None,
+        gt=0,
+        description="End the run after this many evaluations in a row without a higher accuracy. [default: never]",
     )
     resume: Annotated[str, AfterValidator(_absolute_unless_word)] = Field(
         "auto",
@@ -499,6 +510,12 @@ class TrainSettings(DataSettings):
         for option, given in (("--rollback-factor", self.rollback_factor), ("--max-rollbacks", self.max_rollbacks)):
             if given is not None and self.on_nan != "rollback":
                 raise ValueError(f"{option} has no effect with --on-nan {self.on_nan}: give --on-nan rollback")
+        return self
+
+    @model_validator(mode="after")
+    def _early_stopping_has_evaluations(self) -> TrainSettings:
+        if self.early_stopping and self.eval_every == 0:
+            raise ValueError("--early-stopping has no evaluations to act on with --eval-every 0: give more than 0")
         return self
 
     @model_validator(mode="after")
@@ -580,6 +597,12 @@ class PredictSettings(_UseSettings):
         description="Print an object a line with the probabilities of all classes.",
         json_schema_extra={"flags": ["--json"]},
     )
+
+
+class ValidateSettings(_Settings):
+    """The evaluations beside a run, as each rank that makes them is started."""
+
+    run_dir: LocalPath = Field(description="Folder of the run.")
 
 
 class _BenchmarkOutput(_Settings):

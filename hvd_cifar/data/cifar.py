@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics, chunks
+from hvd_cifar.data.dataset import Dataset, Examples, Selected, channel_statistics, chunks
 from hvd_cifar.data.records import FileImages, RecordFile
 from hvd_cifar.errors import UserError
 
@@ -183,6 +183,7 @@ def is_published(dataset: Dataset) -> bool | None:
     checksums are of archives and of the Python version's files, not of these.
     """
     images = dataset.train.images
+    images = images.images if isinstance(images, Selected) else images
     if dataset.name != CIFAR10.name or not isinstance(images, FileImages):
         return None
     sums = sum(chunk.sum(axis=(0, 1, 2), dtype=np.int64) for chunk in chunks(images))

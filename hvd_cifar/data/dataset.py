@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_cifar.data.sampler import held_out
 from hvd_cifar.errors import UserError
 
 CHUNK_BYTES = 1 << 24  # of images that are read at a time
@@ -36,6 +37,26 @@ class ImageArray(Protocol):
 Images = NDArray[np.uint8] | ImageArray
 
 
+@dataclass(eq=False)
+class Selected:
+    """Images by their `index` int64 [n] among other `images`: an `ImageArray`."""
+
+    images: Images
+    index: NDArray[np.int64]
+    dtype: Any = np.uint8
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[n, height, width, channels]."""
+        return (len(self.index), *self.images.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, index: Any) -> NDArray[np.uint8]:
+        return self.images[self.index[index]]
+
+
 @dataclass(frozen=True, eq=False)
 class Examples:
     """Examples by index.
@@ -43,10 +64,12 @@ class Examples:
     Attributes:
         images: uint8 [n, height, width, channels]; an array in memory, a `np.memmap`, or any `ImageArray`.
         labels: int32 [n], the number of each example's class.
+        numbers: int64 [n], each example's index in the data set's training part; None: it is its own index.
     """
 
     images: Images
     labels: NDArray[np.int32]
+    numbers: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -71,6 +94,7 @@ class Dataset:
         classes: labels are 0 to classes - 1.
         channel_mean, channel_deviation: of the training images' pixels, for each channel, on the scale 0 to 255.
         class_names: of the classes in order, or empty.
+        validation: training examples that are held out; None: there are none, and evaluation is on `test`.
     """
 
     name: str
@@ -80,6 +104,7 @@ class Dataset:
     channel_mean: tuple[float, ...]
     channel_deviation: tuple[float, ...]
     class_names: tuple[str, ...] = ()
+    validation: Examples | None = None
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -97,6 +122,22 @@ class Dataset:
         """SHA-256 of all images and labels, their shape and the number of classes."""
         parts = (self.train.digest, self.test.digest, self.image_shape, self.classes)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def hold_out(self, count: int, seed: int) -> Dataset:
+        """The set with `count` of its training examples, drawn by seed, as its validation part.
+
+        Channel statistics stay those of all training examples.
+
+        Raises:
+            UserError: where none would be left to train on.
+        """
+        if count >= len(self.train):
+            raise UserError(f"--hold-out {count}: the training set has {len(self.train)} examples: hold out fewer")
+        train, validation = (
+            Examples(Selected(self.train.images, index), self.train.labels[index], index)
+            for index in held_out(seed, len(self.train), count)
+        )
+        return replace(self, train=train, validation=validation)
 
     @classmethod
     def from_arrays(

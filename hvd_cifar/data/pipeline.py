@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hvd_cifar.data.augment import Transforms, draws
 from hvd_cifar.data.dataset import Examples
-from hvd_cifar.data.sampler import Sampler
+from hvd_cifar.data.sampler import PADDING, Sampler
 
 PREFETCH_BATCHES = 4  # enough to hide a slow batch; more only costs memory
 
@@ -26,7 +26,7 @@ class MicroBatch(NamedTuple):
         image: float32 [b, height, width, channels], transformed for training.
         label: int32 [b].
         weight: float32 [b]: 1, or 0 for padding.
-        example: int64 [b], indices into the training set; `sampler.PADDING` for padding.
+        example: int64 [b], indices into the data set's training part; `sampler.PADDING` for padding.
     """
 
     image: Any
@@ -65,7 +65,10 @@ def training_batches(
         epoch, example = sampler.micro_batch(int(number) // sharding.size)
         present = np.maximum(example, 0)
         image = transforms.train(examples.images[present], draws(sampler.seed, epoch, present))
-        return image, examples.labels[present], (example >= 0).astype(np.float32), example
+        is_there = example >= 0
+        if examples.numbers is not None:
+            example = np.where(is_there, examples.numbers[present], PADDING)
+        return image, examples.labels[present], is_there.astype(np.float32), example
 
     # The chain counts micro-batches, not examples: at 64 ranks, walking over the examples of all ranks takes longer
     # than the rest of the chain.

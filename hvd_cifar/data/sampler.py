@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+HELD_OUT = 3  # the purpose, in `key`, of drawing the examples that are held out
 PADDING = -1  # stands for no example in a list of examples; its weight is 0
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -47,6 +48,12 @@ def epoch_order(seed: int, epoch: int, examples: int) -> NDArray[np.int64]:
     order = np.argsort(draws, kind="stable")
     order.setflags(write=False)  # every caller gets the same array
     return order
+
+
+def held_out(seed: int, examples: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """A training set in two parts, by seed: the examples to train on, and `count` that are held out; both ascending."""
+    order = np.argsort(mix(np.arange(examples, dtype=np.uint64) ^ key(seed, HELD_OUT)), kind="stable")
+    return np.sort(order[count:]), np.sort(order[:count])
 
 
 def steps_per_epoch(examples: int, global_batch_size: int) -> int:

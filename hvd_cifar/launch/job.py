@@ -106,7 +106,7 @@ class Job:
             stdout=subprocess.PIPE if starter.output else None,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=prepare,  # no other thread runs yet
+            preexec_fn=prepare,  # other threads only wait
         )
         self._process = process
         pumps = [threading.Thread(target=starter.errors, args=[process.stderr], daemon=True)]
@@ -140,7 +140,7 @@ class Job:
             )
         if was_killed:
             _end_orphans(0, others)
-            _remove_session(process.pid, starter.env)
+            remove_session(process.pid, starter.env)
         else:
             _end_orphans(SECONDS_FOR_ORPHANS, others)
         self._times.append(time.time())
@@ -263,8 +263,15 @@ def _ranks_below(pid: int) -> list[psutil.Process]:
 
 
 def _end_orphans(seconds: float, others: Collection[psutil.Process]) -> None:
-    """End what a starter left, after a while: a killed mpirun ends no rank. `others` are not the starter's."""
-    orphans = [process for process in psutil.Process().children(recursive=True) if process not in others]
+    """End what a starter left, after a while: a killed mpirun ends no rank.
+
+    `others` are not the starter's, and neither is what they have started.
+    """
+    spared = set(others)
+    for other in others:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            spared |= set(other.children(recursive=True))
+    orphans = [process for process in psutil.Process().children(recursive=True) if process not in spared]
     _, alive = psutil.wait_procs(orphans, seconds)
     for process in alive:
         with contextlib.suppress(psutil.Error):
@@ -272,7 +279,7 @@ def _end_orphans(seconds: float, others: Collection[psutil.Process]) -> None:
     psutil.wait_procs(alive, SECONDS_FOR_ORPHANS)
 
 
-def _remove_session(pid: int, environ: Mapping[str, str]) -> None:
+def remove_session(pid: int, environ: Mapping[str, str]) -> None:
     """Remove the files of a killed mpirun: its session's, and its ranks' shared memory, which have the job's number."""
     shared = Path(environ.get("OMPI_MCA_btl_vader_backing_directory", "/dev/shm"))
     for session in Path(environ.get("TMPDIR", "/tmp")).glob(f"ompi.*.{os.getuid()}/pid.{pid}"):

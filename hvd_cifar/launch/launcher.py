@@ -24,7 +24,7 @@ from typing import Any
 
 from hvd_cifar import config
 from hvd_cifar.errors import RESUME, UserError
-from hvd_cifar.launch import preflight
+from hvd_cifar.launch import preflight, validators
 from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import (
     Host,
@@ -81,7 +81,7 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
             settings = None
         else:
             settings = check(list(request.command))
-        if request.max_restarts or request.elastic:
+        if request.max_restarts or request.elastic or request.validation_ranks:
             request = _with_run_dir(request, settings)
         if request.command[0] in ALONE:
             return _start_alone(request, settings)
@@ -91,6 +91,8 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
             return _launch_elastic(request, settings)
         stall_seconds = _stall_seconds(settings) if isinstance(settings, config.TrainSettings) else 0.0
         ranks = request.ranks or (1 if _measures_nothing(request.command) else _ranks_of(request.hosts))
+        if request.validation_ranks:
+            request, ranks = validators.set_apart(request, ranks)
         if settings is not None and not request.dry_run:
             _check_early(request, ranks, settings)
         return _launch(request, ranks, stall_seconds)
@@ -107,11 +109,13 @@ def _stop_early(number: int, _: object) -> None:
 
 
 def _with_run_dir(request: Request, settings: Any) -> Request:
-    """The request with a run directory, which its restarts go on in.
+    """The request with a run directory, which its restarts go on in, and its validation ranks follow.
 
     Raises UserError where the command does not train.
     """
     if not isinstance(settings, config.TrainSettings):
+        if request.validation_ranks:
+            raise UserError("--validation-ranks goes with train: nothing else has weights to evaluate meanwhile")
         option = "--elastic" if request.elastic else "--max-restarts"
         raise UserError(f"{option} goes with train: nothing else can go on where it was")
     run_dir = settings.run_dir or config.unused_run_dir(settings.model)
@@ -147,7 +151,8 @@ def _check_early(request: Request, ranks: int, settings: Any) -> None:
     local = {name: is_local(name) for name in dict.fromkeys(of_ranks)}
     sees_files, on_gpus = local[of_ranks[0]], _is_for_gpus()
     preflight.check(settings, ranks, sees_files=sees_files, on_gpus=on_gpus, warn=complain)
-    preflight.check_memory(sum(local[name] for name in of_ranks), preflight.available_memory())
+    here = sum(local[name] for name in of_ranks) + sum(host.slots for host in request.validators if is_local(host.name))
+    preflight.check_memory(here, preflight.available_memory())
 
 
 def _cores_here() -> int:
@@ -244,6 +249,7 @@ def _make_ready(request: Request, ranks: int) -> Ready:
     if not request.dry_run:
         env |= {STARTS: "", ENDS: "[]"}  # exported to other hosts; their values are Job's
     of_ranks = hosts_of_ranks(request.hosts, ranks)
+    env |= validators.neighbours(request.validators, of_ranks[-1] if of_ranks else "localhost")
     request = replace(request, hosts=tuple(host for host in request.hosts if host.name in of_ranks))
     network, gpus = _ask_hosts(request, bin_folder)
     if not _measures_nothing(request.command) and not request.is_again:
@@ -259,18 +265,21 @@ def _launch(request: Request, ranks: int, stall_seconds: float) -> int:
     ready = _make_ready(request, ranks)
     if request.dry_run:
         write(1, f"{_as_typed(ready.words, ready.env)}\n".encode())
+        if request.validators:
+            write(1, f"{shlex.join(validators.words(request))}\n".encode())
         return 0
-    if ready.words[0] == sys.executable and not request.max_restarts:
+    if ready.words[0] == sys.executable and not request.max_restarts and not request.validators:
         os.execve(ready.words[0], ready.words, ready.env)
 
-    cores = _cores_here()
-    if ranks > cores and not ready.hosts:
-        complain(f"note: {ranks} ranks share {cores} core{'s' * (cores > 1)}: results are right, but slow")
+    cores, all_ranks = _cores_here(), ranks + request.validation_ranks
+    if all_ranks > cores and not ready.hosts:
+        complain(f"note: {all_ranks} ranks share {cores} core{'s' * (cores > 1)}: results are right, but slow")
     job = Job(can_stop=request.command[0] == "train", stall_seconds=stall_seconds)
-    code = start(ready, job)
-    if request.max_restarts:
-        ready = replace(ready, words=[*ready.words, *request.of_restarts])
-        code = _restart(code, request, job, lambda: start(ready, job))
+    with validators.beside(request, hosts_of_ranks(request.hosts, ranks) or ["localhost"] * ranks):
+        code = start(ready, job)
+        if request.max_restarts:
+            ready = replace(ready, words=[*ready.words, *request.of_restarts])
+            code = _restart(code, request, job, lambda: start(ready, job))
     _leave_terminal(request, ranks, code)
     return code
 
@@ -293,6 +302,9 @@ def _launch_elastic(request: Request, settings: config.TrainSettings) -> int:
         raise UserError(
             f"--elastic {sizes.least}:{sizes.most}: no number in between divides --virtual-shards {sizes.shards}"
         )
+    options = replace(request.elastic, sizes=sizes)
+    if request.validation_ranks:
+        request = validators.set_apart_elastic(request)
     hosts = request.hosts or (Host("localhost", sizes.most),)
     ranks = request.ranks or sizes.fitting(slots_of(hosts))
     if request.dry_run:
@@ -310,10 +322,10 @@ def _launch_elastic(request: Request, settings: config.TrainSettings) -> int:
         return start(_make_ready(now, slots_of(chosen)), job)
 
     way = slurm if request.in_slurm and not request.gloo else ssh
-    options, discover = replace(request.elastic, sizes=sizes), request.discover or (lambda: hosts)
-    run = ElasticRun(options, discover, start_on, job, request.run_dir, way.words)
+    run = ElasticRun(options, request.discover or (lambda: hosts), start_on, job, request.run_dir, way.words)
     try:
-        code = run.run()
+        with validators.beside(request, hosts_of_ranks(hosts, ranks)):
+            code = run.run()
     finally:
         run.clean_up()
     _leave_terminal(request, 2, code)

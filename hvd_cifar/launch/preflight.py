@@ -119,6 +119,7 @@ def _check_data(settings: DataSettings, ranks: int) -> None:
     if isinstance(settings, TrainSettings):
         per_rank = (settings.batch_size or 0) * settings.gradient_accumulation
         batch, examples = settings.global_batch_size or per_rank * ranks, layout.train_examples
+        examples -= min(examples, settings.hold_out or 0)
         if batch > examples:
             raise UserError(
                 f"the global batch of {batch} is larger than the training set of {examples}: make it smaller"

@@ -17,7 +17,7 @@ from hvd_cifar.launch.roster import Sizes, parse_sizes
 USAGE = (
     "./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] [--allreduce ring|auto] [--max-restarts N] "
     "[--elastic MIN:MAX [--host-discovery-script FILE] [--elastic-timeout S] [--cool-down FIRST:LONGEST]] "
-    "[--dry-run] COMMAND [OPTIONS]"
+    "[--validation-ranks K] [--dry-run] COMMAND [OPTIONS]"
 )
 ELASTIC_TIMEOUT, COOL_DOWN = 600, (10.0, 300.0)  # s
 PYTHON = "python"  # the command that runs a user's own program on each rank
@@ -34,12 +34,14 @@ class Request:
     dry_run: bool = False
     ring: bool = False
     max_restarts: int = 0
-    run_dir: Path = Path()  # of a job that may start again
+    run_dir: Path = Path()  # of a job that may start again, or that another one evaluates
     of_restarts: tuple[str, ...] = ()  # options that restarts have beside the command's
     elastic: Options | None = None
     discover: Discover | None = None  # of an elastic job: the hosts that there are now
     is_again: bool = False  # an elastic job starts again
     variables: Mapping[str, str] = field(default_factory=dict)  # of the ranks, beside this process's
+    validation_ranks: int = 0
+    validators: tuple[Host, ...] = ()  # the slots of validation ranks, once they are set apart
     in_slurm: bool = False  # the hosts are the nodes of this process's Slurm allocation
 
 
@@ -54,6 +56,7 @@ def parse(argv: list[str]) -> Request:
     parser.add_argument("--gloo", dest="gloo", action="store_true")
     parser.add_argument("--allreduce", choices=["ring", "auto"])
     parser.add_argument("--max-restarts", type=lambda text: count(text, f"--max-restarts {text}"), default=0)
+    parser.add_argument("--validation-ranks", type=lambda text: count(text, f"--validation-ranks {text}"), default=0)
     parser.add_argument("--elastic", type=parse_sizes)
     parser.add_argument("--host-discovery-script", type=Path)
     parser.add_argument("--elastic-timeout", type=lambda text: count(text, f"--elastic-timeout {text}"))
@@ -70,7 +73,7 @@ def parse(argv: list[str]) -> Request:
     command = tuple(found.command) or ("train",)
     ring = found.allreduce == "ring"
     request = Request(found.ranks, found.hosts, found.gloo, command, found.dry_run, ring, found.max_restarts)
-    return _with_elastic(request, found)
+    return _with_elastic(replace(request, validation_ranks=found.validation_ranks), found)
 
 
 def _with_elastic(request: Request, found: argparse.Namespace) -> Request:

@@ -53,14 +53,16 @@ def seconds_before(restart: int) -> float:
 
 
 def last_step(metrics: Path) -> int | None:
-    """The last step in metrics.jsonl; None where it has none, or is on another host."""
+    """The last step that metrics.jsonl has a log line of; None where it has none, or is on another host."""
     try:
         lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
     for line in reversed(lines):
         try:
-            return int(json.loads(line)["step"])
+            event = json.loads(line)
+            if event["event"] == "train":  # evaluations may be of earlier steps
+                return int(event["step"])
         # A killed run was writing this line, or it is none of ours: deep, or infinite.
         except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
             continue

@@ -6,7 +6,8 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ class Reporter:
         self._last_step = 0  # in metrics.jsonl before it was opened
         self.marks: list[goodput.Mark] = []  # of this session and earlier ones
         self.last_train: dict[str, Any] = {}  # the newest event of its kind, also from before a resume
-        self.last_eval: dict[str, Any] = {}
+        self.evaluated: dict[str, set[int]] = defaultdict(set)  # steps, by the part of the data set
+        self.missed: set[int] = set()  # steps whose snapshot nobody has evaluated
         self._events: Path | None = None  # of TensorBoard
         self.begins_events = False  # whether the run directory had none of TensorBoard
 
@@ -49,7 +51,7 @@ class Reporter:
         """Open the files, and remove entries after `first_step`, which an interrupted run left."""
         if self.run_dir is None:
             return
-        self.last_train, self.last_eval = {}, {}
+        self.last_train, self.evaluated, self.missed = {}, defaultdict(set), set()
         for event in self._resume(self.run_dir / "metrics.jsonl", first_step):
             self._remember(event)
         folder = self.run_dir / "tensorboard"
@@ -151,18 +153,35 @@ class Reporter:
         shown = {"learning_rate": learning_rate, "images_per_second": images_per_second}
         self.show(step, [board.scalars(shown)])
 
-    def evaluation(self, step: int, epoch: float, accuracy: float, loss: float, examples: int) -> None:
-        """Report an evaluation on the test set."""
+    def evaluation(
+        self, step: int, epoch: float, found: Mapping[str, float], part: str = "test", at_step: int | None = None
+    ) -> None:
+        """Report an evaluation of the weights after a step.
+
+        Args:
+            found: accuracy, loss, and number of examples.
+            part: of the data set: "test" or "validation".
+            at_step: at which the result came, where others evaluate while this job trains.
+        """
         if self.run_dir is None:
             return
-        found = f"{self.dataset} test accuracy {accuracy:.2%}, test loss {loss:.4f}, {examples} examples"
-        self.say(f"step {step} (epoch {epoch:.2f}): {found}")
-        if self.last_eval.get("step") == step:
+        results = f"{part} accuracy {found['accuracy']:.2%}, {part} loss {found['loss']:.4f}"
+        came = "" if at_step is None else f"; it came at step {at_step}"
+        self.say(f"step {step} (epoch {epoch:.2f}): {self.dataset} {results}, {found['examples']} examples{came}")
+        if step in self.evaluated[part]:
             return  # a run that was cut off after this evaluation has recorded it
-        values = {"step": step, "epoch": epoch, "test_accuracy": accuracy, "test_loss": loss, "test_examples": examples}
-        self._write("eval", values)
-        shown = {f"{self.dataset}/test_accuracy": accuracy, f"{self.dataset}/test_loss": loss}
+        values = {"step": step, "epoch": epoch, **{f"{part}_{name}": value for name, value in found.items()}}
+        self._write("eval" if part == "test" else part, values | ({} if at_step is None else {"at_step": at_step}))
+        shown = {f"{self.dataset}/{part}_{name}": found[name] for name in ("accuracy", "loss")}
         self.show(step, [board.scalars(shown)])
+
+    def missing(self, step: int, why: str) -> None:
+        """Report a snapshot that nobody has evaluated."""
+        if self.run_dir is not None:
+            self.warn(f"step {step} is not evaluated: {why}")
+            event = {"event": "missing", "step": step, "reason": why}
+            self._remember(event)
+            self._append_line(self.run_dir / "metrics.jsonl", event)
 
     def ranks(self, step: int, **by_rank: Sequence[Any]) -> None:
         """Record values of the steps since the last record, by rank: seconds a step, bytes/s by address."""
@@ -192,8 +211,12 @@ class Reporter:
     def _remember(self, event: dict[str, Any]) -> None:
         if event.get("event") == "train":
             self.last_train = event
+        elif event.get("event") == "missing":
+            self.missed.add(event["step"])
         elif event.get("event") == "eval":
-            self.last_eval = event
+            self.evaluated["test"].add(event["step"])
+        elif event.get("event") == "validation":
+            self.evaluated["validation"].add(event["step"])
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
         assert self.run_dir is not None

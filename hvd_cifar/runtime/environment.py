@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.runtime import process
@@ -71,6 +72,29 @@ def elastic_job(environment: Mapping[str, str] = os.environ) -> ElasticJob | Non
         return None
     name, ranks, saves_only = text.split(":")
     return ElasticJob(name, int(ranks), saves_only == "1")
+
+
+BESIDE = "HVD_CIFAR_BESIDE"  # a Beside
+
+
+class Beside(NamedTuple):
+    """How many ranks of the other job, training or validation, share a host with this one (`--validation-ranks`).
+
+    before: those with slots before this job's, on the host of its first rank.
+    after: those with slots after this job's, on the host of its last rank.
+    """
+
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        return f"{self.before}:{self.after}"
+
+
+def beside(environment: Mapping[str, str] = os.environ) -> Beside | None:
+    """The other job's ranks; None: there is no other job."""
+    text = environment.get(BESIDE)
+    return Beside(*map(int, text.split(":"))) if text else None
 
 
 # The launcher tells ranks by it when it started them: Unix times with spaces between them, as `starts` returns.

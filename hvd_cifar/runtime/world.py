@@ -34,6 +34,7 @@ class World:
     algorithm: str = ""  # of the all-reduce, see `transport`
     transport: str = ""
     elastic: environment.ElasticJob | None = None
+    beside: environment.Beside | None = None  # of a job whose weights another job evaluates, or that other job
 
     @property
     def batch_ranks(self) -> int:
@@ -105,18 +106,24 @@ def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]
     if gpus and len(view) != len(gpus):
         # nvidia-smi fails or counts other GPUs: the scheduler's variable for this process identifies its GPUs.
         view = [f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')} {gpu.name}" for gpu in gpus]
-    views, masks = _look_around_the_host(view, frozenset(os.sched_getaffinity(0)))
+    mask = frozenset(os.sched_getaffinity(0))
+    views, masks = _look_around_the_host(view, mask)
+    # Ranks of another job on this host have GPUs and cores of their own.
+    beside = environment.beside()
+    before = beside.before if beside and local_rank == hvd.rank() else 0
+    after = beside.after if beside and hvd.rank() - local_rank + local_size == hvd.size() else 0
+    views, masks = [view] * before + views + [view] * after, [mask] * before + masks + [mask] * after
 
     if deterministic:
         tf.config.experimental.enable_op_determinism()
-    choice = _choose_together(views, local_rank)
+    choice = _choose_together(views, before + local_rank)
     try:
         if choice is not None:
             tf.config.set_visible_devices(gpus[choice], "GPU")
             tf.config.experimental.set_memory_growth(gpus[choice], True)
             threads = 0
         else:
-            threads = threads or devices.threads_per_rank(masks, local_rank, devices.cpu_quota())
+            threads = threads or devices.threads_per_rank(masks, before + local_rank, devices.cpu_quota())
             tf.config.threading.set_intra_op_parallelism_threads(threads)
             tf.config.threading.set_inter_op_parallelism_threads(threads)
     except RuntimeError:  # TensorFlow has initialised its devices
@@ -139,6 +146,7 @@ def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]
         algorithm=transport.algorithm(controller, by_nccl, os.environ, hvd.cross_size(), two_levels),
         transport=transport.transport(controller, by_nccl, os.environ, hvd.cross_size()),
         elastic=environment.elastic_job(),
+        beside=beside,
     )
 
 

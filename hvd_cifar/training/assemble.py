@@ -52,6 +52,7 @@ from hvd_cifar.training.plan import Plan, make_schedule, plan, precision_of, res
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.record import Record
 from hvd_cifar.training.rollback import Rollback
+from hvd_cifar.training.snapshots import Snapshots
 from hvd_cifar.training.sources import differences, name_hosts, prepare_data, read_batches
 from hvd_cifar.training.state_copy import Copier, StateCopy
 from hvd_cifar.training.step import Probes, StepSpec, TrainStep, local_statistics, make_train_step
@@ -59,6 +60,7 @@ from hvd_cifar.training.step_times import StepTimes
 from hvd_cifar.training.stragglers import Stragglers
 from hvd_cifar.training.summaries import Summaries
 from hvd_cifar.training.trainer import OfUser, Trainer
+from hvd_cifar.training.validation import Beside, Best
 from hvd_cifar.training.verify import Verifier
 
 ADAPTING_IMAGES = 5000  # as in Jordan 2024
@@ -108,6 +110,8 @@ def prepare(settings: TrainSettings, world: World, given: OfUser | None = None) 
     if own is None and config.is_user_code(settings.dataset):
         own = user_code.load(settings.dataset, "--dataset")
     dataset = prepare_data(settings, world, own)
+    if count := settings.hold_out:
+        dataset = dataset.hold_out(count, settings.seed)
     set_precision("float32", settings.seed)
     model = _model(settings, given)
     model = collectives.on_every_rank(lambda: models.with_recipe(model, dataset.image_shape, dataset.classes))
@@ -446,13 +450,17 @@ def _callbacks_of(
     """The program's own callbacks, in the order in which they act."""
     run, progress, reporter, tell = trainer.run, trainer.progress, trainer.reporter, trainer.tell
     settings, checkpoints, copy = work.settings, begin.checkpoints, begin.copy
-    evaluate = make_evaluator(
-        learner.net.model, work.dataset, work.transforms, run.world, EVALUATION_BATCH, settings.eval_examples
-    )
+    parts = {
+        part: make_evaluator(
+            learner.net.model, work.dataset, work.transforms, run.world, EVALUATION_BATCH, settings.eval_examples, part
+        )
+        for part in ("test", "validation")
+        if getattr(work.dataset, part)
+    }
     statistics = MovingStatistics(own_variables(work, learner), progress.saved_step)
     logger = Logger(progress, reporter, tell)
     replicas = ReplicaCheck(progress, learner.state, statistics, reporter)
-    evaluator = Evaluator(progress, evaluate, statistics, learner.averages, reporter, tell)
+    evaluator = Evaluator(progress, parts, statistics, learner.averages, reporter, tell)
     confusions = ConfusionWriter(work.dataset, reporter)
     checkpointer = Checkpointer(progress, learner.state, checkpoints, statistics, reporter, tell)
     ledger = [ExampleLedger(progress, reporter, at_once=copy is not None)] if settings.record_examples else []
@@ -462,7 +470,16 @@ def _callbacks_of(
     if settings.on_nan == "rollback":
         trainer.go_back = Rollback(trainer, learner.state, checkpoints, statistics)
     timekeeper = Timekeeper(progress, reporter)
-    return [*ledger, logger, *copier, replicas, evaluator, confusions, checkpointer, timekeeper, summariser]
+    beside: list[Callback] = []
+    best: list[Callback] = []
+    if run.world.beside or settings.hold_out or settings.early_stopping:
+        weights = State(learner.net, None, learner.averages)  # on every rank: names of collectives count variables
+        snapshots = Snapshots(run.run_dir, weights, run.step) if run.world.is_root else None
+        best = [Best(progress, snapshots, reporter, evaluator.watched, results)]
+        if run.world.beside:
+            beside = [Beside(progress, snapshots, statistics, reporter, tell, evaluator.watched)]
+    evaluators = [*beside, evaluator, confusions]
+    return [*ledger, logger, *copier, replicas, *evaluators, checkpointer, *best, timekeeper, summariser]
 
 
 def own_variables(work: Work, learner: Learner) -> list[Any]:
@@ -530,8 +547,10 @@ def _describe(work: Work, world: World, net: Net, schedule: Schedule) -> list[st
     alone = local_layers(net.model) and batch < 2 * work.sharding.micro_batches * world.size
     drawing = [layer.name for layer in random_layers.random_layers(net.model)]
     trained = f"{settings.model} ({net.parameters:,} parameters, {settings.precision}) on {work.dataset.name}"
+    held = len(work.dataset.validation or ())
     return [
         f"{trained}: {world.describe()}",
+        *([f"{held} of {work.plan.examples + held} training examples are held out for evaluation"] if held else []),
         f"global batch {batch} = {parts}; {work.plan.steps_per_epoch} steps an epoch, {work.plan.total_steps} in all",
         f"learning rate {schedule}",
         *(

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Callback:
         """After each log line; `run.loss` and `run.learning_rate` are those of the last step."""
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """After each evaluation on the test set."""
+        """After each evaluation; `evaluation.step` is that of its weights."""
 
     def before_checkpoint(self, run: Run) -> None:
         """Before a checkpoint is written; every rank already has the state that will be saved."""
@@ -229,25 +230,29 @@ class ReplicaCheck(Callback):
 
 
 class Evaluator(Callback):
-    """Evaluates on the test set by --eval-every, with averaged weights where the recipe keeps them."""
+    """Evaluates by --eval-every, with averaged weights where the recipe keeps them.
+
+    During training on the examples that are held out (--hold-out), else on the test set; at the end on both.
+    """
 
     def __init__(
         self,
         progress: Progress,
-        evaluate: Callable[[bool], Evaluation],
+        parts: Mapping[str, Callable[[bool], Evaluation]],
         statistics: MovingStatistics,
         averages: Any,
         reporter: Reporter,
         tell: Tell,
     ) -> None:
-        """`evaluate`: of `evaluate.make_evaluator`; `averages`: a MovingAverage or None."""
+        """`parts`: "test", "validation", and an evaluator of each; `averages`: a MovingAverage or None."""
         self.progress = progress
-        self.evaluate = evaluate
+        self.parts = parts
+        self.watched = "validation" if "validation" in parts else "test"
         self.statistics = statistics
         self.averages = averages
         self.reporter = reporter
         self.tell = tell
-        self.newest: tuple[int, Evaluation] | None = None
+        self.newest: dict[str, Evaluation] = {}  # by part
 
     def on_start(self, run: Run) -> None:
         """Make the evaluation that a stop left out, in favour of its checkpoint."""
@@ -255,35 +260,40 @@ class Evaluator(Callback):
         if (
             stays
             and self._is_due(run)
-            and collectives.broadcast_object(self.reporter.last_eval.get("step")) != run.step
+            and not collectives.broadcast_object(run.step in self.reporter.evaluated[self.watched])
         ):
-            self.run_now(run, six_views=False)
+            self.run_now(run, self.watched)
 
     def on_step(self, run: Run) -> None:
         """Evaluate where it is due; the evaluation after the last step is `final`'s."""
         if self._is_due(run) and not self.progress.stop_requested:
-            self.run_now(run, six_views=False)
+            self.run_now(run, self.watched)
 
     def on_rollback(self, run: Run) -> None:
         """Forget what is of a later step."""
-        self.newest = None
+        self.newest.clear()
 
     def on_end(self, run: Run) -> None:
         """Evaluate before the last checkpoint is written: a net that has diverged is not saved."""
+        if self.watched != "test" and not run.world.beside and not self._is_newest(run, self.watched):
+            self.run_now(run, self.watched)
         self.final(run)
 
     def _is_due(self, run: Run) -> bool:
-        return 0 < run.step < run.total_steps and run.is_due(run.plan.evaluation_steps)
+        return run.world.beside is None and run.evaluation_is_due
+
+    def _is_newest(self, run: Run, part: str) -> bool:
+        return part in self.newest and self.newest[part].step == run.step
 
     def final(self, run: Run) -> Evaluation:
-        """The evaluation at the last step."""
+        """The evaluation on the test set at the last step."""
         six_views = bool(run.settings.test_time_augmentation)
-        if self.newest and self.newest[0] == run.step and self.newest[1].views == (6 if six_views else 1):
-            return self.newest[1]
-        return self.run_now(run, six_views)
+        if self._is_newest(run, "test") and self.newest["test"].views == (6 if six_views else 1):
+            return self.newest["test"]
+        return self.run_now(run, "test", six_views)
 
-    def run_now(self, run: Run, six_views: bool) -> Evaluation:
-        """Evaluate. A collective.
+    def run_now(self, run: Run, part: str, six_views: bool = False) -> Evaluation:
+        """Evaluate on a part of the data set. A collective.
 
         Raises:
             Diverged: where the loss is not finite.
@@ -293,19 +303,19 @@ class Evaluator(Callback):
             self.statistics.average(run.step)
             if self.averages:
                 self.averages.swap()
-            found = self.evaluate(six_views)
+            found = replace(self.parts[part](six_views), step=run.step)
             if self.averages:
                 self.averages.swap()
             if not math.isfinite(found.loss):
-                raise self.progress.diverged(f"test loss = {found.loss} at step {run.step}", run.step)
-            self.newest = (run.step, found)
-            self.reporter.evaluation(run.step, round(run.epoch, 4), found.accuracy, found.loss, found.examples)
+                raise self.progress.diverged(f"{part} loss = {found.loss} at step {run.step}", run.step)
+            self.newest[part] = found
+            self.reporter.evaluation(run.step, round(run.epoch, 4), found.values, part)
             self.tell("on_evaluation", found)
         return found
 
 
 class ConfusionWriter(Callback):
-    """Writes confusion.json after each evaluation."""
+    """Writes confusion.json after each evaluation on the test set."""
 
     def __init__(self, dataset: Dataset, reporter: Reporter) -> None:
         self.dataset = dataset
@@ -313,7 +323,7 @@ class ConfusionWriter(Callback):
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """Write that of this evaluation; a file that cannot be written does not end the run."""
-        if evaluation.confusion is not None:
+        if evaluation.confusion is not None and evaluation.part == "test":
             found = evaluation.confusion
             collectives.on_root(lambda: self._write(run, found))
 
@@ -490,6 +500,10 @@ class Summariser(Callback):
             "sync_check_seconds": round(float(state.check_seconds.numpy()), 6),
             "weights_sha256": digests[0],
             "weights_sha256_by_rank": digests,
+            "best_evaluation": self.results.get("best"),
+            "newest_evaluation": self.results.get("newest"),
+            "stopped_early": self.evaluator.progress.ends_early or None,
+            "evaluations_missing": sorted(reporter.missed),
             "goodput": goodput.shares([*reporter.marks, {"mark": "end", "time": time.time(), "step": run.step}]),
             "versions": versions(),
         }

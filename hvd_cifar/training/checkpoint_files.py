@@ -59,14 +59,18 @@ def write(trackable: tf.train.Checkpoint, folder: Path, step: int) -> Path:
     return path
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint as far as possible; its name is gone first, so that half of one is never taken for one."""
+def remove(path: Path) -> bool:
+    """Remove a checkpoint as far as possible; its name is gone first, so that half of one is never taken for one.
+
+    False: there is none, or it stays as a whole.
+    """
     gone = path.with_name(f".{path.name}.old")
     try:
         os.replace(path, gone)
     except OSError:
-        return  # it stays, as a whole
+        return False
     shutil.rmtree(gone, ignore_errors=True)
+    return True
 
 
 def clear(folder: Path) -> None:

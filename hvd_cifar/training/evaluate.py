@@ -30,6 +30,8 @@ class Evaluation:
         views: 6 if accuracy and loss average six views of each image, else 1.
         plain_accuracy: of one view, the image as it is.
         confusion: which classes were taken for which; None: there are more than 1,000.
+        step: finished global steps of the weights.
+        part: of the data set: "test", or "validation" for the training examples that are held out.
     """
 
     accuracy: float
@@ -38,6 +40,13 @@ class Evaluation:
     plain_accuracy: float
     views: int
     confusion: Confusion | None = field(default=None, repr=False, compare=False)
+    step: int = 0
+    part: str = "test"
+
+    @property
+    def values(self) -> dict[str, float]:
+        """What is reported of it, by name."""
+        return {"accuracy": self.accuracy, "loss": self.loss, "examples": self.examples}
 
 
 def make_evaluator(
@@ -47,13 +56,14 @@ def make_evaluator(
     world: World,
     batch_size: int,
     count: int | None = None,
+    part: str = "test",
 ) -> Callable[[bool], Evaluation]:
     """A function (six_views) that evaluates the model on the first `count` test examples; a collective.
 
     Batch norm's moving statistics must be the same on all ranks: see `callbacks.MovingStatistics`.
     """
     batches = evaluation_batches(
-        dataset.test, transforms, batch_size=batch_size, rank=world.rank, size=world.size, count=count
+        getattr(dataset, part), transforms, batch_size=batch_size, rank=world.rank, size=world.size, count=count
     )
 
     @tf.function(reduce_retracing=True, autograph=False)
@@ -82,6 +92,7 @@ def make_evaluator(
             plain_accuracy=plain_right / examples,
             views=6 if many else 1,
             confusion=tally.of_all(matrix) if tally else None,
+            part=part,
         )
 
     return evaluate

@@ -4,23 +4,51 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from hvd_cifar.config import EvaluateSettings
+from hvd_cifar.config import EvaluateSettings, TrainSettings
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.files import replace_text
 from hvd_cifar.reporting import terminal
-from hvd_cifar.runtime.world import session
+from hvd_cifar.runtime.world import World, session
 from hvd_cifar.training import checkpoint
 from hvd_cifar.training.assemble import make_net, prepare
 from hvd_cifar.training.confusion import FILE, MOST_CLASSES
 from hvd_cifar.training.evaluate import Evaluation, make_evaluator
 from hvd_cifar.training.trained import find, state_of
 from hvd_cifar.training.trainer import OfUser
+
+
+class RestoredNet:
+    """A run's net, for evaluations of its checkpoints."""
+
+    def __init__(self, trained: TrainSettings, world: World, given: OfUser | None = None) -> None:
+        """`trained`: of `settings_of`. A collective."""
+        self.work = prepare(trained, world, given)
+        self.world = world
+        self.net = collectives.on_every_rank(lambda: make_net(self.work))
+        self.state = state_of(self.net, self.work.settings)
+
+    def read(self, path: Path) -> None:
+        """Take the weights of a checkpoint, averaged where the run keeps averages. A collective.
+
+        Raises:
+            UserError: where it cannot be read, or is of another net.
+        """
+        collectives.on_root(lambda: checkpoint.restore(self.state.trackable, path, partial=True))
+        collectives.broadcast_variables(self.state.variables)
+        if self.state.averages:
+            self.state.averages.swap()
+
+    def evaluator(self, part: str, batch_size: int, count: int | None) -> Callable[[bool], Evaluation]:
+        """As `make_evaluator` makes it."""
+        work = self.work
+        return make_evaluator(self.net.model, work.dataset, work.transforms, self.world, batch_size, count, part)
 
 
 def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dict[str, Any]:
@@ -33,19 +61,12 @@ def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dic
     with session() as world:
         has_data = given is not None and given.dataset is not None
         trained, path = collectives.on_root(lambda: find(settings, needs_data=not has_data))
-        work = prepare(trained, world, given)
-        net = collectives.on_every_rank(lambda: make_net(work))
-        state = state_of(net, work.settings)
-        collectives.on_root(lambda: checkpoint.restore(state.trackable, path, partial=True))
-        collectives.broadcast_variables(state.variables)
-        if state.averages:
-            state.averages.swap()
+        net = RestoredNet(trained, world, given)
+        net.read(path)
+        work, state = net.work, net.state
 
         many = bool(work.settings.test_time_augmentation)
-        evaluator = make_evaluator(
-            net.model, work.dataset, work.transforms, world, settings.batch_size, settings.eval_examples
-        )
-        found = evaluator(many)
+        found = net.evaluator("test", settings.batch_size, settings.eval_examples)(many)
         if not math.isfinite(found.loss):
             raise TrainingError(f"test loss = {found.loss}: the run had diverged at {path}; give another --checkpoint")
         result: dict[str, Any] = {

@@ -109,6 +109,9 @@ class Progress:
         self.save_requested = False  # by rank 0, which could not write: this step is saved
         self.seconds_per_step = SECONDS_BETWEEN_LOOKS  # of this rank, evaluation and saving included
         self.micro_batches: Sequence[MicroBatch] = ()  # of the last step
+        self.has_news = False  # on rank 0: validation ranks have answered
+        self.news = False  # all ranks know of it
+        self.ends_early = ""  # why this step is the last one; the same on all ranks
         self._unseen: list[Any] = []  # results of steps, left on the device until `check_losses`
         self._looked = time.perf_counter()
         self._next_look = first_step + 1
@@ -119,7 +122,7 @@ class Progress:
         return self.losses.total_loss if self.losses else None
 
     def add(self, micro_batches: Sequence[MicroBatch], result: Any) -> None:
-        """Count a step: its micro-batches, and float [5] as the function of `make_train_step` returns it.
+        """Count a step: its micro-batches, and float [6] as the function of `make_train_step` returns it.
 
         A look at the results waits for the device, so it comes once a second; it may raise as `check_losses` does.
         """
@@ -137,13 +140,14 @@ class Progress:
         """
         first = self.step - len(self._unseen) + 1
         for step, result in enumerate(self._unseen, start=first):
-            loss, penalty, stops, saves, seconds = map(float, result.numpy())
+            loss, penalty, stops, saves, seconds, news = map(float, result.numpy())
             if math.isfinite(loss):
                 self._note(Losses(loss - penalty, penalty, loss))
             else:
                 self._not_finite(step, loss)
             self.stop_requested |= bool(stops > 0)
             self.save_requested |= bool(saves > 0)
+            self.news |= bool(news > 0)
             self._next_look = self.step + max(1, int(SECONDS_BETWEEN_LOOKS / max(seconds, 1e-6)))
         if self._unseen:
             now = time.perf_counter()
@@ -177,6 +181,7 @@ class Progress:
         self.rate_factor *= rate_factor
         self.rollbacks += 1
         self.losses, self.average_losses, self.micro_batches = None, None, ()
+        self.news = self.has_news = False
         self._unseen.clear()
         self._next_look = step + 1
 
@@ -247,19 +252,24 @@ class Run:
 
     @property
     def examples(self) -> list[int]:
-        """Indices of the training examples that this rank used in the last step."""
+        """Indices, in the data set's training part, of the examples that this rank used in the last step."""
         used = (int(i) for batch in self._progress.micro_batches for i in batch.example.numpy())
         return [i for i in used if i != sampler.PADDING]
 
     @property
     def evaluation(self) -> Any:
-        """The newest `Evaluation` on the test set; None before the first."""
+        """The newest `Evaluation`; None before the first."""
         return self._results.get("evaluation")
 
     @property
     def summary(self) -> Mapping[str, Any]:
         """What summary.json holds; empty before the end."""
         return self._results.get("summary", {})
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether --eval-every asks for an evaluation of this step; that of the last step is left to the end."""
+        return 0 < self.step < self.total_steps and self.is_due(self.plan.evaluation_steps)
 
     def is_due(self, every: int) -> bool:
         """Whether the last step is a multiple of `every`; 0: never."""

@@ -25,6 +25,7 @@ COURSE = (
     "model",
     "precision",
     "seed",
+    "hold_out",
     "augmentation",
     "weight_decay",
     "ema_decay",

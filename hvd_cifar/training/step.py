@@ -78,11 +78,13 @@ class Notes(NamedTuple):
     stop: 1 asks all ranks to stop.
     save: 1 asks for a checkpoint.
     seconds: of rank 0's recent steps, by which all ranks decide when to look at results; 0 on other ranks.
+    news: 1 on rank 0 where validation ranks have answered.
     """
 
     stop: float = 0.0
     save: float = 0.0
     seconds: float = 0.0
+    news: float = 0.0
 
 
 class Probes(NamedTuple):
@@ -278,10 +280,10 @@ def make_train_step(
         probes: what looks into it.
 
     Returns:
-        A function (micro_batches, global_count, learning_rate, notes) -> float [5], the same on every rank: the loss
+        A function (micro_batches, global_count, learning_rate, notes) -> float [6], the same on every rank: the loss
         of the global batch (mean cross-entropy plus weight decay; NaN where a variable is not finite; not finite where
         the step was skipped), the part of it that is no cross-entropy, and the sums over all ranks of `notes`,
-        float32 [3] as of `Notes`. All travel with the gradients.
+        float32 [4] as of `Notes`. All travel with the gradients.
     """
     times, record, verifier = probes or Probes()
     variables = net.model.trainable_variables

@@ -87,13 +87,7 @@ def find(settings: RunSettings, needs_data: bool) -> tuple[TrainSettings, Path]:
     Raises:
         UserError: where there is no such run or checkpoint.
     """
-    recorded = settings.run_dir / "config.json"
-    if not recorded.exists():
-        raise UserError(f"{settings.run_dir}: there is no run (no config.json); give the folder of a run")
-    values = config.read_file(recorded)
-    # No steps are made: the number of ranks need not fit the run's global batch.
-    values |= {"virtual_shards": None, "gradient_accumulation": 1, "global_batch_size": None, "batch_size": 1}
-    values |= {"image_sizes": [], "callbacks": []}
+    values = settings_of(settings.run_dir) | {"hold_out": None}  # the test set is for evaluation
     instead = ("model", "dataset", "data_dir", "test_time_augmentation")
     values.update({name: v for name in instead if (v := getattr(settings, name, None)) is not None})
     if not needs_data:
@@ -102,6 +96,17 @@ def find(settings: RunSettings, needs_data: bool) -> tuple[TrainSettings, Path]:
     if path is None:
         raise UserError(f"{settings.checkpoint or settings.run_dir}: there is no checkpoint; give --checkpoint PATH")
     return config.make(TrainSettings, values), path
+
+
+def settings_of(run_dir: Path) -> dict[str, Any]:
+    """The settings of a run, by name, for an evaluation. Raises UserError where there is no run."""
+    recorded = run_dir / "config.json"
+    if not recorded.exists():
+        raise UserError(f"{run_dir}: there is no run (no config.json); give the folder of a run")
+    values = config.read_file(recorded)
+    # No steps are made: the number of ranks need not fit the run's global batch.
+    values |= {"virtual_shards": None, "gradient_accumulation": 1, "global_batch_size": None, "batch_size": 1}
+    return values | {"image_sizes": [], "callbacks": []}
 
 
 def state_of(net: Net, settings: TrainSettings) -> checkpoint.State:

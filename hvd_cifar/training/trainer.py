@@ -80,9 +80,12 @@ class Trainer:
     def _make_steps(self, requests: StopRequests) -> None:
         watch = self.progress.watch
         for micro_batches in watch.each("batch", self.batches(self.progress.step)):
+            if self.progress.ends_early:
+                break
             watch.mark("step", self.run.step + 1)
             seconds = self.progress.seconds_per_step if self.run.world.is_root else 0.0
-            notes = Notes(float(requests.made), float(self.reporter.is_behind), seconds)
+            news = float(self.progress.has_news)
+            notes = Notes(float(requests.made), float(self.reporter.is_behind), seconds, news)
             result = self.step(self.progress.step, micro_batches, self.progress.rate_factor, notes)
             self.progress.add(micro_batches, result)
             self.tell("on_step")

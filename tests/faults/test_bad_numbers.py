@@ -141,7 +141,7 @@ def _guarded() -> list[dict[str, Any]]:
         optimizer.dynamic_scale.assign(scale)
         before = [v.numpy().tolist() for v in [*model.variables, *plain.variables[2:]]]
         batch = MicroBatch(tf.fill((2, 2, 2, 3), pixel), tf.zeros(2, tf.int32), tf.ones(2), tf.range(2))
-        loss = float(step([batch], tf.constant(2), rate, tf.zeros(3))[0])
+        loss = float(step([batch], tf.constant(2), rate, tf.zeros(4))[0])
         after = [v.numpy().tolist() for v in [*model.variables, *plain.variables[2:]]]
         halved = float(optimizer.dynamic_scale.numpy()) < scale
         seen.append({"is_finite": math.isfinite(loss), "is_same": before == after, "halved": halved})

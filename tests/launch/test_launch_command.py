@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from hvd_cifar import cli
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch import launcher
+from hvd_cifar.launch import validators as launch_validators
 from hvd_cifar.launch.cluster import remarks
 from hvd_cifar.launch.cluster.hosts import Host, ranks_by_default, read_hostfile
 from hvd_cifar.launch.cluster.network import Card, Network, find_network
@@ -57,6 +59,7 @@ def test_parse(argv: list[str], request_: Request) -> None:
         (["-np", "two", "train"], "whole number"),
         (["-np", "-1", "train"], "whole number"),
         (["-np"], "-np/-n: expected one argument"),
+        (["--validation-ranks", "0"], "--validation-ranks 0: expected a whole number of at least 1"),
         (["-np", "3", "-H", "a:2"], "more than the 2 slots"),
         (["-np", "2", "-H", "a"], "more than the 1 slot of"),
         (["-H", "a:2", "-H", "b:2"], "exclude each other"),
@@ -74,6 +77,50 @@ def test_parse_refuses(argv: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         parse(argv)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "training", "hosts", "validators", "after"),
+    [
+        (["-np", "4"], 3, (), (Host("localhost", 1),), "0:1"),
+        (["-np", "4", "-H", "a:2,b:4"], 3, (Host("a", 2), Host("b", 1)), (Host("b", 1),), "0:1"),
+        (["-np", "6", "-H", "a:2,b:4"], 5, (Host("a", 2), Host("b", 3)), (Host("b", 1),), "0:1"),
+        (["-np", "3", "-H", "a:2,b:1"], 2, (Host("a", 2),), (Host("b", 1),), "0:0"),
+    ],
+)
+def test_validation_ranks_have_the_last_slots(
+    argv: list[str], training: int, hosts: tuple[Host, ...], validators: tuple[Host, ...], after: str
+) -> None:
+    request = parse([*argv, "--validation-ranks", "1", "train"])
+    apart, ranks = launch_validators.set_apart(request, request.ranks or 0)
+    assert (ranks, apart.hosts, apart.validators) == (training, hosts, validators)
+    last = hosts[-1].name if hosts else "localhost"
+    assert launch_validators.neighbours(apart.validators, last) == {"HVD_CIFAR_BESIDE": after}
+    assert launch_validators.neighbours((), last) == {}
+
+
+def test_validation_ranks_of_an_elastic_job_are_no_part_of_its_sizes() -> None:
+    of_script = parse(["--elastic", "1:4", "--host-discovery-script", "f", "--validation-ranks", "3", "train"])
+    found = [(Host("a", 2), Host("b", 4)), (Host("b", 4), Host("c", 1)), (Host("a", 2), Host("b", 3))]
+    apart = launch_validators.set_apart_elastic(replace(of_script, discover=iter(found).__next__))
+    assert (apart.hosts, apart.validators) == ((Host("a", 2), Host("b", 1)), (Host("b", 3),))
+    assert apart.discover is not None
+    assert apart.discover() == (Host("b", 1), Host("c", 1)) and apart.discover() == (Host("a", 2),)
+    here = launch_validators.set_apart_elastic(parse(["--elastic", "1:2", "--validation-ranks", "3", "train"]))
+    assert (here.hosts, here.validators) == ((), (Host("localhost", 3),))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-np", "2", "--validation-ranks", "2", "train"], "of 2 ranks none is left to train; give -np 3 or more"),
+        (["-np", "2", "--validation-ranks", "1", "evaluate", "--run-dir", "r"], "--validation-ranks goes with train"),
+    ],
+)
+def test_validation_ranks_without_training(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launcher.main(["--dry-run", *words], cli.check) == 2
+    err = capfd.readouterr().err
+    assert message in err and err.count("\n") == 1
 
 
 NODES = (Host("n1", 4), Host("n2", 2))
@@ -189,7 +236,7 @@ def test_what_needs_no_ranks_runs_once_and_the_doctor_takes_the_launchers_option
 def test_what_runs_as_one_process_takes_no_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     assert launcher.main(["-np", "2", "report", "a"], cli.check) == 2
     assert capfd.readouterr().err.splitlines() == [
-        "hvd_cifar: report runs as one process here: leave the launcher's options out"
+        "hvd_cifar: report runs in one process, on this machine: leave -np, -H and --hostfile out"
     ]
 
 

@@ -100,8 +100,8 @@ REPORTING = [
     ),
     Fault(
         P + "reporting/metrics.py",
-        'if event == "eval" and self.last_eval.get("step") == values["step"]:',
-        'if event == "none":',
+        "if step in self.evaluated[part]:",
+        "if False:",
         METRICS,
         "an evaluation repeated after a resume is written twice",
     ),
@@ -386,19 +386,49 @@ REPLICAS = "tests/parallel/test_replicas.py"
 CHECKPOINT = "tests/single/test_checkpoint.py"
 API = "tests/parallel/test_api.py -k twice_in_one_process"
 
+SNAPSHOTS = "tests/single/test_snapshots.py"
+
 TRAINING = [
+    Fault(
+        P + "training/snapshots.py",
+        "            if step_of(path) > step:",
+        "            if False:",
+        SNAPSHOTS,
+        "a run that goes back keeps snapshots of later steps",
+    ),
+    Fault(
+        P + "training/snapshots.py",
+        "if step_of(path) < step]",
+        "if step_of(path) <= step]",
+        SNAPSHOTS,
+        "a snapshot that is offered is removed at once",
+    ),
+    Fault(
+        P + "training/snapshots.py",
+        "if evaluation.step == step and not taken.exists():",
+        "if not taken.exists():",
+        SNAPSHOTS,
+        "the present weights are kept as those of an earlier step",
+    ),
+    Fault(
+        P + "data/dataset.py",
+        "return self.images[self.index[index]]",
+        "return self.images[index]",
+        "tests/single/test_dataset.py",
+        "images that are held out are trained on",
+    ),
     # The first of the two swaps is the one before the evaluation.
     Fault(
         P + "training/callbacks.py",
-        "            found = self.evaluate(six_views)\n            if self.averages:\n                self.averages.swap()\n",
-        "            found = self.evaluate(six_views)\n",
+        "            found = replace(self.parts[part](six_views), step=run.step, part=part)\n            if self.averages:\n                self.averages.swap()\n",
+        "            found = replace(self.parts[part](six_views), step=run.step, part=part)\n",
         MID_RUN,
         "averaged weights stay after an evaluation",
     ),
     Fault(
         P + "training/callbacks.py",
-        "            if self.averages:\n                self.averages.swap()\n            found = self.evaluate(six_views)\n            if self.averages:\n                self.averages.swap()\n",
-        "            found = self.evaluate(six_views)\n",
+        "            if self.averages:\n                self.averages.swap()\n            found = replace(self.parts[part](six_views), step=run.step, part=part)\n            if self.averages:\n                self.averages.swap()\n",
+        "            found = replace(self.parts[part](six_views), step=run.step, part=part)\n",
         MID_RUN,
         "an evaluation uses the plain weights",
     ),
@@ -531,8 +561,8 @@ TRAINING = [
     ),
     Fault(
         P + "training/checkpoint_files.py",
-        "        os.replace(path, gone)\n    except OSError:\n        return  # it stays, as a whole\n",
-        "        gone = path\n    except OSError:\n        return  # it stays, as a whole\n",
+        "        os.replace(path, gone)\n    except OSError:\n        return False\n",
+        "        gone = path\n    except OSError:\n        return False\n",
         CHECKPOINT,
         "a kill leaves half of a removed checkpoint under its name",
     ),

@@ -251,7 +251,7 @@ def _local() -> dict[str, Any]:
         for weight in (1.0, 0.0):
             image, label = tf.fill((2, 2, 2, 3), 2.0 + weight), tf.zeros(2, tf.int32)
             batch = MicroBatch(image, label, tf.fill((2,), weight), tf.range(2))
-            step([batch], tf.constant(2), 0.1, tf.zeros(3))
+            step([batch], tf.constant(2), 0.1, tf.zeros(4))
             seen[f"{layer.__name__}, {weight}"] = [v.numpy().tolist() for v in moving_statistics(model)]
     return seen
 

@@ -110,6 +110,20 @@ def test_the_digest_is_of_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _dataset().digest == whole
 
 
+def test_held_out_examples_keep_their_labels_and_numbers() -> None:
+    whole = _dataset()
+    parts = whole.hold_out(3, seed=5)
+    assert parts.validation is not None and (len(parts.train), len(parts.validation)) == (4, 3)
+    for part in (parts.train, parts.validation):
+        assert part.numbers is not None and part.images.shape == (len(part), *whole.train.images.shape[1:])
+        assert (part.images[:] == whole.train.images[part.numbers]).all()
+        assert (part.images[np.array([2, 0])] == whole.train.images[part.numbers[[2, 0]]]).all()
+        assert (part.labels == whole.train.labels[part.numbers]).all()
+    assert parts.test is whole.test and parts.channel_mean == whole.channel_mean
+    with pytest.raises(UserError, match="--hold-out 7: the training set has 7 examples: hold out fewer"):
+        whole.hold_out(7, seed=5)
+
+
 def test_the_digest_of_examples_is_fixed_for_ever() -> None:
     """Runs record it: a run that is resumed under a later version finds its own data."""
     examples = Examples(

@@ -37,7 +37,7 @@ def test_events_are_an_object_a_line(tmp_path: Path, capfd: pytest.CaptureFixtur
     reporter = Reporter(tmp_path, watched=False, dataset="cifar10")
     reporter.open(0)
     reporter.train(10, 0.5, 2.25, 0.1, 1234.5, 0.25)
-    reporter.evaluation(10, 0.5, 0.61, 1.5, 10_000)
+    reporter.evaluation(10, 0.5, {"accuracy": 0.61, "loss": 1.5, "examples": 10_000})
     train, evaluation = _events(tmp_path)
     assert train == {
         "event": "train",
@@ -111,7 +111,7 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(
         reporter.train(2, 0.2, 1.0, 0.1, 100.0, 0.5)
         with pytest.raises(UserError, match="File too large"):
             reporter.catch_up()
-        reporter.evaluation(2, 0.2, 0.5, 1.0, 100)
+        reporter.evaluation(2, 0.2, {"accuracy": 0.5, "loss": 1.0, "examples": 100})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert reporter.is_behind and "note" not in capsys.readouterr().err
@@ -172,7 +172,7 @@ def test_tensorboard_shows_each_step_once_after_a_kill_and_a_resume(
     killed.open(0)
     for step in (10, 20, 30):
         killed.train(step, step / 10, 1.0, 0.1, 100.0, 0.5)
-    killed.evaluation(30, 3.0, 0.6, 1.5, 100)
+    killed.evaluation(30, 3.0, {"accuracy": 0.6, "loss": 1.5, "examples": 100})
     # Never closed: what was written is on disk, and the last record is cut off.
     (file,) = (tmp_path / "tensorboard").iterdir()
     file.write_bytes(file.read_bytes() + file.read_bytes()[:9])
@@ -199,7 +199,7 @@ def test_an_evaluation_that_is_made_again_after_a_resume_is_on_record_once(tmp_p
     for first in (0, 20):
         reporter = Reporter(tmp_path, watched=False, dataset="cifar10")
         reporter.open(first)
-        reporter.evaluation(20, 2.0, 0.6, 1.5, 100)
+        reporter.evaluation(20, 2.0, {"accuracy": 0.6, "loss": 1.5, "examples": 100})
     assert [e["step"] for e in _events(tmp_path)] == [20]
     assert _by_events(tmp_path / "tensorboard")["cifar10/test_loss"] == [20]
 
@@ -209,7 +209,7 @@ def test_only_rank_0_writes_and_speaks(tmp_path: Path, capfd: pytest.CaptureFixt
     reporter.open(0)
     with reporter.progress(0, COURSE):
         reporter.train(1, 0.1, 1.0, 0.1, 1.0, 1.0)
-        reporter.evaluation(1, 0.1, 0.5, 1.0, 10)
+        reporter.evaluation(1, 0.1, {"accuracy": 0.5, "loss": 1.0, "examples": 10})
         reporter.say("hello")
     reporter.summary({"a": 1})
     assert capfd.readouterr() == ("", "")
@@ -234,7 +234,7 @@ def test_a_quiet_run_prints_warnings_alone(tmp_path: Path, capfd: pytest.Capture
     reporter.begin_session([50.0], ranks=2, ends=["killed"])
     with reporter.progress(0, COURSE):
         reporter.train(10, 0.5, 2.25, 0.1, 1234.5, 0.25)
-        reporter.evaluation(10, 0.5, 0.61, 1.5, 10_000)
+        reporter.evaluation(10, 0.5, {"accuracy": 0.61, "loss": 1.5, "examples": 10_000})
         reporter.warn("rank 1 is slow", step=10)
     reporter.say("done")
     assert capfd.readouterr() == ("", "hvd_cifar: rank 1 is slow\n")

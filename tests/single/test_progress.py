@@ -13,10 +13,10 @@ from hvd_cifar.training.progress import MOST_SKIPS_IN_A_ROW, Progress, StepClock
 
 
 class _Result:
-    """What a step returns: float [5] on a device."""
+    """What a step returns: float [6] on a device."""
 
     def __init__(self, loss: float, requests: float = 0.0, seconds: float = 1e-3, saves: float = 0.0) -> None:
-        self.value = np.array([loss, 0.25, requests, saves, seconds])
+        self.value = np.array([loss, 0.25, requests, saves, seconds, 0.0])
 
     def numpy(self) -> Any:
         return self.value

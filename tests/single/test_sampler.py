@@ -21,6 +21,15 @@ def test_an_epoch_is_a_permutation(seed: int, epoch: int, examples: int) -> None
     assert sorted(sampler.epoch_order(seed, epoch, examples)) == list(range(examples))
 
 
+@given(seeds, counts, counts)
+def test_what_is_held_out_and_what_is_left_are_the_whole_set(seed: int, examples: int, count: int) -> None:
+    left, held = sampler.held_out(seed, examples, min(count, examples))
+    assert len(held) == min(count, examples) and sorted([*left, *held]) == list(range(examples))
+    assert list(held) == sorted(held) and list(left) == sorted(left)
+    if examples > 50 and 10 < count < 40:
+        assert list(held) != list(sampler.held_out(seed + 1, examples, count)[1])
+
+
 def _shardings(size: int, accumulation: int = 1, virtual_shards: int | None = None) -> list[sampler.Sharding]:
     return [sampler.Sharding(rank, size, accumulation, virtual_shards) for rank in range(size)]
 

@@ -1,0 +1,99 @@
+"""What validation beside training costs the rank that trains: windows of steps in pairs, with one and without.
+
+    python -m benchmarks.validation --data-dir D --pairs 20
+
+One rank trains on one core, one validation rank evaluates on another. Every second window begins with a snapshot, which
+the validation rank evaluates on the whole test set meanwhile. The time of a window is all of it, from step to step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import click
+
+from benchmarks import jobs, setting
+from benchmarks.input_cost import cost
+from hvd_cifar import Callback, Run
+from hvd_cifar.errors import UserError
+from hvd_cifar.reporting import goodput
+from hvd_cifar.runtime.environment import BESIDE, Beside
+
+WINDOW = "HVD_CIFAR_BENCHMARK_WINDOW"  # steps of a window
+
+
+class Windows(Callback):
+    """Notes the clocks before the first step of each window, and writes them at the end."""
+
+    def __init__(self) -> None:
+        self.clocks: list[tuple[float, float]] = []  # wall and processor time, s
+
+    def on_step(self, run: Run) -> None:
+        """Note the clocks where the next step begins a window."""
+        if (run.step + 1) % int(os.environ[WINDOW]) == 0:
+            self.clocks.append((time.perf_counter(), time.process_time()))
+
+    def on_end(self, run: Run) -> None:
+        """Write what was noted."""
+        (run.run_dir / "windows.json").write_text(json.dumps(self.clocks))
+
+
+@click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
+@click.option("--data-dir", type=Path, required=True, help="With CIFAR-10, binary layout.")
+@click.option("--model", default="tutorial")
+@click.option("--precision", default="float32")
+@click.option("--batch-size", type=click.IntRange(1), default=128)
+@click.option("--steps", type=click.IntRange(10), default=100, help="In each window.")
+@click.option("--pairs", type=click.IntRange(2), default=20)
+@setting.one_line_for_users()
+def main(data_dir: Path, model: str, precision: str, batch_size: int, steps: int, pairs: int) -> None:
+    """Run the two jobs as the launcher does, each on a core of its own, and print a row of Markdown."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise UserError("each of the two ranks needs a core of its own, and there is one: take another machine")
+    training, other = cores[:2]
+    data = setting.real_data(data_dir)
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        words = jobs.command(1, "--model", model, "--precision", precision, "--batch-size", batch_size)
+        words += ["--dataset", "cifar10", "--data-dir", str(data), "--run-dir", str(run_dir)]
+        words += ["--eval-every", str(2 * steps), "--max-steps", str(2 * steps * (pairs + 1)), "--log-every", "100000"]
+        words += ["--checkpoint-every", "100000", "--callbacks", f"{__file__}:Windows"]
+        env = {**jobs.environment(), "HVD_CIFAR_TERMINAL": "0", WINDOW: str(steps)}
+        validator = subprocess.Popen(
+            ["taskset", "-c", str(other), sys.executable, "-m", "hvd_cifar", "validate", "--run-dir", str(run_dir)],
+            env={**env, BESIDE: str(Beside(1, 0))},
+            cwd=jobs.CHECKOUT,
+        )
+        try:
+            pinned = ["taskset", "-c", str(training), *words]
+            subprocess.run(pinned, env={**env, BESIDE: str(Beside(0, 1))}, cwd=jobs.CHECKOUT, check=True)
+        finally:
+            validator.terminate()
+            validator.wait()
+        clocks = json.loads((run_dir / "windows.json").read_text())
+        events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        marks = goodput.read((run_dir / "sessions.jsonl").read_text())
+    print("| model | images/s without | with one: time | median | processor time | median | pairs |")
+    print("|---|---|---|---|---|---|---|")
+    seconds = [[after[i] - before[i] for before, after in zip(clocks, clocks[1:], strict=False)] for i in (0, 1)]
+    # The first window is left out. Then one with an evaluation and one without follow each other.
+    wall, processor = (list(zip(all_of_it[2::2], all_of_it[1::2], strict=True)) for all_of_it in seconds)
+    rate = batch_size * steps / statistics.median(without for without, _ in wall)
+    print(f"| `{model}`, {precision}, {batch_size} | {rate:,.0f} | {cost(wall)} | {cost(processor)} | {len(wall)} |")
+    late = {e["step"]: e["at_step"] - e["step"] for e in events if "at_step" in e}  # by step of the snapshot
+    stops = [1000 * (m["time"] - m["began"]) for m in marks if m["mark"] == "evaluation" and m["step"] in late]
+    print(f"\n{steps} steps in a window; results came {min(late.values())} to {max(late.values())} steps late.")
+    print(f"A snapshot stops training for {statistics.median(stops):.0f} ms in the median, at most {max(stops):.0f}.")
+    print(setting.about())
+
+
+if __name__ == "__main__":
+    main()

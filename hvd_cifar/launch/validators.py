@@ -1,0 +1,124 @@
+"""Validation ranks (`--validation-ranks K`): a job of their own, on the last K slots, that evaluates beside training.
+
+Its launcher is a process of its own, as if a user had started a second job. So what happens to it does not reach the
+ranks that train, and their collectives are those of a run without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from hvd_cifar.errors import UserError
+from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks
+from hvd_cifar.launch.job import complain, remove_session, write
+from hvd_cifar.launch.request import Request
+from hvd_cifar.launch.roster import first_slots, slots_of
+from hvd_cifar.runtime.environment import BESIDE, Beside
+from hvd_cifar.runtime.process import signalled_with_parent
+
+SECONDS_TO_END = 10.0
+
+
+def set_apart(request: Request, ranks: int) -> tuple[Request, int]:
+    """The request whose last `validation_ranks` of `ranks` slots are set apart, and the number of ranks that train.
+
+    Raises UserError where none is left to train.
+    """
+    training = ranks - request.validation_ranks
+    if training < 1:
+        raise UserError(
+            f"--validation-ranks {request.validation_ranks}: of {ranks} ranks none is left to train; "
+            f"give -np {request.validation_ranks + 1} or more"
+        )
+    names = hosts_of_ranks(request.hosts, ranks) or ["localhost"] * ranks
+    last = tuple(Host(name, slots) for name, slots in Counter(names[training:]).items())
+    return replace(request, hosts=first_slots(request.hosts, training), validators=last), training
+
+
+def set_apart_elastic(request: Request) -> Request:
+    """An elastic request without the last slots that there are at its start; on this machine alone there are more."""
+    look = request.discover
+    found = request.hosts or (look() if look else ())
+    if not found:
+        return replace(request, validators=(Host("localhost", request.validation_ranks),))
+    apart, _ = set_apart(replace(request, hosts=found), slots_of(found))
+    return replace(apart, discover=(lambda: _without(look(), apart.validators)) if look else None)
+
+
+def _without(hosts: Sequence[Host], taken: Sequence[Host]) -> tuple[Host, ...]:
+    slots = {host.name: host.slots for host in taken}
+    left = (Host(host.name, host.slots - slots.get(host.name, 0)) for host in hosts)
+    return tuple(host for host in left if host.slots > 0)
+
+
+def neighbours(validators: Sequence[Host], host: str) -> dict[str, str]:
+    """The variable that tells ranks which train how many validation ranks are on the `host` of the last of them."""
+    after = next((one.slots for one in validators if one.name == host), 0)
+    return {BESIDE: str(Beside(0, after))} if validators else {}
+
+
+def words(request: Request) -> list[str]:
+    """The command that starts the launcher of the validation ranks."""
+    hosts = ",".join(f"{host.name}:{host.slots}" for host in request.validators)
+    kind = ["--gloo"] if request.gloo else []
+    return [sys.executable, "-m", "hvd_cifar.launch", *kind, "-H", hosts, "validate", "--run-dir", str(request.run_dir)]
+
+
+@contextlib.contextmanager
+def beside(request: Request, training: Sequence[str]) -> Iterator[None]:
+    """Validation ranks run in the block, if the request has any; none of their processes is left after it.
+
+    `training`: the host of each rank that trains.
+    """
+    if not request.validators:
+        yield
+        return
+    before = Beside(training.count(request.validators[0].name), 0)
+    process = subprocess.Popen(
+        words(request),
+        # Horovod's timeline is that of the ranks that train.
+        env={name: value for name, value in os.environ.items() if name != "HOROVOD_TIMELINE"} | {BESIDE: str(before)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for the ranks that train; they stop by themselves
+        preexec_fn=signalled_with_parent(signal.SIGTERM),
+    )
+    is_over = threading.Event()
+    reader = threading.Thread(target=_tell_of_end, args=[process, is_over], daemon=True)
+    reader.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        process.terminate()
+        try:
+            process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()  # its own children end with it
+            process.wait()
+            remove_session(process.pid, os.environ)  # of a single rank
+        reader.join(SECONDS_TO_END)
+
+
+def _tell_of_end(process: subprocess.Popen[bytes], is_over: threading.Event) -> None:
+    """Say in one line that validation ranks have ended before the run has, and why."""
+    assert process.stderr is not None
+    said = process.stderr.read().decode(errors="replace").splitlines()
+    code = process.wait()
+    if is_over.is_set():
+        return
+    cause = f"signal {-code}" if code < 0 else f"exit code {code}"
+    lines = [line for line in said if not line.startswith("hvd_cifar: note: ")]  # training has told the same
+    if lines and lines[-1].startswith("hvd_cifar: "):
+        cause = lines.pop().removeprefix("hvd_cifar: ")
+    write(2, "".join(f"{line}\n" for line in lines).encode())
+    complain(f"validation ranks have ended ({cause}); training goes on, and evaluations of later steps are missing")

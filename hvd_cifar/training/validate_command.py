@@ -1,0 +1,63 @@
+"""The `validate` command: evaluates the snapshots of a run that another job trains (--validation-ranks)."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from hvd_cifar import config
+from hvd_cifar.config import TrainSettings, ValidateSettings
+from hvd_cifar.distributed import collectives
+from hvd_cifar.errors import UserError
+from hvd_cifar.runtime.world import World, session
+from hvd_cifar.training import snapshots
+from hvd_cifar.training.assemble import EVALUATION_BATCH
+from hvd_cifar.training.evaluate import Evaluation
+from hvd_cifar.training.evaluate_command import RestoredNet
+from hvd_cifar.training.trained import settings_of
+
+SECONDS_BETWEEN_LOOKS = 0.5
+
+
+def validate_run(settings: ValidateSettings) -> None:
+    """Evaluate the newest snapshot again and again, on all ranks of this job, until a signal ends it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with session() as world:
+        lock, evaluate = None, None
+        while True:
+            if world.is_root:
+                lock = lock or snapshots.follow(settings.run_dir)
+            path = collectives.broadcast_object(snapshots.take(settings.run_dir) if lock else None)
+            if path is None:
+                time.sleep(SECONDS_BETWEEN_LOOKS)  # every rank: one that waits in a collective takes a core
+                continue
+            # The first snapshot follows config.json, which says what it is of.
+            evaluate = evaluate or _evaluator(settings.run_dir, world)
+            found = evaluate(path)
+            if world.is_root and found:
+                with contextlib.suppress(OSError):  # training has gone back to an earlier step
+                    snapshots.answer(path, found)
+
+
+def _evaluator(run_dir: Path, world: World) -> Callable[[Path], Evaluation | None]:
+    """A function that evaluates a snapshot; None: it is gone. A collective, as is the function."""
+    trained = collectives.on_root(lambda: config.make(TrainSettings, settings_of(run_dir)))
+    net = RestoredNet(trained, world)
+    part = "validation" if net.work.dataset.validation else "test"
+    evaluate = net.evaluator(part, EVALUATION_BATCH, trained.eval_examples)
+
+    def evaluate_snapshot(path: Path) -> Evaluation | None:
+        try:
+            net.read(path)
+        except UserError:
+            if collectives.on_root(path.exists):
+                raise
+            return None
+        return replace(evaluate(False), step=snapshots.step_of(path), confusion=None)  # which does not go into JSON
+
+    return evaluate_snapshot

@@ -1,0 +1,206 @@
+"""Evaluations by another job while this one trains, the best weights, and the end of a run that no longer improves."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_cifar.distributed import collectives
+from hvd_cifar.errors import reason_of
+from hvd_cifar.reporting.metrics import Reporter
+from hvd_cifar.training.callbacks import Callback, MovingStatistics, Tell
+from hvd_cifar.training.evaluate import Evaluation
+from hvd_cifar.training.progress import Progress, Run
+from hvd_cifar.training.snapshots import Snapshots
+
+SECONDS_BETWEEN_LOOKS = 1.0  # for results
+SECONDS_BETWEEN_LAST_LOOKS = 0.2
+SECONDS_TO_COME = 300.0  # from the first step, for validation ranks to start
+SECONDS_FOR_LAST = 600.0  # after the last step, for the results that are missing
+
+
+class Beside(Callback):
+    """Gives snapshots to validation ranks (--validation-ranks) where an evaluation is due, and reports their results.
+
+    Rank 0 alone sees files. The ranks learn with the loss of a step that results have come, and get them together.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        snapshots: Snapshots | None,
+        statistics: MovingStatistics,
+        reporter: Reporter,
+        tell: Tell,
+        watched: str,
+    ) -> None:
+        """`snapshots`: None on ranks other than 0; `watched`: the part of the data set that is evaluated."""
+        self.progress = progress
+        self.snapshots = snapshots
+        self.statistics = statistics
+        self.reporter = reporter
+        self.tell = tell
+        self.watched = watched
+        self.began = self.looked = time.monotonic()
+        self.results: list[Evaluation] = []  # on rank 0, not yet reported
+        self.reported: set[int] = set()  # steps
+        self.has_met = False  # validation ranks
+
+    def on_start(self, run: Run) -> None:
+        """Offer what a stop left out, in favour of its checkpoint."""
+        self.began = time.monotonic()
+        if run.evaluation_is_due and not self.progress.stop_requested:
+            self._offer(run)
+
+    def on_step(self, run: Run) -> None:
+        """Report results that have come, and offer a snapshot where one is due."""
+        if self.progress.news:
+            self._report(run)
+        if run.evaluation_is_due and not self.progress.stop_requested:
+            self._offer(run)
+        if self.snapshots and time.monotonic() > self.looked + SECONDS_BETWEEN_LOOKS:
+            self._look()
+
+    def on_rollback(self, run: Run) -> None:
+        """Forget what is of later steps; `Best` removes their snapshots."""
+        self.results = []
+        self.reported.clear()
+
+    def on_end(self, run: Run) -> None:
+        """Wait for the last results. The last step is evaluated beside only where examples are held out."""
+        self.progress.check_losses()
+        with self.progress.aside("evaluation"):
+            if self.watched != "test":
+                self._offer(run)
+            end, waits = time.monotonic() + SECONDS_FOR_LAST, True
+            while waits:
+                self.progress.watch.mark("validation")
+                time.sleep(SECONDS_BETWEEN_LAST_LOOKS)
+                waits = collectives.broadcast_object(self._is_awaited(end))  # before the look: none comes after it
+                self._look()
+                self._report(run)
+        if self.snapshots:
+            for step in self.snapshots.pending():
+                self.reporter.missing(step, "no validation rank has answered")
+
+    def _is_awaited(self, end: float) -> bool:
+        """Whether a result may still come. On rank 0."""
+        if not self.snapshots or not self.snapshots.pending():
+            return False
+        now, may_come = time.monotonic(), not self.has_met and time.monotonic() < self.began + SECONDS_TO_COME
+        return now < end and (may_come or self.snapshots.has_readers())
+
+    def _look(self) -> None:
+        if self.snapshots:
+            self.looked = time.monotonic()
+            self.has_met = self.has_met or self.snapshots.has_readers()
+            self.results = [found for found in self.snapshots.results() if found.step not in self.reported]
+            self.progress.has_news = bool(self.results)
+
+    def _report(self, run: Run) -> None:
+        """Report results on all ranks. A collective."""
+        results = collectives.broadcast_object(self.results)
+        self.results, self.progress.news, self.progress.has_news = [], False, False
+        for found in results:
+            if math.isfinite(found.loss):
+                epoch = round(found.step / run.plan.steps_per_epoch, 4)
+                self.reporter.evaluation(found.step, epoch, found.values, found.part, at_step=run.step)
+                self.tell("on_evaluation", found)
+            else:
+                self.reporter.missing(found.step, f"its {found.part} loss is {found.loss}")
+            self.reported.add(found.step)
+            if self.snapshots:
+                self.snapshots.discard(found.step)
+
+    def _offer(self, run: Run) -> None:
+        """Write a snapshot of this step, unless it has been evaluated. A collective, of what ranks average."""
+        self.progress.check_losses()
+        with self.progress.aside("evaluation"):
+            self.statistics.average(run.step)
+            if self.snapshots and run.step not in self.reporter.evaluated[self.watched]:
+                with _told(self.reporter, f"step {run.step} is not evaluated: its snapshot cannot be written"):
+                    for step in self.snapshots.offer(run.step):
+                        self.reporter.missing(step, f"no validation rank has taken it, and step {run.step} replaces it")
+
+
+class Best(Callback):
+    """Keeps the weights of the best evaluation, and ends a run whose evaluations have not improved for long."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        snapshots: Snapshots | None,
+        reporter: Reporter,
+        watched: str,
+        results: dict[str, Any],
+    ) -> None:
+        """`snapshots`, `watched`: as for `Beside`; `results`: those that `Run` shows."""
+        self.progress = progress
+        self.snapshots = snapshots
+        self.reporter = reporter
+        self.watched = watched
+        self.results = results
+        self.best: Evaluation | None = None
+        self.newest: Evaluation | None = None
+        self.since = 0  # evaluations since the best one
+
+    def on_start(self, run: Run) -> None:
+        """Go on from the evaluations on record; the same on all ranks."""
+        if self.snapshots:
+            self.best = self.snapshots.best()
+            steps = self.reporter.evaluated[self.watched]
+            self.since = sum(step > self.best.step for step in steps) if self.best else 0
+        self.best, self.since = collectives.broadcast_object((self.best, self.since))
+        self._end_where_due(run)
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        """Compare with the best one so far: all ranks have the same two."""
+        if evaluation.part != self.watched:
+            return
+        self.newest = evaluation
+        if self.best is not None and evaluation.plain_accuracy <= self.best.plain_accuracy:
+            self.since += 1
+            self._end_where_due(run)
+            return
+        self.best, self.since = evaluation, 0
+        if self.snapshots:
+            with _told(self.reporter, f"the best weights, of step {evaluation.step}, are not kept"):
+                self.snapshots.keep(evaluation, run.step)
+
+    def on_rollback(self, run: Run) -> None:
+        """Forget what is of later steps."""
+        self.progress.ends_early = ""
+        if self.snapshots:
+            self.snapshots.go_back(run.step)
+        self.on_start(run)
+
+    def on_end(self, run: Run) -> None:
+        """Show the best evaluation, and remove snapshots that nobody waits for."""
+        for name, found in (("best", self.best), ("newest", self.newest)):
+            if found:
+                self.results[name] = {"step": found.step, f"{self.watched}_accuracy": found.plain_accuracy}
+        if self.snapshots:
+            self.snapshots.close()
+
+    def _end_where_due(self, run: Run) -> None:
+        patience, is_last = run.settings.early_stopping, run.step == run.total_steps
+        if patience and self.best and self.since >= patience and not is_last and not self.progress.ends_early:
+            self.progress.ends_early = (
+                f"{self.since} evaluations in a row have no higher {self.watched} accuracy than "
+                f"{self.best.plain_accuracy:.2%} of step {self.best.step} (--early-stopping {patience})"
+            )
+            self.reporter.say(f"step {run.step} is the last one: {self.progress.ends_early}")
+
+
+@contextlib.contextmanager
+def _told(reporter: Reporter, what: str) -> Iterator[None]:
+    """Tell where the block cannot write its files, and go on: training does not depend on them."""
+    try:
+        yield
+    except (OSError, tf.errors.OpError) as failure:
+        reporter.warn(f"{what}: {reason_of(failure)}")

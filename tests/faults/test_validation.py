@@ -1,0 +1,116 @@
+"""Validation ranks beside training: the results of evaluations in training, and what the loss of either side does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks import runs
+from hvd_cifar.errors import RESUME
+from hvd_cifar.runtime import devices
+from tests.faults.jobs import Running, start
+
+COURSE = ["--deterministic", "--max-steps", 60, "--eval-every", 15, "--hold-out", 200, "--checkpoint-every", 1000]
+
+
+def _evaluations(run_dir: Path, event: str = "validation") -> dict[int, dict[str, Any]]:
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {e["step"]: e for e in events if e["event"] == event}
+
+
+def _validators(job: Running) -> list[psutil.Process]:
+    """Validation ranks, and what has started them."""
+    below = psutil.Process(job.process.pid).children(recursive=True)
+    return [process for process in below if "validate" in process.cmdline()]
+
+
+@pytest.fixture(scope="module")
+def alone(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a job of two ranks that evaluates by itself."""
+    job = start(["-np", 2], embedded, tmp_path_factory.mktemp("validation") / "alone", *COURSE)
+    assert job.wait() == 0, job.said()
+    return job.run_dir
+
+
+def test_a_validation_rank_finds_what_training_ranks_would(alone: Path, embedded: Path, tmp_path: Path) -> None:
+    """Training has the same weights to the bit; it is stopped once, and goes on."""
+    launcher = ["-np", 3, "--validation-ranks", 1]
+    job = start(launcher, embedded, tmp_path / "run", *COURSE)
+    try:
+        job.wait_for_step(20)
+        job.send(signal.SIGTERM)
+        assert job.wait() == RESUME and not job.left(), job.said()
+        again = start(launcher, embedded, tmp_path / "run", *COURSE)
+        assert again.wait() == 0 and not again.left(), again.said()
+    finally:
+        job.end()
+    found, expected = _evaluations(job.run_dir), _evaluations(alone)
+    missing = set(runs.summary(job.run_dir)["evaluations_missing"])  # where training was faster
+    assert set(found) | missing == set(expected) == {15, 30, 45, 60} and 60 in found
+    for step, one in found.items():
+        assert one["validation_accuracy"] == expected[step]["validation_accuracy"] and one["at_step"] >= step
+        assert one["validation_loss"] == pytest.approx(expected[step]["validation_loss"], rel=1e-6)
+    summary, other = runs.summary(job.run_dir), runs.summary(alone)
+    assert summary["weights_sha256"] == other["weights_sha256"] and summary["world_size"] == 2
+    assert summary["test_accuracy"] == other["test_accuracy"]
+    if not missing:
+        assert summary["best_evaluation"] == other["best_evaluation"]
+    assert [path.name for path in (job.run_dir / "best").iterdir()] == [f"step-{summary['best_evaluation']['step']}"]
+    assert not (job.run_dir / "snapshots").exists() and "validation ranks have ended" not in job.said()
+
+
+def test_a_killed_validation_rank_is_told_and_training_goes_on(embedded: Path, tmp_path: Path) -> None:
+    """Two evaluate together, and one of them is killed after their first result."""
+    job = start(["-np", 3, "--validation-ranks", 2], embedded, tmp_path / "run", *COURSE, "--max-steps", 600)
+    try:
+        job.wait_until(partial(job.has_said, "it came at step"))
+        next(one for one in _validators(job) if "OMPI_COMM_WORLD_RANK" in one.environ()).kill()
+        job.wait_until(partial(job.has_said, "validation ranks have ended"))
+        assert job.wait() == 0, job.said()
+    finally:
+        job.end()
+    mask = frozenset(os.sched_getaffinity(0))
+    threads = devices.threads_per_rank([mask] * 3, 0, devices.cpu_quota())
+    assert f"1 rank, {threads} CPU thread" in job.said()  # the three share the cores
+    told = [line for line in job.said().splitlines() if "validation ranks have ended" in line or "signal 9" in line]
+    assert len(told) == 1 and "was ended by signal 9 (Killed)" in told[0], job.said()
+    summary = runs.summary(job.run_dir)
+    assert set(summary["evaluations_missing"]) | set(_evaluations(job.run_dir)) == set(range(15, 601, 15))
+    assert 600 in summary["evaluations_missing"] and _evaluations(job.run_dir) and not job.left()
+
+
+def test_a_killed_training_rank_ends_the_validation_ranks(embedded: Path, tmp_path: Path) -> None:
+    job = start(["-np", 2, "--validation-ranks", 1], embedded, tmp_path / "run", "--eval-every", 10)
+    try:
+        job.wait_for_step(5)
+        next(p for p in psutil.Process(job.process.pid).children() if "validate" not in p.cmdline()).kill()
+        assert job.wait() == 128 + signal.SIGKILL and not job.left(), job.said()
+    finally:
+        job.end()
+    assert "validation ranks have ended" not in job.said()
+
+
+def test_an_elastic_job_ends_by_the_results_of_its_validation_rank(embedded: Path, tmp_path: Path) -> None:
+    """At such a rate no weight changes. A training rank is killed; the validation rank lives through it."""
+    options = ["--learning-rate", 1e-30, "--warmup-epochs", 0, "--early-stopping", 3, "--eval-every", 20]
+    launcher = ["--elastic", "1:2", "--cool-down", "900:900", "--validation-ranks", 1]
+    job = start(launcher, embedded, tmp_path / "run", *options)
+    try:
+        job.wait_until(partial(job.has_said, "it came at step"))
+        (validator,) = _validators(job)
+        job.send(signal.SIGKILL, "rank 1")
+        job.wait_until(partial(job.has_said, "resumed from memory"))
+        assert [process.pid for process in _validators(job)] == [validator.pid]
+        assert job.wait() == 0 and not job.left(), job.said()
+    finally:
+        job.end()
+    summary, found = runs.summary(job.run_dir), _evaluations(job.run_dir, "eval")
+    assert "3 evaluations in a row have no higher test accuracy" in summary["stopped_early"]
+    assert summary["best_evaluation"]["step"] == min(found) and summary["world_size"] == 1

@@ -1,0 +1,100 @@
+"""Snapshots: offered, taken, evaluated, kept; and what is left of them when either side stops at any moment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import keras
+import pytest
+
+from hvd_cifar.models import Net
+from hvd_cifar.optim.averages import MovingAverage
+from hvd_cifar.training import snapshots
+from hvd_cifar.training.checkpoint import State, restore
+from hvd_cifar.training.checkpoint_files import damage, find
+from hvd_cifar.training.evaluate import Evaluation
+from hvd_cifar.training.snapshots import Snapshots
+
+
+def _state() -> State:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, name="first")])
+    return State(Net(model, []), None, MovingAverage(model.trainable_variables, 0.9))
+
+
+def _found(step: int, accuracy: float = 0.5) -> Evaluation:
+    return Evaluation(accuracy, 1.5, 100, accuracy, 1, step=step, part="validation")
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*"))
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Snapshots:
+    (tmp_path / "config.json").touch()
+    return Snapshots(tmp_path, _state(), 0)
+
+
+def test_the_newest_one_is_taken_and_those_before_it_are_told(ours: Snapshots, tmp_path: Path) -> None:
+    assert snapshots.take(tmp_path) is None and ours.pending() == []
+    assert (ours.offer(10), ours.offer(20)) == ([], [10])
+    taken = snapshots.take(tmp_path)
+    assert taken is not None and snapshots.step_of(taken) == 20 and damage(taken) is None
+    assert ours.offer(30) == [] and ours.pending() == [20, 30] and ours.results() == []
+    snapshots.answer(taken, _found(20))
+    assert ours.results() == [_found(20)] and ours.pending() == [30]
+    ours.discard(20)
+    assert ours.results() == [] and ours.pending() == [30]
+    ours.close()
+    assert _names(tmp_path) == ["config.json"]
+
+
+def test_a_snapshot_is_what_the_weights_were(ours: Snapshots, tmp_path: Path) -> None:
+    weight = ours.state.net.model.trainable_variables[0]
+    before = weight.numpy()
+    ours.offer(10)
+    weight.assign(before + 1)
+    path, other = snapshots.take(tmp_path), _state()
+    assert path is not None
+    restore(other.trackable, path, partial=True)
+    assert (other.net.model.trainable_variables[0].numpy() == before).all() and int(other.step.numpy()) == 10
+
+
+def test_the_best_one_is_kept_alone_and_found_again(ours: Snapshots, tmp_path: Path) -> None:
+    ours.keep(_found(10, 0.4), step=10)  # evaluated by the ranks that train
+    ours.offer(20)
+    taken = snapshots.take(tmp_path)
+    assert taken is not None
+    snapshots.answer(taken, _found(20, 0.6))
+    ours.keep(_found(20, 0.6), step=25)
+    assert _names(tmp_path / "best") == ["step-20"] and find(tmp_path / "best") == tmp_path / "best" / "step-20"
+    with pytest.raises(OSError):  # no snapshot of step 30 is there, and the present state is another step's
+        ours.keep(_found(30), step=35)
+    again = Snapshots(tmp_path, _state(), 40)
+    assert again.best() == _found(20, 0.6)
+    again.go_back(15)
+    assert again.best() is None and _names(tmp_path / "best") == []
+
+
+def test_a_run_that_goes_on_offers_again_what_nobody_has_finished(ours: Snapshots, tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        ours.offer(step)
+        taken = snapshots.take(tmp_path)
+        assert taken is not None
+        if step == 10:
+            snapshots.answer(taken, _found(10))
+    (tmp_path / "snapshots" / "offered" / ".step-40.part").mkdir()
+    again = Snapshots(tmp_path, _state(), 25)
+    assert again.results() == [_found(10)] and again.pending() == [20]
+    with pytest.raises(OSError):  # it was of a step that the run makes again
+        snapshots.answer(tmp_path / "snapshots" / "taken" / "step-30", _found(30))
+    assert _names(tmp_path / "snapshots" / "offered") == ["step-20"]
+
+
+def test_readers_are_there_while_they_hold_the_lock(ours: Snapshots, tmp_path: Path) -> None:
+    assert not ours.has_readers()
+    lock = snapshots.follow(tmp_path)
+    assert lock is not None and ours.has_readers()
+    lock.release()
+    assert not ours.has_readers()
+    assert snapshots.follow(tmp_path / "none") is None and not (tmp_path / "none").exists()
