@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from hvd_cifar.config import TrainSettings
+from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.data import augment
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.errors import UserError
@@ -32,9 +32,11 @@ def test_transforms_that_are_python_alone_are_refused() -> None:
     given = keras.Input((4, 4, 3))
     model = keras.Model(given, keras.layers.Dense(2)(keras.layers.Flatten()(given)))
     transforms = augment.transforms("none", dataset)
-    trained = Trained(TrainSettings(), {}, dataset, model, transforms, Path("step-1"), 1)
+    trained = Trained(make(TrainSettings, {}), {}, dataset, model, transforms, Path("step-1"), 1)
     assert usable(trained)(images)["probabilities"].shape == (2, 2)
-    python_alone = Trained(TrainSettings(), {}, dataset, model, transforms._replace(portable=None), Path("step-1"), 1)
+    python_alone = Trained(
+        make(TrainSettings, {}), {}, dataset, model, transforms._replace(portable=None), Path("step-1"), 1
+    )
     with pytest.raises(UserError, match="its recipe has Transforms of its own, which are Python: give them portable"):
         usable(python_alone)
 
