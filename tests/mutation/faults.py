@@ -98,8 +98,8 @@ REPORTING = [
     ),
     Fault(
         P + "reporting/metrics.py",
-        'if event == "eval" and self.last_eval.get("step") == values["step"]:',
-        'if event == "none":',
+        'if self.last_eval.get("step") == step:',
+        "if step < 0:",
         METRICS,
         "an evaluation repeated after a resume is written twice",
     ),
@@ -112,8 +112,8 @@ REPORTING = [
     ),
     Fault(
         P + "reporting/metrics.py",
-        'json.dumps(event) + "\\n"\n        with contextlib.suppress(OSError):',
-        'json.dumps(event) + "\\n"\n        with contextlib.suppress():',
+        'self._unwritten.get(path, b"") + content\n        with contextlib.suppress(OSError):',
+        'self._unwritten.get(path, b"") + content\n        with contextlib.suppress():',
         METRICS,
         "a line that cannot be written ends the run without a checkpoint",
     ),
@@ -473,8 +473,8 @@ TRAINING = [
     ),
     Fault(
         P + "training/evaluate.py",
-        "plain / seen, 6 if many else 1)",
-        "right / seen, 6 if many else 1)",
+        "plain / seen, 6 if many else 1, confusion)",
+        "right / seen, 6 if many else 1, confusion)",
         MID_RUN,
         "the accuracy of one view is that of six",
     ),
