@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -157,7 +157,7 @@ def take(run_dir: Path) -> Path | None:
 
 def answer(path: Path, evaluation: Evaluation) -> None:
     """Give the evaluation of a snapshot. Raises OSError where it is gone."""
-    replace_text(path / RESULT, json.dumps(asdict(evaluation)) + "\n")
+    replace_text(path / RESULT, json.dumps(asdict(replace(evaluation, confusion=None))) + "\n")  # arrays are no JSON
 
 
 def _in(folder: Path) -> list[Path]:

@@ -58,6 +58,6 @@ def _evaluator(run_dir: Path, world: World) -> Callable[[Path], Evaluation | Non
             if collectives.on_root(path.exists):
                 raise
             return None
-        return replace(evaluate(False), step=snapshots.step_of(path), confusion=None)  # which does not go into JSON
+        return replace(evaluate(False), step=snapshots.step_of(path))
 
     return evaluate_snapshot

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
 
 from hvd_cifar.models import Net
@@ -12,6 +14,7 @@ from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.training import snapshots
 from hvd_cifar.training.checkpoint import State, restore
 from hvd_cifar.training.checkpoint_files import damage, find
+from hvd_cifar.training.confusion import Confusion
 from hvd_cifar.training.evaluate import Evaluation
 from hvd_cifar.training.snapshots import Snapshots
 
@@ -61,7 +64,9 @@ def test_a_snapshot_is_what_the_weights_were(ours: Snapshots, tmp_path: Path) ->
 
 
 def test_the_best_one_is_kept_alone_and_found_again(ours: Snapshots, tmp_path: Path) -> None:
-    ours.keep(_found(10, 0.4), step=10)  # evaluated by the ranks that train
+    seen = replace(_found(10, 0.4), confusion=Confusion(np.eye(3, dtype=np.int64), []))
+    ours.keep(seen, step=10)  # evaluated by the ranks that train
+    assert ours.best() == _found(10, 0.4)
     ours.offer(20)
     taken = snapshots.take(tmp_path)
     assert taken is not None
