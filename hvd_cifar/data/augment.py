@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
@@ -72,9 +71,10 @@ def fit(images: Any, shape: tuple[int, int, int]) -> Any:
     The largest part around the middle that has the shape's proportions is resized, with antialiasing. Images that have
     the shape stay as they are.
     """
-    floats = keras.ops.cast(images, "float32")
-    resized = keras.ops.image.resize(floats, shape[:2], antialias=True, crop_to_aspect_ratio=True)
-    return keras.ops.round(resized)
+    from keras import ops  # only here: the benchmarks use transforms beside PyTorch, without Keras
+
+    floats = ops.cast(images, "float32")
+    return ops.round(ops.image.resize(floats, shape[:2], antialias=True, crop_to_aspect_ratio=True))
 
 
 def draws(seed: int, epoch: int, examples: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -218,9 +218,11 @@ def _tutorial(dataset: Dataset) -> Transforms:
         return _standardise_each(middle.transpose(TO_PLANES))
 
     def portable(images: Any) -> Any:
+        from keras import ops
+
         middle = images[:, top : top + size[0], left : left + size[1]]
-        mean, deviation = (f(middle, axis=(1, 2, 3), keepdims=True) for f in (keras.ops.mean, keras.ops.std))
-        return (middle - mean) / keras.ops.maximum(deviation, (channels * size[0] * size[1]) ** -0.5)
+        mean, deviation = (f(middle, axis=(1, 2, 3), keepdims=True) for f in (ops.mean, ops.std))
+        return (middle - mean) / ops.maximum(deviation, (channels * size[0] * size[1]) ** -0.5)
 
     return Transforms((*size, channels), train, test, portable)
 
