@@ -77,6 +77,7 @@ WRONG = [
     ["train", "--deterministic=1"],
     ["train", "--record-examples=yes"],
     ["train", "--log-every", "0"],
+    ["train", "--summary-every", "-1"],
     ["train", "--checkpoint-every", "0"],
     ["train", "--grace-seconds", "0"],
     ["train", "--stall-seconds", "-1"],
