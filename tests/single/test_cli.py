@@ -82,6 +82,7 @@ WRONG = [
     ["train", "--record-examples=yes"],
     ["train", "--quiet=yes"],
     ["train", "--log-every", "0"],
+    ["train", "--summary-every", "-1"],
     ["train", "--checkpoint-every", "0"],
     ["train", "--grace-seconds", "0"],
     ["train", "--stall-seconds", "-1"],
