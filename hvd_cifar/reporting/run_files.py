@@ -49,6 +49,22 @@ class Evaluated(_Part):
     test_accuracy: Fraction
     test_loss: Number
 
+    def __str__(self) -> str:
+        return f"test accuracy {self.test_accuracy:.2%}, test loss {self.test_loss:.4f}"
+
+
+class Validated(_Part):
+    """An evaluation on examples that are held out."""
+
+    event: Literal["validation"]
+    step: Count
+    epoch: Number
+    validation_accuracy: Fraction
+    validation_loss: Number
+
+    def __str__(self) -> str:
+        return f"validation accuracy {self.validation_accuracy:.2%}, validation loss {self.validation_loss:.4f}"
+
 
 class Ranks(_Part):
     """Seconds of a step since the last such event, by rank."""
@@ -73,7 +89,7 @@ class Skipped(_Part):
     step: Count
 
 
-Event = Train | Evaluated | Ranks | Skipped
+Event = Train | Evaluated | Validated | Ranks | Skipped
 _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 
 
@@ -175,7 +191,7 @@ class RunFiles:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-E = TypeVar("E", Train, Evaluated, Ranks, Skipped)
+E = TypeVar("E", Train, Evaluated, Validated, Ranks, Skipped)
 P = TypeVar("P", bound=_Part)
 
 

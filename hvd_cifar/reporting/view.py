@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hvd_cifar.errors import printable
-from hvd_cifar.reporting.run_files import Evaluated, Event, Ranks, Train
+from hvd_cifar.reporting.run_files import Evaluated, Event, Ranks, Train, Validated
 
 ROWS_FOR_LINES = 8  # of the terminal, which ranks leave to the log above the view
 
@@ -33,16 +33,16 @@ class View:
         self.course = course
         self.step = step
         self._train: Train | None = None
-        self._evaluated: Evaluated | None = None
+        self._evaluated: Evaluated | Validated | None = None
         self._ranks: Ranks | None = None
 
     def add(self, event: Event) -> None:
         """Show the values of an event."""
-        if not isinstance(event, Evaluated):  # which may come when the run is further on
+        if not isinstance(event, Evaluated | Validated):  # which may come when the run is further on
             self.step = event.step
         if isinstance(event, Train):
             self._train = event
-        elif isinstance(event, Evaluated):
+        elif isinstance(event, Evaluated | Validated):
             self._evaluated = event
         elif isinstance(event, Ranks):
             self._ranks = event
@@ -80,7 +80,7 @@ class View:
     def _values(self) -> str:
         train, evaluated = self._train, self._evaluated
         found = [f"loss {train.loss:.4f}"] if train else []
-        found += [f"test accuracy {evaluated.test_accuracy:.2%}"] if evaluated else []
+        found += [str(evaluated).partition(",")[0]] if evaluated else []
         if train:
             found += [f"{train.images_per_second:,.0f} images/s", f"learning rate {train.learning_rate:.4g}"]
         return "   ".join(found)
@@ -111,7 +111,6 @@ def in_words(event: Event) -> str | None:
     """A line about an event, where one is shown."""
     if isinstance(event, Train):
         return f"step {event.step}, loss = {event.loss:.4f} ({event.images_per_second:.1f} images/s)"
-    if isinstance(event, Evaluated):
-        found = f"test accuracy {event.test_accuracy:.2%}, test loss {event.test_loss:.4f}"
-        return f"step {event.step} (epoch {event.epoch:.2f}): {found}"
+    if isinstance(event, Evaluated | Validated):
+        return f"step {event.step} (epoch {event.epoch:.2f}): {event}"
     return None

@@ -12,7 +12,7 @@ from rich.console import Console
 from hvd_cifar.config import WatchSettings
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import goodput, run_files, story, terminal
-from hvd_cifar.reporting.run_files import Evaluated
+from hvd_cifar.reporting.run_files import Evaluated, Validated
 from hvd_cifar.reporting.view import Course, View, in_words
 
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -77,7 +77,7 @@ class _Followed:
         for one in happened[self._told :]:
             say(f"{datetime.fromtimestamp(one.time).astimezone():%Y-%m-%d %H:%M:%S%z} {one.text}")
         self._told = len(happened)
-        lines = [in_words(event) for event in events if isinstance(event, Evaluated) or not self.is_drawn]
+        lines = [in_words(event) for event in events if isinstance(event, Evaluated | Validated) or not self.is_drawn]
         # A file that was there before, or is written anew for a run that goes on, begins with what is known.
         is_known, self._is_first = self._is_first or self._metrics.replaced, False
         for line in [line for line in lines if line][-1:] if is_known else lines:

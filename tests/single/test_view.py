@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from hvd_cifar.reporting.run_files import Evaluated, Ranks, Train
+from hvd_cifar.reporting.run_files import Evaluated, Ranks, Train, Validated
 from hvd_cifar.reporting.view import Course, View, in_words
 
 TRAIN = Train(event="train", step=100, epoch=0.5, loss=1.25, learning_rate=0.1, images_per_second=640)
@@ -35,6 +35,15 @@ def test_a_view_shows_the_newest_of_each_event() -> None:
     assert values.split("   ") == ["loss 1.2500", "test accuracy 61.20%", "640 images/s", "learning rate 0.1"]
     assert "rank 0 on a" in ranks[0] and "computes 80.0 ms a step, waits 20.0 ms" in ranks[0]
     assert "slowest" in ranks[1] and "slowest" not in ranks[0]
+
+
+def test_an_evaluation_on_examples_that_are_held_out_says_so() -> None:
+    view = View(WHOLE)
+    view.add(TRAIN)
+    found = Validated(event="validation", step=200, epoch=1, validation_accuracy=0.5, validation_loss=2)
+    view.add(found)
+    assert "validation accuracy 50.00%" in shown(view)[1]
+    assert in_words(found) == "step 200 (epoch 1.00): validation accuracy 50.00%, validation loss 2.0000"
 
 
 @pytest.mark.parametrize(("height", "lines"), [(24, 4), (10, 4), (9, 2)])

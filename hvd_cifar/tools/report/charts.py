@@ -15,7 +15,7 @@ from markupsafe import Markup
 from matplotlib import pyplot
 
 from hvd_cifar.reporting import goodput
-from hvd_cifar.reporting.run_files import Evaluated, RunFiles, Train
+from hvd_cifar.reporting.run_files import Evaluated, RunFiles, Train, Validated
 from hvd_cifar.reporting.story import Happening
 from hvd_cifar.tools.benchmark import plots
 from hvd_cifar.tools.benchmark.results import AllreduceResult, PredictResult, StepResult
@@ -92,6 +92,7 @@ def curves(runs: Sequence[RunFiles]) -> dict[str, Markup]:
     """Loss, accuracy, learning rate and speed over epochs; accuracy over time, where several runs are compared."""
     train = [run.of_kind(Train) for run in runs]
     tests = [run.of_kind(Evaluated) for run in runs]
+    validations = [run.of_kind(Validated) for run in runs]
 
     def over_epochs(name: str) -> Draw:
         def draw(axes: Any) -> None:
@@ -104,10 +105,14 @@ def curves(runs: Sequence[RunFiles]) -> dict[str, Markup]:
 
         return draw
 
-    def accuracy(axes: Any) -> None:
-        for number, events in enumerate(tests):
-            _points(axes, [e.epoch for e in events], [100 * e.test_accuracy for e in events], CYCLE[number % SERIES])
-        axes.set(xlabel="epoch")
+    def accuracy(of_runs: Sequence[Sequence[Any]], name: str) -> Draw:
+        def draw(axes: Any) -> None:
+            for number, events in enumerate(of_runs):
+                percent = [100 * getattr(e, name) for e in events]
+                _points(axes, [e.epoch for e in events], percent, CYCLE[number % SERIES])
+            axes.set(xlabel="epoch")
+
+        return draw
 
     def accuracy_over_time(axes: Any) -> None:
         found = [_accuracy_by_time(run) for run in runs]
@@ -117,7 +122,8 @@ def curves(runs: Sequence[RunFiles]) -> dict[str, Markup]:
         axes.set(xlabel=unit)
 
     drawn = {"Training loss": over_epochs("loss")}
-    drawn |= {"Test accuracy, %": accuracy} if any(tests) else {}
+    drawn |= {"Validation accuracy, %": accuracy(validations, "validation_accuracy")} if any(validations) else {}
+    drawn |= {"Test accuracy, %": accuracy(tests, "test_accuracy")} if any(tests) else {}
     drawn |= {"Learning rate": over_epochs("learning_rate"), "Speed, images/s": over_epochs("images_per_second")}
     if any(tests) and len(runs) > 1:
         drawn["Test accuracy over time, %"] = accuracy_over_time
