@@ -306,6 +306,11 @@ def _launch_elastic(request: Request, settings: config.TrainSettings) -> int:
     if request.validation_ranks:
         request = validators.set_apart_elastic(request)
     hosts = request.hosts or (Host("localhost", sizes.most),)
+    if not request.discover and slots_of(hosts) < sizes.least:
+        raise UserError(
+            f"--elastic {sizes.least}:{sizes.most}: the hosts have {slots_of(hosts)} slots, and -H stays as it is; "
+            "give more, or --hostfile or --host-discovery-script"
+        )
     ranks = request.ranks or sizes.fitting(slots_of(hosts))
     if request.dry_run:
         return _launch(replace(request, ranks=ranks), ranks, 0.0)

@@ -512,3 +512,9 @@ def test_tags() -> None:
     assert codes == [(1, 2), (0, 143)]
     other = [b"Traceback (most recent call last):\n", b"ValueError: another reason\n"]
     assert list(remarks.without_tags(other, [])) == [(None, line) for line in other]
+
+
+def test_an_elastic_job_whose_hosts_can_never_suffice_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launcher.main(["-H", "localhost:1", "--elastic", "2:4", "train"], cli.check) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("hvd_cifar: --elastic 2:4: the hosts have 1 slots")
