@@ -239,7 +239,7 @@ def test_ctrl_c_in_a_terminal(data: Path, tmp_path: Path) -> None:
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == RESUME, seen.decode()[-3000:]
     _wait_for(lambda: not _processes_of(tmp_path / "run"), timeout=5)
-    counts = {int(count) for count in re.findall(rb"\x1b\[\d+m +(\d+)/\d+", seen)}
+    counts = {int(count.replace(b",", b"")) for count in re.findall(rb"step ([\d,]+) of [\d,]+", seen)}
     assert len(counts) > 1 and max(counts) >= 20, "no progress bar that moves"
     assert b"\x1b[?25h" in seen, "the cursor stays hidden"
     assert b"Traceback" not in seen
