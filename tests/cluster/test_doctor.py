@@ -98,7 +98,7 @@ def test_this_machine_by_itself(three_hosts: Cluster) -> None:
     assert max(map(len, lines)) <= 80
     assert "FAIL" not in done.stdout
     assert any(re.match(r"job +ok +2 ranks", line) for line in lines)
-    assert any(re.match(r"localhost +\(two of its ranks\) .* right", line) for line in lines)
+    assert any(re.match(r"localhost +\(ranks 0 and 1\) .* right", line) for line in lines)
 
 
 def _plant_other_version(host: Host) -> None:
