@@ -95,7 +95,8 @@ def start(ready: Ready, job: Job) -> int:
     code = job.run(_horovodrun(words, env, hosts, job, codes))
     if codes and code == 1:
         # horovodrun's exit code is 1 for every failure of a rank, but it prints the ranks' codes in their order.
-        rank, code = codes[0]
+        # One that stopped as asked speaks for all: it may have ended before horovodrun killed the others.
+        rank, code = next((found for found in codes if job.stops and found[1] == RESUME), codes[0])
         if number := signal_of(code):
             host = hosts[rank] if hosts else socket.gethostname()
             job.pass_on(ended_by_signal(rank, host, number, signal.strsignal(number) or "").encode())
