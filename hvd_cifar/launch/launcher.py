@@ -206,9 +206,9 @@ def _start_alone(request: Request, settings: Any) -> int:
     return _become(request, list(request.command))
 
 
-def _become(request: Request, words: list[str]) -> int:
-    """Run a command instead of this process, or print it."""
-    words = [sys.executable, "-m", "hvd_cifar", *words]
+def _become(request: Request, words: list[str], module: str = "hvd_cifar") -> int:
+    """Run a module's program instead of this process, or print the command."""
+    words = [sys.executable, "-m", module, *words]
     if request.dry_run:
         write(1, f"{shlex.join(words)}\n".encode())
         return 0
@@ -224,11 +224,7 @@ def _start_tensorboard(request: Request) -> int:
         raise UserError("tensorboard runs in one process, on this machine: leave -np, -H and --hostfile out")
     if next(Path(words[0]).glob("**/events.out.tfevents.*"), None) is None:
         raise UserError(f"tensorboard {words[0]}: no event file is there; give the folder of a run, or of several runs")
-    words = [sys.executable, "-m", "tensorboard.main", "--logdir", *words]
-    if request.dry_run:
-        write(1, f"{shlex.join(words)}\n".encode())
-        return 0
-    os.execv(words[0], words)
+    return _become(request, ["--logdir", *words], module="tensorboard.main")
 
 
 def _make_ready(request: Request, ranks: int) -> Ready:

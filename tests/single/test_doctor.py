@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -573,6 +575,15 @@ def test_first_steps_and_gpus_of_ranks(changed: dict[str, Any], level: str, host
     told = [f for f in found if f.level == level and f.host == host]
     assert told and text in told[0].text, found
     assert (level == "ok") == all(f.level == "ok" for f in found)
+
+
+@pytest.mark.parametrize(
+    ("loss", "update", "expected"),
+    [(2.0, [3, 4], 0), (2.2, [3, 4], 0.1), (2.0, [3, 5], 0.2), (math.nan, [3, 4], 1e3), (2.0, [3, math.nan], 1e3)],
+)
+def test_how_far_a_step_is_from_the_right_one(loss: float, update: list[float], expected: float) -> None:
+    right = (2.0, np.array([3.0, 4.0]))
+    assert first_steps.difference((loss, np.array(update)), right) == pytest.approx(expected)
 
 
 def test_where_the_driver_sees_a_process() -> None:

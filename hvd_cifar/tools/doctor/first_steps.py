@@ -1,7 +1,6 @@
 """A first training step of each preset on the ranks' GPUs, beside the same step on the CPU; and what the driver saw.
 
-All ranks compute on the same images, and each gradient is the sum of equal shares: so the CPU needs no other rank's
-result to know the right one.
+Each rank makes the step alone, without an all-reduce: a GPU that computes wrong values is that of one rank.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import tensorflow as tf
 
 from hvd_cifar import models
 from hvd_cifar.data.pipeline import MicroBatch
-from hvd_cifar.distributed import collectives
+from hvd_cifar.distributed import collectives, process_sets
 from hvd_cifar.distributed.optimizer import DistributedOptimizer
 from hvd_cifar.runtime.world import World
 from hvd_cifar.tools.doctor.facts import FirstStep, GpuOfRank
@@ -40,23 +39,25 @@ def compare(world: World, precisions: Sequence[str]) -> list[FirstStep]:
     """
     found = []
     for name in PRESETS:
-        loss, update = first_step(name, "float32", "/CPU:0", world.size)
+        right = first_step(name, "float32", "/CPU:0")
         for precision in precisions:
-            own_loss, own_update = first_step(name, precision, world.device, world.size)
-            of_update = np.linalg.norm(own_update - update) / np.linalg.norm(update)
-            differences = collectives.all_gather_object(_capped(max(of_update, abs(own_loss / loss - 1))))
-            worst = max(range(world.size), key=differences.__getitem__)
-            found.append(FirstStep(preset=name, precision=precision, rank=worst, difference=differences[worst]))
+            own = difference(first_step(name, precision, world.device), right)
+            of_ranks = collectives.all_gather_object(own)
+            worst = max(range(world.size), key=of_ranks.__getitem__)
+            found.append(FirstStep(preset=name, precision=precision, rank=worst, difference=of_ranks[worst]))
     return found
 
 
-def _capped(difference: Any) -> float:
-    """A difference that JSON can hold; one that is not a number is the largest."""
-    return float(min(difference, LARGEST)) if np.isfinite(difference) else LARGEST
+def difference(own: tuple[float, Any], right: tuple[float, Any]) -> float:
+    """By what share loss or update differ, the larger one; `LARGEST`, which JSON can hold, where one is not finite."""
+    (loss, update), (right_loss, right_update) = own, right
+    of_update = np.linalg.norm(update - right_update) / np.linalg.norm(right_update)
+    found = np.max([of_update, abs(loss / right_loss - 1)])  # NaN where one is
+    return float(min(found, LARGEST)) if np.isfinite(found) else LARGEST
 
 
-def first_step(name: str, precision: str, device: str, size: int) -> tuple[float, Any]:
-    """The loss and the update float32 [parameters] of a preset's first step, the same on all ranks. A collective.
+def first_step(name: str, precision: str, device: str) -> tuple[float, Any]:
+    """The loss and the update float32 [parameters] of a preset's first step on this rank.
 
     Plain gradient descent at rate 1 makes the update: its values are the gradients.
     """
@@ -67,7 +68,7 @@ def first_step(name: str, precision: str, device: str, size: int) -> tuple[float
     with tf.device(device):
         net = models.build(models.BUILT_IN[name], SHAPE, CLASSES)
         models.adapt(net, images)
-        optimizer: Any = DistributedOptimizer(keras.optimizers.SGD(1.0), op="sum")
+        optimizer: Any = DistributedOptimizer(keras.optimizers.SGD(1.0), op="sum", process_set=process_sets.ALONE)
         if precision == "mixed_float16":
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
         variables = net.model.trainable_variables
@@ -76,7 +77,7 @@ def first_step(name: str, precision: str, device: str, size: int) -> tuple[float
         batch = MicroBatch(*map(tf.constant, (images, labels, np.ones(EXAMPLES, np.float32), np.arange(EXAMPLES))))
         before = _flat(variables)
         for _ in range(ATTEMPTS):
-            loss = float(step([batch], tf.constant(EXAMPLES * size), 1.0, tf.constant(Notes(), tf.float32))[0])
+            loss = float(step([batch], tf.constant(EXAMPLES), 1.0, tf.constant(Notes(), tf.float32))[0])
             update = _flat(variables) - before
             if update.any():
                 break

@@ -144,7 +144,7 @@ class ByRank:
 
 
 def by_rank(run: RunFiles) -> ByRank | None:
-    """Means over the records of the newest set of ranks, each as long as it stands for; None where there is none."""
+    """Each rank's mean times since the ranks last changed, weighted by steps; None without a record."""
     every = run.of_kind(Ranks)
     if not every:
         return None
