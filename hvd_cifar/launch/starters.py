@@ -94,14 +94,23 @@ def start(ready: Ready, job: Job) -> int:
     codes: list[tuple[int, int]] = []
     code = job.run(_horovodrun(words, env, hosts, job, codes))
     if codes and code == 1:
-        # horovodrun's exit code is 1 for every failure of a rank, but it prints the ranks' codes in their order.
-        # One that stopped as asked speaks for all: it may have ended before horovodrun killed the others.
-        rank, code = next((found for found in codes if job.stops and found[1] == RESUME), codes[0])
+        rank, code = first_cause(codes, job.stops)
         if number := signal_of(code):
             host = hosts[rank] if hosts else socket.gethostname()
             job.pass_on(ended_by_signal(rank, host, number, signal.strsignal(number) or "").encode())
     # Without a rank on this host a request to stop ends the ssh sessions, and their guards stop the ranks.
     return RESUME if job.stops and code == SSH_ENDED else code
+
+
+def first_cause(codes: list[tuple[int, int]], stops: bool) -> tuple[int, int]:
+    """The rank and the exit code that speak for a job over Gloo, of `without_tags`.
+
+    horovodrun's own code is 1 for every failure, and so is that of a rank which lost another and may end before it.
+    horovodrun ends the rest with SIGTERM. A rank that stopped as asked speaks for all.
+    """
+    asked = (found for found in codes if stops and found[1] == RESUME)
+    causes = (found for found in codes if found[1] != 1 and signal_of(found[1]) != signal.SIGTERM)
+    return next(asked, None) or next(causes, codes[0])
 
 
 def signal_of(code: int) -> int:

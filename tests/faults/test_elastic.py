@@ -87,7 +87,7 @@ import hvd_cifar
 
 class Drift(hvd_cifar.Callback):
     def on_step(self, run):
-        if run.step == 20 and run.world.rank == 0:
+        if run.step == 15 and run.world.rank == 0:
             kernel = run.model.trainable_variables[0]
             kernel.assign(kernel + 0.01)
 """

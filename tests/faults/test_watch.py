@@ -16,12 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from hvd_cifar.reporting import goodput
 from hvd_cifar.reporting.run_files import Ranks, read_run
 from hvd_cifar.tools.report import content
 from tests.faults.jobs import start
 from tests.ranks import CHECKOUT, environment
 
-STEPS = 120
+STEPS = 240
 
 
 @dataclass
@@ -45,11 +46,18 @@ def _read(descriptor: int, into: list[bytes]) -> None:
             into.append(data)
 
 
+def _lives_after_its_checkpoint(run_dir: Path) -> bool:
+    """Whether a sign of life tells of steps that a restart will repeat."""
+    path = run_dir / goodput.SESSIONS
+    marks = goodput.read(path.read_text()) if path.exists() else []
+    return bool(marks) and marks[-1]["mark"] == "checkpoints" and path.stat().st_mtime > marks[-1]["time"] + 0.1
+
+
 @pytest.fixture(scope="module")
 def seen(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     """A job of two ranks, one of which is killed; a terminal and a pipe watch it from its first steps on."""
     run_dir = tmp_path_factory.mktemp("runs") / "run"
-    options = ["--max-steps", STEPS, "--checkpoint-every", 20, "--quiet"]
+    options = ["--max-steps", STEPS, "--checkpoint-every", 100, "--quiet"]
     job = start(["-np", 2, "--max-restarts", 1], embedded, run_dir, *options)
     screen, terminal = pty.openpty()
     drawn: list[bytes] = []
@@ -62,7 +70,7 @@ def seen(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         os.close(terminal)
         reader.start()
         watchers.append(subprocess.Popen(_watch(run_dir), stdout=subprocess.PIPE, env=env, cwd=CHECKOUT))
-        job.wait_for_step(30)
+        job.wait_until(lambda: _lives_after_its_checkpoint(run_dir))
         job.send(signal.SIGKILL, "rank 1")
         assert job.wait() == 0, job.said()
         piped = watchers[1].communicate(timeout=120)[0].decode()

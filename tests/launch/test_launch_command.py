@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hvd_cifar import cli
 from hvd_cifar.errors import UserError
-from hvd_cifar.launch import launcher
+from hvd_cifar.launch import launcher, starters
 from hvd_cifar.launch import validators as launch_validators
 from hvd_cifar.launch.cluster import remarks
 from hvd_cifar.launch.cluster.hosts import Host, ranks_by_default, read_hostfile
@@ -512,6 +512,22 @@ def test_tags() -> None:
     assert codes == [(1, 2), (0, 143)]
     other = [b"Traceback (most recent call last):\n", b"ValueError: another reason\n"]
     assert list(remarks.without_tags(other, [])) == [(None, line) for line in other]
+
+
+@pytest.mark.parametrize(
+    ("codes", "stops", "speaks"),
+    [
+        ([(0, 1), (1, 2)], False, (1, 2)),  # rank 0 lost rank 1, whose input was wrong
+        ([(0, 143), (1, 1), (2, -9)], False, (2, -9)),
+        ([(1, 1), (0, 143)], False, (1, 1)),
+        ([(0, 143), (1, 75)], True, (1, 75)),
+        ([(0, 2), (1, 75)], True, (1, 75)),
+    ],
+)
+def test_the_rank_that_speaks_for_a_job_over_gloo(
+    codes: list[tuple[int, int]], stops: bool, speaks: tuple[int, int]
+) -> None:
+    assert starters.first_cause(codes, stops) == speaks
 
 
 def test_an_elastic_job_whose_hosts_can_never_suffice_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
