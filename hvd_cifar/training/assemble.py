@@ -14,7 +14,7 @@ from hvd_cifar import __version__, config, models
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data import augment, synthetic
 from hvd_cifar.data.augment import Transforms
-from hvd_cifar.data.cifar import is_published
+from hvd_cifar.data.cifar import CIFAR10, is_published
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding
@@ -47,6 +47,7 @@ from hvd_cifar.training.callbacks import (
 )
 from hvd_cifar.training.checkpoint import Checkpoints, State
 from hvd_cifar.training.evaluate import make_evaluator
+from hvd_cifar.training.forecast import Forecast
 from hvd_cifar.training.image_sizes import ImageSizes
 from hvd_cifar.training.plan import Plan, make_schedule, plan, precision_of, resolve, set_precision
 from hvd_cifar.training.progress import Progress, Run
@@ -459,6 +460,8 @@ def _callbacks_of(
     }
     statistics = MovingStatistics(own_variables(work, learner), progress.saved_step)
     logger = Logger(progress, reporter, tell)
+    shorter = work.recipe.shorter if work.dataset.name == CIFAR10.name else {}
+    forecast = Forecast(logger, reporter, ImageSizes(work.image_sizes, work.plan.all_steps), shorter)
     replicas = ReplicaCheck(progress, learner.state, statistics, reporter)
     evaluator = Evaluator(progress, parts, statistics, learner.averages, reporter, tell)
     confusions = ConfusionWriter(work.dataset, reporter)
@@ -479,7 +482,7 @@ def _callbacks_of(
         if run.world.beside:
             beside = [Beside(progress, snapshots, statistics, reporter, tell, evaluator.watched)]
     evaluators = [*beside, evaluator, confusions]
-    return [*ledger, logger, *copier, replicas, *evaluators, checkpointer, *best, timekeeper, summariser]
+    return [*ledger, logger, forecast, *copier, replicas, *evaluators, checkpointer, *best, timekeeper, summariser]
 
 
 def own_variables(work: Work, learner: Learner) -> list[Any]:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import platform
+import pty
 import re
 import shutil
 import subprocess
@@ -248,6 +249,36 @@ def test_a_failure_shows_what_failed_first() -> None:
     assert "mpi.h: No such file" in lines[0]
     assert not any("earlier" in line or "Failed" in line for line in lines)
     assert telling_lines("\n$ x\none\n\ntwo\n") == ["one", "two"]
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_a_terminal_shows_how_far_a_long_step_is(on_terminal: bool, tmp_path: Path) -> None:
+    child = "echo '[ 40%] Building CXX object a.o'; echo 'warning: [99%] of b'; until [ -e over ]; do sleep 0.1; done"
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(installer.CHECKOUT)!r})
+from hvd_cifar.launch.install.steps import Steps
+with open("log", "w+") as log:
+    steps = Steps(log, os.open(".", os.O_RDONLY))
+    with steps.step("Horovod"):
+        steps.run(["sh", "-c", {child!r}])
+"""
+    screen, terminal = pty.openpty() if on_terminal else os.pipe()
+    running = subprocess.Popen([sys.executable, "-c", script], stderr=terminal, cwd=tmp_path)
+    os.close(terminal)
+    said = b""
+    try:
+        while b"Horovod" not in said or (on_terminal and b"%" not in said):
+            said += os.read(screen, 4096)
+    finally:
+        (tmp_path / "over").touch()
+        assert running.wait(60) == 0
+    said += os.read(screen, 4096)
+    os.close(screen)
+    if on_terminal:
+        assert re.search(rb"\r  Horovod \[#{8} {12}\] 40% \d+ s\x1b\[K\r  Horovod \d+\.\d s\x1b\[K\r\n$", said)
+    else:
+        assert re.fullmatch(rb"  Horovod \d+\.\d s\n", said)
 
 
 def test_a_lock_outlives_its_process_while_a_child_has_it(tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, t
     done = _run(2, "train", *words)
     assert done.returncode == 0, done.stderr
     assert "learning rate 0.1 to 0.4 over 49 steps" in done.stdout
+    assert done.stdout.count(" of training left") == 1  # at the 20th step: tracing does not count
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["dataset"] == "cifar10" and summary["global_batch_size"] == 1024
     assert summary["test_accuracy"] > 0.2  # a net that does not learn stays at 10%, one fed wrong labels too

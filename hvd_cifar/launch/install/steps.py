@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 SHOWN_LINES = 12
+SHOWN_BYTES = 65_536  # of a compiler's output, among which a percentage is
 NEWLINE = "\n"
 ERROR = re.compile(
     r"error\b|undefined|fatal|not found|no space|denied|timed out|no matching|cannot|failed", re.IGNORECASE
@@ -28,32 +29,35 @@ class StepFailed(Exception):
     """A command of a step failed; its output is in the log."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Steps:
-    """The log of the commands, and the lock that they hold."""
+    """The log of the commands, and the lock that they hold. A terminal shows how far a step is."""
 
     log: TextIO
     # Every command inherits it: if set-up is killed while its pip runs on, the next set-up waits for that pip.
     lock: int
+    _name: str = ""
+    _begin: float = 0.0
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Print a step's name, and at its end the time that it took."""
         say(f"  {name} ", end="")
-        begin = time.monotonic()
+        self._name, self._begin = name, time.monotonic()
         self.log.write(f"\n== {name}\n")
         try:
             yield
         except BaseException:
-            say("failed")
+            self._say("failed", "\n")
             raise
-        say(f"{time.monotonic() - begin:.1f} s")
+        self._say(f"{time.monotonic() - self._begin:.1f} s", "\n")
 
     def run(self, command: list[str], env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
         """Run a command with its output in the log. Raises StepFailed."""
         self.log.write(f"\n$ {' '.join(word.partition(NEWLINE)[0] or '...' for word in command)}\n")
         self.log.flush()
-        done = subprocess.run(
+        began = os.fstat(self.log.fileno()).st_size
+        process = subprocess.Popen(
             command,
             env=env,
             cwd=cwd,
@@ -62,8 +66,38 @@ class Steps:
             stderr=subprocess.STDOUT,
             pass_fds=[self.lock],
         )
-        if done.returncode:
-            raise StepFailed(f"{Path(command[0]).name} ended with exit code {done.returncode}")
+        try:
+            while (code := self._wait(process)) is None:
+                self._say(f"{how_far(self._said_since(began))}{time.monotonic() - self._begin:.0f} s", "")
+        except BaseException:
+            process.kill()
+            raise
+        if code:
+            raise StepFailed(f"{Path(command[0]).name} ended with exit code {code}")
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> int | None:
+        """The exit code; None after a second on a terminal."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(1 if sys.stderr.isatty() and self._name else None)
+        return None
+
+    def _said_since(self, position: int) -> bytes:
+        size = os.fstat(self.log.fileno()).st_size
+        begin = max(position, size - SHOWN_BYTES)
+        return os.pread(self.log.fileno(), size - begin, begin)
+
+    def _say(self, text: str, end: str) -> None:
+        """Print what follows the step's name; a terminal replaces what stood there."""
+        say(f"\r  {self._name} {text}\033[K" if sys.stderr.isatty() else text, end=end)
+
+
+def how_far(output: bytes) -> str:
+    """A bar of the last percentage in the output of CMake's Makefiles; "": none."""
+    percentages = re.findall(rb"^ *\[ *(\d+)%\]", output, re.MULTILINE)
+    if not percentages:
+        return ""
+    done = min(int(percentages[-1]), 100)
+    return f"[{'#' * (done // 5):20}] {done}% "
 
 
 def say(text: str, end: str = "\n") -> None:

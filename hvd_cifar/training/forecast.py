@@ -1,0 +1,63 @@
+"""How long a run will take, said once its speed is known, and what a shorter one would reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hvd_cifar.reporting.metrics import Reporter
+from hvd_cifar.training.callbacks import STEPS_LEFT_OUT, Callback, Logger
+from hvd_cifar.training.image_sizes import ImageSizes
+from hvd_cifar.training.plan import Plan
+from hvd_cifar.training.progress import Run
+
+
+class Forecast(Callback):
+    """Says once how much longer the run takes, at the first log line whose steps are as fast as later ones."""
+
+    def __init__(self, logger: Logger, reporter: Reporter, sizes: ImageSizes, shorter: Mapping[float, float]) -> None:
+        """`shorter`: as `Recipe.shorter`; empty where it does not hold for the data set."""
+        self.logger = logger
+        self.reporter = reporter
+        self.sizes = sizes
+        self.shorter = shorter
+        self.said = False
+
+    def on_log(self, run: Run) -> None:
+        """Say it where the speed of the last steps counts."""
+        begin, rate = self.logger.rates[-1]
+        if self.said or begin < self.logger.progress.first_step + STEPS_LEFT_OUT or run.step == run.total_steps:
+            return
+        self.said = True
+        shorter = {epochs: found for epochs, found in self.shorter.items() if epochs < (run.settings.epochs or 0)}
+        self.reporter.say(forecast(run.plan, self.sizes, run.step, rate, shorter))
+
+
+def forecast(plan: Plan, sizes: ImageSizes, step: int, rate: float, shorter: Mapping[float, float]) -> str:
+    """The line: an image's time is taken to grow with its pixels.
+
+    Args:
+        plan: of the run.
+        sizes: of its images by step.
+        step: after which the run had this rate, in images/s.
+        shorter: accuracies, 0 to 1, by numbers of epochs to name.
+    """
+
+    def seconds(steps: range, sizes: ImageSizes) -> float:
+        pixels = sum(sizes(one) ** 2 for one in steps)
+        return pixels / current**2 * plan.global_batch_size / rate
+
+    current = sizes(step - 1)
+    parts = [f"about {roughly(seconds(range(step, plan.total_steps), sizes))} of training left"]
+    for epochs, accuracy in shorter.items():
+        steps = round(epochs * plan.steps_per_epoch)
+        taken = seconds(range(steps), ImageSizes(sizes.sides, steps))
+        parts.append(f"--epochs {epochs:g} reaches {accuracy:.0%} in {roughly(taken)}")
+    return "; ".join(parts)
+
+
+def roughly(seconds: float) -> str:
+    """A time in two digits, as far as a forecast holds."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}" if seconds < 10 * size else f"{seconds / size:,.0f} {unit}"
+    return f"{seconds:.0f} s"

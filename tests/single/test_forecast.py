@@ -1,0 +1,35 @@
+"""The line that says how long a run takes: tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvd_cifar.training.forecast import forecast, roughly
+from hvd_cifar.training.image_sizes import ImageSizes
+from hvd_cifar.training.plan import Plan
+
+
+def _plan(total: int, all_steps: int = 300) -> Plan:
+    return Plan(10_000, 100, 100, total, all_steps, 1.0, 0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("total", "sides", "step", "rate", "said"),
+    [
+        (300, (32,), 20, 100.0, "about 4.7 min of training left; --epochs 2 reaches 84% in 3.3 min"),
+        (50, (32,), 20, 100.0, "about 30 s of training left; --epochs 2 reaches 84% in 3.3 min"),
+        # A third of all steps at a quarter of the pixels: 80 + 4 * 200 of its seconds.
+        (300, (16, 32, 32), 20, 100.0, "about 15 min of training left; --epochs 2 reaches 84% in 10.0 min"),
+        (300, (16, 32, 32), 200, 100.0, "about 1.7 min of training left; --epochs 2 reaches 84% in 2.5 min"),
+    ],
+)
+def test_the_rest_of_a_run(total: int, sides: tuple[int, ...], step: int, rate: float, said: str) -> None:
+    assert forecast(_plan(total), ImageSizes(sides, 300), step, rate, {2: 0.84}) == said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (89, "89 s"), (90, "1.5 min"), (601, "10 min"), (5399, "90 min"), (5400, "1.5 h"), (4e6, "1,111 h")],
+)
+def test_rough_times(seconds: float, words: str) -> None:
+    assert roughly(seconds) == words
