@@ -78,7 +78,9 @@ def commands(text: str) -> Iterator[str]:
             yield from (line for line in lines if line.strip())
     for code in re.findall(r"`([^`]+)`", HIDDEN.sub("", text)):
         code = " ".join(code.split())
-        if code.startswith(("./run.sh ", "python -m ", "mpirun -", "horovodrun -", "sbatch ", "docker ", "srun --")):
+        if re.sub(r"^(\w+=\S+ )+", "", code).startswith(
+            ("./run.sh ", "python -m ", "mpirun -", "horovodrun -", "sbatch ", "docker ", "srun --")
+        ):
             yield code
 
 
