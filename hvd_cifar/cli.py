@@ -90,7 +90,7 @@ def _commands() -> click.Group:
     _add(commands, "evaluate", config.EvaluateSettings, _evaluate, "Evaluate a checkpoint on the whole test set.")
     export_help = "Write a trained net as a SavedModel and a .keras file, which TensorFlow loads without this package."
     _add(commands, "export", config.ExportSettings, _export, export_help)
-    classify_help = "Classify images, also all in a folder, with a trained net; exit code 2: one could not be read."
+    classify_help = "Classify image files and folders of them with a trained net; exit code 2: one could not be read."
     _add(commands, "predict", config.PredictSettings, _predict, classify_help)
 
     report_help = "Write a page (HTML) about runs: what ran, curves, where the time went, what happened, mistakes."
@@ -108,9 +108,7 @@ def _commands() -> click.Group:
     predict_help = "Predict the scaling efficiency on other numbers of ranks and other networks, with its error."
     _add(benchmark, "predict", config.BenchmarkPredictSettings, _benchmark_predict, predict_help)
 
-    doctor_help = (
-        "Look for what usually goes wrong, on all hosts at once, and run a small job; exit code 1: a run fails."
-    )
+    doctor_help = "Check all hosts at once for the usual faults, and run a small job; exit code 1: a run would fail."
     _add(commands, "doctor", config.DoctorSettings, _doctor, doctor_help)
     _add(commands, "validate", config.ValidateSettings, _validate, "Evaluate beside a run.", hidden=True)
     _add(commands, "doctor-job", config.DoctorJobSettings, _doctor_job, "The doctor's small job.", hidden=True)

@@ -298,7 +298,7 @@ class TrainSettings(DataSettings):
         None,
         ge=FEWEST_EPOCHS,
         le=1_000_000,
-        description="Passes over the training set; the last may be a part, as in 9.9. A shorter ResNet run scales the "
+        description="Passes over the training set; the last may be partial, as in 9.9. A shorter ResNet run scales the "
         "paper's rate steps to its length. [default: the recipe's; 2 where --dataset auto takes the embedded set]",
     )
     max_steps: int | None = Field(
@@ -368,13 +368,13 @@ class TrainSettings(DataSettings):
         description="At the end, average the logits of six views of each test image. [default: the recipe's]",
     )
     augmentation: Augmentation = Field(
-        "recipe", description="Transform of training images: the recipe's, or none: as in evaluation."
+        "recipe", description="Transform of training images. recipe: the recipe's; none: as in evaluation."
     )
 
     sync_batch_norm: bool = Field(
         False,
-        description="Take batch norm's statistics over the global batch, not over each rank's examples: then nets with "
-        "batch norm also train alike on any number of ranks.",
+        description="Take batch norm's statistics over the global batch, not over each rank's examples. Nets with "
+        "batch norm then also give the same training on any number of ranks.",
     )
     deterministic: bool | None = Field(
         None,
@@ -408,14 +408,14 @@ class TrainSettings(DataSettings):
     verify_every: int = Field(
         0,
         ge=0,
-        description="Steps between computations of one rank's gradients, each in turn, on another rank also: where "
-        "bits differ, a line names the wrong rank, and the step uses the right ones; 0: never. Goes with "
-        "--deterministic or --virtual-shards, on processors of one kind.",
+        description="Steps between verifications: another rank also computes the gradients of one rank, each rank's in "
+        "turn. Where bits differ, a line names the wrong rank, and the step uses the right gradients; 0: never. Needs "
+        "--deterministic or --virtual-shards, and processors of one kind.",
     )
     on_nan: Literal["stop", "skip", "rollback"] = Field(
         "stop",
         description="Where loss or weights are not finite: stop; skip: leave out the step's update, on all ranks; "
-        "rollback: go back to the newest good checkpoint, and on with a lower learning rate; docs/reliability.md.",
+        "rollback: go on from the newest good checkpoint with a lower learning rate. See docs/reliability.md.",
     )
     rollback_factor: Finite | None = Field(
         None,
@@ -440,7 +440,7 @@ class TrainSettings(DataSettings):
         description="Steps between TensorBoard's histograms and images, which the first step also has; 0: none. "
         f"[default: {DEFAULT_SUMMARY_EVERY}; more where they would take over 2% of the time]",
     )
-    quiet: bool = Field(False, description="Print warnings and errors alone; the run's files hold the rest.")
+    quiet: bool = Field(False, description="Print only warnings and errors; the run's files hold the rest.")
     checkpoint_every: int = Field(
         1000, gt=0, le=MOST_STEPS, description="Steps between checkpoints; the newest 5 are kept."
     )
@@ -455,7 +455,7 @@ class TrainSettings(DataSettings):
         None,
         ge=0,
         description="Seconds without progress after which the ranks find the one that hangs, name it, and end the run "
-        "(exit code 69); 0: never. [default: 10 of the longest recent steps, at least 60 s; docs/reliability.md]",
+        "(exit code 69); 0: never. [default: 10 times the longest recent one, at least 60 s; docs/reliability.md]",
     )
     eval_every: int | None = Field(
         None,
@@ -466,7 +466,7 @@ class TrainSettings(DataSettings):
     eval_examples: int | None = Field(
         None,
         gt=0,
-        description="Evaluate on this many examples, the first ones. [default: all]",
+        description="Evaluate on the first N examples. [default: all]",
     )
     hold_out: int | None = Field(
         None,
@@ -488,7 +488,7 @@ class TrainSettings(DataSettings):
     )
     run_dir: LocalPath | None = Field(None, description="Folder for the run's output. [default: runs/MODEL-DATE-TIME]")
     callbacks: Callbacks = Field(
-        (), description="Your callbacks, such as a.py:A,b.py:B: objects, or classes, called without arguments."
+        (), description="Your callbacks, such as a.py:A,b.py:B: objects, or classes that are called without arguments."
     )
 
     @model_validator(mode="after")
@@ -728,7 +728,7 @@ class ReportSettings(_Settings):
         min_length=1, description="Folders of runs; several are compared.", json_schema_extra={"argument": "RUN_DIR..."}
     )
     benchmarks: Annotated[tuple[LocalPath, ...], BeforeValidator(_words)] = Field(
-        (), description="--json files of `benchmark`, with commas between them, to draw also."
+        (), description="--json files of `benchmark` to draw as well, separated by commas."
     )
     output: LocalPath | None = Field(
         None, description="HTML file to write. [default: report.html in the first RUN_DIR]"
@@ -739,7 +739,7 @@ class WatchSettings(_Settings):
     """A run to watch."""
 
     run_dir: LocalPath = Field(description="Folder of the run.", json_schema_extra={"argument": "RUN_DIR"})
-    quiet: bool = Field(False, description="Print how the run ends alone.")
+    quiet: bool = Field(False, description="Print only how the run ends.")
 
 
 class DoctorSettings(_Settings):
@@ -798,7 +798,7 @@ def option_name(field: str) -> str:
 
 
 def _told_name(kind: type[S], field: str) -> str:
-    """What the command line calls a field: its option, or its place."""
+    """What the command line calls a field: its option, or its argument."""
     info = kind.model_fields.get(field)
     extra = info.json_schema_extra if info else None
     return str(extra["argument"]) if isinstance(extra, dict) and "argument" in extra else option_name(field)
