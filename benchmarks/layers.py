@@ -1,11 +1,11 @@
-"""What the project's own layers bring: each against the plain way to the same values, side by side.
+"""Time of the project's own layers, each beside TensorFlow's or Keras's layer with the same values.
 
     python -m benchmarks.layers
     python -m benchmarks.layers --precision bfloat16
     python -m benchmarks.layers --only "maximum of"
 
-Forward and backward of one layer on one thread, the two ways in turns, so that a machine that drifts favours neither. A
-row has the images, milliseconds of the plain way and of the project's, and the ratio of the two, pair by pair.
+Forward and backward of one layer on one thread, the two layers in turns, so that a machine that drifts favours neither.
+A row has the images, milliseconds of both layers ("plain" and "own"), and their ratio, pair by pair.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ code. Runs in the peers' environment (torch and numpy); `python -m benchmarks.pe
 On a GPU the original holds the weights in half precision. Here they are float32 and convolutions take and give
 bfloat16 by autocast: bfloat16 has three bits less than half, in which most late updates would be rounded away.
 
-The original is one process. Several, each started with RANK and WORLD_SIZE, and --store FILE, share the batch under
-PyTorch's DistributedDataParallel over Gloo, which wants --whitening-bias-epochs 0: what it reduces must not change.
+The original is one process. Several processes, each started with RANK, WORLD_SIZE and --store FILE, share the batch
+under PyTorch's DistributedDataParallel over Gloo. The parameters that it reduces must not change, so this needs
+--whitening-bias-epochs 0.
 """
 
 from __future__ import annotations

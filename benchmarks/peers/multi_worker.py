@@ -3,9 +3,8 @@
     TF_CONFIG=... python -m benchmarks.peers.multi_worker --data-dir D --run-dir R
 
 `python -m benchmarks.peers` starts the workers. Net, batches, augmentation and moving averages are this project's own,
-so the table shows what the strategy costs and nothing else. It is given its best: plain variables and one fused update
-a variable, which Keras 3's optimizers are not under this strategy, and the gradients as one tensor to its ring
-all-reduce.
+so the table shows only what the strategy costs. It gets its fastest form: plain variables with one fused update each,
+which Keras 3's optimizers do not make under this strategy, and one ring all-reduce of all gradients.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _over_gloo(work: Work, name: str, words: list[str], run_dir: Path, per_step:
 def airbench(work: Work) -> Side:
     """The recipe that `--model fast` follows, in PyTorch, one process with a thread for every core of the ranks.
 
-    Its step is that of the last 6.9 of its 9.9 epochs, in which the first layer's bias learns no longer.
+    Its step is that of the last 6.9 of its 9.9 epochs, in which the first layer's bias is fixed.
     """
     run_dir = work.folder / AIRBENCH / "run"
     threads = work.threads * work.ranks

@@ -16,8 +16,8 @@ import tensorflow as tf
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.subclass import put_in_front
 
-# A model passes nothing but `training` and `mask` on to its layers, and they may be a user's: the flag reaches them
-# past the model. It belongs to one call, so it is no attribute of a layer.
+# A model passes only `training` and `mask` on to its layers, so this flag reaches the layers outside of the model. The
+# flag belongs to one call, so it is no attribute of a layer.
 _present: ContextVar[Any] = ContextVar("present", default=True)
 
 

@@ -1,7 +1,7 @@
-"""An elastic job: its ranks start again around those that are lost, and with hosts that come (`--elastic MIN:MAX`).
+"""An elastic job: its ranks start again without lost ranks and hosts, and with added ones (`--elastic MIN:MAX`).
 
 Each host keeps the state of the newest step in shared memory (`training.state_copy`), which outlives the ranks. So a
-new start loses at most the step that was under way. It works in the same way over MPI and Gloo.
+start loses the step that was under way, and at most one complete step. This is the same over MPI and Gloo.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class ElasticRun:
 
     discover: the hosts that there are now.
     start: runs the command on hosts with more variables, and returns its exit code; raises Unreachable.
-    job: that `start` runs.
-    words: the command that runs another one on a host, of a `Way`.
+    job: the one that `start` runs.
+    words: the command line that runs a command on a host; see `Way.words`.
     """
 
     options: Options

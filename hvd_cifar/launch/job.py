@@ -57,8 +57,8 @@ class Starter:
 class Job:
     """Runs starters, one after the other, and passes signals on to them.
 
-    Where ranks can stop by themselves (`can_stop`), SIGTERM, SIGUSR1, SIGHUP and a first SIGINT ask them to; a second
-    SIGINT ends them. Otherwise every signal but SIGUSR1 ends them.
+    Where ranks can stop by themselves (`can_stop`), SIGTERM, SIGUSR1, SIGHUP and a first SIGINT ask them to do so; a
+    second SIGINT ends them. Otherwise every signal but SIGUSR1 ends them.
     """
 
     def __init__(self, can_stop: bool, stall_seconds: float = 0.0) -> None:

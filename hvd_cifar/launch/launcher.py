@@ -109,15 +109,15 @@ def _stop_early(number: int, _: object) -> None:
 
 
 def _with_run_dir(request: Request, settings: Any) -> Request:
-    """The request with a run directory, which its restarts go on in, and its validation ranks follow.
+    """The request with a run directory, which restarts and validation ranks need to know.
 
     Raises UserError where the command does not train.
     """
     if not isinstance(settings, config.TrainSettings):
         if request.validation_ranks:
-            raise UserError("--validation-ranks goes with train: nothing else has weights to evaluate meanwhile")
+            raise UserError("--validation-ranks goes with train: no other command has weights to evaluate")
         option = "--elastic" if request.elastic else "--max-restarts"
-        raise UserError(f"{option} goes with train: nothing else can go on where it was")
+        raise UserError(f"{option} goes with train: no other command can be resumed")
     run_dir = settings.run_dir or config.unused_run_dir(settings.model)
     of_run_dir = () if settings.run_dir else ("--run-dir", str(run_dir))
     # A restart goes on with the run that --resume never has begun.

@@ -36,7 +36,7 @@ def last_said(tail: bytes) -> str:
 
 
 def reason_to_give_up(failures: Sequence[Failure], max_restarts: int) -> str | None:
-    """Why the job does not start again after these failures, all of which are not in `FINAL`; None: it does."""
+    """Why the job does not start again after these failures, none of which is in `FINAL`; None: it starts again."""
     last = failures[-1]
     if DIVERGED in last.said:
         return "its loss would not be finite again"

@@ -23,7 +23,7 @@ class Sizes:
     shards: int | None = None
 
     def fitting(self, slots: int) -> int:
-        """The largest allowed number that is at most `slots`; 0: none, but for `least`, which is not looked at."""
+        """The largest allowed number up to `slots`, without regard to `least`; 0: there is none."""
         sizes = range(min(slots, self.most), 0, -1)
         return next((size for size in sizes if self.shards is None or self.shards % size == 0), 0)
 

@@ -1,7 +1,7 @@
 """Validation ranks (`--validation-ranks K`): a job of their own, on the last K slots, that evaluates beside training.
 
-Its launcher is a process of its own, as if a user had started a second job. So what happens to it does not reach the
-ranks that train, and their collectives are those of a run without it.
+This job has a launcher process of its own, as if a user had started a second job. So its failures do not reach the
+ranks that train, and their collectives are those of a run without validation ranks.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 class SteadyMaxPooling2D(keras.layers.Layer):
     """Max pooling over windows side by side, in which the first of equal pixels wins however they are rounded.
 
-    Rounding decides which of nearly equal pixels is the largest, and with it where the gradient goes. It depends on the
-    batch, and so on the number of ranks: without this layer 2 ranks of `fast` part from one by 9e-10 of a loss within
-    12 steps of float64, with it by 1e-14. The pixels of a window, in reading order, are lowered by 0, 1, 2, ... times
+    Rounding decides which of nearly equal pixels is the largest, and so where the gradient goes. Rounding depends on
+    the batch, and so on the number of ranks. Within 12 steps of float64, 2 ranks of `fast` differ from one rank by
+    9e-10 of a loss with Keras's pooling, and by 1e-14 with this layer. The pixels of a window, in reading order, are lowered by 0, 1, 2, ... times
     `TIE` before they are compared. The maximum is that of the lowered values.
 
-    Half types have no bits for that and take the plain way, as do images of unknown size. On a CPU XLA compiles one
+    Half types have no bits for this, so they take TensorFlow's pooling, as do images of unknown size. On a CPU XLA compiles one
     pass forward and one backward, about as fast as TensorFlow's kernel.
 
     Args:

@@ -5,7 +5,7 @@ Marks are objects with "mark" and "time" (Unix time, seconds):
 
 launch: the session's ranks are being started. "starts", "ends": see `runtime.environment`; "ranks"; "elastic".
 start: the first step follows. "step": finished ones.
-evaluation, checkpoints, restart: something else than steps ends; it began at "began". "step": finished ones.
+evaluation, checkpoints, restart: work other than steps ends; it began at "began". "step": finished ones.
 rollback: the run goes on from the checkpoint of an earlier "step".
 warning: "text", as the user saw it, after "step".
 end: the session ends after "step". "how": complete, stopped (at a request), or failed, and then "why".

@@ -27,10 +27,10 @@ SECONDS_BETWEEN_BEATS = 1.0
 
 
 class Reporter:
-    """Prints and writes the output of a run. Every rank has one; only rank 0's, which has a folder, does anything."""
+    """Prints and writes the output of a run. Every rank has one; only rank 0's has a folder, and writes."""
 
     def __init__(self, run_dir: Path | None, watched: bool, dataset: str, quiet: bool = False) -> None:
-        """`quiet`: print warnings alone."""
+        """`quiet`: print only warnings."""
         self.run_dir = run_dir
         self.dataset = dataset  # every output names it: a result on one data set must not be taken for another's
         self._quiet = quiet

@@ -97,9 +97,9 @@ def beside(environment: Mapping[str, str] = os.environ) -> Beside | None:
     return Beside(*map(int, text.split(":"))) if text else None
 
 
-# The launcher tells ranks by it when it started them: Unix times with spaces between them, as `starts` returns.
+# From the launcher: when it started the ranks, as Unix times with spaces between them; see `starts`.
 STARTS = "HVD_CIFAR_STARTS"
-# And how its last starts ended: a JSON list of lines, as `ends` returns.
+# From the launcher: how its last starts ended, as a JSON list of lines; see `ends`.
 ENDS = "HVD_CIFAR_ENDS"
 _runs = itertools.count()  # of this process
 
@@ -107,7 +107,7 @@ _runs = itertools.count()  # of this process
 def starts(environment: Mapping[str, str] = os.environ) -> list[float]:
     """Unix times at which the launcher began, noticed that the ranks had ended, started them again, noticed, ...
 
-    Without a launcher: when this process began. A process's second run begins now.
+    Without a launcher: when this process began. For a later run of the same process: the present time.
     """
     if next(_runs):
         return [time.time()]

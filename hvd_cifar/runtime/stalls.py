@@ -104,9 +104,9 @@ def lost_ranks(text: str) -> list[Lost]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the ranks wait: `lost` ranks, or ranks that are `slow` but alive; neither: they go on, or nobody is known.
+    """Why the ranks wait: for `lost` ranks, or for ranks that are `slow` but alive. Where both are empty no rank is named.
 
-    A run with `ends` cannot go on, also where no rank is named.
+    `ends`: the run cannot go on, even where no rank is named.
     """
 
     lost: Sequence[Lost] = ()
@@ -128,7 +128,7 @@ def judge(statuses: Sequence[Status], absent: Mapping[int, tuple[str, str]], lim
             [Lost(r, h, behind.step, behind.phase, why) for r, (h, why) in sorted(absent.items())], ends=True
         )
     here = [s for s in statuses if s.position == behind.position]
-    # Ranks that have got further wait for these; among ranks at one place, those that wait in a collective do.
+    # Ranks that are further wait for these. Among these, ranks inside a collective wait for the others.
     working = [s for s in here if not s.waits]
     suspects = working or (here if len(here) < len(statuses) else [])
     if not suspects:

@@ -35,7 +35,7 @@ def export(settings: ExportSettings) -> None:
             a layer that TensorFlow alone cannot load.
     """
     if settings.to.exists() and (not settings.to.is_dir() or any(settings.to.iterdir())):
-        raise UserError(f"--to {settings.to}: is there already; give a folder that is empty or not there")
+        raise UserError(f"--to {settings.to}: exists; give an empty folder, or one that does not exist")
     trained = load(settings)
     try:
         model = usable(trained)

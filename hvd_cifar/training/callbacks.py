@@ -164,9 +164,10 @@ class Logger(Callback):
 
 
 class MovingStatistics:
-    """What each rank gathers for itself, batch norm's moving statistics above all; ranks average it before it is used.
+    """The variables that each rank gathers for itself, which ranks average before they are used.
 
-    PowerSGD's errors also: their mean is all that counts, and a checkpoint holds what is the same on all ranks.
+    These are batch norm's moving statistics and PowerSGD's errors. Of the errors only the mean counts, and a checkpoint
+    holds values that are the same on all ranks.
     """
 
     def __init__(self, variables: Sequence[keras.Variable], averaged_step: int) -> None:
@@ -175,7 +176,7 @@ class MovingStatistics:
         self.averaged_step = averaged_step
 
     def average(self, step: int) -> None:
-        """Make them the same on all ranks, once a step: an average may round. A collective."""
+        """Make them the same on all ranks; at most once a step, since an average may round. A collective."""
         if self.averaged_step != step:
             collectives.average_variables(self.variables)
             self.averaged_step = step

@@ -111,9 +111,9 @@ class Checkpoints:
         checkpoint_files.clear(folder)
 
     def save(self) -> Path:
-        """Write the present state; of this step and earlier ones the newest 5 are kept.
+        """Write the present state. Of the checkpoints of this step and earlier ones the newest 5 are kept.
 
-        Later ones are damaged: a run goes on from its newest whole one. They are removed.
+        Later ones are removed: they are damaged, since a run goes on from its newest whole checkpoint.
 
         Raises:
             Diverged: where a value is not finite: a step may spoil the weights although its own loss was fine.
@@ -169,7 +169,8 @@ class Checkpoints:
             names = ("seed", "global batch", "training examples")
             changed = [f"{n} was {a}, is {b}" for n, a, b in zip(names, found, expected, strict=True) if a != b]
             raise UserError(
-                f"the checkpoint {path} is of another run ({'; '.join(changed)}): give the same, or another --resume"
+                f"the checkpoint {path} is of another run ({'; '.join(changed)}): give the same settings, or another "
+                "--resume"
             )
 
 

@@ -15,11 +15,11 @@ from hvd_cifar.errors import RESUME
 from hvd_cifar.reporting import terminal
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-SECONDS_FOR_ROOT = 2.0  # that other ranks wait longer, so that rank 0 tells for all
+SECONDS_FOR_ROOT = 2.0  # other ranks wait this much longer, so that rank 0 speaks for all
 
 
 class StopRequests:
-    """In its block a signal requests that the run stops; `made` tells.
+    """In its block a signal asks the run to stop; `made` says whether one has come.
 
     Python runs the handler of a signal in the main thread, which a collective or a save may hold for long. So a thread
     learns of signals. Where the run still goes on after the grace period, or at a second SIGINT, it ends the process.
@@ -77,7 +77,7 @@ class StopRequests:
 
 @contextlib.contextmanager
 def resumable() -> Iterator[None]:
-    """For a process that only trains: outside of `StopRequests` a signal ends it with the code that asks to resume.
+    """For a process that only trains: outside of `StopRequests` a signal ends it with exit code `RESUME`.
 
     Before the first step and after the last one nothing is lost. After the block, while Python ends, signals are
     ignored: Python would take its handlers back, and a repeated signal would change the exit code.

@@ -55,7 +55,7 @@ class StepClock:
 
 
 LOSS_DECAY = 0.9  # per step, of the losses' moving averages: TensorFlow's CIFAR-10 tutorial
-SECONDS_BETWEEN_LOOKS = 1.0  # at results of steps: how late a request to stop is seen
+SECONDS_BETWEEN_LOOKS = 1.0  # when results of steps are fetched; a request to stop is seen that late
 # A damaged image or a bit that flips spoils a step or two. Where no step of this many changes anything, the weights or
 # the learning rate are at fault, and more steps would only use up the data.
 MOST_SKIPS_IN_A_ROW = 10

@@ -1,8 +1,8 @@
 """Layers that draw random numbers in training: dropout, noise, random flips.
 
-The start-up gives every rank rank 0's variables, and with them the state of its random generators. Ranks must not drop
-the same units of their examples, so each rank then changes the seeds. Rank 0 keeps its own, and its state is in the
-checkpoints: a resumed run goes on with the same numbers.
+At its start every rank gets rank 0's variables, the states of the random generators included. Ranks must not drop the
+same units of their examples, so each other rank then changes its seeds. Checkpoints hold rank 0's states: a resumed run
+goes on with the same numbers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def random_layers(model: keras.Model) -> list[Any]:
 
 
 def random_states(model: keras.Model) -> list[keras.Variable]:
-    """The states of a model's random generators, int64 [2] each: seed and count. Ranks have other seeds."""
+    """The states of a model's random generators, int64 [2] each: seed and count. Seeds differ from rank to rank."""
     return [generator.state for layer in random_layers(model) for generator in layer._seed_generators]
 
 
 def separate(model: keras.Model, rank: int) -> None:
-    """Change this rank's seeds, which are those of rank 0 so far."""
+    """Change this rank's seeds, which are rank 0's before; rank 0 keeps its own."""
     for state in random_states(model):
         seed, count = state.numpy().tolist()
         state.assign([seed ^ (int(sampler.key(rank)) >> 32) if rank else seed, count])

@@ -6,8 +6,8 @@ A snapshot is a checkpoint (`checkpoint_files`) in a folder `step-N`, which move
     snapshots/taken     validation ranks evaluate it; `result.json` in it is their `Evaluation`
     best                it has the highest accuracy so far
 
-Each move is one rename, so a reader finds a whole snapshot or none, and neither job waits for the other. The result of
-a snapshot that training has removed has no place to go. The hosts of both jobs share the disk of the run directory.
+Each move is one rename, so a reader finds a whole snapshot or none, and neither job waits for the other. Where
+training has removed a snapshot, its result is dropped. The hosts of both jobs share the disk of the run directory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state of an elastic job after each step, in the shared memory of every host, where ranks that are lost leave it.
+"""The state of an elastic job after each step, in the shared memory of every host, which outlives lost ranks.
 
 One rank of each host copies all of the state. Every rank copies what it gathers for itself, such as the moving
 statistics of batch norm. At its start a job takes the newest whole copy of all hosts.

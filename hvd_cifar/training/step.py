@@ -101,7 +101,7 @@ class Probes(NamedTuple):
 
 
 class TrainStep:
-    """The step of a run: adds to its micro-batches what follows from the step's number."""
+    """The step of a run. The number of examples, learning rate and image size follow from the step's number."""
 
     def __init__(self, make: Callable[[int], Callable[..., Any]], sizes: ImageSizes, schedule: Schedule, plan: Plan):
         """`make` builds the step for images of a side; see `make_train_step`."""
@@ -224,10 +224,10 @@ def values_of(variables: Sequence[Any]) -> list[Any]:
 
 
 class Guard:
-    """Takes a step back whose loss, or what it made of weights and optimizer, is not finite (--on-nan skip).
+    """Undoes a step whose loss, weights or optimizer values are not finite (--on-nan skip).
 
-    Ranks have the same loss, weights and optimizer, so they decide alike without a message. A loss scale that meets an
-    overflow leaves weights and loss finite: that it halves itself is no skipped step.
+    Ranks have the same loss, weights and optimizer, so they decide alike without a message. An overflow under a loss
+    scale leaves weights and loss finite: the scale is halved, and this counts as no skipped step.
     """
 
     def __init__(self, model: keras.Model, optimizer: Any, averages: Sequence[Any]) -> None:

@@ -551,7 +551,7 @@ GPUS = tuple(
 @pytest.mark.parametrize(
     ("changed", "level", "host", "text"),
     [
-        ({}, "ok", "", "2 training steps are the CPU's; the most that one differs is 0.01, fast in float32"),
+        ({}, "ok", "", "2 training steps match the CPU's; the largest difference is 0.01, fast in float32"),
         (
             {"first_steps": (STEPS[0].model_copy(update={"difference": 0.5}), STEPS[1])},
             "failure",

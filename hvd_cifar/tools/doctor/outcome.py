@@ -60,7 +60,7 @@ def first_steps(subject: Subject) -> Iterator[Finding]:
         yield Finding(check="first steps", level="failure", host=done.hosts[step.rank], text=text, remedy=remedy)
     if not wrong:
         worst = max(done.first_steps, key=lambda step: step.difference / TOLERANCES[step.precision])
-        text = f"{len(done.first_steps)} training steps are the CPU's; the most that one differs is "
+        text = f"{len(done.first_steps)} training steps match the CPU's; the largest difference is "
         text += f"{worst.difference:.2g}, {worst.preset} in {worst.precision}"
         yield Finding(check="first steps", level="ok", text=text)
     sharing = [(host, gpu.uuid) for host, gpu in zip(done.hosts, done.gpus, strict=True) if gpu.uuid]
