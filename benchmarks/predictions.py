@@ -3,8 +3,8 @@
     python -m benchmarks.predictions --data-dir D --model resnet20 --link 100mbit                  # as root
     python -m benchmarks.predictions --emulate-compute 50ms --hosts 2,4,8 --per-host 2 --link 100mbit
 
-`benchmark predict` predicts from a step on the fewest hosts without a limit, and from all-reduces on the two
-smallest numbers of hosts over the limited link. The prediction is printed before the steps over the link are measured. With
+`benchmark predict` predicts from a step on the fewest hosts without a limit, and from all-reduces on the two smallest
+numbers of hosts over the limited link. The prediction is printed before the steps over the link are measured. With
 --emulate-compute a rank sleeps instead of computing, so that ranks may outnumber cores. The table then also has the
 bytes that a host's network card sends in a step, beside the least possible, 2 (H - 1) / H of the gradients.
 """

@@ -2,9 +2,9 @@
 
     python -m benchmarks.recovery --data-dir D --faults 20
 
-Faults: SIGKILL of a rank, of all ranks, and of their starter (mpirun); SIGSTOP of a rank; fewer slots, more slots. Each comes
-at a random moment after the job has made a step, also while ranks are started again. With --virtual-shards the weights
-at the end must be those of a job without faults, to the bit. The host is this machine; its slots come from a
+Faults: SIGKILL of a rank, of all ranks, and of their starter (mpirun); SIGSTOP of a rank; fewer slots, more slots. Each
+comes at a random moment after the job has made a step, also while ranks are started again. With --virtual-shards the
+weights at the end must be those of a job without faults, to the bit. The host is this machine; its slots come from a
 discovery script.
 """
 

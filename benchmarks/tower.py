@@ -4,9 +4,9 @@
 
 One process and one graph: the variables are shared; every tower is a copy of the net on a device of its own with its
 part of the batch, and computes its own loss (mean cross-entropy of its part, plus the whole weight decay) and its
-gradients; these are averaged and applied once. All of it is as in cifar10_multi_gpu_train.py of TensorFlow's tutorial, its
-ExponentialMovingAverage included. Nothing here comes from this project's step or distributed rooms. Towers are GPUs where there
-are enough, else CPU devices of this process, as many as asked for.
+gradients; these are averaged and applied once. All of it is as in cifar10_multi_gpu_train.py of TensorFlow's tutorial,
+its ExponentialMovingAverage included. Nothing here comes from this project's step or distributed rooms. Towers are GPUs
+where there are enough, else CPU devices of this process, as many as asked for.
 
 The parts are those that ranks would get, so towers of equal parts end with the weights of as many ranks. Where the
 towers do not divide the batch, the tutorial's average of means gives examples of smaller parts more weight; ranks do

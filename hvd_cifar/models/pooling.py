@@ -16,11 +16,11 @@ class SteadyMaxPooling2D(keras.layers.Layer):
 
     Rounding decides which of nearly equal pixels is the largest, and so where the gradient goes. Rounding depends on
     the batch, and so on the number of ranks. Within 12 steps of float64, 2 ranks of `fast` differ from one rank by
-    9e-10 of a loss with Keras's pooling, and by 1e-14 with this layer. The pixels of a window, in reading order, are lowered by 0, 1, 2, ... times
-    `TIE` before they are compared. The maximum is that of the lowered values.
+    9e-10 of a loss with Keras's pooling, and by 1e-14 with this layer. The pixels of a window, in reading order, are
+    lowered by 0, 1, 2, ... times `TIE` before they are compared. The maximum is that of the lowered values.
 
-    Half types have no bits for this, so they take TensorFlow's pooling, as do images of unknown size. On a CPU XLA compiles one
-    pass forward and one backward, about as fast as TensorFlow's kernel.
+    Half types have no bits for this, so they take TensorFlow's pooling, as do images of unknown size. On a CPU XLA
+    compiles one pass forward and one backward, about as fast as TensorFlow's kernel.
 
     Args:
         size: the window's side in pixels; None: the whole image. Incomplete windows at the image's end are dropped.

@@ -104,7 +104,7 @@ def lost_ranks(text: str) -> list[Lost]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the ranks wait: for `lost` ranks, or for ranks that are `slow` but alive. Where both are empty no rank is named.
+    """Why the ranks wait: for `lost` ranks, or for ranks that are `slow` but alive. Both empty: no rank is named.
 
     `ends`: the run cannot go on, even where no rank is named.
     """

@@ -1,8 +1,8 @@
 """Layers that draw random numbers in training: dropout, noise, random flips.
 
 At its start every rank gets rank 0's variables, the states of the random generators included. Ranks must not drop the
-same units of their examples, so each other rank then changes its seeds. Checkpoints hold rank 0's states: a resumed run
-goes on with the same numbers.
+same units of their examples, so all ranks but rank 0 change their seeds. Checkpoints hold rank 0's states: a resumed
+run goes on with the same numbers.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class Result(NamedTuple):
 class Verifier:
     """Every N steps the share of one rank, each in turn, is computed again on the next rank, and compared bit for bit.
 
-    Two results cannot tell which of them is wrong. Where they differ, both ranks compute again, and so does a third rank
-    if there is one. The result of more than half of these computations is taken as right.
+    Two results cannot tell which of them is wrong. Where they differ, both ranks compute again, and so does a third
+    rank if there is one. The result of more than half of these computations is taken as right.
     """
 
     def __init__(self, world: World, state: Sequence[keras.Variable], every: int, reporter: Reporter) -> None:
