@@ -234,7 +234,7 @@ def test_one_line_for_what_cannot_be_used(used: tuple[Path, dict[str, Any]], tmp
     for words, told in (
         (["export", tmp_path, "--to", "x"], "there is no run"),
         (["-np", 2, "predict", run, "x.png"], "predict runs in one process"),
-        (["export", run, "--to", "full"], "full: is there already"),
+        (["export", run, "--to", "full"], "full: exists; give an empty folder"),
         (["export", run, "--to", "x"], f"train --config {run}/config.json --run-dir {run}"),
     ):
         done = _launch(*words, cwd=tmp_path)
