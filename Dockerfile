@@ -25,7 +25,7 @@ RUN ./run.sh setup ${GPU:+--gpu} && deploy/slim.sh .venv \
     && .venv/bin/python hvd_cifar/runtime/check_build.py ${GPU:+--gpu}
 
 FROM ${BASE}
-# Ubuntu has a user with our number already. An image's own host keys would be everybody's.
+# Ubuntu already has a user 1000. Host keys in an image would be the same for everybody.
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends \
         openssh-client openssh-server procps python3 tini \
@@ -46,6 +46,6 @@ USER hvd
 WORKDIR /home/hvd
 EXPOSE 2222
 HEALTHCHECK --interval=30s --timeout=20s --start-period=10s --retries=3 CMD ["/opt/hvd_cifar/deploy/healthcheck.sh"]
-# tini passes signals on and buries the dead, as Python and a shell do not; -s: also where it is not the first process.
+# tini passes signals on and reaps ended processes, as Python and a shell do not; -s: also where it is not process 1.
 ENTRYPOINT ["/usr/bin/tini", "-s", "--", "/opt/hvd_cifar/deploy/entry.sh"]
 CMD ["train"]

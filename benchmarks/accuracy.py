@@ -31,7 +31,7 @@ from hvd_cifar.errors import UserError
 @click.option("--model", default="fast", show_default=True)
 @click.option("--ranks", multiple=True, default=(2,), show_default=True, type=click.IntRange(1))
 @click.option("--seeds", default=5, show_default=True, type=click.IntRange(1))
-@click.option("--name", default="", help="Of the variation, where options are given.")
+@click.option("--name", default="", help="Name of the variation, where options are given.")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @setting.one_line_for_users()
 def main(

@@ -32,7 +32,7 @@ QUIET = ("--log-every", 1, "--eval-every", 0, "--eval-examples", 1, "--checkpoin
 
 
 @click.group(context_settings={"show_default": True})
-@click.option("--keep", type=Path, help="Folder for the runs; without it they are thrown away.")
+@click.option("--keep", type=Path, help="Folder for the runs; without it they are removed.")
 @click.pass_context
 def main(context: click.Context, keep: Path | None) -> None:
     """Print the tables of docs/exactness.md."""
@@ -58,7 +58,7 @@ def _common(function: Any) -> Any:
 @click.option("--precision", multiple=True, default=("float64", "float32"))
 @click.option("--ranks", multiple=True, type=int, default=(2, 3, 4, 5))
 @click.option("--towers", multiple=True, type=int, default=(2, 4))
-@click.option("--learning-rate", help="Other than the recipe's.")
+@click.option("--learning-rate", help="Learning rate. [default: the recipe's]")
 @click.pass_obj
 @setting.one_line_for_users()
 def ranks(

@@ -26,12 +26,12 @@ WAYS = ("step", "fed")
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
-@click.option("--data-dir", type=Path, required=True, help="With CIFAR-10, binary layout.")
+@click.option("--data-dir", type=Path, required=True, help="Folder with CIFAR-10 in its binary layout.")
 @click.option("--model", default="tutorial")
 @click.option("--precision", default="float32")
-@click.option("--batch-size", type=click.IntRange(1), default=128, help="Of a rank.")
+@click.option("--batch-size", type=click.IntRange(1), default=128, help="Examples of a rank.")
 @click.option("--ranks", type=click.IntRange(1), default=2)
-@click.option("--steps", type=click.IntRange(1), default=10, help="In each half of a pair.")
+@click.option("--steps", type=click.IntRange(1), default=10, help="Steps in each half of a pair.")
 @click.option("--pairs", type=click.IntRange(2), default=40)
 @setting.one_line_for_users()
 def main(data_dir: Path, model: str, precision: str, batch_size: int, ranks: int, steps: int, pairs: int) -> None:

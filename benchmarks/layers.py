@@ -45,7 +45,7 @@ class Case(NamedTuple):
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
 @click.option("--repeats", type=click.IntRange(3), default=15)
 @click.option("--precision", type=click.Choice(["float32", "bfloat16"]), default="float32")
-@click.option("--only", default="", help="Rows whose name holds this.")
+@click.option("--only", default="", help="Only rows whose name contains this.")
 @setting.one_line_for_users()
 def main(repeats: int, precision: str, only: str) -> None:
     """Measure, then print a table in Markdown."""

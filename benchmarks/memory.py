@@ -37,7 +37,7 @@ class Memory(NamedTuple):
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
 @click.option("--data-dir", type=Path, required=True)
 @click.option("--ranks", type=click.IntRange(1), default=2)
-@click.option("--every", type=click.IntRange(1), default=39, help="Steps between looks.")
+@click.option("--every", type=click.IntRange(1), default=39, help="Steps between two readings.")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @setting.one_line_for_users()
 def main(data_dir: Path, ranks: int, every: int, options: tuple[str, ...]) -> None:

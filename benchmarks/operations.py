@@ -37,12 +37,12 @@ class Row(NamedTuple):
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
-@click.option("--data-dir", type=Path, required=True, help="With CIFAR-10, binary layout.")
+@click.option("--data-dir", type=Path, required=True, help="Folder with CIFAR-10 in its binary layout.")
 @click.option("--model", default="resnet20")
 @click.option("--precision", default="float32")
 @click.option("--batch-size", type=click.IntRange(1), default=128)
 @click.option("--steps", type=click.IntRange(1), default=5)
-@click.option("--least", type=click.FloatRange(0), default=0.005, help="Of the step, for a row of its own.")
+@click.option("--least", type=click.FloatRange(0), default=0.005, help="Least share of the step for a row of its own.")
 @setting.one_line_for_users()
 def main(data_dir: Path, model: str, precision: str, batch_size: int, steps: int, least: float) -> None:
     """Profile, then print a table in Markdown."""

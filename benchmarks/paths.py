@@ -29,12 +29,12 @@ Switch = Callable[[ExitStack], None]  # leaves a path out until the stack closes
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
-@click.option("--data-dir", type=Path, required=True, help="With CIFAR-10, binary layout.")
+@click.option("--data-dir", type=Path, required=True, help="Folder with CIFAR-10 in its binary layout.")
 @click.option("--model", default="fast")
 @click.option("--precision", default="float32")
 @click.option("--batch-size", type=click.IntRange(1), default=128)
 @click.option("--pairs", type=click.IntRange(3), default=15)
-@click.option("--only", default="", help="Paths whose name holds this.")
+@click.option("--only", default="", help="Only paths whose name contains this.")
 @setting.one_line_for_users()
 def main(data_dir: Path, model: str, precision: str, batch_size: int, pairs: int, only: str) -> None:
     """Measure, then print a table in Markdown."""

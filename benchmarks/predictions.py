@@ -89,11 +89,13 @@ def table(rows: Sequence[Row]) -> str:
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
-@click.option("--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="With CIFAR-10, binary layout.")
+@click.option(
+    "--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="Folder with CIFAR-10 in its binary layout."
+)
 @click.option("--model", default="resnet20")
 @click.option("--precision", default="mixed_bfloat16")
 @click.option("--compression", default="none")
-@click.option("--batch-size", type=click.IntRange(1), default=128, help="Of a rank.")
+@click.option("--batch-size", type=click.IntRange(1), default=128, help="Examples of a rank.")
 @click.option("--emulate-compute", help="Sleep of each step, such as 50ms, instead of its computation.")
 @click.option("--link", default="100mbit")
 @click.option("--hosts", default="2", help="Numbers of hosts to predict for and to measure, such as 2,4,8.")

@@ -50,10 +50,10 @@ class Run:
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
-@click.option("--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="With the embedded set.")
+@click.option("--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="Folder of the embedded set.")
 @click.option("--model", default="tutorial")
-@click.option("--batch-size", type=click.IntRange(1), help="Of a rank.")
-@click.option("--steps", type=click.IntRange(1), default=10, help="Of a block.")
+@click.option("--batch-size", type=click.IntRange(1), help="Examples of a rank.")
+@click.option("--steps", type=click.IntRange(1), default=10, help="Steps of a block.")
 @click.option("--repeats", type=click.IntRange(2), default=6)
 @click.option("--json", "json_file", type=Path, help="File to write the seconds to.")
 def main(data_dir: Path, model: str, batch_size: int | None, steps: int, repeats: int, json_file: Path | None) -> None:

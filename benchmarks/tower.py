@@ -133,7 +133,7 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--towers", default=1, show_default=True, type=click.IntRange(1), help="Copies of the net.")
 @click.option("--nudge", is_flag=True, help="Move one initial weight by its last bit.")
-@click.option("--model", default="tutorial", help="As of train; so are the options below.")
+@click.option("--model", default="tutorial", help="As in train, like the options below.")
 @click.option("--dataset")
 @click.option("--data-dir")
 @click.option("--global-batch-size")

@@ -46,11 +46,11 @@ class Windows(Callback):
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
-@click.option("--data-dir", type=Path, required=True, help="With CIFAR-10, binary layout.")
+@click.option("--data-dir", type=Path, required=True, help="Folder with CIFAR-10 in its binary layout.")
 @click.option("--model", default="tutorial")
 @click.option("--precision", default="float32")
 @click.option("--batch-size", type=click.IntRange(1), default=128)
-@click.option("--steps", type=click.IntRange(10), default=100, help="In each window.")
+@click.option("--steps", type=click.IntRange(10), default=100, help="Steps in each window.")
 @click.option("--pairs", type=click.IntRange(2), default=20)
 @setting.one_line_for_users()
 def main(data_dir: Path, model: str, precision: str, batch_size: int, steps: int, pairs: int) -> None:

@@ -63,10 +63,11 @@ def evaluate(
         **settings: every option of `evaluate` by its name.
 
     Returns:
-        Accuracy, loss and what they are of, as --output writes them; the same on every rank.
+        The result that --output writes: accuracy and loss, with data set, net, checkpoint and step; the same on every
+        rank.
 
     Raises:
-        UserError: where there is no such run or checkpoint, or its data set is not to be had.
+        UserError: where there is no such run or checkpoint, or its data set cannot be found or made.
     """
     given, named = _of_user(model, dataset, ())
     if not isinstance(model, str):

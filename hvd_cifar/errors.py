@@ -11,7 +11,7 @@ OUT_OF_SYNC = "ranks are out of sync"  # in the line of a run whose ranks have d
 
 
 class UserError(Exception):
-    """Something that the user can put right.
+    """An error that the user can correct.
 
     The message is one line that says what is wrong, where, and what to do. The command line prints it once,
     without a traceback, and ends with exit code 2. Any other exception is an error of the program and keeps
@@ -27,7 +27,7 @@ class Preempted(SystemExit):
 
 
 class TrainingError(Exception):
-    """A run that cannot go on as a right one: the loss is not finite, ranks disagree, a rank is lost.
+    """A run that cannot go on correctly: the loss is not finite, ranks disagree, a rank is lost.
 
     The message is one line. The command line prints it once, without a traceback, and ends with exit code 1.
     """

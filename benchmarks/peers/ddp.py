@@ -114,13 +114,15 @@ def main() -> None:
     parser.add_argument("--store", help="File in which ranks find each other; it must not exist. Without: torchrun's.")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--model", choices=tuple(PARAMETERS), default="resnet20")
-    parser.add_argument("--batch-size", type=int, default=128, help="Of a rank.")
+    parser.add_argument("--batch-size", type=int, default=128, help="Examples of a rank.")
     parser.add_argument("--precision", choices=("float32", "mixed_bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--max-steps", type=int)
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--snapshot-every", type=int, help="Steps; also records examples, and the weights at the end.")
+    parser.add_argument(
+        "--snapshot-every", type=int, help="Steps between snapshots; also records examples, and the weights at the end."
+    )
     parser.add_argument("--defaults", action="store_true", help="DDP, SGD and the allocator as they are by default.")
     given = parser.parse_args()
     if not given.defaults:

@@ -38,7 +38,7 @@ from hvd_cifar.training.step import cross_entropy
 @click.option("--global-batch-size", default=128)
 @click.option("--precision", default="float32")
 @click.option("--threads", default=1)
-@click.option("--commit-every", default=10, help="Steps.")
+@click.option("--commit-every", default=10, help="Steps between commits.")
 @click.option("--max-steps", type=int, required=True)
 @click.option("--run-dir", type=Path, required=True)
 def main(

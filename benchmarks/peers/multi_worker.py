@@ -48,7 +48,7 @@ def be_patient(workers: list[str]) -> None:
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
 @click.option("--data-dir", type=Path, required=True)
 @click.option("--model", default="resnet20")
-@click.option("--batch-size", default=128, help="Of a worker.")
+@click.option("--batch-size", default=128, help="Examples of a worker.")
 @click.option("--precision", default="float32")
 @click.option("--threads", default=1)
 @click.option("--log-every", default=10)

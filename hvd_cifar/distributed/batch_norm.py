@@ -105,7 +105,7 @@ class SyncBatchNormalization(_Synchronized, keras.layers.BatchNormalization):
     Every rank must call the layer equally often: with `training`, it is a collective.
 
     Arguments, weights and saved form are those of `keras.layers.BatchNormalization`; some defaults differ. The moving
-    variance is that of unbiased variances, as in TensorFlow's fused kernel, which evaluates [b, h, w, c].
+    variance averages unbiased variances, as in TensorFlow's fused kernel. That kernel evaluates inputs [b, h, w, c].
     """
 
     _unbiased = True

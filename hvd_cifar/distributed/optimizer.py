@@ -173,11 +173,12 @@ def DistributedOptimizer(
 ) -> OptimizerT:
     """Make a Keras 3 optimizer reduce its gradients over all ranks before it applies them.
 
-    The arguments are those of Horovod's `DistributedOptimizer`, whose users change one import, and `fixed_order`.
+    The arguments are those of Horovod's `DistributedOptimizer`, so its users change one import. `fixed_order` and
+    `bucket_bytes` are this project's own.
 
     The optimizer itself is changed and returned. Its class becomes a subclass of the same name, which overrides
     `apply`. All its state stays: slots, exclusions from weight decay, schedules, moving averages, names. It saves,
-    loads and checkpoints as before; `keras.models.load_model` returns a plain optimizer, which is to be wrapped again.
+    loads and checkpoints as before; `keras.models.load_model` returns a plain optimizer: wrap it again.
 
     It works through `apply` and `apply_gradients`, eagerly, in a `tf.function` and in `model.fit`, and inside a
     `keras.optimizers.LossScaleOptimizer`: ranks then skip a step together when the gradients of any of them are not

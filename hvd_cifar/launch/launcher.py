@@ -120,7 +120,7 @@ def _with_run_dir(request: Request, settings: Any) -> Request:
         raise UserError(f"{option} goes with train: no other command can be resumed")
     run_dir = settings.run_dir or config.unused_run_dir(settings.model)
     of_run_dir = () if settings.run_dir else ("--run-dir", str(run_dir))
-    # A restart goes on with the run that --resume never has begun.
+    # A restart resumes the run that its first start began under --resume never.
     of_restarts = ("--resume", "auto") if settings.resume == "never" else ()
     return replace(request, command=request.command + of_run_dir, of_restarts=of_restarts, run_dir=run_dir)
 

@@ -103,10 +103,10 @@ def start(ready: Ready, job: Job) -> int:
 
 
 def first_cause(codes: list[tuple[int, int]], stops: bool) -> tuple[int, int]:
-    """The rank and the exit code that speak for a job over Gloo, of `without_tags`.
+    """The rank and the exit code that tell why a job over Gloo ended; `codes`: of `without_tags`.
 
-    horovodrun's own code is 1 for every failure, and so is that of a rank which lost another and may end before it.
-    horovodrun ends the rest with SIGTERM. A rank that stopped as asked speaks for all.
+    Three codes do not tell: horovodrun's own code is 1 for every failure; a rank that lost another one ends with 1,
+    perhaps before that one; horovodrun ends the rest with SIGTERM. A rank that stopped as asked speaks for all.
     """
     asked = (found for found in codes if stops and found[1] == RESUME)
     causes = (found for found in codes if found[1] != 1 and signal_of(found[1]) != signal.SIGTERM)

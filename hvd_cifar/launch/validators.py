@@ -60,7 +60,7 @@ def _without(hosts: Sequence[Host], taken: Sequence[Host]) -> tuple[Host, ...]:
 
 
 def neighbours(validators: Sequence[Host], host: str) -> dict[str, str]:
-    """The variable that tells ranks which train how many validation ranks are on the `host` of the last of them."""
+    """The variable that tells training ranks how many validation ranks share the `host` of the last training rank."""
     after = next((one.slots for one in validators if one.name == host), 0)
     return {BESIDE: str(Beside(0, after))} if validators else {}
 

@@ -62,12 +62,12 @@ _REMEDY = "is not Keras's own, so TensorFlow alone cannot load it: give its laye
 
 
 def as_keras(kind: Any, layer: Any, inputs: Any, weights: list[Any] | None = None) -> Any:
-    """What a layer makes of symbolic inputs in evaluation, by a layer of a class of Keras.
+    """The outputs of a layer in evaluation, for symbolic inputs, by a layer of Keras's own.
 
     Args:
-        kind: the class. It takes the settings in the layer's `get_config()`.
-        layer: it computes the same.
-        weights: arrays. None: those of the layer.
+        kind: the class of Keras's layer, which takes the settings in the layer's `get_config()`.
+        layer: the layer, which computes the same as `kind`.
+        weights: arrays for Keras's layer; None: the layer's weights.
     """
     twin = _twin(kind, layer)
     outputs = twin(inputs)

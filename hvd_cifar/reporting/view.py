@@ -38,7 +38,7 @@ class View:
 
     def add(self, event: Event) -> None:
         """Show the values of an event."""
-        if not isinstance(event, Evaluated | Validated):  # which may come when the run is further on
+        if not isinstance(event, Evaluated | Validated):  # these may come after later steps
             self.step = event.step
         if isinstance(event, Train):
             self._train = event

@@ -38,9 +38,9 @@ class Unreachable(Exception):
 
 
 def listen(host: str, secret: Callable[[], str], answer: Callable[[dict[str, Any]], dict[str, Any]]) -> Address:
-    """Answer questions on a port of this address, in threads that end with the process; the port.
+    """Answer questions on a port of this address, in threads that end with the process; return the port.
 
-    `secret` is asked at each question.
+    `secret` is called at each question.
     """
     server = socket.create_server((host, 0))
 

@@ -19,9 +19,9 @@ class Links:
         self._before: dict[str, tuple[int, int]] = {}
 
     def take(self) -> dict[str, float]:
-        """Bytes/s while data was under way, since the last call, by address; without those that sent next to nothing.
+        """Bytes/s since the last call, by address, over the time in which data was under way.
 
-        Time in which the other side takes nothing is left out.
+        Left out are connections that sent next to nothing, and time in which the other side takes nothing.
         """
         now, rates = _counters(), {}
         for address, (sent, busy) in now.items():

@@ -36,8 +36,8 @@ TICK = 0.5  # s between looks
 GAP = 3.0  # s between two looks: this process did not run, and perhaps no rank did (a laptop that sleeps)
 BETWEEN_LOOKS = 3.0  # s, while no progress is made
 TRIES = 5  # to reach another rank at the start
-LEAD = 0.2  # s that each rank leaves to the one before it, and a tick to rank 0, so that one asks for all
-DEFERENCE = 8.0  # s that a rank leaves it to the one that has asked it: longer than two looks
+LEAD = 0.2  # s: each rank asks this much later than the one before it, and a tick later than rank 0; one asks for all
+DEFERENCE = 8.0  # s in which a rank that was asked does not ask by itself: longer than two looks
 STAND_BY = 1.0  # s from the end of the ranks that answer to the end of those that do not
 GLOO_SECONDS = 86_400  # Gloo's own time-out, 30 s by default, would blame a rank that waits
 THREAD_NAME = b"hvd watch"  # which other processes can read
@@ -122,7 +122,7 @@ class Watch:
         return self._peers[self.rank].address[0] if self._peers else ""
 
     def listen(self, rank: int, one_host: bool) -> tuple[Peer, str]:
-        """Answer other ranks from now on. Where; and a secret, of which rank 0's is the job's: give it to `trust`."""
+        """Answer other ranks from here on; the place, and a secret. Rank 0's secret is the job's, for all ranks' `trust`."""
         self.rank = rank
         Watch._of_communication |= set(_threads()) - self._before
         if self.is_on:

@@ -45,7 +45,7 @@ class Evaluation:
 
     @property
     def values(self) -> dict[str, float]:
-        """What is reported of it, by name."""
+        """The reported values, by name."""
         return {"accuracy": self.accuracy, "loss": self.loss, "examples": self.examples}
 
 

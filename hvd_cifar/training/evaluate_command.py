@@ -55,7 +55,7 @@ def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dic
     """Evaluate a run's checkpoint on all ranks of this job; rank 0 prints and writes --output, and confusion.json.
 
     Raises:
-        UserError: where there is no such run or checkpoint, or its data set is not to be had.
+        UserError: where there is no such run or checkpoint, or its data set cannot be found or made.
         TrainingError: where the loss is not finite.
     """
     with session() as world:

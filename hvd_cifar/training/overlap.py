@@ -143,7 +143,7 @@ def _measure_link(reduction: Reduction, most: int, computes_here: bool) -> Link:
     Args:
         most: bytes of all gradients, as they are sent.
         computes_here: whether this rank computes on the core that works for all-reduces. Where hosts differ, the
-            ranks that do count for all: a link that differed between ranks would give them different buckets.
+            measurement of the ranks that do so counts for all: every rank must choose the same buckets.
     """
     signature = [tf.TensorSpec([None], tf.float32)]
     reduce = tf.function(lambda x: reduce_gradients([x], reduction)[0], input_signature=signature, autograph=False)

@@ -49,7 +49,7 @@ def slow_ranks(ranks: Sequence[Seen]) -> dict[int, str]:
     rates = {(r, other): rate for r, seen in enumerate(ranks) for other, rate in seen.links.items()}
     slow = {ends: rate for ends, rate in rates.items() if rate <= SLOWER_LINK * max(rates.values())} or rates
     addresses = {seen.address: rank for rank, seen in reversed(list(enumerate(ranks)))}
-    # A link has two ends; the host at most of the slow ones is slow. Of one link alone both ends are suspects.
+    # A link has two ends; the host with the most slow links is slow. With one slow link both ends are suspects.
     ends = [{ranks[r].host, ranks[addresses[other]].host} for r, other in slow if other in addresses]
     counts = {host: sum(host in pair for pair in ends) for pair in ends for host in pair}
     hosts = {host for host, count in counts.items() if count == max(counts.values())}

@@ -74,7 +74,7 @@ class Summaries(Callback):
             self.reporter.show(run.step, [board.scalars(raw | average._asdict())])
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Show what the net takes for what."""
+        """Show which classes the net confuses."""
         if evaluation.confusion is not None and self.dataset.classes <= MOST_CLASSES:
             matrix = evaluation.confusion.matrix.tolist()
             self.reporter.show(run.step, board.confusion(matrix, self.dataset.class_names))

@@ -44,7 +44,7 @@ class Trainer:
         batches: Callable[[int], Iterator[list[MicroBatch]]],
         reporter: Reporter,
     ) -> None:
-        """`progress` is the state behind `run`; `batches` gives this rank's micro-batches of the steps after one."""
+        """`progress`: the state behind `run`. `batches`: step -> this rank's micro-batches of the steps after it."""
         self.run = run
         self.progress = progress
         self.step = step
