@@ -29,7 +29,7 @@ Switch = Callable[[ExitStack], None]  # leaves a path out until the stack closes
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
-@click.option("--data-dir", type=Path, required=True, help="Folder with CIFAR-10 in its binary layout.")
+@click.option("--data-dir", type=Path, required=True, help="Folder with binary CIFAR-10.")
 @click.option("--model", default="fast")
 @click.option("--precision", default="float32")
 @click.option("--batch-size", type=click.IntRange(1), default=128)

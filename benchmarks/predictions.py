@@ -89,9 +89,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
-@click.option(
-    "--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="Folder with CIFAR-10 in its binary layout."
-)
+@click.option("--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="Folder with binary CIFAR-10.")
 @click.option("--model", default="resnet20")
 @click.option("--precision", default="mixed_bfloat16")
 @click.option("--compression", default="none")

@@ -90,11 +90,9 @@ def seconds_since_launch() -> float:
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
-@click.option("--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="Folder of the embedded set.")
+@click.option("--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="Embedded set: folder.")
 @click.option("--model", default="tutorial")
-@click.option(
-    "--batch-size", type=click.IntRange(1), default=1, help="Examples of a rank: few, as only the rest counts."
-)
+@click.option("--batch-size", type=click.IntRange(1), default=1, help="Of a rank: few, as only the rest counts.")
 @click.option("--json", "json_file", type=Path, help="File to write the phases to.")
 def main(data_dir: Path, model: str, batch_size: int, json_file: Path | None) -> None:
     """Start as `train` does, up to the end of the first step, and print the phases."""

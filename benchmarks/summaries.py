@@ -50,7 +50,7 @@ class Run:
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
-@click.option("--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="Folder of the embedded set.")
+@click.option("--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="Embedded set: folder.")
 @click.option("--model", default="tutorial")
 @click.option("--batch-size", type=click.IntRange(1), help="Examples of a rank.")
 @click.option("--steps", type=click.IntRange(1), default=10, help="Steps of a block.")

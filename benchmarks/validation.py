@@ -46,7 +46,7 @@ class Windows(Callback):
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
-@click.option("--data-dir", type=Path, required=True, help="Folder with CIFAR-10 in its binary layout.")
+@click.option("--data-dir", type=Path, required=True, help="Folder with binary CIFAR-10.")
 @click.option("--model", default="tutorial")
 @click.option("--precision", default="float32")
 @click.option("--batch-size", type=click.IntRange(1), default=128)

@@ -41,18 +41,12 @@ LOG_EVERY = {"resnet20": 5, "resnet32": 3, "resnet56": 2, "tutorial": 10, "fast"
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
-@click.option(
-    "--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="Folder with CIFAR-10 in its binary layout."
-)
+@click.option("--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="Folder with binary CIFAR-10.")
 @click.option("--model", type=click.Choice(list(LOG_EVERY)), default="resnet20")
 @click.option("--precision", type=click.Choice(["float32", "mixed_bfloat16"]), help=BY_MODEL)
 @click.option("--ranks", type=click.IntRange(1), default=2)
-@click.option(
-    "--batch-size", type=click.IntRange(1), default=128, help="Examples of a rank; fast has 1,024 over all ranks."
-)
-@click.option(
-    "--hosts", type=click.IntRange(1), default=1, help="Hosts of the ranks; more than one: namespaces, as root."
-)
+@click.option("--batch-size", type=click.IntRange(1), default=128, help="Of a rank; fast: 1,024 over all ranks.")
+@click.option("--hosts", type=click.IntRange(1), default=1, help="More than one: namespaces of this machine, as root.")
 @click.option(
     "--link",
     "links",
@@ -62,12 +56,8 @@ LOG_EVERY = {"resnet20": 5, "resnet32": 3, "resnet56": 2, "tutorial": 10, "fast"
 @click.option("--repeats", type=click.IntRange(1), default=7)
 @click.option("--seconds", type=click.FloatRange(1), default=8.0, help="Seconds of a side's turn.")
 @click.option("--only", multiple=True, type=click.Choice(list(sides.SIDES)), help="Only these sides.")
-@click.option(
-    "--base", type=click.Choice(list(sides.SIDES)), help="Side that ratios are to. [default: the PyTorch side]"
-)
-@click.option(
-    "--environment", "peers", type=Path, default=Path("~/.cache/hvd_cifar/peers"), help="Environment with PyTorch."
-)
+@click.option("--base", type=click.Choice(list(sides.SIDES)), help="Reference of ratios. [default: the PyTorch side]")
+@click.option("--environment", "peers", type=Path, default=Path("~/.cache/hvd_cifar/peers"), help="For PyTorch.")
 @click.option("--seed", type=int, default=0, help="Seed of the order of turns.")
 @click.option("--keep", type=Path, help="Folder for the sides' output; without it it is removed.")
 @click.option("--output", type=Path, help="JSON file for every single rate.")

@@ -120,9 +120,7 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int)
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument(
-        "--snapshot-every", type=int, help="Steps between snapshots; also records examples, and the weights at the end."
-    )
+    parser.add_argument("--snapshot-every", type=int, help="Between snapshots; also records examples and last weights.")
     parser.add_argument("--defaults", action="store_true", help="DDP, SGD and the allocator as they are by default.")
     given = parser.parse_args()
     if not given.defaults:

@@ -336,9 +336,7 @@ def row(name: str, alone: Course, courses: Sequence[Course]) -> list[str]:
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
-@click.option(
-    "--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="Folder with CIFAR-10 in its binary layout."
-)
+@click.option("--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="Folder with binary CIFAR-10.")
 @click.option("--ranks", type=click.IntRange(2, len(NAMES)), default=2)
 @click.option("--batch", type=click.IntRange(1), default=128, help="Global batch size, a multiple of --ranks.")
 @click.option("--epochs", type=click.IntRange(1), default=1)
@@ -346,10 +344,8 @@ def row(name: str, alone: Course, courses: Sequence[Course]) -> list[str]:
 @click.option("--rounds", type=click.IntRange(1), default=2, help="Runs of each side with faults.")
 @click.option("--every", type=click.IntRange(1), default=10, help="Steps between snapshots, or commits.")
 @click.option("--only", multiple=True, type=click.Choice(list(SIDES)), help="Only these sides.")
-@click.option(
-    "--environment", "peers", type=Path, default=Path("~/.cache/hvd_cifar/peers"), help="Environment with PyTorch."
-)
-@click.option("--seed", type=int, help="Seed of faults, moments and the order of sides.")
+@click.option("--environment", "peers", type=Path, default=Path("~/.cache/hvd_cifar/peers"), help="For PyTorch.")
+@click.option("--seed", type=int, help="Of faults, moments and order of sides.")
 @click.option("--keep", type=Path, help="Folder for the runs; without it they are removed.")
 @setting.one_line_for_users()
 def main(

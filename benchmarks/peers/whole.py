@@ -38,17 +38,13 @@ class Result(NamedTuple):
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
-@click.option(
-    "--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="Folder with CIFAR-10 in its binary layout."
-)
+@click.option("--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="Folder with binary CIFAR-10.")
 @click.option("--ranks", type=click.IntRange(1), default=2)
 @click.option("--precision", type=click.Choice(["float32", "mixed_bfloat16"]), default="mixed_bfloat16")
 @click.option("--seeds", type=click.IntRange(1), default=1)
 @click.option("--first-seed", type=click.IntRange(0), default=0)
 @click.option("--seconds", type=click.FloatRange(1), default=30.0, help="Seconds of a turn.")
-@click.option(
-    "--environment", "peers", type=Path, default=Path("~/.cache/hvd_cifar/peers"), help="Environment with PyTorch."
-)
+@click.option("--environment", "peers", type=Path, default=Path("~/.cache/hvd_cifar/peers"), help="For PyTorch.")
 @click.option("--output", type=Path, help="JSON file for every single result.")
 @setting.one_line_for_users()
 def main(

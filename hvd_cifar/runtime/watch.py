@@ -122,7 +122,7 @@ class Watch:
         return self._peers[self.rank].address[0] if self._peers else ""
 
     def listen(self, rank: int, one_host: bool) -> tuple[Peer, str]:
-        """Answer other ranks from here on; the place, and a secret. Rank 0's secret is the job's, for all ranks' `trust`."""
+        """Answer other ranks from here on; the place, and a secret. Rank 0's secret is the job's: see `trust`."""
         self.rank = rank
         Watch._of_communication |= set(_threads()) - self._before
         if self.is_on:
