@@ -9,7 +9,7 @@ from hvd_cifar.distributed import buckets
 
 # Bytes of a bucket to choose from.
 CANDIDATES = tuple(2**n for n in range(16, 25))
-# Part of a step's time that buckets must save. Measurements cannot tell less.
+# Part of a step's time that buckets must save: measurements cannot resolve less.
 LEAST_GAIN = 0.02
 
 
@@ -99,7 +99,7 @@ def seconds_with(backward: Backward, link: Link, bucket_bytes: int | None) -> fl
 
 
 def choose(backward: Backward, link: Link, candidates: Sequence[int] = CANDIDATES, always: bool = False) -> Choice:
-    """The fastest bucket size; None where one message is as fast, unless `always`."""
+    """The fastest bucket size; None where it saves less than `LEAST_GAIN`, unless `always`."""
     in_one = seconds_with(backward, link, None)
     seconds, size = min((seconds_with(backward, link, size), -size) for size in candidates)
     if not always and seconds > in_one * (1 - LEAST_GAIN):

@@ -44,7 +44,7 @@ def set_apart(request: Request, ranks: int) -> tuple[Request, int]:
 
 
 def set_apart_elastic(request: Request) -> Request:
-    """An elastic request without the last slots that there are at its start; on this machine alone there are more."""
+    """An elastic request without the last slots of its hosts at the start; without hosts, slots here are added."""
     look = request.discover
     found = request.hosts or (look() if look else ())
     if not found:

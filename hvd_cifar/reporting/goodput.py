@@ -41,8 +41,10 @@ Interval = tuple[str, float, float]
 
 @dataclass
 class _Steps:
-    """Steps made one after the other: those after `step`, between two times, and when later ones were reached.
+    """Steps made one after the other, between two times.
 
+    step: the first one follows it.
+    reached: later steps, and when each was done.
     logged: the last step on record of a session that was killed.
     """
 
@@ -149,7 +151,7 @@ def intervals(marks: Iterable[Mark]) -> list[Interval]:
 
 
 def _of_steps(runs: Sequence[_Steps]) -> Iterator[Interval]:
-    """The time of steps. What comes after the step that a later session or rollback begins from is repeated."""
+    """The time of steps. Steps after the one that a later session or rollback begins from are repeated."""
     kept = math.inf
     for run in reversed(runs):
         own = [time for step, time in run.reached if step == kept]  # such as of its checkpoint

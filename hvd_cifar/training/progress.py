@@ -54,7 +54,7 @@ class StepClock:
             self._resumed = time.perf_counter()
 
 
-LOSS_DECAY = 0.9  # per step, of the losses' moving averages: TensorFlow's CIFAR-10 tutorial
+LOSS_DECAY = 0.9  # per step, of the losses' moving averages; as in TensorFlow's CIFAR-10 tutorial
 SECONDS_BETWEEN_LOOKS = 1.0  # when results of steps are fetched; a request to stop is seen that late
 # A damaged image or a bit that flips spoils a step or two. Where no step of this many changes anything, the weights or
 # the learning rate are at fault, and more steps would only use up the data.
