@@ -1,24 +1,30 @@
-"""The three benchmarks as commands: all ranks measure and judge, rank 0 prints and writes."""
+"""The benchmarks as commands: all ranks measure and judge, rank 0 prints and writes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from hvd_cifar.config import BenchmarkAllreduceSettings, BenchmarkPredictSettings, BenchmarkStepSettings, make
+from hvd_cifar.config import (
+    BenchmarkAllreduceSettings,
+    BenchmarkInputSettings,
+    BenchmarkPredictSettings,
+    BenchmarkStepSettings,
+    make,
+)
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.environment import launched_rank, launched_size
-from hvd_cifar.tools.benchmark import allreduce, emulate, job, plots, results, step, tables
+from hvd_cifar.tools.benchmark import allreduce, emulate, feeding, job, plots, results, step, tables
 from hvd_cifar.tools.benchmark.predict import predict
-from hvd_cifar.tools.benchmark.results import AllreduceResult, EmulatedResult, PredictResult, StepResult
+from hvd_cifar.tools.benchmark.results import AllreduceResult, EmulatedResult, InputResult, PredictResult, StepResult
 
 # Sizes that `predict` measures by itself. A fit of three numbers needs fewer sizes than `allreduce` measures.
 SIZES_FOR_A_FIT = {"max_bytes": 2**26, "factor": 4}
 
-Settings = BenchmarkStepSettings | BenchmarkAllreduceSettings | BenchmarkPredictSettings
-Result = StepResult | EmulatedResult | AllreduceResult | PredictResult
+Settings = BenchmarkStepSettings | BenchmarkAllreduceSettings | BenchmarkInputSettings | BenchmarkPredictSettings
+Result = StepResult | EmulatedResult | AllreduceResult | InputResult | PredictResult
 
 
 def benchmark_step(settings: BenchmarkStepSettings) -> None:
@@ -82,6 +88,20 @@ def judge_sums(found: AllreduceResult) -> None:
             f"wrong sums: {first.wrong_values:,} values of an all-reduce of {first.bytes:,} bytes ({first.way}) "
             f"on {first.ranks} ranks{others}; do not train over this network or MPI"
         )
+
+
+def benchmark_input(settings: BenchmarkInputSettings) -> None:
+    """Feed all ranks of this job in three ways.
+
+    Raises:
+        UserError: where a setting does not fit the job or the data.
+    """
+    with job.start((), least=2) as ranks:
+        collectives.on_root(lambda: _check_outputs(settings))
+        found = feeding.measure(ranks, settings)
+        if ranks.world.is_root:
+            terminal.say(tables.of_input(found))
+        collectives.on_root(lambda: _write(settings, found, lambda path: plots.of_input(found, path)))
 
 
 def benchmark_predict(settings: BenchmarkPredictSettings) -> None:
