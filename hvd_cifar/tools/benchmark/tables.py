@@ -187,7 +187,7 @@ def of_input(found: InputResult) -> str:
         seen.add_row(way.way, *_uses(way, found.examples))
     ranks = len(found.facts.hosts)
     expected = (1 - 1 / ranks) ** ranks
-    theory = f"drawn: (1 - 1/N)^N of the examples are never seen by N = {ranks} ranks, as expected: {expected:.2%}"
+    theory = f"expected never of drawn, on N = {ranks} ranks: (1 - 1/N)^N = {expected:.2%}"
     most = max(found.memory_by_rank, key=lambda memory: memory.resident)
     memory = "memory of the largest rank's process: {} MiB, of it its own: {}".format(*_mebibytes(most))
     return _text(speed, seen, [theory, memory, _facts(found.facts)])
