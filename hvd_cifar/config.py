@@ -610,13 +610,18 @@ class _BenchmarkOutput(_Settings):
     plot_file: LocalPath | None = Field(None, description="PNG file to draw the result in.")
 
 
-class StepWork(DataSettings):
-    """The step that a benchmark measures: that of `train` with these settings."""
+class BatchWork(DataSettings):
+    """The batches that a benchmark measures: those of `train` with these settings."""
 
     model: ModelSpec = Field("fast", description=str(TrainSettings.model_fields["model"].description))
     batch_size: int = Field(
         DEFAULT_PER_RANK_BATCH_SIZE, gt=0, le=MOST_EXAMPLES, description="Examples a rank processes at a time."
     )
+
+
+class StepWork(BatchWork):
+    """The step that a benchmark measures: that of `train` with these settings."""
+
     precision: Precision | None = Field(None, description=str(TrainSettings.model_fields["precision"].description))
     threads_per_rank: int | None = Field(
         None,
@@ -698,6 +703,14 @@ class BenchmarkAllreduceSettings(_BenchmarkOutput):
         if self.min_bytes > self.max_bytes:
             raise ValueError(f"--min-bytes {self.min_bytes} is more than --max-bytes {self.max_bytes}: make it smaller")
         return self
+
+
+class BenchmarkInputSettings(BatchWork, _BenchmarkOutput):
+    """How fast each way of feeding N ranks is, and which examples it gives them."""
+
+    repeats: int = Field(
+        5, gt=0, le=MOST_STEPS, description="Epochs of each way, after one that warms up; ways take turns."
+    )
 
 
 class BenchmarkPredictSettings(StepWork, _BenchmarkOutput):

@@ -167,6 +167,25 @@ def broadcast_bytes(content: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return hvd.broadcast(tf.constant(content), root_rank=0).numpy()
 
 
+def make_scatter(specs: Sequence[tf.TensorSpec]) -> Callable[[Sequence[Any], Sequence[int]], list[Any]]:
+    """A function (tensors, rows) that gives each rank its part of rank 0's tensors, in the ranks' order; a collective.
+
+    Rank 0 passes tensors [n, ...] of these types and shapes, and the rows int [ranks] that each rank gets, of sum n.
+    The other ranks pass tensors [0, ...], and zeros. Parts are in host memory.
+    """
+
+    @tf.function(input_signature=[list(specs), tf.TensorSpec([None], tf.int32)], autograph=False)
+    def scatter(tensors: Sequence[Any], rows: Any) -> list[Any]:
+        with tf.device("/CPU:0"):
+            return [hvd.alltoall(tensor, rows)[0] for tensor in tensors]
+
+    def noted(tensors: Sequence[Any], rows: Sequence[int]) -> list[Any]:
+        note(f"scatter of {len(tensors)} tensors from rank 0")
+        return scatter(list(tensors), tf.constant(rows, tf.int32))
+
+    return noted
+
+
 def on_every_rank(function: Callable[[], T]) -> T:
     """Call a function that may fail on some ranks only, and fail on all ranks if it fails on any.
 

@@ -261,3 +261,107 @@ def test_one_wrong_value_on_one_rank_is_found_by_all(tmp_path: Path) -> None:
     assert "1 values of an all-reduce of 64 bytes (horovod) on 2 ranks;" in said[0]
     points = json.loads((tmp_path / "found.json").read_text())["points"]
     assert [(p["way"], p["bytes"]) for p in points if p["wrong_values"]] == [("horovod", 64)]
+
+
+@pytest.mark.parametrize(("ranks", "gloo"), [(2, True), (3, False)])
+def test_ranks_are_fed_in_three_ways(ranks: int, gloo: bool, embedded: Path, tmp_path: Path) -> None:
+    output, plot = tmp_path / "input.json", tmp_path / "input.png"
+    words = [*TUTORIAL, embedded, "--batch-size", 100, "--repeats", 1, "--json", output, "--plot", plot]
+    done = _benchmark(ranks, "input", *words, gloo=gloo)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size < 100_000
+    found = json.loads(output.read_text())
+    assert (found["benchmark"], found["facts"]["controller"]) == ("input", "gloo" if gloo else "mpi")
+    examples, bytes_of_batch = found["examples"], 100 * 24 * 24 * 3 * 4
+    ways = {way["way"]: way for way in found["ways"]}
+    assert list(ways) == ["split", "drawn", "sharded"]
+    for name, way in ways.items():
+        assert way["images_per_second"]["mean"] > 0 and way["images_per_second"]["n"] == 1
+        parts = sum(rank["mean"] for rank in way["processor_seconds_by_rank"])
+        assert way["processor_seconds"]["mean"] == pytest.approx(parts) and parts > 0
+        assert len(way["epochs"]) == 1 and len(way["ranks_of_first"]) == 200
+        for epoch in way["epochs"]:
+            assert epoch["never"] + epoch["once"] + epoch["more"] == sum(epoch["by_ranks"]) == examples
+            assert sum(epoch["uses_by_rank"]) == examples and len(epoch["by_ranks"]) == ranks + 1
+            assert max(epoch["uses_by_rank"]) - min(epoch["uses_by_rank"]) <= 1  # of the last, ragged batch
+            assert sum(epoch["different_by_rank"]) == sum(k * count for k, count in enumerate(epoch["by_ranks"]))
+            if name == "drawn":
+                # Six standard deviations of the number of examples that nobody draws, or fewer: draws exclude others.
+                expected = (1 - 1 / ranks) ** ranks
+                assert abs(epoch["never"] - expected * examples) < 6 * (expected * (1 - expected) * examples) ** 0.5
+                assert epoch["more"] == sum(epoch["by_ranks"][2:]) > 0.1 * examples
+            else:
+                assert epoch["once"] == epoch["by_ranks"][1] == examples
+        used = [len(of_example) for of_example in way["ranks_of_first"]]
+        assert (set(used) == {1}) == (name != "drawn")
+    # Rank 0 holds whole batches and its part of one; another rank holds a part.
+    of_root, *others = ways["split"]["held_by_rank"]
+    assert of_root >= (ranks + 1) * bytes_of_batch and others == [bytes_of_batch] * (ranks - 1)
+    for name in ("drawn", "sharded"):
+        assert all(bytes_of_batch <= held <= 6 * bytes_of_batch for held in ways[name]["held_by_rank"])
+    assert "expected never" in done.stdout and "twice or more" in done.stdout
+
+
+def _images_of_ways(program: str) -> dict[str, list[list[tuple[int, str]]]]:
+    from hashlib import sha256
+
+    from hvd_cifar.config import BenchmarkInputSettings, make
+    from hvd_cifar.tools.benchmark import feeding, job, step
+    from hvd_cifar.training.assemble import prepare
+
+    options = make(BenchmarkInputSettings, {"model": "tutorial", "dataset": f"{program}:load", "batch_size": 7})
+    with job.start((), least=2) as ranks:
+        feeds = feeding.Feeds(ranks, prepare(step.train_settings(options), ranks.world))
+        found: dict[str, list[list[tuple[int, str]]]] = {}
+        for way in feeding.WAYS:
+            batches = [(batch.example.numpy(), batch.image.numpy()) for batch in feeds.batches(way, 1)]
+            found[way] = [[(int(e), sha256(i.tobytes()).hexdigest()) for e, i in zip(*b, strict=True)] for b in batches]
+        return found
+
+
+def test_a_split_batch_has_the_images_of_the_shards(tmp_path: Path) -> None:
+    """The same examples in each step, the same pixels; the part of a rank differs, and so does a drawn batch."""
+    (tmp_path / "mine.py").write_text(MINE)
+    by_rank = run_ranks(_images_of_ways, 3, f"{tmp_path}/mine.py")
+    steps = {
+        way: [sorted(sum(step, [])) for step in zip(*(r[way] for r in by_rank), strict=True)] for way in by_rank[0]
+    }
+    assert [len(step) for step in steps["split"]] == [21, 21, 18]
+    assert steps["split"] == steps["sharded"] != steps["drawn"]
+    assert by_rank[0]["split"] != by_rank[0]["sharded"]
+    assert sorted(example for step in steps["sharded"] for example, _ in step) == list(range(60))
+    assert len({example for step in steps["drawn"] for example, _ in step}) < 60
+
+
+CUT = """
+import numpy as np
+from hvd_cifar import Dataset
+from hvd_cifar.errors import UserError
+
+class Images:
+    dtype = np.dtype(np.uint8)
+    shape = 60, 8, 10, 3
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        if not isinstance(index, slice) and len(index) == 8:  # a whole batch, which only rank 0 reads, for `split`
+            raise UserError("images.bin has become shorter: restore it")
+        return np.zeros((60, 8, 10, 3), np.uint8)[index]
+
+def load():
+    return Dataset.from_arrays(Images(), np.arange(60) % 3, np.zeros((9, 8, 10, 3), np.uint8), np.arange(9) % 3)
+"""
+
+
+def test_rank_0_that_cannot_make_a_batch_to_split_ends_the_job(tmp_path: Path) -> None:
+    """The other rank waits for its part, in a collective."""
+    (tmp_path / "mine.py").write_text(CUT)
+    output = tmp_path / "input.json"
+    words = ["--model", "tutorial", "--dataset", tmp_path / "mine.py:load", "--batch-size", 4, "--json", output]
+    done = _benchmark(2, "input", *words)
+    said = [line for line in done.stderr.splitlines() if line.startswith("hvd_cifar: ")]
+    assert done.returncode == 2 and not output.exists(), done.stdout + done.stderr
+    assert said == ["hvd_cifar: images.bin has become shorter: restore it"], done.stderr
+    assert "Traceback" not in done.stderr

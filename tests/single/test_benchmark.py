@@ -28,6 +28,7 @@ from hvd_cifar.tools.benchmark.results import (
     Estimate,
     Facts,
     Gradient,
+    InputResult,
     Memory,
     Phases,
     Prediction,
@@ -498,6 +499,45 @@ def test_sums_are_exact_and_terms_differ_by_rank() -> None:
     assert sizes(4, 64, 2) == [4, 8, 16, 32, 64]
     assert sizes(5, 100, 4) == [4, 20, 80, 100]
     assert sizes(4, 4, 2) == [4]
+
+
+def test_uses_of_examples_are_counted_and_the_slowest_rank_ends_an_epoch() -> None:
+    from hvd_cifar.tools.benchmark.feeding import Turn, result_of
+
+    def turn(seconds: float, *examples: int) -> Turn:
+        return Turn(seconds, processor=3 * seconds, held=1000 * len(examples), examples=np.array(examples))
+
+    first = [turn(0.5, 0, 1, 1), turn(1.0, 1, 2)]
+    last = [turn(0.25, 3, 3), turn(0.1, 0, 1, 2)]
+    found = result_of("drawn", [first, last], 6)
+    assert found.images_per_second.mean == pytest.approx((5 / 1 + 5 / 0.25) / 2)
+    assert [e.mean for e in found.processor_seconds_by_rank] == pytest.approx([(300 + 150) / 2, (600 + 60) / 2])
+    assert found.processor_seconds.mean == pytest.approx(900 / 2 + 210 / 2)
+    assert found.held_by_rank == [3000, 3000]
+    assert found.ranks_of_first == [[1], [1], [1], [0, 0], [], []]
+    one, other = found.epochs
+    # Of the first epoch: 0 and 2 once, 1 three times and by both ranks; 3, 4 and 5 never.
+    assert (one.never, one.once, one.more, one.by_ranks) == (3, 2, 1, [3, 2, 1])
+    assert (one.uses_by_rank, one.different_by_rank) == ([3, 2], [2, 2])
+    # Of the last: 3 twice, by one rank.
+    assert (other.never, other.once, other.more, other.by_ranks) == (2, 3, 1, [2, 4, 0])
+    assert (other.uses_by_rank, other.different_by_rank) == ([2, 3], [1, 3])
+
+    result = InputResult(
+        facts=FACTS.model_copy(update={"hosts": ["a", "a"], "local_ranks": [0, 1]}),
+        model="tutorial",
+        dataset="six",
+        examples=6,
+        per_rank_batch_size=2,
+        image_shape=[24, 24, 3],
+        memory_by_rank=[Memory(resident=2**30, proportional=2**29), Memory(resident=2**29, proportional=None)],
+        ways=[found],
+    )
+    lines = [" ".join(line.split()) for line in tables.of_input(result).splitlines()]
+    # Means of both epochs: never 3 and 2 of 6, once 2 and 3, more 1 and 1; by one rank 2 and 4, by several 1 and 0.
+    assert "drawn 2 (41.7%) 2 (41.7%) 1 (16.7%) 3 (50.0%) 0 (8.3%)" in lines
+    assert any("N = 2 ranks: (1 - 1/N)^N = 25.00%" in line for line in lines)
+    assert any("1,024 MiB, of it its own: 512" in line for line in lines)
 
 
 def test_numbers_of_ranks_to_measure() -> None:

@@ -162,6 +162,14 @@ WRONG = [
             ["allreduce", "--repeats", "0"],
             ["allreduce", "--json", ""],
             ["allreduce", "--plot", ""],
+            ["input", "--model", "vgg"],
+            ["input", "--batch-size", "0"],
+            ["input", "--dataset", "mnist"],
+            ["input", "--data-source", "cloud"],
+            ["input", "--data-md5", "abc"],
+            ["input", "--repeats", "0"],
+            ["input", "--json", ""],
+            ["input", "--plot", ""],
             ["predict", "--ranks", "-1"],
             ["predict", "--link", "10"],
             ["predict", "--link", "0Gbit/s"],
@@ -228,6 +236,7 @@ def test_every_option_of_train_has_a_wrong_value_above() -> None:
     [
         ("step", config.BenchmarkStepSettings),
         ("allreduce", config.BenchmarkAllreduceSettings),
+        ("input", config.BenchmarkInputSettings),
     ],
 )
 def test_every_option_of_a_benchmark_has_a_wrong_value_above(command: str, settings: type[config.S]) -> None:

@@ -1,24 +1,30 @@
-"""The three benchmarks as commands: all ranks measure and judge, rank 0 prints and writes."""
+"""The benchmarks as commands: all ranks measure and judge, rank 0 prints and writes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from hvd_cifar.config import BenchmarkAllreduceSettings, BenchmarkPredictSettings, BenchmarkStepSettings, make
+from hvd_cifar.config import (
+    BenchmarkAllreduceSettings,
+    BenchmarkInputSettings,
+    BenchmarkPredictSettings,
+    BenchmarkStepSettings,
+    make,
+)
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.environment import launched_rank, launched_size
-from hvd_cifar.tools.benchmark import allreduce, emulate, job, plots, results, step, tables
+from hvd_cifar.tools.benchmark import allreduce, emulate, feeding, job, plots, results, step, tables
 from hvd_cifar.tools.benchmark.predict import predict
-from hvd_cifar.tools.benchmark.results import AllreduceResult, EmulatedResult, PredictResult, StepResult
+from hvd_cifar.tools.benchmark.results import AllreduceResult, EmulatedResult, InputResult, PredictResult, StepResult
 
 # Sizes that `predict` measures by itself. A fit of three numbers needs fewer sizes than `allreduce` measures.
 SIZES_FOR_A_FIT = {"max_bytes": 2**26, "factor": 4}
 
-Settings = BenchmarkStepSettings | BenchmarkAllreduceSettings | BenchmarkPredictSettings
-Result = StepResult | EmulatedResult | AllreduceResult | PredictResult
+Settings = BenchmarkStepSettings | BenchmarkAllreduceSettings | BenchmarkInputSettings | BenchmarkPredictSettings
+Result = StepResult | EmulatedResult | AllreduceResult | InputResult | PredictResult
 
 
 def benchmark_step(settings: BenchmarkStepSettings) -> None:
@@ -34,14 +40,12 @@ def benchmark_step(settings: BenchmarkStepSettings) -> None:
         collectives.on_root(lambda: _check_outputs(settings))
         if settings.emulate_compute is not None:
             emulated = emulate.measure(ranks, settings)
-            if ranks.world.is_root:
-                terminal.say(tables.of_emulated(emulated))
-            collectives.on_root(lambda: _write(settings, emulated, lambda path: None))
+            collectives.on_root(lambda: _tell(settings, emulated, tables.of_emulated(emulated), lambda path: None))
             return
         found = step.measure(ranks, settings)
-        if ranks.world.is_root:
-            terminal.say(tables.of_step(found))
-        collectives.on_root(lambda: _write(settings, found, lambda path: plots.of_step(found, path)))
+        collectives.on_root(
+            lambda: _tell(settings, found, tables.of_step(found), lambda path: plots.of_step(found, path))
+        )
         judge_efficiency(found, settings.min_efficiency)
 
 
@@ -66,9 +70,9 @@ def benchmark_allreduce(settings: BenchmarkAllreduceSettings) -> None:
     with job.start(settings.ranks, least=2) as ranks:
         collectives.on_root(lambda: _check_outputs(settings))
         found = allreduce.measure(ranks, settings)
-        if ranks.world.is_root:
-            terminal.say(tables.of_allreduce(found))
-        collectives.on_root(lambda: _write(settings, found, lambda path: plots.of_allreduce(found, path)))
+        collectives.on_root(
+            lambda: _tell(settings, found, tables.of_allreduce(found), lambda path: plots.of_allreduce(found, path))
+        )
         judge_sums(found)
 
 
@@ -84,6 +88,20 @@ def judge_sums(found: AllreduceResult) -> None:
         )
 
 
+def benchmark_input(settings: BenchmarkInputSettings) -> None:
+    """Feed all ranks of this job in three ways.
+
+    Raises:
+        UserError: where a setting does not fit the job or the data.
+    """
+    with job.start((), least=2) as ranks:
+        collectives.on_root(lambda: _check_outputs(settings))
+        found = feeding.measure(ranks, settings)
+        collectives.on_root(
+            lambda: _tell(settings, found, tables.of_input(found), lambda path: plots.of_input(found, path))
+        )
+
+
 def benchmark_predict(settings: BenchmarkPredictSettings) -> None:
     """Predict from files, or from what this job measures first.
 
@@ -96,8 +114,7 @@ def benchmark_predict(settings: BenchmarkPredictSettings) -> None:
             of_step, of_allreduce = _read_given(settings)
             assert of_step and of_allreduce
             found = _predict(settings, of_step, of_allreduce)
-            terminal.say(tables.of_predict(found))
-            _write(settings, found, lambda path: plots.of_predict(found, path))
+            _tell(settings, found, tables.of_predict(found), lambda path: plots.of_predict(found, path))
         return
     with job.start(None, least=2, threads=settings.threads_per_rank) as ranks:
         collectives.on_root(lambda: _check_outputs(settings))
@@ -108,9 +125,9 @@ def benchmark_predict(settings: BenchmarkPredictSettings) -> None:
         of_step = of_step or step.measure(ranks, settings)
         of_allreduce = of_allreduce or allreduce.measure(ranks, make(BenchmarkAllreduceSettings, SIZES_FOR_A_FIT))
         found = _predict(settings, of_step, of_allreduce)
-        if ranks.world.is_root:
-            terminal.say(tables.of_predict(found))
-        collectives.on_root(lambda: _write(settings, found, lambda path: plots.of_predict(found, path)))
+        collectives.on_root(
+            lambda: _tell(settings, found, tables.of_predict(found), lambda path: plots.of_predict(found, path))
+        )
 
 
 def _predict(
@@ -135,7 +152,9 @@ def _check_outputs(settings: Settings) -> None:
     results.check_writable(settings.json_file, settings.plot_file, inputs=inputs)
 
 
-def _write(settings: Settings, found: Result, plot: Callable[[Path], None]) -> None:
+def _tell(settings: Settings, found: Result, text: str, plot: Callable[[Path], None]) -> None:
+    """Print the text and write the files. Local."""
+    terminal.say(text)
     if settings.json_file:
         results.write(settings.json_file, found)
     if settings.plot_file:

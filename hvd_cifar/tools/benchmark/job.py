@@ -41,7 +41,7 @@ def sizes_to_measure(chosen: Sequence[int] | None, world_size: int, least: int =
         UserError: where a number is above the job's ranks or below `least`.
     """
     if world_size < least:
-        raise UserError(f"this job has {world_size} rank, which has nothing to reduce; start more (-np {least})")
+        raise UserError(f"this job has {world_size} rank, and this takes {least}; start more (-np {least})")
     if chosen is None:
         powers = [2**i for i in range(world_size.bit_length()) if least <= 2**i <= world_size]
         return sorted({*powers, world_size})

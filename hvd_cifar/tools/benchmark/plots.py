@@ -10,10 +10,24 @@ import numpy as np
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.tools.benchmark.fits import Layout
-from hvd_cifar.tools.benchmark.results import AllreducePoint, AllreduceResult, Estimate, PredictResult, StepResult
+from hvd_cifar.tools.benchmark.results import (
+    AllreducePoint,
+    AllreduceResult,
+    Estimate,
+    FeedResult,
+    InputResult,
+    PredictResult,
+    StepResult,
+)
 
 matplotlib.use("agg")  # before pyplot, which else looks for a screen
 from matplotlib import pyplot
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+COLUMNS = 20  # of the grids of examples
+MOST_NAMED = 8  # ranks in a legend
 
 
 def of_step(found: StepResult, path: Path) -> None:
@@ -96,6 +110,41 @@ def _groups(found: AllreduceResult) -> list[tuple[str, int, list[AllreducePoint]
     """The measurements by way and number of ranks; copies in memory on the most ranks alone."""
     groups = sorted({(p.way, p.ranks) for p in found.points if p.way != "copy" or p.ranks == found.points[-1].ranks})
     return [(way, ranks, [p for p in found.points if (p.way, p.ranks) == (way, ranks)]) for way, ranks in groups]
+
+
+def of_input(found: InputResult, path: Path) -> None:
+    """The ranks that used the first examples of the set in each way, and images/s."""
+    ranks = len(found.facts.hosts)
+    colours = pyplot.get_cmap("viridis")(np.linspace(0.1, 0.9, ranks))[:, :3]
+    figure, axes = pyplot.subplots(1, 4, figsize=(12, 2.7), layout="constrained")
+    for grid, way in zip(axes, found.ways, strict=False):
+        _uses(grid, way, found.examples, colours)
+    speeds = [way.images_per_second for way in found.ways]
+    errors = [speed.standard_error or 0.0 for speed in speeds]
+    axes[3].barh([way.way for way in found.ways], [s.mean for s in speeds], xerr=errors, color="0.6", capsize=3)
+    axes[3].set(title="images/s, over all ranks")
+    axes[3].invert_yaxis()
+    axes[3].set_box_aspect(0.5)
+    axes[3].xaxis.set_major_locator(MaxNLocator(4))
+    named = range(ranks) if ranks <= MOST_NAMED else (0, ranks - 1)
+    patches = [Patch(color=colours[rank], label=f"rank {rank}") for rank in named]
+    patches += [Patch(color="tab:red", label="twice or more"), Patch(facecolor="white", edgecolor="0.5", label="never")]
+    figure.suptitle(f"The first examples of {found.dataset}, and the ranks that saw them in one epoch")
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize="small")
+    _save(figure, path)
+
+
+def _uses(axes: Any, way: FeedResult, examples: int, colours: Any) -> None:
+    """A square for each of the first examples, in the colour of the rank that used it."""
+    squares = np.ones((-(-len(way.ranks_of_first) // COLUMNS), COLUMNS, 3))
+    for place, ranks in enumerate(way.ranks_of_first):
+        if ranks:
+            squares[divmod(place, COLUMNS)] = colours[ranks[0]] if len(ranks) == 1 else to_rgb("tab:red")
+    rows = len(squares)
+    axes.pcolormesh(squares, edgecolors="0.8", linewidth=0.3)
+    last = way.epochs[-1]
+    shares = f"never {last.never / examples:.0%}, once {last.once / examples:.0%}, more {last.more / examples:.0%}"
+    axes.set(title=way.way, xlabel=shares, xticks=[], yticks=[], aspect="equal", ylim=(rows, 0))
 
 
 def of_predict(found: PredictResult, path: Path) -> None:

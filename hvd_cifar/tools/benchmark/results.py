@@ -198,6 +198,46 @@ def points_by_way(
     return found
 
 
+FeedWay = Literal["split", "drawn", "sharded"]
+
+
+class Seen(_Result):
+    """How often one epoch used the examples of the training set; counts of examples."""
+
+    never: int
+    once: int
+    more: int
+    by_ranks: list[int]  # that k different ranks used, by k from 0 on
+    uses_by_rank: list[int]
+    different_by_rank: list[int]
+
+
+class FeedResult(_Result):
+    """One way to give the ranks their batches: epochs without training."""
+
+    way: FeedWay
+    images_per_second: Estimate  # over all ranks, by the slowest rank's time
+    processor_seconds: Estimate  # of all ranks, for 1,000 images over all ranks
+    processor_seconds_by_rank: list[Estimate]  # of these 1,000 images
+    held_by_rank: list[int]  # bytes of images: a batch in use, and a full buffer
+    epochs: list[Seen]
+    ranks_of_first: list[list[int]]  # of the first examples of the set: the ranks that used each, in the last epoch
+
+
+class InputResult(_Result):
+    """Of `benchmark input`."""
+
+    benchmark: Literal["input"] = "input"
+    facts: Facts
+    model: str
+    dataset: str
+    examples: int  # in the training set
+    per_rank_batch_size: int
+    image_shape: list[int]  # of what the net sees, as float32
+    memory_by_rank: list[Memory]  # of whole processes, after all ways
+    ways: list[FeedResult]
+
+
 class Prediction(_Result):
     """Scaling efficiency on `ranks` ranks of `hosts` hosts, from measurements on at most `measured_on` ranks."""
 

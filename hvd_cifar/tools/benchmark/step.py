@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_cifar.config import StepWork, TrainSettings, low_rank_of
+from hvd_cifar.config import BatchWork, StepWork, TrainSettings, low_rank_of
 from hvd_cifar.data.pipeline import PREFETCH_BATCHES, MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.distributed import collectives, powersgd, process_sets
@@ -98,8 +98,8 @@ def measure(job: Job, options: StepWork) -> StepResult:
     )
 
 
-def train_settings(options: StepWork) -> TrainSettings:
-    """The settings of the training whose step `options` describe."""
+def train_settings(options: BatchWork) -> TrainSettings:
+    """The settings of the training whose step or batches `options` describe."""
     given = {name: getattr(options, name) for name in type(options).model_fields if name in TrainSettings.model_fields}
     return TrainSettings(**given)
 

@@ -15,6 +15,8 @@ from hvd_cifar.tools.benchmark.results import (
     EmulatedResult,
     Estimate,
     Facts,
+    FeedResult,
+    InputResult,
     Memory,
     PredictResult,
     StepResult,
@@ -160,6 +162,44 @@ def of_allreduce(found: AllreduceResult) -> str:
     return _text(*tables, [_facts(found.facts), formula, *fits, *skipped])
 
 
+def of_input(found: InputResult) -> str:
+    """Speed, processor time and memory of each way to feed the ranks, and how often it used the examples."""
+    height, width, channels = found.image_shape
+    n = found.ways[0].images_per_second.n
+    speed = _table(
+        f"{found.dataset}, {found.examples:,} images, as {found.model} sees them: {height} x {width} x {channels}, "
+        f"float32; {found.per_rank_batch_size} a rank and step; mean ± standard error of {n} epochs without training",
+        ["", "images/s", "processor s per 1,000", "of rank 0", "rank 0 holds, MiB", "another, MiB"],
+    )
+    seen = _table(
+        "examples of the training set in one epoch, over all ranks",
+        ["", "never", "once", "twice or more", "by one rank", "by several ranks"],
+    )
+    for way in found.ways:
+        speed.add_row(
+            way.way,
+            plain(way.images_per_second, 0),
+            plain(way.processor_seconds, 3),
+            plain(way.processor_seconds_by_rank[0], 3),
+            f"{way.held_by_rank[0] / 2**20:,.1f}",
+            f"{max(way.held_by_rank[1:]) / 2**20:,.1f}",
+        )
+        seen.add_row(way.way, *_uses(way, found.examples))
+    ranks = len(found.facts.hosts)
+    expected = (1 - 1 / ranks) ** ranks
+    theory = f"expected never of drawn, on N = {ranks} ranks: (1 - 1/N)^N = {expected:.2%}"
+    most = max(found.memory_by_rank, key=lambda memory: memory.resident)
+    memory = "memory of the largest rank's process: {} MiB, of it its own: {}".format(*_mebibytes(most))
+    return _text(speed, seen, [theory, memory, _facts(found.facts)])
+
+
+def _uses(way: FeedResult, examples: int) -> list[str]:
+    """Examples used never, once and more often, by one rank and by several: mean count of an epoch, and percentage."""
+    epochs = [(e.never, e.once, e.more, e.by_ranks[1], sum(e.by_ranks[2:])) for e in way.epochs]
+    means = [sum(counts) / len(epochs) for counts in zip(*epochs, strict=True)]
+    return [f"{mean:,.0f} ({mean / examples:.1%})" for mean in means]
+
+
 def of_predict(found: PredictResult) -> str:
     """Predicted beside measured, and predictions."""
     step = found.step
@@ -272,7 +312,7 @@ def _mebibytes(memory: Memory) -> tuple[str, str]:
 def _table(title: str, columns: Sequence[str]) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, header_style="")
     for column in columns:
-        left = column in ("slowest rank", "host")
+        left = column in ("slowest rank", "host", "")
         table.add_column(column, justify="left" if left else "right", no_wrap=True)
     return table
 
