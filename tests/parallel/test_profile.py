@@ -102,8 +102,10 @@ def _check_trace(path: Path, messages: int) -> None:
     for rank in (0, 1):
         steps = lanes[rank, "steps"]
         assert [event["name"] for event in steps] == [f"step {step}" for step in range(FIRST, LAST + 1)]
-        hidden, total = facts[rank]["hidden_and_communication_seconds"]
-        assert 0 <= hidden < total and (hidden > 0.01 * total or messages == 2)
+    times = [fact["hidden_and_communication_seconds"] for fact in facts]
+    assert all(0 <= hidden < total for hidden, total in times)
+    # Of a rank that is faster than the other nothing is hidden.
+    assert sum(hidden for hidden, _ in times) > 0 or messages == MESSAGES["shards"]
     for place in range(1, messages + 1):
         sent = [[e for e in lanes[rank, f"message {place}"] if e["name"].startswith("Horovod")] for rank in (0, 1)]
         assert len(sent[0]) == len(sent[1]) == LAST - FIRST + 1
