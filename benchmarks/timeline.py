@@ -2,12 +2,14 @@
 
     python -m benchmarks.timeline --data-dir D --output timeline.png      # as root: it makes two hosts of namespaces
 
-It makes two runs: all gradients in one message, and in buckets. Horovod's timeline tells when each message was ready
-and reduced. The computation lasts from the last sum of one step to the last message of the next.
+It makes two runs: all gradients in one message, and in buckets. The profile of the last step (docs/profile.md) tells
+when rank 0 gave each message, when all ranks had, and when the sum was back. The computation lasts from the step's
+begin to the last message.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +20,6 @@ import click
 
 from benchmarks import setting
 from benchmarks.peers import network
-from hvd_cifar.errors import UserError
 from hvd_cifar.tools.benchmark.results import check_writable
 from tests.cluster.hosts import Cluster
 
@@ -27,45 +28,29 @@ WAYS = {"one message": "off", "buckets": "on"}
 
 
 class Message(NamedTuple):
-    """When a message was ready, when its all-reduce began, and when it ended; milliseconds."""
+    """When all ranks had given a message, and when its sum was back; milliseconds from the step's begin."""
 
-    tensor: int
-    ready: float
     begin: float
     end: float
 
 
-def messages(events: Sequence[dict[str, Any]]) -> list[Message]:
-    """The all-reduces of a timeline of Horovod's, by their end."""
-    waiting: dict[int, list[tuple[str, float]]] = {}
-    times: dict[int, dict[str, float]] = {}
-    found = []
+def messages(path: Path) -> tuple[list[Message], float]:
+    """Rank 0's messages in the profile of one step, by their end, and the milliseconds of its computation."""
+    events = [e for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if e["pid"] == 0]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    rows: dict[str, list[dict[str, Any]]] = {}
     for event in events:
-        tensor, now = event.get("pid", -1), event.get("ts", 0) / 1000
-        if event.get("ph") == "B":
-            waiting.setdefault(tensor, []).append((event["name"], now))
-        elif event.get("ph") == "E" and waiting.get(tensor):
-            name, began = waiting[tensor].pop()
-            times.setdefault(tensor, {})[name] = began
-            if name == "ALLREDUCE":
-                seen = times.pop(tensor)
-                found.append(Message(tensor, seen.get("NEGOTIATE_ALLREDUCE", began), began, now))
-    return sorted(found, key=lambda message: message.end)
-
-
-def last_step(found: Sequence[Message], steps: int) -> tuple[list[Message], float]:
-    """The messages of the last step, and its start: the last sum of the step before.
-
-    Args:
-        steps: of the run. Tensors that were sent at least `steps` times belong to the training step.
-    """
-    by_tensor: dict[int, list[Message]] = {}
-    for message in found:
-        by_tensor.setdefault(message.tensor, []).append(message)
-    of_step = [sent for sent in by_tensor.values() if len(sent) >= steps]
-    if not of_step or steps < 2:
-        raise UserError(f"the timeline holds no message that was sent in each of {steps} steps")
-    return sorted((sent[-1] for sent in of_step), key=lambda m: m.end), max(sent[-2].end for sent in of_step)
+        if event["ph"] == "X":
+            rows.setdefault(lanes[event["tid"]], []).append(event)
+    (computation,) = rows["gradients"]
+    found = []
+    for name, row in rows.items():
+        if name.startswith("message "):
+            whole, *waits = row
+            ended = sum(e["dur"] for e in waits)
+            begin = whole["ts"] - computation["ts"]
+            found.append(Message((begin + ended) / 1000, (begin + whole["dur"]) / 1000))
+    return sorted(found, key=lambda message: message.end), computation["dur"] / 1000
 
 
 def draw(steps: dict[str, tuple[list[Message], float]], title: str, path: Path) -> None:
@@ -76,27 +61,25 @@ def draw(steps: dict[str, tuple[list[Message], float]], title: str, path: Path) 
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(len(steps), 1, figsize=(10, 4), sharex=True, layout="constrained")
-    for axis, (way, (found, start)) in zip(axes, steps.items(), strict=True):
-        computed = max(message.ready for message in found) - start
+    for axis, (way, (found, computed)) in zip(axes, steps.items(), strict=True):
         axis.broken_barh([(0, computed)], (0.6, 0.4), color="tab:blue")
         for message in found:
-            hidden = max(0.0, min(message.end - start, computed) - (message.begin - start))
+            hidden = max(0.0, min(message.end, computed) - message.begin)
             shown = message.end - message.begin - hidden
-            axis.broken_barh([(message.begin - start, hidden)], (0, 0.4), color="tab:green", edgecolor="white")
-            axis.broken_barh([(message.end - start - shown, shown)], (0, 0.4), color="tab:red", edgecolor="white")
+            axis.broken_barh([(message.begin, hidden)], (0, 0.4), color="tab:green", edgecolor="white")
+            axis.broken_barh([(message.end - shown, shown)], (0, 0.4), color="tab:red", edgecolor="white")
         axis.set(yticks=[0.2, 0.8], yticklabels=["all-reduce", "computation"], title=way)
     axes[-1].set_xlabel("milliseconds of a step; green: hidden, red: not hidden")
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
 
 
-def run_once(hosts: Cluster, options: Sequence[str], timeline: Path) -> list[Message]:
-    """The messages of a short run on all hosts, one rank each."""
+def run_once(hosts: Cluster, options: Sequence[str], run_dir: Path) -> tuple[list[Message], float]:
+    """The messages and the computation of a short run's last step; one rank on each host."""
     slots = ",".join(f"{host.name}:1" for host in hosts)
-    words = ["hvd_cifar.launch", "--mpi", "-H", slots, "train", *options]
-    network.run_job(hosts[0], words, timeline.with_suffix(".log"), HOROVOD_TIMELINE=str(timeline))
-    text = timeline.read_text().rstrip().rstrip(",")
-    return messages(json.loads(text if text.endswith("]") else text + "]"))
+    words = ["hvd_cifar.launch", "--mpi", "-H", slots, "train", *options, "--run-dir", str(run_dir)]
+    network.run_job(hosts[0], [*words, "--profile-steps", f"{STEPS}:{STEPS}"], run_dir.with_suffix(".log"))
+    return messages(run_dir / f"profile/steps-{STEPS}-{STEPS}.json.gz")
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
@@ -121,14 +104,11 @@ def main(
     with tempfile.TemporaryDirectory() as name, network.pinned_hosts(HOSTS, Path(name) / "hosts") as hosts:
         network.limit(hosts, link)
         for way, overlap in WAYS.items():
-            place = Path(name) / overlap
-            options = [*common, "--overlap", overlap, "--run-dir", place / "run"]
+            options = [*common, "--overlap", overlap]
             options += ["--bucket-bytes", bucket_bytes] if overlap == "on" else []
-            place.mkdir()
-            found = run_once(hosts, [str(word) for word in options], place / "timeline.json")
-            steps[way] = last_step(found, STEPS)
-            shown, start = steps[way]
-            click.echo(f"{way}: {len(shown)} messages, {shown[-1].end - start:.0f} ms from sum to sum")
+            steps[way] = run_once(hosts, [str(word) for word in options], Path(name) / overlap)
+            shown, _ = steps[way]
+            click.echo(f"{way}: {len(shown)} messages, {shown[-1].end:.0f} ms to the last sum")
     draw(steps, f"{model}, {precision}, 2 hosts x 1 rank, {link}", output)
 
 

@@ -158,7 +158,7 @@ def _option(field: str, info: Any) -> click.Parameter:
     if info.annotation in (bool, bool | None):
         # Both --x and --no-x, so that an option can replace either value of a file.
         return click.Option([f"{name}/--no-{name.removeprefix('--')}"], default=None, help=_help(info))
-    metavar = _metavar(info.annotation)
+    metavar = extra.get("metavar") or _metavar(info.annotation)
     return click.Option([name, field], default=None, metavar=metavar, help=_help(info), hidden="hidden" in extra)
 
 

@@ -41,6 +41,7 @@ MOST_SHOWN = 80  # characters of a wrong value, in its message
 MOST_STEPS = 10**12
 MOST_EXAMPLES = 10**9
 MOST_THREADS = 4096
+MOST_PROFILED_STEPS = 100  # each has thousands of events, which a rank holds in memory
 LARGEST_RATE = 1e37  # float32 ends at 3.4e38
 SMALLEST_NORM = 1e-6  # gradients clipped to less leave float32 weights as they are
 FEWEST_EPOCHS = 1e-6
@@ -188,6 +189,24 @@ _SPEEDS = {f"{p}bit/s": 10**n / 8 for p, n in (("", 0), ("k", 3), ("M", 6), ("G"
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
+def _steps(given: Any) -> Any:
+    """Text such as 100:110 as (100, 110)."""
+    if isinstance(given, str):
+        match = re.fullmatch("([0-9]{1,12}):([0-9]{1,12})", given)
+        if match is None:
+            raise ValueError("write the first and the last step, such as 100:110")
+        given = (int(match[1]), int(match[2]))
+    return tuple(given) if isinstance(given, list) else given
+
+
+def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
+    if not 1 <= steps[0] <= steps[1]:
+        raise ValueError("the first step is at least 1, and not after the last; write such as 100:110")
+    if steps[1] - steps[0] >= MOST_PROFILED_STEPS:
+        raise ValueError(f"a profile holds at most {MOST_PROFILED_STEPS} steps; give fewer")
+    return steps
+
+
 def _quantity(units: dict[str, float], example: str) -> BeforeValidator:
     def read(given: Any) -> Any:
         match = re.fullmatch(r"([0-9.]+) ?([A-Za-z/]*)", given.strip()) if isinstance(given, str) else None
@@ -214,6 +233,7 @@ def _words(given: Any) -> Any:
 
 RankCounts = Annotated[tuple[int, ...], BeforeValidator(_rank_counts)]
 ImageSizes = Annotated[tuple[Annotated[int, Field(gt=0, le=9999)], ...], BeforeValidator(_image_sizes)]
+Steps = Annotated[tuple[int, int], BeforeValidator(_steps), AfterValidator(_in_order)]
 Bytes = Annotated[int, _quantity(_SIZES, "4, 64K or 256MiB")]
 BytesPerSecond = Annotated[float, _quantity(_SPEEDS, "10Gbit/s")]
 Seconds = Annotated[float, _quantity(_TIMES, "20us")]
@@ -439,6 +459,12 @@ class TrainSettings(DataSettings):
         le=MOST_STEPS,
         description="Steps between TensorBoard's histograms and images, which the first step also has; 0: none. "
         f"[default: {DEFAULT_SUMMARY_EVERY}; more where they would take over 2% of the time]",
+    )
+    profile_steps: Steps | None = Field(
+        None,
+        description="Profile the steps from the first to the last, such as 100:110, on all ranks, into one trace in "
+        "the folder profile of the run; docs/profile.md. [default: none]",
+        json_schema_extra={"metavar": "N:N"},
     )
     quiet: bool = Field(False, description="Print only warnings and errors; the run's files hold the rest.")
     checkpoint_every: int = Field(

@@ -30,6 +30,8 @@ ALL_RANKS = hvd.global_process_set
 _CARRIERS = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.bfloat16: tf.int16}
 # Of a message of `broadcast_variables`, which is in memory twice: many variables fit, so that there are few messages.
 BROADCAST_BYTES = 2**26
+# Of `gather_bytes`: every rank holds them for a moment.
+GATHER_BYTES = 2**24
 # Of an object's pickle that travel with its length: most objects need no second message.
 HEAD_BYTES = 4096
 LENGTH_BYTES = 8
@@ -184,6 +186,22 @@ def make_scatter(specs: Sequence[tf.TensorSpec]) -> Callable[[Sequence[Any], Seq
         return scatter(list(tensors), tf.constant(rows, tf.int32))
 
     return noted
+
+
+def gather_bytes(content: bytes, at_a_time: int = GATHER_BYTES) -> list[bytes]:
+    """The bytes that the ranks pass, on rank 0, and none elsewhere; at most `at_a_time` of all ranks travel together.
+
+    Every rank receives every piece, and all but rank 0 drop it: Horovod has no gather to one rank.
+    """
+    piece = max(1, at_a_time // hvd.size())
+    longest = max(all_gather_object(len(content)))
+    found = [bytearray() for _ in range(hvd.size())]
+    for start in range(0, longest, piece):
+        parts = all_gather_object(content[start : start + piece])
+        if hvd.rank() == 0:
+            for whole, part in zip(found, parts, strict=True):
+                whole += part
+    return list(map(bytes, found)) if hvd.rank() == 0 else []
 
 
 def on_every_rank(function: Callable[[], T]) -> T:

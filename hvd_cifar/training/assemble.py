@@ -31,7 +31,7 @@ from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.runtime.watch import Watch
 from hvd_cifar.runtime.world import World, native_precision, versions
-from hvd_cifar.training import overlap, random_layers, run_dir, user_code
+from hvd_cifar.training import overlap, profile, random_layers, run_dir, user_code
 from hvd_cifar.training.callbacks import (
     Callback,
     Checkpointer,
@@ -190,6 +190,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     """
     settings = collectives.on_root(lambda: run_dir.continue_run(settings))
     work = prepare(settings, world, given)
+    profile.check_steps(work.settings.profile_steps, work.plan.total_steps)
     kernels = _agree_on_kernels(world, work.settings)
     schedule = make_schedule(work.settings, work.recipe, work.plan)
     learner = collectives.on_every_rank(lambda: make_learner(work, schedule(0)))
@@ -253,7 +254,9 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     summaries = Summaries(progress, record, work.dataset, reporter)
     stragglers = Stragglers(progress, times, reporter)
     ours = _callbacks_of(trainer, work, learner, begin, results)
-    trainer.callbacks = [summaries, *ours, stragglers, *own_callbacks]
+    profiled = work.settings.profile_steps
+    profilers = [profile.Profiler(progress, profiled, reporter)] if profiled else []
+    trainer.callbacks = [summaries, *ours, stragglers, *profilers, *own_callbacks]
     return trainer
 
 

@@ -742,6 +742,20 @@ OPTIM_AND_DATA = [
 
 DISTRIBUTED = [
     Fault(
+        P + "distributed/clocks.py",
+        "    return when - first.ahead - round(",
+        "    return when - round(",
+        "tests/parallel/test_profile.py",
+        "a profile shows each rank by its own clock",
+    ),
+    Fault(
+        P + "reporting/trace.py",
+        "    return _overlap(before_last, _union(computing)),",
+        "    return sum(end - begin for begin, end in before_last),",
+        "tests/single/test_trace.py",
+        "communication counts as hidden where nothing is computed",
+    ),
+    Fault(
         P + "distributed/buckets.py",
         "            operation._add_control_input(message.op)\n",
         "            pass\n",

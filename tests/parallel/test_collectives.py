@@ -252,6 +252,8 @@ def _sums_and_errors() -> dict[str, Any]:
     collectives.average_variables([v])
     seen["mean"] = v.numpy().tolist()
     seen["gathered"] = collectives.all_gather_object(f"rank {world.rank}")
+    own = bytes([world.rank]) * (5 * world.rank + 2)
+    seen["pieces"] = [part.hex() for part in collectives.gather_bytes(own, at_a_time=3 * world.size)]
     seen["from root"] = collectives.on_root(lambda: f"said by {world.rank}")
 
     def fail_on_last(kind: type[Exception]) -> str:
@@ -292,6 +294,7 @@ def test_sums_gathers_and_errors_reach_every_rank(n: int, launcher: str) -> None
         assert seen["sums"] == [n * (n + 1) / 2, n * 1e15 + n * last / 2, pytest.approx(n / 3, rel=1e-15)]
         assert seen["mean"] == [last / 2] * 3
         assert seen["gathered"] == [f"rank {r}" for r in range(n)]
+        assert seen["pieces"] == [f"{r:02x}" * (5 * r + 2) for r in range(n) if rank == 0]
         assert seen["from root"] == "said by 0"
         assert seen["UserError"] == f"UserError: rank {last} has no data"
         assert seen["TrainingError"] == f"TrainingError: rank {last} has no data"

@@ -1,0 +1,208 @@
+"""What TensorFlow's profiler saw on a rank, as events of a trace. Pure functions; times are in nanoseconds."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+GIVEN, BACK = "ExecutorState::ProcessAsync::Start", "ExecutorState::ProcessAsync::Done"
+COMPUTING = "ExecutorState::Process"
+HOROVOD = "Horovod"  # the start of its kernels' names: HorovodAllreduce, in a fixed order HorovodAlltoall and others
+DATA_THREADS = "tf_data"  # the start of their names
+
+
+class Event(NamedTuple):
+    """What a thread does from one time to another; `lane` is a row of the trace."""
+
+    lane: str
+    name: str
+    begin: int
+    end: int
+
+
+class Message(NamedTuple):
+    """What a rank gives Horovod in a step, to be reduced or moved.
+
+    key: its operation's name, and which of that name in the step; the same on all ranks.
+    given: this rank has handed it to Horovod. begin: all ranks have. back: this rank has the result.
+    """
+
+    step: int
+    key: tuple[str, int]
+    given: int
+    begin: int
+    back: int
+
+
+class Seen(NamedTuple):
+    """A rank's part. messages: `begin` is `given` there. computing: when operations ran, also those of other steps."""
+
+    events: list[Event]
+    messages: list[Message]
+    computing: list[tuple[int, int]]
+
+
+def read(content: bytes, on_root: Callable[[int], int], edges: Sequence[int], first_step: int) -> Seen:
+    """What a file of TensorFlow's profiler (xplane.pb) says of some steps.
+
+    Args:
+        content: of the file.
+        on_root: gives the common time of one of this rank's clock.
+        edges: common times at which the steps begin, and the last one ends.
+        first_step: number of the first.
+    """
+    space = xplane_pb2.XSpace.FromString(content)
+    facts = {_name(plane, stat): _value(plane, stat) for plane in space.planes for stat in plane.stats}
+    origin = facts["profile_start_time"]
+    events, computing = [], []
+    given: dict[int, tuple[str, int]] = {}  # by the number that joins it to its end
+    back: dict[int, int] = {}
+    number = count(1)
+    for plane in space.planes:
+        for line in plane.lines:
+            lane = f"{next(number)} {line.name or plane.name}"
+            for found in line.events:
+                name = plane.event_metadata[found.metadata_id].name
+                start = origin + line.timestamp_ns + found.offset_ps // 1000
+                begin, end = on_root(start), on_root(start + found.duration_ps // 1000)
+                if end < edges[0] or begin > edges[-1]:
+                    continue
+                events.append(Event(lane, name, begin, end))
+                if name == COMPUTING and not line.name.startswith(DATA_THREADS):
+                    computing.append((begin, end))
+                if name in (GIVEN, BACK):
+                    stats = {_name(plane, stat): _value(plane, stat) for stat in found.stats}
+                    if name == BACK:
+                        back[stats["_c"]] = begin
+                    elif stats["kernel_type"].startswith(HOROVOD):
+                        given[stats["_p"]] = stats["name"], begin
+    messages, seen = [], defaultdict[tuple[int, str], int](int)
+    for flow, (name, when) in sorted(given.items(), key=lambda item: item[1][1]):
+        step = bisect(edges, when) - 1
+        if flow in back and 0 <= step < len(edges) - 1:
+            key = name, seen[step, name]
+            seen[step, name] += 1
+            messages.append(Message(first_step + step, key, when, when, back[flow]))
+    return Seen(events, messages, computing)
+
+
+def _name(plane: Any, stat: Any) -> str:
+    return str(plane.stat_metadata[stat.metadata_id].name)
+
+
+def _value(plane: Any, stat: Any) -> Any:
+    kind = stat.WhichOneof("value")
+    return plane.stat_metadata[stat.ref_value].name if kind == "ref_value" else getattr(stat, kind)
+
+
+def begun(own: Sequence[Message], by_rank: Iterable[Sequence[Message]]) -> list[Message]:
+    """A rank's messages with their `begin`: the latest time at which a rank gave its own."""
+    latest: dict[Any, int] = {}
+    for messages in by_rank:
+        for m in messages:
+            latest[m.step, m.key] = max(latest.get((m.step, m.key), m.given), m.given)
+    # Horovod is not done before all have given: a difference is the clocks' uncertainty.
+    return [m._replace(begin=max(m.given, min(latest[m.step, m.key], m.back))) for m in own]
+
+
+def hidden(messages: Sequence[Message], computing: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """The time of a rank's communication that its computation of gradients hides, and all time of communication.
+
+    A message is on its way from the time at which the last rank gives it until its result is back on this rank. The
+    computation of gradients ends in each step when this rank gives the step's last message.
+    """
+    last = last_given(messages)
+    in_flight = _union((m.begin, m.back) for m in messages)
+    before_last = _union((m.begin, min(m.back, last[m.step])) for m in messages if m.begin < last[m.step])
+    return _overlap(before_last, _union(computing)), sum(end - begin for begin, end in in_flight)
+
+
+def last_given(messages: Iterable[Message]) -> dict[int, int]:
+    """When a rank gives the last message of each step."""
+    last: dict[int, int] = {}
+    for m in messages:
+        last[m.step] = max(last.get(m.step, m.given), m.given)
+    return last
+
+
+def _union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same time as spans that do not touch, in order."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> int:
+    """The time that two results of `_union` have in common."""
+    total, place = 0, 0
+    for begin, end in one:
+        while place < len(other) and other[place][1] <= begin:
+            place += 1
+        following = place
+        while following < len(other) and other[following][0] < end:
+            total += min(end, other[following][1]) - max(begin, other[following][0])
+            following += 1
+    return total
+
+
+def lanes_of(messages: Sequence[Message], edges: Sequence[int], first_step: int) -> list[Event]:
+    """A rank's steps, the computation of their gradients, and their messages, as events."""
+    last = last_given(messages)
+    found = []
+    for step, (begin, end) in enumerate(zip(edges, edges[1:], strict=False), start=first_step):
+        found.append(Event("steps", f"step {step}", begin, end))
+        if step in last:
+            found.append(Event("gradients", "to the last gradient", begin, last[step]))
+        # Messages overlap: each of a step has a lane of its own.
+        for place, m in enumerate((m for m in messages if m.step == step), start=1):
+            lane = f"message {place}"
+            found.append(Event(lane, m.key[0], m.given, m.back))
+            found += [Event(lane, "wait for the other ranks", m.given, m.begin)] if m.begin > m.given else []
+    return found
+
+
+def as_json(
+    rank: int, host: str, first: Sequence[Event], rest: Sequence[Event], zero: int, most_bytes: int
+) -> tuple[str, int]:
+    """A rank's events in the format of Chrome's traces, with commas between them; and how many are left out.
+
+    Args:
+        rank, host: name the process.
+        first: events that are kept.
+        rest: others, of which the shortest are left out where there is no room.
+        zero: the time that the trace begins at.
+        most_bytes: of the text.
+    """
+    lanes: dict[str, int] = {}
+    named = {"name": f"rank {rank} on {host}"}
+    texts = [_meta("process_name", rank, 0, named), _meta("process_sort_index", rank, 0, {"sort_index": rank})]
+    size, left_out = sum(map(len, texts)), 0
+    kept: list[tuple[int, int, str]] = []
+    for event in (*first, *sorted(rest, key=lambda event: event.begin - event.end)):
+        lane = lanes.get(event.lane, len(lanes))
+        values = {"ph": "X", "name": event.name, "pid": rank, "tid": lane}
+        text = json.dumps({**values, "ts": (event.begin - zero) / 1000, "dur": (event.end - event.begin) / 1000})
+        head = [] if event.lane in lanes else [_meta("thread_name", rank, lane, {"name": event.lane})]
+        head += [_meta("thread_sort_index", rank, lane, {"sort_index": lane})] if head else []
+        size += sum(len(part) + 2 for part in (text, *head))
+        if size > most_bytes:
+            left_out = len(first) + len(rest) - len(kept)
+            break
+        lanes[event.lane] = lane
+        texts += head
+        kept.append((event.begin, -event.end, text))
+    return ",\n".join([*texts, *(text for _, _, text in sorted(kept))]), left_out
+
+
+def _meta(kind: str, rank: int, lane: int, args: Mapping[str, Any]) -> str:
+    return json.dumps({"ph": "M", "name": kind, "pid": rank, "tid": lane, "args": args})

@@ -1,0 +1,184 @@
+"""--profile-steps: what every rank does in some steps, on one time base, in one trace."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import secrets
+import shutil
+import tempfile
+import time
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_cifar.distributed import clocks, collectives
+from hvd_cifar.errors import UserError
+from hvd_cifar.files import replace_bytes
+from hvd_cifar.reporting import trace
+from hvd_cifar.reporting.metrics import Reporter
+from hvd_cifar.training.callbacks import Callback
+from hvd_cifar.training.progress import Progress, Run
+
+MOST_BYTES = 48_000_000  # of the trace before it is compressed, and of all files for TensorBoard
+OPTIONS = tf.profiler.experimental.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)
+
+
+def check_steps(steps: tuple[int, int] | None, total_steps: int) -> None:
+    """UserError where --profile-steps is not within a run."""
+    if steps and steps[1] > total_steps:
+        raise UserError(
+            f"--profile-steps {steps[0]}:{steps[1]}: the run ends after step {total_steps}; give steps up to it"
+        )
+
+
+class Profiler(Callback):
+    """Profiles the steps from a first to a last one on all ranks; rank 0 writes the trace."""
+
+    def __init__(self, progress: Progress, steps: tuple[int, int], reporter: Reporter) -> None:
+        self.progress = progress
+        self.first, self.last = steps
+        self.reporter = reporter
+        self.folder: Path | None = None  # for this rank's profile, while it is made; the end of it makes the folder
+        self.started: clocks.Comparison | None = None
+        self.edges: list[int] = []  # between the steps, by this rank's clock
+        self.is_over = False
+
+    @property
+    def name(self) -> str:
+        """Of the profile's files."""
+        return f"steps-{self.first}-{self.last}"
+
+    def on_start(self, run: Run) -> None:
+        """Begin with the first step, or leave the profile out where the run goes on after it."""
+        if run.step >= self.first:
+            self._leave_out(f"the run goes on after step {run.step}")
+        self._begin_where_due(run)
+
+    def on_step(self, run: Run) -> None:
+        """Begin before the first step, end after the last."""
+        if self.folder:
+            self.progress.check_losses()  # waits for the device
+            self.edges.append(time.time_ns())
+            if run.step == self.last:
+                self._end(run)
+        self._begin_where_due(run)
+
+    def on_rollback(self, run: Run) -> None:
+        """Leave out a profile whose steps are made again; begin one where the run is back before its first step."""
+        if self.folder:
+            tf.profiler.experimental.stop(save=False)
+            self.folder = None
+            self._leave_out(f"the run went back to step {run.step}")
+        self._begin_where_due(run)
+
+    def on_end(self, run: Run) -> None:
+        """End a profile that the run's early end cuts."""
+        if self.folder:
+            self._end(run)
+        elif not self.is_over:
+            self._leave_out(f"the run ended after step {run.step}")
+
+    def _leave_out(self, why: str) -> None:
+        self.reporter.warn(f"--profile-steps {self.first}:{self.last}: no profile: {why}", self.progress.step)
+        self.is_over = True
+
+    def _begin_where_due(self, run: Run) -> None:
+        if self.is_over or self.folder or run.step != self.first - 1:
+            return
+        self.progress.check_losses()
+        with self.progress.clock.paused():
+            self.folder = Path(tempfile.gettempdir()) / f"hvd_cifar-profile-{secrets.token_hex(8)}"
+            with contextlib.suppress(tf.errors.UnavailableError):  # of a run of this process that failed in its window
+                tf.profiler.experimental.stop(save=False)
+            self.started = clocks.compare()
+            tf.profiler.experimental.start(str(self.folder), OPTIONS)
+            collectives.barrier()  # a rank whose profiler starts later does not delay the first step of the others
+            self.edges = [time.time_ns()]
+
+    def _end(self, run: Run) -> None:
+        """End the profile, and write it. A collective."""
+        assert self.folder and self.started, "it was begun"
+        self.is_over = True
+        with self.progress.clock.paused():
+            # Before the profiler stops: then Horovod's thread has ended what it says of the last step.
+            ended = clocks.compare()
+            content, failure = b"", ""
+            try:
+                tf.profiler.experimental.stop()
+                content = next(self.folder.rglob("*.xplane.pb")).read_bytes()
+            except (OSError, StopIteration, tf.errors.OpError) as error:
+                failure = f"rank {run.world.rank} on {run.world.host}: {type(error).__name__}: {error}"
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = None
+            failures = list(filter(None, collectives.all_gather_object(failure)))
+            if failures:
+                self._leave_out(" ".join(failures[0].split()))
+                return
+            self._merge(run, content, self.started, ended)
+
+    def _merge(self, run: Run, content: bytes, started: clocks.Comparison, ended: clocks.Comparison) -> None:
+        """Put all ranks' profiles together on rank 0. A collective."""
+        world = run.world
+        on_root = partial(clocks.on_root, first=started, last=ended)
+        edges = [on_root(edge) for edge in self.edges]
+        most = MOST_BYTES // world.size
+        seen = collectives.on_every_rank(lambda: trace.read(content, on_root, edges, self.first))
+        messages = trace.begun(seen.messages, collectives.all_gather_object(seen.messages))
+        zero = collectives.broadcast_object(edges[0])
+        own_lanes = trace.lanes_of(messages, edges, self.first)
+        text, left_out = trace.as_json(world.rank, world.host, own_lanes, seen.events, zero, most)
+        told = {
+            "host": world.host,
+            "clock_ahead_seconds": started.ahead / 1e9,
+            "clock_drift_seconds": (ended.ahead - started.ahead) / 1e9,
+            "clock_uncertainty_seconds": max(started.uncertainty, ended.uncertainty) / 1e9,
+            "hidden_and_communication_seconds": [ns / 1e9 for ns in trace.hidden(messages, seen.computing)],
+            "events_left_out": left_out,
+            "is_too_large_for_tensorboard": len(content) > most,
+        }
+        ranks = collectives.all_gather_object(told)
+        parts = collectives.gather_bytes(zlib.compress(text.encode()))
+        files = collectives.gather_bytes(content if len(content) <= most else b"")
+        if world.is_root:
+            try:
+                path, size = self._write(run, ranks, parts, files)
+                self.reporter.say(f"profile: {in_words(ranks)}; {path}, {size / 1e6:.1f} MB")
+            except OSError as failure:  # a run does not end for its profile
+                self._leave_out(f"{failure.filename or run.run_dir}: {failure.strerror}")
+
+    def _write(self, run: Run, ranks: list[dict[str, Any]], parts: list[bytes], files: list[bytes]) -> tuple[Path, int]:
+        """Rank 0's part: the trace and its bytes, and each rank's own file for TensorBoard."""
+        folder = run.run_dir / "tensorboard/plugins/profile" / self.name
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank, content in enumerate(files):
+            if content:
+                replace_bytes(folder / f"rank-{rank}-{ranks[rank]['host']}.xplane.pb", content)
+        events = ",\n".join(zlib.decompress(part).decode() for part in parts)
+        about = json.dumps({"ranks": ranks, "steps": [self.first, self.last]})
+        whole = f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [\n{events}\n]}}\n'
+        path = run.run_dir / "profile" / f"{self.name}.json.gz"
+        path.parent.mkdir(exist_ok=True)
+        packed = gzip.compress(whole.encode(), mtime=0)
+        replace_bytes(path, packed)
+        return path, len(packed)
+
+
+def in_words(ranks: list[dict[str, Any]]) -> str:
+    """What is printed of a profile: the hidden share of communication, the clocks' uncertainty, what is left out."""
+    shares = [part / whole for part, whole in (rank["hidden_and_communication_seconds"] for rank in ranks) if whole]
+    said = "no communication"
+    if shares:
+        hidden, whole = (sum(rank["hidden_and_communication_seconds"][i] for rank in ranks) for i in (0, 1))
+        said = f"{hidden / whole:.0%} of the communication is hidden behind backward ({min(shares):.0%} to "
+        said += f"{max(shares):.0%} on {len(shares)} ranks)"
+    said += f"; clocks agree to {1e3 * max(rank['clock_uncertainty_seconds'] for rank in ranks):.2f} ms"
+    if left_out := sum(rank["events_left_out"] for rank in ranks):
+        said += f"; the {left_out} shortest events are left out"
+    if large := sum(rank["is_too_large_for_tensorboard"] for rank in ranks):
+        said += f"; the files of {large} ranks are too large for TensorBoard, and are left out"
+    return said
