@@ -505,6 +505,9 @@ def test_tags() -> None:
         b"Traceback (most recent call last):\n",
         b'  File "launch.py", line 8\n',
         b"RuntimeError: Horovod detected that one or more processes exited with non-zero status, thus ...\n",
+        b"Exception in thread Thread-1 (fn):\n",  # of horovodrun, while it ends the ranks
+        b"Traceback (most recent call last):\n",
+        b"ProcessLookupError: [Errno 3] No such process\n",
     ]
     codes: list[tuple[int, int]] = []
     shown = list(remarks.without_tags(said, codes))

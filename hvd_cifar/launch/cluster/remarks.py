@@ -129,7 +129,7 @@ def without_tags(lines: Iterable[bytes], codes: list[tuple[int, int]]) -> Iterat
             codes.append((int(code[1]), int(code[2])))
         elif line.startswith(b"Terminating remaining workers") or TENSORFLOW_NOTE.match(line):
             pass
-        elif traceback or line.startswith(b"Traceback (most recent call last)"):
+        elif traceback or line.startswith((b"Traceback (most recent call last)", b"Exception in thread ")):
             traceback.append(line)
         else:
             yield None, line
