@@ -64,8 +64,8 @@ def main(data_dir: Path, model: str, precision: str, batch_size: int, steps: int
         run_dir = Path(folder) / "run"
         words = jobs.command(1, "--model", model, "--precision", precision, "--batch-size", batch_size)
         words += ["--dataset", "cifar10", "--data-dir", str(data), "--run-dir", str(run_dir)]
-        words += ["--eval-every", str(2 * steps), "--max-steps", str(2 * steps * (pairs + 1)), "--log-every", "100000"]
-        words += ["--checkpoint-every", "100000", "--callbacks", f"{__file__}:Windows"]
+        words += ["--eval-every", str(2 * steps), "--max-steps", str(2 * steps * (pairs + 1)), "--epochs", "10000"]
+        words += ["--log-every", "100000", "--checkpoint-every", "100000", "--callbacks", f"{__file__}:Windows"]
         env = {**jobs.environment(), "HVD_CIFAR_TERMINAL": "0", WINDOW: str(steps)}
         validator = subprocess.Popen(
             ["taskset", "-c", str(other), sys.executable, "-m", "hvd_cifar", "validate", "--run-dir", str(run_dir)],
