@@ -42,15 +42,15 @@ def forecast(plan: Plan, sizes: ImageSizes, step: int, rate: float, shorter: Map
         shorter: accuracies, 0 to 1, by numbers of epochs to name.
     """
 
-    def seconds(steps: range, sizes: ImageSizes) -> float:
-        pixels = sum(sizes(one) ** 2 for one in steps)
+    def seconds(first: int, end: int, sizes: ImageSizes) -> float:
+        pixels = sum(side**2 * len(steps) for side, steps in sizes.parts(first, end))
         return pixels / current**2 * plan.global_batch_size / rate
 
     current = sizes(step - 1)
-    parts = [f"about {roughly(seconds(range(step, plan.total_steps), sizes))} of training left"]
+    parts = [f"about {roughly(seconds(step, plan.total_steps, sizes))} of training left"]
     for epochs, accuracy in shorter.items():
         steps = round(epochs * plan.steps_per_epoch)
-        taken = seconds(range(steps), ImageSizes(sizes.sides, steps))
+        taken = seconds(0, steps, ImageSizes(sizes.sides, steps))
         parts.append(f"--epochs {epochs:g} reaches {accuracy:.0%} in {roughly(taken)}")
     return "; ".join(parts)
 

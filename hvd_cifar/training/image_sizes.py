@@ -27,6 +27,12 @@ class ImageSizes:
         """The size for the step that follows `step` finished ones."""
         return self.sides[min(step * len(self.sides) // self.total_steps, len(self.sides) - 1)]
 
+    def parts(self, first: int, end: int) -> list[tuple[int, range]]:
+        """Each side with its steps, of those from `first` to before `end`, which is at most `total_steps`."""
+        edges = [-(-part * self.total_steps // len(self.sides)) for part in range(len(self.sides) + 1)]
+        spans = zip(self.sides, edges, edges[1:], strict=False)
+        return [(side, range(max(first, begin), min(end, stop))) for side, begin, stop in spans]
+
 
 def shrink(images: Any, height: int) -> Any:
     """Float [b, h, w, c] -> [b, height, w * height / h, c], as `tf.image.resize` with antialias, in two products.

@@ -27,6 +27,11 @@ def test_the_rest_of_a_run(total: int, sides: tuple[int, ...], step: int, rate: 
     assert forecast(_plan(total), ImageSizes(sides, 300), step, rate, {2: 0.84}) == said
 
 
+def test_a_run_without_an_end_in_sight() -> None:
+    """Its steps are not counted one by one."""
+    assert forecast(_plan(10**15, 10**15), ImageSizes((32,), 10**15), 20, 1e6, {}).startswith("about 27,777,778 h of ")
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [(0.4, "0 s"), (89, "89 s"), (90, "1.5 min"), (601, "10 min"), (5399, "90 min"), (5400, "1.5 h"), (4e6, "1,111 h")],

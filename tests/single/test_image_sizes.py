@@ -27,6 +27,14 @@ def test_sizes_take_turns_in_equal_parts() -> None:
     assert {ImageSizes((32,), 7)(step) for step in range(8)} == {32}
 
 
+@pytest.mark.parametrize("total", [1, 2, 10, 441])
+def test_parts_have_the_steps_of_their_side(total: int) -> None:
+    sizes = ImageSizes((20, 24, 32), total)
+    for first, end in ((0, total), (total // 3, total), (total // 2, total - total // 4), (total, total)):
+        steps = [(side, step) for side, steps in sizes.parts(first, end) for step in steps]
+        assert steps == [(sizes(step), step) for step in range(first, end)]
+
+
 @pytest.mark.parametrize("side", [8, 20, 24, 31])
 def test_images_are_shrunk_as_tensorflow_does(side: int) -> None:
     images = tf.constant(np.random.default_rng(0).normal(size=(5, 32, 32, 3)), tf.float32)

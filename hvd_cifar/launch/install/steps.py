@@ -57,7 +57,7 @@ class Steps:
         self.log.write(f"\n$ {' '.join(word.partition(NEWLINE)[0] or '...' for word in command)}\n")
         self.log.flush()
         began = os.fstat(self.log.fileno()).st_size
-        process = subprocess.Popen(
+        with subprocess.Popen(
             command,
             env=env,
             cwd=cwd,
@@ -65,13 +65,13 @@ class Steps:
             stdout=self.log,
             stderr=subprocess.STDOUT,
             pass_fds=[self.lock],
-        )
-        try:
-            while (code := self._wait(process)) is None:
-                self._say(f"{how_far(self._said_since(began))}{time.monotonic() - self._begin:.0f} s", "")
-        except BaseException:
-            process.kill()
-            raise
+        ) as process:
+            try:
+                while (code := self._wait(process)) is None:
+                    self._say(f"{how_far(self._said_since(began))}{time.monotonic() - self._begin:.0f} s", "")
+            except BaseException:
+                process.kill()
+                raise
         if code:
             raise StepFailed(f"{Path(command[0]).name} ended with exit code {code}")
 
