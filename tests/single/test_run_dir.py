@@ -120,9 +120,9 @@ FREE = {
     "batch_size", "bucket_bytes", "callbacks", "check_sync_every", "checkpoint_every", "data_dir", "data_md5",
     "data_source", "data_url", "dataset", "early_stopping", "epochs", "eval_every", "eval_examples",
     "global_batch_size", "grace_seconds", "gradient_accumulation", "learning_rate", "learning_rate_factor",
-    "log_every", "max_rollbacks", "max_steps", "on_divergence", "on_nan", "overlap", "quiet", "record_examples",
-    "resume", "rollback_factor", "run_dir", "stall_seconds", "summary_every", "test_time_augmentation",
-    "threads_per_rank", "verify_every", "warmup_epochs",
+    "log_every", "max_rollbacks", "max_steps", "on_divergence", "on_nan", "overlap", "profile_steps", "quiet",
+    "record_examples", "resume", "rollback_factor", "run_dir", "stall_seconds", "summary_every",
+    "test_time_augmentation", "threads_per_rank", "verify_every", "warmup_epochs",
 }  # fmt: skip
 
 
