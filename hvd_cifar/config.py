@@ -305,8 +305,8 @@ class TrainSettings(DataSettings):
         None,
         gt=0,
         le=LARGEST_RATE,
-        description="Factor of the learning rate. [default: the global batch over the recipe's reference batch "
-        f"({DEFAULT_PER_RANK_BATCH_SIZE}; fast 1024), at most the recipe's limit]",
+        description="Factor of the learning rate. [default: by the recipe, in proportion to the global batch or to its "
+        "square root]",
     )
     gradient_accumulation: int = Field(
         1,
@@ -329,7 +329,8 @@ class TrainSettings(DataSettings):
         None,
         gt=0,
         le=LARGEST_RATE,
-        description="Learning rate for the recipe's reference batch. [default: the recipe's]",
+        description="Learning rate for the recipe's reference batch, of its optimizer: a large global batch may have a "
+        "recipe of its own. [default: the recipe's]",
     )
     warmup_epochs: Finite | None = Field(
         None,

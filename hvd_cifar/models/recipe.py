@@ -16,14 +16,18 @@ class Batch:
     """Which batches a recipe's numbers are for.
 
     Attributes:
-        reference: global batch that the learning rate is for; the rate is scaled by global batch / `reference`.
+        reference: global batch that the learning rate is for. The rate is scaled by (global batch / reference)^power.
         is_global: by default the global batch is `reference` on any number of ranks; else it is 128 on each rank.
-        largest_scale: the rate is scaled by at most this factor, where a larger one diverges; None: no limit.
+        power: 1 is the linear scaling rule (Goyal et al. 2017, section 2.1); 0.5 scales by the square root.
     """
 
     reference: int = 128
     is_global: bool = False
-    largest_scale: float | None = None
+    power: float = 1.0
+
+    def scale_of(self, global_batch_size: int) -> float:
+        """The factor of the learning rate for a global batch."""
+        return float((global_batch_size / self.reference) ** self.power)
 
 
 def momentum_sgd(learning_rate: float) -> keras.optimizers.Optimizer:
@@ -62,6 +66,7 @@ class Recipe:
         test_time_augmentation: evaluate on six views of each test image at the end.
         evaluation_epochs: epochs between evaluations.
         shorter: test accuracy on CIFAR-10, 0 to 1, that runs of fewer epochs reach; a run's forecast names it.
+        beyond: (n, recipe): the recipe of global batches of more than n examples; None: this one for all.
     """
 
     optimizer: Callable[[float], keras.optimizers.Optimizer] = momentum_sgd
@@ -80,3 +85,10 @@ class Recipe:
     test_time_augmentation: bool = False
     evaluation_epochs: int = 1
     shorter: Mapping[float, float] = field(default_factory=dict)
+    beyond: tuple[int, Recipe] | None = None
+
+    def for_batch(self, global_batch_size: int) -> Recipe:
+        """This recipe, or the one that takes over for global batches of this size."""
+        if self.beyond is None or global_batch_size <= self.beyond[0]:
+            return self
+        return self.beyond[1].for_batch(global_batch_size)

@@ -92,8 +92,3 @@ class Schedule:
         if not self.decay_steps:
             return rise
         return f"{rise}, times {self.decay:g} at steps {', '.join(map(str, self.decay_steps))}"
-
-
-def linear_scaling(base: float, factor: float) -> float:
-    """The linear scaling rule: k times the batch, k times the learning rate (Goyal et al. 2017, section 2.1)."""
-    return base * factor

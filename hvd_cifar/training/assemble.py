@@ -26,6 +26,7 @@ from hvd_cifar.kernels import compiled
 from hvd_cifar.models import Model, Net
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
+from hvd_cifar.optim.muon import Muon, MuonWithAdam
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.reporting.metrics import Reporter
@@ -49,7 +50,7 @@ from hvd_cifar.training.checkpoint import Checkpoints, State
 from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.forecast import Forecast
 from hvd_cifar.training.image_sizes import ImageSizes
-from hvd_cifar.training.plan import Plan, make_schedule, plan, precision_of, resolve, set_precision
+from hvd_cifar.training.plan import Plan, global_batch, make_schedule, plan, precision_of, resolve, set_precision
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.record import Record
 from hvd_cifar.training.rollback import Rollback
@@ -117,7 +118,9 @@ def prepare(settings: TrainSettings, world: World, given: OfUser | None = None) 
     model = _model(settings, given)
     model = collectives.on_every_rank(lambda: models.with_recipe(model, dataset.image_shape, dataset.classes))
     assert model.recipe is not None, "it was asked for"
-    recipe = model.recipe
+    batch = global_batch(settings, model.recipe.batch, world.batch_ranks or world.size)
+    recipe = model.recipe.for_batch(batch)
+    model = replace(model, recipe=recipe)
     if settings.dataset == "auto" and dataset.name == synthetic.LAYOUT.name:
         recipe = replace(recipe, epochs=min(recipe.epochs, EMBEDDED_EPOCHS))
     resolved = for_machines(resolve(settings, recipe), world)
@@ -232,7 +235,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
 
     own_folder = folder if world.is_root else None
     reporter = Reporter(own_folder, terminal.is_watched(), work.dataset.name, work.settings.quiet)
-    for line in (*_describe(work, world, learner.net, schedule), *notes):
+    for line in (*_describe(work, world, learner, schedule), *notes):
         reporter.say(line)
     stops, skips = bool(world.elastic and world.elastic.saves_only), work.settings.on_nan == "skip"
     progress = Progress(begin.step, begin.saved_step, watch, stops=stops, skips=skips, at_once=begin.copy is not None)
@@ -386,12 +389,17 @@ def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any 
     """The recipe's optimizer, distributed over a process set, and built for the net's variables.
 
     Raises:
-        UserError: where the recipe's function fails.
+        UserError: where the recipe's function fails, or its optimizer and the compression do not go together.
     """
     with user_code.errors_of(f"--model {work.model.name}: optimizer({learning_rate:g}) of its recipe"):
         plain = work.recipe.optimizer(learning_rate)
         if not isinstance(plain, keras.optimizers.Optimizer):
             raise TypeError(f"returned {type(plain).__name__}; return a keras.optimizers.Optimizer")
+    if (rank := config.low_rank_of(work.settings.compression)) and isinstance(plain, Muon | MuonWithAdam):
+        raise UserError(
+            f"--compression powersgd:{rank}: {work.model.name} trains this batch with Muon, which makes all singular "
+            f"values of a gradient alike, and {rank} are left of them; give bf16"
+        )
     if work.settings.clip_norm is not None:
         plain.global_clipnorm = work.settings.clip_norm
     optimizer = distribute(work.settings, plain, process_set)
@@ -542,9 +550,10 @@ def _facts_of(world: World) -> dict[str, Any]:
     }
 
 
-def _describe(work: Work, world: World, net: Net, schedule: Schedule) -> list[str]:
+def _describe(work: Work, world: World, learner: Learner, schedule: Schedule) -> list[str]:
     """The first lines of a run: model, data set, ranks, and the batch arithmetic."""
-    settings, batch = work.settings, work.plan.global_batch_size
+    settings, batch, net = work.settings, work.plan.global_batch_size, learner.net
+    optimizer = getattr(learner.optimizer, "inner_optimizer", learner.optimizer)  # where a loss scale wraps it
     micro_batches, shards = settings.gradient_accumulation, settings.virtual_shards
     parts = f"{world.size} ranks x {batch / world.size / micro_batches:g}"
     parts += f" x {micro_batches} micro-batches" * (micro_batches > 1)
@@ -558,7 +567,7 @@ def _describe(work: Work, world: World, net: Net, schedule: Schedule) -> list[st
         f"{trained}: {world.describe()}",
         *([f"{held} of {work.plan.examples + held} training examples are held out for evaluation"] if held else []),
         f"global batch {batch} = {parts}; {work.plan.steps_per_epoch} steps an epoch, {work.plan.total_steps} in all",
-        f"learning rate {schedule}",
+        f"optimizer {optimizer.name}, learning rate {schedule}",
         *(
             ["note: batch norm takes its statistics over 1 image; give larger batches, or --sync-batch-norm"]
             if alone

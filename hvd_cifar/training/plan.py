@@ -11,7 +11,7 @@ from hvd_cifar.config import DEFAULT_PER_RANK_BATCH_SIZE, Precision, TrainSettin
 from hvd_cifar.data import sampler
 from hvd_cifar.errors import UserError
 from hvd_cifar.models.recipe import Batch, Recipe
-from hvd_cifar.optim.schedules import Schedule, Staircase, ToZero, linear_scaling
+from hvd_cifar.optim.schedules import Schedule, Staircase, ToZero
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Plan:
         steps_per_epoch: including the ragged last one.
         total_steps: after which the run ends.
         all_steps: of all epochs, also where --max-steps ends the run earlier.
-        learning_rate_factor: global batch over reference batch, by the linear scaling rule.
+        learning_rate_factor: of the recipe's learning rate, for the global batch.
         warmup_epochs: over which the learning rate rises; 1 by default where it is scaled up.
         evaluation_steps: between evaluations; 0: only at the end.
     """
@@ -90,17 +90,14 @@ def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int, batc
         config.check_warmup(settings)  # again: the number of epochs may be the recipe's
     except ValueError as failure:
         raise UserError(str(failure)) from None
-    batch = recipe.batch
-    per_rank = (settings.batch_size or DEFAULT_PER_RANK_BATCH_SIZE) * settings.gradient_accumulation
-    by_recipe = batch.reference if batch.is_global and not settings.batch_size else None
-    whole = settings.global_batch_size or by_recipe or per_rank * (batch_ranks or size)
+    whole = global_batch(settings, recipe.batch, batch_ranks or size)
     config.check_ranks(settings.model_copy(update={"global_batch_size": whole}), size)
     if whole > examples:
         raise UserError(f"the global batch of {whole} is larger than the training set of {examples}: make it smaller")
     steps = sampler.steps_per_epoch(examples, whole)
     assert settings.epochs is not None, "settings are resolved"
     total = max(1, round(steps * settings.epochs))
-    factor = settings.learning_rate_factor or scale_of(batch, whole)
+    factor = settings.learning_rate_factor or recipe.batch.scale_of(whole)
     warmup_epochs = settings.warmup_epochs if settings.warmup_epochs is not None else float(factor > 1)
     return Plan(
         examples=examples,
@@ -114,9 +111,11 @@ def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int, batc
     )
 
 
-def scale_of(batch: Batch, global_batch_size: int) -> float:
-    """The factor of the recipe's learning rate for a global batch."""
-    return min(global_batch_size / batch.reference, batch.largest_scale or float("inf"))
+def global_batch(settings: TrainSettings, batch: Batch, ranks: int) -> int:
+    """Examples of a step over all ranks, by the settings or else by the recipe."""
+    per_rank = (settings.batch_size or DEFAULT_PER_RANK_BATCH_SIZE) * settings.gradient_accumulation
+    by_recipe = batch.reference if batch.is_global and not settings.batch_size else None
+    return settings.global_batch_size or by_recipe or per_rank * ranks
 
 
 def make_schedule(settings: TrainSettings, recipe: Recipe, batch_plan: Plan) -> Schedule:
@@ -131,7 +130,7 @@ def make_schedule(settings: TrainSettings, recipe: Recipe, batch_plan: Plan) -> 
         stairs = tuple(int(examples * shrink) // batch for examples in decay.examples)
     warmup_steps = round(batch_plan.warmup_epochs * batch_plan.steps_per_epoch)
     scaled_up = batch_plan.learning_rate_factor > 1
-    peak = linear_scaling(settings.learning_rate, batch_plan.learning_rate_factor)
+    peak = settings.learning_rate * batch_plan.learning_rate_factor
     return Schedule(
         base=(settings.learning_rate if scaled_up else 0.0) if warmup_steps else peak,
         peak=peak,

@@ -659,11 +659,11 @@ TRAINING = [
         "weight decay grows with the ranks",
     ),
     Fault(
-        P + "training/plan.py",
-        'min(global_batch_size / batch.reference, batch.largest_scale or float("inf"))',
-        "global_batch_size / batch.reference",
+        P + "models/recipe.py",
+        "global_batch_size <= self.beyond[0]",
+        "global_batch_size < self.beyond[0]",
         "tests/single/test_plan.py",
-        "the learning rate is scaled without a limit",
+        "a recipe for larger batches takes over too early",
     ),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +243,13 @@ def test_a_compression_that_does_not_exist_is_refused() -> None:
     (said,) = run_ranks(_refused, 1)
     for text, given in zip(said, ("'powersgd:0'", "'powersgd'", "'powersgd:-1'", "'bf17'", "16"), strict=True):
         assert given in text and len(text.splitlines()) == 1
+
+
+def test_muon_refuses_gradients_of_low_rank(embedded: Path, tmp_path: Path) -> None:
+    """By `fast`, and by a ResNet on a batch that is large enough for it."""
+    for options in (["--model", "fast"], ["--model", "resnet20", "--global-batch-size", 257]):
+        words = [*TUTORIAL, embedded, *options, "--run-dir", tmp_path / "run", "--compression", "powersgd:2"]
+        done = subprocess.run(jobs.command(1, *words), capture_output=True, text=True, timeout=300)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert f"powersgd:2: {options[1]} trains this batch with Muon" in done.stderr
+        assert not (tmp_path / "run").exists()

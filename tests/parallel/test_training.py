@@ -152,13 +152,13 @@ def test_without_cifar10_and_network_auto_trains_on_the_embedded_set_and_says_so
 
 
 def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, tmp_path: Path) -> None:
-    """Two ranks with four micro-batches each. At eight times the rate the loss is infinite at step 60 of this seed."""
+    """Two ranks with four micro-batches each. With plain SGD at eight times the rate the loss is infinite at step 60."""
     run_dir = tmp_path / "run"
     words: list[Any] = ["--model", "tutorial", "--dataset", "cifar10", "--data-dir", real_data, "--run-dir", run_dir]
     words += ["--gradient-accumulation", 4, "--seed", 21, "--max-steps", 75, "--eval-every", 0]
     done = _run(2, "train", *words)
     assert done.returncode == 0, done.stderr
-    assert "learning rate 0.1 to 0.4 over 49 steps" in done.stdout
+    assert "optimizer muon_with_adam, learning rate 0.002, times" in done.stdout
     assert done.stdout.count(" of training left") == 1  # at the 20th step: tracing does not count
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["dataset"] == "cifar10" and summary["global_batch_size"] == 1024
@@ -167,7 +167,7 @@ def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, t
 
 
 def _at_eight_ranks_batch(data: str, folder: str) -> dict[str, dict[str, Any]]:
-    """The summaries of default recipes on 1024 examples a step: 25 steps of warm-up, and 20 at the full rate.
+    """The summaries of default recipes on 1024 examples a step: 25 steps of warm-up, if any, and the full rate after.
 
     On half of the embedded set's images, in a quarter of their pixels: a shorter warm-up than on the whole set.
     """
@@ -189,9 +189,10 @@ def _at_eight_ranks_batch(data: str, folder: str) -> dict[str, dict[str, Any]]:
 def test_no_default_recipe_diverges_with_the_batch_of_eight_ranks(embedded: Path, tmp_path: Path) -> None:
     """ResNet's, and that of a net without a recipe; the tutorial's is above."""
     found = run_ranks(_at_eight_ranks_batch, 2, str(embedded), str(tmp_path), timeout=400)[0]
-    for name, peak in (("resnet20", 0.8), ("default", 0.4)):
+    # A recipe of its own for this batch; eight times the rate for 128.
+    for name, rate in (("resnet20", "0.1, times"), ("default", "0.05 to 0.4 over 25 steps")):
         schedule = json.loads((tmp_path / name / "config.json").read_text())["run"]["learning_rate_schedule"]
-        assert f" to {peak} over 25 steps" in schedule  # eight times the rate for 128
+        assert schedule.startswith(rate)
         assert found[name]["steps"] == 45 and found[name]["train_loss"] < 2.3  # ten classes at random: ln 10
 
 

@@ -11,22 +11,22 @@ from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.errors import UserError
 from hvd_cifar.models.recipe import Batch, Recipe
 from hvd_cifar.optim.schedules import Schedule, cosine
-from hvd_cifar.training.plan import Plan, make_schedule, plan, resolve, scale_of
+from hvd_cifar.training.plan import Plan, global_batch, make_schedule, plan, resolve
 
 
-def _recipe(name: str) -> Recipe:
-    recipe = models.BUILT_IN[name].recipe
+def _recipe(settings: TrainSettings, size: int) -> Recipe:
+    recipe = models.BUILT_IN[settings.model].recipe
     assert recipe is not None
-    return recipe
+    return recipe.for_batch(global_batch(settings, recipe.batch, size))
 
 
-def _resolved(**values: Any) -> TrainSettings:
+def _resolved(values: dict[str, Any], size: int) -> TrainSettings:
     settings = make(TrainSettings, values)
-    return resolve(settings, _recipe(settings.model))
+    return resolve(settings, _recipe(settings, size))
 
 
 def _plan(settings: TrainSettings, size: int) -> Plan:
-    return plan(settings, _recipe(settings.model), 50_000, size)
+    return plan(settings, _recipe(settings, size), 50_000, size)
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,17 @@ RESNET = {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001}
         ({"model": "tutorial"}, 1, {0: 0.1, 136_717: 0.1, 136_718: 0.01, 273_437: 0.001}),
         # A batch of 256 is two of 128: from 0.1 to 0.2 over the 196 steps of the first epoch, however it is dealt.
         ({"model": "tutorial"}, 2, {0: 0.1, 98: 0.15, 196: 0.2, 68_358: 0.2, 68_359: 0.02}),
-        ({"model": "tutorial"}, 8, {0: 0.1, 49: 0.4}),  # at 0.8 its loss becomes infinite
+        # Larger batches have recipes of their own, whose rate grows with the square root.
+        ({"model": "tutorial"}, 8, {0: 0.002}),
+        ({"model": "tutorial"}, 32, {0: 0.002, 13: 0.004}),
         ({"model": "tutorial", "batch_size": 256}, 1, {0: 0.1, 98: 0.15, 196: 0.2}),
         ({"model": "tutorial", "global_batch_size": 256}, 4, {0: 0.1, 98: 0.15, 196: 0.2}),
         ({"model": "tutorial", "gradient_accumulation": 2}, 1, {0: 0.1, 98: 0.15, 196: 0.2}),
         # A smaller batch takes smaller steps, and needs no warm-up.
         ({"model": "tutorial", "batch_size": 64}, 1, {0: 0.05, 10: 0.05}),
-        ({"model": "resnet20", "learning_rate": 0.05, "warmup_epochs": 0}, 8, {0: 0.4}),
-        ({"model": "resnet20", "gradient_accumulation": 3, "warmup_epochs": 0}, 2, {0: 0.6}),
+        ({"model": "resnet20", "learning_rate": 0.05, "warmup_epochs": 0}, 2, {0: 0.1}),
+        ({"model": "resnet20", "learning_rate": 0.05, "warmup_epochs": 0}, 32, {0: 0.1}),
+        ({"model": "resnet20", "gradient_accumulation": 2}, 2, {0: 0.1 * 0.5**0.5}),
         ({"model": "tutorial", "warmup_epochs": 2}, 2, {0: 0.1, 196: 0.15, 392: 0.2}),
         # As config.json says it of two ranks with the defaults: the same on any number of ranks.
         (
@@ -87,15 +90,22 @@ RESNET = {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001}
     ],
 )
 def test_learning_rate_of_a_run(values: dict[str, Any], size: int, expected: dict[int, float]) -> None:
-    settings = _resolved(**values)
-    schedule = make_schedule(settings, _recipe(settings.model), _plan(settings, size))
+    settings = _resolved(values, size)
+    schedule = make_schedule(settings, _recipe(settings, size), _plan(settings, size))
     assert {step: schedule(step) for step in expected} == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_rate_is_scaled_by_examples_up_to_the_recipes_limit() -> None:
-    batch = Batch(reference=100, largest_scale=3)
-    assert [scale_of(batch, size) for size in (50, 100, 250, 300, 301, 10_000)] == [0.5, 1, 2.5, 3, 3, 3]
-    assert scale_of(Batch(reference=100), 10_000) == 100
+def test_the_rate_is_scaled_by_examples_or_by_their_square_root() -> None:
+    sizes = (50, 100, 250, 400)
+    assert [Batch(reference=100).scale_of(size) for size in sizes] == [0.5, 1, 2.5, 4]
+    assert Batch(reference=100, power=0.5).scale_of(400) == 2
+
+
+def test_larger_batches_have_a_recipe_of_their_own() -> None:
+    largest = Recipe(epochs=3)
+    larger = Recipe(epochs=2, beyond=(1024, largest))
+    recipe = Recipe(epochs=1, beyond=(256, larger))
+    assert [recipe.for_batch(size).epochs for size in (1, 256, 257, 1024, 1025)] == [1, 1, 2, 2, 3]
 
 
 def test_a_recipes_own_decay_is_a_function_of_the_part_that_is_done() -> None:
@@ -127,7 +137,7 @@ def test_a_recipes_own_decay_is_a_function_of_the_part_that_is_done() -> None:
     ],
 )
 def test_batch_arithmetic(values: dict[str, Any], size: int, batch: int, steps: int, total: int) -> None:
-    found = _plan(_resolved(**{"model": "tutorial", **values}), size)
+    found = _plan(_resolved({"model": "tutorial", **values}, size), size)
     assert (found.global_batch_size, found.steps_per_epoch, found.total_steps) == (batch, steps, total)
 
 
@@ -141,7 +151,7 @@ def test_batch_arithmetic(values: dict[str, Any], size: int, batch: int, steps: 
     ],
 )
 def test_steps_between_evaluations(values: dict[str, Any], steps: int) -> None:
-    assert _plan(_resolved(**values), 1).evaluation_steps == steps
+    assert _plan(_resolved(values, 1), 1).evaluation_steps == steps
 
 
 @pytest.mark.parametrize(
@@ -161,23 +171,23 @@ def test_steps_between_evaluations(values: dict[str, Any], steps: int) -> None:
 )
 def test_batches_that_do_not_fit_are_refused(values: dict[str, Any], size: int, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        _plan(_resolved(**values), size)
+        _plan(_resolved(values, size), size)
 
 
 def test_recipes_fill_in_only_what_is_not_given() -> None:
-    plain = _resolved(model="tutorial")
+    plain = _resolved({"model": "tutorial"}, 1)
     assert (plain.learning_rate, plain.weight_decay, plain.ema_decay, plain.epochs) == (0.1, 0.004, 0.9999, 6)
     assert (plain.deterministic, plain.threads_per_rank) == (False, None)
-    exact = _resolved(virtual_shards=4)
+    exact = _resolved({"virtual_shards": 4}, 1)
     assert (exact.deterministic, exact.threads_per_rank) == (True, 1)
-    assert _resolved(virtual_shards=4, threads_per_rank=3).threads_per_rank == 3
-    given = _resolved(
-        model="resnet20", weight_decay=0, ema_decay=0.5, learning_rate=0.3, epochs=7, global_batch_size=64
-    )
+    assert _resolved({"virtual_shards": 4, "threads_per_rank": 3}, 1).threads_per_rank == 3
+    values = {"weight_decay": 0, "ema_decay": 0.5, "learning_rate": 0.3, "epochs": 7, "global_batch_size": 64}
+    given = _resolved({"model": "resnet20", **values}, 1)
     assert (given.learning_rate, given.weight_decay, given.ema_decay, given.epochs) == (0.3, 0.0, 0.5, 7)
 
 
 def test_a_batch_of_a_rank_stands_for_the_ranks_of_an_elastic_job() -> None:
-    settings = _resolved(model="tutorial", batch_size=32)
-    found = plan(settings, _recipe("tutorial"), 50_000, 3, batch_ranks=4)
-    assert found == plan(settings, _recipe("tutorial"), 50_000, 4) and found.global_batch_size == 128
+    settings = _resolved({"model": "tutorial", "batch_size": 32}, 4)
+    recipe = _recipe(settings, 4)
+    found = plan(settings, recipe, 50_000, 3, batch_ranks=4)
+    assert found == plan(settings, recipe, 50_000, 4) and found.global_batch_size == 128
