@@ -10,7 +10,7 @@ from hvd_cifar.models.activation import QuickRelu
 from hvd_cifar.models.convolution import QuickConv2D
 from hvd_cifar.models.normalization import LocalResponseNormalization
 from hvd_cifar.models.recipe import Batch, Recipe
-from hvd_cifar.optim.muon import MuonWithAdam
+from hvd_cifar.optim.muon import Muon
 from hvd_cifar.optim.schedules import Staircase
 
 # The tutorial decays the weights of the local layers alone.
@@ -31,8 +31,8 @@ PUBLISHED = Recipe(
 # points in 12 epochs. Muon loses none (docs/results.md). local3 has 885,000 weights: its updates would double a step.
 LARGE = replace(
     PUBLISHED,
-    optimizer=lambda rate: MuonWithAdam(rate, dense=("local4",)),
-    learning_rate=0.002,
+    optimizer=lambda rate: Muon(rate, 0.95, 0.9, {"": (40.0, 0.0)}, steps=5, dense=["local4"], resets_norms=False),
+    learning_rate=0.002,  # of kernels; 0.08 of all other variables
     batch=Batch(reference=1024, power=0.5),
 )
 RECIPE = replace(PUBLISHED, beyond=(256, LARGE))

@@ -1,4 +1,4 @@
-"""Momentum with orthogonal updates for kernels: `Muon` for nets with batch norm, `MuonWithAdam` for those without."""
+"""`Muon`: momentum with orthogonal updates for kernels of convolutions, and Nesterov's momentum for the rest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ class Muon(keras.optimizers.Optimizer):
     """Kernels of convolutions: v <- m v + g; w <- w / rms(w's rows) - r * orthogonal(g + m v). r is `learning_rate`.
 
     The singular values of such an update are all near 1, so that rare directions are learnt as fast as frequent ones.
-    A kernel's norm is reset in each step: with the batch norm behind it, only its direction matters.
+    A kernel's norm is reset in each step: with the batch norm behind it, only its direction matters. Without
+    `resets_norms`: w <- w - 0.2 r sqrt(max(rows, columns)) orthogonal(g + m v). The factor gives every kernel's update a
+    root mean square near 0.2 r (Liu et al., "Muon is scalable for LLM training", 2025, section 2.2).
 
     Other variables: v <- m' v + g + d w; w <- w - r * f (g + d w + m' v). m' is `momentum_of_others`; `others` gives f
     and d for each layer.
@@ -31,6 +33,8 @@ class Muon(keras.optimizers.Optimizer):
         momentum_of_others: momentum of the other variables.
         others: (f, d) by the name of a variable's layer; "" stands for any other layer.
         steps: iterations of Newton-Schulz.
+        dense: names of dense layers whose kernels are updated as those of convolutions.
+        resets_norms: whether kernels keep the norm that makes their output channels vectors of length 1.
     """
 
     def __init__(
@@ -40,6 +44,8 @@ class Muon(keras.optimizers.Optimizer):
         momentum_of_others: float = 0.85,
         others: Mapping[str, Sequence[float]] | None = None,
         steps: int = 3,
+        dense: Sequence[str] = (),
+        resets_norms: bool = True,
         name: str = "muon",
         **kwargs: Any,
     ) -> None:
@@ -48,6 +54,8 @@ class Muon(keras.optimizers.Optimizer):
         self.momentum_of_others = momentum_of_others
         self.others = {key: tuple(value) for key, value in (others or {"": (1.0, 0.0)}).items()}
         self.steps = steps
+        self.dense = tuple(dense)
+        self.resets_norms = resets_norms
 
     def build(self, variables: Sequence[Any]) -> None:
         """Make a velocity for every variable."""
@@ -58,6 +66,10 @@ class Muon(keras.optimizers.Optimizer):
         # The name of the layer is the last but one part of a path such as "block1_norm1/beta".
         layers = [v.path.split("/")[-2] for v in variables]
         self._of_variable = [self.others.get(layer, self.others[""]) for layer in layers]
+        self._is_matrix = [
+            len(v.shape) == 4 or (layer in self.dense and len(v.shape) == 2)
+            for v, layer in zip(variables, layers, strict=True)
+        ]
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Apply the gradient of one variable."""
@@ -65,12 +77,16 @@ class Muon(keras.optimizers.Optimizer):
         velocity = self.velocities[index]
         value = tf.convert_to_tensor(variable)
         gradient, rate = tf.cast(gradient, value.dtype), tf.cast(learning_rate, value.dtype)
-        if len(variable.shape) == 4:
+        if self._is_matrix[index]:
             moved = self.momentum * tf.convert_to_tensor(velocity) + gradient
             update = orthogonal(gradient + self.momentum * moved, self.steps)
-            # The norm of a kernel whose output channels are vectors of length 1.
-            length = tf.sqrt(tf.cast(variable.shape[-1], value.dtype))
-            value = value * (length / tf.norm(value))
+            columns = variable.shape[-1]
+            if self.resets_norms:
+                # The norm of a kernel whose output channels are vectors of length 1.
+                length = tf.sqrt(tf.cast(columns, value.dtype))
+                value = value * (length / tf.norm(value))
+            else:
+                update *= 0.2 * max(columns, math.prod(variable.shape) // columns) ** 0.5
         else:
             factor, decay = self._of_variable[index]
             gradient += decay * value
@@ -81,68 +97,8 @@ class Muon(keras.optimizers.Optimizer):
 
     def get_config(self) -> dict[str, Any]:
         """What Keras saves of the optimizer."""
-        names = ("momentum", "momentum_of_others", "others", "steps")
+        names = ("momentum", "momentum_of_others", "others", "steps", "dense", "resets_norms")
         return {**super().get_config(), **{name: getattr(self, name) for name in names}}
-
-
-class MuonWithAdam(keras.optimizers.Adam):
-    """Muon for kernels of convolutions and of some dense layers; Adam for all other variables.
-
-    Kernels, as matrices: v <- m v + g; w <- w - r * 0.2 sqrt(max(rows, columns)) * orthogonal(g + m v). The factor gives
-    such an update the root mean square of Adam's, so that one rate r fits both. Norms stay: without batch norm a
-    kernel's length matters.
-
-    Source: Liu et al., "Muon is scalable for LLM training", 2025, section 2.2. keras.optimizers.Muon gives kernels of
-    convolutions to Adam.
-
-    Args:
-        learning_rate: of all variables.
-        momentum: of the kernels.
-        dense: names of dense layers whose kernels are updated so; a large one costs more than it gains.
-        steps: iterations of Newton-Schulz.
-    """
-
-    def __init__(
-        self,
-        learning_rate: Any = 0.002,
-        momentum: float = 0.95,
-        dense: Sequence[str] = (),
-        steps: int = 5,
-        name: str = "muon_with_adam",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(learning_rate=learning_rate, name=name, **kwargs)
-        self.momentum = momentum
-        self.dense = tuple(dense)
-        self.steps = steps
-
-    def build(self, variables: Sequence[Any]) -> None:
-        """Make Adam's variables; a kernel's velocity takes the place of its first moment."""
-        if self.built:
-            return
-        super().build(variables)
-        kernels = {f"{layer}/kernel" for layer in self.dense}
-        self._is_matrix = [len(v.shape) == 4 or "/".join(v.path.split("/")[-2:]) in kernels for v in variables]
-
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Apply the gradient of one variable."""
-        index = self._get_variable_index(variable)
-        if not self._is_matrix[index]:
-            super().update_step(gradient, variable, learning_rate)
-            return
-        velocity = self._momentums[index]
-        value = tf.convert_to_tensor(variable)
-        gradient, rate = tf.cast(gradient, value.dtype), tf.cast(learning_rate, value.dtype)
-        moved = self.momentum * tf.convert_to_tensor(velocity) + gradient
-        update = orthogonal(gradient + self.momentum * moved, self.steps)
-        columns = variable.shape[-1]
-        scale = 0.2 * max(columns, math.prod(variable.shape) // columns) ** 0.5
-        self.assign(velocity, moved)
-        self.assign(variable, value - rate * scale * update)
-
-    def get_config(self) -> dict[str, Any]:
-        """What Keras saves of the optimizer."""
-        return {**super().get_config(), "momentum": self.momentum, "dense": self.dense, "steps": self.steps}
 
 
 def orthogonal(kernel: Any, steps: int) -> Any:

@@ -26,7 +26,7 @@ from hvd_cifar.kernels import compiled
 from hvd_cifar.models import Model, Net
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
-from hvd_cifar.optim.muon import Muon, MuonWithAdam
+from hvd_cifar.optim.muon import Muon
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.reporting.metrics import Reporter
@@ -395,7 +395,7 @@ def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any 
         plain = work.recipe.optimizer(learning_rate)
         if not isinstance(plain, keras.optimizers.Optimizer):
             raise TypeError(f"returned {type(plain).__name__}; return a keras.optimizers.Optimizer")
-    if (rank := config.low_rank_of(work.settings.compression)) and isinstance(plain, Muon | MuonWithAdam):
+    if (rank := config.low_rank_of(work.settings.compression)) and isinstance(plain, Muon):
         raise UserError(
             f"--compression powersgd:{rank}: {work.model.name} trains this batch with Muon, which makes all singular "
             f"values of a gradient alike, and {rank} are left of them; give bf16"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_cifar.optim.muon import COEFFICIENTS, Muon, MuonWithAdam, orthogonal
+from hvd_cifar.optim.muon import COEFFICIENTS, Muon, orthogonal
 
 
 def _by_hand(matrix: np.ndarray[Any, Any], steps: int) -> np.ndarray[Any, Any]:
@@ -63,41 +63,39 @@ def test_steps_follow_the_formulas() -> None:
         assert np.allclose(variable.numpy(), value, rtol=1e-6, atol=1e-7), variable.path
 
 
-def test_kernels_keep_their_norms_beside_adam() -> None:
-    """A convolution, a dense layer that is named, and one that is not; biases are Adam's."""
+def test_without_batch_norm_kernels_keep_their_norms() -> None:
+    """A convolution, a dense layer that is named, its bias, and a dense layer that is not."""
     draw = np.random.default_rng(2)
     inputs = keras.Input((6, 6, 4), dtype="float64")
-    x = keras.layers.Conv2D(8, 3, name="conv", dtype="float64")(inputs)
-    x = keras.layers.Dense(12, name="named", dtype="float64")(keras.layers.Flatten(dtype="float64")(x))
-    model = keras.Model(inputs, keras.layers.Dense(10, name="other", dtype="float64")(x))
-    variables = model.trainable_variables
-    made, adam = MuonWithAdam(0.01, momentum=0.9, dense=["named"]), keras.optimizers.Adam(0.01)
-    made.build(variables)
-    expected = {v.path: v.numpy() for v in variables}
-    plain = [keras.Variable(v.numpy(), dtype="float64") for v in variables]
-    adam.build(plain)
-    velocities = {"conv/kernel": np.zeros((36, 8)), "named/kernel": np.zeros((128, 12))}
+    x = keras.layers.Conv2D(8, 3, use_bias=False, name="conv", dtype="float64")(inputs)
+    x = keras.layers.Dense(200, name="named", dtype="float64")(keras.layers.Flatten(dtype="float64")(x))
+    x = keras.layers.Dense(10, use_bias=False, name="other", dtype="float64")(x)
+    variables = keras.Model(inputs, x).trainable_variables
+    muon = Muon(0.01, 0.9, 0.8, {"": (3.0, 0.0)}, steps=5, dense=["named"], resets_norms=False)
+    muon.build(variables)
+    expected = [v.numpy() for v in variables]
+    velocities = [np.zeros_like(v) for v in expected]
     for _ in range(2):
-        gradients = [draw.normal(size=v.shape) for v in variables]
-        made.apply([tf.constant(g) for g in gradients], variables)
-        adam.apply([tf.constant(g) for g in gradients], plain)
-        for variable, gradient in zip(variables, gradients, strict=True):
-            if variable.path in velocities:
-                matrix = gradient.reshape(velocities[variable.path].shape)
-                velocity = velocities[variable.path] = 0.9 * velocities[variable.path] + matrix
-                turned = _by_hand((matrix + 0.9 * velocity).T, 5).T
-                step = 0.01 * 0.2 * np.sqrt(matrix.shape[0]) * turned  # both have more rows than columns
-                expected[variable.path] = expected[variable.path] - step.reshape(variable.shape)
-    for variable, other in zip(variables, plain, strict=True):
-        value = expected[variable.path] if variable.path in velocities else other.numpy()
+        gradients = [draw.normal(size=v.shape) for v in expected]
+        muon.apply([tf.constant(g) for g in gradients], variables)
+        for i, (variable, gradient) in enumerate(zip(variables, gradients, strict=True)):
+            is_matrix = variable.path in ("conv/kernel", "named/kernel")
+            momentum = 0.9 if is_matrix else 0.8
+            velocities[i] = momentum * velocities[i] + gradient
+            ahead = gradient + momentum * velocities[i]
+            if is_matrix:
+                matrix = ahead.reshape(-1, gradient.shape[-1]).T
+                turned = _by_hand(matrix, 5) if matrix.shape[0] <= matrix.shape[1] else _by_hand(matrix.T, 5).T
+                ahead = 0.2 * np.sqrt(max(matrix.shape)) * turned.T.reshape(gradient.shape) / 3.0
+            expected[i] = expected[i] - 0.01 * 3.0 * ahead
+    for variable, value in zip(variables, expected, strict=True):
         assert np.allclose(variable.numpy(), value, rtol=1e-6, atol=1e-7), variable.path
 
 
 def test_it_is_saved_and_made_again_from_its_configuration() -> None:
-    made = Muon.from_config(Muon(0.3, momentum=0.5, others={"": (2.0, 0.1)}, steps=4).get_config())
-    assert (made.momentum, made.others, made.steps) == (0.5, {"": (2.0, 0.1)}, 4)
-    other = MuonWithAdam.from_config(MuonWithAdam(0.3, momentum=0.5, dense=["a"], steps=4, beta_1=0.8).get_config())
-    assert (other.momentum, other.dense, other.steps, other.beta_1) == (0.5, ("a",), 4, 0.8)
+    options: dict[str, Any] = {"momentum": 0.5, "others": {"": (2.0, 0.1)}, "steps": 4, "dense": ("a",)}
+    made = Muon.from_config(Muon(0.3, resets_norms=False, **options).get_config())
+    assert {name: getattr(made, name) for name in options} == options and not made.resets_norms
 
 
 def test_a_kernel_without_a_gradient_stays_finite() -> None:
