@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ PARTS = ("train", "test")
 FILES = (*(f"{part}-{what}.npy" for part in PARTS for what in ("images", "labels")), "about.json")
 NOTE = "done"  # file in an unfinished cache: channels, and number of images decoded
 CHUNK = 512  # images decoded between two updates of that file
+# Pillow warns, in two lines, of an image that it reads; one of twice as many pixels is an error.
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
 @dataclass(frozen=True)

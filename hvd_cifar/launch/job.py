@@ -147,9 +147,13 @@ class Job:
         for pump in pumps:
             pump.join(SECONDS_FOR_LAST_OUTPUT)
         outcome = self._outcome(code if code >= 0 else 128 - code)
-        said = last_said(self.tail).removeprefix("hvd_cifar: ")[:LONGEST_END]
-        self._ends.append(said or f"exit code {outcome}")
+        self._ends.append(self._said() or f"exit code {outcome}")
         return outcome
+
+    def explain(self, line: str) -> None:
+        """Print why the last ranks ended, where only `run`'s result tells it; the next start is told the same."""
+        self.pass_on(line.encode())
+        self._ends[-1] = self._said()
 
     @property
     def stops(self) -> bool:
@@ -167,6 +171,9 @@ class Job:
         """Print to stderr what ranks printed there."""
         self.tail = (self.tail + data)[-TAIL_BYTES:]
         write(2, data)
+
+    def _said(self) -> str:
+        return last_said(self.tail).removeprefix("hvd_cifar: ")[:LONGEST_END]
 
     def _outcome(self, code: int) -> int:
         if self._caught and (not self.can_stop or self._caught.count(signal.SIGINT) > 1):

@@ -97,7 +97,7 @@ def start(ready: Ready, job: Job) -> int:
         rank, code = first_cause(codes, job.stops)
         if number := signal_of(code):
             host = hosts[rank] if hosts else socket.gethostname()
-            job.pass_on(ended_by_signal(rank, host, number, signal.strsignal(number) or "").encode())
+            job.explain(ended_by_signal(rank, host, number, signal.strsignal(number) or ""))
     # Without a rank on this host a request to stop ends the ssh sessions, and their guards stop the ranks.
     return RESUME if job.stops and code == SSH_ENDED else code
 

@@ -15,7 +15,7 @@ from PIL import Image
 from hvd_cifar.config import PredictSettings
 from hvd_cifar.data import augment
 from hvd_cifar.data.folder import read_image
-from hvd_cifar.errors import UserError
+from hvd_cifar.errors import UserError, printable
 from hvd_cifar.reporting import terminal
 from hvd_cifar.training.evaluate import logits_of
 from hvd_cifar.training.trained import Trained, load
@@ -45,7 +45,7 @@ def predict(settings: PredictSettings) -> int:
             try:
                 images[file] = _fitting(read_image(file, channels), trained.dataset.image_shape)
             except UserError as failure:
-                terminal.complain(f"hvd_cifar: {failure}")
+                terminal.complain(f"hvd_cifar: {printable(str(failure))}")
                 unread += 1
         if images:
             for file, row in zip(images, probabilities(trained, np.stack(list(images.values()))), strict=True):
@@ -87,4 +87,4 @@ def _line(file: Path, row: NDArray[np.floating[Any]], names: Sequence[str], as_j
     if as_json:
         classes = [{"class": names[i], "probability": round(float(row[i]), 6)} for i in order]
         return json.dumps({"image": str(file), "classes": classes})
-    return f"{file}: " + ", ".join(f"{names[i]} {row[i]:.1%}" for i in order[:SHOWN])
+    return f"{printable(str(file))}: " + ", ".join(f"{names[i]} {row[i]:.1%}" for i in order[:SHOWN])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -531,6 +532,25 @@ def test_the_rank_that_speaks_for_a_job_over_gloo(
     codes: list[tuple[int, int]], stops: bool, speaks: tuple[int, int]
 ) -> None:
     assert starters.first_cause(codes, stops) == speaks
+
+
+def test_a_start_over_gloo_is_told_which_signal_ended_the_last_one(tmp_path: Path) -> None:
+    """Horovod's launcher ends with 1 for every failure; here a script stands for it."""
+    starter = tmp_path / "horovodrun"
+    starter.write_text(
+        '#!/bin/sh\necho "ends $HVD_CIFAR_ENDS" >&2\necho "Process 1 exit with status code 137."\nexit 1\n'
+    )
+    starter.chmod(0o755)
+    program = (
+        "import os, sys\nfrom hvd_cifar.launch import job, starters\none = job.Job(can_stop=False)\n"
+        "ready = starters.Ready(sys.argv[1:], dict(os.environ), [])\n"
+        "print([starters.start(ready, one) for _ in range(2)])"
+    )
+    words = [sys.executable, "-c", program, str(starter)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    killed = f"rank 1 on {socket.gethostname()} was ended by signal 9 (Killed); perhaps the machine ran out of memory"
+    assert done.stdout == "[137, 137]\n", done.stderr
+    assert done.stderr.splitlines() == ["ends []", f"hvd_cifar: {killed}", f'ends ["{killed}"]', f"hvd_cifar: {killed}"]
 
 
 def test_an_elastic_job_whose_hosts_can_never_suffice_is_refused(capfd: pytest.CaptureFixture[str]) -> None:

@@ -204,16 +204,22 @@ def test_predict_names_classes_and_passes_over_broken_images(used: tuple[Path, d
     large.save(tmp_path / "large.webp", lossless=True)
     (tmp_path / "b" / "broken.jpg").write_bytes(b"\xff\xd8\xff")
     (tmp_path / "b" / "notes.txt").write_text("no image")
-    done = _launch("predict", folder / "tutorial", "b", "2.tiff", "large.webp", "none.png", "--json", cwd=tmp_path)
+    (tmp_path / "two\nlines.png").write_text("no image")
+    Image.new("L", (10_000, 9_000)).save(tmp_path / "huge.png", compress_level=1)  # of which Pillow warns
+    named = ("two\nlines.png", "huge.png")
+    done = _launch(
+        "predict", folder / "tutorial", "b", "2.tiff", "large.webp", "none.png", *named, "--json", cwd=tmp_path
+    )
     assert done.returncode == 2, done.stderr
     assert [
-        re.findall(r"^hvd_cifar: cannot read the image (\S+) \(.+\): ", line) for line in done.stderr.splitlines()
+        re.findall(r"^hvd_cifar: cannot read the image (.+?) \(.+\): ", line) for line in done.stderr.splitlines()
     ] == [
         ["b/broken.jpg"],
         ["none.png"],
+        [r"two\nlines.png"],
     ]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["image"] for line in found] == ["b/0.png", "b/c/1.bmp", "2.tiff", "large.webp"]
+    assert [line["image"] for line in found] == ["b/0.png", "b/c/1.bmp", "2.tiff", "large.webp", "huge.png"]
     for line, row in zip(found, expected, strict=False):
         told = [part["probability"] for part in line["classes"]]
         assert told == sorted(told, reverse=True)
