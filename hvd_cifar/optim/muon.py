@@ -18,8 +18,8 @@ class Muon(keras.optimizers.Optimizer):
 
     The singular values of such an update are all near 1, so that rare directions are learnt as fast as frequent ones.
     A kernel's norm is reset in each step: with the batch norm behind it, only its direction matters. Without
-    `resets_norms`: w <- w - 0.2 r sqrt(max(rows, columns)) orthogonal(g + m v). The factor gives every kernel's update a
-    root mean square near 0.2 r (Liu et al., "Muon is scalable for LLM training", 2025, section 2.2).
+    `resets_norms`: w <- w - 0.2 r sqrt(max(rows, columns)) orthogonal(g + m v). The factor gives each kernel's update
+    a root mean square near 0.2 r (Liu et al., "Muon is scalable for LLM training", 2025, section 2.2).
 
     Other variables: v <- m' v + g + d w; w <- w - r * f (g + d w + m' v). m' is `momentum_of_others`; `others` gives f
     and d for each layer.
