@@ -293,7 +293,7 @@ def read_image(path: Path, channels: int) -> NDArray[np.uint8]:
         channels: 1: grey, or 3: red, green and blue. Transparency is left out.
 
     Raises:
-        UserError: where it cannot be read, or has more than 8 bits a channel.
+        UserError: where it cannot be read, or is grey with more than 8 bits.
     """
     with _opened(path) as image:
         return _pixels(ImageOps.exif_transpose(image), path, channels)

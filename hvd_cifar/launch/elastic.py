@@ -110,6 +110,8 @@ class ElasticRun:
                 return code
             for one in lost:
                 self._lose(one, code)
+            if not lost and not (code == RESUME and self.job.stops):
+                complain(f"elastic: exit code {code}; all start again")
 
     def clean_up(self) -> None:
         """Remove the copies of the state from this host and from others, as far as they can be reached."""

@@ -17,6 +17,7 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.remarks import Lost, ended_by_signal, lost_in
 from hvd_cifar.launch.elastic import ElasticRun, Options, script
+from hvd_cifar.launch.job import Job
 from hvd_cifar.launch.request import parse
 from hvd_cifar.launch.roster import Roster, Sizes, first_slots, parse_sizes
 from hvd_cifar.runtime import shared_memory, stalls
@@ -183,3 +184,12 @@ def test_a_discovery_that_fails_is_told_once_and_the_known_hosts_stay(
     assert [run._look() for _ in range(5)] == [HOSTS] * 5
     said = capfd.readouterr().err
     assert said.count("no answer; the hosts known so far stay") == 1 and said.count("other;") == 1
+
+
+def test_a_start_is_told_of_where_no_lost_rank_is_known(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    codes = iter([1, 0])
+    options = Options(Sizes(1, 8), None, 1, (1, 1))
+    run = ElasticRun(options, lambda: HOSTS, lambda *_: next(codes), Job(can_stop=True), tmp_path)
+    assert run.run() == 0
+    run.clean_up()
+    assert capfd.readouterr().err == "hvd_cifar: elastic: exit code 1; all start again\n"
