@@ -18,11 +18,13 @@ class Batch:
     Attributes:
         reference: global batch that the learning rate is for. The rate is scaled by (global batch / reference)^power.
         is_global: by default the global batch is `reference` on any number of ranks; else it is 128 on each rank.
+        largest: by default the ranks share this many examples where 128 on each were more; None: no limit.
         power: 1 is the linear scaling rule (Goyal et al. 2017, section 2.1); 0.5 scales by the square root.
     """
 
     reference: int = 128
     is_global: bool = False
+    largest: int | None = None
     power: float = 1.0
 
     def scale_of(self, global_batch_size: int) -> float:

@@ -113,9 +113,14 @@ def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int, batc
 
 def global_batch(settings: TrainSettings, batch: Batch, ranks: int) -> int:
     """Examples of a step over all ranks, by the settings or else by the recipe."""
-    per_rank = (settings.batch_size or DEFAULT_PER_RANK_BATCH_SIZE) * settings.gradient_accumulation
-    by_recipe = batch.reference if batch.is_global and not settings.batch_size else None
-    return settings.global_batch_size or by_recipe or per_rank * ranks
+    if settings.global_batch_size:
+        return settings.global_batch_size
+    if settings.batch_size:
+        return settings.batch_size * ranks * settings.gradient_accumulation
+    if batch.is_global:
+        return batch.reference
+    examples = DEFAULT_PER_RANK_BATCH_SIZE * ranks
+    return min(examples, batch.largest or examples) * settings.gradient_accumulation
 
 
 def make_schedule(settings: TrainSettings, recipe: Recipe, batch_plan: Plan) -> Schedule:

@@ -59,14 +59,15 @@ RESNET = {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001}
         ({"model": "tutorial"}, 2, {0: 0.1, 98: 0.15, 196: 0.2, 68_358: 0.2, 68_359: 0.02}),
         # Larger batches have recipes of their own, whose rate grows with the square root.
         ({"model": "tutorial"}, 8, {0: 0.002}),
-        ({"model": "tutorial"}, 32, {0: 0.002, 13: 0.004}),
+        ({"model": "tutorial"}, 64, {0: 0.002}),
+        ({"model": "tutorial", "batch_size": 128}, 32, {0: 0.002, 13: 0.004}),
         ({"model": "tutorial", "batch_size": 256}, 1, {0: 0.1, 98: 0.15, 196: 0.2}),
         ({"model": "tutorial", "global_batch_size": 256}, 4, {0: 0.1, 98: 0.15, 196: 0.2}),
         ({"model": "tutorial", "gradient_accumulation": 2}, 1, {0: 0.1, 98: 0.15, 196: 0.2}),
         # A smaller batch takes smaller steps, and needs no warm-up.
         ({"model": "tutorial", "batch_size": 64}, 1, {0: 0.05, 10: 0.05}),
         ({"model": "resnet20", "learning_rate": 0.05, "warmup_epochs": 0}, 2, {0: 0.1}),
-        ({"model": "resnet20", "learning_rate": 0.05, "warmup_epochs": 0}, 32, {0: 0.1}),
+        ({"model": "resnet20", "learning_rate": 0.05, "warmup_epochs": 0, "batch_size": 128}, 32, {0: 0.1}),
         ({"model": "resnet20", "gradient_accumulation": 2}, 2, {0: 0.1 * 0.5**0.5}),
         ({"model": "tutorial", "warmup_epochs": 2}, 2, {0: 0.1, 196: 0.15, 392: 0.2}),
         # As config.json says it of two ranks with the defaults: the same on any number of ranks.
@@ -131,6 +132,10 @@ def test_a_recipes_own_decay_is_a_function_of_the_part_that_is_done() -> None:
         ({"epochs": 1, "global_batch_size": 50_000}, 2, 50_000, 1, 1),
         ({"epochs": 9.9, "global_batch_size": 1024}, 2, 1024, 49, 485),
         ({"epochs": 0.001}, 2, 256, 196, 1),
+        ({"epochs": 3}, 8, 1024, 49, 147),
+        ({"epochs": 3}, 64, 1024, 49, 147),  # more ranks share a batch that trains well
+        ({"epochs": 3, "gradient_accumulation": 2}, 64, 2048, 25, 75),
+        ({"epochs": 3, "batch_size": 128}, 64, 8192, 7, 21),
         ({"model": "fast"}, 1, 1024, 49, 485),
         ({"model": "fast"}, 3, 1024, 49, 485),
         ({"model": "fast", "batch_size": 100}, 5, 500, 100, 990),
