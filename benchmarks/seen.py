@@ -1,4 +1,4 @@
-"""The picture of docs/report.md: the report on one real run of 10 epochs on two ranks, one of which is lost on the way.
+"""One real run of 10 epochs on two ranks, one of which is lost on the way: its report, and it in TensorBoard.
 
     python -m benchmarks.seen --data-dir D
 
@@ -12,10 +12,12 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
@@ -29,17 +31,19 @@ from hvd_cifar.tools.report.command import report
 
 OPTIONS = ["--model", "tutorial", "--dataset", "cifar10", "--epochs", "10", "--checkpoint-every", "300"]
 LOST_AFTER = 700  # steps
-WIDTH = 1100  # px of the page
+WIDTH, WIDE = 1100, 1600  # px of the report and of TensorBoard
+SECONDS_TO_COME = 60  # for TensorBoard
+SECONDS_TO_DRAW = 8  # for its charts, after the first one
 END = "What ran"  # the section that the picture leaves out, since it is text alone
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--data-dir", required=True, type=Path)
 @click.option("--runs", "folder", default=Path("runs/seen"), type=Path, show_default=True, help="Folder of the run.")
-@click.option("--output", type=Path, default=jobs.CHECKOUT / "docs" / "pictures" / "report.png", show_default=False)
+@click.option("--output", type=Path, default=jobs.CHECKOUT / "docs" / "pictures", show_default=False)
 @setting.one_line_for_users()
 def main(data_dir: Path, folder: Path, output: Path) -> None:
-    """Train where there is no run yet, then write the report and take its picture."""
+    """Train where there is no run yet, then write the report and take the pictures."""
     jobs.end_on_sigterm()
     run_dir, data = folder.absolute() / "tutorial", setting.real_data(data_dir)
     if not (run_dir / "summary.json").exists():
@@ -52,8 +56,11 @@ def main(data_dir: Path, folder: Path, output: Path) -> None:
         shown.mkdir()
         for path in (*run_dir.glob("*.json"), *run_dir.glob("*.jsonl")):
             (shown / path.name).write_text(_anonymous(path.read_text(), run_dir, data))
-        report(make(ReportSettings, {"run_dirs": [shown]}))
-        _photograph(shown / "report.html", output)
+        page = output.absolute() / "report.html"
+        report(make(ReportSettings, {"run_dirs": [shown], "output": page}))
+        _photograph(page.as_uri(), output / "report.png", end=END)
+    with _tensorboard(run_dir / "tensorboard") as address:
+        _photograph(f"{address}/#timeseries", output / "tensorboard.png")
 
 
 def _train(run_dir: Path, data: Path) -> None:
@@ -88,19 +95,43 @@ def _anonymous(text: str, run_dir: Path, data: Path) -> str:
     return text
 
 
-def _photograph(page: Path, output: Path) -> None:
-    """A page up to its last section as PNG."""
+@contextmanager
+def _tensorboard(folder: Path) -> Iterator[str]:
+    """TensorBoard on a folder, while the block runs; its address."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--port", str(port)]
+    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(SECONDS_TO_COME):
+            with suppress(OSError), socket.create_connection(("localhost", port)):
+                break
+            time.sleep(1)
+        yield f"http://localhost:{port}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _photograph(address: str, output: Path, end: str = "") -> None:
+    """A page as PNG: up to the section with a title, or as much as a screen shows."""
     chromium = shutil.which("chromium-headless-shell") or shutil.which("chromium")
     if chromium is None:
         raise SystemExit("no Chromium is here; apt-get install chromium-headless-shell")
     with sync_playwright() as playwright:
         words = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=chromium, args=words)
-        shown = browser.new_page(viewport={"width": WIDTH, "height": 800})
-        shown.goto(page.as_uri())
-        end = shown.locator("h3", has_text=END).bounding_box()
-        assert end, "each report has this section"
-        taken = shown.screenshot(full_page=True, clip={"x": 0, "y": 0, "width": WIDTH, "height": end["y"]})
+        shown = browser.new_page(viewport={"width": WIDTH if end else WIDE, "height": 900})
+        shown.goto(address)
+        if end:
+            box = shown.locator("h3", has_text=end).bounding_box()
+            assert box, "each report has this section"
+            taken = shown.screenshot(full_page=True, clip={"x": 0, "y": 0, "width": WIDTH, "height": box["y"]})
+        else:
+            shown.locator("line-chart").first.wait_for()
+            shown.wait_for_timeout(SECONDS_TO_DRAW * 1000)
+            taken = shown.screenshot()
         browser.close()
     Image.open(io.BytesIO(taken)).quantize().save(output, optimize=True)  # 256 colours
 

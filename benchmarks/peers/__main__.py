@@ -28,7 +28,7 @@ from typing import Any
 
 import click
 
-from benchmarks import jobs, setting
+from benchmarks import jobs, nets, setting
 from benchmarks.peers import environment, network, sides
 from benchmarks.peers.rates import spread, table
 from benchmarks.peers.turns import Job, Turn
@@ -102,6 +102,12 @@ def measure(
     base = base or able[1]
     if base not in chosen:
         raise UserError(f"--base {base}: it is not among the sides that are measured; also name it in --only")
+    recipe = nets.recipe_of(model)
+    if model != "fast" and recipe.beyond and ranks * batch_size > recipe.beyond[0]:
+        raise UserError(
+            f"{ranks} ranks of {batch_size} examples: {model} trains this batch with another optimizer than its peers; "
+            f"give at most {recipe.beyond[0]} examples"
+        )
     python = environment.ensure(peers.expanduser().absolute()) if sides.TORCH & {*chosen} else None
     with ExitStack() as stack:
         folder = keep.absolute() if keep else Path(stack.enter_context(tempfile.TemporaryDirectory()))

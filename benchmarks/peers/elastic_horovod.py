@@ -28,7 +28,6 @@ from hvd_cifar.data.cifar import CIFAR10
 from hvd_cifar.data.pipeline import training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding, examples_in_step
 from hvd_cifar.optim.averages import MovingAverage
-from hvd_cifar.training.plan import scale_of
 from hvd_cifar.training.step import cross_entropy
 
 
@@ -67,7 +66,7 @@ def main(
     momentum = getattr(recipe.optimizer(recipe.learning_rate), "momentum", 0.0)
     slots = [tf.Variable(tf.zeros_like(v), trainable=False) for v in variables] if momentum else []
     averages = MovingAverage(net.model.trainable_variables, recipe.ema_decay) if recipe.ema_decay else None
-    rate = recipe.learning_rate * scale_of(recipe.batch, global_batch_size)
+    rate = recipe.learning_rate * recipe.batch.scale_of(global_batch_size)
 
     shape = [tf.TensorSpec([None, *transforms.shape]), tf.TensorSpec([None], tf.int32), tf.TensorSpec([])]
 

@@ -27,7 +27,6 @@ from hvd_cifar.data.cifar import CIFAR10
 from hvd_cifar.data.pipeline import training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.optim.averages import MovingAverage
-from hvd_cifar.training.plan import scale_of
 from hvd_cifar.training.step import cross_entropy
 
 STEPS = 10**6
@@ -80,7 +79,7 @@ def main(
     averages = MovingAverage(net.model.trainable_variables, recipe.ema_decay) if recipe.ema_decay else None
     sizes = [v.shape.num_elements() for v in variables]
     batch = batch_size * len(workers)
-    rate = recipe.learning_rate * scale_of(recipe.batch, batch)
+    rate = recipe.learning_rate * recipe.batch.scale_of(batch)
 
     def replica_step(image: Any, label: Any) -> Any:
         with tf.GradientTape() as tape:
