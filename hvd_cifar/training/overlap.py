@@ -27,7 +27,8 @@ from hvd_cifar.runtime.world import World
 from hvd_cifar.training.step import StepSpec, local_statistics, make_share, micro_batch_signature
 
 REPEATS = 3
-SMALL_BYTES, LARGE_BYTES = 2**12, 2**20  # of the two messages that are measured; the larger one is at most the net's
+# Of the two messages that are measured; the larger one is at most the net's. Shorter ones than 4 KiB take no ring.
+SMALL_BYTES, LARGE_BYTES = 2**14, 2**20
 
 
 def set_buckets(
@@ -46,7 +47,7 @@ def set_buckets(
     reduction = reduction_of(optimizer)
     if world.size == 1 or settings.overlap == "off" or reduction is None:  # the start-up proof tells of None
         return []
-    in_one_step = spec.micro_batches == 1 and not spec.virtual_shards
+    in_one_step = spec.micro_batches == 1 and not spec.virtual_shards and not settings.verify_every
     # Between ranks of one host the core itself moves the bytes. PowerSGD has few bytes.
     on_one_host = world.local_size == world.size and "GPU" not in world.device
     hides_nothing = on_one_host or low_rank_of(settings.compression) > 0
