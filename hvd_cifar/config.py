@@ -292,8 +292,8 @@ class TrainSettings(DataSettings):
         le=MOST_EXAMPLES,
         description="Examples a rank processes at a time; the global batch is this times the number of ranks (times "
         "--gradient-accumulation). [default: "
-        f"{DEFAULT_PER_RANK_BATCH_SIZE}, and more than 8 ranks share 1024; fast has a global batch of 1024 on any "
-        "number of ranks]",
+        f"{DEFAULT_PER_RANK_BATCH_SIZE}; more than 8 ranks of tutorial or a ResNet share 1024; fast has a global batch "
+        "of 1024 on any number of ranks]",
     )
     global_batch_size: int | None = Field(
         None,

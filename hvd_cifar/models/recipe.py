@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import keras
@@ -90,7 +90,10 @@ class Recipe:
     beyond: tuple[int, Recipe] | None = None
 
     def for_batch(self, global_batch_size: int) -> Recipe:
-        """This recipe, or the one that takes over for global batches of this size."""
+        """This recipe, or the one that takes over for global batches of this size; by default both share `largest`."""
         if self.beyond is None or global_batch_size <= self.beyond[0]:
             return self
-        return self.beyond[1].for_batch(global_batch_size)
+        larger = self.beyond[1]
+        # Another limit would change the batch that the recipe is chosen by.
+        batch = replace(larger.batch, largest=self.batch.largest)
+        return replace(larger, batch=batch).for_batch(global_batch_size)

@@ -28,7 +28,7 @@ PUBLISHED = Recipe(
 LARGE = replace(
     PUBLISHED,
     optimizer=lambda rate: Muon(rate, momentum=0.6, others={"": (4.0, 0.0)}),
-    batch=Batch(reference=1024, largest=1024, power=0.5),
+    batch=Batch(reference=1024, power=0.5),
     weight_decay=0.0,
 )
 RECIPE = replace(PUBLISHED, beyond=(256, LARGE))

@@ -34,7 +34,7 @@ LARGE = replace(
     PUBLISHED,
     optimizer=lambda rate: Muon(rate, 0.95, 0.9, {"": (40.0, 0.0)}, steps=5, dense=["local4"], resets_norms=False),
     learning_rate=0.002,  # of kernels; 0.08 of all other variables
-    batch=Batch(reference=1024, largest=1024, power=0.5),
+    batch=Batch(reference=1024, power=0.5),
 )
 RECIPE = replace(PUBLISHED, beyond=(256, LARGE))
 

@@ -27,7 +27,7 @@ from hvd_cifar.runtime.world import World
 from hvd_cifar.training.step import StepSpec, local_statistics, make_share, micro_batch_signature
 
 REPEATS = 3
-# Of the two messages that are measured; the larger one is at most the net's. Shorter ones than 4 KiB take no ring.
+# Of the two messages that are measured; the larger one is at most the net's. Messages of up to 4 KiB take no ring.
 SMALL_BYTES, LARGE_BYTES = 2**14, 2**20
 
 

@@ -109,6 +109,13 @@ def test_larger_batches_have_a_recipe_of_their_own() -> None:
     assert [recipe.for_batch(size).epochs for size in (1, 256, 257, 1024, 1025)] == [1, 1, 2, 2, 3]
 
 
+def test_a_recipe_for_larger_batches_keeps_the_limit_of_the_first_one() -> None:
+    settings = make(TrainSettings, {})
+    recipe = Recipe(batch=Batch(largest=512), beyond=(256, Recipe(beyond=(400, Recipe()))))
+    chosen = recipe.for_batch(global_batch(settings, recipe.batch, 64))
+    assert chosen is not recipe and global_batch(settings, chosen.batch, 64) == 512
+
+
 def test_a_recipes_own_decay_is_a_function_of_the_part_that_is_done() -> None:
     recipe = Recipe(learning_rate=0.2, schedule=cosine, epochs=4, batch=Batch(reference=1000))
     settings = resolve(make(TrainSettings, {"batch_size": 1000}), recipe)
