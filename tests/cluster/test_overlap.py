@@ -87,3 +87,18 @@ def test_a_slow_link_gets_buckets(two_hosts: Cluster, embedded: Path) -> None:
         for host in two_hosts:
             two_hosts.restore(host)
     assert found["400mbit"] == pytest.approx(found[""], rel=1e-12) and len(found[""]) == 4
+
+
+def test_virtual_shards_on_two_hosts_end_with_one_rank_s_bits(two_hosts: Cluster, embedded: Path) -> None:
+    """The loss of the last step depends on every weight; it is compared to the last bit, in float32."""
+    found = {}
+    for name, slots, options in (
+        ("four", (2, 2), ["--overlap", "on", "--bucket-bytes", "20001"]),
+        ("one", (1,), []),
+    ):
+        words: list[str | Path] = [*launcher(), "--hostfile", two_hosts.hostfile(*slots)]
+        words += training(embedded, two_hosts.own / f"bits-{name}", "--virtual-shards", "4", *options)
+        done = two_hosts[0].run(words, env=variables(two_hosts[0]), timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[name] = losses(two_hosts[0].files / f"bits-{name}")
+    assert found["four"] == found["one"] and len(found["one"]) == 4

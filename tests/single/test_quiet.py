@@ -18,11 +18,12 @@ def _run(program: str, level: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("level", ["0", "2"])
 def test_the_start_does_not_import_plots_and_fits_which_can_be_imported_later(level: str) -> None:
     program = """
-import sys
+import gc, sys
 from hvd_cifar.reporting.quiet import quiet_start
 with quiet_start():
     from hvd_cifar.training import assemble
     from hvd_cifar.tools.benchmark import job, results
+assert gc.isenabled() and gc.get_freeze_count() > 100_000
 print("keras" in sys.modules, "matplotlib" in sys.modules, "scipy" in sys.modules)
 from matplotlib import pyplot
 import scipy.optimize
