@@ -226,7 +226,7 @@ class ElasticRun:
             more = slots_of(better) > slots_of(hosts)
             seen = seen + 1 if withdrawn or more else 0
             has_begun = self._step() > first_step or time.monotonic() - began > SECONDS_BEFORE_RESIZE
-            if seen > 1 and has_begun:  # seen twice, since a list of hosts may change in several writes
+            if seen > 1 and has_begun:  # seen twice, since new hosts rarely appear all at once
                 if more and self._lose_silent({host.name for host in better} - {host.name for host in hosts}):
                     seen = 0
                     continue

@@ -51,7 +51,7 @@ from hvd_cifar.runtime.transport import RING_VARIABLES
 SECRET = re.compile(r"(?i)(?!SSH_AUTH_SOCK$).*(TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH)")
 SHOW_CURSOR = b"\x1b[?25h"
 HOSTS_SHOWN = 3
-ALONE = ("export", "predict", "report", "watch")  # commands that run in a single process, without Horovod
+ALONE = ("export", "predict", "report", "watch")  # commands that run in a single process, not as ranks
 
 
 def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
