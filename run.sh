@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The entry point: sets up if needed, then trains, tests or runs any command. `./run.sh --help` says how.
+# The entry point: sets up if needed, then trains, tests or runs any other command. See `./run.sh --help`.
 set -euo pipefail
 
 here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
@@ -10,38 +10,39 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
 
   ./run.sh                                 set up if needed, then train with the defaults
   ./run.sh setup [--gpu] [--system-mpi]    set up only: in .venv, with TensorFlow for the CPU and a packaged MPI
-                                           a later set-up keeps these options; --cpu, --packaged-mpi take them back
-  ./run.sh setup --replace                 replace also a .venv that this machine cannot run; jobs elsewhere may use it
-  ./run.sh setup --hostfile FILE           set up every host of the file, with this environment's options and versions
-  ./run.sh wheel --to FOLDER [--gpu]       set up if needed, and write Horovod's wheel for other environments
-  ./run.sh test [PYTEST OPTIONS]           lint, types and all but slow tests; with options: only pytest
-  ./run.sh test --all [PYTEST OPTIONS]     slow tests also, such as that of the container image
+                                           later set-ups keep these options; --cpu and --packaged-mpi undo them
+  ./run.sh setup --replace                 replace even a .venv that this machine cannot run; jobs elsewhere may use it
+  ./run.sh setup --hostfile FILE           set up every host of FILE with this environment's options and versions
+  ./run.sh wheel --to FOLDER [--gpu]       set up if needed, and copy Horovod's wheel, for other environments
+  ./run.sh test [PYTEST OPTIONS]           run linters, type checks and all but slow tests; with options: only pytest
+  ./run.sh test --all [PYTEST OPTIONS]     include slow tests, such as that of the container image
   ./run.sh [-np N] [-H HOSTS | --hostfile FILE] [LAUNCHER OPTIONS] COMMAND [OPTIONS]
   ./run.sh predict RUN_DIR IMAGE|FOLDER... [--json]    classify images with the net of a run
   ./run.sh export RUN_DIR --to FOLDER      write the net of a run as files that TensorFlow loads without this program
-  ./run.sh report RUN_DIR...               write a page about runs: curves, where the time went, what happened, mistakes
-  ./run.sh watch RUN_DIR                   show a run that somebody else started, until it ends
+  ./run.sh report RUN_DIR...               write a page about runs: curves, lost time, events, mistakes
+  ./run.sh watch RUN_DIR                   show a run that was started elsewhere, until it ends
   ./run.sh doctor [-H HOSTS | --hostfile FILE] [--gloo]    check all hosts at once for the usual faults
   ./run.sh tensorboard RUN_DIR [ARGUMENTS]                 TensorBoard on a run, or on a folder of runs
 
-COMMAND is train, evaluate, or benchmark step|allreduce|predict; `./run.sh train --help` lists options, as docs/configuration.md does.
+COMMAND is train, evaluate, or benchmark step|allreduce|input|predict. `./run.sh COMMAND --help` and
+docs/configuration.md list its options.
 `python PROGRAM.py [ARGUMENTS]` as the command runs a program of your own on every rank, in this environment.
-  -np N              ranks; default: one per GPU, else one per core, at most 8; in a Slurm job its tasks
-  -H a:4,b:4         where they run: host:slots; default: this machine, in a Slurm job its nodes
-  --hostfile FILE    the same from a file with lines `host slots=N`, see hostfiles/
+  -np N              number of ranks; default: one per GPU, else one per core, at most 8; in a Slurm job its tasks
+  -H a:4,b:4         hosts to run them on, as HOST:SLOTS; default: this machine, in a Slurm job its nodes
+  --hostfile FILE    the same, from a file with lines `HOST slots=N`; see hostfiles/
   --mpi, --gloo      start ranks with mpirun (default), or with horovodrun over Gloo
-  --allreduce ring   a ring for messages of every size; auto (default): MPI or NCCL chooses the algorithm
-  --max-restarts N   where a rank is lost, start again from the newest checkpoint, up to N times
+  --allreduce ring   ring all-reduce for messages of every size; auto (default): MPI or NCCL chooses the algorithm
+  --max-restarts N   if the job fails, start again from the newest checkpoint, up to N times
   --validation-ranks K   K of the ranks evaluate while the others train; see docs/validation.md
-  --elastic MIN:MAX  train on MIN to MAX ranks: go on without lost ranks and hosts, and with added ones; also
+  --elastic MIN:MAX  train on MIN to MAX ranks: continue without lost ranks and hosts, and with added ones. With it:
                      --host-discovery-script FILE, --elastic-timeout SECONDS (600) and --cool-down FIRST:LONGEST
                      (10:300 seconds); see docs/reliability.md
-  --dry-run          print the command that would start the ranks, and start nothing
+  --dry-run          print the command that starts the ranks, but do not run it
   PYTHON=python3.12 ./run.sh setup         the Python to set up with (3.10 to 3.13; default: python3)
 TEXT
 }
 
-# The bare Python for set-up: the user's choice, else the one that the environment has, else python3.
+# The Python for set-up: the user's choice, else the environment's, else python3.
 python=${PYTHON:-$here/.venv/bin/python}
 [[ -n ${PYTHON:-} || -x $python ]] || python=python3
 if ! command -v -- "$python" >/dev/null; then

@@ -1,12 +1,12 @@
 #!/bin/sh
-# What a container does: `sshd` waits for ranks of another container; all else is for the launcher, as for ./run.sh.
+# The container's entry point. `sshd` waits for ranks of another container; other arguments are those of ./run.sh.
 set -eu
 
 if [ "${1:-}" != sshd ]; then
     exec python -m hvd_cifar.launch "$@"
 fi
 
-# The cluster's key is also the host key: who has it belongs to the cluster, in both directions (ssh.conf).
+# The cluster's key is also the host key, so that it proves membership of the cluster in both directions (ssh.conf).
 for key in "$HOME"/.ssh/id_ed25519 "$HOME"/.ssh/id_ecdsa "$HOME"/.ssh/id_rsa; do
     if [ -r "$key" ] && [ -r "$key.pub" ]; then
         exec /usr/sbin/sshd -D -e -f /opt/hvd_cifar/deploy/sshd.conf -h "$key"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Whether this container does its work: a node that waits for ranks lets the cluster's key in; any other one has a
-# launcher or a rank that runs, and is not stopped.
+# Whether this container works. A node that waits for ranks must accept the cluster's key. Any other node must have a
+# launcher or a rank that is running, and not stopped (state R, S or D).
 set -eu
 
 if pgrep -u "$(id -u)" -f '^sshd: /usr/sbin/sshd' >/dev/null; then

@@ -73,11 +73,11 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Drops the notes that TensorFlow writes while it is imported, as on the command line.
+    # TensorFlow logs notes while it is imported; the command line drops them also.
     from hvd_cifar.reporting.quiet import quiet_start
 
     silent = nullcontext() if "tensorflow" in sys.modules or _HOMES[name] == "errors" else quiet_start()
     with silent:
         found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = found  # Python asks this function only for names that are not there
+    globals()[name] = found  # so that Python does not call this function for the name again
     return found

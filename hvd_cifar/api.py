@@ -1,6 +1,6 @@
-"""`train` and `evaluate` for Python programs: as the commands, but they also take objects instead of names.
+"""`train` and `evaluate` for Python programs. Unlike the commands, they also take objects instead of names.
 
-Start the program on N ranks as any Horovod program: `./run.sh -np 2 python PROGRAM.py`, mpirun or horovodrun.
+Start such a program on N ranks like any Horovod program: `./run.sh -np 2 python PROGRAM.py`, mpirun or horovodrun.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def train(
 ) -> dict[str, Any]:
     """Train on all ranks of this job; rank 0 prints, and writes the run directory. A collective.
 
-    Keras's dtype policy, float type and random seed stay as the run sets them.
+    The run sets Keras's dtype policy, float type and random seed, and does not restore them at its end.
 
     Args:
         model: a name of `config.MODELS`, FILE.py:NAME, package.module:NAME, or the function itself:
@@ -41,7 +41,7 @@ def train(
 
     Raises:
         UserError: where a setting does not fit the machine, the data or the run directory.
-        TrainingError: where the loss is not finite, or ranks do not average or do not agree.
+        TrainingError: where the loss is not finite, gradients are not averaged, or ranks are out of sync.
     """
     given, named = _of_user(model, dataset, callbacks)
     return run.train(config.make(TrainSettings, {**named, **settings}), given)
@@ -63,8 +63,7 @@ def evaluate(
         **settings: every option of `evaluate` by its name.
 
     Returns:
-        The result that --output writes: accuracy and loss, with data set, net, checkpoint and step; the same on every
-        rank.
+        What --output writes: accuracy and loss, with data set, net, checkpoint and step; the same on every rank.
 
     Raises:
         UserError: where there is no such run or checkpoint, or its data set cannot be found or made.
@@ -77,7 +76,7 @@ def evaluate(
 
 
 def _of_user(model: Any, dataset: Any, callbacks: Sequence[Callback]) -> tuple[OfUser, dict[str, str]]:
-    """The objects, and settings with their names for the run's record."""
+    """The objects that the user passed, and settings that name them in the run's record."""
     named = {}
     if model is not None:
         named["model"] = model if isinstance(model, str) else user_code.spec_of(model)

@@ -22,7 +22,7 @@ from hvd_cifar.training.preemption import resumable
 
 USER_ERROR = 2
 TRAINING_ERROR = 1
-GRACE_SECONDS = 5.0  # for rank 0 to say what is wrong, before a launcher ends it for another rank's exit
+GRACE_SECONDS = 5.0  # the launcher ends rank 0 when another rank exits: time for rank 0 to print the error
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -32,9 +32,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check(argv: list[str]) -> Any:
-    """The settings of a command line that is not run; a wrong one ends the process with one line and code 2.
+    """Parse a command line without running it, and return its settings. An error ends the process with code 2.
 
-    A launcher calls it before it starts any rank. It also prints help, and then ends the process with code 0.
+    The launcher calls it before it starts any rank. Where help is asked for, it prints help and exits with code 0.
     """
     checked: list[Any] = []
     code = _run(argv, lambda work: checked.extend(work.args))
@@ -42,7 +42,7 @@ def check(argv: list[str]) -> Any:
 
 
 def _run(argv: list[str], use: Callable[[functools.partial[None]], Any]) -> int:
-    """Parse, `use` the call that the command line asks for, and return the exit code."""
+    """Parse a command line, pass the call that it asks for to `use`, and return the exit code."""
     try:
         work = _commands().main(argv, prog_name="hvd_cifar", standalone_mode=False)
         if not callable(work):  # click has printed help or the version, and returns its exit code
@@ -62,7 +62,7 @@ def _run(argv: list[str], use: Callable[[functools.partial[None]], Any]) -> int:
 
 
 def _choices_of(error: click.exceptions.NoArgsIsHelpError) -> str:
-    """The commands to choose from where one is missing, as words of the command line."""
+    """The commands to choose from where none is given, as typed."""
     group = error.ctx.command if error.ctx else None
     assert error.ctx and isinstance(group, click.Group), "only a group asks for a command"
     path = error.ctx.command_path.split()[1:]
@@ -72,7 +72,7 @@ def _choices_of(error: click.exceptions.NoArgsIsHelpError) -> str:
 
 
 def _complain_once(message: str, code: int) -> int:
-    """Print the line on rank 0 for all ranks; the others give it time for that."""
+    """Print the error once, on rank 0. Other ranks wait, since the launcher ends rank 0 when one of them exits."""
     if launched_rank() in (None, 0):
         terminal.complain("hvd_cifar: " + " ".join(message.split()))
     else:
@@ -90,7 +90,7 @@ def _commands() -> click.Group:
     _add(commands, "evaluate", config.EvaluateSettings, _evaluate, "Evaluate a checkpoint on the whole test set.")
     export_help = "Write a trained net as a SavedModel and a .keras file, which TensorFlow loads without this package."
     _add(commands, "export", config.ExportSettings, _export, export_help)
-    classify_help = "Classify image files and folders of them with a trained net; exit code 2: one could not be read."
+    classify_help = "Classify image files and folders of them with a trained net; exit code 2 if one cannot be read."
     _add(commands, "predict", config.PredictSettings, _predict, classify_help)
 
     report_help = "Write a page (HTML) about runs: what ran, curves, where the time went, what happened, mistakes."
@@ -105,12 +105,12 @@ def _commands() -> click.Group:
     _add(benchmark, "step", config.BenchmarkStepSettings, _benchmark_step, step_help)
     allreduce_help = "Measure all-reduces of many sizes, through Horovod and through MPI: time and bandwidth."
     _add(benchmark, "allreduce", config.BenchmarkAllreduceSettings, _benchmark_allreduce, allreduce_help)
-    input_help = "Feed the ranks in three ways (split, drawn, sharded): speed, memory, which rank sees which examples."
+    input_help = "Compare three ways to feed the ranks (split, drawn, sharded): speed, memory, each rank's examples."
     _add(benchmark, "input", config.BenchmarkInputSettings, _benchmark_input, input_help)
     predict_help = "Predict the scaling efficiency on other numbers of ranks and other networks, with its error."
     _add(benchmark, "predict", config.BenchmarkPredictSettings, _benchmark_predict, predict_help)
 
-    doctor_help = "Check all hosts at once for the usual faults, and run a small job; exit code 1: a run would fail."
+    doctor_help = "Check all hosts at once for the usual faults, and run a small job; exit code 1 if a run would fail."
     _add(commands, "doctor", config.DoctorSettings, _doctor, doctor_help)
     _add(commands, "validate", config.ValidateSettings, _validate, "Evaluate beside a run.", hidden=True)
     _add(commands, "doctor-job", config.DoctorJobSettings, _doctor_job, "The doctor's small job.", hidden=True)
@@ -125,7 +125,7 @@ def _add(
     help_text: str,
     hidden: bool = False,
 ) -> None:
-    """Add a command whose options are the fields of `kind`; parsing returns the call to make, validated."""
+    """Add a command whose options are the fields of `kind`. Parsing returns the call to make, with checked settings."""
 
     def parse(**given: Any) -> functools.partial[None]:
         file = given.pop("config", None)
@@ -134,7 +134,7 @@ def _add(
         values = config.read_file(Path(file)) if file else {}
         chosen = {field: value for field, value in given.items() if value is not None}
         if "global_batch_size" in chosen:
-            values.pop("batch_size", None)  # an option takes precedence, also where the two exclude each other
+            values.pop("batch_size", None)  # the file's: the two exclude each other, and an option takes precedence
         if "batch_size" in chosen:
             values.pop("global_batch_size", None)
         settings = config.make(kind, {**values, **chosen})
@@ -156,7 +156,7 @@ def _option(field: str, info: Any) -> click.Parameter:
         metavar = None if is_flag else _metavar(info.annotation)
         return click.Option([*flags, field], default=None, is_flag=is_flag, metavar=metavar, help=_help(info))
     if info.annotation in (bool, bool | None):
-        # Both --x and --no-x, so that an option can replace either value of a file.
+        # Both --x and --no-x, so that an option can override either value in a file.
         return click.Option([f"{name}/--no-{name.removeprefix('--')}"], default=None, help=_help(info))
     metavar = extra.get("metavar") or _metavar(info.annotation)
     return click.Option([name, field], default=None, metavar=metavar, help=_help(info), hidden="hidden" in extra)
@@ -170,7 +170,7 @@ def _help(info: Any) -> str:
 
 
 def _metavar(annotation: Any) -> str:
-    """The name of an option's value in the help: its choices, or its kind."""
+    """How the help shows an option's value: its choices, or N, X, PATH or TEXT by its type."""
     members = [m for m in typing.get_args(annotation) if m is not types.NoneType]
     if typing.get_origin(annotation) is typing.Literal:
         return "|".join(members)

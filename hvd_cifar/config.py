@@ -31,19 +31,19 @@ DEFAULT_ROLLBACK_FACTOR = 0.5
 DEFAULT_MAX_ROLLBACKS = 3
 DEFAULT_SUMMARY_EVERY = 100
 BUILT_IN_DATASETS = ("auto", "cifar10", "cifar100", "synthetic")
-OBJECT_DATASET = "object:"  # in a run's record: before the name of a Dataset that a program passed
-FOLDER_DATASET = "folder:"  # and the path of a folder of images
+OBJECT_DATASET = "object:"  # prefix, in a run's record, of the name of a Dataset object that a program passed
+FOLDER_DATASET = "folder:"  # prefix of the path of a folder of images
 
-# Limit of a --config file that is not JSON: YAML is read slowly, and config.json of many ranks and restarts is large.
+# Limit of a --config file that is not JSON. It is lower than that of JSON, since YAML parses slowly.
 MOST_YAML_BYTES = 1 << 18
-MOST_SHOWN = 80  # characters of a wrong value, in its message
-# Largest counts: beyond them a number is a typing error, and NumPy's and TensorFlow's integers end.
+MOST_SHOWN = 80  # characters of a wrong value in an error message
+# Largest counts. A larger number is a typing error, and would overflow the integers of NumPy and TensorFlow.
 MOST_STEPS = 10**12
 MOST_EXAMPLES = 10**9
 MOST_THREADS = 4096
 MOST_PROFILED_STEPS = 100  # each has thousands of events, which a rank holds in memory
-LARGEST_RATE = 1e37  # float32 ends at 3.4e38
-SMALLEST_NORM = 1e-6  # gradients clipped to less leave float32 weights as they are
+LARGEST_RATE = 1e37  # the largest float32 is 3.4e38
+SMALLEST_NORM = 1e-6  # smaller gradients do not change float32 weights
 FEWEST_EPOCHS = 1e-6
 LONGEST_DEFAULT_WARMUP = 1.0  # epochs
 
@@ -52,13 +52,13 @@ RECORDED_SECTIONS = ("run",)
 
 
 def _not_empty(path: Any) -> Any:
-    if path == "":  # an unset variable of a shell; pathlib would take it as the present folder
+    if path == "":  # an unset shell variable; pathlib would take "" as the current folder
         raise ValueError("the path is empty")
     return path
 
 
 def absolute(path: Path) -> Path:
-    """An absolute path, the same for every rank and a later `evaluate`; ValueError for an unknown ~user or a NUL."""
+    """The absolute path, so that ranks and a later `evaluate` agree on it. ValueError for an unknown ~user or a NUL."""
     if "\0" in str(path):
         raise ValueError("a path holds no NUL character")
     try:
@@ -68,7 +68,7 @@ def absolute(path: Path) -> Path:
 
 
 def is_user_code(spec: str) -> bool:
-    """Whether a text is FILE.py:NAME or package.module:NAME, which name an object of the user's."""
+    """Whether a text is FILE.py:NAME or package.module:NAME, which names an object of the user's code."""
     place, _, name = spec.rpartition(":")
     return name.isidentifier() and (place.endswith(".py") or all(map(str.isidentifier, place.split("."))))
 
@@ -138,9 +138,10 @@ def _image_sizes(given: Any) -> Any:
 
 
 def check_warmup(settings: TrainSettings) -> None:
-    """ValueError where the learning rate would not reach its full value before the last epoch ends.
+    """ValueError where the warm-up is longer than the run.
 
-    The default warm-up passes on a trial run of a part of an epoch, since the run's record names it.
+    A warm-up of up to `LONGEST_DEFAULT_WARMUP` is always accepted. The config.json of a run that is shorter than the
+    default warm-up holds it, and must be readable again.
     """
     warmup, epochs = settings.warmup_epochs or 0.0, settings.epochs
     if epochs is not None and warmup > max(epochs, LONGEST_DEFAULT_WARMUP):
@@ -148,13 +149,13 @@ def check_warmup(settings: TrainSettings) -> None:
 
 
 def check_buckets(settings: TrainSettings | StepWork) -> None:
-    """ValueError where a size of buckets has no effect."""
+    """ValueError where --bucket-bytes has no effect."""
     if settings.bucket_bytes is not None and settings.overlap == "off":
         raise ValueError("--bucket-bytes has no effect with --overlap off: leave one of them out")
 
 
 def check_ranks(settings: TrainSettings, ranks: int) -> None:
-    """UserError where this number of ranks does not divide the virtual shards, or exceeds the global batch."""
+    """UserError where ranks do not divide --virtual-shards, or a micro-batch of the global batch would be empty."""
     shards, batch = settings.virtual_shards, settings.global_batch_size
     if shards is not None and shards % ranks:
         fitting = ", ".join(str(2**i) for i in range(shards.bit_length()))
@@ -173,7 +174,7 @@ def low_rank_of(compression: str) -> int:
 
 
 def check_compression(given: str) -> str:
-    """A compression of gradients as it is; ValueError where there is none of this name."""
+    """`given`, unchanged; ValueError where it names no compression."""
     if given not in ("none", "fp16", "bf16") and not re.fullmatch("powersgd:[1-9][0-9]{0,3}", given):
         raise ValueError(
             f"no compression is called {given!r}; give none, fp16, bf16, or powersgd:R with R from 1 to 9999"
@@ -181,7 +182,7 @@ def check_compression(given: str) -> str:
     return given
 
 
-# A unit, and what one of it is: in bytes, in bytes a second, in seconds.
+# Units, with their values in bytes, bytes per second and seconds.
 _SIZES = {"": 1, "B": 1, "K": 2**10, "KiB": 2**10, "M": 2**20, "MiB": 2**20, "G": 2**30, "GiB": 2**30}
 _SPEEDS = {f"{p}bit/s": 10**n / 8 for p, n in (("", 0), ("k", 3), ("M", 6), ("G", 9), ("T", 12))} | {
     f"{p}B/s": 10.0**n for p, n in (("", 0), ("k", 3), ("M", 6), ("G", 9), ("T", 12))
@@ -201,7 +202,7 @@ def _steps(given: Any) -> Any:
 
 def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
     if not 1 <= steps[0] <= steps[1]:
-        raise ValueError("the first step is at least 1, and not after the last; write such as 100:110")
+        raise ValueError("the first step must be at least 1, and at most the last; write such as 100:110")
     if steps[1] - steps[0] >= MOST_PROFILED_STEPS:
         raise ValueError(f"a profile holds at most {MOST_PROFILED_STEPS} steps; give fewer")
     return steps
@@ -278,7 +279,7 @@ class DataSettings(_Settings):
 
 
 class TrainSettings(DataSettings):
-    """One training run. None: the recipe's value (`models.recipe`)."""
+    """One training run. None stands for the recipe's value (`models.recipe`)."""
 
     model: ModelSpec = Field(
         "fast",
@@ -290,8 +291,8 @@ class TrainSettings(DataSettings):
         None,
         gt=0,
         le=MOST_EXAMPLES,
-        description="Examples a rank processes at a time; the global batch is this times the number of ranks (times "
-        "--gradient-accumulation). [default: "
+        description="Examples that a rank processes at a time. The global batch is this times the number of ranks and "
+        "--gradient-accumulation. [default: "
         f"{DEFAULT_PER_RANK_BATCH_SIZE}; more than 8 ranks of tutorial or a ResNet share 1024; fast has a global batch "
         "of 1024 on any number of ranks]",
     )
@@ -299,15 +300,15 @@ class TrainSettings(DataSettings):
         None,
         gt=0,
         le=MOST_EXAMPLES,
-        description="Examples per step over all ranks, instead of --batch-size: the same training on any number of "
-        "ranks.",
+        description="Examples per step over all ranks, instead of --batch-size. Training is then the same on any "
+        "number of ranks.",
     )
     learning_rate_factor: Finite | None = Field(
         None,
         gt=0,
         le=LARGEST_RATE,
-        description="Factor of the learning rate. [default: by the recipe, in proportion to the global batch or to its "
-        "square root]",
+        description="Factor that multiplies the learning rate. [default: by the recipe, in proportion to the global "
+        "batch or to its square root]",
     )
     gradient_accumulation: int = Field(
         1,
@@ -319,8 +320,9 @@ class TrainSettings(DataSettings):
         None,
         ge=FEWEST_EPOCHS,
         le=1_000_000,
-        description="Passes over the training set; the last may be partial, as in 9.9. A shorter ResNet run scales the "
-        "paper's rate steps to its length. [default: the recipe's; 2 where --dataset auto takes the embedded set]",
+        description="Passes over the training set; the last may be partial, as in 9.9. In a shorter ResNet run "
+        "the learning rate falls at the same fractions of the run as in the paper. [default: the recipe's; 2 where "
+        "--dataset auto takes the embedded set]",
     )
     max_steps: int | None = Field(
         None, gt=0, le=MOST_STEPS, description="End after this many steps if the epochs have more."
@@ -330,15 +332,15 @@ class TrainSettings(DataSettings):
         None,
         gt=0,
         le=LARGEST_RATE,
-        description="Learning rate for the recipe's reference batch, of its optimizer: a large global batch may have a "
-        "recipe of its own. [default: the recipe's]",
+        description="Learning rate for the recipe's reference batch and optimizer. A model may have another recipe "
+        "for large global batches. [default: the recipe's]",
     )
     warmup_epochs: Finite | None = Field(
         None,
         ge=0,
         le=1_000_000,
-        description="Epochs over which the learning rate rises to its full value: from --learning-rate where the batch "
-        "scales it up, else from 0. [default: 1 where it is scaled up, else 0]",
+        description="Epochs over which the learning rate rises to its full value. It starts from --learning-rate if "
+        "the global batch scales it up, else from 0. [default: 1 if it is scaled up, else 0]",
     )
     weight_decay: Finite | None = Field(
         None, ge=0, le=LARGEST_RATE, description="L2 factor on the recipe's kernels. [default: the recipe's]"
@@ -347,13 +349,17 @@ class TrainSettings(DataSettings):
         None,
         ge=0,
         lt=1,
-        description="Decay of the weights' moving average for evaluation; 0: none. [default: the recipe's]",
+        description="Decay of the weights' moving average, which evaluation uses; 0: no average. [default: the "
+        "recipe's]",
     )
     label_smoothing: Finite | None = Field(
-        None, ge=0, lt=1, description="Share of the target spread over all classes. [default: the recipe's]"
+        None,
+        ge=0,
+        lt=1,
+        description="Share of the target probability that is spread evenly over all classes. [default: the recipe's]",
     )
     lookahead: bool | None = Field(
-        None, description="Average the weights by look-ahead, every 5 steps. [default: the recipe's]"
+        None, description="Average the weights with look-ahead, every 5 steps. [default: the recipe's]"
     )
     image_sizes: ImageSizes | None = Field(
         None,
@@ -368,53 +374,55 @@ class TrainSettings(DataSettings):
     )
     compression: Compression = Field(
         "none",
-        description="Compression of gradients on the wire: none; fp16 or bf16: two bytes a value; powersgd:R, such as "
-        "powersgd:2: matrices of rank R, and each rank adds what they miss to its next gradient.",
+        description="Compression of gradients on the wire. none; fp16 or bf16: two bytes a value; powersgd:R, such as "
+        "powersgd:2: approximations of rank R, with error feedback: each rank adds the error to its next gradient.",
     )
     overlap: Overlap = Field(
         "auto",
-        description="Send gradients in buckets while backward goes on, or all in one message after it. auto: what is "
-        "faster, as measured before the first step; on one host of CPUs one message, unless --bucket-bytes is given.",
+        description="on: send gradients in buckets during the backward pass. off: send them in one message after it. "
+        "auto: measure before the first step, and take the faster way; on one host without GPUs, or with powersgd:R, "
+        "one message unless --bucket-bytes is given.",
     )
     bucket_bytes: Bytes | None = Field(
         None, gt=0, description="Bytes of a bucket, such as 128K. [default: measured before the first step]"
     )
     precision: Precision | None = Field(
         None,
-        description="Type of the computation. [default: float32; for fast mixed_bfloat16, where the processor or GPU "
-        "has instructions for it]",
+        description="Floating-point type of the computation. [default: float32; fast: mixed_bfloat16, if the "
+        "processor or GPU has instructions for it]",
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed of initial weights, order and augmentation.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the initial weights, the order and augmentation.")
     test_time_augmentation: bool | None = Field(
         None,
         description="At the end, average the logits of six views of each test image. [default: the recipe's]",
     )
     augmentation: Augmentation = Field(
-        "recipe", description="Transform of training images. recipe: the recipe's; none: as in evaluation."
+        "recipe", description="Augmentation of training images. recipe: the recipe's; none: as in evaluation."
     )
 
     sync_batch_norm: bool = Field(
         False,
-        description="Take batch norm's statistics over the global batch, not over each rank's examples. Nets with "
-        "batch norm then also give the same training on any number of ranks.",
+        description="Compute batch norm's statistics over the global batch, not over each rank's examples. Training "
+        "of a net with batch norm is then also the same on any number of ranks.",
     )
     deterministic: bool | None = Field(
         None,
-        description="Use deterministic operations and add gradients in a fixed order: a run with the same number of "
-        "ranks and threads repeats to the last bit. [default: only with --virtual-shards]",
+        description="Use deterministic operations, and add gradients in a fixed order. A run with the same number of "
+        "ranks and threads then repeats bit for bit. [default: only with --virtual-shards]",
     )
     virtual_shards: int | None = Field(
         None,
         gt=0,
         le=2**20,
-        description="Divide the global batch into this many parts, a power of two, and add their gradients in a fixed "
-        "order: the same bits on any number of ranks that divides it. Implies --deterministic and one thread a rank.",
+        description="Divide the global batch into N parts, a power of two, and add their gradients in a fixed order. "
+        "Results are then the same, bit for bit, on any number of ranks that divides N. Implies --deterministic and "
+        "one thread a rank.",
     )
     threads_per_rank: int | None = Field(
         None,
         gt=0,
         le=MOST_THREADS,
-        description="CPU threads that a rank computes with. [default: its share of the host's cores]",
+        description="CPU threads of a rank. [default: its share of the host's cores]",
     )
 
     check_sync_every: int = Field(
@@ -425,30 +433,33 @@ class TrainSettings(DataSettings):
         "also check before each checkpoint and at the end; 0: only then.",
     )
     on_divergence: Literal["stop", "rebroadcast"] = Field(
-        "stop", description="Where ranks differ: stop without saving, or continue with rank 0's values on all ranks."
+        "stop",
+        description="What to do if ranks differ. stop: end the run without saving; rebroadcast: continue with rank 0's "
+        "values on all ranks.",
     )
     verify_every: int = Field(
         0,
         ge=0,
-        description="Steps between verifications: another rank also computes the gradients of one rank, each rank's in "
-        "turn. Where bits differ, a line names the wrong rank, and the step uses the right gradients; 0: never. Needs "
-        "--deterministic or --virtual-shards, and processors of one kind.",
+        description="Steps between verifications; 0: none. In a verification another rank recomputes the gradients of "
+        "one rank; ranks take turns. If the bits differ, a line names the wrong rank, and the step uses the right "
+        "gradients. Needs --deterministic or --virtual-shards, and processors of one kind.",
     )
     on_nan: Literal["stop", "skip", "rollback"] = Field(
         "stop",
-        description="Where loss or weights are not finite: stop; skip: leave out the step's update, on all ranks; "
-        "rollback: go on from the newest good checkpoint with a lower learning rate. See docs/reliability.md.",
+        description="What to do if the loss or a weight is not finite. stop: end the run; skip: skip the step's "
+        "update on all ranks; rollback: continue from the newest good checkpoint with a lower learning rate. See "
+        "docs/reliability.md.",
     )
     rollback_factor: Finite | None = Field(
         None,
         gt=0,
         le=1,
-        description=f"Factor of the learning rate after each rollback. [default: {DEFAULT_ROLLBACK_FACTOR}]",
+        description=f"Factor that multiplies the learning rate at each rollback. [default: {DEFAULT_ROLLBACK_FACTOR}]",
     )
     max_rollbacks: int | None = Field(
         None,
         gt=0,
-        description=f"Rollbacks of a run; one more ends it with exit code 1. [default: {DEFAULT_MAX_ROLLBACKS}]",
+        description=f"Most rollbacks of a run; one more ends it with exit code 1. [default: {DEFAULT_MAX_ROLLBACKS}]",
     )
     record_examples: bool = Field(
         False, description="Write to examples.jsonl which examples each rank used in each step."
@@ -459,16 +470,16 @@ class TrainSettings(DataSettings):
         None,
         ge=0,
         le=MOST_STEPS,
-        description="Steps between TensorBoard's histograms and images, which the first step also has; 0: none. "
+        description="Steps between histograms and images for TensorBoard, beside those of the first step; 0: none. "
         f"[default: {DEFAULT_SUMMARY_EVERY}; more where they would take over 2% of the time]",
     )
     profile_steps: Steps | None = Field(
         None,
-        description="Profile the steps from the first to the last, such as 100:110, on all ranks, into one trace in "
-        "the folder profile of the run; docs/profile.md. [default: none]",
+        description="First and last step to profile, such as 100:110. The trace of all ranks is one file in the folder "
+        "profile of the run; docs/profile.md. [default: none]",
         json_schema_extra={"metavar": "N:N"},
     )
-    quiet: bool = Field(False, description="Print only warnings and errors; the run's files hold the rest.")
+    quiet: bool = Field(False, description="Print only warnings and errors. The run's files are as without it.")
     checkpoint_every: int = Field(
         1000, gt=0, le=MOST_STEPS, description="Steps between checkpoints; the newest 5 are kept."
     )
@@ -476,20 +487,21 @@ class TrainSettings(DataSettings):
         30,
         gt=0,
         le=1_000_000,
-        description="Seconds from a signal that asks the run to stop (SIGTERM, SIGUSR1, SIGINT, SIGHUP) to its end, "
-        "with a checkpoint if it can be written by then; docs/reliability.md.",
+        description="Seconds that the run has to write a checkpoint and end, after a signal that asks it to stop "
+        "(SIGTERM, SIGUSR1, SIGINT, SIGHUP); docs/reliability.md.",
     )
     stall_seconds: Finite | None = Field(
         None,
         ge=0,
         description="Seconds without progress after which the ranks find the one that hangs, name it, and end the run "
-        "(exit code 69); 0: never. [default: 10 times the longest recent one, at least 60 s; docs/reliability.md]",
+        "(exit code 69); 0: never. [default: 10 times the longest recent step, at least 60 s; "
+        "docs/reliability.md]",
     )
     eval_every: int | None = Field(
         None,
         ge=0,
         le=MOST_STEPS,
-        description="Steps between evaluations; 0: at the end only. [default: each epoch; fast every third]",
+        description="Steps between evaluations; 0: only at the end. [default: an epoch; fast: 3 epochs]",
     )
     eval_examples: int | None = Field(
         None,
@@ -500,8 +512,8 @@ class TrainSettings(DataSettings):
         None,
         gt=0,
         le=MOST_EXAMPLES,
-        description="Hold out this many training examples, drawn by --seed, and evaluate on them during training; the "
-        "test set is for the end only. [default: none; evaluations are on the test set]",
+        description="Hold out this many training examples, drawn by --seed, and evaluate on them during training. The "
+        "test set is then used only at the end. [default: none; evaluate on the test set]",
     )
     early_stopping: int | None = Field(
         None,
@@ -575,11 +587,11 @@ class TrainSettings(DataSettings):
 
 
 class RunSettings(_Settings):
-    """A trained run, and how its net is used."""
+    """A trained run, and the settings of its net that a command may override."""
 
     run_dir: LocalPath = Field(description="Folder of the run.")
     model: ModelSpec | None = Field(
-        None, description="The run's net, if its function has moved. [default: as recorded]"
+        None, description="The function of the run's net, if it has moved. [default: as recorded]"
     )
     checkpoint: LocalPath | None = Field(None, description="Checkpoint to use. [default: the run's newest]")
     test_time_augmentation: bool | None = Field(
@@ -611,7 +623,7 @@ class _UseSettings(RunSettings):
 class ExportSettings(_UseSettings):
     """A trained net as files that TensorFlow loads without this package."""
 
-    to: LocalPath = Field(description="Folder to make; an empty one may be there.")
+    to: LocalPath = Field(description="Folder to write; it must not exist, or be empty.")
 
 
 class PredictSettings(_UseSettings):
@@ -622,13 +634,13 @@ class PredictSettings(_UseSettings):
     )
     as_json: bool = Field(
         False,
-        description="Print an object a line with the probabilities of all classes.",
+        description="Print one JSON object a line, with the probabilities of all classes.",
         json_schema_extra={"flags": ["--json"]},
     )
 
 
 class ValidateSettings(_Settings):
-    """The evaluations beside a run, as each rank that makes them is started."""
+    """The command of validation ranks, as the launcher starts them."""
 
     run_dir: LocalPath = Field(description="Folder of the run.")
 
@@ -655,7 +667,7 @@ class StepWork(BatchWork):
         None,
         gt=0,
         le=MOST_THREADS,
-        description="CPU threads that a rank computes with. [default: its share of the host's cores]",
+        description="CPU threads of a rank. [default: its share of the host's cores]",
     )
     compression: Compression = Field("none", description=str(TrainSettings.model_fields["compression"].description))
     overlap: Overlap = Field("auto", description=str(TrainSettings.model_fields["overlap"].description))
@@ -663,7 +675,7 @@ class StepWork(BatchWork):
         None, gt=0, description=str(TrainSettings.model_fields["bucket_bytes"].description)
     )
     steps: int = Field(10, gt=0, le=MOST_STEPS, description="Steps in one measurement.")
-    repeats: int = Field(5, gt=0, le=MOST_STEPS, description="Measurements of each kind, after one that warms up.")
+    repeats: int = Field(5, gt=0, le=MOST_STEPS, description="Measurements of each kind, after a warm-up measurement.")
 
     @model_validator(mode="after")
     def _buckets_are_used(self) -> StepWork:
@@ -672,7 +684,7 @@ class StepWork(BatchWork):
 
 
 class BenchmarkStepSettings(StepWork, _BenchmarkOutput):
-    """How long a training step takes on 1 to N ranks, and which parts it has."""
+    """How long a training step and its parts take on 1 to N ranks."""
 
     ranks: RankCounts | None = Field(
         None, description="Numbers of ranks to measure, such as 1,2,3. [default: powers of two, and all]"
@@ -703,7 +715,7 @@ class BenchmarkStepSettings(StepWork, _BenchmarkOutput):
             if given:
                 raise ValueError(f"--emulate-compute and {option} exclude each other: leave one out")
         if self.overlap == "on" and self.bucket_bytes is None:
-            raise ValueError("--emulate-compute does not measure a size of buckets: give --bucket-bytes")
+            raise ValueError("--emulate-compute cannot measure the size of buckets: give --bucket-bytes")
         return self
 
 
@@ -737,7 +749,7 @@ class BenchmarkInputSettings(BatchWork, _BenchmarkOutput):
     """How fast each way of feeding N ranks is, and which examples it gives them."""
 
     repeats: int = Field(
-        5, gt=0, le=MOST_STEPS, description="Epochs of each way, after one that warms up; ways take turns."
+        5, gt=0, le=MOST_STEPS, description="Epochs of each way, after a warm-up epoch; ways take turns."
     )
 
 
@@ -784,10 +796,10 @@ class WatchSettings(_Settings):
 
 
 class DoctorSettings(_Settings):
-    """What the doctor looks at: hosts, as for the launcher, and folders, as for a run."""
+    """What the doctor checks: hosts as for the launcher, folders as for a run."""
 
     hostfile: LocalPath | None = Field(
-        None, description="Hosts to look at, a line `NAME slots=N` each. [default: this machine]"
+        None, description="File of hosts to check, a line `NAME slots=N` each. [default: this machine]"
     )
     hosts: str | None = Field(
         None, description="The same as NAME:SLOTS,NAME:SLOTS.", json_schema_extra={"flags": ["-H", "--hosts"]}
@@ -820,7 +832,7 @@ class DoctorSettings(_Settings):
 
 
 class DoctorJobSettings(_Settings):
-    """The doctor's small job, as each of its ranks is started."""
+    """The command of the doctor's small job, as the doctor starts its ranks."""
 
     per_host: str = Field(
         pattern=r"^[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*$", description="Ranks on each host in turn, such as 2,1,1."
@@ -855,7 +867,7 @@ def make(kind: type[S], values: dict[str, Any]) -> S:
         return kind.model_validate(values)
     except ValidationError as failure:
         first = failure.errors()[0]
-        if not first["loc"]:  # a check of several fields together brings its own words
+        if not first["loc"]:  # a check of several fields writes the whole message
             raise UserError(str(first["ctx"]["error"]) if "ctx" in first else first["msg"]) from None
         option = _told_name(kind, str(first["loc"][0]))
         if first["type"] == "missing":
@@ -868,13 +880,13 @@ def make(kind: type[S], values: dict[str, Any]) -> S:
 
 
 def _shown(value: Any) -> str:
-    """A wrong value in a message: on one line, and not longer than that."""
+    """A wrong value as an error message shows it: on one line, at most `MOST_SHOWN` characters."""
     text = re.sub("//[^/]*@", "//...@", printable(str(value)))  # a password
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 class _Reader(yaml.SafeLoader):
-    """YAML without aliases, since a few lines of them stand for gigabytes, and without duplicate keys."""
+    """YAML without duplicate keys, and without aliases: a few lines of them can expand to gigabytes."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -915,7 +927,7 @@ def _parse(data: bytes) -> Any:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Settings of a YAML or JSON file as field name -> value; a run's own config.json is one.
+    """Settings of a YAML or JSON file, such as a run's config.json, as field name -> value.
 
     Raises:
         UserError: where the file is not readable, too large or holds no mapping.
@@ -939,7 +951,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise UserError(f"--config {path}: is neither YAML nor JSON{where}; write one 'name: value' a line") from None
     except RecursionError:
         raise UserError(f"--config {path}: its lists are nested too deeply; write one 'name: value' a line") from None
-    except (ValueError, TypeError, AttributeError) as failure:  # of a date, a number or a key that is none
+    except (ValueError, TypeError, AttributeError) as failure:  # a malformed date, number or key
         reason = _shown(" ".join(str(failure).split()))
         raise UserError(f"--config {path}: holds a value that cannot be read ({reason}); correct it") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
@@ -948,7 +960,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def unused_run_dir(model: str) -> Path:
-    """A run directory that does not exist yet: runs/MODEL-DATE-TIME in the present folder."""
+    """A run directory that does not exist yet: runs/MODEL-DATE-TIME in the current folder."""
     place, _, name = model.rpartition(":")
     label = f"{Path(place).stem}-{name}" if place else name  # of FILE.py:NAME and package.module:NAME
     stem = f"{label}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -957,6 +969,6 @@ def unused_run_dir(model: str) -> Path:
 
 
 def write_file(path: Path, settings: _Settings, run: dict[str, Any]) -> None:
-    """Write settings, and under "run" what the run is made of (versions, ranks), as config.json."""
+    """Write settings as config.json, and under "run" the facts of the run, such as versions and ranks."""
     content = {**settings.model_dump(mode="json"), "run": run}
     replace_text(path, json.dumps(content, indent=2) + "\n")

@@ -1,13 +1,15 @@
-"""The errors that end a run early, and their exit code where a run can go on. Standard library only."""
+"""The errors that end a run early, and the exit codes that tell a launcher what to do. Standard library only."""
 
 import re
 import sys
 from pathlib import Path
 
-RESUME = 75  # exit code of a run that was asked to stop, EX_TEMPFAIL of sysexits.h: the same command goes on
-STALLED = 69  # exit code of a run that a rank held up, EX_UNAVAILABLE of sysexits.h: the others wait for it in vain
-DIVERGED = "model diverged"  # in the line of a run whose loss is not finite: to repeat it gives the same
-OUT_OF_SYNC = "ranks are out of sync"  # in the line of a run whose ranks have different weights, as their copies have
+# Exit codes as in sysexits.h.
+RESUME = 75  # EX_TEMPFAIL: the run stopped because it was asked to; the same command resumes it
+STALLED = 69  # EX_UNAVAILABLE: a rank hangs, and the others wait for it in vain
+# Parts of error messages, by which the launcher knows that another start would fail in the same way.
+DIVERGED = "model diverged"  # the loss is not finite
+OUT_OF_SYNC = "ranks are out of sync"  # an elastic job's copies of the state differ like the ranks
 
 
 class UserError(Exception):
@@ -20,24 +22,24 @@ class UserError(Exception):
 
 
 class Preempted(SystemExit):
-    """A run that was asked to stop and has written a checkpoint, on every rank; ends a program with exit code 75."""
+    """The run was asked to stop, and has written a checkpoint. Raised on every rank; ends the program with code 75."""
 
     def __init__(self) -> None:
         super().__init__(RESUME)
 
 
 class TrainingError(Exception):
-    """A run that cannot go on correctly: the loss is not finite, ranks disagree, a rank is lost.
+    """The run cannot continue correctly: the loss is not finite, ranks are out of sync, or a rank is lost.
 
     The message is one line. The command line prints it once, without a traceback, and ends with exit code 1.
     """
 
 
 class Diverged(TrainingError):
-    """A run whose loss or weights are not finite; under --on-nan rollback it goes back.
+    """The loss or a weight is not finite. Under --on-nan rollback the run returns to a checkpoint.
 
     Attributes:
-        weights_step: of the weights that the loss belongs to; None: not known.
+        weights_step: the step whose weights gave the loss; None: unknown.
     """
 
     def __init__(self, message: str, weights_step: int | None = None) -> None:
@@ -46,7 +48,7 @@ class Diverged(TrainingError):
 
 
 def reason_of(failure: BaseException) -> str:
-    """Why a library or the system failed, in a line: without the operation and the path that TensorFlow puts first."""
+    """Why a library or the system failed, in one line. Removes the operation and path that TensorFlow puts first."""
     text = getattr(failure, "strerror", None) or getattr(failure, "message", None) or str(failure)
     text = re.sub(r"^\{\{.*?\}\}|\[Op:\w+\]", "", text.strip()).strip()
     lines = re.sub(r"^/\S*; ", "", text).splitlines()
@@ -54,12 +56,12 @@ def reason_of(failure: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """A text of others on one line, without what a terminal would act on."""
+    """Untrusted text on one line, with control characters escaped so that a terminal does not act on them."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def cause_of(failure: BaseException) -> str:
-    """An error of a user's own code in one line: its type, its text, and the line of the user's file it comes from."""
+    """An error of the user's own code in one line: its type, its text, and the line of the user's file."""
     place, trace = "", failure.__traceback__
     not_the_users = (str(Path(__file__).parent), sys.prefix, sys.base_prefix, "<")
     while trace is not None:

@@ -1,4 +1,4 @@
-"""Writing a file whole or not at all, and reading JSON of any content. Standard library only."""
+"""Atomic writes of files, and JSON parsing that survives malformed input. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_JSON_BYTES = 1 << 24
 
 
 def parse_json(data: bytes | str) -> Any:
-    """The value of a JSON text. Raises ValueError, also where it is nested too deeply for Python."""
+    """The value of a JSON text. Raises ValueError where it is not JSON or is nested too deeply for Python."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -23,7 +23,7 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: where it cannot be read.
-        ValueError: where it is no JSON, or has more than `MOST_JSON_BYTES`.
+        ValueError: where it is not JSON, or is larger than `MOST_JSON_BYTES`.
     """
     with path.open("rb") as file:
         data = file.read(MOST_JSON_BYTES + 1)
@@ -33,15 +33,15 @@ def read_json(path: Path) -> Any:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file in one step; see `replace_bytes`."""
+    """Write a text file atomically; see `replace_bytes`."""
     replace_bytes(path, text.encode())
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
-    """Write a file in one step: after a crash or on a full disk the file holds the old content or the new one.
+    """Write a file atomically: after a crash, or on a full disk, it holds the old content or the new one.
 
-    The content reaches the disk before the name does, and the name before this returns: a machine that loses power
-    leaves no empty file.
+    The content is on disk before the file gets its name, and the name is on disk before this returns. A power failure
+    therefore leaves no empty file.
 
     Raises:
         OSError: where it cannot be written.
@@ -56,10 +56,10 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, have reached the disk.
+    """Wait until a file's content, or a folder's entries, are on disk.
 
     Raises:
-        OSError: where they cannot.
+        OSError: where they cannot be written.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -69,17 +69,17 @@ def sync(path: Path) -> None:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Add to the end of a file that exists, all of it or nothing.
+    """Append to an existing file; after an error the file is as it was.
 
     Raises:
         OSError: where it cannot be written, or the file is gone.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)  # a new file would hide that the old one is gone
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)  # no O_CREAT: a new file would hide that the old one is gone
     try:
         size = os.fstat(descriptor).st_size
         try:
             while content:
-                content = content[os.write(descriptor, content) :]  # a disk that is nearly full takes a part
+                content = content[os.write(descriptor, content) :]  # a nearly full disk may take only a part
         except OSError:
             os.ftruncate(descriptor, size)
             raise

@@ -1,1 +1,1 @@
-"""From one command line to ranks on one machine or many: the launcher, the hosts' network, and set-up."""
+"""Starts ranks on one machine or many: the launcher, the network between hosts, and set-up."""

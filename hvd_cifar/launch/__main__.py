@@ -1,4 +1,4 @@
-"""`python -m hvd_cifar.launch`: run.sh starts it in the environment that is set up."""
+"""`python -m hvd_cifar.launch`, which run.sh starts with the environment's Python."""
 
 import sys
 

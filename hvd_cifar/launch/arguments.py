@@ -11,7 +11,7 @@ from hvd_cifar.launch.cluster.hosts import parse_hosts, read_hostfile
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with `-H` and `--hostfile`. An error is a UserError of one line, not a usage text and an exit."""
+    """argparse with `-H` and `--hostfile`. An error raises a UserError of one line, instead of ending the process."""
 
     def __init__(self, usage: str) -> None:
         """`usage`: one line, shown with each error."""

@@ -13,11 +13,11 @@ from hvd_cifar.launch.cluster.network import Network
 from hvd_cifar.launch.request import PYTHON, Request
 from hvd_cifar.runtime.transport import RING_PARAMETERS
 
-# mpirun exports these of the user's variables to other hosts; ranks on this host inherit all.
+# The user's variables that mpirun exports to other hosts. Ranks on this host inherit all variables.
 EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS|LINES")
-# TCP keepalive of mpirun (seconds, seconds, tries): a lost host is noticed after 30 s; by default after 8 minutes.
+# mpirun's TCP keepalive (seconds, seconds, tries): it notices a lost host after 30 s, and by default after 8 minutes.
 KEEPALIVE = {"oob_tcp_keepalive_time": 10, "oob_tcp_keepalive_intvl": 5, "oob_tcp_keepalive_probes": 4}
-# After 5 s, where the others go on without it.
+# In an elastic job after 5 s, since the other ranks go on without the host.
 KEEPALIVE_ELASTIC = {"oob_tcp_keepalive_time": 2, "oob_tcp_keepalive_intvl": 1, "oob_tcp_keepalive_probes": 3}
 
 
@@ -49,7 +49,7 @@ def command(
         request: hosts and command; without hosts all ranks run here.
         ranks: their number.
         installed: the programs that start them.
-        environ: this process's variables, some of which are exported to other hosts.
+        environ: this process's variables, of which mpirun exports some to other hosts.
         network: between the hosts; None: all ranks run here.
     """
     # Ranks start in this process's folder, and import from it and from PYTHONPATH, as `python -m` does.
@@ -64,40 +64,42 @@ def command(
         words = [str(bin_folder / "horovodrun"), "--gloo", *where]
         if network is not None:
             here = next(card.name for host, card in network.cards.items() if is_local(host))
-            # The hosts have just been reached: horovodrun's cache of earlier ssh checks may be outdated.
+            # No cache: horovodrun's results of earlier ssh checks may be outdated.
             words += ["--network-interfaces", here, "--disable-cache"]
             words += [python, "-m", "hvd_cifar.launch.cluster.guard", "--subnet", network.subnet]
         return words + program
 
     words = [installed.mpirun, *where]
     words += ["--allow-run-as-root"] if installed.as_root else []
-    # As horovodrun does: no binding, since TensorFlow's threads need all cores; no openib, Open MPI's old InfiniBand.
+    # As horovodrun: no binding, since TensorFlow's threads need all cores; no openib, Open MPI's obsolete InfiniBand.
     words += ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
     if request.ring:
         words += [word for name, value in RING_PARAMETERS.items() for word in ("-mca", name, value)]
     if "SLURM_JOB_ID" in environ and not request.in_slurm:
-        words += ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]  # or mpirun takes only the job's nodes
+        words += ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]  # else mpirun takes the job's nodes only
     if request.elastic:
-        # Where a rank is lost the others get a SIGTERM, which they know as a request, and this much later a SIGKILL.
+        # When a rank is lost, mpirun sends the others SIGTERM and, this many seconds later, SIGKILL. Ranks take SIGTERM
+        # alone as a request to stop, for which they would need the lost rank.
         words += ["-mca", "odls_base_sigkill_timeout", "0"]
     if network is not None:
         words += _of_other_hosts(network, environ, KEEPALIVE_ELASTIC if request.elastic else KEEPALIVE)
         if Path(installed.mpirun).parent == bin_folder:
-            # The packaged Open MPI looks for its files in the folder of its build, unless both are set.
+            # Without both, the packaged Open MPI looks for its files in the folder where it was built.
             words += ["--prefix", str(bin_folder.parent), "-x", "OPAL_PREFIX"]
     return words + program
 
 
 def _of_other_hosts(network: Network, environ: Mapping[str, str], keepalive: Mapping[str, int]) -> list[str]:
     """mpirun's options for ranks on other hosts."""
-    # Ranks use this network, and so does mpirun with its daemons. By default they use every card that is up.
+    # For ranks (btl) and mpirun's daemons (oob). By default both use every card that is up.
     words = ["-mca", "btl_tcp_if_include", network.subnet, "-mca", "oob_tcp_if_include", network.subnet]
-    # This machine logs in to every host: hosts need no ssh between each other.
+    # mpirun logs in to every host from here, so that hosts need no ssh between each other.
     words += ["-mca", "plm_rsh_no_tree_spawn", "1", "-mca", "plm_rsh_args", " ".join(ssh.OPTIONS)]
     for name, seconds in keepalive.items():
         words += ["-mca", name, str(seconds)]
     words += ["--tag-output"]
     words += [word for name in sorted(environ) if EXPORTED.fullmatch(name) for word in ("-x", name)]
     if "NCCL_SOCKET_IFNAME" not in environ:
-        words += ["-x", f"NCCL_SOCKET_IFNAME=={','.join(network.card_names)}"]  # the second = stands for exact names
+        # The second = is part of the value: NCCL then takes the names as exact, not as prefixes.
+        words += ["-x", f"NCCL_SOCKET_IFNAME=={','.join(network.card_names)}"]
     return words

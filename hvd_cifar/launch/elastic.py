@@ -1,7 +1,7 @@
 """An elastic job: its ranks start again without lost ranks and hosts, and with added ones (`--elastic MIN:MAX`).
 
-Each host keeps the state of the newest step in shared memory (`training.state_copy`), which outlives the ranks. So a
-start loses the step that was under way, and at most one complete step. This is the same over MPI and Gloo.
+Each host keeps the state of the newest step in shared memory (`training.state_copy`), which outlives the ranks. A new
+start therefore loses the step in progress and at most one complete step. MPI and Gloo behave the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hvd_cifar.runtime.environment import ELASTIC, ElasticJob
 from hvd_cifar.runtime.shared_memory import NONE, folder_of, newest_step
 
 SECONDS_BETWEEN_LOOKS = 1.0
-SECONDS_BEFORE_RESIZE = 30.0  # after a start whose steps this host cannot see
+SECONDS_BEFORE_RESIZE = 30.0  # time for a first step, where this host cannot see the steps
 FAILURES_WITHOUT_A_STEP = 3
 SCRIPT_SECONDS = 10.0
 
@@ -39,12 +39,13 @@ Discover = Callable[[], tuple[Host, ...]]
 
 @dataclass(frozen=True)
 class Options:
-    """Of an elastic job.
+    """The options of an elastic job.
 
-    sizes: numbers of ranks.
-    ranks: -np: the job first starts with that many, and a batch size of a rank stands for that many; None: as found.
-    seconds_to_wait: for enough ranks.
-    cool_down: of `Roster`: first and longest.
+    sizes: the numbers of ranks that it may have.
+    ranks: -np. The first start has that many ranks, and --batch-size times that many is the global batch. None: as many
+        as there are slots.
+    seconds_to_wait: for enough slots.
+    cool_down: first and longest rest, for `Roster`.
     """
 
     sizes: Sizes
@@ -55,11 +56,11 @@ class Options:
 
 @dataclass
 class ElasticRun:
-    """The life of an elastic job.
+    """An elastic job from its first start to its end.
 
-    discover: the hosts that there are now.
-    start: runs the command on hosts with more variables, and returns its exit code; raises Unreachable.
-    job: the one that `start` runs.
+    discover: lists the current hosts.
+    start: runs the command on hosts, with additional variables, and returns its exit code; raises Unreachable.
+    job: runs what `start` starts.
     words: the command line that runs a command on a host; see `Way.words`.
     """
 
@@ -73,12 +74,12 @@ class ElasticRun:
 
     def __post_init__(self) -> None:
         self.roster = Roster(*self.options.cool_down)
-        self.ranks = self.options.ranks or 0  # that a batch size stands for
+        self.ranks = self.options.ranks or 0  # times --batch-size is the global batch
         self.found: tuple[Host, ...] = ()
-        self.used: set[str] = set()  # hosts
+        self.used: set[str] = set()  # hosts that may have a copy of the state
         self.has_started = False
-        self.complaint = ""  # the last one about discovery
-        # Removes this host's copies of the state when it is told to, or when this process ends, even by SIGKILL.
+        self.complaint = ""  # the last printed error of discovery
+        # Removes this host's copies of the state when its stdin closes: on clean-up, or at any end of this process.
         self.cleaner = subprocess.Popen(
             ["sh", "-c", "trap '' HUP INT TERM USR1; read -r _; exec rm -rf \"$1\"", "sh", str(folder_of(self.name))],
             stdin=subprocess.PIPE,
@@ -103,7 +104,7 @@ class ElasticRun:
                 return code
             if self.job.asked:
                 return code
-            if code == RESUME and self.job.stops:  # ranks joined, or left as they were asked to
+            if code == RESUME and self.job.stops:  # stopped by `_watch` to add or remove ranks: no failure
                 without_a_step = 0
             if without_a_step == FAILURES_WITHOUT_A_STEP:
                 complain(f"exit code {code}; the job does not start again: {without_a_step} starts made no step")
@@ -114,7 +115,7 @@ class ElasticRun:
                 complain(f"elastic: exit code {code}; all start again")
 
     def clean_up(self) -> None:
-        """Remove the copies of the state from this host and from others, as far as they can be reached."""
+        """Remove the copies of the state from this host, and from others that can be reached."""
         removal = ["rm", "-rf", str(folder_of(self.name))]
         removals = [
             subprocess.Popen(self.words(host, removal), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -129,7 +130,7 @@ class ElasticRun:
                 process.wait(SCRIPT_SECONDS)
 
     def _run_on(self, hosts: tuple[Host, ...]) -> tuple[int, list[Lost]]:
-        """Run ranks on hosts to the end; their exit code, and what was lost."""
+        """Run ranks on hosts until they end. Return the exit code, and the lost ranks and hosts."""
         self.ranks = self.ranks or slots_of(hosts)
         self.used |= {host.name for host in hosts}
         ended = threading.Event()
@@ -147,7 +148,7 @@ class ElasticRun:
             return 1, []
         finally:
             ended.set()
-            watch.join(SCRIPT_SECONDS)  # it may read a hostfile on a disk that does not answer
+            watch.join(SCRIPT_SECONDS)  # with a limit: it may hang on a hostfile whose disk does not answer
         of_ranks = hosts_of_ranks(hosts, slots_of(hosts))
         found = lost_in(self.job.tail)
         named = [Lost(of_ranks[one.rank], one.rank) if one.rank is not None else one for one in found]
@@ -169,7 +170,7 @@ class ElasticRun:
         complain(f"elastic: {what} is lost{how}; {then}")
 
     def _hosts(self, least: int) -> tuple[Host, ...] | None:
-        """The hosts to start on, as soon as they have slots for `least` ranks; None: in vain, or a signal came."""
+        """The hosts to start on, once they have slots for `least` ranks; None: the time is up, or a signal came."""
         end, told = time.monotonic() + self.options.seconds_to_wait, False
         while True:
             hosts = self._allowed(self._look())
@@ -189,10 +190,10 @@ class ElasticRun:
                 return None
 
     def _save(self, hosts: tuple[Host, ...]) -> None:
-        """Write the newest state to disk while the job waits."""
+        """Write the newest state to disk before the job waits: it may wait in vain."""
         if not self.used:
             return
-        # One rank on each host that may have it.
+        # One rank on each host that may have a copy.
         everywhere = tuple(Host(host.name, 1) for host in self.found if host.name in self.used)
         chosen = tuple(host for host in everywhere if host.name in {h.name for h in hosts}) or everywhere
         try:
@@ -204,7 +205,7 @@ class ElasticRun:
         return first_slots(hosts, self.options.sizes.fitting(slots_of(hosts)))
 
     def _look(self) -> tuple[Host, ...]:
-        """The usable hosts; where they cannot be found, those that were found last."""
+        """The usable hosts. If discovery fails, the usable ones of those found last."""
         try:
             self.found = self.discover()
         except UserError as failure:
@@ -216,7 +217,7 @@ class ElasticRun:
         return self.roster.usable(self.found, time.monotonic())
 
     def _watch(self, hosts: tuple[Host, ...], ended: threading.Event) -> None:
-        """Ask ranks to stop at a step where more of them could go on, or a host is withdrawn."""
+        """Ask the ranks to stop, so that the job starts again, when slots are added or withdrawn."""
         began, first_step, seen = time.monotonic(), self._step(), 0
         while not ended.wait(SECONDS_BETWEEN_LOOKS):
             better = self._allowed(self._look())
@@ -225,7 +226,7 @@ class ElasticRun:
             more = slots_of(better) > slots_of(hosts)
             seen = seen + 1 if withdrawn or more else 0
             has_begun = self._step() > first_step or time.monotonic() - began > SECONDS_BEFORE_RESIZE
-            if seen > 1 and has_begun:  # twice the same: hosts are seldom listed at the same instant
+            if seen > 1 and has_begun:  # seen twice, since new hosts rarely appear all at once
                 if more and self._lose_silent({host.name for host in better} - {host.name for host in hosts}):
                     seen = 0
                     continue
@@ -234,7 +235,7 @@ class ElasticRun:
                 return
 
     def _lose_silent(self, newcomers: Iterable[str]) -> bool:
-        """Leave out hosts that do not answer: the ranks that train need not stop for them. Whether there are any."""
+        """Let new hosts rest that do not answer, so that ranks do not stop for them. Whether there are any."""
         silent = [host for host in newcomers if not is_local(host) and not self._reaches(host)]
         for host in silent:
             seconds = self.roster.lose(host, whole=True, now=time.monotonic())
@@ -249,7 +250,7 @@ class ElasticRun:
             return False
 
     def _step(self) -> int:
-        """The newest step that this host knows of; -1: none."""
+        """The newest step that this host can see; -1: none."""
         copied = newest_step(folder_of(self.name) / "state")
         return copied if copied != NONE else last_step(self.run_dir / "metrics.jsonl") or NONE
 
@@ -264,7 +265,7 @@ def _read_from_start(file: IO[bytes]) -> bytes:
 
 
 def script(path: Path) -> Discover:
-    """Discovery by a program that prints lines `HOST:SLOTS`, as for horovodrun."""
+    """Discovery by a program that prints lines `HOST:SLOTS`, like horovodrun's."""
 
     def discover() -> tuple[Host, ...]:
         what = f"--host-discovery-script {path}"

@@ -1,4 +1,4 @@
-"""A job: the program that starts its ranks, such as mpirun, from start to end, and the signals that ask it to stop."""
+"""A job: runs the program that starts the ranks, such as mpirun, and passes requests to stop on to the ranks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from hvd_cifar.runtime.process import adopt_orphans, began, signalled_with_paren
 from hvd_cifar.runtime.stalls import lost_ranks
 
 SECONDS_FOR_LAST_OUTPUT = 5.0
-SECONDS_FOR_ORPHANS = 2.0  # processes that print a rank's last lines end by themselves
+SECONDS_FOR_ORPHANS = 2.0  # before they are killed: those that print a rank's last lines end by themselves
 SECONDS_BETWEEN_ASKS = 1.0
-SECONDS_FOR_STARTER = 3.0  # to end when ranks have named one that hangs
+SECONDS_FOR_STARTER = 3.0  # for the starter to end, after the ranks have named one that hangs
 TAIL_BYTES = 4096
-ENDS_TOLD = 8  # to the ranks of the next start: more of them are seldom in a row, and a variable's length has a limit
+ENDS_TOLD = 8  # number of earlier ends that the next start is told, in a variable of limited length
 LONGEST_END = 300  # characters
 
 Pump = Callable[[BinaryIO], None]
@@ -40,7 +40,7 @@ class Starter:
     """A program that starts ranks: mpirun, horovodrun, or the Python of a single rank.
 
     words, env: its command line and variables.
-    output, errors: read its stdout and stderr, and print what the user should see; None: they are this process's.
+    output, errors: read its stdout and stderr, and print what the user should see. None: it inherits stdout.
     """
 
     words: list[str]
@@ -57,17 +57,17 @@ class Starter:
 class Job:
     """Runs starters, one after the other, and passes signals on to them.
 
-    Where ranks can stop by themselves (`can_stop`), SIGTERM, SIGUSR1, SIGHUP and a first SIGINT ask them to do so; a
-    second SIGINT ends them. Otherwise every signal but SIGUSR1 ends them.
+    If ranks can write a checkpoint and stop (`can_stop`), SIGTERM, SIGUSR1, SIGHUP and a first SIGINT ask them to; a
+    second SIGINT ends them. Otherwise every signal except SIGUSR1 ends them.
     """
 
     def __init__(self, can_stop: bool, stall_seconds: float = 0.0) -> None:
-        """`stall_seconds`: a starter that is stopped for longer is ended; 0: never."""
+        """`stall_seconds`: the job ends if its starter is stopped (SIGSTOP, a debugger) for longer; 0: never."""
         self.can_stop = can_stop
         self.stall_seconds = stall_seconds
         self.asked = False  # by the user
-        self._stops = False  # the ranks that run now are asked to stop
-        self.tail = b""  # of what the user saw on stderr
+        self._stops = False  # the current ranks are asked to stop
+        self.tail = b""  # end of what the user saw on stderr
         self._caught: list[int] = []
         self._times = [began()]  # see `environment.starts`
         self._ends: list[str] = []  # see `environment.ends`
@@ -79,16 +79,17 @@ class Job:
                 signal.signal(number, self._on_signal)
 
     def run(self, starter: Starter) -> int:
-        """Start ranks, and wait for their end. No process of theirs is left on this host.
+        """Start ranks, and wait until they end. None of their processes is left on this host.
 
         Returns:
-            The starter's exit code; 128 + the signal where one ended the job; `RESUME` where ranks stopped as asked.
+            The starter's exit code; 128 + the signal, if a signal ended the job; `RESUME`, if ranks stopped as asked.
         """
         self._starter, self.tail, self._stops = starter, b"", self.asked
         if len(self._times) % 2 == 0:
             self._times.append(time.time())
-        # mpirun would kill its ranks 2 s after a SIGTERM. With the signal blocked it stays pending, where this process
-        # sees it. mpirun unblocks signals for what it starts; SIGINT ends mpirun as SIGTERM does.
+        # mpirun kills its ranks 2 s after a SIGTERM, too soon for a checkpoint. It runs with the signal blocked: a
+        # SIGTERM sent to mpirun itself stays pending, where this process sees it. mpirun unblocks signals for its
+        # children, and SIGINT ends it as SIGTERM would.
         holds_sigterm = self.can_stop and starter.name == "mpirun"
         when_parent_ends = signalled_with_parent(signal.SIGINT if holds_sigterm else signal.SIGTERM)
 
@@ -98,7 +99,7 @@ class Job:
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
         others = set(psutil.Process().children(recursive=True))
-        # A session of its own: Ctrl-C reaches this process, which forwards it.
+        # In its own session: Ctrl-C reaches only this process, which forwards it.
         process: subprocess.Popen[Any] = subprocess.Popen(
             starter.words,
             env={**starter.env, STARTS: " ".join(map(str, self._times)), ENDS: json.dumps(self._ends[-ENDS_TOLD:])},
@@ -106,7 +107,7 @@ class Job:
             stdout=subprocess.PIPE if starter.output else None,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=prepare,  # other threads only wait
+            preexec_fn=prepare,  # safe: other threads only wait
         )
         self._process = process
         pumps = [threading.Thread(target=starter.errors, args=[process.stderr], daemon=True)]
@@ -128,7 +129,7 @@ class Job:
             if holds_sigterm and is_pending(process.pid, signal.SIGTERM):
                 self._ask(signal.SIGTERM)
             elif self._stops:
-                self._tell_ranks()  # again: those that had not started yet were not reached
+                self._tell_ranks()  # again, for ranks that had not started before
         os.close(descriptor)
         code = process.wait()
         was_killed = code == -signal.SIGKILL
@@ -151,24 +152,24 @@ class Job:
         return outcome
 
     def explain(self, line: str) -> None:
-        """Print why the last ranks ended, where only `run`'s result tells it; the next start is told the same."""
+        """Print why the last ranks ended, and tell the next start: for causes that only show in the exit codes."""
         self.pass_on(line.encode())
         self._ends[-1] = self._said()
 
     @property
     def stops(self) -> bool:
-        """Whether the last ranks were asked to stop, by the user or by `ask`."""
+        """Whether the current or last ranks were asked to stop, by the user or by `ask`."""
         return self._stops
 
     def wait(self, seconds: float) -> bool:
-        """Wait between two starts; False where a signal has ended the job."""
+        """Wait between two starts. False if a signal has ended the job."""
         end = time.monotonic() + seconds
         while not self._caught and time.monotonic() < end:
             time.sleep(0.1)
         return not self._caught
 
     def pass_on(self, data: bytes) -> None:
-        """Print to stderr what ranks printed there."""
+        """Print to stderr what ranks printed there, and remember its end."""
         self.tail = (self.tail + data)[-TAIL_BYTES:]
         write(2, data)
 
@@ -178,7 +179,7 @@ class Job:
     def _outcome(self, code: int) -> int:
         if self._caught and (not self.can_stop or self._caught.count(signal.SIGINT) > 1):
             return 128 + self._caught[0]
-        # Ranks that had not set handlers yet are ended by the signal itself.
+        # A signal ends ranks that have no handlers yet.
         is_signals = self._stops and code in (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
         return RESUME if is_signals else code
 
@@ -194,7 +195,7 @@ class Job:
             self._end(number)
 
     def ask(self, why: str) -> None:
-        """Ask the ranks that run now to write a checkpoint and stop; `run` then returns `RESUME`."""
+        """Ask the current ranks to write a checkpoint and stop. `run` then returns `RESUME`."""
         complain(why)
         self._stops = True
         self._tell_ranks()
@@ -214,7 +215,7 @@ class Job:
         elif self._starter.name != "horovodrun":
             self._send(signal.SIGTERM)
         elif ranks := _ranks_below(self._process.pid):
-            # horovodrun forwards nothing, but one rank is enough: all agree.
+            # horovodrun forwards nothing. Any rank that gets the signal makes all stop.
             for rank in ranks:
                 with contextlib.suppress(psutil.Error):
                     rank.terminate()
@@ -223,7 +224,7 @@ class Job:
 
     def _end(self, number: int) -> None:
         if self._starter and self._starter.name == "horovodrun" and self._process and self.can_stop:
-            for rank in _ranks_below(self._process.pid):  # they know SIGTERM as a request
+            for rank in _ranks_below(self._process.pid):  # kill: SIGTERM would be a request to stop
                 with contextlib.suppress(psutil.Error):
                     rank.kill()
         # Starters clean up on SIGINT and SIGTERM, not on SIGHUP.
@@ -270,9 +271,9 @@ def _ranks_below(pid: int) -> list[psutil.Process]:
 
 
 def _end_orphans(seconds: float, others: Collection[psutil.Process]) -> None:
-    """End what a starter left, after a while: a killed mpirun ends no rank.
+    """Wait for processes that a starter left, then kill them: a killed mpirun ends no rank.
 
-    `others` are not the starter's, and neither is what they have started.
+    `others`, which ran before the starter, and their children are spared.
     """
     spared = set(others)
     for other in others:
@@ -287,31 +288,32 @@ def _end_orphans(seconds: float, others: Collection[psutil.Process]) -> None:
 
 
 def remove_session(pid: int, environ: Mapping[str, str]) -> None:
-    """Remove the files of a killed mpirun: its session's, and its ranks' shared memory, which have the job's number."""
+    """Remove what a killed mpirun leaves: its session's folder, and its ranks' shared memory."""
     shared = Path(environ.get("OMPI_MCA_btl_vader_backing_directory", "/dev/shm"))
     for session in Path(environ.get("TMPDIR", "/tmp")).glob(f"ompi.*.{os.getuid()}/pid.{pid}"):
         with contextlib.suppress(OSError, ValueError):
-            number = int((session / "contact.txt").read_text().partition(".")[0]) + 1  # mpirun's own, and the ranks'
+            # The segments' names contain the job's number, which follows mpirun's own.
+            number = int((session / "contact.txt").read_text().partition(".")[0]) + 1
             for segment in shared.glob(f"vader_segment.*.{os.getuid()}.{number:x}.*"):
                 segment.unlink()
         shutil.rmtree(session, ignore_errors=True)
 
 
 def chunks(stream: BinaryIO) -> Iterator[bytes]:
-    """A stream's bytes as they come."""
+    """A stream's bytes, as they arrive."""
     while chunk := os.read(stream.fileno(), 65536):
         yield chunk
 
 
 def write(descriptor: int, data: bytes) -> None:
-    """Write all of it, if it can be written."""
-    # A closed pipe (`| head`), a closed terminal or a full disk does not end the job. What ranks print is read on: with
-    # a full pipe they would block.
+    """Write all of `data`, or ignore that it cannot be written."""
+    # A closed pipe (`| head`), a closed terminal or a full disk must not end the job, nor its reading of the ranks'
+    # output: with a full pipe ranks would block.
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(descriptor, data) :]
 
 
 def complain(message: str) -> None:
-    """Print a line of the launcher's own."""
+    """Print a message of the launcher."""
     write(2, f"hvd_cifar: {message}\n".encode())

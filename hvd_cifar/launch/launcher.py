@@ -1,10 +1,10 @@
 """From one command line to N ranks: `./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] COMMAND [OPTIONS]`.
 
-The command is checked here, once, before any rank starts. One rank runs without a launcher; several run under mpirun,
+The command line is checked here once, before any rank starts. A single rank runs directly; several run under mpirun,
 or with --gloo under horovodrun. Other hosts need an ssh server, and the environment at the same path. In a Slurm
 allocation the hosts are its nodes, and Slurm instead of ssh starts mpirun's daemons. `cluster.network` finds the
-network between the hosts. The user sees the output of the ranks without the launchers' tags and banners; the exit code
-is the job's. This process does not import TensorFlow.
+network between the hosts. The user sees the output of the ranks without tags and banners, and gets the job's exit code.
+This process does not import TensorFlow, which takes seconds.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ from hvd_cifar.runtime.environment import ENDS, STARTS, copies, launched_size
 from hvd_cifar.runtime.stalls import FLOOR
 from hvd_cifar.runtime.transport import RING_VARIABLES
 
-# horovodrun puts the variables that ranks get into command lines, which `ps` shows to all users of a host.
+# horovodrun passes variables to ranks on command lines, which `ps` shows to all users of a host.
 SECRET = re.compile(r"(?i)(?!SSH_AUTH_SOCK$).*(TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH)")
 SHOW_CURSOR = b"\x1b[?25h"
 HOSTS_SHOWN = 3
-ALONE = ("export", "predict", "report", "watch")  # commands of one process, which is no rank
+ALONE = ("export", "predict", "report", "watch")  # commands that run in a single process, not as ranks
 
 
 def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
     """Run the job that `argv` describes, and return its exit code.
 
-    `check` returns the settings of the command's own options, and ends the process if they are wrong.
+    `check` returns the settings of the command's options, and ends the process if they are wrong.
     """
     try:
         request = parse(argv)
         if not Path(".").exists():
             raise UserError("the present folder has been removed: go to another one")
         if request.command[0] == "train":
-            for number in (signal.SIGTERM, signal.SIGUSR1):  # `Job` has handlers of its own
+            for number in (signal.SIGTERM, signal.SIGUSR1):  # until `Job` sets its own handlers
                 signal.signal(number, _stop_early)
         if max(launched_size() or 1, copies(os.environ)) > 1:
             raise UserError("mpirun or srun started run.sh several times; it starts the ranks itself: call it once")
@@ -109,7 +109,7 @@ def _stop_early(number: int, _: object) -> None:
 
 
 def _with_run_dir(request: Request, settings: Any) -> Request:
-    """The request with a run directory, which restarts and validation ranks need to know.
+    """The request with its run directory, which restarts and validation ranks need to know.
 
     Raises UserError where the command does not train.
     """
@@ -120,18 +120,18 @@ def _with_run_dir(request: Request, settings: Any) -> Request:
         raise UserError(f"{option} goes with train: no other command can be resumed")
     run_dir = settings.run_dir or config.unused_run_dir(settings.model)
     of_run_dir = () if settings.run_dir else ("--run-dir", str(run_dir))
-    # A restart resumes the run that its first start began under --resume never.
+    # --resume never is for the first start. A restart resumes the run that it began.
     of_restarts = ("--resume", "auto") if settings.resume == "never" else ()
     return replace(request, command=request.command + of_run_dir, of_restarts=of_restarts, run_dir=run_dir)
 
 
 def _measures_nothing(words: tuple[str, ...]) -> bool:
-    """Whether a command only predicts from two files, for which one rank is enough."""
+    """Whether the command predicts from two files without measuring, for which one rank is enough."""
     return words[:2] == ("benchmark", "predict") and {"--step", "--allreduce"} <= {w.partition("=")[0] for w in words}
 
 
 def _check_program(words: tuple[str, ...]) -> None:
-    """Raise UserError where a user's own program does not exist: Python would say so once for each rank."""
+    """Raise UserError where a user's program does not exist; else each rank's Python would report it."""
     if not words:
         raise UserError("python: name a program: ./run.sh -np 2 python PROGRAM.py")
     if not words[0].startswith("-") and not Path(words[0]).exists():
@@ -139,14 +139,14 @@ def _check_program(words: tuple[str, ...]) -> None:
 
 
 def _ranks_of(hosts: tuple[Host, ...]) -> int:
-    """All slots of the named hosts; without any, one rank per GPU that the environment can use, else one per core."""
+    """All slots of the named hosts. Without hosts, one rank per GPU that the environment can use, else one per core."""
     if hosts:
         return sum(host.slots for host in hosts)
     return ranks_by_default(_gpus_here() if _is_for_gpus() else 0, _cores_here())
 
 
 def _check_early(request: Request, ranks: int, settings: Any) -> None:
-    """Raise UserError for what is known before any rank starts."""
+    """Raise UserError for errors that can be found before any rank starts."""
     of_ranks = hosts_of_ranks(request.hosts, ranks) or ["localhost"] * ranks
     local = {name: is_local(name) for name in dict.fromkeys(of_ranks)}
     sees_files, on_gpus = local[of_ranks[0]], _is_for_gpus()
@@ -168,7 +168,7 @@ def _is_for_gpus() -> bool:
 
 
 def _note_gpus(gpus: Mapping[str, int], all_here: bool) -> None:
-    """Say where ranks compute on the CPU beside GPUs, or for want of GPUs. `gpus`: how many each host has."""
+    """Print a note if GPUs stay unused, or a host of a GPU environment has none. `gpus`: number on each host."""
     for_gpus = _is_for_gpus()
     if for_gpus and os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return  # the user's choice
@@ -188,7 +188,7 @@ def _note_gpus(gpus: Mapping[str, int], all_here: bool) -> None:
 
 
 def _with_hosts(request: Request) -> list[str]:
-    """The doctor's command line with the launcher's options: it starts ranks by itself."""
+    """The doctor's command line with the launcher's options, since the doctor starts ranks itself."""
     words = list(request.command)
     words += ["--gloo"] if request.gloo else []
     words += ["--allreduce", "ring"] if request.ring else []
@@ -198,7 +198,7 @@ def _with_hosts(request: Request) -> list[str]:
 
 
 def _start_alone(request: Request, settings: Any) -> int:
-    """Run a command as one process here."""
+    """Run a command in a single process on this machine."""
     if request.hosts or request.ranks not in (None, 1):
         raise UserError(f"{request.command[0]} runs in one process, on this machine: leave -np, -H and --hostfile out")
     if not request.dry_run:
@@ -207,7 +207,7 @@ def _start_alone(request: Request, settings: Any) -> int:
 
 
 def _become(request: Request, words: list[str], module: str = "hvd_cifar") -> int:
-    """Run a module's program instead of this process, or print the command."""
+    """Replace this process by a module's program; with --dry-run print the command."""
     words = [sys.executable, "-m", module, *words]
     if request.dry_run:
         write(1, f"{shlex.join(words)}\n".encode())
@@ -228,7 +228,7 @@ def _start_tensorboard(request: Request) -> int:
 
 
 def _make_ready(request: Request, ranks: int) -> Ready:
-    """Look at the hosts, and make the command. Raises UserError."""
+    """Find the network between the hosts, and make the command that starts the ranks. Raises UserError."""
     bin_folder = Path(sys.executable).parent
     path = os.pathsep.join([str(bin_folder), os.environ.get("PATH", os.defpath)])
     env = {**os.environ, "PATH": path, **(RING_VARIABLES if request.ring else {}), **request.variables}
@@ -240,10 +240,10 @@ def _make_ready(request: Request, ranks: int) -> Ready:
     if request.in_slurm:
         env["SLURM_EXPORT_ENV"] = "ALL"  # mpirun's daemons need PATH and OPAL_PREFIX, also after sbatch --export=NONE
     if _is_watched(request, ranks):
-        # mpirun gives ranks a pseudo-terminal of its own, whatever this process has.
+        # Ranks cannot tell: mpirun gives them a pseudo-terminal in any case.
         env |= {"HVD_CIFAR_TERMINAL": "1", **_terminal_size()}
     if not request.dry_run:
-        env |= {STARTS: "", ENDS: "[]"}  # exported to other hosts; their values are Job's
+        env |= {STARTS: "", ENDS: "[]"}  # so that mpirun exports them; `Job` sets their values
     of_ranks = hosts_of_ranks(request.hosts, ranks)
     env |= validators.neighbours(request.validators, of_ranks[-1] if of_ranks else "localhost")
     request = replace(request, hosts=tuple(host for host in request.hosts if host.name in of_ranks))
@@ -281,7 +281,7 @@ def _launch(request: Request, ranks: int, stall_seconds: float) -> int:
 
 
 def _without_secrets(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables whose names do not look like those of secrets; the others are told by name."""
+    """The variables whose names do not look like secrets. A note names the others."""
     secrets = [name for name in sorted(env) if SECRET.match(name)]
     if secrets:
         complain(
@@ -318,7 +318,7 @@ def _launch_elastic(request: Request, settings: config.TrainSettings) -> int:
     def start_on(chosen: tuple[Host, ...], variables: Mapping[str, str]) -> int:
         is_again = next(starts) > 0
         words = request.command + (request.of_restarts if is_again else ())
-        given = chosen if request.hosts or request.discover else ()  # else this machine, also in messages
+        given = chosen if request.hosts or request.discover else ()  # (): this machine, which messages do not name
         now = replace(request, hosts=given, command=words, variables=variables, is_again=is_again)
         return start(_make_ready(now, slots_of(chosen)), job)
 
@@ -338,7 +338,7 @@ def _stall_seconds(settings: config.TrainSettings) -> float:
 
 
 def _is_watched(request: Request, ranks: int) -> bool:
-    """Whether a person watches mpirun's output."""
+    """Whether several ranks run under mpirun, and their output goes to a terminal."""
     return sys.stdout.isatty() and not request.gloo and ranks > 1
 
 
@@ -353,7 +353,7 @@ def _leave_terminal(request: Request, ranks: int, code: int) -> None:
 
 
 def _restart(code: int, request: Request, job: Job, start: Callable[[], int]) -> int:
-    """Start a failed job again until it ends otherwise or is given up, and return its exit code."""
+    """Restart a failed job until it succeeds, is stopped or is given up. Return its exit code."""
     failures: list[Failure] = []
     while code not in FINAL and not job.asked:
         failures.append(failure_of(code, job.tail, request.run_dir))
@@ -372,7 +372,7 @@ def _restart(code: int, request: Request, job: Job, start: Callable[[], int]) ->
 
 
 def _ask_hosts(request: Request, bin_folder: Path) -> tuple[Network | None, dict[str, int]]:
-    """The network between the hosts, and each host's number of GPUs; None and {} where all ranks run here.
+    """The network between the hosts, and the number of GPUs of each; None and {} where all ranks run here.
 
     Raises UserError.
     """
@@ -382,7 +382,7 @@ def _ask_hosts(request: Request, bin_folder: Path) -> tuple[Network | None, dict
         return None, {}
     if not request.gloo and " " in str(bin_folder):
         raise UserError(f"mpirun starts nothing on other hosts from a path with spaces ({bin_folder}); use --gloo")
-    # This machine takes part even if it has no rank.
+    # This machine takes part even without ranks: it starts them.
     everyone = names if here else [socket.gethostname(), *names]
     way = slurm if request.in_slurm and not request.gloo else ssh  # horovodrun always uses ssh
     participants = Participants(everyone, here or socket.gethostname(), sys.executable, way)
@@ -391,6 +391,6 @@ def _ask_hosts(request: Request, bin_folder: Path) -> tuple[Network | None, dict
 
 
 def _as_typed(words: list[str], env: Mapping[str, str]) -> str:
-    """The command as typed in a shell, after the variables that differ from this process's."""
+    """The command as typed in a shell, with the variables that differ from this process's before it."""
     differing = [f"{name}={shlex.quote(value)}" for name, value in env.items() if os.environ.get(name) != value]
     return " ".join([*differing, shlex.join(words)])

@@ -1,6 +1,6 @@
-"""What the launcher can tell of a job before it starts any rank: a start takes 10 s and more.
+"""Checks of a job before any rank starts, since a start takes 10 s or more.
 
-Ranks check the same again, since they may be on other hosts and know more: the number of examples, the recipe.
+Ranks repeat the checks: they may run on other hosts, and know more, such as the number of examples and the recipe.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from hvd_cifar.config import (
 )
 from hvd_cifar.errors import UserError
 
-# Memory that a rank has for itself (USS) at the peak of the smallest run: tutorial, batch 1, one thread, 2 ranks.
-# Measured 303 MiB; `fast` takes 874.
-MOST_THREADS_OF_A_CORE = 4  # more would stop the machine
+MOST_THREADS_OF_A_CORE = 4  # many more would make the machine unusable
+# Peak of a rank's own memory (USS) in the smallest run: tutorial, batch 1, one thread, 2 ranks. It measures 303 MiB;
+# `fast` takes 874.
 LEAST_BYTES_OF_A_RANK = 300 << 20
-# A container's limit, in version 2 and 1 of control groups.
+# A container's limit, in cgroup v2 and v1.
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def check(settings: Any, ranks: int, *, sees_files: bool, on_gpus: bool, warn: Callable[[str], None]) -> None:
-    """Look at a command's settings, and at this host's folders where rank 0 will see them also.
+    """Check a command's settings and, if rank 0 runs on this host, the files and folders that they name.
 
     Args:
         settings: of any command.
@@ -52,7 +52,9 @@ def check(settings: Any, ranks: int, *, sees_files: bool, on_gpus: bool, warn: C
         return
     threads, cores = getattr(settings, "threads_per_rank", None) or 1, os.cpu_count() or 1
     if threads > MOST_THREADS_OF_A_CORE * cores:
-        raise UserError(f"--threads-per-rank {threads}: this host has {cores} cores; give at most as many threads")
+        raise UserError(
+            f"--threads-per-rank {threads}: this host has {cores} cores; give at most {MOST_THREADS_OF_A_CORE * cores}"
+        )
     if isinstance(settings, DataSettings):
         _check_data(settings, ranks)
         _check_code(settings)
@@ -79,7 +81,7 @@ def check_memory(ranks: int, available: int) -> None:
 
 
 def available_memory() -> int:
-    """Bytes that processes of this host or container can still get, with swap."""
+    """Bytes of memory and swap that processes of this host or container can still allocate."""
     free = psutil.virtual_memory().available + psutil.swap_memory().free
     for path in MEMORY_LIMITS:
         try:
@@ -90,7 +92,7 @@ def available_memory() -> int:
 
 
 def check_folder(path: Path, what: str) -> None:
-    """UserError unless a folder can be written, or made. `what` begins the message."""
+    """UserError unless a folder can be written or made. The message begins with `what`."""
     nearest = next((p for p in (path, *path.parents) if os.path.lexists(p)), path)
     if not os.path.isdir(nearest):
         raise UserError(f"{what}: {nearest} is not a folder; give another")
@@ -99,7 +101,7 @@ def check_folder(path: Path, what: str) -> None:
 
 
 def _places(resume: str) -> tuple[str, str]:
-    return resume, f"{resume}.index"  # of an earlier version, which ranks tell
+    return resume, f"{resume}.index"  # the second: of an earlier version, which ranks refuse with a message of its own
 
 
 def _check_data(settings: DataSettings, ranks: int) -> None:
@@ -132,7 +134,7 @@ def _check_data(settings: DataSettings, ranks: int) -> None:
 
 
 def _check_code(settings: DataSettings) -> None:
-    """UserError where a FILE.py:NAME of the user's names no file."""
+    """UserError where the file of a FILE.py:NAME does not exist."""
     named = [("--dataset", settings.dataset), ("--model", getattr(settings, "model", ""))]
     named += [("--callbacks", spec) for spec in getattr(settings, "callbacks", ())]
     for option, spec in named:

@@ -1,4 +1,4 @@
-"""What the launcher's options ask for."""
+"""The launcher's options, parsed."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class Request:
     dry_run: bool = False
     ring: bool = False
     max_restarts: int = 0
-    run_dir: Path = Path()  # of a job that may start again, or that another one evaluates
-    of_restarts: tuple[str, ...] = ()  # options that restarts have beside the command's
+    run_dir: Path = Path()  # set for --max-restarts, --elastic and --validation-ranks
+    of_restarts: tuple[str, ...] = ()  # options that restarts add to the command
     elastic: Options | None = None
-    discover: Discover | None = None  # of an elastic job: the hosts that there are now
-    is_again: bool = False  # an elastic job starts again
-    variables: Mapping[str, str] = field(default_factory=dict)  # of the ranks, beside this process's
+    discover: Discover | None = None  # of an elastic job: lists the current hosts; None: they do not change
+    is_again: bool = False  # not the first start of an elastic job
+    variables: Mapping[str, str] = field(default_factory=dict)  # additional ones for the ranks
     validation_ranks: int = 0
-    validators: tuple[Host, ...] = ()  # the slots of validation ranks, once they are set apart
+    validators: tuple[Host, ...] = ()  # the slots that `validators.set_apart` reserves for validation ranks
     in_slurm: bool = False  # the hosts are the nodes of this process's Slurm allocation
 
 
 def parse(argv: list[str]) -> Request:
-    """Read the launcher's options. The command begins at the first other word; by default it is `train`.
+    """Parse the launcher's options. The command begins at the first word that is not one; by default it is `train`.
 
     Raises UserError.
     """

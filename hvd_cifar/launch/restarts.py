@@ -1,4 +1,4 @@
-"""Whether a job that failed starts again (`--max-restarts`), and after how long."""
+"""Whether a failed job starts again (`--max-restarts`), and after how long."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from hvd_cifar.errors import DIVERGED, RESUME
 
 MAX_SECONDS = 60.0
-# A finished run, the user's error, a run that was asked to stop, and a second Ctrl-C.
+# Exit codes after which a job never restarts: success, a user's error, stopped as asked, and a second Ctrl-C.
 FINAL = (0, 2, RESUME, 128 + signal.SIGINT)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a job ended: exit code, its last line of its own on stderr, and the last step that it logged, if any."""
+    """How a job ended: exit code, the last line of `last_said`, and the last step that it logged, if any."""
 
     code: int
     said: str
@@ -30,13 +30,13 @@ def failure_of(code: int, tail: bytes, run_dir: Path) -> Failure:
 
 
 def last_said(tail: bytes) -> str:
-    """The last line of the program's own at the end of a job's stderr; "": there is none."""
+    """The last line at the end of a job's stderr that begins with "hvd_cifar: "; "": there is none."""
     lines = [line for line in tail.decode(errors="replace").splitlines() if line.startswith("hvd_cifar: ")]
     return lines[-1] if lines else ""
 
 
 def reason_to_give_up(failures: Sequence[Failure], max_restarts: int) -> str | None:
-    """Why the job does not start again after these failures, none of which is in `FINAL`; None: it starts again."""
+    """Why the job does not restart after these failures; None: it restarts. No failure has a code in `FINAL`."""
     last = failures[-1]
     if DIVERGED in last.said:
         return "its loss would not be finite again"
@@ -48,12 +48,12 @@ def reason_to_give_up(failures: Sequence[Failure], max_restarts: int) -> str | N
 
 
 def seconds_before(restart: int) -> float:
-    """Seconds before restart 1, 2, ...: twice as many each time, up to a minute."""
+    """Seconds to wait before restart 1, 2, ...: they double each time, up to a minute."""
     return min(MAX_SECONDS, 2.0 ** (restart - 1))
 
 
 def last_step(metrics: Path) -> int | None:
-    """The last step that metrics.jsonl has a log line of; None where it has none, or is on another host."""
+    """The last step with a log line in metrics.jsonl; None: there is none, or the file is on another host."""
     try:
         lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -63,7 +63,7 @@ def last_step(metrics: Path) -> int | None:
             event = json.loads(line)
             if event["event"] == "train":  # evaluations may be of earlier steps
                 return int(event["step"])
-        # A killed run was writing this line, or it is none of ours: deep, or infinite.
+        # A partial line of a killed run, or a foreign one, such as deeply nested or with an infinite step.
         except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
             continue
     return None

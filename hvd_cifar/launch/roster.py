@@ -1,4 +1,4 @@
-"""Which slots of which hosts an elastic job may use: pure bookkeeping of losses and cool-downs."""
+"""Which slots an elastic job may use: bookkeeping of losses and cool-downs, without input or output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sizes:
     shards: int | None = None
 
     def fitting(self, slots: int) -> int:
-        """The largest allowed number up to `slots`, without regard to `least`; 0: there is none."""
+        """The largest number of ranks up to `slots` that `most` and `shards` allow; 0: there is none."""
         sizes = range(min(slots, self.most), 0, -1)
         return next((size for size in sizes if self.shards is None or self.shards % size == 0), 0)
 
@@ -41,7 +41,7 @@ def parse_sizes(text: str) -> Sizes:
 
 
 def first_slots(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
-    """The first `ranks` slots of hosts, without hosts that have none of them."""
+    """The first `ranks` slots of the hosts."""
     found = []
     for host in hosts:
         taken = min(ranks, host.slots)
@@ -52,24 +52,25 @@ def first_slots(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
 
 
 def slots_of(hosts: Sequence[Host]) -> int:
-    """All slots of hosts."""
+    """The number of slots of all hosts."""
     return sum(host.slots for host in hosts)
 
 
 @dataclass
 class Roster:
-    """What was lost, and when it may be used again.
+    """Lost slots and hosts, and when they may be used again.
 
-    first, longest: seconds that a slot or a host rests after its first loss, and at most; each loss doubles them.
+    first: seconds for which a slot or host rests after the first loss on its host. Each further loss doubles them.
+    longest: the most seconds.
     """
 
     first: float
     longest: float
     _losses: Counter[str] = field(default_factory=Counter)
-    _resting: list[tuple[float, str, bool]] = field(default_factory=list)  # until when, host, all of it or one slot
+    _resting: list[tuple[float, str, bool]] = field(default_factory=list)  # end of rest, host, whole host or one slot
 
     def lose(self, host: str, whole: bool, now: float) -> float:
-        """Note the loss of a host, or of one rank on it; the seconds that its slots rest."""
+        """Record the loss of a whole host, or of one rank on it. Return the seconds for which it rests."""
         seconds = min(self.longest, self.first * 2.0 ** self._losses[host])
         self._losses[host] += 1
         self._resting.append((now + seconds, host, whole))

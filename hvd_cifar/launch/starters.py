@@ -1,4 +1,4 @@
-"""Runs what starts the ranks, and shows the user their output without the launchers' tags and banners."""
+"""Runs mpirun, horovodrun or a single rank, and shows the ranks' output without tags and banners."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvd_cifar.launch.cluster.remarks import ended_by_signal, without_banners, w
 from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
 from hvd_cifar.launch.job import Job, Starter, chunks, write
 
-SSH_ENDED = 255  # exit code of an ssh that was ended
+SSH_ENDED = 255  # exit code of an ssh that a signal ended
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def _mpirun(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job
     """mpirun. `hosts`: each rank's host where there are several hosts, else []; see `NamedLines`."""
     lines = NamedLines(hosts)
 
-    def output(stream: BinaryIO) -> None:  # also on one host: mpirun ends its ranks where it cannot write
+    def output(stream: BinaryIO) -> None:  # even on one host: mpirun ends its ranks if it cannot write its output
         for rank, piece in by_rank(chunks(stream)) if hosts else ((0, piece) for piece in chunks(stream)):
             if rank in (0, None):
                 write(1, piece)
@@ -98,15 +98,15 @@ def start(ready: Ready, job: Job) -> int:
         if number := signal_of(code):
             host = hosts[rank] if hosts else socket.gethostname()
             job.explain(ended_by_signal(rank, host, number, signal.strsignal(number) or ""))
-    # Without a rank on this host a request to stop ends the ssh sessions, and their guards stop the ranks.
+    # If no rank is on this host, a request to stop ends the ssh sessions, and the guards then stop the ranks.
     return RESUME if job.stops and code == SSH_ENDED else code
 
 
 def first_cause(codes: list[tuple[int, int]], stops: bool) -> tuple[int, int]:
-    """The rank and the exit code that tell why a job over Gloo ended; `codes`: of `without_tags`.
+    """The rank and exit code that are the cause of the end of a job over Gloo. `codes`: of `without_tags`.
 
-    Three codes do not tell: horovodrun's own code is 1 for every failure; a rank that lost another one ends with 1,
-    perhaps before that one; horovodrun ends the rest with SIGTERM. A rank that stopped as asked speaks for all.
+    Some codes are consequences. A rank that lost another one exits with 1, perhaps before that one ends. horovodrun
+    then ends the rest with SIGTERM, and its own code is always 1. A rank that stopped as asked speaks for all.
     """
     asked = (found for found in codes if stops and found[1] == RESUME)
     causes = (found for found in codes if found[1] != 1 and signal_of(found[1]) != signal.SIGTERM)
@@ -114,5 +114,5 @@ def first_cause(codes: list[tuple[int, int]], stops: bool) -> tuple[int, int]:
 
 
 def signal_of(code: int) -> int:
-    """The signal that an exit code stands for, as Python or a shell gives it; 0: none."""
+    """The signal of an exit code, which is negative (Python) or 128 + the signal (shell); 0: none."""
     return -code if code < 0 else code - 128 if 128 < code < 160 else 0

@@ -1,7 +1,7 @@
-"""Validation ranks (`--validation-ranks K`): a job of their own, on the last K slots, that evaluates beside training.
+"""Validation ranks (`--validation-ranks K`): a separate job on the last K slots, which evaluates during training.
 
-This job has a launcher process of its own, as if a user had started a second job. So its failures do not reach the
-ranks that train, and their collectives are those of a run without validation ranks.
+The job has its own launcher process, as if a user had started a second job. Its failures therefore do not affect the
+training ranks, whose collectives are those of a run without validation ranks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SECONDS_TO_END = 10.0
 
 
 def set_apart(request: Request, ranks: int) -> tuple[Request, int]:
-    """The request whose last `validation_ranks` of `ranks` slots are set apart, and the number of ranks that train.
+    """Reserve the last `validation_ranks` of `ranks` slots. Return the new request, and the number of training ranks.
 
-    Raises UserError where none is left to train.
+    Raises UserError where no rank is left to train.
     """
     training = ranks - request.validation_ranks
     if training < 1:
@@ -44,7 +44,7 @@ def set_apart(request: Request, ranks: int) -> tuple[Request, int]:
 
 
 def set_apart_elastic(request: Request) -> Request:
-    """An elastic request without the last slots of its hosts at the start; without hosts, slots here are added."""
+    """As `set_apart`, for the hosts that an elastic job starts with. Without hosts, slots are added on this machine."""
     look = request.discover
     found = request.hosts or (look() if look else ())
     if not found:
@@ -60,7 +60,7 @@ def _without(hosts: Sequence[Host], taken: Sequence[Host]) -> tuple[Host, ...]:
 
 
 def neighbours(validators: Sequence[Host], host: str) -> dict[str, str]:
-    """The variable that tells training ranks how many validation ranks share the `host` of the last training rank."""
+    """A variable for training ranks: how many validation ranks share `host`, that of the last training rank."""
     after = next((one.slots for one in validators if one.name == host), 0)
     return {BESIDE: str(Beside(0, after))} if validators else {}
 
@@ -74,7 +74,7 @@ def words(request: Request) -> list[str]:
 
 @contextlib.contextmanager
 def beside(request: Request, training: Sequence[str]) -> Iterator[None]:
-    """Validation ranks run in the block, if the request has any; none of their processes is left after it.
+    """Run the request's validation ranks, if any, during the block. None of their processes is left after it.
 
     `training`: the host of each rank that trains.
     """
@@ -84,12 +84,12 @@ def beside(request: Request, training: Sequence[str]) -> Iterator[None]:
     before = Beside(training.count(request.validators[0].name), 0)
     process = subprocess.Popen(
         words(request),
-        # Horovod's timeline is that of the ranks that train.
+        # Without HOROVOD_TIMELINE: the file is that of the training ranks.
         env={name: value for name, value in os.environ.items() if name != "HOROVOD_TIMELINE"} | {BESIDE: str(before)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for the ranks that train; they stop by themselves
+        start_new_session=True,  # Ctrl-C reaches training only, at whose end this job stops
         preexec_fn=signalled_with_parent(signal.SIGTERM),
     )
     is_over = threading.Event()
@@ -103,21 +103,21 @@ def beside(request: Request, training: Sequence[str]) -> Iterator[None]:
         try:
             process.wait(SECONDS_TO_END)
         except subprocess.TimeoutExpired:
-            process.kill()  # its own children end with it
+            process.kill()  # its children are signalled with it
             process.wait()
-            remove_session(process.pid, os.environ)  # of a single rank
+            remove_session(process.pid, os.environ)  # MPI's files, if it was a single rank
         reader.join(SECONDS_TO_END)
 
 
 def _tell_of_end(process: subprocess.Popen[bytes], is_over: threading.Event) -> None:
-    """Say in one line that validation ranks have ended before the run has, and why."""
+    """Print in one line, if validation ranks end before training, that they do, and why."""
     assert process.stderr is not None
     said = process.stderr.read().decode(errors="replace").splitlines()
     code = process.wait()
     if is_over.is_set():
         return
     cause = f"signal {-code}" if code < 0 else f"exit code {code}"
-    lines = [line for line in said if not line.startswith("hvd_cifar: note: ")]  # training has told the same
+    lines = [line for line in said if not line.startswith("hvd_cifar: note: ")]  # training prints the same notes
     if lines and lines[-1].startswith("hvd_cifar: "):
         cause = lines.pop().removeprefix("hvd_cifar: ")
     write(2, "".join(f"{line}\n" for line in lines).encode())

@@ -66,19 +66,19 @@ from hvd_cifar.training.validation import Beside, Best
 from hvd_cifar.training.verify import Verifier
 
 ADAPTING_IMAGES = 5000  # as in Jordan 2024
-EMBEDDED_EPOCHS = 2  # where "auto" finds no CIFAR-10: the tutorial's net is at 97% by then (data/synthetic.py)
-EVALUATION_BATCH = 500  # examples that a rank evaluates at a time: enough to be fast, and they fit on any device
+EMBEDDED_EPOCHS = 2  # of the embedded set under --dataset auto: `tutorial` reaches 97% on it (data/synthetic.py)
+EVALUATION_BATCH = 500  # examples that a rank evaluates at a time: large enough to be fast, and fits any device
 
 NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a run trains on what; the same on all ranks, except for `sharding`.
+    """A run's model, data and settings; the same on all ranks, except for `sharding`.
 
     Attributes:
         settings: resolved, with a precision.
-        dataset: its examples.
+        dataset: training, validation and test examples.
         model: with its recipe.
         transforms: from the data set's images to what the net sees.
         plan: the batch arithmetic.
@@ -94,7 +94,7 @@ class Work:
 
     @property
     def image_sizes(self) -> tuple[int, ...]:
-        """Heights to train on in turn, each at most the images' own."""
+        """Heights of images to train on, in turn; none exceeds that of the data set."""
         height = self.transforms.shape[0]
         return tuple(min(side, height) for side in self.settings.image_sizes or (height,))
 
@@ -130,7 +130,7 @@ def prepare(settings: TrainSettings, world: World, given: OfUser | None = None) 
 def work_of(
     settings: TrainSettings, dataset: Dataset, model: Model, rank: int, size: int, batch_ranks: int | None = None
 ) -> Work:
-    """The work of resolved settings on a data set; `batch_ranks` as for `plan`.
+    """The `Work` of resolved settings; `batch_ranks` as for `plan`.
 
     Raises:
         UserError: where batch, transforms or image sizes do not fit; the same on every rank.
@@ -155,10 +155,10 @@ def _model(settings: TrainSettings, given: OfUser) -> Model:
 
 
 def transforms_of(settings: TrainSettings, recipe: Recipe, dataset: Dataset) -> Transforms:
-    """The transforms that a recipe names or brings.
+    """The transforms of a recipe, which names built-in ones or holds its own.
 
     Raises:
-        UserError: where it names none.
+        UserError: where no transforms have the name.
     """
     named = recipe.augmentation
     try:
@@ -173,7 +173,8 @@ class Learner:
     """The net, its optimizer, and all of their state.
 
     Attributes:
-        net, optimizer: the optimizer is distributed, and built for the net's variables.
+        net: with its model.
+        optimizer: distributed, and built for the net's variables.
         averages: moving averages of the weights for evaluation, or None.
         lookahead: slow weights, or None.
         state: all that a checkpoint holds.
@@ -208,7 +209,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
 
     published = collectives.on_root(lambda: is_published(work.dataset))
     facts = {
-        # The name, not "auto": a later evaluation must not find another data set.
+        # The name, not "auto", under which a later evaluation might find another data set.
         "dataset": _name_of_data(work, given),
         "global_batch_size": work.plan.global_batch_size,
         "examples_sha256": collectives.on_root(lambda: work.dataset.train.digest),
@@ -265,14 +266,14 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where a run begins, and what keeps its state from there on.
+    """Where a run begins, and what keeps its state.
 
     Attributes:
         step: finished global steps.
-        source: what its state comes from, in words; "": it is new.
-        saved_step: of its newest checkpoint; -1: none. A checkpoint of another run does not count.
-        checkpoints: on rank 0.
-        copy: in an elastic job.
+        source: path of the checkpoint that the state is from, or "memory"; "": the run is new.
+        saved_step: of this run's newest checkpoint, not another run's; -1: none.
+        checkpoints: None on ranks other than 0.
+        copy: None unless the job is elastic.
     """
 
     step: int
@@ -283,7 +284,7 @@ class Beginning:
 
 
 def _restore(work: Work, world: World, learner: Learner, folder: Path, newest: Path | None) -> Beginning:
-    """Give all ranks the newest state: of a checkpoint, or what an elastic job has in memory. A collective."""
+    """Give all ranks the newest state, from a checkpoint or an elastic job's copies in memory. A collective."""
     state, job = learner.state, world.elastic
     checkpoints = Checkpoints(folder / "checkpoints", state) if world.is_root else None
     if newest is not None:
@@ -299,7 +300,7 @@ def _restore(work: Work, world: World, learner: Learner, folder: Path, newest: P
 
 
 def _name_of_data(work: Work, given: OfUser) -> str:
-    """The data set's name for the run's record; of an object, one that no later run takes for a built-in set."""
+    """The data set's name for the run's record. An object's name gets a prefix, so that it names no built-in set."""
     if isinstance(given.dataset, Dataset):
         return config.OBJECT_DATASET + work.dataset.name
     return work.dataset.name if work.settings.dataset == "auto" else work.settings.dataset
@@ -317,7 +318,7 @@ def make_learner(work: Work, learning_rate: float) -> Learner:
 
 
 def for_machines(settings: TrainSettings, world: World) -> TrainSettings:
-    """Settings with a precision: the one that every rank's device is fast in, where none is given. A collective."""
+    """Settings with a precision: if none is given, the one that all ranks' devices are fast in. A collective."""
     if settings.precision is not None:
         return settings
     everywhere = set(collectives.all_gather_object(native_precision(world)))
@@ -325,10 +326,10 @@ def for_machines(settings: TrainSettings, world: World) -> TrainSettings:
 
 
 def make_net(work: Work) -> Net:
-    """The net, freshly initialised, adapted to the training images, with batch norm as the settings say.
+    """The net, freshly initialised and adapted to the training images, with local or synchronised batch norm.
 
     Raises:
-        UserError: where the net does not go with a setting.
+        UserError: where the net and a setting exclude each other.
     """
     set_precision(precision_of(work.settings), work.settings.seed)
     net = models.build(work.model, work.transforms.shape, work.dataset.classes)
@@ -344,7 +345,7 @@ def make_net(work: Work) -> Net:
 
 
 def _refuse_for_virtual_shards(net: Net) -> None:
-    """UserError where a layer's results depend on the number of ranks in a way that virtual shards do not undo."""
+    """UserError where a layer's results depend on the number of ranks even with virtual shards."""
     for layers, why, remedy in (
         (
             synchronised_layers(net.model),
@@ -365,8 +366,8 @@ def _refuse_for_virtual_shards(net: Net) -> None:
 def distribute(
     settings: TrainSettings, optimizer: keras.optimizers.Optimizer, process_set: Any = collectives.ALL_RANKS
 ) -> Any:
-    """The optimizer, applying gradients that are summed over the ranks as the settings say."""
-    # Horovod: "sum", since every rank computes its share of the global batch's mean; see training.step.
+    """The optimizer, which sums gradients over the ranks with the compression and order of the settings."""
+    # Horovod: "sum", since each rank's loss is its share of the global batch's mean; see training.step.
     distributed = DistributedOptimizer(
         optimizer,
         op="sum",
@@ -378,7 +379,7 @@ def distribute(
 
 
 def with_buckets_of(optimizer: Any, other: Any) -> Any:
-    """`other`, with the buckets of `optimizer`, if both are distributed; the start-up proof tells if one is not."""
+    """`other`, with the buckets of `optimizer`. An optimizer that is not distributed is left to the start-up proof."""
     reduction = reduction_of(optimizer)
     if reduction is not None and reduction_of(other) is not None:
         set_bucket_bytes(other, reduction.bucket_bytes)
@@ -386,10 +387,10 @@ def with_buckets_of(optimizer: Any, other: Any) -> Any:
 
 
 def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any = collectives.ALL_RANKS) -> Any:
-    """The recipe's optimizer, distributed over a process set, and built for the net's variables.
+    """The recipe's optimizer, distributed over a process set and built for the net's variables.
 
     Raises:
-        UserError: where the recipe's function fails, or its optimizer and the compression do not go together.
+        UserError: where the recipe's function fails, or its optimizer and the compression exclude each other.
     """
     with user_code.errors_of(f"--model {work.model.name}: optimizer({learning_rate:g}) of its recipe"):
         plain = work.recipe.optimizer(learning_rate)
@@ -408,7 +409,7 @@ def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any 
 
 
 def step_spec(work: Work, side: int | None = None) -> StepSpec:
-    """The settings of the work's step, on images resized to a side."""
+    """The settings of the step; `side`: height that it resizes images to."""
     settings = work.settings
     return StepSpec(
         image_shape=work.transforms.shape,
@@ -459,7 +460,7 @@ def _batches(work: Work, world: World, first_step: int) -> Iterator[list[MicroBa
 def _callbacks_of(
     trainer: Trainer, work: Work, learner: Learner, begin: Beginning, results: dict[str, Any]
 ) -> list[Callback]:
-    """The program's own callbacks, in the order in which they act."""
+    """The callbacks of this program, in the order in which they are called."""
     run, progress, reporter, tell = trainer.run, trainer.progress, trainer.reporter, trainer.tell
     settings, checkpoints, copy = work.settings, begin.checkpoints, begin.copy
     parts = {
@@ -478,7 +479,7 @@ def _callbacks_of(
     confusions = ConfusionWriter(work.dataset, reporter)
     checkpointer = Checkpointer(progress, learner.state, checkpoints, statistics, reporter, tell)
     ledger = [ExampleLedger(progress, reporter, at_once=copy is not None)] if settings.record_examples else []
-    # A step is copied once it is on record, and before anything that takes long.
+    # After ledger and logger, so that each step in the copy is on record. Before the slow callbacks, to lose less.
     copier = [Copier(copy, checkpointer)] if copy else []
     summariser = Summariser(logger, replicas, evaluator, checkpointer, results)
     if settings.on_nan == "rollback":
@@ -487,7 +488,7 @@ def _callbacks_of(
     beside: list[Callback] = []
     best: list[Callback] = []
     if run.world.beside or settings.hold_out or settings.early_stopping:
-        weights = State(learner.net, None, learner.averages)  # on every rank: names of collectives count variables
+        weights = State(learner.net, None, learner.averages)  # on every rank: a count of variables names collectives
         snapshots = Snapshots(run.run_dir, weights, run.step) if run.world.is_root else None
         best = [Best(progress, snapshots, reporter, evaluator.watched, results)]
         if run.world.beside:
@@ -497,7 +498,7 @@ def _callbacks_of(
 
 
 def own_variables(work: Work, learner: Learner) -> list[Any]:
-    """What each rank gathers for itself: PowerSGD's errors, and moving statistics unless steps average them."""
+    """Variables that differ between ranks: PowerSGD's errors, and moving statistics unless steps average them."""
     statistics = [] if work.settings.virtual_shards else local_statistics(learner.net.model)
     return [*statistics, *learner.state.errors]
 
@@ -532,7 +533,7 @@ def _agree_on_kernels(world: World, settings: TrainSettings) -> str:
 
 
 def _facts_of(world: World) -> dict[str, Any]:
-    """The facts of ranks and program for the run's record; a collective."""
+    """Facts about ranks and versions for the run's record. A collective."""
     hosts, local_ranks = zip(*collectives.all_gather_object((world.host, world.local_rank)), strict=True)
     return {
         "world_size": world.size,
@@ -553,7 +554,7 @@ def _facts_of(world: World) -> dict[str, Any]:
 def _describe(work: Work, world: World, learner: Learner, schedule: Schedule) -> list[str]:
     """The first lines of a run: model, data set, ranks, and the batch arithmetic."""
     settings, batch, net = work.settings, work.plan.global_batch_size, learner.net
-    optimizer = getattr(learner.optimizer, "inner_optimizer", learner.optimizer)  # where a loss scale wraps it
+    optimizer = getattr(learner.optimizer, "inner_optimizer", learner.optimizer)  # a loss scale wraps it
     micro_batches, shards = settings.gradient_accumulation, settings.virtual_shards
     parts = f"{world.size} ranks x {batch / world.size / micro_batches:g}"
     parts += f" x {micro_batches} micro-batches" * (micro_batches > 1)

@@ -1,6 +1,6 @@
-"""Everything that a run does beside its steps, as callbacks, each with its own state.
+"""Everything that a run does besides its steps, as callbacks that hold their own state.
 
-The program's own callbacks act first, in the order of `assemble._callbacks_of`; a user's follow.
+The callbacks of `assemble._callbacks_of` are called first, in that order, and the user's after them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hvd_cifar.training.evaluate import Evaluation
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.random_layers import random_states
 
-STEPS_LEFT_OUT = 10  # steps whose speed does not count: tracing and cold caches
+STEPS_LEFT_OUT = 10  # of the throughput: tracing and cold caches slow the first steps down
 
 Tell = Callable[..., None]  # (event, *values): calls a method of every callback
 
@@ -37,14 +37,14 @@ class Callback:
     """Called at events of a run, on every rank alike; each method does nothing until a subclass replaces it.
 
     Every rank calls every method at the same steps. A method may run collectives, if it does so on every rank. An
-    error ends the run on all ranks, when the process of the rank that had it ends.
+    error on one rank ends its process, and with it the run on all ranks.
     """
 
     def on_start(self, run: Run) -> None:
         """Before the first step, also of a resumed run."""
 
     def on_step(self, run: Run) -> None:
-        """After each global step. Its loss is still on the device; `run.loss` is that of the last log line."""
+        """After each global step. Its loss may still be on the device; `run.loss` is that of the last log line."""
 
     def on_log(self, run: Run) -> None:
         """After each log line; `run.loss` and `run.learning_rate` are those of the last step."""
@@ -59,7 +59,7 @@ class Callback:
         """After a checkpoint has been written to `path`, on rank 0's host."""
 
     def on_rollback(self, run: Run) -> None:
-        """After the run has gone back to a checkpoint (--on-nan rollback), from whose step `run.step` it goes on."""
+        """After the run has returned to a checkpoint (--on-nan rollback); `run.step` is the checkpoint's step."""
 
     def on_end(self, run: Run) -> None:
         """After the last step; a user's callbacks find the last evaluation and `run.summary`."""
@@ -69,7 +69,7 @@ class ExampleLedger(Callback):
     """Records which examples each rank used in each step (--record-examples)."""
 
     def __init__(self, progress: Progress, reporter: Reporter, at_once: bool) -> None:
-        """`at_once`: write each step before the state of it is copied: a rank may be lost at any time."""
+        """`at_once`: write each step before its state is copied, so that no copied step lacks its record."""
         self.progress = progress
         self.reporter = reporter
         self.at_once = at_once
@@ -157,26 +157,26 @@ class Logger(Callback):
 
     @property
     def images_per_second(self) -> float | None:
-        """Median over the log lines, without the first steps of this process; None where there is no line."""
+        """Median over the log lines, the first steps of this process left out; None where there is no line."""
         first = self.progress.first_step + STEPS_LEFT_OUT
         rates = [rate for start, rate in self.rates if start >= first] or [rate for _, rate in self.rates]
         return round(statistics.median(rates), 2) if rates else None
 
 
 class MovingStatistics:
-    """The variables that each rank gathers for itself, which ranks average before they are used.
+    """The variables that differ between ranks: batch norm's moving statistics, and PowerSGD's errors.
 
-    These are batch norm's moving statistics and PowerSGD's errors. Of the errors only the mean counts, and a checkpoint
-    holds values that are the same on all ranks.
+    Ranks average them before an evaluation or a checkpoint, which needs the same values on all ranks. Averaging the
+    errors changes no later step, since only their mean enters the gradients.
     """
 
     def __init__(self, variables: Sequence[keras.Variable], averaged_step: int) -> None:
-        """`averaged_step`: at which all was last the same on all ranks."""
+        """`averaged_step`: the step after which they were last the same on all ranks."""
         self.variables = variables
         self.averaged_step = averaged_step
 
     def average(self, step: int) -> None:
-        """Make them the same on all ranks; at most once a step, since an average may round. A collective."""
+        """Average them over the ranks, at most once a step, since each average rounds. A collective."""
         if self.averaged_step != step:
             collectives.average_variables(self.variables)
             self.averaged_step = step
@@ -190,7 +190,7 @@ class ReplicaCheck(Callback):
         self.state = state
         self.statistics = statistics
         self.reporter = reporter
-        self.checked_step = -1  # at which the ranks were last found in sync, moving statistics included
+        self.checked_step = -1  # the step of the last comparison
 
     def on_step(self, run: Run) -> None:
         """Compare where it is due."""
@@ -205,7 +205,7 @@ class ReplicaCheck(Callback):
         """Compare now.
 
         Args:
-            everything: also what each rank gathers for itself, which the ranks have just averaged.
+            everything: compare also the variables of `MovingStatistics`, which the ranks have just averaged.
 
         Raises:
             TrainingError: on every rank, where they differ under --on-divergence stop.
@@ -231,9 +231,10 @@ class ReplicaCheck(Callback):
 
 
 class Evaluator(Callback):
-    """Evaluates by --eval-every, with averaged weights where the recipe keeps them.
+    """Evaluates every --eval-every steps, with averaged weights where the recipe keeps them.
 
-    During training on the examples that are held out (--hold-out), else on the test set; at the end on both.
+    Evaluations during training use the examples that are held out (--hold-out), or else the test set. The last
+    evaluation uses both.
     """
 
     def __init__(
@@ -245,7 +246,7 @@ class Evaluator(Callback):
         reporter: Reporter,
         tell: Tell,
     ) -> None:
-        """`parts`: "test", "validation", and an evaluator of each; `averages`: a MovingAverage or None."""
+        """`parts`: evaluators, by "test" and, with --hold-out, "validation"; `averages`: a MovingAverage or None."""
         self.progress = progress
         self.parts = parts
         self.watched = "validation" if "validation" in parts else "test"
@@ -256,7 +257,7 @@ class Evaluator(Callback):
         self.newest: dict[str, Evaluation] = {}  # by part
 
     def on_start(self, run: Run) -> None:
-        """Make the evaluation that a stop left out, in favour of its checkpoint."""
+        """Make the evaluation that was skipped when the run stopped: a checkpoint came first."""
         stays = not self.progress.stop_requested
         if (
             stays
@@ -266,12 +267,12 @@ class Evaluator(Callback):
             self.run_now(run, self.watched)
 
     def on_step(self, run: Run) -> None:
-        """Evaluate where it is due; the evaluation after the last step is `final`'s."""
+        """Evaluate where it is due. `on_end` evaluates after the last step."""
         if self._is_due(run) and not self.progress.stop_requested:
             self.run_now(run, self.watched)
 
     def on_rollback(self, run: Run) -> None:
-        """Forget what is of a later step."""
+        """Forget evaluations, which may be of later steps."""
         self.newest.clear()
 
     def on_end(self, run: Run) -> None:
@@ -299,7 +300,7 @@ class Evaluator(Callback):
         Raises:
             Diverged: where the loss is not finite.
         """
-        self.progress.check_losses()  # before the clock stops: waiting for the device is part of the steps' time
+        self.progress.check_losses()  # before the clock pauses: the wait for the device belongs to the steps
         with self.progress.aside("evaluation"):
             self.statistics.average(run.step)
             if self.averages:
@@ -323,7 +324,7 @@ class ConfusionWriter(Callback):
         self.reporter = reporter
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Write that of this evaluation; a file that cannot be written does not end the run."""
+        """Write the file. A file that cannot be written does not end the run."""
         if evaluation.confusion is not None and evaluation.part == "test":
             found = evaluation.confusion
             collectives.on_root(lambda: self._write(run, found))
@@ -336,7 +337,7 @@ class ConfusionWriter(Callback):
 
 
 class Checkpointer(Callback):
-    """Writes a checkpoint every --checkpoint-every steps, where a rank is asked to stop, and at the end."""
+    """Writes a checkpoint every --checkpoint-every steps, when a rank is asked to stop, and at the end."""
 
     def __init__(
         self,
@@ -354,18 +355,18 @@ class Checkpointer(Callback):
         self.statistics = statistics
         self.reporter = reporter
         self.tell = tell
-        self.seconds_before = 0.0  # of training, before this process
+        self.seconds_before = 0.0  # of training, in earlier processes
         self.began = 0.0
 
     def on_start(self, run: Run) -> None:
-        """Start the clock of the whole run; save where it stops before its first step."""
+        """Start the clock of the run. Save where the run stops before its first step, or a rollback may need it."""
         self.seconds_before = float(self.state.seconds.numpy())
         self.began = time.perf_counter()
         if run.settings.on_nan == "rollback" or self.progress.stop_requested:
-            self.save(run)  # there is always something to go back to
+            self.save(run)
 
     def on_step(self, run: Run) -> None:
-        """Save where it is due, the run stops, or rank 0 could not write something else."""
+        """Save where it is due, where the run stops, and where rank 0 could not write another file."""
         progress = self.progress
         due = run.is_due(run.settings.checkpoint_every) or progress.stop_requested or progress.save_requested
         if due and run.step < run.total_steps:  # the last step is saved after its evaluation
@@ -377,7 +378,7 @@ class Checkpointer(Callback):
 
     @property
     def seconds(self) -> float:
-        """Seconds of training, set-up left out, those before a resume included."""
+        """Seconds of training, including those before a resume, without set-up."""
         return self.seconds_before + time.perf_counter() - self.began
 
     def save(self, run: Run) -> None:
@@ -394,7 +395,7 @@ class Checkpointer(Callback):
                 self.tell("on_checkpoint", path)
 
     def mark(self) -> None:
-        """Note step, time and what has happened so far in the state, which is about to be kept."""
+        """Store step, seconds and counters in the state, which is about to be saved or copied."""
         state, progress = self.state, self.progress
         state.step.assign(progress.step)
         state.seconds.assign(self.seconds)
@@ -403,7 +404,7 @@ class Checkpointer(Callback):
         state.rate_factor.assign(progress.rate_factor)
 
     def _save(self) -> Path:
-        """Rank 0's part. UserError where the checkpoint or, after it, the run's other files cannot be written."""
+        """Rank 0's part. UserError where the checkpoint, or another file of the run, cannot be written."""
         assert self.checkpoints is not None
         path = self.checkpoints.save()
         try:
@@ -426,17 +427,17 @@ class Timekeeper(Callback):
         self.reporter.mark("start", step=run.step)
 
     def on_step(self, run: Run) -> None:
-        """Mark what was done beside this step."""
+        """Mark evaluations and checkpoints since the last step."""
         self._mark_spans()
         self.reporter.beat()
 
     def on_rollback(self, run: Run) -> None:
-        """Mark where the run goes on."""
+        """Mark the step from which the run continues."""
         self._mark_spans()
         self.reporter.mark("rollback", step=run.step)
 
     def on_end(self, run: Run) -> None:
-        """Mark what was done after the last step."""
+        """Mark evaluations and checkpoints after the last step."""
         self._mark_spans()
 
     def _mark_spans(self) -> None:
@@ -456,7 +457,7 @@ class Summariser(Callback):
         checkpointer: Checkpointer,
         results: dict[str, Any],
     ) -> None:
-        """`results`: those that `Run` shows; this callback fills them in."""
+        """`results`: what `Run.evaluation` and `Run.summary` read; this callback fills it."""
         self.logger = logger
         self.replicas = replicas
         self.evaluator = evaluator
@@ -464,11 +465,11 @@ class Summariser(Callback):
         self.results = results
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Show the newest one."""
+        """Make the newest evaluation `Run.evaluation`."""
         self.results["evaluation"] = evaluation
 
     def on_end(self, run: Run) -> None:
-        """Compare digests, write the summary."""
+        """Compare digests, and write the summary."""
         found, state, reporter = self.evaluator.final(run), self.checkpointer.state, self.evaluator.reporter
         self.results["evaluation"] = found
         seconds = self.checkpointer.seconds

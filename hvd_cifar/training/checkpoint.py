@@ -23,14 +23,11 @@ KEPT = 5
 
 
 class State:
-    """The state of a run at a step: weights, optimizer slots, moving averages, random generators, and the step.
-
-    Under PowerSGD also its memory.
-
-    `optimizer` is None where only an evaluation follows.
+    """The state of a run at a step: weights, optimizer slots, moving averages, random generators, PowerSGD's memory.
 
     Order and augmentation are pure functions of the seed and the step, so the step is also the position in the data.
-    `origin` holds the numbers which that position depends on: seed, global batch, examples of the training set.
+    `origin` holds the other numbers that this position depends on: seed, global batch, examples of the training set.
+    `optimizer` is None in a state for evaluation only.
     """
 
     def __init__(
@@ -47,17 +44,18 @@ class State:
         self.lookahead = lookahead
         self.step = keras.Variable(0, dtype="int64", trainable=False, name="step")
         self.origin = keras.Variable(np.asarray(origin), dtype="int64", trainable=False, name="origin")
-        self.seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="seconds")  # of training so far
-        self.check_seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="check_seconds")  # of these
-        self.repaired = keras.Variable(0, dtype="int64", trainable=False, name="repaired")  # times that ranks drifted
+        self.seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="seconds")  # of training
+        # Part of these, for comparisons of replicas.
+        self.check_seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="check_seconds")
+        self.repaired = keras.Variable(0, dtype="int64", trainable=False, name="repaired")  # divergences
         self.skipped = keras.Variable(0, dtype="int64", trainable=False, name="skipped")  # steps
         self.rollbacks = keras.Variable(0, dtype="int64", trainable=False, name="rollbacks")
-        # Of the schedule's learning rate, after rollbacks.
+        # Multiplies the schedule's learning rate, after rollbacks.
         self.rate_factor = keras.Variable(1.0, dtype="float64", trainable=False, name="rate_factor")
 
     @property
     def variables(self) -> list[Any]:
-        """All of it, in a fixed order, for broadcast and comparison."""
+        """All variables, in the same order on every rank, for broadcast and comparison."""
         slots = self.optimizer.variables if self.optimizer else []
         averages = [v for kept in (self.averages, self.lookahead) if kept for v in kept.variables]
         counters = [self.step, self.origin, self.repaired, self.skipped, self.rollbacks, self.rate_factor, *self.clocks]
@@ -70,22 +68,22 @@ class State:
 
     @property
     def errors(self) -> list[Any]:
-        """PowerSGD's errors, which each rank gathers for itself; ranks average them before they are saved."""
+        """PowerSGD's errors, which differ between ranks; ranks average them before they are saved."""
         return [memory.error for memory in memory_of(self.optimizer)]
 
     @property
     def clocks(self) -> list[Any]:
-        """What each rank reads from a clock of its own."""
+        """The variables that hold times of a rank's own clock."""
         return [self.seconds, self.check_seconds]
 
     def replicated(self, local: Sequence[Any] = ()) -> list[Any]:
-        """What must be the same on all ranks: all but clocks, random generators and these variables."""
+        """The variables that must be equal on all ranks: all except clocks, random generators and `local`."""
         own = set(map(id, [*self.clocks, *random_states(self.net.model), *local]))
         return [v for v in self.variables if id(v) not in own]
 
     @property
     def trackable(self) -> tf.train.Checkpoint:
-        """The same as a TensorFlow checkpoint."""
+        """The state as a TensorFlow checkpoint."""
         parts: dict[str, Any] = {"model": self.net.model, "step": self.step.value, "seconds": self.seconds.value}
         if self.optimizer:
             parts["optimizer"] = self.optimizer
@@ -111,13 +109,13 @@ class Checkpoints:
         checkpoint_files.clear(folder)
 
     def save(self) -> Path:
-        """Write the present state. Of the checkpoints of this step and earlier ones the newest 5 are kept.
+        """Write the current state. Keep the newest 5 checkpoints up to this step.
 
-        Later ones are removed: they are damaged, since a run goes on from its newest whole checkpoint.
+        Later checkpoints are removed. They must be damaged, since a run resumes from its newest whole checkpoint.
 
         Raises:
-            Diverged: where a value is not finite: a step may spoil the weights although its own loss was fine.
-            UserError: where it cannot be written; earlier checkpoints are then still there.
+            Diverged: where a value is not finite: a step with a finite loss may still spoil the weights.
+            UserError: where it cannot be written. Earlier checkpoints are kept.
         """
         step = int(self.state.step.numpy())
         spoilt = [v.path for v in self.state.variables if not np.isfinite(v.numpy().astype(np.float64)).all()]
@@ -140,7 +138,7 @@ class Checkpoints:
     def go_back(self, useless_step: int | None) -> Path | None:
         """Restore the newest whole checkpoint, and remove later ones; None where there is none.
 
-        That of `useless_step` is restored only where it is the only one.
+        The checkpoint of `useless_step`, whose weights gave a loss that is not finite, is the last choice.
         """
         whole = [path for path in checkpoint_files.listed(self.folder) if checkpoint_files.damage(path) is None]
         path = next((path for path in whole if path.name != f"step-{useless_step}"), whole[0] if whole else None)
@@ -150,7 +148,7 @@ class Checkpoints:
         return path
 
     def _remove_all_but(self, path: Path, kept: int) -> None:
-        """Remove the checkpoints after this one, and before it all but the newest."""
+        """Remove later checkpoints than `path`, and keep `kept` in all."""
         newest_first = checkpoint_files.listed(self.folder)
         own = newest_first.index(path)
         for other in (*newest_first[:own], *newest_first[own + kept :]):
@@ -175,7 +173,7 @@ class Checkpoints:
 
 
 def restore(trackable: tf.train.Checkpoint, path: Path, partial: bool = False) -> None:
-    """Read a checkpoint that `checkpoint_files.find` has checked; `partial` where it may hold more than these objects.
+    """Read a checkpoint that `checkpoint_files.find` has checked. `partial`: it may hold more than these objects.
 
     Raises:
         UserError: where it lacks what the objects need.
@@ -187,9 +185,9 @@ def restore(trackable: tf.train.Checkpoint, path: Path, partial: bool = False) -
             status.assert_consumed()
         else:
             status.expect_partial()
-    # TensorFlow turns the reader's errors into Python's built-in ones by their kind: a short file is an IndexError.
+    # TensorFlow raises some of the reader's errors as Python's built-in ones: for a truncated file an IndexError.
     except (tf.errors.OpError, AssertionError, ValueError, LookupError, OSError, RuntimeError) as failure:
-        tf.get_logger().setLevel("ERROR")  # else what did not fit is listed at exit, a line for each variable
+        tf.get_logger().setLevel("ERROR")  # else it lists at exit, one line each, the variables that were not restored
         raise UserError(
             f"cannot read the checkpoint {path}: {reason_of(failure)}; "
             "give another one, or the settings it was made with"
@@ -197,7 +195,7 @@ def restore(trackable: tf.train.Checkpoint, path: Path, partial: bool = False) -
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """The content of a run directory's config.json: its settings, and beside them the facts of its "run" section.
+    """The content of a run directory's config.json: its settings, and the facts of its "run" section at the same level.
 
     Raises:
         UserError: where the file is damaged.
@@ -216,6 +214,6 @@ def differences(path: Path, now: dict[str, Any]) -> list[str]:
         UserError: where the file is damaged.
     """
     defaults = {name: field.default for name, field in TrainSettings.model_fields.items()}
-    then = {**defaults, **recorded(path)}  # an older run does not record a newer setting: it had the default
+    then = {**defaults, **recorded(path)}  # the record of an older run lacks newer settings; it had their defaults
     changed = [name for name in now if name in then and then[name] != now[name]]
     return [f"{name.replace('_', ' ')} was {then[name]}, is {now[name]}" for name in changed]

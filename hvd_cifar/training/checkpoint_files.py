@@ -1,8 +1,8 @@
-"""Checkpoints on disk: a folder for each, written whole or not at all, and checked before any value of it is used.
+"""Checkpoints on disk. Each is a folder, written atomically, and verified before any value of it is used.
 
 `step-N/` holds TensorFlow's checkpoint of step N and `manifest.json`, which lists the size and the SHA-256 of each
-file. Only the names of the folders say which checkpoints there are. A name that begins with a dot is a checkpoint that
-is being written or removed; a kill may leave it behind.
+file. The folders' names are the only list of the checkpoints. A folder whose name begins with a dot is being written or
+removed; a killed run may leave one behind.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _FILE = re.compile(r"\w[\w.-]*")
 
 
 def prefix(path: Path) -> str:
-    """The name by which TensorFlow reads and writes a checkpoint's files."""
+    """The prefix of a checkpoint's files, which TensorFlow takes as its path."""
     return str(path / "state")
 
 
 def write(trackable: tf.train.Checkpoint, folder: Path, step: int) -> Path:
-    """Write a checkpoint into a folder of checkpoints; it is there, whole and on disk, when this returns.
+    """Write a checkpoint into a folder of checkpoints. It is whole and on disk when this returns.
 
-    One of the same step is replaced: a run writes a step again only if it found that one damaged.
+    A checkpoint of the same step is replaced: a run writes a step again only if it found the first one damaged.
 
     Raises:
-        OSError, tf.errors.OpError: where it cannot be written; nothing of it is left then.
+        OSError, tf.errors.OpError: where it cannot be written; no part of it is left.
     """
     path, part = folder / f"step-{step}", folder / f".step-{step}.part"
     try:
@@ -54,15 +54,16 @@ def write(trackable: tf.train.Checkpoint, folder: Path, step: int) -> Path:
         os.replace(part, path)
         sync(folder)
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)  # else it fills a disk that is full already
+        shutil.rmtree(part, ignore_errors=True)  # a part of a checkpoint would keep a full disk full
         raise
     return path
 
 
 def remove(path: Path) -> bool:
-    """Remove a checkpoint as far as possible; its name is gone first, so that half of one is never taken for one.
+    """Remove a checkpoint. It is renamed first, so that a partly removed one is never taken for a whole one.
 
-    False: there is none, or it stays as a whole.
+    Returns:
+        False where there is none, or it cannot be renamed.
     """
     gone = path.with_name(f".{path.name}.old")
     try:
@@ -74,13 +75,13 @@ def remove(path: Path) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Remove what a killed run was writing or removing."""
+    """Remove checkpoints that a killed run was writing or removing."""
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files, in words; None where they are those that were written."""
+    """What is wrong with a checkpoint's files, in words; None where they match the manifest."""
     try:
         manifest = read_json(path / MANIFEST)
         if manifest["format"] != FORMAT:
@@ -118,7 +119,7 @@ def listed(place: Path) -> list[Path]:
 def find(place: Path) -> Path | None:
     """The checkpoint at a path, or the newest whole one in a folder of checkpoints or a run directory.
 
-    None where there is none. Damaged ones that are newer are told of on standard error.
+    None where there is none. A warning on standard error names each newer one that is damaged.
 
     Raises:
         UserError: where all are damaged.
@@ -137,7 +138,7 @@ def find(place: Path) -> Path | None:
 
 
 def _differs(file: Path, told: dict[str, Any]) -> bool:
-    return file.stat().st_size != told["bytes"] or _description(file) != told  # a file of another size is not read
+    return file.stat().st_size != told["bytes"] or _description(file) != told  # the size first: it is cheap
 
 
 def _description(file: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which classes a net takes for which, and its worst mistakes."""
+"""The confusion matrix of a net, and its worst mistakes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hvd_cifar.distributed import collectives
 from hvd_cifar.files import replace_text
 
 FILE = "confusion.json"
-WORST = 16  # mistakes that are kept
-MOST_CLASSES = 1000  # the matrix of more takes long to add up over the ranks
+WORST = 16  # mistakes to keep
+MOST_CLASSES = 1000  # a larger matrix takes long to all-reduce
 
 
 class Mistake(NamedTuple):
-    """A test image that the net takes for another class.
+    """A test image that the net classifies wrongly.
 
     Attributes:
         loss: cross-entropy.
@@ -42,7 +42,7 @@ class Mistake(NamedTuple):
 
 @dataclass(frozen=True)
 class Confusion:
-    """The mistakes of an evaluation.
+    """The confusion matrix of an evaluation, and its worst mistakes.
 
     Attributes:
         matrix: int64 [classes, classes], examples by true class (row) and predicted class (column).
@@ -105,7 +105,7 @@ class Tally:
         self.mistakes = _largest(self.mistakes)
 
     def of_all(self, matrix: Sequence[float]) -> Confusion:
-        """The confusion over all ranks; `matrix`: the sum of theirs, flat. A collective."""
+        """The confusion over all ranks. `matrix`: the sum of their matrices, flat. A collective."""
         mistakes = _largest(m for of_rank in collectives.all_gather_object(self.mistakes) for m in of_rank)
         return Confusion(np.array(matrix).reshape(self.matrix.shape).round().astype(np.int64), mistakes)
 
@@ -121,7 +121,7 @@ def _softmax(logits: NDArray[np.floating[Any]]) -> list[float]:
 
 
 def _data_url(image: NDArray[np.uint8]) -> str:
-    """An image uint8 [height, width, channels] as a PNG in a data URL; unless it has colours, its first channel."""
+    """An image uint8 [height, width, channels] as a PNG in a data URL. Without 3 channels, only the first is shown."""
     file = io.BytesIO()
     Image.fromarray(image if image.shape[-1] == 3 else image[..., 0]).save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

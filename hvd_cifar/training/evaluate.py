@@ -1,4 +1,4 @@
-"""Accuracy and loss on a whole set: every example once, and the same results on any number of ranks."""
+"""Accuracy and loss on a whole set. Every example counts once, so results do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Evaluation:
 
     Attributes:
         views: 6 if accuracy and loss average six views of each image, else 1.
-        plain_accuracy: of one view, the image as it is.
-        confusion: which classes were taken for which; None: there are more than 1,000.
+        plain_accuracy: accuracy with one view, the image as it is.
+        confusion: the confusion matrix and the worst mistakes; None for more than 1,000 classes.
         step: finished global steps of the weights.
-        part: of the data set: "test", or "validation" for the training examples that are held out.
+        part: the part of the data set: "test", or "validation" for the training examples that are held out.
     """
 
     accuracy: float
@@ -58,7 +58,7 @@ def make_evaluator(
     count: int | None = None,
     part: str = "test",
 ) -> Callable[[bool], Evaluation]:
-    """A function (six_views) that evaluates the model on the first `count` test examples; a collective.
+    """A function (six_views) that evaluates the model on the first `count` examples of a part. It is a collective.
 
     Batch norm's moving statistics must be the same on all ranks: see `callbacks.MovingStatistics`.
     """
@@ -82,7 +82,7 @@ def make_evaluator(
                 tally.add(world.rank + world.size * (seen + np.arange(len(labels))), labels, losses, logits)
             totals += [losses.sum(), *hits]
             seen += len(labels)
-        # Horovod: sums and counts over the ranks, never means of means.
+        # Horovod: sums and counts, since ranks with different numbers of examples cannot average means.
         own = [*totals, seen, *(tally.matrix.ravel() if tally else ())]
         entropy, right, plain_right, examples, *matrix = collectives.all_reduce_sums(own)
         return Evaluation(
@@ -99,7 +99,7 @@ def make_evaluator(
 
 
 def logits_of(model: keras.Model, images: Any, many: bool) -> tuple[Any, Any]:
-    """Logits [b, classes] in float32 or better, the average of six views if `many`; and those of the image as it is.
+    """Logits [b, classes] in float32 or better: averaged over six views if `many`, and of the image as it is.
 
     Args:
         images: float [b, height, width, channels], tensors or Keras's symbolic ones.

@@ -1,4 +1,4 @@
-"""The `evaluate` command: a checkpoint of a run, on the whole test set, at any number of ranks."""
+"""The `evaluate` command: evaluates a checkpoint of a run on the whole test set, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class RestoredNet:
     """A run's net, for evaluations of its checkpoints."""
 
     def __init__(self, trained: TrainSettings, world: World, given: OfUser | None = None) -> None:
-        """`trained`: of `settings_of`. A collective."""
+        """`trained`: from `trained.settings_of`. A collective."""
         self.work = prepare(trained, world, given)
         self.world = world
         self.net = collectives.on_every_rank(lambda: make_net(self.work))
         self.state = state_of(self.net, self.work.settings)
 
     def read(self, path: Path) -> None:
-        """Take the weights of a checkpoint, averaged where the run keeps averages. A collective.
+        """Load the weights of a checkpoint, or their moving averages where the run keeps them. A collective.
 
         Raises:
             UserError: where it cannot be read, or is of another net.
@@ -46,7 +46,7 @@ class RestoredNet:
             self.state.averages.swap()
 
     def evaluator(self, part: str, batch_size: int, count: int | None) -> Callable[[bool], Evaluation]:
-        """As `make_evaluator` makes it."""
+        """An evaluator of this net; see `make_evaluator`."""
         work = self.work
         return make_evaluator(self.net.model, work.dataset, work.transforms, self.world, batch_size, count, part)
 

@@ -1,4 +1,4 @@
-"""How long a run will take, said once its speed is known, and what a shorter one would reach."""
+"""How much longer a run takes, printed once its speed is known, and what shorter runs would reach."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hvd_cifar.training.progress import Run
 
 
 class Forecast(Callback):
-    """Says once how much longer the run takes, at the first log line whose steps are as fast as later ones."""
+    """Prints once how much longer the run takes, at the first log line without the slow first steps."""
 
     def __init__(self, logger: Logger, reporter: Reporter, sizes: ImageSizes, shorter: Mapping[float, float]) -> None:
-        """`shorter`: as `Recipe.shorter`; empty where it does not hold for the data set."""
+        """`shorter`: as `Recipe.shorter`; empty for a data set on which it was not measured."""
         self.logger = logger
         self.reporter = reporter
         self.sizes = sizes
@@ -23,7 +23,7 @@ class Forecast(Callback):
         self.said = False
 
     def on_log(self, run: Run) -> None:
-        """Say it where the speed of the last steps counts."""
+        """Print the forecast once the speed of the last steps is representative."""
         begin, rate = self.logger.rates[-1]
         if self.said or begin < self.logger.progress.first_step + STEPS_LEFT_OUT or run.step == run.total_steps:
             return
@@ -33,12 +33,13 @@ class Forecast(Callback):
 
 
 def forecast(plan: Plan, sizes: ImageSizes, step: int, rate: float, shorter: Mapping[float, float]) -> str:
-    """The line: an image's time is taken to grow with its pixels.
+    """The line to print. It assumes that an image's time is proportional to its pixels.
 
     Args:
         plan: of the run.
-        sizes: of its images by step.
-        step: after which the run had this rate, in images/s.
+        sizes: of the images, by step.
+        step: finished global steps.
+        rate: images/s of the last of them.
         shorter: accuracies, 0 to 1, by numbers of epochs to name.
     """
 
@@ -56,7 +57,7 @@ def forecast(plan: Plan, sizes: ImageSizes, step: int, rate: float, shorter: Map
 
 
 def roughly(seconds: float) -> str:
-    """A time in two digits, as far as a forecast holds."""
+    """A time in about two digits, the precision of a forecast."""
     for unit, size in (("h", 3600), ("min", 60)):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.1f} {unit}" if seconds < 10 * size else f"{seconds / size:,.0f} {unit}"

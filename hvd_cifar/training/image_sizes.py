@@ -13,31 +13,31 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """Sizes in turn, each for an equal part of a run's steps.
+    """Image sizes, each for an equal part of a run's steps.
 
     Attributes:
         sides: heights of images in pixels, one for each part; widths follow in proportion.
-        total_steps: of all epochs, also where the run ends earlier.
+        total_steps: of all epochs, even where --max-steps ends the run earlier.
     """
 
     sides: tuple[int, ...]
     total_steps: int
 
     def __call__(self, step: int) -> int:
-        """The size for the step that follows `step` finished ones."""
+        """The size for the next step after `step` finished ones."""
         return self.sides[min(step * len(self.sides) // self.total_steps, len(self.sides) - 1)]
 
     def parts(self, first: int, end: int) -> list[tuple[int, range]]:
-        """Each side with its steps, of those from `first` to before `end`, which is at most `total_steps`."""
+        """Each side with its steps in range(first, end); `end` is at most `total_steps`."""
         edges = [-(-part * self.total_steps // len(self.sides)) for part in range(len(self.sides) + 1)]
         spans = zip(self.sides, edges, edges[1:], strict=False)
         return [(side, range(max(first, begin), min(end, stop))) for side, begin, stop in spans]
 
 
 def shrink(images: Any, height: int) -> Any:
-    """Float [b, h, w, c] -> [b, height, w * height / h, c], as `tf.image.resize` with antialias, in two products.
+    """Float [b, h, w, c] -> [b, height, w * height / h, c], like `tf.image.resize` with antialias, by two products.
 
-    Each new pixel is a mean of the old ones, weighted by a triangle two new pixels wide. `height` is at most h.
+    Each new pixel is a mean of old ones, weighted by a triangle two new pixels wide. `height` is at most h.
     """
     _, old_height, old_width, channels = images.shape
     width = max(1, round(old_width * height / old_height))

@@ -1,4 +1,4 @@
-"""Before the first step: measure the backward pass and the all-reduce, and choose the buckets of gradients."""
+"""The choice of gradient buckets, from measurements of the backward pass and the all-reduce before the first step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from hvd_cifar.runtime.world import World
 from hvd_cifar.training.step import StepSpec, local_statistics, make_share, micro_batch_signature
 
 REPEATS = 3
-# Of the two messages that are measured; the larger one is at most the net's. Messages of up to 4 KiB take no ring.
+# Sizes of the two messages to measure; the gradients' size limits the larger one. Both are larger than 4 KiB, since
+# smaller messages do not use the ring.
 SMALL_BYTES, LARGE_BYTES = 2**14, 2**20
 
 
@@ -42,13 +43,13 @@ def set_buckets(
         examples: of a rank's micro-batch.
 
     Returns:
-        Lines about what was measured and chosen; none where no message is sent, or none can be hidden.
+        Lines about what was measured and chosen; none where no message is sent, or overlap cannot save time.
     """
     reduction = reduction_of(optimizer)
-    if world.size == 1 or settings.overlap == "off" or reduction is None:  # the start-up proof tells of None
+    if world.size == 1 or settings.overlap == "off" or reduction is None:  # None: the start-up proof reports it
         return []
     in_one_step = spec.micro_batches == 1 and not spec.virtual_shards and not settings.verify_every
-    # Between ranks of one host the core itself moves the bytes. PowerSGD has few bytes.
+    # On one host the cores that compute also move the bytes, and PowerSGD sends few: overlap saves nothing.
     on_one_host = world.local_size == world.size and "GPU" not in world.device
     hides_nothing = on_one_host or low_rank_of(settings.compression) > 0
     if settings.overlap == "auto" and (not in_one_step or (hides_nothing and settings.bucket_bytes is None)):
@@ -83,15 +84,15 @@ def _show(size: int) -> str:
 def measure_backward(
     net: Net, optimizer: Any, spec: StepSpec, examples: int, repeats: int = REPEATS
 ) -> tuple[Backward, list[int]]:
-    """The slowest rank's backward pass on a batch of zeros; the net stays as it is. A collective.
+    """Measure the slowest rank's backward pass on a batch of zeros. The net is not changed. A collective.
 
     Args:
         net, optimizer, spec: of the step.
         examples: of a rank's micro-batch.
-        repeats: passes, of which the median counts.
+        repeats: measured passes; the median counts.
 
     Returns:
-        The pass, and the places of its gradients in `net.model.trainable_variables`.
+        The pass, and the index of each of its gradients in `net.model.trainable_variables`.
     """
     share_of, statistics_of = make_share(net, optimizer, spec), local_statistics(net.model)
     reduction = reduction_of(optimizer)
@@ -109,13 +110,13 @@ def measure_backward(
         in_order = [share.loss, *(share.gradients[i] for i in order)]
         sizes[:] = [tensor.shape.num_elements() * sent_width(tensor.dtype, compression) for tensor in in_order[1:]]
         for tensor in in_order:
-            # A GPU's operation counts as done when it is queued. A value on the host exists when it has been computed.
+            # A GPU's operation counts as done when it is queued, so the timestamp waits for a copy on the host.
             with tf.device("/CPU:0"):
                 seen = tf.identity(tf.reshape(tensor, [-1])[:1])
             with tf.control_dependencies([seen]):
                 times.append(tf.timestamp())
         buckets.gate(times)
-        return tf.stack(times), in_order  # TensorFlow leaves out what only stamps wait for
+        return tf.stack(times), in_order  # in_order also, or TensorFlow prunes what only stamps need
 
     height, width, channels = spec.image_shape
     batch = (
@@ -139,12 +140,12 @@ def measure_backward(
 
 
 def _measure_link(reduction: Reduction, most: int, computes_here: bool) -> Link:
-    """Two all-reduces, each of one message, as the optimizer does them. A collective.
+    """Measure two of the optimizer's all-reduces, a small and a large one. A collective.
 
     Args:
         most: bytes of all gradients, as they are sent.
-        computes_here: whether this rank computes on the core that works for all-reduces. Where hosts differ, the
-            measurement of the ranks that do so counts for all: every rank must choose the same buckets.
+        computes_here: whether all-reduces take processor time from this rank's computation. The largest time of all
+            ranks counts, since every rank must choose the same buckets.
     """
     signature = [tf.TensorSpec([None], tf.float32)]
     reduce = tf.function(lambda x: reduce_gradients([x], reduction)[0], input_signature=signature, autograph=False)
@@ -154,14 +155,14 @@ def _measure_link(reduction: Reduction, most: int, computes_here: bool) -> Link:
     for message in (small, large):
         times = _time(partial(reduce, message), computes_here)
         found.append(np.max(collectives.all_gather_object(times), axis=0))
-    of_small, of_large = found  # seconds, and those of the processor
+    of_small, of_large = found  # [seconds, seconds of the processor]
     per_byte = np.maximum(0.0, of_large - of_small) / (width * int(tf.size(large) - tf.size(small)))
     start = np.maximum(0.0, of_small - per_byte * SMALL_BYTES)
     return Link(float(start[0]), float(per_byte[0]), float(start[1]), float(per_byte[1]))
 
 
 def _time(once: Callable[[], Any], computes_here: bool) -> tuple[float, float]:
-    """Median seconds, and median seconds of the processor that computation does without: 0 unless `computes_here`."""
+    """Median seconds, and median processor seconds taken from the computation: 0 unless `computes_here`."""
     once()
     taken: list[Sequence[float]] = []
     for _ in range(REPEATS):

@@ -21,10 +21,10 @@ class Plan:
     Attributes:
         examples: in the training set.
         global_batch_size: examples per step over all ranks and micro-batches.
-        steps_per_epoch: including the ragged last one.
-        total_steps: after which the run ends.
-        all_steps: of all epochs, also where --max-steps ends the run earlier.
-        learning_rate_factor: of the recipe's learning rate, for the global batch.
+        steps_per_epoch: including the last one, which may have fewer examples.
+        total_steps: the run ends after them.
+        all_steps: of all epochs, even where --max-steps ends the run earlier.
+        learning_rate_factor: multiplies the recipe's learning rate, for the global batch.
         warmup_epochs: over which the learning rate rises; 1 by default where it is scaled up.
         evaluation_steps: between evaluations; 0: only at the end.
     """
@@ -44,9 +44,9 @@ class Plan:
 
 
 def threads_of(settings: TrainSettings) -> int | None:
-    """Threads that a rank computes with; None: its share of the cores.
+    """Threads of a rank; None: its share of the cores.
 
-    One under --virtual-shards: the last bits of a sum depend on how threads split it.
+    One under --virtual-shards, since the last bits of a sum depend on how threads split it.
     """
     return settings.threads_per_rank or (1 if settings.virtual_shards else None)
 
@@ -57,7 +57,7 @@ def is_deterministic(settings: TrainSettings) -> bool:
 
 
 def resolve(settings: TrainSettings, recipe: Recipe) -> TrainSettings:
-    """Settings with the recipe's values instead of None, except those that depend on ranks, images and machines."""
+    """Settings with the recipe's values instead of None, except values that depend on ranks, images or machines."""
     defaults = {
         "epochs": recipe.epochs,
         "learning_rate": recipe.learning_rate,
@@ -80,14 +80,14 @@ def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int, batc
         recipe: of the model.
         examples: in the training set.
         size: number of ranks.
-        batch_ranks: the number of ranks that a batch size of a rank stands for, by default all.
+        batch_ranks: the number of ranks that turns --batch-size into a global batch, by default `size`.
 
     Raises:
-        UserError: where the global batch leaves a rank, or one of its micro-batches, without an example, or the
-            warm-up is longer than the run.
+        UserError: where a micro-batch of the global batch would be empty, the global batch exceeds the training set,
+            or the warm-up is longer than the run.
     """
     try:
-        config.check_warmup(settings)  # again: the number of epochs may be the recipe's
+        config.check_warmup(settings)  # again, since the epochs may be the recipe's
     except ValueError as failure:
         raise UserError(str(failure)) from None
     whole = global_batch(settings, recipe.batch, batch_ranks or size)
@@ -112,7 +112,7 @@ def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int, batc
 
 
 def global_batch(settings: TrainSettings, batch: Batch, ranks: int) -> int:
-    """Examples of a step over all ranks, by the settings or else by the recipe."""
+    """Examples per step over all ranks, from the settings or else the recipe."""
     if settings.global_batch_size:
         return settings.global_batch_size
     if settings.batch_size:
@@ -129,7 +129,7 @@ def make_schedule(settings: TrainSettings, recipe: Recipe, batch_plan: Plan) -> 
     decay, batch = recipe.schedule, batch_plan.global_batch_size
     stairs: tuple[int, ...] = ()
     if isinstance(decay, Staircase):
-        # Without a fall of the rate, a short run would end on weights that still move far in each step.
+        # A shorter run shrinks the staircase: at the full rate its last weights would still move far in each step.
         full = decay.full_examples or 0
         shrink = min(1.0, settings.epochs * batch_plan.examples / full) if full else 1.0
         stairs = tuple(int(examples * shrink) // batch for examples in decay.examples)
@@ -155,8 +155,8 @@ def precision_of(settings: TrainSettings) -> Precision:
 
 
 def set_precision(precision: str, seed: int) -> None:
-    """Set the types, the names and the seed of all that Keras makes from now on."""
-    keras.utils.clear_session(free_memory=False)  # a second run in this process counts layers from 0 again
-    keras.config.set_floatx("float64" if precision == "float64" else "float32")  # the type of an optimizer's numbers
+    """Set dtypes and seed for all later Keras objects, and restart the numbering of their names."""
+    keras.utils.clear_session(free_memory=False)  # layers of a second run in this process are numbered from 0 again
+    keras.config.set_floatx("float64" if precision == "float64" else "float32")  # the dtype of an optimizer's scalars
     keras.config.set_dtype_policy(precision)  # floatx does not change a policy that is already in use
     keras.utils.set_random_seed(seed % 2**32)

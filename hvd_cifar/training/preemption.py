@@ -1,4 +1,4 @@
-"""Requests to stop a run: signals of a scheduler, a spot instance or a user, noticed at once by a thread."""
+"""Requests to stop a run: signals from a scheduler, a spot instance or a user, which a thread notices at once."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hvd_cifar.errors import RESUME
 from hvd_cifar.reporting import terminal
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-SECONDS_FOR_ROOT = 2.0  # other ranks wait this much longer, so that rank 0 speaks for all
+SECONDS_FOR_ROOT = 2.0  # other ranks wait this much longer, so that rank 0 prints the reason first
 
 
 class StopRequests:
-    """In its block a signal asks the run to stop; `made` says whether one has come.
+    """A context in which signals ask the run to stop; `made` says whether one has come.
 
-    Python runs the handler of a signal in the main thread, which a collective or a save may hold for long. So a thread
-    learns of signals. Where the run still goes on after the grace period, or at a second SIGINT, it ends the process.
+    Python runs signal handlers in the main thread, which a collective or a save may block for long. A second thread
+    therefore reads the signals. It ends the process after the grace period, and at a second SIGINT.
     """
 
     def __init__(self, grace_seconds: float, is_root: bool, kept: Callable[[], str]) -> None:
@@ -35,7 +35,7 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is not threading.main_thread():
-            return self  # Python sets handlers in the main thread only: a run beside it is never asked
+            return self  # Python allows handlers in the main thread only: a run in another thread gets no requests
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         thread = threading.Thread(target=self._watch, args=[reader], daemon=True)
@@ -44,9 +44,9 @@ class StopRequests:
         self._undo.callback(thread.join)
         self._undo.callback(os.close, writer)
         self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer, warn_on_full_buffer=False))
-        # Without a handler of Python's a signal is not written to the pipe.
+        # Python writes only signals with a Python handler to the pipe.
         for number, before in _handle(lambda *_: None).items():
-            signal.siginterrupt(number, False)  # a write to a file or a network goes on
+            signal.siginterrupt(number, False)  # an interrupted system call restarts
             self._undo.callback(signal.signal, number, signal.SIG_DFL if before is None else before)
         return self
 
@@ -79,8 +79,8 @@ class StopRequests:
 def resumable() -> Iterator[None]:
     """For a process that only trains: outside of `StopRequests` a signal ends it with exit code `RESUME`.
 
-    Before the first step and after the last one nothing is lost. After the block, while Python ends, signals are
-    ignored: Python would take its handlers back, and a repeated signal would change the exit code.
+    Before the first step and after the last one there is nothing to lose. After the block signals are ignored: Python
+    removes its handlers while it shuts down, and a repeated signal would change the exit code.
     """
     _handle(lambda *_: os._exit(RESUME))
     try:
@@ -90,6 +90,6 @@ def resumable() -> Iterator[None]:
 
 
 def _handle(handler: Any) -> dict[int, Any]:
-    """Set a handler for all signals but an ignored SIGHUP (nohup); the handlers before."""
+    """Set a handler for all signals, except a SIGHUP that nohup ignores. Return the previous handlers."""
     chosen = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in chosen}

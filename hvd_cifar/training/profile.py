@@ -1,4 +1,4 @@
-"""--profile-steps: what every rank does in some steps, on one time base, in one trace."""
+"""--profile-steps: one trace of what all ranks do in some steps, on one time base."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.training.callbacks import Callback
 from hvd_cifar.training.progress import Progress, Run
 
-MOST_BYTES = 48_000_000  # of the trace before it is compressed, and of all files for TensorBoard
+MOST_BYTES = 48_000_000  # of the uncompressed trace; also of all ranks' files for TensorBoard
 OPTIONS = tf.profiler.experimental.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)
 
 
@@ -43,24 +43,24 @@ class Profiler(Callback):
         self.progress = progress
         self.first, self.last = steps
         self.reporter = reporter
-        self.folder: Path | None = None  # for this rank's profile, while it is made; the end of it makes the folder
+        self.folder: Path | None = None  # of this rank's profile while it runs; TensorFlow makes it at the end
         self.started: clocks.Comparison | None = None
-        self.edges: list[int] = []  # between the steps, by this rank's clock
+        self.edges: list[int] = []  # times between the steps in ns, by this rank's clock
         self.is_over = False
 
     @property
     def name(self) -> str:
-        """Of the profile's files."""
+        """Name of the profile's files."""
         return f"steps-{self.first}-{self.last}"
 
     def on_start(self, run: Run) -> None:
-        """Begin with the first step, or leave the profile out where the run goes on after it."""
+        """Begin if the next step is the first one. Skip the profile if the run resumes after that step."""
         if run.step >= self.first:
             self._leave_out(f"the run goes on after step {run.step}")
         self._begin_where_due(run)
 
     def on_step(self, run: Run) -> None:
-        """Begin before the first step, end after the last."""
+        """Begin before the first step, and end after the last."""
         if self.folder:
             self.progress.check_losses()  # waits for the device
             self.edges.append(time.time_ns())
@@ -69,7 +69,7 @@ class Profiler(Callback):
         self._begin_where_due(run)
 
     def on_rollback(self, run: Run) -> None:
-        """Leave out a profile whose steps are made again; begin one where the run is back before its first step."""
+        """Drop a profile in progress, whose steps are repeated. Begin where the run is back before the first step."""
         if self.folder:
             tf.profiler.experimental.stop(save=False)
             self.folder = None
@@ -77,7 +77,7 @@ class Profiler(Callback):
         self._begin_where_due(run)
 
     def on_end(self, run: Run) -> None:
-        """End a profile that the run's early end cuts."""
+        """End a profile in progress when the run ends early."""
         if self.folder:
             self._end(run)
         elif not self.is_over:
@@ -93,11 +93,12 @@ class Profiler(Callback):
         self.progress.check_losses()
         with self.progress.clock.paused():
             self.folder = Path(tempfile.gettempdir()) / f"hvd_cifar-profile-{secrets.token_hex(8)}"
-            with contextlib.suppress(tf.errors.UnavailableError):  # of a run of this process that failed in its window
+            # An earlier run in this process may have failed while it profiled.
+            with contextlib.suppress(tf.errors.UnavailableError):
                 tf.profiler.experimental.stop(save=False)
             self.started = clocks.compare()
             tf.profiler.experimental.start(str(self.folder), OPTIONS)
-            collectives.barrier()  # a rank whose profiler starts later does not delay the first step of the others
+            collectives.barrier()  # else a rank whose profiler starts late would delay the first step of the others
             self.edges = [time.time_ns()]
 
     def _end(self, run: Run) -> None:
@@ -105,7 +106,7 @@ class Profiler(Callback):
         assert self.folder and self.started, "it was begun"
         self.is_over = True
         with self.progress.clock.paused():
-            # Before the profiler stops: then Horovod's thread has ended what it says of the last step.
+            # Before the profiler stops: after these collectives Horovod's thread has recorded the last step.
             ended = clocks.compare()
             content, failure = b"", ""
             try:
@@ -122,7 +123,7 @@ class Profiler(Callback):
             self._merge(run, content, self.started, ended)
 
     def _merge(self, run: Run, content: bytes, started: clocks.Comparison, ended: clocks.Comparison) -> None:
-        """Put all ranks' profiles together on rank 0. A collective."""
+        """Merge all ranks' profiles on rank 0. A collective."""
         world = run.world
         on_root = partial(clocks.on_root, first=started, last=ended)
         edges = [on_root(edge) for edge in self.edges]
@@ -148,11 +149,11 @@ class Profiler(Callback):
             try:
                 path, size = self._write(run, ranks, parts, files)
                 self.reporter.say(f"profile: {in_words(ranks)}; {path}, {size / 1e6:.1f} MB")
-            except OSError as failure:  # a run does not end for its profile
+            except OSError as failure:  # a profile that cannot be written does not end the run
                 self._leave_out(f"{failure.filename or run.run_dir}: {failure.strerror}")
 
     def _write(self, run: Run, ranks: list[dict[str, Any]], parts: list[bytes], files: list[bytes]) -> tuple[Path, int]:
-        """Rank 0's part: the trace and its bytes, and each rank's own file for TensorBoard."""
+        """Rank 0's part: write the trace and each rank's TensorBoard file; return the trace's path and bytes."""
         folder = run.run_dir / "tensorboard/plugins/profile" / self.name
         folder.mkdir(parents=True, exist_ok=True)
         for rank, content in enumerate(files):
@@ -169,7 +170,7 @@ class Profiler(Callback):
 
 
 def in_words(ranks: list[dict[str, Any]]) -> str:
-    """What is printed of a profile: the hidden share of communication, the clocks' uncertainty, what is left out."""
+    """The printed summary of a profile: hidden share of communication, uncertainty of clocks, events left out."""
     shares = [part / whole for part, whole in (rank["hidden_and_communication_seconds"] for rank in ranks) if whole]
     said = "no communication"
     if shares:

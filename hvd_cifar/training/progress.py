@@ -23,7 +23,7 @@ from hvd_cifar.training.plan import Plan
 
 
 class StepClock:
-    """Seconds of training steps: evaluation and saving are left out."""
+    """Seconds of training steps, without evaluation and saving."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -37,13 +37,13 @@ class StepClock:
         return self._seconds + (0.0 if self._pauses else time.perf_counter() - self._resumed)
 
     def lap(self) -> float:
-        """Seconds since the last lap, and the next lap begins."""
+        """Return the seconds since the last lap, and begin the next one."""
         before, self._lapped = self._lapped, self.seconds
         return self._lapped - before
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep the time of the block out of the lap; blocks may lie within each other."""
+        """Exclude the time of the block. Blocks may be nested."""
         if not self._pauses:
             self._seconds += time.perf_counter() - self._resumed
         self._pauses += 1
@@ -54,15 +54,15 @@ class StepClock:
             self._resumed = time.perf_counter()
 
 
-LOSS_DECAY = 0.9  # per step, of the losses' moving averages; as in TensorFlow's CIFAR-10 tutorial
-SECONDS_BETWEEN_LOOKS = 1.0  # when results of steps are fetched; a request to stop is seen that late
-# A damaged image or a bit that flips spoils a step or two. Where no step of this many changes anything, the weights or
-# the learning rate are at fault, and more steps would only use up the data.
+LOSS_DECAY = 0.9  # per step, of the losses' moving averages, as in TensorFlow's CIFAR-10 tutorial
+SECONDS_BETWEEN_LOOKS = 1.0  # between fetches of the steps' results; a request to stop waits as long
+# A damaged image or a flipped bit spoils a step or two. If this many steps in a row are skipped, the weights or the
+# learning rate are at fault, and more steps would only use up the data.
 MOST_SKIPS_IN_A_ROW = 10
 
 
 class Losses(NamedTuple):
-    """Of a global batch: mean cross-entropy, what is added to it (weight decay, losses of layers), and their sum."""
+    """Losses of a global batch: mean cross-entropy, the penalties (weight decay, losses of layers), and their sum."""
 
     cross_entropy: float
     weight_loss: float
@@ -86,31 +86,31 @@ class Progress:
         Args:
             first_step: finished global steps.
             saved_step: of the newest checkpoint of this run; -1: none.
-            watch: is told of phases; None: nobody is.
-            stops: whether the run is to stop before its next step.
-            skips: whether a step whose loss is not finite has changed nothing (`StepSpec.skips`).
-            at_once: look at each step's results before the next one: its state is copied, with the count of skips.
+            watch: the rank's watchdog, which is told of phases; None: one that does not act.
+            stops: whether the run stops before its next step.
+            skips: whether a step whose loss is not finite changes nothing (`StepSpec.skips`).
+            at_once: fetch each step's results before the next step, for the count of skips in the copied state.
         """
         self.watch = watch or Watch(0)
         self.first_step = self.step = first_step
         self.saved_step = saved_step
-        self.rate_factor = 1.0  # of the schedule's learning rate, after rollbacks
+        self.rate_factor = 1.0  # multiplies the schedule's learning rate, after rollbacks
         self.rollbacks = 0
-        self.skipped_before = 0  # steps, before this process
-        self.skipped: dict[int, float] = {}  # losses of steps since then
-        self.spans: list[tuple[str, int, float, float]] = []  # of `aside`: kind, step, begin and end in Unix time
+        self.skipped_before = 0  # number of skipped steps in earlier processes
+        self.skipped: dict[int, float] = {}  # losses of skipped steps of this process, by step
+        self.spans: list[tuple[str, int, float, float]] = []  # from `aside`: kind, step, begin and end in Unix time
         self._skips = skips
         self._at_once = at_once
         self._skips_in_a_row = 0
-        self.losses: Losses | None = None  # of the last step that was looked at
+        self.losses: Losses | None = None  # of the last step whose result was fetched
         self.average_losses: Losses | None = None  # over the steps of this process
         self.clock = StepClock()
-        self.stop_requested = stops  # by any rank: this step is the last one, and is saved
-        self.save_requested = False  # by rank 0, which could not write: this step is saved
+        self.stop_requested = stops  # by any rank: the run saves this step and stops
+        self.save_requested = False  # by rank 0, which could not write a file: a checkpoint tries again or ends the run
         self.seconds_per_step = SECONDS_BETWEEN_LOOKS  # of this rank, evaluation and saving included
         self.micro_batches: Sequence[MicroBatch] = ()  # of the last step
         self.has_news = False  # on rank 0: validation ranks have answered
-        self.news = False  # all ranks know of it
+        self.news = False  # the same, once all ranks know
         self.ends_early = ""  # why this step is the last one; the same on all ranks
         self._unseen: list[Any] = []  # results of steps, left on the device until `check_losses`
         self._looked = time.perf_counter()
@@ -118,13 +118,13 @@ class Progress:
 
     @property
     def loss(self) -> float | None:
-        """Loss of the last step that was looked at."""
+        """Loss of the last step whose result was fetched."""
         return self.losses.total_loss if self.losses else None
 
     def add(self, micro_batches: Sequence[MicroBatch], result: Any) -> None:
         """Count a step: its micro-batches, and float [6] as the function of `make_train_step` returns it.
 
-        A look at the results waits for the device, so it comes once a second; it may raise as `check_losses` does.
+        Fetching results waits for the device, so it happens once a second. It may raise as `check_losses` does.
         """
         self.step += 1
         self.micro_batches = micro_batches
@@ -133,7 +133,7 @@ class Progress:
             self.check_losses()
 
     def check_losses(self) -> None:
-        """Fetch the results of all steps since the last call. They are the same on all ranks, so all ranks act alike.
+        """Fetch the results of all steps since the last call. They are the same on all ranks.
 
         Raises:
             Diverged: at the first loss that is not finite, or where too many steps in a row were skipped.
@@ -169,14 +169,14 @@ class Progress:
             raise self.diverged(f"{how}, and {MOST_SKIPS_IN_A_ROW} steps in a row were skipped", None)
 
     def diverged(self, how: str, weights_step: int | None) -> Diverged:
-        """The error for a loss that is not finite; `how` names it, and its weights are those after `weights_step`."""
+        """The error for a loss that is not finite. `how` names the loss; `weights_step` is the step of its weights."""
         kept = self.kept
         if weights_step is not None and weights_step == self.saved_step:
             kept += ", but this is the loss of its weights: go on from an earlier one"
         return Diverged(f"{DIVERGED} with {how}; {kept}; lower --learning-rate or give --clip-norm", weights_step)
 
     def go_back(self, step: int, rate_factor: float) -> None:
-        """Go on from the checkpoint of an earlier step, with a factor on the learning rate so far."""
+        """Continue from the checkpoint of an earlier step, and multiply the learning rate by a factor."""
         self.step = self.saved_step = step
         self.rate_factor *= rate_factor
         self.rollbacks += 1
@@ -187,7 +187,7 @@ class Progress:
 
     @contextlib.contextmanager
     def aside(self, kind: str) -> Iterator[None]:
-        """Keep the time of the block out of the clock, and note it in `spans`; `kind`: one of `goodput.SPANS`."""
+        """Exclude the time of the block from the clock, and add it to `spans`. `kind`: one of `goodput.SPANS`."""
         step, began = self.step, time.time()
         with self.clock.paused(), self.watch.phase(kind):
             try:
@@ -197,7 +197,7 @@ class Progress:
 
     @property
     def kept(self) -> str:
-        """Which checkpoint a run that ends now can go on from, in words."""
+        """Which checkpoint a run that ends now can resume from, in words."""
         return f"the checkpoint of step {self.saved_step} is kept" if self.saved_step >= 0 else "nothing was saved"
 
 
@@ -268,7 +268,7 @@ class Run:
 
     @property
     def evaluation_is_due(self) -> bool:
-        """Whether --eval-every asks for an evaluation of this step; that of the last step is left to the end."""
+        """Whether --eval-every asks for an evaluation of this step; False at the last, evaluated at the end."""
         return 0 < self.step < self.total_steps and self.is_due(self.plan.evaluation_steps)
 
     def is_due(self, every: int) -> bool:

@@ -1,4 +1,4 @@
-"""Gradients and activations of single steps, copied inside the step's graph: `training.summaries` shows them."""
+"""Gradients and activations of single steps, copied inside the step's graph for `training.summaries`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hvd_cifar.models.activation import QuickGelu, QuickRelu
 
-EXAMPLES = 32  # of a rank's micro-batch, whose activations are copied: 32 images of CIFAR-10 have a million in a layer
+EXAMPLES = 32  # of a micro-batch whose activations are copied: a layer has a million values for 32 CIFAR-10 images
 _LAYERS = (
     keras.layers.Activation,
     keras.layers.ELU,
@@ -24,13 +24,13 @@ _LAYERS = (
 
 
 class Record:
-    """The reduced gradients and the activations of a step that is asked for them; any other step copies nothing.
+    """Copies the reduced gradients and the activations of the steps that `ask` marks.
 
-    The graph decides by a variable on the host, so a step that is asked for them computes the same bits as any other.
+    A variable on the host switches copying inside the one graph, so marked and other steps compute the same bits.
     """
 
     def __init__(self, model: keras.Model) -> None:
-        """`model`: built. `self.model`: the same layers, to be called instead; see `_with_activations`."""
+        """`model`: built. The step calls `self.model` instead, which also returns activations (`_with_activations`)."""
         self.model, names = _with_activations(model)
         with tf.device("/CPU:0"):  # where the graph reads it without waiting for a GPU
             self._is_asked = tf.Variable(False, trainable=False, name="record")
@@ -39,15 +39,15 @@ class Record:
         self.graph: Any = None  # of the net's forward and backward pass, once it is traced
 
     def ask(self, asked: bool = True) -> None:
-        """Have the next step copied, or not."""
+        """Set whether the next steps are copied."""
         self._is_asked.assign(asked)
 
     def keep_gradients(self, gradients: Sequence[Any]) -> None:
-        """In a graph: the gradients that the optimizer applies."""
+        """To be called in a graph, with the gradients that the optimizer applies."""
         self._keep(self._gradients, lambda: gradients)
 
     def keep_activations(self, activations: Sequence[Any]) -> None:
-        """In a graph: what `self.model` returns after the logits."""
+        """To be called in a graph, with the outputs of `self.model` after the logits."""
         self.graph = tf.compat.v1.get_default_graph()
         self._keep(list(self._activations.values()), lambda: [output[:EXAMPLES] for output in activations])
 
@@ -59,7 +59,7 @@ class Record:
         tf.cond(self._is_asked, copy, lambda: None)
 
     def take(self) -> tuple[list[NDArray[Any]], dict[str, NDArray[Any]]]:
-        """The gradients, in the variables' order, and activations by layer, of the step that was asked for them."""
+        """The copied gradients, in the variables' order, and activations, by layer. Copying stops."""
         found = [v.numpy() for v in self._gradients], {name: v.numpy() for name, v in self._activations.items()}
         self.ask(False)
         for variable in (*self._gradients, *self._activations.values()):
@@ -75,12 +75,12 @@ def _with_activations(model: keras.Model) -> tuple[keras.Model, list[str]]:
     """The model with the outputs of its activation layers beside its logits.
 
     Returns:
-        A model of the same layers from images to [logits, *outputs], and a name for each output: the layer's, and
-        `conv1` for the layer `conv1_relu`, as in TensorFlow's tutorial. The logits are also among the outputs. Where
-        the model is no plain graph of layers, `model` itself and no names.
+        A model of the same layers from images to [logits, *outputs], and a name for each output: the layer's, without
+        the suffix `_relu`, as in TensorFlow's tutorial. The logits are also among the outputs. Where the model is not a
+        graph of layers, `model` itself and no names.
     """
     if not type(model).__module__.startswith("keras.") or not getattr(model, "inputs", None):
-        return model, []  # a class of the user's, whose `call` may do more than its layers
+        return model, []  # a user's class, whose `call` may do more than its layers
     logits = model.outputs[0]
     outputs = {layer.name.removesuffix("_relu"): layer.output for layer in model.layers if _is_activation(layer)}
     outputs[model.layers[-1].name] = logits

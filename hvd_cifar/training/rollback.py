@@ -1,4 +1,4 @@
-"""--on-nan rollback: back to the newest good checkpoint, and on from there with a lower learning rate."""
+"""--on-nan rollback: return to the newest good checkpoint, and continue with a lower learning rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_cifar.training.trainer import Trainer
 
 
 class Rollback:
-    """Takes a run back after its loss or its weights were found not to be finite, in the same processes."""
+    """Returns a run to a checkpoint, in the same processes, when its loss or a weight is not finite."""
 
     def __init__(
         self, trainer: Trainer, state: State, checkpoints: Checkpoints | None, statistics: MovingStatistics
@@ -27,7 +27,7 @@ class Rollback:
         """Go back. A collective: all ranks have the same failure.
 
         Raises:
-            Diverged: where there is no checkpoint, or the run has gone back too often.
+            Diverged: where there is no checkpoint, or --max-rollbacks is exceeded.
         """
         run, progress, reporter = self.trainer.run, self.trainer.progress, self.trainer.reporter
         most = run.settings.max_rollbacks or DEFAULT_MAX_ROLLBACKS
@@ -43,7 +43,7 @@ class Rollback:
             progress.go_back(int(self.state.step.numpy()), run.settings.rollback_factor or DEFAULT_ROLLBACK_FACTOR)
             self.statistics.averaged_step = run.step
             collectives.on_root(lambda: reporter.go_back(run.step, run.settings.record_examples))
-        # Without DIVERGED, by which the launcher knows a run that would not get any further.
+        # Without DIVERGED, at which the launcher would not restart the run.
         reason = str(failure).partition(";")[0].removeprefix(DIVERGED).removeprefix(" with ").removeprefix(": ")
         reporter.warn(
             f"{reason}: rollback {progress.rollbacks} of {most} from step {from_step} to {path.name}; "

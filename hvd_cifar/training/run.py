@@ -23,7 +23,7 @@ def train(settings: TrainSettings, given: OfUser | None = None) -> dict[str, Any
 
     Raises:
         UserError: where a setting does not fit the machine, the data or the run directory.
-        TrainingError: where the loss is not finite, or the ranks do not average or do not agree.
+        TrainingError: where the loss is not finite, gradients are not averaged, or ranks are out of sync.
     """
     watch = Watch(settings.stall_seconds)
     try:
@@ -40,10 +40,10 @@ def train(settings: TrainSettings, given: OfUser | None = None) -> dict[str, Any
 
 
 def _introduce(watch: Watch, world: World) -> None:
-    """Tell all ranks' watchdogs of each other; a collective."""
+    """Exchange the addresses of all ranks' watchdogs, and test the connections. A collective."""
     peer, secret = watch.listen(world.rank, world.size == world.local_size)
     watch.trust(collectives.broadcast_object(secret))
-    watch.join(collectives.all_gather_object(peer))  # ends when all ranks have entered it, and so trust each other
+    watch.join(collectives.all_gather_object(peer))  # also a barrier: after it every rank has the secret
     if not all(collectives.all_gather_object(watch.reaches((world.rank + 1) % world.size))):
         watch.stop()
         if world.is_root:

@@ -1,4 +1,4 @@
-"""The run directory: locked by one run at a time, compared with the run that it holds, recorded in config.json."""
+"""The run directory: its lock, its config.json, and the checks that a resumed run is the same run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hvd_cifar.files import read_json
 from hvd_cifar.training import checkpoint, checkpoint_files
 from hvd_cifar.training.plan import Plan
 
-SECONDS_FOR_READERS = 0.2  # `reporting.run_files.lives` has the lock for an instant
+SECONDS_FOR_READERS = 0.2  # `reporting.run_files.lives` holds the lock for an instant
 OF_A_RUN = ("metrics.jsonl", "sessions.jsonl", "examples.jsonl", "summary.json")  # written after config.json
-# Settings that the results of a run depend on, beside the facts derived from settings (data set, batch, learning rate).
-# A run resumes only with the same ones.
+# Settings that determine a run's results. They must not change when a run resumes, nor must the facts derived from
+# settings (data set, batch, learning rate).
 COURSE = (
     "model",
     "precision",
@@ -48,7 +48,7 @@ def course_of(settings: TrainSettings, facts: dict[str, Any]) -> dict[str, Any]:
     if settings.lookahead or settings.image_sizes:
         names.append("epochs")  # look-ahead's decay and the image sizes follow the steps of all epochs
     if settings.virtual_shards:
-        names.append("threads_per_rank")  # the last bits depend on it, as they do on the convolutions
+        names.append("threads_per_rank")  # the last bits depend on threads and convolution kernels
     else:
         facts = {name: value for name, value in facts.items() if name != "convolutions"}
     kept = settings.model_dump(mode="json")  # as config.json will say it
@@ -56,7 +56,7 @@ def course_of(settings: TrainSettings, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def continue_run(settings: TrainSettings) -> TrainSettings:
-    """Settings whose batch and precision, where the user gave none, are those of the run to resume."""
+    """Settings in which batch and precision, unless the user gave them, are those of the run to resume."""
     names = ["precision"]
     if settings.batch_size is None and settings.global_batch_size is None:
         names += ["global_batch_size", "learning_rate_factor", "warmup_epochs"]
@@ -74,7 +74,7 @@ def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path
     The lock stays until `release`, also after an error.
 
     Args:
-        recorded: of `course_of`.
+        recorded: from `course_of`.
 
     Raises:
         UserError: where the folder is in use, not writable, or of another run.
@@ -98,25 +98,25 @@ def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path
     try:
         return run_dir, _checkpoint_to_resume(settings, run_dir, recorded)
     except UserError:
-        if is_new:  # a run that does not begin leaves nothing
+        if is_new:  # a run that cannot begin leaves no folder
             release()
             shutil.rmtree(run_dir, ignore_errors=True)
         raise
 
 
 def _checkpoint_to_resume(settings: TrainSettings, run_dir: Path, recorded: dict[str, Any]) -> Path | None:
-    """The checkpoint that a run in this folder begins with, or None. Raises UserError where it is of another run."""
+    """The checkpoint that a run in this folder begins with, or None. UserError where the folder has another run."""
     if settings.resume == "never":
         if checkpoint_files.listed(run_dir):
             raise UserError(f"--run-dir {run_dir} already has a run; give another one, or --resume auto to go on")
         return None
     own = checkpoint_files.find(run_dir)
     if settings.resume == "auto" or _began_from(run_dir, settings.resume, own):
-        _refuse_differences(run_dir, recorded)  # also where a run was killed before its first checkpoint
+        _refuse_differences(run_dir, recorded)  # even without a checkpoint: a killed run may have none
         return own
     given = _given(settings.resume)
     if own is None:
-        # The learning rate may be another one. The checkpoint's step counts batches, so these must be the same.
+        # The learning rate may differ. These may not, since the checkpoint's step counts the batches that they define.
         names = ("model", "precision", "dataset", "examples_sha256", "seed", "global_batch_size")
         _refuse_differences(given.parent.parent, {name: recorded[name] for name in names})
         return given
@@ -131,7 +131,7 @@ def _checkpoint_to_resume(settings: TrainSettings, run_dir: Path, recorded: dict
 
 
 def record(run_dir: Path, settings: TrainSettings, plan: Plan, facts: dict[str, Any]) -> None:
-    """Write config.json: settings that repeat the run on any number of ranks, and under "run" how this one ran.
+    """Write config.json: settings that repeat the run on any number of ranks, and under "run" the facts of this run.
 
     Raises:
         UserError: where it cannot be written.
@@ -140,7 +140,7 @@ def record(run_dir: Path, settings: TrainSettings, plan: Plan, facts: dict[str, 
     earlier = []
     began_from = "auto" if settings.resume == "never" else settings.resume  # "never" would refuse to resume the run
     if facts["first_step"] and path.exists():
-        # The record of a resumed run keeps where the run began, and how each of its parts ran.
+        # A resumed run keeps the record of where it began, and the facts of its earlier parts.
         then = checkpoint.recorded(path)
         began_from = then.get("resume", began_from)
         earlier = [*then.get("earlier", []), {name: v for name, v in then["run"].items() if name != "earlier"}]
@@ -161,7 +161,7 @@ def record(run_dir: Path, settings: TrainSettings, plan: Plan, facts: dict[str, 
 
 
 def describe(dataset: Dataset) -> dict[str, Any]:
-    """What a run records of its data set, so that its net can be used without it."""
+    """What a run records of its data set, so that its net can be used without the data set."""
     return {
         "image_shape": dataset.image_shape,
         "class_names": dataset.labels_in_words,
@@ -177,7 +177,7 @@ def described(facts: dict[str, Any], run_dir: Path) -> Dataset:
         facts: the "run" section of config.json.
 
     Raises:
-        UserError: where it has recorded none.
+        UserError: where the record lacks it.
     """
     try:
         data = facts["data"]
@@ -212,7 +212,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 
 def changed_kernels(run_dir: Path, now: str) -> list[str]:
-    """A note where the run has computed convolutions with other kernels so far; `claim` refuses virtual shards then."""
+    """A note where the run used other convolution kernels before. Under --virtual-shards `claim` refuses that."""
     path = run_dir / "config.json"
     then = checkpoint.recorded(path).get("convolutions", now) if path.exists() else now
     if then == now:
@@ -231,7 +231,7 @@ def _origin(settings: TrainSettings) -> Path | None:
 
 
 def _began_from(run_dir: Path, place: str, own: Path | None) -> bool:
-    """Whether the run in a folder started from this checkpoint of another run, and has checkpoints (`own`) since."""
+    """Whether the run in a folder started from the checkpoint `place` of another run, and has one of its `own`."""
     path = run_dir / "config.json"
     return own is not None and path.exists() and config.read_file(path).get("resume") == place
 
@@ -251,7 +251,7 @@ def _listed(place: str) -> list[Path]:
 
 
 def _refuse_differences(run_dir: Path, now: dict[str, Any]) -> None:
-    """UserError where a run was made with other settings than `now`; without config.json nothing is compared."""
+    """UserError where the run has other settings than `now`. Without config.json nothing is compared."""
     path = run_dir / "config.json"
     changed = checkpoint.differences(path, now) if path.exists() else []
     if changed:

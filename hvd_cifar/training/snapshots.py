@@ -1,13 +1,14 @@
-"""Snapshots of what evaluation needs: weights, moving statistics, averages. Files that two jobs pass to each other.
+"""Snapshots of what evaluation needs: weights, moving statistics, averages. The training job hands them to the
+validation job through files, and gets results back.
 
 A snapshot is a checkpoint (`checkpoint_files`) in a folder `step-N`, which moves through folders of the run directory:
 
-    snapshots/offered   training has written it; the next one replaces it
-    snapshots/taken     validation ranks evaluate it; `result.json` in it is their `Evaluation`
-    best                it has the highest accuracy so far
+    snapshots/offered   written by the training job; the next snapshot replaces it
+    snapshots/taken     under evaluation; then `result.json` in it holds the `Evaluation`
+    best                the snapshot with the highest accuracy
 
-Each move is one rename, so a reader finds a whole snapshot or none, and neither job waits for the other. Where
-training has removed a snapshot, its result is dropped. The hosts of both jobs share the disk of the run directory.
+Each move is one rename, so a reader finds a whole snapshot or none, and neither job waits for the other. If training
+has removed a snapshot, its result is dropped. The hosts of both jobs must share the disk of the run directory.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ class Snapshots:
     """
 
     def __init__(self, run_dir: Path, state: State, step: int) -> None:
-        """`state`: what evaluation needs; `step`: at which the run begins, or goes on."""
+        """`state`: what evaluation needs; `step`: where the run begins or resumes."""
         self.run_dir = run_dir
         self.state = state
         self.go_back(step)
 
     def go_back(self, step: int) -> None:
-        """Remove what is of later steps, and offer again what nobody has finished."""
+        """Remove snapshots of later steps, and offer again those whose evaluation is unfinished."""
         offered, taken, best = _offered(self.run_dir), _taken(self.run_dir), best_of(self.run_dir)
         for folder in (offered, taken, best):
             checkpoint_files.clear(folder)
@@ -78,18 +79,18 @@ class Snapshots:
                     os.rename(path, offered / path.name)
 
     def offer(self, step: int) -> list[int]:
-        """Write the present state for evaluation; the steps whose snapshots it replaces."""
+        """Write the current state as a snapshot, and return the steps whose snapshots it replaces."""
         folder = _offered(self.run_dir)
         self._write(folder, step)
         older = [path for path in _in(folder) if step_of(path) < step]
         return sorted(step_of(path) for path in older if checkpoint_files.remove(path))
 
     def results(self) -> list[Evaluation]:
-        """The evaluations that have come, by step."""
+        """The finished evaluations, in the order of steps."""
         return sorted(_results_in(_taken(self.run_dir)), key=lambda found: found.step)
 
     def pending(self) -> list[int]:
-        """Steps whose evaluation has not come, ascending."""
+        """Steps whose evaluation is not finished, ascending."""
         unfinished = [path for path in _in(_taken(self.run_dir)) if not (path / RESULT).exists()]
         return sorted(map(step_of, [*_in(_offered(self.run_dir)), *unfinished]))
 
@@ -98,7 +99,7 @@ class Snapshots:
         return next(_results_in(best_of(self.run_dir)), None)
 
     def keep(self, evaluation: Evaluation, step: int) -> None:
-        """Make the snapshot of this evaluation the best one; where it is of this `step`, one is written if need be."""
+        """Make this evaluation's snapshot the best one; write one if it is of the current `step` and has none."""
         taken, best = _taken(self.run_dir) / f"step-{evaluation.step}", best_of(self.run_dir)
         if evaluation.step == step and not taken.exists():
             self._write(taken.parent, evaluation.step)
@@ -111,15 +112,15 @@ class Snapshots:
                 checkpoint_files.remove(path)
 
     def discard(self, step: int) -> None:
-        """Remove the snapshot of an evaluation."""
+        """Remove the snapshot of an evaluated step."""
         checkpoint_files.remove(_taken(self.run_dir) / f"step-{step}")
 
     def close(self) -> None:
-        """Remove all but the best one."""
+        """Remove all snapshots except the best one."""
         shutil.rmtree(self.run_dir / "snapshots", ignore_errors=True)
 
     def has_readers(self) -> bool:
-        """Whether validation ranks are there."""
+        """Whether a validation job follows this run."""
         lock = _lock(self.run_dir)
         try:
             lock.acquire(timeout=0)
@@ -135,8 +136,8 @@ class Snapshots:
 
 
 def follow(run_dir: Path) -> FileLock | None:
-    """Be known as the reader of a run's snapshots, until the lock is released or the process ends; None: not yet."""
-    if (run_dir / "config.json").exists():  # a lock would make the folder of a run that may not begin
+    """Lock a run's snapshots as their reader (`Snapshots.has_readers`). None: no run is there, or another reader."""
+    if (run_dir / "config.json").exists():  # without it, the lock would make the folder of a run that may never begin
         lock = _lock(run_dir)
         with contextlib.suppress(OSError, Timeout):
             lock.acquire(timeout=1)
@@ -145,10 +146,10 @@ def follow(run_dir: Path) -> FileLock | None:
 
 
 def take(run_dir: Path) -> Path | None:
-    """Take the newest snapshot; None: there is none."""
+    """Take the newest offered snapshot; None: there is none."""
     taken = _taken(run_dir)
     for path in _in(_offered(run_dir)):
-        with contextlib.suppress(OSError):  # training has just removed it
+        with contextlib.suppress(OSError):  # training removed it in the meantime
             taken.mkdir(exist_ok=True)
             os.rename(path, taken / path.name)
             return taken / path.name
@@ -156,8 +157,8 @@ def take(run_dir: Path) -> Path | None:
 
 
 def answer(path: Path, evaluation: Evaluation) -> None:
-    """Give the evaluation of a snapshot. Raises OSError where it is gone."""
-    replace_text(path / RESULT, json.dumps(asdict(replace(evaluation, confusion=None))) + "\n")  # arrays are no JSON
+    """Write the evaluation of a snapshot into it. Raises OSError where the snapshot is gone."""
+    replace_text(path / RESULT, json.dumps(asdict(replace(evaluation, confusion=None))) + "\n")  # arrays are not JSON
 
 
 def _in(folder: Path) -> list[Path]:

@@ -34,8 +34,7 @@ def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[
     """The run's data set, found, made or fetched on every host; a collective.
 
     Args:
-        own: the user's data set, or a function that returns it, which every rank calls. None: the settings name a
-            built-in one.
+        own: the user's data set, or a function that every rank calls for it. None: the settings name a built-in set.
 
     Raises:
         UserError: on every rank, where one host cannot get the data, or hosts have different data.
@@ -44,7 +43,7 @@ def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[
         return _own_dataset(own, settings)
     alone = settings.data_source == "local" or world.size == world.local_size
     dataset = _from_each_host(settings, world) if alone else _from_rank_0(settings, world)
-    # Class names may be in a file that some hosts lack.
+    # Rank 0's class names for all: they may be in a file that other hosts lack.
     return replace(dataset, class_names=collectives.broadcast_object(dataset.class_names))
 
 
@@ -81,7 +80,7 @@ def _from_each_host(settings: DataSettings, world: World) -> Dataset:
     watched = terminal.is_watched() and world.is_root  # one progress bar, that of rank 0's host
     hosts, speaker = name_hosts(world)
 
-    # One rank of each host looks and downloads: the others would only wait for the same server.
+    # One rank per host locates or downloads the data; more would only load the server.
     def look() -> tuple[str, Path] | None:
         prepared = _prepare_as(settings.dataset, settings, watched) if world.rank in hosts else None
         return (prepared.source.name, prepared.folder) if prepared else None
@@ -103,10 +102,10 @@ def _from_each_host(settings: DataSettings, world: World) -> Dataset:
 
 
 def differences(found: Iterable[tuple[str, str]]) -> str:
-    """Which host (or rank) has which thing, in words; empty where all have the same.
+    """Which hosts (or ranks) have which value, in words; empty where all have the same.
 
     Args:
-        found: host and thing, in the order of the ranks.
+        found: host and value, in the order of ranks.
     """
     by_thing: dict[str, list[str]] = {}
     for host, thing in found:
@@ -131,8 +130,8 @@ def _different(differing: str) -> str:
 def speakers(ranks: Sequence[tuple[str, int, int]]) -> list[int]:
     """For each rank, the rank that acts for its host: the one whose local rank is 0.
 
-    Two hosts may have the same name. Launchers fill such hosts one after the other, or deal ranks to them in turn. In
-    both cases a rank belongs to the first of them that lacks its local rank.
+    Hosts may share a name. Launchers fill such hosts one after the other, or round-robin. In both cases a rank belongs
+    to the first of them that lacks its local rank.
 
     Args:
         ranks: host name, local rank and local size of each rank.
@@ -148,7 +147,7 @@ def speakers(ranks: Sequence[tuple[str, int, int]]) -> list[int]:
 
 
 def name_hosts(world: World) -> tuple[Hosts, int]:
-    """All hosts in rank order, each with a name of its own, and the rank that acts for this one. A collective."""
+    """All hosts in rank order, with unique names, and the rank that acts for this host. A collective."""
     ranks = collectives.all_gather_object((world.host, world.local_rank, world.local_size))
     of_rank = speakers(ranks)
     names = [ranks[speaker][0] for speaker in dict.fromkeys(of_rank)]
@@ -171,7 +170,7 @@ def _from_rank_0(settings: DataSettings, world: World) -> Dataset:
     def look() -> Path | None:
         if world.rank not in hosts:
             return None
-        # All other hosts may now decode images at once: the first of them shows its progress bar.
+        # The other hosts may decode images at the same time: only the first of them shows a progress bar.
         show_progress = watched and list(hosts)[1:2] == [world.rank]
         return _own_folder(source, settings, expected, hosts[world.rank], show_progress)
 
@@ -194,9 +193,9 @@ def _from_rank_0(settings: DataSettings, world: World) -> Dataset:
 def _own_folder(
     source: Source, settings: DataSettings, expected: Mapping[str, File], host: str, show_progress: bool
 ) -> Path | None:
-    """Where this host has rank 0's set; None: nowhere.
+    """The folder in which this host has rank 0's set; None: it lacks the set.
 
-    Raises UserError where it has another set, which only --data-source rank0 allows.
+    Raises UserError where it has another set, unless --data-source rank0 is given.
     """
     would_take_its_own = settings.dataset == "auto" and source_of(CIFAR10.name, settings).locate() is not None
     if would_take_its_own and source.name != CIFAR10.name:
@@ -212,7 +211,7 @@ def _own_folder(
 
 
 def _fault(source: Source, folder: Path, expected: Mapping[str, File]) -> str | None:
-    """How a folder differs from rank 0's set; None: it does not."""
+    """How a folder differs from rank 0's set, in words; None: not at all."""
     if fault := source.fault(folder):
         return fault
     found = replicate.describe(folder, list(expected))
@@ -221,7 +220,7 @@ def _fault(source: Source, folder: Path, expected: Mapping[str, File]) -> str | 
 
 
 def _place(source: Source, data_dir: Path, expected: Mapping[str, File]) -> Path:
-    """Where a host puts the set that it receives: the usual place, or another folder where that is taken."""
+    """The folder for a set that a host receives: the usual place, or another where that is occupied."""
     usual = source.place
     taken = usual is None or source.locate() is not None or (usual.is_dir() and any(usual.iterdir()))
     return _received(data_dir, expected) if usual is None or taken else usual
@@ -233,7 +232,7 @@ def _received(data_dir: Path, expected: Mapping[str, File]) -> Path:
 
 
 def _send(origin: Path, place: Path | None, data_dir: Path, expected: Mapping[str, File], world: World) -> None:
-    """Broadcast rank 0's files; this rank writes them to `place`. None: it only takes part."""
+    """Broadcast rank 0's files; this rank writes them to `place`, or only takes part where that is None."""
     sender = replicate.Sender(origin) if world.is_root else None
     receiver = replicate.Receiver(data_dir, expected) if place else None
     for block in replicate.blocks(expected):
@@ -252,17 +251,16 @@ def _send(origin: Path, place: Path | None, data_dir: Path, expected: Mapping[st
 
 
 def read_batches(batches: Iterable[T], world: World) -> Iterator[T]:
-    """The batches of a pipeline; a file that cannot be read any more ends the job.
+    """The batches of a pipeline. A file that becomes unreadable ends the job.
 
-    The rank that finds it tells it, since the other ranks may be in a collective already, where no message
-    reaches them.
+    The rank that notices prints the error itself: other ranks may already wait in a collective, so rank 0 cannot.
 
     Raises:
-        UserError: on that rank.
+        UserError: on the rank that notices.
     """
     try:
         yield from batches
-    except tf.errors.OpError as failure:  # of a function that tf.data calls: its error is in the text alone
+    except tf.errors.OpError as failure:  # from a function that tf.data calls: only the text names its error
         found = re.search(r"UserError: (.*)", failure.message or "")
         if found is None:
             raise

@@ -1,7 +1,7 @@
-"""The state of an elastic job after each step, in the shared memory of every host, which outlives lost ranks.
+"""Copies of an elastic job's state after each step, in the shared memory of every host, which outlives lost ranks.
 
-One rank of each host copies all of the state. Every rank copies what it gathers for itself, such as the moving
-statistics of batch norm. At its start a job takes the newest whole copy of all hosts.
+One rank of each host copies the whole state. Every rank also copies the variables that differ between ranks, such as
+batch norm's moving statistics. When ranks start again, they restore the newest whole copy of any host.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hvd_cifar.training.progress import Run
 
 STATE = "state"
 LARGE_BYTES = 2**18
-OWN = "own-"  # and the local rank
+OWN = "own-"  # prefix; the local rank follows
 
 
 class _Values:
-    """Variables as bytes, and back. Small ones are joined in a graph, by type: each fetch has a cost of its own."""
+    """Variables as bytes, and back. Small ones are concatenated by type, since each fetch has an overhead."""
 
     def __init__(self, variables: Sequence[Any]) -> None:
         self.variables = [getattr(v, "value", v) for v in variables]
@@ -43,12 +43,12 @@ class _Values:
         )
 
     def pieces(self) -> list[NDArray[np.uint8]]:
-        """The present values, as bytes."""
+        """The current values, as bytes."""
         values = [*self._joined(), *(v.read_value() for v in self._large)]
         return [value.numpy().reshape(-1).view(np.uint8) for value in values]
 
     def arrays(self, content: NDArray[np.uint8]) -> list[NDArray[Any]]:
-        """The values that bytes stand for, in the order of `variables`."""
+        """The values in `content`, in the order of `variables`."""
         found, at = {}, 0
         for v in self._in_order:
             end = at + _bytes_of(v)
@@ -62,10 +62,10 @@ def _bytes_of(variable: Any) -> int:
 
 
 class StateCopy:
-    """This rank's part in the copies of the state."""
+    """This rank's copies of the state, and how all ranks restore from them."""
 
     def __init__(self, job: str, state: State, own: Sequence[Any], world: World) -> None:
-        """`own`: the variables that each rank gathers for itself. A collective.
+        """`own`: the variables that differ between ranks. A collective.
 
         Raises:
             UserError: where the host's shared memory has no room.
@@ -84,10 +84,10 @@ class StateCopy:
         return TwoSlots(self._folder / name, values.layout, values.size)
 
     def write(self, step: int) -> None:
-        """Copy the state, which is that of `step`."""
+        """Copy the current state, which is that after `step`."""
         if self._of_own:
             self._of_own.write(step, self._own.pieces())
-        if self._of_all:  # last: where it is whole, so is this rank's own part
+        if self._of_all:  # last: when this one is whole, so is the other
             self._of_all.write(step, self._all.pieces())
 
     def forget(self) -> None:
@@ -97,10 +97,10 @@ class StateCopy:
                 slots.clear()
 
     def restore(self, step: int) -> int | None:
-        """Give all ranks the newest copy, if it is of a later step than `step`. A collective.
+        """Restore the newest copy on all ranks, if it is later than `step`. A collective.
 
         Returns:
-            Its step; None where there is none.
+            The step of the copy; None where there is no later one.
         """
         newest = collectives.all_gather_object(max(self._of_all.steps) if self._of_all else NONE)
         found = max(newest)
@@ -115,7 +115,7 @@ class StateCopy:
         return found
 
     def _average_own(self, step: int) -> None:
-        """Set the variables that ranks gather for themselves to the mean over all copies of a step."""
+        """Set the variables that differ between ranks to the mean of all copies of a step."""
         if not self._own.variables:
             return
         parts = []
@@ -143,5 +143,5 @@ class Copier(Callback):
         self.copy.write(run.step)
 
     def on_rollback(self, run: Run) -> None:
-        """Forget the copies: they are of the steps that are taken back."""
+        """Forget the copies, which are of discarded steps."""
         self.copy.forget()

@@ -1,7 +1,8 @@
 """One training step: forward, loss, backward, all-reduce, update.
 
-Each micro-batch's share is a sum over its examples divided by the global count. The shares of all ranks and
-micro-batches add up to the gradient of the global batch's mean loss, however the examples are divided among them.
+A micro-batch's share is the sum of its examples' losses, divided by the number of examples in the global batch. The
+shares of all micro-batches of all ranks add up to the global batch's mean loss, however the examples are divided, and
+their gradients to its gradient.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hvd_cifar.training.record import Record
 from hvd_cifar.training.step_times import StepTimes
 from hvd_cifar.training.verify import Verifier
 
-# No control flow depends on tensors. Without AutoGraph a rank starts 1.6 s faster.
+# No Python control flow depends on tensors, and without AutoGraph a rank starts 1.6 s sooner.
 _graph = partial(tf.function, autograph=False)
 
 
@@ -37,15 +38,15 @@ class StepSpec:
     """Settings of a step.
 
     Attributes:
-        image_shape: height, width and channels of the images that the step is given.
+        image_shape: height, width and channels of the step's input images.
         weight_decay: factor of sum(w^2) / 2 over `net.decayed`, in the loss and so in the gradient.
         label_smoothing: of `cross_entropy`.
-        micro_batches: of the global batch that each rank computes, one after the other.
-        virtual_shards: micro-batches of the global batch over all ranks. Each starts from the same moving statistics
-            of batch norm, and the results are averaged over all of them. None: a rank's micro-batches update that
-            rank's moving statistics in turn.
-        side: height in pixels that the step first resizes images to; None: it takes them as they are.
-        skips: whether a step that makes a loss, a weight or an optimizer's value infinite or NaN changes nothing.
+        micro_batches: number that each rank computes in a step, one after the other.
+        virtual_shards: number of micro-batches of all ranks in a step. Each starts from the same moving statistics of
+            batch norm, and the step averages their results. None: a rank's micro-batches update its moving statistics
+            in turn.
+        side: height in pixels that the step first resizes images to; None: no resizing.
+        skips: whether a step is undone if it makes the loss, a weight or a value of the optimizer infinite or NaN.
     """
 
     image_shape: tuple[int, int, int]
@@ -61,9 +62,9 @@ class Share(NamedTuple):
     """What a micro-batch adds to the global batch's results.
 
     loss: a scalar.
-    penalty: the part of the loss that is no cross-entropy: weight decay, and what layers add.
+    penalty: the part of the loss beside the cross-entropy: weight decay, and losses that layers add.
     gradients: one for each trainable variable.
-    statistics: under virtual shards the moving statistics after the micro-batch; else none.
+    statistics: under virtual shards the moving statistics after the micro-batch; else empty.
     """
 
     loss: Any
@@ -73,12 +74,12 @@ class Share(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """What a rank tells the others with a step's loss; all ranks get the sums.
+    """What a rank sends to the others with a step's loss. All ranks get the sums.
 
     stop: 1 asks all ranks to stop.
     save: 1 asks for a checkpoint.
-    seconds: of rank 0's recent steps, by which all ranks decide when to look at results; 0 on other ranks.
-    news: 1 on rank 0 where validation ranks have answered.
+    seconds: per step, recently, on rank 0, from which all ranks derive when to fetch results; 0 on other ranks.
+    news: 1 on rank 0 if results of validation ranks have arrived.
     """
 
     stop: float = 0.0
@@ -88,11 +89,11 @@ class Notes(NamedTuple):
 
 
 class Probes(NamedTuple):
-    """What looks into a step; None: nothing does.
+    """What observes a step; None: not used.
 
-    times: notes when gradients and sums are ready.
-    record: copies gradients and activations of steps that are asked for them.
-    verifier: has shares computed again. Gradients then leave their graph before they are reduced.
+    times: records when gradients and their sums are ready.
+    record: copies gradients and activations of marked steps.
+    verifier: has shares computed again. The step then has two graphs, so that gradients can be compared in between.
     """
 
     times: StepTimes | None = None
@@ -101,25 +102,26 @@ class Probes(NamedTuple):
 
 
 class TrainStep:
-    """The step of a run. The number of examples, learning rate and image size follow from the step's number."""
+    """The step of a run. The step's number determines its count of examples, learning rate and image size."""
 
     def __init__(self, make: Callable[[int], Callable[..., Any]], sizes: ImageSizes, schedule: Schedule, plan: Plan):
-        """`make` builds the step for images of a side; see `make_train_step`."""
+        """`make`: builds the step for one side of `sizes`; see `make_train_step`."""
         self._steps = {side: make(side) for side in sizes.sides}
         self._sizes = sizes
         self._schedule = schedule
         self._plan = plan
 
     def __call__(self, step: int, micro_batches: Sequence[MicroBatch], rate_factor: float, notes: Notes) -> Any:
-        """The step that follows `step` finished ones, on this rank's micro-batches.
+        """Make the next step after `step` finished ones.
 
         Args:
-            step, micro_batches: of this step.
-            rate_factor: of the schedule's learning rate.
+            step: number of finished steps.
+            micro_batches: this rank's micro-batches of the next step.
+            rate_factor: multiplies the schedule's learning rate.
             notes: of this rank.
 
         Returns:
-            As the function of `make_train_step`; it may still be on the device.
+            As the function of `make_train_step`. The result may still be on the device.
         """
         count = tf.constant(self._plan.examples_in_step(step))
         learning_rate = self._schedule(step) * rate_factor
@@ -144,7 +146,7 @@ def moving_statistics(model: keras.Model) -> list[keras.Variable]:
 
 
 def local_statistics(model: keras.Model) -> list[keras.Variable]:
-    """The moving statistics that each rank gathers for itself: those of layers that are not synchronised."""
+    """The moving statistics that differ between ranks: those of layers that are not synchronised."""
     synchronised = {id(v) for layer in synchronised_layers(model) for v in layer.variables}
     return [v for v in moving_statistics(model) if id(v) not in synchronised]
 
@@ -157,14 +159,15 @@ def real_of(model: keras.Model) -> Any:
 def micro_batch_signature(spec: StepSpec) -> list[Any]:
     """The types of a micro-batch's image, label and weight, and of the global count.
 
-    One graph for all batch sizes: a graph for each would name its collectives by sizes that differ between ranks.
+    One graph serves all batch sizes. With one graph each, ranks with different batch sizes would give a collective
+    different names.
     """
     examples = [tf.TensorSpec([None, *spec.image_shape], tf.float32), tf.TensorSpec([None], tf.int32)]
     return [*examples, tf.TensorSpec([None], tf.float32), tf.TensorSpec([], tf.int32)]
 
 
 def make_share(net: Net, optimizer: Any, spec: StepSpec, record: Record | None = None) -> Callable[..., Share]:
-    """The computation of a micro-batch's `Share`, for a graph; activations go to the `record`.
+    """The computation of a micro-batch's `Share`, for use in a graph. Activations go to `record`.
 
     Returns:
         A function (image, label, weight, global_count, start) -> Share; `start` holds the local moving statistics
@@ -193,7 +196,7 @@ def make_share(net: Net, optimizer: Any, spec: StepSpec, record: Record | None =
         found = tape.gradient(scaled, [v.value for v in variables], unconnected_gradients=tf.UnconnectedGradients.ZERO)
         gradients = [tf.convert_to_tensor(gradient) for gradient in found]
         if decayed:
-            # In proportion to the micro-batch's examples: all shares together make one weight decay.
+            # In proportion to the micro-batch's examples, so that all shares add up to one weight decay.
             pull = present / count * spec.weight_decay
             decay = pull * tf.add_n([tf.cast(tf.nn.l2_loss(v.value), real) for v in decayed])
             share, penalty = share + decay, penalty + decay
@@ -201,12 +204,12 @@ def make_share(net: Net, optimizer: Any, spec: StepSpec, record: Record | None =
             for v in decayed:
                 gradients[index_of[id(v)]] += tf.cast(pull, v.dtype) * v.value
         if watched:
-            # TensorFlow's maximum, and its batch norm with a ReLU behind it, hide a NaN from the loss. The backward
-            # pass carries it into a variable. The next loss shows it by that variable's weight decay, or else by this.
+            # TensorFlow's maximum, and its batch norm before a ReLU, hide a NaN from the loss, but the backward pass
+            # carries it into a variable. Weight decay then makes the next loss NaN. Variables without it need this.
             sound = tf.math.is_finite(tf.add_n([tf.cast(tf.nn.l2_loss(v.value), real) for v in watched]))
             share = tf.where(sound, share, tf.constant(math.nan, real))
-        # A micro-batch without an example sends padding through the net. Local statistics must not learn from it;
-        # synchronised layers leave it out by themselves (`examples_present`).
+        # An empty micro-batch sends padding through the net, which must not change local statistics. Synchronised
+        # layers leave it out by themselves (`examples_present`).
         for statistic, before in zip(statistics, start, strict=True):
             statistic.assign(tf.where(present > 0, statistic.value, before))
         if record:
@@ -219,19 +222,20 @@ def make_share(net: Net, optimizer: Any, spec: StepSpec, record: Record | None =
 
 
 def values_of(variables: Sequence[Any]) -> list[Any]:
-    """The present values of variables, which later assignments do not change. Works in a graph."""
+    """Copies of variables' current values, which later assignments do not change. Works in a graph."""
     return [tf.identity(v.value) for v in variables]
 
 
 class Guard:
     """Undoes a step whose loss, weights or optimizer values are not finite (--on-nan skip).
 
-    Ranks have the same loss, weights and optimizer, so they decide alike without a message. An overflow under a loss
-    scale leaves weights and loss finite: the scale is halved, and this counts as no skipped step.
+    Ranks have the same loss, weights and optimizer, so all decide the same without a message. A gradient that overflows
+    under loss scaling leaves weights and loss finite: the optimizer halves the scale, and the step does not count as
+    skipped.
     """
 
     def __init__(self, model: keras.Model, optimizer: Any, averages: Sequence[Any]) -> None:
-        drawn = set(map(id, random_states(model)))  # as after any other step
+        drawn = set(map(id, random_states(model)))  # not undone: generators advance as in any other step
         self._of_forward = [v for v in model.non_trainable_variables if id(v) not in drawn]
         self._shared = [*model.trainable_variables, *optimizer.variables]
         memory = [v for kept in memory_of(optimizer) for v in (kept.error, kept.right)]
@@ -247,7 +251,7 @@ class Guard:
         return values_of(self._of_update)
 
     def undo_bad(self, results: Any, kept: Sequence[Any]) -> Any:
-        """A step's results [loss, ...], with a loss that is not finite where the values were put back to `kept`."""
+        """Put `kept` back if the step is bad. Return its results [loss, ...]; a bad step's loss is not finite."""
         floating = [v.value for v in self._shared if tf.as_dtype(v.dtype).is_floating]
         sound = [tf.reduce_all(tf.math.is_finite(value)) for value in floating]
         is_good = tf.reduce_all(tf.stack([tf.math.is_finite(results[0]), *sound]))
@@ -274,16 +278,16 @@ def make_train_step(
 
     Args:
         net: its model is trained.
-        optimizer: distributed with op "sum": it adds up the ranks' shares of the global gradient.
+        optimizer: distributed with op "sum", since each rank's gradient is its share of the global one.
         spec: what the step computes.
         averages: of the weights (`optim.averages`), updated after them.
-        probes: what looks into it.
+        probes: what observes the step.
 
     Returns:
         A function (micro_batches, global_count, learning_rate, notes) -> float [6], the same on every rank: the loss
-        of the global batch (mean cross-entropy plus weight decay; NaN where a variable is not finite; not finite where
-        the step was skipped), the part of it that is no cross-entropy, and the sums over all ranks of `notes`,
-        float32 [4] as of `Notes`. All travel with the gradients.
+        of the global batch (mean cross-entropy plus penalties; NaN if a variable is not finite; not finite if the step
+        was skipped), the penalties alone, and the sums over all ranks of `notes`, float32 [4] as in `Notes`. They are
+        reduced in the same message as the gradients.
     """
     times, record, verifier = probes or Probes()
     variables = net.model.trainable_variables
@@ -297,7 +301,7 @@ def make_train_step(
         optimizer.learning_rate.assign(learning_rate)
         if times:
             times.gradients_are(share.gradients)
-        # Horovod: gradients are summed over the ranks and applied; loss and notes travel in the same message.
+        # Horovod: sum gradients over the ranks and apply them; loss and notes are in the same message.
         loss_and_notes, *totals = apply_and_sum(optimizer, share.gradients, variables, own)
         if times:
             times.sums_are([loss_and_notes, *totals])
@@ -338,7 +342,7 @@ def make_train_step(
 
     def share_of_all(micro_batches: Sequence[MicroBatch], count: Any) -> Any:
         first = values_of(statistics)
-        # Every virtual shard begins with the statistics of the step's start; a rank's micro-batches follow each other.
+        # Every virtual shard starts from the statistics before the step; other micro-batches from the previous one's.
         shares = (
             share_from(b.image, b.label, b.weight, count, first if spec.virtual_shards else values_of(statistics))
             for b in micro_batches

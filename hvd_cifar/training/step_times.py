@@ -1,4 +1,4 @@
-"""Each rank's own time and its waiting time in the steps, taken inside the step's graph."""
+"""Each rank's computation and waiting times, measured inside the step's graph."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ T = TypeVar("T")
 class Times(NamedTuple):
     """Seconds of some steps of a rank.
 
-    compute: from asking for the batch to this rank's last gradient. wait: from there until the sums over all ranks are
-    there: for slower ranks, and for the network.
+    compute: from the request for the batch to this rank's last gradient.
+    wait: from there to the sums over all ranks, for slower ranks and for the network.
     """
 
     steps: int
@@ -29,24 +29,24 @@ def _now() -> Any:
 
 
 class StepTimes:
-    """Notes when a step's gradients and their sums are ready.
+    """Measures when a step's gradients and their sums are ready.
 
-    Two clock readings and two additions in the graph, on the CPU, which nothing else waits for. On a GPU the readings
-    tell when work is queued, not when it is done.
+    It adds two clock readings and two additions to the graph, on the CPU; no other operation waits for them. On a GPU
+    the readings tell when work is queued, not when it is done.
     """
 
     def __init__(self, deterministic: bool) -> None:
-        """`deterministic`: TensorFlow then refuses to read a clock, and Python reads it."""
+        """`deterministic`: Python reads the clock, since TensorFlow's deterministic mode refuses to."""
         self._deterministic = deterministic
         self._origin = time.time()
         with tf.device("/CPU:0"):
-            # Sums of times since `_origin`, and numbers of steps: of gradients, and of their sums.
+            # For gradients, then for their sums: the sum of times since `_origin`, and the number of steps.
             self._sums = tf.Variable([0.0] * 4, dtype=tf.float64, trainable=False, name="step_times")
         self._begun, self._steps = 0.0, 0
         self._taken = Times(0, 0.0, 0.0)
 
     def each(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches; a step begins when its batch is asked for."""
+        """Pass batches on. A step begins when its batch is requested."""
         iterator = iter(batches)
         while True:
             began = time.time() - self._origin
@@ -59,27 +59,27 @@ class StepTimes:
             yield batch
 
     def gradients_are(self, tensors: Sequence[Any]) -> None:
-        """In a graph: this rank's gradients are these."""
+        """To be called in a graph, with this rank's gradients."""
         self._note(tensors, 0)
 
     def sums_are(self, tensors: Sequence[Any]) -> None:
-        """In a graph: the sums over the ranks are these."""
+        """To be called in a graph, with the sums over the ranks."""
         self._note(tensors, 2)
 
     def _note(self, tensors: Sequence[Any], place: int) -> None:
         with tf.device("/CPU:0"), tf.control_dependencies([t for t in tensors if t is not None]):
             now = tf.numpy_function(_now, [], tf.float64) if self._deterministic else tf.timestamp()
-            # Adds the seconds since `_origin`, and 1, in as few operations as it takes.
+            # Adds the seconds since `_origin`, and 1 to the count, in one assignment.
             seconds, ones = np.eye(4)[place : place + 2]
             self._sums.assign_add(now * seconds + (ones - self._origin * seconds))
 
     def is_waiting(self) -> bool:
-        """Whether this rank's gradients are ready, and their sums are not."""
+        """Whether this rank's gradients are ready and their sums are not."""
         _, gradients, _, sums = self._sums.numpy()
         return bool(gradients > sums)
 
     def take(self) -> Times:
-        """The times since the last call; between two steps."""
+        """The times since the last call. To be called between two steps."""
         gradients, _, sums, steps = self._sums.numpy()
         found = Times(int(steps), gradients - self._begun, sums - gradients)
         last, self._taken = self._taken, found

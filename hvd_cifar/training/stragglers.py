@@ -1,4 +1,4 @@
-"""Ranks that are slow for long: gathered, recorded, and named once, by their computation or their network."""
+"""Finds ranks that stay slow, by computation or network, and names each once."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hvd_cifar.training.callbacks import Callback
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.step_times import StepTimes, Times
 
-EVERY = 100  # steps between gatherings, beside evaluations and checkpoints: one small message
-FEWEST = 10  # steps of a gathering: fewer tell little
-IN_A_ROW = 3  # gatherings
-SLOWER = 1.5  # times the median: a rank is slow
-WAITING = 0.5  # of a step, on every rank: the network is slow
-SLOWER_LINK = 1 / 3  # of the fastest link
+EVERY = 100  # steps between gatherings of the ranks' times; evaluations and checkpoints gather also
+FEWEST = 10  # steps in a gathering: the times of fewer are too noisy
+IN_A_ROW = 3  # gatherings in which a rank must be slow to be named
+SLOWER = 1.5  # a rank is slow if it computes this many times longer than the median
+WAITING = 0.5  # the network is slow if every rank waits for this share of a step
+SLOWER_LINK = 1 / 3  # a link is slow if it has at most this share of the fastest link's rate
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank tells: its host, its address, its times, seconds of a step, and its links' bytes/s by address."""
+    """What a rank reports: host, address, times, seconds per step, bytes/s of its links by the peer's address."""
 
     host: str
     address: str
@@ -35,7 +35,7 @@ class Seen:
 
 
 def slow_ranks(ranks: Sequence[Seen]) -> dict[int, str]:
-    """The slow ranks, and why, from one gathering."""
+    """The slow ranks of one gathering, each with the reason."""
     steps = [seen.times.compute / seen.times.steps for seen in ranks]
     usual = statistics.median_low(steps)
     found = {
@@ -44,12 +44,12 @@ def slow_ranks(ranks: Sequence[Seen]) -> dict[int, str]:
         if own > SLOWER * usual
     }
     waits = [seen.times.wait / (seen.times.compute + seen.times.wait) for seen in ranks]
-    if found or min(waits) < WAITING:  # a rank that hardly waits is the one that the others wait for
+    if found or min(waits) < WAITING:  # the others wait for a rank that hardly waits, not for the network
         return found
     rates = {(r, other): rate for r, seen in enumerate(ranks) for other, rate in seen.links.items()}
     slow = {ends: rate for ends, rate in rates.items() if rate <= SLOWER_LINK * max(rates.values())} or rates
     addresses = {seen.address: rank for rank, seen in reversed(list(enumerate(ranks)))}
-    # A link has two ends; the host with the most slow links is slow. With one slow link both ends are suspects.
+    # The host with the most slow links is slow. With a single slow link both of its hosts are suspects.
     ends = [{ranks[r].host, ranks[addresses[other]].host} for r, other in slow if other in addresses]
     counts = {host: sum(host in pair for pair in ends) for pair in ends for host in pair}
     hosts = {host for host, count in counts.items() if count == max(counts.values())}
@@ -79,11 +79,11 @@ class Stragglers(Callback):
             self._gather(run)
 
     def on_evaluation(self, run: Run, evaluation: Any) -> None:
-        """Gather: the ranks are together."""
+        """Gather here, where ranks wait for each other anyway."""
         self._gather(run)
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
-        """Gather: the ranks are together."""
+        """Gather here, where ranks wait for each other anyway."""
         self._gather(run)
 
     def _gather(self, run: Run) -> None:
@@ -111,6 +111,6 @@ class Stragglers(Callback):
         }
         for (rank, kind), reason in now.items():
             if self.in_a_row[rank, kind] == IN_A_ROW:
-                self.in_a_row[rank, kind] += 1  # once
+                self.in_a_row[rank, kind] += 1  # so that the rank is named once
                 line = f"rank {rank} on {ranks[rank].host} is slow since step {run.step}, {reason}"
                 self.reporter.warn(line, run.step)

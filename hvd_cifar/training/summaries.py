@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run beside its scalars of speed and accuracy."""
+"""What TensorBoard shows of a run besides the scalars of speed and accuracy."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.record import Record
 from hvd_cifar.training.run_dir import COURSE
 
-SHARE = 0.02  # of the time, which summaries take at most where no --summary-every is given
-TOWERS = 8  # ranks whose activations are shown, the first ones
+SHARE = 0.02  # limit of the share of time that summaries take, without --summary-every
+TOWERS = 8  # number of ranks, from rank 0 on, whose activations are shown
 IMAGES = 10
-MOST_CLASSES = 200  # of a confusion matrix that is drawn
-_NAMES = {"kernel": "weights", "bias": "biases"}  # of variables in TensorFlow's tutorial
+MOST_CLASSES = 200  # of a confusion matrix that is drawn: a larger picture would be unreadable
+_NAMES = {"kernel": "weights", "bias": "biases"}  # Keras's names, and those of TensorFlow's tutorial
 
 
 class Summaries(Callback):
-    """Shows a run in TensorBoard, under the names of TensorFlow's CIFAR-10 tutorial. Rank 0 writes.
+    """Shows a run in TensorBoard, with the names of TensorFlow's CIFAR-10 tutorial. Rank 0 writes.
 
-    Hyperparameters and the graph at the start; losses at each log line; the confusion matrix of each evaluation.
-    After the first step and every --summary-every steps a summary: histograms of the variables, of the averaged
-    gradients and of each rank's activations, the activations' sparsity, and images as the net gets them.
+    It writes hyperparameters and the graph at the start, losses at each log line, and the confusion matrix of each
+    evaluation. After the first step and every --summary-every steps it writes a summary: histograms of the variables,
+    of the reduced gradients and of each rank's activations, the activations' sparsity, and images as the net gets them.
     """
 
     def __init__(self, progress: Progress, record: Record | None, dataset: Dataset, reporter: Reporter) -> None:
-        """`record`: of the step's graph; None under --summary-every 0."""
+        """`record`: copies gradients and activations of a step; None with --summary-every 0."""
         self.progress = progress
         self.record = record
         self.dataset = dataset
         self.reporter = reporter
-        self.asked_step = 0  # whose gradients and activations are copied
+        self.asked_step = 0  # the step whose gradients and activations are copied
         self.seconds = 0.0  # that the last summary took
         self.ended = 0.0
 
@@ -58,7 +58,7 @@ class Summaries(Callback):
         self._ask(run)
 
     def on_step(self, run: Run) -> None:
-        """Show a summary of the step where it is due."""
+        """Show the graph, once it is traced, and a summary of the step where one is due."""
         if self.record and self.record.graph and self.reporter.begins_events:
             self.reporter.show(run.step, [], self.record.graph.as_graph_def().SerializeToString())
             self.reporter.begins_events = False
@@ -74,13 +74,13 @@ class Summaries(Callback):
             self.reporter.show(run.step, [board.scalars(raw | average._asdict())])
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Show which classes the net confuses."""
+        """Show the confusion matrix."""
         if evaluation.confusion is not None and self.dataset.classes <= MOST_CLASSES:
             matrix = evaluation.confusion.matrix.tolist()
             self.reporter.show(run.step, board.confusion(matrix, self.dataset.class_names))
 
     def on_rollback(self, run: Run) -> None:
-        """Ask anew."""
+        """Cancel the summary that was asked for, and ask again."""
         if self.record:
             self.record.ask(False)
         self.asked_step = 0
@@ -102,7 +102,7 @@ class Summaries(Callback):
     def _show(self, run: Run) -> None:
         """Show a summary of the last step. A collective."""
         assert self.record is not None, "it was asked"
-        self.progress.check_losses()  # waits for the device, which is no part of the summary's time
+        self.progress.check_losses()  # waits for the device: steps in progress do not count as time of the summary
         began = time.perf_counter()
         gradients, activations = self.record.take()
         own = {name: (board.histogram(v), float(np.mean(v == 0))) for name, v in activations.items()}
@@ -131,7 +131,7 @@ def _tag(variable: keras.Variable) -> str:
 
 
 def _images(batch: MicroBatch, class_names: tuple[str, ...]) -> dict[str, NDArray[np.uint8]]:
-    """Up to `IMAGES` images of a micro-batch, each of another class, by a tag that names the class."""
+    """Up to `IMAGES` images of a micro-batch, each of a different class, by tags that name the class."""
     labels = batch.label.numpy()[batch.weight.numpy() > 0]
     classes, places = np.unique(labels, return_index=True)
     images = tf.gather(batch.image, places[:IMAGES]).numpy()
@@ -140,7 +140,7 @@ def _images(batch: MicroBatch, class_names: tuple[str, ...]) -> dict[str, NDArra
 
 
 def _visible(image: NDArray[Any]) -> NDArray[np.uint8]:
-    """float [height, width, channels] -> uint8 [height, width, 1 or 3], the smallest value 0 and the largest 255."""
+    """float [height, width, channels] -> uint8 [height, width, 1 or 3], scaled so that values range from 0 to 255."""
     shown = image if image.shape[-1] == 3 else image[..., :1]
     low, high = shown.min(), shown.max()
     return ((shown - low) * (255 / max(high - low, 1e-12))).round().astype(np.uint8)

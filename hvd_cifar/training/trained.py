@@ -1,4 +1,4 @@
-"""A trained run: its settings, and its net at a checkpoint, without the data set where that is not needed."""
+"""A trained run: its settings and its net at a checkpoint, without reading its data set."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Trained:
     Attributes:
         settings: the run's, with its recipe's values.
         facts: the "run" section of config.json.
-        dataset: the run's, but without examples.
+        dataset: the run's data set, without examples.
         model: from images as the transforms make them to logits [b, classes].
         transforms: from the data set's images to what the net sees.
         checkpoint, step: of the weights.
@@ -51,7 +51,7 @@ class Trained:
 
 
 def load(settings: RunSettings) -> Trained:
-    """The net of a run, in a process that runs alone, without the run's data set.
+    """Load the net of a run in a single process, without the run's data set.
 
     Raises:
         UserError: where there is no such run, checkpoint or net.
@@ -59,7 +59,7 @@ def load(settings: RunSettings) -> Trained:
     if (launched_size() or 1) > 1:
         raise UserError("a launcher started this command several times; it runs in one process: call it once")
     for gpu in tf.config.list_physical_devices("GPU"):
-        tf.config.experimental.set_memory_growth(gpu, True)  # a run may be training there
+        tf.config.experimental.set_memory_growth(gpu, True)  # leave memory to a run that may be training there
     trained, path = find(settings, needs_data=False)
     facts = checkpoint.recorded(settings.run_dir / "config.json")["run"]
     dataset = run_dir.described(facts, settings.run_dir)
@@ -82,12 +82,12 @@ def load(settings: RunSettings) -> Trained:
 
 
 def find(settings: RunSettings, needs_data: bool) -> tuple[TrainSettings, Path]:
-    """The run's settings, with those in `settings` instead where they are given, and the checkpoint.
+    """The run's settings, overridden by those given in `settings`, and the path of the checkpoint.
 
     Raises:
         UserError: where there is no such run or checkpoint.
     """
-    values = settings_of(settings.run_dir) | {"hold_out": None}  # the test set is for evaluation
+    values = settings_of(settings.run_dir) | {"hold_out": None}  # only the test set is evaluated
     instead = ("model", "dataset", "data_dir", "test_time_augmentation")
     values.update({name: v for name in instead if (v := getattr(settings, name, None)) is not None})
     if not needs_data:
@@ -104,12 +104,12 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
     if not recorded.exists():
         raise UserError(f"{run_dir}: there is no run (no config.json); give the folder of a run")
     values = config.read_file(recorded)
-    # No steps are made: the number of ranks need not fit the run's global batch.
+    # Evaluation makes no steps, so the number of ranks need not fit the run's global batch.
     values |= {"virtual_shards": None, "gradient_accumulation": 1, "global_batch_size": None, "batch_size": 1}
     return values | {"image_sizes": [], "callbacks": []}
 
 
 def state_of(net: Net, settings: TrainSettings) -> checkpoint.State:
-    """What an evaluation reads from a checkpoint: the net's weights, and their averages where the run keeps them."""
+    """What an evaluation reads from a checkpoint: the net's weights, and their moving averages if the run has them."""
     decay = settings.ema_decay
     return checkpoint.State(net, None, MovingAverage(net.model.trainable_variables, decay) if decay else None)

@@ -1,4 +1,4 @@
-"""The training loop: the page to read first."""
+"""The training loop. Read this file first."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.run_dir import read_summary
 from hvd_cifar.training.step import Notes, TrainStep
 
-LONGEST_WHY = 300  # characters of an error in the record of the run
+LONGEST_WHY = 300  # characters of an error in the run's record
 
 
 @dataclass(frozen=True)
 class OfUser:
-    """Objects that a Python program passes instead of names; None: the settings name it."""
+    """Objects that a Python program passes instead of names. None: the settings name the object."""
 
     model: Callable[..., Any] | None = None
     dataset: Dataset | Callable[[], Dataset] | None = None
@@ -34,7 +34,7 @@ class OfUser:
 
 
 class Trainer:
-    """The loop over global steps. Everything but the steps themselves is done by callbacks."""
+    """The loop over global steps. Callbacks do everything else."""
 
     def __init__(
         self,
@@ -44,20 +44,20 @@ class Trainer:
         batches: Callable[[int], Iterator[list[MicroBatch]]],
         reporter: Reporter,
     ) -> None:
-        """`progress`: the state behind `run`. `batches`: step -> this rank's micro-batches of the steps after it."""
+        """`progress`: the state that `run` shows. `batches`: step -> this rank's micro-batches of each later step."""
         self.run = run
         self.progress = progress
         self.step = step
         self.batches = batches
         self.reporter = reporter
         self.callbacks: Sequence[Callback] = ()
-        self.go_back: Callable[[Diverged], None] | None = None  # of --on-nan rollback
+        self.go_back: Callable[[Diverged], None] | None = None  # with --on-nan rollback
 
     def train(self) -> dict[str, Any]:
-        """Make all steps that are left, and return the run's summary; a collective.
+        """Make the remaining steps, and return the run's summary. A collective.
 
         Raises:
-            Preempted: on all ranks, after a checkpoint, where a signal has asked one of them to stop.
+            Preempted: on all ranks, after a checkpoint, where a signal asks one of them to stop.
         """
         if self.progress.step == self.run.total_steps:
             done: dict[str, Any] = collectives.broadcast_object(read_summary(self.run.run_dir))
@@ -72,7 +72,7 @@ class Trainer:
                     self._make_steps(requests)
                     self.tell("on_end")
                     return dict(self.run.summary)
-                except Diverged as failure:  # on all ranks: they have the same losses
+                except Diverged as failure:  # raised on all ranks alike, since they have the same losses
                     if self.go_back is None:
                         raise
                     self.go_back(failure)
@@ -100,14 +100,14 @@ class Trainer:
             raise Preempted
 
     def tell(self, event: str, *values: Any) -> None:
-        """Call a method of every callback, in their order."""
+        """Call the method `event` of every callback, in order."""
         for callback in self.callbacks:
             with self.progress.watch.phase(f"{type(callback).__name__}.{event}"):
                 getattr(callback, event)(self.run, *values)
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[StopRequests]:
-        """Take requests to stop, and open the run's files, in the block; close both at its end, also after an error."""
+        """A context in which signals are requests to stop, and the run's files are open. An error closes them also."""
         first, total = self.run.step, self.run.total_steps
         requests = StopRequests(
             self.run.settings.grace_seconds, self.run.world.is_root, lambda: str(self.progress.kept)
@@ -136,7 +136,7 @@ class Trainer:
 
 
 def _why(failure: BaseException) -> str:
-    """Why a run fails, in a line for its record."""
+    """Why a run failed, in one line for its record."""
     if isinstance(failure, (UserError, TrainingError)):
         return " ".join(str(failure).split())[:LONGEST_WHY]
     if words := lost_rank(failure):

@@ -1,4 +1,4 @@
-"""A user's own model, data set or callback: an object by its name, the same on every rank of every host."""
+"""Loads a user's own model, data set or callback by name: the same object on every rank of every host."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hvd_cifar.errors import UserError, cause_of
 def load(spec: str, option: str) -> Any:
     """The object that FILE.py:NAME or package.module:NAME names. A collective.
 
-    Every rank runs rank 0's text of FILE.py, also on a host that lacks the file. Modules that it imports from its own
+    Every rank runs rank 0's text of FILE.py, even on a host that lacks the file. Modules that FILE.py imports from its
     folder must be on every host.
 
     Args:
-        spec: checked by `config`.
+        spec: as `config` has checked it.
         option: for messages, such as "--model".
 
     Raises:
-        UserError: on every rank, with the cause, where one rank cannot find or run it.
+        UserError: on every rank, with the cause, where one rank cannot find or run the object.
     """
     place, _, name = spec.rpartition(":")
     text = collectives.on_root(lambda: _read(Path(place), f"{option} {spec}")) if place.endswith(".py") else None
@@ -35,7 +35,7 @@ def load(spec: str, option: str) -> Any:
 
 
 def load_alone(spec: str, option: str) -> Any:
-    """The same in a process that runs alone; no collective."""
+    """As `load`, in a single process and without collectives."""
     place, _, name = spec.rpartition(":")
     what = f"{option} {spec}"
     return _object(place, name, _read(Path(place), what) if place.endswith(".py") else None, what)
@@ -60,7 +60,7 @@ def _object(place: str, name: str, text: str | None, what: str) -> Any:
 
 @contextmanager
 def errors_of(what: str) -> Iterator[None]:
-    """Raise an error of the user's code in the block as a UserError of one line: what failed, and the cause."""
+    """Turn an error of the user's code in the block into a UserError of one line: `what` failed, and the cause."""
     try:
         yield
     except UserError:
@@ -69,18 +69,19 @@ def errors_of(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {cause_of(failure)}") from failure
 
 
-_copies: list[tempfile.TemporaryDirectory[str]] = []  # of files that this host lacks; removed when the process ends
+# Of files that this host lacks, or has with another text; removed when the process ends.
+_copies: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _module_of(file: Path, text: str) -> Any:
-    """The file as a module, run once in a process. It can import modules of its folder that nothing installed hides."""
+    """The file as a module, run once per process. It can import modules of its folder, after installed ones."""
     name = f"{file.stem}_{hashlib.sha256(f'{file}{text}'.encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     folder = file.parent
     if not (file.exists() and file.read_text(encoding="utf-8") == text):
         _copies.append(tempfile.TemporaryDirectory(prefix="hvd_cifar-"))
-        file = Path(_copies[-1].name) / file.name  # a file, not the text alone, so that tracebacks show its lines
+        file = Path(_copies[-1].name) / file.name  # in a file, so that tracebacks show its lines
         file.write_text(text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec and spec.loader

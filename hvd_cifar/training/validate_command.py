@@ -1,4 +1,4 @@
-"""The `validate` command: evaluates the snapshots of a run that another job trains (--validation-ranks)."""
+"""The `validate` command: evaluates snapshots of a run that another job trains (--validation-ranks)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def validate_run(settings: ValidateSettings) -> None:
-    """Evaluate the newest snapshot again and again, on all ranks of this job, until a signal ends it."""
+    """Evaluate each newest snapshot on all ranks of this job, until a signal ends it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with session() as world:
         lock, evaluate = None, None
@@ -34,18 +34,18 @@ def validate_run(settings: ValidateSettings) -> None:
                 lock = lock or snapshots.follow(settings.run_dir)
             path = collectives.broadcast_object(snapshots.take(settings.run_dir) if lock else None)
             if path is None:
-                time.sleep(SECONDS_BETWEEN_LOOKS)  # every rank: one that waits in a collective takes a core
+                time.sleep(SECONDS_BETWEEN_LOOKS)  # on every rank: waiting in a collective would keep a core busy
                 continue
-            # The first snapshot follows config.json, which says what it is of.
+            # Only now: training writes config.json, which the evaluator reads, before the first snapshot.
             evaluate = evaluate or _evaluator(settings.run_dir, world)
             found = evaluate(path)
             if world.is_root and found:
-                with contextlib.suppress(OSError):  # training has gone back to an earlier step
+                with contextlib.suppress(OSError):  # training has returned to an earlier step, and removed the snapshot
                     snapshots.answer(path, found)
 
 
 def _evaluator(run_dir: Path, world: World) -> Callable[[Path], Evaluation | None]:
-    """A function that evaluates a snapshot; None: it is gone. A collective, as is the function."""
+    """A function that evaluates a snapshot, or returns None where it is gone. Both are collectives."""
     trained = collectives.on_root(lambda: config.make(TrainSettings, settings_of(run_dir)))
     net = RestoredNet(trained, world)
     part = "validation" if net.work.dataset.validation else "test"

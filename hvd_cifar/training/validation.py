@@ -1,4 +1,4 @@
-"""Evaluations by another job while this one trains, the best weights, and the end of a run that no longer improves."""
+"""Evaluation by another job while this one trains (`Beside`); the best weights and early stopping (`Best`)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from hvd_cifar.training.evaluate import Evaluation
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.snapshots import Snapshots
 
-SECONDS_BETWEEN_LOOKS = 1.0  # for results
-SECONDS_BETWEEN_LAST_LOOKS = 0.2
-SECONDS_TO_COME = 300.0  # from the first step, for validation ranks to start
-SECONDS_FOR_LAST = 600.0  # after the last step, for the results that are missing
+SECONDS_BETWEEN_LOOKS = 1.0  # for results, while training
+SECONDS_BETWEEN_LAST_LOOKS = 0.2  # after the last step
+SECONDS_TO_COME = 300.0  # for validation ranks to start, from the first step on
+SECONDS_FOR_LAST = 600.0  # for missing results, after the last step
 
 
 class Beside(Callback):
-    """Gives snapshots to validation ranks (--validation-ranks) where an evaluation is due, and reports their results.
+    """Offers snapshots to validation ranks (--validation-ranks) where an evaluation is due, and reports their results.
 
-    Rank 0 alone sees files. The ranks learn with the loss of a step that results have come, and get them together.
+    Only rank 0 reads the files. It tells the others with a step's loss (`Notes.news`) that results have arrived, and
+    then broadcasts them.
     """
 
     def __init__(
@@ -52,13 +53,13 @@ class Beside(Callback):
         self.has_met = False  # validation ranks
 
     def on_start(self, run: Run) -> None:
-        """Offer what a stop left out, in favour of its checkpoint."""
+        """Offer the snapshot that was skipped when the run stopped: a checkpoint came first."""
         self.began = time.monotonic()
         if run.evaluation_is_due and not self.progress.stop_requested:
             self._offer(run)
 
     def on_step(self, run: Run) -> None:
-        """Report results that have come, and offer a snapshot where one is due."""
+        """Report new results, and offer a snapshot where one is due."""
         if self.progress.news:
             self._report(run)
         if run.evaluation_is_due and not self.progress.stop_requested:
@@ -67,12 +68,12 @@ class Beside(Callback):
             self._look()
 
     def on_rollback(self, run: Run) -> None:
-        """Forget what is of later steps; `Best` removes their snapshots."""
+        """Forget results; `Best` removes the snapshots of later steps."""
         self.results = []
         self.reported.clear()
 
     def on_end(self, run: Run) -> None:
-        """Wait for the last results. The last step is evaluated beside only where examples are held out."""
+        """Wait for the last results. The last step needs a snapshot only where examples are held out."""
         self.progress.check_losses()
         with self.progress.aside("evaluation"):
             if self.watched != "test":
@@ -81,7 +82,7 @@ class Beside(Callback):
             while waits:
                 self.progress.watch.mark("validation")
                 time.sleep(SECONDS_BETWEEN_LAST_LOOKS)
-                waits = collectives.broadcast_object(self._is_awaited(end))  # before the look: none comes after it
+                waits = collectives.broadcast_object(self._is_awaited(end))  # first: the last look misses nothing
                 self._look()
                 self._report(run)
         if self.snapshots:
@@ -89,7 +90,7 @@ class Beside(Callback):
                 self.reporter.missing(step, "no validation rank has answered")
 
     def _is_awaited(self, end: float) -> bool:
-        """Whether a result may still come. On rank 0."""
+        """Whether a result may still arrive; False on ranks other than 0."""
         if not self.snapshots or not self.snapshots.pending():
             return False
         now, may_come = time.monotonic(), not self.has_met and time.monotonic() < self.began + SECONDS_TO_COME
@@ -118,7 +119,7 @@ class Beside(Callback):
                 self.snapshots.discard(found.step)
 
     def _offer(self, run: Run) -> None:
-        """Write a snapshot of this step, unless it has been evaluated. A collective, of what ranks average."""
+        """Write a snapshot of this step, unless the step is evaluated. A collective, since ranks average statistics."""
         self.progress.check_losses()
         with self.progress.aside("evaluation"):
             self.statistics.average(run.step)
@@ -129,7 +130,7 @@ class Beside(Callback):
 
 
 class Best(Callback):
-    """Keeps the weights of the best evaluation, and ends a run whose evaluations have not improved for long."""
+    """Keeps the weights of the best evaluation, and ends a run by --early-stopping."""
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ class Best(Callback):
         watched: str,
         results: dict[str, Any],
     ) -> None:
-        """`snapshots`, `watched`: as for `Beside`; `results`: those that `Run` shows."""
+        """`snapshots`, `watched`: as for `Beside`; `results`: of `Summariser`."""
         self.progress = progress
         self.snapshots = snapshots
         self.reporter = reporter
@@ -147,10 +148,10 @@ class Best(Callback):
         self.results = results
         self.best: Evaluation | None = None
         self.newest: Evaluation | None = None
-        self.since = 0  # evaluations since the best one
+        self.since = 0  # number of evaluations since the best one
 
     def on_start(self, run: Run) -> None:
-        """Go on from the evaluations on record; the same on all ranks."""
+        """Continue from the recorded evaluations, which rank 0 broadcasts."""
         if self.snapshots:
             self.best = self.snapshots.best()
             steps = self.reporter.evaluated[self.watched]
@@ -159,7 +160,7 @@ class Best(Callback):
         self._end_where_due(run)
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Compare with the best one so far: all ranks have the same two."""
+        """Compare with the best one so far. All ranks have the same two, and decide the same."""
         if evaluation.part != self.watched:
             return
         self.newest = evaluation
@@ -173,14 +174,14 @@ class Best(Callback):
                 self.snapshots.keep(evaluation, run.step)
 
     def on_rollback(self, run: Run) -> None:
-        """Forget what is of later steps."""
+        """Forget evaluations of later steps."""
         self.progress.ends_early = ""
         if self.snapshots:
             self.snapshots.go_back(run.step)
         self.on_start(run)
 
     def on_end(self, run: Run) -> None:
-        """Show the best evaluation, and remove snapshots that nobody waits for."""
+        """Put the best and the newest evaluation into the summary, and remove all other snapshots."""
         for name, found in (("best", self.best), ("newest", self.newest)):
             if found:
                 self.results[name] = {"step": found.step, f"{self.watched}_accuracy": found.plain_accuracy}
@@ -199,7 +200,7 @@ class Best(Callback):
 
 @contextlib.contextmanager
 def _told(reporter: Reporter, what: str) -> Iterator[None]:
-    """Tell where the block cannot write its files, and go on: training does not depend on them."""
+    """Warn if the block cannot write its files, and continue: training does not depend on them."""
     try:
         yield
     except (OSError, tf.errors.OpError) as failure:

@@ -1,4 +1,4 @@
-"""Wrong gradients found and put right (--verify-every): a rank's share of a step is computed again on another rank."""
+"""Finds and corrects wrong gradients (--verify-every): another rank recomputes a rank's share of a step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from hvd_cifar.runtime.world import World
 
 
 class Result(NamedTuple):
-    """What a rank computes of its micro-batches, as arrays.
+    """What a rank computes from its micro-batches, as arrays.
 
-    share: the flat `Share`. state: the variables of this rank alone, after it.
+    share: the flattened `Share`.
+    state: the variables that differ between ranks, after the computation.
     """
 
     share: list[Any]
@@ -37,25 +38,25 @@ class Result(NamedTuple):
 
 
 class Verifier:
-    """Every N steps the share of one rank, each in turn, is computed again on the next rank, and compared bit for bit.
+    """Every N steps the next rank recomputes one rank's share, and the bits are compared; ranks take turns.
 
-    Two results cannot tell which of them is wrong. Where they differ, both ranks compute again, and so does a third
-    rank if there is one. The result of more than half of these computations is taken as right.
+    Two different results do not show which one is wrong. Both ranks then compute again, and so does a third rank if
+    there is one. The result of more than half of all computations counts as right.
     """
 
     def __init__(self, world: World, state: Sequence[keras.Variable], every: int, reporter: Reporter) -> None:
-        """`state`: variables that a share depends on or changes, and that each rank has for itself."""
-        self.step = 0  # the present one, counted from 1
+        """`state`: variables that a share depends on or changes, and that differ between ranks."""
+        self.step = 0  # the current step, counted from 1
         self._world = world
         self._state = state
         self._every = every
         self._reporter = reporter
 
     def share(self, micro_batches: Sequence[MicroBatch], compute: Callable[[Sequence[MicroBatch]], Any]) -> Any:
-        """This rank's share of the next step, as `compute` returns it, or the right one instead. A collective.
+        """This rank's share of the next step: that of `compute`, unless it is found wrong. A collective.
 
         Raises:
-            TrainingError: on all ranks, where it cannot be told which rank is wrong.
+            TrainingError: on all ranks, where no result has a majority.
         """
         self.step += 1
         before = self._values()

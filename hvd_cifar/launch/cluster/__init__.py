@@ -1,1 +1,1 @@
-"""Hosts that share nothing but ssh: their names and slots, programs run on them, the network between them."""
+"""Other hosts, reached by ssh or srun: names and slots, programs that run there, and the network between hosts."""

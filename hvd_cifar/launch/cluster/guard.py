@@ -1,8 +1,8 @@
 """The parent of one rank of horovodrun: `python -m hvd_cifar.launch.cluster.guard --subnet 10.0.0.0/24 PROGRAM ...`.
 
-It does two things that horovodrun does not. It tells Gloo the name of this host's card on the subnet, which may differ
-between hosts; horovodrun has one name for all. It ends the rank when its ssh session ends: nobody else does, and ranks
-would train on after a Ctrl-C.
+It does two things that horovodrun does not. It tells Gloo the name of this host's network card on the subnet, since
+horovodrun passes one name to all hosts. It ends the rank when its ssh session ends, since ranks would otherwise train
+on after a Ctrl-C.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _end(rank: subprocess.Popen[bytes]) -> int:
 
 
 def card_on(subnets: str) -> str | None:
-    """The name of this host's card on one of the subnets, a list with commas."""
+    """The name of this host's network card on one of the comma-separated subnets; None: it has none."""
     wanted = [ipaddress.ip_network(subnet) for subnet in subnets.split(",")]
     for name, addresses in psutil.net_if_addrs().items():
         for entry in addresses:
@@ -66,8 +66,8 @@ def card_on(subnets: str) -> str | None:
 def starters_of(pid: int) -> list[psutil.Process]:
     """The parents of a process up to its sshd; [] where horovodrun on this host started it.
 
-    horovodrun starts ranks on its own host as child processes. An sshd above horovodrun is the user's login, which may
-    end while the job goes on.
+    On its own host horovodrun starts ranks as child processes. An sshd above horovodrun is the user's login, which may
+    end before the job does.
     """
     found = []
     for parent in psutil.Process(pid).parents():

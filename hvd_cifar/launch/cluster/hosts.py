@@ -13,20 +13,20 @@ from pathlib import Path
 from hvd_cifar.errors import UserError
 
 MOST_RANKS_BY_DEFAULT = 8
-MOST_BYTES = 1 << 20  # of a hostfile: 20,000 hosts and more
-MOST_SHOWN = 80  # characters of a wrong line
+MOST_BYTES = 1 << 20  # of a hostfile: enough for 20,000 hosts
+MOST_SHOWN = 80  # characters of a wrong line in an error message
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host, and the largest number of ranks on it."""
+    """A host, and how many ranks it may have."""
 
     name: str
     slots: int
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Hosts as in `-H a:4,b:4`; a host without a number has one slot. Raises UserError."""
+    """Hosts from a text such as a:4,b:4; a host without a number has one slot. Raises UserError."""
     hosts = []
     where = f"-H {_shown(text)}"
     for part in text.split(","):
@@ -39,7 +39,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Hosts of a file with lines `NAME slots=N`; blank lines and comments (#) are skipped. Raises UserError."""
+    """Hosts from a file with lines `NAME slots=N`; blank lines and comments (#) are skipped. Raises UserError."""
     try:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
@@ -72,24 +72,24 @@ def count(text: str, what: str, least: int = 1) -> int:
 
 
 def _shown(text: str) -> str:
-    """The text on one line, and not longer than that."""
+    """The text on one line, at most `MOST_SHOWN` characters."""
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
 
 
 def _check_each_is_there_once(hosts: Sequence[Host], where: str) -> None:
     for name, times in Counter(host.name for host in hosts).items():
-        if times > 1:  # launchers disagree on its meaning
+        if times > 1:  # mpirun and horovodrun would treat it differently
             raise UserError(f"{where}: {_shown(name)} is there twice; give it one line with all its slots")
 
 
 def hosts_of_ranks(hosts: Sequence[Host], ranks: int) -> list[str]:
-    """Each rank's host by name. As every launcher does here, the first host is filled before the next."""
+    """Each rank's host by name: ranks fill one host before the next, as under mpirun and horovodrun here."""
     return list(itertools.islice((host.name for host in hosts for _ in range(host.slots)), ranks))
 
 
 def ranks_by_default(gpus: int, cores: int) -> int:
-    """One rank per GPU, else one per core; at most 8, since more ranks gain little on an ordinary batch."""
+    """One rank per GPU, else one per core. At most 8, since more ranks gain little with the default batch sizes."""
     return min(gpus or cores, MOST_RANKS_BY_DEFAULT)
 
 

@@ -1,7 +1,7 @@
-"""The network that all hosts of a job share: found by asking each host, and tried between every two of them.
+"""The network that all hosts of a job share: found by asking each host, and tested between every two hosts.
 
-Without it MPI and Gloo use every card that is up, and hang on one that leads nowhere, or whose address is the same on
-every host (a container bridge).
+Unless they are given a network, MPI and Gloo use every card that is up. They then hang on a card that leads nowhere, or
+that has the same address on every host (a container bridge).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SECONDS_TO_ANSWER = 60.0
 
 
 class Unreachable(UserError):
-    """Some hosts of a job cannot take part; the others might go on without them."""
+    """Some hosts of a job cannot take part. An elastic job may continue without them."""
 
     def __init__(self, message: str, hosts: Sequence[str]) -> None:
         super().__init__(message)
@@ -45,8 +45,8 @@ class Card:
 class Report:
     """What a host reports of itself.
 
-    ports: where it listens while the hosts connect to each other: one of the range of Gloo's ranks, then one of MPI's.
-    gpus: how many GPUs a process sees there.
+    ports: that it listens at for the connection test: one as Gloo's ranks do, then one as MPI's do.
+    gpus: number of GPUs that a process sees there.
     """
 
     hostname: str
@@ -58,7 +58,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Network:
-    """A network that all hosts are on: its subnet, such as 10.0.0.0/24, and each host's card on it.
+    """A network that joins all hosts: its subnet, such as 10.0.0.0/24, and each host's card on it.
 
     Where routers join hosts on different subnets, `subnet` lists the subnets with commas.
     """
@@ -68,20 +68,20 @@ class Network:
 
     @property
     def card_names(self) -> list[str]:
-        """The different names of the cards; most clusters have one."""
+        """The distinct names of the cards. In most clusters all hosts have the same one."""
         return sorted({card.name for card in self.cards.values()})
 
 
 def candidates(reports: Mapping[str, Report], resolved: Mapping[str, str | None]) -> list[Network]:
     """The networks that may join all hosts, the best one first.
 
-    A network is a subnet on which every host has an address of its own. Faster subnets come first, then those of the
-    addresses that the hosts' names resolve to. Where no subnet has all hosts, each host's card is the one with the
-    address of its name.
+    A network is a subnet on which every host has a different address. Faster subnets come first; among equally fast
+    ones, those of the addresses that the hosts' names resolve to. Where no subnet has all hosts, the network consists
+    of the cards to whose addresses the names resolve.
 
     Args:
         reports: of each host.
-        resolved: the address of each host's name on this machine; None: unknown name.
+        resolved: the address to which this machine resolves each host's name; None: unknown name.
     """
     subnets = {card.subnet for report in reports.values() for card in report.cards}
     found = []
@@ -111,13 +111,13 @@ def candidates(reports: Mapping[str, Report], resolved: Mapping[str, str | None]
 
 
 def find_network(participants: Participants, gloo: bool) -> tuple[Network, dict[str, Report]]:
-    """The network of a job, after each host has connected to every other one on it; and what the hosts report.
+    """The network of a job, on which each host has connected to every other one, and the hosts' reports.
 
-    `gloo`: whether the job runs over Gloo, which crashes on a host that cannot resolve its own name.
+    `gloo`: the job runs over Gloo, which crashes on a host that cannot resolve its own name.
 
     Raises:
-        Unreachable: a host cannot be reached, has no environment, or cannot reach another one.
-        UserError: the hosts have no network in common, or one of them cannot be used.
+        Unreachable: a host cannot be reached, has no environment, or cannot reach another host.
+        UserError: the hosts have no network in common, or one of them cannot resolve its own name.
     """
     with asked(participants) as (probes, silent):
         if silent:
@@ -146,14 +146,14 @@ def find_network(participants: Participants, gloo: bool) -> tuple[Network, dict[
 
 
 class Probe:
-    """The program `probe.py` on one host."""
+    """The program `probe.py`, running on one host."""
 
     def __init__(self, participants: Participants, host: str) -> None:
         self.program = Program(participants, host, PROBE.read_text(), SECONDS_TO_ANSWER)
         self.report = Report("", False, ())
 
     def listen(self) -> tuple[str, str] | None:
-        """Wait for the host's report. Without one, return what is wrong with the host, and what to do."""
+        """Wait for the host's report. If none comes, return what is wrong with the host, and what to do."""
         said = self.program.hear(b"{")
         if said is None:
             return self.program.why()
@@ -170,7 +170,7 @@ class Probe:
         return None
 
     def ask(self, targets: list[tuple[str, int]]) -> list[bool]:
-        """Whether the host connects to each of these addresses and ports. To be called once."""
+        """For each address and port, whether the host can connect to it. To be called once."""
         self.program.say(targets)
         return self.program.hear(b"[") or [False] * len(targets)
 
@@ -181,7 +181,7 @@ class Probe:
 
 @contextlib.contextmanager
 def asked(participants: Participants) -> Iterator[tuple[dict[str, Probe], dict[str, tuple[str, str]]]]:
-    """Ask all hosts at once: probes of those that report; what is wrong with each other one, and what to do."""
+    """Probe all hosts at once. Yields the probes of hosts that report; of others, what is wrong and what to do."""
     probes: dict[str, Probe] = {}
     with ThreadPoolExecutor(max_workers=len(participants.hosts)) as pool:
         try:
@@ -190,19 +190,19 @@ def asked(participants: Participants) -> Iterator[tuple[dict[str, Probe], dict[s
             answers = dict(zip(probes, pool.map(Probe.listen, probes.values()), strict=True))
             silent = {host: fault for host, fault in answers.items() if fault is not None}
             yield {host: probe for host, probe in probes.items() if host not in silent}, silent
-        finally:  # before the pool waits for its threads: the end of a program ends their waiting
+        finally:  # inside the pool's block: its threads wait for these programs, and the pool for its threads
             for probe in probes.values():
                 probe.end()
 
 
 @dataclass(frozen=True)
 class NoWay:
-    """One host cannot connect to another one at a card's address: at some port, or at any."""
+    """One host cannot connect to another one at a card's address: at one port, or at any."""
 
     here: str
     there: str
     card: Card
-    port: int | None = None  # None: at no port
+    port: int | None = None  # None: at any port
 
     def __str__(self) -> str:
         port = f", port {self.port}" if self.port else ""
@@ -212,7 +212,7 @@ class NoWay:
 
 
 def try_out(networks: Sequence[Network], probes: Mapping[str, Probe], gloo: bool) -> list[list[NoWay]]:
-    """The connections that fail on each network; every host tries every other one.
+    """Test the networks: every host connects to every other one. Return the connections that fail on each network.
 
     `gloo`: MPI's ports are not tried.
     """
@@ -246,7 +246,7 @@ def _first_address(report: Report) -> str:
 
 
 def resolve(host: str) -> str | None:
-    """The address of a name on this machine; None: unknown name."""
+    """The address to which this machine resolves a name; None: unknown name."""
     try:
         return socket.gethostbyname(host)
     except OSError:

@@ -1,8 +1,8 @@
-"""A program that the launcher sends to each host over ssh: it reports on the host, and tries connections to others.
+"""A program that the launcher sends to each host: it reports on the host, and tests connections to the others.
 
-It writes a line of JSON (its name, network cards, GPUs, and the ports that it listens at), reads one (addresses and
-ports), writes which of them it could connect to, and ends. It also ends when its input is closed. It imports nothing of
-this package, of which the host may have another version.
+It writes a line of JSON (host name, network cards, GPUs, the ports that it listens at), reads one (addresses and
+ports), and writes to which of them it could connect. It ends when its input is closed. It imports nothing of this
+package, since the host may have another version.
 """
 
 import json
@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 
 CONNECT_SECONDS = 3.0
-# Open MPI's ranks listen from here on (btl_tcp_port_min_v4); Gloo's at ports that the system chooses.
+# Open MPI's ranks listen at ports from here on (btl_tcp_port_min_v4), Gloo's at ports that the system chooses.
 FIRST_MPI_PORT = 1024
 
 
@@ -52,7 +52,7 @@ def reaches(target: "list[str | int]") -> bool:
 
 
 def listeners() -> "list[socket.socket]":
-    """Sockets that listen at a port like Gloo's and one like MPI's. Connections stay in the backlog, not accepted."""
+    """Sockets that listen at a port as Gloo's ranks do, and at one as MPI's do. Connections wait in the backlog."""
     found = [socket.create_server(("0.0.0.0", 0), backlog=512)]
     for port in range(FIRST_MPI_PORT, FIRST_MPI_PORT + 100):
         try:
@@ -72,7 +72,7 @@ def list_gpus() -> str:
 
 
 def main() -> None:
-    """See the module."""
+    """Report, and test connections; see the module."""
     listening = listeners()
     name = socket.gethostname()
     report = {
@@ -90,7 +90,7 @@ def main() -> None:
     targets = json.loads(asked)
     with ThreadPoolExecutor(max_workers=32) as pool:
         print(json.dumps(list(pool.map(reaches, targets))), flush=True)
-    # The listeners stay until all hosts have tried; then the launcher closes this program's input.
+    # The listeners stay open until all hosts have connected. The launcher then closes this program's input.
     sys.stdin.read()
 
 

@@ -1,4 +1,4 @@
-"""A Python program that is sent to another host, and exchanges lines of JSON with this one."""
+"""Runs a Python program on another host, and exchanges lines of JSON with it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class Way(Protocol):
 class Participants:
     """The hosts that take part in a job, and how to run a program on them.
 
-    hosts: their names; `here` is among them, and is this machine, where programs are started directly.
-    python: the interpreter, at the same path on every host.
-    way: to the other hosts.
+    hosts: their names.
+    here: the name of this machine among them, where programs are started directly.
+    python: path of the interpreter, the same on every host.
+    way: how to run commands on the other hosts.
     """
 
     hosts: Sequence[str]
@@ -49,9 +50,9 @@ class Program:
     """A program that runs on one host. The caller must `end` it; on the host it ends when its input is closed."""
 
     def __init__(self, participants: Participants, host: str, text: str, seconds: float) -> None:
-        """Start the program `text` on `host`, and end it after `seconds` at the latest.
+        """Start the program `text` on `host`. It is killed after `seconds`.
 
-        Raises UserError where the command that leads there (ssh, srun) is not installed.
+        Raises UserError where ssh or srun is not installed here.
         """
         self.host = host
         self.python = participants.python
@@ -64,7 +65,7 @@ class Program:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # a Ctrl-C is for the launcher, which ends this
+                start_new_session=True,  # Ctrl-C reaches only the launcher, which ends this program
             )
         except FileNotFoundError as error:
             raise UserError(ssh.NO_SSH if error.filename == "ssh" else f"there is no {error.filename} here") from None
@@ -81,7 +82,7 @@ class Program:
             self.process.stdin.flush()
 
     def hear(self, start: bytes) -> Any:
-        """The next line with this start, as JSON; None: the program has ended. A login shell may write other lines."""
+        """The next line that begins with `start`, as JSON; None: the program has ended. Skips a login shell's lines."""
         assert self.process.stdout
         line = next((line for line in self.process.stdout if line.startswith(start)), b"")
         try:
@@ -112,7 +113,7 @@ class Program:
             self.process.stdin.close()
         self.process.terminate()
         self.process.wait()
-        # Not earlier: a thread that waits for a line locks its stream until the program ends.
+        # Only now: a thread that waits for a line locks its stream until the program ends.
         self.process.stdout.close()
         self.process.stderr.close()
 

@@ -1,4 +1,4 @@
-"""What launchers print around a rank that failed: removed, or shortened to one line."""
+"""Removes what mpirun and horovodrun print about a failed rank, or shortens it to one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_cifar.runtime.stalls import lost_ranks
 
 RULE = b"-" * 74
 BANNER_LINES = 40
-# A child that has already exec'ed cannot be moved to another process group; it has moved itself.
+# setpgid fails in the parent if the child, which also sets its process group, has already called exec.
 HARMLESS = re.compile(
     rb"\[[^\]]+\] plm:rsh: Warning: setpgid\(.*\) failed in parent with errno=.*\n"
     rb"|mpirun: Forwarding signal \d+ to job\n"
@@ -21,27 +21,27 @@ HARMLESS = re.compile(
 
 @dataclass(frozen=True)
 class Lost:
-    """A rank that was lost, or with `rank` None a host."""
+    """A rank that was lost, or a whole host where `rank` is None."""
 
     host: str
     rank: int | None = None
 
 
-# The launcher's own lines about what was lost.
+# The lines in which this launcher reports lost ranks and hosts.
 _RANK_LINE = re.compile(r"hvd_cifar: rank (\d+) (?:on (\S+) was ended by signal|ended first, with exit code)")
 _HOST_LINE = re.compile(r"hvd_cifar: (\S+) is lost, and its ranks with it")
 
 
 def ended_by_signal(rank: int, host: str, number: int, name: str) -> str:
-    """The line about a rank that a signal has ended."""
+    """The line about a rank that a signal ended."""
     why = "; perhaps the machine ran out of memory" if number == signal.SIGKILL else ""
     return f"hvd_cifar: rank {rank} on {host} was ended by signal {number} ({name}){why}\n"
 
 
 def lost_in(said: bytes) -> list[Lost]:
-    """What was lost, from the lines that the user saw on stderr.
+    """The lost ranks and hosts, from the lines that the user saw on stderr.
 
-    Where ranks name one that hangs, the ends of others follow from that.
+    If ranks name one that hangs, only that one counts: the others ended because of it.
     """
     text = said.decode(errors="replace")
     if hanging := lost_ranks(text):
@@ -52,12 +52,12 @@ def lost_in(said: bytes) -> list[Lost]:
 
 
 def without_banners(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """mpirun's stderr without its banners about a rank that failed; a banner with news is shortened to one line.
+    """mpirun's stderr without its banners about failed ranks. A banner that tells something new becomes one line.
 
-    A banner stands between two rules. All other output passes at once, also an incomplete line (a progress bar), unless
+    A banner stands between two rules. All other output passes at once, even an incomplete line (a progress bar), unless
     it may become a rule.
     """
-    pending = line = said = b""  # said: the last line that passed, empty ones left out
+    pending = line = said = b""  # said: the last line that passed and is not blank
     block: list[bytes] = []
     at_start = True
     for chunk in chunks:
@@ -86,7 +86,7 @@ def without_banners(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _shortened(banner: bytes, said: bytes) -> bytes:
-    """What a user needs of a banner: nothing if the rank has printed its error, as in the line `said`."""
+    """What a user needs of a banner: nothing, if the line before it, `said`, is the rank's own error message."""
     text = banner.decode(errors="replace")
     ended = re.search(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)", text)
     killed = re.search(
@@ -106,17 +106,17 @@ def _shortened(banner: bytes, said: bytes) -> bytes:
 
 
 TAG = re.compile(rb"\[(\d+)\]<(?:stdout|stderr)>:")
-# TensorFlow's messages in horovodrun itself, which imports it to see what Horovod was built with.
+# TensorFlow's messages in horovodrun itself, which imports TensorFlow to see what Horovod was built with.
 TENSORFLOW_NOTE = re.compile(
     rb"WARNING: All log messages before absl|I\d{4} \d\d:\d\d:\d+\S* +\d+ \w+\.cc:|To enable the following instructions"
 )
 
 
 def without_tags(lines: Iterable[bytes], codes: list[tuple[int, int]]) -> Iterator[tuple[int | None, bytes]]:
-    """horovodrun's output over Gloo by rank, without its tags, its messages on failed ranks, and its traceback.
+    """horovodrun's output, each line with its rank, without tags, messages about failed ranks, and its traceback.
 
-    Lines of horovodrun itself have the rank None. Ranks that fail are appended to `codes` with their exit codes, in the
-    order of their ends. A traceback that has another reason comes last.
+    Lines of horovodrun itself have the rank None. Failed ranks are appended to `codes`, with their exit codes, in the
+    order in which they ended. A traceback with another cause than a failed rank comes last.
     """
     traceback: list[bytes] = []
     for line in lines:

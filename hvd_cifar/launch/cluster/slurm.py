@@ -10,12 +10,12 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host
 
 FAILED = 1  # srun's exit code where it cannot start a task
-# One task beside the job's own ones, without MPI. All is given here: srun takes what is missing from the job's options.
+# One task beside the job's own, without MPI. All is given, since srun takes missing options from the job.
 SRUN = ("srun", "--quiet", "--overlap", "--mpi=none", "--nodes=1", "--ntasks=1")
 
 
 def allocation(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """The nodes of this process's allocation, with tasks as slots; () outside of an allocation.
+    """The nodes of this process's allocation, with tasks as slots; () outside an allocation.
 
     Raises UserError where Slurm does not list them.
     """

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-# BatchMode: nobody is there to answer a question. ServerAlive: a host that has disappeared is given up after 30 s.
+# BatchMode: nobody is there to answer a question. ServerAlive: the connection to a lost host ends after 30 s.
 _SETTINGS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=10", "ServerAliveCountMax=3")
 OPTIONS = tuple(word for setting in _SETTINGS for word in ("-o", setting))
 NO_SSH = "there is no ssh here: apt-get install openssh-client"
 FAILED = 255  # ssh's own exit code; a program may end with it too
-# By a part of ssh's message: what is wrong, and what to do.
+# Part of ssh's message, what is wrong, and what to do.
 ADVICE = (
     (
         "Host key verification failed",
@@ -40,5 +40,5 @@ def diagnose(host: str, complaint: str) -> tuple[str, str]:
 
 
 def explain(host: str, complaint: str) -> str:
-    """The same as one line."""
+    """As `diagnose`, in one line."""
     return ": ".join(filter(None, diagnose(host, complaint)))

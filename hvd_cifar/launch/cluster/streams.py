@@ -1,15 +1,15 @@
-"""The output of ranks on several hosts: mpirun's tags are removed, and rank and host are put before each line."""
+"""The output of ranks on several hosts: replaces mpirun's tags by the rank and host of each line."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
 
-# mpirun --tag-output puts a tag before each piece that a rank writes, also within a line.
+# mpirun --tag-output puts a tag before each piece that a rank writes, even within a line.
 TAG = re.compile(rb"\[\d+,(\d+)\]<std(?:out|err)>:")
 PARTS = re.compile(rb"(\[\d+,\d+\]<std(?:out|err)>:|\n|(?:(?!\[\d+,\d+\]<std(?:out|err)>:)[^\n])+\n?)")
 BEGUN_TAG = re.compile(rb"\[(?:\d+(?:,(?:\d+(?:\](?:<(?:s(?:t(?:d(?:o(?:u(?:t>?)?)?|e(?:r(?:r>?)?)?)?)?)?)?)?)?)?)?)?$")
-# The start of messages for all ranks, which rank 0 prints.
+# Begins messages that rank 0 prints for all ranks.
 OF_ALL = b"hvd_cifar: "
 
 
@@ -38,7 +38,7 @@ def by_rank(chunks: Iterable[bytes]) -> Iterator[tuple[int | None, bytes]]:
 
 
 class NamedLines:
-    """Joins the pieces of ranks' stderr to lines, each after its rank and host."""
+    """Joins the pieces of ranks' stderr to lines, and puts rank and host before each."""
 
     def __init__(self, hosts: list[str]) -> None:
         """`hosts`: each rank's host."""
@@ -54,7 +54,7 @@ class NamedLines:
         return b"".join(self._named(rank, line) for line in lines)
 
     def rest(self) -> bytes:
-        """The ranks' last lines that have no line break."""
+        """The ranks' last, incomplete lines."""
         return b"".join(self._named(rank, line + b"\n") for rank, line in sorted(self._begun.items()))
 
     def _named(self, rank: int, line: bytes) -> bytes:

@@ -1,13 +1,13 @@
-"""`python3 -m hvd_cifar.launch.install`, or this file by its path from anywhere."""
+"""`python3 -m hvd_cifar.launch.install`, or `python3 PATH/__main__.py` from any folder."""
 
 import sys
 from pathlib import Path
 
-OLDEST, NEWEST = (3, 10), (3, 13)  # for which there is TensorFlow 2.21
+OLDEST, NEWEST = (3, 10), (3, 13)  # versions of Python that have TensorFlow 2.21
 
 
 def main() -> int:
-    """Refuse an unsupported Python, in syntax that older ones can parse; then set up."""
+    """Refuse an unsupported Python, in syntax that older versions can parse. Then set up."""
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         this = "%d.%d" % sys.version_info[:2]  # noqa: UP031
         sys.stderr.write(
@@ -15,7 +15,7 @@ def main() -> int:
             "PYTHON=python3.12 ./run.sh\n" % (this, sys.executable)
         )
         return 2
-    # Python puts this file's folder first when the file is run by its path; imports need the checkout.
+    # Python puts the folder of a file that is run by path first, but imports need the checkout there.
     sys.path[0] = str(Path(__file__).resolve().parents[3])
     from hvd_cifar.launch.install.installer import main as install
 

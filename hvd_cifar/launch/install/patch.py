@@ -1,4 +1,4 @@
-"""Apply a unified diff. A minimal machine has no `patch` program; and every line must match exactly."""
+"""Apply a unified diff. A minimal machine has no `patch` program, which would also accept inexact matches."""
 
 import re
 from pathlib import Path
@@ -13,8 +13,8 @@ class PatchError(Exception):
 def apply_patch(patch: str, folder: Path) -> list[Path]:
     """Apply a unified diff, with names after `a/` and `b/`, to files under `folder`; return the changed files.
 
-    Raises PatchError where a line of context is not at its place. A file is written only if all its hunks fit. Files
-    are changed, never made or removed.
+    Raises PatchError where a context line does not match. A file is written only if all its hunks match. The patch may
+    not add or remove files.
     """
     changed = []
     for part in re.split(r"(?m)^--- a/", patch)[1:]:

@@ -1,4 +1,4 @@
-"""The steps of set-up: one line each on stderr, the output of their commands in a log."""
+"""The steps of set-up: prints one line for each on stderr, and writes the output of commands to a log."""
 
 import contextlib
 import fcntl
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TextIO
 
 SHOWN_LINES = 12
-SHOWN_BYTES = 65_536  # of a compiler's output, among which a percentage is
+SHOWN_BYTES = 65_536  # end of the output in which a percentage is looked for
 NEWLINE = "\n"
 ERROR = re.compile(
     r"error\b|undefined|fatal|not found|no space|denied|timed out|no matching|cannot|failed", re.IGNORECASE
 )
-# pip's summaries of another program's error.
+# pip's lines that only say that another program failed.
 SUMMARY = re.compile(
     r"failed building wheel|failed to build|finished with status|subprocess-exited|exit code|note: this|╰─>|×|^\s*#",
     re.IGNORECASE,
@@ -31,17 +31,17 @@ class StepFailed(Exception):
 
 @dataclass
 class Steps:
-    """The log of the commands, and the lock that they hold. A terminal shows how far a step is."""
+    """Runs commands, with their output in a log. A terminal shows their progress."""
 
     log: TextIO
-    # Every command inherits it: if set-up is killed while its pip runs on, the next set-up waits for that pip.
+    # Descriptor of the lock, which commands inherit: if set-up is killed and its pip is not, the next set-up waits.
     lock: int
     _name: str = ""
     _begin: float = 0.0
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Print a step's name, and at its end the time that it took."""
+        """Print a step's name and, at its end, the time that it took."""
         say(f"  {name} ", end="")
         self._name, self._begin = name, time.monotonic()
         self.log.write(f"\n== {name}\n")
@@ -76,7 +76,7 @@ class Steps:
             raise StepFailed(f"{Path(command[0]).name} ended with exit code {code}")
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int | None:
-        """The exit code; None after a second on a terminal."""
+        """The exit code; on a terminal None after a second, so that the caller shows progress."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(1 if sys.stderr.isatty() and self._name else None)
         return None
@@ -87,12 +87,12 @@ class Steps:
         return os.pread(self.log.fileno(), size - begin, begin)
 
     def _say(self, text: str, end: str) -> None:
-        """Print what follows the step's name; a terminal replaces what stood there."""
+        """Print text after the step's name. On a terminal it replaces the text before."""
         say(f"\r  {self._name} {text}\033[K" if sys.stderr.isatty() else text, end=end)
 
 
 def how_far(output: bytes) -> str:
-    """A bar of the last percentage in the output of CMake's Makefiles; "": none."""
+    """A progress bar of the last percentage in the output of CMake's Makefiles; "" without a percentage."""
     percentages = re.findall(rb"^ *\[ *(\d+)%\]", output, re.MULTILINE)
     if not percentages:
         return ""
@@ -123,7 +123,7 @@ def locked(path: Path, waiting: str) -> Iterator[int]:
 def telling_lines(log: str) -> list[str]:
     """The lines of the last command's output that say what went wrong: the first errors, else the last lines.
 
-    After a compiler's error come pages of other programs' messages that something failed.
+    A compiler's error is followed by pages in which other programs report that something failed.
     """
     output = [line.rstrip() for line in log[log.rfind("\n$ ") + 1 :].splitlines()[1:] if line.strip()]
     errors = [line for line in output if ERROR.search(line) and not SUMMARY.search(line)]
