@@ -155,7 +155,7 @@ def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, t
     """Two ranks with four micro-batches each. With plain SGD at eight times the rate the loss is infinite."""
     run_dir = tmp_path / "run"
     words: list[Any] = ["--model", "tutorial", "--dataset", "cifar10", "--data-dir", real_data, "--run-dir", run_dir]
-    words += ["--gradient-accumulation", 4, "--seed", 21, "--max-steps", 75, "--eval-every", 0]
+    words += ["--gradient-accumulation", 4, "--seed", 21, "--max-steps", 40, "--eval-every", 0]
     done = _run(2, "train", *words)
     assert done.returncode == 0, done.stderr
     assert "optimizer muon, learning rate 0.002, times" in done.stdout
@@ -167,7 +167,7 @@ def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, t
 
 
 def _at_eight_ranks_batch(data: str, folder: str) -> dict[str, dict[str, Any]]:
-    """The summaries of default recipes on 1024 examples a step: 25 steps of warm-up, if any, and the full rate after.
+    """The summaries of default recipes on 1024 examples a step, some of them at the full rate.
 
     On half of the embedded set's images, in a quarter of their pixels: a shorter warm-up than on the whole set.
     """
@@ -179,10 +179,10 @@ def _at_eight_ranks_batch(data: str, folder: str) -> dict[str, dict[str, Any]]:
     whole = CIFAR10.read(synthetic.ensure(Path(data)))
     train, test = ((p.images[:25_600][:, ::2, ::2], p.labels[:25_600]) for p in (whole.train, whole.test))
     dataset = hvd_cifar.Dataset.from_arrays(*train, *test)
-    course: dict[str, Any] = {"global_batch_size": 1024, "max_steps": 45, "eval_every": 0, "eval_examples": 1000}
+    course: dict[str, Any] = {"global_batch_size": 1024, "eval_every": 0, "eval_examples": 1000}
     return {
-        name: hvd_cifar.train(model, dataset, run_dir=f"{folder}/{name}", **course)
-        for name, model in (("resnet20", "resnet20"), ("default", build))
+        name: hvd_cifar.train(model, dataset, run_dir=f"{folder}/{name}", max_steps=steps, **course)
+        for name, model, steps in (("resnet20", "resnet20", 15), ("default", build, 45))  # after 25 of warm-up
     }
 
 
@@ -193,7 +193,7 @@ def test_no_default_recipe_diverges_with_the_batch_of_eight_ranks(embedded: Path
     for name, rate in (("resnet20", "0.1, times"), ("default", "0.05 to 0.4 over 25 steps")):
         schedule = json.loads((tmp_path / name / "config.json").read_text())["run"]["learning_rate_schedule"]
         assert schedule.startswith(rate)
-        assert found[name]["steps"] == 45 and found[name]["train_loss"] < 2.3  # ten classes at random: ln 10
+        assert found[name]["train_loss"] < 2.3  # ten classes at random: ln 10
 
 
 def _wait_for(condition: Any, seconds: float = 120) -> None:
