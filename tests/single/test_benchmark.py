@@ -537,7 +537,7 @@ def test_uses_of_examples_are_counted_and_the_slowest_rank_ends_an_epoch() -> No
     # Means of both epochs: never 3 and 2 of 6, once 2 and 3, more 1 and 1; by one rank 2 and 4, by several 1 and 0.
     assert "drawn 2 (41.7%) 2 (41.7%) 1 (16.7%) 3 (50.0%) 0 (8.3%)" in lines
     assert any("N = 2 ranks: (1 - 1/N)^N = 25.00%" in line for line in lines)
-    assert any("1,024 MiB, of it its own: 512" in line for line in lines)
+    assert any("1,024 MiB, PSS 512" in line for line in lines)
 
 
 def test_numbers_of_ranks_to_measure() -> None:

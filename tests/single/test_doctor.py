@@ -390,7 +390,7 @@ CASES: dict[str, list[Case]] = {
         (
             _job(links=(*LINKS[:3], _link("b", "c", 100000000.0))),
             "warning",
-            "between b and c it is slow: 800.0 Mbit/s, 100 us; the others' median is 8.0 Gbit/s",
+            "the link between b and c is slow: 800.0 Mbit/s, 100 us; the others' median is 8.0 Gbit/s",
             "ethtool -S eth0",
         ),
         (
