@@ -119,7 +119,7 @@ INLINE void spread_pairs(const Half* pixels, const Shape& s, Index channels, Ind
     }
 }
 
-// Sums [TOGETHER, VECTORS vectors] += pairs of `left`, `stride` halves apart, times those of `right`; `inner` pairs each.
+// Sums [TOGETHER, VECTORS vectors] += pairs of `left`, `stride` halves apart, times those of `right`; `inner` each.
 template <Index VECTORS>
 INLINE void product(const Half* left, Index next_left, Index stride, const Half* right, Index next_right, Index inner,
                     Vector (*sums)[VECTORS]) {

@@ -77,7 +77,8 @@ float* kept(std::size_t size) {
     constexpr std::size_t HUGE_PAGE = std::size_t{1} << 21;
     thread_local std::unique_ptr<float, decltype(&std::free)> memory(nullptr, &std::free);
     thread_local std::size_t has = 0;
-    const std::size_t wanted = (size * sizeof(float) / HUGE_PAGE + 1) * HUGE_PAGE;  // at least one page: aligned_alloc(0) may be null
+    // At least one page, since aligned_alloc(0) may be null.
+    const std::size_t wanted = (size * sizeof(float) / HUGE_PAGE + 1) * HUGE_PAGE;
     if (has < wanted) {
         has = 0;
         memory.reset();
