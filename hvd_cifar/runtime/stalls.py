@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 FLOOR = 60.0  # s: a shorter time-out would take a busy machine for a hang
-FACTOR = 10.0  # a time-out is that many times the longest recent duration; or the floor, for a phase not seen yet
+FACTOR = 10.0  # longest recent durations in a time-out; or floors, for a phase that has not been seen yet
 SLACK = 0.9  # part of the time-out after which a rank is late: ranks do not begin a phase at exactly the same time
 PATIENCE = 5.0  # time-outs after which a rank that still computes is lost
 RECENT = 100  # durations of a phase that are remembered, and entries of the ring buffer

@@ -356,7 +356,7 @@ def test_predictions_use_the_link_and_checks_use_what_was_measured() -> None:
     # Nothing is checked "as a prediction is made" where no all-reduce was measured on the fewest ranks.
     of_four = predict(step, _allreduce(measured, [4, 8]), [2])
     assert [(c.ranks, c.measured_on) for c in of_four.checks] == [(2, 2), (4, 4)]
-    with pytest.raises(UserError, match="no fit of Horovod's"):
+    with pytest.raises(UserError, match="no fit for Horovod"):
         predict(step, _allreduce(measured, [2, 4]).model_copy(update={"fits": {}}), [2])
 
 
