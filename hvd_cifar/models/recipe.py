@@ -18,7 +18,7 @@ class Batch:
     Attributes:
         reference: global batch that the learning rate is for. The rate is scaled by (global batch / reference)^power.
         is_global: by default the global batch is `reference` on any number of ranks; else it is 128 on each rank.
-        largest: limit of the default global batch. Where 128 on each rank exceed it, it is this. None: no limit.
+        largest: upper limit of the default global batch; None: no limit.
         power: 1 is the linear scaling rule (Goyal et al. 2017, section 2.1); 0.5 scales by the square root.
     """
 
