@@ -4,9 +4,9 @@
     python -m benchmarks.accuracy --data-dir D --runs runs/accuracy --ranks 1 --ranks 4   # the same on others
     python -m benchmarks.accuracy --data-dir D --runs runs/accuracy --seeds 2 --name float32 -- --precision float32
 
-Runs that `--runs` already holds are read, not made again, so a table can grow over several calls; those of the same
-name, but made with other options, are refused. Below the table stands which commits the runs are of. Options of `train`
-follow after `--`.
+Runs that `--runs` already holds are read, not made again, so a table can grow over several calls. A run of the same
+name with other options is refused. A line below the table names the runs' commits. Options of `train` follow after
+`--`.
 """
 
 from __future__ import annotations

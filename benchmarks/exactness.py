@@ -27,7 +27,7 @@ from hvd_cifar.errors import UserError
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 BATCH = 128
-FIRST = 20  # steps to which float32 is held
+FIRST = 20  # steps over which float32 is claimed to agree
 QUIET = ("--log-every", 1, "--eval-every", 0, "--eval-examples", 1, "--checkpoint-every", 10_000)
 
 

@@ -1,9 +1,9 @@
-"""What a step fed by the pipeline costs more than one fed from memory, in pairs.
+"""How much longer a step takes when the pipeline feeds it than when memory does, in pairs.
 
     python -m benchmarks.input_cost --data-dir D --model tutorial --pairs 40
 
 Both are measured in one job, one right after the other and each of them first in every second pair. `benchmark step`
-has the same two among its parts; here they are all there is, so that a noisy machine can be asked more often.
+has the same two among its parts. Only these are measured here, so that a noisy machine can be given more pairs.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def pairs_of(by_rank: list[dict[str, list[float]]]) -> list[tuple[float, float]]
 
 
 def cost(pairs: list[tuple[float, float]]) -> str:
-    """What the second of a pair is more than the first: mean and standard error, and median, as cells of a row."""
+    """How much more the second of a pair is than the first: mean, standard error and median, as cells of a row."""
     more = [100 * (fed / step - 1) for step, fed in pairs]
     error = statistics.stdev(more) / len(more) ** 0.5
     return f"{statistics.fmean(more):.1f} ± {error:.1f}% | {statistics.median(more):.1f}%"

@@ -28,7 +28,7 @@ def launcher(ranks: int) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """For more ranks than cores, also in a container as root."""
+    """Variables with which mpirun starts more ranks than cores, also as root in a container."""
     ours = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -42,7 +42,7 @@ def run(words: list[str], log: Path) -> None:
     """Run a command to its end; its output goes to a file.
 
     Raises:
-        UserError: where it refuses what it was given, with its own line.
+        UserError: where it ends with an error of the user, with its line.
         SystemExit: where it fails otherwise, with the end of its output.
     """
     log.unlink(missing_ok=True)

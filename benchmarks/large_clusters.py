@@ -3,8 +3,8 @@
     python -m benchmarks.large_clusters published       # 128 hosts of 4 P100, 25 Gbit/s
     python -m benchmarks.large_clusters own --step-ms 5   # hosts of 8 GPUs, 25 Gbit/s
 
-Gradients get ready from the last layer on, each after its layer's part of the multiplications. A third of a step is the
-forward pass. Nothing here is measured: step times and networks are given.
+Gradients become ready from the last layer on, each after its layer's part of the multiplications. A third of a step is
+the forward pass. Nothing here is measured: step times and networks are given.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ FLOAT_BYTES = 4
 # images, from TensorFlow's published benchmarks of 2017. ResNet-101's is a sixteenth of the 1,656.82 that Horovod's
 # documentation shows for 16 GPUs: one GPU alone is somewhat faster.
 PUBLISHED = {"InceptionV3": (299, 142.0, 0.90), "ResNet101": (224, 103.6, 0.90), "VGG16": (224, 154.0, 0.68)}
-OWN = {"tutorial": 24, "resnet20": 32, "resnet56": 32, "fast": 32}  # and the side of their images
+OWN = {"tutorial": 24, "resnet20": 32, "resnet56": 32, "fast": 32}  # side of their images
 BATCH = 64
 FUSION = 2**26  # Horovod's fusion buffer, bytes
-CYCLE = 5e-3  # Horovod's default of that time, seconds
-NOW_CYCLE = 1e-3  # and of today, on GPUs
+CYCLE = 5e-3  # Horovod's default cycle time in 2017 and 2018, seconds
+NOW_CYCLE = 1e-3  # and in version 0.28, which this project keeps on GPUs
 LINK = 25e9 / 8  # bytes a second
 NVLINK = 100e9
 HOP, LOCAL_HOP = 20e-6, 5e-6  # of a message between hosts over TCP, and between GPUs of a host: assumed
@@ -53,7 +53,7 @@ def backward_of(model: Any, side: int, step: float) -> Backward:
 
 
 def network(cycle: float, share: float, local_bandwidth: float) -> Network:
-    """A network of which all-reduces reach `share` of the link's speed."""
+    """A network on which all-reduces reach `share` of the link's bandwidth."""
     return Network(Fit(cycle, HOP, 1 / (LINK * share), LOCAL_HOP, 1 / local_bandwidth))
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.layers
     python -m benchmarks.layers --precision bfloat16
-    python -m benchmarks.layers --only "maximum of"
+    python -m benchmarks.layers --only "batch norm"
 
 Forward and backward of one layer on one thread, the two layers in turns, so that a machine that drifts favours neither.
 A row has the images, milliseconds of both layers ("plain" and "own"), and their ratio, pair by pair.
@@ -64,7 +64,7 @@ def main(repeats: int, precision: str, only: str) -> None:
 
 
 def cases(precision: str) -> list[Case]:
-    """Those that a net of this project has, and convolutions that were tried in one."""
+    """Layers of this project's nets, and convolutions for which a net takes TensorFlow's kernel."""
     import keras
     import tensorflow as tf
 
@@ -86,9 +86,9 @@ def cases(precision: str) -> list[Case]:
             own, remark = compiled.convolve, ", compiled"
         elif precision == "bfloat16":
             own = side_by_side.convolve
-            remark = "" if shape[2] <= side_by_side.MOST_PIXELS else " (goes the plain way)"
+            remark = "" if shape[2] <= side_by_side.MOST_PIXELS else " (the net uses plain)"
         else:
-            own, remark = winograd.convolve, " (goes the plain way)" * (taps == 3)
+            own, remark = winograd.convolve, " (the net uses plain)" * (taps == 3)
         return Case(
             f"convolution {taps} x {taps} to {filters}, {name}{remark}",
             shape,
@@ -117,7 +117,7 @@ def cases(precision: str) -> list[Case]:
         convolution("ResNets' last stage", (128, 8, 8, 64), 64, 3),
         Case("GELU, fast", (512, 15, 15, 64), keras.activations.gelu, QuickGelu(dtype=dtype)),
         Case(
-            "ReLU of a sum, for two ways onwards, resnet20",
+            "ReLU of a sum, with two consumers, resnet20",
             wide,
             lambda x: tf.concat([tf.nn.relu(x + x)] * 2, axis=-1),
             lambda x: tf.concat(relu([x, x]), axis=-1),

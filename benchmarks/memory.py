@@ -1,10 +1,10 @@
-"""Memory of every rank over an epoch, and that a host holds the images once.
+"""Memory of every rank over an epoch, to show that a host holds the images once.
 
     python -m benchmarks.memory --data-dir D                         # resnet20, 2 ranks, one epoch
     python -m benchmarks.memory --data-dir D --ranks 4 -- --model tutorial
 
-Looks at the ranks' processes (`smaps_rollup` and `smaps` of Linux) whenever one in --every steps is done. A page that
-k processes share counts 1/k in PSS. Options of `train` follow after `--`.
+It reads Linux's `smaps_rollup` and `smaps` of the ranks' processes after every --every steps. RSS is resident memory;
+in PSS a page that k processes share counts 1/k. Options of `train` follow after `--`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IMAGES = re.compile(r"(data_batch_\d|test_batch)\.bin$")
 
 
 class Memory(NamedTuple):
-    """Of a process, in MiB: resident, its share of that, and what it holds and shares of the files of images."""
+    """A process's RSS and PSS in MiB, of all its memory and of the files of images."""
 
     resident: float
     own: float
@@ -44,7 +44,7 @@ def main(data_dir: Path, ranks: int, every: int, options: tuple[str, ...]) -> No
     """Train one epoch, then print a table in Markdown."""
     jobs.end_on_sigterm()
     data_dir = setting.real_data(data_dir)
-    print("| step | " + " | ".join(f"rank {i}: resident, its share, images, its share" for i in range(ranks)) + " |")
+    print("| step | " + " | ".join(f"rank {i}: RSS, PSS; of images: RSS, PSS" for i in range(ranks)) + " |")
     print("|---" * (ranks + 1) + "|")
     with tempfile.TemporaryDirectory() as name:
         run_dir = Path(name)
@@ -68,7 +68,7 @@ def main(data_dir: Path, ranks: int, every: int, options: tuple[str, ...]) -> No
 
 
 def _look(launcher: int) -> list[Memory]:
-    """Of the ranks that a launcher has started, in the order of their processes."""
+    """The memory of the ranks that a launcher has started, in the order of their process ids."""
     root = psutil.Process(launcher)
     tree = [root, *root.children(recursive=True)]
     return [_memory(p.pid) for p in sorted(tree, key=lambda p: p.pid) if "hvd_cifar" in p.cmdline() and _trains(p)]
@@ -88,7 +88,7 @@ def _memory(pid: int) -> Memory:
 
 
 def _sums(text: str) -> list[float]:
-    """Resident memory and its share, MiB."""
+    """RSS and PSS, MiB."""
     return [sum(int(kb) for kb in re.findall(rf"^{name}: +(\d+) kB", text, re.M)) / MIB for name in ("Rss", "Pss")]
 
 

@@ -9,7 +9,7 @@ from hvd_cifar.models import Model, Net, resnet
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.training.plan import set_precision
 
-# The smallest ResNet, which no recipe is for.
+# The smallest ResNet, which `train` does not offer.
 MODELS = {**models.BUILT_IN, "resnet8": Model("resnet8", partial(resnet.build, depth=8), resnet.RECIPE)}
 
 

@@ -30,13 +30,13 @@ from benchmarks import jobs, runs, setting
 from hvd_cifar.errors import UserError
 
 SECONDS_WITHOUT_A_STEP = 180
-STALL_SECONDS = 5  # before a rank that stands still is looked for
+STALL_SECONDS = 5  # without progress, after which the ranks look for one that hangs
 KILL_RANK, KILL_RANKS, KILL_STARTER = "SIGKILL of a rank", "SIGKILL of all ranks", "SIGKILL of the starter"
 STOP_RANK, LEAVE, JOIN = "SIGSTOP of a rank", "slots leave", "slots come"
 
 
 class Followed:
-    """What the lines of a file that grows tell, one number each; a file that is cut goes on behind the cut."""
+    """The numbers in the lines of a growing file, one a line. If the file is cut, reading goes on at its new end."""
 
     def __init__(self, path: Path, pattern: str) -> None:
         """`pattern`: of bytes, with the number as its group."""
@@ -90,12 +90,12 @@ class Soak:
         return max(self.steps.look()[-1:], default=0)
 
     def fault(self) -> None:
-        """Do something to the job, and wait until it has made a new step."""
+        """Cause a random fault, and wait until the job has made a new step."""
         now = int(self.slots.read_text())
         ranks, starter = self._processes()
         kinds = [KILL_RANK, KILL_STARTER] + [KILL_RANKS, STOP_RANK] * (len(ranks) > 1)
         fewer, more = ([n for n in self.sizes if (n - now) * sign > 0] for sign in (-1, 1))
-        if len(ranks) == now:  # no slot rests
+        if len(ranks) == now:  # no slot is cooling down
             kinds += [LEAVE] * bool(fewer) + [JOIN] * bool(more)
         kind = self.chance.choice(kinds)
         starts, lines = len(self.starts.look()), len(self.lines.look())

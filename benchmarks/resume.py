@@ -1,4 +1,4 @@
-"""A run that is killed five times, and goes on on other numbers of ranks each time, against one that is left alone.
+"""A run that is killed five times, and resumed on another number of ranks each time, beside an undisturbed run.
 
     python -m benchmarks.resume --data-dir D --plot docs/pictures/resume.png
 
@@ -71,9 +71,8 @@ def main(
     print(f"  {sizes[len(kills)]} ranks to the end")
     print(f"largest relative difference of a loss: {runs.loss_apart(one, other, steps):.1e}")
     digests = [runs.summary(run_dir)["weights_sha256"] for run_dir in (whole, cut)]
-    print(
-        f"weights_sha256 {digests[0][:16]}..., {digests[1][:16]}...: {'the same' if len({*digests}) == 1 else 'other'}"
-    )
+    same = "the same" if len({*digests}) == 1 else "different"
+    print(f"weights_sha256 {digests[0][:16]}..., {digests[1][:16]}...: {same}")
     if plot:
         _plot(plot, one, other, kills, sizes, f"{model}, {steps} steps of {batch}")
 

@@ -1,4 +1,4 @@
-"""One real run of 10 epochs on two ranks, one of which is lost on the way: its report, and it in TensorBoard.
+"""Pictures of a real run's report and TensorBoard: 10 epochs on two ranks, one of which is lost.
 
     python -m benchmarks.seen --data-dir D
 
@@ -32,8 +32,8 @@ from hvd_cifar.tools.report.command import report
 OPTIONS = ["--model", "tutorial", "--dataset", "cifar10", "--epochs", "10", "--checkpoint-every", "300"]
 LOST_AFTER = 700  # steps
 WIDTH, WIDE = 1100, 1600  # px of the report and of TensorBoard
-SECONDS_TO_COME = 60  # for TensorBoard
-SECONDS_TO_DRAW = 8  # for its charts, after the first one
+SECONDS_TO_COME = 60  # until TensorBoard answers
+SECONDS_TO_DRAW = 8  # for the charts after its first one
 END = "What ran"  # the section that the picture leaves out, since it is text alone
 
 

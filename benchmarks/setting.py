@@ -1,4 +1,4 @@
-"""What a measurement stands on: the data it needs, and the machine, versions and commit that are told beside it."""
+"""What measurements share: the check of their data, and the line that names machine, versions and commit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WrongInput(click.ClickException):
 
 @contextmanager
 def one_line_for_users() -> Iterator[None]:
-    """What a user can put right ends a program as a wrong option does: in one line, with exit code 2."""
+    """Have a UserError end the program as a wrong option does: in one line, with exit code 2."""
     try:
         yield
     except UserError as error:

@@ -23,7 +23,7 @@ import psutil
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-# Functions of Horovod's library that exchange something, as its Python modules name them.
+# Horovod's collectives, as its Python modules name them.
 COLLECTIVES = ("allreduce", "grouped_allreduce", "allgather", "grouped_allgather", "broadcast", "alltoall")
 # What `assemble` calls, in its order.
 PHASES = (
@@ -83,7 +83,7 @@ class Clock:
 
 
 def seconds_since_launch() -> float:
-    """Seconds since the launcher's process started, or this one's parent where there is no launcher."""
+    """Seconds since the launcher's process started, or this one where there is no launcher."""
     parents = psutil.Process().parents()
     launchers = [p for p in parents if "hvd_cifar.launch" in p.cmdline() or "mpirun" in p.name()]
     return time.time() - min((p.create_time() for p in launchers), default=psutil.Process().create_time())
@@ -92,7 +92,7 @@ def seconds_since_launch() -> float:
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
 @click.option("--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="Embedded set: folder.")
 @click.option("--model", default="tutorial")
-@click.option("--batch-size", type=click.IntRange(1), default=1, help="Of a rank: few, as only the rest counts.")
+@click.option("--batch-size", type=click.IntRange(1), default=1, help="Examples of a rank; few make short steps.")
 @click.option("--json", "json_file", type=Path, help="File to write the phases to.")
 def main(data_dir: Path, model: str, batch_size: int, json_file: Path | None) -> None:
     """Start as `train` does, up to the end of the first step, and print the phases."""

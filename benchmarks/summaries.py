@@ -2,8 +2,8 @@
 
     ./run.sh -np 2 python -m benchmarks.summaries --data-dir D --model tutorial --repeats 6 --json summaries.json
 
-Two runs take turns in one process, so both see the same neighbours: one with --summary-every 0, and one whose blocks of
-steps have no summary and one summary in turn.
+Two runs take turns in one process, so that other work on the machine affects both: one with --summary-every 0, and one
+whose blocks of steps have no summary and one summary in turn.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""One training step over a limited link, drawn: what of the all-reduces is hidden behind the computation.
+"""A picture of a training step over a limited link: how much of the all-reduces the computation hides.
 
     python -m benchmarks.timeline --data-dir D --output timeline.png      # as root: it makes two hosts of namespaces
 
 It makes two runs: all gradients in one message, and in buckets. The profile of the last step (docs/profile.md) tells
 when rank 0 gave each message, when all ranks had, and when the sum was back. The computation lasts from the step's
-begin to the last message.
+start to the last message.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAYS = {"one message": "off", "buckets": "on"}
 
 
 class Message(NamedTuple):
-    """When all ranks had given a message, and when its sum was back; milliseconds from the step's begin."""
+    """When all ranks had given a message, and when its sum was back; milliseconds from the step's start."""
 
     begin: float
     end: float

@@ -101,7 +101,7 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
         return tf.stack(losses)
 
     if averages is not None:
-        averages.apply([v.value for v in variables])  # outside the graph, where it makes its variables
+        averages.apply([v.value for v in variables])  # outside the graph, since it makes variables
     parts = [
         training_batches(
             dataset.train,

@@ -1,9 +1,9 @@
-"""What validation beside training costs the rank that trains: windows of steps in pairs, with one and without.
+"""What validation beside training costs the rank that trains: pairs of windows of steps, with and without it.
 
     python -m benchmarks.validation --data-dir D --pairs 20
 
 One rank trains on one core, one validation rank evaluates on another. Every second window begins with a snapshot, which
-the validation rank evaluates on the whole test set meanwhile. The time of a window is all of it, from step to step.
+the validation rank evaluates on the whole test set meanwhile. A window lasts until the first step of the next one.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ hvd.init()
 generator = np.random.default_rng(0)
 inputs = generator.normal(size=(4096, 32)).astype(np.float32)
 targets = inputs @ generator.normal(size=(32, 1)).astype(np.float32)
-shard = slice(hvd.rank(), None, hvd.size())  # every rank learns from other examples
+shard = slice(hvd.rank(), None, hvd.size())  # each rank learns from examples of its own
 
 model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(64, activation="relu"), keras.layers.Dense(1)])
 optimizer = DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size()))  # gradients are averaged over all ranks
-model.compile(optimizer, loss="mse", jit_compile=False)  # XLA cannot hold a Horovod operation
+model.compile(optimizer, loss="mse", jit_compile=False)  # XLA cannot compile Horovod's operations
 broadcast_variables(model)  # every rank starts from rank 0's weights
 history = model.fit(inputs[shard], targets[shard], batch_size=64, epochs=8, verbose=2 if hvd.rank() == 0 else 0)
 

@@ -5,8 +5,8 @@
 Written from Jordan 2024, "94% on CIFAR-10 in 3.29 seconds on a single GPU", with the constants of the paper and of its
 code. Runs in the peers' environment (torch and numpy); `python -m benchmarks.peers` makes it.
 
-On a GPU the original holds the weights in half precision. Here they are float32 and convolutions take and give
-bfloat16 by autocast: bfloat16 has three bits less than half, in which most late updates would be rounded away.
+On a GPU the original holds the weights in half precision. Here they are float32, and convolutions take and give
+bfloat16 by autocast: weights in bfloat16, which has three bits less, would lose most late updates to rounding.
 
 The original is one process. Several processes, each started with RANK, WORLD_SIZE and --store FILE, share the batch
 under PyTorch's DistributedDataParallel over Gloo. The parameters that it reduces must not change, so this needs
@@ -44,10 +44,10 @@ WHITENED = 24  # filters of the first layer: a 2 x 2 x 3 patch has 12 directions
 WHITENING_IMAGES = 5000
 WHITENING_EPSILON = 5e-4
 WHITENING_BIAS_EPOCHS = 3  # epochs in which the first layer's bias learns; its kernel never learns
-NORM_MOMENTUM = 0.6  # of the moving statistics: PyTorch's `momentum` is one less this
+NORM_MOMENTUM = 0.6  # of the moving statistics: PyTorch's `momentum` is 1 minus this
 NORM_EPSILON = 1e-12
 LOGIT_SCALE = 1 / 9
-RATE = 11.5  # for 1,024 examples, for the momentum's amplification divided out
+RATE = 11.5  # for 1,024 examples, before the division by the momentum's amplification
 WEIGHT_DECAY = 0.0153  # for 1,024 examples, whatever the learning rate
 MOMENTUM = 0.85
 BIAS_FACTOR = 64.0  # of the learning rate of batch norm's biases
@@ -211,7 +211,7 @@ def main() -> None:
     replica: Any = net
     if size > 1:
         net.whiten.bias.requires_grad_(False)
-        # As benchmarks.peers.ddp has it, and for the same reasons.
+        # As in benchmarks.peers.ddp.
         chosen = {"gradient_as_bucket_view": True, "static_graph": True, "forward_sync_buffers": False}
         replica = DistributedDataParallel(net, **chosen)
     base = [group["lr"] for group in optimizer.param_groups]
@@ -235,7 +235,7 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=size == 1)  # gradients that are views of the buckets stay so
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logits = replica(images.random(index, mirrored, generator))
-        # A sum over the batch of all ranks, of which DistributedDataParallel takes the mean over the ranks.
+        # DistributedDataParallel averages over the ranks, and the optimizer's rate is for a sum.
         loss = loss_of(logits.float(), labels[index]) * size
         loss.backward()
         optimizer.step()

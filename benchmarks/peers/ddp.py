@@ -4,10 +4,10 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.peers.ddp --snapshot-every 10 --data-dir D --run-dir R
 
 Runs in the peers' environment; `python -m benchmarks.peers` makes that, and starts the ranks. Under torchrun ranks find
-each other by its store, and a start goes on from the newest snapshot, which rank 0 saves. The same net, loss,
-optimizer, batch, order, augmentation and data as this project's own; what makes PyTorch fast on a CPU is on: channels
-last, autocast to bfloat16, the fused optimizer, gradients that are views of the buckets, a static graph, moving
-statistics not sent, local responses by a product of matrices, an allocator that keeps its memory. --defaults leaves
+each other by its store, and a start goes on from the newest snapshot, which rank 0 saves. Net, loss, optimizer, batch,
+order, augmentation and data are those of this project. What makes PyTorch fast on a CPU is on: channels last, autocast
+to bfloat16, the fused optimizer, gradients that are views of the buckets, a static graph, no broadcast of the moving
+statistics, local response normalisation by a product of matrices, an allocator that keeps its memory. --defaults leaves
 DDP, SGD, that layer and the allocator as they are.
 """
 
@@ -74,7 +74,7 @@ class MovingAverage:
         self.decay, self.updates = decay, 0
 
     def update(self) -> None:
-        """Take in the present weights."""
+        """Update the averages with the current weights."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         torch._foreach_lerp_(self.values, self.sources, 1 - decay)
@@ -100,7 +100,7 @@ class Snapshots:
         return int(found["step"])
 
     def save(self, step: int) -> None:
-        """Replace the newest snapshot, in one move: a rank may be lost at any time."""
+        """Replace the newest snapshot atomically, since a rank may be lost at any time."""
         averages = self._averages.values if self._averages else []
         state = {"net": self._net.state_dict(), "optimizer": self._optimizer.state_dict(), "averages": averages}
         part = self.path.with_suffix(".part")

@@ -2,8 +2,8 @@
 
     python -m benchmarks.peers.elastic --data-dir D
 
-Each side trains the tutorial's net for whole epochs in float32, with the same order of the data and global batch. Once
-it is left alone. Then, in each round, the sides train again in an order drawn anew, and a rank is killed (SIGKILL) at
+Each side trains the tutorial's net for whole epochs in float32, with the same order of the data and global batch. Its
+first run has no faults. Then, in each round, the sides train again in a random order, and a rank is killed (SIGKILL) at
 random moments, the same for all sides. The next fault waits until the job has all its ranks again. Snapshots (torchrun)
 and commits (Horovod) are made every --every steps; this project keeps a copy of each step.
 """
@@ -42,7 +42,7 @@ PAUSE = 1.0  # seconds between two steps that are an outage; a step takes a tent
 SILENCE = 180.0  # seconds without a step, after which a job is given up
 LOOK = 0.02  # seconds between looks at a job
 NAMES = ("localhost", "127.0.0.1", "127.0.1", "127.1")  # of this machine, different hosts to Horovod
-COOL_DOWN = 2  # seconds, the longest, that Horovod's lost host rests
+COOL_DOWN = 2  # seconds, at most, for which Horovod bars a host that lost a rank
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Work:
 
 
 class Side(NamedTuple):
-    """name: for the table. words: command for some work. word: argument that a rank's command line has."""
+    """name: for the table. words: command for some work. word: argument by which a rank's command line is known."""
 
     name: str
     words: Callable[[Work], list[Any]]
@@ -85,8 +85,8 @@ def ours(work: Work) -> list[Any]:
 def torchrun(work: Work, defaults: bool = False) -> list[Any]:
     """DDP over Gloo; torchrun starts all ranks again, which load the newest snapshot.
 
-    torchrun's agent keeps one store for all starts, and a rank may read the address of one that is gone. PyTorch has a
-    variable against this, which `defaults` leaves out.
+    torchrun's agent keeps one store for all starts, so a rank may read the address of a lost one. A variable of PyTorch
+    prevents this; `defaults` leaves it out.
     """
     variables = {**VARIABLES, "OMP_NUM_THREADS": sides.threads_of(work.ranks), "GLOO_SOCKET_IFNAME": "lo"}
     variables |= {} if defaults else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
@@ -132,7 +132,7 @@ SIDES = {
 
 @dataclass
 class Course:
-    """What a run of a side came to.
+    """The outcome of a side's run.
 
     Attributes:
         seen: seconds at which its steps were seen.
@@ -140,7 +140,7 @@ class Course:
         twice, lost: steps that were made a second time, and those that were never made.
         examples_lost, examples_repeated: by the steps that count.
         digest: of the weights at the end.
-        told: how it ended, where it did not come to its end.
+        told: the failure, where the run did not come to its end.
     """
 
     seen: list[float] = field(default_factory=list)
@@ -246,7 +246,7 @@ def run(side: Side, work: Work, faults: int, chance: random.Random) -> Course:
     try:
         while len(course.faults) < faults:
             wait, number = chance.random() * 2, chance.randrange(work.ranks)
-            # No step is made while a rank is missing that is being started; so the first steps after are of all.
+            # While a lost rank is being started no step is made, so the next steps are of all ranks.
             if not (
                 wait_until(is_whole)
                 and wait_until(partial(has_made, len(steps.seen) + 3))

@@ -3,8 +3,8 @@
     horovodrun --gloo --min-np 1 --max-np 2 --host-discovery-script FILE python -m benchmarks.peers.elastic_horovod ...
 
 `python -m benchmarks.peers.elastic` starts it. Net, batches, augmentation and moving averages are this project's own;
-the step and the state are as Horovod's documentation has them, with three changes that Keras 3 and an exact epoch ask
-for. `TensorFlowKerasState` gets TensorFlow's variables, since it cannot send Keras's. The update is written out. Global
+the step and the state are as in Horovod's documentation, with three changes that Keras 3 and an exact epoch require.
+`TensorFlowKerasState` gets TensorFlow's variables, since it cannot send Keras's. The update is written out. Global
 batch and learning rate stay the same for any number of ranks, and the order of the data follows the step.
 """
 
@@ -70,7 +70,7 @@ def main(
 
     shape = [tf.TensorSpec([None, *transforms.shape]), tf.TensorSpec([None], tf.int32), tf.TensorSpec([])]
 
-    @tf.function(input_signature=shape)  # one graph, of whose names all ranks have the same
+    @tf.function(input_signature=shape)  # one graph, whose operations have the same names on all ranks
     def step(image: Any, label: Any, count: Any) -> Any:
         with tf.GradientTape() as tape:
             # Shards differ in size where the ranks do not divide the batch: their sum over its size is the mean.

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 
 class Stamp(NamedTuple):
-    """A number of finished steps, and when it was seen, in seconds of a clock that never jumps."""
+    """A number of finished steps, and when it was seen, in seconds of a monotonic clock."""
 
     seconds: float
     step: int
 
 
 class Spread(NamedTuple):
-    """A sample in short: the median, the quartiles, and of how many."""
+    """The median, the quartiles and the size of a sample."""
 
     low: float
     middle: float
@@ -50,12 +50,12 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def paired(values: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Each value by the one that was measured beside it, so that what drifts between repeats cancels."""
+    """Each value divided by the one measured beside it, so that drift between repeats cancels."""
     return [value / other for value, other in zip(values, base, strict=True)]
 
 
 def table(rates: Mapping[str, Mapping[str, Sequence[float]]], *bases: str) -> str:
-    """Markdown: a row a side, with its images/s, its share of them that it keeps on a slower link, and its ratios.
+    """Markdown, a row a side: images/s, the share of them that it keeps on a slower link, and ratios.
 
     A share is to the side's own rate without a limit, a ratio to the rate of one of `bases` on the same link, both in
     the same repeat.

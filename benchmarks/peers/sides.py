@@ -69,7 +69,7 @@ def ours(work: Work, gloo: bool = False) -> Side:
 
 
 def limit(work: Work) -> Side:
-    """As many processes of this project as there are ranks, each alone: what communication could at best not cost."""
+    """As many processes of this project as there are ranks, each alone: the upper limit, without communication."""
     commands, metrics = [], []
     for i in range(work.ranks):
         run_dir = work.folder / LIMIT / f"run-{i}"
@@ -213,7 +213,7 @@ def _train(work: Work, run_dir: Path) -> list[str]:
     given: list[Any] = ["--model", work.model, "--precision", work.precision]
     given += ["--dataset", "cifar10", "--data-dir", work.data_dir]
     given += ["--eval-every", 0, "--checkpoint-every", 10**6, "--log-every", work.log_every, "--epochs", ENDLESS]
-    given += ["--image-sizes", SIDE] if work.model == "fast" else []  # whole ones, as its peer's
+    given += ["--image-sizes", SIDE] if work.model == "fast" else []  # full size, as its peer's
     return [*map(str, given), "--run-dir", str(run_dir)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Stamps:
-    """Lines of the form that this project's own runs write, each written at once; None as a folder: none.
+    """Lines of the form that this project's own runs write, each written at once; without a folder, none.
 
     With `goes_on` they follow those of an earlier start: a step that is made again has a second line.
     """
@@ -36,7 +36,7 @@ class Ledger:
         self._file = (folder / f"{os.getpid()}.jsonl").open("a")
 
     def go_on_from(self, step: int) -> None:
-        """Steps after this one do not count any longer. All ranks call this before any of them uses an example."""
+        """Earlier records of later steps no longer count. All ranks call this before any of them uses an example."""
         self._write({"from": step})
 
     def use(self, step: int, examples: Iterable[int]) -> None:
@@ -49,7 +49,7 @@ class Ledger:
 
 
 def used(folder: Path) -> dict[int, list[int]]:
-    """The examples of each step that counts: what was used after a step, from which ranks went on later, does not."""
+    """The examples of each step that counts, which excludes steps that were undone by a restart from an earlier one."""
     lines: list[dict[str, Any]] = []
     for path in folder.glob("*.jsonl"):
         whole = path.read_text().rpartition("\n")[0]  # a killed process may leave half a line

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 STAGES = (16, 32, 64)
-NORM_MOMENTUM = 0.9  # of the moving statistics: PyTorch's `momentum` is one less this
+NORM_MOMENTUM = 0.9  # of the moving statistics: PyTorch's `momentum` is 1 minus this
 
 
 def conv(inputs: int, outputs: int, stride: int = 1) -> nn.Module:

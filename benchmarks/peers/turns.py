@@ -25,7 +25,7 @@ SILENCE_SECONDS = 120.0  # between lines, once there are some
 
 @dataclass(frozen=True)
 class Side:
-    """What is measured: processes that train, and where each tells of its steps.
+    """What is measured: processes that train, and the files in which they record steps.
 
     Attributes:
         name: for the table.
@@ -43,7 +43,7 @@ class Side:
 
 
 class Turn(NamedTuple):
-    """What one turn of a side came to.
+    """The outcome of a side's turn.
 
     rate: images per second of all its processes together.
     others: the share of the machine's cores that went to anything else, other virtual machines included.
@@ -58,7 +58,7 @@ class Job:
 
     def __init__(self, side: Side, folder: Path, cwd: Path, hosts: Cluster | None = None) -> None:
         self.side = side
-        self.hosts = hosts  # of this side alone: ranks that an sshd started are no children of the launcher
+        self.hosts = hosts  # of this side alone: ranks started by an sshd are found by host, not below the launcher
         self.log = folder / "log"
         self._cwd = cwd
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -202,7 +202,7 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
 
 
 def _busy_seconds() -> float:
-    """CPU seconds of this machine that were not idle, those that its host took away included."""
+    """CPU seconds of this machine that were not idle, including those that its hypervisor took (steal)."""
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
 

@@ -1,6 +1,6 @@
-"""Transforms: what becomes of an image before the net sees it, at random in training and the same in evaluation.
+"""Transforms: the preprocessing of images, random in training and fixed in evaluation.
 
-The random numbers are hashed from (seed, epoch, example). So they depend neither on the batch nor on the rank.
+The random numbers are hashed from (seed, epoch, example), so they depend neither on the batch nor on the rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvd_cifar.data.dataset import Dataset
 PAD = 4  # pixels on each side of an image of 32 and more, as He et al. 2015 (section 4.2)
 FAST_PAD = 2  # the same, for `fast`
 
-RANDOM_DRAWS = 5  # row offset, column offset, flip, brightness (which no transform uses), contrast
+RANDOM_DRAWS = 5  # row offset, column offset, flip, brightness (unused: without it contrast's draws change), contrast
 DRAWS_PER_EXAMPLE = RANDOM_DRAWS + 1  # and the alternating flip
 
 Images = NDArray[np.uint8]

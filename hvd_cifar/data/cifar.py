@@ -32,7 +32,7 @@ class Layout:
         name: for `--dataset`; title: as its authors write it.
         folder: in the archive.
         train_files, test_files: in the order of the examples.
-        train_records, test_records: in each file of the part.
+        train_records, test_records: number of records in each file.
         label_bytes: at the start of a record; the last of them is the label.
         classes: labels are 0 to classes - 1.
         names_file: in the folder, a class name in each line; it may be absent.
@@ -64,7 +64,7 @@ class Layout:
 
     @property
     def train_examples(self) -> int:
-        """Number of them."""
+        """The number of training examples."""
         return len(self.train_files) * self.train_records
 
     @property
@@ -101,7 +101,7 @@ class Layout:
     def check(self, folder: Path) -> None:
         """Raise UserError, naming the file, unless every file has its length."""
         if found := self.fault(folder):
-            raise UserError(f"{found}: restore it, or move {folder} away to have the set made anew")
+            raise UserError(f"{found}: restore it, or move {folder} away to have the set made again")
 
     def read(self, folder: Path) -> Dataset:
         """Open the files, and read their labels.
@@ -130,7 +130,7 @@ class Layout:
                 first = int(wrong[0])
                 raise UserError(
                     f"{file.path} is damaged: the label of record {first} is {labels[part][first]}, not 0 to "
-                    f"{self.classes - 1}: restore it, or move {folder} away to have the set made anew"
+                    f"{self.classes - 1}: restore it, or move {folder} away to have the set made again"
                 )
         return Examples(images, labels)
 
@@ -179,8 +179,8 @@ CIFAR100 = Layout(
 def is_published(dataset: Dataset) -> bool | None:
     """Whether the training images are CIFAR-10's published ones, by the sums over their pixels; None: another set.
 
-    One changed pixel changes a sum. Labels, the images' order and the test images are not looked at: the published MD5
-    checksums are of archives and of the Python version's files, not of these.
+    One changed pixel changes a sum. Labels, the images' order and the test images are not checked: there are published
+    MD5 checksums of archives and of the Python version's files, but not of these files.
     """
     images = dataset.train.images
     images = images.images if isinstance(images, Selected) else images

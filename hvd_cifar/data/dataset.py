@@ -20,7 +20,7 @@ UNNAMED = "arrays"  # the name of a set that was given none
 
 
 class ImageArray(Protocol):
-    """Images uint8 [n, height, width, channels] that need not be in memory; the parts of an array that are used."""
+    """Images uint8 [n, height, width, channels] that need not be in memory, by the methods of an array."""
 
     dtype: Any
 
@@ -214,7 +214,7 @@ def _examples(part: str, images: Any, labels: Any) -> Examples:
     if kind != np.uint8:
         refuse(f"images are {kind}", f"{wanted}, of values from 0 to 255")
     if isinstance(images, np.ndarray):
-        images = np.asarray(images)  # indexing a np.memmap takes microseconds more
+        images = np.asarray(images)  # each indexing of a np.memmap would take microseconds more
         images = images[..., np.newaxis] if images.ndim == 3 else images
     if len(images.shape) != 4:
         refuse(f"images have the shape {_shown(shape)}", wanted)

@@ -61,7 +61,7 @@ def fetch(layout: Layout, data_dir: Path, url: str, md5: str, *, show_progress: 
         if (found := layout.locate(data_dir)) is not None:
             return found
         stem = PurePosixPath(layout.archive).name.removesuffix(".tar.gz")
-        # The checksum in its name: the part of one archive is never continued with another's bytes.
+        # With the checksum in its name, the part of one archive is never continued with another's bytes.
         archive = data_dir / f"{stem}-{md5[:8].lower()}.part"
         try:
             _obtain(layout, url, md5.lower(), archive, show_progress)
@@ -99,7 +99,7 @@ def _obtain(layout: Layout, url: str, md5: str, archive: Path, show_progress: bo
 def _download(title: str, url: str, archive: Path, show_progress: bool) -> bool:
     """Download `archive`; True if its first bytes were there before. Raises DownloadError."""
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    # Under a launcher the terminal is behind a pipe.
+    # Under a launcher stderr is a pipe, which rich does not take for a terminal.
     console = Console(stderr=True, force_terminal=True)
     with Progress(*columns, console=console, disable=not show_progress) as progress:
         failures, furthest = 0, _size(archive)
@@ -135,7 +135,7 @@ def _receive(url: str, archive: Path, progress: Progress) -> bool:
             task = progress.add_task("")
         progress.update(task, total=total, completed=start)
         with open(archive, "ab" if start else "wb") as file:
-            # Raw: some servers send .tar.gz as a content encoding, which requests would decompress.
+            # Raw: some servers declare a .tar.gz as gzip-encoded content, which requests would decompress.
             for chunk in response.raw.stream(CHUNK_BYTES, decode_content=False):
                 file.write(chunk)
                 progress.advance(task, len(chunk))

@@ -1,8 +1,8 @@
 """Images in folders, one for each class: PATH/train/CLASS/*.png, PATH/test/CLASS/*.png.
 
 They are decoded once per host, into a cache of arrays that every rank reads by index. The cache is beside the images,
-or in the data folder where that place cannot be written. It is made again when an image's name, size or time of change
-differs.
+or in the data folder where that place cannot be written. It is made again when an image's name, size or modification
+time differs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PARTS = ("train", "test")
 FILES = (*(f"{part}-{what}.npy" for part in PARTS for what in ("images", "labels")), "about.json")
 NOTE = "done"  # file in an unfinished cache: channels, and number of images decoded
 CHUNK = 512  # images decoded between two updates of that file
-# Pillow warns, in two lines, of an image that it reads; one of twice as many pixels is an error.
+# Pillow warns of a large image, but refuses one of more than twice the limit: that refusal is enough.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
@@ -50,7 +50,7 @@ class Listing:
     Attributes:
         classes: names, in the order of the labels.
         images: of each part, in order, path and label.
-        fingerprint: of all paths, sizes and times of change.
+        fingerprint: of all paths, sizes and modification times.
     """
 
     classes: tuple[str, ...]
@@ -90,7 +90,7 @@ class Folder:
             with locked(home):
                 if not place.is_dir():  # else another process made it while this one waited
                     os.rename(_decode_all(listing, home, self.path.name, show_progress), place)
-                    for old in home.iterdir():  # of images that were there before
+                    for old in home.iterdir():  # caches of earlier contents of the folder
                         if old.is_dir() and old != place:
                             shutil.rmtree(old, ignore_errors=True)
         return place
@@ -184,7 +184,7 @@ def _folders(path: Path) -> tuple[str, ...]:
 
 
 def _images_below(folder: Path) -> Iterator[tuple[Path, int, int]]:
-    """Path, bytes and time of change of every image."""
+    """Path, bytes and modification time of every image."""
     for place, _, files in os.walk(folder):
         for file in files:
             if file.lower().endswith(EXTENSIONS) and not file.startswith("."):
@@ -203,7 +203,7 @@ def _decode_all(listing: Listing, home: Path, name: str, show_progress: bool) ->
     with _opened(first) as image:
         size, grey = image.size, image.mode in GREY_MODES
     columns = (TextColumn(f"decoding {name}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # Under a launcher the terminal is behind a pipe.
+    # Under a launcher stderr is a pipe, which rich does not take for a terminal.
     console = Console(stderr=True, force_terminal=True)
     with Progress(*columns, console=console, disable=not show_progress) as progress:
         try:
@@ -261,7 +261,7 @@ def _done(part: Path, channels: int) -> int:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
-    """An image, opened. Raises UserError where it cannot be read, also in the body."""
+    """An image, opened. Raises UserError where it cannot be opened, or read in the `with` block."""
     try:
         with Image.open(path) as image:
             yield image

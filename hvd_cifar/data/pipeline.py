@@ -48,7 +48,7 @@ def training_batches(
 
     Returns:
         A dataset of `MicroBatch`, with `sampler.sharding.micro_batches` elements per global step on every rank. b
-        varies by one where the shards do not divide the batch. A micro-batch without an example is one of padding.
+        varies by one where the shards do not divide the batch. A micro-batch without an example has one of padding.
     """
     sharding = sampler.sharding
     per_step = sharding.micro_batches * sharding.size  # micro-batches of a global batch, over all ranks

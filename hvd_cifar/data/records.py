@@ -59,7 +59,7 @@ class FileImages:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """As of an array."""
+        """[n, height, width, channels]."""
         return len(self), *self.size
 
     def __len__(self) -> int:

@@ -24,7 +24,7 @@ UNFINISHED = ".receiving"
 
 
 class File(NamedTuple):
-    """Length and content of a file."""
+    """Length and digest of a file."""
 
     bytes: int
     sha256: str
@@ -62,7 +62,7 @@ def describe(folder: Path, names: Sequence[str]) -> dict[str, File]:
 
 
 class Sender:
-    """Reads the blocks of a set. `finish` raises a failure, since receivers wait for every block before it."""
+    """Reads the blocks of a set. A failure is raised by `finish` only: until then receivers wait for every block."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -91,8 +91,8 @@ class Sender:
 class Receiver:
     """Writes blocks into a folder in `data_dir`, which becomes the set once it is complete and checked.
 
-    It holds no lock while blocks arrive: two jobs that wait for each other's locks would never end. `finish` raises a
-    failure, since the other hosts go on until then.
+    It holds no lock while blocks arrive: two jobs that wait for each other's locks would never end. A failure is raised
+    by `finish` only, since the other hosts go on until then.
     """
 
     def __init__(self, data_dir: Path, expected: Mapping[str, File]) -> None:
@@ -140,7 +140,7 @@ class Receiver:
                 )
             wrong = [name for name, state in self._states.items() if state.hexdigest() != self._expected[name].sha256]
             if wrong:
-                raise UserError(f"{wrong[0]} arrived damaged (its SHA-256 is another one): start again")
+                raise UserError(f"{wrong[0]} arrived damaged (its SHA-256 differs): start again")
             assert self._scratch is not None
             with scratch_folder(self._data_dir):
                 try:

@@ -27,7 +27,10 @@ class Source(Protocol):
         """The folder for files that another host sends, where `locate` finds them; None: there is no such folder."""
 
     def locate(self, show_progress: bool = False) -> Path | None:
-        """The folder of the files; None where this host has none of them. Making files may take time: show a bar."""
+        """The folder of the files; None where this host has none of them.
+
+        A set of images in folders makes its cache here. `show_progress`: draw a progress bar meanwhile.
+        """
 
     def prepare(self, show_progress: bool) -> Path:
         """The folder of the files, checked; they are made where there are none. Processes may call it together.
@@ -53,7 +56,7 @@ class Binary:
 
     Attributes:
         data_dir: where the folder of the files belongs.
-        where: that folder, or one in which it may lie.
+        where: the folder that `Layout.locate` searches.
         make: called to make the files, with whether to show progress; returns their folder.
     """
 

@@ -12,7 +12,7 @@ Measured on two cores of an AMD EPYC, which other work shared, with TensorFlow 2
 training is one run, with seed 0, so there is no spread to give:
 
 - Test accuracy of the tutorial net after epochs 1, 2 and 3, at learning rate 0.1:
-  global batch 256: 27.1%, 90.2%, 95.7%; global batch 128: 93.1%, 97.1%, and no third epoch.
+  global batch 256: 27.1%, 90.2%, 95.7%; global batch 128: 93.1%, 97.1% (third epoch not measured).
   `python -m hvd_cifar train --dataset synthetic --model tutorial --global-batch-size 256 --epochs 3` (or 128)
 - Test accuracy of softmax regression on standardised pixels of 20,000 training images: 35.5%; 35.9% where each image's
   mean is subtracted.
@@ -35,7 +35,7 @@ from hvd_cifar.data.place import scratch_folder
 
 Floats = NDArray[np.floating[Any]]  # float32 throughout
 
-# The drawing must never change under the name of this folder: a test holds its checksum.
+# Under this folder's name the images never change: a test compares their checksum.
 LAYOUT = replace(CIFAR10, name="synthetic", title="the synthetic set", folder="synthetic-v1")
 RECORDS = LAYOUT.train_records  # in each file, also the test set's
 IMAGES_AT_ONCE = 500  # fits a core's cache. Another number would draw other images: it orders the random bits.

@@ -16,8 +16,8 @@ import tensorflow as tf
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.subclass import put_in_front
 
-# A model passes only `training` and `mask` on to its layers, so this flag reaches the layers outside of the model. The
-# flag belongs to one call, so it is no attribute of a layer.
+# A Keras model passes only `training` and `mask` on to its layers, so a context variable carries this flag to them. It
+# is no attribute of a layer, since it belongs to one call.
 _present: ContextVar[Any] = ContextVar("present", default=True)
 
 
@@ -73,7 +73,7 @@ class _Synchronized:
             counted = tf.where(mask[..., None], shifted, tf.zeros([], real))
             count = tf.reshape(tf.reduce_sum(tf.cast(mask, real)), [1])
         own = tf.concat([tf.reduce_sum(counted, others), tf.reduce_sum(tf.square(counted), others), count], axis=0)
-        # Horovod: sums and counts, so that ranks of unequal batches compute what one rank with all examples would.
+        # Sums and counts, not means: ranks of unequal batches then compute what one rank with all examples would.
         sums = collectives.all_reduce_in_graph(own * tf.cast(_present.get(), real))
         total = tf.maximum(sums[-1], 1.0)  # 0 where no rank has an example
         mean = sums[:channels] / total  # of the inputs minus the moving mean

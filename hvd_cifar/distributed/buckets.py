@@ -17,7 +17,7 @@ def plan(sizes: Iterable[int], most: int | None) -> list[list[int]]:
     """Indices of tensors by bucket, in the order given. A bucket is closed as soon as it holds `most` bytes.
 
     Args:
-        sizes: bytes of each tensor, in the order in which they get ready.
+        sizes: bytes of each tensor, in the order in which they become ready.
         most: None: all tensors in one bucket.
     """
     buckets: list[list[int]] = []
@@ -61,7 +61,7 @@ def gate(messages: Sequence[Any]) -> None:
 
 
 class _Ancestors:
-    """What precedes each operation of the present graph.
+    """What precedes each operation of the current graph.
 
     depth: length of the longest chain of operations before it, by name.
     """
@@ -76,7 +76,7 @@ class _Ancestors:
             operation = waiting[-1]
             before = [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
             missing = [other for other in before if other.name not in self.depth]
-            if missing:  # control inputs may be younger than their operation
+            if missing:  # a control input may be created after its operation
                 waiting += missing
                 continue
             waiting.pop()

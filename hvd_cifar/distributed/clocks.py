@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hvd_cifar.distributed import collectives
 
-ROUNDS = 100  # barriers of a comparison, below a millisecond each: those in which no rank was interrupted count
+ROUNDS = 100  # barriers of a comparison, each below a millisecond: enough for some in which no rank is interrupted
 
 
 class Comparison(NamedTuple):
@@ -49,7 +49,7 @@ def between(own: Sequence[tuple[int, int]], root: Sequence[tuple[int, int]]) -> 
         return 0, 0
     least = max(mine[0] - other[1] for mine, other in zip(own, root, strict=True))
     most = min(mine[1] - other[0] for mine, other in zip(own, root, strict=True))
-    # A clock that drifts during the barriers may cross the limits.
+    # If a clock drifts during the barriers, `least` may exceed `most`.
     return (least + most) // 2, abs(most - least) // 2 + 1
 
 

@@ -28,11 +28,11 @@ ALL_RANKS = hvd.global_process_set
 
 # Horovod cannot send the types on the left: their bits travel as the type on the right, which has the same width.
 _CARRIERS = {tf.uint32: tf.int32, tf.uint64: tf.int64, tf.bfloat16: tf.int16}
-# Of a message of `broadcast_variables`, which is in memory twice: many variables fit, so that there are few messages.
+# Size of a message of `broadcast_variables`: large, so that messages are few; limited, since each is in memory twice.
 BROADCAST_BYTES = 2**26
-# Of `gather_bytes`: every rank holds them for a moment.
+# Size of all ranks' pieces together in `gather_bytes`: limited, since every rank receives all of them.
 GATHER_BYTES = 2**24
-# Of an object's pickle that travel with its length: most objects need no second message.
+# The start of an object's pickle that is sent with its length: most objects need no second message.
 HEAD_BYTES = 4096
 LENGTH_BYTES = 8
 
@@ -189,7 +189,7 @@ def make_scatter(specs: Sequence[tf.TensorSpec]) -> Callable[[Sequence[Any], Seq
 
 
 def gather_bytes(content: bytes, at_a_time: int = GATHER_BYTES) -> list[bytes]:
-    """The bytes that the ranks pass, on rank 0, and none elsewhere; at most `at_a_time` of all ranks travel together.
+    """The bytes of all ranks on rank 0, and [] on the others. A message holds at most `at_a_time` bytes of all ranks.
 
     Every rank receives every piece, and all but rank 0 drop it: Horovod has no gather to one rank.
     """
@@ -245,7 +245,7 @@ _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (UserError
 
 
 def _message(failure: Exception) -> tuple[str, str]:
-    """The kind of a failure, which for a subclass of ours is the base class, and its text."""
+    """The class name of a failure and its text; a subclass of one of `_KINDS` has the name of that one."""
     for name, kind in _KINDS.items():
         if isinstance(failure, kind):
             return name, str(failure)

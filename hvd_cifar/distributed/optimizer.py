@@ -49,7 +49,7 @@ class Reduction:
 
     @property
     def is_low_rank(self) -> bool:
-        """Whether this rank compresses by PowerSGD, as it also does alone."""
+        """Whether this rank compresses by PowerSGD, which it does even as the only rank."""
         return low_rank_of(self.compression) > 0 and self.process_set.included()
 
 
@@ -142,7 +142,8 @@ class _Distributed:
         if reduction.sparse_as_dense or reduction.fixed_order:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         plain = replace(reduction, compression="none")
-        at_once = replace(plain, bucket_bytes=None)  # Q is short; a gate would hold backward until Q is there
+        # All Q in one message: with buckets, `buckets.gate` would make backward wait for the all-reduces of P.
+        at_once = replace(plain, bucket_bytes=None)
         all_reduces = partial(reduce_gradients, reduction=plain), partial(reduce_gradients, reduction=at_once)
         memory = [self._memory[self._get_variable_index(v)] for v in variables]
         return powersgd.reduce(gradients, memory, all_reduces, 1 if plain.average else plain.process_set.size())
@@ -345,7 +346,7 @@ def pack(gradient: Any, reduction: Reduction, ranks: int) -> Any:
 
 
 def sent_width(dtype: Any, compression: str) -> int:
-    """Bytes of a value of a gradient as `pack` sends it; PowerSGD's thin matrices are left out."""
+    """Bytes of one value of a gradient as `pack` sends it; PowerSGD's matrices are not considered."""
     if compression in ("fp16", "bf16"):
         return 2
     dtype = tf.as_dtype(dtype)
@@ -355,7 +356,7 @@ def sent_width(dtype: Any, compression: str) -> int:
 def unpack(total: Any, dtype: Any, reduction: Reduction, ranks: int) -> Any:
     """The reduced gradient, of type `dtype`, from the sum of what all ranks packed. Local."""
     wide = tf.cast(total, tf.float32 if dtype in (tf.bfloat16, tf.float16) else dtype)
-    if reduction.average or reduction.compression == "fp16":  # what `pack` multiplied by, or the divisor of the mean
+    if reduction.average or reduction.compression == "fp16":  # makes the mean, or undoes the factor of `pack`
         wide = wide / ranks
     return tf.cast(wide, dtype)
 
@@ -395,7 +396,7 @@ def _named_by_graph(tensor: Any) -> Any:
 def _reduce_sparse(gradient: tf.IndexedSlices, reduction: Reduction) -> tf.IndexedSlices:
     """Gather the rows of all ranks and add up those with the same index.
 
-    Otherwise optimizers such as Adam would square rows with the same index one by one.
+    Otherwise optimizers such as Adam would square each row of an index, not the rows' sum.
     """
     process_set, ranks = reduction.process_set, reduction.process_set.size()
     packed = pack(_named_by_graph(gradient.values), reduction, ranks)

@@ -31,9 +31,9 @@ def prove_averaging(
     The updates take the path of training: the loss goes through `scale_loss`, gradients and values through
     `apply_and_sum`, in a `tf.function`. One update is a single graph, like a step of one micro-batch; its message is
     long enough for the all-to-all of the fixed order. In the other update gradients are inputs of a second graph, as
-    after several micro-batches, and the message is short. Ranks feed small integers, whose sums are exact in half
-    precision over up to 1,024 ranks, in rows of equal numbers, which are a matrix of rank 1: PowerSGD compresses the
-    long ones without loss. Every rank checks the results of all ranks.
+    after several micro-batches, and the message is short. Ranks feed small integers, whose sums over up to 1,024 ranks
+    are exact in half precision. Each row has equal numbers, a matrix of rank 1, which PowerSGD compresses without loss.
+    Every rank checks the results of all ranks.
 
     Args:
         wrap: turns a plain optimizer into the run's, with its reduction, its compression and its loss scale.
@@ -69,7 +69,7 @@ def _update(
 ) -> tuple[NDArray[Any], NDArray[Any], int]:
     """A variable [2, n] after SGD of rate 1 from 0, the sums of values [2], and the number of gradients applied.
 
-    Under PowerSGD each row stands there several times: it compresses only what has more rows than R.
+    Under PowerSGD each row is repeated, since only a matrix of more than R rows is compressed.
     """
     real = keras.config.floatx()
     optimizer = wrap(keras.optimizers.SGD(1.0))

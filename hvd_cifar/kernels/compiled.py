@@ -11,7 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environment; launch/install compiles it there
-# Transforms cost by the channel, products by the pair of channels: with fewer channels oneDNN is faster.
+# The cost of transforms grows with the channels, that of products with pairs of channels: with fewer channels the
+# transforms dominate, and oneDNN is faster.
 LEAST_CHANNELS = 16
 
 
@@ -26,7 +27,7 @@ def operations() -> Any:
         return None
     try:
         made = tf.load_op_library(str(path))
-    except tf.errors.NotFoundError:  # of another TensorFlow
+    except tf.errors.NotFoundError:  # compiled for another TensorFlow
         return None
     return made if told("vectors") else None
 
@@ -39,7 +40,7 @@ def about() -> str:
 
 
 def sums_bfloat16() -> bool:
-    """Whether bfloat16 is computed here: the processor sums its products (AVX512-BF16), and has no tiles (AMX).
+    """Whether these kernels compute bfloat16: the processor has its dot products (AVX512-BF16), but no tiles (AMX).
 
     With tiles oneDNN is faster.
     """

@@ -46,7 +46,7 @@ def kernel_gradient(images: Any, upstream: Any, shape: tuple[int, ...]) -> Any:
         images: float [b, h, w, c].
         upstream: of the same type, [b, h, w, f].
     """
-    # The gradient of a global maximum has no static image size.
+    # The gradient that comes from a global max pooling has no static image size.
     upstream = tf.ensure_shape(upstream, [None, *images.shape[1:3], shape[3]])
     gap = shape[1] // 2
     count = max(1, (COLUMNS + gap) // (images.shape[2] + gap))

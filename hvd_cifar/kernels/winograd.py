@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 TILE = 4  # outputs of a tile's side; rounding errors grow with it
 # Evaluation points with small rounding errors (Barabasz et al. 2018); infinity is the last one.
 POINTS = (0.0, 1.0, -1.0, 0.5, -2.0, 2.0, -0.5)
-# Where it is faster than oneDNN on a CPU: memory traffic grows with the image, products with the weights.
+# Within these limits it is faster than oneDNN on a CPU: memory traffic grows with the image, saved products with the
+# weights.
 MOST_PIXELS = 16  # in height and in width
 LEAST_WEIGHTS = 100_000
-PARTS = 8  # of a batch, one after the other: transformed values then stay in a core's cache
+PARTS = 8  # of a batch, computed one after the other, so that transformed values stay in a core's cache
 
 
 class Transforms(NamedTuple):
@@ -92,7 +93,7 @@ def _swapped(values: Any, first: int, second: int, third: int) -> Any:
 
 @functools.cache
 def transforms(side: int, taps: int) -> Transforms:
-    """The transforms of a line of `side` pixels: a tile's, at each tile's place, without what meets padding."""
+    """The transforms of a line of `side` pixels: a tile's, at each tile's place, without the factors of padding."""
     tile = of_tile(taps)
     places, tiles = len(tile.inputs), side // TILE
     inputs, outputs = np.zeros((places, tiles, side + taps - 1)), np.zeros((side, places, tiles))

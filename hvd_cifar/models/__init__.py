@@ -29,7 +29,7 @@ class Model:
     Attributes:
         name: for messages and records.
         build: see the module.
-        recipe: None where `build` has not been asked yet; see `with_recipe`.
+        recipe: None until `with_recipe` has called `build`.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Net:
-    """A model that was built, and which of its variables weight decay pulls at."""
+    """A model that was built, and those of its variables that decay."""
 
     model: keras.Model
     decayed: list[keras.Variable]
@@ -60,7 +60,7 @@ BUILT_IN = {
 
 
 def with_recipe(model: Model, image_shape: tuple[int, int, int], classes: int) -> Model:
-    """The model with its recipe: a user's function is asked for it, and builds a net that is thrown away.
+    """The model with its recipe. A user's function returns it with a net, which is discarded.
 
     The recipe comes before the net, since it names the precision that the net is built in.
 
@@ -79,7 +79,7 @@ def build(model: Model, image_shape: tuple[int, int, int], classes: int) -> Net:
     Args:
         model: with its recipe.
         image_shape: height, width and channels of what the net sees.
-        classes: logits.
+        classes: number of logits.
 
     Raises:
         UserError: where `build` fails, or what it returns does not make logits from such images.

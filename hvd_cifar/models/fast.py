@@ -20,16 +20,17 @@ from hvd_cifar.optim.schedules import ToZero
 
 PATCH = 2  # pixels, the side of the whitened patches
 WIDTHS = (64, 256, 256)
-RESIDUAL = (1, 3)  # blocks with a third convolution; in the second block it would cost twice as much as in both
+RESIDUAL = (1, 3)  # blocks with a third convolution; in the second block it would cost twice as much as in these two
 STATISTICS_MOMENTUM = 0.9  # of the moving statistics, per step
 REFERENCE_BATCH = 1024
 KERNEL_RATE = 0.24  # Muon's update of a kernel does not depend on the size of its gradient
-OFFSET_RATE = 0.053 * REFERENCE_BATCH  # of batch norms' offsets, for the gradient of a mean over the batch
+# Rates of batch norms' offsets and of the logits. airbench94's are for a sum over the batch; this loss is a mean.
+OFFSET_RATE = 0.053 * REFERENCE_BATCH
 LOGITS_RATE = 0.67 * REFERENCE_BATCH
 
 
 def muon(learning_rate: float) -> Muon:
-    """Muon for kernels of convolutions; batch norms' offsets and the logits have rates in proportion to theirs."""
+    """Muon for kernels of convolutions; the rates of batch norms' offsets and of the logits are proportional to its."""
     others = {"": (OFFSET_RATE / KERNEL_RATE, 0.0), "logits": (LOGITS_RATE / KERNEL_RATE, 0.0)}
     return Muon(learning_rate, momentum=0.6, others=others)
 
@@ -44,7 +45,7 @@ RECIPE = Recipe(
     precision=None,
     augmentation="fast",
     weight_decay=3e-6,
-    decayed=lambda variable: variable.path == "logits/kernel",  # batch norm makes a kernel's length irrelevant
+    decayed=lambda variable: variable.path == "logits/kernel",  # batch norm makes the other kernels' norms irrelevant
     label_smoothing=0.2,
     lookahead=True,
     image_scales=(0.75, 1, 1),
@@ -72,7 +73,7 @@ class Dirac(keras.initializers.Initializer):
 
 
 def filters_of(channels: int) -> int:
-    """Filters of the first layer: each direction of a patch's colour space, and its opposite."""
+    """Filters of the first layer: each eigenvector of the patches' covariance, and its negative."""
     return 2 * channels * PATCH**2
 
 
@@ -125,7 +126,7 @@ def build(image_shape: tuple[int, int, int], classes: int) -> keras.Model:
 
     Args:
         image_shape: only the channels matter; images have at least 9 pixels a side, 12 with the recipe's scales.
-        classes: logits.
+        classes: number of logits.
 
     Returns:
         A model from images float [b, h, w, channels] to logits [b, classes].
@@ -141,7 +142,7 @@ def build(image_shape: tuple[int, int, int], classes: int) -> keras.Model:
         return QuickConv2D(filters, 3, padding="same", use_bias=False, kernel_initializer=Dirac(), name=name)(x)
 
     images = keras.Input((None, None, image_shape[-1]), name="images")
-    # Without an offset to learn, backward ends before this layer, and before the widest gradient of all.
+    # This layer learns no offset, so that backward ends before it, and omits the widest gradient of all.
     x = Whitening(filters_of(image_shape[-1]), PATCH, use_bias=False, trainable=False, name="whiten")(images)
     x = gelu(x, "whiten_gelu")
     for block, width in enumerate(WIDTHS, start=1):

@@ -16,8 +16,8 @@ class FusedBatchNormalization(keras.layers.Layer):
     """Batch normalisation over [b, h, w, c] by TensorFlow's fused kernel (Ioffe and Szegedy 2015).
 
     Keras 3's own layer runs as a chain of elementwise operations, which costs a quarter to more than half of a small
-    ResNet's speed on a CPU. The statistics are those of this rank's batch. Weights stay float32 under a mixed policy;
-    under float64, which the fused kernel does not know, the same is written out.
+    ResNet's speed on a CPU. The statistics are those of this rank's batch. Weights stay float32 under a mixed policy.
+    The fused kernel does not support float64, for which the formulas are written out.
 
     Without `scale` gamma stays 1. The moving statistics are `m <- momentum * m + (1 - momentum) * batch`, with the
     unbiased variance.
@@ -45,7 +45,7 @@ class FusedBatchNormalization(keras.layers.Layer):
         )
 
     def call(self, images: Any, training: bool = False) -> Any:
-        """[b, h, w, c] -> the same shape and type; `training` uses and gathers the batch's statistics."""
+        """[b, h, w, c] -> the same shape and type; `training` uses the batch's statistics, and updates the moving."""
         if self.compute_dtype == "float64":
             return self._written_out(images, training)
         mean, variance = tf.convert_to_tensor(self.moving_mean), tf.convert_to_tensor(self.moving_variance)
@@ -95,10 +95,9 @@ class FusedBatchNormalization(keras.layers.Layer):
 class LocalResponseNormalization(keras.layers.Layer):
     """x / (bias + alpha * sum of x^2 over neighbouring channels)^0.75 (Krizhevsky et al. 2012, section 3.3).
 
-    The constants are those of TensorFlow's CIFAR-10 tutorial; `depth_radius` channels on either side are summed.
-    Compiled by XLA into one pass forward and one backward: on a CPU that is a sixth of the time of TensorFlow's kernel,
-    and serves every type, where the kernel lacks float64 and bfloat16. Under a mixed policy it is computed in float32:
-    squares overflow float16.
+    The constants are those of TensorFlow's CIFAR-10 tutorial; `depth_radius` channels on either side are summed. XLA
+    compiles one pass forward and one backward, which take a sixth of the time of TensorFlow's kernel on a CPU.
+    TensorFlow's kernel also lacks float64 and bfloat16. Half types are computed in float32: squares overflow float16.
     """
 
     def __init__(self, depth_radius: int = 4, bias: float = 1.0, alpha: float = 0.001 / 9.0, **kwargs: Any) -> None:

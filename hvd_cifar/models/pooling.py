@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 
 class SteadyMaxPooling2D(keras.layers.Layer):
-    """Max pooling over windows side by side, in which the first of equal pixels wins however they are rounded.
+    """Max pooling over disjoint windows, in which the first of nearly equal pixels wins, whatever their rounding.
 
     Rounding decides which of nearly equal pixels is the largest, and so where the gradient goes. Rounding depends on
     the batch, and so on the number of ranks. Within 12 steps of float64, 2 ranks of `fast` differ from one rank by
     9e-10 of a loss with Keras's pooling, and by 1e-14 with this layer. The pixels of a window, in reading order, are
     lowered by 0, 1, 2, ... times `TIE` before they are compared. The maximum is that of the lowered values.
 
-    Half types have no bits for this, so they take TensorFlow's pooling, as do images of unknown size. On a CPU XLA
+    Half types are too coarse for `TIE`, so they take TensorFlow's pooling, as do images of unknown size. On a CPU XLA
     compiles one pass forward and one backward, about as fast as TensorFlow's kernel.
 
     Args:
@@ -105,14 +105,14 @@ def _steady_maximum_backward(x: Any, pooled: Any, gradient: Any, height: int, wi
 
 
 def _lowered(x: Any, height: int, width: int) -> list[Any]:
-    """The first pixel of every window, the second, ...: [b, h / height, w / width, c] each."""
+    """The lowered first pixels of all windows, the second ones, ...: [b, h / height, w / width, c] each."""
     bottom, right = (x.shape[1] // height * height, x.shape[2] // width * width)
     pixels = [x[:, i:bottom:height, j:right:width] for i in range(height) for j in range(width)]
     return [pixel - tf.constant(place * TIE[x.dtype], x.dtype) for place, pixel in enumerate(pixels)]
 
 
 def _all_lowered(x: Any, height: int, width: int) -> Any:
-    """The same, all of them in their places: [b, h, w, c]."""
+    """All lowered pixels in their places: [b, h, w, c]."""
     _, rows, columns, _ = x.shape
     return x - tf.constant(_lowering(rows, columns, height, width) * TIE[x.dtype], x.dtype)
 

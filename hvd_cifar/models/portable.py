@@ -19,7 +19,7 @@ def portable(model: keras.Model, image_shape: tuple[int, int, int]) -> keras.Mod
     layers of Keras and `keras.ops`. Keras's own layers are copied, also within models in the model.
 
     Args:
-        model: its global dtype policy is float32.
+        model: any. Keras's global dtype policy must be float32.
         image_shape: (height, width, channels) of what the net sees.
 
     Returns:
@@ -80,7 +80,7 @@ def _twin(kind: Any, layer: Any) -> Any:
     config = {name: value for name, value in layer.get_config().items() if not name.endswith(_OF_TRAINING)}
     try:
         return kind.from_config({**config, "dtype": "float32"})
-    except (TypeError, ValueError):  # Keras finds no function of this name, or makes none of its code
+    except (TypeError, ValueError):  # Keras finds no function by this name, or refuses to load one from its code
         raise UserError(f"a function in its layer {layer.name} ({kind.__name__}) {_REMEDY}") from None
 
 

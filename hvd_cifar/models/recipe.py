@@ -18,7 +18,7 @@ class Batch:
     Attributes:
         reference: global batch that the learning rate is for. The rate is scaled by (global batch / reference)^power.
         is_global: by default the global batch is `reference` on any number of ranks; else it is 128 on each rank.
-        largest: by default the ranks share this many examples where 128 on each were more; None: no limit.
+        largest: upper limit of the default global batch; None: no limit.
         power: 1 is the linear scaling rule (Goyal et al. 2017, section 2.1); 0.5 scales by the square root.
     """
 
@@ -40,7 +40,7 @@ def momentum_sgd(learning_rate: float) -> keras.optimizers.Optimizer:
 def is_kernel(variable: Any) -> bool:
     """Whether a variable is a layer's kernel.
 
-    Decaying the scale of batch norm and biases towards zero has no reason (Goyal et al. 2017, section 5.1).
+    Batch norm's scale and biases do not decay, since zero is no better value for them (Goyal et al. 2017, section 5.1).
     """
     return str(variable.path).endswith("kernel")
 
@@ -52,7 +52,7 @@ class Recipe:
     Attributes:
         optimizer: makes a Keras optimizer from a learning rate.
         learning_rate: after the warm-up, for the global batch `batch.reference`.
-        schedule: what becomes of the learning rate after the warm-up.
+        schedule: of the learning rate after the warm-up.
         batch: which batches the learning rate is for.
         epochs: passes over the training set; the last one may be a part.
         precision: a Keras dtype policy; None: mixed_bfloat16 where every rank's processor or GPU has instructions for
@@ -67,7 +67,7 @@ class Recipe:
             are. The last one should be 1, since evaluation does not shrink images.
         test_time_augmentation: evaluate on six views of each test image at the end.
         evaluation_epochs: epochs between evaluations.
-        shorter: test accuracy on CIFAR-10, 0 to 1, that runs of fewer epochs reach; a run's forecast names it.
+        shorter: by number of epochs, the test accuracy on CIFAR-10, 0 to 1, of shorter runs, for a run's forecast.
         beyond: (n, recipe): the recipe of global batches of more than n examples; None: this one for all.
     """
 
@@ -90,7 +90,7 @@ class Recipe:
     beyond: tuple[int, Recipe] | None = None
 
     def for_batch(self, global_batch_size: int) -> Recipe:
-        """This recipe, or the one that takes over for global batches of this size; by default both share `largest`."""
+        """This recipe, or the one of `beyond` for a larger global batch, with this recipe's `batch.largest`."""
         if self.beyond is None or global_batch_size <= self.beyond[0]:
             return self
         larger = self.beyond[1]

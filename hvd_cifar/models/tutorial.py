@@ -28,8 +28,9 @@ PUBLISHED = Recipe(
     decayed=lambda variable: variable.path in DECAYED,
     ema_decay=0.9999,
 )
-# At eight ranks' batch and eight times the rate, plain SGD diverges after 60 steps; at four times the rate it loses 15
-# points in 12 epochs. Muon loses none (docs/results.md). local3 has 885,000 weights: its updates would double a step.
+# With 1,024 examples, the batch of eight ranks, plain SGD at eight times the rate diverges after 60 steps; at four
+# times the rate it loses 15 points of accuracy in 12 epochs. Muon loses none (docs/results.md). It leaves out local3:
+# with 885,000 weights its updates would double a step's time.
 LARGE = replace(
     PUBLISHED,
     optimizer=lambda rate: Muon(rate, 0.95, 0.9, {"": (40.0, 0.0)}, steps=5, dense=["local4"], resets_norms=False),

@@ -27,7 +27,7 @@ class MovingAverage:
         return [self.updates, *self.values]
 
     def update(self) -> None:
-        """Update the averages with the variables' present values. Works in a graph."""
+        """Update the averages with the variables' current values. Works in a graph."""
         self.updates.assign_add(1)
         n = tf.cast(self.updates.value, tf.float64)
         rest = 1.0 - tf.minimum(tf.constant(self.decay, tf.float64), (1.0 + n) / (10.0 + n))
@@ -51,7 +51,7 @@ class Lookahead:
     After every 5 steps: slow <- d slow + (1 - d) fast, then fast <- slow, with d = 0.95^5 (t / T)^3 after t of T steps;
     after the last step fast <- slow. d grows with t: late slow weights average over more steps than early ones.
 
-    Source: Zhang et al., "Lookahead optimizer: k steps forward, 1 step back", 2019; the decay is of Jordan 2024,
+    Source: Zhang et al., "Lookahead optimizer: k steps forward, 1 step back", 2019; the decay is from Jordan 2024,
     section 3.4.
     """
 
@@ -71,7 +71,7 @@ class Lookahead:
         return [self.steps, *self.values]
 
     def update(self) -> None:
-        """Count a step, and mix slow and fast weights if it is a fifth one or the last. Works in a graph."""
+        """Count a step; mix slow and fast weights after every fifth one; end with the slow ones. Works in a graph."""
         self.steps.assign_add(1)
         done = self.steps.value
         decay = 0.95**self.EVERY * (tf.cast(done, tf.float64) / self.total_steps) ** 3
@@ -85,7 +85,7 @@ class Lookahead:
         self._end_with_slow_weights()
 
     def skip(self) -> None:
-        """Count a step that changes no weight, and mixes none: the decay goes by the number of steps."""
+        """Count a step that changes no weight, without mixing: the decay depends on the number of steps."""
         self.steps.assign_add(1)
         self._end_with_slow_weights()
 

@@ -14,8 +14,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(keras.optimizers.Optimizer):
-    """Kernels of convolutions: v <- m v + g; w <- w / rms(w's rows) - r * orthogonal(g + m v). r is `learning_rate`.
+    """Kernels of convolutions: v <- m v + g; w <- w / s - r * orthogonal(g + m v). r is `learning_rate`.
 
+    s is the root mean square of the norms of w's output channels.
     The singular values of such an update are all near 1, so that rare directions are learnt as fast as frequent ones.
     A kernel's norm is reset in each step: with the batch norm behind it, only its direction matters. Without
     `resets_norms`: w <- w - 0.2 r sqrt(max(rows, columns)) orthogonal(g + m v). The factor gives each kernel's update
@@ -34,7 +35,7 @@ class Muon(keras.optimizers.Optimizer):
         others: (f, d) by the name of a variable's layer; "" stands for any other layer.
         steps: iterations of Newton-Schulz.
         dense: names of dense layers whose kernels are updated as those of convolutions.
-        resets_norms: whether kernels keep the norm that makes their output channels vectors of length 1.
+        resets_norms: whether each step resets a kernel's norm to that of output channels of length 1.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Muon(keras.optimizers.Optimizer):
             update = orthogonal(gradient + self.momentum * moved, self.steps)
             columns = variable.shape[-1]
             if self.resets_norms:
-                # The norm of a kernel whose output channels are vectors of length 1.
+                # The norm of a kernel whose output channels have length 1.
                 length = tf.sqrt(tf.cast(columns, value.dtype))
                 value = value * (length / tf.norm(value))
             else:

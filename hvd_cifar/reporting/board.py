@@ -33,7 +33,7 @@ _numbers = itertools.count()
 
 
 def begin(folder: Path, first_step: int) -> Path:
-    """Make an event file in `folder` that follows step `first_step`. Later events of a run that was cut off go.
+    """Make an event file in `folder` for what follows step `first_step`, and remove later events from earlier files.
 
     Raises:
         OSError: where a file cannot be written.
@@ -118,7 +118,7 @@ def confusion(matrix: Sequence[Sequence[int]], class_names: Sequence[str]) -> li
     shade = (255 * (1 - shares)).astype(np.uint8).repeat(CELL, axis=0).repeat(CELL, axis=1)[..., None]
     names = class_names or [str(number) for number in range(len(counts))]
     rows = [[f"**{name}**", *map(str, row)] for name, row in zip(names, counts.tolist(), strict=True)]
-    words = "Each row holds the examples of a class, each column what they are taken for, in the order of the table."
+    words = "Rows are true classes, columns predicted ones, in the order of the table."
     return [
         images({"confusion_matrix": shade}, words),
         text_pb(
@@ -132,7 +132,7 @@ def _drop_events_after(path: Path, step: int) -> None:
 
     TensorBoard marks a restart by a SessionLog START event, but its default loader does not read that event.
     """
-    events = list(RawEventFileLoader(str(path)).Load())  # without an event that a killed run was writing
+    events = list(RawEventFileLoader(str(path)).Load())  # without an incomplete last event of a killed run
     kept = [event for event in events if Event.FromString(event).step <= step]
     if len(kept) == len(events):
         return

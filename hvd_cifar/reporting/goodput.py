@@ -25,11 +25,11 @@ from hvd_cifar.config import MOST_STEPS
 SESSIONS = "sessions.jsonl"
 KINDS = (
     "useful_steps",
-    "repeated_steps",  # steps, and what was done of them, that a restart or a rollback lost
+    "repeated_steps",  # steps, also incomplete ones, that a restart or a rollback lost
     "evaluation",
     "checkpoints",
     "set_up",  # from the launcher's start to the first step
-    "restart",  # the same of later starts; the way back of a rollback
+    "restart",  # the same for later starts; and the return to a checkpoint in a rollback
     "detection",  # from the last sign of life of rank 0 to the launcher's notice that the ranks have ended
     "waiting",  # of the launcher, before it starts the ranks again
 )
@@ -71,7 +71,7 @@ def read(text: str) -> list[Mark]:
 
 
 def has_ended(marks: Sequence[Mark]) -> bool:
-    """Whether the last session among the marks has told its end."""
+    """Whether the last session among the marks has ended, by its own mark or that of the next one."""
     return not marks or marks[-1]["mark"] in ("end", "lost")
 
 
@@ -99,7 +99,7 @@ def seconds_by_kind(marks: Iterable[Mark]) -> dict[str, float]:
 def intervals(marks: Iterable[Mark]) -> list[Interval]:
     """What the time went into: kind, begin and end in Unix time. The time between two launchers is in none.
 
-    Clocks of several hosts may differ a little: an interval of less than nothing is left out.
+    Clocks of several hosts may differ a little: an interval of negative length is left out.
     """
     spans: list[Interval] = []
     others: list[Interval] = []

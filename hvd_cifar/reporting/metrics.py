@@ -37,15 +37,15 @@ class Reporter:
         self._console = Console(force_terminal=True) if run_dir and watched and not quiet else None
         self._view: View | None = None
         self._live: Live | None = None
-        self._unwritten: dict[Path, bytes] = {}  # by file, which waits for room
+        self._unwritten: dict[Path, bytes] = {}  # by file: what could not be written yet
         self._beaten = 0.0
-        self._last_step = 0  # in metrics.jsonl before it was opened
+        self._last_step = 0  # of earlier sessions, also of entries that `open` removes
         self.marks: list[goodput.Mark] = []  # of this session and earlier ones
         self.last_train: dict[str, Any] = {}  # the newest event of its kind, also from before a resume
-        self.evaluated: dict[str, set[int]] = defaultdict(set)  # steps, by the part of the data set
+        self.evaluated: dict[str, set[int]] = defaultdict(set)  # steps, by part of the data set
         self.missed: set[int] = set()  # steps whose snapshot nobody has evaluated
         self._events: Path | None = None  # of TensorBoard
-        self.begins_events = False  # whether the run directory had none of TensorBoard
+        self.begins_events = False  # whether the run directory had no folder for TensorBoard
 
     def open(self, first_step: int, record_examples: bool = False) -> None:
         """Open the files, and remove entries after `first_step`, which an interrupted run left."""
@@ -74,8 +74,8 @@ class Reporter:
         """Begin to mark what happens and where the time goes.
 
         Args:
-            starts: as of `runtime.environment.starts`.
-            told: what else the mark "launch" tells (`goodput`).
+            starts: as `runtime.environment.starts` returns them.
+            told: other values of the mark "launch" (`goodput`).
         """
         if self.run_dir is None:
             return
@@ -96,11 +96,11 @@ class Reporter:
             self._append_mark({"mark": kind, "time": time.time(), **values})
 
     def beat(self) -> None:
-        """Show that the session lives: the time of sessions.jsonl bounds the end of one that is killed."""
+        """Show that the session lives: the modification time of sessions.jsonl dates the end of a killed session."""
         if self.run_dir is not None and time.monotonic() > self._beaten + SECONDS_BETWEEN_BEATS:
             self._beaten = time.monotonic()
             with contextlib.suppress(OSError):
-                os.utime(self.run_dir / SESSIONS, (time.time(),) * 2)  # by this clock, not a file server's
+                os.utime(self.run_dir / SESSIONS, (time.time(),) * 2)  # by this host's clock, not the file server's
 
     @property
     def is_behind(self) -> bool:
@@ -161,7 +161,7 @@ class Reporter:
         Args:
             found: accuracy, loss, and number of examples.
             part: of the data set: "test" or "validation".
-            at_step: at which the result came, where others evaluate while this job trains.
+            at_step: the training step at which the result arrived, where other ranks evaluate beside training.
         """
         if self.run_dir is None:
             return
@@ -169,7 +169,7 @@ class Reporter:
         came = "" if at_step is None else f"; it came at step {at_step}"
         self.say(f"step {step} (epoch {epoch:.2f}): {self.dataset} {results}, {found['examples']} examples{came}")
         if step in self.evaluated[part]:
-            return  # a run that was cut off after this evaluation has recorded it
+            return  # the run recorded this evaluation before it was interrupted
         values = {"step": step, "epoch": epoch, **{f"{part}_{name}": value for name, value in found.items()}}
         self._write("eval" if part == "test" else part, values | ({} if at_step is None else {"at_step": at_step}))
         shown = {f"{self.dataset}/{part}_{name}": found[name] for name in ("accuracy", "loss")}
@@ -253,16 +253,16 @@ class Reporter:
                 self._tell_caught_up(path)
 
     def warn(self, line: str, step: int | None = None) -> None:
-        """Print a line to standard error; with the `step` after which it holds, it is also on record."""
+        """Print a line to standard error; with `step`, the last finished one, also record it."""
         if self.run_dir is not None:
             terminal.complain("hvd_cifar: " + line)
             if step is not None:
                 self.mark("warning", step=step, text=line)
 
     def skipped(self, step: int, loss: float) -> None:
-        """Record a step that changed nothing, since `loss`, or what it made of the weights, is not finite."""
+        """Record a step that changed nothing, since `loss`, or a weight after its update, is not finite."""
         if self.run_dir is not None:
-            self.warn(f"step {step} is skipped on all ranks: loss = {loss}, or not finite after its update", step)
+            self.warn(f"step {step} is skipped on all ranks: its loss ({loss}) or its update is not finite", step)
             self._append_line(self.run_dir / "metrics.jsonl", {"event": "skip", "step": step})
 
     def rolled_back(self, step: int, from_step: int, rate_factor: float) -> None:
@@ -298,8 +298,8 @@ def _keep_events_up_to(path: Path, step: int) -> tuple[list[dict[str, Any]], int
     """Remove the lines of later steps from a file, which is made where there is none.
 
     Returns:
-        The events that stay; the last step, also of the others; and how many lines are damaged, which go. A last line
-        that a killed run was writing goes, and is not counted.
+        The events that stay; the last step of all events; and the number of damaged lines, which are removed. An
+        incomplete last line, of a killed run, is removed and not counted.
     """
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     kept, events, last, damaged = [], [], 0, 0

@@ -45,7 +45,7 @@ def quiet_start() -> Iterator[None]:
         return
     sys.stderr.flush()
     true_stderr = os.dup(2)
-    # In its own session: Ctrl-C must end this process, and the filter ends by itself after it.
+    # In its own session, so that Ctrl-C does not end it before this process, whose last lines it prints.
     words = [sys.executable, "-I", "-S", "-c", _FILTER, *_NOTES]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=true_stderr, start_new_session=True) as line_filter:
         assert line_filter.stdin

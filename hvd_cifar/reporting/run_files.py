@@ -1,4 +1,4 @@
-"""A run as its files tell it, without TensorFlow: for programs beside the run, also while it writes."""
+"""A run as its files describe it, read without TensorFlow by other programs, also while the run writes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Facts(_Part):
 
 
 class Config(_Part):
-    """What config.json says that readers use."""
+    """The part of config.json that readers use."""
 
     model: str
     precision: str | None
@@ -121,7 +121,7 @@ class Config(_Part):
 
 
 class Summary(_Part):
-    """What summary.json says that readers use; a finished run has it."""
+    """The part of summary.json that readers use. Only a finished run has the file."""
 
     steps: Count
     epochs: Number
@@ -169,11 +169,11 @@ class RunFiles:
         settings: all of config.json.
         config: the part of it that readers use.
         events: of metrics.jsonl, in their order.
-        damaged: lines of metrics.jsonl that are none; a last line that is being written does not count.
+        damaged: number of lines of metrics.jsonl that are no events; an incomplete last line does not count.
         marks: of sessions.jsonl; a session that lives, or was killed, ends with a mark at its last sign of life.
         standing: how the run stands.
         summary: None until the run is complete.
-        confusion: None where nobody has asked for it.
+        confusion: None without `evaluate --confusion`.
     """
 
     run_dir: Path
@@ -221,7 +221,7 @@ def read_config(run_dir: Path) -> tuple[dict[str, Any], Config]:
         UserError: where there is no run, or the file is damaged.
     """
     path = run_dir / "config.json"
-    if not os.path.exists(path):  # which a folder without permission does not fail
+    if not os.path.exists(path):  # unlike Path.exists, False where a folder may not be read
         raise UserError(f"{run_dir}: there is no run (no config.json); give the folder of a run")
     found = _read(Config, path, "give the folder of another run")
     assert found, "it exists"
@@ -243,7 +243,7 @@ def _read(kind: type[P], path: Path, remedy: str) -> P | None:
 
 
 def as_events(lines: Iterable[str]) -> tuple[list[Event], int]:
-    """The events of some lines that readers use, and how many lines are no objects with a step."""
+    """The events of lines that readers use, and how many lines are damaged."""
     events, damaged = [], 0
     for line in lines:
         try:
@@ -263,11 +263,11 @@ def as_event(values: dict[str, Any]) -> Event | None:
 
 
 class Lines:
-    """The whole lines of a file that another process appends to, and now and then replaces."""
+    """The whole lines of a file that another process appends to, and sometimes replaces."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.replaced = False  # by another file, at the last `read`, which began anew
+        self.replaced = False  # whether the last `read` found another file, and so began at its start
         self._inode, self._offset = -1, 0
 
     def read(self) -> list[str]:
@@ -314,7 +314,7 @@ def lives(run_dir: Path, config: Config) -> bool | None:
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go at once, by the end of this block
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released at once, by os.close
     except OSError:
         return True
     finally:

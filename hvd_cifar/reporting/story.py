@@ -1,4 +1,4 @@
-"""What happened to a run, in its order, and how it stands; from its marks (`goodput`)."""
+"""The history of a run and how it stands, from its marks (`goodput`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Literal
 from hvd_cifar.errors import DIVERGED, printable
 from hvd_cifar.reporting.goodput import Mark
 
-SECONDS_FOR_RESTART = 90.0  # a launcher waits up to 60 s before it starts ranks again, and then they start
-SECONDS_OF_SILENCE = 600.0  # of a run whose lock cannot be seen; evaluations and checkpoints give no sign of life
+SECONDS_FOR_RESTART = 90.0  # a launcher waits up to 60 s before it starts ranks again; the rest is for their start
+# Until a run whose lock cannot be seen counts as cut off: during evaluations and checkpoints it gives no sign of life.
+SECONDS_OF_SILENCE = 600.0
 
 Kind = Literal["start", "resume", "resize", "failure", "stop", "rollback", "warning", "end"]
 
@@ -41,7 +42,7 @@ def happenings(marks: Iterable[Mark]) -> list[Happening]:
         if kind == "launch":
             before, starts, launch = starts, list(mark.get("starts") or []), mark
             is_same_job = bool(before) and starts[: len(before)] == before
-            new = starts[len(before) :: 2] if is_same_job else starts[1::2]  # at which the launcher noticed ends
+            new = starts[len(before) :: 2] if is_same_job else starts[1::2]  # when the launcher noticed ends
             ends = _ends(mark, len(new))
             of_session = ends.pop(0) if is_same_job and ends else ""
             if before_launch.get("mark") == "lost":
@@ -98,9 +99,9 @@ class Standing:
     """How a run stands.
 
     Attributes:
-        word: one for all that is in the text.
-        text: a sentence.
-        is_final: whether nothing starts it again by itself.
+        word: the state in a word.
+        text: the state in a sentence.
+        is_final: whether no launcher is expected to start the run again.
     """
 
     word: Literal["complete", "running", "stopped", "failed", "cut off"]
@@ -112,9 +113,9 @@ def standing(marks: Sequence[Mark], step: int, seen: float, is_alive: bool | Non
     """How a run stands at a Unix time.
 
     Args:
-        step: its last one on record.
+        step: the last one on record.
         seen, is_alive: of `run_files.last_sign` and `run_files.lives`.
-        now: this time.
+        now: the Unix time.
     """
     is_late = now > seen + SECONDS_FOR_RESTART
     if not marks or marks[-1]["mark"] != "end":

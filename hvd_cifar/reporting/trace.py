@@ -29,7 +29,7 @@ class Event(NamedTuple):
 class Message(NamedTuple):
     """What a rank gives Horovod in a step, to be reduced or moved.
 
-    key: its operation's name, and which of that name in the step; the same on all ranks.
+    key: its operation's name, and its number among those of that name in the step; the same on all ranks.
     given: this rank has handed it to Horovod. begin: all ranks have. back: this rank has the result.
     """
 
@@ -41,7 +41,10 @@ class Message(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A rank's part. messages: `begin` is `given` there. computing: when operations ran, also those of other steps."""
+    """What one rank's file holds.
+
+    messages: their `begin` is `given` until `begun` corrects it. computing: when operations ran, also of other steps.
+    """
 
     events: list[Event]
     messages: list[Message]
@@ -61,7 +64,7 @@ def read(content: bytes, on_root: Callable[[int], int], edges: Sequence[int], fi
     facts = {_name(plane, stat): _value(plane, stat) for plane in space.planes for stat in plane.stats}
     origin = facts["profile_start_time"]
     events, computing = [], []
-    given: dict[int, tuple[str, int]] = {}  # by the number that joins it to its end
+    given: dict[int, tuple[str, int]] = {}  # by the number that an operation's start and end share
     back: dict[int, int] = {}
     number = count(1)
     for plane in space.planes:
@@ -107,7 +110,7 @@ def begun(own: Sequence[Message], by_rank: Iterable[Sequence[Message]]) -> list[
     for messages in by_rank:
         for m in messages:
             latest[m.step, m.key] = max(latest.get((m.step, m.key), m.given), m.given)
-    # Horovod is not done before all have given: a difference is the clocks' uncertainty.
+    # Horovod returns no result before all ranks have given. Where one seems earlier, the clocks are inexact.
     return [m._replace(begin=max(m.given, min(latest[m.step, m.key], m.back))) for m in own]
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from hvd_cifar.errors import printable
 from hvd_cifar.reporting.run_files import Evaluated, Event, Ranks, Train, Validated
 
-ROWS_FOR_LINES = 8  # of the terminal, which ranks leave to the log above the view
+ROWS_FOR_LINES = 8  # of the terminal, for the log and the bar: ranks are shown only where their rows fit below
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class View:
             self._ranks = event
 
     def live(self, console: Console) -> Live:
-        """The view on a terminal, below what else is printed there; it is drawn anew when it is told so."""
+        """The view on a terminal, below what else is printed there. Only `refresh` redraws it."""
         return Live(self, console=console, auto_refresh=False)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

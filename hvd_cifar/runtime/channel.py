@@ -1,7 +1,7 @@
-"""Short questions between the ranks' watchdogs: one line of JSON and one in answer, over TCP, beside Horovod.
+"""Short questions between the ranks' watchdogs: one line of JSON and one in answer, over TCP, without Horovod.
 
-The job's secret authenticates both sides of each exchange (HMAC-SHA256 over a number that the asked side draws).
-Nothing is unpickled. Every wait has a limit.
+The job's secret authenticates both lines: each has an HMAC-SHA256 over itself and a random number that the asked side
+draws. Nothing is unpickled. Every wait has a time-out.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Address = tuple[str, int]
 
 
 class Silent(Exception):
-    """Somebody is there, and does not answer."""
+    """The process accepts a connection, and does not answer."""
 
 
 class Gone(Exception):
-    """Nobody is there: the process has ended."""
+    """The process has ended."""
 
 
 class Unreachable(Exception):
-    """There is no way to its host."""
+    """The host of the process cannot be reached."""
 
 
 def listen(host: str, secret: Callable[[], str], answer: Callable[[dict[str, Any]], dict[str, Any]]) -> Address:
-    """Answer questions on a port of this address, in threads that end with the process; return the port.
+    """Answer questions on a free port of `host`, in threads that end with the process; return the address.
 
     `secret` is called at each question.
     """
@@ -55,13 +55,13 @@ def listen(host: str, secret: Callable[[], str], answer: Callable[[dict[str, Any
                     said = json.dumps(answer(json.loads(question))).encode() + b"\n"
                     peer.sendall(said + _sign(secret(), number, b"answer" + said) + b"\n")
         except (OSError, ValueError):
-            pass  # the other side sees that nothing comes
+            pass  # the other side notices that it gets no answer
 
     def accept() -> None:
         while True:
             try:
                 peer, _ = server.accept()
-            except OSError:  # a lack of descriptors, for a while
+            except OSError:  # such as too many open files, which may pass
                 continue
             try:
                 threading.Thread(target=serve, args=[peer], daemon=True).start()

@@ -14,7 +14,7 @@ import mpi4py
 
 def main() -> None:
     """Import TensorFlow and Horovod, and check Horovod's build; `--gpu` requires NCCL."""
-    # mpi4py would start MPI when it is imported; here only its library is asked.
+    # mpi4py would start MPI when it is imported; here only the library's version is needed.
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     import horovod.runner.launch  # noqa: F401 - what horovodrun starts with
     import horovod.tensorflow as hvd

@@ -54,7 +54,7 @@ class ElasticJob:
     """What the launcher tells the ranks of an elastic job.
 
     name: of the job; the same each time that its ranks start.
-    ranks: the number that a batch size of a rank stands for.
+    ranks: times a rank's batch size, this gives the global batch.
     saves_only: ranks write a checkpoint of the newest state, and stop.
     """
 
@@ -107,7 +107,7 @@ _runs = itertools.count()  # of this process
 def starts(environment: Mapping[str, str] = os.environ) -> list[float]:
     """Unix times at which the launcher began, noticed that the ranks had ended, started them again, noticed, ...
 
-    Without a launcher: when this process began. For a later run of the same process: the present time.
+    Without a launcher: when this process began. For a later run of the same process: the current time.
     """
     if next(_runs):
         return [time.time()]

@@ -1,4 +1,4 @@
-"""How fast this process's TCP connections to other hosts are, as Linux counts: MPI's and Gloo's alike."""
+"""The throughput of this process's TCP connections to other hosts, MPI's and Gloo's, from Linux's counters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 
-# Of struct tcp_info in linux/tcp.h, since Linux 4.10: (offset in bytes) of what counts up over a connection's life.
+# Offsets in bytes of counters in struct tcp_info of linux/tcp.h, since Linux 4.10; they count over a connection's life.
 BYTES_ACKED, BUSY_MICROSECONDS, RWND_LIMITED_MICROSECONDS = 120, 168, 176
 LENGTH = 184
 
@@ -19,9 +19,9 @@ class Links:
         self._before: dict[str, tuple[int, int]] = {}
 
     def take(self) -> dict[str, float]:
-        """Bytes/s since the last call, by address, over the time in which data was under way.
+        """Bytes/s since the last call, by address, over the time in which data was in transit.
 
-        Left out are connections that sent next to nothing, and time in which the other side takes nothing.
+        This leaves out addresses that got less than 100 kB, and time in which the receiver's window was full.
         """
         now, rates = _counters(), {}
         for address, (sent, busy) in now.items():
@@ -33,7 +33,7 @@ class Links:
 
 
 def _counters() -> dict[str, tuple[int, int]]:
-    """Bytes that were acknowledged, and the microseconds it took, by the address of the other host."""
+    """Bytes that were acknowledged, and the microseconds in which data was in transit, by address."""
     found: dict[str, tuple[int, int]] = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError, struct.error, ValueError):

@@ -16,7 +16,8 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def began() -> float:
     """The Unix time at which this process began, to 10 ms."""
-    # Field 22 of proc(5), counted from the end of the program's name. psutil adds it to a time of whole seconds.
+    # Field 22 of proc(5), counted from the end of the program's name, which may hold spaces. psutil's create_time is
+    # less exact: it adds this field to a boot time in whole seconds.
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 

@@ -50,7 +50,7 @@ class TwoSlots:
         """Open or make the file. One of another layout, such as of other variables, is replaced.
 
         Args:
-            layout: 32 bytes that stand for what the bytes mean.
+            layout: 32 bytes that identify the meaning of the bytes, such as a digest of the variables' shapes.
 
         Raises:
             UserError: where shared memory has no room for it.

@@ -1,4 +1,4 @@
-"""Which rank holds up a run: what ranks tell of themselves, the time-out, the verdict, and the line that names a rank.
+"""Which rank holds up a run: the ranks' status, the time-out, the verdict, and the line that names a rank.
 
 Standard library only: the launcher reads the line.
 """
@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 FLOOR = 60.0  # s: a shorter time-out would take a busy machine for a hang
-FACTOR = 10.0  # of the longest recent step; and of the floor, for a phase that has not been seen yet
-SLACK = 0.9  # of a time-out: ranks that wait for each other begin to within a moment
-PATIENCE = 5.0  # time-outs that a rank gets which computes
+FACTOR = 10.0  # longest recent durations in a time-out; or floors, for a phase that has not been seen yet
+SLACK = 0.9  # part of the time-out after which a rank is late: ranks do not begin a phase at exactly the same time
+PATIENCE = 5.0  # time-outs after which a rank that still computes is lost
 RECENT = 100  # durations of a phase that are remembered, and entries of the ring buffer
 
 _RING: deque[tuple[float, str]] = deque(maxlen=RECENT)  # when (monotonic, s), and which phase or collective began
@@ -35,7 +35,7 @@ class Durations:
     """The durations of each phase, and the time-outs that follow from them."""
 
     def __init__(self, seconds: float | None) -> None:
-        """`seconds`: the time-out that the user gives; None: it is learned."""
+        """`seconds`: the user's time-out; None: it is learned from the durations."""
         self._given = seconds
         self._seen: dict[str, deque[float]] = {}
 
@@ -55,14 +55,14 @@ class Durations:
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank tells of itself.
+    """What a rank reports about itself.
 
     Attributes:
         rank, host, pid: which process.
         step: the step that it makes; phase: what it does; position: phases it has begun, the same on all ranks that
             are at the same place.
         idle: seconds since it began the phase. waits: whether it waits for other ranks, in a collective.
-        computes: whether threads of it, those that communicate left out, are running.
+        computes: whether any of its threads runs, apart from those that communicate.
         recent: its ring buffer. stacks: of all its Python threads.
     """
 
@@ -128,7 +128,7 @@ def judge(statuses: Sequence[Status], absent: Mapping[int, tuple[str, str]], lim
             [Lost(r, h, behind.step, behind.phase, why) for r, (h, why) in sorted(absent.items())], ends=True
         )
     here = [s for s in statuses if s.position == behind.position]
-    # Ranks that are further wait for these. Among these, ranks inside a collective wait for the others.
+    # Ranks that are further wait for these. Of these, ranks inside a collective wait for the rest.
     working = [s for s in here if not s.waits]
     suspects = working or (here if len(here) < len(statuses) else [])
     if not suspects:

@@ -1,6 +1,6 @@
 """The all-reduce's algorithm and transport, as the job's environment variables configure them.
 
-The transport may differ from the configured one: where shared memory is short, MPI falls back to TCP without a word.
+The transport may differ from the configured one: where shared memory is short, MPI silently falls back to TCP.
 
 Open MPI uses the algorithm of `coll_tuned_allreduce_algorithm` if dynamic rules are on. Otherwise it chooses by message
 size and number of ranks (ompi_coll_tuned_allreduce_intra_dec_fixed in its source). mpirun passes its -mca parameters to

@@ -1,7 +1,7 @@
-"""The watchdog of a rank: a thread that sees that no step is made, finds the rank that holds up the others, and ends.
+"""The watchdog of a rank: a thread that notices a lack of progress, finds the rank that causes it, and ends the run.
 
-Python's main thread may be inside a collective for ever, so nothing here needs it, nor Horovod. Ranks ask each other
-over `channel`; a process that is stopped, or whose Python is frozen, does not answer.
+Python's main thread may be inside a collective for ever, so nothing here needs that thread or Horovod. Ranks ask each
+other over `channel`; a process that is stopped, or whose Python is frozen, does not answer.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from hvd_cifar.runtime.stalls import PATIENCE, Durations, Lost, Status, Verdict,
 T = TypeVar("T")
 
 TICK = 0.5  # s between looks
-GAP = 3.0  # s between two looks: this process did not run, and perhaps no rank did (a laptop that sleeps)
+GAP = 3.0  # s between two ticks: the process was suspended, as on a laptop that sleeps, so the time does not count
 BETWEEN_LOOKS = 3.0  # s, while no progress is made
 TRIES = 5  # to reach another rank at the start
-LEAD = 0.2  # s: each rank asks this much later than the one before it, and a tick later than rank 0; one asks for all
-DEFERENCE = 8.0  # s in which a rank that was asked does not ask by itself: longer than two looks
-STAND_BY = 1.0  # s from the end of the ranks that answer to the end of those that do not
-GLOO_SECONDS = 86_400  # Gloo's own time-out, 30 s by default, would blame a rank that waits
+LEAD = 0.2  # s by which a rank asks later than the one before it (and a tick later than rank 0), so that one asks first
+DEFERENCE = 8.0  # s for which a rank does not ask after a lower rank has asked it: longer than two looks
+STAND_BY = 1.0  # s after which ranks that do not answer are killed, once those that answer have ended
+GLOO_SECONDS = 86_400  # Gloo's own time-out, 30 s by default, would blame a rank that only waits
 THREAD_NAME = b"hvd watch"  # which other processes can read
 PR_SET_NAME = 15  # of Linux's prctl
 IDLE = "idle"  # the phase in which a rank may take any time
@@ -122,7 +122,10 @@ class Watch:
         return self._peers[self.rank].address[0] if self._peers else ""
 
     def listen(self, rank: int, one_host: bool) -> tuple[Peer, str]:
-        """Answer other ranks from here on; the place, and a secret. Rank 0's secret is the job's: see `trust`."""
+        """Answer other ranks from now on.
+
+        Returns where this rank answers, and a new secret. Rank 0's becomes that of the job: see `trust`.
+        """
         self.rank = rank
         Watch._of_communication |= set(_threads()) - self._before
         if self.is_on:
@@ -136,7 +139,7 @@ class Watch:
         self._secret = secret
 
     def join(self, peers: Sequence[Peer]) -> None:
-        """Know all ranks, by rank."""
+        """Tell the watch where all ranks answer, by rank."""
         self._peers = peers
 
     def reaches(self, rank: int) -> bool:
@@ -148,7 +151,7 @@ class Watch:
         return not self.is_on or rank == self.rank
 
     def stop(self) -> None:
-        """End."""
+        """End the watch; its thread ends at its next tick."""
         Watch._current = None
 
     # What its thread does.
@@ -176,10 +179,10 @@ class Watch:
             return
         position = self._position
         statuses, absent = self._ask_all()
-        if absent and self._position == position:  # once more: an answer may be late on a busy machine
+        if absent and self._position == position:  # again: an answer may be late on a busy machine
             again, absent = self._ask_all(list(absent))
             statuses |= again
-        if self._phase == "shutdown":  # others may have ended as they should
+        if self._phase == "shutdown":  # a rank whose process has ended is not lost
             absent = {rank: reason for rank, reason in absent.items() if "ended" not in reason[1]}
             if not absent:
                 return
@@ -255,7 +258,7 @@ class Watch:
         lost = verdict.lost
         place = self._save(statuses, lost)
         _complain(f"no progress for {limit:.0f} s; the run ends (exit code {STALLED}); {place}")
-        # Last, and without times: a job that fails twice in the same way is not started again.
+        # Last, and without times: the launcher compares last lines, and a job that fails twice in the same way ends.
         for one in lost:
             _complain(str(one))
         if not lost:
@@ -273,7 +276,7 @@ class Watch:
         os._exit(STALLED)
 
     def _save(self, statuses: Sequence[Status], lost: Sequence[Lost]) -> str:
-        """Write what all ranks tell to the run directory, or to stderr; in words, where."""
+        """Write the ranks' status to the run directory, or to stderr; return in words where it is."""
         parts = [f"{one}\n" for one in lost]
         for s in sorted(statuses, key=lambda s: s.rank):
             parts.append(
@@ -299,7 +302,7 @@ class Watch:
         late = {r: p for r, p in others.items() if not any(map(_is_watched, p)) or "stopped" in _worst(p)}
         waited = time.monotonic() - self._since
         if not late and waited < limit + DEFERENCE:
-            return  # a rank on the host of one that is late names it
+            return  # a rank on the same host as a late one names it
         if waited < PATIENCE * limit and any(_computes(pid) for pids in late.values() for pid in pids):
             return
         lost = [Lost(r, self._host, 0, "start-up", _worst(pids)) for r, pids in sorted(late.items())]
@@ -319,7 +322,7 @@ class Watch:
 
 
 def _complain(line: str) -> None:
-    """Print to stderr past Python's buffer, which the main thread may hold."""
+    """Print to stderr past Python's buffer, whose lock the main thread may hold."""
     with contextlib.suppress(OSError):
         os.write(2, f"hvd_cifar: {line}\n".encode())
 
@@ -395,7 +398,7 @@ def _is_watched(pid: int) -> bool:
 
 
 def _computes(pid: int | str, left_out: Collection[int] = (), samples: int = 10, seconds: float = 0.05) -> bool:
-    """Whether threads of a process run or want to, in at least half of some samples; this thread is left out."""
+    """Whether any thread of a process is runnable in at least half of the samples; this thread is left out."""
     found = 0
     for _ in range(samples):
         for thread in {*_threads(pid)} - {*left_out, threading.get_native_id()}:

@@ -34,11 +34,11 @@ class World:
     algorithm: str = ""  # of the all-reduce, see `transport`
     transport: str = ""
     elastic: environment.ElasticJob | None = None
-    beside: environment.Beside | None = None  # of a job whose weights another job evaluates, or that other job
+    beside: environment.Beside | None = None  # ranks of the other job, where one trains and the other one validates
 
     @property
     def batch_ranks(self) -> int:
-        """The number of ranks that a batch size of a rank stands for; in an elastic job it stays the same."""
+        """Times a rank's batch size, this gives the global batch. In an elastic job it does not follow the ranks."""
         return self.elastic.ranks if self.elastic else self.size
 
     @property

@@ -1,4 +1,4 @@
-"""`export`: a trained net as a SavedModel and a .keras file, with all that is done to an image before the net."""
+"""`export`: write a trained net, with its preprocessing of images, as a SavedModel and a .keras file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def export(settings: ExportSettings) -> None:
 
 
 def usable(trained: Trained) -> keras.Model:
-    """A model from images to probabilities, of Keras's own layers and operations.
+    """A model from images to probabilities, of Keras's own layers and operations only.
 
     Returns:
         A model from images uint8 [b, any height, any width, channels] to a dictionary of `logits` and `probabilities`,
@@ -68,7 +68,7 @@ def usable(trained: Trained) -> keras.Model:
     """
     transforms, shape = trained.transforms, trained.dataset.image_shape
     if transforms.portable is None:
-        raise UserError("its recipe has Transforms of its own, which are Python: give them portable (docs/use.md)")
+        raise UserError("TensorFlow cannot load the Transforms of its recipe: set their `portable` (docs/use.md)")
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
     images = keras.Input((None, None, shape[2]), dtype="uint8", name="images")
@@ -116,7 +116,7 @@ def _metadata(trained: Trained, run_dir: Path) -> dict[str, Any]:
 
 
 def accuracy_of(summary: dict[str, Any], step: int, views: int) -> float | None:
-    """The test accuracy in a run's summary, if it is of this step and number of views."""
+    """The test accuracy in a run's summary; None where the summary is of another step or number of views."""
     if summary.get("steps") != step:
         return None
     name = "test_accuracy" if summary.get("test_views") == views else "test_accuracy_of_one_view"

@@ -1,4 +1,4 @@
-"""`predict`: the classes of images by a trained net."""
+"""`predict`: classify image files with a trained net."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def predict(settings: PredictSettings) -> int:
 
 
 def images_in(place: Path) -> list[Path]:
-    """A file as it is; of a folder all images below it, by their extensions, in the order of their paths.
+    """A file itself; for a folder, all files below it with an image format's extension, in the order of their paths.
 
     Raises:
         UserError: where a folder has none.
@@ -69,7 +69,7 @@ def images_in(place: Path) -> list[Path]:
 
 
 def probabilities(trained: Trained, images: NDArray[np.uint8]) -> NDArray[np.floating[Any]]:
-    """Of all classes, [b, classes], for images uint8 [b, height, width, channels] of the data set's size."""
+    """The probabilities [b, classes] of images uint8 [b, height, width, channels] of the data set's size."""
     logits, _ = logits_of(
         trained.model, keras.ops.convert_to_tensor(trained.transforms.test(images)), trained.six_views
     )

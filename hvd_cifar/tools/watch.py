@@ -1,4 +1,4 @@
-"""`watch`: a run that somebody else started, from its files alone."""
+"""`watch`: show a run that somebody else started, from its files alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def watch(settings: WatchSettings) -> None:
 
     Raises:
         UserError: where there is no run, or a file of it is damaged.
-        TrainingError: where the run ends otherwise than complete.
+        TrainingError: where the run ends incomplete.
     """
     console = Console()
     is_drawn = console.is_terminal and not settings.quiet
@@ -49,10 +49,10 @@ def watch(settings: WatchSettings) -> None:
 
 
 class _Followed:
-    """What was read of a run so far, and what of it was said."""
+    """What has been read of a run, and what has been printed."""
 
     def __init__(self, settings: WatchSettings, is_drawn: bool) -> None:
-        """`is_drawn`: the view shows each log line, so that they are not said."""
+        """`is_drawn`: the view shows the log lines, so `look` does not print them."""
         self.run_dir = settings.run_dir
         self.is_drawn = is_drawn
         self.config = run_files.read_config(self.run_dir)[1]
@@ -66,9 +66,9 @@ class _Followed:
         self._said_standing = ""
 
     def look(self, say: Callable[[str], None]) -> story.Standing:
-        """Read what came since the last look, and say it; how the run stands."""
-        with contextlib.suppress(UserError):  # of a shared disk, on which the file is just replaced
-            self.config = run_files.read_config(self.run_dir)[1]  # another start may have another host
+        """Read and print what is new since the last look; return how the run stands."""
+        with contextlib.suppress(UserError):  # on a shared disk a read can fail while the file is replaced
+            self.config = run_files.read_config(self.run_dir)[1]  # a restart may be on another host
         self._marks += goodput.read("\n".join(self._sessions.read()))
         events = run_files.as_events(self._metrics.read())[0]
         for event in events:
@@ -78,7 +78,7 @@ class _Followed:
             say(f"{datetime.fromtimestamp(one.time).astimezone():%Y-%m-%d %H:%M:%S%z} {one.text}")
         self._told = len(happened)
         lines = [in_words(event) for event in events if isinstance(event, Evaluated | Validated) or not self.is_drawn]
-        # A file that was there before, or is written anew for a run that goes on, begins with what is known.
+        # At the first look, and after a resumed run has written the file again, all lines but the last are old.
         is_known, self._is_first = self._is_first or self._metrics.replaced, False
         for line in [line for line in lines if line][-1:] if is_known else lines:
             if line:

@@ -356,7 +356,7 @@ def test_predictions_use_the_link_and_checks_use_what_was_measured() -> None:
     # Nothing is checked "as a prediction is made" where no all-reduce was measured on the fewest ranks.
     of_four = predict(step, _allreduce(measured, [4, 8]), [2])
     assert [(c.ranks, c.measured_on) for c in of_four.checks] == [(2, 2), (4, 4)]
-    with pytest.raises(UserError, match="no fit of Horovod's"):
+    with pytest.raises(UserError, match="no fit for Horovod"):
         predict(step, _allreduce(measured, [2, 4]).model_copy(update={"fits": {}}), [2])
 
 
@@ -537,7 +537,7 @@ def test_uses_of_examples_are_counted_and_the_slowest_rank_ends_an_epoch() -> No
     # Means of both epochs: never 3 and 2 of 6, once 2 and 3, more 1 and 1; by one rank 2 and 4, by several 1 and 0.
     assert "drawn 2 (41.7%) 2 (41.7%) 1 (16.7%) 3 (50.0%) 0 (8.3%)" in lines
     assert any("N = 2 ranks: (1 - 1/N)^N = 25.00%" in line for line in lines)
-    assert any("1,024 MiB, of it its own: 512" in line for line in lines)
+    assert any("1,024 MiB, PSS 512" in line for line in lines)
 
 
 def test_numbers_of_ranks_to_measure() -> None:

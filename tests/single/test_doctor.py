@@ -306,7 +306,7 @@ CASES: dict[str, list[Case]] = {
             "slots=4",
         ),
         (_told("b", "gpus", (GPU,)), "warning b", "1 GPU, but the environment is for the CPU", "--gpu"),
-        (_told("c", "gpus", (), _gpu_cluster(4, 4)), "failure c", "no GPU on c, but on the others", "nvidia-smi"),
+        (_told("c", "gpus", (), _gpu_cluster(4, 4)), "failure c", "no GPU on c, unlike on the others", "nvidia-smi"),
         (
             _told("c", "gpus", (OLD_GPU,) * 4, _gpu_cluster(4, 4)),
             "warning",
@@ -390,7 +390,7 @@ CASES: dict[str, list[Case]] = {
         (
             _job(links=(*LINKS[:3], _link("b", "c", 100000000.0))),
             "warning",
-            "between b and c it is slow: 800.0 Mbit/s, 100 us; the others' median is 8.0 Gbit/s",
+            "the link between b and c is slow: 800.0 Mbit/s, 100 us; the others' median is 8.0 Gbit/s",
             "ethtool -S eth0",
         ),
         (
@@ -558,7 +558,7 @@ GPUS = tuple(
             "a",
             "fast in float32: rank 1's training step differs from the CPU's by 0.5, more than 0.1",
         ),
-        ({"gpus": (GPUS[0], *GPUS[:3])}, "failure", "a", "rank 0 is on GPU-0, by the driver"),
+        ({"gpus": (GPUS[0], *GPUS[:3])}, "failure", "a", "the driver shows rank 0 on GPU-0"),
         ({"gpus": (*GPUS[:2], GPUS[2].model_copy(update={"uuid": "GPU-2+GPU-3"}), GPUS[3])}, "failure", "b", "rank 2"),
         (
             {"gpus": (*GPUS[:3], GPUS[3].model_copy(update={"used": 2**36}))},

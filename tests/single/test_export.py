@@ -37,7 +37,7 @@ def test_transforms_that_are_python_alone_are_refused() -> None:
     python_alone = Trained(
         make(TrainSettings, {}), {}, dataset, model, transforms._replace(portable=None), Path("step-1"), 1
     )
-    with pytest.raises(UserError, match="its recipe has Transforms of its own, which are Python: give them portable"):
+    with pytest.raises(UserError, match="TensorFlow cannot load the Transforms of its recipe: set their `portable`"):
         usable(python_alone)
 
 

@@ -5,24 +5,25 @@
 // float32.
 #include "transforms.h"
 
-// After the names of types: this header has thousands of its own.
+// Included after the types, since this header declares thousands of names.
 #include <immintrin.h>
 
 namespace hvd_cifar::SET {
 namespace {
 
 constexpr Index TOGETHER = 8;      // tiles, or channels, of one product, ...
-constexpr Index WIDE = 2 * LANES;  // ... and output channels of it, at most: 16 sums, which outlast a sum's delay
+constexpr Index WIDE = 2 * LANES;  // ... and output channels of it, at most: 16 sums, which hide an addition's latency
 constexpr Index APART_HALVES = 2 * APART;
 
-// Tiles of a block. Few keep what lies between the transforms in the nearest cache. More are faster where there are
-// many weights, since each block reads all of them from a slower cache, and also writes sums of a kernel's gradient.
+// Tiles of a block. With few tiles the values between the transforms stay in the nearest cache. More tiles are faster
+// where there are many weights: each block reads all of them from a slower cache, and for a kernel's gradient also
+// writes them.
 INLINE Index block_of(const Shape& s) { return s.in * s.out <= 128 * 128 ? 16 : 24; }
 INLINE Index block_of_sums(const Shape& s) { return s.in * s.out <= 64 * 64 ? 48 : 192; }
 
 INLINE __m256i rounded(Vector v) { return (__m256i)_mm512_cvtneps_pbh((__m512)v); }
 INLINE __m512i rounded(Vector a, Vector b) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a); }
-// a0 b0 a1 b1 ...: what one product sums.
+// a0 b0 a1 b1 ...: the order in which the instruction for dot products takes pairs.
 INLINE __m512i in_pairs(Vector a, Vector b) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -99,7 +100,7 @@ INLINE void spread_pairs(const Half* pixels, const Shape& s, Index channels, Ind
         constexpr Index OUTPUTS = Side<TAPS>::OUTPUTS, before = SIDE == INPUTS ? TAPS / 2 : 0;
         const Place p = place_of<OUTPUTS>(s, first + t, before, SIDE);
         Place next = place_of<OUTPUTS>(s, first + t + 1, before, SIDE);
-        if (t + 1 == count) next.inside = false, next.bottom = next.top = 0;  // none: zeros
+        if (t + 1 == count) next.inside = false, next.bottom = next.top = 0;  // no second tile: zeros
         for (Index c = 0; c < wide; c += LANES) {
             Vector lines[INPUTS][SIDE], beside[INPUTS][SIDE];
             columns<SIDE, LINE>(pixels, s, channels, p, channel + c, end, lines);
@@ -118,7 +119,7 @@ INLINE void spread_pairs(const Half* pixels, const Shape& s, Index channels, Ind
     }
 }
 
-// Sums [TOGETHER, VECTORS vectors] += one side's pairs, `stride` halves apart, times the other's, over `inner` pairs.
+// Sums [TOGETHER, VECTORS vectors] += pairs of `left`, `stride` halves apart, times those of `right`; `inner` each.
 template <Index VECTORS>
 INLINE void product(const Half* left, Index next_left, Index stride, const Half* right, Index next_right, Index inner,
                     Vector (*sums)[VECTORS]) {
@@ -173,7 +174,7 @@ INLINE void gather(const float* made, Index point, const Shape& s, Index first, 
     constexpr Index OUTPUTS = Side<TAPS>::OUTPUTS;
     const Index next_row = s.width * s.out, left = s.out - channel;
     const __mmask32 lanes = left >= WIDE ? ~0u : (1u << left) - 1;
-    // Past the cache, where they fill its lines: it holds what is used again before all of this is.
+    // Results that fill whole cache lines are stored past the cache, which then keeps values that are used sooner.
     const bool past = (s.out % WIDE == 0 || s.out == LANES) && reinterpret_cast<std::uintptr_t>(outputs) % 64 == 0;
     for (Index t = 0; t < count; t++) {
         const Place p = place_of<OUTPUTS>(s, first + t, 0, OUTPUTS);
@@ -217,8 +218,8 @@ INLINE void gather(const float* made, Index point, const Shape& s, Index first, 
     }
 }
 
-// Weights as they are used: WIDE output channels (the last time perhaps half of them) of all points, [POINTS, padded(in)
-// / 2, WIDE, 2], then the next.
+// Weights in the order of their use: [POINTS, padded(in) / 2, WIDE, 2] for each WIDE output channels; the last ones may
+// be half as many.
 template <Index TAPS>
 void transform(const void* kernel, const Shape& s, float* to) {
     constexpr auto& KERNEL = Side<TAPS>::KERNEL;
@@ -277,7 +278,7 @@ void forward(const void* images, const float* transformed, const Shape& s, Index
             }
         }
     }
-    _mm_sfence();  // before another thread hears that it is done
+    _mm_sfence();  // completes the stores past the cache before another thread reads the outputs
 }
 
 template <Index TAPS>

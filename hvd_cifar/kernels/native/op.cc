@@ -31,10 +31,10 @@ extern "C" int hvd_cifar_vectors() {
     return bits;
 }
 
-// Whether it sums products of bfloat16 (AVX512-BF16).
+// Whether this processor has dot products of bfloat16 (AVX512-BF16).
 extern "C" int hvd_cifar_dots() { return hvd_cifar_vectors() == 512 && __builtin_cpu_supports("avx512bf16"); }
 
-// Whether it multiplies bfloat16 in tiles (AMX): leaf 7 of CPUID.
+// Whether this processor multiplies bfloat16 in tiles (AMX): leaf 7 of CPUID.
 extern "C" int hvd_cifar_tiles() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1);
@@ -51,7 +51,7 @@ namespace {
 
 using namespace tensorflow;
 
-constexpr std::ptrdiff_t CHANNELS = padded(1);  // of images whose weights' gradients one thread sums at least
+constexpr std::ptrdiff_t CHANNELS = padded(1);  // the fewest input channels for which one thread sums the gradient
 // The kernel's gradient is summed in parts of this many tiles, so the order of additions depends on shapes alone, not on
 // the number of threads. Fewer parts cost less.
 constexpr std::ptrdiff_t TILES_OF_PART = 1024, MOST_PARTS = 8;
@@ -77,7 +77,8 @@ float* kept(std::size_t size) {
     constexpr std::size_t HUGE_PAGE = std::size_t{1} << 21;
     thread_local std::unique_ptr<float, decltype(&std::free)> memory(nullptr, &std::free);
     thread_local std::size_t has = 0;
-    const std::size_t wanted = (size * sizeof(float) / HUGE_PAGE + 1) * HUGE_PAGE;  // not none, where there are no channels
+    // At least one page, since aligned_alloc(0) may be null.
+    const std::size_t wanted = (size * sizeof(float) / HUGE_PAGE + 1) * HUGE_PAGE;
     if (has < wanted) {
         has = 0;
         memory.reset();
@@ -161,7 +162,7 @@ class KernelGradient : public OpKernel {
         std::fill_n(weights, parts * part_size, 0.0f);
         const Functions to = functions(sizeof(T) == 2, shape.taps);
         auto* threads = context->device()->tensorflow_cpu_worker_threads();
-        // Channels are shared out only where there are threads for them: each share transforms all gradients.
+        // Channels are divided only where there are more threads than parts: each share transforms all gradients.
         const std::ptrdiff_t shares =
             std::min<std::ptrdiff_t>((threads->num_threads + parts - 1) / parts, in / CHANNELS);
         const std::ptrdiff_t wide = (in / CHANNELS + shares - 1) / shares * CHANNELS;

@@ -4,8 +4,8 @@
 // Evaluation points are 0, +-sqrt(1/2), +-sqrt(2) and infinity. The squares are each other's inverses, which keeps all
 // numbers near one: rounding errors are half of those with 0, +-1, +-2.
 //
-// No function of the standard library is used here: the linker could give the rest of the program the copy that is
-// compiled for these instructions.
+// No inline function of the standard library is used here: of its copies the linker keeps one for the whole program,
+// and that could be one that is compiled for these instructions.
 #pragma once
 
 #include <cstdint>
@@ -123,7 +123,8 @@ struct Side<5> {
     }
 };
 
-// A tile's first output, and its pixels that are within the image: rows `top` up to `bottom`, and columns.
+// A tile's first pixel, which may be outside of the image, and which of its pixels are inside: rows from `top` up to
+// `bottom`, columns from `left` up to `right`.
 struct Place {
     Index image, row, column, top, bottom, left, right;
     bool inside;  // all of them

@@ -1,4 +1,4 @@
-// The interface between the kernels (winograd.cc, dots.cc), one translation for each instruction set, and op.cc.
+// The interface between op.cc and the kernels (winograd.cc, dots.cc), which are compiled once for each instruction set.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ struct Shape {
 // along rows, then columns, then images.
 std::ptrdiff_t tiles_of(const Shape& shape);
 
-// Channels in scratch and in transformed weights, where every vector is full.
+// Number of channels in scratch and in transformed weights: rounded up, so that every vector is full.
 static constexpr std::ptrdiff_t padded(std::ptrdiff_t channels) { return (channels + 15) / 16 * 16; }
 
 constexpr std::ptrdiff_t POINTS = 36;  // transformed weights of a kernel for each pair of channels, 6 x 6
@@ -23,7 +23,7 @@ constexpr std::ptrdiff_t POINTS = 36;  // transformed weights of a kernel for ea
 // Functions for one kernel size and one type, float32 or bfloat16. Sums are float32.
 struct Functions {
     // kernel [taps, taps, in, out] -> weights, in room for float32 [POINTS, padded(in), padded(out)]. Only `forward`
-    // reads them: their type and order are the translation's own.
+    // reads them: each set of kernels chooses their type and order.
     void (*transform)(const void* kernel, const Shape& shape, float* weights);
     // Outputs of the tiles from `first` up to `last`. `room`: `scratch(shape)` numbers.
     void (*forward)(const void* images, const float* weights, const Shape& shape, std::ptrdiff_t first,
@@ -32,7 +32,7 @@ struct Functions {
     // padded(in), padded(out)], for input channels from `channel` up to `end`, multiples of 16 except for the last one.
     void (*gradient)(const void* images, const void* gradients, const Shape& shape, std::ptrdiff_t first,
                      std::ptrdiff_t last, std::ptrdiff_t channel, std::ptrdiff_t end, float* weights, float* room);
-    // Those gradients, the sum of `parts` of them that lie one after the other -> kernel's, [taps, taps, in, out].
+    // Adds up `parts` consecutive gradients of transformed weights, and makes the kernel's, [taps, taps, in, out].
     void (*collect)(const float* weights, std::ptrdiff_t parts, const Shape& shape, void* kernel);
     std::size_t (*scratch)(const Shape& shape);
 };

@@ -1,6 +1,6 @@
-"""`benchmark allreduce`: time, bandwidth and correctness of all-reduces, over sizes, as nccl-tests has it.
+"""`benchmark allreduce`: time, bandwidth and correctness of all-reduces by size, in the terms of nccl-tests.
 
-Each size goes through Horovod as gradients do, and through MPI directly, beside a copy in memory; the ways take turns.
+Each size goes through Horovod as gradients do, through MPI directly, and through a copy in memory; the ways take turns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WIDTH = 4  # bytes of a float32
 # Terms are small whole numbers: float32 holds their sum over 80,000 ranks exactly, in any order.
 RANK_FACTORS = 16
 PATTERN = 13
-# Memory of a rank, in messages: terms, TensorFlow's copy, received, copied, sums, expected, and two on the way.
+# Memory of a rank, in messages: terms, TensorFlow's copy, received, copied, sums, expected, and two in transit.
 BUFFERS = 8
 
 Reduce = Callable[[Any], Any]  # this rank's terms -> the sums over the ranks
@@ -47,7 +47,7 @@ def sizes(least: int, most: int, factor: int) -> list[int]:
 
 
 def terms_of(rank: int, count: int) -> NDArray[np.float32]:
-    """A rank's terms, float32 [count]; neighbours differ, and so do up to 16 ranks."""
+    """A rank's terms, float32 [count]. Neighbouring values differ, and 16 neighbouring ranks have different terms."""
     return _pattern(count) * np.float32(rank % RANK_FACTORS + 1)
 
 
@@ -58,7 +58,7 @@ def sums_of(ranks: int, count: int) -> NDArray[np.float32]:
 
 
 def _pattern(count: int) -> NDArray[np.float32]:
-    # In integers: float32 does not hold every integer above 2^24, and 64 MiB are that many values.
+    # In int32, since float32 does not hold every integer above 2^24, the number of values in 64 MiB.
     return (np.arange(count, dtype=np.int32) % PATTERN + 1).astype(np.float32)
 
 
@@ -174,7 +174,7 @@ def _measure_size(
 
 
 def _time(job: Job, k: int, once: Callable[[], Any] | None, iterations: int) -> tuple[list[tuple[float, float]], Any]:
-    """Seconds of one iteration and the processor's seconds of it, by rank; and the last result. A collective."""
+    """Wall and processor seconds of one iteration, by rank; and this rank's last result. A collective."""
     seconds = processor = 0.0
     result: Any = None
     if once is not None:

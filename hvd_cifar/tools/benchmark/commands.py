@@ -119,7 +119,7 @@ def benchmark_predict(settings: BenchmarkPredictSettings) -> None:
     with job.start(None, least=2, threads=settings.threads_per_rank) as ranks:
         collectives.on_root(lambda: _check_outputs(settings))
         of_step, of_allreduce = collectives.on_root(lambda: _read_given(settings))
-        if not of_allreduce:  # before the minutes that the step takes
+        if not of_allreduce:  # a shortage of memory ends the command before the step's minutes of measurement
             advice = "start fewer ranks a host, or give --allreduce FILE, of benchmark allreduce --max-bytes {most}"
             allreduce.check_hosts(ranks, SIZES_FOR_A_FIT["max_bytes"], advice)
         of_step = of_step or step.measure(ranks, settings)

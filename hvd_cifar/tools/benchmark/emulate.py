@@ -1,6 +1,6 @@
-"""`benchmark step --emulate-compute`: a step whose computation is a sleep, to see what many ranks cost on few cores.
+"""`benchmark step --emulate-compute`: a step whose computation is a sleep, to measure many ranks on few cores.
 
-Gradients have the net's sizes and take the way of training: buckets, the loss beside them, the all-reduce, the update.
+Gradients have the net's sizes and go the way of training: buckets, with the loss beside them, all-reduce, update.
 A sleeping rank leaves its core alone, so that a machine can run more ranks than it has cores.
 """
 
@@ -40,7 +40,7 @@ class Turn:
     Attributes:
         seconds: of each step; empty on a rank that waited.
         processor: processor seconds of a step.
-        bytes, packets: sent by the host's network cards in a step; 0 where the local rank is not 0.
+        bytes, packets: sent by the host's network cards in a step; local rank 0 has them, the others have 0.
     """
 
     seconds: list[float]
@@ -159,7 +159,7 @@ def _sent(job: Job) -> tuple[int, int]:
 
 
 def _world(k: int, taken: dict[str, list[list[Turn]]]) -> EmulatedWorld:
-    """From turns by way, repeat and rank. Of a repeat's steps the median counts: other work may stop a process."""
+    """From turns by way, repeat and rank. A repeat is the median of its steps, since other work can delay one."""
     slowest = {
         way: [statistics.median(map(max, zip(*(turn.seconds for turn in turns), strict=True))) for turns in repeats]
         for way, repeats in taken.items()

@@ -1,8 +1,8 @@
-"""`benchmark input`: epochs of the training set, given to all ranks in three ways; nothing is trained on them.
+"""`benchmark input`: feed all ranks epochs of the training set in three ways, without training.
 
 All ways use the pipeline of training with the same batch and transforms. "split": rank 0 makes each global batch and
-sends every rank its part. "drawn": every rank shuffles the whole set by a seed of its own. "sharded": as `train` does,
-every rank makes its shard of one common order. The ways take turns, an epoch each.
+sends every rank its part. "drawn": every rank shuffles the whole set by a seed of its own. "sharded": every rank makes
+its shard of one common order, as in `train`. The ways take turns, an epoch each.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Turn:
 
     Attributes:
         seconds: from the barrier before the first batch to the last batch.
-        processor: seconds of all threads in that time; a rank that polls while it waits works, by this measure.
-        held: bytes of images in memory while one batch is in use and the pipeline's buffer is full, as where training
-            is slower than the input.
-        examples: that this rank got, as indices, in their order.
+        processor: seconds of all threads in that time, which include polling.
+        held: bytes of images in memory while one batch is in use and the pipeline's buffer is full, which it is where
+            training is slower than the input.
+        examples: the indices that this rank got, in order.
     """
 
     seconds: float
@@ -54,7 +54,7 @@ def measure(job: Job, options: BenchmarkInputSettings) -> InputResult:
     """Give the ranks `options.repeats` epochs in each way; a collective, and every rank returns the same.
 
     Raises:
-        UserError: where a setting does not fit the data or the job, or a file of the data cannot be read any more.
+        UserError: where a setting does not fit the data or the job, or a file of the data cannot be read.
     """
     work = prepare(train_settings(options), job.world)
     ways = Feeds(job, work)
@@ -89,8 +89,8 @@ class Feeds:
             "drawn": replace(shard, seed=seed + self.world.rank),
             "sharded": shard,
         }
-        # Counted: resident memory cannot tell ways apart, since TensorFlow keeps what one way frees for the next one.
-        self.made: list[int] = []  # bytes of images; a list, since threads may append at the same time
+        # Counted by batch: resident memory cannot tell the ways apart, since TensorFlow keeps what one way frees.
+        self.made: list[int] = []  # bytes of images; a list, since several threads can append safely
         self.transforms = work.transforms._replace(train=self._counted(work.transforms.train))
         spec = self._pipeline("split", 0).element_spec
         self.scatter = collectives.make_scatter(spec)
@@ -157,7 +157,7 @@ def result_of(way: FeedWay, turns: Sequence[Sequence[Turn]], examples: int) -> F
         ),
         processor_seconds=Estimate.of([sum(of_ranks) for of_ranks in per_thousand]),
         processor_seconds_by_rank=[Estimate.of(of_rank) for of_rank in zip(*per_thousand, strict=True)],
-        # A thread that the system suspends may not fill the buffer in each epoch.
+        # The largest of all epochs: a suspended thread may leave the buffer partly empty.
         held_by_rank=[max(turn.held for turn in of_rank) for of_rank in zip(*turns, strict=True)],
         epochs=[seen([turn.examples for turn in by_rank], examples) for by_rank in turns],
         ranks_of_first=first,

@@ -18,15 +18,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-# Bytes of the shortest message that is fitted, where there are longer ones. Shorter ones take another way than a ring,
-# and a step sends none.
+# Bytes of the shortest message in a fit, where there are longer ones. For shorter ones the all-reduce uses another
+# algorithm than a ring, and a step sends none.
 LEAST_BYTES = 2**14
-INDEPENDENT = 1e-6  # relative singular value from which on a column tells something that those before it do not
+INDEPENDENT = 1e-6  # the least relative singular value of linearly independent columns
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where ranks are: as many on each host."""
+    """Where ranks are: `local` on each of `hosts`."""
 
     hosts: int
     local: int
@@ -38,14 +38,14 @@ class Layout:
 
     @classmethod
     def of(cls, local_ranks: Sequence[int]) -> Layout:
-        """Of a job, from each rank's local rank. Ranks that are spread unevenly form one ring: a host each."""
+        """Of a job, from each rank's local rank. Unevenly spread ranks form one ring, as if each had its own host."""
         hosts = local_ranks.count(0)
         even = all(local_ranks.count(i) == hosts for i in range(max(local_ranks) + 1))
         return cls(hosts, len(local_ranks) // hosts) if even else cls(len(local_ranks), 1)
 
     @classmethod
     def filled(cls, ranks: int, slots: int) -> Layout:
-        """`ranks` on hosts that are filled in turn with up to `slots` each; unevenly, they form one ring."""
+        """`ranks` on hosts that are filled in turn with up to `slots` each. Unevenly spread ranks form one ring."""
         local = min(ranks, slots)
         return cls(ranks, 1) if ranks % local else cls(ranks // local, local)
 
@@ -64,7 +64,7 @@ class Fit:
     """The numbers of the formula, and its errors.
 
     start, alpha, local_alpha: in seconds. beta, local_beta: in seconds a byte.
-    unknown: those that the measurements could not tell, and that are 0; `start` holds what they add to it.
+    unknown: the numbers that the measurements do not determine. They are 0, and `start` includes their part.
     errors: |predicted / measured - 1| of the measurements, ascending.
     """
 
@@ -116,8 +116,8 @@ def traffic(members: int) -> float:
 def fit(points: Sequence[Point], with_start: bool) -> Fit | None:
     """Least squares of log(predicted / measured), with no number below 0.
 
-    Times go from microseconds to seconds, and with ratios all sizes have the same weight. With their logarithms, twice
-    as long is as wrong as half as long. With predicted / measured - 1 a prediction of nearly 0 would cost no more than
+    Times range from microseconds to seconds; ratios give all sizes the same weight. With logarithms a prediction twice
+    as long is as wrong as one half as long. With predicted / measured - 1 a prediction of nearly 0 would cost at most
     1, and noise would make every network look faster.
 
     Args:
@@ -144,7 +144,7 @@ def fit(points: Sequence[Point], with_start: bool) -> Fit | None:
     return replace(found, errors=tuple(sorted(abs(found.seconds(p.layout, p.bytes) / p.seconds - 1) for p in points)))
 
 
-# What each number is multiplied by. Where two cannot be told apart, the first one is fitted.
+# The factor of each number in the formula. Where the measurements cannot tell two apart, the first one is fitted.
 _FACTORS: dict[str, Callable[[Point], float]] = {
     "beta": lambda p: traffic(p.layout.hosts) * p.bytes,
     "start": lambda p: 1.0,
@@ -162,11 +162,11 @@ def _rank(columns: Sequence[NDArray[np.float64]]) -> int:
 def _least_squares_of_logarithms(relative: NDArray[np.float64]) -> NDArray[np.float64]:
     """x [columns], none below 0, with the least squares of log(relative @ x).
 
-    It starts from the least squares of relative errors. "dogbox" can end on a limit; "trf" cannot.
+    It starts from the least squares of relative errors. "dogbox" can find a solution on a bound, unlike "trf".
     """
-    from scipy import optimize  # a second of every start, where no fit is asked for
+    from scipy import optimize  # here, since the import takes a second
 
-    scale = np.linalg.norm(relative, axis=0)  # columns differ by the size of a byte's time
+    scale = np.linalg.norm(relative, axis=0)  # seconds a byte are some 1e9 times smaller than seconds a message
     relative = relative / scale
     start, _ = optimize.nnls(relative, np.ones(len(relative)))
     if not (relative @ start).all():

@@ -41,7 +41,7 @@ def sizes_to_measure(chosen: Sequence[int] | None, world_size: int, least: int =
         UserError: where a number is above the job's ranks or below `least`.
     """
     if world_size < least:
-        raise UserError(f"this job has {world_size} rank, and this takes {least}; start more (-np {least})")
+        raise UserError(f"this job has {world_size} rank; this benchmark needs {least}: start more (-np {least})")
     if chosen is None:
         powers = [2**i for i in range(world_size.bit_length()) if least <= 2**i <= world_size]
         return sorted({*powers, world_size})
@@ -102,7 +102,7 @@ def _processor(gpu: bool) -> str:
 
 
 def memory_of_this_process() -> Memory:
-    """The memory of this process; a page that n processes share counts fully as resident, and as 1/n proportionally."""
+    """The memory of this process: resident (RSS), and proportional (PSS), where a page of n processes counts 1/n."""
     process = psutil.Process()
     try:
         proportional = process.memory_full_info().pss

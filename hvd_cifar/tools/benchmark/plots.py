@@ -20,7 +20,7 @@ from hvd_cifar.tools.benchmark.results import (
     StepResult,
 )
 
-matplotlib.use("agg")  # before pyplot, which else looks for a screen
+matplotlib.use("agg")  # before the import of pyplot, which otherwise looks for a display
 from matplotlib import pyplot
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
@@ -62,10 +62,10 @@ def parts(axes: Any, found: StepResult) -> None:
     bars = {
         "computation": [w.compute_seconds.mean for w in found.worlds],
         "waiting for the slowest": [w.lockstep_seconds.mean - w.compute_seconds.mean for w in found.worlds],
-        "all-reduce that shows": [  # one rank has none
+        "exposed all-reduce": [  # one rank has none
             max(0.0, w.step_seconds.mean - w.lockstep_seconds.mean) if w.ranks > 1 else 0.0 for w in found.worlds
         ],
-        "input that shows": [max(0.0, w.fed_seconds.mean - w.step_seconds.mean) for w in found.worlds],
+        "exposed input": [max(0.0, w.fed_seconds.mean - w.step_seconds.mean) for w in found.worlds],
     }
     bottom = np.zeros(len(ranks))
     for label, seconds in bars.items():
@@ -107,7 +107,7 @@ def bandwidths(axes: Any, found: AllreduceResult) -> None:
 
 
 def _groups(found: AllreduceResult) -> list[tuple[str, int, list[AllreducePoint]]]:
-    """The measurements by way and number of ranks; copies in memory on the most ranks alone."""
+    """The measurements by way and number of ranks; the copies in memory only on the most ranks."""
     groups = sorted({(p.way, p.ranks) for p in found.points if p.way != "copy" or p.ranks == found.points[-1].ranks})
     return [(way, ranks, [p for p in found.points if (p.way, p.ranks) == (way, ranks)]) for way, ranks in groups]
 

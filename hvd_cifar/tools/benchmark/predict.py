@@ -1,9 +1,9 @@
-"""`benchmark predict`: scaling efficiency at any number of ranks, from what was measured on a few. Pure functions.
+"""`benchmark predict`: scaling efficiency at any number of ranks, from measurements on a few. Pure functions.
 
-The time of a step is the computation of its slowest rank and what of the all-reduces is not hidden behind the backward
-pass (`distributed.overlap`, by which a run chooses its buckets). Efficiency is the mean computation of the ranks over
-that time. Computation, and how far the slowest rank is behind, are taken from the measurement on the most ranks.
-Predictions from the fewest ranks alone, compared with the measurements on more, show how good this is.
+The time of a step is the computation of its slowest rank, plus the exposed part of the all-reduces: the part that the
+backward pass does not hide (`distributed.overlap`, by which a run chooses its buckets). Efficiency is the ranks' mean
+computation over that time. The computation, and the slowest rank's delay, are those measured on the most ranks. To test
+this, predictions from the fewest ranks alone are compared with the measurements on more.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Measured:
         mean: seconds of a step without communication, over the ranks.
         backward: of the slowest rank, as part of such a step.
         update: seconds that follow the last sum.
-        efficiency: and its standard error.
+        efficiency, standard_error: as measured.
     """
 
     layout: Layout
@@ -54,8 +54,8 @@ class Network:
 
     Attributes:
         wall: the fit of their time.
-        processor: of the processor's part of it that backward does without.
-        levels: whether an all-reduce has two levels; without, ranks of a host share its link.
+        processor: the fit of the processor time that they take from the backward pass.
+        levels: whether an all-reduce has two levels; without, each rank of a host sends its own part over its link.
     """
 
     wall: Fit
@@ -111,9 +111,9 @@ def predict(
 ) -> PredictResult:
     """Predictions for `ranks`, and checks against all numbers of ranks that were measured.
 
-    There are two checks of p ranks. The first takes the computation measured on p ranks and the fit to all all-reduces:
-    it tests the formula. The second takes computation and all-reduces of the fewest ranks alone, as a prediction does;
-    it needs all-reduces of so few ranks.
+    There are two checks for p ranks. The first uses the computation on p ranks and the fit to all all-reduces: it tests
+    the formula. The second uses computation and all-reduces of the fewest ranks alone: it tests a prediction for more
+    ranks than were measured, and needs all-reduces on the fewest ranks.
 
     Args:
         link: bytes a second of each host's link, instead of the measured bandwidth.
@@ -124,7 +124,7 @@ def predict(
         UserError: where no fit of Horovod's all-reduce is among the results.
     """
     if "horovod" not in allreduce.fits:
-        raise UserError("the all-reduces hold no fit of Horovod's: measure them again, with more sizes or ranks")
+        raise UserError("the all-reduce results have no fit for Horovod: measure them again, with more sizes or ranks")
     measured = _measured(step)
     several = [m for m in measured if m.layout.ranks > 1]
     fewest = several[0].layout.ranks if several else 0
@@ -181,7 +181,7 @@ def _of_step(step: StepResult) -> list[Measured]:
     whole = phases.forward_seconds + phases.backward_seconds + phases.update_seconds
     found = []
     for world in step.worlds:
-        # The phases were measured alone. They are scaled to the time of a whole step.
+        # The phases are measured apart from a step, so that their sum differs from its time: they are scaled to it.
         scale = (world.lockstep_seconds.mean if world.ranks > 1 else world.compute_seconds.mean) / whole
         found.append(
             Measured(

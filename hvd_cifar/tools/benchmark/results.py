@@ -23,7 +23,7 @@ class _Result(BaseModel):
 
 
 class Estimate(_Result):
-    """Mean of n repeats and its standard error; None for a single one."""
+    """The mean of n repeats, and its standard error: None for one repeat."""
 
     mean: float
     standard_error: float | None
@@ -47,7 +47,7 @@ class Facts(_Result):
     processor: str  # of rank 0's host: its GPU, or its CPU
     cores: int  # that rank 0 may use
     hosts: list[str]  # names, by rank; two hosts may share one
-    local_ranks: list[int]  # by rank: as many hosts as zeros
+    local_ranks: list[int]  # by rank; there are as many hosts as zeros
     device: str
     threads: int
     controller: str
@@ -102,7 +102,7 @@ class Phases(_Result):
 
 
 class Memory(_Result):
-    """Of one rank's process: resident memory, and the same with shared pages in proportion (None: not known)."""
+    """One rank's process: its resident memory (RSS), and its proportional set size (PSS; None: not known)."""
 
     resident: int
     proportional: int | None
@@ -119,7 +119,7 @@ class StepResult(_Result):
     per_rank_batch_size: int
     compression: str
     bucket_bytes: int | None  # None: gradients leave after the backward pass
-    messages: list[int]  # then their bytes, one after the other
+    messages: list[int]  # without buckets: bytes of the messages, in order
     steps: int
     worlds: list[WorldResult]
     phases: Phases
@@ -138,8 +138,8 @@ class EmulatedWorld(_Result):
     alone_seconds: Estimate  # without communication: the sleep and the update
     rest_seconds: Estimate  # the first minus the second: what ranks cost each other
     message_seconds: Estimate  # the all-reduce of the gradients alone, through Horovod
-    value_seconds: Estimate  # of the loss alone: the least that a collective takes
-    ring_seconds: Estimate | None  # of the gradients' bytes, through MPI directly
+    value_seconds: Estimate  # the all-reduce of the loss alone: the latency of a collective
+    ring_seconds: Estimate | None  # an all-reduce of the gradients' size, through MPI directly
     step_processor: Estimate  # seconds of a rank, all threads
     alone_processor: Estimate
     sent_bytes: float  # by the host that sends most, over its network cards, a step
@@ -207,7 +207,7 @@ class Seen(_Result):
     never: int
     once: int
     more: int
-    by_ranks: list[int]  # that k different ranks used, by k from 0 on
+    by_ranks: list[int]  # at index k: the examples that k different ranks used
     uses_by_rank: list[int]
     different_by_rank: list[int]
 

@@ -31,13 +31,13 @@ from hvd_cifar.training.overlap import measure_backward, set_buckets
 from hvd_cifar.training.plan import precision_of
 from hvd_cifar.training.step import Notes, make_train_step
 
-# Small, so that a net that trains on one batch again and again stays finite. It does not change a step's time.
+# Small, so that the weights stay finite in many steps on one batch. It does not change a step's time.
 LEARNING_RATE = 1e-3
 # Steps before the clock starts: caches fill, and batches that the pipeline has made ahead are used up.
 LEAD_IN = 2
 LEAD_IN_OF_INPUT = PREFETCH_BATCHES + 1
 ENDLESS = 2**31  # steps
-WAYS = ("communication", "input", "fed", "step", "compute")  # those that are compared are neighbours
+WAYS = ("communication", "input", "fed", "step", "compute")  # ways to be compared are neighbours, against drift
 
 Repeat = Callable[[int], None]  # repeats something n times, and returns when the device has finished
 
@@ -47,7 +47,7 @@ class Turn:
     """One rank's part of a turn.
 
     Attributes:
-        seconds: of each step; empty on a rank that waited. On a GPU, which runs behind its process, one mean.
+        seconds: of each step; empty on a rank that waited. On a GPU, which works asynchronously, one mean.
         cpu: part of a core that the rank used.
     """
 
@@ -74,7 +74,7 @@ def measure(job: Job, options: StepWork) -> StepResult:
             working = [turn.seconds for turn in by_rank if turn.seconds]
             waiting += [turn.cpu for turn in by_rank if not turn.seconds]
             taken[k][way].append([statistics.fmean(seconds) for seconds in working])
-            if way == "compute":  # the same, if each step waited for its slowest rank
+            if way == "compute":  # "lockstep" is the same, if each step waited for its slowest rank
                 taken[k]["lockstep"].append([statistics.fmean(max(step) for step in zip(*working, strict=True))])
         if job.world.is_root and repeat == 0:
             terminal.say("\n".join([*bench.overlap, "warmed up"]))
@@ -126,7 +126,7 @@ def _endless_batches(job: Job, work: Work) -> Iterator[MicroBatch]:
 
 
 class Bench:
-    """This rank's part in each way. It is made at its first use, since a trace takes seconds."""
+    """This rank's part in each way. A way is traced at its first use, since a trace takes seconds."""
 
     def __init__(self, job: Job, work: Work, batches: Iterator[MicroBatch]) -> None:
         self.job = job
@@ -138,7 +138,7 @@ class Bench:
         weights, decay = self.net.model.trainable_variables, work.settings.ema_decay
         self.averages: list[Any] = [Lookahead(weights, ENDLESS)] if work.settings.lookahead else []
         self.averages += [MovingAverage(weights, decay)] if decay else []
-        # Chosen for all ranks; smaller groups take them as well.
+        # The buckets are chosen for all ranks, and smaller groups use the same ones.
         self._model_optimizer = make_optimizer(work, self.net, LEARNING_RATE)
         examples = len(self.in_memory.label)
         self.overlap = set_buckets(work.settings, job.world, self.net, self._model_optimizer, step_spec(work), examples)
@@ -271,7 +271,7 @@ def _phases(bench: Bench, repeats: int, compute: float) -> Phases:
 
 
 def messages_of(variables: Sequence[Any], compression: str) -> list[int]:
-    """Bytes of the messages of a step that leave after the backward pass, one after the other."""
+    """Bytes of the messages that a step sends after the backward pass, in order."""
     rank, first, second = low_rank_of(compression), 0, 0
     for variable in variables:
         matrix = powersgd.matrix_of(variable.shape, rank) if rank else None
@@ -284,10 +284,10 @@ def messages_of(variables: Sequence[Any], compression: str) -> list[int]:
 
 
 def sent_bytes_of(variable: Any, compression: str) -> int:
-    """The size of a variable's gradient as it is sent; PowerSGD's thin matrices left out."""
+    """The bytes of a variable's gradient as it is sent, without PowerSGD."""
     return int(np.prod(variable.shape)) * sent_width(variable.dtype, compression)
 
 
 def bytes_of(variable: Any) -> int:
-    """The size of a variable's gradient."""
+    """The bytes of a variable's gradient."""
     return int(np.prod(variable.shape)) * int(tf.as_dtype(variable.dtype).size)

@@ -24,7 +24,7 @@ from hvd_cifar.tools.benchmark.results import (
 
 WIDTH = 200  # of the widest table; a terminal's own width would cut columns off
 RANKS_SHOWN = 16
-ROUGH = 0.5  # median error from which on a fit says little about the network
+ROUGH = 0.5  # above this median error a fit says little about the network
 WAY_NAMES = {"horovod": "Horovod", "mpi": "MPI", "copy": "copy"}
 
 
@@ -61,7 +61,7 @@ def of_step(found: StepResult) -> str:
             "computation alone",
             "of the slowest",
             "all-reduce alone",
-            "shows",
+            "exposed",
             "input alone",
             "fed",
             "costs",
@@ -88,7 +88,7 @@ def of_step(found: StepResult) -> str:
         "input": most.input_seconds_by_rank,
     }
     columns = [f"{name}, ms" for name in parts_of]
-    by_rank = _table("by rank", ["rank", "host", *columns, "memory, MiB", "of it its own"])
+    by_rank = _table("by rank", ["rank", "host", *columns, "memory, MiB", "PSS, MiB"])
     shown = sorted(range(most.ranks), key=lambda rank: -most.compute_seconds_by_rank[rank])[:RANKS_SHOWN]
     for rank in sorted(shown):
         resident, proportional = _mebibytes(found.memory_by_rank[rank])
@@ -189,7 +189,7 @@ def of_input(found: InputResult) -> str:
     expected = (1 - 1 / ranks) ** ranks
     theory = f"expected never of drawn, on N = {ranks} ranks: (1 - 1/N)^N = {expected:.2%}"
     most = max(found.memory_by_rank, key=lambda memory: memory.resident)
-    memory = "memory of the largest rank's process: {} MiB, of it its own: {}".format(*_mebibytes(most))
+    memory = "memory of the largest rank's process: {} MiB, PSS {}".format(*_mebibytes(most))
     return _text(speed, seen, [theory, memory, _facts(found.facts)])
 
 
@@ -277,7 +277,7 @@ def _beyond(found: PredictResult) -> list[str]:
 
 def _fit(fit: Fit | None) -> str:
     if fit is None:
-        return "not fitted, as that takes two sizes and two ranks at least"
+        return "not fitted, since a fit needs at least two sizes and two ranks"
     levels = [("alpha", fit.alpha, "bandwidth", fit.beta, "beta")]
     levels.append(("alpha within a host", fit.local_alpha, "bandwidth within a host", fit.local_beta, "local_beta"))
     parts = [] if "start" in fit.unknown else [f"start {fit.start * 1e6:.1f} us"]

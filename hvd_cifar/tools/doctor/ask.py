@@ -1,4 +1,4 @@
-"""Asks all hosts at once for their facts, and whether they can connect to each other."""
+"""Asks all hosts at once for their facts, and tests the connections between them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ask_all(participants: Participants, questions: Mapping[str, Any], seconds: f
             listening = pool.map(lambda program: _listen(program, questions), programs)
             network, blocked = _network_of(participants, gloo) if len(hosts) > 1 else (None, [])
             answers = dict(zip(hosts, listening, strict=True))
-        finally:  # before the pool waits for its threads: the end of a program ends their waiting
+        finally:  # The pool's exit waits for its threads, which wait for the programs: end these first.
             for program in programs:
                 program.end()
     facts = {host: answer for host, answer in answers.items() if isinstance(answer, HostFacts)}
@@ -58,7 +58,7 @@ def ask_all(participants: Participants, questions: Mapping[str, Any], seconds: f
 
 
 def _listen(program: Program, questions: Mapping[str, Any]) -> HostFacts | Silent:
-    # The program's first line says that it runs. From then on, an answer takes no longer than a message.
+    # The first line says that the program has started: the start's seconds stay out of the clock's error below.
     if program.hear(b"{") is None:
         return program.why()
     sent = time.time()

@@ -38,10 +38,10 @@ def examine(settings: DoctorSettings) -> None:
         UserError: where the options for hosts or ranks are wrong, or a launcher started this process.
         TrainingError: where a run would fail.
     """
-    # An exception also ends the programs on other hosts.
+    # sys.exit raises, so `finally` blocks end the programs on other hosts.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if (launched_size() or 1) > 1:
-        raise UserError("a launcher started the doctor several times; it starts ranks itself: call it once")
+        raise UserError("a launcher started several doctors; a doctor starts its own ranks: run it without a launcher")
     nodes = slurm.allocation(os.environ)
     hosts = hosts_of(settings, nodes)
     in_slurm = bool(nodes) and not (settings.hosts or settings.hostfile)

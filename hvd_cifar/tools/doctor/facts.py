@@ -163,7 +163,7 @@ class Link(_Facts):
 class FirstStep(_Facts):
     """A preset's first training step on GPUs beside the CPU's in float32.
 
-    rank: that differs most. difference: of its loss or its update, as a share of the CPU's; the larger one.
+    rank: the one that differs most. difference: the relative difference of its loss or its update, the larger one.
     """
 
     preset: str
@@ -175,8 +175,8 @@ class FirstStep(_Facts):
 class GpuOfRank(_Facts):
     """A rank's GPU after it has computed.
 
-    name, capability: as TensorFlow tells. peak: bytes of tensors. uuid, used: where the driver sees the process, and
-    the bytes that it holds there; "" and 0 where the driver shows no such process, as in a container.
+    name, capability: from TensorFlow. peak: the most bytes of tensors. uuid, used: the GPU on which the driver sees the
+    process, and the bytes that it holds there; "" and 0 where the driver shows no such process, as in a container.
     """
 
     name: str
@@ -207,7 +207,7 @@ class Job(_Facts):
     through: str = ""  # MPI or Horovod: what measured the links
     pairs: int = 0  # of hosts; not all may have been measured
     first_steps: tuple[FirstStep, ...] = ()  # where all ranks compute on GPUs
-    gpus: tuple[GpuOfRank, ...] = ()  # by rank; the same
+    gpus: tuple[GpuOfRank, ...] = ()  # by rank, where all ranks compute on GPUs
     seconds: float = 0.0
 
 

@@ -1,6 +1,6 @@
 """From facts to findings: pure functions, one for each check.
 
-With a failure a run would fail. With a warning it would be slow, or give surprising results.
+A failure means that a run would fail. A warning means that it would be slow, or give surprising results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     outcome.first_steps,
 )
 OF_THE_JOB = (outcome.job, outcome.links, outcome.first_steps)
-# A host with a failure of these checks takes no part in the job: ranks could not start there, or not connect.
+# A host that fails one of these checks takes no part in the job: its ranks could not start, or not connect.
 BARS_FROM_JOB = (
     "ssh",
     "names",

@@ -1,6 +1,6 @@
-"""A first training step of each preset on the ranks' GPUs, beside the same step on the CPU; and what the driver saw.
+"""Compares each preset's first training step on the ranks' GPUs with the CPU's; and asks the driver about the GPUs.
 
-Each rank makes the step alone, without an all-reduce: a GPU that computes wrong values is that of one rank.
+Each rank makes the step without an all-reduce, so that a GPU's wrong values appear in the result of its rank alone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hvd_cifar.training.step import Notes, StepSpec, make_train_step
 PRESETS = ("tutorial", "resnet20", "fast")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 SHAPE, CLASSES, EXAMPLES, SEED = (32, 32, 3), 10, 32, 1
-ATTEMPTS = 8  # each halves float16's loss scale, where gradients overflow
-LARGEST = 1e3  # difference that is told
+ATTEMPTS = 8  # an attempt whose gradients overflow makes no update, and halves float16's loss scale for the next
+LARGEST = 1e3  # difference that is reported
 COMPUTE_PROCESSES = "--query-compute-apps=pid,gpu_uuid,used_gpu_memory"
 
 
@@ -49,10 +49,10 @@ def compare(world: World, precisions: Sequence[str]) -> list[FirstStep]:
 
 
 def difference(own: tuple[float, Any], right: tuple[float, Any]) -> float:
-    """By what share loss or update differ, the larger one; `LARGEST`, which JSON can hold, where one is not finite."""
+    """The relative difference of loss or update, the larger one, at most `LARGEST`: JSON has no infinity."""
     (loss, update), (right_loss, right_update) = own, right
     of_update = np.linalg.norm(update - right_update) / np.linalg.norm(right_update)
-    found = np.max([of_update, abs(loss / right_loss - 1)])  # NaN where one is
+    found = np.max([of_update, abs(loss / right_loss - 1)])  # unlike max, NaN where either is
     return float(min(found, LARGEST)) if np.isfinite(found) else LARGEST
 
 

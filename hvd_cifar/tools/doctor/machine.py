@@ -25,7 +25,7 @@ from hvd_cifar.tools.doctor.finding import (
     some_hosts,
 )
 
-# A rank that trains has about 600 MiB of its own (docs/notebook/2026-11-23-performance.md).
+# A training rank takes about 600 MiB that it shares with no other (docs/notebook/2026-11-23-performance.md).
 LEAST_MEMORY, GOOD_MEMORY = 600 * MIB, 1 * GIB
 # What a rank of Open MPI needs in /dev/shm; NCCL needs more.
 SHM_OF_A_RANK, SHM_OF_A_GPU = 4 * MIB + 4096, 16 * MIB
@@ -99,7 +99,7 @@ def gpus(subject: Subject) -> Iterator[Finding]:
             found(host.name, "failure", text, f"give it slots={count}")
     without = [name for name, count in counts.items() if not count]
     if without and any(computes_on_gpus(facts) for facts in known.values()):
-        text = f"nvidia-smi lists no GPU on {listed(without)}, but on the others"
+        text = f"nvidia-smi lists no GPU on {listed(without)}, unlike on the others"
         found(without[0] if len(without) == 1 else "", "failure", text, "run nvidia-smi there, and see its message")
     drivers = {name: {gpu.driver for gpu in facts.gpus or ()} for name, facts in known.items()}
     if len(set().union(*drivers.values())) > 1:
@@ -176,7 +176,7 @@ def open_files(subject: Subject) -> Iterator[Finding]:
         lambda host: (need, max(need, GOOD_FILES)),
         lambda host, value: (
             f"a process may open {value:.0f} files; a rank of {ranks} needs about {need}",
-            "echo '* soft nofile 65536' > /etc/security/limits.d/hvd_cifar.conf, then log in anew",
+            "echo '* soft nofile 65536' > /etc/security/limits.d/hvd_cifar.conf, then log in again",
         ),
         lambda least: "no limit" if least == float("inf") else f"at least {least:,.0f} for each process",
     )
@@ -241,7 +241,7 @@ def clocks(subject: Subject) -> Iterator[Finding]:
     offsets = {name: facts.clock for name, facts in subject.facts.items() if facts.clock}
     if len(offsets) < 2:
         return
-    # Either of two clocks may be wrong: this machine's is the reference.
+    # Two clocks have no majority, so this machine's is the reference.
     usual = statistics.median(offset for offset, _ in offsets.values()) if len(offsets) > 2 else 0.0
     wrong = False
     for host, (offset, doubt) in offsets.items():

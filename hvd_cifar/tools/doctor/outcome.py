@@ -13,8 +13,8 @@ from hvd_cifar.tools.doctor.machine import LET_READ
 SLOW_OF_OTHERS, SLOW_OF_CARD, SLOW_BYTES_PER_SECOND = 0.25, 0.1, 100e6 / 8
 BUSY = 1.5  # processes per core
 LATE_OF_OTHERS, LATE_SECONDS = 10.0, 5e-3
-# Of a step's loss or update, as a share of the CPU's in float32. Rounding alone makes 0.24 in bfloat16 (fast, on a
-# CPU); float16 and TF32, with which GPUs multiply float32, have 3 bits more.
+# The largest relative difference of a step's loss or update from the CPU's in float32. Rounding alone gives 0.24 in
+# bfloat16 (`fast`, on a CPU). float16, and TF32, in which GPUs multiply float32 matrices, have 3 more mantissa bits.
 TOLERANCES = {"float32": 0.1, "mixed_bfloat16": 0.5, "mixed_float16": 0.1}
 # TensorFlow asks for memory in growing steps; CUDA and its libraries hold some of their own.
 MEMORY_FACTOR, MEMORY_OF_CONTEXT = 4, 3 * 2**30
@@ -66,11 +66,11 @@ def first_steps(subject: Subject) -> Iterator[Finding]:
     sharing = [(host, gpu.uuid) for host, gpu in zip(done.hosts, done.gpus, strict=True) if gpu.uuid]
     for rank, (host, gpu) in enumerate(zip(done.hosts, done.gpus, strict=True)):
         if "+" in gpu.uuid or sharing.count((host, gpu.uuid)) > 1:
-            text = f"rank {rank} is on {gpu.uuid}, by the driver; each rank needs a GPU of its own"
+            text = f"the driver shows rank {rank} on {gpu.uuid}; each rank needs a GPU of its own"
             yield Finding(check="first steps", level="failure", host=host, text=text, remedy=SET_UP)
         elif gpu.used > MEMORY_FACTOR * gpu.peak + MEMORY_OF_CONTEXT:
             text = f"rank {rank} holds {size(gpu.used)} of its GPU for {size(gpu.peak)} of tensors"
-            remedy = "is TF_FORCE_GPU_ALLOW_GROWTH=false set?"
+            remedy = "if TF_FORCE_GPU_ALLOW_GROWTH=false is set, unset it"
             yield Finding(check="first steps", level="warning", host=host, text=text, remedy=remedy)
 
 
@@ -96,7 +96,7 @@ def links(subject: Subject) -> Iterator[Finding]:
         yield Finding(check="links", level="warning", host=host, text=text, remedy=_remedy_of_link(subject, host))
     for link in slow:
         if link.a not in named and link.b not in named:
-            text = f"{_between(link)} it is slow: {_speeds([link])}{_why_slow(link, between, subject)}"
+            text = f"the link {_between(link)} is slow: {_speeds([link])}{_why_slow(link, between, subject)}"
             text += _busy(subject, [link.a, link.b])
             yield Finding(check="links", level="warning", text=text, remedy=_remedy_of_link(subject, link.b))
     if not wrong and not slow:

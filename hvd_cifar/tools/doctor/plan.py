@@ -1,4 +1,4 @@
-"""The pairs of ranks that are measured, in rounds: in a round each rank is in at most one pair."""
+"""The pairs of ranks to measure, in rounds: in a round each rank is in at most one pair."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def leaders(per_host: Sequence[int]) -> list[int]:
 
 
 def rounds(per_host: Sequence[int], by_mpi: bool, on_gpus: bool = False) -> list[list[Pair]]:
-    """Two ranks of each host with several, on GPUs every two of a host; then the first ranks of every two hosts.
+    """First pairs within hosts: two ranks of each host, or on GPUs all its pairs. Then the first ranks of two hosts.
 
-    With very many hosts, each is paired only with those 1, 2, 4, ... places further.
+    All pairs of hosts are in the plan up to a number of hosts. Beyond it each host is paired only with those 1, 2, 4,
+    ... places further.
     """
     first = leaders(per_host)
     of_hosts = [_all_against_all(count if on_gpus else min(count, 2)) for count in per_host]

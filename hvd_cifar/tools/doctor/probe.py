@@ -1,8 +1,8 @@
-"""A program that the doctor sends to each host over ssh, and which writes the host's facts.
+"""The program that the doctor sends to each host over ssh, to write the host's facts.
 
 It writes a line when it runs, reads a line of JSON with questions, answers at once with its clock, and then writes a
-line for each group of facts as soon as the group is complete: the doctor sees which group hangs. It ends when its
-input is closed. It imports nothing of this package, of which the host may have another version.
+line for each group of facts as soon as the group is complete, so that the doctor sees which group hangs. It ends when
+its input is closed. It imports nothing of this package, of which the host may have another version.
 """
 
 import contextlib
@@ -123,8 +123,8 @@ class _Part(ctypes.Structure):
 def _attach_error() -> str:
     """Why this process cannot read the memory of another process of the same user; "": it can.
 
-    MPI's ranks on a host send large messages this way. The other process is a child that allows it to all, as MPI's
-    ranks do.
+    MPI's ranks on a host send large messages this way. The other process is a child that, as MPI's ranks do, lets all
+    processes read its memory.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     mine, wanted = ctypes.create_string_buffer(8), ctypes.create_string_buffer(b"doctor!")
@@ -243,7 +243,7 @@ def _look_at(path: str, record_bytes: int, label_bytes: int, classes: int) -> An
 
 
 def _output(words: "list[str]") -> str:
-    # The environment's programs come first. Its MPI looks for its files in the folder of its build without OPAL_PREFIX.
+    # Programs of the environment come first. Without OPAL_PREFIX its MPI looks for files where the package was built.
     folder = os.path.dirname(sys.executable)
     path = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
     program = shutil.which(words[0], path=path)
@@ -294,7 +294,7 @@ def main() -> None:
     for name, group in GROUPS.items():
         try:
             answer = {"group": name, "facts": group(asked)}
-        except Exception as error:  # the other groups are still of use
+        except Exception as error:  # the other groups are still useful
             answer = {"group": name, "error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 

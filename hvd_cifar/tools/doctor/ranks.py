@@ -1,6 +1,7 @@
 """The small job in its ranks: all-reduces over all ranks and between hosts, whose sums are checked and timed.
 
-Where all ranks compute on GPUs, each pair of ranks on a host is looked at as well, and a training step of each preset.
+Where all ranks compute on GPUs, the job also measures each pair of ranks on a host, and compares a training step of
+each preset with the CPU's.
 
 Ranks print to stderr which pair they begin and end, so that a pair that hangs is known. At the end rank 0 prints a line
 of JSON.
@@ -82,7 +83,7 @@ def run(settings: DoctorJobSettings) -> None:
 def measure(reduce: Callable[[Any], Any], rank: int, pair: Pair) -> tuple[float, float, int]:
     """Seconds of a pair's smallest all-reduce, bytes per second of a large one, and the number of wrong values.
 
-    Both ranks take the same steps: an all-reduce averages each time between them.
+    An all-reduce averages each time over both ranks, so that both take the same branches.
     """
     wrong = 0
 

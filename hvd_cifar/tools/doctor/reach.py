@@ -40,7 +40,7 @@ def _wrong_names(subject: Subject) -> Iterator[Finding]:
         return Finding(check="names", level=level, host=host, text=text, remedy=remedy)
 
     known = {name: facts.network for name, facts in subject.facts.items() if facts.network}
-    # No rank uses this machine's name if it has no rank; and localhost is each host's own.
+    # This machine's name matters only if it has a rank; localhost means another machine on each host.
     called = [host.name for host in subject.hosts if host.name in known and host.name != "localhost"]
     for host, mine in known.items():
         own = mine.addresses.get(mine.hostname, ())

@@ -1,4 +1,4 @@
-"""Charts as SVG within a page: matplotlib draws them, the page's style sheet colours them, for light and for dark."""
+"""Charts as SVG within a page. Matplotlib draws them; the page's style sheet colours them, in light and dark mode."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from hvd_cifar.tools.benchmark.results import AllreduceResult, PredictResult, St
 Benchmark = StepResult | AllreduceResult | PredictResult
 Draw = Callable[[Any], None]
 
-SIZE = (5.2, 2.9)  # inches of 72 px: as wide as a phone, where its text is as large as it says
+SIZE = (5.2, 2.9)  # inches of 72 px: about a phone's width, at which text appears in its nominal size
 SERIES = 8  # colours
 MOST_NUMBERS = 12  # of happenings above a chart: more would overlap
-SMOOTHED = 50  # a mean line has the points of a curve in about as many groups
-# Colours that stand for variables of the style sheet. No chart is shown with them.
+SMOOTHED = 50  # points of a line of means, about
+# Placeholders: `_for_page` replaces each colour by a variable of the style sheet.
 _COLOURS = {"#010101": "--muted", "#020202": "--line", "#000000": "--text", "#030303": "--bad", "#040404": "--accent"}
 _COLOURS |= {f"#0500{i:02x}": f"--s{i}" for i in range(SERIES)}
 TEXT, LINE, _, BAD, ACCENT, *CYCLE = _COLOURS
@@ -63,11 +63,12 @@ def svg(draw: Draw, name: str, **subplots: Any) -> Markup:
 
     Args:
         draw: is given the axes, as `pyplot.subplots` makes them.
-        name: what the chart shows, for those who do not see it; in a page each chart has another one.
-        subplots: of `pyplot.subplots`.
+        name: what the chart shows, for screen readers; unique in the page.
+        subplots: arguments of `pyplot.subplots`.
     """
     text = io.StringIO()
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):  # the same file from the same run, and own names
+    # With a salt, ids within the SVG are the same for the same run, and differ between charts of a page.
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure, axes = pyplot.subplots(figsize=SIZE, layout="constrained", **subplots)
         draw(axes)
         no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -79,8 +80,8 @@ def svg(draw: Draw, name: str, **subplots: Any) -> Markup:
 def _for_page(text: str, name: str) -> str:
     """An SVG file as an element of a page: its size, fonts and colours are the style sheet's."""
     text = text[text.index("<svg") :]
-    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)  # which would hold for the whole page
-    text = re.sub(r'<g id="[^"]*">', "<g>", text)  # which other charts have also
+    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)  # it would apply to the whole page
+    text = re.sub(r'<g id="[^"]*">', "<g>", text)  # an id must be unique in a page, and charts have the same ones
     text = re.sub(r"font-family: [^;\"]*(; )?", "", text)
     text = re.sub("|".join(_COLOURS), lambda found: f"var({_COLOURS[found[0]]})", text)
     label = Markup.escape(name)
@@ -131,7 +132,7 @@ def curves(runs: Sequence[RunFiles]) -> dict[str, Markup]:
 
 
 def _curve(axes: Any, x: Sequence[float], y: Sequence[float], colour: str, smooth: bool) -> None:
-    """A curve of many points: as it is, and where it has very many, its means."""
+    """A curve; one of very many points is drawn faintly, below a line of its means."""
     size = len(x) // SMOOTHED if smooth else 0
     if size < 2:
         axes.plot(x, y, color=colour)
@@ -147,12 +148,12 @@ def _points(axes: Any, x: Sequence[float], y: Sequence[float], colour: str) -> N
 
 
 def _unit(seconds: float) -> tuple[str, int]:
-    """The unit for a time, and its seconds."""
+    """The unit that suits a time, and that unit in seconds."""
     return ("hours", 3600) if seconds > 2 * 3600 else ("minutes", 60) if seconds > 120 else ("seconds", 1)
 
 
 class JobTime:
-    """Seconds that a run took up to a Unix time; the time between two launchers is none."""
+    """Seconds that a run took up to a Unix time, without those between two launchers."""
 
     def __init__(self, marks: Sequence[goodput.Mark]) -> None:
         self._intervals = goodput.intervals(marks)
@@ -163,7 +164,7 @@ class JobTime:
         return sum(max(0.0, min(time, end) - begin) for _, begin, end in self._intervals)
 
     def by_kind(self, kind: str) -> list[tuple[float, float]]:
-        """What a kind of `goodput.KINDS` took: begins, and lengths."""
+        """The intervals of a kind of `goodput.KINDS`: begins and lengths."""
         return [(self(begin), end - begin) for found, begin, end in self._intervals if found == kind]
 
 
@@ -174,7 +175,7 @@ def _accuracy_by_time(run: RunFiles) -> list[tuple[float, float]]:
 
 
 def time_axis(run: RunFiles, happened: Sequence[Happening], name: str) -> Markup:
-    """Steps over the time that the run took, with what happened as numbers, and what each moment went into."""
+    """Steps over the run's time, with a number for each happening; below, a strip of the kinds of time."""
     now = JobTime(run.marks)
     unit, seconds = _unit(now.total)
 
@@ -202,7 +203,7 @@ def time_axis(run: RunFiles, happened: Sequence[Happening], name: str) -> Markup
 
 
 def _sessions(marks: Sequence[goodput.Mark], now: JobTime) -> list[tuple[list[float], list[int]]]:
-    """The course of each session, and after each rollback: times and steps."""
+    """Times and steps, as a curve for each session; a rollback begins a new one."""
     found: list[tuple[list[float], list[int]]] = []
     for mark in marks:
         if mark["mark"] in ("start", "rollback"):
@@ -230,7 +231,7 @@ def _number(axes: Any, places: Sequence[float], colours: Sequence[str]) -> None:
 
 
 def of_benchmark(found: Benchmark, name: str) -> dict[str, Markup]:
-    """The plots of `benchmark`, by what they show. `name` is unlike those of other results of the page."""
+    """The plots of `benchmark`, by what they show. `name` is unique among the results of the page."""
     match found:
         case StepResult():
             drawn: Mapping[str, Callable[[Any, Any], None]] = {

@@ -1,4 +1,4 @@
-"""`report`: one page about one run or several, which needs nothing but itself."""
+"""`report`: one self-contained HTML page about one run or several."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def report(settings: ReportSettings) -> None:
     results.check_writable(output, inputs=settings.benchmarks)
     text = page(runs, benchmarks)
     try:
-        replace_bytes(output, text.encode(errors="replace"))  # names of folders may be no text
+        replace_bytes(output, text.encode(errors="replace"))  # a folder's name need not be valid UTF-8
     except OSError as failure:
         raise UserError(f"cannot write {output}: {failure.strerror}; give another --output") from None
     terminal.say(f"{output}")
 
 
 def page(runs: list[RunFiles], benchmarks: list[charts.Benchmark]) -> str:
-    """The page as HTML. Whatever comes from files is escaped: autoescape, and `charts.svg` makes markup alone."""
+    """The page as HTML. Autoescape escapes what comes from files; only `charts.svg` makes markup."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hvd_cifar.tools.report", ""),
         autoescape=True,

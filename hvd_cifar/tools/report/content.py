@@ -1,4 +1,4 @@
-"""What a report says of a run, beside its charts: numbers and words, not yet a page. Pure functions."""
+"""The numbers and words of a report, apart from charts and HTML. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hvd_cifar.reporting.view import clock
 
 MOST_RANKS = 16  # in the table of ranks: the slowest
 MOST_CLASSES = 20  # of a confusion matrix that fits a page
-MOST_PAIRS = 10  # of classes that are taken for each other
+MOST_PAIRS = 10  # of a true and a predicted class that are confused
 MOST_MISTAKES = 20
 TOP = 3  # classes of a mistake
 MOST_HAPPENINGS = 100
 
 
 def names(run_dirs: Sequence[Path]) -> list[str]:
-    """The ends of paths that tell runs apart."""
+    """The shortest ends of the paths that tell the runs apart."""
     parts = 1
     while len({path.parts[-parts:] for path in run_dirs}) < len(set(run_dirs)):
         parts += 1
@@ -66,7 +66,7 @@ def results(run: RunFiles) -> Results:
 
 
 def facts(run: RunFiles) -> dict[str, str]:
-    """What ran on what."""
+    """The net, data, ranks, device and versions of a run."""
     ran, config = run.config.run, run.config
     hosts = {host: ran.hosts.count(host) for host in ran.hosts}
     where = ", ".join(f"{host} ({count})" for host, count in list(hosts.items())[:8])
@@ -93,7 +93,7 @@ def settings(run: RunFiles) -> dict[str, str]:
 
 
 def differing(runs: Sequence[RunFiles]) -> dict[str, list[str]]:
-    """Settings that are not the same in all runs, by run, and the number of ranks."""
+    """Settings, and the number of ranks, that are not the same in all runs: their values by run."""
     every = [{**settings(run), "ranks": str(run.config.run.world_size)} for run in runs]
     named = dict.fromkeys(name for one in every for name in one)
     rows = {name: [one.get(name, "") for one in every] for name in named}
@@ -123,7 +123,7 @@ def shares(run: RunFiles) -> list[Share]:
 
 @dataclass(frozen=True)
 class OfRank:
-    """A rank's step: means in seconds, and both times as parts of the longest step of any rank."""
+    """A rank's step: its mean times in seconds, and the same as parts of the longest step of any rank."""
 
     rank: int
     host: str
@@ -135,7 +135,11 @@ class OfRank:
 
 @dataclass(frozen=True)
 class ByRank:
-    """Where the ranks' steps went: the slowest ranks, how many there are, and which is the slowest."""
+    """Where the ranks' time went.
+
+    rows: the slowest ranks. count: of all ranks. slowest: a sentence about the slowest one. since: the step after which
+    the means begin.
+    """
 
     rows: list[OfRank]
     count: int
@@ -184,7 +188,7 @@ class Row:
 
 
 def happenings(run: RunFiles) -> list[Happening]:
-    """What happened, and last how the run stands, unless its end says so."""
+    """What happened; for a run that was cut off, which has no mark of its end, also that."""
     found = story.happenings(run.marks)
     if run.standing.word == "cut off":
         last = run.marks[-1]
@@ -193,7 +197,7 @@ def happenings(run: RunFiles) -> list[Happening]:
 
 
 def rows(happened: Sequence[Happening]) -> list[Row]:
-    """The same in words."""
+    """Happenings in words."""
     return [Row(one.kind, _clock(one.time), one.text) for one in happened]
 
 
@@ -206,7 +210,7 @@ def _clock(time: float) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a confusion matrix: images, and their part of their class; None: the class has no image."""
+    """A cell of a confusion matrix: images, and their percentage of their class (None: the class has no image)."""
 
     count: int
     percent: float | None
@@ -215,7 +219,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Classes:
-    """A confusion matrix: its rows where they fit a page, and the pairs of classes that are confused most."""
+    """A confusion matrix.
+
+    cells: empty where the matrix does not fit a page. pairs: true class, predicted class, images, part of the class.
+    """
 
     names: list[str]
     cells: list[list[Cell]]
