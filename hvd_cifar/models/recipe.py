@@ -68,6 +68,7 @@ class Recipe:
         test_time_augmentation: evaluate on six views of each test image at the end.
         evaluation_epochs: epochs between evaluations.
         shorter: by number of epochs, the test accuracy on CIFAR-10, 0 to 1, of shorter runs, for a run's forecast.
+        embedded_epochs: at most this many epochs on the embedded set, which `--dataset auto` takes without CIFAR-10.
         beyond: (n, recipe): the recipe of global batches of more than n examples; None: this one for all.
     """
 
@@ -87,6 +88,7 @@ class Recipe:
     test_time_augmentation: bool = False
     evaluation_epochs: int = 1
     shorter: Mapping[float, float] = field(default_factory=dict)
+    embedded_epochs: float = 2
     beyond: tuple[int, Recipe] | None = None
 
     def for_batch(self, global_batch_size: int) -> Recipe:

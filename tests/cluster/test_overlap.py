@@ -100,5 +100,6 @@ def test_virtual_shards_on_two_hosts_end_with_one_rank_s_bits(two_hosts: Cluster
         words += training(embedded, two_hosts.own / f"bits-{name}", "--virtual-shards", "4", *options)
         done = two_hosts[0].run(words, env=variables(two_hosts[0]), timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
+        assert ("all-reduce over mpi (all-to-all and all-gather; TCP" in done.stdout) == (len(slots) > 1), done.stdout
         found[name] = losses(two_hosts[0].files / f"bits-{name}")
     assert found["four"] == found["one"] and len(found["one"]) == 4
