@@ -298,6 +298,8 @@ def test_buckets_hide_all_but_the_last_gradients() -> None:
     slow = Network(Fit(beta=2e-7, local_beta=2e-7))
     assert predict_one(STEP, slow, Layout(2, 1), like, "auto").bucket_bytes is not None
     assert predict_one(STEP, slow, Layout(1, 2), like, "auto").bucket_bytes is None
+    on_gpus = STEP.model_copy(update={"facts": FACTS.model_copy(update={"device": "/GPU:0"})})
+    assert predict_one(on_gpus, slow, Layout(1, 2), like, "auto").bucket_bytes is not None
 
 
 def test_powersgd_sends_two_messages_after_the_backward_pass() -> None:

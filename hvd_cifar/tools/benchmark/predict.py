@@ -75,7 +75,7 @@ def predict_one(
     """The efficiency on ranks of `layout`, with the computation measured in `like`.
 
     Args:
-        buckets: their bytes; None: one message; "auto": as a run on several hosts chooses.
+        buckets: their bytes; None: one message; "auto": as a run chooses.
     """
     link = network.link(layout)
     messages = _messages(step)
@@ -84,7 +84,8 @@ def predict_one(
     if alone or len(messages) > 1:  # nothing to send, or PowerSGD, whose few bytes leave after the backward pass
         buckets = None
     elif buckets == "auto":
-        buckets = choose(like.backward, link).bucket_bytes if layout.hosts > 1 else None
+        chooses = layout.hosts > 1 or "GPU" in step.facts.device
+        buckets = choose(like.backward, link).bucket_bytes if chooses else None
     assert not isinstance(buckets, str)
     end = in_one if buckets is None else seconds_with(like.backward, link, buckets)
     if alone:
