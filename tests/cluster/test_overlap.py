@@ -41,7 +41,7 @@ def _sent(host: Host) -> int:
     return int(card["stats64"]["tx"]["bytes"])
 
 
-@pytest.mark.parametrize(("kind", "slots"), [("--mpi", (2, 2)), ("--gloo", (2, 2)), ("--mpi", (2, 1))])
+@pytest.mark.parametrize(("kind", "slots"), [("--mpi", (2, 2)), ("--gloo", (4, 4)), ("--mpi", (2, 1))])
 def test_bytes_cross_a_host_s_link_once(kind: str, slots: tuple[int, int], two_hosts: Cluster, tmp_path: Path) -> None:
     """The least that a host can send is 2 (H - 1) / H of the message; a single ring over 4 ranks sends 50% more."""
     before = [_sent(host) for host in two_hosts]
@@ -51,7 +51,7 @@ def test_bytes_cross_a_host_s_link_once(kind: str, slots: tuple[int, int], two_h
     ring = len(slots) if same_on_each else sum(slots)  # hosts, or ranks, in the ring between hosts
     least = 2 * (ring - 1) / ring * SIZE * ROUNDS
     assert ("ring in two levels" if same_on_each else "ring") in said.splitlines()
-    assert all(least < count < 1.15 * least for count in sent), [count / least for count in sent]
+    assert all(least < count < 1.06 * least for count in sent), [count / least for count in sent]
 
 
 def _reduce(hosts: Cluster, kind: str, slots: tuple[int, int], program: Path, text: str) -> str:
