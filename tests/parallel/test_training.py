@@ -182,7 +182,7 @@ def _at_eight_ranks_batch(data: str, folder: str) -> dict[str, dict[str, Any]]:
     course: dict[str, Any] = {"global_batch_size": 1024, "eval_every": 0, "eval_examples": 1000}
     return {
         name: hvd_cifar.train(model, dataset, run_dir=f"{folder}/{name}", max_steps=steps, **course)
-        for name, model, steps in (("resnet20", "resnet20", 15), ("default", build, 45))  # after 25 of warm-up
+        for name, model, steps in (("resnet20", "resnet20", 30), ("default", build, 45))  # after 25 of warm-up
     }
 
 
