@@ -301,7 +301,7 @@ class TrainSettings(DataSettings):
         gt=0,
         le=MOST_EXAMPLES,
         description="Examples per step over all ranks, instead of --batch-size. Training is then the same on any "
-        "number of ranks.",
+        "number of ranks; nets with batch norm also need --sync-batch-norm.",
     )
     learning_rate_factor: Finite | None = Field(
         None,
@@ -321,7 +321,7 @@ class TrainSettings(DataSettings):
         ge=FEWEST_EPOCHS,
         le=1_000_000,
         description="Passes over the training set; the last may be partial, as in 9.9. In a shorter ResNet run "
-        "the learning rate falls at the same fractions of the run as in the paper. [default: the recipe's; 2 where "
+        "the learning rate falls at the same fractions of the run as in the paper. [default: the recipe's; fewer where "
         "--dataset auto takes the embedded set]",
     )
     max_steps: int | None = Field(
@@ -391,7 +391,9 @@ class TrainSettings(DataSettings):
         description="Floating-point type of the computation. [default: float32; fast: mixed_bfloat16, if the "
         "processor or GPU has instructions for it]",
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the initial weights, the order and augmentation.")
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="Seed of the initial weights, the order of the data and the augmentation."
+    )
     test_time_augmentation: bool | None = Field(
         None,
         description="At the end, average the logits of six views of each test image. [default: the recipe's]",
