@@ -31,7 +31,7 @@ docs/configuration.md list its options.
   -H a:4,b:4         hosts to run them on, as HOST:SLOTS; default: this machine, in a Slurm job its nodes
   --hostfile FILE    the same, from a file with lines `HOST slots=N`; see hostfiles/
   --mpi, --gloo      start ranks with mpirun (default), or with horovodrun over Gloo
-  --allreduce ring   ring all-reduce for messages of every size; auto (default): MPI or NCCL chooses the algorithm
+  --allreduce ring   ring all-reduce; auto (default): MPI or NCCL chooses the algorithm
   --max-restarts N   if the job fails, start again from the newest checkpoint, up to N times
   --validation-ranks K   K of the ranks evaluate while the others train; see docs/validation.md
   --elastic MIN:MAX  train on MIN to MAX ranks: continue without lost ranks and hosts, and with added ones. With it:

@@ -301,7 +301,7 @@ class TrainSettings(DataSettings):
         gt=0,
         le=MOST_EXAMPLES,
         description="Examples per step over all ranks, instead of --batch-size. Training is then the same on any "
-        "number of ranks.",
+        "number of ranks; nets with batch norm also need --sync-batch-norm.",
     )
     learning_rate_factor: Finite | None = Field(
         None,
@@ -391,7 +391,9 @@ class TrainSettings(DataSettings):
         description="Floating-point type of the computation. [default: float32; fast: mixed_bfloat16, if the "
         "processor or GPU has instructions for it]",
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the initial weights, the order and augmentation.")
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="Seed of the initial weights, the order of the data and the augmentation."
+    )
     test_time_augmentation: bool | None = Field(
         None,
         description="At the end, average the logits of six views of each test image. [default: the recipe's]",

@@ -86,7 +86,7 @@ class Examples:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A data set. `Dataset.from_arrays` makes one of arrays.
+    """A data set. `Dataset.from_arrays` makes one from arrays.
 
     Attributes:
         name: shown beside all results.
@@ -150,7 +150,7 @@ class Dataset:
         name: str = UNNAMED,
         class_names: Sequence[str] = (),
     ) -> Dataset:
-        """A data set of arrays. They are not copied, so a `np.memmap` stays on the disk.
+        """A data set from arrays. They are not copied, so a `np.memmap` stays on the disk.
 
         Args:
             train_images, test_images: uint8 [n, height, width, channels], or [n, height, width] for one channel; all

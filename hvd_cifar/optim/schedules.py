@@ -13,7 +13,7 @@ class Staircase:
 
     Attributes:
         examples: the numbers of examples, ascending.
-        full_examples: `examples` are those of a run of this length, and scale with it; None: they do not scale.
+        full_examples: length of the run that `examples` are for. They scale with a run's length; None: they do not.
         factor: factor at each of them.
     """
 

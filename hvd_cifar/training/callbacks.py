@@ -41,7 +41,7 @@ class Callback:
     """
 
     def on_start(self, run: Run) -> None:
-        """Before the first step, also of a resumed run."""
+        """Before the first step, also in a resumed run."""
 
     def on_step(self, run: Run) -> None:
         """After each global step. Its loss may still be on the device; `run.loss` is that of the last log line."""
@@ -62,7 +62,7 @@ class Callback:
         """After the run has returned to a checkpoint (--on-nan rollback); `run.step` is the checkpoint's step."""
 
     def on_end(self, run: Run) -> None:
-        """After the last step; a user's callbacks find the last evaluation and `run.summary`."""
+        """After the last step. For a user's callbacks the last evaluation is done and `run.summary` is complete."""
 
 
 class ExampleLedger(Callback):
