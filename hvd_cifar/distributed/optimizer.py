@@ -201,7 +201,7 @@ def DistributedOptimizer(
             bf16 rounds each rank's gradient to bfloat16, adds in float32 in the order of the ranks, and rounds the
             sum to bfloat16.
             powersgd:R sends gradients as two matrices of R columns (`distributed.powersgd`), also on one rank.
-            `memory_of` gives what it keeps between steps, which a checkpoint of the program's own has to hold.
+            `memory_of` gives what it keeps between steps. A checkpoint that the program itself writes must hold this.
         backward_passes_per_step: each rank adds up the gradients of this many calls before they are reduced and
             applied; `iterations` counts the updates. Each rank must make the same number of calls.
         average_aggregated_gradients: divide that sum by the number of calls.

@@ -42,8 +42,8 @@ class Options:
     """The options of an elastic job.
 
     sizes: the numbers of ranks that it may have.
-    ranks: -np. The first start has that many ranks, and --batch-size times that many is the global batch. None: as many
-        as there are slots.
+    ranks: -np, the number of ranks at the first start. The global batch is --batch-size times this number. None: one
+        rank for each slot.
     seconds_to_wait: for enough slots.
     cool_down: first and longest rest, for `Roster`.
     """
@@ -235,7 +235,7 @@ class ElasticRun:
                 return
 
     def _lose_silent(self, newcomers: Iterable[str]) -> bool:
-        """Let new hosts rest that do not answer, so that ranks do not stop for them. Whether there are any."""
+        """Let new hosts that do not answer rest, so that ranks do not stop for them. Return whether there are any."""
         silent = [host for host in newcomers if not is_local(host) and not self._reaches(host)]
         for host in silent:
             seconds = self.roster.lose(host, whole=True, now=time.monotonic())

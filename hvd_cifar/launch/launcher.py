@@ -240,7 +240,7 @@ def _make_ready(request: Request, ranks: int) -> Ready:
     if request.in_slurm:
         env["SLURM_EXPORT_ENV"] = "ALL"  # mpirun's daemons need PATH and OPAL_PREFIX, also after sbatch --export=NONE
     if _is_watched(request, ranks):
-        # Ranks cannot tell: mpirun gives them a pseudo-terminal in any case.
+        # Ranks cannot see whether this is so: mpirun gives them a pseudo-terminal in any case.
         env |= {"HVD_CIFAR_TERMINAL": "1", **_terminal_size()}
     if not request.dry_run:
         env |= {STARTS: "", ENDS: "[]"}  # so that mpirun exports them; `Job` sets their values

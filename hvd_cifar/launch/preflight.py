@@ -24,8 +24,8 @@ from hvd_cifar.config import (
 from hvd_cifar.errors import UserError
 
 MOST_THREADS_OF_A_CORE = 4  # many more would make the machine unusable
-# Peak of a rank's own memory (USS) in the smallest run: tutorial, batch 1, one thread, 2 ranks. It measures 303 MiB;
-# `fast` takes 874.
+# Peak of a rank's own memory (USS) in the smallest run: tutorial, batch 1, one thread, 2 ranks: 303 MiB. `fast` takes
+# 874 MiB.
 LEAST_BYTES_OF_A_RANK = 300 << 20
 # A container's limit, in cgroup v2 and v1.
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -101,7 +101,7 @@ def check_folder(path: Path, what: str) -> None:
 
 
 def _places(resume: str) -> tuple[str, str]:
-    return resume, f"{resume}.index"  # the second: of an earlier version, which ranks refuse with a message of its own
+    return resume, f"{resume}.index"  # the second: of an earlier version, for which ranks have another message
 
 
 def _check_data(settings: DataSettings, ranks: int) -> None:

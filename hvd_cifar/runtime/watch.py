@@ -364,7 +364,7 @@ def state_of(pid: int) -> str:
 
 
 def ranks_here(environ: Mapping[str, str] = os.environ) -> dict[int, list[int]]:
-    """The process ids of this job's ranks on this host, by rank: those whose launcher's variables are alike."""
+    """The process ids of this job's ranks on this host, by rank: processes with the same variables of the launcher."""
     names = (
         "PMIX_NAMESPACE",
         "OMPI_MCA_ess_base_jobid",

@@ -38,7 +38,7 @@ class World:
 
     @property
     def batch_ranks(self) -> int:
-        """Times a rank's batch size, this gives the global batch. In an elastic job it does not follow the ranks."""
+        """The global batch divided by --batch-size. In an elastic job it stays when the number of ranks changes."""
         return self.elastic.ranks if self.elastic else self.size
 
     @property
@@ -70,8 +70,8 @@ def start(threads: int | None = None, deterministic: bool = False, process_sets:
         process_sets: Horovod's process sets, registered on all ranks; see `distributed.process_sets`. First call only.
 
     Raises:
-        UserError: where the host has GPUs, but fewer than ranks, the launcher did not number the ranks, or TensorFlow
-            already runs and cannot change its threads or its determinism.
+        UserError: where the host has GPUs but fewer than ranks; where the launcher did not number the ranks; where
+            TensorFlow already runs and cannot change its threads or its determinism.
     """
     global _running
     if _running is None:

@@ -257,7 +257,7 @@ class Evaluator(Callback):
         self.newest: dict[str, Evaluation] = {}  # by part
 
     def on_start(self, run: Run) -> None:
-        """Make the evaluation that was skipped when the run stopped: a checkpoint came first."""
+        """Make the evaluation that an earlier process left out because it had to stop."""
         stays = not self.progress.stop_requested
         if (
             stays

@@ -268,7 +268,7 @@ class Run:
 
     @property
     def evaluation_is_due(self) -> bool:
-        """Whether --eval-every asks for an evaluation of this step; False at the last, evaluated at the end."""
+        """Whether --eval-every asks for an evaluation of this step. False at the last step: the end evaluates it."""
         return 0 < self.step < self.total_steps and self.is_due(self.plan.evaluation_steps)
 
     def is_due(self, every: int) -> bool:

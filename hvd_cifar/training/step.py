@@ -1,8 +1,8 @@
 """One training step: forward, loss, backward, all-reduce, update.
 
-A micro-batch's share is the sum of its examples' losses, divided by the number of examples in the global batch. The
-shares of all micro-batches of all ranks add up to the global batch's mean loss, however the examples are divided, and
-their gradients to its gradient.
+A micro-batch's share is the sum of its examples' losses, divided by the number of examples in the global batch.
+However the examples are divided, the shares of all micro-batches of all ranks add up to the global batch's mean loss,
+and the gradients of the shares add up to its gradient.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Notes(NamedTuple):
 
     stop: 1 asks all ranks to stop.
     save: 1 asks for a checkpoint.
-    seconds: per step, recently, on rank 0, from which all ranks derive when to fetch results; 0 on other ranks.
+    seconds: rank 0's recent seconds per step, from which all ranks derive when to fetch results; 0 on other ranks.
     news: 1 on rank 0 if results of validation ranks have arrived.
     """
 
@@ -121,7 +121,7 @@ class TrainStep:
             notes: of this rank.
 
         Returns:
-            As the function of `make_train_step`. The result may still be on the device.
+            What the function of `make_train_step` returns. It may still be on the device.
         """
         count = tf.constant(self._plan.examples_in_step(step))
         learning_rate = self._schedule(step) * rate_factor
@@ -159,8 +159,8 @@ def real_of(model: keras.Model) -> Any:
 def micro_batch_signature(spec: StepSpec) -> list[Any]:
     """The types of a micro-batch's image, label and weight, and of the global count.
 
-    One graph serves all batch sizes. With one graph each, ranks with different batch sizes would give a collective
-    different names.
+    One graph serves all batch sizes. With a graph for each size, ranks with different batch sizes would give a
+    collective different names.
     """
     examples = [tf.TensorSpec([None, *spec.image_shape], tf.float32), tf.TensorSpec([None], tf.int32)]
     return [*examples, tf.TensorSpec([None], tf.float32), tf.TensorSpec([], tf.int32)]

@@ -41,7 +41,7 @@ class Versions(_Facts):
 class Cpu(_Facts):
     """The processor.
 
-    cores: in a process's CPU mask; quota: the container's limit, in cores; load: processes, mean of the last minute.
+    cores: in a process's CPU mask; quota: the container's limit, in cores; load: the load average of the last minute.
     """
 
     cores: int

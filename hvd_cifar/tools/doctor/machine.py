@@ -208,7 +208,7 @@ def _enough(
 
 
 def disk(subject: Subject) -> Iterator[Finding]:
-    """The folder for temporary files is writable on each host; so is the run's folder at rank 0, with room."""
+    """The folder for temporary files is writable on each host. Rank 0 can write to the run's folder, which has room."""
     wrong: list[Finding] = []
     first = subject.hosts[0]
     for host in subject.hosts:

@@ -48,7 +48,7 @@ def job(subject: Subject) -> Iterator[Finding]:
 
 
 def first_steps(subject: Subject) -> Iterator[Finding]:
-    """On GPUs each preset's first step is the CPU's within a tolerance; each rank has one GPU, not all its memory."""
+    """On GPUs each preset's first step matches the CPU's. Each rank has its own GPU, and only the memory it needs."""
     done = subject.job
     if done is None or done.failure or not done.first_steps:
         return

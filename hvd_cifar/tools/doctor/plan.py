@@ -19,7 +19,7 @@ def leaders(per_host: Sequence[int]) -> list[int]:
 
 
 def rounds(per_host: Sequence[int], by_mpi: bool, on_gpus: bool = False) -> list[list[Pair]]:
-    """First pairs within hosts: two ranks of each host, or on GPUs all its pairs. Then the first ranks of two hosts.
+    """Pairs within hosts come first: two ranks of each host, on GPUs every two. Then pairs of hosts: their first ranks.
 
     All pairs of hosts are in the plan up to a number of hosts. Beyond it each host is paired only with those 1, 2, 4,
     ... places further.

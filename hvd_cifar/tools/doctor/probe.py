@@ -1,8 +1,8 @@
 """The program that the doctor sends to each host over ssh, to write the host's facts.
 
-It writes a line when it runs, reads a line of JSON with questions, answers at once with its clock, and then writes a
-line for each group of facts as soon as the group is complete, so that the doctor sees which group hangs. It ends when
-its input is closed. It imports nothing of this package, of which the host may have another version.
+First it writes a line that says that it runs. Then it reads a line of JSON with questions, and answers at once with its
+clock. It writes a line for each group of facts as soon as the group is complete, so the doctor sees which group hangs.
+It ends when its input is closed. It imports nothing of this package, of which the host may have another version.
 """
 
 import contextlib
