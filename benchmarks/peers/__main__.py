@@ -38,7 +38,7 @@ from hvd_cifar.tools.benchmark.results import check_writable
 BY_MODEL = "[default: float32; mixed_bfloat16 for fast]"
 # Share of the cores that other programs may take. With more, sides whose ranks wait for each other lose most.
 DISTURBED = 0.1
-LOG_EVERY = {"resnet20": 5, "resnet32": 3, "resnet56": 2, "tutorial": 10, "fast": 1}  # steps, of some seconds together
+LOG_EVERY = {"resnet20": 5, "resnet32": 3, "resnet56": 2, "tutorial": 10, "fast": 1}  # steps, which take some seconds
 
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})

@@ -6,7 +6,8 @@ Written from Jordan 2024, "94% on CIFAR-10 in 3.29 seconds on a single GPU", wit
 code. Runs in the peers' environment (torch and numpy); `python -m benchmarks.peers` makes it.
 
 On a GPU the original holds the weights in half precision. Here they are float32, and convolutions take and give
-bfloat16 by autocast: weights in bfloat16, which has three bits less, would lose most late updates to rounding.
+bfloat16 by autocast. bfloat16 has three mantissa bits less than half precision: weights in it would lose most late
+updates to rounding.
 
 The original is one process. Several processes, each started with RANK, WORLD_SIZE and --store FILE, share the batch
 under PyTorch's DistributedDataParallel over Gloo. The parameters that it reduces must not change, so this needs
@@ -229,7 +230,7 @@ def main() -> None:
             order = torch.randperm(len(labels), generator=generator)
             net.whiten.bias.requires_grad_(epoch < given.whitening_bias_epochs)
         index = order[within * BATCH : (within + 1) * BATCH][rank::size]
-        mirrored = mirrored_first[index] ^ bool(epoch % 2)  # every image in both ways, in any two epochs
+        mirrored = mirrored_first[index] ^ bool(epoch % 2)  # of any two epochs, each image is mirrored in one
         for group, rate in zip(optimizer.param_groups, base, strict=True):
             group["lr"] = rate * rate_factor(step, total)
         optimizer.zero_grad(set_to_none=size == 1)  # gradients that are views of the buckets stay so

@@ -41,7 +41,7 @@ PATIENCE = timedelta(days=1)  # ranks are stopped while others are measured
 
 @dataclass(frozen=True)
 class Work:
-    """What is particular to a model: as this project's recipes have it."""
+    """What depends on the model, as in this project's recipes."""
 
     net: Any
     decayed: list[Any]

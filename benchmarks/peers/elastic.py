@@ -38,7 +38,7 @@ from hvd_cifar.errors import UserError
 OURS, TORCHRUN, TORCHRUN_DEFAULTS = "hvd_cifar", "torchrun", "torchrun-defaults"
 HOROVOD, HOROVOD_ONE_HOST = "horovod", "horovod-one-host"
 MODEL = "tutorial"
-PAUSE = 1.0  # seconds between two steps that are an outage; a step takes a tenth
+PAUSE = 1.0  # seconds: a longer time between two steps is an outage; a step takes a tenth of it
 SILENCE = 180.0  # seconds without a step, after which a job is given up
 LOOK = 0.02  # seconds between looks at a job
 NAMES = ("localhost", "127.0.0.1", "127.0.1", "127.1")  # of this machine, different hosts to Horovod
@@ -47,7 +47,7 @@ COOL_DOWN = 2  # seconds, at most, for which Horovod bars a host that lost a ran
 
 @dataclass(frozen=True)
 class Work:
-    """What every side does: `every`: steps between snapshots, or commits; `examples`: an epoch's; `folder`: a run's."""
+    """What every side does. every: steps between snapshots or commits. examples: in an epoch. folder: of the run."""
 
     ranks: int
     batch: int
@@ -210,7 +210,7 @@ def ranks_of(job: int, word: str) -> list[psutil.Process]:
 
 
 def run(side: Side, work: Work, faults: int, chance: random.Random) -> Course:
-    """Train to the end, with so many faults on the way."""
+    """Train to the end, with `faults` faults on the way."""
     work.folder.mkdir(parents=True)
     course, steps = Course(), Steps(work.run_dir)
     job = jobs.start([str(word) for word in side.words(work)], work.folder / "log")
@@ -276,14 +276,14 @@ def run(side: Side, work: Work, faults: int, chance: random.Random) -> Course:
 
 
 def last_words(log: Path) -> str:
-    """The last line of a log in which a launcher tells of an error, else its last line."""
+    """The last line of a log in which a launcher reports an error, else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     telling = [line for line in lines if re.match(r"ERROR|E\d{4} |hvd_cifar: |elastic: ", line)]
     return ([""] + (telling or lines))[-1]
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether it runs no longer, also where nobody has waited for it yet."""
+    """Whether a process has ended. A zombie has."""
     with suppress(psutil.NoSuchProcess):
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     return True
@@ -313,7 +313,7 @@ HEAD = (
 
 
 def row(name: str, alone: Course, courses: Sequence[Course]) -> list[str]:
-    """A side's line of the table: what its whole runs came to, and how many of the runs were whole."""
+    """A side's row of the table: the results of the runs that came to their end, and how many did."""
     whole = [course for course in courses if not course.told]
     if not whole:
         return [name, f"0 of {len(courses)}", *[""] * (len(HEAD) - 2)]

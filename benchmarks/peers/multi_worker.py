@@ -34,7 +34,7 @@ PATIENCE_MILLISECONDS = 24 * 3600 * 1000  # workers are stopped while others are
 
 
 def be_patient(workers: list[str]) -> None:
-    """Have TensorFlow's coordination service take a stopped worker for alive; the strategy has no option for that."""
+    """Have TensorFlow's coordination service treat a stopped worker as alive; the strategy has no option for this."""
     job = coordination_config_pb2.CoordinatedJob(name="worker", num_tasks=len(workers))
     context.context().configure_coordination_service(
         "standalone",

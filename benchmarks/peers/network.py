@@ -17,8 +17,8 @@ from tests.cluster.hosts import INTERFACE, PREFIX, Cluster, Host, cluster, reaso
 from tests.cluster.jobs import variables
 
 NO_LIMIT = "none"  # the link that is always measured
-# Linux's default. BBR keeps the round trip of microseconds that it saw before a limit, and sends four packets at a time
-# for seconds.
+# Linux's default. BBR is unsuitable: after a limit is set, it still assumes the earlier round-trip time of
+# microseconds, and for seconds sends four packets at a time.
 CONGESTION_CONTROL = "cubic"
 RATE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[kmg]?bit")  # those of tc's notations that count bits
 

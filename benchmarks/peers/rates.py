@@ -57,8 +57,8 @@ def paired(values: Sequence[float], base: Sequence[float]) -> list[float]:
 def table(rates: Mapping[str, Mapping[str, Sequence[float]]], *bases: str) -> str:
     """Markdown, a row a side: images/s, the share of them that it keeps on a slower link, and ratios.
 
-    A share is to the side's own rate without a limit, a ratio to the rate of one of `bases` on the same link, both in
-    the same repeat.
+    A share is relative to the side's own rate without a limit. A ratio is relative to the rate of one of `bases` on the
+    same link. Both compare rates of the same repeat.
 
     Args:
         rates: by the side's name and by the link, images/s in each repeat, all of one length. The first link has no

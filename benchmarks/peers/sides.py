@@ -166,7 +166,7 @@ TORCH = {DDP, DDP_DEFAULTS, AIRBENCH, AIRBENCH_DDP}  # these need the peers' env
 
 
 def sides_of(model: str, over_hosts: bool = False) -> list[str]:
-    """Which sides can train a model, by name; the peer that ratios are to stands second."""
+    """The names of the sides that can train a model. The second one is the reference of the ratios."""
     if over_hosts:
         return [OURS, *([AIRBENCH_DDP] if model == "fast" else [DDP, DDP_DEFAULTS, MULTI_WORKER]), OURS_GLOO, LIMIT]
     if model == "fast":
@@ -209,7 +209,7 @@ _LOOPBACK = "lo"  # as the kernel names it
 
 
 def _train(work: Work, run_dir: Path) -> list[str]:
-    """Options of `train`; what is left out is as it is by default."""
+    """Options of `train`; the others keep their defaults."""
     given: list[Any] = ["--model", work.model, "--precision", work.precision]
     given += ["--dataset", "cifar10", "--data-dir", work.data_dir]
     given += ["--eval-every", 0, "--checkpoint-every", 10**6, "--log-every", work.log_every, "--epochs", ENDLESS]

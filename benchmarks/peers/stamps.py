@@ -22,7 +22,7 @@ class Stamps:
         self._file = (run_dir / "metrics.jsonl").open("a" if goes_on else "w") if run_dir else None
 
     def write(self, step: int, loss: float) -> None:
-        """This number of steps is done, and this was the last one's loss."""
+        """Record that `step` steps are done, and the loss of the last one."""
         if self._file:
             self._file.write(json.dumps({"event": "train", "step": step, "loss": loss}) + "\n")
             self._file.flush()

@@ -48,7 +48,7 @@ class _Response(torch.autograd.Function):
 
 class Normalization(nn.Module):
     """Local response normalisation by a banded matrix of ones, with its gradient written out: a fraction of the time of
-    `nn.LocalResponseNorm` on a CPU. In float32 also under autocast, as that is."""
+    `nn.LocalResponseNorm` on a CPU. It computes in float32, also under autocast, as that layer does."""
 
     def __init__(self) -> None:
         super().__init__()

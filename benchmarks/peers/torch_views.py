@@ -65,7 +65,7 @@ class Windows:
         return self.cut(index, place[0], place[1], mirrored)
 
     def middle(self, index: Any) -> Any:
-        """The images as they are, as `random` gives them."""
+        """The windows in the middle, not mirrored, in the form that `random` returns."""
         here = torch.full_like(index, self.choices // 2)
         return self._standardised(self.cut(index, here, here, torch.zeros_like(index, dtype=torch.bool)))
 

@@ -140,7 +140,7 @@ class Job:
         return found
 
     def ends_within(self, seconds: float) -> bool:
-        """Let the processes run for `seconds` or to their end; whether they have ended.
+        """Let the processes run for `seconds` or to their end. Return whether they have ended.
 
         Raises:
             SystemExit: where one failed, with the end of its output.
