@@ -163,7 +163,7 @@ def test_every_end_of_a_run_leaves_its_folder_to_the_next(tmp_path: Path) -> Non
 
 
 def _losses_and_weights(folder: str, halves: bool) -> dict[str, Any]:
-    """12 steps, two epochs; where asked for in two halves, the first of which one rank fewer may have made."""
+    """Of 12 steps, two epochs; with `halves`, of the first 7 only: the next call in this folder makes the others."""
     import numpy as np
 
     import hvd_cifar

@@ -109,7 +109,7 @@ def test_the_step_of_an_own_net_on_an_own_data_set_is_measured(tmp_path: Path) -
 
 
 def test_an_emulated_step_sleeps_and_sends(embedded: Path, tmp_path: Path) -> None:
-    """The structure of the result; a busy machine makes any of its times longer, and none shorter than the sleep."""
+    """Checks structure and lower limits: on a busy machine times are longer, but never shorter than the sleep."""
     words = [*TUTORIAL, embedded, "--emulate-compute", "40ms", "--steps", 2, "--repeats", 2, "--json", tmp_path / "it"]
     for buckets in ([], ["--bucket-bytes", "64K"]):
         done = _benchmark(2, "step", *words, *buckets)
@@ -320,7 +320,7 @@ def _images_of_ways(program: str) -> dict[str, list[list[tuple[int, str]]]]:
 
 
 def test_a_split_batch_has_the_images_of_the_shards(tmp_path: Path) -> None:
-    """The same examples in each step, the same pixels; the part of a rank differs, and so does a drawn batch."""
+    """In each step the examples and the pixels are the same. Each rank's part differs, and so do drawn batches."""
     (tmp_path / "mine.py").write_text(MINE)
     by_rank = run_ranks(_images_of_ways, 3, f"{tmp_path}/mine.py")
     steps = {

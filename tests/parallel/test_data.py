@@ -153,7 +153,7 @@ def test_a_function_s_data_set_has_its_name(cases: Cases) -> None:
 
 
 def _resumed_on_other_data(folder: str) -> dict[str, str]:
-    """What a run says that goes on with its own data, and with data that differ in one place, by what differs."""
+    """What a resumed run prints: with its own data, and with data that differ in one place, by what differs."""
     import keras
 
     import hvd_cifar

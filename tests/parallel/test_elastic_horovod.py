@@ -1,4 +1,4 @@
-"""The comparison of elastic jobs: that the ranks of Horovod's side train as one."""
+"""Ranks of Horovod's side in the comparison of elastic jobs train as one rank does."""
 
 import os
 import sys

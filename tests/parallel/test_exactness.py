@@ -1,16 +1,19 @@
 """The same training at any number of ranks: losses and weights against one rank's, and losses against those on record.
 
 Every run here makes 20 steps of 17 examples (fast 10), two epochs over a set of 155: 2, 3 and 5 ranks do not
-divide the batch, and the last batch of an epoch has 2 examples, less than most ranks.
+divide the batch, and the last batch of an epoch has 2 examples, fewer than most runs have ranks.
 
-Tolerances. float64 rounds at 1.1e-16, sums are added in another order, and training multiplies what that leaves: even
-30 steps of the tutorial net came to 3e-16 of a loss and 3e-15 of a weight, resnet20's to 3e-14 and 2e-12. A wrong
-algorithm is off by far more: a mean of means, on 3 ranks, by 3e-4 at the second step. So losses are held to 1e-12,
-weights to 1e-11. float32 rounds at 6e-8, and that also grows: losses are held to 1e-5. float32 trains at 0.02, resnet20
-at 0.01 and fast at 0.02: at the recipes' 0.1 and 0.24 so small a batch is chaos, and what is one rounding apart at
-first is 1e-4 apart after 20 steps of float32, or after 30 of resnet20 in float64; fast's weights moved by 6e-8 have
-another loss by 5e-3 after 10. The record was made on one kind of CPU. Images are distorted in float32, which another
-kind may round otherwise, and that is 6e-8 of a pixel: it is held to 1e-6.
+Tolerances. float64 rounds at 1.1e-16. Ranks add sums in another order, and training multiplies the difference: after 30
+steps losses of the tutorial net differ by 3e-16 and weights by 3e-15, those of resnet20 by 3e-14 and 2e-12. A wrong
+algorithm differs by far more: a mean of means, on 3 ranks, by 3e-4 at the second step. So the limit is 1e-12 for losses
+and 1e-11 for weights. float32 rounds at 6e-8, and that also grows: the limit for losses is 1e-5.
+
+The learning rate in float32 is 0.02, for resnet20 0.01 and for fast 0.02. At the recipes' 0.1 and 0.24 training on so
+small a batch is chaotic: a difference of one rounding becomes 1e-4 after 20 steps of float32, or after 30 of resnet20
+in float64. If fast's weights move by 6e-8, its loss differs by 5e-3 after 10.
+
+The record was made on one kind of CPU. Images are distorted in float32, which another kind may round otherwise, by 6e-8
+of a pixel: the limit is 1e-6.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _wrapped_against_plain() -> dict[str, Any]:
     kinds = _optimizers()
     cases = [(kind, option) for kind in kinds for option in OPTIONS] + [("MultiOptimizer", "as it is")]
     wrong, unlike = [], set()
-    # In a graph, whose tracing takes seconds: all options of Adam, and of each other kind two, another second one each.
+    # Tracing takes seconds. So in graphs only Adam has all options; each other kind has none, and one option in turn.
     others = itertools.cycle(OPTIONS)
     in_graph = {(kind, option) for kind in kinds for option in ("as it is", next(others))}
     in_graph |= {("Adam", option) for option in OPTIONS} | {("MultiOptimizer", "as it is")}

@@ -1,4 +1,4 @@
-"""Whatever is chosen because there is a GPU, on two ranks that are told of one each. TensorFlow computes on the CPU."""
+"""What ranks choose where there is a GPU: two ranks are told of one each, and TensorFlow computes on the CPU."""
 
 from __future__ import annotations
 

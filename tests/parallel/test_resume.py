@@ -1,4 +1,4 @@
-"""Going on with a run: on other ranks, killed at any moment, with the run's own batch; and what is not the same run."""
+"""Resuming a run: on other ranks, after a kill at any moment, with the run's own batch; and which runs are refused."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_fast_goes_on_exactly_and_is_evaluated_in_six_views(
 ) -> None:
     """Slow weights are mixed in after steps 5 and 10, images grow after 4 and 8: the cut is between these."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    # Synchronised: each checkpoint makes the ranks' moving statistics one, which rounds.
+    # Synchronised: otherwise each checkpoint averages the ranks' moving statistics, which rounds.
     course = ["--model", "fast", "--global-batch-size", 24, "--learning-rate", 0.01, "--sync-batch-norm"]
     course += ["--image-sizes", "16,24,32", "--lookahead", "--epochs", 1, "--check-sync-every", 2, "--max-steps"]
     for run_dir, steps in ((whole, 10), (cut, 7), (cut, 10)):
@@ -214,7 +214,7 @@ def test_killed_before_the_first_checkpoint_and_after_the_last(
     first = runs.losses(run_dir)
     assert first and not list((run_dir / "checkpoints").iterdir())
 
-    # It is a run already: not to be taken for another, and its batch is that of two ranks.
+    # Without a checkpoint the folder still holds a run: other settings are refused, and the batch is that of two ranks.
     other = _train(1, embedded, run_dir, few, "--precision", "float64", "--seed", 3)
     assert other.returncode == 2 and "(seed was 0, is 3)" in other.stderr
     assert runs.losses(run_dir) == first
@@ -223,7 +223,7 @@ def test_killed_before_the_first_checkpoint_and_after_the_last(
     losses, summary = runs.losses(run_dir), runs.summary(run_dir)
     assert all(losses[step] == pytest.approx(first[step], rel=1e-12) for step in first if step <= 4)
 
-    # Killed between the last checkpoint and the summary, or asked for less than there is: no step is made.
+    # After a kill between the last checkpoint and the summary, and with fewer steps asked for: no step is made.
     metrics = (run_dir / "metrics.jsonl").read_text()
     (run_dir / "summary.json").unlink()
     again = _train(1, embedded, run_dir, few, "--precision", "float64", "--max-steps", 3)

@@ -11,7 +11,7 @@ from hvd_cifar.runtime.transport import RING_PARAMETERS
 from tests.ranks import run_ranks
 
 RANKS = 4
-VALUES = 64 * RANKS  # few: of these MPI by itself would make no ring
+VALUES = 64 * RANKS  # so few that MPI by itself would choose no ring
 
 
 def _terms(rank: int) -> NDArray[np.float32]:

@@ -103,7 +103,7 @@ def _virtual(model: str, steps: int) -> dict[str, Any]:
 
 @pytest.mark.timeout(1800)
 def test_virtual_shards_end_with_the_same_bits_on_1_2_4_and_8_ranks(embedded: Path, tmp_path: Path) -> None:
-    """Weights, momentum, moving averages, batch norm's statistics; the run on 8 ranks goes on on 2.
+    """Weights, momentum, moving averages, batch norm's statistics; the run on 8 ranks continues on 2.
 
     `tutorial` and `fast` have convolutions as products of matrices, with more parts of a batch than images, and layers
     by XLA. `fast` is not among the nets of 8 ranks, whose eight graphs would take minutes.

@@ -39,7 +39,7 @@ def _train(data: str, folder: str) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     class Look(Callback):
-        """Weights before and after a step, and what the net makes of the step's images with those before."""
+        """Weights before and after a step, and the net's outputs for the step's images with the weights before."""
 
         def on_step(self, run: Any) -> None:
             import keras
@@ -58,7 +58,7 @@ def _train(data: str, folder: str) -> dict[str, Any]:
                 seen.update(image=batch.image.numpy(), label=batch.label.numpy(), before=self.before, after=weights)
 
     def asked(summaries: Any, rank: int, seconds: list[float]) -> int:
-        """The step that is asked for after step 99, where the last summary took rank 0 and 1 this long."""
+        """The step of the next summary, chosen after step 99. `seconds`: what the last summary took each rank."""
         summaries.seconds, summaries.asked_step = seconds[rank], 0
         summaries._ask(SimpleNamespace(step=99, settings=SimpleNamespace(summary_every=None)))
         return int(summaries.asked_step)

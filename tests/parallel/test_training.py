@@ -169,7 +169,7 @@ def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, t
 def _at_eight_ranks_batch(data: str, folder: str) -> dict[str, dict[str, Any]]:
     """The summaries of default recipes on 1024 examples a step, some of them at the full rate.
 
-    On half of the embedded set's images, in a quarter of their pixels: a shorter warm-up than on the whole set.
+    They train on half of the embedded set's images, with a quarter of the pixels, so the warm-up is shorter.
     """
     import hvd_cifar
     from examples.my_net import build
@@ -229,7 +229,7 @@ def test_divergence_ends_all_ranks_and_keeps_the_last_good_checkpoint(embedded: 
 
 
 def test_a_net_that_has_diverged_is_not_saved_at_the_end_and_not_evaluated(embedded: Path, tmp_path: Path) -> None:
-    """The only step's loss is of the weights before it, and the weights after it are finite: an evaluation tells."""
+    """The only step's loss is of the weights before it, and the weights after it are finite: an evaluation finds it."""
     options = ["--batch-size", 8, "--learning-rate", 1e30, "--warmup-epochs", 0, "--checkpoint-every", 1]
     options += ["--eval-examples", 100]
     ended = _run(2, "train", *TUTORIAL, embedded, "--run-dir", tmp_path / "one", *options, "--max-steps", 1)
@@ -270,7 +270,7 @@ def test_files_that_are_removed_during_a_run_end_it_with_what_can_be_saved(
 
 
 def test_a_run_goes_on_after_a_write_that_failed_once(embedded: Path, tmp_path: Path) -> None:
-    """metrics.jsonl is away for the line of step 10; all ranks save at the same step, and nothing is lost."""
+    """metrics.jsonl is missing when step 10 is logged. All ranks save at the same step, and nothing is lost."""
     program = tmp_path / "away.py"
     program.write_text(
         "import hvd_cifar\n"
