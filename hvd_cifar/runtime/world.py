@@ -38,7 +38,7 @@ class World:
 
     @property
     def batch_ranks(self) -> int:
-        """The global batch divided by --batch-size. In an elastic job it stays when the number of ranks changes."""
+        """The number of ranks by which --batch-size is multiplied; in an elastic job, that of the first start."""
         return self.elastic.ranks if self.elastic else self.size
 
     @property
