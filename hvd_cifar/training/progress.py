@@ -172,7 +172,7 @@ class Progress:
         """The error for a loss that is not finite. `how` names the loss; `weights_step` is the step of its weights."""
         kept = self.kept
         if weights_step is not None and weights_step == self.saved_step:
-            kept += ", but this is the loss of its weights: go on from an earlier one"
+            kept += ", but its weights give this loss: go on from an earlier one"
         return Diverged(f"{DIVERGED} with {how}; {kept}; lower --learning-rate or give --clip-norm", weights_step)
 
     def go_back(self, step: int, rate_factor: float) -> None:

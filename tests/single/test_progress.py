@@ -39,7 +39,7 @@ def test_a_checkpoint_whose_own_weights_give_that_loss_is_named() -> None:
         progress = Progress(first_step=4, saved_step=saved)
         with pytest.raises(TrainingError, match=rf"the checkpoint of step {saved} is kept(.*)") as raised:
             progress.add([], _Result(np.nan))
-        assert ("kept, but this is the loss of its weights" in str(raised.value)) == is_own
+        assert ("kept, but its weights give this loss" in str(raised.value)) == is_own
 
 
 def test_skipped_steps_end_a_run_only_where_many_follow_each_other() -> None:
