@@ -3,10 +3,14 @@
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvd_cifar import DistributedOptimizer, broadcast_variables
 
 hvd.init()
+gpus = tf.config.list_physical_devices("GPU")
+if gpus:
+    tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")  # each rank has a GPU of its own
 generator = np.random.default_rng(0)
 inputs = generator.normal(size=(4096, 32)).astype(np.float32)
 targets = inputs @ generator.normal(size=(32, 1)).astype(np.float32)
