@@ -275,7 +275,7 @@ def test_help_shows_defaults_that_are_zero_and_none_that_are_empty(capfd: pytest
     with pytest.raises(SystemExit):
         cli.check(["train", "--help"])
     text = " ".join(capfd.readouterr().out.split())
-    assert "order and augmentation. [default: 0]" in text and "[default: ]" not in text
+    assert "order of the data and the augmentation. [default: 0]" in text and "[default: ]" not in text
 
 
 def test_right_values_pass_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
