@@ -148,7 +148,7 @@ class ElasticRun:
             return 1, []
         finally:
             ended.set()
-            watch.join(SCRIPT_SECONDS)  # with a limit: it may hang on a hostfile whose disk does not answer
+            watch.join(SCRIPT_SECONDS)  # the thread hangs if the hostfile's disk does not answer
         of_ranks = hosts_of_ranks(hosts, slots_of(hosts))
         found = lost_in(self.job.tail)
         named = [Lost(of_ranks[one.rank], one.rank) if one.rank is not None else one for one in found]

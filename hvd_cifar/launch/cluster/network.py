@@ -1,7 +1,7 @@
 """The network that all hosts of a job share: found by asking each host, and tested between every two hosts.
 
-Unless they are given a network, MPI and Gloo use every card that is up. They then hang on a card that leads nowhere, or
-that has the same address on every host (a container bridge).
+By default MPI and Gloo use every card that is up. They hang on a card that leads nowhere. They also hang on one that has
+the same address on every host (a container bridge).
 """
 
 from __future__ import annotations
