@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environment; launch/install compiles it there
-# The cost of transforms grows with the channels, that of products with pairs of channels: with fewer channels the
+# The cost of transforms grows with the channels, the cost of products with pairs of channels. With fewer channels the
 # transforms dominate, and oneDNN is faster.
 LEAST_CHANNELS = 16
 

@@ -60,7 +60,7 @@ def _without(hosts: Sequence[Host], taken: Sequence[Host]) -> tuple[Host, ...]:
 
 
 def neighbours(validators: Sequence[Host], host: str) -> dict[str, str]:
-    """A variable for training ranks: how many validation ranks share `host`, that of the last training rank."""
+    """A variable for training ranks: the number of validation ranks on `host`, the last training rank's host."""
     after = next((one.slots for one in validators if one.name == host), 0)
     return {BESIDE: str(Beside(0, after))} if validators else {}
 

@@ -66,7 +66,7 @@ from hvd_cifar.training.validation import Beside, Best
 from hvd_cifar.training.verify import Verifier
 
 ADAPTING_IMAGES = 5000  # as in Jordan 2024
-EMBEDDED_EXAMPLES = 2000  # of the embedded set, evaluated under --dataset auto: its accuracy says nothing
+EMBEDDED_EXAMPLES = 2000  # to evaluate of the embedded set, whose accuracy says nothing about CIFAR-10
 EVALUATION_BATCH = 500  # examples that a rank evaluates at a time: large enough to be fast, and fits any device
 
 NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"

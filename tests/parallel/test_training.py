@@ -151,11 +151,31 @@ def test_without_cifar10_and_network_auto_trains_on_the_embedded_set_and_says_so
     assert all("synthetic" in line for line in done.stdout.splitlines() if "test accuracy" in line)
 
 
+def _shortened(data: str) -> list[list[Any]]:
+    """Epochs and evaluated examples of `fast` on the embedded set, by default and as given."""
+    from hvd_cifar.config import TrainSettings, make
+    from hvd_cifar.runtime.world import session
+    from hvd_cifar.training.assemble import prepare
+    from hvd_cifar.training.trainer import OfUser
+
+    found = []
+    with session(1) as world:
+        for given in ({}, {"epochs": 3, "eval_examples": 7}, {"dataset": "synthetic"}):
+            options = {"data_dir": data, "data_url": "http://127.0.0.1:9/x.tar.gz", **given}
+            settings = prepare(make(TrainSettings, options), world, OfUser()).settings
+            found.append([settings.epochs, settings.eval_examples])
+    return found
+
+
+def test_only_the_default_run_on_the_embedded_set_is_shortened(embedded: Path) -> None:
+    assert run_ranks(_shortened, 1, str(embedded), launcher="none") == [[[0.5, 2000], [3, 7], [9.9, None]]]
+
+
 def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, tmp_path: Path) -> None:
     """Two ranks with four micro-batches each. With plain SGD at eight times the rate the loss is infinite."""
     run_dir = tmp_path / "run"
     words: list[Any] = ["--model", "tutorial", "--dataset", "cifar10", "--data-dir", real_data, "--run-dir", run_dir]
-    words += ["--gradient-accumulation", 4, "--seed", 21, "--max-steps", 40, "--eval-every", 0]
+    words += ["--gradient-accumulation", 4, "--seed", 21, "--max-steps", 75, "--eval-every", 0]
     done = _run(2, "train", *words)
     assert done.returncode == 0, done.stderr
     assert "optimizer muon, learning rate 0.002, times" in done.stdout
@@ -167,7 +187,7 @@ def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, t
 
 
 def _at_eight_ranks_batch(data: str, folder: str) -> dict[str, dict[str, Any]]:
-    """The summaries of default recipes on 1024 examples a step, some of them at the full rate.
+    """The summaries of default recipes on 1024 examples a step: 25 steps of warm-up, if any, and the full rate after.
 
     They train on half of the embedded set's images, with a quarter of the pixels, so the warm-up is shorter.
     """
@@ -179,10 +199,10 @@ def _at_eight_ranks_batch(data: str, folder: str) -> dict[str, dict[str, Any]]:
     whole = CIFAR10.read(synthetic.ensure(Path(data)))
     train, test = ((p.images[:25_600][:, ::2, ::2], p.labels[:25_600]) for p in (whole.train, whole.test))
     dataset = hvd_cifar.Dataset.from_arrays(*train, *test)
-    course: dict[str, Any] = {"global_batch_size": 1024, "eval_every": 0, "eval_examples": 1000}
+    course: dict[str, Any] = {"global_batch_size": 1024, "max_steps": 45, "eval_every": 0, "eval_examples": 1000}
     return {
-        name: hvd_cifar.train(model, dataset, run_dir=f"{folder}/{name}", max_steps=steps, **course)
-        for name, model, steps in (("resnet20", "resnet20", 30), ("default", build, 45))  # after 25 of warm-up
+        name: hvd_cifar.train(model, dataset, run_dir=f"{folder}/{name}", **course)
+        for name, model in (("resnet20", "resnet20"), ("default", build))
     }
 
 
@@ -193,7 +213,7 @@ def test_no_default_recipe_diverges_with_the_batch_of_eight_ranks(embedded: Path
     for name, rate in (("resnet20", "0.1, times"), ("default", "0.05 to 0.4 over 25 steps")):
         schedule = json.loads((tmp_path / name / "config.json").read_text())["run"]["learning_rate_schedule"]
         assert schedule.startswith(rate)
-        assert found[name]["train_loss"] < 2.3  # ten classes at random: ln 10
+        assert found[name]["steps"] == 45 and found[name]["train_loss"] < 2.3  # ten classes at random: ln 10
 
 
 def _wait_for(condition: Any, seconds: float = 120) -> None:
@@ -229,7 +249,10 @@ def test_divergence_ends_all_ranks_and_keeps_the_last_good_checkpoint(embedded: 
 
 
 def test_a_net_that_has_diverged_is_not_saved_at_the_end_and_not_evaluated(embedded: Path, tmp_path: Path) -> None:
-    """The only step's loss is of the weights before it, and the weights after it are finite: an evaluation finds it."""
+    """The loss of the only step is that of the weights before it. The weights after it are finite.
+
+    So only the evaluation finds that the net has diverged.
+    """
     options = ["--batch-size", 8, "--learning-rate", 1e30, "--warmup-epochs", 0, "--checkpoint-every", 1]
     options += ["--eval-examples", 100]
     ended = _run(2, "train", *TUTORIAL, embedded, "--run-dir", tmp_path / "one", *options, "--max-steps", 1)

@@ -1,6 +1,6 @@
 """The network that all hosts of a job share: found by asking each host, and tested between every two hosts.
 
-By default MPI and Gloo use every card that is up. They hang on a card that leads nowhere. They also hang on one that has
+By default MPI and Gloo use every card that is up. They hang on a card that leads nowhere. They also hang on a card with
 the same address on every host (a container bridge).
 """
 
