@@ -116,7 +116,7 @@ def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]
 
     if deterministic:
         tf.config.experimental.enable_op_determinism()
-    choice = _choose_together(views, before + local_rank)
+    choice = _choose_together(views, before + local_rank, _unseen_gpus() if hvd.nccl_built() and not gpus else 0)
     try:
         if choice is not None:
             tf.config.set_visible_devices(gpus[choice], "GPU")
@@ -203,11 +203,26 @@ def _look_around_the_host(view: list[str], mask: frozenset[int]) -> tuple[list[l
     return [v for v, _ in seen], [m for _, m in seen]
 
 
-def _choose_together(views: list[list[str]], local_rank: int) -> int | None:
-    """This rank's GPU; where none is left for a rank on any host, every rank raises the error of that rank."""
+def _unseen_gpus() -> int:
+    """The number of GPUs that the driver shows to this process, whose TensorFlow has found none."""
+    return len(devices.visible_gpus(devices.list_gpus(), os.environ))
+
+
+def _choose_together(views: list[list[str]], local_rank: int, unseen: int) -> int | None:
+    """This rank's GPU; where a rank on any host lacks one, every rank raises the error of that rank.
+
+    Args:
+        unseen: the number of GPUs that the driver shows to this rank, and TensorFlow does not find.
+    """
     choice, error = None, None
     try:
         choice = devices.choose_gpu(views, local_rank)
+        if unseen:
+            raise UserError(
+                f"nvidia-smi lists {unseen} GPU{'s' * (unseen > 1)}, but TensorFlow finds none: see which library it"
+                " cannot open (python -m hvd_cifar.runtime.check_build --gpu), or train on the CPU"
+                " (CUDA_VISIBLE_DEVICES=)"
+            )
     except UserError as failure:
         error = f"{socket.gethostname()}: {failure}"
     errors = [error]

@@ -124,6 +124,19 @@ def test_horovod_loads_with_all_symbols_from_where_they_should_be(environment: E
     assert "libcuda.so" not in linked.stdout  # loads where no driver is
 
 
+def test_tensorflow_opens_all_of_cudas_libraries(environment: Environment) -> None:
+    """Where one is missing it uses no GPU, and set-up's check names the library."""
+    check: list[str | Path] = [environment.venv / "bin" / "python", "-m", "hvd_cifar.runtime.check_build", "--gpu"]
+    assert environment.run(*check).returncode == 0
+    (link,) = environment.packages.glob("nvidia/cusparse/lib/libcusolver.so.*")
+    link.rename(aside := environment.checkout / "aside")
+    try:
+        done = environment.run(*check)
+    finally:
+        aside.rename(link)
+    assert done.returncode == 1 and done.stderr.endswith("and would use no GPU: Cusolver\n"), done.stderr
+
+
 def test_calls_that_go_through_tensorflow_reach_the_packages(environment: Environment) -> None:
     """TensorFlow exports functions of cudart's and NCCL's names, and in Python they precede the libraries' own."""
     program = f"""{SANITY}

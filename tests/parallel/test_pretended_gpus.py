@@ -53,6 +53,21 @@ def commands_on_pretended_gpus(commands: list[list[str]]) -> dict[str, Any]:
     return {"visible": [gpu.name for gpu in visible], "grows": grows, "printed": printed.getvalue()}
 
 
+def start_where_tensorflow_finds_no_gpu() -> str:
+    """The error of a start with Horovod on NCCL, whose TensorFlow finds no GPU; "" without an error."""
+    import horovod.tensorflow as hvd
+
+    from hvd_cifar.errors import UserError
+    from hvd_cifar.runtime import world
+
+    vars(hvd)["nccl_built"] = lambda: 23203
+    try:
+        world.start()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 @pytest.fixture(scope="module")
 def done(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     """What both ranks tell, and the folder of the results."""
@@ -68,12 +83,24 @@ def done(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list
 
 
 def _run(commands: list[list[str]], folder: Path) -> Any:
+    return run_ranks(commands_on_pretended_gpus, 2, commands, env={"PATH": _path(folder)}, timeout=500)
+
+
+def _path(folder: Path) -> str:
+    """A search path whose nvidia-smi lists two GPUs."""
     program = folder / "bin" / "nvidia-smi"
     program.parent.mkdir()
     program.write_text(NVIDIA_SMI)
     program.chmod(0o755)
-    path = os.pathsep.join([str(program.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
-    return run_ranks(commands_on_pretended_gpus, 2, commands, env={"PATH": path}, timeout=500)
+    return os.pathsep.join([str(program.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+def test_no_run_trains_on_the_cpu_beside_gpus_that_tensorflow_does_not_find(tmp_path: Path) -> None:
+    env = {"PATH": _path(tmp_path)}
+    for error in run_ranks(start_where_tensorflow_finds_no_gpu, 2, env=env):
+        assert "nvidia-smi lists 2 GPUs, but TensorFlow finds none" in error
+    on_cpu = {**env, "CUDA_VISIBLE_DEVICES": ""}
+    assert run_ranks(start_where_tensorflow_finds_no_gpu, 2, env=on_cpu) == ["", ""]
 
 
 def test_each_rank_takes_its_gpu_and_only_the_memory_that_it_needs(done: Any) -> None:

@@ -269,6 +269,8 @@ def _install_packages(steps: Steps, options: Options, like: Path | None) -> None
         steps.run([*PIP, "install", *held, "-e", f".[{','.join(extras)}]"], cwd=CHECKOUT)
         if not options.system_mpi:
             _let_mpirun_do_without_ssh()
+        if options.gpu:
+            _let_tensorflow_find_cusolver()
 
 
 def _let_mpirun_do_without_ssh() -> None:
@@ -281,6 +283,18 @@ def _let_mpirun_do_without_ssh() -> None:
     text = settings.read_text()
     if not text.endswith(line):
         settings.write_text(text + line)
+
+
+def _let_tensorflow_find_cusolver() -> None:
+    """Link cuSOLVER's library beside cuSPARSE's.
+
+    The library of TensorFlow 2.21 that opens it has no search path to cuSOLVER's own folder. Where one of CUDA's
+    libraries is missing, TensorFlow uses no GPU.
+    """
+    for library in VENV.glob("lib/python3*/site-packages/nvidia/cusolver/lib/libcusolver.so.*"):
+        link = library.parents[2] / "cusparse" / "lib" / library.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(Path("..", "..", "cusolver", "lib", library.name))
 
 
 def _install_horovod(steps: Steps, here: machine.Machine) -> dict[str, str]:
