@@ -41,6 +41,7 @@ EXCEPTIONS = {
     "nvidia-smi": "needs an NVIDIA driver",
     "saved_model_cli": "needs an exported net; tests/parallel/test_use.py loads one",
     "source": "of the shell that the user types in",
+    "PEERS/bin/python": "needs PyTorch; tests/single/test_peers.py runs it where it is",
     "./run.sh --hostfile": NAME,
     "mpirun --hostfile": NAME,
     "horovodrun --hostfile": NAME,

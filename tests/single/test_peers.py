@@ -338,3 +338,12 @@ def test_ranks_of_airbench_train_as_one_process_does(tmp_path: Path) -> None:
     assert len(losses[1]) == len(losses[2]) == 5
     print(losses)
     assert losses[2] == pytest.approx(losses[1], rel=0.05)
+
+
+@pytest.mark.skipif(not (PEERS / "bin/python").exists(), reason="needs PyTorch in an environment of its own")
+def test_the_published_recipe_in_pytorch_learns_and_records_its_accuracies(real_data: Path, tmp_path: Path) -> None:
+    words = [str(PEERS / "bin/python"), "-m", "benchmarks.peers.published", "--data-dir", str(real_data)]
+    words += ["--steps", "60", "--evaluate-every", "40", "--output", str(tmp_path / "found.json")]
+    subprocess.run(words, cwd=CHECKOUT, check=True, timeout=300)
+    found = json.loads((tmp_path / "found.json").read_text())["test_accuracy"]
+    assert list(found) == ["40", "60"] and found["60"] > 0.2  # by chance: 0.1

@@ -1,0 +1,69 @@
+"""Test accuracy over the steps of runs, as SVG: the curves of docs/results.md.
+
+    python -m benchmarks.curves tutorial=runs/tutorial "resnet20 in PyTorch=torch.json" --output curves.svg
+
+Each argument is a name and a run directory, or the JSON file of `benchmarks.peers.published`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from benchmarks import setting
+from hvd_cifar.errors import UserError
+
+
+@click.command(help=(__doc__ or "").splitlines()[0])
+@click.argument("curves", nargs=-1, required=True, metavar="NAME=RUN_DIR|FILE.json ...")
+@click.option("--output", type=Path, required=True)
+@setting.one_line_for_users()
+def main(curves: tuple[str, ...], output: Path) -> None:
+    """Read all curves, then draw them."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = "hvd_cifar"  # the same file from the same runs
+    from matplotlib import pyplot
+
+    found = {}
+    for text in curves:
+        name, equals, path = text.partition("=")
+        if not equals:
+            raise UserError(f"{text}: not NAME=RUN_DIR or NAME=FILE.json")
+        found[name] = accuracies(Path(path))
+    figure, axes = pyplot.subplots(figsize=(8, 3.4), layout="constrained")
+    for name, by_step in found.items():
+        percent = [100 * accuracy for accuracy in by_step.values()]
+        (line,) = axes.plot(list(by_step), percent, ".-", label=name)
+        axes.annotate(f"{percent[-1]:.2f}%", (list(by_step)[-1], percent[-1]), (4, -3), textcoords="offset points",
+                      fontsize="small", color=line.get_color(), annotation_clip=False)  # fmt: skip
+    axes.set(xlabel="step", ylabel="test accuracy, %")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(output, metadata={"Date": None})
+
+
+def accuracies(path: Path) -> dict[int, float]:
+    """Test accuracies by step, of a run directory or a JSON file.
+
+    Raises:
+        UserError: where there are none.
+    """
+    try:
+        if path.is_dir():
+            events = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+            found = {event["step"]: event["test_accuracy"] for event in events if event["event"] == "eval"}
+        else:
+            found = {int(step): value for step, value in json.loads(path.read_text())["test_accuracy"].items()}
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: no test accuracies there: {error}") from None
+    if not found:
+        raise UserError(f"{path}: no test accuracies there; train with --eval-every")
+    return found
+
+
+if __name__ == "__main__":
+    main()

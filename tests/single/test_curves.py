@@ -1,0 +1,30 @@
+"""Curves of whole runs: read from run directories and from the PyTorch side's file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from benchmarks.curves import accuracies, main
+
+
+def test_curves_of_a_run_and_of_a_file(tmp_path: Path) -> None:
+    events = [{"event": "train", "step": 5}, *({"event": "eval", "step": s, "test_accuracy": s / 20} for s in (5, 10))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (file := tmp_path / "torch.json").write_text(json.dumps({"test_accuracy": {"4": 0.5}, "seconds": 1.0}))
+    assert accuracies(tmp_path) == {5: 0.25, 10: 0.5} and accuracies(file) == {4: 0.5}
+    picture = tmp_path / "curves.svg"
+    done = CliRunner().invoke(main, [f"ours={tmp_path}", f"theirs={file}", "--output", str(picture)])
+    assert done.exit_code == 0, done.output
+    assert picture.read_text().count("50.00%") == 2  # the last of each, as a comment beside its glyphs
+
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(events[0]))
+    for words, told in (
+        [f"ours={tmp_path}", "no test accuracies there; train with --eval-every"],
+        [f"ours={tmp_path / 'none'}", "no test accuracies there: "],
+        ["ours", "not NAME=RUN_DIR or NAME=FILE.json"],
+    ):
+        failed = CliRunner().invoke(main, [words, "--output", str(picture)])
+        assert failed.exit_code == 2 and told in failed.output
