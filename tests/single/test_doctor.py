@@ -551,7 +551,7 @@ GPUS = tuple(
 @pytest.mark.parametrize(
     ("changed", "level", "host", "text"),
     [
-        ({}, "ok", "", "2 training steps match the CPU's; nearest to its limit is fast in float32, with a difference of 0.01 of 0.1"),
+        ({}, "ok", "", "2 training steps match the CPU's; nearest to its limit: fast in float32 (0.01 of 0.1)"),
         (
             {"first_steps": (STEPS[0].model_copy(update={"difference": 0.5}), STEPS[1])},
             "failure",

@@ -61,8 +61,8 @@ def first_steps(subject: Subject) -> Iterator[Finding]:
         yield Finding(check="first steps", level="failure", host=done.hosts[step.rank], text=text, remedy=remedy)
     if not wrong:
         worst = max(done.first_steps, key=lambda step: step.difference / TOLERANCES[step.precision])
-        text = f"{len(done.first_steps)} training steps match the CPU's; nearest to its limit is {worst.preset} in "
-        text += f"{worst.precision}, with a difference of {worst.difference:.2g} of {TOLERANCES[worst.precision]:g}"
+        text = f"{len(done.first_steps)} training steps match the CPU's; nearest to its limit: {worst.preset} in "
+        text += f"{worst.precision} ({worst.difference:.2g} of {TOLERANCES[worst.precision]:g})"
         yield Finding(check="first steps", level="ok", text=text)
     sharing = [(host, gpu.uuid) for host, gpu in zip(done.hosts, done.gpus, strict=True) if gpu.uuid]
     for rank, (host, gpu) in enumerate(zip(done.hosts, done.gpus, strict=True)):
