@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks import setting
+from benchmarks import runs, setting
 from hvd_cifar.errors import UserError
 
 
@@ -28,11 +28,11 @@ def main(curves: tuple[str, ...], output: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "hvd_cifar"  # the same file from the same runs
     from matplotlib import pyplot
 
-    found = {}
+    found: dict[str, dict[int, float]] = {}
     for text in curves:
         name, equals, path = text.partition("=")
-        if not equals:
-            raise UserError(f"{text}: not NAME=RUN_DIR or NAME=FILE.json")
+        if not equals or name in found:
+            raise UserError(f"{text}: give NAME=RUN_DIR or NAME=FILE.json, each with a name of its own")
         found[name] = accuracies(Path(path))
     figure, axes = pyplot.subplots(figsize=(8, 3.4), layout="constrained")
     for name, by_step in found.items():
@@ -52,14 +52,13 @@ def accuracies(path: Path) -> dict[int, float]:
     Raises:
         UserError: where there are none.
     """
-    try:
-        if path.is_dir():
-            events = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-            found = {event["step"]: event["test_accuracy"] for event in events if event["event"] == "eval"}
-        else:
-            found = {int(step): value for step, value in json.loads(path.read_text())["test_accuracy"].items()}
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path}: no test accuracies there: {error}") from None
+    if path.is_dir():
+        found = runs.accuracies(path)
+    else:
+        try:
+            found = {int(step): float(value) for step, value in json.loads(path.read_text())["test_accuracy"].items()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(f"{path}: no file of benchmarks.peers.published: {error}") from None
     if not found:
         raise UserError(f"{path}: no test accuracies there; train with --eval-every")
     return found

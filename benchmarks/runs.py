@@ -11,14 +11,24 @@ import numpy as np
 
 def losses(run_dir: Path) -> dict[int, float]:
     """The losses of a run by step."""
+    return {e["step"]: e["loss"] for e in events(run_dir) if e["event"] == "train"}
+
+
+def accuracies(run_dir: Path) -> dict[int, float]:
+    """The test accuracies of a run by step."""
+    return {e["step"]: e["test_accuracy"] for e in events(run_dir) if e["event"] == "eval"}
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
     path = run_dir / "metrics.jsonl"
-    events = []
+    found = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
-            events.append(json.loads(line))
+            found.append(json.loads(line))
         except ValueError:
             break  # the line that a killed run was writing
-    return {e["step"]: e["loss"] for e in events if e["event"] == "train"}
+    return found
 
 
 def weights(run_dir: Path) -> dict[str, Any]:

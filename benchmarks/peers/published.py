@@ -1,10 +1,12 @@
-"""The published recipe of a CIFAR ResNet in PyTorch, alone: which accuracy the files at hand allow.
+"""Trains a CIFAR ResNet by its published recipe in PyTorch, in one process.
 
     PEERS/bin/python -m benchmarks.peers.published --data-dir D                  # resnet20, 64,000 steps
     PEERS/bin/python -m benchmarks.peers.published --data-dir D --device cuda    # with any PyTorch for GPUs
 
-Net, order of examples and views are those of `benchmarks.peers.ddp`. Recipe: He et al. 2015, section 4.2: batches of
-128, rate 0.1 and a tenth of it after half and after three quarters of all steps, momentum 0.9, weight decay 1e-4.
+Recipe: He et al. 2015, section 4.2: batches of 128, rate 0.1 and a tenth of it after half and after three quarters of
+all steps, momentum 0.9, weight decay 1e-4, 4 pixels of padding, random crops and reflections. Unlike the paper's: one
+device computes batch norm over all 128 images; images are standardised by channel; scales, offsets and biases do not
+decay; the last batch of an epoch is short. Net, crops and order of examples are those of `benchmarks.peers.ddp`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ TEST_BATCH = 1000
 
 
 def main() -> None:
-    """Train to the last step; print losses, and accuracies on the test set from time to time."""
+    """Train to the last step; print losses, and accuracies on the test set every --evaluate-every steps."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--depth", type=int, default=20, help="6n + 2: 20, 32, 56, ...")
@@ -40,6 +42,8 @@ def main() -> None:
     parser.add_argument("--evaluate-every", type=int, default=4000, help="Steps between two evaluations.")
     parser.add_argument("--output", type=Path, help="JSON file for the accuracies.")
     given = parser.parse_args()
+    if given.depth < 8 or (given.depth - 2) % 6:
+        parser.error(f"--depth {given.depth}: not 6n + 2; try 20, 32 or 56")
     folder = CIFAR10.locate(given.data_dir)
     if folder is None:
         parser.error(f"--data-dir {given.data_dir}: no CIFAR-10 in its binary layout is there")
@@ -54,14 +58,14 @@ def main() -> None:
 
     net = torch_resnet.ResNet(given.depth).to(memory_format=torch.channels_last)
     decayed = torch_resnet.kernels(net)
-    held = {id(p) for p in decayed}
+    decayed_ids = {id(p) for p in decayed}
     groups = [
         {"params": decayed, "weight_decay": 1e-4},
-        {"params": [p for p in net.parameters() if id(p) not in held], "weight_decay": 0.0},
+        {"params": [p for p in net.parameters() if id(p) not in decayed_ids], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True)
-    fallings = [given.steps // 2, given.steps * 3 // 4]
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, fallings, gamma=0.1)
+    milestones = [given.steps // 2, given.steps * 3 // 4]
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma=0.1)
     loss_of, generator = nn.CrossEntropyLoss(), torch.Generator(given.device).manual_seed(given.seed)
     per_epoch = sampler.steps_per_epoch(len(labels), BATCH)
     found: dict[int, float] = {}
@@ -80,10 +84,14 @@ def main() -> None:
         schedule.step()
         if (step + 1) % given.evaluate_every == 0 or step + 1 == given.steps:
             found[step + 1] = accuracy(net, test, test_labels)
-            told = f"step {step + 1}: loss {loss.item():.4f}, test accuracy {found[step + 1]:.4f}"
-            print(f"{told}, {time.monotonic() - began:.0f} s", flush=True)
+            line = f"step {step + 1}: loss {loss.item():.4f}, test accuracy {found[step + 1]:.4f}"
+            print(f"{line}, {time.monotonic() - began:.0f} s", flush=True)
     if given.output:
-        given.output.write_text(json.dumps({"test_accuracy": found, "seconds": time.monotonic() - began}) + "\n")
+        device = torch.cuda.get_device_name() if given.device == "cuda" else given.device
+        facts = {"torch": torch.__version__, "device": device, "tf32": torch.backends.cudnn.allow_tf32}
+        facts |= {"depth": given.depth, "steps": given.steps, "seed": given.seed}
+        result = {"test_accuracy": found, "seconds": time.monotonic() - began, **facts}
+        given.output.write_text(json.dumps(result) + "\n")
 
 
 def accuracy(net: Any, test: Windows, labels: Any) -> float:

@@ -21,6 +21,11 @@ KEEPALIVE = {"oob_tcp_keepalive_time": 10, "oob_tcp_keepalive_intvl": 5, "oob_tc
 KEEPALIVE_ELASTIC = {"oob_tcp_keepalive_time": 2, "oob_tcp_keepalive_intvl": 1, "oob_tcp_keepalive_probes": 3}
 
 
+def _is_exported(name: str, value: str) -> bool:
+    """Whether mpirun exports a variable. GPUs have other numbers on other hosts, but "none" holds on all."""
+    return bool(EXPORTED.fullmatch(name)) or (name == "CUDA_VISIBLE_DEVICES" and not value)
+
+
 @dataclass(frozen=True)
 class Installation:
     """The programs that start ranks.
@@ -98,7 +103,7 @@ def _of_other_hosts(network: Network, environ: Mapping[str, str], keepalive: Map
     for name, seconds in keepalive.items():
         words += ["-mca", name, str(seconds)]
     words += ["--tag-output"]
-    words += [word for name in sorted(environ) if EXPORTED.fullmatch(name) for word in ("-x", name)]
+    words += [word for name in sorted(environ) if _is_exported(name, environ[name]) for word in ("-x", name)]
     if "NCCL_SOCKET_IFNAME" not in environ:
         # The second = is part of the value: NCCL then takes the names as exact, not as prefixes.
         words += ["-x", f"NCCL_SOCKET_IFNAME=={','.join(network.card_names)}"]

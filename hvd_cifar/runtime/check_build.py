@@ -8,6 +8,7 @@ It ends with one line and code 1 where they do not. It imports nothing of this p
 from __future__ import annotations
 
 import ctypes
+import platform
 import sys
 from pathlib import Path
 
@@ -36,18 +37,32 @@ def main() -> None:
         sys.exit("error: Horovod was built without " + ", ".join(missing))
     if "Open MPI v4" not in library:
         sys.exit("error: mpi4py loads another MPI: " + library)
-    if "--gpu" in sys.argv and (unopened := [name for name in CUDA_LIBRARIES if not opens(name)]):
+    if "--gpu" in sys.argv:
+        check_cuda()
+
+
+def check_cuda() -> None:
+    """Check that TensorFlow opens CUDA's libraries, without which it uses no GPU. Needs neither a driver nor a GPU."""
+    import tensorflow as tf
+
+    if platform.machine() != "x86_64":  # `opens` calls a C++ function as this processor's compilers do
+        print("not checked on this processor: whether TensorFlow opens CUDA's libraries")
+        return
+    library = ctypes.CDLL(str(Path(tf.__file__).parent / "libtensorflow_framework.so.2"))
+    try:
+        unopened = [name for name in CUDA_LIBRARIES if not opens(name, library)]
+    except AttributeError as missing:
+        sys.exit(f"error: TensorFlow is {tf.__version__}, which has no function {missing}: install 2.21")
+    if unopened:
         sys.exit("error: TensorFlow cannot open these libraries, and would use no GPU: " + ", ".join(unopened))
+    print("TensorFlow opens all of CUDA's libraries")
 
 
-def opens(name: str) -> bool:
-    """Whether TensorFlow opens one of CUDA's libraries. This needs neither a driver nor a GPU.
+def opens(name: str, library: ctypes.CDLL) -> bool:
+    """Whether TensorFlow opens one of CUDA's libraries.
 
     It calls `absl::StatusOr<void*> tsl::internal::DsoLoader::Get{name}DsoHandle()` of TensorFlow 2.21.
     """
-    import tensorflow as tf
-
-    library = ctypes.CDLL(str(Path(tf.__file__).parent / "libtensorflow_framework.so.2"))
     function = f"Get{name}DsoHandle"
     get_handle = library[f"_ZN3tsl8internal9DsoLoader{len(function)}{function}Ev"]
     get_handle.argtypes, get_handle.restype = [ctypes.c_void_p], None  # the result is written to the first argument

@@ -116,7 +116,7 @@ def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]
 
     if deterministic:
         tf.config.experimental.enable_op_determinism()
-    choice = _choose_together(views, before + local_rank, _unseen_gpus() if hvd.nccl_built() and not gpus else 0)
+    choice = _choose_together(views, before + local_rank, _listed_gpus() if hvd.nccl_built() and not gpus else 0)
     try:
         if choice is not None:
             tf.config.set_visible_devices(gpus[choice], "GPU")
@@ -203,16 +203,16 @@ def _look_around_the_host(view: list[str], mask: frozenset[int]) -> tuple[list[l
     return [v for v, _ in seen], [m for _, m in seen]
 
 
-def _unseen_gpus() -> int:
-    """The number of GPUs that the driver shows to this process, whose TensorFlow has found none."""
+def _listed_gpus() -> int:
+    """The number of GPUs that nvidia-smi lists for this process."""
     return len(devices.visible_gpus(devices.list_gpus(), os.environ))
 
 
 def _choose_together(views: list[list[str]], local_rank: int, unseen: int) -> int | None:
-    """This rank's GPU; where a rank on any host lacks one, every rank raises the error of that rank.
+    """This rank's GPU. Where a rank on any host gets none, every rank raises that rank's error.
 
     Args:
-        unseen: the number of GPUs that the driver shows to this rank, and TensorFlow does not find.
+        unseen: GPUs that nvidia-smi lists for this rank where TensorFlow finds none; else 0.
     """
     choice, error = None, None
     try:

@@ -106,7 +106,7 @@ def _fake(environment: Environment, program: Path, ranks: int, *fault: str) -> t
 
 def test_set_up_says_what_it_needs(environment: Environment) -> None:
     assert "training on GPUs needs driver 525 or later" in environment.said or "NVIDIA driver " in environment.said
-    assert "has run on one H100 only" in environment.said and ", NCCL" in environment.said
+    assert "tried on a GPU: docs/gpu.md" in environment.said and ", NCCL" in environment.said
 
 
 def test_horovod_loads_with_all_symbols_from_where_they_should_be(environment: Environment) -> None:

@@ -318,6 +318,9 @@ def test_command_on_other_hosts() -> None:
         assert words[words.index(parameter) + 1] == "10.0.0.0/24"
     assert words[-len(PROGRAM) :] == PROGRAM
     assert "--prefix" not in _command(2, hosts, mpirun="/usr/bin/mpirun", network=network)
+    for gpus, is_exported in (("", True), ("0,1", False)):  # "none" holds on every host
+        words = command(Request(2, hosts, False, ("train",)), 2, INSTALLED, {"CUDA_VISIBLE_DEVICES": gpus}, network)
+        assert ("CUDA_VISIBLE_DEVICES" in words) == is_exported
     assert _command(1, (Host("other", 1),), network=network)[0] == MPIRUN
 
     words = _command(2, hosts, gloo=True, network=network)

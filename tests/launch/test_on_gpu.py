@@ -1,7 +1,7 @@
 """On a real GPU, where `./run.sh setup --gpu` was done: NCCL's sums, the doctor, training.
 
-`./run.sh test tests/launch/test_on_gpu.py`. One GPU is enough: where ranks are more than GPUs, they share them. NCCL
-and this project refuse that. So each rank has a host name of its own for NCCL, and names its GPU in another way.
+`./run.sh test tests/launch/test_on_gpu.py`. One GPU is enough: ranks share it. NCCL and this project refuse shared
+GPUs. Each rank therefore has its own NCCL_HOSTID, and its own CUDA_VISIBLE_DEVICES, which names GPU 0.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def _collectives() -> int:
     tf.config.set_visible_devices(gpus[rank % len(gpus)], "GPU")
     tf.config.experimental.set_memory_growth(gpus[rank % len(gpus)], True)
     hvd.init()
+    assert hvd.nccl_built()
     size, checks = hvd.size(), 0
 
     def right(found: Any, wanted: Any, what: str) -> None:
@@ -95,6 +96,8 @@ def _train(folder: str, options: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*words, *options])
     assert ended.value.code == 0
+    facts = json.loads((Path(folder) / "config.json").read_text())["run"]
+    assert (facts["device"], facts["transport"]) == ("/GPU:0", "NCCL"), facts
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -125,7 +128,7 @@ def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(embedded: Path, tmp_pat
 
 
 @pytest.mark.parametrize("model", ["tutorial", "resnet20"])
-def test_ranks_that_average_by_nccl_end_with_the_bits_of_one(embedded: Path, tmp_path: Path, model: str) -> None:
+def test_ranks_that_exchange_by_nccl_end_with_the_bits_of_one(embedded: Path, tmp_path: Path, model: str) -> None:
     options = ["--virtual-shards", "2", "--deterministic"]
     one, two = (_trained(ranks, model, embedded, tmp_path / str(ranks), options) for ranks in (1, 2))
     assert runs.summary(one)["weights_sha256"] == runs.summary(two)["weights_sha256"]
@@ -134,9 +137,10 @@ def test_ranks_that_average_by_nccl_end_with_the_bits_of_one(embedded: Path, tmp
 
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
 def test_ranks_that_average_by_nccl_learn_what_one_does(embedded: Path, tmp_path: Path, compression: str) -> None:
-    one = _trained(1, "tutorial", embedded, tmp_path / "1", [])
-    two = _trained(2, "tutorial", embedded, tmp_path / "2", ["--compression", compression])
-    assert runs.loss_apart(runs.losses(one), runs.losses(two), 4) < 0.01
+    """On a CPU they end 0.001, 0.005 and 0.01 apart, and 1.7 apart from a run on half of each batch."""
+    one = _trained(1, "tutorial", embedded, tmp_path / "1", ["--learning-rate", "1"])
+    two = _trained(2, "tutorial", embedded, tmp_path / "2", ["--learning-rate", "1", "--compression", compression])
+    assert runs.weights_apart(runs.weights(one), runs.weights(two)) < 0.1
 
 
 def _trained(ranks: int, model: str, data: Path, run_dir: Path, options: list[str]) -> Path:

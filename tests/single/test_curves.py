@@ -20,11 +20,13 @@ def test_curves_of_a_run_and_of_a_file(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert picture.read_text().count("50.00%") == 2  # the last of each, as a comment beside its glyphs
 
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(events[0]))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(events[0]) + '\n{"event": "ev')  # of a killed run
+    (list_file := tmp_path / "list.json").write_text("[]")
     for words, told in (
         [f"ours={tmp_path}", "no test accuracies there; train with --eval-every"],
-        [f"ours={tmp_path / 'none'}", "no test accuracies there: "],
-        ["ours", "not NAME=RUN_DIR or NAME=FILE.json"],
+        [f"ours={tmp_path / 'none'}", "no file of benchmarks.peers.published: "],
+        [f"ours={list_file}", "no file of benchmarks.peers.published: "],
+        ["ours", "give NAME=RUN_DIR or NAME=FILE.json"],
     ):
         failed = CliRunner().invoke(main, [words, "--output", str(picture)])
         assert failed.exit_code == 2 and told in failed.output

@@ -225,7 +225,7 @@ def _set_up(options: Options, like: Path | None, lock: int, replace_any: bool) -
     log_path = VENV / "set-up.log"
     say(f"Setting up {VENV} with {' '.join(options.words())} (log: {log_path})")
     if here.gpu:
-        say(f"  {here.gpu}. The GPU path has run on one H100 only: docs/gpu.md")
+        say(f"  {here.gpu}. What was tried on a GPU: docs/gpu.md")
     before = read_record()
     fresh, base = not _can_be_updated(options), _base_python()
     VENV.mkdir(exist_ok=True)
