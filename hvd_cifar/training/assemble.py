@@ -50,7 +50,16 @@ from hvd_cifar.training.checkpoint import Checkpoints, State
 from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.forecast import Forecast
 from hvd_cifar.training.image_sizes import ImageSizes
-from hvd_cifar.training.plan import Plan, global_batch, make_schedule, plan, precision_of, resolve, set_precision
+from hvd_cifar.training.plan import (
+    Plan,
+    global_batch,
+    make_schedule,
+    note_on_bytes,
+    plan,
+    precision_of,
+    resolve,
+    set_precision,
+)
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.record import Record
 from hvd_cifar.training.rollback import Rollback
@@ -578,4 +587,5 @@ def _describe(work: Work, world: World, learner: Learner, schedule: Schedule) ->
             else []
         ),
         *([f"random layers: {', '.join(drawing)}: results depend on the number of ranks"] if drawing else []),
+        *note_on_bytes(settings.compression, world.size, world.local_size),
     ]
