@@ -204,6 +204,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     """
     settings = collectives.on_root(lambda: run_dir.continue_run(settings))
     work = prepare(settings, world, given)
+    bytes_note = note_on_bytes(work.settings.compression, world.algorithm, world.local_size)
     if work.settings.deterministic or work.settings.compression == "bf16":
         world = replace(world, algorithm="all-to-all and all-gather")  # see distributed.fixed_order
     profile.check_steps(work.settings.profile_steps, work.plan.total_steps)
@@ -233,6 +234,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     begin = _restore(work, world, learner, folder, newest)
     notes = [
         *([NOT_PUBLISHED] if published is False else []),
+        *bytes_note,
         *overlap_lines,
         f"start-up proof: {proof}",
         f"run directory {folder}",
@@ -587,5 +589,4 @@ def _describe(work: Work, world: World, learner: Learner, schedule: Schedule) ->
             else []
         ),
         *([f"random layers: {', '.join(drawing)}: results depend on the number of ranks"] if drawing else []),
-        *note_on_bytes(settings.compression, world.size, world.local_size),
     ]

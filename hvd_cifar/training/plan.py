@@ -162,13 +162,16 @@ def set_precision(precision: str, seed: int) -> None:
     keras.utils.set_random_seed(seed % 2**32)
 
 
-def note_on_bytes(compression: str, ranks: int, of_host: int) -> list[str]:
+def note_on_bytes(compression: str, algorithm: str, of_host: int) -> list[str]:
     """A line where bf16 sends more bytes between hosts than no compression does.
 
-    Each rank of a host sends its own part to all other hosts (`distributed.fixed_order`). An all-reduce without
-    compression has two levels.
+    bf16 has one level: each rank of a host sends its own part to all other hosts (`distributed.fixed_order`).
+
+    Args:
+        algorithm: of an all-reduce without compression (`runtime.transport.algorithm`).
+        of_host: ranks of this host.
     """
-    if compression != "bf16" or ranks == of_host or of_host < 4:
+    if compression != "bf16" or "two levels" not in algorithm or of_host < 4:
         return []
     more = "--compression bf16 sends more bytes between hosts than none"
     return [f"note: with {of_host} ranks a host, {more}; fp16 sends half as many as none"]

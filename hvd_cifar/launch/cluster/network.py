@@ -1,7 +1,7 @@
 """The network that all hosts of a job share: found by asking each host, and tested between every two hosts.
 
-By default MPI and Gloo use every card that is up. They hang on a card that leads nowhere. They also hang on a card with
-the same address on every host (a container bridge).
+By default MPI and Gloo use every network card that is up. A job hangs where one of these cards does not reach the other
+hosts. It also hangs where a card has the same address on every host, as a container bridge has.
 """
 
 from __future__ import annotations
