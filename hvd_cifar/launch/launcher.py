@@ -43,7 +43,7 @@ from hvd_cifar.launch.restarts import FINAL, Failure, failure_of, reason_to_give
 from hvd_cifar.launch.roster import slots_of
 from hvd_cifar.launch.starters import Ready, start
 from hvd_cifar.runtime import devices
-from hvd_cifar.runtime.environment import ENDS, STARTS, copies, launched_size
+from hvd_cifar.runtime.environment import ENDS, STARTS, copies, launched_size, prepare_tensorflow
 from hvd_cifar.runtime.stalls import FLOOR
 from hvd_cifar.runtime.transport import RING_VARIABLES
 
@@ -232,6 +232,8 @@ def _make_ready(request: Request, ranks: int) -> Ready:
     bin_folder = Path(sys.executable).parent
     path = os.pathsep.join([str(bin_folder), os.environ.get("PATH", os.defpath)])
     env = {**os.environ, "PATH": path, **(RING_VARIABLES if request.ring else {}), **request.variables}
+    if request.command[0] == PYTHON:
+        prepare_tensorflow(env)  # the program may import TensorFlow before this package, which does the same
     mpirun = shutil.which("mpirun", path=path)
     if mpirun is None:
         raise UserError("no mpirun on PATH; load its module again, or run: ./run.sh setup")

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hvd_cifar.runtime.environment import prepare_tensorflow
+
 # TensorFlow writes these on any machine, before its log level takes effect.
 _NOTES = (
     "All log messages before absl::InitializeLog()",
@@ -38,6 +40,7 @@ def quiet_start() -> Iterator[None]:
     that filters lines. That process outlives this one: it still prints the error of an import that aborts. A user's
     TF_CPP_MIN_LOG_LEVEL is kept; 0 shows everything.
     """
+    prepare_tensorflow(os.environ)
     if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2") == "0":
         with _without_collection():
             _import_keras()

@@ -1,10 +1,11 @@
-"""The launcher's environment variables: read before Horovod starts, and set for Open MPI and Horovod."""
+"""The launcher's environment variables: read before Horovod starts, and set for TensorFlow, Open MPI and Horovod."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
+import platform
 import sys
 import time
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -125,6 +126,18 @@ def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
     tasks = copies(environment)
     if tasks > 1 and launched_rank(environment) is None:
         raise UserError(f"srun started {tasks} tasks, but none knows its rank: give srun --mpi=pmix, or use ./run.sh")
+
+
+def prepare_tensorflow(environment: MutableMapping[str, str]) -> None:
+    """Set the variable that TensorFlow reads at its import, unless the user has set it.
+
+    Args:
+        environment: the variables; changed in place.
+    """
+    # On x86 processors without instructions for neural networks (AVX2 alone) TensorFlow leaves oneDNN off by default. A
+    # step then takes 1.1 to 1.9 times as long.
+    if platform.machine() in ("x86_64", "AMD64"):
+        environment.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
 
 def prepare_mpi(environment: MutableMapping[str, str], on_cpu: bool, prefix: Path = Path(sys.prefix)) -> None:

@@ -1,6 +1,7 @@
 """What a rank's start imports and what it prints."""
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -47,6 +48,16 @@ os.write(2, b"later\\n")
     assert _run(program, "2").stderr == "a library's warning\nlater\n"
     shown = _run(program, "0").stderr
     assert any(note in shown for note in quiet._NOTES)  # which ones, depends on the processor
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="TensorFlow decides itself on other processors")
+@pytest.mark.parametrize(("chosen", "used"), [({}, True), ({"TF_ENABLE_ONEDNN_OPTS": "0"}, False)])
+def test_tensorflow_uses_onednn_unless_the_user_disables_it(chosen: dict[str, str], used: bool) -> None:
+    program = "from hvd_cifar.reporting.quiet import quiet_start\nwith quiet_start():\n    import tensorflow"
+    kept = {name: value for name, value in os.environ.items() if name != "TF_ENABLE_ONEDNN_OPTS"}
+    variables = {**kept, "TF_CPP_MIN_LOG_LEVEL": "0", **chosen}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables, check=True)
+    assert ("oneDNN custom operations are on" in done.stderr) == used
 
 
 @pytest.mark.parametrize(("end", "code"), [("os.abort()", -signal.SIGABRT), ("os._exit(3)", 3)])
