@@ -135,7 +135,7 @@ def prepare_tensorflow(environment: MutableMapping[str, str]) -> None:
         environment: the variables; changed in place.
     """
     # On x86 processors without instructions for neural networks (AVX2 alone) TensorFlow leaves oneDNN off by default. A
-    # step then takes 1.1 to 1.9 times as long.
+    # step of tutorial then takes 1.8 times as long.
     if platform.machine() in ("x86_64", "AMD64"):
         environment.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
