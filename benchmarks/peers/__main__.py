@@ -17,6 +17,7 @@ turn a side runs for --seconds without a limit and on each --link, in an order d
 from __future__ import annotations
 
 import json
+import os
 import random
 import shlex
 import sys
@@ -33,6 +34,7 @@ from benchmarks.peers import environment, network, sides
 from benchmarks.peers.rates import spread, table
 from benchmarks.peers.turns import Job, Turn
 from hvd_cifar.errors import UserError
+from hvd_cifar.runtime.environment import prepare_tensorflow
 from hvd_cifar.tools.benchmark.results import check_writable
 
 BY_MODEL = "[default: float32; mixed_bfloat16 for fast]"
@@ -93,6 +95,7 @@ def measure(
     """
     data_dir = setting.real_data(data_dir)
     check_writable(output)
+    prepare_tensorflow(os.environ)  # all sides inherit it
     network.check(hosts, ranks, links)
     links = tuple(dict.fromkeys([network.NO_LIMIT, *links]))
     able = sides.sides_of(model, hosts > 1)
