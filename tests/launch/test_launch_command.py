@@ -255,13 +255,18 @@ def test_a_prediction_from_files_starts_no_ranks(argv: list[str], capfd: pytest.
     assert "mpirun" in capfd.readouterr().out
 
 
-def test_a_program_of_the_users_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_program_of_the_users_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
     program = tmp_path / "my program.py"
     program.touch()
     words = ["-np", "2", "--mpi", "python", str(program), "--epochs", "3"]
     assert launcher.main(["--dry-run", *words], cli.check) == 0
     out, err = capfd.readouterr()
     assert out.endswith(f" {sys.executable} '{program}' --epochs 3\n") and err == ""
+    assert "TF_ENABLE_ONEDNN_OPTS=1 " in out  # the program itself may import TensorFlow first
     assert launcher.main(["--dry-run", "-np", "2", "python", "-m", "pkg.fit"], cli.check) == 0
     assert capfd.readouterr().out.endswith(f" {sys.executable} -m pkg.fit\n")
 
