@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 import click
 
 from benchmarks import setting
+from hvd_cifar.runtime.environment import prepare_tensorflow
 
+prepare_tensorflow(os.environ)
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 Way = Callable[[Any], Any]

@@ -21,7 +21,9 @@ import click
 
 from benchmarks import setting
 from hvd_cifar.config import TrainSettings, make
+from hvd_cifar.runtime.environment import prepare_tensorflow
 
+prepare_tensorflow(os.environ)
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 # As the profiler names the run of an operation: its name in the graph, and its kind.

@@ -22,7 +22,9 @@ import click
 
 from benchmarks import setting
 from hvd_cifar.config import TrainSettings, make
+from hvd_cifar.runtime.environment import prepare_tensorflow
 
+prepare_tensorflow(os.environ)
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 Switch = Callable[[ExitStack], None]  # leaves a path out until the stack closes
