@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from hvd_cifar.runtime.environment import prepare_tensorflow
-
-prepare_tensorflow(os.environ)  # before a test imports TensorFlow
 settings.register_profile("shared machine", deadline=None)  # a slow example is no fault of the code
 settings.load_profile("shared machine")
 
