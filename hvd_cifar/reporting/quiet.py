@@ -38,7 +38,7 @@ def quiet_start() -> Iterator[None]:
 
     The notes come from C++ before any setting can stop them, so file descriptor 2 itself is redirected to a process
     that filters lines. That process outlives this one: it still prints the error of an import that aborts. A user's
-    TF_CPP_MIN_LOG_LEVEL is kept; 0 shows everything.
+    TF_CPP_MIN_LOG_LEVEL is kept; 0 shows everything. TensorFlow uses oneDNN (`prepare_tensorflow`).
     """
     prepare_tensorflow(os.environ)
     if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2") == "0":
