@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tests.faults.jobs import start
 
-# Seconds that the rank stands still, and that it runs. A rank of a busy machine is not as much slower than another. Both
-# are short: a step's computation could fit between two long pauses, and then nothing would slow it.
+# Seconds that the rank stands still, and that it runs. A rank of a busy machine is not as much slower than another.
+# Both are short: a step's computation could fit between two long pauses, and then nothing would slow it.
 SHARES = {signal.SIGSTOP: 0.09, signal.SIGCONT: 0.01}
 
 
