@@ -64,7 +64,8 @@ run_tests() {
         "$bin/mypy"
         "$bin/lint-imports"
         "$bin/shellcheck" run.sh .ci/run deploy/*.sh deploy/*.sbatch
-        set -- --numprocesses 2 --dist loadfile # many tests wait for hosts and time-outs
+        # Two files at a time: many tests wait for hosts and time-outs. The longest ones are listed at the end.
+        set -- --numprocesses 2 --dist loadfile --durations 60 --durations-min 10
     fi
     exec "$bin/python" -m pytest "${slow[@]}" "$@"
 }
