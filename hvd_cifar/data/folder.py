@@ -231,6 +231,8 @@ def _write(listing: Listing, part: Path, size: tuple[int, int], channels: int, p
         )
         for name, images in listing.images.items()
     }
+    if not done:
+        _allocate(part, {f"{name}-images.npy": array.offset + array.nbytes for name, array in arrays.items()})
     before = 0  # images of earlier parts
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for name, images in listing.images.items():
@@ -248,6 +250,20 @@ def _write(listing: Listing, part: Path, size: tuple[int, int], channels: int, p
     about = {"class_names": listing.classes, "channel_mean": mean, "channel_deviation": deviation}
     (part / FILES[-1]).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     (part / NOTE).unlink()
+
+
+def _allocate(part: Path, sizes: dict[str, int]) -> None:
+    """Allocate all bytes of files: a write to mapped memory for which the disk has no space ends the process.
+
+    Raises OSError where there is no space; the folder is then removed.
+    """
+    for name, size in sizes.items():
+        with (part / name).open("r+b") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as failure:
+                shutil.rmtree(part)
+                raise OSError(failure.errno, failure.strerror, str(part / name)) from None
 
 
 def _done(part: Path, channels: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -198,18 +199,54 @@ def test_a_users_own_program_runs_in_the_same_folder_on_every_host(
     kind: str, three_hosts: Cluster, tmp_path: Path
 ) -> None:
     """Modules of the folder can be imported there, and what PYTHONPATH names."""
-    first = three_hosts[0]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "where.py").write_text(WHERE)
+    first, folder = three_hosts[0], tmp_path / "my project"
+    (folder / "mine").mkdir(parents=True)
+    (folder / "mine" / "where.py").write_text(WHERE)
     env = variables(first)
     env["PYTHONPATH"] += ":/elsewhere"
     words = ["-H", "node1:1,node2:1", kind, "python", "-m", "mine.where", "a b"]
-    script = f"cd {shlex.quote(str(tmp_path))} && exec {shlex.join([*launcher(), *words])}"
+    script = f"cd {shlex.quote(str(folder))} && exec {shlex.join([*launcher(), *words])}"
     done = first.run(["sh", "-c", script], env=env)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stderr.splitlines()) == [
-        f"rank {rank} on node{rank + 1}: node{rank + 1} {tmp_path} True ['a b']" for rank in range(2)
+        f"rank {rank} on node{rank + 1}: node{rank + 1} {folder} True ['a b']" for rank in range(2)
     ]
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_hosts_are_told_apart_by_their_whole_names(kind: str, three_hosts: Cluster) -> None:
+    """Names that begin alike, and mean nothing without their domains."""
+    first, names = three_hosts[0], ("gpu.east.example", "gpu.west.example")
+    known = (first.files / "known_hosts").read_text()
+    key = known.split(maxsplit=1)[1].splitlines()[0]
+    (first.files / "known_hosts").write_text(f"{known}{','.join(names)} {key}\n")
+    lines = "".join(f"{host.address} {name}\n" for host, name in zip(list(three_hosts)[1:], names, strict=True))
+    for host in three_hosts:  # Gloo needs each host's own name also
+        three_hosts.set_names(host, f"127.0.0.1 localhost\n{host.address} {host.name}\n{lines}")
+    try:
+        done = _launch(first, ["-H", ",".join(f"{name}:1" for name in names), kind, "python", "-c", WHERE])
+    finally:
+        for host in three_hosts:
+            three_hosts.set_names(host, three_hosts.names())
+    assert done.returncode == 0, done.stderr
+    found = [line.partition(" /")[0] for line in sorted(done.stderr.splitlines())]
+    assert found == [f"rank {rank} on {names[rank]}: node{rank + 2}" for rank in range(2)]
+
+
+@pytest.mark.skipif(not shutil.which("tcsh"), reason="needs tcsh (Debian: apt-get install tcsh)")
+def test_csh_may_be_the_login_shell(three_hosts: Cluster, tmp_path: Path) -> None:
+    accounts, now = tmp_path / "passwd", Path("/etc/passwd").read_text()
+    accounts.write_text(re.sub(r"(?m)^(root:.*:)[^:]*$", rf"\g<1>{shutil.which('tcsh')}", now))
+    for host in three_hosts:
+        host.must("mount", "--bind", accounts, "/etc/passwd")
+    try:
+        assert "csh" in three_hosts[0].must("ssh", "node2", "echo $shell")
+        done = _launch(three_hosts[0], ["-H", "node1:1,node2:1", "python", "-c", WHERE])
+    finally:
+        for host in three_hosts:
+            host.must("umount", "/etc/passwd")
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.split()[4] for line in done.stderr.splitlines()) == ["node1", "node2"]
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)

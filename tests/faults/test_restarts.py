@@ -25,7 +25,9 @@ KILLED = "hvd_cifar: rank 1 on a was ended by signal 9 (Killed)"
         ([Failure(137, KILLED, 20)], 0, "--max-restarts 0"),
         ([Failure(137, KILLED, 20), Failure(137, KILLED, 30)], 5, None),
         ([Failure(137, KILLED, 20), Failure(1, "", 20)], 5, None),
-        ([Failure(137, KILLED, 20), Failure(1, "", 20), Failure(137, KILLED, 20)], 5, "twice in the same way after st"),
+        ([Failure(137, KILLED, 20), Failure(1, "", 20), Failure(137, KILLED, 20, 9)], 5, "same way after step 20"),
+        # A host is away, and mpirun cannot start a rank: nothing is known of the program.
+        ([Failure(137, KILLED, 20, 9), Failure(255, "", 20, 9), Failure(255, "", 20, 9)], 5, None),
         ([Failure(137, KILLED, None), Failure(137, KILLED, None)], 5, None),  # rank 0 writes on another host
         ([Failure(1, "hvd_cifar: model diverged with loss = nan at step 3; ...", 2)], 5, "would not be finite again"),
     ],
@@ -39,6 +41,8 @@ def test_a_failure_is_its_last_line_and_its_last_whole_step(tmp_path: Path) -> N
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 20}\n{"event": "tr')
     tail = f"cut off\nhvd_cifar: note\n{KILLED}\nother\n".encode()
     assert failure_of(137, tail, tmp_path) == Failure(137, KILLED, 20)
+    (tmp_path / "sessions.jsonl").write_text('{"mark": "launch"}\n{"mark": "start"}\n')
+    assert failure_of(137, tail, tmp_path).marks == 2
     assert failure_of(1, b"", tmp_path / "none") == Failure(1, "", None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import io
 import json
 import os
@@ -300,6 +301,15 @@ with locked(Path({str(tmp_path)!r}), "waiting") as lock, open(os.devnull, "w") a
     holder.wait()
     with locked(tmp_path, "waiting"):
         assert (tmp_path / "over").exists()
+
+
+def test_a_lock_on_a_file_may_write_it(tmp_path: Path) -> None:
+    """NFS refuses the exclusive lock otherwise: there flock is a lock of the file's bytes."""
+    file = tmp_path / "lock"
+    file.touch()
+    for path, mode in ((file, os.O_RDWR), (tmp_path, os.O_RDONLY)):
+        with locked(path, "waiting") as lock:
+            assert fcntl.fcntl(lock, fcntl.F_GETFL) & os.O_ACCMODE == mode
 
 
 def test_another_python_is_refused_in_one_line(tmp_path: Path) -> None:

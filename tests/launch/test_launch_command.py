@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from hvd_cifar import cli
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch import launcher, starters
 from hvd_cifar.launch import validators as launch_validators
-from hvd_cifar.launch.cluster import remarks
+from hvd_cifar.launch.cluster import remarks, ssh
 from hvd_cifar.launch.cluster.hosts import Host, ranks_by_default, read_hostfile
 from hvd_cifar.launch.cluster.network import Card, Network, find_network
 from hvd_cifar.launch.cluster.program import Participants
@@ -334,8 +336,8 @@ def test_command_on_other_hosts() -> None:
         PYTHON,
         "-m",
         "hvd_cifar.launch.cluster.guard",
-        "--subnet",
         "10.0.0.0/24",
+        os.getcwd(),
         *PROGRAM,
     ]
 
@@ -346,6 +348,21 @@ def test_an_interrupt_while_hosts_are_asked_is_no_traceback(monkeypatch: pytest.
 
     monkeypatch.setattr(launcher, "find_network", interrupted)
     assert launcher.main(["-H", "localhost:1,nosuch.invalid:1", "train", "--dataset", "synthetic"], cli.check) == 130
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash", "tcsh"])
+def test_any_login_shell_runs_programs_of_several_lines(shell: str) -> None:
+    """csh ends a quoted word at the end of the line, and takes ! for an event of its history."""
+    if not shutil.which(shell):
+        pytest.skip(f"needs {shell}")
+    program = "import sys\nprint('a!b\\n', 1 != 2, \"it's\", r'\\c %s \\0041', sys.stdin.read())\n"
+    command = [sys.executable, "-c", program]
+    directly = subprocess.run(command, input="in", capture_output=True, text=True)
+    done = subprocess.run([shell, "-c", ssh.words("host", command)[-1]], input="in", capture_output=True, text=True)
+    assert directly.returncode == 0 and "True it's" in directly.stdout
+    assert (done.returncode, done.stdout, done.stderr) == (0, directly.stdout, "")
+    plain = ["rm", "-rf", "/a b"]
+    assert ssh.words("host", plain)[-1] == shlex.join(plain)  # what `ps` shows stays readable
 
 
 def test_no_ssh_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from hvd_cifar.errors import UserError
+from hvd_cifar.launch import elastic
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.remarks import Lost, ended_by_signal, lost_in
 from hvd_cifar.launch.elastic import ElasticRun, Options, script
@@ -107,6 +111,22 @@ def test_a_discovery_script(tmp_path: Path) -> None:
         script(path)()
 
 
+def test_a_discovery_script_that_hangs_ends_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, pid = tmp_path / "find", tmp_path / "pid"
+    path.write_text(f"#!/bin/sh\nsleep 600 & echo $! > {pid}\nwait\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(elastic, "SCRIPT_SECONDS", 1.0)
+    with pytest.raises(UserError, match="timed out"):
+        script(path)()
+    with contextlib.suppress(psutil.NoSuchProcess):  # or nobody waits for it, and it stays a zombie
+        child = psutil.Process(int(pid.read_text()))
+        end = time.monotonic() + 10
+        while child.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end
+
+
 def test_an_elastic_job_travels_in_a_variable() -> None:
     job = ElasticJob("name", 4, True)
     assert elastic_job({"HVD_CIFAR_ELASTIC": str(job)}) == job
@@ -184,6 +204,32 @@ def test_a_discovery_that_fails_is_told_once_and_the_known_hosts_stay(
     assert [run._look() for _ in range(5)] == [HOSTS] * 5
     said = capfd.readouterr().err
     assert said.count("no answer; the hosts known so far stay") == 1 and said.count("other;") == 1
+
+
+def test_a_discovery_that_fails_while_no_host_is_there_does_not_end_the_job(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does the job then start on no host, which mpirun takes for this one."""
+    answers: Iterator[tuple[Host, ...] | UserError] = iter([HOSTS, (), UserError("no answer"), HOSTS])
+    started: list[tuple[Host, ...]] = []
+
+    def discover() -> tuple[Host, ...]:
+        answer = next(answers, HOSTS)
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+    def start(hosts: tuple[Host, ...], _: dict[str, str]) -> int:
+        started.append(hosts)
+        return int(len(started) == 1)
+
+    run = ElasticRun(Options(Sizes(2, 8), None, 60, (1, 1)), discover, start, Job(can_stop=True), tmp_path)
+    run._watch = lambda hosts, ended: None  # type: ignore[method-assign]  # which looks for hosts also
+    assert run.run() == 0
+    run.clean_up()
+    assert started == [HOSTS, HOSTS]
+    said = capfd.readouterr().err
+    assert "none of the hosts that have it is there" in said and "no answer; the hosts known so far stay" in said
 
 
 def test_a_start_is_told_of_where_no_lost_rank_is_known(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +23,7 @@ from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.folder import CACHE, Folder, Listing
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
+from tests.ranks import CHECKOUT
 
 CLASSES = ("ant", "bee", "cat")
 
@@ -229,6 +233,25 @@ def test_a_damaged_cache_is_named(birds: Path) -> None:
         source.read(place)
     (place / "about.json").unlink()
     assert source.fault(place) == f"{place}/about.json is missing"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
+def test_a_full_disk_is_told_before_the_first_image(birds: Path) -> None:
+    """In a process of its own, which a write to the mapped file would end."""
+    cache, program = birds / CACHE, f"from tests.single.test_folder import _read, Path; _read(Path({str(birds)!r}))"
+    for image in birds.rglob("*.png"):
+        _save(image, _pixels(1, 200, 200, 3))  # 18 of them are 2 MB
+    cache.mkdir()
+    if os.system(f"mount -t tmpfs -o size=1m tmpfs '{cache}' 2>/dev/null") != 0:
+        pytest.skip("no file system can be mounted here")
+    try:
+        done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True)
+        left = [path.name for path in cache.iterdir()]
+    finally:
+        os.system(f"umount '{cache}'")
+    assert done.returncode == 1, done
+    assert re.search(r"UserError: cannot write \S+images.npy: No space left on device: free space", done.stderr)
+    assert left in ([], [".lock"])
 
 
 def test_progress_is_drawn_on_stderr_when_asked_for(birds: Path, capfd: pytest.CaptureFixture[str]) -> None:

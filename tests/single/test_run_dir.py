@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,29 @@ def test_a_folder_is_one_run_s_until_it_lets_it_go(tmp_path: Path) -> None:
         _claim(tmp_path)
     run_dir.release()
     assert _claim(tmp_path) is None
+
+
+def test_a_restart_waits_for_the_lock_of_a_lost_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As a file server keeps it for a host that does not answer."""
+    text = (
+        "import sys, time\nfrom filelock import FileLock\nlock = FileLock(sys.argv[1])\nlock.acquire()\n"
+        "print(flush=True)\ntime.sleep(float(sys.argv[2]))"
+    )
+    holder = [sys.executable, "-c", text, str(tmp_path / ".lock")]
+    monkeypatch.setattr(run_dir, "SECONDS_FOR_A_LOST_HOST", 60.0)
+    for seconds, starts in (("60", "1.0"), ("2", "1.0 2.0 3.0")):
+        monkeypatch.setenv("HVD_CIFAR_STARTS", starts)
+        with subprocess.Popen([*holder, seconds], stdout=subprocess.PIPE) as process:
+            assert process.stdout and process.stdout.readline()
+            if len(starts) == 3:
+                with pytest.raises(UserError, match="another run is writing there"):
+                    _claim(tmp_path)
+            else:
+                assert _claim(tmp_path) is None
+            process.kill()
+        assert ("which the lost rank 0 may still hold" in capfd.readouterr().err) == (len(starts) > 3)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])

@@ -108,7 +108,8 @@ def say(text: str, end: str = "\n") -> None:
 @contextlib.contextmanager
 def locked(path: Path, waiting: str) -> Iterator[int]:
     """Hold a lock on an existing file or folder, and yield its descriptor. Prints `waiting` if it has to wait."""
-    lock = os.open(path, os.O_RDONLY)
+    # NFS locks a file only for those who may write it.
+    lock = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
