@@ -7,8 +7,10 @@ start therefore loses the step in progress and at most one complete step. MPI an
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import secrets
+import signal
 import subprocess
 import tempfile
 import threading
@@ -75,7 +77,7 @@ class ElasticRun:
     def __post_init__(self) -> None:
         self.roster = Roster(*self.options.cool_down)
         self.ranks = self.options.ranks or 0  # times --batch-size is the global batch
-        self.found: tuple[Host, ...] = ()
+        self.found: tuple[Host, ...] | None = None  # None: discovery has not worked yet
         self.used: set[str] = set()  # hosts that may have a copy of the state
         self.has_started = False
         self.complaint = ""  # the last printed error of discovery
@@ -161,7 +163,7 @@ class ElasticRun:
         return code
 
     def _lose(self, lost: Lost, code: int) -> None:
-        if lost.host not in {host.name for host in self.found}:
+        if lost.host not in {host.name for host in self.found or ()}:
             return
         seconds = self.roster.lose(lost.host, whole=lost.rank is None, now=time.monotonic())
         what = lost.host if lost.rank is None else f"rank {lost.rank} on {lost.host}"
@@ -194,8 +196,11 @@ class ElasticRun:
         if not self.used:
             return
         # One rank on each host that may have a copy.
-        everywhere = tuple(Host(host.name, 1) for host in self.found if host.name in self.used)
+        everywhere = tuple(Host(host.name, 1) for host in self.found or () if host.name in self.used)
         chosen = tuple(host for host in everywhere if host.name in {h.name for h in hosts}) or everywhere
+        if not chosen:
+            complain("elastic: the newest state is not saved: none of the hosts that have it is there")
+            return
         try:
             self._start(self._allowed(chosen), saves_only=True)
         except UserError as failure:
@@ -209,7 +214,7 @@ class ElasticRun:
         try:
             self.found = self.discover()
         except UserError as failure:
-            if not self.found:
+            if self.found is None:
                 raise
             if str(failure) != self.complaint:  # once, not every second
                 self.complaint = str(failure)
@@ -221,7 +226,7 @@ class ElasticRun:
         began, first_step, seen = time.monotonic(), self._step(), 0
         while not ended.wait(SECONDS_BETWEEN_LOOKS):
             better = self._allowed(self._look())
-            there = {host.name: host.slots for host in self.found}
+            there = {host.name: host.slots for host in self.found or ()}
             withdrawn = [host.name for host in hosts if host.slots > there.get(host.name, 0)]
             more = slots_of(better) > slots_of(hosts)
             seen = seen + 1 if withdrawn or more else 0
@@ -271,9 +276,15 @@ def script(path: Path) -> Discover:
         what = f"--host-discovery-script {path}"
         try:
             with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-                code = subprocess.run(
-                    [str(path)], stdout=out, stderr=err, timeout=SCRIPT_SECONDS, preexec_fn=_limit_output
-                ).returncode
+                process = subprocess.Popen(
+                    [str(path)], stdout=out, stderr=err, preexec_fn=_limit_output, start_new_session=True
+                )
+                try:
+                    code = process.wait(SCRIPT_SECONDS)
+                except BaseException:
+                    os.killpg(process.pid, signal.SIGKILL)  # the programs that it waits for also
+                    process.wait()
+                    raise
                 said, complaints = (_read_from_start(file).decode() for file in (out, err))
         except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError) as failure:
             raise UserError(f"{what}: {failure}") from None
