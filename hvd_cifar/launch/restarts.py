@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvd_cifar.errors import DIVERGED, RESUME
@@ -17,16 +17,24 @@ FINAL = (0, 2, RESUME, 128 + signal.SIGINT)
 
 @dataclass(frozen=True)
 class Failure:
-    """How a job ended: exit code, the last line of `last_said`, and the last step that it logged, if any."""
+    """How a job ended.
+
+    Attributes:
+        code: exit code.
+        said: of `last_said`.
+        step: the last one that it logged, if any.
+        marks: lines of sessions.jsonl, to which each start whose ranks ran has added.
+    """
 
     code: int
     said: str
     step: int | None
+    marks: int = field(default=0, compare=False)
 
 
 def failure_of(code: int, tail: bytes, run_dir: Path) -> Failure:
     """The failure of a job with this exit code; `tail` is the end of its stderr."""
-    return Failure(code, last_said(tail), last_step(run_dir / "metrics.jsonl"))
+    return Failure(code, last_said(tail), last_step(run_dir / "metrics.jsonl"), len(_lines(run_dir / "sessions.jsonl")))
 
 
 def last_said(tail: bytes) -> str:
@@ -40,7 +48,8 @@ def reason_to_give_up(failures: Sequence[Failure], max_restarts: int) -> str | N
     last = failures[-1]
     if DIVERGED in last.said:
         return "its loss would not be finite again"
-    if last in failures[:-1] and last.step is not None:
+    ran = len(failures) > 1 and last.marks > failures[-2].marks  # else nothing could start: a host may be booting
+    if ran and last in failures[:-1] and last.step is not None:
         return f"it failed twice in the same way after step {last.step}"
     if len(failures) > max_restarts:
         return f"--max-restarts {max_restarts}"
@@ -54,11 +63,7 @@ def seconds_before(restart: int) -> float:
 
 def last_step(metrics: Path) -> int | None:
     """The last step with a log line in metrics.jsonl; None: there is none, or the file is on another host."""
-    try:
-        lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
+    for line in reversed(_lines(metrics)):
         try:
             event = json.loads(line)
             if event["event"] == "train":  # evaluations may be of earlier steps
@@ -67,3 +72,11 @@ def last_step(metrics: Path) -> int | None:
         except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
             continue
     return None
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file; none where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

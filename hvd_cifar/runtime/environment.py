@@ -115,6 +115,11 @@ def starts(environment: Mapping[str, str] = os.environ) -> list[float]:
     return [float(word) for word in environment.get(STARTS, "").split()] or [process.began()]
 
 
+def is_restart(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher has started these ranks before."""
+    return len(environment.get(STARTS, "").split()) > 1
+
+
 def ends(environment: Mapping[str, str] = os.environ) -> list[str]:
     """How the launcher's last starts of these ranks ended, a line each, the newest last."""
     found: list[str] = json.loads(environment.get(ENDS, "[]"))

@@ -14,10 +14,13 @@ from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.dataset import Dataset, Examples
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import read_json
+from hvd_cifar.reporting import terminal
+from hvd_cifar.runtime import environment
 from hvd_cifar.training import checkpoint, checkpoint_files
 from hvd_cifar.training.plan import Plan
 
 SECONDS_FOR_READERS = 0.2  # `reporting.run_files.lives` holds the lock for an instant
+SECONDS_FOR_A_LOST_HOST = 150.0  # a file server keeps the lock of a host that does not answer (NFS by default for 90 s)
 OF_A_RUN = ("metrics.jsonl", "sessions.jsonl", "examples.jsonl", "summary.json")  # written after config.json
 # Settings that determine a run's results. They must not change when a run resumes, nor must the facts derived from
 # settings (data set, batch, learning rate).
@@ -86,8 +89,7 @@ def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path
         raise UserError(f"--run-dir {run_dir}: holds {foreign[0]}, but no config.json of a run; give another folder")
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        lock = FileLock(run_dir / ".lock")
-        lock.acquire(timeout=SECONDS_FOR_READERS)
+        lock = _locked(run_dir / ".lock")
     except Timeout:
         raise UserError(
             f"--run-dir {run_dir}: another run is writing there; wait for it, or give another one"
@@ -102,6 +104,22 @@ def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path
             release()
             shutil.rmtree(run_dir, ignore_errors=True)
         raise
+
+
+def _locked(path: Path) -> FileLock:
+    """The file's lock, taken. After a restart by the launcher this waits for the lock of a lost rank 0.
+
+    Raises Timeout where another process keeps it.
+    """
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=SECONDS_FOR_READERS)
+    except Timeout:
+        if not environment.is_restart():
+            raise
+        terminal.complain(f"hvd_cifar: waits for {path}, which the lost rank 0 may still hold")
+        lock.acquire(timeout=SECONDS_FOR_A_LOST_HOST)
+    return lock
 
 
 def _checkpoint_to_resume(settings: TrainSettings, run_dir: Path, recorded: dict[str, Any]) -> Path | None:
