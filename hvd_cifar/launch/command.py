@@ -71,7 +71,7 @@ def command(
             here = next(card.name for host, card in network.cards.items() if is_local(host))
             # No cache: horovodrun's results of earlier ssh checks may be outdated.
             words += ["--network-interfaces", here, "--disable-cache"]
-            words += [python, "-m", "hvd_cifar.launch.cluster.guard", "--subnet", network.subnet]
+            words += [python, "-m", "hvd_cifar.launch.cluster.guard", network.subnet, str(Path.cwd())]
         return words + program
 
     words = [installed.mpirun, *where]
@@ -100,6 +100,8 @@ def _of_other_hosts(network: Network, environ: Mapping[str, str], keepalive: Map
     words = ["-mca", "btl_tcp_if_include", network.subnet, "-mca", "oob_tcp_if_include", network.subnet]
     # mpirun logs in to every host from here, so that hosts need no ssh between each other.
     words += ["-mca", "plm_rsh_no_tree_spawn", "1", "-mca", "plm_rsh_args", " ".join(ssh.OPTIONS)]
+    # By default it logs in to gpu01.cluster as gpu01, and takes gpu01.east and gpu01.west for one host.
+    words += ["-mca", "orte_keep_fqdn_hostnames", "1"]
     for name, seconds in keepalive.items():
         words += ["-mca", name, str(seconds)]
     words += ["--tag-output"]

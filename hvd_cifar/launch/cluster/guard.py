@@ -1,12 +1,14 @@
-"""The parent of one rank of horovodrun: `python -m hvd_cifar.launch.cluster.guard --subnet 10.0.0.0/24 PROGRAM ...`.
+"""The parent of one rank of horovodrun: `python -m hvd_cifar.launch.cluster.guard SUBNET FOLDER PROGRAM ...`.
 
-It does two things that horovodrun does not. It tells Gloo the name of this host's network card on the subnet, since
-horovodrun passes one name to all hosts. It ends the rank when its ssh session ends, since ranks would otherwise train
-on after a Ctrl-C.
+It does three things that horovodrun does not. It tells Gloo the name of this host's network card on the subnet, since
+horovodrun passes one name to all hosts. It starts the rank in the folder if that is there; horovodrun does so only
+where the path has no spaces. It ends the rank when its ssh session ends, since ranks would otherwise train on after a
+Ctrl-C.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import signal
@@ -25,8 +27,9 @@ SECONDS_TO_END = 5.0
 
 def main(argv: list[str]) -> int:
     """Run the program, and end it when its ssh session ends; return its exit code, or 128 + the signal."""
-    option, subnets, *program = argv
-    assert option == "--subnet" and program
+    subnets, folder, *program = argv
+    with contextlib.suppress(OSError):
+        os.chdir(folder)
     card = card_on(subnets)
     if card is not None:
         os.environ["HOROVOD_GLOO_IFACE"] = card

@@ -26,8 +26,12 @@ ADVICE = (
 
 
 def words(host: str, command: Sequence[str]) -> list[str]:
-    """The command that runs `command` on `host`, quoted for the login shell there."""
-    return ["ssh", *OPTIONS, host, shlex.join(command)]
+    """The command that runs `command` on `host`, quoted for the login shell there, also for csh."""
+    line = shlex.join(command)
+    if not {"\n", "!"}.isdisjoint(line):  # csh takes neither within quotes
+        escaped = line.replace("\\", r"\\").replace("\n", r"\n").replace("!", r"\0041")
+        line = shlex.join(["sh", "-c", 'eval "exec $(printf %b "$0")"', escaped])
+    return ["ssh", *OPTIONS, host, line]
 
 
 def diagnose(host: str, complaint: str) -> tuple[str, str]:
