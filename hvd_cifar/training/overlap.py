@@ -106,7 +106,7 @@ def measure_backward(
         with tf.control_dependencies(times):
             image = tf.identity(image)
         share = share_of(image, label, weight, count, [tf.identity(s.value) for s in statistics_of])
-        order[:] = buckets.order(share.gradients)
+        order[:] = buckets.order(len(share.gradients))
         in_order = [share.loss, *(share.gradients[i] for i in order)]
         sizes[:] = [tensor.shape.num_elements() * sent_width(tensor.dtype, compression) for tensor in in_order[1:]]
         for tensor in in_order:

@@ -73,3 +73,27 @@ def _about() -> str:
     from hvd_cifar.kernels import compiled
 
     return compiled.about()
+
+
+def _overlap_with_unlike_graphs(folder: str) -> list[bool]:
+    """Buckets, small and as large as all gradients, where rank 1's gradients of kernels come from other operations."""
+    import numpy as np
+
+    import hvd_cifar
+    from hvd_cifar.kernels import side_by_side
+    from hvd_cifar.runtime.environment import launched_rank
+
+    if launched_rank() == 1:
+        vars(side_by_side)["MOST_PIXELS"] = 0
+    images = np.random.default_rng(0).integers(0, 256, (16, 8, 8, 3)).astype(np.uint8)
+    data = hvd_cifar.Dataset.from_arrays(images, np.arange(16) % 2, images, np.arange(16) % 2)
+    course: dict[str, Any] = {"precision": "mixed_bfloat16", "overlap": "on", "batch_size": 4, "check_sync_every": 1}
+    course |= {"max_steps": 2, "eval_every": 0, "summary_every": 0}
+    return [
+        hvd_cifar.train("resnet20", data, run_dir=f"{folder}/{size}", bucket_bytes=size, **course)["replicas_identical"]
+        for size in (2**18, 2**24)
+    ]
+
+
+def test_hosts_with_other_graphs_send_the_same_buckets(tmp_path: Path) -> None:
+    assert run_ranks(_overlap_with_unlike_graphs, 2, str(tmp_path), timeout=240) == [[True, True]] * 2
