@@ -29,7 +29,7 @@ from hvd_cifar.launch.job import Job, complain
 from hvd_cifar.launch.restarts import FINAL, last_step
 from hvd_cifar.launch.roster import Roster, Sizes, first_slots, slots_of
 from hvd_cifar.runtime.environment import ELASTIC, ElasticJob
-from hvd_cifar.runtime.shared_memory import NONE, folder_of, newest_step
+from hvd_cifar.runtime.shared_memory import NONE, folder_of, newest_version
 
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_BEFORE_RESIZE = 30.0  # time for a first step, where this host cannot see the steps
@@ -255,8 +255,8 @@ class ElasticRun:
             return False
 
     def _step(self) -> int:
-        """The newest step that this host can see; -1: none."""
-        copied = newest_step(folder_of(self.name) / "state")
+        """A number that grows with the newest step that this host can see; -1: there is none."""
+        copied = newest_version(folder_of(self.name) / "state")
         return copied if copied != NONE else last_step(self.run_dir / "metrics.jsonl") or NONE
 
 

@@ -19,6 +19,7 @@ from hvd_cifar.errors import UserError
 
 ROOT = Path("/dev/shm")
 LAYOUT_BYTES = 32
+NOTES_AT = LAYOUT_BYTES + 16  # after the numbers of the two versions
 HEAD_BYTES = 4096  # slots begin on a page
 NONE = -1
 
@@ -44,7 +45,7 @@ def own_folder(job: str) -> Path:
 
 
 class TwoSlots:
-    """Versions of `size` bytes, numbered by step. One process writes; any may read while it does not."""
+    """Numbered versions of `size` bytes, each with a note. One process writes; any may read while it does not."""
 
     def __init__(self, path: Path, layout: bytes, size: int) -> None:
         """Open or make the file. One of another layout, such as of other variables, is replaced.
@@ -82,40 +83,46 @@ class TwoSlots:
         self._mark(0, NONE)
         self._mark(1, NONE)
 
-    def write(self, step: int, pieces: list[NDArray[np.uint8]]) -> None:
+    def write(self, version: int, pieces: list[NDArray[np.uint8]], note: int = 0) -> None:
         """Replace the older version by `pieces`, which make up all bytes."""
-        held = self.steps
+        held = self.versions
         slot = held.index(min(held))
-        self._mark(slot, NONE)
+        self._mark(slot, NONE, note)
         at = HEAD_BYTES + slot * self._size
         for piece in pieces:
             self._map[at : at + piece.nbytes] = piece.data
             at += piece.nbytes
-        self._mark(slot, step)
+        self._mark(slot, version, note)
 
-    def read(self, step: int) -> NDArray[np.uint8]:
+    def read(self, version: int) -> NDArray[np.uint8]:
         """The bytes of a version."""
-        at = HEAD_BYTES + self.steps.index(step) * self._size
+        at = HEAD_BYTES + self.versions.index(version) * self._size
         return np.frombuffer(self._map[at : at + self._size], np.uint8)
 
+    def note(self, version: int) -> int:
+        """The note of a version."""
+        (note,) = struct.unpack_from("<q", self._map, NOTES_AT + 8 * self.versions.index(version))
+        return int(note)
+
     @property
-    def steps(self) -> tuple[int, int]:
-        """The steps of the two versions; -1: none."""
-        return _steps(self._map[:HEAD_BYTES])
+    def versions(self) -> tuple[int, int]:
+        """The numbers of the two versions; -1: none."""
+        return _versions(self._map[:HEAD_BYTES])
 
-    def _mark(self, slot: int, step: int) -> None:
-        struct.pack_into("<q", self._map, LAYOUT_BYTES + 8 * slot, step)
+    def _mark(self, slot: int, version: int, note: int = 0) -> None:
+        struct.pack_into("<q", self._map, NOTES_AT + 8 * slot, note)
+        struct.pack_into("<q", self._map, LAYOUT_BYTES + 8 * slot, version)
 
 
-def newest_step(path: Path) -> int:
-    """The newest step that a file holds; -1: none, or no such file."""
+def newest_version(path: Path) -> int:
+    """The newest version that a file holds; -1: none, or no such file."""
     try:
         with path.open("rb") as file:
-            return max(_steps(file.read(HEAD_BYTES)))
+            return max(_versions(file.read(HEAD_BYTES)))
     except (OSError, struct.error):
         return NONE
 
 
-def _steps(head: bytes) -> tuple[int, int]:
+def _versions(head: bytes) -> tuple[int, int]:
     one, other = struct.unpack_from("<qq", head, LAYOUT_BYTES)
     return one, other

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from hvd_cifar.config import MOST_STEPS
 from hvd_cifar.distributed import collectives
 from hvd_cifar.runtime.shared_memory import NONE, TwoSlots, own_folder
 from hvd_cifar.runtime.world import World
@@ -71,6 +72,7 @@ class StateCopy:
             UserError: where the host's shared memory has no room.
         """
         self.state = state
+        self._rank, self._local_size = world.rank, world.local_size
         self._all, self._own = _Values(state.variables), _Values(own)
         self._folder = collectives.on_every_rank(lambda: own_folder(job))
         self._of_own, self._of_all = collectives.on_every_rank(
@@ -85,10 +87,15 @@ class StateCopy:
 
     def write(self, step: int) -> None:
         """Copy the current state, which is that after `step`."""
+        version = self._version(step)
         if self._of_own:
-            self._of_own.write(step, self._own.pieces())
-        if self._of_all:  # last: when this one is whole, so is the other
-            self._of_all.write(step, self._all.pieces())
+            self._of_own.write(version, self._own.pieces())
+        if self._of_all:
+            self._of_all.write(version, self._all.pieces(), self._local_size)
+
+    def _version(self, step: int) -> int:
+        """A number that grows with each step, and with each rollback even though its step is an earlier one."""
+        return int(self.state.rollbacks.numpy()) * (MOST_STEPS + 1) + step
 
     def forget(self) -> None:
         """Drop this rank's copies."""
@@ -97,33 +104,52 @@ class StateCopy:
                 slots.clear()
 
     def restore(self, step: int) -> int | None:
-        """Restore the newest copy on all ranks, if it is later than `step`. A collective.
+        """Restore the newest whole copy on all ranks, if it is later than the present state. A collective.
+
+        A copy that all hosts with copies have is preferred to a newer one: only this has every rank's own variables.
+
+        Args:
+            step: of the present state.
 
         Returns:
             The step of the copy; None where there is no later one.
         """
-        newest = collectives.all_gather_object(max(self._of_all.steps) if self._of_all else NONE)
-        found = max(newest)
-        if found <= step:
+        whole = collectives.all_gather_object(self._whole())
+        there = [set(versions) for versions in whole if versions]
+        if not there:
             return None
-        root = newest.index(found)
-        if self._of_all and found in self._of_all.steps:
+        found = max(set.intersection(*there) or set.union(*there))
+        if found <= self._version(step):
+            return None
+        root = next(rank for rank, versions in enumerate(whole) if found in versions)
+        is_here = self._of_all is not None and found in whole[self._rank]
+        if self._of_all and is_here:
             for variable, value in zip(self._all.variables, self._all.arrays(self._of_all.read(found)), strict=True):
                 variable.assign(value)
         collectives.broadcast_variables(self.state.variables, root)
-        self._average_own(found)
-        return found
+        self._average_own(found if is_here else None)
+        return found % (MOST_STEPS + 1)
 
-    def _average_own(self, step: int) -> None:
-        """Set the variables that differ between ranks to the mean of all copies of a step."""
+    def _whole(self) -> list[int]:
+        """The versions of which this host has the state and the own variables of all its ranks."""
+        if not self._of_all:
+            return []
+        held = [version for version in self._of_all.versions if version != NONE]
+        return [v for v in held if all(slots and v in slots.versions for slots in self._own_files(v))]
+
+    def _own_files(self, version: int) -> list[TwoSlots | None]:
+        """The copies of the own variables of the ranks that this host had; None: a rank has none."""
+        if not self._of_all or not self._own.variables:
+            return []
+        names = [f"{OWN}{local_rank}" for local_rank in range(self._of_all.note(version))]
+        return [self._file(name, self._own) if (self._folder / name).exists() else None for name in names]
+
+    def _average_own(self, version: int | None) -> None:
+        """Set the variables that differ between ranks to the mean of all ranks' copies; None: this rank has no part."""
         if not self._own.variables:
             return
-        parts = []
-        if self._of_all:  # one rank of each host
-            for path in sorted(self._folder.glob(f"{OWN}*")):
-                slots = self._file(path.name, self._own)
-                if step in slots.steps:
-                    parts.append(self._own.arrays(slots.read(step)))
+        found = [slots for slots in self._own_files(version) if slots] if version is not None else []
+        parts = [self._own.arrays(slots.read(version)) for slots in found if version is not None]
         (copies,) = collectives.all_reduce_sums([len(parts)])
         for i, variable in enumerate(self._own.variables):
             total = sum((part[i] for part in parts), np.zeros(variable.shape, variable.dtype.as_numpy_dtype))

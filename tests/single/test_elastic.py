@@ -26,7 +26,7 @@ from hvd_cifar.launch.request import parse
 from hvd_cifar.launch.roster import Roster, Sizes, first_slots, parse_sizes
 from hvd_cifar.runtime import shared_memory, stalls
 from hvd_cifar.runtime.environment import ElasticJob, elastic_job
-from hvd_cifar.runtime.shared_memory import NONE, TwoSlots, newest_step, own_folder
+from hvd_cifar.runtime.shared_memory import NONE, TwoSlots, newest_version, own_folder
 
 LAYOUT = bytes(range(32))
 HOSTS = (Host("a", 2), Host("b", 4))
@@ -139,16 +139,16 @@ def _bytes(value: int, size: int = 6) -> np.ndarray:
 
 def test_the_older_version_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "state"
-    assert newest_step(path) == NONE
+    assert newest_version(path) == NONE
     slots = TwoSlots(path, LAYOUT, 10)
-    assert newest_step(path) == NONE
+    assert newest_version(path) == NONE
     for step in (4, 5, 6):
         slots.write(step, [_bytes(step), _bytes(step + 100, 4)])
     again = TwoSlots(path, LAYOUT, 10)  # a later process
-    assert sorted(again.steps) == [5, 6] and newest_step(path) == 6
+    assert sorted(again.versions) == [5, 6] and newest_version(path) == 6
     assert again.read(5).tolist() == [5] * 6 + [105] * 4
-    assert sorted(TwoSlots(path, LAYOUT[::-1], 10).steps) == [NONE, NONE]  # other variables
-    assert sorted(TwoSlots(path, LAYOUT[::-1], 11).steps) == [NONE, NONE]
+    assert sorted(TwoSlots(path, LAYOUT[::-1], 10).versions) == [NONE, NONE]  # other variables
+    assert sorted(TwoSlots(path, LAYOUT[::-1], 11).versions) == [NONE, NONE]
 
 
 def test_a_writer_that_is_killed_leaves_a_whole_version(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_writer_that_is_killed_leaves_a_whole_version(tmp_path: Path) -> None:
         "import sys, itertools, numpy as np; from pathlib import Path\n"
         "from hvd_cifar.runtime.shared_memory import TwoSlots\n"
         "slots = TwoSlots(Path(sys.argv[1]), bytes(32), 2**23)\n"
-        "for step in itertools.count(max(slots.steps) + 1):\n"
+        "for step in itertools.count(max(slots.versions) + 1):\n"
         "    slots.write(step, [np.full(2**22, step % 251, np.uint8)] * 2)\n"
         "    print(step, flush=True)\n"
     )
@@ -171,8 +171,8 @@ def test_a_writer_that_is_killed_leaves_a_whole_version(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
         slots = TwoSlots(path, bytes(32), 2**23)
-        assert max(slots.steps) >= last
-        for step in slots.steps:
+        assert max(slots.versions) >= last
+        for step in slots.versions:
             if step != NONE:
                 assert set(np.unique(slots.read(step))) == {step % 251}
 
