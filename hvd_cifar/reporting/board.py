@@ -28,6 +28,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 from hvd_cifar.files import replace_bytes
 
 BUCKETS = 30  # of a histogram, as TensorFlow's have
+LARGEST = 1e300  # so that the distance of two values is finite
 CELL = 16  # pixels of a cell of a confusion matrix
 _numbers = itertools.count()
 
@@ -76,12 +77,14 @@ def hyperparameters(values: Mapping[str, Any], run: str) -> Any:
 
 def histogram(values: NDArray[Any]) -> NDArray[np.float64]:
     """[30, 3]: the left and right end of each bucket, and how many of the finite `values`, of any shape, it holds."""
-    flat = values.ravel()
-    if not np.isfinite(flat).all():
-        flat = flat[np.isfinite(flat)]
+    flat = values.ravel().astype(np.float64)
+    flat = np.clip(flat[np.isfinite(flat)], -LARGEST, LARGEST)
     if flat.size == 0:
         return np.zeros((BUCKETS, 3))
-    counts, edges = np.histogram(flat, BUCKETS)
+    low, high = flat.min(), flat.max()
+    if high - low < 2 * BUCKETS * np.spacing(max(-low, high)):  # NumPy refuses ends that are no distinct numbers
+        low, high = low - 0.5, high + 0.5
+    counts, edges = np.histogram(flat, BUCKETS, (low, high))
     return np.stack([edges[:-1], edges[1:], counts], axis=1)
 
 

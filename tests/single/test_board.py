@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -49,6 +50,22 @@ def test_a_histogram_counts_every_finite_value(tmp_path: Path) -> None:
     left, right, counts = _value(found, "one value").T
     assert counts.sum() == 9 and (left[counts > 0] <= 2.5).all() and (right[counts > 0] >= 2.5).all()
     assert not _value(found, "none").any()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.array([1, 1 + 1e-7], np.float32),  # weights that start as ones, after a small step
+        np.array([1, 1 + 2e-16]),
+        np.array([0, 1e-45], np.float32),
+        np.array([0, 5e-324]),
+        np.array([-3e38, 3e38], np.float32),
+        np.array([-1.7e308, 1.7e308]),
+    ],
+)
+def test_a_histogram_of_values_that_are_nearly_alike_or_very_large(values: NDArray[Any]) -> None:
+    left, right, counts = board.histogram(values).T
+    assert counts.sum() == 2 and (left < right).all() and np.isfinite([left, right]).all()
 
 
 @pytest.mark.parametrize("channels", [1, 3])
