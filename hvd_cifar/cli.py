@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import time
 import types
@@ -17,6 +18,7 @@ from hvd_cifar import __version__, config
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.quiet import quiet_start
+from hvd_cifar.runtime import watch
 from hvd_cifar.runtime.environment import launched_rank
 from hvd_cifar.training.preemption import resumable
 
@@ -72,11 +74,19 @@ def _choices_of(error: click.exceptions.NoArgsIsHelpError) -> str:
 
 
 def _complain_once(message: str, code: int) -> int:
-    """Print the error once, on rank 0. Other ranks wait, since the launcher ends rank 0 when one of them exits."""
-    if launched_rank() in (None, 0):
-        terminal.complain("hvd_cifar: " + " ".join(message.split()))
+    """Print the error once: on rank 0, or on this rank where rank 0 goes on without it.
+
+    Other ranks wait, since the launcher ends rank 0 when one of them exits.
+    """
+    rank, line = launched_rank(), " ".join(message.split())
+    if not rank:
+        terminal.complain(f"hvd_cifar: {line}")
     else:
         time.sleep(GRACE_SECONDS)
+        if watch.goes_on(0):
+            terminal.complain(f"hvd_cifar: rank {rank}: {line}")
+            # Horovod's end in this process would end rank 0 first, and the job with rank 0's exit code.
+            os._exit(code)
     return code
 
 

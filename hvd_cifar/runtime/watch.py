@@ -75,6 +75,7 @@ class Watch:
         self._secret = secrets.token_hex(32)  # nobody knows it before `trust`
         self._peers: Sequence[Peer] = ()
         self._phase, self._step, self._position, self._since = "start-up", 0, 0, time.monotonic()
+        self._spent = 0.0  # s in this phase before a phase within it
         self._asked = 0.0  # when a rank of lower number last asked
         self._next_look = 0.0
         self._slow: set[int] = set()
@@ -90,20 +91,26 @@ class Watch:
 
     def mark(self, phase: str, step: int | None = None) -> None:
         """A phase begins: this rank makes progress."""
-        now = time.monotonic()
-        self._durations.add(self._phase, now - self._since)
-        self._phase, self._since = phase, now
+        self._durations.add(self._phase, self._elapsed())
         self._step = self._step if step is None else step
-        self._position += 1
-        note(f"{phase}, step {self._step}")
+        self._begin(phase)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase within another one."""
-        outer = self._phase
-        self.mark(name)
+        """A phase within another one, whose duration is that of its pieces."""
+        outer, spent = self._phase, self._elapsed()
+        self._begin(name)
         yield
-        self.mark(outer)
+        self._durations.add(self._phase, self._elapsed())
+        self._begin(outer, spent)
+
+    def _elapsed(self) -> float:
+        return self._spent + time.monotonic() - self._since
+
+    def _begin(self, phase: str, spent: float = 0.0) -> None:
+        self._phase, self._since, self._spent = phase, time.monotonic(), spent
+        self._position += 1
+        note(f"{phase}, step {self._step}")
 
     def each(self, phase: str, items: Iterable[T]) -> Iterator[T]:
         """The items; waiting for one is a phase."""
@@ -319,6 +326,15 @@ class Watch:
         found = ranks_here()
         _kill_later([pid for one in lost for pid in found.get(one.rank, ())])
         os._exit(STALLED)
+
+
+def goes_on(rank: int) -> bool:
+    """Whether another rank of this process's run answers, and its run has not ended; False without a watchdog."""
+    watch = Watch._current
+    if watch is None or not watch._peers:
+        return False
+    statuses, _ = watch._ask_all([rank])
+    return rank in statuses and statuses[rank].phase != IDLE
 
 
 def _complain(line: str) -> None:

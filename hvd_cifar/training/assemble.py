@@ -349,8 +349,7 @@ def make_net(work: Work) -> Net:
     net = models.build(work.model, work.transforms.shape, work.dataset.classes)
     if set(work.image_sizes) != {work.transforms.shape[0]} and net.model.input_shape[1] is not None:
         raise UserError("--image-sizes: this net takes images of one size; leave it out, or give another --model")
-    if work.settings.virtual_shards:
-        _refuse_for_virtual_shards(net)
+    _refuse_layers(work.settings, net)
     if work.settings.sync_batch_norm:
         convert_sync_batch_norm(net.model)
     images = work.dataset.train.images[: min(ADAPTING_IMAGES, len(work.dataset.train))]
@@ -358,23 +357,24 @@ def make_net(work: Work) -> Net:
     return net
 
 
-def _refuse_for_virtual_shards(net: Net) -> None:
-    """UserError where a layer's results depend on the number of ranks even with virtual shards."""
-    for layers, why, remedy in (
+def _refuse_layers(settings: TrainSettings, net: Net) -> None:
+    """UserError where the net's own layers contradict an option."""
+    over_all, local = "its statistics are over all ranks", "take keras.layers.BatchNormalization"
+    synchronised, drawing = synchronised_layers(net.model), random_layers.random_layers(net.model)
+    for option, layers, why, remedy in (
         (
-            synchronised_layers(net.model),
+            "virtual_shards",
+            synchronised,
             "its statistics are over all ranks, and each virtual shard has its own",
-            "take keras.layers.BatchNormalization",
+            local,
         ),
-        (
-            random_layers.random_layers(net.model),
-            "it draws random numbers, which depend on the number of ranks",
-            "take it out",
-        ),
+        ("virtual_shards", drawing, "it draws random numbers, which depend on the number of ranks", "take it out"),
+        ("verify_every", synchronised, f"{over_all}, and no rank computes a share alone", local),
     ):
-        if layers:
+        if layers and getattr(settings, option):
             name = f"{layers[0].name} ({type(layers[0]).__name__})"
-            raise UserError(f"--virtual-shards: the net has the layer {name}: {why}; leave the option out, or {remedy}")
+            given = config.option_name(option)
+            raise UserError(f"{given}: the net has the layer {name}: {why}; leave the option out, or {remedy}")
 
 
 def distribute(
@@ -440,9 +440,8 @@ def _verifier(work: Work, world: World, learner: Learner, progress: Progress, re
     every, model = work.settings.verify_every, learner.net.model
     if not every:
         return None
-    verifier = Verifier(world, [*local_statistics(model), *random_layers.random_states(model)], every, reporter)
-    verifier.step = progress.first_step
-    return verifier
+    changing = {id(v): v for v in (*model.non_trainable_variables, *random_layers.random_states(model))}
+    return Verifier(world, list(changing.values()), every, progress, reporter)
 
 
 def _step_of(work: Work, learner: Learner, schedule: Schedule, probes: Probes) -> TrainStep:
@@ -467,7 +466,7 @@ def _batches(work: Work, world: World, first_step: int) -> Iterator[list[MicroBa
         device=world.device if "GPU" in world.device else "",
     )
     elements = iter(batches)
-    while step := list(read_batches(islice(elements, work.sharding.micro_batches), world)):
+    while step := list(read_batches(islice(elements, work.sharding.micro_batches))):
         yield step
 
 
@@ -519,7 +518,12 @@ def own_variables(work: Work, learner: Learner) -> list[Any]:
 
 def _callback(spec: str) -> Any:
     found = user_code.load(spec, "--callbacks")
-    return collectives.on_every_rank(found) if isinstance(found, type) else found
+    return collectives.on_every_rank(lambda: _made(found, spec)) if isinstance(found, type) else found
+
+
+def _made(kind: type, spec: str) -> Any:
+    with user_code.errors_of(f"--callbacks {spec}, called without arguments"):
+        return kind()
 
 
 def _agree_on_kernels(world: World, settings: TrainSettings) -> str:

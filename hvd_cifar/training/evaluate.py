@@ -74,7 +74,7 @@ def make_evaluator(
     def evaluate(many: bool = False) -> Evaluation:
         totals, seen = np.zeros(3), 0
         tally = Tally(dataset.classes) if dataset.classes <= MOST_CLASSES else None
-        for image, label in read_batches(batches, world):
+        for image, label in read_batches(batches):
             losses, logits, plain = (value.numpy() for value in answer(image, label, many))
             labels = label.numpy()
             hits = [(answers.argmax(axis=-1) == labels).sum() for answers in (logits, plain)]

@@ -250,10 +250,8 @@ def _send(origin: Path, place: Path | None, data_dir: Path, expected: Mapping[st
     collectives.on_every_rank(finish)
 
 
-def read_batches(batches: Iterable[T], world: World) -> Iterator[T]:
+def read_batches(batches: Iterable[T]) -> Iterator[T]:
     """The batches of a pipeline. A file that becomes unreadable ends the job.
-
-    The rank that notices prints the error itself: other ranks may already wait in a collective, so rank 0 cannot.
 
     Raises:
         UserError: on the rank that notices.
@@ -264,6 +262,4 @@ def read_batches(batches: Iterable[T], world: World) -> Iterator[T]:
         found = re.search(r"UserError: (.*)", failure.message or "")
         if found is None:
             raise
-        if not world.is_root:
-            terminal.complain(f"hvd_cifar: {found[1]}")
         raise UserError(found[1]) from None

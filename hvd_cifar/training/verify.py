@@ -16,13 +16,14 @@ from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import TrainingError
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.runtime.world import World
+from hvd_cifar.training.progress import Progress
 
 
 class Result(NamedTuple):
     """What a rank computes from its micro-batches, as arrays.
 
     share: the flattened `Share`.
-    state: the variables that differ between ranks, after the computation.
+    state: the variables that the computation may change, after it.
     """
 
     share: list[Any]
@@ -44,12 +45,14 @@ class Verifier:
     there is one. The result of more than half of all computations counts as right.
     """
 
-    def __init__(self, world: World, state: Sequence[keras.Variable], every: int, reporter: Reporter) -> None:
-        """`state`: variables that a share depends on or changes, and that differ between ranks."""
-        self.step = 0  # the current step, counted from 1
+    def __init__(
+        self, world: World, state: Sequence[keras.Variable], every: int, progress: Progress, reporter: Reporter
+    ) -> None:
+        """`state`: variables that a share depends on or changes, but for the weights."""
         self._world = world
         self._state = state
         self._every = every
+        self._progress = progress
         self._reporter = reporter
 
     def share(self, micro_batches: Sequence[MicroBatch], compute: Callable[[Sequence[MicroBatch]], Any]) -> Any:
@@ -58,13 +61,12 @@ class Verifier:
         Raises:
             TrainingError: on all ranks, where no result has a majority.
         """
-        self.step += 1
+        step, size, rank = self._progress.step + 1, self._world.size, self._world.rank
+        if size == 1 or step % self._every:
+            return self._compute(micro_batches, compute)
         before = self._values()
         share = self._compute(micro_batches, compute)
-        size, rank = self._world.size, self._world.rank
-        if size == 1 or self.step % self._every:
-            return share
-        owner = self.step // self._every % size
+        owner = step // self._every % size
         checker, third = (owner + 1) % size, (owner + 2) % size
         work = collectives.all_gather_object(
             ([[part.numpy() for part in batch] for batch in micro_batches], before) if rank == owner else None
@@ -91,15 +93,15 @@ class Verifier:
         if 2 * count <= votes.total():
             raise TrainingError(
                 f"rank {owner} on {told[owner][0]} and rank {checker} on {told[checker][0]} compute different "
-                f"gradients in step {self.step}, and each repeats its own: one of them is broken, or their processors "
+                f"gradients in step {step}, and each repeats its own: one of them is broken, or their processors "
                 "are unlike; give --verify-every 0 on unlike processors"
             )
         for wrong in (owner, checker):
             if firsts[wrong] != right:
                 self._reporter.warn(
-                    f"rank {wrong} on {told[wrong][0]} COMPUTED A WRONG GRADIENT in step {self.step}: {count} of "
+                    f"rank {wrong} on {told[wrong][0]} COMPUTED A WRONG GRADIENT in step {step}: {count} of "
                     f"{votes.total()} computations agree on another one, which the step uses",
-                    self.step,
+                    step,
                 )
         if firsts[owner] == right:
             return share

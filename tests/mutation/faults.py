@@ -539,8 +539,8 @@ TRAINING = [
     ),
     Fault(
         P + "training/run_dir.py",
-        "        lock.acquire(timeout=SECONDS_FOR_READERS)\n",
-        "",
+        "lock.acquire(timeout=SECONDS_FOR_READERS)",
+        "pass",
         RUN_DIR,
         "two runs write into one folder",
     ),
@@ -764,8 +764,8 @@ DISTRIBUTED = [
     ),
     Fault(
         P + "distributed/buckets.py",
-        "key=lambda i: before.depth[tensors[i].op.name]",
-        "key=lambda i: i",
+        "list(range(count - 1, -1, -1))",
+        "list(range(count))",
         "tests/single/test_overlap.py",
         "the first bucket waits for the whole backward pass",
     ),
@@ -1181,6 +1181,34 @@ LAUNCH = [
         P + "launch/cluster/slurm.py", "int(nodes or 1)", "1", SLURM, "nodes that Slurm counts together are one node"
     ),
     Fault(P + "launch/cluster/slurm.py", "said[-1] if said", "said[0] if said", SLURM, "srun's reason is not told"),
+    Fault(
+        P + "launch/cluster/ssh.py",
+        '.replace("\\n", r"\\n")',
+        "",
+        LAUNCH_COMMAND,
+        "csh ends a program at the end of its first line",
+    ),
+    Fault(
+        P + "launch/command.py",
+        '"orte_keep_fqdn_hostnames", "1"',
+        '"orte_keep_fqdn_hostnames", "0"',
+        "tests/cluster/test_launch.py -k whole_names",
+        "gpu.east and gpu.west are one host",
+    ),
+    Fault(
+        P + "launch/restarts.py",
+        "last.marks > failures[-2].marks",
+        "True",
+        "tests/faults/test_restarts.py -k does_not_start",
+        "a host that boots ends a job",
+    ),
+    Fault(
+        P + "training/state_copy.py",
+        "int(self.state.rollbacks.numpy()) * (MOST_STEPS + 1) + step",
+        "step",
+        "tests/parallel/test_state_copy.py",
+        "a host that missed a rollback undoes it",
+    ),
     Fault(
         P + "launch/cluster/ssh.py",
         "shlex.join(command)",

@@ -206,7 +206,7 @@ def _command(n: int, *words: Any, cwd: Path) -> subprocess.CompletedProcess[str]
 
 MINE = """
 import keras, numpy as np
-from hvd_cifar import Callback, Dataset, Recipe
+from hvd_cifar import Callback, Dataset, Recipe, UserError
 
 def build(image_shape, classes):
     return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(classes)])
@@ -230,6 +230,15 @@ def three_logits(image_shape, classes):
 
 def broken(image_shape, classes):
     raise KeyError("no such layer")
+
+class NeedsPath(Callback):
+    def __init__(self, path):
+        self.path = path
+
+class FailsOnRank1(Callback):
+    def on_step(self, run):
+        if run.world.rank == 1:
+            raise UserError("the disk of this rank is full")
 """
 
 
@@ -259,6 +268,7 @@ def test_own_files_on_the_command_line(tmp_path: Path) -> None:
         (["--model", "mine.py:broken"], "KeyError: 'no such layer'"),
         (["--dataset", "mine.py:build"], "--dataset"),
         (["--callbacks", "mine.py:load"], "--callbacks"),
+        (["--callbacks", "mine.py:NeedsPath"], "called without arguments: TypeError: NeedsPath.__init__() missing"),
     ],
 )
 def test_what_is_wrong_with_own_code_is_one_line(options: list[str], words: str, tmp_path: Path) -> None:
@@ -267,3 +277,14 @@ def test_what_is_wrong_with_own_code_is_one_line(options: list[str], words: str,
     done = _command(1, "train", *sum(map(list, own.items()), []), "--run-dir", tmp_path / "run", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("launcher", ["--mpi", "--gloo"])
+def test_an_error_of_one_rank_is_printed_by_it(launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    words = [sys.executable, "-m", "hvd_cifar.launch", "-np", "2", launcher, "train", "--model", "mine.py:build"]
+    words += ["--dataset", "mine.py:load", "--batch-size", "5", "--callbacks", "mine.py:FailsOnRank1"]
+    env = environment({"PYTHONPATH": str(CHECKOUT)})
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("hvd_cifar: rank 1: the disk of this rank is full\n") == 1, done.stderr

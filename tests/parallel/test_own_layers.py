@@ -74,14 +74,19 @@ def _refused_for_virtual_shards(folder: str) -> list[str]:
             told.append(str(_train(folder, _net(kind), virtual_shards=2, max_steps=1)["steps"]))
         except hvd_cifar.UserError as error:
             told.append(str(error))
+    try:
+        _train(folder, _net(hvd_cifar.SyncBatchNormalization), verify_every=1, deterministic=True, max_steps=1)
+    except hvd_cifar.UserError as error:
+        told.append(str(error))
     return told
 
 
 def test_virtual_shards_refuse_layers_whose_results_depend_on_the_ranks(tmp_path: Path) -> None:
-    for synchronised, drawing, local in run_ranks(_refused_for_virtual_shards, 2, str(tmp_path / "run")):
+    for synchronised, drawing, local, verified in run_ranks(_refused_for_virtual_shards, 2, str(tmp_path / "run")):
         assert "--virtual-shards: the net has the layer sync_batch_normalization" in synchronised
         assert "--virtual-shards: the net has the layer random_flip (RandomFlip): it draws" in drawing
-        assert "\n" not in synchronised + drawing
+        assert "--verify-every: the net has the layer sync_batch_normalization" in verified
+        assert "\n" not in synchronised + drawing + verified
         assert local == "1"
 
 

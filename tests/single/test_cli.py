@@ -284,6 +284,7 @@ def test_right_values_pass_in_silence(capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_other_ranks_keep_silent(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """An error before ranks know each other is one of all ranks."""
     monkeypatch.setattr(cli, "GRACE_SECONDS", 0.0)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     with pytest.raises(SystemExit) as ended:

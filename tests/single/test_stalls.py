@@ -10,6 +10,7 @@ import pytest
 
 from hvd_cifar.runtime import channel
 from hvd_cifar.runtime.stalls import FACTOR, FLOOR, Durations, Lost, Status, judge, lost_ranks
+from hvd_cifar.runtime.watch import Watch
 from hvd_cifar.training.step_times import Times
 from hvd_cifar.training.stragglers import Seen, slow_ranks
 
@@ -48,6 +49,17 @@ def test_time_outs_grow_with_what_is_seen() -> None:
     assert (learned.limit("step"), given.limit("step")) == (FLOOR, 5.0)
     learned.add("step", 20.0)
     assert learned.limit("step") == FACTOR * 20.0 and learned.limit("evaluation") == FACTOR * FLOOR
+
+
+def test_a_phase_is_seen_once_it_has_ended_as_a_whole() -> None:
+    """The first one may take long, also after another phase within it."""
+    watch = Watch(0)
+    with watch.phase("checkpoints"):
+        with watch.phase("callback"):
+            assert watch._durations.limit("callback") == FACTOR * FLOOR
+        assert watch._durations.limit("callback") == FLOOR
+        assert watch._durations.limit("checkpoints") == FACTOR * FLOOR
+    assert watch._durations.limit("checkpoints") == FLOOR
 
 
 def test_a_line_names_a_rank_and_is_read() -> None:

@@ -107,11 +107,11 @@ class Feeds:
     def batches(self, way: FeedWay, epoch: int) -> Iterator[MicroBatch]:
         """This rank's batches of an epoch; those of "split" are received through collectives."""
         if way != "split":
-            yield from read_batches(self._pipeline(way, epoch), self.world)
+            yield from read_batches(self._pipeline(way, epoch))
             return
         steps, is_root = self.plan.steps_per_epoch, self.world.is_root
         whole = self._pipeline(way, epoch) if is_root else itertools.repeat(self.nothing, steps)
-        for batch in read_batches(whole, self.world):  # rank 0 has as many as the others have of `nothing`
+        for batch in read_batches(whole):  # rank 0 has as many as the others have of `nothing`
             parts = np.array_split(np.arange(len(batch.label)), self.world.size)
             received = MicroBatch(*self.scatter(batch, [len(part) for part in parts]))
             self.made.append(received.image.numpy().nbytes)
