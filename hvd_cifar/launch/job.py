@@ -110,6 +110,8 @@ class Job:
             preexec_fn=prepare,  # safe: other threads only wait
         )
         self._process = process
+        if self._caught and self._ends_at_once:
+            self._end(self._caught[-1])  # it came before there was a process
         pumps = [threading.Thread(target=starter.errors, args=[process.stderr], daemon=True)]
         if starter.output:
             pumps.append(threading.Thread(target=starter.output, args=[process.stdout], daemon=True))
@@ -177,7 +179,7 @@ class Job:
         return last_said(self.tail).removeprefix("hvd_cifar: ")[:LONGEST_END]
 
     def _outcome(self, code: int) -> int:
-        if self._caught and (not self.can_stop or self._caught.count(signal.SIGINT) > 1):
+        if self._caught and self._ends_at_once:
             return 128 + self._caught[0]
         # A signal ends ranks that have no handlers yet.
         is_signals = self._stops and code in (128 + signal.SIGUSR1, 128 + signal.SIGTERM)
@@ -189,10 +191,15 @@ class Job:
                 self._send(number)  # a program of the user's own may call `hvd_cifar.train`
             return
         self._caught.append(number)
-        if self.can_stop and self._caught.count(signal.SIGINT) < 2:
-            self._ask(number)
-        else:
+        if self._ends_at_once:
             self._end(number)
+        else:
+            self._ask(number)
+
+    @property
+    def _ends_at_once(self) -> bool:
+        """Whether the signals so far end the ranks, and do not ask them to stop."""
+        return not self.can_stop or self._caught.count(signal.SIGINT) > 1
 
     def ask(self, why: str) -> None:
         """Ask the current ranks to write a checkpoint and stop. `run` then returns `RESUME`."""
@@ -227,6 +234,8 @@ class Job:
             for rank in _ranks_below(self._process.pid):  # kill: SIGTERM would be a request to stop
                 with contextlib.suppress(psutil.Error):
                     rank.kill()
+        if self._starter and self._starter.name not in ("mpirun", "horovodrun") and self._process and self.can_stop:
+            self._process.kill()  # a single rank, for which the first SIGINT would be a request also
         # Starters clean up on SIGINT and SIGTERM, not on SIGHUP.
         self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 

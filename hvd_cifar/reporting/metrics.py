@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.live import Live
 
 from hvd_cifar.errors import UserError, reason_of
@@ -34,7 +34,7 @@ class Reporter:
         self.run_dir = run_dir
         self.dataset = dataset  # every output names it: a result on one data set must not be taken for another's
         self._quiet = quiet
-        self._console = Console(force_terminal=True) if run_dir and watched and not quiet else None
+        self._console = terminal.console(sys.stdout) if run_dir and watched and not quiet else None
         self._view: View | None = None
         self._live: Live | None = None
         self._unwritten: dict[Path, bytes] = {}  # by file: what could not be written yet

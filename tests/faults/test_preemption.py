@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,6 +107,37 @@ def test_output_that_cannot_be_written_neither_ends_a_job_nor_keeps_it_from_stop
     assert checkpoints(running.run_dir) and not running.left()
 
 
+def test_a_terminal_that_is_closed_does_not_end_a_single_rank(embedded: Path, tmp_path: Path) -> None:
+    """Which prints to the terminal itself, and draws there."""
+    screen, terminal = pty.openpty()
+    words = [sys.executable, "-m", "hvd_cifar", "train", *TUTORIAL, embedded, "--batch-size", 16]
+    words += ["--run-dir", tmp_path / "run", "--log-every", 1, "--eval-every", 0, "--eval-examples", 100]
+    process = subprocess.Popen(
+        list(map(str, words)), stdin=terminal, stdout=terminal, stderr=terminal, env=environment(), cwd=CHECKOUT
+    )
+    os.close(terminal)
+    reader = threading.Thread(target=_read_until, args=[screen, b"step 3, loss"], daemon=True)
+    reader.start()
+    running = Running(process, tmp_path / "run", tmp_path / "nothing")
+    running.output.touch()
+    try:
+        reader.join(120)
+        assert not reader.is_alive()
+        os.close(screen)
+        running.wait_for_step(max(runs.losses(running.run_dir)) + 50)
+        process.send_signal(signal.SIGTERM)
+        assert running.wait() == RESUME
+    finally:
+        running.end()
+    assert checkpoints(running.run_dir)
+
+
+def _read_until(descriptor: int, text: bytes) -> None:
+    said = b""
+    while text not in said:
+        said += os.read(descriptor, 65536)
+
+
 def test_a_signal_before_any_rank_has_started(embedded: Path, tmp_path: Path) -> None:
     """While the launcher asks a host that does not answer."""
     fake = tmp_path / "ssh"
@@ -127,11 +160,11 @@ def test_a_signal_before_any_rank_has_started(embedded: Path, tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("kind", ["--mpi", "--gloo"])
-def test_a_second_ctrl_c_ends_the_job_at_once(kind: str, job: Any) -> None:
+@pytest.mark.parametrize("launcher", [["-np", 2], ["-np", 2, "--gloo"], ["-np", 1, "--max-restarts", 1]])
+def test_a_second_ctrl_c_ends_the_job_at_once(launcher: list[Any], job: Any) -> None:
     """Rank 0 stands still, so no checkpoint comes after the first one."""
-    running = job(["-np", 2, kind])
-    running.send(signal.SIGSTOP, "rank 0")
+    running = job(launcher)
+    running.send(signal.SIGSTOP, "rank 0" if 2 in launcher else "starter")
     running.send(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         running.process.wait(3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -582,3 +583,18 @@ def test_an_elastic_job_whose_hosts_can_never_suffice_is_refused(capfd: pytest.C
     assert launcher.main(["-H", "localhost:1", "--elastic", "2:4", "train"], cli.check) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("hvd_cifar: --elastic 2:4: the hosts have 1 slots")
+
+
+def test_a_signal_while_the_starter_starts_is_not_lost() -> None:
+    program = (
+        "import os, signal, subprocess\nfrom hvd_cifar.launch.job import Job, Starter\n"
+        "class Popen(subprocess.Popen):\n"
+        "    def __init__(self, *words, **options):\n"
+        "        super().__init__(*words, **options)\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "one = Job(can_stop=False)\n"
+        "subprocess.Popen = Popen\n"
+        "print(one.run(Starter(['sleep', '60'], dict(os.environ), None, lambda stream: None)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert done.stdout == f"{128 + signal.SIGTERM}\n", done.stderr
