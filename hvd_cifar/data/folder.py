@@ -163,7 +163,7 @@ def list_images(path: Path) -> Listing:
         )
     label_of = {name: label for label, name in enumerate(classes)}
     images: dict[str, list[tuple[Path, int]]] = {"train": [], "test": []}
-    state = hashlib.sha256()
+    state = hashlib.sha256(b"upright")  # how images are decoded: a change here makes old caches anew
     for part, name in zip(PARTS, ("train", test), strict=True):
         for kind in _folders(path / name):
             found = sorted(_images_below(path / name / kind))
@@ -201,7 +201,7 @@ def _decode_all(listing: Listing, home: Path, name: str, show_progress: bool) ->
     part = home / f"{listing.fingerprint}.part"
     first, _ = listing.images["train"][0]
     with _opened(first) as image:
-        size, grey = image.size, image.mode in GREY_MODES
+        size, grey = ImageOps.exif_transpose(image).size, image.mode in GREY_MODES
     columns = (TextColumn(f"decoding {name}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # Under a launcher stderr is a pipe, which rich does not take for a terminal.
     console = Console(stderr=True, force_terminal=True)
@@ -290,16 +290,17 @@ def _opened(path: Path) -> Iterator[Image.Image]:
 
 
 def _decode(path: Path, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:
-    """The pixels of an image, uint8 [height, width, channels]; transparency is left out."""
+    """The pixels of an image, upright, uint8 [height, width, channels]; transparency is left out."""
     with _opened(path) as image:
-        if image.size != size:
-            here, first = ("x".join(map(str, pixels)) for pixels in (image.size, size))
+        upright = ImageOps.exif_transpose(image)
+        if upright.size != size:
+            here, first = ("x".join(map(str, pixels)) for pixels in (upright.size, size))
             raise UserError(
                 f"{path} is {here} pixels, and the first image {first}: make all images one size, or leave it out"
             )
         if channels == 1 and image.mode not in (*GREY_MODES, *DEEP_MODES):
             raise _NotGrey
-        return _pixels(image, path, channels)
+        return _pixels(upright, path, channels)
 
 
 def read_image(path: Path, channels: int) -> NDArray[np.uint8]:

@@ -235,6 +235,20 @@ def test_a_damaged_cache_is_named(birds: Path) -> None:
     assert source.fault(place) == f"{place}/about.json is missing"
 
 
+def test_images_are_upright_in_training_as_in_predict(tmp_path: Path) -> None:
+    """By the orientation that cameras write into their files."""
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        for part in ("train", "test"):
+            path = tmp_path / f"birds{orientation}" / part / "ant" / "0.jpg"
+            path.parent.mkdir(parents=True)
+            Image.fromarray(_pixels(orientation, 6, 5, 3)).save(path, exif=exif)
+        (image,) = _read(tmp_path / f"birds{orientation}").train.images[:1]
+        assert np.array_equal(image, module.read_image(path, 3)), orientation
+        assert image.shape == ((6, 5, 3) if orientation < 5 else (5, 6, 3))
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
 def test_a_full_disk_is_told_before_the_first_image(birds: Path) -> None:
     """In a process of its own, which a write to the mapped file would end."""
