@@ -20,6 +20,7 @@ from hvd_cifar.data.place import scratch_folder
 from hvd_cifar.errors import UserError
 
 BLOCK_BYTES = 4 << 20
+RECEIVED = "received-"  # start of the names of folders that belong to this module
 UNFINISHED = ".receiving"
 
 
@@ -126,7 +127,9 @@ class Receiver:
                 self._failure = error
 
     def finish(self, place: Path) -> None:
-        """Move the set to `place`, unless another process has put one there.
+        """Move the set to `place`, unless another process has put it there.
+
+        A set that was received before and is damaged is replaced; whatever else is there stays.
 
         Raises:
             UserError: where it could not be written, or is not what was sent.
@@ -146,11 +149,23 @@ class Receiver:
                 try:
                     os.rename(self._scratch, place)  # also over an empty folder
                 except OSError as error:
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                         raise
+                    if self._is_at(place):  # another process was faster
+                        return
+                    if not place.name.startswith(RECEIVED):
+                        raise UserError(f"{place} holds other files than those received: move it away") from None
+                    shutil.rmtree(place)
+                    os.rename(self._scratch, place)
         finally:
             if self._scratch is not None:
                 shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _is_at(self, place: Path) -> bool:
+        try:
+            return describe(place, list(self._expected)) == dict(self._expected)
+        except UserError:
+            return False
 
 
 def _clear(data_dir: Path) -> None:

@@ -228,7 +228,7 @@ def _place(source: Source, data_dir: Path, expected: Mapping[str, File]) -> Path
 
 def _received(data_dir: Path, expected: Mapping[str, File]) -> Path:
     digests = sorted((name, file.sha256) for name, file in expected.items())
-    return data_dir / f"received-{hashlib.sha256(repr(digests).encode()).hexdigest()[:12]}"
+    return data_dir / f"{replicate.RECEIVED}{hashlib.sha256(repr(digests).encode()).hexdigest()[:12]}"
 
 
 def _send(origin: Path, place: Path | None, data_dir: Path, expected: Mapping[str, File], world: World) -> None:

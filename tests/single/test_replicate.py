@@ -63,6 +63,26 @@ def test_an_empty_folder_is_no_set_and_a_full_one_stays(source: Path, tmp_path: 
         assert _digests(place) == expected
 
 
+def test_a_received_set_that_was_damaged_is_replaced_and_a_folder_of_the_user_s_stays(
+    source: Path, tmp_path: Path
+) -> None:
+    expected = _digests(source)
+    for name in ("received-1f", "set"):
+        place = tmp_path / "data" / name
+        place.mkdir(parents=True)
+        for file in expected:
+            (place / file).write_bytes(b"damaged")
+        receiver = replicate.Receiver(tmp_path / "data", expected)
+        _send(source, expected, receiver).finish()
+        if name == "set":
+            with pytest.raises(UserError, match="set holds other files than those received: move it away"):
+                receiver.finish(place)
+            assert all((place / file).read_bytes() == b"damaged" for file in expected)
+        else:
+            receiver.finish(place)
+            assert _digests(place) == expected
+
+
 def test_a_wrong_byte_is_noticed(source: Path, tmp_path: Path) -> None:
     expected = _digests(source)
     receiver = replicate.Receiver(tmp_path / "data", expected)
