@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Literal
 
 from hvd_cifar.errors import DIVERGED, printable
@@ -66,6 +67,14 @@ def happenings(marks: Iterable[Mark]) -> list[Happening]:
             before_launch = mark
             found += [_end(mark)] if kind == "end" else []
     return found
+
+
+def clock(time: float) -> str:
+    """A Unix time on this machine's clock; "": a damaged file has it, and no calendar."""
+    try:
+        return f"{datetime.fromtimestamp(time).astimezone():%Y-%m-%d %H:%M:%S%z}"
+    except (ValueError, OverflowError, OSError):
+        return ""
 
 
 def _end(mark: Mark) -> Happening:

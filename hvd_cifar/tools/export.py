@@ -25,6 +25,7 @@ from hvd_cifar.training.run_dir import read_summary
 from hvd_cifar.training.trained import Trained, load
 
 SAVED_MODEL, KERAS, METADATA = "saved_model", "model.keras", "metadata.json"
+PART = ".part"
 
 
 def export(settings: ExportSettings) -> None:
@@ -34,21 +35,27 @@ def export(settings: ExportSettings) -> None:
         UserError: where there is no such run or checkpoint, the folder has files or cannot be written, or the net has
             a layer that TensorFlow alone cannot load.
     """
-    if settings.to.exists() and (not settings.to.is_dir() or any(settings.to.iterdir())):
+    is_there, inside = settings.to.exists(), settings.to / PART
+    if is_there and (not settings.to.is_dir() or any(path != inside for path in settings.to.iterdir())):
         raise UserError(f"--to {settings.to}: exists; give an empty folder, or one that does not exist")
     trained = load(settings)
     try:
         model = usable(trained)
     except UserError as failure:
         raise UserError(f"--model {trained.settings.model}: {failure}") from None
-    part = settings.to.with_name(f".{settings.to.name}.part")
+    # A folder that is there may be a mount, or have a parent that cannot be written.
+    part = inside if is_there else settings.to.with_name(f".{settings.to.name}{PART}")
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
         with_names(model, trained.dataset.labels_in_words).save(part / KERAS)
         save_graph(model, trained.dataset.labels_in_words, part / SAVED_MODEL)
         replace_text(part / METADATA, json.dumps(_metadata(trained, settings.run_dir), indent=2) + "\n")
-        os.replace(part, settings.to)
+        if is_there:
+            for name in (KERAS, SAVED_MODEL, METADATA):
+                os.replace(part / name, settings.to / name)
+        else:
+            os.replace(part, settings.to)
     except (OSError, tf.errors.OpError) as failure:
         raise UserError(f"--to {settings.to}: {reason_of(failure)}; give a folder that can be written") from None
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from datetime import datetime
 
 from rich.console import Console
 
@@ -75,7 +74,7 @@ class _Followed:
             self.view.add(event)
         happened = story.happenings(self._marks)
         for one in happened[self._told :]:
-            say(f"{datetime.fromtimestamp(one.time).astimezone():%Y-%m-%d %H:%M:%S%z} {one.text}")
+            say(f"{story.clock(one.time)} {one.text}")
         self._told = len(happened)
         lines = [in_words(event) for event in events if isinstance(event, Evaluated | Validated) or not self.is_drawn]
         # At the first look, and after a resumed run has written the file again, all lines but the last are old.

@@ -135,7 +135,12 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     np.save(folder / "labels.npy", test.labels)
     evaluations = run_ranks(_train, 2, str(folder), NETS, OWN, timeout=300)[0]
     (folder / "data.py").unlink()  # nothing needs the data from here on
+    place = folder / "exported" / NETS[0]  # an empty folder of the user's own, such as a mount
+    place.mkdir(parents=True)
+    made["place"], made["inode"] = place, place.stat().st_ino
     run_ranks(_export, 1, str(folder), NETS, launcher="none", timeout=200)
+    assert made["place"].stat().st_ino == made["inode"]
+    assert sorted(path.name for path in made["place"].iterdir()) == ["metadata.json", "model.keras", "saved_model"]
     (program,) = re.findall(r"^```python\n(import numpy.*?)^```", (CHECKOUT / "docs/use.md").read_text(), re.M | re.S)
     program = LOAD + program.replace("exported/", "exported/fast/")
     words = [str(_tensorflow_alone(folder / "alone")), "-I", "-c", program, *NETS]

@@ -67,7 +67,7 @@ def first_step(name: str, precision: str, device: str) -> tuple[float, Any]:
     labels = chance.integers(0, CLASSES, EXAMPLES).astype(np.int32)
     with tf.device(device):
         net = models.build(models.BUILT_IN[name], SHAPE, CLASSES)
-        models.adapt(net, images)
+        models.adapt(net, lambda: images)
         optimizer: Any = DistributedOptimizer(keras.optimizers.SGD(1.0), op="sum", process_set=process_sets.ALONE)
         if precision == "mixed_float16":
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer)

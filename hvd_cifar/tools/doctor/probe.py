@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -101,9 +102,13 @@ def gpus(asked: Asked) -> Any:
 def memory(asked: Asked) -> Any:
     """Free memory and shared memory in bytes, whether processes can read each other's memory, the open-files limit."""
     available = psutil.virtual_memory().available
-    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
-    if limit.isdecimal() and used.isdecimal():
-        available = min(available, int(limit) - int(used))
+    for names in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        limit, used = (_read(f"/sys/fs/cgroup/{name}").strip() for name in names)
+        if limit.isdecimal() and used.isdecimal():
+            known = _read(os.path.join("/sys/fs/cgroup", os.path.dirname(names[0]), "memory.stat"))
+            # Files that are kept in memory count as used, and give way to programs.
+            files = re.findall(r"^(?:in)?active_file (\d+)$", known, re.MULTILINE)
+            available = min(available, int(limit) - int(used) + sum(map(int, files)))
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
         "available": available,

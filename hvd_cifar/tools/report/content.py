@@ -6,11 +6,10 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from hvd_cifar.reporting import goodput, story
-from hvd_cifar.reporting.run_files import Confusion, Evaluated, Mistake, Ranks, RunFiles, Train
+from hvd_cifar.reporting.run_files import Confusion, Evaluated, Mistake, Ranks, RunFiles, Train, last_sign
 from hvd_cifar.reporting.story import Happening
 from hvd_cifar.reporting.view import clock
 
@@ -78,7 +77,7 @@ def facts(run: RunFiles) -> dict[str, str]:
         "Device": f"{ran.device}, {ran.threads} thread{'s' * (ran.threads != 1)} a rank, over {ran.controller}",
         "Global batch": f"{config.global_batch_size:,}",
         "Seed": str(config.seed),
-        "Started": _clock(run.marks[0]["time"]) if run.marks else "",
+        "Started": story.clock(run.marks[0]["time"]) if run.marks else "",
         "Command": ran.command,
         "Code": f"hvd_cifar {ran.hvd_cifar}" + (f", commit {ran.git_commit}" if ran.git_commit else ""),
         "Versions": ", ".join(f"{name} {version}" for name, version in ran.versions.items()),
@@ -191,21 +190,15 @@ def happenings(run: RunFiles) -> list[Happening]:
     """What happened; for a run that was cut off, which has no mark of its end, also that."""
     found = story.happenings(run.marks)
     if run.standing.word == "cut off":
-        last = run.marks[-1]
-        found.append(Happening("failure", last["time"], last.get("step"), run.standing.text))
+        last = run.marks[-1] if run.marks else {}
+        seen = last.get("time", last_sign(run.run_dir))
+        found.append(Happening("failure", seen, last.get("step"), run.standing.text))
     return found[:MOST_HAPPENINGS]
 
 
 def rows(happened: Sequence[Happening]) -> list[Row]:
     """Happenings in words."""
-    return [Row(one.kind, _clock(one.time), one.text) for one in happened]
-
-
-def _clock(time: float) -> str:
-    try:
-        return f"{datetime.fromtimestamp(time).astimezone():%Y-%m-%d %H:%M:%S%z}"
-    except (ValueError, OverflowError, OSError):  # of a damaged file
-        return ""
+    return [Row(one.kind, story.clock(one.time), one.text) for one in happened]
 
 
 @dataclass(frozen=True)
