@@ -69,4 +69,7 @@ def cause_of(failure: BaseException) -> str:
         if not file.startswith(not_the_users):
             place = f" ({Path(file).name}, line {trace.tb_lineno})"
         trace = trace.tb_next
-    return f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}{place}"
+    text = str(failure)
+    if shown := re.search("\x1b\\[1m(.*?)\x1b\\[0m", text, re.DOTALL):  # Keras writes the cause in bold, amid much else
+        text = shown[1]
+    return f"{type(failure).__name__}: {' '.join(text.split())[:300]}{place}"

@@ -89,15 +89,20 @@ def build(model: Model, image_shape: tuple[int, int, int], classes: int) -> Net:
     return Net(made, [v for v in made.trainable_variables if decayed(v)])
 
 
-def adapt(net: Net, images: Any) -> None:
+def adapt(net: Net, images: Callable[[], Any]) -> None:
     """Let layers that learn from images before training do so: those with a method `adapt`, as Keras names it.
 
+    A `keras.layers.Normalization` with a mean of its own learns nothing.
+
     Args:
-        images: float [n, height, width, channels], some thousands of training images as the net sees test images.
+        images: called if there are such layers. Returns float [n, height, width, channels], some thousands of training
+            images as the net sees test images.
     """
-    for layer in net.model._flatten_layers(include_self=False):
-        if callable(getattr(layer, "adapt", None)):
-            layer.adapt(images)
+    layers = [layer for layer in net.model._flatten_layers(include_self=False) if callable(getattr(layer, "adapt", 0))]
+    learning = [layer for layer in layers if getattr(layer, "input_mean", None) is None]
+    seen = images() if learning else None
+    for layer in learning:
+        layer.adapt(seen)
 
 
 def _built(model: Model, image_shape: tuple[int, int, int], classes: int) -> tuple[keras.Model, Recipe | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -38,9 +39,8 @@ class SteadyMaxPooling2D(keras.layers.Layer):
     def call(self, images: Any) -> Any:
         """[b, h, w, c] -> [b, h / size, w / size, c], rounded down; [b, c] for the whole image."""
         sides = images.shape[1:3]
+        self._check(sides)
         window = [self.size or side for side in sides]
-        if any(side is not None and side < of for side, of in zip(sides, window, strict=True)):
-            raise ValueError(f"an image of {sides[0]} x {sides[1]} pixels has no window of {self.size} x {self.size}")
         steady = images.dtype in TIE and None not in sides
         if steady and not tf.config.list_logical_devices("GPU"):
             pooled = _steady_maximum(images, *window)
@@ -55,7 +55,12 @@ class SteadyMaxPooling2D(keras.layers.Layer):
         batch, height, width, channels = input_shape
         if self.size is None:
             return (batch, channels)
+        self._check((height, width))
         return (batch, *[side and side // self.size for side in (height, width)], channels)
+
+    def _check(self, sides: Sequence[int | None]) -> None:
+        if any(side is not None and side < (self.size or 1) for side in sides):
+            raise ValueError(f"an image of {sides[0]} x {sides[1]} pixels has no window of {self.size} x {self.size}")
 
     def portable(self, images: Any) -> Any:
         """The same by `keras.ops`; see `models.portable`."""

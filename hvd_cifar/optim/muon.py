@@ -53,7 +53,7 @@ class Muon(keras.optimizers.Optimizer):
         super().__init__(learning_rate=learning_rate, name=name, **kwargs)
         self.momentum = momentum
         self.momentum_of_others = momentum_of_others
-        self.others = {key: tuple(value) for key, value in (others or {"": (1.0, 0.0)}).items()}
+        self.others = {"": (1.0, 0.0), **{key: tuple(value) for key, value in (others or {}).items()}}
         self.steps = steps
         self.dense = tuple(dense)
         self.resets_norms = resets_norms
@@ -65,7 +65,7 @@ class Muon(keras.optimizers.Optimizer):
         super().build(variables)
         self.velocities = [self.add_variable_from_reference(v, name="velocity") for v in variables]
         # The name of the layer is the last but one part of a path such as "block1_norm1/beta".
-        layers = [v.path.split("/")[-2] for v in variables]
+        layers = [f"/{v.path}".split("/")[-2] for v in variables]
         self._of_variable = [self.others.get(layer, self.others[""]) for layer in layers]
         self._is_matrix = [
             len(v.shape) == 4 or (layer in self.dense and len(v.shape) == 2)

@@ -21,7 +21,7 @@ from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm, prove_averaging
 from hvd_cifar.distributed.batch_norm import local_layers, synchronised_layers
 from hvd_cifar.distributed.optimizer import reduction_of, set_bucket_bytes, watch_gradients
-from hvd_cifar.errors import UserError
+from hvd_cifar.errors import UserError, cause_of
 from hvd_cifar.kernels import compiled
 from hvd_cifar.models import Model, Net
 from hvd_cifar.models.recipe import Recipe
@@ -49,7 +49,7 @@ from hvd_cifar.training.callbacks import (
 from hvd_cifar.training.checkpoint import Checkpoints, State
 from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.forecast import Forecast
-from hvd_cifar.training.image_sizes import ImageSizes
+from hvd_cifar.training.image_sizes import ImageSizes, scaled_width
 from hvd_cifar.training.plan import (
     Plan,
     global_batch,
@@ -74,7 +74,7 @@ from hvd_cifar.training.trainer import OfUser, Trainer
 from hvd_cifar.training.validation import Beside, Best
 from hvd_cifar.training.verify import Verifier
 
-ADAPTING_IMAGES = 5000  # as in Jordan 2024
+ADAPTING_PIXELS = 5000 * 32 * 32  # of the images that layers learn from before training; 5,000 as in Jordan 2024
 EMBEDDED_EXAMPLES = 2000  # to evaluate of the embedded set, whose accuracy says nothing about CIFAR-10
 EVALUATION_BATCH = 500  # examples that a rank evaluates at a time: large enough to be fast, and fits any device
 
@@ -347,14 +347,30 @@ def make_net(work: Work) -> Net:
     """
     set_precision(precision_of(work.settings), work.settings.seed)
     net = models.build(work.model, work.transforms.shape, work.dataset.classes)
-    if set(work.image_sizes) != {work.transforms.shape[0]} and net.model.input_shape[1] is not None:
-        raise UserError("--image-sizes: this net takes images of one size; leave it out, or give another --model")
+    _refuse_sizes(work, net)
     _refuse_layers(work.settings, net)
     if work.settings.sync_batch_norm:
         convert_sync_batch_norm(net.model)
-    images = work.dataset.train.images[: min(ADAPTING_IMAGES, len(work.dataset.train))]
-    models.adapt(net, work.transforms.test(images))
+    height, width, _ = work.transforms.shape
+    count = min(max(1, ADAPTING_PIXELS // (height * width)), len(work.dataset.train))
+    models.adapt(net, lambda: work.transforms.test(work.dataset.train.images[:count]))
     return net
+
+
+def _refuse_sizes(work: Work, net: Net) -> None:
+    """UserError where the net cannot take images of all --image-sizes."""
+    height, width, channels = work.transforms.shape
+    sizes = sorted({side for side in work.image_sizes if side != height})
+    if sizes and (getattr(net.model, "input_shape", None) or (None, None))[1] is not None:
+        raise UserError("--image-sizes: this net takes images of one size; leave it out, or give another --model")
+    for side in sizes:
+        try:
+            net.model(keras.Input((side, scaled_width(side, height, width), channels)))
+        except Exception as failure:
+            raise UserError(
+                f"--image-sizes {side}: the net {work.model.name} cannot take such images ({cause_of(failure)}); give "
+                f"larger ones, or {height}"
+            ) from failure
 
 
 def _refuse_layers(settings: TrainSettings, net: Net) -> None:

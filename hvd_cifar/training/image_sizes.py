@@ -40,12 +40,17 @@ def shrink(images: Any, height: int) -> Any:
     Each new pixel is a mean of old ones, weighted by a triangle two new pixels wide. `height` is at most h.
     """
     _, old_height, old_width, channels = images.shape
-    width = max(1, round(old_width * height / old_height))
+    width = scaled_width(height, old_height, old_width)
     rows = tf.constant(_triangles(old_height, height), images.dtype)
     columns = tf.constant(np.kron(_triangles(old_width, width), np.eye(channels)).T, images.dtype)
     shrunk = tf.matmul(rows, tf.reshape(images, [-1, old_height, old_width * channels]))
     shrunk = tf.matmul(tf.reshape(shrunk, [-1, old_width * channels]), columns)
     return tf.reshape(shrunk, [-1, height, width, channels])
+
+
+def scaled_width(height: int, old_height: int, old_width: int) -> int:
+    """The width of images that are shrunk to a height."""
+    return max(1, round(old_width * height / old_height))
 
 
 @cache

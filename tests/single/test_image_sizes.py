@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -12,6 +13,7 @@ from benchmarks import nets
 from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.errors import UserError
+from hvd_cifar.models import Model
 from hvd_cifar.training.assemble import make_net, work_of
 from hvd_cifar.training.image_sizes import ImageSizes, shrink
 from hvd_cifar.training.plan import resolve
@@ -83,3 +85,17 @@ def test_only_a_net_that_takes_any_size_is_given_several() -> None:
     with pytest.raises(UserError, match="--image-sizes: this net takes images of one size"):
         net(model="tutorial", image_sizes="16,24")
     net(model="tutorial", image_sizes="24,32")  # whose images are 24 pixels high
+    with pytest.raises(UserError, match="--image-sizes 8: the net fast cannot take such images .*no window of 2 x 2"):
+        net(model="fast", image_sizes="8,32")
+
+    class Own(keras.Model):
+        def __init__(self, classes: int) -> None:
+            super().__init__()
+            self.head = keras.layers.Dense(classes)
+
+        def call(self, images: Any) -> Any:
+            return self.head(keras.ops.mean(images, axis=(1, 2)))
+
+    settings = resolve(make(TrainSettings, {"batch_size": 2, "image_sizes": "16,32"}), nets.recipe_of("resnet20"))
+    own = Model("own", lambda shape, classes: Own(classes), nets.recipe_of("resnet20"))
+    make_net(work_of(settings.model_copy(update={"precision": "float32"}), DATA, own, 0, 1))

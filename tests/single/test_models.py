@@ -308,9 +308,24 @@ def test_the_largest_weight_of_each_whitening_filter_is_positive() -> None:
 def test_images_prepare_the_fast_net_s_first_layer() -> None:
     net = nets.build("fast", 32, "float32")
     images = np.random.default_rng(7).normal(size=(50, 32, 32, 3)).astype(np.float32)
-    models.adapt(net, images)
+    models.adapt(net, lambda: images)
     assert (net.model.get_layer("whiten").kernel.numpy() == whitening(images)).all()
     assert not any(v.path.startswith("whiten") for v in net.model.trainable_variables)
+
+
+def test_only_layers_that_learn_from_images_ask_for_them() -> None:
+    mean = {"mean": [1.0, 2.0, 3.0], "variance": [1.0, 1.0, 1.0]}
+    fixed = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Normalization(**mean), keras.layers.Flatten()])
+    models.adapt(models.Net(fixed, []), lambda: pytest.fail("nothing learns"))
+    learning = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Normalization(), keras.layers.Flatten()])
+    models.adapt(models.Net(learning, []), lambda: np.full((4, 8, 8, 3), 5.0, np.float32))
+    assert np.allclose(learning.layers[0].mean, 5.0)
+
+
+def test_images_that_are_too_small_for_fast_are_refused_when_it_is_built() -> None:
+    nets.build("fast", 9, "float32")
+    with pytest.raises(UserError, match=r"--model fast: ValueError: an image of 1 x 1 pixels has no window of 2 x 2"):
+        nets.build("fast", 8, "float32")
 
 
 def test_smoothed_cross_entropy_is_keras_s() -> None:
