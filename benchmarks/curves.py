@@ -37,9 +37,7 @@ def main(curves: tuple[str, ...], output: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 3.4), layout="constrained")
     for name, by_step in found.items():
         percent = [100 * accuracy for accuracy in by_step.values()]
-        (line,) = axes.plot(list(by_step), percent, ".-", label=name)
-        axes.annotate(f"{percent[-1]:.2f}%", (list(by_step)[-1], percent[-1]), (4, -3), textcoords="offset points",
-                      fontsize="small", color=line.get_color(), annotation_clip=False)  # fmt: skip
+        axes.plot(list(by_step), percent, ".-", label=f"{name}, at the end {percent[-1]:.2f}%")
     axes.set(xlabel="step", ylabel="test accuracy, %")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
