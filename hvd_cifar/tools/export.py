@@ -29,7 +29,7 @@ PART = ".part"
 
 
 def export(settings: ExportSettings) -> None:
-    """Write a run's net into the folder of --to, whole or not at all.
+    """Write a run's net into the folder of --to, whole or not at all; in a folder that is there, metadata.json is last.
 
     Raises:
         UserError: where there is no such run or checkpoint, the folder has files or cannot be written, or the net has
