@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -18,7 +19,6 @@ from hvd_cifar import __version__, config
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.quiet import quiet_start
-from hvd_cifar.runtime import watch
 from hvd_cifar.runtime.environment import launched_rank
 from hvd_cifar.training.preemption import resumable
 
@@ -56,9 +56,9 @@ def _run(argv: list[str], use: Callable[[functools.partial[None]], Any]) -> int:
     except click.ClickException as error:
         return _complain_once(f"{error.format_message().rstrip('.')} (see --help)", USER_ERROR)
     except UserError as error:
-        return _complain_once(str(error), USER_ERROR)
+        return _complain_once(str(error), USER_ERROR, error.of_one_rank)
     except TrainingError as error:
-        return _complain_once(str(error), TRAINING_ERROR)
+        return _complain_once(str(error), TRAINING_ERROR, error.of_one_rank)
     except (click.Abort, KeyboardInterrupt):
         return 130
 
@@ -73,20 +73,21 @@ def _choices_of(error: click.exceptions.NoArgsIsHelpError) -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def _complain_once(message: str, code: int) -> int:
-    """Print the error once: on rank 0, or on this rank where rank 0 goes on without it.
+def _complain_once(message: str, code: int, of_one_rank: bool = False) -> int:
+    """Print the error once: on rank 0, or on this rank if it is perhaps the only one that has it.
 
-    Other ranks wait, since the launcher ends rank 0 when one of them exits.
+    Other ranks wait first, since the launcher ends rank 0 when one of them exits. When rank 0 exits, it ends them.
     """
     rank, line = launched_rank(), " ".join(message.split())
     if not rank:
         terminal.complain(f"hvd_cifar: {line}")
-    else:
-        time.sleep(GRACE_SECONDS)
-        if watch.goes_on(0):
-            terminal.complain(f"hvd_cifar: rank {rank}: {line}")
-            # Horovod's end in this process would end rank 0 first, and the job with rank 0's exit code.
-            os._exit(code)
+        return code
+    time.sleep(GRACE_SECONDS)
+    if of_one_rank:
+        terminal.complain(f"hvd_cifar: rank {rank}: {line}")
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)  # Horovod's end in this process would end rank 0 first, and the job with rank 0's exit code
     return code
 
 

@@ -18,7 +18,12 @@ class UserError(Exception):
     The message is one line that says what is wrong, where, and what to do. The command line prints it once,
     without a traceback, and ends with exit code 2. Any other exception is an error of the program and keeps
     its traceback.
+
+    Attributes:
+        of_one_rank: whether other ranks may not have it: the command line then prints it on this rank.
     """
+
+    of_one_rank = False
 
 
 class Preempted(SystemExit):
@@ -32,7 +37,12 @@ class TrainingError(Exception):
     """The run cannot continue correctly: the loss is not finite, ranks are out of sync, or a rank is lost.
 
     The message is one line. The command line prints it once, without a traceback, and ends with exit code 1.
+
+    Attributes:
+        of_one_rank: as of `UserError`.
     """
+
+    of_one_rank = False
 
 
 class Diverged(TrainingError):

@@ -17,7 +17,7 @@ def plan(sizes: Iterable[int], most: int | None) -> list[list[int]]:
     """Indices of tensors by bucket, in the order given. A bucket is closed as soon as it holds `most` bytes.
 
     Args:
-        sizes: bytes of each tensor, in the order in which they are sent.
+        sizes: bytes of each tensor, in the order in which they become ready.
         most: None: all tensors in one bucket.
     """
     buckets: list[list[int]] = []
@@ -31,13 +31,16 @@ def plan(sizes: Iterable[int], most: int | None) -> list[list[int]]:
     return buckets
 
 
-def order(count: int) -> list[int]:
-    """Indices of gradients in about the order of backward: from the last variable's to the first one's.
+def order(tensors: Sequence[Any]) -> list[int]:
+    """Indices of gradients in the order in which a graph computes them: by the longest chain of operations before each.
 
-    Not in the order of the graph, which differs between hosts whose processors have other kernels: every rank must send
-    the same messages.
+    Eager gradients are ready already; the order is then from the last to the first.
     """
-    return list(range(count - 1, -1, -1))
+    backwards = range(len(tensors) - 1, -1, -1)
+    if tf.executing_eagerly():
+        return list(backwards)
+    before = _Ancestors()
+    return sorted(backwards, key=lambda i: before.depth[tensors[i].op.name])
 
 
 def gate(messages: Sequence[Any]) -> None:
@@ -58,25 +61,29 @@ def gate(messages: Sequence[Any]) -> None:
 
 
 class _Ancestors:
-    """What precedes each operation of the current graph."""
+    """What precedes each operation of the current graph.
+
+    depth: length of the longest chain of operations before it, by name.
+    """
 
     def __init__(self) -> None:
         self._all = tf.compat.v1.get_default_graph().get_operations()
         self._bits: dict[str, int] = {}  # of an operation and all that precede it
+        self.depth: dict[str, int] = {}
         number = {operation.name: i for i, operation in enumerate(self._all)}
         waiting = self._all[::-1]
         while waiting:
             operation = waiting[-1]
             before = [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
-            missing = [other for other in before if other.name not in self._bits]
+            missing = [other for other in before if other.name not in self.depth]
             if missing:  # a control input may be created after its operation
                 waiting += missing
                 continue
             waiting.pop()
-            bits = 1 << number[operation.name]
+            self._bits[operation.name] = 1 << number[operation.name]
             for other in before:
-                bits |= self._bits[other.name]
-            self._bits[operation.name] = bits
+                self._bits[operation.name] |= self._bits[other.name]
+            self.depth[operation.name] = max((self.depth[other.name] + 1 for other in before), default=0)
 
     def of(self, tensor: Any) -> int:
         """The operations that a tensor needs, as bits."""

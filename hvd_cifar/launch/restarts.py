@@ -23,7 +23,7 @@ class Failure:
         code: exit code.
         said: of `last_said`.
         step: the last one that it logged, if any.
-        marks: lines of sessions.jsonl, to which each start whose ranks ran has added.
+        marks: lines of sessions.jsonl, to which each start that trains adds.
     """
 
     code: int
@@ -48,7 +48,8 @@ def reason_to_give_up(failures: Sequence[Failure], max_restarts: int) -> str | N
     last = failures[-1]
     if DIVERGED in last.said:
         return "its loss would not be finite again"
-    ran = len(failures) > 1 and last.marks > failures[-2].marks  # else nothing could start: a host may be booting
+    # Else no rank ran: a host may be booting.
+    ran = last.said or (len(failures) > 1 and last.marks > failures[-2].marks)
     if ran and last in failures[:-1] and last.step is not None:
         return f"it failed twice in the same way after step {last.step}"
     if len(failures) > max_restarts:

@@ -82,8 +82,9 @@ def histogram(values: NDArray[Any]) -> NDArray[np.float64]:
     if flat.size == 0:
         return np.zeros((BUCKETS, 3))
     low, high = flat.min(), flat.max()
-    if high - low < 2 * BUCKETS * np.spacing(max(-low, high)):  # NumPy refuses ends that are no distinct numbers
-        low, high = low - 0.5, high + 0.5
+    least = 2 * BUCKETS * np.spacing(max(-low, high))
+    if high - low < least:  # NumPy refuses buckets whose ends are no distinct numbers
+        low, high = low - max(0.5, least), high + max(0.5, least)
     counts, edges = np.histogram(flat, BUCKETS, (low, high))
     return np.stack([edges[:-1], edges[1:], counts], axis=1)
 

@@ -328,15 +328,6 @@ class Watch:
         os._exit(STALLED)
 
 
-def goes_on(rank: int) -> bool:
-    """Whether another rank of this process's run answers, and its run has not ended; False without a watchdog."""
-    watch = Watch._current
-    if watch is None or not watch._peers:
-        return False
-    statuses, _ = watch._ask_all([rank])
-    return rank in statuses and statuses[rank].phase != IDLE
-
-
 def _complain(line: str) -> None:
     """Print to stderr past Python's buffer, whose lock the main thread may hold."""
     with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from hvd_cifar.distributed.optimizer import (
     set_bucket_bytes,
 )
 from hvd_cifar.distributed.overlap import CANDIDATES, Backward, Choice, Link, choose
+from hvd_cifar.errors import UserError
 from hvd_cifar.models import Net
 from hvd_cifar.runtime.world import World
 from hvd_cifar.training.step import StepSpec, local_statistics, make_share, micro_batch_signature
@@ -54,10 +56,16 @@ def set_buckets(
     hides_nothing = on_one_host or low_rank_of(settings.compression) > 0
     if settings.overlap == "auto" and (not in_one_step or (hides_nothing and settings.bucket_bytes is None)):
         return []
+    traced = _trace(net, optimizer, spec)
+    if len(set(collectives.all_gather_object(tuple(traced.order)))) > 1:
+        why = "hosts compute gradients in different orders, since their processors have different kernels"
+        if settings.overlap == "on":
+            raise UserError(f"--overlap on: {why}; leave it out, or take hosts with the same processors")
+        return [f"overlap: none; {why}"]
     if settings.overlap == "on" and settings.bucket_bytes is not None:
         set_bucket_bytes(optimizer, settings.bucket_bytes)
         return [f"overlap: gradients leave in buckets of {_show(settings.bucket_bytes)}"]
-    backward, _ = measure_backward(net, optimizer, spec, examples)
+    backward, _ = measure_backward(net, optimizer, spec, examples, traced=traced)
     link = _measure_link(reduction, sum(backward.sizes), computes_here="GPU" not in world.device)
     candidates = CANDIDATES if settings.bucket_bytes is None else (settings.bucket_bytes,)
     found = choose(backward, link, candidates, always=settings.overlap == "on")
@@ -81,24 +89,32 @@ def _show(size: int) -> str:
     return f"{size} bytes"
 
 
-def measure_backward(
-    net: Net, optimizer: Any, spec: StepSpec, examples: int, repeats: int = REPEATS
-) -> tuple[Backward, list[int]]:
-    """Measure the slowest rank's backward pass on a batch of zeros. The net is not changed. A collective.
+@dataclass(frozen=True)
+class Traced:
+    """A rank's backward pass as a graph. Ranks whose processors have other kernels have other graphs.
 
-    Args:
-        net, optimizer, spec: of the step.
-        examples: of a rank's micro-batch.
-        repeats: measured passes; the median counts.
-
-    Returns:
-        The pass, and the index of each of its gradients in `net.model.trainable_variables`.
+    Attributes:
+        stamps: makes from a micro-batch the times at its start, after the loss and after each gradient.
+        order: indices of the gradients and, as the last index, of the loss, in the order in which they are computed.
+        sizes: bytes of each gradient, as it is sent, in this order.
     """
+
+    stamps: Any
+    order: list[int]
+    sizes: list[int]
+
+    @property
+    def gradients(self) -> list[int]:
+        """The order of the gradients alone."""
+        return [index for index in self.order if index < len(self.order) - 1]
+
+
+def _trace(net: Net, optimizer: Any, spec: StepSpec) -> Traced:
     share_of, statistics_of = make_share(net, optimizer, spec), local_statistics(net.model)
     reduction = reduction_of(optimizer)
     compression = reduction.compression if reduction else "none"
-    sizes: list[int] = []
     order: list[int] = []
+    sizes: list[int] = []
 
     @tf.function(input_signature=micro_batch_signature(spec), autograph=False)
     def stamps(image: Any, label: Any, weight: Any, count: Any) -> Any:
@@ -106,8 +122,8 @@ def measure_backward(
         with tf.control_dependencies(times):
             image = tf.identity(image)
         share = share_of(image, label, weight, count, [tf.identity(s.value) for s in statistics_of])
-        order[:] = buckets.order(len(share.gradients))
-        in_order = [share.loss, *(share.gradients[i] for i in order)]
+        order[:] = buckets.order([*share.gradients, share.loss])
+        in_order = [share.loss, *(share.gradients[i] for i in order if i < len(share.gradients))]
         sizes[:] = [tensor.shape.num_elements() * sent_width(tensor.dtype, compression) for tensor in in_order[1:]]
         for tensor in in_order:
             # A GPU's operation counts as done when it is queued, so the timestamp waits for a copy on the host.
@@ -118,6 +134,25 @@ def measure_backward(
         buckets.gate(times)
         return tf.stack(times), in_order  # in_order also, or TensorFlow prunes what only stamps need
 
+    stamps.get_concrete_function()
+    return Traced(stamps, order, sizes)
+
+
+def measure_backward(
+    net: Net, optimizer: Any, spec: StepSpec, examples: int, repeats: int = REPEATS, traced: Traced | None = None
+) -> tuple[Backward, list[int]]:
+    """Measure the slowest rank's backward pass on a batch of zeros. The net is not changed. A collective.
+
+    Args:
+        net, optimizer, spec: of the step.
+        examples: of a rank's micro-batch.
+        repeats: measured passes; the median counts.
+        traced: its graph; None: it is traced here.
+
+    Returns:
+        The pass, and the index of each of its gradients in `net.model.trainable_variables`.
+    """
+    traced = traced or _trace(net, optimizer, spec)
     height, width, channels = spec.image_shape
     batch = (
         tf.zeros([examples, height, width, channels]),
@@ -128,15 +163,15 @@ def measure_backward(
     trained = {id(v) for v in net.model.trainable_variables}
     others = [v for v in net.model.variables if id(v) not in trained]
     before = [v.numpy() for v in others]
-    stamps(*batch)
+    traced.stamps(*batch)
     runs = []
     for _ in range(repeats):
         collectives.barrier()
-        runs.append(np.diff(stamps(*batch)[0].numpy()).clip(min=0.0))
+        runs.append(np.diff(traced.stamps(*batch)[0].numpy()).clip(min=0.0))
     for variable, value in zip(others, before, strict=True):
         variable.assign(value)
     forward, *parts = np.max(collectives.all_gather_object(np.median(runs, axis=0)), axis=0)
-    return Backward(float(forward), tuple(np.cumsum(parts).tolist()), tuple(sizes)), order
+    return Backward(float(forward), tuple(np.cumsum(parts).tolist()), tuple(traced.sizes)), traced.gradients
 
 
 def _measure_link(reduction: Reduction, most: int, computes_here: bool) -> Link:

@@ -262,4 +262,6 @@ def read_batches(batches: Iterable[T]) -> Iterator[T]:
         found = re.search(r"UserError: (.*)", failure.message or "")
         if found is None:
             raise
-        raise UserError(found[1]) from None
+        error = UserError(found[1])
+        error.of_one_rank = True
+        raise error from None

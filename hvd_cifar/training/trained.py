@@ -106,7 +106,7 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
     values = config.read_file(recorded)
     # Evaluation makes no steps, so the number of ranks need not fit the run's global batch.
     values |= {"virtual_shards": None, "gradient_accumulation": 1, "global_batch_size": None, "batch_size": 1}
-    return values | {"image_sizes": [], "callbacks": []}
+    return values | {"image_sizes": [], "callbacks": [], "verify_every": 0}
 
 
 def state_of(net: Net, settings: TrainSettings) -> checkpoint.State:

@@ -21,6 +21,7 @@ from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.run_dir import read_summary
 from hvd_cifar.training.step import Notes, TrainStep
 
+PACKAGE = f"{__name__.partition('.')[0]}."
 LONGEST_WHY = 300  # characters of an error in the run's record
 
 
@@ -103,7 +104,12 @@ class Trainer:
         """Call the method `event` of every callback, in order."""
         for callback in self.callbacks:
             with self.progress.watch.phase(f"{type(callback).__name__}.{event}"):
-                getattr(callback, event)(self.run, *values)
+                try:
+                    getattr(callback, event)(self.run, *values)
+                except (UserError, TrainingError) as error:
+                    # This package's callbacks raise them on all ranks.
+                    error.of_one_rank = not type(callback).__module__.startswith(PACKAGE)
+                    raise
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[StopRequests]:

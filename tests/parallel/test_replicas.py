@@ -96,7 +96,7 @@ def _drift(data: str, run_dir: str, options: list[str], at_the_end: bool = False
         Trainer.train = train_under_a_cosmic_ray  # type: ignore[method-assign]
     said: list[str] = []
     vars(terminal)["complain"] = said.append
-    cli.GRACE_SECONDS = 3.0  # rank 0 has ended by then
+    cli.GRACE_SECONDS = 0.0
     base = ["train", *TUTORIAL, data, "--run-dir", run_dir, "--eval-every", "0", "--eval-examples", "100"]
     code: Any = 0
     try:

@@ -119,7 +119,7 @@ def _train_without_averaging(data: str, run_dir: str) -> list[Any]:
     vars(assemble)["DistributedOptimizer"] = lambda optimizer, **_: optimizer
     said: list[str] = []
     vars(terminal)["complain"] = said.append
-    cli.GRACE_SECONDS = 3.0  # rank 0 has ended by then
+    cli.GRACE_SECONDS = 0.0
     try:
         cli.main(["train", *TUTORIAL, data, "--run-dir", run_dir, "--max-steps", "2"])
     except SystemExit as ended:

@@ -117,7 +117,7 @@ def test_a_discovery_script_that_hangs_ends_with_all_that_it_started(
     path, pid = tmp_path / "find", tmp_path / "pid"
     path.write_text(f"#!/bin/sh\nsleep 600 & echo $! > {pid}\nwait\n")
     path.chmod(0o755)
-    monkeypatch.setattr(elastic, "SCRIPT_SECONDS", 1.0)
+    monkeypatch.setattr(elastic, "SCRIPT_SECONDS", 5.0)
     with pytest.raises(UserError, match="timed out"):
         script(path)()
     with contextlib.suppress(psutil.NoSuchProcess):  # or nobody waits for it, and it stays a zombie

@@ -60,7 +60,7 @@ def _precedes(one: Any, other: Any) -> bool:
 def test_the_last_layer_s_gradient_is_computed_and_sent_first() -> None:
     graph, weights, activations = _chain()
     with graph.as_default():
-        assert buckets.order(len(weights)) == [2, 1, 0]
+        assert buckets.order(weights) == [2, 1, 0]
         messages = [tf.identity(weights[i]) for i in (2, 1, 0)]
         assert not _precedes(messages[0], activations[0])  # TensorFlow may compute it before or after
         buckets.gate(messages)
