@@ -56,8 +56,9 @@ def set_buckets(
     hides_nothing = on_one_host or low_rank_of(settings.compression) > 0
     if settings.overlap == "auto" and (not in_one_step or (hides_nothing and settings.bucket_bytes is None)):
         return []
-    traced = _trace(net, optimizer, spec)
-    if len(set(collectives.all_gather_object(tuple(traced.order)))) > 1:
+    # In a step of several micro-batches all gradients are ready at once, in the order of the variables.
+    traced = _trace(net, optimizer, spec) if in_one_step else None
+    if traced and len(set(collectives.all_gather_object(tuple(traced.order)))) > 1:
         why = "hosts compute gradients in different orders, since their processors have different kernels"
         if settings.overlap == "on":
             raise UserError(f"--overlap on: {why}; leave it out, or take hosts with the same processors")

@@ -106,7 +106,7 @@ class StateCopy:
     def restore(self, step: int) -> int | None:
         """Restore the newest whole copy on all ranks, if it is later than the present state. A collective.
 
-        A copy that all hosts with copies have is preferred to a newer one: only this has every rank's own variables.
+        A copy that all hosts have is preferred to one that is a step newer: only this has every rank's own variables.
 
         Args:
             step: of the present state.
@@ -118,7 +118,10 @@ class StateCopy:
         there = [set(versions) for versions in whole if versions]
         if not there:
             return None
-        found = max(set.intersection(*there) or set.union(*there))
+        newest = max(set.union(*there))
+        # A host that was away has older copies.
+        present = [versions for versions in there if not versions.isdisjoint((newest, newest - 1))]
+        found = max(set.intersection(*present) or {newest})
         if found <= self._version(step):
             return None
         root = next(rank for rank, versions in enumerate(whole) if found in versions)
