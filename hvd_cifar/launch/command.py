@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,11 @@ EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYT
 KEEPALIVE = {"oob_tcp_keepalive_time": 10, "oob_tcp_keepalive_intvl": 5, "oob_tcp_keepalive_probes": 4}
 # In an elastic job after 5 s, since the other ranks go on without the host.
 KEEPALIVE_ELASTIC = {"oob_tcp_keepalive_time": 2, "oob_tcp_keepalive_intvl": 1, "oob_tcp_keepalive_probes": 3}
+
+
+def _has_domain(host: Host) -> bool:
+    """Whether a host other than this one is named with its domain; an address has none."""
+    return "." in host.name and not host.name.replace(".", "").isdigit() and not is_local(host.name)
 
 
 def _is_exported(name: str, value: str) -> bool:
@@ -64,7 +70,11 @@ def command(
     hosts = request.hosts or (Host("localhost", ranks),)
     if ranks == 1 and network is None:
         return program
-    where = ["-np", str(ranks), "-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
+    whole_names = network is not None and not request.gloo and any(map(_has_domain, hosts))
+    # With whole names mpirun knows its own host by none but this.
+    names = [socket.gethostname() if whole_names and is_local(host.name) else host.name for host in hosts]
+    slots = ",".join(f"{name}:{host.slots}" for name, host in zip(names, hosts, strict=True))
+    where = ["-np", str(ranks), "-H", slots]
     if request.gloo:
         words = [str(bin_folder / "horovodrun"), "--gloo", *where]
         if network is not None:
@@ -86,6 +96,9 @@ def command(
         # When a rank is lost, mpirun sends the others SIGTERM and, this many seconds later, SIGKILL. Ranks take SIGTERM
         # alone as a request to stop, for which they would need the lost rank.
         words += ["-mca", "odls_base_sigkill_timeout", "0"]
+    if whole_names:
+        # By default it logs in to gpu01.cluster as gpu01, and takes gpu01.east and gpu01.west for one host.
+        words += ["-mca", "orte_keep_fqdn_hostnames", "1"]
     if network is not None:
         words += _of_other_hosts(network, environ, KEEPALIVE_ELASTIC if request.elastic else KEEPALIVE)
         if Path(installed.mpirun).parent == bin_folder:
@@ -100,8 +113,6 @@ def _of_other_hosts(network: Network, environ: Mapping[str, str], keepalive: Map
     words = ["-mca", "btl_tcp_if_include", network.subnet, "-mca", "oob_tcp_if_include", network.subnet]
     # mpirun logs in to every host from here, so that hosts need no ssh between each other.
     words += ["-mca", "plm_rsh_no_tree_spawn", "1", "-mca", "plm_rsh_args", " ".join(ssh.OPTIONS)]
-    # By default it logs in to gpu01.cluster as gpu01, and takes gpu01.east and gpu01.west for one host.
-    words += ["-mca", "orte_keep_fqdn_hostnames", "1"]
     for name, seconds in keepalive.items():
         words += ["-mca", name, str(seconds)]
     words += ["--tag-output"]

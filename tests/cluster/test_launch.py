@@ -233,6 +233,29 @@ def test_hosts_are_told_apart_by_their_whole_names(kind: str, three_hosts: Clust
     assert found == [f"rank {rank} on {names[rank]}: node{rank + 2}" for rank in range(2)]
 
 
+@pytest.mark.parametrize("own", ["", ".lab.example"])
+def test_this_host_is_known_by_any_of_its_names(own: str, three_hosts: Cluster) -> None:
+    """mpirun compares the hosts' names with its own, which may have a domain where the user's has none."""
+    first = three_hosts[0]
+    known = (first.files / "known_hosts").read_text()
+    key = known.split(maxsplit=1)[1].splitlines()[0]
+    (first.files / "known_hosts").write_text(f"{known}node2.lab.example {key}\n")
+    lines = "".join(f"{host.address} {host.name}.lab.example {host.name}\n" for host in three_hosts)
+    for host in three_hosts:
+        three_hosts.set_names(host, f"127.0.0.1 localhost\n{lines}")
+        host.must("hostname", f"{host.name}{own}")
+    try:
+        for names in (("node1", "node2"), ("node1", "node2.lab.example"), ("node1.lab.example", "node2.lab.example")):
+            done = _launch(first, ["-H", ",".join(f"{name}:1" for name in names), "python", "-c", WHERE])
+            assert done.returncode == 0, done.stderr
+            found = [line.partition(" /")[0] for line in sorted(done.stderr.splitlines())]
+            assert found == [f"rank {rank} on {names[rank]}: node{rank + 1}{own}" for rank in range(2)]
+    finally:
+        for host in three_hosts:
+            three_hosts.set_names(host, three_hosts.names())
+            host.must("hostname", host.name)
+
+
 @pytest.mark.skipif(not shutil.which("tcsh"), reason="needs tcsh (Debian: apt-get install tcsh)")
 def test_csh_may_be_the_login_shell(three_hosts: Cluster, tmp_path: Path) -> None:
     accounts, now = tmp_path / "passwd", Path("/etc/passwd").read_text()
