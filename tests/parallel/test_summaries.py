@@ -103,7 +103,7 @@ def _metrics(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def _buckets(values: Any) -> Any:
-    counts, edges = np.histogram(np.array(values, np.float32), 30)
+    counts, edges = np.histogram(np.array(values, np.float32).astype(np.float64), 30)
     return np.stack([edges[:-1], edges[1:], counts], axis=1)
 
 
