@@ -201,7 +201,7 @@ def _decode_all(listing: Listing, home: Path, name: str, show_progress: bool) ->
     part = home / f"{listing.fingerprint}.part"
     first, _ = listing.images["train"][0]
     with _opened(first) as image:
-        size, grey = ImageOps.exif_transpose(image).size, image.mode in GREY_MODES
+        size, grey = image.size, image.mode in GREY_MODES
     columns = (TextColumn(f"decoding {name}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # Under a launcher stderr is a pipe, which rich does not take for a terminal.
     console = Console(stderr=True, force_terminal=True)
@@ -277,10 +277,10 @@ def _done(part: Path, channels: int) -> int:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
-    """An image, opened. Raises UserError where it cannot be opened, or read in the `with` block."""
+    """An image, upright. Raises UserError where it cannot be opened, or read in the `with` block."""
     try:
         with Image.open(path) as image:
-            yield image
+            yield ImageOps.exif_transpose(image)
     except (UserError, _NotGrey):
         raise
     except Exception as error:  # Pillow raises many kinds for a damaged file
@@ -292,15 +292,14 @@ def _opened(path: Path) -> Iterator[Image.Image]:
 def _decode(path: Path, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:
     """The pixels of an image, upright, uint8 [height, width, channels]; transparency is left out."""
     with _opened(path) as image:
-        upright = ImageOps.exif_transpose(image)
-        if upright.size != size:
-            here, first = ("x".join(map(str, pixels)) for pixels in (upright.size, size))
+        if image.size != size:
+            here, first = ("x".join(map(str, pixels)) for pixels in (image.size, size))
             raise UserError(
                 f"{path} is {here} pixels, and the first image {first}: make all images one size, or leave it out"
             )
         if channels == 1 and image.mode not in (*GREY_MODES, *DEEP_MODES):
             raise _NotGrey
-        return _pixels(upright, path, channels)
+        return _pixels(image, path, channels)
 
 
 def read_image(path: Path, channels: int) -> NDArray[np.uint8]:
@@ -313,7 +312,7 @@ def read_image(path: Path, channels: int) -> NDArray[np.uint8]:
         UserError: where it cannot be read, or is grey with more than 8 bits.
     """
     with _opened(path) as image:
-        return _pixels(ImageOps.exif_transpose(image), path, channels)
+        return _pixels(image, path, channels)
 
 
 def _pixels(image: Image.Image, path: Path, channels: int) -> NDArray[np.uint8]:

@@ -378,12 +378,7 @@ def _refuse_layers(settings: TrainSettings, net: Net) -> None:
     over_all, local = "its statistics are over all ranks", "take keras.layers.BatchNormalization"
     synchronised, drawing = synchronised_layers(net.model), random_layers.random_layers(net.model)
     for option, layers, why, remedy in (
-        (
-            "virtual_shards",
-            synchronised,
-            "its statistics are over all ranks, and each virtual shard has its own",
-            local,
-        ),
+        ("virtual_shards", synchronised, f"{over_all}, and each virtual shard has its own", local),
         ("virtual_shards", drawing, "it draws random numbers, which depend on the number of ranks", "take it out"),
         ("verify_every", synchronised, f"{over_all}, and no rank computes a share alone", local),
     ):
