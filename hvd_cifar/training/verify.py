@@ -55,13 +55,18 @@ class Verifier:
         self._progress = progress
         self._reporter = reporter
 
+    @property
+    def step(self) -> int:
+        """The current step, counted from 1."""
+        return self._progress.step + 1
+
     def share(self, micro_batches: Sequence[MicroBatch], compute: Callable[[Sequence[MicroBatch]], Any]) -> Any:
         """This rank's share of the next step: that of `compute`, unless it is found wrong. A collective.
 
         Raises:
             TrainingError: on all ranks, where no result has a majority.
         """
-        step, size, rank = self._progress.step + 1, self._world.size, self._world.rank
+        step, size, rank = self.step, self._world.size, self._world.rank
         if size == 1 or step % self._every:
             return self._compute(micro_batches, compute)
         before = self._values()
