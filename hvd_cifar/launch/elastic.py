@@ -142,7 +142,7 @@ class ElasticRun:
             code = self._start(hosts, saves_only=False)
         except Unreachable as failure:
             complain(str(failure))
-            return RESUME, [Lost(name) for name in failure.hosts]
+            return 1, [Lost(name) for name in failure.hosts]
         except UserError as failure:
             if not self.has_started:
                 raise

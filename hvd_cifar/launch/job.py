@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -117,9 +116,8 @@ class Job:
             pumps.append(threading.Thread(target=starter.output, args=[process.stdout], daemon=True))
         for pump in pumps:
             pump.start()
-        descriptor = os.pidfd_open(process.pid)
         lost_since = stopped_for = 0.0
-        while not select.select([descriptor], [], [], SECONDS_BETWEEN_ASKS)[0]:
+        while not _ends(process, SECONDS_BETWEEN_ASKS):
             if lost_since and time.monotonic() > lost_since + SECONDS_FOR_STARTER:
                 process.kill()  # mpirun waits for hosts that it cannot reach
             elif not lost_since and lost_ranks(self.tail.decode(errors="replace")):
@@ -132,7 +130,6 @@ class Job:
                 self._ask(signal.SIGTERM)
             elif self._stops:
                 self._tell_ranks()  # again, for ranks that had not started before
-        os.close(descriptor)
         code = process.wait()
         was_killed = code == -signal.SIGKILL
         if lost_since and was_killed:
@@ -242,6 +239,13 @@ class Job:
     def _send(self, number: int) -> None:
         if self._process is not None:
             self._process.send_signal(number)
+
+
+def _ends(process: subprocess.Popen[Any], seconds: float) -> bool:
+    """Whether a process ends within some time. Some Pythons, such as conda's, have no `os.pidfd_open` for this."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return process.returncode is not None
 
 
 def is_stopped(pid: int) -> bool:

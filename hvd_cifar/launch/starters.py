@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,6 +34,8 @@ class Ready:
 def _mpirun(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job) -> Starter:
     """mpirun. `hosts`: each rank's host where there are several hosts, else []; see `NamedLines`."""
     lines = NamedLines(hosts)
+    found = [value for name, value in pairwise(words) if name == "btl_tcp_if_include"]
+    subnets = found[0].split(",") if found and "," in found[0] else []
 
     def output(stream: BinaryIO) -> None:  # even on one host: mpirun ends its ranks if it cannot write its output
         for rank, piece in by_rank(chunks(stream)) if hosts else ((0, piece) for piece in chunks(stream)):
@@ -47,7 +50,7 @@ def _mpirun(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job
                 job.pass_on(lines.add(rank, piece))
 
     def errors(stream: BinaryIO) -> None:
-        for piece in without_banners(of_mpirun(chunks(stream)) if hosts else chunks(stream)):
+        for piece in without_banners(of_mpirun(chunks(stream)) if hosts else chunks(stream), subnets):
             job.pass_on(piece)
         job.pass_on(lines.rest())
 

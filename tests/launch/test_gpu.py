@@ -75,7 +75,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 def source(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Horovod's source with both patches, and the kernels' PTX."""
     folder = tmp_path_factory.mktemp("source")
-    with (folder / "log").open("w+") as log, locked(folder, "") as lock:
+    with (folder / "log").open("w+") as log, locked(folder / "lock", "") as lock:
         return horovod._source(Steps(log, lock), sys.executable, folder, gpu=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import io
 import json
@@ -11,6 +12,7 @@ import platform
 import pty
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -115,7 +117,7 @@ def test_build_environment() -> None:
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_the_patch_fits_the_real_source_and_only_that(tmp_path: Path, gpu: bool) -> None:
-    with (tmp_path / "log").open("w+") as log, locked(tmp_path, "waiting") as lock:
+    with (tmp_path / "log").open("w+") as log, locked(tmp_path / "lock", "waiting") as lock:
         try:
             source = horovod._source(Steps(log, lock), sys.executable, tmp_path, gpu)
         except StepFailed:
@@ -290,7 +292,7 @@ import os, sys
 sys.path.insert(0, {str(installer.CHECKOUT)!r})
 from pathlib import Path
 from hvd_cifar.launch.install.steps import Steps, locked
-with locked(Path({str(tmp_path)!r}), "waiting") as lock, open(os.devnull, "w") as log:
+with locked(Path({str(tmp_path)!r}) / "lock", "waiting") as lock, open(os.devnull, "w") as log:
     Steps(log, lock).run(["sh", "-c", {child!r}])
 """
     holder = subprocess.Popen([sys.executable, "-c", script])
@@ -299,17 +301,27 @@ with locked(Path({str(tmp_path)!r}), "waiting") as lock, open(os.devnull, "w") a
         time.sleep(0.05)
     holder.kill()
     holder.wait()
-    with locked(tmp_path, "waiting"):
+    with locked(tmp_path / "lock", "waiting"):
         assert (tmp_path / "over").exists()
 
 
-def test_a_lock_on_a_file_may_write_it(tmp_path: Path) -> None:
-    """NFS refuses the exclusive lock otherwise: there flock is a lock of the file's bytes."""
-    file = tmp_path / "lock"
-    file.touch()
-    for path, mode in ((file, os.O_RDWR), (tmp_path, os.O_RDONLY)):
-        with locked(path, "waiting") as lock:
-            assert fcntl.fcntl(lock, fcntl.F_GETFL) & os.O_ACCMODE == mode
+def test_a_lock_is_on_a_file_that_it_may_write(tmp_path: Path) -> None:
+    """NFS refuses the exclusive lock otherwise, and locks no folder for other hosts."""
+    with locked(tmp_path / "lock", "waiting") as lock:
+        assert fcntl.fcntl(lock, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+        assert stat.S_ISREG(os.fstat(lock).st_mode)
+
+
+def test_a_file_system_without_locks_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with locked(tmp_path / "lock", "waiting"):
+        pass
+    assert f"cannot lock {tmp_path / 'lock'} (Function not implemented)" in capsys.readouterr().err
 
 
 def test_another_python_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -351,7 +363,7 @@ def test_set_up_goes_on_without_convolutions_of_its_own(tmp_path: Path, capsys: 
     library = tmp_path / "venv" / convolutions.LIBRARY
     library.parent.mkdir(parents=True)
     library.write_text("of before")
-    with (tmp_path / "log").open("w+") as log, locked(tmp_path, "") as lock:
+    with (tmp_path / "log").open("w+") as log, locked(tmp_path / "lock", "") as lock:
         convolutions.compile_into(Steps(log, lock), tmp_path / "venv", {"packages": str(tmp_path)}, here)
     assert not library.exists()
     if platform.machine() == "x86_64":

@@ -479,6 +479,22 @@ def test_banners(said: str, shown: str) -> None:
     assert b"".join(remarks.without_banners([said.encode()])).decode() == shown
 
 
+def test_routed_hosts_need_not_have_each_other_s_subnets() -> None:
+    def said(value: str) -> str:
+        return (
+            RULE + f"WARNING: An invalid value was given for btl_tcp_if_include.  This\nvalue will be ignored.\n\n"
+            f"  Local host: a\n  Value:      {value}\n  Message:    Did not find interface matching this subnet\n"
+            + RULE
+        )
+
+    more = "[a:1] 1 more process has sent help message help-mpi-btl-tcp.txt / invalid if_inexclude\n"
+    more += '[a:1] Set MCA parameter "orte_base_help_aggregate" to 0 to see all help / error messages\n'
+    both = said("10.0.1.0/24") + said("10.9.0.0/24") + more
+    shown = b"".join(remarks.without_banners([both.encode()], ["10.0.0.0/24", "10.0.1.0/24"])).decode()
+    assert shown == said("10.9.0.0/24")
+    assert b"".join(remarks.without_banners([said("10.0.1.0/24").encode()])).decode() == said("10.0.1.0/24")
+
+
 @given(
     st.lists(
         st.sampled_from(

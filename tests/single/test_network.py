@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_cifar.launch.cluster import ssh
+from hvd_cifar.launch.cluster import network, ssh
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local
 from hvd_cifar.launch.cluster.network import Card, Report, candidates
 from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
@@ -29,9 +31,9 @@ def test_a_network_has_all_hosts_under_different_addresses() -> None:
     a = _report(bridge, _card("eth0", "10.0.0.1"), _card("wlan0", "192.168.1.5"))
     b = _report(bridge, _card("ens3", "10.0.0.2"))
     assert _found({"a": a, "b": b}) == ["10.0.0.0/24"]
-    network = candidates({"a": a, "b": b}, {})[0]
-    assert network.card_names == ["ens3", "eth0"]
-    assert network.cards["b"].address == "10.0.0.2"
+    found = candidates({"a": a, "b": b}, {})[0]
+    assert found.card_names == ["ens3", "eth0"]
+    assert found.cards["b"].address == "10.0.0.2"
     assert _found({"a": a, "b": _report(bridge)}) == []
 
 
@@ -51,6 +53,35 @@ def test_hosts_on_different_subnets_meet_at_the_addresses_of_their_names() -> No
     reports = {"a": _report(_card("eth0", "10.0.0.1")), "b": _report(_card("eth0", "10.0.1.1"))}
     assert _found(reports, {"a": "10.0.0.1", "b": "10.0.1.1"}) == ["10.0.0.0/24,10.0.1.0/24"]
     assert _found(reports, {"a": "10.0.0.1", "b": None}) == []
+
+
+def test_this_machine_has_an_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own name may stand for a loopback address, and localhost does."""
+    known = {"here": "127.0.1.1", "localhost": "127.0.0.1", "there": "192.0.2.7", "b": "10.0.1.1"}
+    monkeypatch.setattr(socket, "gethostbyname", known.__getitem__)
+    monkeypatch.setattr(network, "_own_address", lambda other: "10.0.0.1" if other == "192.0.2.7" else None)
+    assert network.addresses(["here", "there", "b"]) == {"here": "10.0.0.1", "there": "192.0.2.7", "b": "10.0.1.1"}
+    assert network.addresses(["localhost", "there"])["localhost"] == "10.0.0.1"
+    assert network.addresses(["localhost", "b"])["localhost"] == "127.0.0.1"  # no route
+
+
+def test_the_address_from_which_another_is_reached() -> None:
+    assert network._own_address("127.0.0.5") == "127.0.0.1"
+    assert network._own_address("255.255.255.255") is None
+
+
+@pytest.mark.parametrize(
+    ("pairs", "out"),
+    [
+        (["ab", "ba", "cb", "bc", "db"], ["b"]),
+        (["ea", "eb", "ec", "ed", "de", "fa", "fb", "fc", "fd", "fe"], ["e", "f"]),
+        (["ab", "ac"], ["c", "b"]),  # of this host all others
+        ([], []),
+    ],
+)
+def test_the_hosts_without_which_all_others_connect(pairs: list[str], out: list[str]) -> None:
+    faults = [network.NoWay(one, other, _card("eth0", "10.0.0.1")) for one, other in pairs]
+    assert network.unusable(faults, here="a") == out
 
 
 def test_hosts_of_ranks_and_local_ones() -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvd_cifar.errors import UserError
+from hvd_cifar.launch.cluster.hosts import is_local
 from hvd_cifar.launch.cluster.program import Participants, Program
 from hvd_cifar.runtime import devices
 
@@ -129,20 +131,38 @@ def find_network(participants: Participants, gloo: bool) -> tuple[Network, dict[
                     f"{host} cannot resolve its own name, '{report.hostname}', and Gloo would crash there: add the "
                     f"line '{_first_address(report)} {report.hostname}' to its /etc/hosts, or use --mpi"
                 )
-        found = candidates(reports, {host: resolve(host) for host in reports})
+        found = candidates(reports, addresses(reports))
         if not found:
             cards = "; ".join(
                 f"{host}: {', '.join(f'{card.name} {card.subnet}' for card in report.cards) or 'none'}"
                 for host, report in reports.items()
             )
-            raise UserError(f"the hosts have no network in common ({cards}): connect them to one")
+            raise UserError(
+                f"the hosts have no network in common ({cards}): connect them to one, or name them by the addresses "
+                "of cards between which routers forward"
+            )
         faults = try_out(found, probes, gloo)
     works = next((network for network, fault in zip(found, faults, strict=True) if not fault), None)
     if works is None:
-        raise Unreachable(
-            f"{faults[0][0]}: check its cable and the firewalls, which must let all ports through", [faults[0][0].there]
-        )
+        fewest = min(faults, key=len)
+        out = unusable(fewest, next(host for host in reports if is_local(host)))
+        way = next(way for way in fewest if out[0] in (way.here, way.there))
+        others = f", and {len(out) - 1} more hosts have such faults" if len(out) > 1 else ""
+        raise Unreachable(f"{way}{others}: check cables and firewalls, which must let all ports through", out)
     return works, reports
+
+
+def unusable(faults: Sequence[NoWay], here: str) -> list[str]:
+    """The hosts without which all others can connect to each other, those with the most faults first.
+
+    This host, `here`, is none of them: it starts the ranks.
+    """
+    out: list[str] = []
+    while counts := Counter(
+        host for way in faults if not {way.here, way.there} & {*out} for host in (way.here, way.there) if host != here
+    ):
+        out.append(max(counts, key=lambda host: (counts[host], host)))
+    return out
 
 
 class Probe:
@@ -245,9 +265,33 @@ def _first_address(report: Report) -> str:
     return report.cards[0].address if report.cards else "127.0.1.1"
 
 
-def resolve(host: str) -> str | None:
-    """The address to which this machine resolves a name; None: unknown name."""
+def addresses(hosts: Iterable[str]) -> dict[str, str | None]:
+    """The address to which this machine resolves each host's name; None: unknown name.
+
+    This machine's own name may stand for a loopback address, as on Debian, and localhost does. It then has the address
+    from which this machine reaches another host.
+    """
+    found = {host: _resolve(host) for host in hosts}
+    others = [address for address in found.values() if address and not _is_loopback(address)]
+    own = _own_address(others[0]) if others else None
+    return {host: own if address and own and _is_loopback(address) else address for host, address in found.items()}
+
+
+def _resolve(host: str) -> str | None:
     try:
         return socket.gethostbyname(host)
     except OSError:
         return None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _own_address(other: str) -> str | None:
+    """The address from which this machine reaches another one; None: there is no route. Nothing is sent."""
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))
+        own: str = probe.getsockname()[0]
+        return own
+    return None

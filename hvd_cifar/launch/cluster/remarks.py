@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from hvd_cifar.errors import RESUME, STALLED
@@ -16,6 +16,8 @@ BANNER_LINES = 40
 HARMLESS = re.compile(
     rb"\[[^\]]+\] plm:rsh: Warning: setpgid\(.*\) failed in parent with errno=.*\n"
     rb"|mpirun: Forwarding signal \d+ to job\n"
+    rb"|\[[^\]]+\] \d+ more process(?:es have| has) sent help message \S+ / invalid if_inexclude\n"
+    rb'|\[[^\]]+\] Set MCA parameter "orte_base_help_aggregate" to 0 to see all help / error messages\n'
 )
 
 
@@ -51,8 +53,10 @@ def lost_in(said: bytes) -> list[Lost]:
     return ranks + [Lost(match[1]) for line in lines if (match := _HOST_LINE.match(line))]
 
 
-def without_banners(chunks: Iterable[bytes]) -> Iterator[bytes]:
+def without_banners(chunks: Iterable[bytes], subnets: Collection[str] = ()) -> Iterator[bytes]:
     """mpirun's stderr without its banners about failed ranks. A banner that tells something new becomes one line.
+
+    `subnets`: of routed hosts. mpirun complains on each host about those of the others.
 
     A banner stands between two rules. All other output passes at once, even an incomplete line (a progress bar), unless
     it may become a rule.
@@ -70,7 +74,7 @@ def without_banners(chunks: Iterable[bytes]) -> Iterator[bytes]:
             elif block:
                 block.append(piece)
                 if is_rule or len(block) > BANNER_LINES:
-                    yield _shortened(b"".join(block), said)
+                    yield _shortened(b"".join(block), said, subnets)
                     block = []
             elif at_start and is_rule:
                 block = [piece]
@@ -82,10 +86,10 @@ def without_banners(chunks: Iterable[bytes]) -> Iterator[bytes]:
                     said, line = line if line.strip() else said, b""
     rest = b"".join(block) + pending
     if rest:
-        yield _shortened(rest, said)
+        yield _shortened(rest, said, subnets)
 
 
-def _shortened(banner: bytes, said: bytes) -> bytes:
+def _shortened(banner: bytes, said: bytes, subnets: Collection[str]) -> bytes:
     """What a user needs of a banner: nothing, if the line before it, `said`, is the rank's own error message."""
     text = banner.decode(errors="replace")
     ended = re.search(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)", text)
@@ -93,7 +97,8 @@ def _shortened(banner: bytes, said: bytes) -> bytes:
         r"process rank (\d+) with PID \d+ on\s+node (\S+) exited\s+on\s+signal (\d+)(?: \((.+)\))?", text
     )
     lost = re.search(r"lost communication with a remote daemon.*Remote daemon: \S+ on node (\S+)", text, re.DOTALL)
-    if "Primary job  terminated normally" in text:
+    absent = re.search(r"Value: +(\S+)\s+Message: +Did not find interface matching this subnet", text)
+    if "Primary job  terminated normally" in text or absent and absent[1] in subnets:
         return b""
     if lost:
         return f"hvd_cifar: {lost[1]} is lost, and its ranks with it: is it on, and its network up?\n".encode()

@@ -14,6 +14,7 @@ import secrets
 import shlex
 import subprocess
 import tarfile
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ SECONDS_TO_ANSWER = 300.0
 CACHES = {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache"}
 SENT = ".sent-by-set-up"  # marks a checkout that set-up has sent and may replace
 VERSIONS = ".versions"  # in a checkout that is set up from another host: the package versions to install
+LOCK = ".set-up.lock"  # in a checkout while it is set up
 
 LOOK = """
 if [ -e {token} ]; then echo shared
@@ -60,6 +62,10 @@ done
 echo "hvd_cifar: there is no Python {version} like here; install it" >&2
 exit 2
 """
+
+
+# Hosts may share a disk with each other but not with this one: each finds what was sent to one before.
+_sends = threading.Lock()
 
 
 class HostFailed(Exception):
@@ -121,11 +127,9 @@ def _set_up(name: str, here: Here, token: Path) -> str:
     state = _ask(name, look, listed.encode()).split()[-1:]
     if state == ["shared"]:
         return "shares this checkout"
-    if state == ["other"]:
-        raise HostFailed(f"{here.checkout} there holds other files than here: update it, or move it away")
     if state != ["same"]:
-        say(f"{name}: sending the checkout ({len(here.files)} files)")
-        _ask(name, here.fill(UNPACK), _packed(here.checkout, here.files))
+        with _sends:
+            _send(name, here, _ask(name, look, listed.encode()).split()[-1:])
     _ask(name, here.fill(NOTE), as_constraints(here.packages).encode())
     _run(name, _set_up_script(here))
 
@@ -135,6 +139,15 @@ def _set_up(name: str, here: Here, token: Path) -> str:
     if different:
         raise HostFailed(f"other versions than here: {', '.join(different)}")
     return f"{len(there)} packages, versions as here"
+
+
+def _send(name: str, here: Here, state: list[str]) -> None:
+    """Send the checkout to a host, in the state that LOOK found. Raises HostFailed."""
+    if state == ["other"]:
+        raise HostFailed(f"{here.checkout} there holds other files than here: update it, or move it away")
+    if state != ["same"]:
+        say(f"{name}: sending the checkout ({len(here.files)} files)")
+        _ask(name, here.fill(UNPACK), _packed(here.checkout, here.files))
 
 
 def _set_up_script(here: Here) -> str:
@@ -176,11 +189,13 @@ def _run(name: str, script: str) -> None:
         raise HostFailed(ssh.NO_SSH) from None
     assert process.stdout and process.stderr
     complaint = ""
-    for line in io.TextIOWrapper(process.stdout, errors="replace"):
+    for whole in io.TextIOWrapper(process.stdout, errors="replace", newline="\n"):
+        # Set-up draws its steps anew every second on a terminal.
+        line = whole.rstrip().rpartition("\r")[2].replace("\033[K", "")
         if line.strip():
-            say(f"{name}: {line.rstrip()}")
+            say(f"{name}: {line}")
         if line.startswith("hvd_cifar: "):
-            complaint = line.removeprefix("hvd_cifar: ").strip()
+            complaint = line.removeprefix("hvd_cifar: ")
     said = process.stderr.read().decode(errors="replace")
     code = process.wait()
     if code == ssh.FAILED:
@@ -214,7 +229,7 @@ def files_of(checkout: Path) -> tuple[str, ...]:
             is_top = Path(folder) == checkout
             folders[:] = [f for f in folders if f not in CACHES and not (is_top and f in LEFT_OUT)]
             listed += [str((Path(folder) / name).relative_to(checkout)) for name in names]
-    left_out = {SENT, VERSIONS, ".venv"}
+    left_out = {SENT, VERSIONS, LOCK, ".venv"}
     found = {name for name in listed if name and name not in left_out and not SECRET.fullmatch(Path(name).name)}
     return tuple(sorted(name for name in found if (checkout / name).is_file()))
 

@@ -144,9 +144,7 @@ def wheel(steps: Steps, venv: Path, goal: Target, machine: Machine, packages: Pa
     made_of = ingredients(goal, sources(bool(machine.gpu)))
     cache = cache_folder(os.environ, otherwise=venv / "wheels")
     folder = cache / key(made_of)
-    lock_file = cache / f"{folder.name}.lock"
-    lock_file.touch()
-    with locked(lock_file, "another set-up builds the same Horovod: waiting for it"):
+    with locked(cache / f"{folder.name}.lock", "another set-up builds the same Horovod: waiting for it"):
         found = cached_wheel(folder)
         if found:
             with steps.step(f"Horovod {VERSION}, built before"):

@@ -6,6 +6,7 @@ jobs on machines that share the disk, so only --replace replaces it.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from configparser import ConfigParser
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from typing import Any
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.arguments import Parser
 from hvd_cifar.launch.install import convolutions, horovod, machine
-from hvd_cifar.launch.install.everywhere import Here, files_of, set_up_hosts
+from hvd_cifar.launch.install.everywhere import LOCK, Here, files_of, set_up_hosts
 from hvd_cifar.launch.install.steps import SHOWN_LINES, StepFailed, Steps, locked, say, telling_lines
 from hvd_cifar.launch.install.versions import differences, read_constraints, versions_of
 
@@ -207,9 +209,22 @@ def _version() -> str:
 
 
 def _set_up_locked(options: Options, like: Path | None, replace_any: bool) -> None:
-    with locked(CHECKOUT, "another set-up of this checkout is under way: waiting for it") as lock:
+    with _lock() as lock:
         if not is_current(options, like):
             _set_up(options, like, lock, replace_any)
+
+
+@contextlib.contextmanager
+def _lock() -> Iterator[int]:
+    """The lock of this checkout. UserError where it cannot be written."""
+    waiting = "another set-up of this checkout is under way: waiting for it"
+    with contextlib.ExitStack() as held:
+        try:
+            lock = held.enter_context(locked(CHECKOUT / LOCK, waiting))
+        except OSError as failure:
+            why = f"cannot write {failure.filename}: {failure.strerror}"
+            raise UserError(f"{why}; run from a checkout of your own") from None
+        yield lock
 
 
 def _set_up(options: Options, like: Path | None, lock: int, replace_any: bool) -> None:
@@ -321,8 +336,7 @@ def _wheel(steps: Steps, here: machine.Machine) -> tuple[dict[str, str], Path]:
 def _write_wheel(options: Options, folder: Path) -> None:
     """Copy the environment's Horovod wheel into a folder, and print what it needs."""
     here = machine.look_around(os.environ, options.gpu, options.system_mpi)
-    waiting = "a set-up of this checkout is under way: waiting for it"
-    with locked(CHECKOUT, waiting) as lock, (VENV / "wheel.log").open("w+") as log:
+    with _lock() as lock, (VENV / "wheel.log").open("w+") as log:
         described, wheel = _wheel(Steps(log, lock), here)
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(wheel, folder)

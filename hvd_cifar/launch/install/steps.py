@@ -107,15 +107,20 @@ def say(text: str, end: str = "\n") -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, waiting: str) -> Iterator[int]:
-    """Hold a lock on an existing file or folder, and yield its descriptor. Prints `waiting` if it has to wait."""
-    # NFS locks a file only for those who may write it.
-    lock = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    """Hold a lock on a file, which is made if it is absent, and yield its descriptor.
+
+    Prints `waiting` if it has to wait, and a warning where the file system has no locks.
+    """
+    # NFS locks a file, but no folder, for all hosts, and only for those who may write the file.
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say(waiting)
             fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as failure:  # Lustre has none unless it is mounted with them
+            say(f"warning: cannot lock {path} ({failure.strerror}): let no other set-up run there at the same time")
         yield lock
     finally:
         os.close(lock)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_cifar.launch.cluster.network import Network, NoWay, asked, candidates, resolve, try_out
+from hvd_cifar.launch.cluster.network import Network, NoWay, addresses, asked, candidates, try_out
 from hvd_cifar.launch.cluster.program import Participants, Program
 from hvd_cifar.tools.doctor.facts import GROUPS, HostFacts
 
@@ -85,7 +85,7 @@ def _network_of(participants: Participants, gloo: bool) -> tuple[Network | None,
     """The network between the hosts that answer, or None; and connections that fail on it."""
     with asked(participants) as (probes, _):
         reports = {host: probe.report for host, probe in probes.items()}
-        found = candidates(reports, {host: resolve(host) for host in probes}) if len(probes) > 1 else []
+        found = candidates(reports, addresses(probes)) if len(probes) > 1 else []
         if not found:
             return None, []
         faults = try_out(found, probes, gloo)

@@ -5,10 +5,10 @@ A failure means that a run would fail. A warning means that it would be slow, or
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 from hvd_cifar.launch.cluster.hosts import Host
+from hvd_cifar.launch.cluster.network import unusable
 from hvd_cifar.tools.doctor import machine, outcome, reach, software
 from hvd_cifar.tools.doctor.facts import Subject
 from hvd_cifar.tools.doctor.finding import Finding
@@ -64,11 +64,6 @@ def hosts_for_the_job(subject: Subject) -> list[Host]:
     """The hosts on which ranks can start and connect to each other; the others have failures that say why not."""
     barred = {f.host for f in before_the_job(subject) if f.level == "failure" and f.check in BARS_FROM_JOB}
     left = [host for host in subject.hosts if host.name in subject.facts and host.name not in barred]
-    blocked = [{way.here, way.there} for way in subject.blocked]
-    while True:
-        names = {host.name for host in left} | {subject.here}
-        counts = Counter(name for pair in blocked if pair <= names for name in pair if name != subject.here)
-        if not counts:
-            return left
-        worst = max(counts, key=lambda name: (counts[name], name))
-        left = [host for host in left if host.name != worst]
+    names = {host.name for host in left} | {subject.here}
+    out = unusable([way for way in subject.blocked if {way.here, way.there} <= names], subject.here)
+    return [host for host in left if host.name not in out]
