@@ -64,7 +64,7 @@ class Soak:
 
     slots: file from which the discovery script reads the number of slots.
     sizes: the numbers of ranks that the job can have.
-    noticed, outages: seconds from the fault to the launcher's line, and without a step, by fault.
+    noticed, outages: seconds from the fault to the launcher's line if it was seen, and without a step, by fault.
     repeated: for each fault, the steps that were made a second time.
     memory: bytes of the launcher after each fault.
     """
@@ -82,7 +82,9 @@ class Soak:
     def __post_init__(self) -> None:
         self.steps = Followed(self.folder / "run" / "metrics.jsonl", r'^\{.*"event": "train".*"step": (\d+)')
         self.starts = Followed(self.folder / "log", r"^resumed from .* at step (\d+)$")
-        self.lines = Followed(self.folder / "log", r"^hvd_cifar: (?:elastic: .*?|exit code )(\d+)")
+        self.lines = Followed(
+            self.folder / "log", r"^hvd_cifar: (?:elastic: .*?|exit code |\S+ was ended by signal )(\d+)"
+        )
 
     @property
     def step(self) -> int:
@@ -120,7 +122,7 @@ class Soak:
         while self.step <= max(resumed, newest):
             self._check(end)
         self.outages.setdefault(kind, []).append(time.monotonic() - last)
-        self.noticed.setdefault(kind, []).append(noticed or 0.0)
+        self.noticed.setdefault(kind, []).extend([] if noticed is None else [noticed])
         self.repeated.append(max(0, newest - resumed))
         self.memory.append(psutil.Process(self.job.pid).memory_info().rss)
 
@@ -232,10 +234,10 @@ def _print(soak: Soak, title: str) -> None:
     print(title)
     for kind, found in sorted(soak.outages.items()):
         noticed = soak.noticed[kind]
-        print(
-            f"{kind}, n = {len(found)}: told after {statistics.median(noticed):.1f} s, at most {max(noticed):.1f}; "
-            f"without a step {statistics.median(found):.1f} s, at most {max(found):.1f}"
-        )
+        seen = f"after {statistics.median(noticed):.1f} s, at most {max(noticed):.1f}" if noticed else "not seen"
+        count = f" (n = {len(noticed)})" if 0 < len(noticed) < len(found) else ""
+        outage = f"without a step {statistics.median(found):.1f} s, at most {max(found):.1f}"
+        print(f"{kind}, n = {len(found)}: told {seen}{count}; {outage}")
     print(f"steps made twice: {sum(soak.repeated)} in {len(soak.repeated)} faults, at most {max(soak.repeated)} each")
     first, last = (statistics.median(part) / 2**20 for part in (soak.memory[:5], soak.memory[-5:]))
     print(f"memory of the launcher: {first:.1f} MiB after the first faults, {last:.1f} MiB after the last ones")

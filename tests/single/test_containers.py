@@ -142,7 +142,6 @@ def test_compose_has_two_nodes_as_the_image_wants_them() -> None:
             assert source in file["volumes"]
             assert any(place in run for run in _of(image, "RUN")), f"{place} is not made for the image's user"
         assert node["image"] == file["services"]["keys"]["image"] == "hvd-cifar"
-        assert (DEPLOY / node["build"]["context"] / "Dockerfile").exists()
     assert file["services"]["node2"]["command"] == ["sshd"]
     assert file["services"]["node1"]["depends_on"]["node2"] == {"condition": "service_healthy"}
     assert _of(image, "HEALTHCHECK")

@@ -168,3 +168,15 @@ def test_a_run_that_was_cut_off_anywhere_gives_a_page_or_one_line(tmp_path: Path
     for path in run_dir.rglob("*"):  # long ago
         os.utime(path, (1, 1))
     assert "Where the time went" not in written(run_dir)
+
+
+def test_of_many_events_the_page_has_the_first_and_the_newest(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    first, *_ = content.happenings(read_run(run_dir))
+    path = run_dir / "sessions.jsonl"
+    lines = path.read_text().splitlines()
+    warnings = [json.dumps({"mark": "warning", "time": 5e9 + i, "step": i, "text": f"warning {i}"}) for i in range(150)]
+    path.write_text("\n".join([*lines, *warnings]) + "\n")
+    found = content.happenings(read_run(run_dir))
+    assert len(found) == content.MOST_HAPPENINGS and found[0] == first
+    assert any(one.text == "warning 149" for one in found[-2:]) and all(one.text != "warning 0" for one in found)

@@ -187,13 +187,16 @@ class Row:
 
 
 def happenings(run: RunFiles) -> list[Happening]:
-    """What happened; for a run that was cut off, which has no mark of its end, also that."""
+    """What happened; for a run that was cut off, which has no mark of its end, also that.
+
+    Of many, the first and the newest.
+    """
     found = story.happenings(run.marks)
     if run.standing.word == "cut off":
         last = run.marks[-1] if run.marks else {}
         seen = last.get("time", last_sign(run.run_dir))
         found.append(Happening("failure", seen, last.get("step"), run.standing.text))
-    return found[:MOST_HAPPENINGS]
+    return found if len(found) <= MOST_HAPPENINGS else [found[0], *found[1 - MOST_HAPPENINGS :]]
 
 
 def rows(happened: Sequence[Happening]) -> list[Row]:
