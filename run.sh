@@ -64,8 +64,8 @@ run_tests() {
         "$bin/mypy"
         "$bin/lint-imports"
         "$bin/shellcheck" run.sh .ci/run deploy/*.sh deploy/*.sbatch
-        # Two files at a time: many tests wait for hosts and time-outs. The longest ones are listed at the end.
-        set -- --numprocesses 2 --dist loadfile --durations 60 --durations-min 10
+        # Two files at a time, short ones at the end: many tests wait for hosts and time-outs. The longest are listed.
+        set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 60 --durations-min 10
     fi
     exec "$bin/python" -m pytest "${slow[@]}" "$@"
 }

@@ -36,7 +36,9 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder with the embedded set, drawn once: do not write there."""
     from hvd_cifar.data import synthetic
 
-    folder = tmp_path_factory.mktemp("data")
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "embedded"  # one for all workers
+    folder.mkdir(exist_ok=True)
     synthetic.ensure(folder)
     return folder
 

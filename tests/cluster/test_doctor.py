@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +65,23 @@ def _data(folder: Path) -> None:
             file.truncate(CIFAR10.bytes_of(name))
 
 
-@pytest.mark.parametrize("kind", ["--mpi", "--gloo"])
-def test_healthy_hosts_are_well(kind: str, three_hosts: Cluster) -> None:
+@pytest.mark.parametrize(("kind", "slots"), [("--mpi", (2, 1, 1)), ("--gloo", (2, 1))])
+def test_healthy_hosts_are_well(kind: str, slots: tuple[int, ...], three_hosts: Cluster) -> None:
     for host in three_hosts:
         if not (host.files / "data").exists():
             _data(host.files / "data")
     options = [kind, "--data-dir", str(three_hosts.own / "data"), "--allreduce", "ring"]
-    code, said, errors = _doctor(three_hosts, "--hostfile", three_hosts.hostfile(2, 1, 1), *options)
+    code, said, errors = _doctor(three_hosts, "--hostfile", three_hosts.hostfile(*slots), *options)
+    names = [f"node{number + 1}" for number in range(len(slots))]
     # Hosts that share cores may slow each other's links; nothing else is to be found.
     found = _found(said)
     assert code == 0 and set(found) <= {"links"}, (found, errors)
     assert len({f["check"] for f in said["findings"]}) == 16
-    assert said["network"] == {"subnet": "10.77.0.0/24", "cards": dict.fromkeys(["node1", "node2", "node3"], "eth0")}
+    assert said["network"] == {"subnet": "10.77.0.0/24", "cards": dict.fromkeys(names, "eth0")}
     job = said["job"]
-    assert job["hosts"] == ["node1", "node1", "node2", "node3"]
+    assert job["hosts"] == ["node1", *names]
     pairs = [(link["a"], link["b"]) for link in job["links"]]
-    assert pairs == [("node1", "node1"), ("node1", "node2"), ("node1", "node3"), ("node2", "node3")]
+    assert pairs == [("node1", "node1"), *combinations(names, 2)]
     assert all(link["wrong_values"] == 0 and link["seconds"] > 0 for link in job["links"])
     how = (
         "over gloo (ring; TCP (eth0))" if kind == "--gloo" else "over mpi (ring; TCP (10.77.0.0/24) and shared memory)"
@@ -241,14 +243,7 @@ def test_hosts_that_do_not_answer_are_named(need_hosts: None, tmp_path: Path) ->
 
 
 def test_a_job_that_takes_too_long_is_ended_everywhere(three_hosts: Cluster) -> None:
-    words: list[str | Path] = [
-        "--hostfile",
-        three_hosts.hostfile(1, 1, 1),
-        "--dataset",
-        "synthetic",
-        "--job-timeout",
-        "2",
-    ]
+    words: list[str | Path] = ["--hostfile", three_hosts.hostfile(1, 1), "--dataset", "synthetic", "--job-timeout", "2"]
     code, said, errors = _doctor(three_hosts, *words)
     assert code == 1
     assert _found(said)["job"][0].startswith("failure : no end within 2 s"), said["findings"]
@@ -259,10 +254,10 @@ def test_a_job_that_takes_too_long_is_ended_everywhere(three_hosts: Cluster) -> 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_doctor_leaves_nothing(number: signal.Signals, three_hosts: Cluster) -> None:
     first = three_hosts[0]
-    words = [*launcher(), "doctor", *PATIENT, "--dataset", "synthetic", "-H", "node1:1,node2:1,node3:1"]
+    words = [*launcher(), "doctor", *PATIENT, "--dataset", "synthetic", "-H", "node1:1,node2:1"]
     process = first.start(words, env=variables(first), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    there = [three_hosts[1], three_hosts[2]]
-    wait_for(lambda: all(host.processes("doctor-job") for host in there) or process.poll() is not None, "the job", 300)
+    there = three_hosts[1]
+    wait_for(lambda: there.processes("doctor-job") or process.poll() is not None, "the job", 300)
     doctor = [p for p in first.processes(f"{CHECKOUT}") + first.processes("hvd_cifar doctor") if p.is_running()]
     doctor = [p for p in doctor if p.cmdline()[1:4] == ["-m", "hvd_cifar", "doctor"]]
     assert doctor

@@ -22,7 +22,7 @@ def test_a_host_that_cannot_be_reached(
     kind: str, fault: Callable[[Cluster, Host], None], two_hosts: Cluster, embedded: Path, tmp_path: Path
 ) -> None:
     first, second = two_hosts
-    endless = ["--max-steps", "1000000", "--stall-seconds", "4"]
+    endless = ["--max-steps", "1000000", "--stall-seconds", "4", "--overlap", "auto"]
     words: list[str | Path] = [*launcher(), kind, "--hostfile", two_hosts.hostfile(1, 1)]
     words += training(embedded, tmp_path / "run", *endless)
     output = tmp_path / "output"

@@ -111,6 +111,8 @@ def test_a_quiet_job_prints_what_goes_wrong_alone(seen: Seen) -> None:
     lines = seen.said.splitlines()
     assert lines and all(line.startswith("hvd_cifar: ") for line in lines), seen.said
     assert any("restart 1 of 1" in line for line in lines)
+    (killed,) = (line for line in lines if " was ended by signal 9 (Killed)" in line)
+    assert re.match(r"hvd_cifar: rank 1 on \S+ was ended", killed) and "mpirun" not in seen.said
 
 
 def test_files_of_the_run_tell_what_a_report_needs(seen: Seen) -> None:

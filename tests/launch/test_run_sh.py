@@ -126,8 +126,6 @@ def test_a_wrong_option_is_told_once(words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-np", "none"], "whole number"),
-        (["-np", "3", "-H", "localhost:2", "train"], "more than the 2 slots"),
         (["--frob"], "not an option of the launcher"),
         (["frob"], "frob"),
         (["setup", "--frob"], "--frob"),
@@ -139,9 +137,8 @@ def test_a_user_error_is_one_line(words: list[str], message: str) -> None:
     assert message in done.stderr
 
 
-@pytest.mark.parametrize("launcher", ["--mpi", "--gloo"])
-def test_an_error_found_by_the_ranks_keeps_its_code(launcher: str, data: Path, tmp_path: Path) -> None:
-    done = _run([RUN_SH, "-np", "2", launcher, *_train(data, tmp_path / "run"), *SHORT, "--model", "no_such_module:f"])
+def test_an_error_found_by_the_ranks_keeps_its_code(data: Path, tmp_path: Path) -> None:
+    done = _run([RUN_SH, "-np", "2", "--gloo", *_train(data, tmp_path / "run"), *SHORT, "--model", "no_such_module:f"])
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -205,18 +202,8 @@ def test_kill_leaves_no_rank_behind(long_run: Any, tmp_path: Path) -> None:
     _wait_for(lambda: not _processes_of(tmp_path / "run"), timeout=10)
 
 
-def test_a_killed_rank_ends_the_run_in_one_line(long_run: Any, tmp_path: Path) -> None:
-    process = long_run("--mpi")
-    ranks = [p for p in _processes_of(tmp_path / "run") if p.environ().get("OMPI_COMM_WORLD_RANK") == "1"]
-    ranks[0].kill()
-    assert process.wait(30) == 128 + signal.SIGKILL
-    printed = (tmp_path / "output").read_text()
-    assert re.search(r"(?m)^hvd_cifar: rank 1 on \S+ was ended by signal 9 \(Killed\)", printed)
-    assert "mpirun" not in printed
-
-
 def test_ctrl_c_in_a_terminal(data: Path, tmp_path: Path) -> None:
-    """In a terminal there is a progress bar, and Ctrl-C ends everything after a checkpoint."""
+    """In a terminal there is a progress bar, and Ctrl-C once ends everything after a checkpoint."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execve(RUN_SH, [RUN_SH, "-np", "2", *_train(data, tmp_path / "run"), *LONG], _environment())
@@ -242,6 +229,7 @@ def test_ctrl_c_in_a_terminal(data: Path, tmp_path: Path) -> None:
     counts = {int(count.replace(b",", b"")) for count in re.findall(rb"step ([\d,]+) of [\d,]+", seen)}
     assert len(counts) > 1 and max(counts) >= 20, "no progress bar that moves"
     assert b"\x1b[?25h" in seen, "the cursor stays hidden"
+    assert b"stopped after step" in seen and len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
     assert b"Traceback" not in seen
 
 
@@ -317,8 +305,8 @@ def test_a_second_checkout_with_spaces_in_its_path(data: Path, tmp_path: Path) -
 
     # One write: horovodrun over MPI cuts a line that comes in pieces.
     program = "import sys, horovod.tensorflow as hvd; hvd.init(); sys.stdout.write(f'size {hvd.size()}\\n')"
-    for launcher in (["mpirun", *AS_ROOT, "--oversubscribe"], ["horovodrun", "--mpi"], ["horovodrun", "--gloo"]):
-        words = [*launcher, "-np", "2", "python", "-c", program]
+    for launcher in ("--mpi", "--gloo"):
+        words = ["horovodrun", launcher, "-np", "2", "python", "-c", program]
         done = _run(words, cwd=tmp_path, env=env)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("size 2") == 2, done.stdout + done.stderr

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -81,9 +80,9 @@ def test_a_run_leaves_what_it_promises(embedded: Path, tmp_path: Path) -> None:
     assert json.loads((run_dir / "summary.json").read_text()) == summary
     assert _events(run_dir) == events
 
-    # Evaluation from the checkpoint: the same answer at any number of ranks, 10,000 divided by 3 too.
+    # Evaluation from the checkpoint: other numbers of ranks answer as the run's 2 did, 10,000 divided by 3 too.
     answers = []
-    for n in (1, 2, 3):
+    for n in (1, 3):
         output = tmp_path / f"evaluation-{n}.json"
         done = _run(n, "evaluate", "--run-dir", run_dir, "--output", output)
         assert done.returncode == 0, done.stderr
@@ -223,12 +222,6 @@ def _wait_for(condition: Any, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
-def _ranks_of(job: subprocess.Popen[Any]) -> list[int]:
-    import psutil
-
-    return [p.pid for p in psutil.Process(job.pid).children(recursive=True) if "hvd_cifar" in p.cmdline()]
-
-
 def test_divergence_ends_all_ranks_and_keeps_the_last_good_checkpoint(embedded: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     _train(2, embedded, run_dir, "--max-steps", 5, "--batch-size", 8)
@@ -364,19 +357,3 @@ def test_a_full_disk_in_the_middle_of_a_run_is_one_line_and_ends_all_ranks(embed
     finally:
         end_tree(job)
         subprocess.run(["umount", "-l", disk], check=True)
-
-
-def test_a_rank_that_dies_ends_the_job(embedded: Path, tmp_path: Path) -> None:
-    job = subprocess.Popen(
-        _command(2, "train", *TUTORIAL, embedded, "--run-dir", tmp_path / "run", *QUICK),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment(),
-        cwd=CHECKOUT,
-    )
-    try:
-        _wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and _losses(tmp_path / "run"))
-        os.kill(_ranks_of(job)[1], signal.SIGKILL)
-        assert job.wait(timeout=60) != 0
-    finally:
-        end_tree(job)
