@@ -508,8 +508,8 @@ class TrainSettings(DataSettings):
     eval_examples: int | None = Field(
         None,
         gt=0,
-        description="Evaluate on the first N examples. [default: all; of the embedded set that --dataset auto takes "
-        "without CIFAR-10: 2,000]",
+        description="Evaluate on N examples, evenly spaced. [default: all; of the embedded set that --dataset auto "
+        "takes without CIFAR-10: 2,000]",
     )
     hold_out: int | None = Field(
         None,
@@ -608,7 +608,7 @@ class EvaluateSettings(RunSettings):
     dataset: DatasetName | None = Field(None, description="Data set to evaluate on. [default: the run's]")
     data_dir: LocalPath | None = Field(None, description="Folder of the data set. [default: the run's]")
     batch_size: int = Field(500, gt=0, le=MOST_EXAMPLES, description="Examples a rank evaluates at a time.")
-    eval_examples: int | None = Field(None, gt=0, description="Evaluate on the first N examples. [default: all]")
+    eval_examples: int | None = Field(None, gt=0, description="Evaluate on N examples, evenly spaced. [default: all]")
     confusion: bool = Field(
         False,
         description="Write confusion.json, with the confusion matrix and the worst mistakes, into the folder of "

@@ -84,12 +84,18 @@ def training_batches(
 
 @tf.autograph.experimental.do_not_convert
 def evaluation_batches(
-    examples: Examples, transforms: Transforms, *, batch_size: int, rank: int, size: int, count: int | None = None
+    examples: Examples,
+    transforms: Transforms,
+    *,
+    batch_size: int,
+    rank: int,
+    size: int,
+    chosen: NDArray[np.int64] | None = None,
 ) -> tf.data.Dataset:
     """A rank's shard of a set, every example once: `rank`, `rank + size`, ..., as the test transform makes them.
 
     Args:
-        count: evaluate on the first `count` examples only; None: on all.
+        chosen: indices int64 [n] of the examples to evaluate on; None: all.
 
     Returns:
         A dataset of (image float32 [b, height, width, channels], label int32 [b]) with b <= batch_size. Ranks may have
@@ -102,11 +108,11 @@ def evaluation_batches(
 
     @_counted
     def gather(index: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        index = index if chosen is None else chosen[index]
         return transforms.test(examples.images[index]), examples.labels[index]
 
-    every = len(examples)
     return (
-        tf.data.Dataset.range(every if count is None else min(count, every))
+        tf.data.Dataset.range(len(examples) if chosen is None else len(chosen))
         .shard(size, rank)
         .batch(batch_size)
         .map(batch)

@@ -50,6 +50,15 @@ def epoch_order(seed: int, epoch: int, examples: int) -> NDArray[np.int64]:
     return order
 
 
+def spread(count: int, examples: int) -> NDArray[np.int64]:
+    """The indices int64 [n] of at most `count` of a number of examples, evenly spaced.
+
+    A folder lists its images class by class: its first ones are of one class.
+    """
+    count = min(count, examples)
+    return np.arange(count, dtype=np.int64) * examples // max(1, count)
+
+
 def held_out(seed: int, examples: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """A training set in two parts, by seed: the examples to train on, and `count` that are held out; both ascending."""
     order = np.argsort(mix(np.arange(examples, dtype=np.uint64) ^ key(seed, HELD_OUT)), kind="stable")

@@ -44,18 +44,23 @@ def broadcast_variables(
 ) -> None:
     """Copy the values of one rank's variables to all ranks, bit for bit.
 
+    Of a model the states of random generators stay each rank's own, so that ranks do not drop the same units.
+
     Args:
-        target: a Keras 3 model (its weights, random seeds and, if it is compiled and built, its optimizer), a built
-            Keras 3 optimizer, or Keras or TensorFlow variables; the same on every rank.
+        target: a built Keras 3 model (its weights and, if it is compiled and built, its optimizer), a built Keras 3
+            optimizer, or Keras or TensorFlow variables; the same on every rank.
         root_rank: the rank that sends its values.
         process_set: the ranks that take part; on any other rank the call does nothing.
 
     Raises:
-        ValueError: where an optimizer is not built: its slots would differ from rank to rank.
+        ValueError: where an optimizer, or a layer of a model, is not built: its variables would differ from rank to
+            rank.
     """
-    if not process_set.included() or process_set.size() == 1:
+    if not process_set.included():
         return
     variables = [_tensorflow_variable(v) for v in _variables_of(target)]
+    if process_set.size() == 1:
+        return
     # Each message costs a negotiation among all ranks: variables of one type travel together.
     for dtype in dict.fromkeys(v.dtype for v in variables):
         carrier = _CARRIERS.get(dtype, dtype)
@@ -68,6 +73,15 @@ def broadcast_variables(
             received = hvd.broadcast(buckets.flat(values), root_rank, process_set=process_set)
             for variable, piece in zip(chosen, buckets.pieces(received, values), strict=True):
                 variable.assign(_as(piece, dtype))
+    for layer in target._flatten_layers() if isinstance(target, keras.Model) else ():
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()  # it computes with constants that it made of its weights
+
+
+def random_states(model: keras.Model) -> list[keras.Variable]:
+    """The states of a model's random generators, int64 [2] each: seed and count. Local."""
+    found = [generator.state for layer in model._flatten_layers() for generator in layer._seed_generators]
+    return list({id(state): state for state in found}.values())  # layers may share a generator
 
 
 def _as(values: Any, dtype: Any) -> Any:
@@ -81,9 +95,16 @@ def _variables_of(target: Any) -> list[Any]:
             raise ValueError("the optimizer is not built yet: call optimizer.build(model.trainable_variables) first")
         return list(target.variables)
     if isinstance(target, keras.Model):
+        for layer in target._flatten_layers():
+            if not layer.built and type(layer).build is not keras.layers.Layer.build and not layer._layers:
+                raise ValueError(
+                    f"the layer {layer.name} is not built yet, so its weights would differ from rank to rank: give "
+                    "the model a keras.Input, or call it once; if it is never called, pass a list of variables"
+                )
         optimizer = getattr(target, "optimizer", None)
         slots = list(optimizer.variables) if optimizer is not None and optimizer.built else []
-        return list(target.variables) + slots
+        drawn = set(map(id, random_states(target)))
+        return [v for v in target.variables if id(v) not in drawn] + slots
     return list(target)
 
 

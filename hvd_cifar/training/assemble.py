@@ -17,7 +17,7 @@ from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.cifar import CIFAR10, is_published
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import MicroBatch, training_batches
-from hvd_cifar.data.sampler import Sampler, Sharding
+from hvd_cifar.data.sampler import Sampler, Sharding, spread
 from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm, prove_averaging
 from hvd_cifar.distributed.batch_norm import local_layers, synchronised_layers
 from hvd_cifar.distributed.optimizer import reduction_of, set_bucket_bytes, watch_gradients
@@ -352,8 +352,8 @@ def make_net(work: Work) -> Net:
     if work.settings.sync_batch_norm:
         convert_sync_batch_norm(net.model)
     height, width, _ = work.transforms.shape
-    count = min(max(1, ADAPTING_PIXELS // (height * width)), len(work.dataset.train))
-    models.adapt(net, lambda: work.transforms.test(work.dataset.train.images[:count]))
+    chosen = spread(max(1, ADAPTING_PIXELS // (height * width)), len(work.dataset.train))
+    models.adapt(net, lambda: work.transforms.test(work.dataset.train.images[chosen]))
     return net
 
 
@@ -419,8 +419,7 @@ def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any 
     """
     with user_code.errors_of(f"--model {work.model.name}: optimizer({learning_rate:g}) of its recipe"):
         plain = work.recipe.optimizer(learning_rate)
-        if not isinstance(plain, keras.optimizers.Optimizer):
-            raise TypeError(f"returned {type(plain).__name__}; return a keras.optimizers.Optimizer")
+        _refuse_optimizer(plain, work.settings.clip_norm)
     if (rank := config.low_rank_of(work.settings.compression)) and isinstance(plain, Muon):
         raise UserError(
             f"--compression powersgd:{rank}: {work.model.name} trains this batch with Muon, which makes all singular "
@@ -431,6 +430,21 @@ def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any 
     optimizer = distribute(work.settings, plain, process_set)
     optimizer.build(net.model.trainable_variables)
     return optimizer
+
+
+def _refuse_optimizer(plain: Any, clip_norm: float | None) -> None:
+    """TypeError or ValueError where a step would fail with a recipe's optimizer, or ignore one of its settings."""
+    wrappers = (keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
+    if not isinstance(plain, keras.optimizers.Optimizer):
+        raise TypeError(f"returned {type(plain).__name__}; return a keras.optimizers.Optimizer")
+    if isinstance(plain, wrappers) or reduction_of(plain) is not None:
+        raise TypeError(f"returned {type(plain).__name__} around others; return one plain optimizer")
+    if not isinstance(plain._learning_rate, keras.Variable):
+        raise TypeError("its learning rate is no number; return Optimizer(rate), and give the recipe a schedule")
+    if plain.use_ema:
+        raise ValueError("use_ema has no effect here; leave it out, and give the recipe ema_decay")
+    if clip_norm is not None and (plain.clipnorm is not None or plain.clipvalue is not None):
+        raise ValueError("it has clipnorm or clipvalue, and --clip-norm is given; leave one out")
 
 
 def step_spec(work: Work, side: int | None = None) -> StepSpec:
@@ -451,7 +465,7 @@ def _verifier(work: Work, world: World, learner: Learner, progress: Progress, re
     every, model = work.settings.verify_every, learner.net.model
     if not every:
         return None
-    changing = {id(v): v for v in (*model.non_trainable_variables, *random_layers.random_states(model))}
+    changing = {id(v): v for v in (*model.non_trainable_variables, *collectives.random_states(model))}
     return Verifier(world, list(changing.values()), every, progress, reporter)
 
 

@@ -17,6 +17,7 @@ import keras
 
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
+from hvd_cifar.distributed.collectives import random_states
 from hvd_cifar.distributed.replicas import find_divergence
 from hvd_cifar.errors import OUT_OF_SYNC, TrainingError, UserError
 from hvd_cifar.reporting import goodput
@@ -26,7 +27,6 @@ from hvd_cifar.training.checkpoint import Checkpoints, State
 from hvd_cifar.training.confusion import FILE, Confusion
 from hvd_cifar.training.evaluate import Evaluation
 from hvd_cifar.training.progress import Progress, Run
-from hvd_cifar.training.random_layers import random_states
 
 STEPS_LEFT_OUT = 10  # of the throughput: tracing and cold caches slow the first steps down
 

@@ -11,13 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_cifar.config import TrainSettings
+from hvd_cifar.distributed.collectives import random_states
 from hvd_cifar.distributed.optimizer import memory_of
 from hvd_cifar.errors import DIVERGED, Diverged, UserError, reason_of
 from hvd_cifar.files import read_json
 from hvd_cifar.models import Net
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.training import checkpoint_files
-from hvd_cifar.training.random_layers import random_states
 
 KEPT = 5
 

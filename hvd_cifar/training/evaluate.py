@@ -15,6 +15,7 @@ import tensorflow as tf
 from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import evaluation_batches
+from hvd_cifar.data.sampler import spread
 from hvd_cifar.distributed import collectives
 from hvd_cifar.runtime.world import World
 from hvd_cifar.training.confusion import MOST_CLASSES, Confusion, Tally
@@ -58,12 +59,14 @@ def make_evaluator(
     count: int | None = None,
     part: str = "test",
 ) -> Callable[[bool], Evaluation]:
-    """A function (six_views) that evaluates the model on the first `count` examples of a part. It is a collective.
+    """A function (six_views) that evaluates the model on `count` examples of a part, evenly spaced. It is a collective.
 
     Batch norm's moving statistics must be the same on all ranks: see `callbacks.MovingStatistics`.
     """
+    examples = getattr(dataset, part)
+    chosen = spread(len(examples) if count is None else count, len(examples))
     batches = evaluation_batches(
-        getattr(dataset, part), transforms, batch_size=batch_size, rank=world.rank, size=world.size, count=count
+        examples, transforms, batch_size=batch_size, rank=world.rank, size=world.size, chosen=chosen
     )
 
     @tf.function(reduce_retracing=True, autograph=False)
@@ -79,7 +82,8 @@ def make_evaluator(
             labels = label.numpy()
             hits = [(answers.argmax(axis=-1) == labels).sum() for answers in (logits, plain)]
             if tally:
-                tally.add(world.rank + world.size * (seen + np.arange(len(labels))), labels, losses, logits)
+                here = world.rank + world.size * (seen + np.arange(len(labels)))
+                tally.add(chosen[here], labels, losses, logits)
             totals += [losses.sum(), *hits]
             seen += len(labels)
         # Horovod: sums and counts, since ranks with different numbers of examples cannot average means.

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.files import replace_text
+from hvd_cifar.models.portable import finish
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.world import World, session
 from hvd_cifar.training import checkpoint
-from hvd_cifar.training.assemble import make_net, prepare
+from hvd_cifar.training.assemble import Work, make_net, prepare, transforms_of
 from hvd_cifar.training.confusion import FILE, MOST_CLASSES
 from hvd_cifar.training.evaluate import Evaluation, make_evaluator
+from hvd_cifar.training.run_dir import described
 from hvd_cifar.training.trained import find, state_of
 from hvd_cifar.training.trainer import OfUser
 
@@ -27,9 +30,16 @@ from hvd_cifar.training.trainer import OfUser
 class RestoredNet:
     """A run's net, for evaluations of its checkpoints."""
 
-    def __init__(self, trained: TrainSettings, world: World, given: OfUser | None = None) -> None:
-        """`trained`: from `trained.settings_of`. A collective."""
+    def __init__(
+        self, trained: TrainSettings, world: World, given: OfUser | None = None, learnt: Dataset | None = None
+    ) -> None:
+        """`trained`: from `trained.settings_of`; `learnt`: the run's data set, where another one is evaluated.
+
+        A collective.
+        """
         self.work = prepare(trained, world, given)
+        if learnt is not None:
+            self.work = _as_learnt(self.work, learnt)
         self.world = world
         self.net = collectives.on_every_rank(lambda: make_net(self.work))
         self.state = state_of(self.net, self.work.settings)
@@ -42,6 +52,8 @@ class RestoredNet:
         """
         collectives.on_root(lambda: checkpoint.restore(self.state.trackable, path, partial=True))
         collectives.broadcast_variables(self.state.variables)
+        for layer in self.net.model._flatten_layers(include_self=False):
+            finish(layer)
         if self.state.averages:
             self.state.averages.swap()
 
@@ -49,6 +61,38 @@ class RestoredNet:
         """An evaluator of this net; see `make_evaluator`."""
         work = self.work
         return make_evaluator(self.net.model, work.dataset, work.transforms, self.world, batch_size, count, part)
+
+
+def _as_learnt(work: Work, learnt: Dataset) -> Work:
+    """The work with the channel statistics and classes of the run's data set, since its net has learnt those.
+
+    Raises:
+        UserError: where the other set has other classes.
+    """
+    given = work.dataset
+    known, named = learnt.labels_in_words, given.class_names
+    is_named = bool(named) and known != tuple(map(str, range(learnt.classes)))
+    if given.classes > learnt.classes or is_named and named != known[: len(named)]:
+        theirs, own = (", ".join(names[:3]) for names in (given.labels_in_words, known))
+        raise UserError(
+            f"data set {given.name}: its classes ({theirs}, ...) are not the run's, in their order ({own}, ...): "
+            "give a set with the same classes"
+        )
+    dataset = replace(
+        given,
+        classes=learnt.classes,
+        class_names=learnt.class_names,
+        channel_mean=learnt.channel_mean,
+        channel_deviation=learnt.channel_deviation,
+    )
+    assert work.model.recipe is not None, "it was asked for"
+    return replace(work, dataset=dataset, transforms=transforms_of(work.settings, work.model.recipe, dataset))
+
+
+def _learnt(run_dir: Path) -> Dataset | None:
+    """The data set of a run, without examples; None where an older run has not recorded it."""
+    facts = checkpoint.recorded(run_dir / "config.json")["run"]
+    return described(facts, run_dir) if "data" in facts else None
 
 
 def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dict[str, Any]:
@@ -61,7 +105,7 @@ def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dic
     with session() as world:
         has_data = given is not None and given.dataset is not None
         trained, path = collectives.on_root(lambda: find(settings, needs_data=not has_data))
-        net = RestoredNet(trained, world, given)
+        net = RestoredNet(trained, world, given, collectives.on_root(lambda: _learnt(settings.run_dir)))
         net.read(path)
         work, state = net.work, net.state
 

@@ -12,16 +12,12 @@ from typing import Any
 import keras
 
 from hvd_cifar.data import sampler
+from hvd_cifar.distributed.collectives import random_states
 
 
 def random_layers(model: keras.Model) -> list[Any]:
     """The layers of a model, and the model itself, if they hold a `keras.random.SeedGenerator`."""
     return [layer for layer in model._flatten_layers() if layer._seed_generators]
-
-
-def random_states(model: keras.Model) -> list[keras.Variable]:
-    """The states of a model's random generators, int64 [2] each: seed and count. Seeds differ between ranks."""
-    return [generator.state for layer in random_layers(model) for generator in layer._seed_generators]
 
 
 def separate(model: keras.Model, rank: int) -> None:

@@ -18,13 +18,13 @@ import tensorflow as tf
 
 from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed.batch_norm import examples_present, synchronised_layers
+from hvd_cifar.distributed.collectives import random_states
 from hvd_cifar.distributed.fixed_order import add_in_tree
 from hvd_cifar.distributed.optimizer import apply_and_sum, memory_of
 from hvd_cifar.models import Net
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.training.image_sizes import ImageSizes, shrink
 from hvd_cifar.training.plan import Plan
-from hvd_cifar.training.random_layers import random_states
 from hvd_cifar.training.record import Record
 from hvd_cifar.training.step_times import StepTimes
 from hvd_cifar.training.verify import Verifier
@@ -141,8 +141,11 @@ def cross_entropy(labels: Any, logits: Any, smoothing: float = 0.0) -> Any:
 
 
 def moving_statistics(model: keras.Model) -> list[keras.Variable]:
-    """The moving means and variances of all batch norm layers."""
-    return [v for v in model.non_trainable_variables if v.path.endswith(("/moving_mean", "/moving_variance"))]
+    """The moving statistics of all batch norm layers: means, variances, and what Keras's renorm adds."""
+    norms = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    theirs = {id(v) for layer in norms for v in layer._non_trainable_variables}  # not a frozen gamma and beta
+    names = ("/moving_mean", "/moving_variance")  # of a layer of the user's own also
+    return [v for v in model.non_trainable_variables if v.path.endswith(names) or id(v) in theirs]
 
 
 def local_statistics(model: keras.Model) -> list[keras.Variable]:

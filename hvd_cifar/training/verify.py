@@ -95,6 +95,11 @@ class Verifier:
         seconds = [digest for _, digest in told]
         votes = Counter(digest for digest in (*firsts, *seconds) if digest is not None)
         (right, count), *_ = votes.most_common()
+        if all(firsts[rank] != seconds[rank] for rank in (owner, checker)):
+            raise TrainingError(
+                f"the net computes other gradients each time (step {step}): it draws random numbers without a "
+                "keras.random.SeedGenerator of its layers, or keeps a state outside of them; give --verify-every 0"
+            )
         if 2 * count <= votes.total():
             raise TrainingError(
                 f"rank {owner} on {told[owner][0]} and rank {checker} on {told[checker][0]} compute different "

@@ -131,7 +131,8 @@ def test_programs_after_migration_train_alike_on_two_ranks(tmp_path: Path) -> No
         "        told = (made['summary']['replicas_identical'], made['summary']['steps'])\n"
         "    else:\n"
         "        weights = [w.tolist() for w in made['model'].get_weights()]\n"
-        "        told = (all(others == weights for others in hvd.allgather_object(weights)),)\n"
+        "        learned = [weights, made.get('seen')]\n"
+        "        told = (all(others == learned for others in hvd.allgather_object(learned)),)\n"
         "    if hvd.rank() == 0:\n"
         "        print('told', number, *told, flush=True)\n"
     )

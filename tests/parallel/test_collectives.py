@@ -21,13 +21,30 @@ def _broadcast_everything() -> dict[str, Any]:
     import keras
 
     keras.utils.set_random_seed(world.rank)
-    net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dropout(0.5), keras.layers.Dense(2)])
+    norm = keras.layers.Normalization()
+    norm.adapt(np.arange(12.0).reshape(4, 3) * (world.rank + 1))
+    layers = [norm, keras.layers.Dense(4), keras.layers.Dropout(0.5), keras.layers.Dense(2)]
+    net = keras.Sequential([keras.Input((3,)), *layers])
     net.compile(keras.optimizers.Adam(0.1 * (world.rank + 1)), loss="mse")
-    try:
-        broadcast_variables(net.optimizer)
-        unbuilt = "accepted"
-    except ValueError as error:
-        unbuilt = str(error)
+
+    class Several(keras.Model):  # such as a GAN: never called itself
+        def __init__(self, *models: Any) -> None:
+            super().__init__()
+            self.models = list(models)
+
+    targets = {
+        "an optimizer": net.optimizer,
+        "a net": keras.Sequential([keras.layers.Dense(2)]),
+        "a head": Several(net, keras.layers.Dense(2, name="head")),
+        "built nets": Several(net, keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])),
+    }
+    unbuilt = {}
+    for what, target in targets.items():
+        try:
+            broadcast_variables(target)
+            unbuilt[what] = "accepted"
+        except ValueError as error:
+            unbuilt[what] = str(error)
     net.optimizer.build(net.trainable_variables)
     net.optimizer.variables[2].assign(np.full(net.optimizer.variables[2].shape, world.rank + 1.0))
     odd = [
@@ -37,12 +54,15 @@ def _broadcast_everything() -> dict[str, Any]:
     before = collectives.digest([*net.variables, *net.optimizer.variables, *odd])
     broadcast_variables(net)
     broadcast_variables(odd, root_rank=world.size - 1)
+    drawn = collectives.random_states(net)
+    weights = [v for v in net.variables if all(v is not state for state in drawn)]
     return {
         "unbuilt": unbuilt,
         "before": before,
-        "after": collectives.digest([*net.variables, *net.optimizer.variables]),
+        "after": collectives.digest([*weights, *net.optimizer.variables]),
+        "outputs": net(np.ones((1, 3), np.float32)).numpy().tolist(),
+        "seed": int(drawn[0].numpy()[0]),
         "odd": [float(v.numpy().astype("float64")[0]) for v in odd],
-        "types": sorted({str(v.dtype) for v in net.variables}),
         "learning rate": float(net.optimizer.learning_rate.numpy()),
         "slot": float(net.optimizer.variables[2].numpy().ravel()[0]),
     }
@@ -53,10 +73,14 @@ def test_broadcast_makes_all_ranks_alike(n: int) -> None:
     ranks = run_ranks(_broadcast_everything, n)
     assert len({rank["before"] for rank in ranks}) == n
     assert len({rank["after"] for rank in ranks}) == 1
+    assert all(rank["outputs"] == ranks[0]["outputs"] for rank in ranks)
+    assert len({rank["seed"] for rank in ranks}) == n  # ranks drop other units
     assert ranks[-1]["learning rate"] == pytest.approx(0.1) and ranks[-1]["slot"] == 1.0
     assert ranks[0]["odd"] == [float(n)] * 6 + [1.0]  # from the last rank
-    assert ranks[0]["types"] == ["float32", "int64"]  # the weights, and Dropout's seed
-    assert "not built" in ranks[0]["unbuilt"]
+    for rank in ranks:
+        assert rank["unbuilt"].pop("built nets") == "accepted"
+        assert all("not built yet" in told for told in rank["unbuilt"].values())
+        assert "the layer head is" in rank["unbuilt"]["a head"]
 
 
 def _ways() -> dict[str, dict[str, Any]]:

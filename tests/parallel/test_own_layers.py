@@ -95,8 +95,8 @@ def _drop(folder: str) -> dict[str, Any]:
     import keras
 
     import hvd_cifar
+    from hvd_cifar.distributed.collectives import random_states
     from hvd_cifar.reporting import terminal
-    from hvd_cifar.training.random_layers import random_states
 
     seeds: list[list[int]] = []
     said: list[str] = []
@@ -112,7 +112,9 @@ def _drop(folder: str) -> dict[str, Any]:
         return _train(f"{folder}/{name}", build, [Seeds()], max_steps=steps, check_sync_every=1)
 
     whole, _, resumed = train("whole", 6), train("cut", 4), train("cut", 6)
-    return {"whole": whole, "resumed": resumed, "seeds": seeds, "said": said}
+    build = _net(lambda: keras.layers.BatchNormalization(renorm=True))
+    renorm = _train(f"{folder}/renorm", build, max_steps=6, check_sync_every=1)
+    return {"whole": whole, "resumed": resumed, "renorm": renorm, "seeds": seeds, "said": said}
 
 
 def test_ranks_drop_other_units_and_a_resumed_run_goes_on_with_the_same(tmp_path: Path) -> None:
@@ -120,10 +122,28 @@ def test_ranks_drop_other_units_and_a_resumed_run_goes_on_with_the_same(tmp_path
     assert "random layers: dropout: results depend on the number of ranks" in ranks[0]["said"]
     for rank in ranks:
         assert rank["whole"]["replicas_identical"] and rank["resumed"]["replicas_identical"]
+        assert rank["renorm"]["replicas_identical"]  # after its statistics are averaged
         assert rank["whole"]["weights_sha256"] == rank["resumed"]["weights_sha256"]
         whole, cut, resumed = rank["seeds"]
         assert whole == resumed and whole[1] == cut[1] + 2 == 6  # one mask in each step
     assert ranks[0]["seeds"][0][0] != ranks[1]["seeds"][0][0]
+
+
+def _unsuited() -> dict[str, tuple[Any, str]]:
+    """Recipes' optimizers that a step would not use as they say, and what is said about them."""
+    import keras
+
+    import hvd_cifar
+
+    sgd = keras.optimizers.SGD
+    decay = keras.optimizers.schedules.CosineDecay
+    return {
+        "distributed": (lambda rate: hvd_cifar.DistributedOptimizer(sgd(rate)), "around others; return one plain"),
+        "loss scale": (lambda rate: keras.optimizers.LossScaleOptimizer(sgd(rate)), "around others; return one plain"),
+        "rate of a schedule": (lambda rate: sgd(decay(rate, 9)), "its learning rate is no number"),
+        "averages": (lambda rate: sgd(rate, use_ema=True), "use_ema has no effect here"),
+        "clipped": (lambda rate: sgd(rate, clipnorm=2.0), "--clip-norm is given; leave one out"),
+    }
 
 
 def _code_that_fails_on_rank_1(folder: str) -> dict[str, list[str]]:
@@ -165,11 +185,12 @@ def _code_that_fails_on_rank_1(folder: str) -> dict[str, list[str]]:
         "optimizer": _net(recipe=hvd_cifar.Recipe(optimizer=optimizer)),
         "schedule": _net(recipe=hvd_cifar.Recipe(schedule=schedule)),
         "no optimizer": _net(recipe=hvd_cifar.Recipe(optimizer=lambda rate: None)),
+        **{name: _net(recipe=hvd_cifar.Recipe(optimizer=make)) for name, (make, _) in _unsuited().items()},
     }
     told = {}
     for name, build in cases.items():
         try:
-            _train(f"{folder}/{name}", build, max_steps=1)
+            _train(f"{folder}/{name}", build, max_steps=1, clip_norm=1.0)
             told[name] = ["went on", ""]
         except Exception as error:
             told[name] = [type(error).__name__, str(error)]
@@ -183,6 +204,8 @@ def test_a_user_s_code_that_fails_on_one_rank_ends_all_with_the_cause(tmp_path: 
         assert f"KeyError: '{name}' (test_own_layers.py, line " in first[name][1]
     assert "optimizer(0.02) of its recipe" in first["optimizer"][1]
     assert "returned NoneType; return a keras.optimizers.Optimizer" in first["no optimizer"][1]
+    for name, (_, message) in _unsuited().items():
+        assert first[name] == second[name] and first[name][0] == "UserError" and message in first[name][1]
     for name in ("adapt", "schedule"):
         assert first[name] == ["TrainingError", f"rank 1 failed with KeyError: '{name}'"]
         assert second[name] == ["KeyError", f"'{name}'"]  # with its traceback

@@ -80,7 +80,7 @@ def test_the_address_from_which_another_is_reached() -> None:
     ],
 )
 def test_the_hosts_without_which_all_others_connect(pairs: list[str], out: list[str]) -> None:
-    faults = [network.NoWay(one, other, _card("eth0", "10.0.0.1")) for one, other in pairs]
+    faults = [network.NoWay(one, other, _card("eth0", "10.0.0.1")) for one, other in map(tuple, pairs)]
     assert network.unusable(faults, here="a") == out
 
 

@@ -143,9 +143,12 @@ def test_evaluation_sees_every_example_once(size: int) -> None:
     assert sorted(labels) == sorted(_examples().labels.tolist())
     few: list[int] = []
     for rank in range(size):
-        batches = evaluation_batches(_examples(), STANDARD_TRANSFORMS, batch_size=4, rank=rank, size=size, count=7)
+        chosen = sampler.spread(7, len(_examples()))
+        batches = evaluation_batches(
+            _examples(), STANDARD_TRANSFORMS, batch_size=4, rank=rank, size=size, chosen=chosen
+        )
         few += [int(v) for _, label in batches.as_numpy_iterator() for v in label]
-    assert sorted(few) == sorted(_examples().labels[:7].tolist())
+    assert sorted(few) == sorted(_examples().labels[chosen].tolist())
 
 
 def test_settling_waits_until_the_buffer_is_full() -> None:
