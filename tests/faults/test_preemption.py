@@ -24,7 +24,7 @@ from tests.faults.jobs import Running, checkpoints, start
 from tests.options import TUTORIAL
 from tests.ranks import CHECKOUT, environment
 
-STEPS = 400
+STEPS = 240
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def job(embedded: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
 
 def test_stopped_three_times_and_as_if_never(job: Any, embedded: Path, tmp_path: Path) -> None:
     """SIGTERM to the launcher, to mpirun, to one of two ranks; each life goes on, and the weights are those of one."""
-    options = ["--deterministic", "--max-steps", STEPS, "--checkpoint-every", 1000, "--eval-every", 150]
+    options = ["--deterministic", "--max-steps", STEPS, "--checkpoint-every", 1000, "--eval-every", 90]
     lives = []
     for target in ("launcher", "mpirun", "rank 1"):
         running = job(["-np", 2], *options)

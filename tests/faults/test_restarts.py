@@ -52,11 +52,11 @@ def test_waits_double_up_to_a_minute() -> None:
 
 def test_a_killed_rank_and_a_killed_starter_over_gloo(embedded: Path, tmp_path: Path) -> None:
     """The job ends with the weights of one that was left alone. Over MPI: `test_moments`."""
-    options = ["--deterministic", "--max-steps", 300, "--checkpoint-every", 20, "--eval-every", 0, "--resume", "never"]
+    options = ["--deterministic", "--max-steps", 160, "--checkpoint-every", 20, "--eval-every", 0, "--resume", "never"]
     run_dir, began = tmp_path / "run", time.time()
     running = start(["-np", 2, "--gloo", "--max-restarts", 3], embedded, run_dir, *options)
     try:
-        for restart, target, step in ((1, "rank 1", 30), (2, "starter", 100)):
+        for restart, target, step in ((1, "rank 1", 30), (2, "starter", 60)):
             running.wait_for_step(step)
             running.send(signal.SIGKILL, target)
             running.wait_until(partial(running.has_said, f"restart {restart} of 3 in"))

@@ -21,7 +21,7 @@ from tests.ranks import CHECKOUT, end_tree, environment
 
 # 263 examples in batches of 24 are 11 steps an epoch, the last one of 23: steps 5 and 15 are in the middle of one.
 COURSE = ["--global-batch-size", 24, "--precision", "float64", "--checkpoint-every", 5, "--record-examples"]
-QUIET = ["--log-every", 1, "--eval-every", 0]
+QUIET = ["--log-every", 1, "--eval-every", 0, "--summary-every", 0]
 STEPS, PER_EPOCH, EXAMPLES = 40, 11, 263
 
 
@@ -70,7 +70,7 @@ def test_killed_at_random_and_resumed_on_other_ranks(embedded: Path, few: dict[s
     print("seed", seed)  # shown where the test fails
     chance = random.Random(seed)
     kills = []
-    for n in (3, 1, 2):
+    for n in (3, 1):
         words = jobs.command(n, *TUTORIAL, embedded, "--run-dir", cut, *QUIET, *COURSE)
         words += ["--max-steps", str(STEPS)]
         job = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=few, cwd=CHECKOUT)
@@ -81,7 +81,7 @@ def test_killed_at_random_and_resumed_on_other_ranks(embedded: Path, few: dict[s
         assert job.poll() is None, f"it ended by itself before step {target}"
         jobs.kill(job)
         kills.append((n, target, max(runs.losses(cut), default=0)))
-    done = _train(3, embedded, cut, few, *COURSE, "--max-steps", STEPS)
+    done = _train(2, embedded, cut, few, *COURSE, "--max-steps", STEPS)
     print(kills)
     assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
 
@@ -99,17 +99,11 @@ def test_killed_at_random_and_resumed_on_other_ranks(embedded: Path, few: dict[s
         assert sorted(sum(one["ranks"], [])) == sorted(sum(other["ranks"], []))
     assert runs.summary(cut)["test_accuracy"] == runs.summary(whole)["test_accuracy"]
 
-    refused = _train(2, embedded, cut, few, *COURSE, "--seed", 1)
-    assert refused.returncode == 2
-    assert "(seed was 0, is 1)" in refused.stderr and len(refused.stderr.splitlines()) == 1
-    never = _train(2, embedded, cut, few, *COURSE, "--resume", "never")
-    assert never.returncode == 2 and "already has a run" in never.stderr
-
 
 def test_the_newest_whole_checkpoint_is_taken(embedded: Path, few: dict[str, str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     course = ["--global-batch-size", 24, "--precision", "float64", "--checkpoint-every", 2, "--max-steps"]
-    done = _train(2, embedded, run_dir, few, *course, 10)
+    done = _train(1, embedded, run_dir, few, *course, 10)
     assert done.returncode == 0, done.stderr
     losses = runs.losses(run_dir)
     (data,) = run_dir.glob("checkpoints/step-10/*.data*")
@@ -121,10 +115,10 @@ def test_the_newest_whole_checkpoint_is_taken(embedded: Path, few: dict[str, str
     metrics = run_dir / "metrics.jsonl"
     metrics.write_bytes(b"\xff" + metrics.read_bytes())
 
-    refused = _train(2, embedded, run_dir, few, *course, 12, "--resume", run_dir / "checkpoints" / "step-8")
+    refused = _train(1, embedded, run_dir, few, *course, 12, "--resume", run_dir / "checkpoints" / "step-8")
     (line,) = (line for line in refused.stderr.splitlines() if "warning" not in line)
     assert refused.returncode == 2 and f"{index.name} is not what was written" in line
-    done = _train(3, embedded, run_dir, few, *course, 12, "--resume", run_dir / "checkpoints" / "step-6")
+    done = _train(1, embedded, run_dir, few, *course, 12, "--resume", run_dir / "checkpoints" / "step-6")
     assert done.returncode == 0 and "step-6 at step 6" in done.stdout, done.stderr
     told = [line for line in done.stderr.splitlines() if "warning" in line]
     assert [re.findall(r"step-\d+", line) for line in told[:2]] == [["step-10", "step-6"], ["step-8", "step-6"]]
@@ -141,14 +135,11 @@ def test_the_batch_of_a_run_stays_on_other_ranks(embedded: Path, few: dict[str, 
     """Two ranks with the defaults make a batch of 256 and twice the learning rate; one rank goes on with these."""
     run_dir, repeated = tmp_path / "run", tmp_path / "repeated"
     options = ["--precision", "float64", "--max-steps"]
-    first = _train(2, embedded, run_dir, few, *options, 2)
+    first = _train(2, embedded, run_dir, few, *options, 1)
     assert first.returncode == 0 and "global batch 256" in first.stdout, first.stderr
-    second = _train(1, embedded, run_dir, few, "--max-steps", 4)  # the precision also stays that of the run
+    second = _train(1, embedded, run_dir, few, "--max-steps", 2)  # the precision also stays that of the run
     assert second.returncode == 0 and "global batch 256 = 1 ranks x 256" in second.stdout, second.stderr
     assert "parameters, float64)" in second.stdout
-    asked = _train(1, embedded, run_dir, few, *options, 6, "--batch-size", 128)
-    assert asked.returncode == 2
-    assert "global batch size was 256, is 128" in asked.stderr and "config.json" in asked.stderr
 
     # A run's config.json repeats it, on any number of ranks, in a run directory of its own.
     config = json.loads((run_dir / "config.json").read_text())
@@ -157,23 +148,24 @@ def test_the_batch_of_a_run_stays_on_other_ranks(embedded: Path, few: dict[str, 
     assert facts <= set(config["run"])
     assert config["run"]["command"].startswith("python -m hvd_cifar train --model tutorial --dataset synthetic")
     assert [part["world_size"] for part in config["run"]["earlier"]] == [2]
-    again = _to_its_end(jobs.command(3, "--config", run_dir / "config.json"), few, tmp_path)
+    again = _to_its_end(jobs.command(1, "--config", run_dir / "config.json"), few, tmp_path)
     assert again.returncode == 0, again.stderr
     (repeated,) = (tmp_path / "runs").iterdir()
     assert runs.losses(repeated) == pytest.approx(runs.losses(run_dir), rel=1e-12)
-    assert len(runs.losses(repeated)) == 4
+    assert len(runs.losses(repeated)) == 2
 
 
 def test_fast_goes_on_exactly_and_is_evaluated_in_six_views(
     embedded: Path, few: dict[str, str], tmp_path: Path
 ) -> None:
-    """Slow weights are mixed in after steps 5 and 10, images grow after 4 and 8: the cut is between these."""
+    """Slow weights are mixed in after steps 5 and 10; images grow after 6, where the run is cut."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     # Synchronised: otherwise each checkpoint averages the ranks' moving statistics, which rounds.
     course = ["--model", "fast", "--global-batch-size", 24, "--learning-rate", 0.01, "--sync-batch-norm"]
-    course += ["--image-sizes", "16,24,32", "--lookahead", "--epochs", 1, "--check-sync-every", 2, "--max-steps"]
-    for run_dir, steps in ((whole, 10), (cut, 7), (cut, 10)):
-        done = _train(2, embedded, run_dir, few, *course, steps)
+    course += ["--image-sizes", "16,32", "--lookahead", "--epochs", 1, "--check-sync-every", 2, "--max-steps"]
+    plain = ["--no-test-time-augmentation"]
+    for run_dir, steps, more in ((whole, 10, []), (cut, 6, plain), (cut, 10, plain)):
+        done = _train(2, embedded, run_dir, few, *course, steps, *more)
         assert done.returncode == 0, done.stderr
     one, other = runs.summary(whole), runs.summary(cut)
     assert one["replicas_identical"] and one["weights_sha256"] == other["weights_sha256"]
@@ -181,17 +173,13 @@ def test_fast_goes_on_exactly_and_is_evaluated_in_six_views(
     precision = json.loads((cut / "config.json").read_text())["precision"]
     assert one["precision"] == precision in ("float32", "mixed_bfloat16")
 
-    # Another machine's precision does not change a run that has one.
-    refused = _train(1, embedded, cut, few, *course, 12, "--precision", "float64")
-    assert refused.returncode == 2 and f"precision was {precision}, is float64" in refused.stderr
-
     assert one["test_views"] == 6 and 0 < one["test_accuracy_of_one_view"] < 1
     words = [sys.executable, "-m", "hvd_cifar", "evaluate", "--run-dir", str(whole), "--output"]
-    six, plain = tmp_path / "six.json", tmp_path / "plain.json"
-    for extra in ([str(six)], [str(plain), "--no-test-time-augmentation"]):
+    six, one_view = tmp_path / "six.json", tmp_path / "plain.json"
+    for extra in ([str(six)], [str(one_view), *plain]):
         done = _to_its_end([*words, *extra], few, CHECKOUT)
         assert done.returncode == 0, done.stderr
-    found = [json.loads(path.read_text()) for path in (six, plain)]
+    found = [json.loads(path.read_text()) for path in (six, one_view)]
     assert [result["test_views"] for result in found] == [6, 1]
     assert found[0]["test_loss"] == pytest.approx(one["test_loss"], rel=1e-3)
     assert found[0]["test_loss"] != pytest.approx(found[1]["test_loss"], rel=1e-6)
@@ -216,7 +204,7 @@ def test_killed_before_the_first_checkpoint_and_after_the_last(
 
     # Without a checkpoint the folder still holds a run: other settings are refused, and the batch is that of two ranks.
     other = _train(1, embedded, run_dir, few, "--precision", "float64", "--seed", 3)
-    assert other.returncode == 2 and "(seed was 0, is 3)" in other.stderr
+    assert other.returncode == 2 and "(seed was 0, is 3)" in other.stderr and len(other.stderr.splitlines()) == 1
     assert runs.losses(run_dir) == first
     done = _train(1, embedded, run_dir, few, "--precision", "float64", "--max-steps", 4)
     assert done.returncode == 0 and "global batch 256" in done.stdout, done.stderr
