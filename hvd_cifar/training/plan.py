@@ -129,10 +129,13 @@ def make_schedule(settings: TrainSettings, recipe: Recipe, batch_plan: Plan) -> 
     decay, batch = recipe.schedule, batch_plan.global_batch_size
     stairs: tuple[int, ...] = ()
     if isinstance(decay, Staircase):
-        # A shorter run shrinks the staircase: at the full rate its last weights would still move far in each step.
         full = decay.full_examples or 0
-        shrink = min(1.0, settings.epochs * batch_plan.examples / full) if full else 1.0
-        stairs = tuple(int(examples * shrink) // batch for examples in decay.examples)
+        if settings.epochs * batch_plan.examples < full:
+            # A shorter run shrinks the staircase: at the full rate its last weights would still move far in each step.
+            # Counted in steps: in a small set the last batch of each epoch may be far from full.
+            stairs = tuple(max(1, round(batch_plan.all_steps * examples / full)) for examples in decay.examples)
+        else:
+            stairs = tuple(examples // batch for examples in decay.examples)
     warmup_steps = round(batch_plan.warmup_epochs * batch_plan.steps_per_epoch)
     scaled_up = batch_plan.learning_rate_factor > 1
     peak = settings.learning_rate * batch_plan.learning_rate_factor

@@ -9,6 +9,7 @@ import pytest
 from hvd_cifar import models
 from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.errors import UserError
+from hvd_cifar.models import resnet
 from hvd_cifar.models.recipe import Batch, Recipe
 from hvd_cifar.optim.schedules import Schedule, cosine
 from hvd_cifar.runtime.transport import algorithm
@@ -52,7 +53,7 @@ RESNET = {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001}
         (
             {"model": "resnet20", "epochs": 3, "global_batch_size": 128},
             1,
-            {0: 0.1, 584: 0.1, 585: 0.01, 877: 0.01, 878: 0.001},
+            {0: 0.1, 585: 0.1, 586: 0.01, 879: 0.01, 880: 0.001},
         ),
         ({"model": "tutorial", "epochs": 3}, 1, {0: 0.1, 1172: 0.1}),
         ({"model": "tutorial"}, 1, {0: 0.1, 136_717: 0.1, 136_718: 0.01, 273_437: 0.001}),
@@ -95,6 +96,22 @@ def test_learning_rate_of_a_run(values: dict[str, Any], size: int, expected: dic
     settings = _resolved(values, size)
     schedule = make_schedule(settings, _recipe(settings, size), _plan(settings, size))
     assert {step: schedule(step) for step in expected} == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("examples", "batch", "epochs"), [(50_000, 128, 12), (1100, 1024, 164), (129, 128, 164)])
+def test_a_shorter_run_falls_at_the_same_fractions_of_its_steps(examples: int, batch: int, epochs: int) -> None:
+    """Also where most batches are the nearly empty last one of an epoch."""
+    settings = _resolved({"model": "resnet20", "global_batch_size": batch, "epochs": epochs}, 1)
+    recipe = resnet.PUBLISHED
+    made = plan(settings, recipe, examples, 1)
+    stairs = make_schedule(settings, recipe, made).decay_steps
+    assert [step / made.all_steps for step in stairs] == pytest.approx([0.5, 0.75], abs=0.51 / made.all_steps)
+
+
+def test_a_run_of_one_step_makes_it_at_the_full_rate() -> None:
+    settings = _resolved({"model": "resnet20", "global_batch_size": 128, "epochs": 1}, 1)
+    made = plan(settings, resnet.PUBLISHED, 128, 1)
+    assert made.all_steps == 1 and make_schedule(settings, resnet.PUBLISHED, made)(0) == pytest.approx(0.1)
 
 
 def test_the_rate_is_scaled_by_examples_or_by_their_square_root() -> None:
