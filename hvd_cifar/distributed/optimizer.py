@@ -207,7 +207,7 @@ def DistributedOptimizer(
         average_aggregated_gradients: divide that sum by the number of calls.
         process_set: the ranks that reduce together; a rank outside applies its own gradients.
         sparse_as_dense: turn `tf.IndexedSlices` into dense gradients before they are reduced. Otherwise each rank
-            gathers the rows of all ranks.
+            gathers the rows of all ranks, and adds those of one index; a single rank leaves them to the optimizer.
         fixed_order: add gradients in the order of the ranks, in a binary tree (`fixed_order.all_reduce_in_tree`): the
             same terms give the same bits on 1, 2, 4, ... ranks. Sparse gradients become dense.
         bucket_bytes: size of a message. In a graph a message leaves when backward has computed its gradients. None: all

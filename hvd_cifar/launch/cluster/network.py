@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.launch.cluster.hosts import is_local
 from hvd_cifar.launch.cluster.program import Participants, Program
 from hvd_cifar.runtime import devices
 
@@ -145,7 +144,7 @@ def find_network(participants: Participants, gloo: bool) -> tuple[Network, dict[
     works = next((network for network, fault in zip(found, faults, strict=True) if not fault), None)
     if works is None:
         fewest = min(faults, key=len)
-        out = unusable(fewest, next(host for host in reports if is_local(host)))
+        out = unusable(fewest, participants.here)
         way = next(way for way in fewest if out[0] in (way.here, way.there))
         others = f", and {len(out) - 1} more hosts have such faults" if len(out) > 1 else ""
         raise Unreachable(f"{way}{others}: check cables and firewalls, which must let all ports through", out)
