@@ -3,14 +3,46 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import Jobs, once, run_all
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """What the functions below returned in a job, by their names and by rank: each job starts once."""
+    timelines = tmp_path_factory.mktemp("timelines")
+    functions: dict[tuple[int, str], dict[str, Callable[..., Any]]] = {
+        (2, "mpirun"): {
+            "broadcast": _broadcast_everything,
+            "sums": _sums_and_errors,
+            "meetings": partial(_meetings_while_idle, str(timelines / "mpirun.json")),
+            "proof": partial(_prove, list(WRAPS)),
+            "broken proof": _prove_broken,
+        },
+        (3, "mpirun"): {
+            "broadcast": _broadcast_everything,
+            "sums": _sums_and_errors,
+            "proof": partial(_prove, OF_TRAIN),
+            "objects": _objects_and_failures,  # counts messages from then on, so it is the last
+        },
+        (2, "gloo"): {
+            "sums": _sums_and_errors,
+            "meetings": partial(_meetings_while_idle, str(timelines / "gloo.json")),
+            "objects": _objects_and_failures,
+        },
+    }
+
+    def start(n: int, launcher: str) -> dict[str, list[Any]]:
+        dynamic = {"HOROVOD_TIMELINE": "DYNAMIC"}
+        return run_all(functions[n, launcher], n, launcher=launcher, env=dynamic, timeout=300)
+
+    return once(start)
 
 
 def _broadcast_everything() -> dict[str, Any]:
@@ -69,8 +101,8 @@ def _broadcast_everything() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_broadcast_makes_all_ranks_alike(n: int) -> None:
-    ranks = run_ranks(_broadcast_everything, n)
+def test_broadcast_makes_all_ranks_alike(n: int, jobs: Jobs) -> None:
+    ranks = jobs(n, "mpirun")["broadcast"]
     assert len({rank["before"] for rank in ranks}) == n
     assert len({rank["after"] for rank in ranks}) == 1
     assert all(rank["outputs"] == ranks[0]["outputs"] for rank in ranks)
@@ -150,8 +182,10 @@ def _prove(ways: list[str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("n", "ways"), [(2, list(WRAPS)), (3, OF_TRAIN)])
-def test_the_proof_passes_with_the_average_and_names_ranks_and_values_without(n: int, ways: list[str]) -> None:
-    ranks = run_ranks(_prove, n, ways, timeout=300)
+def test_the_proof_passes_with_the_average_and_names_ranks_and_values_without(
+    n: int, ways: list[str], jobs: Jobs
+) -> None:
+    ranks = jobs(n, "mpirun")["proof"]
     assert ranks == [ranks[0]] * n  # every rank goes on, or ends, with the same words
     said = ranks[0]
     mean = {2: "(1.5, -1.5)", 3: "(2, -1.33333)"}[n]
@@ -248,8 +282,8 @@ def kept_apart_in_passes(self: Any, grads: Any, variables: Any) -> None:
     keras.optimizers.SGD.apply(self, grads, variables)
 
 
-def test_the_proof_fails_where_any_part_of_the_path_does_not_reduce() -> None:
-    first, second = run_ranks(_prove_broken, 2)
+def test_the_proof_fails_where_any_part_of_the_path_does_not_reduce(jobs: Jobs) -> None:
+    first, second = jobs(2, "mpirun")["broken proof"]
     assert first == second
     for part, said in first.items():
         for way, text in said.items():
@@ -311,8 +345,8 @@ def _sums_and_errors() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("n", "launcher"), [(2, "mpirun"), (3, "mpirun"), (2, "gloo")])
-def test_sums_gathers_and_errors_reach_every_rank(n: int, launcher: str) -> None:
-    ranks = run_ranks(_sums_and_errors, n, launcher=launcher)
+def test_sums_gathers_and_errors_reach_every_rank(n: int, launcher: str, jobs: Jobs) -> None:
+    ranks = jobs(n, launcher)["sums"]
     last = n - 1
     for rank, seen in enumerate(ranks):
         assert seen["sums"] == [n * (n + 1) / 2, n * 1e15 + n * last / 2, pytest.approx(n / 3, rel=1e-15)]
@@ -390,8 +424,8 @@ def _objects_and_failures() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("n", "launcher"), [(3, "mpirun"), (2, "gloo")])
-def test_objects_errors_and_variables_take_few_messages(n: int, launcher: str) -> None:
-    for rank, seen in enumerate(run_ranks(_objects_and_failures, n, launcher=launcher)):
+def test_objects_errors_and_variables_take_few_messages(n: int, launcher: str, jobs: Jobs) -> None:
+    for rank, seen in enumerate(jobs(n, launcher)["objects"]):
         assert seen["gathered"] == [[None, *({"of": [r] * r} for r in range(1, n))], 1]
         for length, messages in ((0, 1), (4000, 1), (4096, 2), (5000, 2), (100_000, 2)):
             assert seen[f"broadcast {length}"] == [True, messages]
@@ -426,9 +460,8 @@ def _meetings_while_idle(timeline: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
-def test_a_rank_with_nothing_to_reduce_leaves_its_core_alone(launcher: str, tmp_path: Path) -> None:
-    dynamic = {"HOROVOD_TIMELINE": "DYNAMIC"}
-    ranks = run_ranks(_meetings_while_idle, 2, str(tmp_path / "timeline.json"), launcher=launcher, env=dynamic)
+def test_a_rank_with_nothing_to_reduce_leaves_its_core_alone(launcher: str, jobs: Jobs) -> None:
+    ranks = jobs(2, launcher)["meetings"]
     assert [rank["sum"] for rank in ranks] == [3.0, 3.0]
     # The first cycles may still be the sum's. A busy machine makes the pauses longer.
     pauses = np.diff(ranks[0]["meetings"][1:])

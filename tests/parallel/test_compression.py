@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks import jobs, runs
+from benchmarks import runs
+from benchmarks.jobs import command, run
 from tests.options import TUTORIAL
-from tests.ranks import run_ranks
+from tests.ranks import Jobs, once, run_all
 
 LENGTHS = {"short": 7, "long": 5001}  # one all-gather; all-to-all and all-gather, in parts of unequal length
+
+
+@pytest.fixture(scope="module")
+def jobs(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """What the functions below returned in a job, by their names and by rank: each job starts once."""
+    muon = partial(_muon_of_low_rank, str(embedded), str(tmp_path_factory.mktemp("muon")))
+    both = {"bf16": _bf16, "powersgd": _powersgd}
+    functions: dict[int, dict[str, Callable[..., Any]]] = {
+        1: {"powersgd": _powersgd, "refused": _refused, "muon": muon},
+        2: both,
+        3: both,
+    }
+    return once(lambda n, launcher: run_all(functions[n], n, launcher=launcher, timeout=300))
 
 
 def _terms(ranks: int, length: int) -> Any:
@@ -73,7 +88,7 @@ def _bf16() -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_bfloat16_is_rounded_once_before_the_sum_and_once_after_it(n: int) -> None:
+def test_bfloat16_is_rounded_once_before_the_sum_and_once_after_it(n: int, jobs: Jobs) -> None:
     import tensorflow as tf
 
     half = tf.bfloat16.as_numpy_dtype
@@ -82,7 +97,7 @@ def test_bfloat16_is_rounded_once_before_the_sum_and_once_after_it(n: int) -> No
         first, second, *rest = terms.astype(half).astype(np.float32)
         return sum(rest, first + second).astype(half).astype(np.float32)
 
-    ranks = run_ranks(_bf16, n, timeout=300)
+    ranks = jobs(n, "mpirun")["bf16"]
     assert all(found == ranks[0] for found in ranks)
     sparse = np.array(ranks[0].pop("sparse"), np.float32)
     third, least = (np.float32(half(value)) for value in (1 / 3, 1e-30))
@@ -187,9 +202,9 @@ def _powersgd_by_hand(ranks: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_powersgd_equals_the_algorithm_of_the_paper(n: int) -> None:
+def test_powersgd_equals_the_algorithm_of_the_paper(n: int, jobs: Jobs) -> None:
     by_hand = _powersgd_by_hand(n)
-    ranks = run_ranks(_powersgd, n, timeout=300)
+    ranks = jobs(n, "mpirun")["powersgd"]
     errors = [found.pop("errors") for found in ranks]
     assert all(found == ranks[0] for found in ranks)  # to the bit
     found = ranks[0]
@@ -213,7 +228,7 @@ def test_powersgd_trains_alike_on_other_ranks_and_goes_on_on_others(embedded: Pa
     course += ["--log-every", 1, "--eval-every", 0, "--eval-examples", 8, "--check-sync-every", 2]
     course += ["--compression", "powersgd:2", "--run-dir"]
     for name, n, steps in (("alone", 1, 8), ("together", 2, 8), ("cut", 3, 5), ("cut", 2, 8)):
-        jobs.run(jobs.command(n, *course, tmp_path / name, "--max-steps", steps), tmp_path / "log")
+        run(command(n, *course, tmp_path / name, "--max-steps", steps), tmp_path / "log")
     alone = tmp_path / "alone"
     assert len(runs.losses(alone)) == 8
     for other in (tmp_path / "together", tmp_path / "cut"):
@@ -239,17 +254,33 @@ def _refused() -> list[str]:
     return said
 
 
-def test_a_compression_that_does_not_exist_is_refused() -> None:
-    (said,) = run_ranks(_refused, 1)
+def test_a_compression_that_does_not_exist_is_refused(jobs: Jobs) -> None:
+    (said,) = jobs(1, "mpirun")["refused"]
     for text, given in zip(said, ("'powersgd:0'", "'powersgd'", "'powersgd:-1'", "'bf17'", "16"), strict=True):
         assert given in text and len(text.splitlines()) == 1
 
 
-def test_muon_refuses_gradients_of_low_rank(embedded: Path, tmp_path: Path) -> None:
+def _muon_of_low_rank(data: str, folder: str) -> list[list[Any]]:
+    """What is said of nets that train with Muon, and whether their run's folder is there."""
+    import hvd_cifar
+
+    told: list[list[Any]] = []
+    settings: dict[str, dict[str, Any]] = {"fast": {}, "resnet20": {"global_batch_size": 257}}
+    for model, more in settings.items():
+        run_dir = Path(folder, model)
+        common: dict[str, Any] = {"data_dir": data, "run_dir": run_dir, "compression": "powersgd:2", "max_steps": 1}
+        try:
+            told.append([model, str(hvd_cifar.train(model, "synthetic", **common, **more)), run_dir.exists()])
+        except hvd_cifar.UserError as error:
+            told.append([model, f"UserError: {error}", run_dir.exists()])
+    return told
+
+
+def test_muon_refuses_gradients_of_low_rank(jobs: Jobs) -> None:
     """By `fast`, and by a ResNet on a batch that is large enough for it."""
-    for options in (["--model", "fast"], ["--model", "resnet20", "--global-batch-size", 257]):
-        words = [*TUTORIAL, embedded, *options, "--run-dir", tmp_path / "run", "--compression", "powersgd:2"]
-        done = subprocess.run(jobs.command(1, *words), capture_output=True, text=True, timeout=300)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-        assert f"powersgd:2: {options[1]} trains this batch with Muon" in done.stderr
-        assert not (tmp_path / "run").exists()
+    (told,) = jobs(1, "mpirun")["muon"]
+    assert [model for model, _, _ in told] == ["fast", "resnet20"]
+    for model, text, is_there in told:
+        assert text.startswith("UserError: ") and "\n" not in text
+        assert f"powersgd:2: {model} trains this batch with Muon" in text
+        assert not is_there

@@ -4,15 +4,43 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import Jobs, once, run_all
 
 LAUNCHES = [(2, "mpirun"), (3, "mpirun"), (2, "gloo")]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """What the functions below returned in a job, by their names and by rank: each job starts once."""
+    fit = partial(_fit, mixed=False, poisoned=False)
+    functions: dict[tuple[int, str], dict[str, Callable[..., Any]]] = {
+        (1, "mpirun"): {
+            "wrapped": _wrapped_against_plain,
+            "saved": partial(_saved_and_loaded, str(tmp_path_factory.mktemp("saved"))),
+        },
+        (2, "mpirun"): {
+            "updates": _updates_by_hand,
+            "several things": _several_things,
+            "sums beside": _sums_beside_gradients,
+            "fit": fit,
+            "overflow": partial(_fit, mixed=True, poisoned=True),
+            "captured": _captured_gradient,
+        },
+        (3, "mpirun"): {"updates": _updates_by_hand, "fit": fit, "process set": _updates_in_process_set},
+        (2, "gloo"): {"updates": _updates_by_hand, "fit": fit},
+    }
+
+    def start(n: int, launcher: str) -> dict[str, list[Any]]:
+        dynamic = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if n == 3 else None
+        return run_all(functions[n, launcher], n, launcher=launcher, env=dynamic, timeout=300)
+
+    return once(start)
 
 
 def _start() -> Any:
@@ -102,9 +130,8 @@ def _wrapped_against_plain() -> dict[str, Any]:
     kinds = _optimizers()
     cases = [(kind, option) for kind in kinds for option in OPTIONS] + [("MultiOptimizer", "as it is")]
     wrong, unlike = [], set()
-    # Tracing takes seconds. So in graphs only Adam has all options; each other kind has none, and one option in turn.
-    others = itertools.cycle(OPTIONS)
-    in_graph = {(kind, option) for kind in kinds for option in ("as it is", next(others))}
+    # Tracing takes seconds. So in graphs only Adam has all options; each other kind has one, in turn.
+    in_graph = set(zip(kinds, itertools.cycle(OPTIONS), strict=False))
     in_graph |= {("Adam", option) for option in OPTIONS} | {("MultiOptimizer", "as it is")}
     for kind, option in cases:
         make = kinds.get(kind, several)
@@ -117,8 +144,8 @@ def _wrapped_against_plain() -> dict[str, Any]:
     return {"kinds": sorted(kinds), "cases": len(cases), "unlike": len(unlike), "wrong": wrong}
 
 
-def test_a_wrapped_optimizer_keeps_the_whole_state_of_the_plain_one() -> None:
-    (found,) = run_ranks(_wrapped_against_plain, 1, timeout=300)
+def test_a_wrapped_optimizer_keeps_the_whole_state_of_the_plain_one(jobs: Jobs) -> None:
+    (found,) = jobs(1, "mpirun")["wrapped"]
     assert {"SGD", "Adam", "AdamW", "Muon", "Lion", "Ftrl", "Adafactor"} <= set(found["kinds"])
     assert found["unlike"] > found["cases"] / 2  # the options do something
     assert found["wrong"] == []
@@ -181,8 +208,8 @@ def _saved_and_loaded(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_a_distributed_optimizer_saves_as_the_plain_one(tmp_path: Path) -> None:
-    (found,) = run_ranks(_saved_and_loaded, 1, str(tmp_path))
+def test_a_distributed_optimizer_saves_as_the_plain_one(jobs: Jobs) -> None:
+    (found,) = jobs(1, "mpirun")["saved"]
     for kind in ("AdamW", "Own"):
         plain, wrapped = found[f"plain {kind}"], found[f"wrapped {kind}"]
         assert wrapped["loaded"] == wrapped["saved"] and len(wrapped["loaded"]) > 1
@@ -255,9 +282,9 @@ def _updates_by_hand() -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize(("n", "launcher"), LAUNCHES)
-def test_gradients_are_averaged(n: int, launcher: str) -> None:
+def test_gradients_are_averaged(n: int, launcher: str, jobs: Jobs) -> None:
     total = sum(range(1, n + 1))
-    for ended in run_ranks(_updates_by_hand, n, launcher=launcher):
+    for ended in jobs(n, launcher)["updates"]:
         assert ended.pop("sum") == [-total, -10 * total]
         for way, values in ended.items():
             assert values == [-total / n, -10 * total / n], way
@@ -277,7 +304,7 @@ def _updating_types(optimizer: Any, variables: Any, rank: int) -> Callable[[], l
 
 
 def _several_things() -> dict[str, Any]:
-    """Many cases in one start of two ranks: the start takes most of a test's time."""
+    """What becomes of gradients of many kinds on two ranks."""
     world = _start()
     import keras
     import tensorflow as tf
@@ -374,8 +401,8 @@ def _several_things() -> dict[str, Any]:
     return seen
 
 
-def test_two_ranks_in_all_variants() -> None:
-    first, second = run_ranks(_several_things, 2)
+def test_two_ranks_in_all_variants(jobs: Jobs) -> None:
+    first, second = jobs(2, "mpirun")["several things"]
     assert first == second
     assert first["fp16"] == -float(np.float16(1 / 3))
     for way in ("dense", "sparse", "fixed order"):
@@ -455,9 +482,9 @@ def _before(op: Any) -> set[str]:
     return found
 
 
-def test_what_is_summed_beside_gradients_travels_in_their_message_where_it_can() -> None:
+def test_what_is_summed_beside_gradients_travels_in_their_message_where_it_can(jobs: Jobs) -> None:
     """As each step's loss does: a message of its own would cost each step one more synchronisation of the ranks."""
-    first, second = run_ranks(_sums_beside_gradients, 2)
+    first, second = jobs(2, "mpirun")["sums beside"]
     assert first == second
     for way, seen in first.items():
         moved = {"average": -2.5, "passes": 0.0}.get(way, -5.0)
@@ -504,8 +531,8 @@ def _updates_in_process_set() -> dict[str, float]:
     return ended
 
 
-def test_a_process_set_averages_among_its_members_only() -> None:
-    alone, *members = run_ranks(_updates_in_process_set, 3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+def test_a_process_set_averages_among_its_members_only(jobs: Jobs) -> None:
+    alone, *members = jobs(3, "mpirun")["process set"]
     assert alone == dict.fromkeys(alone, -1.0)
     for ended in members:
         assert ended == dict.fromkeys(alone, -2.5)
@@ -557,8 +584,8 @@ def _fit(mixed: bool, poisoned: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("n", "launcher"), LAUNCHES)
-def test_fit_equals_one_process_on_all_the_data(n: int, launcher: str) -> None:
-    ranks = run_ranks(_fit, n, False, False, launcher=launcher)
+def test_fit_equals_one_process_on_all_the_data(n: int, launcher: str, jobs: Jobs) -> None:
+    ranks = jobs(n, launcher)["fit"]
     for rank in ranks:
         assert rank["start"] == ranks[0]["start"]
         assert rank["weights"] == ranks[0]["weights"]
@@ -568,9 +595,9 @@ def test_fit_equals_one_process_on_all_the_data(n: int, launcher: str) -> None:
         assert np.allclose(rank["weights"], rank["alone"], rtol=1e-4, atol=1e-5)
 
 
-def test_ranks_skip_a_step_together_when_one_overflows() -> None:
+def test_ranks_skip_a_step_together_when_one_overflows(jobs: Jobs) -> None:
     """Under mixed_float16 Keras wraps the optimizer in a LossScaleOptimizer; one rank's gradients are not finite."""
-    ranks = run_ranks(_fit, 2, True, True)
+    ranks = jobs(2, "mpirun")["overflow"]
     assert [rank["optimizer"] for rank in ranks] == ["LossScaleOptimizer"] * 2
     assert ranks[0]["weights"] == ranks[1]["weights"]
     assert np.isfinite(ranks[0]["weights"]).all() and ranks[0]["weights"] != ranks[0]["start"]
@@ -595,6 +622,6 @@ def _captured_gradient() -> list[float]:
     return [float(variable.numpy()[0])]
 
 
-def test_ranks_that_made_other_tensors_before_do_not_wait_for_each_other() -> None:
+def test_ranks_that_made_other_tensors_before_do_not_wait_for_each_other(jobs: Jobs) -> None:
     """Horovod names an operation after its input, and TensorFlow a captured tensor after a count of all tensors."""
-    assert run_ranks(_captured_gradient, 2, timeout=60) == [[-3.0], [-3.0]]  # the average of 1 and 2 + 3
+    assert jobs(2, "mpirun")["captured"] == [[-3.0], [-3.0]]  # the average of 1 and 2 + 3

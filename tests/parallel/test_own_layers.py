@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import Jobs, once, run_all, run_ranks
 
 EXAMPLES = 42  # in batches of 8: the sixth step has 2 examples, and the third rank none
+
+
+@pytest.fixture(scope="module")
+def own_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of each of three ranks: the user's file is in rank 0's, and another of its name in rank 2's."""
+    folder = tmp_path_factory.mktemp("own_files")
+    for rank in range(3):
+        (folder / f"rank-{rank}").mkdir()
+        (folder / f"rank-{rank}" / "beside_mine.py").write_text("NAME = 'ours'\n")  # what the file imports is there
+    text = "import beside_mine\ndef build():\n    return beside_mine.NAME\ndef broken():\n    1 / 0\n"
+    (folder / "rank-0" / "mine.py").write_text(text)
+    (folder / "rank-2" / "mine.py").write_text("def build():\n    return 'another file of this name'\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory, own_files: Path) -> Jobs:
+    """What the functions below returned in a job, by their names and by rank: each job starts once."""
+
+    def start(n: int, launcher: str) -> dict[str, list[Any]]:
+        folder = tmp_path_factory.mktemp("runs")
+        losses = partial(_losses_of_synchronised_layers, str(folder / "losses"))
+        functions: dict[int, dict[str, Callable[..., Any]]] = {
+            1: {"losses": losses},
+            2: {"drop": partial(_drop, str(folder)), "fails": partial(_code_that_fails_on_rank_1, str(folder))},
+            3: {"losses": losses, "loads": partial(_load_where_the_file_is_not, str(own_files))},  # and stays there
+        }
+        return run_all(functions[n], n, launcher=launcher, timeout=300)
+
+    return once(start)
 
 
 def _net(*layers: Any, recipe: Any = None) -> Any:
@@ -55,11 +88,11 @@ def _losses_of_synchronised_layers(folder: str) -> list[float]:
     return losses
 
 
-def test_a_net_s_own_synchronised_layers_are_not_put_back_on_a_rank_without_an_example(tmp_path: Path) -> None:
+def test_a_net_s_own_synchronised_layers_are_not_put_back_on_a_rank_without_an_example(jobs: Jobs) -> None:
     """Without --sync-batch-norm: the layer itself says what it is."""
-    (alone,) = run_ranks(_losses_of_synchronised_layers, 1, str(tmp_path / "1"))
+    (alone,) = jobs(1, "mpirun")["losses"]
     assert len(set(alone)) == 12
-    for losses in run_ranks(_losses_of_synchronised_layers, 3, str(tmp_path / "3")):
+    for losses in jobs(3, "mpirun")["losses"]:
         assert losses == pytest.approx(alone, rel=1e-12)
 
 
@@ -100,7 +133,6 @@ def _drop(folder: str) -> dict[str, Any]:
 
     seeds: list[list[int]] = []
     said: list[str] = []
-    vars(terminal)["say"] = said.append
 
     class Seeds(hvd_cifar.Callback):
         def on_end(self, run: hvd_cifar.Run) -> None:
@@ -111,14 +143,15 @@ def _drop(folder: str) -> dict[str, Any]:
         build = _net(lambda: keras.layers.Dropout(0.5))
         return _train(f"{folder}/{name}", build, [Seeds()], max_steps=steps, check_sync_every=1)
 
-    whole, _, resumed = train("whole", 6), train("cut", 4), train("cut", 6)
-    build = _net(lambda: keras.layers.BatchNormalization(renorm=True))
-    renorm = _train(f"{folder}/renorm", build, max_steps=6, check_sync_every=1)
+    with mock.patch.object(terminal, "say", said.append):
+        whole, _, resumed = train("whole", 6), train("cut", 4), train("cut", 6)
+        build = _net(lambda: keras.layers.BatchNormalization(renorm=True))
+        renorm = _train(f"{folder}/renorm", build, max_steps=6, check_sync_every=1)
     return {"whole": whole, "resumed": resumed, "renorm": renorm, "seeds": seeds, "said": said}
 
 
-def test_ranks_drop_other_units_and_a_resumed_run_goes_on_with_the_same(tmp_path: Path) -> None:
-    ranks = run_ranks(_drop, 2, str(tmp_path), timeout=240)
+def test_ranks_drop_other_units_and_a_resumed_run_goes_on_with_the_same(jobs: Jobs) -> None:
+    ranks = jobs(2, "mpirun")["drop"]
     assert "random layers: dropout: results depend on the number of ranks" in ranks[0]["said"]
     for rank in ranks:
         assert rank["whole"]["replicas_identical"] and rank["resumed"]["replicas_identical"]
@@ -197,8 +230,8 @@ def _code_that_fails_on_rank_1(folder: str) -> dict[str, list[str]]:
     return told
 
 
-def test_a_user_s_code_that_fails_on_one_rank_ends_all_with_the_cause(tmp_path: Path) -> None:
-    first, second = run_ranks(_code_that_fails_on_rank_1, 2, str(tmp_path), timeout=60)
+def test_a_user_s_code_that_fails_on_one_rank_ends_all_with_the_cause(jobs: Jobs) -> None:
+    first, second = jobs(2, "mpirun")["fails"]
     for name in ("build", "optimizer"):
         assert first[name] == second[name] and first[name][0] == "UserError"
         assert f"KeyError: '{name}' (test_own_layers.py, line " in first[name][1]
@@ -229,14 +262,8 @@ def _load_where_the_file_is_not(folder: str) -> list[str]:
     return []
 
 
-def test_a_host_that_lacks_the_user_s_file_runs_rank_0_s(tmp_path: Path) -> None:
-    for rank in range(3):
-        (tmp_path / f"rank-{rank}").mkdir()
-        (tmp_path / f"rank-{rank}" / "beside_mine.py").write_text("NAME = 'ours'\n")  # what the file imports is there
-    text = "import beside_mine\ndef build():\n    return beside_mine.NAME\ndef broken():\n    1 / 0\n"
-    (tmp_path / "rank-0" / "mine.py").write_text(text)
-    (tmp_path / "rank-2" / "mine.py").write_text("def build():\n    return 'another file of this name'\n")
-    found = run_ranks(_load_where_the_file_is_not, 3, str(tmp_path))
+def test_a_host_that_lacks_the_user_s_file_runs_rank_0_s(jobs: Jobs) -> None:
+    found = jobs(3, "mpirun")["loads"]
     assert [said for said, _ in found] == ["ours"] * 3
     own, *copies = (Path(file) for _, file in found)
     assert not own.parent.name.startswith("hvd_cifar-")

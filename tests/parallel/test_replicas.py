@@ -3,13 +3,46 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.options import TUTORIAL
-from tests.ranks import run_ranks
+from tests.ranks import Jobs, once, run_all
+
+# Options that check the ranks, and the step after which they find the drift.
+CHECKS = [(["--check-sync-every", "5"], 8), (["--check-sync-every", "7", "--checkpoint-every", "6"], 7)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of all jobs lie."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def jobs(embedded: Path, folder: Path) -> Jobs:
+    """What the functions below returned in a job, by their names and by rank: each job starts once."""
+
+    def drift(name: str, options: list[str], at_the_end: bool = False) -> Callable[..., Any]:
+        return partial(_drift, str(embedded), str(folder / name), options, at_the_end)
+
+    functions: dict[int, dict[str, Callable[..., Any]]] = {
+        2: {
+            "late drift": drift("late drift", ["--max-steps", "4"], True),
+            "local statistics": partial(_train_with_local_statistics, str(folder / "local statistics")),
+            "rebroadcast": drift("rebroadcast", ["--on-divergence", "rebroadcast"]),
+        },
+        3: {
+            "differences": _differences,
+            **{f"drift {step}": drift(f"drift {step}", options) for options, step in CHECKS},
+        },
+    }
+    return once(lambda n, launcher: run_all(functions[n], n, launcher=launcher, timeout=300))
 
 
 def _differences() -> list[str | None]:
@@ -40,8 +73,8 @@ def _differences() -> list[str | None]:
     return [None if f is None else str(f) for f in found]
 
 
-def test_the_first_variable_that_differs_is_named_with_sides_and_amount() -> None:
-    first, *others = run_ranks(_differences, 3)
+def test_the_first_variable_that_differs_is_named_with_sides_and_amount(jobs: Jobs) -> None:
+    first, *others = jobs(3, "mpirun")["differences"]
     assert all(other == first for other in others)
     alike, one_bit, several, zeros = first
     assert alike is None
@@ -90,47 +123,48 @@ def _drift(data: str, run_dir: str, options: list[str], at_the_end: bool = False
         end(self, run)
         _turn_a_bit(run.model)
 
+    ray: tuple[Any, str, Any] = (Trainer, "train", train_under_a_cosmic_ray)
     if at_the_end:
-        Checkpointer.on_end = end_under_a_cosmic_ray  # type: ignore[method-assign]
-    else:
-        Trainer.train = train_under_a_cosmic_ray  # type: ignore[method-assign]
+        ray = (Checkpointer, "on_end", end_under_a_cosmic_ray)
     said: list[str] = []
-    vars(terminal)["complain"] = said.append
-    cli.GRACE_SECONDS = 0.0
     base = ["train", *TUTORIAL, data, "--run-dir", run_dir, "--eval-every", "0", "--eval-examples", "100"]
     code: Any = 0
-    try:
-        cli.main([*base, "--batch-size", "8", "--max-steps", "12", "--checkpoint-every", "4", *options])
-    except SystemExit as ended:
-        code = ended.code
+    with (
+        mock.patch.object(*ray),
+        mock.patch.object(terminal, "complain", said.append),
+        mock.patch.object(cli, "GRACE_SECONDS", 0.0),
+    ):
+        try:
+            cli.main([*base, "--batch-size", "8", "--max-steps", "12", "--checkpoint-every", "4", *options])
+        except SystemExit as ended:
+            code = ended.code
     return {"code": code, "said": said}
 
 
-def test_a_summary_says_that_ranks_ended_with_other_weights(embedded: Path, tmp_path: Path) -> None:
+def test_a_summary_says_that_ranks_ended_with_other_weights(jobs: Jobs, folder: Path) -> None:
     """They differ after the last comparison: only the summary's digests show it."""
-    run_ranks(_drift, 2, str(embedded), str(tmp_path / "run"), ["--max-steps", "4"], True)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    jobs(2, "mpirun")
+    summary = json.loads((folder / "late drift" / "summary.json").read_text())
     assert summary["replicas_identical"] is False
     first, second = summary["weights_sha256_by_rank"]
     assert summary["weights_sha256"] == first != second
 
 
-@pytest.mark.parametrize(
-    ("options", "step"), [(["--check-sync-every", "5"], 8), (["--check-sync-every", "7", "--checkpoint-every", "6"], 7)]
-)
+@pytest.mark.parametrize(("options", "step"), CHECKS)
 def test_a_planted_drift_ends_the_run_before_anything_is_saved(
-    options: list[str], step: int, embedded: Path, tmp_path: Path
+    options: list[str], step: int, jobs: Jobs, folder: Path
 ) -> None:
     """It is found before the checkpoint of step 8, or by the check after step 7."""
-    first, second, third = run_ranks(_drift, 3, str(embedded), str(tmp_path / "run"), options)
+    run_dir = folder / f"drift {step}"
+    first, second, third = jobs(3, "mpirun")[f"drift {step}"]
     assert [rank["code"] for rank in (first, second, third)] == [1, 1, 1]
     (line,) = first["said"]
     assert f"ranks are out of sync after step {step}: local3/kernel is not the same on ranks 0, 2 as on rank 1" in line
     assert "of 884,736 values, by up to" in line
     assert second["said"] == third["said"] == []
-    saved = {int(p.name.removeprefix("step-")) for p in (tmp_path / "run" / "checkpoints").iterdir()}
+    saved = {int(p.name.removeprefix("step-")) for p in (run_dir / "checkpoints").iterdir()}
     assert saved == {4 if step == 8 else 6}
-    assert not (tmp_path / "run" / "summary.json").exists()
+    assert not (run_dir / "summary.json").exists()
 
 
 def _train_with_local_statistics(run_dir: str) -> dict[str, Any]:
@@ -139,19 +173,18 @@ def _train_with_local_statistics(run_dir: str) -> dict[str, Any]:
     return _train(run_dir, 3, sync_batch_norm=False, check_sync_every=2)
 
 
-def test_local_moving_statistics_are_no_drift_before_a_checkpoint_averages_them(tmp_path: Path) -> None:
-    first, second = run_ranks(_train_with_local_statistics, 2, str(tmp_path / "run"))
+def test_local_moving_statistics_are_no_drift_before_a_checkpoint_averages_them(jobs: Jobs) -> None:
+    first, second = jobs(2, "mpirun")["local statistics"]
     assert first == second
     assert first["steps"] == 3 and first["divergences_repaired"] == 0 and first["replicas_identical"] is True
 
 
-def test_ranks_with_a_planted_drift_are_resynced_from_rank_0_on_request(embedded: Path, tmp_path: Path) -> None:
-    options = ["--on-divergence", "rebroadcast"]
-    first, second = run_ranks(_drift, 2, str(embedded), str(tmp_path / "run"), options)
+def test_ranks_with_a_planted_drift_are_resynced_from_rank_0_on_request(jobs: Jobs, folder: Path) -> None:
+    first, second = jobs(2, "mpirun")["rebroadcast"]
     assert first["code"] == second["code"] == 0
     (line,) = first["said"]
     assert "RANKS WERE OUT OF SYNC after step 8: local3/kernel" in line and "go on with rank 0's values" in line
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = json.loads((folder / "rebroadcast" / "summary.json").read_text())
     assert summary["divergences_repaired"] == 1
     assert summary["replicas_identical"] is True
     assert summary["weights_sha256_by_rank"] == [summary["weights_sha256"]] * 2
