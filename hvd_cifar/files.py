@@ -1,11 +1,12 @@
-"""Atomic writes of files, and JSON parsing that survives malformed input. Standard library only."""
+"""Atomic writes of files, JSON that may be malformed, streams without a reader. Standard library only."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 MOST_JSON_BYTES = 1 << 24
 
@@ -85,3 +86,31 @@ def append(path: Path, content: bytes) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+class LastingStream:
+    """A stream that goes to /dev/null from the first write that fails.
+
+    Output without a reader (`| head`, a closed terminal) or room does not end a run: its files hold the same.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text, or drop it."""
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what is written, or drop it."""
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

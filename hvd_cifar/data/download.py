@@ -5,11 +5,12 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import sys
 import tarfile
 import time
 import zlib
 from pathlib import Path, PurePosixPath
-from typing import NoReturn
+from typing import NoReturn, TextIO, cast
 
 import requests
 import urllib3
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from hvd_cifar.data.cifar import Layout
 from hvd_cifar.data.place import scratch_folder
 from hvd_cifar.errors import UserError
+from hvd_cifar.files import LastingStream
 
 CHUNK_BYTES = 1 << 16
 CONNECT_SECONDS = 10.0
@@ -100,7 +102,7 @@ def _download(title: str, url: str, archive: Path, show_progress: bool) -> bool:
     """Download `archive`; True if its first bytes were there before. Raises DownloadError."""
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     # Under a launcher stderr is a pipe, which rich does not take for a terminal.
-    console = Console(stderr=True, force_terminal=True)
+    console = Console(file=cast(TextIO, LastingStream(sys.stderr)), force_terminal=True)
     with Progress(*columns, console=console, disable=not show_progress) as progress:
         failures, furthest = 0, _size(archive)
         while True:

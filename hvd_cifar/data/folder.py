@@ -11,12 +11,14 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +30,7 @@ from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics
 from hvd_cifar.data.place import locked
 from hvd_cifar.data.records import FileImages, RecordFile
 from hvd_cifar.errors import UserError, reason_of
-from hvd_cifar.files import read_json, replace_text
+from hvd_cifar.files import LastingStream, read_json, replace_text
 
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 TEST_FOLDERS = ("test", "val")
@@ -204,7 +206,7 @@ def _decode_all(listing: Listing, home: Path, name: str, show_progress: bool) ->
         size, grey = image.size, image.mode in GREY_MODES
     columns = (TextColumn(f"decoding {name}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # Under a launcher stderr is a pipe, which rich does not take for a terminal.
-    console = Console(stderr=True, force_terminal=True)
+    console = Console(file=cast(TextIO, LastingStream(sys.stderr)), force_terminal=True)
     with Progress(*columns, console=console, disable=not show_progress) as progress:
         try:
             _write(listing, part, size, 1 if grey else 3, progress)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 from rich.console import Console
 
+from hvd_cifar.files import LastingStream
 from hvd_cifar.runtime.environment import launched_rank
 
 
@@ -47,38 +47,12 @@ def complain(line: str) -> None:
 
 def console(stream: TextIO) -> Console:
     """Rich's console for a person who watches. Under a launcher the stream is a pipe, which Rich takes for a file."""
-    return Console(file=cast(TextIO, _Lasting(stream)), force_terminal=True)
+    return Console(file=cast(TextIO, LastingStream(stream)), force_terminal=True)
 
 
 def _write(stream: TextIO, line: str) -> None:
     encoding = stream.encoding or "utf-8"  # None: Rich's stand-in for a stream, while a progress bar is shown
     text = f"{line}\n".encode(encoding, "backslashreplace").decode(encoding)
-    lasting = _Lasting(stream)
+    lasting = LastingStream(stream)
     lasting.write(text)
     lasting.flush()
-
-
-class _Lasting:
-    """A stream that goes to /dev/null from the first write that fails.
-
-    Output without a reader (`| head`, a closed terminal) or room does not end a run: its files hold the same.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._try(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(self._stream.flush)
-
-    def _try(self, act: Callable[[], Any]) -> None:
-        try:
-            act()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import pty
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 
-from hvd_cifar.files import replace_text
+from hvd_cifar.files import LastingStream, replace_text
 
 
 def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_end(
@@ -42,3 +46,17 @@ def test_a_write_that_fails_leaves_the_old_text(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="No space"):
         replace_text(tmp_path / "a.json", "new")
     assert (tmp_path / "a.json").read_text() == "old"
+
+
+def test_a_progress_bar_on_a_terminal_that_is_closed_ends_nothing() -> None:
+    """As those of downloads and of images that are decoded."""
+    screen, terminal = pty.openpty()
+    with open(terminal, "w") as stream:
+        lasting: Any = LastingStream(stream)
+        with Progress(console=Console(file=lasting, force_terminal=True)) as progress:
+            task = progress.add_task("decoding", total=2)
+            progress.update(task, advance=1, refresh=True)
+            assert os.read(screen, 4096)
+            os.close(screen)
+            progress.update(task, advance=1, refresh=True)
+        stream.write("more")
