@@ -20,7 +20,7 @@ import psutil
 from hvd_cifar.errors import RESUME, STALLED
 from hvd_cifar.launch.restarts import last_said
 from hvd_cifar.runtime.environment import ENDS, STARTS
-from hvd_cifar.runtime.process import adopt_orphans, began, signalled_with_parent
+from hvd_cifar.runtime.process import adopt_orphans, began
 from hvd_cifar.runtime.stalls import lost_ranks
 
 SECONDS_FOR_LAST_OUTPUT = 5.0
@@ -30,6 +30,10 @@ SECONDS_FOR_STARTER = 3.0  # for the starter to end, after the ranks have named 
 TAIL_BYTES = 4096
 ENDS_TOLD = 8  # number of earlier ends that the next start is told, in a variable of limited length
 LONGEST_END = 300  # characters
+
+# Signals a starter if this process ends before it, for whatever reason. Linux's PR_SET_PDEATHSIG would send a signal
+# for each thread of this process, and mpirun takes a second one as a request to end without removing its files.
+HEIR = "trap '' HUP INT TERM USR1; read -r pid && { read -r _ || kill -$1 $pid; }"
 
 Pump = Callable[[BinaryIO], None]
 
@@ -90,13 +94,18 @@ class Job:
         # SIGTERM sent to mpirun itself stays pending, where this process sees it. mpirun unblocks signals for its
         # children, and SIGINT ends it as SIGTERM would.
         holds_sigterm = self.can_stop and starter.name == "mpirun"
-        when_parent_ends = signalled_with_parent(signal.SIGINT if holds_sigterm else signal.SIGTERM)
 
         def prepare() -> None:
-            when_parent_ends()
             if holds_sigterm:
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
+        heir = subprocess.Popen(
+            ["sh", "-c", HEIR, "sh", "INT" if holds_sigterm else "TERM"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         others = set(psutil.Process().children(recursive=True))
         # In its own session: Ctrl-C reaches only this process, which forwards it.
         process: subprocess.Popen[Any] = subprocess.Popen(
@@ -108,6 +117,9 @@ class Job:
             start_new_session=True,
             preexec_fn=prepare,  # safe: other threads only wait
         )
+        assert heir.stdin
+        heir.stdin.write(f"{process.pid}\n".encode())
+        heir.stdin.flush()
         self._process = process
         if self._caught and self._ends_at_once:
             self._end(self._caught[-1])  # it came before there was a process
@@ -131,6 +143,7 @@ class Job:
             elif self._stops:
                 self._tell_ranks()  # again, for ranks that had not started before
         code = process.wait()
+        heir.communicate(b"ended\n")
         was_killed = code == -signal.SIGKILL
         if lost_since and was_killed:
             code = STALLED
