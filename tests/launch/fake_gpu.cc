@@ -535,6 +535,45 @@ static void Alltoall() {
   ++checks;
 }
 
+// Two all-reduces in flight, which Horovod does not fuse: they have other factors. TensorFlow's executor waits for both.
+static void TwoAtOnce() {
+  const double factors[] = {2, 1};
+  std::vector<std::shared_ptr<Values>> results;
+  Waiting waiting;
+  for (double factor : factors) {
+    auto input = std::make_shared<Values>(hvd::HOROVOD_FLOAT32, std::vector<int64_t>{100});
+    for (int i = 0; i < 100; ++i) {
+      input->Set(i, Value(rank, int(factor), i));
+    }
+    results.push_back(std::make_shared<Values>(hvd::HOROVOD_FLOAT32, std::vector<int64_t>{100}));
+    std::vector<std::shared_ptr<hvd::OpContext>> contexts{std::make_shared<Context>(hvd::HOROVOD_FLOAT32, 1)};
+    std::vector<std::shared_ptr<hvd::Tensor>> inputs{input}, outputs{results.back()};
+    std::vector<hvd::ReadyEventList> events(1);
+    std::vector<std::string> names{Unique("at once") + std::to_string(factor)};
+    std::vector<hvd::StatusCallback> callbacks{waiting.Callback()};
+    EnqueueTensorAllreduces(contexts, inputs, outputs, events, names, 0, callbacks, hvd::ReduceOp::SUM, factor, 1);
+  }
+  std::string failed;
+  for (int k = 0; k < 2; ++k) {
+    auto status = waiting.promises[k]->get_future().get();
+    if (!status.ok()) {
+      failed = failed.empty() ? status.reason() : failed;
+      continue;
+    }
+    for (int i = 0; i < 100; ++i) {
+      double sum = 0;
+      for (int r = 0; r < size; ++r) {
+        sum += factors[k] * Value(r, int(factors[k]), i);
+      }
+      Compare("sum at once", results[k]->Get(i), sum);
+    }
+  }
+  if (!failed.empty()) {
+    throw std::runtime_error(failed);
+  }
+  ++checks;
+}
+
 static void All() {
   const std::vector<int64_t> one = {1000}, odd = {7}, few = {5, 1, 64, 1001}, many(200, 3);
   for (auto type : {hvd::HOROVOD_UINT8, hvd::HOROVOD_INT8, hvd::HOROVOD_INT32, hvd::HOROVOD_INT64, hvd::HOROVOD_FLOAT16,
@@ -574,7 +613,7 @@ int main(int argc, char** argv) {
       faulty_rank = argc > 2 ? std::stoi(argv[2]) : -1;
       faulty_kernel = argc > 3 ? argv[3] : "";
     }
-    All();
+    argc > 4 ? TwoAtOnce() : All();
     said = std::to_string(checks) + " checks, " + std::to_string(launches.size()) + " kernels";
   } catch (const std::exception& error) {
     said = std::string("error: ") + error.what();

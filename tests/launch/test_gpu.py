@@ -214,6 +214,20 @@ def test_a_failed_call_is_an_error_on_every_rank(
     assert all(text.startswith("error: ") and "WRONG" not in text for text in said.values()), said
 
 
+@pytest.mark.parametrize("fault", ["", "ncclAllReduce", "cuLaunchKernel"])
+@pytest.mark.parametrize("where", ["0", "1"])
+def test_a_call_that_fails_leaves_no_other_operation_alone(
+    environment: Environment, fake_gpu: Path, fault: str, where: str
+) -> None:
+    """Two operations are in flight. The second would wait for ever, or be added to the other rank's first one."""
+    code, said = _fake(environment, fake_gpu, 2, fault, where, "", "two at once")
+    if not fault:
+        assert (code, set(said.values())) == (0, {"1 checks, 1 kernels"})
+        return
+    assert code != 0 and fault in said[int(where)]
+    assert all(text.startswith("error: ") and "WRONG" not in text for text in said.values()), said
+
+
 def test_a_machine_without_a_driver_trains_on_the_cpu_and_says_so(environment: Environment) -> None:
     words = ["train", "--model", "tutorial", "--dataset", "synthetic", "--max-steps", "2", "--eval-examples", "100"]
     words += ["--run-dir", str(environment.checkout / "run")]
