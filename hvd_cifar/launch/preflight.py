@@ -22,13 +22,13 @@ from hvd_cifar.config import (
     TrainSettings,
 )
 from hvd_cifar.errors import UserError
+from hvd_cifar.runtime import devices
 
 MOST_THREADS_OF_A_CORE = 4  # many more would make the machine unusable
 # Peak of a rank's own memory (USS) in the smallest run: tutorial, batch 1, one thread, 2 ranks: 303 MiB. `fast` takes
 # 874 MiB.
 LEAST_BYTES_OF_A_RANK = 300 << 20
-# A container's limit, in cgroup v2 and v1.
-MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")  # of a control group, in versions 2 and 1
 
 
 def check(settings: Any, ranks: int, *, sees_files: bool, on_gpus: bool, warn: Callable[[str], None]) -> None:
@@ -80,10 +80,10 @@ def check_memory(ranks: int, available: int) -> None:
         )
 
 
-def available_memory() -> int:
-    """Bytes of memory and swap that processes of this host or container can still allocate."""
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory and swap that processes of this host, container or control group can still allocate."""
     free = psutil.virtual_memory().available + psutil.swap_memory().free
-    for path in MEMORY_LIMITS:
+    for path in (folder / name for folder in devices.group_folders("memory", root) for name in MEMORY_LIMITS):
         try:
             free = min(free, int(path.read_text()))
         except (OSError, ValueError):  # no such file, or "max"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from hvd_cifar.errors import UserError
 
-# Where a control group states its CPU limit: in one file of version 2, or in two of version 1.
+# Where a container's control group states its CPU limit: in one file of version 2, or in two of version 1.
 QUOTA_FILES = tuple(
     Path("/sys/fs/cgroup", name) for name in ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
 )
+QUOTA_NAMES = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # in a group's own folder
 # Linux's names for instructions that multiply bfloat16: two of x86, one of ARM.
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
@@ -102,9 +103,30 @@ def usable_cores(cores: int, quota: float | None) -> int:
     return max(1, cores if quota is None else min(cores, int(quota)))
 
 
-def cpu_quota(files: Sequence[Path] = QUOTA_FILES) -> float | None:
-    """The limit in cores of this process's control group; None: no limit."""
-    return quota_of([_read(path) for path in files])
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """The limit in cores of this process's control group and those around it; None: no limit."""
+    quotas = [quota_of([_read(folder / name) for name in QUOTA_NAMES]) for folder in group_folders("cpu", root)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def group_folders(controller: str, root: Path = Path("/")) -> list[Path]:
+    """The folders of this process's control group and those around it, of versions 1 and 2; some may be missing.
+
+    A container sees its own group as the outermost. systemd and Slurm limit groups further in.
+
+    Args:
+        controller: of version 1, such as cpu.
+        root: of the file system.
+    """
+    base = root / "sys" / "fs" / "cgroup"
+    folders = [base, base / controller]
+    for line in _read(root / "proc" / "self" / "cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if not controllers or controller in controllers.split(","):
+            inner = PurePosixPath(path.lstrip("/"))
+            outermost = base / controller if controllers else base
+            folders += [outermost / part for part in (inner, *inner.parents)]
+    return list(dict.fromkeys(folders))
 
 
 def quota_of(texts: Sequence[str]) -> float | None:

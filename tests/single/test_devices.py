@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from hvd_cifar.errors import UserError
+from hvd_cifar.launch.preflight import available_memory
 from hvd_cifar.runtime.devices import (
     QUOTA_FILES,
     choose_gpu,
     cpu_quota,
     multiplies_bfloat16,
+    quota_of,
     threads_per_rank,
     usable_cores,
     visible_gpus,
@@ -106,13 +108,37 @@ def test_cores_are_divided_between_the_ranks_of_a_host(
         ({"cpu.max": "250000 100000\n"}, 2.5),
         ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
         ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4.0),
+        # Groups in groups, as systemd and Slurm make them: the smallest limit counts.
+        ({"job/cpu.max": "max 100000\n", "job/step/cpu.max": "150000 100000\n"}, 1.5),
+        ({"job/cpu.max": "50000 100000\n", "job/step/cpu.max": "150000 100000\n", "cpu.max": "max 1"}, 0.5),
+        ({"cpu/old/cpu.cfs_quota_us": "300000\n", "cpu/old/cpu.cfs_period_us": "100000\n"}, 3.0),
+        ({"other/cpu.max": "100000 100000\n", "memory/old/cpu.max": "100000 100000\n"}, None),
     ],
 )
 def test_cpu_quota_of_control_groups(files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
+    _write_groups(tmp_path, files)
+    assert cpu_quota(tmp_path) == quota
+    groups = tmp_path / "sys" / "fs" / "cgroup"
+    if not any("job" in name or "old" in name for name in files):  # what the doctor reads of another host
+        texts = [groups / path.relative_to("/sys/fs/cgroup") for path in QUOTA_FILES]
+        assert quota_of([path.read_text() if path.exists() else "" for path in texts]) == quota
+
+
+def _write_groups(root: Path, files: dict[str, str]) -> None:
+    """Files of control groups of both versions, and of the process, which is in a group of each."""
+    (root / "proc" / "self").mkdir(parents=True)
+    described = "3:cpu,cpuacct:/old\n2:memory:/old\n1:name=systemd:/\n0::/job/step\n"
+    (root / "proc" / "self" / "cgroup").write_text(described)
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert cpu_quota([tmp_path / path.relative_to("/sys/fs/cgroup") for path in QUOTA_FILES]) == quota
+        path = root / "sys" / "fs" / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_memory_of_control_groups(tmp_path: Path) -> None:
+    for number, files in enumerate(({"job/memory.max": "1000\n"}, {"memory/old/memory.limit_in_bytes": "1000\n"})):
+        _write_groups(tmp_path / str(number), {**files, "job/step/memory.max": "max\n", "memory.max": "5000\n"})
+        assert available_memory(tmp_path / str(number)) == 1000
 
 
 @pytest.mark.parametrize(("mask", "quota", "cores"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 6.0, 2)])
