@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -214,8 +215,7 @@ def test_a_failed_call_is_an_error_on_every_rank(
     assert all(text.startswith("error: ") and "WRONG" not in text for text in said.values()), said
 
 
-@pytest.mark.parametrize("fault", ["", "ncclAllReduce", "cuLaunchKernel"])
-@pytest.mark.parametrize("where", ["0", "1"])
+@pytest.mark.parametrize(("fault", "where"), [("", "0"), *product(["ncclAllReduce", "cuLaunchKernel"], ["0", "1"])])
 def test_a_call_that_fails_leaves_no_other_operation_alone(
     environment: Environment, fake_gpu: Path, fault: str, where: str
 ) -> None:

@@ -64,11 +64,14 @@ def _broadcast_everything() -> dict[str, Any]:
             super().__init__()
             self.models = list(models)
 
+    def built() -> Any:
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+
     targets = {
         "an optimizer": net.optimizer,
         "a net": keras.Sequential([keras.layers.Dense(2)]),
-        "a head": Several(net, keras.layers.Dense(2, name="head")),
-        "built nets": Several(net, keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])),
+        "a head": Several(built(), keras.layers.Dense(2, name="head")),
+        "built nets": Several(built(), built()),
     }
     unbuilt = {}
     for what, target in targets.items():

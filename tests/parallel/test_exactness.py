@@ -38,8 +38,15 @@ BATCH, EXAMPLES, STEPS = 17, 155, 20
 
 RESNET = {"model": "resnet20", "sync_batch_norm": True, "learning_rate": 0.01}
 # In float64 its convolutions take long. In one epoch all sizes of image take their turn.
-FAST = {"model": "fast", "sync_batch_norm": True, "learning_rate": 0.02, "epochs": 1, "max_steps": 10}
-FAST["test_time_augmentation"] = False
+# Test-time views would take long to trace.
+FAST = {
+    "model": "fast",
+    "sync_batch_norm": True,
+    "learning_rate": 0.02,
+    "epochs": 1,
+    "max_steps": 10,
+    "test_time_augmentation": False,
+}
 FLAT = 8  # pixels, the side of the squares of one colour that it trains on: a maximum has equal pixels there
 RUNS: dict[str, dict[str, Any]] = {
     "tutorial": {},
@@ -109,8 +116,8 @@ def _train_all(data: str, folder: str, runs: dict[str, dict[str, Any]]) -> dict[
             dataset = Dataset.from_arrays(*parts[0], *parts[1])
             dataset = replace(dataset, channel_mean=whole.channel_mean, channel_deviation=whole.channel_deviation)
             place = "resumed" if name in (HALF, RESUMED) else f"{name}/{world.size}"
-            common = {"model": "tutorial", "run_dir": f"{folder}/{place}", "log_every": 1, "eval_every": 0}
-            common["summary_every"] = 0
+            quiet = {"log_every": 1, "eval_every": 0, "summary_every": 0}
+            common = {"model": "tutorial", "run_dir": f"{folder}/{place}", **quiet}
             course = {"global_batch_size": BATCH, "max_steps": STEPS, "epochs": 3, "precision": "float64"}
             rate = {"learning_rate_factor": 1, "warmup_epochs": 0, "eval_examples": 8, "check_sync_every": 1000}
             in_buckets = BUCKETS.get(world.size, {})
