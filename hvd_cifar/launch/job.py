@@ -70,6 +70,7 @@ class Job:
         self.stall_seconds = stall_seconds
         self.asked = False  # by the user
         self._stops = False  # the current ranks are asked to stop
+        self.ends_sessions = False  # as no other way reaches the current ranks: see `_tell_ranks`
         self.tail = b""  # end of what the user saw on stderr
         self._caught: list[int] = []
         self._times = [began()]  # see `environment.starts`
@@ -87,7 +88,7 @@ class Job:
         Returns:
             The starter's exit code; 128 + the signal, if a signal ended the job; `RESUME`, if ranks stopped as asked.
         """
-        self._starter, self.tail, self._stops = starter, b"", self.asked
+        self._starter, self.tail, self._stops, self.ends_sessions = starter, b"", self.asked, False
         if len(self._times) % 2 == 0:
             self._times.append(time.time())
         # mpirun kills its ranks 2 s after a SIGTERM, too soon for a checkpoint. It runs with the signal blocked: a
@@ -237,6 +238,7 @@ class Job:
                 with contextlib.suppress(psutil.Error):
                     rank.terminate()
         else:
+            self.ends_sessions = True
             self._send(signal.SIGTERM)  # it ends the ssh sessions; the guards on other hosts give ranks 5 s
 
     def _end(self, number: int) -> None:

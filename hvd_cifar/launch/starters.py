@@ -15,7 +15,8 @@ from hvd_cifar.launch.cluster.remarks import ended_by_signal, without_banners, w
 from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
 from hvd_cifar.launch.job import Job, Starter, chunks, write
 
-SSH_ENDED = 255  # exit code of an ssh that a signal ended
+# Exit codes of an ssh that horovodrun ends. 0: horovodrun waits for it in two threads, and one takes the other's code.
+SSH_ENDED = (0, 255, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,14 @@ def start(ready: Ready, job: Job) -> int:
         return job.run(_python(words, env, job))
     codes: list[tuple[int, int]] = []
     code = job.run(_horovodrun(words, env, hosts, job, codes))
-    if codes and code == 1:
-        rank, code = first_cause(codes, job.stops)
-        if number := signal_of(code):
-            host = hosts[rank] if hosts else socket.gethostname()
-            job.explain(ended_by_signal(rank, host, number, signal.strsignal(number) or ""))
+    rank, code = first_cause(codes, job.stops) if codes and code == 1 else (0, code)
     # If no rank is on this host, a request to stop ends the ssh sessions, and the guards then stop the ranks.
-    return RESUME if job.stops and code == SSH_ENDED else code
+    if job.ends_sessions and code in SSH_ENDED:
+        return RESUME
+    if codes and (number := signal_of(code)):
+        host = hosts[rank] if hosts else socket.gethostname()
+        job.explain(ended_by_signal(rank, host, number, signal.strsignal(number) or ""))
+    return code
 
 
 def first_cause(codes: list[tuple[int, int]], stops: bool) -> tuple[int, int]:

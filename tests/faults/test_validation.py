@@ -90,7 +90,7 @@ def test_a_killed_training_rank_ends_the_validation_ranks(embedded: Path, tmp_pa
     job = start(["-np", 2, "--validation-ranks", 1], embedded, tmp_path / "run", "--eval-every", 10)
     try:
         job.wait_for_step(5)
-        next(p for p in psutil.Process(job.process.pid).children() if "validate" not in p.cmdline()).kill()
+        next(starter for starter in job.starters() if "validate" not in starter.cmdline()).kill()
         assert job.wait() == 128 + signal.SIGKILL and not job.left(), job.said()
     finally:
         job.end()

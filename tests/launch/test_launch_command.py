@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_cifar import cli
-from hvd_cifar.errors import UserError
+from hvd_cifar.errors import RESUME, UserError
 from hvd_cifar.launch import launcher, starters
 from hvd_cifar.launch import validators as launch_validators
 from hvd_cifar.launch.cluster import remarks, ssh
@@ -593,6 +593,31 @@ def test_a_start_over_gloo_is_told_which_signal_ended_the_last_one(tmp_path: Pat
     killed = f"rank 1 on {socket.gethostname()} was ended by signal 9 (Killed); perhaps the machine ran out of memory"
     assert done.stdout == "[137, 137]\n", done.stderr
     assert done.stderr.splitlines() == ["ends []", f"hvd_cifar: {killed}", f'ends ["{killed}"]', f"hvd_cifar: {killed}"]
+
+
+@pytest.mark.parametrize(
+    "codes",
+    [[0, 0], [0, 255], [255, 255], [143, 143]],
+)
+def test_a_stopped_job_of_other_hosts_over_gloo_resumes(codes: list[int], tmp_path: Path) -> None:
+    """Horovod's launcher has no rank here to ask, so it ends the ssh sessions; it loses some of their exit codes."""
+    starter = tmp_path / "horovodrun"
+    told = "; ".join(f"echo Process {rank} exit with status code {code}." for rank, code in enumerate(codes) if code)
+    script = f"trap '{told or ':'}; exit {int(any(codes))}' TERM; echo started; while :; do sleep 0.1; done"
+    starter.write_text(f"#!/bin/sh\n{script}\n")
+    starter.chmod(0o755)
+    program = (
+        "import os, sys\nfrom hvd_cifar.launch import job, starters\n"
+        "ready = starters.Ready(sys.argv[1:], dict(os.environ), ['node2', 'node3'])\n"
+        "print(starters.start(ready, job.Job(can_stop=True)))"
+    )
+    words = [sys.executable, "-c", program, str(starter)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr and process.stdout.readline() == "started\n"
+        process.send_signal(signal.SIGINT)
+        (line,) = process.stderr.readlines()
+        assert "SIGINT: ranks write a checkpoint and stop" in line
+        assert process.stdout.read() == f"{RESUME}\n"
 
 
 def test_an_elastic_job_whose_hosts_can_never_suffice_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
