@@ -9,11 +9,8 @@ from pathlib import Path, PurePosixPath
 
 from hvd_cifar.errors import UserError
 
-# Where a container's control group states its CPU limit: in one file of version 2, or in two of version 1.
-QUOTA_FILES = tuple(
-    Path("/sys/fs/cgroup", name) for name in ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
-)
-QUOTA_NAMES = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # in a group's own folder
+# Files of a control group's folder that state its CPU limit: one of version 2, and two of version 1.
+QUOTA_FILES = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
 # Linux's names for instructions that multiply bfloat16: two of x86, one of ARM.
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
@@ -105,8 +102,7 @@ def usable_cores(cores: int, quota: float | None) -> int:
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """The limit in cores of this process's control group and those around it; None: no limit."""
-    quotas = [quota_of([_read(folder / name) for name in QUOTA_NAMES]) for folder in group_folders("cpu", root)]
-    return min((quota for quota in quotas if quota is not None), default=None)
+    return least_quota([[_read(folder / name) for name in QUOTA_FILES] for folder in group_folders("cpu", root)])
 
 
 def group_folders(controller: str, root: Path = Path("/")) -> list[Path]:
@@ -127,6 +123,11 @@ def group_folders(controller: str, root: Path = Path("/")) -> list[Path]:
             outermost = base / controller if controllers else base
             folders += [outermost / part for part in (inner, *inner.parents)]
     return list(dict.fromkeys(folders))
+
+
+def least_quota(groups: Sequence[Sequence[str]]) -> float | None:
+    """The limit in cores of control groups within each other, from the texts of QUOTA_FILES in each; None: no limit."""
+    return min((quota for quota in map(quota_of, groups) if quota is not None), default=None)
 
 
 def quota_of(texts: Sequence[str]) -> float | None:

@@ -24,6 +24,7 @@ from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.network import Card as NetworkCard
 from hvd_cifar.launch.cluster.network import Network, NoWay
 from hvd_cifar.launch.cluster.program import Participants
+from hvd_cifar.runtime import devices
 from hvd_cifar.tools.doctor import ask, examine, findings, first_steps, job, plan, probe, table
 from hvd_cifar.tools.doctor.facts import (
     GROUPS,
@@ -693,7 +694,7 @@ def test_a_silent_host_is_promised_no_data() -> None:
 
 QUESTIONS = {
     "hosts": ["localhost"],
-    "quota_files": ["/sys/fs/cgroup/cpu.max", "/nowhere/quota", "/nowhere/period"],
+    "quota_files": devices.QUOTA_FILES,
     "data_files": ["x.bin"],
     "record_bytes": CIFAR10.record_bytes,
     "label_bytes": 1,
@@ -757,14 +758,18 @@ def test_memory_that_cannot_be_read_is_seen(tmp_path: Path) -> None:
     assert memory and memory.attach_error == "Operation not permitted"
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_files_that_are_kept_in_memory_are_free(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container's limit, as cgroup v1 and v2 tell it: most of it is used by files that were read."""
+@pytest.mark.parametrize("folder", ["", "memory/", "job/", "memory/old/"])
+def test_files_that_are_kept_in_memory_are_free(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of the outermost control group or of an inner one, as cgroup v1 and v2 tell it.
+
+    Most of it is used by files that were read.
+    """
     names = ("memory.max", "memory.current", "memory.stat")
-    if version == 1:
-        names = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat")
+    if folder.startswith("memory"):
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
     texts = ("9000\n", "8000\n", "anon 500\ninactive_file 4000\nactive_file 2000\ntotal_active_file 2000\n")
-    files = {f"/sys/fs/cgroup/{name}": text for name, text in zip(names, texts, strict=True)}
+    files = {f"/sys/fs/cgroup/{folder}{name}": text for name, text in zip(names, texts, strict=True)}
+    files["/proc/self/cgroup"] = "3:cpu,memory:/old\n0::/job/step\n"
     monkeypatch.setattr(probe, "_read", lambda path: files.get(path, ""))
     assert probe.memory({})["available"] == 7000
 

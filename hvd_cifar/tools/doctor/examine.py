@@ -133,7 +133,7 @@ def _questions(settings: DoctorSettings, everyone: Sequence[str]) -> dict[str, A
     return {
         "hosts": list(everyone),
         "package": str(Path(hvd_cifar.__file__).parent),
-        "quota_files": [str(path) for path in devices.QUOTA_FILES],
+        "quota_files": devices.QUOTA_FILES,
         "run_dir": str(settings.run_dir),
         "data_folders": [str(each) for each in folders],
         "data_files": list(layout.files),

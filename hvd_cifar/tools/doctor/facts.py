@@ -41,7 +41,7 @@ class Versions(_Facts):
 class Cpu(_Facts):
     """The processor.
 
-    cores: in a process's CPU mask; quota: the container's limit, in cores; load: the load average of the last minute.
+    cores: in a process's CPU mask; quota: of its control groups, in cores; load: load average of the last minute.
     """
 
     cores: int
@@ -58,8 +58,8 @@ class Cpu(_Facts):
     @field_validator("quota", mode="before")
     @classmethod
     def _of_files(cls, quota: Any) -> Any:
-        """The probe sends the texts of `devices.QUOTA_FILES`."""
-        return devices.quota_of(quota) if isinstance(quota, list) else quota
+        """The probe sends the texts of `devices.QUOTA_FILES` in each control group."""
+        return devices.least_quota(quota) if isinstance(quota, list) else quota
 
 
 class Gpu(_Facts):

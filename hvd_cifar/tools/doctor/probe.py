@@ -10,6 +10,7 @@ import ctypes
 import glob
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import mmap
 import os
@@ -85,7 +86,8 @@ def cpu(asked: Asked) -> Any:
 
     return {
         "cores": len(os.sched_getaffinity(0)),
-        "quota": [_read(path) for path in asked["quota_files"]],  # the doctor parses them
+        # The doctor parses them.
+        "quota": [[_read(os.path.join(group, name)) for name in asked["quota_files"]] for group in _groups("cpu")],
         "load": os.getloadavg()[0],
         "model": field("model name") or platform.machine(),
         "flags": field("flags", "Features").split(),
@@ -102,10 +104,11 @@ def gpus(asked: Asked) -> Any:
 def memory(asked: Asked) -> Any:
     """Free memory and shared memory in bytes, whether processes can read each other's memory, the open-files limit."""
     available = psutil.virtual_memory().available
-    for names in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        limit, used = (_read(f"/sys/fs/cgroup/{name}").strip() for name in names)
+    names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for group, pair in itertools.product(_groups("memory"), names):
+        limit, used = (_read(os.path.join(group, name)).strip() for name in pair)
         if limit.isdecimal() and used.isdecimal():
-            known = _read(os.path.join("/sys/fs/cgroup", os.path.dirname(names[0]), "memory.stat"))
+            known = _read(os.path.join(group, "memory.stat"))
             # Files that are kept in memory count as used, and give way to programs.
             files = re.findall(r"^(?:in)?active_file (\d+)$", known, re.MULTILINE)
             available = min(available, int(limit) - int(used) + sum(map(int, files)))
@@ -117,6 +120,20 @@ def memory(asked: Asked) -> Any:
         "attach_error": _attach_error(),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }
+
+
+def _groups(controller: str) -> list[str]:
+    """The folders that `devices.group_folders` gives: of this process's control group and those around it."""
+    base = "/sys/fs/cgroup"
+    folders = [base, os.path.join(base, controller)]
+    for line in _read("/proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if not controllers or controller in controllers.split(","):
+            folder = os.path.join(base, controller) if controllers else base
+            for part in path.strip("/").split("/"):
+                folder = os.path.join(folder, part)
+                folders.append(folder)
+    return folders
 
 
 class _Part(ctypes.Structure):
