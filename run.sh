@@ -27,7 +27,8 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
 COMMAND is train, evaluate, or benchmark step|allreduce|input|predict. `./run.sh COMMAND --help` and
 docs/configuration.md list its options.
 `python PROGRAM.py [ARGUMENTS]` as the command runs a program of your own on every rank, in this environment.
-  -np N              number of ranks; default: one per GPU, else one per core, at most 8; in a Slurm job its tasks
+  -np N              number of ranks; default: one per GPU (after setup --gpu), else one per core, at most 8; in a
+                     Slurm job its tasks
   -H a:4,b:4         hosts to run them on, as HOST:SLOTS; default: this machine, in a Slurm job its nodes
   --hostfile FILE    the same, from a file with lines `HOST slots=N`; see hostfiles/
   --mpi, --gloo      start ranks with mpirun (default), or with horovodrun over Gloo

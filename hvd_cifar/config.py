@@ -418,7 +418,7 @@ class TrainSettings(DataSettings):
         le=2**20,
         description="Divide the global batch into N parts, a power of two, and add their gradients in a fixed order. "
         "Results are then the same, bit for bit, on any number of ranks that divides N. Implies --deterministic and "
-        "one thread a rank.",
+        "one thread a rank. Excludes --gradient-accumulation, --sync-batch-norm and --compression.",
     )
     threads_per_rank: int | None = Field(
         None,
@@ -444,7 +444,7 @@ class TrainSettings(DataSettings):
         ge=0,
         description="Steps between verifications; 0: none. In a verification another rank recomputes the gradients of "
         "one rank; ranks take turns. If the bits differ, a line names the wrong rank, and the step uses the right "
-        "gradients. Needs --deterministic or --virtual-shards, and processors of one kind.",
+        "gradients. Needs --deterministic or --virtual-shards, and processors of one kind. Excludes --sync-batch-norm.",
     )
     on_nan: Literal["stop", "skip", "rollback"] = Field(
         "stop",

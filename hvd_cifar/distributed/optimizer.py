@@ -174,8 +174,8 @@ def DistributedOptimizer(
 ) -> OptimizerT:
     """Make a Keras 3 optimizer reduce its gradients over all ranks before it applies them.
 
-    The arguments are those of Horovod's `DistributedOptimizer`, so its users change one import. `fixed_order` and
-    `bucket_bytes` are this project's own.
+    Arguments are keywords. Those up to `sparse_as_dense` have the names and meanings of Horovod's; its other arguments
+    do not exist here. `fixed_order` and `bucket_bytes` are this project's own.
 
     The optimizer itself is changed and returned. Its class becomes a subclass of the same name, which overrides
     `apply`. All its state stays: slots, exclusions from weight decay, schedules, moving averages, names. It saves,
@@ -201,7 +201,8 @@ def DistributedOptimizer(
             bf16 rounds each rank's gradient to bfloat16, adds in float32 in the order of the ranks, and rounds the
             sum to bfloat16.
             powersgd:R sends gradients as two matrices of R columns (`distributed.powersgd`), also on one rank.
-            `memory_of` gives what it keeps between steps. A checkpoint that the program itself writes must hold this.
+            `distributed.optimizer.memory_of(optimizer)` gives what it keeps between steps. A checkpoint that the
+            program itself writes must hold this.
         backward_passes_per_step: each rank adds up the gradients of this many calls before they are reduced and
             applied; `iterations` counts the updates. Each rank must make the same number of calls.
         average_aggregated_gradients: divide that sum by the number of calls.

@@ -18,7 +18,7 @@ class Batch:
     Attributes:
         reference: global batch that the learning rate is for. The rate is scaled by (global batch / reference)^power.
         is_global: whether the default global batch is `reference` on any number of ranks; if not, each rank has 128.
-        largest: upper limit of the default global batch; None: no limit.
+        largest: upper limit of the default global batch, before --gradient-accumulation; None: no limit.
         power: 1 is the linear scaling rule (Goyal et al. 2017, section 2.1); 0.5 scales by the square root.
     """
 

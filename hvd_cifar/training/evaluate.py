@@ -30,7 +30,8 @@ class Evaluation:
     Attributes:
         views: 6 if accuracy and loss average six views of each image, else 1.
         plain_accuracy: accuracy with one view, the image as it is.
-        confusion: the confusion matrix and the worst mistakes; None for more than 1,000 classes.
+        confusion: the confusion matrix and the worst mistakes; None for more than 1,000 classes,
+            and from validation ranks.
         step: finished global steps of the weights.
         part: the part of the data set: "test", or "validation" for the training examples that are held out.
     """
