@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,6 +39,11 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically; see `replace_lines`."""
+    replace_lines(path, [content])
+
+
+def replace_lines(path: Path, lines: Iterable[bytes]) -> None:
     """Write a file atomically: after a crash, or on a full disk, it holds the old content or the new one.
 
     The content is on disk before the file gets its name, and the name is on disk before this returns. A power failure
@@ -49,7 +54,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
     """
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:
-        file.write(content)
+        file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)

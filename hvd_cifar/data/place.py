@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from hvd_cifar.errors import UserError
 
 LOCK = ".lock"
 SCRATCH = ".unfinished"
+SECONDS_BETWEEN_SIGNS = 5.0
+
+_watcher: ContextVar[Callable[[], None] | None] = ContextVar("watcher", default=None)
+
+
+@contextmanager
+def telling(watcher: Callable[[], None]) -> Iterator[None]:
+    """Within this block `watcher` is called at each `sign_of_life`."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def sign_of_life() -> None:
+    """A preparation of unknown length, such as a download, has come further: a watchdog sees that it does not hang."""
+    if watcher := _watcher.get():
+        watcher()
 
 
 @contextmanager
@@ -27,7 +47,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / LOCK):
+        with _acquired(FileLock(folder / LOCK)):
             yield
     except OSError as error:
         where = error.filename or folder
@@ -35,6 +55,19 @@ def locked(folder: Path) -> Iterator[None]:
             f"cannot write {where}: {error.strerror or error}: free space, allow writing there, "
             "or name another folder with --data-dir"
         ) from error
+
+
+@contextmanager
+def _acquired(lock: FileLock) -> Iterator[None]:
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=SECONDS_BETWEEN_SIGNS)
+        except Timeout:  # its holder downloads or decodes; the lock of a dead process is free
+            sign_of_life()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -170,8 +171,8 @@ class Receiver:
 
 def _clear(data_dir: Path) -> None:
     """Remove the folders of receivers on this host that were killed."""
-    start = f"{UNFINISHED}-{socket.gethostname()}-"
-    for left in data_dir.glob(f"{start}*"):
-        pid = left.name.removeprefix(start).partition("-")[0]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+    of_this_host = re.compile(re.escape(f"{UNFINISHED}-{socket.gethostname()}-") + r"(\d+)-\w+")
+    for left in data_dir.iterdir():
+        found = of_this_host.fullmatch(left.name)
+        if found and not psutil.pid_exists(int(found[1])):
             shutil.rmtree(left, ignore_errors=True)

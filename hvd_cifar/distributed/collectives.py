@@ -137,9 +137,10 @@ def average_variables(variables: Sequence[keras.Variable]) -> None:
     if hvd.size() == 1 or not variables:
         return
     note(f"all-reduce of {len(variables)} variables")
-    means = hvd.grouped_allreduce([tf.convert_to_tensor(v.value) for v in variables], op=hvd.Average)
-    for variable, mean in zip(variables, means, strict=True):
-        variable.assign(mean)
+    values = [tf.convert_to_tensor(v.value) for v in variables]
+    values = [tf.cast(v, tf.float32) if v.dtype == tf.bfloat16 else v for v in values]  # which Horovod does not add
+    for variable, mean in zip(variables, hvd.grouped_allreduce(values, op=hvd.Average), strict=True):
+        variable.assign(tf.cast(mean, variable.dtype))
 
 
 def digest(variables: Iterable[keras.Variable]) -> str:

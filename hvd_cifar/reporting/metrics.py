@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from rich.live import Live
 
 from hvd_cifar.errors import UserError, reason_of
-from hvd_cifar.files import append, parse_json, replace_text
+from hvd_cifar.files import append, parse_json, replace_lines, replace_text
 from hvd_cifar.reporting import board, goodput, terminal
 from hvd_cifar.reporting.goodput import SESSIONS
 from hvd_cifar.reporting.run_files import as_event
@@ -52,14 +52,13 @@ class Reporter:
         if self.run_dir is None:
             return
         self.last_train, self.evaluated, self.missed = {}, defaultdict(set), set()
-        for event in self._resume(self.run_dir / "metrics.jsonl", first_step):
-            self._remember(event)
+        self._resume(self.run_dir / "metrics.jsonl", first_step, self._remember)
         folder = self.run_dir / "tensorboard"
         with _writing(folder):
             self.begins_events = not folder.exists()
             self._events = board.begin(folder, first_step)
         if record_examples:
-            self._resume(self.run_dir / EXAMPLES, first_step)
+            self._resume(self.run_dir / EXAMPLES, first_step, lambda event: None)
 
     def go_back(self, step: int, record_examples: bool) -> None:
         """Remove entries after an earlier step, from which the run goes on.
@@ -200,13 +199,12 @@ class Reporter:
         if self._events:
             self._append(self._events, board.encode(step, summaries, graph))
 
-    def _resume(self, path: Path, first_step: int) -> list[dict[str, Any]]:
+    def _resume(self, path: Path, first_step: int, see: Callable[[dict[str, Any]], None]) -> None:
         with _writing(path):
-            events, last, damaged = _keep_events_up_to(path, first_step)
+            last, damaged = _keep_events_up_to(path, first_step, see)
         if damaged:
             self.warn(f"warning: {path}: {damaged} damaged line{'s' * (damaged > 1)} removed")
         self._last_step = max(self._last_step, last)
-        return events
 
     def _remember(self, event: dict[str, Any]) -> None:
         if event.get("event") == "train":
@@ -294,29 +292,40 @@ class Reporter:
             replace_text(path, json.dumps(values, indent=2) + "\n")
 
 
-def _keep_events_up_to(path: Path, step: int) -> tuple[list[dict[str, Any]], int, int]:
+def _keep_events_up_to(path: Path, step: int, see: Callable[[dict[str, Any]], None]) -> tuple[int, int]:
     """Remove the lines of later steps from a file, which is made where there is none.
 
+    Line by line: the examples of a long run take gigabytes.
+
+    Args:
+        see: called with each event that stays.
+
     Returns:
-        The events that stay; the last step of all events; and the number of damaged lines, which are removed. An
-        incomplete last line, of a killed run, is removed and not counted.
+        The last step of all events, and the number of damaged lines, which are removed. An incomplete last line, of a
+        killed run, is removed and not counted.
     """
-    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    kept, events, last, damaged = [], [], 0, 0
-    for line in lines[:-1]:  # each whole line ends with a newline
-        try:
-            text = line.decode()
-            event = parse_json(text)
-            is_kept = event["step"] <= step
-            last = max(last, event["step"])
-        except (ValueError, LookupError, TypeError):
-            damaged += 1
-            continue
-        if is_kept:
-            kept.append(text + "\n")
-            events.append(event)
-    replace_text(path, "".join(kept))
-    return events, last, damaged
+    last = damaged = 0
+
+    def kept(lines: Iterable[bytes]) -> Iterator[bytes]:
+        nonlocal last, damaged
+        for line in lines:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                event = parse_json(line.decode())
+                is_kept = event["step"] <= step
+                last = max(last, event["step"])
+            except (ValueError, LookupError, TypeError):
+                damaged += 1
+                continue
+            if is_kept:
+                see(event)
+                yield line
+
+    path.touch()
+    with path.open("rb") as lines:
+        replace_lines(path, kept(lines))
+    return last, damaged
 
 
 @contextlib.contextmanager

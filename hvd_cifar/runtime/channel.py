@@ -6,6 +6,7 @@ draws. Nothing is unpickled. Every wait has a time-out.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -20,6 +21,7 @@ from typing import Any
 import psutil
 
 SECONDS = 2.0  # for an answer
+SECONDS_BEFORE_ANOTHER = 0.1  # before another connection is accepted, where one could not be
 LONGEST = 1 << 20  # bytes of a line
 
 Address = tuple[str, int]
@@ -37,12 +39,15 @@ class Unreachable(Exception):
     """The host of the process cannot be reached."""
 
 
-def listen(host: str, secret: Callable[[], str], answer: Callable[[dict[str, Any]], dict[str, Any]]) -> Address:
-    """Answer questions on a free port of `host`, in threads that end with the process; return the address.
+def listen(
+    host: str, secret: Callable[[], str], answer: Callable[[dict[str, Any]], dict[str, Any]]
+) -> tuple[Address, Callable[[], None]]:
+    """Answer questions on a free port of `host`, in a thread; return the address, and a function that ends it.
 
     `secret` is called at each question.
     """
     server = socket.create_server((host, 0))
+    ended = threading.Event()
 
     def serve(peer: socket.socket) -> None:
         try:
@@ -61,15 +66,23 @@ def listen(host: str, secret: Callable[[], str], answer: Callable[[dict[str, Any
         while True:
             try:
                 peer, _ = server.accept()
-            except OSError:  # such as too many open files, which may pass
+            except OSError:
+                if ended.wait(SECONDS_BEFORE_ANOTHER):  # else too many open files, or the like, which may pass
+                    return
                 continue
             try:
                 threading.Thread(target=serve, args=[peer], daemon=True).start()
             except RuntimeError:  # Python is ending, and starts no thread
                 serve(peer)
 
+    def end() -> None:
+        ended.set()
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which `close` would not
+        server.close()
+
     threading.Thread(target=accept, daemon=True).start()
-    return host, server.getsockname()[1]
+    return (host, server.getsockname()[1]), end
 
 
 def ask(address: Address, secret: str, question: Mapping[str, Any]) -> dict[str, Any]:

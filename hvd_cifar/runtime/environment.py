@@ -134,7 +134,7 @@ def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def prepare_tensorflow(environment: MutableMapping[str, str]) -> None:
-    """Set the variable that TensorFlow reads at its import, unless the user has set it.
+    """Set the variables that TensorFlow (unless the user has set it) and Keras read at their import.
 
     Args:
         environment: the variables; changed in place.
@@ -143,6 +143,7 @@ def prepare_tensorflow(environment: MutableMapping[str, str]) -> None:
     # step of tutorial then takes 1.8 times as long.
     if platform.machine() in ("x86_64", "AMD64"):
         environment.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
+    environment["KERAS_BACKEND"] = "tensorflow"  # a user's other Keras programs may have another one
 
 
 def prepare_mpi(environment: MutableMapping[str, str], on_cpu: bool, prefix: Path = Path(sys.prefix)) -> None:

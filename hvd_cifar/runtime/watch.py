@@ -74,6 +74,7 @@ class Watch:
         self._host = socket.gethostname()
         self._secret = secrets.token_hex(32)  # nobody knows it before `trust`
         self._peers: Sequence[Peer] = ()
+        self._end_answers: Callable[[], None] = lambda: None
         self._phase, self._step, self._position, self._since = "start-up", 0, 0, time.monotonic()
         self._spent = 0.0  # s in this phase before a phase within it
         self._asked = 0.0  # when a rank of lower number last asked
@@ -81,6 +82,8 @@ class Watch:
         self._slow: set[int] = set()
         self._main = threading.get_ident()
         self._before = set(_threads())
+        if earlier := Watch._current:
+            earlier.stop()
         if self.is_on:
             Watch._current = self
             os.environ["HOROVOD_STALL_CHECK_DISABLE"] = "1"
@@ -94,6 +97,12 @@ class Watch:
         self._durations.add(self._phase, self._elapsed())
         self._step = self._step if step is None else step
         self._begin(phase)
+
+    @classmethod
+    def sign_of_life(cls) -> None:
+        """This process makes progress within a phase of unknown length, such as a download."""
+        if watch := cls._current:
+            watch._spent, watch._since = watch._elapsed(), time.monotonic()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -137,9 +146,10 @@ class Watch:
         Watch._of_communication |= set(_threads()) - self._before
         if self.is_on:
             atexit.register(self.mark, "shutdown")  # after Horovod's own entry, and so called before it
-        address = channel.address_here(one_host)
-        port = channel.listen(address, lambda: self._secret, self._answer) if self.is_on else (address, 0)
-        return Peer(self._host, os.getpid(), port), secrets.token_hex(32)
+        address = channel.address_here(one_host), 0
+        if self.is_on:
+            address, self._end_answers = channel.listen(address[0], lambda: self._secret, self._answer)
+        return Peer(self._host, os.getpid(), address), secrets.token_hex(32)
 
     def trust(self, secret: str) -> None:
         """Answer those who know the job's secret."""
@@ -158,8 +168,10 @@ class Watch:
         return not self.is_on or rank == self.rank
 
     def stop(self) -> None:
-        """End the watch; its thread ends at its next tick."""
+        """End the watch, which answers no more; its thread ends at its next tick."""
         Watch._current = None
+        self._end_answers()
+        atexit.unregister(self.mark)
 
     # What its thread does.
 

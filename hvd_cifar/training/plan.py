@@ -158,10 +158,11 @@ def precision_of(settings: TrainSettings) -> Precision:
 
 
 def set_precision(precision: str, seed: int) -> None:
-    """Set dtypes and seed for all later Keras objects, and restart the numbering of their names."""
+    """Set dtypes, order of dimensions and seed of all later Keras objects, and restart the numbering of their names."""
     keras.utils.clear_session(free_memory=False)  # layers of a second run in this process are numbered from 0 again
     keras.config.set_floatx("float64" if precision == "float64" else "float32")  # the dtype of an optimizer's scalars
     keras.config.set_dtype_policy(precision)  # floatx does not change a policy that is already in use
+    keras.config.set_image_data_format("channels_last")  # the user's keras.json may say otherwise
     keras.utils.set_random_seed(seed % 2**32)
 
 

@@ -17,11 +17,13 @@ from hvd_cifar.config import DataSettings
 from hvd_cifar.data import replicate
 from hvd_cifar.data.cifar import CIFAR10
 from hvd_cifar.data.dataset import UNNAMED, Dataset
+from hvd_cifar.data.place import telling
 from hvd_cifar.data.replicate import File
 from hvd_cifar.data.source import Prepared, Source, prepare, source_of
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import terminal
+from hvd_cifar.runtime.watch import Watch
 from hvd_cifar.runtime.world import World
 from hvd_cifar.training import user_code
 
@@ -73,7 +75,8 @@ def _own_dataset(own: Dataset | Callable[[], Dataset], settings: DataSettings) -
 
 def _prepare_as(name: str, settings: DataSettings, watched: bool) -> Prepared:
     settings = settings.model_copy(update={"dataset": name})
-    return prepare(settings, show_progress=watched, warn=terminal.complain)
+    with telling(Watch.sign_of_life):
+        return prepare(settings, show_progress=watched, warn=terminal.complain)
 
 
 def _from_each_host(settings: DataSettings, world: World) -> Dataset:
@@ -200,7 +203,8 @@ def _own_folder(
     would_take_its_own = settings.dataset == "auto" and source_of(CIFAR10.name, settings).locate() is not None
     if would_take_its_own and source.name != CIFAR10.name:
         raise UserError(_different(differences([("rank 0's host", source.name), (host, CIFAR10.name)])))
-    folder = source.locate(show_progress)
+    with telling(Watch.sign_of_life):
+        folder = source.locate(show_progress)
     fault = _fault(source, folder, expected) if folder is not None else None
     if folder is not None and fault is None:
         return folder
@@ -238,6 +242,7 @@ def _send(origin: Path, place: Path | None, data_dir: Path, expected: Mapping[st
     for block in replicate.blocks(expected):
         content = sender.read(block) if sender else np.zeros(block.length, np.uint8)
         content = collectives.broadcast_bytes(content)
+        Watch.sign_of_life()
         if receiver:
             receiver.take(block, content)
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hvd_cifar import config
 from hvd_cifar.data import folder
@@ -85,9 +86,10 @@ def _manifest(content: bytes, place: Path) -> None:
 
 def _metrics(content: bytes, place: Path) -> None:
     (place / "metrics.jsonl").write_bytes(content)
-    events, *_ = _keep_events_up_to(place / "metrics.jsonl", 10)
+    events: list[dict[str, Any]] = []
+    _keep_events_up_to(place / "metrics.jsonl", 10, events.append)
     assert all(event["step"] <= 10 for event in events)
-    assert _keep_events_up_to(place / "metrics.jsonl", 10)[2] == 0  # what stays is whole
+    assert _keep_events_up_to(place / "metrics.jsonl", 10, events.append)[1] == 0  # what stays is whole
 
 
 def _summary(content: bytes, place: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,20 @@ def test_a_resumed_run_keeps_one_curve(tmp_path: Path) -> None:
         file.write('{"event": "train", "st')  # killed in the middle of a line
     _report(tmp_path, 20, [30, 40])
     assert [e["step"] for e in _events(tmp_path)] == [10, 20, 30, 40]
+
+
+def test_a_long_record_of_examples_needs_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "examples.jsonl"
+    ranks = json.dumps([list(range(3_000))])
+    path.write_text("".join(f'{{"step": {step}, "ranks": {ranks}}}\n' for step in range(1, 501)))
+    tracemalloc.start()
+    try:
+        Reporter(tmp_path, watched=False, dataset="cifar10").open(499, record_examples=True)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    lines = path.read_text().splitlines()
+    assert len(lines) == 499 and peak < 2e6 < path.stat().st_size / 3
 
 
 @pytest.mark.parametrize("damage", [b"\xff", b"5", b"{", b'{"event": "train"}', b'{"step": "x"}', b""])

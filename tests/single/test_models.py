@@ -151,10 +151,14 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: found)
 
 
-@pytest.mark.parametrize(("height", "width", "size"), [(6, 8, 2), (5, 7, 2), (7, 6, 3), (3, 3, None), (4, 1, None)])
+@pytest.mark.parametrize(
+    ("height", "width", "size"), [(6, 8, 2), (5, 7, 2), (7, 6, 3), (3, 3, None), (4, 1, None), (27, 27, None)]
+)
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.usefixtures("processor")
 def test_steady_maximum_is_the_maximum(dtype: str, height: int, width: int, size: int | None) -> None:
+    if height * width == 27**2 and dtype.startswith("mixed"):
+        pytest.skip("half types are too coarse for so many different values")
     draw = np.random.default_rng(12)
     images = draw.permutation(3 * height * width * 5).reshape(3, height, width, 5) / 256  # no two of them near
     layer = SteadyMaxPooling2D(size, dtype=dtype)
@@ -170,7 +174,8 @@ def test_steady_maximum_is_the_maximum(dtype: str, height: int, width: int, size
     expected = _with_gradient(plain, tf.cast(x, tf.float32), tf.cast(tf.cast(upstream, x.dtype), tf.float32))
     assert found[0].dtype == layer.compute_dtype
     for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(tf.cast(one, tf.float32), other, rtol=1e-6, atol=9e-5)  # 8 pixels times TIE
+        # The last pixel of a window is lowered by its place in it times TIE.
+        np.testing.assert_allclose(tf.cast(one, tf.float32), other, rtol=1e-6, atol=window[0] * window[1] * 1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("float32", 3e-7), ("float64", 1e-15)])
@@ -189,17 +194,23 @@ def test_steady_maximum_s_gradient_does_not_depend_on_rounding(dtype: str, round
     np.testing.assert_array_equal(gradient, expected.astype(dtype))
 
 
-@pytest.mark.parametrize("size", [2, None])
-def test_steady_maximum_passes_every_nan_on(size: int | None) -> None:
-    for place in range(4):
-        images = np.zeros((1, 2, 2, 1), np.float32)
-        images[0, place // 2, place % 2] = np.nan
+@pytest.mark.parametrize(("side", "size"), [(2, 2), (2, None), (5, None)])
+def test_steady_maximum_passes_every_nan_on(side: int, size: int | None) -> None:
+    for place in range(side * side):
+        images = np.zeros((1, side, side, 1), np.float32)
+        images[0, place // side, place % side] = np.nan
         assert np.isnan(SteadyMaxPooling2D(size)(images)).all(), place
 
 
-def test_steady_maximum_of_the_whole_image_passes_every_nan_on_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_steady_maximum_of_the_whole_image_passes_every_nan_on_with_a_gpu(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: ["GPU:0"])
-    assert np.isnan(SteadyMaxPooling2D()(np.full((1, 3, 3, 2), np.nan, np.float32))).all()
+    for place in range(9):
+        images = np.zeros((1, 3, 3, 2), np.float32)
+        images[0, place // 3, place % 3] = np.nan
+        assert np.isnan(np.asarray(SteadyMaxPooling2D(dtype=dtype)(images), np.float32)).all(), place
 
 
 @pytest.mark.parametrize("size", [3, None])

@@ -5,6 +5,7 @@ import platform
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +53,19 @@ def test_the_user_may_disable_onednn() -> None:
     program = "from hvd_cifar.reporting.quiet import quiet_start\nwith quiet_start():\n    import tensorflow"
     done = _run(program, "0", TF_ENABLE_ONEDNN_OPTS="0")
     assert done.returncode == 0 and ONEDNN not in done.stderr
+
+
+def test_settings_of_other_keras_programs_change_no_net(tmp_path: Path) -> None:
+    (tmp_path / "keras.json").write_text('{"backend": "torch", "image_data_format": "channels_first"}')
+    program = """
+from hvd_cifar.reporting.quiet import quiet_start
+with quiet_start():
+    from benchmarks import nets
+print(nets.build("tutorial", 24).parameters)
+"""
+    for backend in ({"KERAS_BACKEND": "jax"}, {}):
+        done = _run(program, "2", KERAS_HOME=str(tmp_path), **backend)
+        assert done.stdout == "1068298\n", done.stderr
 
 
 @pytest.mark.parametrize(("end", "code"), [("os.abort()", -signal.SIGABRT), ("os._exit(3)", 3)])

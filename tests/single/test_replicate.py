@@ -111,8 +111,10 @@ def test_what_a_killed_receiver_left_is_cleared(source: Path, tmp_path: Path) ->
     assert first._scratch
     left = first._scratch.with_name(first._scratch.name.replace(str(os.getpid()), "999999999"))
     first._scratch.rename(left)
+    of_other_host = left.with_name(left.name.replace("999999999-", "999999999-1-"))  # whose name ends with a number
+    of_other_host.mkdir()
     replicate.Receiver(tmp_path / "data", expected)
-    assert not left.exists()
+    assert not left.exists() and of_other_host.exists()
 
 
 def test_a_living_receiver_keeps_its_folder(source: Path, tmp_path: Path) -> None:

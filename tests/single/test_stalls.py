@@ -62,6 +62,33 @@ def test_a_phase_is_seen_once_it_has_ended_as_a_whole() -> None:
     assert watch._durations.limit("checkpoints") == FLOOR
 
 
+def test_a_sign_of_life_is_progress_within_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The phase's duration is still that of its whole, and ranks that wait are not further than this one."""
+    watch = Watch(0)
+    monkeypatch.setattr(Watch, "_current", watch)
+    watch.mark("set-up")
+    watch._since -= 1000
+    position = watch._position
+    Watch.sign_of_life()
+    assert watch._status().idle < 900 and watch._position == position
+    watch.mark("step")
+    assert watch._durations._seen["set-up"][-1] > 900
+
+
+def test_a_run_ends_the_answers_of_the_run_before() -> None:
+    earlier, later = Watch(60), None
+    peers = [earlier.listen(0, one_host=True)[0]]
+    assert channel.ask(peers[0].address, earlier._secret, {"ask": "hello"}) == {}
+    try:
+        later = Watch(60)
+        peers.append(later.listen(0, one_host=True)[0])
+        pytest.raises(channel.Gone, channel.ask, peers[0].address, earlier._secret, {"ask": "hello"})
+        assert channel.ask(peers[1].address, later._secret, {"ask": "hello"}) == {}
+    finally:
+        (later or earlier).stop()
+    pytest.raises(channel.Gone, channel.ask, peers[1].address, later._secret, {"ask": "hello"})
+
+
 def test_a_line_names_a_rank_and_is_read() -> None:
     lost = Lost(2, "node3", 120, "step", "its process is stopped (SIGSTOP or a debugger)")
     text = f"rank 1 on node2: hvd_cifar: {lost}\nrank 1 on node2: hvd_cifar: {lost}\nhvd_cifar: other\n"
@@ -76,11 +103,13 @@ def test_only_those_with_the_secret_are_answered() -> None:
         asked.append(question)
         return {"a": 1}
 
-    address = channel.listen("127.0.0.1", lambda: "secret", answer)
+    address, end = channel.listen("127.0.0.1", lambda: "secret", answer)
     assert channel.ask(address, "secret", {"ask": "status"}) == {"a": 1}
     with pytest.raises(channel.Gone):
         channel.ask(address, "other", {"ask": "end"})
     assert asked == [{"ask": "status"}]
+    end()
+    pytest.raises(channel.Gone, channel.ask, address, "secret", {})
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, as the kernel does for a stopped process
         silent = server.getsockname()
         pytest.raises(channel.Silent, channel.ask, silent, "secret", {})
