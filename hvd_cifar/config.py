@@ -12,10 +12,20 @@ import re
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-import yaml  # JSON is a subset of YAML, so one reader serves both
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from hvd_cifar.errors import UserError, printable
 from hvd_cifar.files import MOST_JSON_BYTES, replace_text
@@ -247,8 +257,22 @@ Md5 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{32}$"), AfterValidator(str.low
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
+def _has_numbers(annotation: Any) -> bool:
+    return annotation in (int, float) or any(map(_has_numbers, get_args(annotation)))
+
+
 class _Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _a_truth_value_is_no_number(cls, given: Any, info: ValidationInfo) -> Any:
+        """Refuse True, which pydantic takes for 1."""
+        words = given if isinstance(given, list | tuple) else [given]
+        is_bool = any(type(word).__name__ == "bool" for word in words)  # also NumPy's
+        if is_bool and _has_numbers(cls.model_fields[str(info.field_name)].annotation):
+            raise ValueError("a truth value is not a number")
+        return given
 
 
 class DataSettings(_Settings):
@@ -887,7 +911,13 @@ def _shown(value: Any) -> str:
 
 
 class _Reader(yaml.SafeLoader):
-    """YAML without duplicate keys, and without aliases: a few lines of them can expand to gigabytes."""
+    """YAML without duplicate keys, and without aliases: a few lines of them can expand to gigabytes.
+
+    A plain value is text, as on the command line, and the field's type converts it. YAML 1.1 would make `off` False,
+    `10:20` 620 and `010` 8. Only null (`null`, `~` or nothing), which stands for the recipe's value, is no text.
+    """
+
+    yaml_implicit_resolvers = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -898,6 +928,9 @@ class _Reader(yaml.SafeLoader):
         names = [key.value for key, _ in node.value if isinstance(key.value, str)]
         _refuse_duplicates(names)
         return super().construct_mapping(node, deep)
+
+
+_Reader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(~|null|Null|NULL|)\Z"), ["~", "n", "N", ""])
 
 
 class _Refused(Exception):
@@ -952,7 +985,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise UserError(f"--config {path}: is neither YAML nor JSON{where}; write one 'name: value' a line") from None
     except RecursionError:
         raise UserError(f"--config {path}: its lists are nested too deeply; write one 'name: value' a line") from None
-    except (ValueError, TypeError, AttributeError) as failure:  # a malformed date, number or key
+    except (ValueError, TypeError, AttributeError, LookupError) as failure:  # a malformed key, or value of a tag
         reason = _shown(" ".join(str(failure).split()))
         raise UserError(f"--config {path}: holds a value that cannot be read ({reason}); correct it") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

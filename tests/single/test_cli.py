@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hvd_cifar import cli, config
@@ -329,6 +330,74 @@ def test_a_written_config_reads_back_the_same(tmp_path: Path) -> None:
     assert config.make(config.TrainSettings, config.read_file(tmp_path / "config.json")) == settings
 
 
+SAME_TEXT = [
+    ("overlap", "off"),
+    ("profile_steps", "10:20"),
+    ("batch_size", "012"),
+    ("batch_size", "1_0"),
+    ("batch_size", "0x10"),
+    ("batch_size", "64"),
+    ("batch_size", "true"),
+    ("batch_size", "1e3"),
+    ("seed", "010"),
+    ("seed", "2020-01-01"),
+    ("seed", "9" * 5000),
+    ("epochs", "1:30"),
+    ("epochs", "9.9"),
+    ("epochs", ".inf"),
+    ("learning_rate", "1e-3"),
+    ("learning_rate", "yes"),
+    ("bucket_bytes", "128K"),
+    ("bucket_bytes", "4096"),
+    ("compression", "powersgd:2"),
+    ("image_sizes", "20,24"),
+    ("callbacks", "a.py:A,b.py:B"),
+    ("data_md5", "12345678901234567890123456789012"),
+    ("data_url", "5"),
+    ("run_dir", "2020-01-01"),
+    ("resume", "no"),
+]
+
+
+@pytest.mark.parametrize(("field", "text"), SAME_TEXT, ids=lambda word: word[:20])
+def test_a_file_means_what_the_command_line_means(
+    field: str, text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def outcome(*argv: str) -> Any:
+        try:
+            return cli.check(["train", *argv])
+        except SystemExit:
+            return capfd.readouterr().err
+
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"{field}: {text}\n")
+    assert outcome("--config", str(file)) == outcome(f"{config.option_name(field)}={text}")
+
+
+@pytest.mark.parametrize(("text", "meant"), [("true", True), ("off", False), ("null", None), ("", None)])
+def test_a_flag_in_a_file(text: str, meant: bool | None, tmp_path: Path) -> None:
+    for form, written in (("yaml", text), ("json", json.dumps(meant))):
+        file = tmp_path / f"settings.{form}"
+        file.write_text(f'{{"lookahead": {written}}}' if form == "json" else f"lookahead: {written}\n")
+        assert config.make(config.TrainSettings, config.read_file(file)).lookahead is meant
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("batch_size", True),
+        ("seed", False),
+        ("learning_rate", True),
+        ("grace_seconds", np.True_),
+        ("image_sizes", [True, 24]),
+        ("profile_steps", (True, 5)),
+    ],
+)
+def test_a_truth_value_is_no_number(field: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"{config.option_name(field)} .*True|False.*: a truth value is not a number"):
+        config.make(config.TrainSettings, {field: value})
+
+
 BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
 BAD_FILES = {
     "empty": "",
@@ -340,14 +409,15 @@ BAD_FILES = {
     "twice": "seed: 1\nseed: 2\n",
     "twice in two spellings": "log-every: 1\nlog_every: 2\n",
     "twice in JSON": '{"seed": 1, "seed": 2}',
-    "digits": f"seed: {'9' * 5000}",
     "digits in JSON": f'{{"seed": {"9" * 5000}}}',
     "deep": f"seed: {'[' * 3000}{']' * 3000}",
     "deep JSON": f'{{"seed": {"[" * 100_000}{"]" * 100_000}}}',
-    "no date": "seed: 2020-99-99\n",
+    "tag of another value": "seed: !!bool a\n",
+    "tag of no value": "seed: !!int ''\n",
+    "no date": "seed: !!timestamp 2020-99-99\n",
     "bomb": BOMB,
     "large": "# \n" * 100_000,
-    "number as a key": "1: 2\n",
+    "null as a key": "~: 2\n",
     "list as a key": "[1]: 2\n",
     "object": "seed: !!python/object/apply:os.getcwd []\n",
 }
