@@ -33,10 +33,16 @@ NOT_AN_ADDRESS = (
     requests.exceptions.InvalidURL,
     requests.exceptions.MissingSchema,
 )
+# Variables that requests reads.
+PROXIES = ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
+CERTIFICATES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 
 
 class DownloadError(UserError):
-    """The archive cannot be downloaded: no network, no such host or file, a server that fails, or a time-out."""
+    """The archive cannot be downloaded.
+
+    No network, a wrong proxy or certificate file, no such host or file, a server's fault, or a time-out.
+    """
 
 
 def fetch(layout: Layout, data_dir: Path, url: str, md5: str, *, show_progress: bool) -> Path:
@@ -69,8 +75,7 @@ def fetch(layout: Layout, data_dir: Path, url: str, md5: str, *, show_progress: 
             _obtain(layout, url, md5.lower(), archive, show_progress)
         except DownloadError as error:
             raise DownloadError(
-                f"cannot download {layout.title} from {url}: {error}: check the network and --data-url, "
-                f"or put the files into {data_dir / layout.folder}"
+                f"cannot download {layout.title} from {url}: {error}, or put the files into {data_dir / layout.folder}"
             ) from error
         target = data_dir / layout.folder
         os.rename(_unpack(layout, archive, scratch, url), target)
@@ -114,8 +119,41 @@ def _download(title: str, url: str, archive: Path, show_progress: bool) -> bool:
                 failures = 1 if _size(archive) > furthest else failures + 1
                 furthest = max(furthest, _size(archive))
                 if failures == TRIES or not _worth_retrying(error):
-                    raise DownloadError(_reason(error)) from error
+                    raise _told(error) from error
                 time.sleep(RETRY_SECONDS * 2 ** (failures - 1))
+
+
+def _told(error: Exception, variables: tuple[str, ...] = ()) -> DownloadError:
+    """The error with its remedy: those of `variables` that are set, or else network and address."""
+    wrong = " or ".join(name for name in variables if os.environ.get(name))
+    remedy = f"correct {wrong}" if wrong else "check the network and --data-url"
+    return DownloadError(f"{_reason(error).rstrip('.')}: {remedy}")
+
+
+def _request(url: str, headers: dict[str, str]) -> requests.Response:
+    """The answer to a request. Raises what requests raises; DownloadError where a proxy or certificates are wrong."""
+    try:
+        return requests.get(url, headers=headers, stream=True, timeout=(CONNECT_SECONDS, READ_SECONDS))
+    except NOT_AN_ADDRESS as error:
+        of_proxy = isinstance(error, requests.exceptions.InvalidProxyURL) or "SOCKS" in str(error)
+        # An error that has a request is not of `url`, which was parsed to make the request.
+        if of_proxy or error.request is not None:
+            raise _told(error, PROXIES) from error
+        raise
+    except requests.RequestException:
+        raise
+    except (ValueError, TypeError) as error:  # requests does not catch all errors of a malformed proxy or redirect
+        raise _told(error, PROXIES) from error
+    except OSError as error:
+        raise _told(error, CERTIFICATES) from error
+
+
+def _length(response: requests.Response) -> int | None:
+    """Content-Length; None where it is absent or no number."""
+    try:
+        return int(response.headers["Content-Length"])
+    except (KeyError, ValueError):
+        return None
 
 
 def _receive(url: str, archive: Path, progress: Progress) -> bool:
@@ -124,14 +162,14 @@ def _receive(url: str, archive: Path, progress: Progress) -> bool:
     headers = {"Accept-Encoding": "identity"}
     if start:
         headers["Range"] = f"bytes={start}-"
-    with requests.get(url, headers=headers, stream=True, timeout=(CONNECT_SECONDS, READ_SECONDS)) as response:
+    with _request(url, headers) as response:
         if response.status_code == 416:
             archive.unlink(missing_ok=True)  # the server has no more bytes, yet these are not the whole file
         response.raise_for_status()
         if response.status_code != 206:
             start = 0  # a server that does not know Range sends the whole file
-        length = response.headers.get("Content-Length")
-        total = start + int(length) if length else None
+        length = _length(response)
+        total = None if length is None else start + length
         task = next(iter(progress.task_ids), None)
         if task is None:
             task = progress.add_task("")

@@ -40,6 +40,8 @@ class Answer(NamedTuple):
     shift: int = 0  # send bytes this much later in the file than asked for
     cut: int | None = None  # close the connection after this number of bytes of the body
     hold: int | None = None  # after this number of bytes of the body, wait for `release`
+    length: str | None = None  # Content-Length; None: the true one
+    to: str | None = None  # Location, for a status of 3xx
 
 
 class Server(ThreadingHTTPServer):
@@ -78,12 +80,14 @@ class Handler(BaseHTTPRequestHandler):
         if answer.status != 200:
             self.send_response(answer.status)
             self.send_header("Content-Length", "0")
+            if answer.to is not None:
+                self.send_header("Location", answer.to)
             self.end_headers()
             return
         self.send_response(206 if start else 200)
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(server.body) - 1}/{len(server.body)}")
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", answer.length or str(len(body)))
         self.end_headers()
         if answer.hold is not None:
             self.wfile.write(body[: answer.hold])
@@ -335,6 +339,39 @@ def test_an_http_error_is_a_download_error(server: Server, data_dir: Path, statu
 def test_a_server_that_fails_once_is_asked_again(server: Server, data_dir: Path) -> None:
     server.answers = [Answer(status=503), Answer()]
     assert_complete(bring(server, data_dir), data_dir)
+
+
+@pytest.mark.parametrize("length", ["abc", "SIZE, SIZE", "9" * 5000])
+def test_a_length_that_is_no_number_is_not_used(server: Server, data_dir: Path, length: str) -> None:
+    server.answers = [Answer(length=length.replace("SIZE", str(len(server.body))))]
+    assert_complete(bring(server, data_dir), data_dir)
+
+
+def test_a_redirect_to_no_address_is_a_download_error(server: Server, data_dir: Path) -> None:
+    server.answers = [Answer(status=302, to="http://[::1")]
+    with pytest.raises(DownloadError, match=r"Invalid IPv6 URL: check the network and --data-url, or put"):
+        bring(server, data_dir)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("REQUESTS_CA_BUNDLE", "/nonexistent"),
+        ("HTTPS_PROXY", "socks5://127.0.0.1:1"),
+        ("HTTPS_PROXY", "http://"),
+        ("https_proxy", "http://me:secret@127.0.0.1:x"),
+        ("ALL_PROXY", "http://me:secret@"),
+    ],
+)
+def test_a_wrong_variable_is_named(data_dir: Path, variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*download.PROXIES, *download.CERTIFICATES, "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    # A DownloadError, so that auto takes the embedded set.
+    with pytest.raises(DownloadError, match=f": correct {variable}, or put the files into") as caught:
+        download.fetch(CIFAR10, data_dir, "https://127.0.0.1:1/x.tar.gz", "0" * 32, show_progress=False)
+    assert "\n" not in str(caught.value) and "secret" not in str(caught.value)
+    assert_nothing(data_dir)
 
 
 def test_nobody_listening(data_dir: Path) -> None:
