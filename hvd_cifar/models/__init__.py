@@ -16,6 +16,7 @@ from typing import Any
 import keras
 
 from hvd_cifar.errors import UserError, cause_of
+from hvd_cifar.kernels import compiled
 from hvd_cifar.models import fast, resnet, tutorial
 from hvd_cifar.models.recipe import Recipe
 
@@ -106,6 +107,7 @@ def adapt(net: Net, images: Callable[[], Any]) -> None:
 
 
 def _built(model: Model, image_shape: tuple[int, int, int], classes: int) -> tuple[keras.Model, Recipe | None]:
+    compiled.check_vectors()  # here, since Keras would wrap the error of a layer in text of its own
     where = f"--model {model.name}"
     recipe = None
     try:

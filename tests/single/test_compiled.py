@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvd_cifar import models
+from hvd_cifar.errors import UserError
 from hvd_cifar.kernels import compiled
 
 CPUINFO = Path("/proc/cpuinfo").read_text()
@@ -189,7 +191,7 @@ print(*(own_digests() if compiled.operations() else ["none"]), sep="\\n")
 """
 
 
-def digests(threads: int, vectors: int) -> list[str]:
+def digests(threads: int, vectors: int | str) -> list[str]:
     """Of all results, by a process of its own with a number of threads and vectors of a number of bits."""
     told = {"HVD_CIFAR_VECTORS": str(vectors), "TF_CPP_MIN_LOG_LEVEL": "2"}
     done = subprocess.run(
@@ -215,6 +217,19 @@ def test_the_same_bits_with_any_threads_and_vectors() -> None:
 @there
 def test_they_can_be_left_out() -> None:
     assert digests(1, 0) == ["none"]
+
+
+@pytest.mark.parametrize("value", ["yes", "128", "512 bits", "-1", " "])
+def test_other_vectors_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_CIFAR_VECTORS", value)
+    for use in (compiled.operations.__wrapped__, lambda: models.build(models.BUILT_IN["tutorial"], (32, 32, 3), 10)):
+        with pytest.raises(UserError, match=f"HVD_CIFAR_VECTORS is '{value}': give 0, 256 or 512, or unset it"):
+            use()
+
+
+@there
+def test_an_empty_variable_sets_no_limit() -> None:
+    assert len(digests(1, "")) == (3 if DOTS else 1) * len(SHAPES)
 
 
 def test_without_the_library_or_with_one_of_another_tensorflow_there_are_none(
