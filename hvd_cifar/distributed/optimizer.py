@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral
 from typing import Any, Literal, TypeVar
 
 import horovod.tensorflow as hvd
@@ -224,8 +225,9 @@ def DistributedOptimizer(
     inner = inner_of(optimizer)
     if isinstance(inner, _Distributed):
         raise ValueError("this optimizer is already distributed: its gradients would be reduced twice")
-    if backward_passes_per_step < 1:
-        raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}: it must be at least 1")
+    _check_count("backward_passes_per_step", backward_passes_per_step)
+    if bucket_bytes is not None:
+        _check_count("bucket_bytes", bucket_bytes)
     if not hvd.is_initialized():
         raise RuntimeError("Horovod is not initialised: call hvd.init() before DistributedOptimizer")
     reduction = Reduction(
@@ -246,6 +248,11 @@ def DistributedOptimizer(
         inner._make_pass_sums()
         inner._make_memory()
     return optimizer
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value}: it must be an integer, at least 1")
 
 
 def inner_of(optimizer: Any) -> Any:

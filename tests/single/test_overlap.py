@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from hvd_cifar.distributed import buckets
+from hvd_cifar.distributed.optimizer import DistributedOptimizer
 from hvd_cifar.distributed.overlap import Backward, Link, choose, end_of_messages, seconds_with
 
 
@@ -24,6 +27,16 @@ from hvd_cifar.distributed.overlap import Backward, Link, choose, end_of_message
 )
 def test_a_bucket_closes_when_it_is_full(sizes: list[int], most: int | None, expected: list[list[int]]) -> None:
     assert buckets.plan(sizes, most) == expected
+
+
+@pytest.mark.parametrize("name", ["bucket_bytes", "backward_passes_per_step"])
+@pytest.mark.parametrize("value", [0, -5, 1.5, True, np.int64(-1), "4", np.int64(4), 4])
+def test_counts_of_the_optimizer(name: str, value: Any) -> None:
+    is_right = type(value) in (int, np.int64) and value > 0
+    # What is right passes these checks, and Horovod is not initialised here.
+    wanted = (RuntimeError, "not initialised") if is_right else (ValueError, f"{name} is .*: it must be an integer")
+    with pytest.raises(wanted[0], match=wanted[1]):
+        DistributedOptimizer(keras.optimizers.SGD(0.1), **{name: value})
 
 
 def test_values_survive_their_message() -> None:
