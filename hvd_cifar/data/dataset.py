@@ -162,6 +162,7 @@ class Dataset:
         Raises:
             UserError: where the arrays do not make a data set; it names the part and what it must be.
         """
+        class_names = tuple(map(str, class_names))
         train = _examples(f"data set {name}: the training", train_images, train_labels)
         test = _examples(f"data set {name}: the test", test_images, test_labels)
         if train.images.shape[1:] != test.images.shape[1:]:
@@ -178,7 +179,7 @@ class Dataset:
         if twice := [one for one, count in Counter(class_names).items() if count > 1]:
             raise UserError(f"data set {name}: class_names has {twice[0]} twice: give each class a name of its own")
         mean, deviation = channel_statistics(train.images)
-        return cls(name, train, test, len(class_names) or classes, mean, deviation, tuple(class_names))
+        return cls(name, train, test, len(class_names) or classes, mean, deviation, class_names)
 
 
 def chunks(images: Images) -> Iterator[NDArray[np.uint8]]:
@@ -221,7 +222,10 @@ def _examples(part: str, images: Any, labels: Any) -> Examples:
     if not all(images.shape):
         refuse(f"images are empty (shape {_shown(shape)})", "give at least one example")
 
-    labels = np.asarray(labels)
+    try:
+        labels = np.asarray(labels)
+    except ValueError as failure:  # lists of several lengths
+        refuse(f"labels are no array ({failure})", "give integers [n]")
     if labels.ndim == 2 and labels.shape[1] == 1:  # the shape in Keras's data sets
         labels = labels[:, 0]
     if labels.ndim != 1 or labels.dtype.kind not in "iu":

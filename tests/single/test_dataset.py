@@ -36,6 +36,12 @@ def test_arrays_are_a_data_set() -> None:
     assert _dataset(class_names=["a", "b", "c", "d", "e"]).classes == 5
 
 
+@pytest.mark.parametrize("names", [["1", "2", "3", "4"], np.array(["1", "2", "3", "4"]), [1, 2, 3, 4]])
+def test_class_names_are_text(names: Any) -> None:
+    assert _dataset(class_names=names).class_names == ("1", "2", "3", "4")
+    assert all(type(name) is str for name in _dataset(class_names=names).class_names)
+
+
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int32", "int64", "uint64"])
 def test_labels_of_any_integer_type_also_in_a_column(kind: str) -> None:
     labels = np.array([0, 1, 2, 0, 1, 2, 0])
@@ -71,6 +77,7 @@ def test_images_stay_on_the_disk(tmp_path: Path) -> None:
         ({"train_labels": [0.0] * 7}, r"the training labels are float64 of shape \[7\]: give integers"),
         ({"train_labels": [True] * 7}, "the training labels are bool"),
         ({"train_labels": np.eye(7, dtype=int)}, r"the training labels are int64 of shape \[7, 7\]"),
+        ({"train_labels": [[0], [1, 2]]}, "the training labels are no array .*: give integers"),
         ({"test_labels": [0, 2, -1]}, "the test label of example 2 is -1"),
         ({"test_labels": [0, 2**40, 1]}, f"the test label of example 1 is {2**40}"),
         ({"class_names": ["a", "b", "c"]}, "label 3 has no name, since class_names names 3 classes"),
