@@ -33,11 +33,16 @@ def own_folder(job: str) -> Path:
     """The same, made where it is missing.
 
     Raises:
-        UserError: where another user has made it.
+        UserError: where another user has made it, or it cannot be made.
     """
     path = folder_of(job)
     for folder in (path.parent, path):
-        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as failure:
+            raise UserError(
+                f"--elastic: cannot make {folder}: {failure.strerror}: remove what is there, or make room in {ROOT}"
+            ) from None
         found = folder.lstat()
         if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or stat.S_IMODE(found.st_mode) & 0o077:
             raise UserError(f"--elastic: {folder} is not a folder of yours alone: remove it")

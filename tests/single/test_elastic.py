@@ -188,6 +188,15 @@ def test_no_room_and_a_folder_of_somebody_else(tmp_path: Path, monkeypatch: pyte
         own_folder("job")
 
 
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_something_else_in_the_place_of_the_folder(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "ROOT", tmp_path)
+    place = tmp_path / f"hvd_cifar-{os.getuid()}"
+    place.touch() if kind == "file" else place.symlink_to("/nowhere")
+    with pytest.raises(UserError, match=f"--elastic: cannot make {place}: File exists"):
+        own_folder("job")
+
+
 def test_a_discovery_that_fails_is_told_once_and_the_known_hosts_stay(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
