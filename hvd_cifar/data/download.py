@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from hvd_cifar.data.cifar import Layout
-from hvd_cifar.data.place import scratch_folder
+from hvd_cifar.data.place import scratch_folder, sign_of_life
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import LastingStream
 
@@ -179,6 +179,7 @@ def _receive(url: str, archive: Path, progress: Progress) -> bool:
             for chunk in response.raw.stream(CHUNK_BYTES, decode_content=False):
                 file.write(chunk)
                 progress.advance(task, len(chunk))
+                sign_of_life()
         if total is not None and _size(archive) < total:
             raise requests.ConnectionError(f"the connection was cut at byte {_size(archive):,} of {total:,}")
     return start > 0
