@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from hvd_cifar.data.dataset import Dataset, Examples, Selected, channel_statistics, chunks
+from hvd_cifar.data.place import searched
 from hvd_cifar.data.records import FileImages, RecordFile
 from hvd_cifar.errors import UserError
 
@@ -80,10 +81,14 @@ class Layout:
         """The folder with the files: `data_dir` itself or its `folder`; None if neither has any of them.
 
         A set that lacks some files is damaged, not absent: `check` refuses it.
+
+        Raises:
+            UserError: where a folder cannot be searched.
         """
-        for folder in (data_dir, data_dir / self.folder):
-            if any((folder / name).is_file() for name in self.files):
-                return folder
+        with searched(data_dir):
+            for folder in (data_dir, data_dir / self.folder):
+                if any((folder / name).is_file() for name in self.files):
+                    return folder
         return None
 
     def fault(self, folder: Path) -> str | None:

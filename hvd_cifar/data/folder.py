@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics
-from hvd_cifar.data.place import locked
+from hvd_cifar.data.place import locked, searched
 from hvd_cifar.data.records import FileImages, RecordFile
 from hvd_cifar.errors import UserError, reason_of
 from hvd_cifar.files import LastingStream, read_json, replace_text
@@ -77,11 +77,20 @@ class Folder:
         """None: `locate` looks for images, not for a cache."""
 
     def locate(self, show_progress: bool = False) -> Path | None:
-        """The folder of the cache, made if need be; None where there are no images."""
-        return self.prepare(show_progress) if self.path.is_dir() else None
+        """The folder of the cache, made if need be; None where there are no images. Raises UserError as `prepare`."""
+        with searched(self.path):
+            return self.prepare(show_progress) if self.path.is_dir() else None
 
     def prepare(self, show_progress: bool) -> Path:
-        """The folder of the cache. Raises UserError where an image is missing, unreadable or of another size."""
+        """The folder of the cache.
+
+        Raises:
+            UserError: where an image is missing, unreadable or of another size, or a folder cannot be read or written.
+        """
+        with searched(self.path):
+            return self._prepare(show_progress)
+
+    def _prepare(self, show_progress: bool) -> Path:
         listing = list_images(self.path)
         home = self.path / CACHE
         if not os.access(home if home.exists() else self.path, os.W_OK):

@@ -71,6 +71,22 @@ def _acquired(lock: FileLock) -> Iterator[None]:
 
 
 @contextmanager
+def searched(folder: Path) -> Iterator[None]:
+    """Look for files in a folder.
+
+    Raises:
+        UserError: where the body meets a file or folder that cannot be read (permission, too long a name, ...).
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot read {error.filename or folder}: {error.strerror or error}: allow reading there, or name another "
+            "folder with --data-dir or --dataset"
+        ) from error
+
+
+@contextmanager
 def scratch_folder(data_dir: Path) -> Iterator[Path]:
     """Hold the host's lock on `data_dir`, and give an empty folder in it, which is removed at the end.
 

@@ -30,6 +30,9 @@ class Source(Protocol):
         """The folder of the files; None where this host has none of them.
 
         A set of images in folders makes its cache here. `show_progress`: draw a progress bar meanwhile.
+
+        Raises:
+            UserError: where a folder cannot be searched, or the cache cannot be made.
         """
 
     def prepare(self, show_progress: bool) -> Path:

@@ -17,7 +17,7 @@ from hvd_cifar.config import DataSettings
 from hvd_cifar.data import replicate
 from hvd_cifar.data.cifar import CIFAR10
 from hvd_cifar.data.dataset import UNNAMED, Dataset
-from hvd_cifar.data.place import telling
+from hvd_cifar.data.place import searched, telling
 from hvd_cifar.data.replicate import File
 from hvd_cifar.data.source import Prepared, Source, prepare, source_of
 from hvd_cifar.distributed import collectives
@@ -210,7 +210,8 @@ def _own_folder(
         return folder
     if folder is None or settings.data_source == "rank0":
         received = _received(settings.data_dir, expected)
-        return received if received.is_dir() and _fault(source, received, expected) is None else None
+        with searched(settings.data_dir):
+            return received if received.is_dir() and _fault(source, received, expected) is None else None
     raise UserError(f"{host}: {fault}: move {folder} away to have rank 0's sent, or give --data-source rank0 or local")
 
 
@@ -226,7 +227,8 @@ def _fault(source: Source, folder: Path, expected: Mapping[str, File]) -> str | 
 def _place(source: Source, data_dir: Path, expected: Mapping[str, File]) -> Path:
     """The folder for a set that a host receives: the usual place, or another where that is occupied."""
     usual = source.place
-    taken = usual is None or source.locate() is not None or (usual.is_dir() and any(usual.iterdir()))
+    with searched(data_dir):
+        taken = usual is None or source.locate() is not None or (usual.is_dir() and any(usual.iterdir()))
     return _received(data_dir, expected) if usual is None or taken else usual
 
 

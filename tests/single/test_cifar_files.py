@@ -192,6 +192,12 @@ def test_files_that_are_there_are_used_without_a_download(tmp_path: Path, name: 
     assert [path.name for path in tmp_path.iterdir()] == [layout.folder]  # nothing else was written
 
 
+@pytest.mark.parametrize("name", ["auto", "cifar10", "synthetic"])
+def test_a_data_folder_that_cannot_be_searched_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=f"cannot read {tmp_path}/xx.*: File name too long: allow reading there, or"):
+        prepared_folder(name, tmp_path / ("x" * 300))
+
+
 @pytest.mark.parametrize("name", ["auto", "cifar10"])
 @pytest.mark.parametrize("file", ["data_batch_1.bin", "data_batch_4.bin", "test_batch.bin"])
 @pytest.mark.parametrize("size", [None, 30_729_999, 30_730_001])

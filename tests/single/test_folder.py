@@ -150,6 +150,16 @@ def test_another_layout_is_refused_in_one_line(birds: Path, change: Any, message
     assert "\n" not in str(caught.value) and ";" in str(caught.value)
 
 
+def test_folders_that_cannot_be_searched_are_named(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = birds.parent / ("x" * 300)
+    for use in (_folder(long).locate, lambda: _read(long)):
+        with pytest.raises(UserError, match=f"cannot read {long}: File name too long: allow reading there, or"):
+            use()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # so that the cache is in the data folder
+    with pytest.raises(UserError, match=f"cannot read {long}/folder-birds-.*: File name too long"):
+        Folder(birds, long).prepare(show_progress=False)
+
+
 def test_the_cache_is_made_once_and_anew_after_a_change(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _folder(birds).prepare(show_progress=False)
     before = _read(birds)

@@ -37,6 +37,7 @@ def run(tmp_path: Path) -> Path:
     [
         ({"run_dir": "{file}/x"}, "--run-dir .*/file is not a folder"),
         ({"data_dir": "{file}"}, "--data-dir .*/file is not a folder"),
+        ({"data_dir": "{none}" + 300 * "x"}, "cannot read .*/nonexx.*: File name too long: allow reading there, or"),
         ({"data_dir": "{damaged}"}, "data_batch_1.bin has 3 bytes instead of 30,730,000"),
         ({"dataset": "folder:{none}"}, "--dataset folder:.*/none: there is no such folder"),
         ({"dataset": "{none}.py:f"}, "--dataset .*none.py:f: there is no such file"),

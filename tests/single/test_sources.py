@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from hvd_cifar import config
+from hvd_cifar.data.source import source_of
 from hvd_cifar.errors import UserError
-from hvd_cifar.training.sources import differences, speakers
+from hvd_cifar.training.sources import _own_folder, _place, differences, speakers
 
 
 def _ranks(*hosts: tuple[str, int], in_turn: bool = False) -> tuple[list[tuple[str, int, int]], list[int]]:
@@ -72,3 +74,20 @@ def test_what_is_no_name_of_a_data_set_is_told_what_there_is(name: str) -> None:
     assert "\n" not in message and "folder:PATH" in message
     if name != "folder:":
         assert "auto, cifar10, cifar100, synthetic, folder:PATH, FILE.py:NAME or package.module:NAME" in message
+
+
+def test_a_data_folder_that_cannot_be_searched_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this host would look for what it has received, or put it."""
+    long = tmp_path / ("x" * 300)
+    settings = config.make(config.DataSettings, {"dataset": f"folder:{tmp_path}/none", "data_dir": long})
+    with pytest.raises(UserError, match=f"cannot read {long}/received-.*: File name too long"):
+        _own_folder(source_of(settings.dataset, settings), settings, {}, "host", show_progress=False)
+    source = source_of("cifar10", config.make(config.DataSettings, {"data_dir": tmp_path}))
+    (tmp_path / "cifar-10-batches-bin").mkdir()
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(UserError, match=f"cannot read {tmp_path}/cifar-10-batches-bin: Permission denied"):
+        _place(source, tmp_path, {})
