@@ -194,13 +194,30 @@ def _folders(path: Path) -> tuple[str, ...]:
     return tuple(sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
 
 
-def _images_below(folder: Path) -> Iterator[tuple[Path, int, int]]:
-    """Path, bytes and modification time of every image."""
-    for place, _, files in os.walk(folder):
-        for file in files:
-            if file.lower().endswith(EXTENSIONS) and not file.startswith("."):
-                found = os.stat(os.path.join(place, file))
-                yield Path(place, file), found.st_size, found.st_mtime_ns
+def _images_below(folder: Path, above: tuple[str, ...] = ()) -> Iterator[tuple[Path, int, int]]:
+    """Path, bytes and modification time of every image. Raises UserError for a link that leads nowhere.
+
+    Args:
+        above: real paths of the folders that this one is in: a link back to one of them is not followed.
+    """
+    within = (*above, os.path.realpath(folder))
+    for entry in os.scandir(folder):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            if os.path.realpath(entry) not in within:
+                yield from _images_below(folder / entry.name, within)
+        elif entry.name.lower().endswith(EXTENSIONS):
+            path = folder / entry.name
+            try:
+                found = entry.stat()
+            except OSError as error:
+                raise _unreadable(path, error) from None
+            yield path, found.st_size, found.st_mtime_ns
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(f"cannot read the image {path} ({' '.join(reason_of(error).split())}): restore it, or remove it")
 
 
 class _NotGrey(Exception):
@@ -295,9 +312,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
     except (UserError, _NotGrey):
         raise
     except Exception as error:  # Pillow raises many kinds for a damaged file
-        raise UserError(
-            f"cannot read the image {path} ({' '.join(reason_of(error).split())}): restore it, or remove it"
-        ) from None
+        raise _unreadable(path, error) from None
 
 
 def _decode(path: Path, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:

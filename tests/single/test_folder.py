@@ -81,6 +81,7 @@ def test_other_layouts_and_formats(birds: Path) -> None:
             image.save(birds / "train" / "ant" / f"{name}.{suffix}", lossless=True)
         (birds / "train" / "ant" / f"{name}.png").unlink()
     (birds / "train" / ".hidden").mkdir()
+    _save(birds / "train" / "ant" / ".ipynb_checkpoints" / "0-checkpoint.png", _pixels(1))
     (birds / "train" / "README").write_text("of the images")
     (birds / "train" / "bee" / "list.txt").write_text("of the images")
     shutil.rmtree(birds / "val" / "bee")  # a class without a test image
@@ -124,6 +125,39 @@ def test_a_damaged_image_is_named(birds: Path, damage: str) -> None:
     with pytest.raises(UserError, match="cannot read the image .*train/cat/2.png") as caught:
         _read(birds)
     assert "\n" not in str(caught.value)
+
+
+def test_a_link_that_leads_nowhere_is_named(birds: Path) -> None:
+    path = birds / "train" / "cat" / "2.png"
+    path.unlink()
+    path.symlink_to("/nowhere.png")
+    with pytest.raises(UserError, match=rf"cannot read the image {path} \(.*\): restore it, or remove it"):
+        _read(birds)
+
+
+def test_links_to_folders_are_followed_but_not_in_circles(birds: Path) -> None:
+    usual = _read(birds)
+    for path, target in (("train/ant", "real ant"), ("train/bee", "real bee")):
+        (birds / path).rename(birds / target)
+        (birds / path).mkdir()
+        (birds / path / "images").symlink_to(birds / target)
+        (birds / target / "back").symlink_to(birds / path)
+        (birds / target / "itself").symlink_to(".")
+    assert _read(birds).digest == usual.digest
+
+
+def test_a_subfolder_that_cannot_be_read_is_named(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(birds / "train" / "ant" / "more" / "0.png", _pixels(1))
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if Path(path).name == "more":  # root may read every folder
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match=f"cannot read {birds}/train/ant/more: Permission denied: allow reading there"):
+        _read(birds)
 
 
 def test_more_than_8_bits_are_refused(birds: Path) -> None:
