@@ -101,9 +101,9 @@ class Folder:
             with locked(home):
                 if not place.is_dir():  # else another process made it while this one waited
                     os.rename(_decode_all(listing, home, self.path.name, show_progress), place)
-                    for old in home.iterdir():  # caches of earlier contents of the folder
-                        if old.is_dir() and old != place:
-                            shutil.rmtree(old, ignore_errors=True)
+                    # Hosts may share the data folder, with copies of the images that have other times.
+                    if home.name == CACHE:
+                        _remove_others(place)
         return place
 
     def files(self, folder: Path) -> tuple[str, ...]:
@@ -131,6 +131,13 @@ class Folder:
         except Exception as error:  # NumPy raises many kinds for a damaged header
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"{folder} is damaged ({reason}): remove it") from None
+
+
+def _remove_others(place: Path) -> None:
+    """Remove the caches of earlier contents of the folder."""
+    for old in place.parent.iterdir():
+        if old.is_dir() and old != place:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _check(part: Examples, classes: int, *channels: int) -> None:

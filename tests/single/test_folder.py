@@ -220,7 +220,11 @@ def test_a_folder_that_cannot_be_written_has_its_cache_in_the_data_folder(
     place = source.prepare(show_progress=False)
     assert place.parent.parent == birds.parent / "data" and place.parent.name.startswith("folder-birds-")
     assert source.prepare(show_progress=False) == place and not (birds / CACHE).exists()
-    assert source.read(place).digest == source.read(place).digest
+    before = source.read(place)
+    assert before.digest == source.read(place).digest
+    os.utime(birds / "train" / "ant" / "0.png", ns=(1, 1))  # as on another host, which shares the data folder
+    other = source.prepare(show_progress=False)
+    assert other != place and source.read(place).digest == source.read(other).digest == before.digest
 
 
 class Killed(BaseException):
