@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ class Folder:
         listing = list_images(self.path)
         home = self.path / CACHE
         if not os.access(home if home.exists() else self.path, os.W_OK):
-            key = hashlib.sha256(str(self.path).encode()).hexdigest()[:8]
+            key = hashlib.sha256(os.fsencode(self.path)).hexdigest()[:8]
             home = self.data_dir / f"folder-{self.path.name}-{key}"
         place = home / listing.fingerprint
         if not place.is_dir():
@@ -127,7 +127,7 @@ class Folder:
             mean, deviation = tuple(map(float, about["channel_mean"])), tuple(map(float, about["channel_deviation"]))
             for part in parts:
                 _check(part, len(names), len(mean), len(deviation))
-            return Dataset(self.path.name, parts[0], parts[1], len(names), mean, deviation, names)
+            return Dataset(_as_text(self.path.name), parts[0], parts[1], len(names), mean, deviation, names)
         except Exception as error:  # NumPy raises many kinds for a damaged header
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"{folder} is damaged ({reason}): remove it") from None
@@ -190,11 +190,16 @@ def list_images(path: Path) -> Listing:
                     f"{where}: train/{kind} has no images ({', '.join(EXTENSIONS)}); add some, or remove it"
                 )
             for image, size, changed in found:
-                state.update(f"{image.relative_to(path)}\0{size}\0{changed}\n".encode())
+                state.update(os.fsencode(f"{image.relative_to(path)}\0{size}\0{changed}\n"))
                 images[part].append((image, label_of[kind]))
         if not images[part]:
             raise UserError(f"{where}: {name} has no images in folders of classes ({', '.join(EXTENSIONS)}); add some")
-    return Listing(classes, images, state.hexdigest()[:16])
+    return Listing(tuple(map(_as_text, classes)), images, state.hexdigest()[:16])
+
+
+def _as_text(name: str) -> str:
+    """A file's name as text that every file and terminal takes: bytes that are not UTF-8 become `\\xff`."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _folders(path: Path) -> tuple[str, ...]:
@@ -237,26 +242,30 @@ def _decode_all(listing: Listing, home: Path, name: str, show_progress: bool) ->
     first, _ = listing.images["train"][0]
     with _opened(first) as image:
         size, grey = image.size, image.mode in GREY_MODES
-    columns = (TextColumn(f"decoding {name}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # Under a launcher stderr is a pipe, which rich does not take for a terminal.
     console = Console(file=cast(TextIO, LastingStream(sys.stderr)), force_terminal=True)
     with Progress(*columns, console=console, disable=not show_progress) as progress:
+        task = progress.add_task(f"decoding {_as_text(name)}", total=sum(map(len, listing.images.values())))
+
+        def show(done: int) -> None:
+            progress.update(task, completed=done)
+
         try:
-            _write(listing, part, size, 1 if grey else 3, progress)
+            _write(listing, part, size, 1 if grey else 3, show)
         except _NotGrey:
             shutil.rmtree(part)
-            _write(listing, part, size, 3, progress)
+            _write(listing, part, size, 3, show)
     return part
 
 
-def _write(listing: Listing, part: Path, size: tuple[int, int], channels: int, progress: Progress) -> None:
-    """Decode all images, in order; all must have the size (width, height)."""
-    total = sum(map(len, listing.images.values()))
+def _write(listing: Listing, part: Path, size: tuple[int, int], channels: int, show: Callable[[int], None]) -> None:
+    """Decode all images, in order; all must have the size (width, height). `show` is told how many are decoded."""
     done = _done(part, channels)
     if not done:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
-    task = progress.add_task("", total=total, completed=done)
+    show(done)
     arrays = {
         name: np.lib.format.open_memmap(
             part / f"{name}-images.npy",
@@ -277,8 +286,9 @@ def _write(listing: Listing, part: Path, size: tuple[int, int], channels: int, p
                 for row, pixels in enumerate(decoded, start=first):
                     arrays[name][row] = pixels
                 arrays[name].flush()  # on the disk before they count as decoded
-                replace_text(part / NOTE, f"{channels} {before + first + len(chunk)}")
-                progress.advance(task, len(chunk))
+                done = before + first + len(chunk)
+                replace_text(part / NOTE, f"{channels} {done}")
+                show(done)
             before += len(images)
             np.save(part / f"{name}-labels.npy", np.array([label for _, label in images], np.int32))
     mean, deviation = channel_statistics(np.asarray(arrays["train"]))

@@ -23,6 +23,7 @@ from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.folder import CACHE, Folder, Listing
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
+from hvd_cifar.reporting import terminal
 from tests.ranks import CHECKOUT
 
 CLASSES = ("ant", "bee", "cat")
@@ -227,6 +228,23 @@ def test_a_folder_that_cannot_be_written_has_its_cache_in_the_data_folder(
     assert other != place and source.read(place).digest == source.read(other).digest == before.digest
 
 
+def test_names_that_are_not_utf_8(birds: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    odd = os.fsdecode(b"\xe9")
+    for part in ("train", "test"):
+        (birds / part / "cat").rename(birds / part / f"cat{odd}")
+    (birds / "train" / "bee" / "3.png").rename(birds / "train" / "bee" / f"{odd}.png")
+    birds = birds.rename(birds.with_name(f"birds{odd}"))
+    _folder(birds).prepare(show_progress=True)
+    assert "decoding birds\\xe9" in capfd.readouterr().err
+    dataset = _read(birds)
+    assert (dataset.name, dataset.class_names) == ("birds\\xe9", ("ant", "bee", "cat\\xe9"))
+    (birds / "test" / f"dog{odd}").mkdir()
+    with pytest.raises(UserError) as caught:
+        _read(birds)
+    terminal.complain(str(caught.value))
+    assert "birds\\udce9: test/dog\\udce9 is no class of train" in capfd.readouterr().err
+
+
 class Killed(BaseException):
     """Stands for a signal."""
 
@@ -320,3 +338,9 @@ def test_progress_is_drawn_on_stderr_when_asked_for(birds: Path, capfd: pytest.C
     _folder(birds).prepare(show_progress=True)
     out, err = capfd.readouterr()
     assert out == "" and "decoding birds" in err and "18/18" in err
+
+
+@pytest.mark.parametrize("name", ["birds{1}", "birds{x}", "birds [v2]", "birds[bold]"])
+def test_progress_shows_any_name(birds: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
+    _folder(birds.rename(birds.with_name(name))).prepare(show_progress=True)
+    assert f"decoding {name} " in capfd.readouterr().err
