@@ -252,7 +252,7 @@ def _decode_all(listing: Listing, home: Path, name: str, show_progress: bool) ->
             progress.update(task, completed=done)
 
         try:
-            _write(listing, part, size, 1 if grey else 3, show)
+            _write(listing, part, size, 1 if grey and not _done(part, 3) else 3, show)
         except _NotGrey:
             shutil.rmtree(part)
             _write(listing, part, size, 3, show)

@@ -271,6 +271,28 @@ def test_a_killed_decoding_goes_on_where_it_stopped(birds: Path, monkeypatch: py
     assert found.digest == _read(birds).digest
 
 
+def test_a_killed_decoding_of_grey_and_coloured_images_goes_on(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first image is grey; the note of the unfinished cache says that another one has colours."""
+    _save(birds / "train" / "ant" / "0.png", _pixels(0, 6, 5))
+    expected = _read(birds)
+    shutil.rmtree(birds / CACHE)
+    monkeypatch.setattr(module, "CHUNK", 3)
+    decode, decoded = module._decode, []
+
+    def counted(path: Path, size: tuple[int, int], channels: int) -> Any:
+        decoded.append(channels)
+        if decoded.count(3) > 14:
+            raise Killed
+        return decode(path, size, channels)
+
+    monkeypatch.setattr(module, "_decode", counted)
+    with pytest.raises(Killed):
+        _read(birds)
+    assert 1 in decoded
+    decoded.clear()
+    assert _read(birds).digest == expected.digest and decoded == [3] * 6  # the test part's two chunks
+
+
 def test_who_waited_for_another_process_does_not_decode_again(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Path] = []
 
