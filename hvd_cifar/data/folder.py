@@ -2,7 +2,7 @@
 
 They are decoded once per host, into a cache of arrays that every rank reads by index. The cache is beside the images,
 or in the data folder where that place cannot be written. It is made again when an image's name, size or modification
-time differs.
+time differs. Subfolders and links are followed; what begins with a dot is left out.
 """
 
 from __future__ import annotations

@@ -942,6 +942,14 @@ DATA = [
         "a decoding that continues loses its first images",
     ),
     Fault(P + "data/folder.py", "if old.is_dir() and old != place:", "if False:", FOLDER, "old caches fill the disk"),
+    Fault(P + "data/folder.py", "if home.name == CACHE:", "if True:", FOLDER, "a host removes another host's cache"),
+    Fault(
+        P + "data/folder.py",
+        "if grey and not _done(part, 3) else 3",
+        "if grey else 3",
+        FOLDER,
+        "a killed decoding of grey and coloured images starts from zero",
+    ),
     Fault(
         P + "data/folder.py",
         "pixels.reshape(image.height, image.width, channels)",
