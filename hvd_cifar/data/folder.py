@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics
-from hvd_cifar.data.place import locked, searched
+from hvd_cifar.data.place import locked, searched, sign_of_life
 from hvd_cifar.data.records import FileImages, RecordFile
 from hvd_cifar.errors import UserError, reason_of
 from hvd_cifar.files import LastingStream, read_json, replace_text
@@ -250,6 +250,7 @@ def _decode_all(listing: Listing, home: Path, name: str, show_progress: bool) ->
 
         def show(done: int) -> None:
             progress.update(task, completed=done)
+            sign_of_life()
 
         try:
             _write(listing, part, size, 1 if grey and not _done(part, 3) else 3, show)

@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from filelock import FileLock
 
 from hvd_cifar.config import DataSettings, make
-from hvd_cifar.data import download
+from hvd_cifar.data import download, place
 from hvd_cifar.data.cifar import CIFAR10, CIFAR100
 from hvd_cifar.data.download import CHUNK_BYTES, DownloadError
+from hvd_cifar.data.place import telling
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 
@@ -273,6 +275,31 @@ def test_two_processes_download_once(server: Server, data_dir: Path) -> None:
         assert (process.returncode, out) == (0, f"{data_dir / CIFAR10.folder}\n")
     assert server.asked == [None]
     assert_complete(data_dir / CIFAR10.folder, data_dir)
+
+
+def test_a_watchdog_is_told_of_every_piece(server: Server, data_dir: Path) -> None:
+    """A download on a slow line takes longer than any time-out for a hang."""
+    signs: list[int] = []
+    with telling(lambda: signs.append(download._size(part_of(server, data_dir)))):
+        bring(server, data_dir)
+    assert len(signs) >= len(server.body) // CHUNK_BYTES > 1
+
+
+def test_a_watchdog_is_told_while_another_process_holds_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, "SECONDS_BETWEEN_SIGNS", 0.01)
+    signs: list[None] = []
+    holder = FileLock(tmp_path / place.LOCK)
+    holder.acquire()
+
+    def tell() -> None:
+        signs.append(None)
+        if len(signs) == 3:
+            holder.release()
+
+    with telling(tell), place.locked(tmp_path):
+        assert len(signs) == 3
 
 
 def test_a_server_without_range_sends_all_again(server: Server, data_dir: Path) -> None:

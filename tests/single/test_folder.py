@@ -21,6 +21,7 @@ from hvd_cifar.config import DataSettings, make
 from hvd_cifar.data import folder as module
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.folder import CACHE, Folder, Listing
+from hvd_cifar.data.place import telling
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import terminal
@@ -264,8 +265,11 @@ def test_a_killed_decoding_goes_on_where_it_stopped(birds: Path, monkeypatch: py
         _read(birds)
     assert not [path for path in (birds / CACHE).iterdir() if path.is_dir() and path.suffix != ".part"]
     decoded.clear()
-    found = _read(birds)
+    signs: list[None] = []
+    with telling(lambda: signs.append(None)):
+        found = _read(birds)
     assert len(decoded) == 6  # the test part's two chunks
+    assert len(signs) == 3  # of life, for a watchdog: at the start, and after each chunk
     shutil.rmtree(birds / CACHE)
     monkeypatch.undo()
     assert found.digest == _read(birds).digest
