@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.options import RESNET8
 from tests.ranks import run_ranks
 
 
@@ -92,9 +93,9 @@ def _overlap_with_unlike_graphs(folder: str) -> list[Any]:
     data = hvd_cifar.Dataset.from_arrays(images, np.arange(16) % 2, images, np.arange(16) % 2)
     course: dict[str, Any] = {"precision": "mixed_bfloat16", "batch_size": 4, "check_sync_every": 1, "max_steps": 2}
     course |= {"eval_every": 0, "summary_every": 0, "bucket_bytes": 2**18}
-    found = [hvd_cifar.train("resnet20", data, run_dir=f"{folder}/auto", **course)["replicas_identical"]]
+    found = [hvd_cifar.train(RESNET8, data, run_dir=f"{folder}/auto", **course)["replicas_identical"]]
     try:
-        hvd_cifar.train("resnet20", data, run_dir=f"{folder}/on", overlap="on", **course)
+        hvd_cifar.train(RESNET8, data, run_dir=f"{folder}/on", overlap="on", **course)
     except hvd_cifar.UserError as error:
         found.append(str(error))
     return [*found, told]

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.options import RESNET8
 from tests.ranks import run_ranks
 
 SHARDS = 8
+MODELS = {"resnet8": RESNET8}
 
 
 def _terms(count: int) -> Any:
@@ -100,7 +102,7 @@ def _train(data: str, folder: str, runs: list[tuple[str, dict[str, Any]]], threa
 
 def _virtual(model: str, steps: int) -> dict[str, Any]:
     """26 examples are no multiple of 8: two shards have 4 of them, six have 3."""
-    return {"model": model, "global_batch_size": 26, "max_steps": steps, "virtual_shards": SHARDS}
+    return {"model": MODELS.get(model, model), "global_batch_size": 26, "max_steps": steps, "virtual_shards": SHARDS}
 
 
 @pytest.mark.timeout(1800)
@@ -110,7 +112,7 @@ def test_virtual_shards_end_with_the_same_bits_on_1_2_and_8_ranks(embedded: Path
     `tutorial` and `fast` have convolutions as products of matrices, with more parts of a batch than images, and layers
     by XLA. `fast` is not among the nets of 8 ranks, whose eight graphs would take minutes.
     """
-    nets = "resnet20", "tutorial"
+    nets = "resnet8", "tutorial"
 
     def train(n: int, *runs: tuple[str, dict[str, Any]]) -> tuple[str, ...]:
         ended = {tuple(found) for found in run_ranks(_train, n, str(embedded), str(tmp_path), runs, 1, timeout=600)}
@@ -130,7 +132,9 @@ def test_deterministic_runs_repeat_to_the_bit(embedded: Path, tmp_path: Path) ->
     """The second run of each net sends its gradients in buckets."""
     options = {"batch_size": 7, "max_steps": 5, "deterministic": True}
     ways: list[dict[str, Any]] = [{}, {"overlap": "on", "bucket_bytes": 20_001}]
-    nets = ("resnet20", "tutorial", "fast")
-    runs = [(f"{net} {i}", {**options, **way, "model": net}) for net in nets for i, way in enumerate(ways)]
+    nets = ("resnet8", "tutorial", "fast")
+    runs = [
+        (f"{net} {i}", {**options, **way, "model": MODELS.get(net, net)}) for net in nets for i, way in enumerate(ways)
+    ]
     for ended in run_ranks(_train, 3, str(embedded), str(tmp_path), runs, 2, timeout=600):
         assert ended[::2] == ended[1::2]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.options import TUTORIAL
+from tests.options import RESNET8, TUTORIAL
 from tests.ranks import CHECKOUT, end_tree, environment, run_ranks
 
 QUICK = ["--log-every", "5", "--eval-every", "0", "--eval-examples", "100"]
@@ -94,7 +94,7 @@ def test_a_run_leaves_what_it_promises(embedded: Path, tmp_path: Path) -> None:
 
 
 def test_resnet_ranks_agree_and_its_moving_statistics_are_averaged(embedded: Path, tmp_path: Path) -> None:
-    options: list[Any] = ["--model", "resnet20", "--precision", "mixed_bfloat16", "--max-steps", 6, "--batch-size", 8]
+    options: list[Any] = ["--model", RESNET8, "--precision", "mixed_bfloat16", "--max-steps", 6, "--batch-size", 8]
     few = ["--eval-examples", 2000]
     summary = _train(3, embedded, tmp_path / "run", *options, *few)
     assert summary["weights_sha256_by_rank"] == [summary["weights_sha256"]] * 3
