@@ -61,7 +61,7 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
     devices = towers_of(towers)
     model_and_recipe = BUILT_IN[settings.model]
     assert model_and_recipe.recipe is not None
-    dataset = prepare(settings, show_progress=False, warn=click.echo).read()
+    dataset = prepare(settings, warn=click.echo).read()
     work = work_of(resolve(settings, model_and_recipe.recipe), dataset, model_and_recipe, 0, towers)
     settings, batch_plan, transforms = work.settings, work.plan, work.transforms
     schedule = make_schedule(settings, work.recipe, batch_plan)

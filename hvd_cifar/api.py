@@ -26,7 +26,8 @@ def train(
 ) -> dict[str, Any]:
     """Train on all ranks of this job; rank 0 prints, and writes the run directory. A collective.
 
-    The run sets Keras's dtype policy, float type and random seed, and does not restore them at its end.
+    The run sets Keras's dtype policy, float type, order of dimensions and random seed, and does not restore them at its
+    end.
 
     Args:
         model: a name of `config.MODELS`, FILE.py:NAME, package.module:NAME, or the function itself:

@@ -9,8 +9,9 @@ import sys
 import tarfile
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import NoReturn, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
 import requests
 import urllib3
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from hvd_cifar.data.cifar import Layout
-from hvd_cifar.data.place import scratch_folder, sign_of_life
+from hvd_cifar.data.place import NOBODY, Onlooker, scratch_folder
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import LastingStream
 
@@ -45,7 +46,7 @@ class DownloadError(UserError):
     """
 
 
-def fetch(layout: Layout, data_dir: Path, url: str, md5: str, *, show_progress: bool) -> Path:
+def fetch(layout: Layout, data_dir: Path, url: str, md5: str, onlooker: Onlooker = NOBODY) -> Path:
     """Download the archive of a binary layout and unpack it into `data_dir`, unless it is there already.
 
     One process of the host downloads, and the others wait for it. The bytes of a download that was cut, by the network
@@ -54,7 +55,6 @@ def fetch(layout: Layout, data_dir: Path, url: str, md5: str, *, show_progress: 
     Args:
         data_dir: made if it is absent.
         md5: of the archive, 32 hex digits; it is compared before anything is unpacked.
-        show_progress: draw a progress bar on stderr.
 
     Returns:
         The folder with the binary files.
@@ -64,7 +64,7 @@ def fetch(layout: Layout, data_dir: Path, url: str, md5: str, *, show_progress: 
         UserError: wrong checksum (the bad file is removed), an archive that is unsafe or of another layout (nothing of
             it is kept), an invalid address, or a folder that cannot be written.
     """
-    with scratch_folder(data_dir) as scratch:
+    with scratch_folder(data_dir, onlooker) as scratch:
         # Another process may have downloaded it while this one waited for the lock.
         if (found := layout.locate(data_dir)) is not None:
             return found
@@ -72,7 +72,7 @@ def fetch(layout: Layout, data_dir: Path, url: str, md5: str, *, show_progress: 
         # With the checksum in its name, the part of one archive is never continued with another's bytes.
         archive = data_dir / f"{stem}-{md5[:8].lower()}.part"
         try:
-            _obtain(layout, url, md5.lower(), archive, show_progress)
+            _obtain(layout, url, md5.lower(), archive, onlooker)
         except DownloadError as error:
             raise DownloadError(
                 f"cannot download {layout.title} from {url}: {error}, or put the files into {data_dir / layout.folder}"
@@ -84,12 +84,12 @@ def fetch(layout: Layout, data_dir: Path, url: str, md5: str, *, show_progress: 
         return target
 
 
-def _obtain(layout: Layout, url: str, md5: str, archive: Path, show_progress: bool) -> None:
+def _obtain(layout: Layout, url: str, md5: str, archive: Path, onlooker: Onlooker) -> None:
     """Download `archive`, or the rest of it, from `url`, and compare its checksum."""
     if archive.exists() and _md5(archive) == md5:
         return  # a process was killed after its download
     for _ in range(2):
-        continued = _download(layout.title, url, archive, show_progress)
+        continued = _download(layout.title, url, archive, onlooker)
         actual = _md5(archive)
         if actual == md5:
             return
@@ -103,16 +103,16 @@ def _obtain(layout: Layout, url: str, md5: str, archive: Path, show_progress: bo
     )
 
 
-def _download(title: str, url: str, archive: Path, show_progress: bool) -> bool:
+def _download(title: str, url: str, archive: Path, onlooker: Onlooker) -> bool:
     """Download `archive`; True if its first bytes were there before. Raises DownloadError."""
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     # Under a launcher stderr is a pipe, which rich does not take for a terminal.
     console = Console(file=cast(TextIO, LastingStream(sys.stderr)), force_terminal=True)
-    with Progress(*columns, console=console, disable=not show_progress) as progress:
+    with Progress(*columns, console=console, disable=not onlooker.sees_bar) as progress:
         failures, furthest = 0, _size(archive)
         while True:
             try:
-                return _receive(url, archive, progress)
+                return _receive(url, archive, progress, onlooker.is_told)
             except NOT_AN_ADDRESS as error:
                 raise UserError(f"cannot download from {url}: {error}: correct --data-url") from error
             except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
@@ -126,7 +126,7 @@ def _download(title: str, url: str, archive: Path, show_progress: bool) -> bool:
 def _told(error: Exception, variables: tuple[str, ...] = ()) -> DownloadError:
     """The error with its remedy: those of `variables` that are set, or else network and address."""
     wrong = " or ".join(name for name in variables if os.environ.get(name))
-    remedy = f"correct {wrong}" if wrong else "check the network and --data-url"
+    remedy = f"check {wrong} and --data-url" if wrong else "check the network and --data-url"
     return DownloadError(f"{_reason(error).rstrip('.')}: {remedy}")
 
 
@@ -156,7 +156,7 @@ def _length(response: requests.Response) -> int | None:
         return None
 
 
-def _receive(url: str, archive: Path, progress: Progress) -> bool:
+def _receive(url: str, archive: Path, progress: Progress, is_told: Callable[[], Any]) -> bool:
     """Request the bytes that `archive` lacks, once, and write them; True if they were added to earlier ones."""
     start = _size(archive)
     headers = {"Accept-Encoding": "identity"}
@@ -179,7 +179,7 @@ def _receive(url: str, archive: Path, progress: Progress) -> bool:
             for chunk in response.raw.stream(CHUNK_BYTES, decode_content=False):
                 file.write(chunk)
                 progress.advance(task, len(chunk))
-                sign_of_life()
+                is_told()
         if total is not None and _size(archive) < total:
             raise requests.ConnectionError(f"the connection was cut at byte {_size(archive):,} of {total:,}")
     return start > 0

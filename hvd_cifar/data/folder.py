@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics
-from hvd_cifar.data.place import locked, searched, sign_of_life
+from hvd_cifar.data.place import NOBODY, Onlooker, locked, searched
 from hvd_cifar.data.records import FileImages, RecordFile
 from hvd_cifar.errors import UserError, reason_of
 from hvd_cifar.files import LastingStream, read_json, replace_text
@@ -76,21 +76,21 @@ class Folder:
     def place(self) -> None:
         """None: `locate` looks for images, not for a cache."""
 
-    def locate(self, show_progress: bool = False) -> Path | None:
+    def locate(self, onlooker: Onlooker = NOBODY) -> Path | None:
         """The folder of the cache, made if need be; None where there are no images. Raises UserError as `prepare`."""
         with searched(self.path):
-            return self.prepare(show_progress) if self.path.is_dir() else None
+            return self.prepare(onlooker) if self.path.is_dir() else None
 
-    def prepare(self, show_progress: bool) -> Path:
+    def prepare(self, onlooker: Onlooker = NOBODY) -> Path:
         """The folder of the cache.
 
         Raises:
             UserError: where an image is missing, unreadable or of another size, or a folder cannot be read or written.
         """
         with searched(self.path):
-            return self._prepare(show_progress)
+            return self._prepare(onlooker)
 
-    def _prepare(self, show_progress: bool) -> Path:
+    def _prepare(self, onlooker: Onlooker) -> Path:
         listing = list_images(self.path)
         home = self.path / CACHE
         if not os.access(home if home.exists() else self.path, os.W_OK):
@@ -98,9 +98,9 @@ class Folder:
             home = self.data_dir / f"folder-{self.path.name}-{key}"
         place = home / listing.fingerprint
         if not place.is_dir():
-            with locked(home):
+            with locked(home, onlooker):
                 if not place.is_dir():  # else another process made it while this one waited
-                    os.rename(_decode_all(listing, home, self.path.name, show_progress), place)
+                    os.rename(_decode_all(listing, home, self.path.name, onlooker), place)
                     # Hosts may share the data folder, with copies of the images that have other times.
                     if home.name == CACHE:
                         _remove_others(place)
@@ -213,10 +213,10 @@ def _images_below(folder: Path, above: tuple[str, ...] = ()) -> Iterator[tuple[P
         above: real paths of the folders that this one is in: a link back to one of them is not followed.
     """
     within = (*above, os.path.realpath(folder))
-    for entry in os.scandir(folder):
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir():
+    with os.scandir(folder) as entries:
+        seen = [entry for entry in entries if not entry.name.startswith(".")]
+    for entry in seen:
+        if os.path.isdir(entry):
             if os.path.realpath(entry) not in within:
                 yield from _images_below(folder / entry.name, within)
         elif entry.name.lower().endswith(EXTENSIONS):
@@ -236,7 +236,7 @@ class _NotGrey(Exception):
     """An image has colours, and the first one has none."""
 
 
-def _decode_all(listing: Listing, home: Path, name: str, show_progress: bool) -> Path:
+def _decode_all(listing: Listing, home: Path, name: str, onlooker: Onlooker) -> Path:
     """Make the cache in a folder of `home`; goes on where a killed process stopped."""
     part = home / f"{listing.fingerprint}.part"
     first, _ = listing.images["train"][0]
@@ -245,12 +245,12 @@ def _decode_all(listing: Listing, home: Path, name: str, show_progress: bool) ->
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # Under a launcher stderr is a pipe, which rich does not take for a terminal.
     console = Console(file=cast(TextIO, LastingStream(sys.stderr)), force_terminal=True)
-    with Progress(*columns, console=console, disable=not show_progress) as progress:
+    with Progress(*columns, console=console, disable=not onlooker.sees_bar) as progress:
         task = progress.add_task(f"decoding {_as_text(name)}", total=sum(map(len, listing.images.values())))
 
         def show(done: int) -> None:
             progress.update(task, completed=done)
-            sign_of_life()
+            onlooker.is_told()
 
         try:
             _write(listing, part, size, 1 if grey and not _done(part, 3) else 3, show)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -14,29 +15,27 @@ from hvd_cifar.errors import UserError
 
 LOCK = ".lock"
 SCRATCH = ".unfinished"
-SECONDS_BETWEEN_SIGNS = 5.0
-
-_watcher: ContextVar[Callable[[], None] | None] = ContextVar("watcher", default=None)
+SECONDS_BETWEEN_LOOKS = 5.0
 
 
-@contextmanager
-def telling(watcher: Callable[[], None]) -> Iterator[None]:
-    """Within this block `watcher` is called at each `sign_of_life`."""
-    token = _watcher.set(watcher)
-    try:
-        yield
-    finally:
-        _watcher.reset(token)
+@dataclass(frozen=True)
+class Onlooker:
+    """Who waits for files that are made.
+
+    Attributes:
+        sees_bar: a person, who sees a progress bar on stderr.
+        is_told: called after each piece of work; a watchdog does not take a long download for a hang then.
+    """
+
+    sees_bar: bool = False
+    is_told: Callable[[], Any] = bool
 
 
-def sign_of_life() -> None:
-    """A preparation of unknown length, such as a download, has come further: a watchdog sees that it does not hang."""
-    if watcher := _watcher.get():
-        watcher()
+NOBODY = Onlooker()
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, onlooker: Onlooker) -> Iterator[None]:
     """Hold the host's lock on a folder, which is made if it is absent.
 
     A process that has waited for the lock must look whether the work is already done. The system releases the lock of a
@@ -47,7 +46,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _acquired(FileLock(folder / LOCK)):
+        with _acquired(folder, onlooker):
             yield
     except OSError as error:
         where = error.filename or folder
@@ -58,16 +57,29 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _acquired(lock: FileLock) -> Iterator[None]:
+def _acquired(folder: Path, onlooker: Onlooker) -> Iterator[None]:
+    lock, before = FileLock(folder / LOCK), _changed(folder)
     while not lock.is_locked:
         try:
-            lock.acquire(timeout=SECONDS_BETWEEN_SIGNS)
-        except Timeout:  # its holder downloads or decodes; the lock of a dead process is free
-            sign_of_life()
+            lock.acquire(timeout=SECONDS_BETWEEN_LOOKS)
+        except Timeout:  # the lock of a dead process is free; that of a stopped one is not
+            if (now := _changed(folder)) != before:
+                onlooker.is_told()  # the holder has come further
+            before = now
     try:
         yield
     finally:
         lock.release()
+
+
+def _changed(folder: Path) -> int:
+    """When any of the files that are being made in a folder was last changed."""
+    made = (path for pattern in ("*.part", "*.part/*", f"{SCRATCH}/**/*") for path in folder.glob(pattern))
+    newest = 0
+    for path in made:
+        with suppress(OSError):  # it has its name by now
+            newest = max(newest, path.stat().st_mtime_ns)
+    return newest
 
 
 @contextmanager
@@ -87,7 +99,7 @@ def searched(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def scratch_folder(data_dir: Path) -> Iterator[Path]:
+def scratch_folder(data_dir: Path, onlooker: Onlooker = NOBODY) -> Iterator[Path]:
     """Hold the host's lock on `data_dir`, and give an empty folder in it, which is removed at the end.
 
     The caller makes files in the folder and renames it to its place. Both are on one file system, so the rename is
@@ -97,7 +109,7 @@ def scratch_folder(data_dir: Path) -> Iterator[Path]:
         UserError: as `locked`.
     """
     scratch = data_dir / SCRATCH
-    with locked(data_dir):
+    with locked(data_dir, onlooker):
         if scratch.exists():
             shutil.rmtree(scratch)
         scratch.mkdir()

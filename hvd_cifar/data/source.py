@@ -13,6 +13,7 @@ from hvd_cifar.data.cifar import CIFAR10, CIFAR100, Layout
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.download import DownloadError, fetch
 from hvd_cifar.data.folder import Folder
+from hvd_cifar.data.place import NOBODY, Onlooker
 
 
 class Source(Protocol):
@@ -26,16 +27,16 @@ class Source(Protocol):
     def place(self) -> Path | None:
         """The folder for files that another host sends, where `locate` finds them; None: there is no such folder."""
 
-    def locate(self, show_progress: bool = False) -> Path | None:
+    def locate(self, onlooker: Onlooker = NOBODY) -> Path | None:
         """The folder of the files; None where this host has none of them.
 
-        A set of images in folders makes its cache here. `show_progress`: draw a progress bar meanwhile.
+        A set of images in folders makes its cache here.
 
         Raises:
             UserError: where a folder cannot be searched, or the cache cannot be made.
         """
 
-    def prepare(self, show_progress: bool) -> Path:
+    def prepare(self, onlooker: Onlooker = NOBODY) -> Path:
         """The folder of the files, checked; they are made where there are none. Processes may call it together.
 
         Raises:
@@ -60,13 +61,13 @@ class Binary:
     Attributes:
         data_dir: where the folder of the files belongs.
         where: the folder that `Layout.locate` searches.
-        make: called to make the files, with whether to show progress; returns their folder.
+        make: called to make the files, with the onlooker; returns their folder.
     """
 
     layout: Layout
     data_dir: Path
     where: Path
-    make: Callable[[bool], Path]
+    make: Callable[[Onlooker], Path]
 
     @property
     def name(self) -> str:
@@ -78,13 +79,13 @@ class Binary:
         """See `Source`."""
         return self.data_dir / self.layout.folder
 
-    def locate(self, show_progress: bool = False) -> Path | None:
+    def locate(self, onlooker: Onlooker = NOBODY) -> Path | None:
         """See `Source`."""
         return self.layout.locate(self.where)
 
-    def prepare(self, show_progress: bool) -> Path:
+    def prepare(self, onlooker: Onlooker = NOBODY) -> Path:
         """See `Source`."""
-        folder = self.locate() or self.make(show_progress)
+        folder = self.locate() or self.make(onlooker)
         self.layout.check(folder)
         return folder
 
@@ -131,18 +132,17 @@ def source_of(name: str, settings: DataSettings) -> Source:
     if layout is None or name == "auto":
         raise ValueError(f"no built-in data set is called {name!r}")
     if layout is synthetic.LAYOUT:
-        return Binary(layout, data_dir, data_dir / layout.folder, lambda _: synthetic.ensure(data_dir))
+        return Binary(layout, data_dir, data_dir / layout.folder, lambda onlooker: synthetic.ensure(data_dir, onlooker))
     url, md5 = settings.data_url or layout.archive, settings.data_md5 or layout.md5
-    return Binary(layout, data_dir, data_dir, lambda watched: fetch(layout, data_dir, url, md5, show_progress=watched))
+    return Binary(layout, data_dir, data_dir, lambda onlooker: fetch(layout, data_dir, url, md5, onlooker))
 
 
-def prepare(settings: DataSettings, *, show_progress: bool, warn: Callable[[str], None]) -> Prepared:
+def prepare(settings: DataSettings, warn: Callable[[str], None], onlooker: Onlooker = NOBODY) -> Prepared:
     """Find or make the files of a built-in set on this host; processes may call this together.
 
     Args:
         settings: `dataset` names a built-in set, or "auto": CIFAR-10, and the synthetic set where CIFAR-10 is neither
             in the data folder nor downloadable.
-        show_progress: draw a progress bar on stderr.
         warn: called with one line if "auto" falls back to the synthetic set.
 
     Raises:
@@ -152,7 +152,7 @@ def prepare(settings: DataSettings, *, show_progress: bool, warn: Callable[[str]
     auto = settings.dataset == "auto"
     source = source_of(CIFAR10.name if auto else settings.dataset, settings)
     try:
-        return Prepared(source, source.prepare(show_progress))
+        return Prepared(source, source.prepare(onlooker))
     except DownloadError as error:
         if not auto:
             raise
@@ -161,4 +161,4 @@ def prepare(settings: DataSettings, *, show_progress: bool, warn: Callable[[str]
             f"nothing about CIFAR-10. Reason: {error}"
         )
     source = source_of(synthetic.LAYOUT.name, settings)
-    return Prepared(source, source.prepare(show_progress))
+    return Prepared(source, source.prepare(onlooker))

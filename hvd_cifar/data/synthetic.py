@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_cifar.data.cifar import CHANNELS, CIFAR10, SIDE
-from hvd_cifar.data.place import scratch_folder
+from hvd_cifar.data.place import NOBODY, Onlooker, scratch_folder
 
 Floats = NDArray[np.floating[Any]]  # float32 throughout
 
@@ -70,7 +70,7 @@ def _three(w: Floats) -> Floats:
     return np.minimum(np.abs(w), np.abs(np.abs(w) - 0.715)) - 0.185
 
 
-def ensure(data_dir: Path) -> Path:
+def ensure(data_dir: Path, onlooker: Onlooker = NOBODY) -> Path:
     """The folder of the synthetic set in `data_dir`, drawn once per host (in seconds) if it is not there.
 
     It holds 50,000 + 10,000 examples, each class equally often in every file, and `batches.meta.txt` with the names of
@@ -81,7 +81,7 @@ def ensure(data_dir: Path) -> Path:
     """
     folder = data_dir / LAYOUT.folder
     if LAYOUT.locate(folder) is None:
-        with scratch_folder(data_dir) as scratch:
+        with scratch_folder(data_dir, onlooker) as scratch:
             if LAYOUT.locate(folder) is None:  # else another process drew it while this one waited
                 for number, name in enumerate(LAYOUT.files):
                     (scratch / name).write_bytes(draw_file(number).data)

@@ -15,7 +15,7 @@ from hvd_cifar.launch.request import PYTHON, Request
 from hvd_cifar.runtime.transport import RING_PARAMETERS
 
 # The user's variables that mpirun exports to other hosts. Ranks on this host inherit all variables.
-EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS|LINES")
+EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS|LINES|KERAS_BACKEND")
 # mpirun's TCP keepalive (seconds, seconds, tries): it notices a lost host after 30 s, and by default after 8 minutes.
 KEEPALIVE = {"oob_tcp_keepalive_time": 10, "oob_tcp_keepalive_intvl": 5, "oob_tcp_keepalive_probes": 4}
 # In an elastic job after 5 s, since the other ranks go on without the host.

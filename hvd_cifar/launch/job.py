@@ -70,6 +70,7 @@ class Job:
         self.stall_seconds = stall_seconds
         self.asked = False  # by the user
         self._stops = False  # the current ranks are asked to stop
+        self._told_ranks = False  # of this host
         self.ends_sessions = False  # as no other way reaches the current ranks: see `_tell_ranks`
         self.tail = b""  # end of what the user saw on stderr
         self._caught: list[int] = []
@@ -88,7 +89,8 @@ class Job:
         Returns:
             The starter's exit code; 128 + the signal, if a signal ended the job; `RESUME`, if ranks stopped as asked.
         """
-        self._starter, self.tail, self._stops, self.ends_sessions = starter, b"", self.asked, False
+        self._starter, self.tail, self._stops = starter, b"", self.asked
+        self._told_ranks = self.ends_sessions = False
         if len(self._times) % 2 == 0:
             self._times.append(time.time())
         # mpirun kills its ranks 2 s after a SIGTERM, too soon for a checkpoint. It runs with the signal blocked: a
@@ -234,11 +236,12 @@ class Job:
             self._send(signal.SIGTERM)
         elif ranks := _ranks_below(self._process.pid):
             # horovodrun forwards nothing. Any rank that gets the signal makes all stop.
+            self._told_ranks = True
             for rank in ranks:
                 with contextlib.suppress(psutil.Error):
                     rank.terminate()
         else:
-            self.ends_sessions = True
+            self.ends_sessions = not self._told_ranks
             self._send(signal.SIGTERM)  # it ends the ssh sessions; the guards on other hosts give ranks 5 s
 
     def _end(self, number: int) -> None:

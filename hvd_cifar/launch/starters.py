@@ -97,11 +97,12 @@ def start(ready: Ready, job: Job) -> int:
         return job.run(_python(words, env, job))
     codes: list[tuple[int, int]] = []
     code = job.run(_horovodrun(words, env, hosts, job, codes))
-    rank, code = first_cause(codes, job.stops) if codes and code == 1 else (0, code)
+    is_of_a_rank = bool(codes) and code == 1
+    rank, code = first_cause(codes, job.stops) if is_of_a_rank else (0, code)
     # If no rank is on this host, a request to stop ends the ssh sessions, and the guards then stop the ranks.
     if job.ends_sessions and code in SSH_ENDED:
         return RESUME
-    if codes and (number := signal_of(code)):
+    if is_of_a_rank and (number := signal_of(code)):
         host = hosts[rank] if hosts else socket.gethostname()
         job.explain(ended_by_signal(rank, host, number, signal.strsignal(number) or ""))
     return code

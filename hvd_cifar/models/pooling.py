@@ -78,7 +78,7 @@ class SteadyMaxPooling2D(keras.layers.Layer):
 
 # Larger than a convolution's rounding error of values up to 10, smaller than a meaningful difference.
 TIE = {tf.float32: 1e-5, tf.float64: 1e-12}
-# Pixels of a window that XLA compares one by one. It compiles 9 within 2 s, 49 within 10 s and 121 within 90 s.
+# The most pixels of a window that XLA compares one by one: for 121 of them it compiles for more than a minute.
 MOST_PLACES = 16
 
 

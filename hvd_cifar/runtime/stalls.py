@@ -47,7 +47,7 @@ class Durations:
         """Seconds without progress in this phase after which the ranks look for one that hangs."""
         seen = list(self._seen.get(phase, ()))
         if not seen:
-            return FACTOR * (self._given or FLOOR)  # the first time compiles, downloads, ...
+            return FACTOR * (self._given or FLOOR)  # the first time compiles
         if self._given:
             return self._given
         return max(FLOOR, FACTOR * max(seen[1:] or seen))
@@ -61,7 +61,8 @@ class Status:
         rank, host, pid: which process.
         step: the step that it makes; phase: what it does; position: phases it has begun, the same on all ranks that
             are at the same place.
-        idle: seconds since it began the phase. waits: whether it waits for other ranks, in a collective.
+        idle: seconds since it began the phase, or gave a sign of life in it.
+        waits: whether it waits for other ranks, in a collective.
         computes: whether any of its threads runs, apart from those that communicate.
         recent: its ring buffer. stacks: of all its Python threads.
     """

@@ -17,7 +17,7 @@ from hvd_cifar.config import DataSettings
 from hvd_cifar.data import replicate
 from hvd_cifar.data.cifar import CIFAR10
 from hvd_cifar.data.dataset import UNNAMED, Dataset
-from hvd_cifar.data.place import searched, telling
+from hvd_cifar.data.place import Onlooker, searched
 from hvd_cifar.data.replicate import File
 from hvd_cifar.data.source import Prepared, Source, prepare, source_of
 from hvd_cifar.distributed import collectives
@@ -75,8 +75,7 @@ def _own_dataset(own: Dataset | Callable[[], Dataset], settings: DataSettings) -
 
 def _prepare_as(name: str, settings: DataSettings, watched: bool) -> Prepared:
     settings = settings.model_copy(update={"dataset": name})
-    with telling(Watch.sign_of_life):
-        return prepare(settings, show_progress=watched, warn=terminal.complain)
+    return prepare(settings, terminal.complain, Onlooker(watched, Watch.sign_of_life))
 
 
 def _from_each_host(settings: DataSettings, world: World) -> Dataset:
@@ -174,8 +173,8 @@ def _from_rank_0(settings: DataSettings, world: World) -> Dataset:
         if world.rank not in hosts:
             return None
         # The other hosts may decode images at the same time: only the first of them shows a progress bar.
-        show_progress = watched and list(hosts)[1:2] == [world.rank]
-        return _own_folder(source, settings, expected, hosts[world.rank], show_progress)
+        onlooker = Onlooker(watched and list(hosts)[1:2] == [world.rank], Watch.sign_of_life)
+        return _own_folder(source, settings, expected, hosts[world.rank], onlooker)
 
     mine = collectives.on_every_rank(look)
     folders = collectives.all_gather_object(mine)
@@ -194,7 +193,7 @@ def _from_rank_0(settings: DataSettings, world: World) -> Dataset:
 
 
 def _own_folder(
-    source: Source, settings: DataSettings, expected: Mapping[str, File], host: str, show_progress: bool
+    source: Source, settings: DataSettings, expected: Mapping[str, File], host: str, onlooker: Onlooker
 ) -> Path | None:
     """The folder in which this host has rank 0's set; None: it lacks the set.
 
@@ -203,8 +202,7 @@ def _own_folder(
     would_take_its_own = settings.dataset == "auto" and source_of(CIFAR10.name, settings).locate() is not None
     if would_take_its_own and source.name != CIFAR10.name:
         raise UserError(_different(differences([("rank 0's host", source.name), (host, CIFAR10.name)])))
-    with telling(Watch.sign_of_life):
-        folder = source.locate(show_progress)
+    folder = source.locate(onlooker)
     fault = _fault(source, folder, expected) if folder is not None else None
     if folder is not None and fault is None:
         return folder

@@ -107,8 +107,8 @@ REPORTING = [
     ),
     Fault(
         P + "reporting/metrics.py",
-        "            damaged += 1\n            continue\n",
-        "            break\n",
+        "                damaged += 1\n                continue\n",
+        "                return\n",
         METRICS,
         "a damaged line costs all lines after it",
     ),
@@ -698,7 +698,7 @@ OPTIM_AND_DATA = [
     ),
     Fault(
         P + "data/replicate.py",
-        "and not psutil.pid_exists(int(pid))",
+        "and not psutil.pid_exists(int(found[1]))",
         "",
         "tests/single/test_replicate.py",
         "a living receiver's folder is cleared",

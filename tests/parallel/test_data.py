@@ -23,6 +23,7 @@ def _all(embedded: str, spoilt: str, empty: str, images: str) -> dict[str, Any]:
     from hvd_cifar.config import DataSettings, make
     from hvd_cifar.data.dataset import Dataset
     from hvd_cifar.data.folder import Folder
+    from hvd_cifar.data.place import NOBODY, Onlooker
     from hvd_cifar.errors import UserError
     from hvd_cifar.reporting import terminal
     from hvd_cifar.runtime.world import session
@@ -67,9 +68,9 @@ def _all(embedded: str, spoilt: str, empty: str, images: str) -> dict[str, Any]:
         }
         shown: list[bool] = []
 
-        def locate(folder: Folder, show_progress: bool = False) -> Path | None:
-            shown.append(show_progress)
-            return None if world.rank == 1 else folder.prepare(show_progress)
+        def locate(folder: Folder, onlooker: Onlooker = NOBODY) -> Path | None:
+            shown.append(onlooker.sees_bar)
+            return None if world.rank == 1 else folder.prepare(onlooker)
 
         vars(terminal)["is_watched"] = lambda: True
         setattr(Folder, "locate", locate)  # noqa: B010  (rank 1's host has no such folder)

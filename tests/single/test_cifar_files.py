@@ -33,7 +33,7 @@ def write_sparse(folder: Path, layout: Layout) -> Path:
 
 def prepared_folder(name: str, data_dir: Path) -> tuple[str, Path]:
     settings = make(DataSettings, {"dataset": name, "data_dir": data_dir, "data_url": NOBODY})
-    source, folder = prepare(settings, show_progress=False, warn=lambda message: pytest.fail(f"warned: {message}"))
+    source, folder = prepare(settings, warn=lambda message: pytest.fail(f"warned: {message}"))
     return source.name, folder
 
 

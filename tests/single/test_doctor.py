@@ -767,7 +767,10 @@ def test_files_that_are_kept_in_memory_are_free(folder: str, monkeypatch: pytest
     names = ("memory.max", "memory.current", "memory.stat")
     if folder.startswith("memory"):
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
-    texts = ("9000\n", "8000\n", "anon 500\ninactive_file 4000\nactive_file 2000\ntotal_active_file 2000\n")
+    kept = "inactive_file 4000\nactive_file 2000\n"
+    if folder.startswith("memory"):
+        kept = "inactive_file 10\nactive_file 0\ntotal_inactive_file 4000\ntotal_active_file 2000\n"
+    texts = ("9000\n", "8000\n", f"anon 500\n{kept}")
     files = {f"/sys/fs/cgroup/{folder}{name}": text for name, text in zip(names, texts, strict=True)}
     files["/proc/self/cgroup"] = "3:cpu,memory:/old\n0::/job/step\n"
     monkeypatch.setattr(probe, "_read", lambda path: files.get(path, ""))

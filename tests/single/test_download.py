@@ -26,7 +26,7 @@ from hvd_cifar.config import DataSettings, make
 from hvd_cifar.data import download, place
 from hvd_cifar.data.cifar import CIFAR10, CIFAR100
 from hvd_cifar.data.download import CHUNK_BYTES, DownloadError
-from hvd_cifar.data.place import telling
+from hvd_cifar.data.place import Onlooker
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 
@@ -144,6 +144,8 @@ def data_dir(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def direct_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*download.PROXIES, *download.CERTIFICATES, "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(download, "RETRY_SECONDS", 0.01)
 
@@ -153,7 +155,7 @@ def md5(content: bytes) -> str:
 
 
 def bring(server: Server, data_dir: Path) -> Path:
-    return download.fetch(CIFAR10, data_dir, server.url, md5(server.body), show_progress=False)
+    return download.fetch(CIFAR10, data_dir, server.url, md5(server.body))
 
 
 def part_of(server: Server, data_dir: Path) -> Path:
@@ -176,7 +178,7 @@ def start_fetch(server: Server, data_dir: Path) -> subprocess.Popen[str]:
     program = (
         "import sys; from pathlib import Path; from hvd_cifar.data.cifar import CIFAR10\n"
         "from hvd_cifar.data.download import fetch; print('ready', flush=True)\n"
-        "print(fetch(CIFAR10, Path(sys.argv[1]), sys.argv[2], sys.argv[3], show_progress=False))"
+        "print(fetch(CIFAR10, Path(sys.argv[1]), sys.argv[2], sys.argv[3]))"
     )
     command = [sys.executable, "-c", program, str(data_dir), server.url, md5(server.body)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -205,7 +207,7 @@ def test_progress_is_drawn_on_stderr_when_asked_for(
 ) -> None:
     server.body = server.body[:-100]  # a damaged archive is enough
     with pytest.raises(UserError):
-        download.fetch(CIFAR10, data_dir, server.url, md5(server.body), show_progress=True)
+        download.fetch(CIFAR10, data_dir, server.url, md5(server.body), Onlooker(sees_bar=True))
     out, err = capfd.readouterr()
     assert out == "" and "CIFAR-10" in err
 
@@ -280,26 +282,35 @@ def test_two_processes_download_once(server: Server, data_dir: Path) -> None:
 def test_a_watchdog_is_told_of_every_piece(server: Server, data_dir: Path) -> None:
     """A download on a slow line takes longer than any time-out for a hang."""
     signs: list[int] = []
-    with telling(lambda: signs.append(download._size(part_of(server, data_dir)))):
-        bring(server, data_dir)
+    onlooker = Onlooker(is_told=lambda: signs.append(download._size(part_of(server, data_dir))))
+    download.fetch(CIFAR10, data_dir, server.url, md5(server.body), onlooker)
     assert len(signs) >= len(server.body) // CHUNK_BYTES > 1
 
 
-def test_a_watchdog_is_told_while_another_process_holds_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("works", [True, False])
+def test_a_watchdog_is_told_while_the_holder_of_the_lock_works(
+    works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(place, "SECONDS_BETWEEN_SIGNS", 0.01)
+    """Not where the holder is stopped."""
+    monkeypatch.setattr(place, "SECONDS_BETWEEN_LOOKS", 0.01)
     signs: list[None] = []
-    holder = FileLock(tmp_path / place.LOCK)
+    holder = FileLock(tmp_path / place.LOCK, thread_local=False)
     holder.acquire()
 
-    def tell() -> None:
-        signs.append(None)
-        if len(signs) == 3:
-            holder.release()
+    def hold() -> None:
+        for number in range(1000 if works else 10):
+            if works:
+                (tmp_path / "archive.part").write_text(str(number))
+            if len(signs) == 3:
+                break
+            time.sleep(0.02)
+        holder.release()
 
-    with telling(tell), place.locked(tmp_path):
-        assert len(signs) == 3
+    thread = threading.Thread(target=hold)
+    thread.start()
+    with place.locked(tmp_path, Onlooker(is_told=lambda: signs.append(None))):
+        assert (len(signs) >= 3) == works and (works or not signs)
+    thread.join()
 
 
 def test_a_server_without_range_sends_all_again(server: Server, data_dir: Path) -> None:
@@ -342,14 +353,14 @@ def test_a_wrong_checksum_names_both_and_removes_the_file(server: Server, data_d
     expected = "0123456789abcdef" * 2
     given = {"dataset": name, "data_dir": data_dir, "data_url": server.url, "data_md5": expected}
     with pytest.raises(UserError, match=f"{md5(server.body)} instead of {expected}") as caught:
-        prepare(make(DataSettings, given), show_progress=False, warn=pytest.fail)
+        prepare(make(DataSettings, given), warn=pytest.fail)
     assert not isinstance(caught.value, DownloadError)  # so that auto does not take it for "not downloadable"
     assert server.asked == [None]
     assert_nothing(data_dir)
 
 
 def test_the_checksum_may_be_written_in_capitals(server: Server, data_dir: Path) -> None:
-    folder = download.fetch(CIFAR10, data_dir, server.url, md5(server.body).upper(), show_progress=False)
+    folder = download.fetch(CIFAR10, data_dir, server.url, md5(server.body).upper())
     assert_complete(folder, data_dir)
 
 
@@ -391,12 +402,11 @@ def test_a_redirect_to_no_address_is_a_download_error(server: Server, data_dir: 
     ],
 )
 def test_a_wrong_variable_is_named(data_dir: Path, variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*download.PROXIES, *download.CERTIFICATES, "NO_PROXY", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("NO_PROXY")
     monkeypatch.setenv(variable, value)
     # A DownloadError, so that auto takes the embedded set.
-    with pytest.raises(DownloadError, match=f": correct {variable}, or put the files into") as caught:
-        download.fetch(CIFAR10, data_dir, "https://127.0.0.1:1/x.tar.gz", "0" * 32, show_progress=False)
+    with pytest.raises(DownloadError, match=f": check {variable} and --data-url, or put the files into") as caught:
+        download.fetch(CIFAR10, data_dir, "https://127.0.0.1:1/x.tar.gz", "0" * 32)
     assert "\n" not in str(caught.value) and "secret" not in str(caught.value)
     assert_nothing(data_dir)
 
@@ -406,13 +416,13 @@ def test_nobody_listening(data_dir: Path) -> None:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/x.tar.gz"
     with pytest.raises(DownloadError, match=r"Connection refused: check the network") as caught:
-        download.fetch(CIFAR10, data_dir, url, "0" * 32, show_progress=False)
+        download.fetch(CIFAR10, data_dir, url, "0" * 32)
     assert "\n" not in str(caught.value)
 
 
 def test_no_such_host(data_dir: Path) -> None:
     with pytest.raises(DownloadError, match="nowhere.invalid"):  # a name that no resolver may know, RFC 6761
-        download.fetch(CIFAR10, data_dir, "http://nowhere.invalid/x.tar.gz", "0" * 32, show_progress=False)
+        download.fetch(CIFAR10, data_dir, "http://nowhere.invalid/x.tar.gz", "0" * 32)
 
 
 def test_a_server_that_falls_silent(server: Server, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,7 +436,7 @@ def test_a_server_that_falls_silent(server: Server, data_dir: Path, monkeypatch:
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1/x", "example.org/x", "http://"])
 def test_an_address_that_is_none_is_not_a_network_problem(data_dir: Path, url: str) -> None:
     with pytest.raises(UserError, match="correct --data-url") as caught:
-        download.fetch(CIFAR10, data_dir, url, "0" * 32, show_progress=False)
+        download.fetch(CIFAR10, data_dir, url, "0" * 32)
     assert not isinstance(caught.value, DownloadError)
 
 
@@ -495,7 +505,7 @@ def test_cifar100_comes_in_the_same_way(server: Server, data_dir: Path) -> None:
     given = {"dataset": "cifar100", "data_dir": data_dir, "data_url": server.url, "data_md5": md5(server.body)}
     (data_dir / CIFAR10.folder).mkdir(parents=True)
     (data_dir / CIFAR10.folder / CIFAR10.files[0]).touch()  # another set beside it is no hindrance
-    source, folder = prepare(make(DataSettings, given), show_progress=False, warn=pytest.fail)
+    source, folder = prepare(make(DataSettings, given), warn=pytest.fail)
     assert (source.name, folder) == ("cifar100", data_dir / CIFAR100.folder)
     assert source.read(folder).classes == 100
     assert not list(data_dir.glob("*.part"))
@@ -514,7 +524,7 @@ def test_a_disk_that_is_full(server: Server, data_dir: Path) -> None:
         "from hvd_cifar.data.cifar import CIFAR10; from hvd_cifar.data.download import fetch\n"
         "from hvd_cifar.errors import UserError\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), int(sys.argv[4])))\n"
-        "try: fetch(CIFAR10, Path(sys.argv[1]), sys.argv[2], sys.argv[3], show_progress=False)\n"
+        "try: fetch(CIFAR10, Path(sys.argv[1]), sys.argv[2], sys.argv[3])\n"
         "except UserError as error: print(type(error).__name__, error)"
     )
     # While downloading, and, as the second call finds most of the archive there, while unpacking.

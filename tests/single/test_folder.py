@@ -21,7 +21,7 @@ from hvd_cifar.config import DataSettings, make
 from hvd_cifar.data import folder as module
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.folder import CACHE, Folder, Listing
-from hvd_cifar.data.place import telling
+from hvd_cifar.data.place import NOBODY, Onlooker
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import terminal
@@ -55,14 +55,14 @@ def _folder(path: Path) -> Folder:
     return Folder(path, path.parent / "data")
 
 
-def _read(path: Path) -> Dataset:
+def _read(path: Path, onlooker: Onlooker = NOBODY) -> Dataset:
     source = _folder(path)
-    return source.read(source.prepare(show_progress=False))
+    return source.read(source.prepare(onlooker))
 
 
 def test_every_pixel_has_its_place_and_class(birds: Path) -> None:
     settings = make(DataSettings, {"dataset": f"folder:{birds}", "data_dir": birds.parent / "data"})
-    dataset = prepare(settings, show_progress=False, warn=pytest.fail).read()
+    dataset = prepare(settings, warn=pytest.fail).read()
     assert (dataset.name, dataset.classes, dataset.class_names) == ("birds", 3, CLASSES)
     assert dataset.train.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert dataset.test.labels.tolist() == [0, 0, 1, 1, 2, 2] and dataset.test.labels.dtype == np.int32
@@ -193,17 +193,17 @@ def test_folders_that_cannot_be_searched_are_named(birds: Path, monkeypatch: pyt
             use()
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # so that the cache is in the data folder
     with pytest.raises(UserError, match=f"cannot read {long}/folder-birds-.*: File name too long"):
-        Folder(birds, long).prepare(show_progress=False)
+        Folder(birds, long).prepare()
 
 
 def test_the_cache_is_made_once_and_anew_after_a_change(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = _folder(birds).prepare(show_progress=False)
+    first = _folder(birds).prepare()
     before = _read(birds)
     monkeypatch.setattr(module, "_decode_all", lambda *_: pytest.fail("decoded it again"))
-    assert _folder(birds).prepare(show_progress=False) == first
+    assert _folder(birds).prepare() == first
     monkeypatch.undo()
     os.utime(birds / "train" / "ant" / "0.png", ns=(1, 1))
-    second = _folder(birds).prepare(show_progress=False)
+    second = _folder(birds).prepare()
     assert second != first and not first.exists()
     assert _read(birds).digest == before.digest
     (birds / "train" / "ant" / "0.png").rename(birds / "train" / "bee" / "9.png")
@@ -219,13 +219,13 @@ def test_a_folder_that_cannot_be_written_has_its_cache_in_the_data_folder(
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     source = _folder(birds)
-    place = source.prepare(show_progress=False)
+    place = source.prepare()
     assert place.parent.parent == birds.parent / "data" and place.parent.name.startswith("folder-birds-")
-    assert source.prepare(show_progress=False) == place and not (birds / CACHE).exists()
+    assert source.prepare() == place and not (birds / CACHE).exists()
     before = source.read(place)
     assert before.digest == source.read(place).digest
     os.utime(birds / "train" / "ant" / "0.png", ns=(1, 1))  # as on another host, which shares the data folder
-    other = source.prepare(show_progress=False)
+    other = source.prepare()
     assert other != place and source.read(place).digest == source.read(other).digest == before.digest
 
 
@@ -235,7 +235,7 @@ def test_names_that_are_not_utf_8(birds: Path, capfd: pytest.CaptureFixture[str]
         (birds / part / "cat").rename(birds / part / f"cat{odd}")
     (birds / "train" / "bee" / "3.png").rename(birds / "train" / "bee" / f"{odd}.png")
     birds = birds.rename(birds.with_name(f"birds{odd}"))
-    _folder(birds).prepare(show_progress=True)
+    _folder(birds).prepare(Onlooker(sees_bar=True))
     assert "decoding birds\\xe9" in capfd.readouterr().err
     dataset = _read(birds)
     assert (dataset.name, dataset.class_names) == ("birds\\xe9", ("ant", "bee", "cat\\xe9"))
@@ -266,8 +266,7 @@ def test_a_killed_decoding_goes_on_where_it_stopped(birds: Path, monkeypatch: py
     assert not [path for path in (birds / CACHE).iterdir() if path.is_dir() and path.suffix != ".part"]
     decoded.clear()
     signs: list[None] = []
-    with telling(lambda: signs.append(None)):
-        found = _read(birds)
+    found = _read(birds, Onlooker(is_told=lambda: signs.append(None)))
     assert len(decoded) == 6  # the test part's two chunks
     assert len(signs) == 3  # of life, for a watchdog: at the start, and after each chunk
     shutil.rmtree(birds / CACHE)
@@ -305,20 +304,20 @@ def test_who_waited_for_another_process_does_not_decode_again(birds: Path, monke
         return home / listing.fingerprint
 
     @contextmanager
-    def waited(home: Path) -> Iterator[None]:
+    def waited(home: Path, onlooker: Onlooker) -> Iterator[None]:
         monkeypatch.undo()
-        _folder(birds).prepare(show_progress=False)  # the other process, which has the lock meanwhile
+        _folder(birds).prepare()  # the other process, which has the lock meanwhile
         monkeypatch.setattr(module, "_decode_all", counted)
         yield
 
     monkeypatch.setattr(module, "locked", waited)
-    assert _folder(birds).prepare(show_progress=False).is_dir()
+    assert _folder(birds).prepare().is_dir()
     assert not calls
 
 
 def test_a_damaged_cache_is_named(birds: Path) -> None:
     source = _folder(birds)
-    place = source.prepare(show_progress=False)
+    place = source.prepare()
     with (place / "test-images.npy").open("r+b") as file:
         file.truncate(200)
     with pytest.raises(UserError, match=rf"{place} is damaged \(.*\): remove it"):
@@ -361,12 +360,12 @@ def test_a_full_disk_is_told_before_the_first_image(birds: Path) -> None:
 
 
 def test_progress_is_drawn_on_stderr_when_asked_for(birds: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    _folder(birds).prepare(show_progress=True)
+    _folder(birds).prepare(Onlooker(sees_bar=True))
     out, err = capfd.readouterr()
     assert out == "" and "decoding birds" in err and "18/18" in err
 
 
 @pytest.mark.parametrize("name", ["birds{1}", "birds{x}", "birds [v2]", "birds[bold]"])
 def test_progress_shows_any_name(birds: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
-    _folder(birds.rename(birds.with_name(name))).prepare(show_progress=True)
+    _folder(birds.rename(birds.with_name(name))).prepare(Onlooker(sees_bar=True))
     assert f"decoding {name} " in capfd.readouterr().err

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvd_cifar import config
+from hvd_cifar.data.place import NOBODY
 from hvd_cifar.data.source import source_of
 from hvd_cifar.errors import UserError
 from hvd_cifar.training.sources import _own_folder, _place, differences, speakers
@@ -81,7 +82,7 @@ def test_a_data_folder_that_cannot_be_searched_is_named(tmp_path: Path, monkeypa
     long = tmp_path / ("x" * 300)
     settings = config.make(config.DataSettings, {"dataset": f"folder:{tmp_path}/none", "data_dir": long})
     with pytest.raises(UserError, match=f"cannot read {long}/received-.*: File name too long"):
-        _own_folder(source_of(settings.dataset, settings), settings, {}, "host", show_progress=False)
+        _own_folder(source_of(settings.dataset, settings), settings, {}, "host", NOBODY)
     source = source_of("cifar10", config.make(config.DataSettings, {"data_dir": tmp_path}))
     (tmp_path / "cifar-10-batches-bin").mkdir()
 

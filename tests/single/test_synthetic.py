@@ -140,7 +140,7 @@ def test_the_linear_model_learns_what_a_linear_model_can(sets: tuple[Arrays, Arr
 
 def named(name: str, data_dir: Path, warn: Callable[[str], None]) -> tuple[str, Path]:
     settings = make(DataSettings, {"dataset": name, "data_dir": data_dir, "data_url": NOBODY})
-    source, folder = prepare(settings, show_progress=False, warn=warn)
+    source, folder = prepare(settings, warn=warn)
     return source.name, folder
 
 

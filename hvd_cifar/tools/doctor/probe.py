@@ -110,7 +110,9 @@ def memory(asked: Asked) -> Any:
         if limit.isdecimal() and used.isdecimal():
             known = _read(os.path.join(group, "memory.stat"))
             # Files that are kept in memory count as used, and give way to programs.
-            files = re.findall(r"^(?:in)?active_file (\d+)$", known, re.MULTILINE)
+            # Version 1 counts the files of groups within this one in totals alone.
+            totals = "total_" if "total_active_file" in known else ""
+            files = re.findall(rf"^{totals}(?:in)?active_file (\d+)$", known, re.MULTILINE)
             available = min(available, int(limit) - int(used) + sum(map(int, files)))
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
