@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -322,8 +323,8 @@ def _keep_events_up_to(path: Path, step: int, see: Callable[[dict[str, Any]], No
                 see(event)
                 yield line
 
-    path.touch()
-    with path.open("rb") as lines:
+    # A missing file is not made before: a reader could open it, and would never see the one that takes its place.
+    with path.open("rb") if path.exists() else io.BytesIO() as lines:
         replace_lines(path, kept(lines))
     return last, damaged
 
