@@ -238,8 +238,8 @@ def _one_value_wrong(output: str) -> str:
     def through_horovod(process_set: Any) -> allreduce.Reduce:
         reduce = true_sum(process_set)
 
-        def spoilt(terms: Any, times: int) -> Any:
-            sums = reduce(terms, times).numpy()
+        def spoilt(terms: Any) -> Any:
+            sums = reduce(terms).numpy()
             if process_set.rank() == 1 and len(sums) == 16:
                 sums[5] += 1
             return sums

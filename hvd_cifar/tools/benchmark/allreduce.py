@@ -33,7 +33,7 @@ PATTERN = 13
 # Memory of a rank, in messages: terms, TensorFlow's copy, received, copied, sums, expected, and two in transit.
 BUFFERS = 8
 
-Reduce = Callable[[Any, int], Any]  # this rank's terms, how many times -> the sums over the ranks, of the last time
+Reduce = Callable[[Any], Any]  # this rank's terms -> the sums over the ranks
 
 
 def sizes(least: int, most: int, factor: int) -> list[int]:
@@ -63,22 +63,11 @@ def _pattern(count: int) -> NDArray[np.float32]:
 
 
 def through_horovod(process_set: Any) -> Reduce:
-    """The all-reduce that the optimizer uses for gradients, several times one after the other.
-
-    All in one graph, as in a step: calls from Python would take a part of the time, on ranks that share a core most.
-    """
+    """The all-reduce that the optimizer uses for gradients."""
     optimizer = DistributedOptimizer(keras.optimizers.SGD(), op="sum", process_set=process_set)
-    terms_of_any_size = tf.TensorSpec([None], tf.float32)  # tracing a graph for each size takes long
-
-    @tf.function(input_signature=[terms_of_any_size, tf.TensorSpec([], tf.int32)], autograph=False)
-    def reduce(terms: Any, times: Any) -> Any:
-        def once(done: Any, last: Any) -> tuple[Any, Any]:
-            with tf.control_dependencies([last]):
-                return done + 1, optimizer.reduce([tf.identity(terms)])[0]
-
-        return tf.while_loop(lambda done, _: done < times, once, [0, terms], parallel_iterations=1)[1]
-
-    return reduce
+    # One graph for all sizes: tracing one for each size takes long.
+    signature = [tf.TensorSpec([None], tf.float32)]
+    return tf.function(lambda terms: optimizer.reduce([terms])[0], input_signature=signature, autograph=False)
 
 
 def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
@@ -127,8 +116,8 @@ def check_memory(largest: int, ranks: int, host: str, available: int, advice: st
         )
 
 
-def _ways(job: Job, k: int, size: int, horovod: Reduce | None, mpi: Any) -> dict[Way, Callable[[int], Any]]:
-    """By way, a function that makes n all-reduces (or copies) and returns the last result; empty on ranks that wait."""
+def _ways(job: Job, k: int, size: int, horovod: Reduce | None, mpi: Any) -> dict[Way, Callable[[], Any]]:
+    """By way, a function that makes one all-reduce (or copy) and returns its result; empty on ranks that wait."""
     if not job.includes_me(k):
         return {}
     terms = terms_of(job.world.rank, size // WIDTH)
@@ -138,17 +127,15 @@ def _ways(job: Job, k: int, size: int, horovod: Reduce | None, mpi: Any) -> dict
     assert horovod is not None
     reduce = horovod
 
-    def by_mpi(times: int) -> Any:
-        for _ in range(times):
-            mpi(terms, received)
+    def by_mpi() -> Any:
+        mpi(terms, received)
         return received
 
-    def by_copy(times: int) -> Any:
-        for _ in range(times):
-            np.copyto(copied, terms)
+    def by_copy() -> Any:
+        np.copyto(copied, terms)
         return copied
 
-    return {"horovod": lambda times: reduce(tensor, times), "mpi": by_mpi, "copy": by_copy}
+    return {"horovod": lambda: reduce(tensor), "mpi": by_mpi, "copy": by_copy}
 
 
 def _measure_size(
@@ -186,14 +173,15 @@ def _measure_size(
         )
 
 
-def _time(job: Job, k: int, run: Callable[[int], Any] | None, iterations: int) -> tuple[list[tuple[float, float]], Any]:
+def _time(job: Job, k: int, once: Callable[[], Any] | None, iterations: int) -> tuple[list[tuple[float, float]], Any]:
     """Wall and processor seconds of one iteration, by rank; and this rank's last result. A collective."""
     seconds = processor = 0.0
     result: Any = None
-    if run is not None:
+    if once is not None:
         collectives.barrier(job.sets[k])
         began, worked = time.perf_counter(), time.process_time()
-        result = run(iterations)
+        for _ in range(iterations):
+            result = once()
         np.asarray(result[-1:])  # waits for the device, and copies four bytes
         seconds = (time.perf_counter() - began) / iterations
         processor = (time.process_time() - worked) / iterations
