@@ -16,7 +16,7 @@ MODELS = {**models.BUILT_IN, "resnet8": Model("resnet8", partial(resnet.build, d
 
 def resnet8(image_shape: tuple[int, int, int], classes: int) -> tuple[Any, Recipe]:
     """The smallest ResNet, with the recipe of all: see `models.resnet.build`."""
-    return resnet.build(image_shape, classes, depth=8), resnet.RECIPE
+    return MODELS["resnet8"].build(image_shape, classes), resnet.RECIPE
 
 
 def recipe_of(name: str) -> Recipe:

@@ -2,5 +2,5 @@
 
 # A small net on a set that needs no download; the folder of the set follows.
 TUTORIAL = ("--model", "tutorial", "--dataset", "synthetic", "--data-dir")
-# Starts in half the time of resnet20, and has the same layers.
+# It has the kinds of layers of resnet20, and fewer of them.
 RESNET8 = "benchmarks.nets:resnet8"

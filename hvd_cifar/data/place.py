@@ -18,6 +18,10 @@ SCRATCH = ".unfinished"
 SECONDS_BETWEEN_LOOKS = 5.0
 
 
+def _ignore() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Onlooker:
     """Who waits for files that are made.
@@ -28,7 +32,7 @@ class Onlooker:
     """
 
     sees_bar: bool = False
-    is_told: Callable[[], Any] = bool
+    is_told: Callable[[], Any] = _ignore
 
 
 NOBODY = Onlooker()

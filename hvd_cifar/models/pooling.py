@@ -78,7 +78,7 @@ class SteadyMaxPooling2D(keras.layers.Layer):
 
 # Larger than a convolution's rounding error of values up to 10, smaller than a meaningful difference.
 TIE = {tf.float32: 1e-5, tf.float64: 1e-12}
-# The most pixels of a window that XLA compares one by one: for 121 of them it compiles for more than a minute.
+# The most pixels of a window that XLA compares one by one: the time to compile grows much faster than their number.
 MOST_PLACES = 16
 
 

@@ -296,7 +296,7 @@ class Reporter:
 def _keep_events_up_to(path: Path, step: int, see: Callable[[dict[str, Any]], None]) -> tuple[int, int]:
     """Remove the lines of later steps from a file, which is made where there is none.
 
-    Line by line: the examples of a long run take gigabytes.
+    It reads line by line: the examples of a long run would take much memory.
 
     Args:
         see: called with each event that stays.

@@ -134,7 +134,7 @@ def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def prepare_tensorflow(environment: MutableMapping[str, str]) -> None:
-    """Set the variables that TensorFlow (unless the user has set it) and Keras read at their import.
+    """Set variables that TensorFlow and Keras read at their import; the user's setting for TensorFlow stays.
 
     Args:
         environment: the variables; changed in place.
