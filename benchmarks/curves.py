@@ -1,8 +1,10 @@
-"""Test accuracy over the steps of runs, as SVG: the curves of docs/results.md.
+"""Test accuracy of runs over their steps or epochs, as SVG: the curves of docs/results.md.
 
     python -m benchmarks.curves tutorial=runs/tutorial "resnet20 in PyTorch=torch.json" --output curves.svg
+    python -m benchmarks.curves 128=runs/128 1024=runs/1024 --by epoch --reach 80 --reach 82 --output batches.svg
 
-Each argument is a name and a run directory, or the JSON file of `benchmarks.peers.published`.
+Each argument is a name and a run directory, or the JSON file of `benchmarks.peers.published`, which knows steps only.
+`--reach` prints when each run first has that accuracy in an evaluation.
 """
 
 from __future__ import annotations
@@ -18,43 +20,57 @@ from hvd_cifar.errors import UserError
 
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.argument("curves", nargs=-1, required=True, metavar="NAME=RUN_DIR|FILE.json ...")
+@click.option("--by", type=click.Choice(["step", "epoch"]), default="step", show_default=True)
+@click.option("--reach", multiple=True, type=float, metavar="PERCENT", help="Test accuracy; may be given repeatedly.")
 @click.option("--output", type=Path, required=True)
 @setting.one_line_for_users()
-def main(curves: tuple[str, ...], output: Path) -> None:
-    """Read all curves, then draw them."""
+def main(curves: tuple[str, ...], by: str, reach: tuple[float, ...], output: Path) -> None:
+    """Read all curves, draw them, then print the table of `reach`."""
     import matplotlib
 
     matplotlib.use("agg")
     matplotlib.rcParams["svg.hashsalt"] = "hvd_cifar"  # the same file from the same runs
     from matplotlib import pyplot
 
-    found: dict[str, dict[int, float]] = {}
+    found: dict[str, dict[float, float]] = {}
     for text in curves:
         name, equals, path = text.partition("=")
         if not equals or name in found:
             raise UserError(f"{text}: give NAME=RUN_DIR or NAME=FILE.json, each with a name of its own")
-        found[name] = accuracies(Path(path))
+        found[name] = accuracies(Path(path), by)
     figure, axes = pyplot.subplots(figsize=(8, 3.4), layout="constrained")
-    for name, by_step in found.items():
-        percent = [100 * accuracy for accuracy in by_step.values()]
-        axes.plot(list(by_step), percent, ".-", label=f"{name}, at the end {percent[-1]:.2f}%")
-    axes.set(xlabel="step", ylabel="test accuracy, %")
+    for name, curve in found.items():
+        percent = [100 * accuracy for accuracy in curve.values()]
+        axes.plot(list(curve), percent, ".-", label=f"{name}, at the end {percent[-1]:.2f}%")
+    axes.set(xlabel=by, ylabel="test accuracy, %")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(output, metadata={"Date": None})
+    if reach:
+        print("| " + " | ".join([f"{by} of the first evaluation with", *(f"{percent:g}%" for percent in reach)]) + " |")
+        print("|---" * (len(reach) + 1) + "|")
+        for name, curve in found.items():
+            print("| " + " | ".join([name, *(first(curve, percent / 100) for percent in reach)]) + " |")
 
 
-def accuracies(path: Path) -> dict[int, float]:
-    """Test accuracies by step, of a run directory or a JSON file.
+def first(curve: dict[float, float], accuracy: float) -> str:
+    """Where a curve first has an accuracy or more; "never" where it has not."""
+    return next((f"{x:.4g}" for x, value in curve.items() if value >= accuracy), "never")
+
+
+def accuracies(path: Path, by: str = "step") -> dict[float, float]:
+    """Test accuracies by step or epoch, of a run directory or a JSON file.
 
     Raises:
         UserError: where there are none.
     """
     if path.is_dir():
-        found = runs.accuracies(path)
+        found = runs.accuracies(path, by)
+    elif by != "step":
+        raise UserError(f"{path}: such a file has no epochs; leave out --by")
     else:
         try:
-            found = {int(step): float(value) for step, value in json.loads(path.read_text())["test_accuracy"].items()}
+            found = {float(step): float(value) for step, value in json.loads(path.read_text())["test_accuracy"].items()}
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: no file of benchmarks.peers.published: {error}") from None
     if not found:

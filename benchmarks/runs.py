@@ -14,9 +14,9 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {e["step"]: e["loss"] for e in events(run_dir) if e["event"] == "train"}
 
 
-def accuracies(run_dir: Path) -> dict[int, float]:
-    """The test accuracies of a run by step."""
-    return {e["step"]: e["test_accuracy"] for e in events(run_dir) if e["event"] == "eval"}
+def accuracies(run_dir: Path, by: str = "step") -> dict[float, float]:
+    """The test accuracies of a run by "step" or "epoch"."""
+    return {e[by]: e["test_accuracy"] for e in events(run_dir) if e["event"] == "eval"}
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:

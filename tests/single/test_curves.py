@@ -11,7 +11,8 @@ from benchmarks.curves import accuracies, main
 
 
 def test_curves_of_a_run_and_of_a_file(tmp_path: Path) -> None:
-    events = [{"event": "train", "step": 5}, *({"event": "eval", "step": s, "test_accuracy": s / 20} for s in (5, 10))]
+    found = [{"event": "eval", "step": step, "epoch": step / 4, "test_accuracy": step / 20} for step in (5, 10)]
+    events = [{"event": "train", "step": 5}, *found]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (file := tmp_path / "torch.json").write_text(json.dumps({"test_accuracy": {"4": 0.5}, "seconds": 1.0}))
     assert accuracies(tmp_path) == {5: 0.25, 10: 0.5} and accuracies(file) == {4: 0.5}
@@ -19,6 +20,12 @@ def test_curves_of_a_run_and_of_a_file(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, [f"ours={tmp_path}", f"theirs={file}", "--output", str(picture)])
     assert done.exit_code == 0, done.output
     assert picture.read_text().count("50.00%") == 2  # the last of each, as a comment beside its glyphs
+    by_epoch = ["--by", "epoch", "--reach", "25", "--reach", "26", "--reach", "60", "--output", str(picture)]
+    done = CliRunner().invoke(main, [f"ours={tmp_path}", *by_epoch])
+    assert done.exit_code == 0 and done.output.splitlines()[-1] == "| ours | 1.25 | 2.5 | never |", done.output
+    assert "<!-- epoch -->" in picture.read_text()
+    failed = CliRunner().invoke(main, [f"theirs={file}", *by_epoch])
+    assert failed.exit_code == 2 and "has no epochs" in failed.output
 
     (tmp_path / "metrics.jsonl").write_text(json.dumps(events[0]) + '\n{"event": "ev')  # of a killed run
     (list_file := tmp_path / "list.json").write_text("[]")
