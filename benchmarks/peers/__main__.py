@@ -28,12 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+import keras
 
 from benchmarks import jobs, nets, setting
 from benchmarks.peers import environment, network, sides
 from benchmarks.peers.rates import spread, table
 from benchmarks.peers.turns import Job, Turn
 from hvd_cifar.errors import UserError
+from hvd_cifar.models.recipe import momentum_sgd
 from hvd_cifar.runtime.environment import prepare_tensorflow
 from hvd_cifar.tools.benchmark.results import check_writable
 
@@ -106,11 +108,11 @@ def measure(
     base = base or able[1]
     if base not in chosen:
         raise UserError(f"--base {base}: it is not among the sides that are measured; also name it in --only")
-    recipe = nets.recipe_of(model)
-    if model != "fast" and recipe.beyond and ranks * batch_size > recipe.beyond[0]:
+    recipe = nets.recipe_of(model).for_batch(ranks * batch_size)
+    if model != "fast" and recipe.optimizer not in (keras.optimizers.SGD, momentum_sgd):
         raise UserError(
             f"{ranks} ranks of {batch_size} examples: {model} trains this batch with another optimizer than its peers; "
-            f"give at most {recipe.beyond[0]} examples"
+            "give fewer examples"
         )
     python = environment.ensure(peers.expanduser().absolute()) if sides.TORCH & {*chosen} else None
     with ExitStack() as stack:

@@ -58,7 +58,7 @@ def main(
     if folder is None:
         raise click.UsageError(f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there")
     dataset = CIFAR10.read(folder)
-    recipe = nets.recipe_of(model)
+    recipe = nets.recipe_of(model).for_batch(global_batch_size)
     transforms = transforms_named(recipe.augmentation, dataset)
     net = nets.build(model, transforms.shape[0], precision)
     variables = [v.value for v in net.model.trainable_variables]

@@ -69,7 +69,8 @@ def main(
     if folder is None:
         raise click.UsageError(f"--data-dir {data_dir}: no CIFAR-10 in its binary layout is there")
     dataset = CIFAR10.read(folder)
-    recipe = nets.recipe_of(model)
+    batch = batch_size * len(workers)
+    recipe = nets.recipe_of(model).for_batch(batch)
     transforms = transforms_named(recipe.augmentation, dataset)
     net = nets.build(model, transforms.shape[0], precision)
     variables = [v.value for v in net.model.trainable_variables]
@@ -78,7 +79,6 @@ def main(
     slots = [tf.Variable(tf.zeros_like(v), trainable=False) for v in variables] if momentum else []
     averages = MovingAverage(net.model.trainable_variables, recipe.ema_decay) if recipe.ema_decay else None
     sizes = [v.shape.num_elements() for v in variables]
-    batch = batch_size * len(workers)
     rate = recipe.learning_rate * recipe.batch.scale_of(batch)
 
     def replica_step(image: Any, label: Any) -> Any:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from benchmarks import nets
 from benchmarks.peers import network, rates, sides, whole
-from benchmarks.peers.__main__ import LOG_EVERY
+from benchmarks.peers.__main__ import LOG_EVERY, main
 from benchmarks.peers.rates import Stamp
 from benchmarks.peers.turns import Job, Side
 from hvd_cifar.config import TrainSettings, make
@@ -212,6 +212,12 @@ def test_our_sides_do_the_work_that_is_counted(model: str, tmp_path: Path) -> No
             assert settings.model == model and settings.image_sizes in (None, (32,))
 
 
+@pytest.mark.parametrize("model", ["tutorial", "resnet20"])
+def test_a_batch_that_peers_train_with_another_optimizer_is_refused(model: str, real_data: Path) -> None:
+    done = CliRunner().invoke(main, ["--data-dir", str(real_data), "--model", model, "--batch-size", "129"])
+    assert done.exit_code == 2 and "another optimizer than its peers" in done.output, done.output
+
+
 def test_a_command_that_cannot_be_started_leaves_none_behind(tmp_path: Path) -> None:
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)", str(tmp_path)]
     side = Side("half", [sleeper, [str(tmp_path / "none")]], [], 1)
@@ -314,6 +320,18 @@ def test_pytorchs_net_is_ours(name: str, side: int, parameters: int, more: list[
     assert bool(means) == ("mean" in found)
     if means:
         np.testing.assert_allclose(found["mean"], means[0].numpy(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.skipif(not (PEERS / "bin/python").exists(), reason="needs PyTorch in an environment of its own")
+@pytest.mark.parametrize("model, batch", [("tutorial", 100), ("tutorial", 128), ("tutorial", 256), ("resnet20", 256)])
+def test_pytorchs_rate_and_momentum_are_ours(model: str, batch: int) -> None:
+    script = "import sys; from benchmarks.peers.ddp import work_of; w = work_of(sys.argv[1], int(sys.argv[2]), False); "
+    words = [str(PEERS / "bin/python"), "-c", script + "print(w.rate, w.momentum, w.weight_decay)", model, str(batch)]
+    found = subprocess.run(words, cwd=CHECKOUT, check=True, timeout=120, capture_output=True, text=True).stdout
+    recipe = nets.recipe_of(model).for_batch(batch)
+    momentum = recipe.optimizer(1.0).momentum
+    expected = [recipe.learning_rate * recipe.batch.scale_of(batch), momentum, recipe.weight_decay]
+    assert [float(word) for word in found.split()] == pytest.approx(expected)
 
 
 @pytest.mark.skipif(not (PEERS / "bin/python").exists(), reason="needs PyTorch in an environment of its own")
