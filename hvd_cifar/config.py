@@ -68,9 +68,15 @@ def _not_empty(path: Any) -> Any:
 
 
 def absolute(path: Path) -> Path:
-    """The absolute path, so that ranks and a later `evaluate` agree on it. ValueError for an unknown ~user or a NUL."""
+    """The absolute path, so that ranks and a later `evaluate` agree on it.
+
+    Raises:
+        ValueError: for an unknown ~user, a NUL, and a name that is not UTF-8, which TensorFlow does not take.
+    """
     if "\0" in str(path):
         raise ValueError("a path holds no NUL character")
+    if any("\ud800" <= character <= "\udfff" for character in str(path)):
+        raise ValueError("the name is not UTF-8; rename it")
     try:
         return path.expanduser().absolute()
     except RuntimeError as failure:
@@ -993,11 +999,11 @@ def read_file(path: Path) -> dict[str, Any]:
     return {key.replace("-", "_"): value for key, value in content.items() if key not in RECORDED_SECTIONS}
 
 
-def unused_run_dir(model: str) -> Path:
-    """A run directory that does not exist yet: runs/MODEL-DATE-TIME in the current folder."""
+def unused_run_dir(model: str, suffix: str = "") -> Path:
+    """A run directory that does not exist yet: runs/MODEL-DATE-TIME[-SUFFIX] in the current folder."""
     place, _, name = model.rpartition(":")
     label = f"{Path(place).stem}-{name}" if place else name  # of FILE.py:NAME and package.module:NAME
-    stem = f"{label}-{datetime.now():%Y%m%d-%H%M%S}"
+    stem = f"{label}-{datetime.now():%Y%m%d-%H%M%S}{suffix and f'-{suffix}'}"
     names = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))  # two runs may start in one second
     return next(path for path in (Path("runs").absolute() / name for name in names) if not path.exists())
 

@@ -76,11 +76,11 @@ def command(
     slots = ",".join(f"{name}:{host.slots}" for name, host in zip(names, hosts, strict=True))
     where = ["-np", str(ranks), "-H", slots]
     if request.gloo:
-        words = [str(bin_folder / "horovodrun"), "--gloo", *where]
+        # No cache: its results of earlier ssh checks may be outdated, and jobs of one user share its file.
+        words = [str(bin_folder / "horovodrun"), "--gloo", "--disable-cache", *where]
         if network is not None:
             here = next(card.name for host, card in network.cards.items() if is_local(host))
-            # No cache: horovodrun's results of earlier ssh checks may be outdated.
-            words += ["--network-interfaces", here, "--disable-cache"]
+            words += ["--network-interfaces", here]
             words += [python, "-m", "hvd_cifar.launch.cluster.guard", network.subnet, str(Path.cwd())]
         return words + program
 

@@ -25,7 +25,7 @@ from hvd_cifar.launch.cluster import ssh
 from hvd_cifar.launch.cluster.hosts import MOST_BYTES, Host, hosts_of_ranks, is_local, parse_hosts
 from hvd_cifar.launch.cluster.network import Unreachable
 from hvd_cifar.launch.cluster.remarks import Lost, lost_in
-from hvd_cifar.launch.job import Job, complain
+from hvd_cifar.launch.job import Job, beside, complain
 from hvd_cifar.launch.restarts import FINAL, last_step
 from hvd_cifar.launch.roster import Roster, Sizes, first_slots, slots_of
 from hvd_cifar.runtime.environment import ELASTIC, ElasticJob
@@ -223,8 +223,11 @@ class ElasticRun:
 
     def _watch(self, hosts: tuple[Host, ...], ended: threading.Event) -> None:
         """Ask the ranks to stop, so that the job starts again, when slots are added or withdrawn."""
-        began, first_step, seen = time.monotonic(), self._step(), 0
+        began, first_step, seen = 0.0, self._step(), 0
         while not ended.wait(SECONDS_BETWEEN_LOOKS):
+            if not self.job.runs:  # the hosts are asked first; there is nobody to stop
+                continue
+            began = began or time.monotonic()
             better = self._allowed(self._look())
             there = {host.name: host.slots for host in self.found or ()}
             withdrawn = [host.name for host in hosts if host.slots > there.get(host.name, 0)]
@@ -248,11 +251,14 @@ class ElasticRun:
         return bool(silent)
 
     def _reaches(self, host: str) -> bool:
-        try:
-            words = self.words(host, ["true"])
-            return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=20).returncode == 0
-        except subprocess.TimeoutExpired:
-            return False
+        silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        with beside(self.words(host, ["true"]), **silent) as process:
+            try:
+                return process.wait(20) == 0
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                return False
 
     def _step(self) -> int:
         """A number that grows with the newest step that this host can see; -1: there is none."""
@@ -275,10 +281,13 @@ def script(path: Path) -> Discover:
     def discover() -> tuple[Host, ...]:
         what = f"--host-discovery-script {path}"
         try:
-            with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-                process = subprocess.Popen(
+            with (
+                tempfile.TemporaryFile() as out,
+                tempfile.TemporaryFile() as err,
+                beside(
                     [str(path)], stdout=out, stderr=err, preexec_fn=_limit_output, start_new_session=True
-                )
+                ) as process,
+            ):
                 try:
                     code = process.wait(SCRIPT_SECONDS)
                 except BaseException:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,6 +37,21 @@ LONGEST_END = 300  # characters
 HEIR = "trap '' HUP INT TERM USR1; read -r pid && { read -r _ || kill -$1 $pid; }"
 
 Pump = Callable[[BinaryIO], None]
+
+_own: set[int] = set()  # process ids of `beside`
+_own_starts = threading.Lock()
+
+
+@contextlib.contextmanager
+def beside(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program of the launcher's own beside a job, whose end does not end it. `options`: of Popen."""
+    with _own_starts:
+        process = subprocess.Popen(words, **options)
+        _own.add(process.pid)
+    try:
+        yield process
+    finally:
+        _own.discard(process.pid)
 
 
 @dataclass(frozen=True)
@@ -172,6 +188,11 @@ class Job:
         self._ends[-1] = self._said()
 
     @property
+    def runs(self) -> bool:
+        """Whether ranks run."""
+        return self._process is not None and self._process.returncode is None
+
+    @property
     def stops(self) -> bool:
         """Whether the current or last ranks were asked to stop, by the user or by `ask`."""
         return self._stops
@@ -304,13 +325,15 @@ def _ranks_below(pid: int) -> list[psutil.Process]:
 def _end_orphans(seconds: float, others: Collection[psutil.Process]) -> None:
     """Wait for processes that a starter left, then kill them: a killed mpirun ends no rank.
 
-    `others`, which ran before the starter, and their children are spared.
+    `others`, which ran before the starter, programs that run `beside` it, and the children of both are spared.
     """
-    spared = set(others)
-    for other in others:
+    with _own_starts:
+        below = psutil.Process().children(recursive=True)
+        spared = {*others, *(process for process in below if process.pid in _own)}
+    for other in [*spared]:
         with contextlib.suppress(psutil.Error):  # it has ended
             spared |= set(other.children(recursive=True))
-    orphans = [process for process in psutil.Process().children(recursive=True) if process not in spared]
+    orphans = [process for process in below if process not in spared]
     _, alive = psutil.wait_procs(orphans, seconds)
     for process in alive:
         with contextlib.suppress(psutil.Error):
@@ -342,9 +365,12 @@ def write(descriptor: int, data: bytes) -> None:
     # output: with a full pipe ranks would block.
     with contextlib.suppress(OSError):
         while data:
-            data = data[os.write(descriptor, data) :]
+            try:
+                data = data[os.write(descriptor, data) :]
+            except BlockingIOError:  # another program has made it non-blocking
+                select.select([], [descriptor], [])
 
 
 def complain(message: str) -> None:
     """Print a message of the launcher."""
-    write(2, f"hvd_cifar: {message}\n".encode())
+    write(2, os.fsencode(f"hvd_cifar: {message}\n"))  # with names as they are, also those that are not UTF-8

@@ -118,7 +118,8 @@ def _with_run_dir(request: Request, settings: Any) -> Request:
             raise UserError("--validation-ranks goes with train: no other command has weights to evaluate")
         option = "--elastic" if request.elastic else "--max-restarts"
         raise UserError(f"{option} goes with train: no other command can be resumed")
-    run_dir = settings.run_dir or config.unused_run_dir(settings.model)
+    # Rank 0 makes the folder seconds later: other launchers of this second must have other names.
+    run_dir = settings.run_dir or config.unused_run_dir(settings.model, str(os.getpid()))
     of_run_dir = () if settings.run_dir else ("--run-dir", str(run_dir))
     # --resume never is for the first start. A restart resumes the run that it began.
     of_restarts = ("--resume", "auto") if settings.resume == "never" else ()
@@ -210,7 +211,7 @@ def _become(request: Request, words: list[str], module: str = "hvd_cifar") -> in
     """Replace this process by a module's program; with --dry-run print the command."""
     words = [sys.executable, "-m", module, *words]
     if request.dry_run:
-        write(1, f"{shlex.join(words)}\n".encode())
+        write(1, os.fsencode(f"{shlex.join(words)}\n"))
         return 0
     os.execv(words[0], words)
 
@@ -262,9 +263,9 @@ def _make_ready(request: Request, ranks: int) -> Ready:
 def _launch(request: Request, ranks: int, stall_seconds: float) -> int:
     ready = _make_ready(request, ranks)
     if request.dry_run:
-        write(1, f"{_as_typed(ready.words, ready.env)}\n".encode())
+        write(1, os.fsencode(f"{_as_typed(ready.words, ready.env)}\n"))
         if request.validators:
-            write(1, f"{shlex.join(validators.words(request))}\n".encode())
+            write(1, os.fsencode(f"{shlex.join(validators.words(request))}\n"))
         return 0
     if ready.words[0] == sys.executable and not request.max_restarts and not request.validators:
         os.execve(ready.words[0], ready.words, ready.env)

@@ -120,5 +120,5 @@ def _tell_of_end(process: subprocess.Popen[bytes], is_over: threading.Event) -> 
     lines = [line for line in said if not line.startswith("hvd_cifar: note: ")]  # training prints the same notes
     if lines and lines[-1].startswith("hvd_cifar: "):
         cause = lines.pop().removeprefix("hvd_cifar: ")
-    write(2, "".join(f"{line}\n" for line in lines).encode())
+    write(2, os.fsencode("".join(f"{line}\n" for line in lines)))
     complain(f"validation ranks have ended ({cause}); training goes on, and evaluations of later steps are missing")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import io
 import json
 import os
@@ -23,7 +24,7 @@ import pytest
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.kernels import compiled
-from hvd_cifar.launch.install import convolutions, cuda_kernels, horovod, installer, machine
+from hvd_cifar.launch.install import convolutions, cuda_kernels, everywhere, horovod, installer, machine
 from hvd_cifar.launch.install.patch import PatchError, apply_patch
 from hvd_cifar.launch.install.steps import StepFailed, Steps, locked, telling_lines
 from tests.ranks import CHECKOUT
@@ -239,6 +240,14 @@ def test_an_old_driver_or_gpu_is_refused(tmp_path: Path, said: str) -> None:
     with pytest.raises(
         UserError, match=r"^--gpu: driver .* needs driver 525 or later and a GPU from Pascal \(6.0\) on$"
     ):
+        machine.check_driver({"PATH": str(tmp_path)})
+
+
+def test_a_driver_that_does_not_know_what_is_asked_is_refused(tmp_path: Path) -> None:
+    unknown = "'Field \"compute_cap\" is not a valid field to query.'"
+    body = f'case "$1" in *compute_cap*) echo {unknown}; exit 2;; esac; echo "470.82.01, Tesla V100"'
+    _tool(tmp_path, "nvidia-smi", body)
+    with pytest.raises(UserError, match=r"^--gpu: driver 470.82.01, Tesla V100; .* needs driver 525 or later"):
         machine.check_driver({"PATH": str(tmp_path)})
 
 
@@ -496,3 +505,92 @@ def test_only_an_environment_that_set_up_left_unfinished_is_replaced_unasked(
     assert not installer._is_of_others()
     installer._empty(venv)
     assert [path.name for path in venv.iterdir()] == [installer.RECORD]
+
+
+SENT_FILES = ("run.sh", "hvd_cifar/a.py", "hvd_cifar/b.py")
+
+
+def _look(checkout: Path) -> str:
+    """What `setup --hostfile` finds in a checkout on a host."""
+    here = everywhere.Here(checkout, "", (3, 11), (), SENT_FILES, {})
+    names = hashlib.sha256("".join(f"{name}\n" for name in SENT_FILES[1:]).encode()).hexdigest()
+    look = here.fill(everywhere.LOOK, token="/nonexistent", names=names)
+    listed = "".join(f"{hashlib.sha256(b'new').hexdigest()}  {name}\n" for name in here.files)
+    return subprocess.run(["sh", "-c", look], input=listed, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_an_interrupted_sending_is_replaced_by_the_next(share: float, tmp_path: Path) -> None:
+    source, checkout = tmp_path / "source", tmp_path / "checkout"
+    (source / "hvd_cifar").mkdir(parents=True)
+    for name in SENT_FILES:
+        (source / name).write_text("new")
+    packed = everywhere._packed(source, SENT_FILES)
+    here = everywhere.Here(checkout, "", (3, 11), (), (), {})
+    assert _look(checkout) == "absent"
+    cut = packed[: int(len(packed.rstrip(b"\0")) * share)]
+    assert subprocess.run(["sh", "-c", here.fill(everywhere.UNPACK)], input=cut, capture_output=True).returncode
+    assert (checkout / "run.sh").exists() and _look(checkout) == "sent"
+    subprocess.run(["sh", "-c", here.fill(everywhere.UNPACK)], input=packed, check=True)
+    assert _look(checkout) == "same"
+
+
+def test_a_copy_within_another_repository_is_sent_whole_and_without_keys(tmp_path: Path) -> None:
+    checkout = tmp_path / "copy"
+    (checkout / "hvd_cifar").mkdir(parents=True)
+    for name in ("run.sh", "hvd_cifar/a.py", "id_ed25519_sk", "ssh_host_rsa_key", "id_rsa.pub", "a.pem"):
+        (checkout / name).touch()
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    assert everywhere.files_of(checkout) == ("hvd_cifar/a.py", "run.sh")
+    (tmp_path / ".gitignore").write_text("*\n")
+    assert everywhere.files_of(checkout) == ("hvd_cifar/a.py", "run.sh")
+
+
+def test_a_signal_ends_the_set_up_of_other_hosts(tmp_path: Path) -> None:
+    _tool(tmp_path, "ssh", f"echo $$ >> {tmp_path}/began; exec sleep 30")
+    program = (
+        "import signal, sys; from hvd_cifar.launch.install import everywhere, installer; "
+        "from hvd_cifar.launch.cluster.hosts import Host; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); "
+        "everywhere.set_up_hosts([Host('nosuch1.invalid', 1), Host('nosuch2.invalid', 1)], "
+        "installer._describe_here(installer.Options(), False))"
+    )
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    process = subprocess.Popen([sys.executable, "-c", program], env=env, cwd=installer.CHECKOUT)
+    began, end = tmp_path / "began", time.monotonic() + 60
+    while not began.exists() or len(began.read_text().split()) < 2:
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(15) == 143 and len(began.read_text().split()) == 2  # no further command
+
+
+def test_files_and_folders_that_set_up_cannot_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for words, told in (
+        (["setup", "--like", str(tmp_path / "none")], "none: no such file"),
+        (["wheel", "--to", str(tmp_path / "file")], "file: File exists; give a folder"),
+        (["wheel", "--to", str(tmp_path / "file" / "folder")], "Not a directory; give a folder"),
+    ):
+        assert installer.main(words) == 2
+        said = capsys.readouterr().err
+        assert told in said and said.count("\n") == 1
+
+
+def test_a_step_that_fails_shows_why_and_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "wheel.log"
+    with pytest.raises(StepFailed), locked(tmp_path / "lock", "") as lock, installer._logged(log, lock) as steps:
+        steps.run(["sh", "-c", "echo error: no space; exit 3"])
+    said = capsys.readouterr().err
+    assert "    error: no space\n" in said and f"(sh ended with exit code 3); all output is in {log}" in said
+
+
+def test_an_environment_that_does_not_run_here_is_told_of_and_may_be_replaced(tmp_path: Path) -> None:
+    for name in ("run.sh", "setup.cfg"):
+        shutil.copy(CHECKOUT / name, tmp_path)
+    shutil.copytree(CHECKOUT / "hvd_cifar", tmp_path / "hvd_cifar", ignore=shutil.ignore_patterns("__pycache__"))
+    (python := tmp_path / ".venv" / "bin" / "python").parent.mkdir(parents=True)
+    python.write_bytes(b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x02\x00\xf3\x00" + bytes(44))  # of a RISC-V
+    python.chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+    done = subprocess.run([tmp_path / "run.sh", "train"], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "replace it with ./run.sh setup --replace" in done.stderr, done.stderr

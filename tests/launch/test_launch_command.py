@@ -28,6 +28,7 @@ from hvd_cifar.launch.cluster.program import Participants
 from hvd_cifar.launch.command import Installation, command
 from hvd_cifar.launch.install import everywhere, installer
 from hvd_cifar.launch.request import Request, parse, with_allocation
+from tests.ranks import CHECKOUT
 
 BIN = Path("/checkout with space/.venv/bin")
 PYTHON = str(BIN / "python")
@@ -301,7 +302,8 @@ def test_command_here() -> None:
     assert "--allow-run-as-root" in _command(2, root=True)
     named = (Host(socket.gethostname(), 4),)
     assert "-x" not in _command(2, hosts=named)
-    assert _command(2, gloo=True) == [str(BIN / "horovodrun"), "--gloo", "-np", "2", "-H", "localhost:2", *PROGRAM]
+    where = ["--disable-cache", "-np", "2", "-H", "localhost:2"]
+    assert _command(2, gloo=True) == [str(BIN / "horovodrun"), "--gloo", *where, *PROGRAM]
 
 
 def test_a_ring_is_asked_of_mpirun() -> None:
@@ -658,3 +660,40 @@ def test_a_signal_while_the_starter_starts_is_not_lost() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
     assert done.stdout == f"{128 + signal.SIGTERM}\n", done.stderr
+
+
+def test_names_that_are_not_utf_8_and_hosts_that_cannot_be_are_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    odd = os.fsdecode(b"caf\xe9")
+    monkeypatch.chdir(tmp_path)
+    for words, told in (
+        (["--hostfile", odd, "train"], b"--hostfile caf\xe9: No such file"),
+        (["python", f"{odd}.py"], b"python caf\xe9.py: no such file"),
+        (["-H", "a..b:2", "train"], b"a..b"),
+        (["-H", f"{'a' * 64}:2", "train"], b"a" * 64),
+    ):
+        assert launcher.main(words, cli.check) == 2, words
+        said = capfdbinary.readouterr().err
+        assert told in said and said.count(b"\n") == 1, said
+    (tmp_path / f"{odd}.py").touch()
+    assert launcher.main(["--dry-run", "-np", "2", "python", f"{odd}.py"], cli.check) == 0
+    assert b"caf\xe9.py" in capfdbinary.readouterr().out
+
+
+def test_two_launchers_of_one_second_name_two_run_directories(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "hvd_cifar.launch", "--dry-run", "-np", "2", "--max-restarts", "1", "train"]
+    env = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    both = [subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=60)[0] for process in both]
+    found = [line.split("--run-dir ")[1].split()[0] for line in said]
+    assert found[0] != found[1] and all(place.startswith(f"{tmp_path}/runs/fast-") for place in found)
+
+
+def test_the_folder_above_the_checkout_hides_no_code(tmp_path: Path) -> None:
+    """It holds a folder of the package's name, which Python could take for a package without code."""
+    (tmp_path / "hvd_cifar").symlink_to(CHECKOUT)
+    words = [sys.executable, "-m", "hvd_cifar.launch", "--dry-run", "-np", "2", "train"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -32,6 +32,7 @@ def test_two_ranks_in_another_environment(tmp_path: Path, capsys: pytest.Capture
     options = installer.recorded_options(installer.read_record())
     if options.system_mpi:
         pytest.skip("the wheel is for this machine's MPI at its path")
+    (tmp_path / "wheels").mkdir()
     installer._write_wheel(options, tmp_path / "wheels")
     what, command = capsys.readouterr().err.splitlines()[-2:]
     assert "tensorflow" in what and "openmpi 4.1" in what and "glibc" in what

@@ -33,6 +33,7 @@ WRONG = [
     ["train", "--learning-rate", "1e300"],
     ["train", "--config", ""],
     ["evaluate", "--run-dir", "a\0b"],
+    ["train", "--run-dir", "caf\udce9"],
     ["train", "--epochs", "nan"],
     ["train", "--max-steps", "0"],
     ["train", "--learning-rate", "0"],

@@ -18,10 +18,11 @@ import pytest
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch import elastic
+from hvd_cifar.launch import job as launch_job
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.remarks import Lost, ended_by_signal, lost_in
 from hvd_cifar.launch.elastic import ElasticRun, Options, script
-from hvd_cifar.launch.job import Job
+from hvd_cifar.launch.job import Job, Starter
 from hvd_cifar.launch.request import parse
 from hvd_cifar.launch.roster import Roster, Sizes, first_slots, parse_sizes
 from hvd_cifar.runtime import shared_memory, stalls
@@ -248,3 +249,53 @@ def test_a_start_is_told_of_where_no_lost_rank_is_known(tmp_path: Path, capfd: p
     assert run.run() == 0
     run.clean_up()
     assert capfd.readouterr().err == "hvd_cifar: elastic: exit code 1; all start again\n"
+
+
+def _rank(job: Job, program: str) -> int:
+    return job.run(Starter([sys.executable, "-c", program], os.environ, None, lambda stream: None))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "SECONDS_BETWEEN_LOOKS", 0.1)
+    monkeypatch.setattr(elastic, "SECONDS_BEFORE_RESIZE", 0.3)
+    monkeypatch.setattr(launch_job, "SECONDS_BETWEEN_ASKS", 0.1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_slots_that_come_while_hosts_are_asked_are_taken(tmp_path: Path) -> None:
+    """The ranks of the first start run 60 s, unless they are asked to stop."""
+    started: list[tuple[Host, ...]] = []
+    ours = Job(can_stop=True)
+
+    def start(hosts: tuple[Host, ...], _: dict[str, str]) -> int:
+        started.append(hosts)
+        if len(started) > 1:
+            return 0
+        time.sleep(1.5)  # longer than SECONDS_BEFORE_RESIZE
+        return _rank(ours, "import time; time.sleep(60)")
+
+    few, more = (Host("localhost", 1),), (Host("localhost", 2),)
+    run = ElasticRun(Options(Sizes(1, 8), 1, 60, (1, 1)), lambda: more if started else few, start, ours, tmp_path)
+    began = time.monotonic()
+    assert run.run() == 0
+    run.clean_up()
+    assert started == [few, more] and time.monotonic() - began < 30
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_end_of_a_start_spares_a_discovery_in_progress(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path, ours = tmp_path / "find", Job(can_stop=True)
+    path.write_text("#!/bin/sh\nsleep 4\necho localhost:2\n")
+    path.chmod(0o755)
+    starts = iter(["import time; time.sleep(6); raise SystemExit(137)", "raise SystemExit(0)"])
+
+    def start(hosts: tuple[Host, ...], _: dict[str, str]) -> int:
+        code = _rank(ours, next(starts))
+        ours.tail = ended_by_signal(0, "localhost", 9, "Killed").encode() if code else b""
+        return code
+
+    run = ElasticRun(Options(Sizes(1, 8), 1, 60, (1, 1)), script(path), start, ours, tmp_path)
+    assert run.run() == 0
+    run.clean_up()
+    assert "elastic: rank 0 on localhost is lost (exit code 137); it rests for 1 s" in capfd.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_cifar.launch.cluster import network, ssh
+from hvd_cifar.launch.cluster import network, probe, ssh
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local
 from hvd_cifar.launch.cluster.network import Card, Report, candidates
 from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
@@ -89,6 +89,8 @@ def test_hosts_of_ranks_and_local_ones() -> None:
     assert hosts_of_ranks(hosts, 4) == ["a", "a", "b", "c"]
     assert is_local("localhost") and is_local("127.0.0.1")
     assert not is_local("192.0.2.1") and not is_local("no-such-host.invalid")
+    for no_name in ("a..b", "a" * 64):  # which Python's resolver refuses in another way
+        assert not is_local(no_name) and network._resolve(no_name) is None and not probe.resolves(no_name)
 
 
 def test_a_command_reaches_the_program_over_ssh_word_for_word() -> None:
@@ -130,9 +132,16 @@ def test_tagged_output_is_told_apart_however_it_is_cut(cuts: list[int]) -> None:
     }
 
 
+PERCENT = [b"rank 0 on a: 1%\r", b"rank 0 on a: 2%\r"]
+
+
 def test_lines_get_their_rank_and_host_in_front() -> None:
     lines = NamedLines(["a", "b"])
     assert lines.add(1, b"half ") == b""
     assert lines.add(0, b"whole\nhvd_cifar: for all\n") == b"rank 0 on a: whole\nhvd_cifar: for all\n"
     assert lines.add(1, b"a line\nhvd_cifar: mine\nre") == b"rank 1 on b: half a line\nrank 1 on b: hvd_cifar: mine\n"
     assert lines.rest() == b"rank 1 on b: re\n"
+    # A progress bar is shown while it is drawn.
+    lines = NamedLines(["a"])
+    assert [lines.add(0, piece) for piece in (b"\r1%", b"\r2%", b"\r3%")] == [b"rank 0 on a: \r", *PERCENT]
+    assert lines.add(0, b"\r") == b"" and lines.add(0, b"\nend\n") == b"rank 0 on a: 3%\r\nrank 0 on a: end\n"

@@ -37,7 +37,7 @@ def resolves(name: str) -> bool:
     """Whether this host resolves a name."""
     try:
         socket.gethostbyname(name)
-    except OSError:
+    except (OSError, UnicodeError):  # a label of no or over 63 characters
         return False
     return True
 

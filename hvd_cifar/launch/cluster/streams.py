@@ -48,7 +48,7 @@ class NamedLines:
     def add(self, rank: int, piece: bytes) -> bytes:
         """The rank's lines that this piece of its output completes."""
         whole = self._begun.pop(rank, b"") + piece
-        *lines, rest = re.split(rb"(?<=\n)", whole)
+        *lines, rest = re.split(rb"(?<=\n)|(?<=\r)(?=[^\n])", whole)  # a progress bar's lines end with \r
         if rest:
             self._begun[rank] = rest
         return b"".join(self._named(rank, line) for line in lines)

@@ -27,7 +27,7 @@ from hvd_cifar.launch.install.versions import as_constraints, differences, versi
 
 # Folders in the checkout's top folder that hold no code.
 LEFT_OUT = {".git", ".venv", "runs", "data", "keys"}
-SECRET = re.compile(r"id_[a-z0-9]+|.*\.(pem|key)")  # containers.md has users make a cluster's keys in the checkout
+SECRET = re.compile(r"id_[\w.-]+|.*_key|.*\.(pem|key)")  # containers.md has users make a cluster's keys in the checkout
 PACKAGE = "hvd_cifar/"
 # The files beside the package on which a run depends. Hosts may differ in all others.
 COMPARED = ("run.sh", "setup.cfg", "pyproject.toml")
@@ -45,11 +45,12 @@ elif cd {checkout} && sha256sum --status --check - &&
 elif [ -e {checkout}/{sent} ]; then echo sent
 else echo other; fi
 """
-# Removes a package that was sent before, so that files deleted here do not stay there.
+# Removes a package that was sent before, so that files deleted here do not stay there. Marks the checkout first, so
+# that another set-up may replace what an interrupted one has sent.
 UNPACK = """
 mkdir -p {checkout} && cd {checkout} || exit 1
 if [ -e {sent} ]; then rm -rf hvd_cifar; fi
-tar -xf - && touch {sent}
+touch {sent} && tar -xf -
 """
 NOTE = "cat > {checkout}/{versions}"
 SET_UP = """
@@ -66,6 +67,11 @@ exit 2
 
 # Hosts may share a disk with each other but not with this one: each finds what was sent to one before.
 _sends = threading.Lock()
+
+
+# The ssh processes of all hosts' threads, which a signal to this process ends.
+_remote: set[subprocess.Popen[bytes]] = set()
+_is_over = threading.Event()
 
 
 class HostFailed(Exception):
@@ -101,9 +107,16 @@ def set_up_hosts(hosts: Sequence[Host], here: Here) -> int:
     others = [host.name for host in hosts if not is_local(host.name)]
     if not others:
         return 0
+    _is_over.clear()
     say(f"Setting up {len(others)} more host{'s' * (len(others) > 1)}: {', '.join(others)}")
     with _token(here.checkout) as token, ThreadPoolExecutor(max_workers=len(others)) as pool:
-        results = dict(zip(others, pool.map(lambda name: _result(name, here, token), others), strict=True))
+        try:
+            results = dict(zip(others, pool.map(lambda name: _result(name, here, token), others), strict=True))
+        except BaseException:  # a signal; the pool would wait for its threads
+            _is_over.set()
+            for process in [*_remote]:
+                process.terminate()
+            raise
     width = max(map(len, results))
     for name, (ready, text) in results.items():
         say(f"{name:{width}}  {'ready' if ready else 'FAILED'}: {text}")
@@ -158,22 +171,42 @@ def _set_up_script(here: Here) -> str:
     )
 
 
-def _ask(name: str, script: str, stdin: bytes = b"") -> str:
-    """The output of a shell script on a host. Raises HostFailed."""
-    words = ssh.words(name, ["sh", "-c", script])
+@contextlib.contextmanager
+def _started(command: list[str], stdin: int) -> Iterator[subprocess.Popen[bytes]]:
+    """An ssh process, which a signal to this process ends. Raises HostFailed."""
+    if _is_over.is_set():
+        raise HostFailed("stopped")
     try:
-        done = subprocess.run(words, input=stdin, capture_output=True, timeout=SECONDS_TO_ANSWER)
+        process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     except FileNotFoundError:
         raise HostFailed(ssh.NO_SSH) from None
-    except subprocess.TimeoutExpired:
-        raise HostFailed(f"no answer within {SECONDS_TO_ANSWER:g} s") from None
-    complaint = done.stderr.decode(errors="replace")
-    if done.returncode == ssh.FAILED:
+    with process:
+        _remote.add(process)
+        try:
+            if _is_over.is_set():  # meanwhile
+                process.terminate()
+            yield process
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            _remote.discard(process)
+
+
+def _ask(name: str, script: str, stdin: bytes = b"") -> str:
+    """The output of a shell script on a host. Raises HostFailed."""
+    with _started(ssh.words(name, ["sh", "-c", script]), subprocess.PIPE) as process:
+        try:
+            said, errors = process.communicate(stdin, SECONDS_TO_ANSWER)
+        except subprocess.TimeoutExpired:
+            raise HostFailed(f"no answer within {SECONDS_TO_ANSWER:g} s") from None
+    complaint = errors.decode(errors="replace")
+    if process.returncode == ssh.FAILED:
         raise HostFailed(ssh.explain(name, complaint))
-    if done.returncode:
+    if process.returncode:
         lines = complaint.strip().splitlines()
-        raise HostFailed(lines[-1] if lines else f"exit code {done.returncode}")
-    return done.stdout.decode(errors="replace")
+        raise HostFailed(lines[-1] if lines else f"exit code {process.returncode}")
+    return said.decode(errors="replace")
 
 
 def _run(name: str, script: str) -> None:
@@ -182,22 +215,18 @@ def _run(name: str, script: str) -> None:
     The script gets a terminal (-tt), so that SIGHUP ends it when the connection breaks.
     """
     ssh_command, *words = ssh.words(name, ["sh", "-c", script])
-    command = [ssh_command, "-tt", *words]
-    try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    except FileNotFoundError:
-        raise HostFailed(ssh.NO_SSH) from None
-    assert process.stdout and process.stderr
     complaint = ""
-    for whole in io.TextIOWrapper(process.stdout, errors="replace", newline="\n"):
-        # Set-up draws its steps anew every second on a terminal.
-        line = whole.rstrip().rpartition("\r")[2].replace("\033[K", "")
-        if line.strip():
-            say(f"{name}: {line}")
-        if line.startswith("hvd_cifar: "):
-            complaint = line.removeprefix("hvd_cifar: ")
-    said = process.stderr.read().decode(errors="replace")
-    code = process.wait()
+    with _started([ssh_command, "-tt", *words], subprocess.DEVNULL) as process:
+        assert process.stdout and process.stderr
+        for whole in io.TextIOWrapper(process.stdout, errors="replace", newline="\n"):
+            # Set-up draws its steps anew every second on a terminal.
+            line = whole.rstrip().rpartition("\r")[2].replace("\033[K", "")
+            if line.strip():
+                say(f"{name}: {line}")
+            if line.startswith("hvd_cifar: "):
+                complaint = line.removeprefix("hvd_cifar: ")
+        said = process.stderr.read().decode(errors="replace")
+        code = process.wait()
     if code == ssh.FAILED:
         raise HostFailed(ssh.explain(name, said))
     if code:
@@ -224,6 +253,8 @@ def files_of(checkout: Path) -> tuple[str, ...]:
         for words in ([*git, "--cached"], [*git, *new]):
             listed += subprocess.run(words, capture_output=True, text=True, check=True).stdout.split("\0")
     except (OSError, subprocess.CalledProcessError):  # no git, or a copy without its history
+        listed = []
+    if "run.sh" not in listed:  # or a copy within another repository
         listed = []
         for folder, folders, names in os.walk(checkout):
             is_top = Path(folder) == checkout

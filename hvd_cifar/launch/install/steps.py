@@ -59,7 +59,7 @@ class Steps:
         began = os.fstat(self.log.fileno()).st_size
         with subprocess.Popen(
             command,
-            env=env,
+            env={**(os.environ if env is None else env), "PIP_USER": "0"},  # pip's `user = true` fails in environments
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=self.log,
