@@ -44,6 +44,7 @@ def train(
         UserError: where a setting does not fit the machine, the data or the run directory.
         TrainingError: where the loss is not finite, gradients are not averaged, or ranks are out of sync.
     """
+    user_code.leave_while_loading()
     given, named = _of_user(model, dataset, callbacks)
     return run.train(config.make(TrainSettings, {**named, **settings}), given)
 
@@ -69,6 +70,7 @@ def evaluate(
     Raises:
         UserError: where there is no such run or checkpoint, or its data set cannot be found or made.
     """
+    user_code.leave_while_loading()
     given, named = _of_user(model, dataset, ())
     if not isinstance(model, str):
         named.pop("model", None)  # the run's record names it

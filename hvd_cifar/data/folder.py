@@ -184,7 +184,7 @@ def list_images(path: Path) -> Listing:
     state = hashlib.sha256(b"upright")  # how images are decoded: a change here makes old caches anew
     for part, name in zip(PARTS, ("train", test), strict=True):
         for kind in _folders(path / name):
-            found = sorted(_images_below(path / name / kind))
+            found = sorted(map(_stated, images_below(path / name / kind)))
             if not found and part == "train":
                 raise UserError(
                     f"{where}: train/{kind} has no images ({', '.join(EXTENSIONS)}); add some, or remove it"
@@ -206,11 +206,14 @@ def _folders(path: Path) -> tuple[str, ...]:
     return tuple(sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
 
 
-def _images_below(folder: Path, above: tuple[str, ...] = ()) -> Iterator[tuple[Path, int, int]]:
-    """Path, bytes and modification time of every image. Raises UserError for a link that leads nowhere.
+def images_below(folder: Path, extensions: tuple[str, ...] = EXTENSIONS, above: tuple[str, ...] = ()) -> Iterator[Path]:
+    """The images below a folder, by their extensions. Links are followed, and hidden files and folders left out.
 
     Args:
         above: real paths of the folders that this one is in: a link back to one of them is not followed.
+
+    Raises:
+        OSError: where a folder cannot be read.
     """
     within = (*above, os.path.realpath(folder))
     with os.scandir(folder) as entries:
@@ -218,14 +221,18 @@ def _images_below(folder: Path, above: tuple[str, ...] = ()) -> Iterator[tuple[P
     for entry in seen:
         if os.path.isdir(entry):
             if os.path.realpath(entry) not in within:
-                yield from _images_below(folder / entry.name, within)
-        elif entry.name.lower().endswith(EXTENSIONS):
-            path = folder / entry.name
-            try:
-                found = entry.stat()
-            except OSError as error:
-                raise _unreadable(path, error) from None
-            yield path, found.st_size, found.st_mtime_ns
+                yield from images_below(folder / entry.name, extensions, within)
+        elif entry.name.lower().endswith(extensions):
+            yield folder / entry.name
+
+
+def _stated(image: Path) -> tuple[Path, int, int]:
+    """An image's path, bytes and modification time. Raises UserError for a link that leads nowhere."""
+    try:
+        found = image.stat()
+    except OSError as error:
+        raise _unreadable(image, error) from None
+    return image, found.st_size, found.st_mtime_ns
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:

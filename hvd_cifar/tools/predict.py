@@ -14,7 +14,7 @@ from PIL import Image
 
 from hvd_cifar.config import PredictSettings
 from hvd_cifar.data import augment
-from hvd_cifar.data.folder import read_image
+from hvd_cifar.data.folder import images_below, read_image
 from hvd_cifar.errors import UserError, printable
 from hvd_cifar.reporting import terminal
 from hvd_cifar.training.evaluate import logits_of
@@ -40,15 +40,16 @@ def predict(settings: PredictSettings) -> int:
         raise UserError(f"{settings.run_dir}: images have {channels} channels; an image file has 1 or 3")
     unread = 0
     for first in range(0, len(files), AT_ONCE):
-        images: dict[Path, NDArray[np.uint8]] = {}
+        images: list[tuple[Path, NDArray[np.uint8]]] = []
         for file in files[first : first + AT_ONCE]:
             try:
-                images[file] = _fitting(read_image(file, channels), trained.dataset.image_shape)
+                images.append((file, _fitting(read_image(file, channels), trained.dataset.image_shape)))
             except UserError as failure:
                 terminal.complain(f"hvd_cifar: {printable(str(failure))}")
                 unread += 1
         if images:
-            for file, row in zip(images, probabilities(trained, np.stack(list(images.values()))), strict=True):
+            rows = probabilities(trained, np.stack([image for _, image in images]))
+            for (file, _), row in zip(images, rows, strict=True):
                 terminal.say(_line(file, row, trained.dataset.labels_in_words, settings.as_json))
     return unread
 
@@ -57,12 +58,15 @@ def images_in(place: Path) -> list[Path]:
     """A file itself; for a folder, all files below it with an image format's extension, in the order of their paths.
 
     Raises:
-        UserError: where a folder has none.
+        UserError: where a folder has none, or cannot be read.
     """
     if not place.is_dir():
         return [place]
-    readable = {extension for extension, kind in Image.registered_extensions().items() if kind in Image.OPEN}
-    found = sorted(file for file in place.rglob("*") if file.suffix.lower() in readable and file.is_file())
+    readable = tuple(extension for extension, kind in Image.registered_extensions().items() if kind in Image.OPEN)
+    try:
+        found = sorted(images_below(place, readable))
+    except OSError as failure:
+        raise UserError(f"{failure.filename}: {failure.strerror}; give images that can be read") from None
     if not found:
         raise UserError(f"{place}: the folder has no images; give image files, or a folder of them")
     return found

@@ -114,8 +114,11 @@ class Work:
         return self.model.recipe
 
 
-def prepare(settings: TrainSettings, world: World, given: OfUser | None = None) -> Work:
-    """Load data set and model, and do the batch arithmetic. A collective."""
+def prepare(settings: TrainSettings, world: World, given: OfUser | None = None, trained_with: int = 0) -> Work:
+    """Load data set and model, and do the batch arithmetic. A collective.
+
+    `trained_with`: the global batch by which the recipe is chosen; 0: that of the settings.
+    """
     given = given or OfUser()
     own = given.dataset
     if own is None and config.is_user_code(settings.dataset):
@@ -127,10 +130,10 @@ def prepare(settings: TrainSettings, world: World, given: OfUser | None = None) 
     model = _model(settings, given)
     model = collectives.on_every_rank(lambda: models.with_recipe(model, dataset.image_shape, dataset.classes))
     assert model.recipe is not None, "it was asked for"
-    batch = global_batch(settings, model.recipe.batch, world.batch_ranks or world.size)
+    batch = trained_with or global_batch(settings, model.recipe.batch, world.batch_ranks or world.size)
     recipe = model.recipe.for_batch(batch)
     model = replace(model, recipe=recipe)
-    if settings.dataset == "auto" and dataset.name == synthetic.LAYOUT.name:
+    if own is None and settings.dataset == "auto" and dataset.name == synthetic.LAYOUT.name:
         recipe = replace(recipe, epochs=min(recipe.epochs, recipe.embedded_epochs))
         settings = settings.model_copy(update={"eval_examples": settings.eval_examples or EMBEDDED_EXAMPLES})
     resolved = for_machines(resolve(settings, recipe), world)
@@ -358,8 +361,13 @@ def make_net(work: Work) -> Net:
 
 
 def _refuse_sizes(work: Work, net: Net) -> None:
-    """UserError where the net cannot take images of all --image-sizes."""
+    """UserError where the net cannot take images of all --image-sizes, or there are no six views of an image."""
     height, width, channels = work.transforms.shape
+    if work.settings.test_time_augmentation and min(height, width) < 2:
+        raise UserError(
+            f"--test-time-augmentation: images of {height} x {width} pixels have no views; give --no-test-time-"
+            "augmentation"
+        )
     sizes = sorted({side for side in work.image_sizes if side != height})
     if sizes and (getattr(net.model, "input_shape", None) or (None, None))[1] is not None:
         raise UserError("--image-sizes: this net takes images of one size; leave it out, or give another --model")
@@ -531,8 +539,9 @@ def _callbacks_of(
         best = [Best(progress, snapshots, reporter, evaluator.watched, results)]
         if run.world.beside:
             beside = [Beside(progress, snapshots, statistics, reporter, tell, evaluator.watched)]
-    evaluators = [*beside, evaluator, confusions]
-    return [*ledger, logger, forecast, *copier, replicas, *evaluators, checkpointer, *best, timekeeper, summariser]
+    # `Beside` waits for its last results: by then the last step is saved.
+    after = [evaluator, confusions, checkpointer, *beside, *best]
+    return [*ledger, logger, forecast, *copier, replicas, *after, timekeeper, summariser]
 
 
 def own_variables(work: Work, learner: Learner) -> list[Any]:

@@ -43,6 +43,9 @@ class Callback:
     def on_start(self, run: Run) -> None:
         """Before the first step, also in a resumed run."""
 
+    def _after_start(self, run: Run) -> None:
+        """After every callback's `on_start`: what an earlier process owes, whose results callbacks are told of."""
+
     def on_step(self, run: Run) -> None:
         """After each global step. Its loss may still be on the device; `run.loss` is that of the last log line."""
 
@@ -256,7 +259,7 @@ class Evaluator(Callback):
         self.tell = tell
         self.newest: dict[str, Evaluation] = {}  # by part
 
-    def on_start(self, run: Run) -> None:
+    def _after_start(self, run: Run) -> None:
         """Make the evaluation that an earlier process left out because it had to stop."""
         stays = not self.progress.stop_requested
         if (
@@ -268,8 +271,10 @@ class Evaluator(Callback):
 
     def on_step(self, run: Run) -> None:
         """Evaluate where it is due. `on_end` evaluates after the last step."""
-        if self._is_due(run) and not self.progress.stop_requested:
-            self.run_now(run, self.watched)
+        if self._is_due(run):
+            self.progress.check_losses()  # tells of a request to stop, for which the evaluation is put off
+            if not self.progress.stop_requested:
+                self.run_now(run, self.watched)
 
     def on_rollback(self, run: Run) -> None:
         """Forget evaluations, which may be of later steps."""
@@ -359,9 +364,12 @@ class Checkpointer(Callback):
         self.began = 0.0
 
     def on_start(self, run: Run) -> None:
-        """Start the clock of the run. Save where the run stops before its first step, or a rollback may need it."""
+        """Start the clock of the run."""
         self.seconds_before = float(self.state.seconds.numpy())
         self.began = time.perf_counter()
+
+    def _after_start(self, run: Run) -> None:
+        """Save where the run stops before its first step, or a rollback may need it."""
         if run.settings.on_nan == "rollback" or self.progress.stop_requested:
             self.save(run)
 
@@ -425,6 +433,10 @@ class Timekeeper(Callback):
         """Mark the end of set-up."""
         self._mark_spans()
         self.reporter.mark("start", step=run.step)
+
+    def _after_start(self, run: Run) -> None:
+        """Mark evaluation and checkpoint before the first step."""
+        self._mark_spans()
 
     def on_step(self, run: Run) -> None:
         """Mark evaluations and checkpoints since the last step."""

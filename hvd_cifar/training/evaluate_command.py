@@ -37,7 +37,9 @@ class RestoredNet:
 
         A collective.
         """
-        self.work = prepare(trained, world, given)
+        # Evaluation makes no steps, so the number of ranks need not fit the run's global batch.
+        one = trained.model_copy(update={"global_batch_size": None, "batch_size": 1})
+        self.work = prepare(one, world, given, trained.global_batch_size or 0)
         if learnt is not None:
             self.work = _as_learnt(self.work, learnt)
         self.world = world

@@ -54,17 +54,20 @@ class Profiler(Callback):
         return f"steps-{self.first}-{self.last}"
 
     def on_start(self, run: Run) -> None:
-        """Begin if the next step is the first one. Skip the profile if the run resumes after that step."""
+        """Skip the profile if the run resumes after its first step."""
         if run.step >= self.first:
             self._leave_out(f"the run goes on after step {run.step}")
+
+    def _after_start(self, run: Run) -> None:
+        """Begin if the next step is the first one."""
         self._begin_where_due(run)
 
     def on_step(self, run: Run) -> None:
-        """Begin before the first step, and end after the last."""
+        """Begin before the first step, and end after the last, or where the run stops."""
         if self.folder:
             self.progress.check_losses()  # waits for the device
             self.edges.append(time.time_ns())
-            if run.step == self.last:
+            if run.step == self.last or self.progress.stop_requested:
                 self._end(run)
         self._begin_where_due(run)
 

@@ -42,7 +42,7 @@ class StepTimes:
         with tf.device("/CPU:0"):
             # For gradients, then for their sums: the sum of times since `_origin`, and the number of steps.
             self._sums = tf.Variable([0.0] * 4, dtype=tf.float64, trainable=False, name="step_times")
-        self._begun, self._steps = 0.0, 0
+        self._begun = 0.0
         self._taken = Times(0, 0.0, 0.0)
 
     def each(self, batches: Iterable[T]) -> Iterator[T]:
@@ -55,7 +55,6 @@ class StepTimes:
             except StopIteration:
                 return
             self._begun += began
-            self._steps += 1
             yield batch
 
     def gradients_are(self, tensors: Sequence[Any]) -> None:

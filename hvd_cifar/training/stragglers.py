@@ -86,6 +86,12 @@ class Stragglers(Callback):
         """Gather here, where ranks wait for each other anyway."""
         self._gather(run)
 
+    def on_rollback(self, run: Run) -> None:
+        """Begin anew: the times so far are of steps that the run makes again."""
+        self.gathered_step, self.gathered_seconds = run.step, self.progress.clock.seconds
+        self.times.take()
+        self.links.take()
+
     def _gather(self, run: Run) -> None:
         steps, before = run.step - self.gathered_step, self.gathered_seconds
         if steps < FEWEST:

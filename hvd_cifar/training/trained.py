@@ -68,8 +68,9 @@ def load(settings: RunSettings) -> Trained:
     set_precision("float32", trained.seed)
     model = models.with_recipe(model, dataset.image_shape, dataset.classes)
     assert model.recipe is not None, "it was asked for"
-    trained = resolve(trained, model.recipe)
-    transforms = transforms_of(trained, model.recipe, dataset)
+    recipe = model.recipe.for_batch(trained.global_batch_size or 0)
+    trained = resolve(trained, recipe)
+    transforms = transforms_of(trained, recipe, dataset)
     set_precision(precision_of(trained), trained.seed)
     net = models.build(model, transforms.shape, dataset.classes)
     state = state_of(net, trained)
@@ -104,8 +105,7 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
     if not recorded.exists():
         raise UserError(f"{run_dir}: there is no run (no config.json); give the folder of a run")
     values = config.read_file(recorded)
-    # Evaluation makes no steps, so the number of ranks need not fit the run's global batch.
-    values |= {"virtual_shards": None, "gradient_accumulation": 1, "global_batch_size": None, "batch_size": 1}
+    values |= {"virtual_shards": None, "gradient_accumulation": 1}
     return values | {"image_sizes": [], "callbacks": [], "verify_every": 0}
 
 

@@ -67,6 +67,7 @@ class Trainer:
                 return done
         with self._open() as requests:
             self.tell("on_start")
+            self.tell("_after_start")
             self._stop_where_asked()
             while True:
                 try:
@@ -121,15 +122,19 @@ class Trainer:
         with requests, self._files(first, total):
             yield requests
 
+    def _begin_files(self, first: int, total: int) -> None:
+        """Rank 0's part. UserError where a file cannot be written."""
+        if first < total:
+            self.reporter.withdraw_summary()
+        self.reporter.open(first, self.run.settings.record_examples)
+        world = self.run.world
+        told = {"ends": environment.ends(), "ranks": world.size, "elastic": world.elastic is not None}
+        self.reporter.begin_session(environment.starts(), **told)
+
     @contextlib.contextmanager
     def _files(self, first: int, total: int) -> Iterator[None]:
+        collectives.on_root(lambda: self._begin_files(first, total))
         try:
-            if first < total:
-                self.reporter.withdraw_summary()
-            self.reporter.open(first, self.run.settings.record_examples)
-            world = self.run.world
-            told = {"ends": environment.ends(), "ranks": world.size, "elastic": world.elastic is not None}
-            self.reporter.begin_session(environment.starts(), **told)
             plan = self.run.plan
             with self.reporter.progress(first, Course(plan.global_batch_size, total, plan.steps_per_epoch)):
                 yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -69,12 +70,28 @@ def errors_of(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {cause_of(failure)}") from failure
 
 
+class _Loaded(BaseException):
+    """Ends the run of a file at its call of `train` or `evaluate`."""
+
+
+_loads: list[str] = []  # the files that run now
+
+
+def leave_while_loading() -> None:
+    """End the run of a program's file that is loaded for an object in it: a net is defined before it is trained."""
+    if _loads:
+        raise _Loaded
+
+
 # Of files that this host lacks, or has with another text; removed when the process ends.
 _copies: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _module_of(file: Path, text: str) -> Any:
-    """The file as a module, run once per process. It can import modules of its folder, after installed ones."""
+    """The file as a module, run once per process. It can import modules of its folder, after installed ones.
+
+    Where the file is a program that trains, the module holds what is defined before it does.
+    """
     name = f"{file.stem}_{hashlib.sha256(f'{file}{text}'.encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -89,11 +106,15 @@ def _module_of(file: Path, text: str) -> Any:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     sys.modules[name] = module
+    _loads.append(name)
     try:
-        spec.loader.exec_module(module)
+        with contextlib.suppress(_Loaded):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
+    finally:
+        _loads.pop()
     return module
 
 

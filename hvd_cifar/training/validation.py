@@ -53,8 +53,11 @@ class Beside(Callback):
         self.has_met = False  # validation ranks
 
     def on_start(self, run: Run) -> None:
-        """Offer the snapshot that was skipped when the run stopped: a checkpoint came first."""
+        """Start the clock of `SECONDS_TO_COME`."""
         self.began = time.monotonic()
+
+    def _after_start(self, run: Run) -> None:
+        """Offer the snapshot that was skipped when the run stopped: a checkpoint came first."""
         if run.evaluation_is_due and not self.progress.stop_requested:
             self._offer(run)
 
@@ -62,8 +65,10 @@ class Beside(Callback):
         """Report new results, and offer a snapshot where one is due."""
         if self.progress.news:
             self._report(run)
-        if run.evaluation_is_due and not self.progress.stop_requested:
-            self._offer(run)
+        if run.evaluation_is_due:
+            self.progress.check_losses()  # tells of a request to stop
+            if not self.progress.stop_requested:
+                self._offer(run)
         if self.snapshots and time.monotonic() > self.looked + SECONDS_BETWEEN_LOOKS:
             self._look()
 

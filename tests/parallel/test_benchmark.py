@@ -170,6 +170,32 @@ def test_an_emulated_step_sends_each_bucket_after_its_part_of_the_sleep() -> Non
         assert parts["values"] == [6.0, 3.0, 3.0]  # the first variable's gradient comes after two sleeps
 
 
+def _refusal(data: str, folder: str) -> str:
+    from hvd_cifar.config import TrainSettings
+    from hvd_cifar.errors import UserError
+    from hvd_cifar.tools.benchmark import job, step
+
+    given = {"model": f"{folder}/own.py:build", "dataset": "synthetic", "data_dir": data, "batch_size": 2}
+    with job.start((1, 2)) as ranks:
+        try:
+            step.make_bench(ranks, TrainSettings.model_validate(given))
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_a_net_with_statistics_over_all_ranks_is_refused(embedded: Path, tmp_path: Path) -> None:
+    """One rank alone would wait in them for the others, which wait for its end."""
+    (tmp_path / "own.py").write_text(
+        "import hvd_cifar, keras\n"
+        "def build(shape, classes):\n"
+        "    layers = [keras.Input(shape), hvd_cifar.SyncBatchNormalization(name='all'), keras.layers.Flatten()]\n"
+        "    return keras.Sequential([*layers, keras.layers.Dense(classes)])\n"
+    )
+    for said in run_ranks(_refusal, 2, str(embedded), str(tmp_path)):
+        assert "the layer all (SyncBatchNormalization) has statistics over all ranks" in said
+
+
 def _weights_after_steps(data: str) -> dict[str, Any]:
     from hvd_cifar.config import TrainSettings
     from hvd_cifar.distributed import collectives

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks import jobs, runs
 from hvd_cifar.data import sampler
+from hvd_cifar.errors import RESUME
 from tests.options import TUTORIAL
 from tests.ranks import CHECKOUT, environment
 
@@ -18,10 +19,10 @@ OPTIONS = ["--hold-out", HELD, "--global-batch-size", BATCH, "--virtual-shards",
 OPTIONS += ["--warmup-epochs", 0, "--eval-every", 4, "--eval-examples", 200, "--log-every", 1, "--record-examples"]
 
 
-def _train(n: int, data: Path, run_dir: Path, *options: Any) -> subprocess.CompletedProcess[str]:
+def _train(n: int, data: Path, run_dir: Path, *options: Any, code: int = 0) -> subprocess.CompletedProcess[str]:
     words = jobs.command(n, *TUTORIAL, data, "--run-dir", run_dir, "--epochs", 100, *OPTIONS, *options)
     done = subprocess.run(words, capture_output=True, text=True, timeout=500, env=environment(), cwd=CHECKOUT)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done
 
 
@@ -63,3 +64,45 @@ def test_a_run_that_no_longer_improves_ends_and_goes_on_with_more_patience(embed
     words[words.index("train")] = "evaluate"
     done = subprocess.run(words, capture_output=True, text=True, timeout=500, env=environment(), cwd=CHECKOUT)
     assert done.returncode == 0 and json.loads(output.read_text())["step"] == 4, done.stderr
+
+
+STOPS = """
+import os, signal
+import hvd_cifar
+
+class Stops(hvd_cifar.Callback):
+    \"\"\"Asks the run to stop within step 10, after which an evaluation is due.\"\"\"
+
+    def on_start(self, run):
+        self.started_at = run.step
+
+    def on_step(self, run):
+        if run.step == 9 and self.started_at == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_evaluation(self, run, evaluation):
+        print("told of step", evaluation.step, "by a run that started at", self.started_at, flush=True)
+"""
+
+
+def test_an_evaluation_that_was_put_off_is_made_and_the_best_weights_stay(embedded: Path, tmp_path: Path) -> None:
+    """No evaluation is better than the first, of step 5."""
+    run_dir, sessions = tmp_path / "run", tmp_path / "run" / "sessions.jsonl"
+    (tmp_path / "stops.py").write_text(STOPS)
+    options = ["--eval-every", 5, "--log-every", 50, "--max-steps", 15, "--callbacks", tmp_path / "stops.py:Stops"]
+    done = _train(1, embedded, run_dir, *options, code=RESUME)
+    assert "told of step 5 " in done.stdout and "told of step 10 " not in done.stdout, done.stdout
+    assert [path.name for path in (run_dir / "best").iterdir()] == ["step-5"]
+
+    marks, board = sessions.read_bytes(), run_dir / "tensorboard"
+    board.rename(tmp_path / "board")
+    board.touch()
+    done = _train(2, embedded, run_dir, *options, code=2)
+    assert done.stderr.count(str(board)) == 1 and sessions.read_bytes() == marks  # the time until now does not count
+    board.unlink()
+    (tmp_path / "board").rename(board)
+
+    done = _train(1, embedded, run_dir, *options)
+    assert "told of step 10 by a run that started at 10" in done.stdout, done.stdout
+    assert [path.name for path in (run_dir / "best").iterdir()] == ["step-5"]
+    assert runs.summary(run_dir)["best_evaluation"]["step"] == 5

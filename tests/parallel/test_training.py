@@ -152,7 +152,10 @@ def test_without_cifar10_and_network_auto_trains_on_the_embedded_set_and_says_so
 
 def _shortened(data: str) -> list[list[Any]]:
     """Epochs and evaluated examples of `fast` on the embedded set, by default and as given."""
+    import numpy as np
+
     from hvd_cifar.config import TrainSettings, make
+    from hvd_cifar.data.dataset import Dataset
     from hvd_cifar.runtime.world import session
     from hvd_cifar.training.assemble import prepare
     from hvd_cifar.training.trainer import OfUser
@@ -163,11 +166,15 @@ def _shortened(data: str) -> list[list[Any]]:
             options = {"data_dir": data, "data_url": "http://127.0.0.1:9/x.tar.gz", **given}
             settings = prepare(make(TrainSettings, options), world, OfUser()).settings
             found.append([settings.epochs, settings.eval_examples])
+        images, labels = np.zeros((9, 32, 32, 3), np.uint8), np.arange(9)
+        own = OfUser(dataset=Dataset.from_arrays(images, labels, images, labels, name="synthetic"))
+        settings = prepare(make(TrainSettings, {"global_batch_size": 9}), world, own).settings
+        found.append([settings.epochs, settings.eval_examples])
     return found
 
 
 def test_only_the_default_run_on_the_embedded_set_is_shortened(embedded: Path) -> None:
-    assert run_ranks(_shortened, 1, str(embedded), launcher="none") == [[[0.5, 2000], [3, 7], [9.9, None]]]
+    assert run_ranks(_shortened, 1, str(embedded), launcher="none") == [[[0.5, 2000], [3, 7], [9.9, None], [9.9, None]]]
 
 
 def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, tmp_path: Path) -> None:

@@ -24,7 +24,17 @@ from PIL import Image
 from tests.ranks import CHECKOUT, environment, run_ranks
 
 NETS = ("fast", "tutorial", "own")
-OWN = str(CHECKOUT / "examples" / "my_net.py") + ":build_with_recipe"
+# The example's net, whose recipe of larger batches, which trains it, shows the net other images.
+OWN = f"""
+import sys
+from dataclasses import replace
+sys.path.append("{CHECKOUT}/examples")
+import my_net
+
+def build(image_shape, classes):
+    net, recipe = my_net.build_with_recipe(image_shape, classes)
+    return net, replace(recipe, augmentation="tutorial", beyond=(31, recipe))
+"""
 NAMES = ["heron", "stork", "ibis", "crane"]
 DATA = f"""
 import numpy as np
@@ -59,7 +69,7 @@ for name in sys.argv[1:]:
 """
 
 
-def _train(folder: str, nets: list[str], own: str) -> dict[str, Any]:
+def _train(folder: str, nets: list[str]) -> dict[str, Any]:
     """Runs of a few steps in `folder`, and their evaluations on this job's ranks."""
     import hvd_cifar
 
@@ -68,10 +78,12 @@ def _train(folder: str, nets: list[str], own: str) -> dict[str, Any]:
     found = {}
     for name in nets:
         run_dir = Path(folder, name)
-        hvd_cifar.train(own if name == "own" else name, run_dir=run_dir, **common)
+        net = f"{folder}/own.py:build" if name == "own" else name
+        trained = hvd_cifar.train(net, run_dir=run_dir, **common)
         output = run_dir / "evaluation" / "result.json"
         output.parent.mkdir(exist_ok=True)
         found[name] = hvd_cifar.evaluate(run_dir, confusion=True, output=output)
+        found[name]["in_training"] = trained["test_loss"]
     return found
 
 
@@ -128,12 +140,13 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     """A folder with runs, exports, and what TensorFlow alone makes of them; and the evaluations, by net."""
     folder = tmp_path_factory.mktemp("use")
     (folder / "data.py").write_text(DATA)
+    (folder / "own.py").write_text(OWN)
     made: dict[str, Any] = {}
     exec(DATA, made)
     test = made["load"]().test
     np.save(folder / "images.npy", test.images)
     np.save(folder / "labels.npy", test.labels)
-    evaluations = run_ranks(_train, 2, str(folder), NETS, OWN, timeout=300)[0]
+    evaluations = run_ranks(_train, 2, str(folder), NETS, timeout=300)[0]
     (folder / "data.py").unlink()  # nothing needs the data from here on
     place = folder / "exported" / NETS[0]  # an empty folder of the user's own, such as a mount
     place.mkdir(parents=True)
@@ -157,6 +170,7 @@ def test_tensorflow_alone_gives_the_logits_of_evaluate(name: str, used: tuple[Pa
     expected, labels, found = np.load(folder / f"{name}.npy"), np.load(folder / "labels.npy"), evaluations[name]
     entropy = -np.log(_softmax(expected.astype(np.float64))[np.arange(len(labels)), labels])
     assert found["test_loss"] == pytest.approx(entropy.mean(), abs=1e-6)  # these are the logits that `evaluate` has
+    assert found["in_training"] == pytest.approx(found["test_loss"], abs=1e-6)
     about = json.loads((folder / "exported" / name / "metadata.json").read_text())
     with np.load(folder / f"{name}.npz") as made:
         for kind in ("saved", "keras"):
@@ -209,11 +223,16 @@ def test_predict_names_classes_and_passes_over_broken_images(used: tuple[Path, d
     large.save(tmp_path / "large.webp", lossless=True)
     (tmp_path / "b" / "broken.jpg").write_bytes(b"\xff\xd8\xff")
     (tmp_path / "b" / "notes.txt").write_text("no image")
+    (tmp_path / "b" / ".hidden.png").write_text("no image")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "2.tiff").rename(tmp_path / "linked" / "2.tiff")
+    (tmp_path / "b" / "d").symlink_to("../linked")
+    (tmp_path / "linked" / "back").symlink_to("../b")
     (tmp_path / "two\nlines.png").write_text("no image")
     Image.new("L", (10_000, 9_000)).save(tmp_path / "huge.png", compress_level=1)  # of which Pillow warns
     named = ("two\nlines.png", "huge.png")
     done = _launch(
-        "predict", folder / "tutorial", "b", "2.tiff", "large.webp", "none.png", *named, "--json", cwd=tmp_path
+        "predict", folder / "tutorial", "b", "large.webp", "none.png", "large.webp", *named, "--json", cwd=tmp_path
     )
     assert done.returncode == 2, done.stderr
     assert [
@@ -224,7 +243,8 @@ def test_predict_names_classes_and_passes_over_broken_images(used: tuple[Path, d
         [r"two\nlines.png"],
     ]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["image"] for line in found] == ["b/0.png", "b/c/1.bmp", "2.tiff", "large.webp", "huge.png"]
+    several = ["b/0.png", "b/c/1.bmp", "b/d/2.tiff", "large.webp", "large.webp", "huge.png"]
+    assert [line["image"] for line in found] == several
     for line, row in zip(found, expected, strict=False):
         told = [part["probability"] for part in line["classes"]]
         assert told == sorted(told, reverse=True)

@@ -14,6 +14,7 @@ from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import Model
+from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.training.assemble import make_net, work_of
 from hvd_cifar.training.image_sizes import ImageSizes, shrink
 from hvd_cifar.training.plan import resolve
@@ -71,6 +72,24 @@ def test_a_recipe_s_sizes_are_parts_of_the_images_own(shape: Any, given: Any, si
     work = work_of(settings, data, nets.MODELS["fast"], 0, 1)
     assert work.image_sizes == sizes
     assert work.settings.image_sizes == (given or sizes)  # as config.json records it
+
+
+def test_six_views_need_two_pixels_a_side() -> None:
+    images = np.zeros((4, 1, 40, 1), np.uint8)
+    data = Dataset.from_arrays(images, range(4), images, range(4))
+
+    def net(shape: Any, classes: int) -> keras.Model:
+        return keras.Sequential([keras.Input(shape), keras.layers.Flatten(), keras.layers.Dense(classes)])
+
+    own = Model("own", net, Recipe())
+    for wanted in (True, False):
+        given = make(TrainSettings, {"batch_size": 2, "test_time_augmentation": wanted})
+        work = work_of(resolve(given, Recipe()), data, own, 0, 1)
+        if not wanted:
+            make_net(work)
+            continue
+        with pytest.raises(UserError, match="--test-time-augmentation: images of 1 x 40 pixels have no views"):
+            make_net(work)
 
 
 def test_only_a_net_that_takes_any_size_is_given_several() -> None:

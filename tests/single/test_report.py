@@ -105,6 +105,14 @@ def test_times_of_ranks_are_means_over_steps_of_the_newest_set(tmp_path: Path) -
     )
 
 
+def test_one_rank_has_no_table_of_ranks(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run") / "metrics.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    alone = [{n: v[:1] if isinstance(v, list) else v for n, v in event.items()} for event in events]
+    path.write_text("".join(f"{json.dumps(event)}\n" for event in alone))
+    assert content.by_rank(read_run(path.parent)) is None
+
+
 def test_a_large_confusion_matrix_is_told_by_its_pairs() -> None:
     many = 25
     matrix = [[5 if i == j else int(j == i + 1) * (i + 1) for j in range(many)] for i in range(many)]

@@ -20,8 +20,10 @@ from hvd_cifar.config import BatchWork, StepWork, TrainSettings, low_rank_of
 from hvd_cifar.data.pipeline import PREFETCH_BATCHES, MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.distributed import collectives, powersgd, process_sets
+from hvd_cifar.distributed.batch_norm import synchronised_layers
 from hvd_cifar.distributed.optimizer import inner_of, reduction_of, sent_width
 from hvd_cifar.distributed.overlap import Backward
+from hvd_cifar.errors import UserError
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.reporting import terminal
 from hvd_cifar.tools.benchmark.job import Job, facts_of, memory_of_this_process
@@ -132,6 +134,12 @@ class Bench:
         self.job = job
         self.work = work
         self.net = collectives.on_every_rank(lambda: make_net(work))
+        layers = synchronised_layers(self.net.model)
+        if layers and job.world.size > 1:
+            raise UserError(
+                f"benchmark measures groups of ranks, and the layer {layers[0].name} ({type(layers[0]).__name__}) has "
+                "statistics over all ranks; take keras.layers.BatchNormalization"
+            )
         self.batches = batches
         with tf.device(job.world.device):
             self.in_memory = MicroBatch(*map(tf.identity, next(batches)))

@@ -147,9 +147,9 @@ class ByRank:
 
 
 def by_rank(run: RunFiles) -> ByRank | None:
-    """Each rank's mean times since the ranks last changed, weighted by steps; None without a record."""
+    """Each rank's mean times since the ranks last changed, weighted by steps; None for one rank or without a record."""
     every = run.of_kind(Ranks)
-    if not every:
+    if not every or len(every[-1].compute_seconds) == 1:
         return None
     count, hosts = len(every[-1].compute_seconds), every[-1].hosts
     first = len(every)
