@@ -38,7 +38,7 @@ def main(
     data_dir: Path, runs: Path, model: str, ranks: tuple[int, ...], seeds: int, name: str, options: tuple[str, ...]
 ) -> None:
     """Train what is missing, then print the table."""
-    jobs.end_on_sigterm()
+    jobs.end_on_signals()
     data_dir = setting.real_data(data_dir)
     commits = set()
     words = " ".join(options) or "defaults"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import psutil
 from hvd_cifar.errors import UserError
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def command(ranks: int, *words: Any) -> list[str]:
@@ -38,15 +40,15 @@ def environment() -> dict[str, str]:
     return {**os.environ, **ours}
 
 
-def run(words: list[str], log: Path) -> None:
-    """Run a command to its end; its output goes to a file.
+def run(words: list[str], log: Path, more: Mapping[str, str] | None = None) -> None:
+    """Run a command to its end; its output goes to a file. `more`: additional variables.
 
     Raises:
         UserError: where it ends with an error of the user, with its line.
         SystemExit: where it fails otherwise, with the end of its output.
     """
     log.unlink(missing_ok=True)
-    job = start(words, log)
+    job = start(words, log, more)
     try:
         code = job.wait()
     finally:
@@ -60,11 +62,12 @@ def run(words: list[str], log: Path) -> None:
         raise SystemExit(f"{' '.join(words)}\nended with {code}:\n{tail}")
 
 
-def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own, which `kill` ends."""
+def start(words: list[str], log: Path, more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, which `kill` ends. `more`: additional variables."""
+    env = {**environment(), **(more or {})}
     with log.open("a") as file:
         return subprocess.Popen(
-            words, stdout=file, stderr=subprocess.STDOUT, env=environment(), cwd=CHECKOUT, start_new_session=True
+            words, stdout=file, stderr=subprocess.STDOUT, env=env, cwd=CHECKOUT, start_new_session=True
         )
 
 
@@ -78,11 +81,14 @@ def kill(job: subprocess.Popen[bytes]) -> None:
     job.wait()
 
 
-def end_on_sigterm() -> None:
-    """Have SIGTERM end this program as Ctrl-C does, so that no job stays behind. A second one is ignored."""
+def end_on_signals() -> None:
+    """Have SIGTERM and SIGHUP end this program as Ctrl-C does, so that no job stays behind. Later ones are ignored."""
 
-    def end(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        sys.exit(128 + signal.SIGTERM)
+    def end(number: int, _: object) -> None:
+        for each in ENDS:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
 
-    signal.signal(signal.SIGTERM, end)
+    for number in ENDS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, end)

@@ -42,7 +42,7 @@ class Memory(NamedTuple):
 @setting.one_line_for_users()
 def main(data_dir: Path, ranks: int, every: int, options: tuple[str, ...]) -> None:
     """Train one epoch, then print a table in Markdown."""
-    jobs.end_on_sigterm()
+    jobs.end_on_signals()
     data_dir = setting.real_data(data_dir)
     print("| step | " + " | ".join(f"rank {i}: RSS, PSS; of images: RSS, PSS" for i in range(ranks)) + " |")
     print("|---" * (ranks + 1) + "|")

@@ -31,7 +31,7 @@ COMMAND = "./run.sh -np 2 train --run-dir runs/first"
 @setting.one_line_for_users()
 def main(data_dir: Path, runs: Path, output: Path) -> None:
     """Train where there is no run yet, then draw."""
-    jobs.end_on_sigterm()
+    jobs.end_on_signals()
     run_dir, log = runs.absolute() / "first", runs.absolute() / "first.log"
     if not (run_dir / "summary.json").exists():
         runs.mkdir(parents=True, exist_ok=True)

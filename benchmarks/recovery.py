@@ -180,7 +180,7 @@ def main(
     keep: Path | None,
 ) -> None:
     """Run the job, disturb it, and print."""
-    jobs.end_on_sigterm()
+    jobs.end_on_signals()
     folder = keep or Path(context.with_resource(tempfile.TemporaryDirectory()))
     folder.mkdir(parents=True, exist_ok=True)
     seed = random.randrange(1000) if seed is None else seed

@@ -19,6 +19,7 @@ import click
 
 from benchmarks import jobs, runs, setting
 from hvd_cifar.errors import UserError
+from hvd_cifar.tools.benchmark.results import check_writable
 
 SIZES = (2, 3, 1, 4, 2, 1)  # ranks of each part
 SHARDED_SIZES = (2, 4, 1, 8, 2, 1)
@@ -49,22 +50,27 @@ def main(
     plot: Path | None,
 ) -> None:
     """Run both, compare, and print."""
-    jobs.end_on_sigterm()
+    jobs.end_on_signals()
+    check_writable(plot)
     folder = keep or Path(context.with_resource(tempfile.TemporaryDirectory()))
     seed = random.randrange(1000) if seed is None else seed
     options: list[Any] = ["--dataset", dataset, "--data-dir", data_dir, "--model", model, "--max-steps", steps]
     options += ["--global-batch-size", batch, "--checkpoint-every", 25, "--log-every", 1, "--eval-every", 0]
-    options += ["--virtual-shards", virtual_shards] if virtual_shards else ["--precision", "float64"]
+    options += ["--virtual-shards", virtual_shards] if virtual_shards else []
+    options += ["--precision", "float32" if virtual_shards else "float64"]
     whole, cut = folder / "whole", folder / "cut"
     for run_dir in (whole, cut):
-        run_dir.mkdir(parents=True, exist_ok=True)
+        if run_dir.exists():
+            raise UserError(f"--keep {folder}: it holds an earlier measurement; give another folder")
+        run_dir.mkdir(parents=True)
 
     sizes = SHARDED_SIZES if virtual_shards else SIZES
     jobs.run(jobs.command(sizes[0], *options, "--run-dir", whole), whole / "log")
     kills = _train_with_kills(options, cut, sizes, steps, random.Random(seed))
 
+    for run_dir in (whole, cut):
+        assert runs.steps(run_dir) == list(range(1, steps + 1)), "a step is missing, or was logged twice"
     one, other = runs.losses(whole), runs.losses(cut)
-    assert list(one) == list(other) == list(range(1, steps + 1)), "a step is missing, or was logged twice"
     print(f"{model}, {steps} steps of {batch}, seed {seed}")
     for n, killed, resumed in kills:
         print(f"  {n} ranks, killed after step {killed}, resumed from step {resumed}")
@@ -86,6 +92,7 @@ def _train_with_kills(
     kills = []
     moments = sorted(chance.sample(range(steps // 20, steps - steps // 20), len(sizes) - 1))
     for n, moment in zip(sizes[:-1], moments, strict=True):
+        moment = max(moment, 1 + max(runs.losses(run_dir), default=0))  # after a step of this part
         job = jobs.start(jobs.command(n, *options, "--run-dir", run_dir), run_dir / "log")
         try:
             while job.poll() is None and max(runs.losses(run_dir), default=0) < moment:

@@ -14,6 +14,11 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {e["step"]: e["loss"] for e in events(run_dir) if e["event"] == "train"}
 
 
+def steps(run_dir: Path) -> list[int]:
+    """The steps of a run's log lines, in their order."""
+    return [e["step"] for e in events(run_dir) if e["event"] == "train"]
+
+
 def accuracies(run_dir: Path, by: str = "step") -> dict[float, float]:
     """The test accuracies of a run by "step" or "epoch"."""
     return {e[by]: e["test_accuracy"] for e in events(run_dir) if e["event"] == "eval"}

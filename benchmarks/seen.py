@@ -44,7 +44,7 @@ END = "What ran"  # the section that the picture leaves out, since it is text al
 @setting.one_line_for_users()
 def main(data_dir: Path, folder: Path, output: Path) -> None:
     """Train where there is no run yet, then write the report and take the pictures."""
-    jobs.end_on_sigterm()
+    jobs.end_on_signals()
     run_dir, data = folder.absolute() / "tutorial", setting.real_data(data_dir)
     if not (run_dir / "summary.json").exists():
         _train(run_dir, data)

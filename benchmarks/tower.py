@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,10 @@ from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import BUILT_IN
+from hvd_cifar.models.recipe import momentum_sgd
 from hvd_cifar.training import checkpoint_files
 from hvd_cifar.training.assemble import make_net, work_of
-from hvd_cifar.training.plan import make_schedule, resolve
+from hvd_cifar.training.plan import global_batch, make_schedule, resolve
 
 
 def towers_of(count: int) -> list[str]:
@@ -54,15 +56,18 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
     Args:
         nudge: move one value of the first variable by its last bit before training, to see how far the runs differ.
     """
-    if settings.model == "fast":
+    base = BUILT_IN[settings.model].recipe
+    assert base is not None
+    recipe = base.for_batch(global_batch(settings, base.batch, towers))
+    if settings.model == "fast" or recipe.optimizer not in (keras.optimizers.SGD, momentum_sgd):
         raise UserError(
-            "--model fast: towers train with the tutorial's step, which knows nothing of Muon; give another"
+            f"--model {settings.model}: towers train with the tutorial's step, which knows nothing of Muon; give "
+            "another, or a smaller batch"
         )
     devices = towers_of(towers)
-    model_and_recipe = BUILT_IN[settings.model]
-    assert model_and_recipe.recipe is not None
     dataset = prepare(settings, warn=click.echo).read()
-    work = work_of(resolve(settings, model_and_recipe.recipe), dataset, model_and_recipe, 0, towers)
+    model = replace(BUILT_IN[settings.model], recipe=recipe)
+    work = work_of(resolve(settings, recipe), dataset, model, 0, towers)
     settings, batch_plan, transforms = work.settings, work.plan, work.transforms
     schedule = make_schedule(settings, work.recipe, batch_plan)
     net = make_net(work)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -55,6 +54,7 @@ class Windows(Callback):
 @setting.one_line_for_users()
 def main(data_dir: Path, model: str, precision: str, batch_size: int, steps: int, pairs: int) -> None:
     """Run the two jobs as the launcher does, each on a core of its own, and print a row of Markdown."""
+    jobs.end_on_signals()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise UserError("each of the two ranks needs a core of its own, and there is one: take another machine")
@@ -66,18 +66,24 @@ def main(data_dir: Path, model: str, precision: str, batch_size: int, steps: int
         words += ["--dataset", "cifar10", "--data-dir", str(data), "--run-dir", str(run_dir)]
         words += ["--eval-every", str(2 * steps), "--max-steps", str(2 * steps * (pairs + 1)), "--epochs", "10000"]
         words += ["--log-every", "100000", "--checkpoint-every", "100000", "--callbacks", f"{__file__}:Windows"]
-        env = {**jobs.environment(), "HVD_CIFAR_TERMINAL": "0", WINDOW: str(steps)}
-        validator = subprocess.Popen(
-            ["taskset", "-c", str(other), sys.executable, "-m", "hvd_cifar", "validate", "--run-dir", str(run_dir)],
-            env={**env, BESIDE: str(Beside(1, 0))},
-            cwd=jobs.CHECKOUT,
-        )
+        env = {"HVD_CIFAR_TERMINAL": "0", WINDOW: str(steps)}
+        validate = [
+            "taskset",
+            "-c",
+            str(other),
+            sys.executable,
+            "-m",
+            "hvd_cifar",
+            "validate",
+            "--run-dir",
+            str(run_dir),
+        ]
+        validator = jobs.start(validate, Path(folder) / "validator.log", {**env, BESIDE: str(Beside(1, 0))})
         try:
             pinned = ["taskset", "-c", str(training), *words]
-            subprocess.run(pinned, env={**env, BESIDE: str(Beside(0, 1))}, cwd=jobs.CHECKOUT, check=True)
+            jobs.run(pinned, Path(folder) / "log", {**env, BESIDE: str(Beside(0, 1))})
         finally:
-            validator.terminate()
-            validator.wait()
+            jobs.kill(validator)
         clocks = json.loads((run_dir / "windows.json").read_text())
         events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         marks = goodput.read((run_dir / "sessions.jsonl").read_text())

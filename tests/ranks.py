@@ -19,10 +19,12 @@ import importlib.util
 import inspect
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -145,9 +147,11 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 def run_to_end(command: list[str], timeout: float, **popen: Any) -> int | None:
     """Run `command` and return its exit code, or None if it was stopped after `timeout` seconds.
 
-    Its descendants end with it, in either case: a launcher puts each rank in a process group of its own, so the
-    descendants are found by walking the tree.
+    Its descendants end with it, in either case. A launcher puts each rank in a process group of its own, and may end
+    before them: they are found by a variable.
     """
+    mark = {"TEST_JOB": secrets.token_hex(8)}
+    popen["env"] = {**(popen.get("env") or os.environ), **mark}
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **popen)
     try:
         return process.wait(timeout)
@@ -155,6 +159,10 @@ def run_to_end(command: list[str], timeout: float, **popen: Any) -> int | None:
         return None
     finally:
         end_tree(process)
+        for left in psutil.process_iter():
+            with suppress(psutil.Error):
+                if mark.items() <= left.environ().items():
+                    left.kill()
 
 
 def end_tree(process: "subprocess.Popen[Any]") -> None:

@@ -69,7 +69,7 @@ LOG_EVERY = {"resnet20": 5, "resnet32": 3, "resnet56": 2, "tutorial": 10, "fast"
 @setting.one_line_for_users()
 def main(**given: Any) -> None:
     """Measure, then print a table in Markdown."""
-    jobs.end_on_sigterm()
+    jobs.end_on_signals()
     measure(**given)
 
 

@@ -362,7 +362,9 @@ def main(
     keep: Path | None,
 ) -> None:
     """Run the sides in turns, and print a table in Markdown."""
-    jobs.end_on_sigterm()
+    jobs.end_on_signals()
+    if ranks == 3:
+        raise UserError("--ranks 3: hvd_cifar keeps the bits on a power of two of ranks; give 2 or 4")
     if batch % ranks:
         raise UserError(f"--batch {batch}: not a multiple of --ranks {ranks}")
     if keep and keep.exists():

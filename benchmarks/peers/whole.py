@@ -58,7 +58,7 @@ def main(
     output: Path | None,
 ) -> None:
     """Measure, then print a table in Markdown."""
-    jobs.end_on_sigterm()
+    jobs.end_on_signals()
     data_dir = setting.real_data(data_dir)
     check_writable(output)
     python = environment.ensure(peers.expanduser().absolute())

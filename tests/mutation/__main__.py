@@ -4,7 +4,8 @@
 
 A fault is killed if its tests fail, and survives if they pass. It is stale if its text does not occur exactly once, or
 if its tests fail without it. Faults with the same tests run one after the other, and these tests run once without a
-fault. Exit code 1: a fault is stale, or more than one in ten survive.
+fault. Exit code 1: a fault is stale, or more than one in ten survive; 2: no
+fault has such a word.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutation.faults import FAULTS, Fault
-from tests.ranks import CHECKOUT
+from tests.ranks import CHECKOUT, run_to_end
 
 SECONDS = 300  # for tests without a fault
 # With a fault: TIMES what they take without it, and MORE_SECONDS. A hang counts as a failure.
@@ -47,14 +48,16 @@ def run_tests(copy: Path, tests: str, seconds: float) -> tuple[bool, str]:
     words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *shlex.split(tests)]
     # Python does not notice a second change of a module within a second: it would import what it compiled before.
     variables = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(words, cwd=copy, env=variables, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
+    with tempfile.TemporaryFile("w+") as output:
+        code = run_to_end(words, seconds, cwd=copy, env=variables, stdout=output, stderr=subprocess.STDOUT)
+        output.seek(0)
+        said = output.read()
+    if code is None:
         return False, f"no end within {seconds:.0f} s"
-    if done.returncode not in (0, FAILED):
-        raise ValueError(f"pytest ended with {done.returncode}: {_last_line(done.stdout + done.stderr)}")
-    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return done.returncode == 0, "; ".join(failures) or _last_line(done.stdout)
+    if code not in (0, FAILED):
+        raise ValueError(f"pytest ended with {code}: {_last_line(said)}")
+    failures = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return code == 0, "; ".join(failures) or _last_line(said)
 
 
 def _last_line(text: str) -> str:
@@ -96,6 +99,9 @@ def plant(copy: Path, fault: Fault, seconds: float) -> str:
 def main(wanted: list[str]) -> int:
     """See the module; the exit code."""
     chosen = [f for f in FAULTS if not wanted or any(word in f"{f.file} {f.why} {f.tests}" for word in wanted)]
+    if not chosen:
+        print(f"no fault has {' or '.join(wanted)} in its file, effect or tests", file=sys.stderr)
+        return 2
     counts = {"killed": 0, "survived": 0, "stale": 0}
     without: dict[str, Baseline] = {}  # by tests
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:

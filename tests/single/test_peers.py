@@ -236,7 +236,7 @@ MEASURER = """
 import pathlib, random, sys
 from benchmarks import jobs
 from benchmarks.peers import turns, whole
-jobs.end_on_sigterm()
+jobs.end_on_signals()
 # One write each: print makes two under PYTHONUNBUFFERED, and 20 processes share the file.
 sleeper = [sys.executable, "-c", "import os, time; os.write(1, b'%d ' % os.getpid()); time.sleep(600)"]
 sides = {str(i): turns.Side(str(i), [sleeper] * 20, [], 1) for i in range(2)}
