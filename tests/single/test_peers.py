@@ -13,7 +13,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import nets
+from benchmarks import nets, tower
 from benchmarks.peers import network, rates, sides, whole
 from benchmarks.peers.__main__ import LOG_EVERY, main
 from benchmarks.peers.rates import Stamp
@@ -216,6 +216,12 @@ def test_our_sides_do_the_work_that_is_counted(model: str, tmp_path: Path) -> No
 def test_a_batch_that_peers_train_with_another_optimizer_is_refused(model: str, real_data: Path) -> None:
     done = CliRunner().invoke(main, ["--data-dir", str(real_data), "--model", model, "--batch-size", "129"])
     assert done.exit_code == 2 and "another optimizer than its peers" in done.output, done.output
+
+
+def test_towers_refuse_a_batch_that_ranks_train_with_muon(tmp_path: Path) -> None:
+    for given in ({"model": "tutorial", "global_batch_size": 512}, {"model": "fast"}):
+        with pytest.raises(UserError, match="the tutorial's step, which knows nothing of Muon"):
+            tower.train(make(TrainSettings, {**given, "run_dir": tmp_path / "run"}), 2, nudge=False)
 
 
 def test_a_command_that_cannot_be_started_leaves_none_behind(tmp_path: Path) -> None:
