@@ -58,28 +58,30 @@ RESNET = {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001}
         ({"model": "tutorial", "epochs": 3}, 1, {0: 0.1, 1172: 0.1}),
         ({"model": "tutorial"}, 1, {0: 0.1, 136_717: 0.1, 136_718: 0.01, 273_437: 0.001}),
         # A batch of 256 is two of 128: from 0.1 to 0.2 over the 196 steps of the first epoch, however it is dealt.
-        ({"model": "tutorial"}, 2, {0: 0.1, 98: 0.15, 196: 0.2, 68_358: 0.2, 68_359: 0.02}),
-        # Larger batches have recipes of their own, whose rate grows with the square root.
+        ({"model": "resnet20"}, 2, {0: 0.1, 98: 0.15, 196: 0.2, 15_999: 0.2, 16_000: 0.02}),
+        # Larger batches have recipes of their own, whose rate grows with the square root above 256.
+        ({"model": "tutorial"}, 2, {0: 0.03, 98: 0.03, 68_358: 0.03, 68_359: 0.003}),
+        ({"model": "tutorial", "batch_size": 64}, 3, {0: 0.0225}),
         ({"model": "tutorial"}, 8, {0: 0.002}),
         ({"model": "tutorial"}, 64, {0: 0.002}),
         ({"model": "tutorial", "batch_size": 128}, 32, {0: 0.002, 13: 0.004}),
-        ({"model": "tutorial", "batch_size": 256}, 1, {0: 0.1, 98: 0.15, 196: 0.2}),
-        ({"model": "tutorial", "global_batch_size": 256}, 4, {0: 0.1, 98: 0.15, 196: 0.2}),
-        ({"model": "tutorial", "gradient_accumulation": 2}, 1, {0: 0.1, 98: 0.15, 196: 0.2}),
+        ({"model": "resnet20", "batch_size": 256}, 1, {0: 0.1, 98: 0.15, 196: 0.2}),
+        ({"model": "resnet20", "global_batch_size": 256}, 4, {0: 0.1, 98: 0.15, 196: 0.2}),
+        ({"model": "resnet20", "gradient_accumulation": 2}, 1, {0: 0.1, 98: 0.15, 196: 0.2}),
         # A smaller batch takes smaller steps, and needs no warm-up.
         ({"model": "tutorial", "batch_size": 64}, 1, {0: 0.05, 10: 0.05}),
         ({"model": "resnet20", "learning_rate": 0.05, "warmup_epochs": 0}, 2, {0: 0.1}),
         ({"model": "resnet20", "learning_rate": 0.05, "warmup_epochs": 0, "batch_size": 128}, 32, {0: 0.1}),
         ({"model": "resnet20", "gradient_accumulation": 2}, 2, {0: 0.1 * 0.5**0.5}),
-        ({"model": "tutorial", "warmup_epochs": 2}, 2, {0: 0.1, 196: 0.15, 392: 0.2}),
+        ({"model": "resnet20", "warmup_epochs": 2}, 2, {0: 0.1, 196: 0.15, 392: 0.2}),
         # As config.json says it of two ranks with the defaults: the same on any number of ranks.
         (
-            {"model": "tutorial", "global_batch_size": 256, "learning_rate_factor": 2, "warmup_epochs": 1.0},
+            {"model": "resnet20", "global_batch_size": 256, "learning_rate_factor": 2, "warmup_epochs": 1.0},
             3,
-            {0: 0.1, 98: 0.15, 196: 0.2, 68_358: 0.2, 68_359: 0.02},
+            {0: 0.1, 98: 0.15, 196: 0.2, 15_999: 0.2, 16_000: 0.02},
         ),
         # The user's factor replaces the scaling.
-        ({"model": "tutorial", "global_batch_size": 256, "learning_rate_factor": 1}, 4, {0: 0.1, 10: 0.1}),
+        ({"model": "resnet20", "global_batch_size": 256, "learning_rate_factor": 1}, 4, {0: 0.1, 10: 0.1}),
         # A straight line over all epochs, at any number of ranks, also where the run ends before.
         ({"model": "fast"}, 1, {0: 0.24, 97: 0.192, 484: 0.24 / 485}),
         ({"model": "fast", "max_steps": 200}, 5, {0: 0.24, 97: 0.192}),
