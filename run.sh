@@ -45,7 +45,7 @@ TEXT
 
 # The Python for set-up: the user's choice, else the environment's, else python3.
 python=${PYTHON:-$here/.venv/bin/python}
-# One of another kind of processor, or built for newer libraries, does not run here.
+# An environment's Python for another processor, or for newer libraries, does not run here.
 [[ -n ${PYTHON:-} ]] || "$python" -I -S -c '' 2>/dev/null || python=python3
 if ! command -v -- "$python" >/dev/null; then
     echo "hvd_cifar: no such program: $python; install Python 3.10 to 3.13, or name one: PYTHON=python3.12 ./run.sh" >&2

@@ -55,7 +55,7 @@ def main(curves: tuple[str, ...], by: str, reach: tuple[float, ...], output: Pat
 
 def first(curve: dict[float, float], accuracy: float) -> str:
     """Where a curve first has an accuracy or more; "never" where it has not."""
-    return next((f"{x:.4g}" for x, value in curve.items() if value >= accuracy), "never")
+    return next((f"{round(x, 2):g}" for x, value in curve.items() if value >= accuracy), "never")
 
 
 def accuracies(path: Path, by: str = "step") -> dict[float, float]:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -67,23 +69,18 @@ def main(data_dir: Path, model: str, precision: str, batch_size: int, steps: int
         words += ["--eval-every", str(2 * steps), "--max-steps", str(2 * steps * (pairs + 1)), "--epochs", "10000"]
         words += ["--log-every", "100000", "--checkpoint-every", "100000", "--callbacks", f"{__file__}:Windows"]
         env = {"HVD_CIFAR_TERMINAL": "0", WINDOW: str(steps)}
-        validate = [
-            "taskset",
-            "-c",
-            str(other),
-            sys.executable,
-            "-m",
-            "hvd_cifar",
-            "validate",
-            "--run-dir",
-            str(run_dir),
-        ]
-        validator = jobs.start(validate, Path(folder) / "validator.log", {**env, BESIDE: str(Beside(1, 0))})
+        validate = [sys.executable, "-m", "hvd_cifar", "validate", "--run-dir", str(run_dir)]
+        log = Path(folder) / "validator.log"
+        validator = jobs.start(["taskset", "-c", str(other), *validate], log, {**env, BESIDE: str(Beside(1, 0))})
         try:
             pinned = ["taskset", "-c", str(training), *words]
             jobs.run(pinned, Path(folder) / "log", {**env, BESIDE: str(Beside(0, 1))})
         finally:
+            validator.terminate()  # it tidies up, where it still runs
+            with suppress(subprocess.TimeoutExpired):
+                validator.wait(10)
             jobs.kill(validator)
+        said = log.read_text().strip()[-500:]
         clocks = json.loads((run_dir / "windows.json").read_text())
         events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         marks = goodput.read((run_dir / "sessions.jsonl").read_text())
@@ -94,6 +91,8 @@ def main(data_dir: Path, model: str, precision: str, batch_size: int, steps: int
     wall, processor = (list(zip(all_of_it[2::2], all_of_it[1::2], strict=True)) for all_of_it in seconds)
     rate = batch_size * steps / statistics.median(without for without, _ in wall)
     print(f"| `{model}`, {precision}, {batch_size} | {rate:,.0f} | {cost(wall)} | {cost(processor)} | {len(wall)} |")
+    if not any("at_step" in e for e in events):
+        raise UserError(f"the validation rank evaluated nothing: {said}")
     late = {e["step"]: e["at_step"] - e["step"] for e in events if "at_step" in e}  # by step of the snapshot
     stops = [1000 * (m["time"] - m["began"]) for m in marks if m["mark"] == "evaluation" and m["step"] in late]
     print(f"\n{steps} steps in a window; results came {min(late.values())} to {max(late.values())} steps late.")

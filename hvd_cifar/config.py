@@ -559,7 +559,11 @@ class TrainSettings(DataSettings):
         description="auto: resume from the newest checkpoint in --run-dir, if there is one; never: refuse a --run-dir "
         "that has one; PATH: start from that checkpoint, or from the newest one in that folder.",
     )
-    run_dir: LocalPath | None = Field(None, description="Folder for the run's output. [default: runs/MODEL-DATE-TIME]")
+    run_dir: LocalPath | None = Field(
+        None,
+        description="Folder for the run's output. [default: runs/MODEL-DATE-TIME; with --max-restarts, --elastic or "
+        "--validation-ranks also the launcher's process id]",
+    )
     callbacks: Callbacks = Field(
         (), description="Your callbacks, such as a.py:A,b.py:B: objects, or classes that are called without arguments."
     )

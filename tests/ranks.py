@@ -34,6 +34,7 @@ import psutil
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 LOG_TAIL_LINES = 40
+JOB = "TEST_JOB"
 Jobs = Callable[[int, str], dict[str, list[Any]]]  # what `run_all` returned for a number of ranks and a launcher
 LAUNCHERS = {
     "mpirun": ["mpirun", "-np", "{n}", "--bind-to", "none", "--map-by", "slot", "--oversubscribe"],
@@ -150,8 +151,8 @@ def run_to_end(command: list[str], timeout: float, **popen: Any) -> int | None:
     Its descendants end with it, in either case. A launcher puts each rank in a process group of its own, and may end
     before them: they are found by a variable.
     """
-    mark = {"TEST_JOB": secrets.token_hex(8)}
-    popen["env"] = {**(popen.get("env") or os.environ), **mark}
+    env, mark = popen.get("env") or os.environ, secrets.token_hex(8)
+    popen["env"] = {**env, JOB: f"{env.get(JOB, '')} {mark}"}  # a test run in a test has both marks
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **popen)
     try:
         return process.wait(timeout)
@@ -161,7 +162,7 @@ def run_to_end(command: list[str], timeout: float, **popen: Any) -> int | None:
         end_tree(process)
         for left in psutil.process_iter():
             with suppress(psutil.Error):
-                if mark.items() <= left.environ().items():
+                if mark in left.environ().get(JOB, ""):
                     left.kill()
 
 

@@ -327,9 +327,11 @@ def _end_orphans(seconds: float, others: Collection[psutil.Process]) -> None:
 
     `others`, which ran before the starter, programs that run `beside` it, and the children of both are spared.
     """
-    with _own_starts:
-        below = psutil.Process().children(recursive=True)
-        spared = {*others, *(process for process in below if process.pid in _own)}
+    is_held = _own_starts.acquire(timeout=SECONDS_FOR_ORPHANS)  # in vain where a program's disk does not answer
+    below = psutil.Process().children(recursive=True)
+    spared = {*others, *(process for process in below if process.pid in _own)}
+    if is_held:
+        _own_starts.release()
     for other in [*spared]:
         with contextlib.suppress(psutil.Error):  # it has ended
             spared |= set(other.children(recursive=True))

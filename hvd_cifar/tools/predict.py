@@ -55,7 +55,7 @@ def predict(settings: PredictSettings) -> int:
 
 
 def images_in(place: Path) -> list[Path]:
-    """A file itself; for a folder, all files below it with an image format's extension, in the order of their paths.
+    """A file itself; for a folder, the images of all formats below it (`images_below`), in the order of their paths.
 
     Raises:
         UserError: where a folder has none, or cannot be read.

@@ -365,8 +365,8 @@ def _refuse_sizes(work: Work, net: Net) -> None:
     height, width, channels = work.transforms.shape
     if work.settings.test_time_augmentation and min(height, width) < 2:
         raise UserError(
-            f"--test-time-augmentation: images of {height} x {width} pixels have no views; give --no-test-time-"
-            "augmentation"
+            f"--test-time-augmentation: images of {height} x {width} pixels have no views; "
+            "give --no-test-time-augmentation"
         )
     sizes = sorted({side for side in work.image_sizes if side != height})
     if sizes and (getattr(net.model, "input_shape", None) or (None, None))[1] is not None:

@@ -44,7 +44,7 @@ class Callback:
         """Before the first step, also in a resumed run."""
 
     def _after_start(self, run: Run) -> None:
-        """After every callback's `on_start`: what an earlier process owes, whose results callbacks are told of."""
+        """Before the first step, after every callback's `on_start`: an evaluation, a checkpoint or a profile is due."""
 
     def on_step(self, run: Run) -> None:
         """After each global step. Its loss may still be on the device; `run.loss` is that of the last log line."""
@@ -271,10 +271,10 @@ class Evaluator(Callback):
 
     def on_step(self, run: Run) -> None:
         """Evaluate where it is due. `on_end` evaluates after the last step."""
-        if self._is_due(run):
+        if run.evaluation_is_due:  # by these ranks or by others
             self.progress.check_losses()  # tells of a request to stop, for which the evaluation is put off
-            if not self.progress.stop_requested:
-                self.run_now(run, self.watched)
+        if self._is_due(run) and not self.progress.stop_requested:
+            self.run_now(run, self.watched)
 
     def on_rollback(self, run: Run) -> None:
         """Forget evaluations, which may be of later steps."""

@@ -94,7 +94,9 @@ class Trainer:
             self._stop_where_asked()
 
     def _stop_where_asked(self) -> None:
-        if self.progress.stop_requested and self.progress.step < self.run.total_steps:
+        # A request that was noticed after `Checkpointer` waits for a step.
+        saved = self.progress.saved_step == self.progress.step
+        if self.progress.stop_requested and saved and self.progress.step < self.run.total_steps:
             self.reporter.warn(
                 f"stopped after step {self.run.step}; {self.progress.kept}; to go on, give the same "
                 f"command with --run-dir {self.run.run_dir} (exit code {RESUME})"

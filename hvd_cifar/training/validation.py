@@ -65,10 +65,8 @@ class Beside(Callback):
         """Report new results, and offer a snapshot where one is due."""
         if self.progress.news:
             self._report(run)
-        if run.evaluation_is_due:
-            self.progress.check_losses()  # tells of a request to stop
-            if not self.progress.stop_requested:
-                self._offer(run)
+        if run.evaluation_is_due and not self.progress.stop_requested:
+            self._offer(run)
         if self.snapshots and time.monotonic() > self.looked + SECONDS_BETWEEN_LOOKS:
             self._look()
 

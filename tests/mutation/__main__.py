@@ -4,8 +4,7 @@
 
 A fault is killed if its tests fail, and survives if they pass. It is stale if its text does not occur exactly once, or
 if its tests fail without it. Faults with the same tests run one after the other, and these tests run once without a
-fault. Exit code 1: a fault is stale, or more than one in ten survive; 2: no
-fault has such a word.
+fault. Exit code 1: a fault is stale, or more than one in ten survive; 2: no fault has such a word.
 """
 
 from __future__ import annotations

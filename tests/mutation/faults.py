@@ -476,7 +476,7 @@ TRAINING = [
     ),
     Fault(
         P + "training/callbacks.py",
-        "if self._is_due(run):",
+        "if self._is_due(run) and not self.progress.stop_requested:",
         "if False:",
         API,
         "no evaluation is ever due",

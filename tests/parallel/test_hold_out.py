@@ -67,7 +67,7 @@ def test_a_run_that_no_longer_improves_ends_and_goes_on_with_more_patience(embed
 
 
 STOPS = """
-import os, signal
+import os, signal, time
 import hvd_cifar
 
 class Stops(hvd_cifar.Callback):
@@ -79,6 +79,7 @@ class Stops(hvd_cifar.Callback):
     def on_step(self, run):
         if run.step == 9 and self.started_at == 0:
             os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)  # another thread notes it
 
     def on_evaluation(self, run, evaluation):
         print("told of step", evaluation.step, "by a run that started at", self.started_at, flush=True)

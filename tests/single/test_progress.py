@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hvd_cifar.errors import TrainingError
+from hvd_cifar.errors import Preempted, TrainingError
 from hvd_cifar.training.progress import MOST_SKIPS_IN_A_ROW, Progress, StepClock
+from hvd_cifar.training.trainer import Trainer
 
 
 class _Result:
@@ -102,3 +104,16 @@ def test_the_clock_leaves_pauses_out_also_within_each_other(monkeypatch: pytest.
     assert clock.lap() == 3
     wait(4)
     assert clock.lap() == 4
+
+
+def test_a_run_stops_only_where_its_step_is_saved() -> None:
+    """A request may be noticed after the callback that saves; the next step's is then the one that saves."""
+    reporter: Any = SimpleNamespace(warn=lambda line: None)
+    run: Any = SimpleNamespace(step=5, total_steps=10, run_dir="r")
+    progress = Progress(first_step=5, saved_step=3)
+    progress.stop_requested = True
+    trainer = Trainer(run, progress, None, None, reporter)  # type: ignore[arg-type]
+    trainer._stop_where_asked()
+    progress.saved_step = 5
+    with pytest.raises(Preempted):
+        trainer._stop_where_asked()

@@ -27,7 +27,9 @@ from hvd_cifar.launch.install.versions import as_constraints, differences, versi
 
 # Folders in the checkout's top folder that hold no code.
 LEFT_OUT = {".git", ".venv", "runs", "data", "keys"}
-SECRET = re.compile(r"id_[\w.-]+|.*_key|.*\.(pem|key)")  # containers.md has users make a cluster's keys in the checkout
+SECRET = re.compile(
+    r"id_[a-z0-9]+|id_(rsa|dsa|ecdsa|ed25519)[\w.-]*|.*_key|.*\.(pem|key)"
+)  # containers.md has users make a cluster's keys in the checkout
 PACKAGE = "hvd_cifar/"
 # The files beside the package on which a run depends. Hosts may differ in all others.
 COMPARED = ("run.sh", "setup.cfg", "pyproject.toml")
@@ -71,7 +73,7 @@ _sends = threading.Lock()
 
 # The ssh processes of all hosts' threads, which a signal to this process ends.
 _remote: set[subprocess.Popen[bytes]] = set()
-_is_over = threading.Event()
+_is_over = threading.Event()  # no thread starts another one
 
 
 class HostFailed(Exception):
