@@ -27,9 +27,8 @@ from hvd_cifar.launch.install.versions import as_constraints, differences, versi
 
 # Folders in the checkout's top folder that hold no code.
 LEFT_OUT = {".git", ".venv", "runs", "data", "keys"}
-SECRET = re.compile(
-    r"id_[a-z0-9]+|id_(rsa|dsa|ecdsa|ed25519)[\w.-]*|.*_key|.*\.(pem|key)"
-)  # containers.md has users make a cluster's keys in the checkout
+# containers.md has users make a cluster's keys in the checkout.
+SECRET = re.compile(r"id_[a-z0-9]+|id_(rsa|dsa|ecdsa|ed25519)[\w.-]*|.*_key|.*\.(pem|key)")
 PACKAGE = "hvd_cifar/"
 # The files beside the package on which a run depends. Hosts may differ in all others.
 COMPARED = ("run.sh", "setup.cfg", "pyproject.toml")
