@@ -25,7 +25,7 @@ from hvd_cifar.launch.cluster import ssh
 from hvd_cifar.launch.cluster.hosts import MOST_BYTES, Host, hosts_of_ranks, is_local, parse_hosts
 from hvd_cifar.launch.cluster.network import Unreachable
 from hvd_cifar.launch.cluster.remarks import Lost, lost_in
-from hvd_cifar.launch.job import Job, beside, complain
+from hvd_cifar.launch.job import Job, complain, own_program
 from hvd_cifar.launch.restarts import FINAL, last_step
 from hvd_cifar.launch.roster import Roster, Sizes, first_slots, slots_of
 from hvd_cifar.runtime.environment import ELASTIC, ElasticJob
@@ -252,7 +252,7 @@ class ElasticRun:
 
     def _reaches(self, host: str) -> bool:
         silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        with beside(self.words(host, ["true"]), **silent) as process:
+        with own_program(self.words(host, ["true"]), **silent) as process:
             try:
                 return process.wait(20) == 0
             except subprocess.TimeoutExpired:
@@ -284,7 +284,7 @@ def script(path: Path) -> Discover:
             with (
                 tempfile.TemporaryFile() as out,
                 tempfile.TemporaryFile() as err,
-                beside(
+                own_program(
                     [str(path)], stdout=out, stderr=err, preexec_fn=_limit_output, start_new_session=True
                 ) as process,
             ):

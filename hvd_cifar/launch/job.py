@@ -38,13 +38,13 @@ HEIR = "trap '' HUP INT TERM USR1; read -r pid && { read -r _ || kill -$1 $pid; 
 
 Pump = Callable[[BinaryIO], None]
 
-_own: set[int] = set()  # process ids of `beside`
+_own: set[int] = set()  # process ids of `own_program`
 _own_starts = threading.Lock()
 
 
 @contextlib.contextmanager
-def beside(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program of the launcher's own beside a job, whose end does not end it. `options`: of Popen."""
+def own_program(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program of the launcher's own beside a job. The end of the job spares it. `options`: of Popen."""
     with _own_starts:
         process = subprocess.Popen(words, **options)
         _own.add(process.pid)
@@ -325,7 +325,7 @@ def _ranks_below(pid: int) -> list[psutil.Process]:
 def _end_orphans(seconds: float, others: Collection[psutil.Process]) -> None:
     """Wait for processes that a starter left, then kill them: a killed mpirun ends no rank.
 
-    `others`, which ran before the starter, programs that run `beside` it, and the children of both are spared.
+    `others`, which ran before the starter, each `own_program`, and the children of both are spared.
     """
     is_held = _own_starts.acquire(timeout=SECONDS_FOR_ORPHANS)  # in vain where a program's disk does not answer
     below = psutil.Process().children(recursive=True)

@@ -687,7 +687,8 @@ def test_two_launchers_of_one_second_name_two_run_directories(tmp_path: Path) ->
     both = [subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate(timeout=60)[0] for process in both]
     found = [line.split("--run-dir ")[1].split()[0] for line in said]
-    assert found[0] != found[1] and all(place.startswith(f"{tmp_path}/runs/fast-") for place in found)
+    for process, place in zip(both, found, strict=True):
+        assert place.startswith(f"{tmp_path}/runs/fast-") and place.endswith(f"-{process.pid}")
 
 
 def test_the_folder_above_the_checkout_hides_no_code(tmp_path: Path) -> None:

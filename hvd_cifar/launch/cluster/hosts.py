@@ -102,6 +102,6 @@ def is_local(name: str) -> bool:
         address = socket.gethostbyname(name)
         with socket.socket() as probe:
             probe.bind((address, 0))  # succeeds only for this machine's own addresses
-    except (OSError, UnicodeError):  # a label of no or over 63 characters
+    except (OSError, UnicodeError):  # a label is empty, or has over 63 characters
         return False
     return True

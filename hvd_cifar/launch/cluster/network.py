@@ -279,7 +279,7 @@ def addresses(hosts: Iterable[str]) -> dict[str, str | None]:
 def _resolve(host: str) -> str | None:
     try:
         return socket.gethostbyname(host)
-    except (OSError, UnicodeError):  # a label of no or over 63 characters
+    except (OSError, UnicodeError):  # a label is empty, or has over 63 characters
         return None
 
 

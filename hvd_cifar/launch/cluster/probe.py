@@ -37,7 +37,7 @@ def resolves(name: str) -> bool:
     """Whether this host resolves a name."""
     try:
         socket.gethostbyname(name)
-    except (OSError, UnicodeError):  # a label of no or over 63 characters
+    except (OSError, UnicodeError):  # a label is empty, or has over 63 characters
         return False
     return True
 
