@@ -187,6 +187,18 @@ def test_horovodrun_reads_the_hostfiles_alike(tmp_path: Path) -> None:
         assert parse_host_files(str(path)) == hosts
 
 
+def test_horovodrun_asks_no_tensorflow_what_its_library_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As set-up has patched it."""
+    from horovod.common import util
+
+    def fail(*asked: Any) -> None:
+        raise AssertionError(f"a process imports TensorFlow: {asked}")
+
+    monkeypatch.setattr(util, "_check_extension_lambda", fail)
+    assert util._tensorflow_library_has(b"13GlooAllreduceE") and not util._tensorflow_library_has(b"no such symbol")
+    assert util.mpi_built(verbose=True) and util.gloo_built(verbose=True)
+
+
 @pytest.mark.parametrize(
     ("gpus", "cores", "ranks"), [(0, 1, 1), (0, 2, 2), (0, 64, 8), (1, 64, 1), (4, 2, 4), (16, 64, 8)]
 )
