@@ -61,16 +61,19 @@ def run_ranks(
     launcher: str = "mpirun",
     env: dict[str, str] | None = None,
     timeout: float = 120,
+    tensorflow: bool = True,
 ) -> list[Any]:
     """Call `function(*args)` in `n` ranks and return their return values, by rank.
 
     `launcher` is "mpirun", "horovodrun" (over MPI), "gloo" (horovodrun --gloo) or "none" (no launcher, n = 1).
     `env` is added to the environment. After `timeout` seconds, and after any failure, no process is left behind.
+    `tensorflow` imports it first, as a rank of `train` does.
 
     Raises RanksFailed, with the end of every rank's output, where a rank fails or time runs out.
     """
     functions = {function.__name__: partial(function, *args)}
-    return run_all(functions, n, launcher=launcher, env=env, timeout=timeout)[function.__name__]
+    found = run_all(functions, n, launcher=launcher, env=env, timeout=timeout, tensorflow=tensorflow)
+    return found[function.__name__]
 
 
 def run_all(
@@ -80,6 +83,7 @@ def run_all(
     launcher: str = "mpirun",
     env: dict[str, str] | None = None,
     timeout: float = 120,
+    tensorflow: bool = True,
 ) -> dict[str, list[Any]]:
     """Call functions one after the other in one start of `n` ranks; return the values of each by its name, by rank.
 
@@ -93,7 +97,7 @@ def run_all(
         calls.append([name, source, call.func.__name__, call.args, call.keywords])
     with tempfile.TemporaryDirectory(prefix="ranks-") as temporary:
         folder = Path(temporary)
-        (folder / "calls.json").write_text(json.dumps(calls, default=_plain))
+        (folder / "calls.json").write_text(json.dumps([tensorflow, calls], default=_plain))
         command = [word.format(n=n) for word in LAUNCHERS[launcher]]
         command += [sys.executable, str(Path(__file__).resolve()), temporary]
         with (folder / "launcher.log").open("w") as log:
@@ -185,12 +189,14 @@ def _rank_main(folder: Path) -> None:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     sys.path[:0] = [str(CHECKOUT)]
-    from hvd_cifar.reporting.quiet import quiet_start
+    tensorflow, calls = json.loads((folder / "calls.json").read_text())
+    if tensorflow:
+        from hvd_cifar.reporting.quiet import quiet_start
 
-    with quiet_start():  # as in a rank of `train`: it takes a quarter less time than the bare imports
-        import horovod.tensorflow  # noqa: F401
+        with quiet_start():  # as in a rank of `train`: it takes a quarter less time than the bare imports
+            import horovod.tensorflow  # noqa: F401
     results = {}
-    for name, module, function, args, keywords in json.loads((folder / "calls.json").read_text()):
+    for name, module, function, args, keywords in calls:
         print(f"--- {name}", flush=True)  # the log ends with what failed
         results[name] = getattr(_import_file(Path(module)), function)(*args, **keywords)
         _put_types_back()

@@ -12,6 +12,7 @@ from typing import Any
 
 from hvd_cifar.launch.install import installer
 from tests.cluster.hosts import Host
+from tests.options import SMALL_NET
 from tests.ranks import CHECKOUT
 
 
@@ -28,14 +29,14 @@ def variables(host: Host) -> dict[str, str]:
 
 
 def training(data: Path, run_dir: Path, *options: str) -> list[str]:
-    """A training of the tutorial net on the embedded set, with a line every step; it ends after 4 steps.
+    """A training of a small net on the embedded set, with a line every step; it ends after 4 steps.
 
     Overlap is off, since finding out the size of buckets takes longer than the steps.
     """
     short = ["--max-steps", "4", "--log-every", "1", "--global-batch-size", "32"]
     short += ["--eval-every", "0", "--eval-examples", "100", "--overlap", "off"]
     place = ["--dataset", "synthetic", "--data-dir", str(data), "--run-dir", str(run_dir)]
-    return ["train", "--model", "tutorial", *place, *short, *options]
+    return ["train", "--model", SMALL_NET, *place, *short, *options]
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.cluster.hosts import Cluster
 from tests.cluster.jobs import launcher, losses, training, variables, wait_for
+from tests.options import SLOW_PACE
 
 STEPS = 300
 OPTIONS = ["--max-steps", str(STEPS), "--precision", "float64", "--threads-per-rank", "1", "--record-examples"]
@@ -20,6 +21,7 @@ def test_a_host_is_cut_off_comes_back_and_loses_a_rank(three_hosts: Cluster, emb
     first, second, third = three_hosts
     words: list[str | Path] = [*launcher(), "--elastic", "1:3", "--cool-down", "4:4"]
     words += ["--hostfile", three_hosts.hostfile(1, 1, 1), *training(embedded, three_hosts.own / "run", *OPTIONS)]
+    words += ["--callbacks", SLOW_PACE]
     output = tmp_path / "output"
     with output.open("wb") as file:
         job = first.start(words, env=variables(first), stdout=file, stderr=file)

@@ -13,8 +13,10 @@ from tests.cluster.jobs import launcher, losses, training, variables
 
 SIZE, ROUNDS = 2**22, 8  # bytes of a message, and messages
 PROGRAM = f"""
+from hvd_cifar.reporting.quiet import quiet_start
+with quiet_start():
+    import tensorflow as tf
 import numpy as np
-import tensorflow as tf
 from hvd_cifar.distributed import DistributedOptimizer
 from hvd_cifar.runtime.world import session
 import horovod.tensorflow as hvd
@@ -81,7 +83,8 @@ def test_a_slow_link_gets_buckets(two_hosts: Cluster, embedded: Path) -> None:
                 two_hosts.slow(host, rate)
             run_dir = f"link-{rate}"
             words: list[str | Path] = [*launcher(), "-np", "2", "--hostfile", two_hosts.hostfile(1, 1)]
-            options = ["--precision", "float64", "--threads-per-rank", "1", "--overlap", "auto" if rate else "off"]
+            options = ["--model", "tutorial", "--precision", "float64", "--threads-per-rank", "1"]
+            options += ["--overlap", "auto" if rate else "off"]
             words += training(embedded, two_hosts.own / run_dir, *options)
             done = two_hosts[0].run(words, env=variables(two_hosts[0]), timeout=300)
             assert done.returncode == 0, done.stdout + done.stderr
@@ -101,7 +104,9 @@ def test_virtual_shards_on_two_hosts_end_with_one_rank_s_bits(two_hosts: Cluster
         ("one", (1,), []),
     ):
         words: list[str | Path] = [*launcher(), "--hostfile", two_hosts.hostfile(*slots)]
-        words += training(embedded, two_hosts.own / f"bits-{name}", "--virtual-shards", "4", *options)
+        words += training(
+            embedded, two_hosts.own / f"bits-{name}", "--model", "tutorial", "--virtual-shards", "4", *options
+        )
         done = two_hosts[0].run(words, env=variables(two_hosts[0]), timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         assert ("all-reduce over mpi (all-to-all and all-gather; TCP" in done.stdout) == (len(slots) > 1), done.stdout

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks import runs
 from hvd_cifar.training import checkpoint_files
-from tests.options import TUTORIAL
+from tests.options import PACE, SMALL
 from tests.ranks import CHECKOUT, environment
 
 
@@ -75,7 +75,7 @@ class Running:
         end = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None and time.monotonic() < end, self.said()
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def wait_for_step(self, step: int) -> None:
         """Wait until a step of at least this number is logged."""
@@ -95,10 +95,20 @@ class Running:
         self.process.wait()
 
 
-def start(launcher: list[Any], data: Path, run_dir: Path, *options: Any) -> Running:
-    """Start `train` on the embedded set; without --max-steps it would not end."""
-    words = [sys.executable, "-m", "hvd_cifar.launch", *launcher, "train", *TUTORIAL, data, "--run-dir", run_dir]
-    words += [] if "--global-batch-size" in options else ["--batch-size", 16]
+PACED = ("--callbacks", PACE)
+
+
+def start(
+    launcher: list[Any],
+    data: Path,
+    run_dir: Path,
+    *options: Any,
+    net: Sequence[str] = SMALL,
+    pace: Sequence[str] = PACED,
+) -> Running:
+    """Start `train` on the embedded set, at `pace`; without --max-steps it would not end."""
+    words = [sys.executable, "-m", "hvd_cifar.launch", *launcher, "train", *net, data, "--run-dir", run_dir]
+    words += [*pace, *([] if "--global-batch-size" in options else ["--batch-size", 16])]
     words += ["--log-every", 5, "--eval-examples", 100, *options]
     output = run_dir.with_suffix(".out")
     with output.open("ab") as file:

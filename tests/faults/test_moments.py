@@ -15,6 +15,7 @@ import pytest
 from benchmarks import runs
 from hvd_cifar.runtime.shared_memory import folder_of
 from tests.faults.jobs import Running, start
+from tests.options import TUTORIAL
 
 STEPS = 180
 OPTIONS = ["--virtual-shards", 2, "--global-batch-size", 32, "--max-steps", STEPS, "--log-every", 1]
@@ -53,7 +54,7 @@ class Deadly(hvd_cifar.Callback):
 @pytest.fixture(scope="module")
 def alone(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a job that is left alone."""
-    job = start(["-np", 1], embedded, tmp_path_factory.mktemp("moments") / "alone", *OPTIONS)
+    job = start(["-np", 1], embedded, tmp_path_factory.mktemp("moments") / "alone", *OPTIONS, net=TUTORIAL, pace=())
     assert job.wait() == 0, job.said()
     return job.run_dir
 
@@ -84,7 +85,7 @@ def test_killed_at_each_moment(
     for folder, variable in ((shared, "OMPI_MCA_btl_vader_backing_directory"), (sessions, "TMPDIR")):
         folder.mkdir()
         monkeypatch.setenv(variable, str(folder))
-    job = start(launcher, embedded, tmp_path / "run", *OPTIONS, "--callbacks", f"{program}:Deadly")
+    job = start(launcher, embedded, tmp_path / "run", *OPTIONS, "--callbacks", f"{program}:Deadly", net=TUTORIAL)
     try:
         job.wait_until(lambda: len(job.ranks()) == 2)
         if launcher is ELASTIC:

@@ -21,10 +21,11 @@ from benchmarks import runs
 from hvd_cifar.errors import RESUME
 from hvd_cifar.reporting import goodput
 from tests.faults.jobs import Running, checkpoints, start
-from tests.options import TUTORIAL
+from tests.options import PACE, SMALL
 from tests.ranks import CHECKOUT, environment
 
 STEPS = 240
+OFTEN = ["--log-every", 1, "--eval-every", 0, "--eval-examples", 100, "--callbacks", PACE]
 
 
 @pytest.fixture
@@ -70,9 +71,9 @@ def test_stopped_three_times_and_as_if_never(job: Any, embedded: Path, tmp_path:
     assert [mark["how"] for mark in ends] == ["stopped"] * len(lives) + ["complete"]
 
 
-@pytest.mark.parametrize("launcher", [["-np", 3, "--gloo"], ["-np", 1]])
+@pytest.mark.parametrize("launcher", [["-np", 2, "--gloo"], ["-np", 1]])
 def test_other_signals_and_launchers(launcher: list[Any], job: Any, tmp_path: Path) -> None:
-    """Three ranks over Gloo, and one rank without a launcher."""
+    """Two ranks over Gloo, and one rank without a launcher."""
     running = job(launcher)
     running.send(signal.SIGUSR1)
     assert running.wait() == RESUME, running.said()
@@ -85,8 +86,8 @@ def test_output_that_cannot_be_written_neither_ends_a_job_nor_keeps_it_from_stop
     kind: str, embedded: Path, tmp_path: Path
 ) -> None:
     """Nobody reads what is printed any more, and a disk is full: ranks train on, and save when they are asked to."""
-    words = [sys.executable, "-m", "hvd_cifar.launch", kind, "-np", 2, "train", *TUTORIAL, embedded, "--batch-size", 16]
-    words += ["--run-dir", tmp_path / "run", "--log-every", 1, "--eval-every", 0, "--eval-examples", 100]
+    words = [sys.executable, "-m", "hvd_cifar.launch", kind, "-np", 2, "train", *SMALL, embedded, "--batch-size", 16]
+    words += ["--run-dir", tmp_path / "run", *OFTEN]
     with Path("/dev/full").open("wb") as full:
         job = subprocess.Popen(
             list(map(str, words)), stdout=subprocess.PIPE, stderr=full, env=environment(), cwd=CHECKOUT
@@ -108,8 +109,8 @@ def test_output_that_cannot_be_written_neither_ends_a_job_nor_keeps_it_from_stop
 def test_a_terminal_that_is_closed_does_not_end_a_single_rank(embedded: Path, tmp_path: Path) -> None:
     """Which prints to the terminal itself, and draws there."""
     screen, terminal = pty.openpty()
-    words = [sys.executable, "-m", "hvd_cifar", "train", *TUTORIAL, embedded, "--batch-size", 16]
-    words += ["--run-dir", tmp_path / "run", "--log-every", 1, "--eval-every", 0, "--eval-examples", 100]
+    words = [sys.executable, "-m", "hvd_cifar", "train", *SMALL, embedded, "--batch-size", 16]
+    words += ["--run-dir", tmp_path / "run", *OFTEN]
     process = subprocess.Popen(
         list(map(str, words)), stdin=terminal, stdout=terminal, stderr=terminal, env=environment(), cwd=CHECKOUT
     )
@@ -142,7 +143,7 @@ def test_a_signal_before_any_rank_has_started(embedded: Path, tmp_path: Path) ->
     fake.write_text("#!/bin/sh\nexec sleep 60\n")
     fake.chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{environment()['PATH']}"
-    words = [sys.executable, "-m", "hvd_cifar.launch", "-H", "localhost:1,silent:1", "train", *TUTORIAL, str(embedded)]
+    words = [sys.executable, "-m", "hvd_cifar.launch", "-H", "localhost:1,silent:1", "train", *SMALL, str(embedded)]
     job = subprocess.Popen(
         [*words, "--run-dir", str(tmp_path / "run")],
         env=environment({"PATH": path}),

@@ -93,6 +93,7 @@ def test_the_same_failure_ends_the_job_and_a_user_s_error_is_not_repeated(embedd
     said = running.said()
     assert said.count("restart 1 of 5 in 1 s") == 1 and "restart 2" not in said, said
     assert "does not start again: it failed twice in the same way after step 25" in said
-    wrong = start(launcher, embedded, tmp_path / "run", "--seed", 3)
+    alone = ["-np", 1, *launcher[2:]]
+    wrong = start(alone, embedded, tmp_path / "run", "--seed", 3, "--global-batch-size", 32)
     assert wrong.wait() == 2
     assert "seed was 0, is 3" in wrong.said() and wrong.said().count("restart") == said.count("restart")

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from tests.faults.jobs import start
+from tests.options import TUTORIAL
 
 # Seconds that the rank stands still, and that it runs. A rank of a busy machine is not as much slower than another.
 # Both are short: a step's computation could fit between two long pauses, and then nothing would slow it.
@@ -16,7 +17,8 @@ SHARES = {signal.SIGSTOP: 0.09, signal.SIGCONT: 0.01}
 
 
 def test_a_tenth_of_a_core(embedded: Path, tmp_path: Path) -> None:
-    running = start(["-np", 2], embedded, tmp_path / "run", "--checkpoint-every", 10, "--threads-per-rank", 1)
+    options = ["--checkpoint-every", 10, "--threads-per-rank", 1]
+    running = start(["-np", 2], embedded, tmp_path / "run", *options, net=TUTORIAL, pace=())
     try:
         running.wait_for_step(5)
         rank = running.ranks()[1]

@@ -68,7 +68,7 @@ def test_a_validation_rank_finds_what_training_ranks_would(alone: Path, embedded
 
 def test_a_killed_validation_rank_is_told_and_training_goes_on(embedded: Path, tmp_path: Path) -> None:
     """Two evaluate together, and one of them is killed after their first result."""
-    job = start(["-np", 3, "--validation-ranks", 2], embedded, tmp_path / "run", *COURSE, "--max-steps", 600)
+    job = start(["-np", 3, "--validation-ranks", 2], embedded, tmp_path / "run", *COURSE, "--max-steps", 1200)
     try:
         job.wait_until(partial(job.has_said, "it came at step"))
         next(one for one in _validators(job) if "OMPI_COMM_WORLD_RANK" in one.environ()).kill()
@@ -82,8 +82,8 @@ def test_a_killed_validation_rank_is_told_and_training_goes_on(embedded: Path, t
     told = [line for line in job.said().splitlines() if "validation ranks have ended" in line or "signal 9" in line]
     assert len(told) == 1 and "was ended by signal 9 (Killed)" in told[0], job.said()
     summary = runs.summary(job.run_dir)
-    assert set(summary["evaluations_missing"]) | set(_evaluations(job.run_dir)) == set(range(15, 601, 15))
-    assert 600 in summary["evaluations_missing"] and _evaluations(job.run_dir) and not job.left()
+    assert set(summary["evaluations_missing"]) | set(_evaluations(job.run_dir)) == set(range(15, 1201, 15))
+    assert 1200 in summary["evaluations_missing"] and _evaluations(job.run_dir) and not job.left()
 
 
 def test_a_killed_training_rank_ends_the_validation_ranks(embedded: Path, tmp_path: Path) -> None:

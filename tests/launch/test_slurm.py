@@ -23,7 +23,9 @@ AS_ROOT = ["--allow-run-as-root"] if os.geteuid() == 0 else []
 # What a rank knows of itself, in one write: launchers mix the pieces of several ranks' lines.
 WHO = """
 import json, sys
-from hvd_cifar.runtime import world
+from hvd_cifar.reporting.quiet import quiet_start
+with quiet_start():
+    from hvd_cifar.runtime import world
 me = world.start()
 sys.stdout.write(f"RANK {json.dumps([me.rank, me.size, me.local_rank, me.local_size, me.host])}\\n")
 """

@@ -195,15 +195,15 @@ def test_one_rank_trains_as_on_record(embedded: Path, folder: Path) -> None:
 
 
 def test_ranks_train_as_the_towers_of_the_tutorial_do(embedded: Path, tmp_path: Path) -> None:
-    """3 ranks against 2 towers, which share nothing but the net and the batches with them; 20 steps of 30 examples."""
+    """2 ranks against 3 towers, which share nothing but the net and the batches with them; 20 steps of 30 examples."""
     from benchmarks import jobs, runs
 
     options = [*TUTORIAL, embedded, "--global-batch-size", 30, "--precision", "float64"]
     options += ["--max-steps", STEPS, "--run-dir"]
     ranks, towers = tmp_path / "ranks", tmp_path / "towers"
     quiet = ["--log-every", 1, "--eval-every", 0, "--eval-examples", 1]
-    tower_command = [sys.executable, "-m", "benchmarks.tower", "--towers", 2, *options, towers]
-    for words, run_dir in ((jobs.command(3, *options, ranks, *quiet), ranks), (tower_command, towers)):
+    tower_command = [sys.executable, "-m", "benchmarks.tower", "--towers", 3, *options, towers]
+    for words, run_dir in ((jobs.command(2, *options, ranks, *quiet), ranks), (tower_command, towers)):
         run_dir.mkdir()
         jobs.run([str(word) for word in words], run_dir / "log")
     assert len(runs.losses(ranks)) == STEPS

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import run_all
 
 EXAMPLES = 42  # in batches of 8: the sixth step has 2 examples, and the third rank none
 
@@ -75,10 +76,16 @@ def _runs(folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
-    """What each of three ranks saw of the runs, and the folder of these."""
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Any]], Path]:
+    """What each of three ranks returned of `_runs` and of `_views`, and the folder of the runs."""
     folder = tmp_path_factory.mktemp("runs")
-    return run_ranks(_runs, 3, str(folder), timeout=240), folder
+    return run_all({"runs": partial(_runs, str(folder)), "views": _views}, 3, timeout=240), folder
+
+
+@pytest.fixture
+def ranks(job: tuple[dict[str, list[Any]], Path]) -> tuple[list[dict[str, Any]], Path]:
+    """What each of three ranks saw of the runs, and the folder of these."""
+    return job[0]["runs"], job[1]
 
 
 Ranks = tuple[list[dict[str, Any]], Path]
@@ -135,8 +142,8 @@ def _views() -> list[Any]:
     return [[e.accuracy, e.plain_accuracy, e.views, e.examples] for e in (evaluate(False), evaluate(True))]
 
 
-def test_the_accuracy_of_one_view_is_not_that_of_six() -> None:
+def test_the_accuracy_of_one_view_is_not_that_of_six(job: tuple[dict[str, list[Any]], Path]) -> None:
     """Over six views both halves are as bright, and the first class is taken: right for 3 of 7."""
-    for one, six in run_ranks(_views, 3):
+    for one, six in job[0]["views"]:
         assert one == [1.0, 1.0, 1, 7]
         assert six == [pytest.approx(3 / 7), 1.0, 6, 7]

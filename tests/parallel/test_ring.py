@@ -39,7 +39,7 @@ def _in_ring() -> NDArray[np.float32]:
 
 def _sums(parameters: dict[str, str]) -> Any:
     env = {f"OMPI_MCA_{name}": value for name, value in parameters.items()}
-    return run_ranks(_sum_through_mpi, RANKS, env=env)
+    return run_ranks(_sum_through_mpi, RANKS, env=env, tensorflow=False)
 
 
 def test_ring_parameters_make_a_ring() -> None:

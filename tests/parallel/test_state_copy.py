@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.ranks import run_ranks
+import pytest
+
+from tests.ranks import run_all
 
 
 def _restored(folder: str, same_host: bool) -> dict[str, Any]:
@@ -62,13 +65,20 @@ def _restored(folder: str, same_host: bool) -> dict[str, Any]:
     return found
 
 
-def test_a_host_that_missed_a_rollback_does_not_undo_it(tmp_path: Path) -> None:
-    for found in run_ranks(_restored, 2, str(tmp_path), False):
+@pytest.fixture(scope="module")
+def of_hosts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What each of two ranks restored, with a host for each and both on one."""
+    folders = [str(tmp_path_factory.mktemp("copies")) for _ in range(2)]
+    return run_all({"two": partial(_restored, folders[0], False), "one": partial(_restored, folders[1], True)}, 2)
+
+
+def test_a_host_that_missed_a_rollback_does_not_undo_it(of_hosts: dict[str, list[Any]]) -> None:
+    for found in of_hosts["two"]:
         assert found["away"] == [60, 60.0, 600.0, 1]
         assert found["dead"] == [1, 1.0, 10.5, 0]  # the mean of both ranks' own variables
 
 
-def test_a_copy_without_a_rank_s_own_variables_is_not_whole(tmp_path: Path) -> None:
+def test_a_copy_without_a_rank_s_own_variables_is_not_whole(of_hosts: dict[str, list[Any]]) -> None:
     """Both ranks are on one host, which has one copy of the state."""
-    for found in run_ranks(_restored, 2, str(tmp_path), True):
+    for found in of_hosts["one"]:
         assert found["dead"] == [1, 1.0, 10.5, 0]
