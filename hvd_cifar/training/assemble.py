@@ -264,7 +264,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     results: dict[str, Any] = {}
     model, name = learner.net.model, work.dataset.name
     run = Run(work.settings, world, work.plan, schedule, model, name, folder, progress, results)
-    times = StepTimes(bool(work.settings.deterministic))
+    times = StepTimes()
     progress.watch.waits_in_step = times.is_waiting
     verifier = _verifier(work, world, learner, progress, reporter)
     record = None if work.settings.summary_every == 0 else Record(model)

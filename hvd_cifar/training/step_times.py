@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework.config import is_op_determinism_enabled  # no public name tells it
 
 T = TypeVar("T")
 
@@ -24,8 +25,14 @@ class Times(NamedTuple):
     wait: float
 
 
-def _now() -> Any:
-    return np.float64(time.time())
+def clock() -> Any:
+    """An operation that reads the clock: Unix time in seconds, a float64 scalar.
+
+    In deterministic mode TensorFlow's own operation refuses to, so Python reads it.
+    """
+    if not is_op_determinism_enabled():
+        return tf.timestamp()
+    return tf.ensure_shape(tf.numpy_function(lambda: np.float64(time.time()), [], tf.float64), [])
 
 
 class StepTimes:
@@ -35,9 +42,7 @@ class StepTimes:
     the readings tell when work is queued, not when it is done.
     """
 
-    def __init__(self, deterministic: bool) -> None:
-        """`deterministic`: Python reads the clock, since TensorFlow's deterministic mode refuses to."""
-        self._deterministic = deterministic
+    def __init__(self) -> None:
         self._origin = time.time()
         with tf.device("/CPU:0"):
             # For gradients, then for their sums: the sum of times since `_origin`, and the number of steps.
@@ -67,7 +72,7 @@ class StepTimes:
 
     def _note(self, tensors: Sequence[Any], place: int) -> None:
         with tf.device("/CPU:0"), tf.control_dependencies([t for t in tensors if t is not None]):
-            now = tf.numpy_function(_now, [], tf.float64) if self._deterministic else tf.timestamp()
+            now = clock()
             # Adds the seconds since `_origin`, and 1 to the count, in one assignment.
             seconds, ones = np.eye(4)[place : place + 2]
             self._sums.assign_add(now * seconds + (ones - self._origin * seconds))
