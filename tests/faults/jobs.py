@@ -19,6 +19,8 @@ from hvd_cifar.training import checkpoint_files
 from tests.options import PACE, SMALL
 from tests.ranks import CHECKOUT, environment
 
+PACED = ("--callbacks", PACE)
+
 
 @dataclass
 class Running:
@@ -93,9 +95,6 @@ class Running:
                     process.kill()
         self.process.kill()
         self.process.wait()
-
-
-PACED = ("--callbacks", PACE)
 
 
 def start(

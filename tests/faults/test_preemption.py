@@ -71,9 +71,9 @@ def test_stopped_three_times_and_as_if_never(job: Any, embedded: Path, tmp_path:
     assert [mark["how"] for mark in ends] == ["stopped"] * len(lives) + ["complete"]
 
 
-@pytest.mark.parametrize("launcher", [["-np", 2, "--gloo"], ["-np", 1]])
+@pytest.mark.parametrize("launcher", [["-np", 3, "--gloo"], ["-np", 1]])
 def test_other_signals_and_launchers(launcher: list[Any], job: Any, tmp_path: Path) -> None:
-    """Two ranks over Gloo, and one rank without a launcher."""
+    """Three ranks over Gloo, and one rank without a launcher."""
     running = job(launcher)
     running.send(signal.SIGUSR1)
     assert running.wait() == RESUME, running.said()

@@ -129,9 +129,9 @@ def test_virtual_shards_end_with_the_same_bits_on_1_2_and_8_ranks(embedded: Path
 
 
 def test_deterministic_runs_repeat_to_the_bit(embedded: Path, tmp_path: Path) -> None:
-    """The second run of each net sends its gradients in buckets, whose size tutorial's measures.
+    """The second run of each net sends its gradients in buckets. That of tutorial measures their size first.
 
-    At the end comes a run that does not ask for it, in a process that TensorFlow keeps deterministic.
+    The last run does not ask for determinism; TensorFlow keeps it for the whole process.
     """
     options = {"batch_size": 7, "max_steps": 5, "deterministic": True}
     given, measured = {"overlap": "on", "bucket_bytes": 20_001}, {"overlap": "on"}
