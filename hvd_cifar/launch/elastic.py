@@ -44,8 +44,8 @@ class Options:
     """The options of an elastic job.
 
     sizes: the numbers of ranks that it may have.
-    ranks: -np, the number of ranks at the first start. The global batch is --batch-size times this number. None: one
-        rank for each slot.
+    ranks: -np; the first start waits for this number of slots, and takes more if they are there. The global batch is
+        --batch-size times this number. None: times the number of ranks at the first start.
     seconds_to_wait: for enough slots.
     cool_down: first and longest rest, for `Roster`.
     """

@@ -301,6 +301,10 @@ def _launch_elastic(request: Request, settings: config.TrainSettings) -> int:
         raise UserError(
             f"--elastic {sizes.least}:{sizes.most}: no number in between divides --virtual-shards {sizes.shards}"
         )
+    # A rank whose micro-batches would be empty cannot start.
+    micro_batches = (settings.global_batch_size or 0) // settings.gradient_accumulation
+    if limit := micro_batches or (settings.batch_size or 0) * (request.ranks or 0):
+        sizes = replace(sizes, most=max(sizes.least, min(sizes.most, limit)))
     options = replace(request.elastic, sizes=sizes)
     if request.validation_ranks:
         request = validators.set_apart_elastic(request)
@@ -310,10 +314,14 @@ def _launch_elastic(request: Request, settings: config.TrainSettings) -> int:
             f"--elastic {sizes.least}:{sizes.most}: the hosts have {slots_of(hosts)} slots, and -H stays as it is; "
             "give more, or --hostfile or --host-discovery-script"
         )
-    ranks = request.ranks or sizes.fitting(slots_of(hosts))
+    # A script is asked for hosts only when the job starts.
+    known = bool(request.hosts or not request.discover)
+    ranks = sizes.fitting(slots_of(hosts)) if known or not request.ranks else request.ranks
+    if request.ranks:
+        config.check_ranks(settings, request.ranks)
     if request.dry_run:
         return _launch(replace(request, ranks=ranks), ranks, 0.0)
-    if request.hosts or not request.discover:
+    if known:
         _check_early(request, ranks, settings)
     job = Job(can_stop=True, stall_seconds=_stall_seconds(settings))
     starts = itertools.count()

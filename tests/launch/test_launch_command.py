@@ -272,6 +272,28 @@ def test_a_prediction_from_files_starts_no_ranks(argv: list[str], capfd: pytest.
     assert "mpirun" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "settings", "ranks"),
+    [
+        (["-np", "2"], [], 8),  # all slots; -np is what the first start waits for
+        ([], ["--global-batch-size", "12", "--gradient-accumulation", "2"], 6),
+        (["-np", "3"], ["--batch-size", "2", "--gradient-accumulation", "2"], 6),
+        (["-np", "3"], ["--batch-size", "2", "--virtual-shards", "4"], 2),  # 3 does not divide them
+        ([], ["--global-batch-size", "4", "--virtual-shards", "4"], 4),
+    ],
+)
+def test_an_elastic_job_starts_on_as_many_ranks_as_its_batch_allows(
+    words: list[str], settings: list[str], ranks: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--elastic", "2:8", "--dry-run", *words, "train", "--dataset", "synthetic", *settings]
+    if ranks == 2:
+        assert launcher.main(argv, cli.check) == 2
+        assert "3 ranks do not divide them" in capfd.readouterr().err
+    else:
+        assert launcher.main(argv, cli.check) == 0
+        assert f" -np {ranks} " in capfd.readouterr().out
+
+
 def test_a_program_of_the_users_own(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
