@@ -166,8 +166,28 @@ def check_warmup(settings: TrainSettings) -> None:
 
 def check_buckets(settings: TrainSettings | StepWork) -> None:
     """ValueError where --bucket-bytes has no effect."""
-    if settings.bucket_bytes is not None and settings.overlap == "off":
+    if settings.bucket_bytes is None or settings.overlap == "on":
+        return
+    if settings.overlap == "off":
         raise ValueError("--bucket-bytes has no effect with --overlap off: leave one of them out")
+    if isinstance(settings, TrainSettings) and (option := gradients_at_once(settings)):
+        raise ValueError(
+            f"--bucket-bytes has no effect with {option}: all gradients are ready at once; leave it out, or give "
+            "--overlap on"
+        )
+
+
+def gradients_at_once(settings: TrainSettings) -> str:
+    """The option that makes all gradients of a step ready at the same time, after backward; "" where there is none."""
+    for option, given in (
+        ("--gradient-accumulation", settings.gradient_accumulation > 1),
+        ("--virtual-shards", settings.virtual_shards),
+        ("--verify-every", settings.verify_every),
+        ("--precision mixed_float16", settings.precision == "mixed_float16"),  # the loss scale looks at all of them
+    ):
+        if given:
+            return option
+    return ""
 
 
 def check_ranks(settings: TrainSettings, ranks: int) -> None:
@@ -462,7 +482,7 @@ class TrainSettings(DataSettings):
         ge=0,
         le=MOST_STEPS,
         description="Steps between checks that weights and optimizer are the same on all ranks, bit for bit. Ranks "
-        "also check before each checkpoint and at the end; 0: only then.",
+        "also check after the first step, before each checkpoint and at the end; 0: only at the last two.",
     )
     on_divergence: Literal["stop", "rebroadcast"] = Field(
         "stop",

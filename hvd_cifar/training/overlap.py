@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from hvd_cifar import config
 from hvd_cifar.config import TrainSettings, low_rank_of
 from hvd_cifar.distributed import buckets, collectives
 from hvd_cifar.distributed.optimizer import (
@@ -51,13 +52,13 @@ def set_buckets(
     reduction = reduction_of(optimizer)
     if world.size == 1 or settings.overlap == "off" or reduction is None:  # None: the start-up proof reports it
         return []
-    in_one_step = spec.micro_batches == 1 and not spec.virtual_shards and not settings.verify_every
+    in_one_step = not config.gradients_at_once(settings)
     # On one host the cores that compute also move the bytes, and PowerSGD sends few: overlap saves nothing.
     on_one_host = world.local_size == world.size and "GPU" not in world.device
     hides_nothing = on_one_host or low_rank_of(settings.compression) > 0
     if settings.overlap == "auto" and (not in_one_step or (hides_nothing and settings.bucket_bytes is None)):
         return []
-    # In a step of several micro-batches all gradients are ready at once, in the order of the variables.
+    # Where all gradients are ready at once they leave in the order of the variables.
     traced = _trace(net, optimizer, spec) if in_one_step else None
     if traced and len(set(collectives.all_gather_object(tuple(traced.order)))) > 1:
         why = "hosts compute gradients in different orders, since their processors have different kernels"
@@ -70,7 +71,8 @@ def set_buckets(
     backward, _ = measure_backward(net, optimizer, spec, examples, traced=traced)
     link = _measure_link(reduction, sum(backward.sizes), computes_here="GPU" not in world.device)
     candidates = CANDIDATES if settings.bucket_bytes is None else (settings.bucket_bytes,)
-    found = choose(backward, link, candidates, always=settings.overlap == "on")
+    # Rank 0's choice: unlike processors may compute gradients in other orders, which lead to other buckets.
+    found = collectives.on_root(lambda: choose(backward, link, candidates, always=settings.overlap == "on"))
     set_bucket_bytes(optimizer, found.bucket_bytes)
     return [_describe(backward, link, found)]
 
