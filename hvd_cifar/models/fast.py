@@ -60,7 +60,8 @@ RECIPE = Recipe(
 class Dirac(keras.initializers.Initializer):
     """Uniform weights, but the first output channels pass the input channels on unchanged.
 
-    Kernels [3, 3, in, out] with out >= in. The rest is uniform within 1 / sqrt(fan in), as PyTorch's default is.
+    Kernels [3, 3, in, out]. Of more inputs than outputs the first are passed on. The rest is uniform within
+    1 / sqrt(fan in), as PyTorch's default is.
     """
 
     def __call__(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
@@ -70,7 +71,7 @@ class Dirac(keras.initializers.Initializer):
         kernel = keras.random.uniform(shape, -bound, bound, dtype=dtype)
         identity = np.zeros((height, width, inputs, inputs))
         identity[height // 2, width // 2] = np.eye(inputs)
-        return tf.concat([tf.cast(identity, kernel.dtype), kernel[..., inputs:outputs]], axis=-1)
+        return tf.concat([tf.cast(identity[..., :outputs], kernel.dtype), kernel[..., inputs:]], axis=-1)
 
 
 def filters_of(channels: int) -> int:

@@ -155,8 +155,12 @@ class StateCopy:
         parts = [self._own.arrays(slots.read(version)) for slots in found if version is not None]
         (copies,) = collectives.all_reduce_sums([len(parts)])
         for i, variable in enumerate(self._own.variables):
-            total = sum((part[i] for part in parts), np.zeros(variable.shape, variable.dtype.as_numpy_dtype))
-            variable.assign(collectives.all_reduce_in_graph(tf.constant(total)) / copies)
+            # In float32 where it is bfloat16, which Horovod does not add.
+            wide = tf.float32 if variable.dtype == tf.bfloat16 else variable.dtype
+            kind = wide.as_numpy_dtype
+            total = sum((part[i].astype(kind) for part in parts), np.zeros(variable.shape, kind))
+            mean = collectives.all_reduce_in_graph(tf.constant(total)) / copies
+            variable.assign(tf.cast(mean, variable.dtype))
 
 
 class Copier(Callback):

@@ -28,7 +28,8 @@ def _restored(folder: str, same_host: bool) -> dict[str, Any]:
     vars(state_copy)["own_folder"] = lambda job: own / job
     local = (world.rank, world.size) if same_host else (0, 1)
     world = dataclasses.replace(world, local_rank=local[0], local_size=local[1])
-    weight, mine, rollbacks = (keras.Variable(0, dtype=kind) for kind in ("float32", "float32", "int64"))
+    own_kind = "bfloat16" if same_host else "float32"  # Horovod adds no bfloat16
+    weight, mine, rollbacks = (keras.Variable(0, dtype=kind) for kind in ("float32", own_kind, "int64"))
     state: Any = SimpleNamespace(variables=[weight, rollbacks], rollbacks=rollbacks)
     found: dict[str, Any] = {}
 

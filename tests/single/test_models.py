@@ -298,6 +298,8 @@ def test_dirac_passes_its_input_on_in_the_first_channels() -> None:
     assert np.allclose(y[..., :4], x, atol=1e-6)
     rest = kernel[..., 4:]
     assert 0.8 / 6 < np.abs(rest).max() < 1 / 6  # uniform within 1 / sqrt(3 * 3 * 4)
+    fewer = keras.ops.convert_to_numpy(Dirac()((3, 3, 4, 2)))
+    assert np.allclose(tf.nn.conv2d(x, fewer, 1, "SAME"), x[..., :2], atol=1e-6)
 
 
 def test_whitening_makes_the_values_of_a_patch_uncorrelated() -> None:
