@@ -66,11 +66,13 @@ def broadcast_variables(
         carrier = _CARRIERS.get(dtype, dtype)
         alike = [v for v in variables if v.dtype == dtype]
         sizes = [v.shape.num_elements() * dtype.size for v in alike]
-        for bucket in buckets.plan(sizes, BROADCAST_BYTES):
+        for number, bucket in enumerate(buckets.plan(sizes, BROADCAST_BYTES)):
+            # In a graph the default name counts operations, of which hosts with other kernels have other numbers.
+            name = None if tf.executing_eagerly() else f"broadcast_{dtype.name}_{number}"
             chosen = [alike[i] for i in bucket]
             values = [_as(v.read_value(), carrier) for v in chosen]
             note(f"broadcast of {len(chosen)} variables from rank {root_rank}")
-            received = hvd.broadcast(buckets.flat(values), root_rank, process_set=process_set)
+            received = hvd.broadcast(buckets.flat(values), root_rank, name, process_set=process_set)
             for variable, piece in zip(chosen, buckets.pieces(received, values), strict=True):
                 variable.assign(_as(piece, dtype))
     for layer in target._flatten_layers() if isinstance(target, keras.Model) else ():

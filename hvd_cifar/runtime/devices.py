@@ -13,6 +13,8 @@ from hvd_cifar.errors import UserError
 QUOTA_FILES = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
 # Linux's names for instructions that multiply bfloat16: two of x86, one of ARM.
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+# Beginnings of its names for vector instructions, on x86 and ARM.
+VECTOR_FLAGS = ("avx", "amx", "fma", "asimd", "sve", "sme", "bf16")
 
 
 def choose_gpu(views: Sequence[Sequence[str]], local_rank: int) -> int | None:
@@ -142,6 +144,18 @@ def quota_of(texts: Sequence[str]) -> float | None:
 def multiplies_bfloat16(cpuinfo: Path) -> bool:
     """Whether the CPU that a /proc/cpuinfo describes multiplies bfloat16; False where the file is missing."""
     return not BFLOAT16_FLAGS.isdisjoint(_read(cpuinfo).split())
+
+
+def processor(cpuinfo: Path) -> tuple[str, str]:
+    """Of the CPU that a /proc/cpuinfo describes: its name, and what else decides how libraries divide sums on it, its
+    cache and its vector instructions.
+    """
+    first, _, _ = _read(cpuinfo).partition("\n\n")
+    lines = (line.partition(":") for line in first.splitlines())
+    facts = {name.strip(): value.strip() for name, _, value in lines}
+    name = facts.get("model name") or f"CPU part {facts.get('CPU part', 'unknown')}"  # of x86, of ARM
+    flags = sorted(set(f"{facts.get('flags', '')} {facts.get('Features', '')}".split()))
+    return name, " ".join([facts.get("cache size", ""), *(flag for flag in flags if flag.startswith(VECTOR_FLAGS))])
 
 
 def _read(path: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -32,7 +32,7 @@ from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.runtime.watch import Watch
 from hvd_cifar.runtime.world import World, native_precision, versions
-from hvd_cifar.training import overlap, profile, random_layers, run_dir, user_code
+from hvd_cifar.training import overlap, profile, random_layers, run_dir, unlike, user_code
 from hvd_cifar.training.callbacks import (
     Callback,
     Checkpointer,
@@ -217,6 +217,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     examples = -(-work.plan.global_batch_size // (world.size * work.sharding.micro_batches))
     spec = step_spec(work)
     overlap_lines = overlap.set_buckets(work.settings, world, learner.net, learner.optimizer, spec, examples)
+    from_root, unlike_lines = unlike.taken_from_root(work.settings, world, learner.net, learner.optimizer)
     proof = prove_averaging(
         lambda plain: with_buckets_of(learner.optimizer, distribute(work.settings, plain)), contributions="sum"
     )
@@ -239,6 +240,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
         *([NOT_PUBLISHED] if published is False else []),
         *bytes_note,
         *overlap_lines,
+        *unlike_lines,
         f"start-up proof: {proof}",
         f"run directory {folder}",
     ]
@@ -270,7 +272,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     record = None if work.settings.summary_every == 0 else Record(model)
     if record:
         watch_gradients(learner.optimizer, record.keep_gradients)
-    step = _step_of(work, learner, schedule, Probes(times, record, verifier))
+    step = _step_of(work, learner, schedule, Probes(times, record, verifier), from_root)
     trainer = Trainer(run, progress, step, lambda first: times.each(_batches(work, world, first)), reporter)
     summaries = Summaries(progress, record, work.dataset, reporter)
     stragglers = Stragglers(progress, times, reporter)
@@ -385,9 +387,14 @@ def _refuse_layers(settings: TrainSettings, net: Net) -> None:
     """UserError where the net's own layers contradict an option."""
     over_all, local = "its statistics are over all ranks", "take keras.layers.BatchNormalization"
     synchronised, drawing = synchronised_layers(net.model), random_layers.random_layers(net.model)
+    renormalised = [layer for layer in local_layers(net.model) if getattr(layer, "renorm", False)]
+    spectral = [one for one in net.model._flatten_layers() if isinstance(one, keras.layers.SpectralNormalization)]
     for option, layers, why, remedy in (
         ("virtual_shards", synchronised, f"{over_all}, and each virtual shard has its own", local),
         ("virtual_shards", drawing, "it draws random numbers, which depend on the number of ranks", "take it out"),
+        ("virtual_shards", spectral, "each forward pass changes its weights", "take it out"),
+        ("verify_every", spectral, "each forward pass changes its weights", "take it out"),
+        ("sync_batch_norm", renormalised, "renorm=True cannot be synchronised", "set renorm=False"),
         ("verify_every", synchronised, f"{over_all}, and no rank computes a share alone", local),
     ):
         if layers and getattr(settings, option):
@@ -477,11 +484,13 @@ def _verifier(work: Work, world: World, learner: Learner, progress: Progress, re
     return Verifier(world, list(changing.values()), every, progress, reporter)
 
 
-def _step_of(work: Work, learner: Learner, schedule: Schedule, probes: Probes) -> TrainStep:
+def _step_of(work: Work, learner: Learner, schedule: Schedule, probes: Probes, from_root: Sequence[Any]) -> TrainStep:
     sizes = ImageSizes(work.image_sizes, work.plan.all_steps)
     averages = [kept for kept in (learner.lookahead, learner.averages) if kept]
     return TrainStep(
-        lambda side: make_train_step(learner.net, learner.optimizer, step_spec(work, side), averages, probes),
+        lambda side: make_train_step(
+            learner.net, learner.optimizer, step_spec(work, side), averages, probes, from_root
+        ),
         sizes,
         schedule,
         work.plan,

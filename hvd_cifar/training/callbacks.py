@@ -18,7 +18,7 @@ import keras
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.collectives import random_states
-from hvd_cifar.distributed.replicas import find_divergence
+from hvd_cifar.distributed.replicas import Divergence, find_divergence
 from hvd_cifar.errors import OUT_OF_SYNC, TrainingError, UserError
 from hvd_cifar.reporting import goodput
 from hvd_cifar.reporting.metrics import Reporter
@@ -186,7 +186,11 @@ class MovingStatistics:
 
 
 class ReplicaCheck(Callback):
-    """Compares the ranks' variables, bit for bit, every --check-sync-every steps and before each checkpoint."""
+    """Compares the ranks' variables, bit for bit, every --check-sync-every steps and before each checkpoint.
+
+    The first step of a process is followed by a comparison, since a net or optimizer that lets ranks drift apart shows
+    there.
+    """
 
     def __init__(self, progress: Progress, state: State, statistics: MovingStatistics, reporter: Reporter) -> None:
         self.progress = progress
@@ -197,7 +201,8 @@ class ReplicaCheck(Callback):
 
     def on_step(self, run: Run) -> None:
         """Compare where it is due."""
-        if run.is_due(run.settings.check_sync_every):
+        is_first = run.settings.check_sync_every > 0 and run.step == self.progress.first_step + 1
+        if is_first or run.is_due(run.settings.check_sync_every):
             self.check(run, everything=False)
 
     def before_checkpoint(self, run: Run) -> None:
@@ -220,7 +225,7 @@ class ReplicaCheck(Callback):
             found = find_divergence(variables)
             if found is not None and run.settings.on_divergence == "stop":
                 raise TrainingError(
-                    f"{OUT_OF_SYNC} after step {run.step}: {found}; {self.progress.kept}; "
+                    f"{OUT_OF_SYNC} after step {run.step}: {found}; {self.progress.kept}; {self._advice(found)}"
                     "--on-divergence rebroadcast would go on with rank 0's values"
                 )
             if found is not None:
@@ -231,6 +236,12 @@ class ReplicaCheck(Callback):
                 )
             self.checked_step = run.step
             self.state.check_seconds.assign_add(time.perf_counter() - began)
+
+    def _advice(self, found: Divergence) -> str:
+        """What a user can do about state of a layer that each rank changes by its own examples."""
+        if found.variable not in {v.path for v in self.state.net.model.non_trainable_variables}:
+            return ""
+        return "a layer's variables named moving_mean and moving_variance may differ and are averaged; "
 
 
 class Evaluator(Callback):

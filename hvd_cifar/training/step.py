@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed.batch_norm import examples_present, synchronised_layers
-from hvd_cifar.distributed.collectives import random_states
+from hvd_cifar.distributed.collectives import broadcast_variables, random_states
 from hvd_cifar.distributed.fixed_order import add_in_tree
 from hvd_cifar.distributed.optimizer import apply_and_sum, memory_of
 from hvd_cifar.models import Net
@@ -191,7 +191,8 @@ def make_share(net: Net, optimizer: Any, spec: StepSpec, record: Record | None =
         with examples_present(present > 0), tf.GradientTape() as tape:
             outputs = forward(image, training=True)
             logits, *activations = outputs if isinstance(outputs, list) else [outputs]
-            share = tf.reduce_sum(cross_entropy(label, logits, spec.label_smoothing) * weight) / count
+            losses = tf.cast(cross_entropy(label, logits, spec.label_smoothing), real)
+            share = tf.reduce_sum(losses * weight) / count
             penalties = [tf.cast(loss, real) for loss in model.losses]
             penalty = present / count * tf.add_n(penalties) if penalties else tf.zeros([], real)
             share += penalty
@@ -276,6 +277,7 @@ def make_train_step(
     spec: StepSpec,
     averages: Sequence[Any] = (),
     probes: Probes | None = None,
+    from_root: Sequence[Any] = (),
 ) -> Callable[..., Any]:
     """Build the step.
 
@@ -285,6 +287,7 @@ def make_train_step(
         spec: what the step computes.
         averages: of the weights (`optim.averages`), updated after them.
         probes: what observes the step.
+        from_root: variables that all ranks take from rank 0 after the update (`training.unlike`).
 
     Returns:
         A function (micro_batches, global_count, learning_rate, notes) -> float [6], the same on every rank: the loss
@@ -308,6 +311,7 @@ def make_train_step(
         loss_and_notes, *totals = apply_and_sum(optimizer, share.gradients, variables, own)
         if times:
             times.sums_are([loss_and_notes, *totals])
+        broadcast_variables(from_root)
         for average in averages:
             average.update()
         if spec.virtual_shards:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,12 @@ def jobs(tmp_path_factory: pytest.TempPathFactory, own_files: Path) -> Jobs:
         losses = partial(_losses_of_synchronised_layers, str(folder / "losses"))
         functions: dict[int, dict[str, Callable[..., Any]]] = {
             1: {"losses": losses},
-            2: {"drop": partial(_drop, str(folder)), "fails": partial(_code_that_fails_on_rank_1, str(folder))},
+            2: {
+                "drop": partial(_drop, str(folder)),
+                "state": partial(_with_state, str(folder / "state")),
+                "other type": partial(_last_layer_of_another_type, str(folder / "type")),
+                "fails": partial(_code_that_fails_on_rank_1, str(folder)),
+            },
             3: {"losses": losses, "loads": partial(_load_where_the_file_is_not, str(own_files))},  # and stays there
         }
         return run_all(functions[n], n, launcher=launcher, timeout=300)
@@ -96,7 +102,7 @@ def test_a_net_s_own_synchronised_layers_are_not_put_back_on_a_rank_without_an_e
         assert losses == pytest.approx(alone, rel=1e-12)
 
 
-def _refused_for_virtual_shards(folder: str) -> list[str]:
+def _refused_layers(folder: str) -> list[str]:
     import keras
 
     import hvd_cifar
@@ -107,20 +113,99 @@ def _refused_for_virtual_shards(folder: str) -> list[str]:
             told.append(str(_train(folder, _net(kind), virtual_shards=2, max_steps=1)["steps"]))
         except hvd_cifar.UserError as error:
             told.append(str(error))
-    try:
-        _train(folder, _net(hvd_cifar.SyncBatchNormalization), verify_every=1, deterministic=True, max_steps=1)
-    except hvd_cifar.UserError as error:
-        told.append(str(error))
+
+    def spectral() -> Any:
+        return keras.layers.SpectralNormalization(keras.layers.Conv2D(4, 1))
+
+    cases: list[tuple[Callable[[], Any], dict[str, Any]]] = [
+        (hvd_cifar.SyncBatchNormalization, {"verify_every": 1, "deterministic": True}),
+        (spectral, {"virtual_shards": 2}),
+        (spectral, {"verify_every": 1, "deterministic": True}),
+        (lambda: keras.layers.BatchNormalization(renorm=True), {"sync_batch_norm": True}),
+    ]
+    for kind, settings in cases:
+        try:
+            told.append(str(_train(folder, _net(kind), max_steps=1, **settings)))
+        except hvd_cifar.UserError as error:
+            told.append(str(error))
     return told
 
 
-def test_virtual_shards_refuse_layers_whose_results_depend_on_the_ranks(tmp_path: Path) -> None:
-    for synchronised, drawing, local, verified in run_ranks(_refused_for_virtual_shards, 2, str(tmp_path / "run")):
+def test_options_refuse_layers_that_contradict_them(tmp_path: Path) -> None:
+    for told in run_ranks(_refused_layers, 2, str(tmp_path / "run")):
+        synchronised, drawing, local, verified, *spectral, renormalised = told
         assert "--virtual-shards: the net has the layer sync_batch_normalization" in synchronised
         assert "--virtual-shards: the net has the layer random_flip (RandomFlip): it draws" in drawing
         assert "--verify-every: the net has the layer sync_batch_normalization" in verified
-        assert "\n" not in synchronised + drawing + verified
+        assert "--virtual-shards: the net has the layer spectral_normalization" in spectral[0]
+        assert "--verify-every: the net has the layer spectral_normalization" in spectral[1]
+        assert "--sync-batch-norm: the net has the layer batch_normalization" in renormalised
+        assert "\n" not in synchronised + drawing + verified + spectral[0] + spectral[1] + renormalised
         assert local == "1"
+
+
+def _with_state(folder: str) -> list[str]:
+    """Nets whose own layer counts what its rank sees, under a name that no one knows and under one that is averaged."""
+    import keras
+
+    import hvd_cifar
+
+    class Counts(keras.layers.Layer):
+        def __init__(self, called: str) -> None:
+            super().__init__()
+            self.called = called
+
+        def build(self, shape: Any) -> None:
+            self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name=self.called)
+
+        def call(self, images: Any, training: bool = False) -> Any:
+            if training:
+                self.seen.assign_add(keras.ops.cast(keras.ops.mean(images), self.seen.dtype))
+            return images
+
+    told = []
+    for name in ("seen", "moving_mean"):
+        try:
+            build = _net(partial(Counts, name))
+            told.append(str(_train(f"{folder}/{name}", build, max_steps=2)["replicas_identical"]))
+        except hvd_cifar.TrainingError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_layer_s_own_state_is_averaged_under_a_known_name_and_else_reported_at_once(jobs: Jobs) -> None:
+    for other, known in jobs(2, "mpirun")["state"]:
+        assert "ranks are out of sync after step 1: counts/seen is not the same on rank 0 as on rank 1" in other
+        assert "a layer's variables named moving_mean and moving_variance may differ" in other
+        assert known == "True"
+
+
+def _last_layer_of_another_type(folder: str) -> list[float]:
+    """Losses of a net in float64 whose last layer is float32, and the reverse."""
+    import keras
+
+    import hvd_cifar
+
+    def build(image_shape: tuple[int, int, int], classes: int) -> Any:
+        images = keras.Input(image_shape)
+        x = keras.layers.Flatten()(images)
+        other = "float32" if keras.config.dtype_policy().name == "float64" else "float64"
+        return keras.Model(images, keras.layers.Dense(classes, dtype=other)(x))
+
+    losses: list[float] = []
+
+    class Losses(hvd_cifar.Callback):
+        def on_log(self, run: hvd_cifar.Run) -> None:
+            losses.append(run.loss or 0.0)
+
+    for precision in ("float64", "float32"):
+        _train(f"{folder}/{precision}", build, [Losses()], precision=precision, max_steps=2)
+    return losses
+
+
+def test_a_last_layer_of_another_precision_trains(jobs: Jobs) -> None:
+    for losses in jobs(2, "mpirun")["other type"]:
+        assert len(set(losses)) == 4 and all(map(math.isfinite, losses))
 
 
 def _drop(folder: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from hvd_cifar.runtime.devices import (
     cpu_quota,
     least_quota,
     multiplies_bfloat16,
+    processor,
     threads_per_rank,
     usable_cores,
     visible_gpus,
@@ -207,3 +208,15 @@ def test_bfloat16_is_multiplied_where_the_processor_says_so(tmp_path: Path, flag
     if flags is not None:
         (tmp_path / "cpuinfo").write_text(flags)
     assert multiplies_bfloat16(tmp_path / "cpuinfo") == fast
+
+
+def test_what_decides_how_a_processor_divides_sums(tmp_path: Path) -> None:
+    first = "processor\t: 0\nmodel name\t: AMD EPYC\ncpu MHz\t\t: {}\ncache size\t: 1024 KB\nflags\t: {} fpu sse avx2\n"
+    found = []
+    for megahertz, flags in ((2000.1, "avx512f"), (3000.2, "avx512f ibpb"), (2000.1, "")):
+        (tmp_path / "cpuinfo").write_text(f"{first.format(megahertz, flags)}\nprocessor\t: 1\nmodel name\t: other\n")
+        found.append(processor(tmp_path / "cpuinfo"))
+    assert found[0] == found[1] == ("AMD EPYC", "1024 KB avx2 avx512f") and found[2] == ("AMD EPYC", "1024 KB avx2")
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimd\nCPU part\t: 0xd40\n")
+    assert processor(tmp_path / "cpuinfo") == ("CPU part 0xd40", " asimd")
+    assert processor(tmp_path / "nothing") == ("CPU part unknown", "")
