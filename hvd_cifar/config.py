@@ -166,28 +166,8 @@ def check_warmup(settings: TrainSettings) -> None:
 
 def check_buckets(settings: TrainSettings | StepWork) -> None:
     """ValueError where --bucket-bytes has no effect."""
-    if settings.bucket_bytes is None or settings.overlap == "on":
-        return
-    if settings.overlap == "off":
+    if settings.bucket_bytes is not None and settings.overlap == "off":
         raise ValueError("--bucket-bytes has no effect with --overlap off: leave one of them out")
-    if isinstance(settings, TrainSettings) and (option := gradients_at_once(settings)):
-        raise ValueError(
-            f"--bucket-bytes has no effect with {option}: all gradients are ready at once; leave it out, or give "
-            "--overlap on"
-        )
-
-
-def gradients_at_once(settings: TrainSettings) -> str:
-    """The option that makes all gradients of a step ready at the same time, after backward; "" where there is none."""
-    for option, given in (
-        ("--gradient-accumulation", settings.gradient_accumulation > 1),
-        ("--virtual-shards", settings.virtual_shards),
-        ("--verify-every", settings.verify_every),
-        ("--precision mixed_float16", settings.precision == "mixed_float16"),  # the loss scale looks at all of them
-    ):
-        if given:
-            return option
-    return ""
 
 
 def check_ranks(settings: TrainSettings, ranks: int) -> None:
@@ -661,7 +641,12 @@ class EvaluateSettings(RunSettings):
 
     dataset: DatasetName | None = Field(None, description="Data set to evaluate on. [default: the run's]")
     data_dir: LocalPath | None = Field(None, description="Folder of the data set. [default: the run's]")
-    batch_size: int = Field(500, gt=0, le=MOST_EXAMPLES, description="Examples a rank evaluates at a time.")
+    batch_size: int | None = Field(
+        None,
+        gt=0,
+        le=MOST_EXAMPLES,
+        description="Examples a rank evaluates at a time. [default: 500 of 32 x 32 pixels, fewer of larger images]",
+    )
     eval_examples: int | None = Field(None, gt=0, description="Evaluate on N examples, evenly spaced. [default: all]")
     confusion: bool = Field(
         False,

@@ -67,8 +67,9 @@ def broadcast_variables(
         alike = [v for v in variables if v.dtype == dtype]
         sizes = [v.shape.num_elements() * dtype.size for v in alike]
         for number, bucket in enumerate(buckets.plan(sizes, BROADCAST_BYTES)):
-            # In a graph the default name counts operations, of which hosts with other kernels have other numbers.
-            name = None if tf.executing_eagerly() else f"broadcast_{dtype.name}_{number}"
+            # In a graph the default name counts operations, of which hosts with other kernels have other numbers. Its
+            # beginning stays: by it `hvd.elastic.run` knows Horovod's errors.
+            name = None if tf.executing_eagerly() else f"HorovodBroadcast_{dtype.name}_{number}"
             chosen = [alike[i] for i in bucket]
             values = [_as(v.read_value(), carrier) for v in chosen]
             note(f"broadcast of {len(chosen)} variables from rank {root_rank}")

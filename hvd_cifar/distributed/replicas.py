@@ -67,11 +67,12 @@ def find_divergence(variables: Sequence[keras.Variable]) -> Divergence | None:
     sides: dict[bytes, list[int]] = {}
     for rank, theirs in enumerate(by_rank):
         sides.setdefault(theirs[different[0]], []).append(rank)
-    values = all_gather_object(_array(variable))
-    first, *rest = (values[side[0]] for side in sides.values())
+    first_side, *other_sides = sides.values()
+    first = _from(first_side[0], variable)
     differs = np.zeros(first.shape, bool)
     largest = 0.0
-    for other in rest:
+    for side in other_sides:  # one after the other: a variable of every rank may be more than a rank's memory
+        other = _from(side[0], variable)
         differs |= _bits(first) != _bits(other)
         with np.errstate(all="ignore"):
             apart = np.abs(first.astype(np.float64) - other.astype(np.float64))
@@ -84,6 +85,13 @@ def find_divergence(variables: Sequence[keras.Variable]) -> Divergence | None:
         size=int(differs.size),
         largest=largest,
     )
+
+
+def _from(rank: int, variable: keras.Variable) -> Any:
+    """A rank's value of a variable. A collective."""
+    own = _array(variable)
+    moved = hvd.broadcast(tf.constant(own.reshape(-1).view(np.uint8)), rank).numpy()
+    return moved.view(own.dtype).reshape(own.shape)
 
 
 def _array(variable: keras.Variable) -> Any:

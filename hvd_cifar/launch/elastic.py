@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -48,12 +48,14 @@ class Options:
         --batch-size times this number. None: times the number of ranks at the first start.
     seconds_to_wait: for enough slots.
     cool_down: first and longest rest, for `Roster`.
+    batch_size: --batch-size.
     """
 
     sizes: Sizes
     ranks: int | None
     seconds_to_wait: float
     cool_down: tuple[float, float]
+    batch_size: int | None = None
 
 
 @dataclass
@@ -134,6 +136,10 @@ class ElasticRun:
     def _run_on(self, hosts: tuple[Host, ...]) -> tuple[int, list[Lost]]:
         """Run ranks on hosts until they end. Return the exit code, and the lost ranks and hosts."""
         self.ranks = self.ranks or slots_of(hosts)
+        if batch_size := self.options.batch_size:  # more ranks than examples in a micro-batch cannot start
+            sizes = self.options.sizes
+            sizes = replace(sizes, most=max(sizes.least, min(sizes.most, batch_size * self.ranks)))
+            self.options = replace(self.options, sizes=sizes)
         self.used |= {host.name for host in hosts}
         ended = threading.Event()
         watch = threading.Thread(target=self._watch, args=[hosts, ended], daemon=True)

@@ -297,28 +297,27 @@ def _launch_elastic(request: Request, settings: config.TrainSettings) -> int:
     """Run an elastic job; see `launch.elastic`."""
     assert request.elastic
     sizes = replace(request.elastic.sizes, shards=settings.virtual_shards)
+    asked = f"--elastic {sizes.least}:{sizes.most}"
     if sizes.fitting(sizes.most) < sizes.least:
-        raise UserError(
-            f"--elastic {sizes.least}:{sizes.most}: no number in between divides --virtual-shards {sizes.shards}"
-        )
+        raise UserError(f"{asked}: no number in between divides --virtual-shards {sizes.shards}")
+    if request.ranks:
+        config.check_ranks(settings, request.ranks)
     # A rank whose micro-batches would be empty cannot start.
     micro_batches = (settings.global_batch_size or 0) // settings.gradient_accumulation
     if limit := micro_batches or (settings.batch_size or 0) * (request.ranks or 0):
         sizes = replace(sizes, most=max(sizes.least, min(sizes.most, limit)))
-    options = replace(request.elastic, sizes=sizes)
+    options = replace(request.elastic, sizes=sizes, batch_size=settings.batch_size)
     if request.validation_ranks:
         request = validators.set_apart_elastic(request)
-    hosts = request.hosts or (Host("localhost", sizes.most),)
-    if not request.discover and slots_of(hosts) < sizes.least:
+    hosts, least = request.hosts or (Host("localhost", sizes.most),), request.ranks or sizes.least
+    if not request.discover and slots_of(hosts) < least:
         raise UserError(
-            f"--elastic {sizes.least}:{sizes.most}: the hosts have {slots_of(hosts)} slots, and -H stays as it is; "
+            f"{asked}: {least} ranks are to start, the hosts have {slots_of(hosts)} slots, and -H stays as it is; "
             "give more, or --hostfile or --host-discovery-script"
         )
     # A script is asked for hosts only when the job starts.
     known = bool(request.hosts or not request.discover)
     ranks = sizes.fitting(slots_of(hosts)) if known or not request.ranks else request.ranks
-    if request.ranks:
-        config.check_ranks(settings, request.ranks)
     if request.dry_run:
         return _launch(replace(request, ranks=ranks), ranks, 0.0)
     if known:

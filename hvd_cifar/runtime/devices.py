@@ -153,9 +153,10 @@ def processor(cpuinfo: Path) -> tuple[str, str]:
     first, _, _ = _read(cpuinfo).partition("\n\n")
     lines = (line.partition(":") for line in first.splitlines())
     facts = {name.strip(): value.strip() for name, _, value in lines}
-    name = facts.get("model name") or f"CPU part {facts.get('CPU part', 'unknown')}"  # of x86, of ARM
+    part = " ".join(facts[name] for name in ("CPU implementer", "CPU part") if name in facts)  # of ARM
     flags = sorted(set(f"{facts.get('flags', '')} {facts.get('Features', '')}".split()))
-    return name, " ".join([facts.get("cache size", ""), *(flag for flag in flags if flag.startswith(VECTOR_FLAGS))])
+    details = [facts.get("cache size", ""), *(flag for flag in flags if flag.startswith(VECTOR_FLAGS))]
+    return facts.get("model name") or part or "an unknown CPU", " ".join(filter(None, details))
 
 
 def _read(path: Path) -> str:

@@ -17,10 +17,9 @@ from hvd_cifar.data import augment
 from hvd_cifar.data.folder import images_below, read_image
 from hvd_cifar.errors import UserError, printable
 from hvd_cifar.reporting import terminal
-from hvd_cifar.training.evaluate import logits_of
+from hvd_cifar.training.evaluate import examples_at_once, logits_of
 from hvd_cifar.training.trained import Trained, load
 
-AT_ONCE = 256  # images
 SHOWN = 3  # classes of each image
 
 
@@ -39,9 +38,10 @@ def predict(settings: PredictSettings) -> int:
     if channels not in (1, 3):
         raise UserError(f"{settings.run_dir}: images have {channels} channels; an image file has 1 or 3")
     unread = 0
-    for first in range(0, len(files), AT_ONCE):
+    at_once = examples_at_once(trained.transforms.shape)
+    for first in range(0, len(files), at_once):
         images: list[tuple[Path, NDArray[np.uint8]]] = []
-        for file in files[first : first + AT_ONCE]:
+        for file in files[first : first + at_once]:
             try:
                 images.append((file, _fitting(read_image(file, channels), trained.dataset.image_shape)))
             except UserError as failure:

@@ -76,7 +76,6 @@ from hvd_cifar.training.verify import Verifier
 
 ADAPTING_PIXELS = 5000 * 32 * 32  # of the images that layers learn from before training; 5,000 as in Jordan 2024
 EMBEDDED_EXAMPLES = 2000  # to evaluate of the embedded set, whose accuracy says nothing about CIFAR-10
-EVALUATION_BATCH = 500  # examples that a rank evaluates at a time: large enough to be fast, and fits any device
 
 NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"
 
@@ -520,7 +519,7 @@ def _callbacks_of(
     settings, checkpoints, copy = work.settings, begin.checkpoints, begin.copy
     parts = {
         part: make_evaluator(
-            learner.net.model, work.dataset, work.transforms, run.world, EVALUATION_BATCH, settings.eval_examples, part
+            learner.net.model, work.dataset, work.transforms, run.world, None, settings.eval_examples, part
         )
         for part in ("test", "validation")
         if getattr(work.dataset, part)

@@ -239,9 +239,11 @@ class ReplicaCheck(Callback):
 
     def _advice(self, found: Divergence) -> str:
         """What a user can do about state of a layer that each rank changes by its own examples."""
-        if found.variable not in {v.path for v in self.state.net.model.non_trainable_variables}:
+        local = set(map(id, self.statistics.variables))
+        states = {v.path for v in self.state.net.model.non_trainable_variables if id(v) not in local}
+        if found.variable not in states:
             return ""
-        return "a layer's variables named moving_mean and moving_variance may differ and are averaged; "
+        return "if its layer changes it by a rank's own examples, name it moving_mean; "
 
 
 class Evaluator(Callback):

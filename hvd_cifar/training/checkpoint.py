@@ -118,7 +118,7 @@ class Checkpoints:
             UserError: where it cannot be written. Earlier checkpoints are kept.
         """
         step = int(self.state.step.numpy())
-        spoilt = [v.path for v in self.state.variables if not np.isfinite(v.numpy().astype(np.float64)).all()]
+        spoilt = [v.path for v in self.state.variables if not np.isfinite(v.numpy()).all()]
         if spoilt:
             raise Diverged(
                 f"{DIVERGED}: {spoilt[0]} is not finite after step {step}; it was not saved; "

@@ -23,6 +23,7 @@ from hvd_cifar.reporting import terminal
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+BLOCK_BYTES = 2**22  # of a file, to hash at a time
 _STEP = re.compile(r"step-([0-9]{1,18})")
 _FILE = re.compile(r"\w[\w.-]*")
 
@@ -142,5 +143,9 @@ def _differs(file: Path, told: dict[str, Any]) -> bool:
 
 
 def _description(file: Path) -> dict[str, Any]:
-    content = file.read_bytes()
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    state, size = hashlib.sha256(), 0
+    with file.open("rb") as content:
+        while block := content.read(BLOCK_BYTES):  # all of it may be larger than the memory that is left
+            state.update(block)
+            size += len(block)
+    return {"bytes": size, "sha256": state.hexdigest()}

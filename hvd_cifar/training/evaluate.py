@@ -22,6 +22,8 @@ from hvd_cifar.training.confusion import MOST_CLASSES, Confusion, Tally
 from hvd_cifar.training.sources import read_batches
 from hvd_cifar.training.step import cross_entropy
 
+MOST_AT_ONCE = 500  # examples: large enough to be fast, and fits any device
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -56,18 +58,25 @@ def make_evaluator(
     dataset: Dataset,
     transforms: Transforms,
     world: World,
-    batch_size: int,
+    batch_size: int | None = None,
     count: int | None = None,
     part: str = "test",
 ) -> Callable[[bool], Evaluation]:
     """A function (six_views) that evaluates the model on `count` examples of a part, evenly spaced. It is a collective.
+
+    A rank evaluates `batch_size` examples at a time, by default `examples_at_once`.
 
     Batch norm's moving statistics must be the same on all ranks: see `callbacks.MovingStatistics`.
     """
     examples = getattr(dataset, part)
     chosen = spread(len(examples) if count is None else count, len(examples))
     batches = evaluation_batches(
-        examples, transforms, batch_size=batch_size, rank=world.rank, size=world.size, chosen=chosen
+        examples,
+        transforms,
+        batch_size=batch_size or examples_at_once(transforms.shape),
+        rank=world.rank,
+        size=world.size,
+        chosen=chosen,
     )
 
     @tf.function(reduce_retracing=True, autograph=False)
@@ -101,6 +110,12 @@ def make_evaluator(
         )
 
     return evaluate
+
+
+def examples_at_once(image_shape: tuple[int, int, int]) -> int:
+    """The number of examples to evaluate at a time: 500 of 32 x 32 pixels, and fewer of larger images."""
+    height, width, _ = image_shape
+    return max(1, min(MOST_AT_ONCE, MOST_AT_ONCE * 32 * 32 // (height * width)))
 
 
 def logits_of(model: keras.Model, images: Any, many: bool) -> tuple[Any, Any]:

@@ -59,7 +59,7 @@ class RestoredNet:
         if self.state.averages:
             self.state.averages.swap()
 
-    def evaluator(self, part: str, batch_size: int, count: int | None) -> Callable[[bool], Evaluation]:
+    def evaluator(self, part: str, batch_size: int | None, count: int | None) -> Callable[[bool], Evaluation]:
         """An evaluator of this net; see `make_evaluator`."""
         work = self.work
         return make_evaluator(self.net.model, work.dataset, work.transforms, self.world, batch_size, count, part)

@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar import config
 from hvd_cifar.config import TrainSettings, low_rank_of
 from hvd_cifar.distributed import buckets, collectives
 from hvd_cifar.distributed.optimizer import (
@@ -52,15 +51,19 @@ def set_buckets(
     reduction = reduction_of(optimizer)
     if world.size == 1 or settings.overlap == "off" or reduction is None:  # None: the start-up proof reports it
         return []
-    in_one_step = not config.gradients_at_once(settings)
+    if option := _makes_all_ready_at_once(settings):
+        if settings.overlap == "on":
+            bucket_bytes = settings.bucket_bytes or CANDIDATES[-1]
+            set_bucket_bytes(optimizer, bucket_bytes)
+            return [f"overlap: gradients leave in buckets of {_show(bucket_bytes)}, but {option} hides nothing"]
+        return [f"overlap: none; {option} hides nothing, so --bucket-bytes is not used"] * bool(settings.bucket_bytes)
     # On one host the cores that compute also move the bytes, and PowerSGD sends few: overlap saves nothing.
     on_one_host = world.local_size == world.size and "GPU" not in world.device
     hides_nothing = on_one_host or low_rank_of(settings.compression) > 0
-    if settings.overlap == "auto" and (not in_one_step or (hides_nothing and settings.bucket_bytes is None)):
+    if settings.overlap == "auto" and hides_nothing and settings.bucket_bytes is None:
         return []
-    # Where all gradients are ready at once they leave in the order of the variables.
-    traced = _trace(net, optimizer, spec) if in_one_step else None
-    if traced and len(set(collectives.all_gather_object(tuple(traced.order)))) > 1:
+    traced = _trace(net, optimizer, spec)
+    if len(set(collectives.all_gather_object(tuple(traced.order)))) > 1:
         why = "hosts compute gradients in different orders, since their processors have different kernels"
         if settings.overlap == "on":
             raise UserError(f"--overlap on: {why}; leave it out, or take hosts with the same processors")
@@ -71,10 +74,22 @@ def set_buckets(
     backward, _ = measure_backward(net, optimizer, spec, examples, traced=traced)
     link = _measure_link(reduction, sum(backward.sizes), computes_here="GPU" not in world.device)
     candidates = CANDIDATES if settings.bucket_bytes is None else (settings.bucket_bytes,)
-    # Rank 0's choice: unlike processors may compute gradients in other orders, which lead to other buckets.
-    found = collectives.on_root(lambda: choose(backward, link, candidates, always=settings.overlap == "on"))
+    found = choose(backward, link, candidates, always=settings.overlap == "on")
     set_bucket_bytes(optimizer, found.bucket_bytes)
     return [_describe(backward, link, found)]
+
+
+def _makes_all_ready_at_once(settings: TrainSettings) -> str:
+    """The option that makes all gradients of a step ready at the same time, after backward; "" where there is none."""
+    for option, given in (
+        ("--gradient-accumulation", settings.gradient_accumulation > 1),
+        ("--virtual-shards", settings.virtual_shards),
+        ("--verify-every", settings.verify_every),
+        ("--precision mixed_float16", settings.precision == "mixed_float16"),  # the loss scale looks at all of them
+    ):
+        if given:
+            return option
+    return ""
 
 
 def _describe(backward: Backward, link: Link, found: Choice) -> str:

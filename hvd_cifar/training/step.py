@@ -309,9 +309,9 @@ def make_train_step(
             times.gradients_are(share.gradients)
         # Horovod: sum gradients over the ranks and apply them; loss and notes are in the same message.
         loss_and_notes, *totals = apply_and_sum(optimizer, share.gradients, variables, own)
-        if times:
-            times.sums_are([loss_and_notes, *totals])
         broadcast_variables(from_root)
+        if times:
+            times.sums_are([loss_and_notes, *totals, *values_of(from_root[-1:])])
         for average in averages:
             average.update()
         if spec.virtual_shards:

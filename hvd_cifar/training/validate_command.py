@@ -16,7 +16,6 @@ from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
 from hvd_cifar.runtime.world import World, session
 from hvd_cifar.training import snapshots
-from hvd_cifar.training.assemble import EVALUATION_BATCH
 from hvd_cifar.training.evaluate import Evaluation
 from hvd_cifar.training.evaluate_command import RestoredNet
 from hvd_cifar.training.trained import settings_of
@@ -49,7 +48,7 @@ def _evaluator(run_dir: Path, world: World) -> Callable[[Path], Evaluation | Non
     trained = collectives.on_root(lambda: config.make(TrainSettings, settings_of(run_dir)))
     net = RestoredNet(trained, world)
     part = "validation" if net.work.dataset.validation else "test"
-    evaluate = net.evaluator(part, EVALUATION_BATCH, trained.eval_examples)
+    evaluate = net.evaluator(part, None, trained.eval_examples)
 
     def evaluate_snapshot(path: Path) -> Evaluation | None:
         try:

@@ -58,8 +58,6 @@ WRONG = [
     ["train", "--overlap", "some"],
     ["train", "--bucket-bytes", "0"],
     ["train", "--bucket-bytes", "64K", "--overlap", "off"],
-    ["train", "--bucket-bytes", "64K", "--gradient-accumulation", "2"],
-    ["train", "--bucket-bytes", "64K", "--precision", "mixed_float16"],
     ["benchmark", "step", "--bucket-bytes", "64K", "--overlap", "off"],
     ["benchmark", "step", "--overlap", "some"],
     ["benchmark", "step", "--compression", "powersgd:0"],

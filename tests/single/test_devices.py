@@ -217,6 +217,7 @@ def test_what_decides_how_a_processor_divides_sums(tmp_path: Path) -> None:
         (tmp_path / "cpuinfo").write_text(f"{first.format(megahertz, flags)}\nprocessor\t: 1\nmodel name\t: other\n")
         found.append(processor(tmp_path / "cpuinfo"))
     assert found[0] == found[1] == ("AMD EPYC", "1024 KB avx2 avx512f") and found[2] == ("AMD EPYC", "1024 KB avx2")
-    (tmp_path / "cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimd\nCPU part\t: 0xd40\n")
-    assert processor(tmp_path / "cpuinfo") == ("CPU part 0xd40", " asimd")
-    assert processor(tmp_path / "nothing") == ("CPU part unknown", "")
+    arm = "processor\t: 0\nFeatures\t: fp asimd\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n"
+    (tmp_path / "cpuinfo").write_text(arm)
+    assert processor(tmp_path / "cpuinfo") == ("0x41 0xd40", "asimd")
+    assert processor(tmp_path / "nothing") == ("an unknown CPU", "")

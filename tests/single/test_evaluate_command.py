@@ -11,6 +11,7 @@ import pytest
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.errors import UserError
 from hvd_cifar.training import evaluate_command
+from hvd_cifar.training.evaluate import examples_at_once
 
 IMAGES = np.zeros((4, 5, 5, 1), np.uint8)
 
@@ -22,6 +23,11 @@ def _set(classes: int, names: tuple[str, ...] = ()) -> Dataset:
 
 def _work(dataset: Dataset) -> Any:
     return SimpleNamespace(dataset=dataset)
+
+
+@pytest.mark.parametrize(("side", "examples"), [(6, 500), (32, 500), (64, 125), (224, 10), (4096, 1)])
+def test_fewer_large_images_are_evaluated_at_a_time(side: int, examples: int) -> None:
+    assert examples_at_once((side, side, 3)) == examples
 
 
 @pytest.mark.parametrize(
