@@ -7,9 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <vector>
 
 #include "tensorflow/core/framework/bfloat16.h"
 #include "tensorflow/core/framework/op.h"
@@ -70,66 +68,28 @@ Functions functions(bool half, std::ptrdiff_t taps) {
     return hvd_cifar_vectors() == 512 ? avx512::functions() : avx2::functions();
 }
 
-// Memory that is kept, since freed memory faults in again page by page. It asks for huge pages: a tile's 36 numbers would
-// lie on 36 small pages, whose addresses may collide in the cache.
-class Memory {
-  public:
-    // Room for `size` numbers. Null where there is no memory.
-    float* room(std::size_t size) {
-        constexpr std::size_t HUGE_PAGE = std::size_t{1} << 21;
-        // At least one page, since aligned_alloc(0) may be null.
-        const std::size_t wanted = (size * sizeof(float) / HUGE_PAGE + 1) * HUGE_PAGE;
-        if (has_ < wanted) {
-            has_ = 0;
-            memory_.reset();
-            memory_.reset(static_cast<float*>(std::aligned_alloc(HUGE_PAGE, wanted)));
-            if (!memory_) return nullptr;
-            madvise(memory_.get(), wanted, MADV_HUGEPAGE);
-            std::memset(memory_.get(), 0, wanted);
-            has_ = wanted;
-        }
-        return memory_.get();
+// Memory of a thread for one purpose. It is kept, since freed memory faults in again page by page. It asks for huge
+// pages: a tile's 36 numbers would lie on 36 small pages, whose addresses may collide in the cache. Null where there
+// is no memory.
+enum Purpose { SCRATCH, WEIGHTS };
+template <Purpose>
+float* kept(std::size_t size) {
+    constexpr std::size_t HUGE_PAGE = std::size_t{1} << 21;
+    thread_local std::unique_ptr<float, decltype(&std::free)> memory(nullptr, &std::free);
+    thread_local std::size_t has = 0;
+    // At least one page, since aligned_alloc(0) may be null.
+    const std::size_t wanted = (size * sizeof(float) / HUGE_PAGE + 1) * HUGE_PAGE;
+    if (has < wanted) {
+        has = 0;
+        memory.reset();
+        memory.reset(static_cast<float*>(std::aligned_alloc(HUGE_PAGE, wanted)));
+        if (!memory) return nullptr;
+        madvise(memory.get(), wanted, MADV_HUGEPAGE);
+        std::memset(memory.get(), 0, wanted);
+        has = wanted;
     }
-
-  private:
-    std::unique_ptr<float, decltype(&std::free)> memory_{nullptr, &std::free};
-    std::size_t has_ = 0;
-};
-
-// A thread's memory for what it computes tile by tile.
-float* scratch(std::size_t size) {
-    thread_local Memory memory;
-    return memory.room(size);
+    return memory.get();
 }
-
-// An operation's memory for its transformed weights, from a pool of the process. An operation may run on any thread, and
-// with memory of its own each thread would come to keep as much as the largest kernel needs.
-class Weights {
-  public:
-    Weights() {
-        const std::lock_guard<std::mutex> lock(mutex());
-        if (unused().empty()) return;
-        memory_ = std::move(unused().back());
-        unused().pop_back();
-    }
-    ~Weights() {
-        const std::lock_guard<std::mutex> lock(mutex());
-        unused().push_back(std::move(memory_));
-    }
-    float* room(std::size_t size) { return memory_.room(size); }
-
-  private:
-    // Never destroyed, since threads may still compute when the process ends.
-    static std::mutex& mutex() {
-        static auto& one = *new std::mutex;
-        return one;
-    }
-    static std::vector<Memory>& unused() {
-        static auto& all = *new std::vector<Memory>;
-        return all;
-    }
-    Memory memory_;
-};
 
 Status no_memory(const Shape& s) {
     return errors::ResourceExhausted("no memory for what a convolution of ", s.in, " to ", s.out,
@@ -157,15 +117,14 @@ class Convolution : public OpKernel {
         OP_REQUIRES_OK(context, context->allocate_output(0, wanted, &outputs));
         if (!outputs->NumElements()) return;
         const Functions to = functions(sizeof(T) == 2, shape.taps);
-        Weights weights;
-        float* transformed = weights.room(POINTS * padded(shape.in) * padded(shape.out));
+        float* transformed = kept<WEIGHTS>(POINTS * padded(shape.in) * padded(shape.out));
         OP_REQUIRES(context, transformed, no_memory(shape));
         to.transform(kernel.data(), shape, transformed);
         auto* threads = context->device()->tensorflow_cpu_worker_threads();
         const std::ptrdiff_t cost = POINTS * (shape.in + 8) * (shape.out + 8) / 16;  // cycles of a tile, roughly
         std::atomic<bool> failed{false};
         Shard(threads->num_threads, threads->workers, tiles_of(shape), cost, [&](int64_t first, int64_t last) {
-            if (float* room = scratch(to.scratch(shape)))
+            if (float* room = kept<SCRATCH>(to.scratch(shape)))
                 to.forward(images.data(), transformed, shape, first, last, outputs->data(), room);
             else
                 failed = true;
@@ -198,8 +157,7 @@ class KernelGradient : public OpKernel {
         const std::ptrdiff_t tiles = tiles_of(shape), in = padded(shape.in), out = padded(shape.out);
         const std::ptrdiff_t parts = std::clamp<std::ptrdiff_t>(tiles / TILES_OF_PART, 1, MOST_PARTS);
         const std::ptrdiff_t part_size = POINTS * in * out;
-        Weights memory;
-        float* weights = memory.room(parts * part_size);
+        float* weights = kept<WEIGHTS>(parts * part_size);
         OP_REQUIRES(context, weights, no_memory(shape));
         std::fill_n(weights, parts * part_size, 0.0f);
         const Functions to = functions(sizeof(T) == 2, shape.taps);
@@ -211,7 +169,7 @@ class KernelGradient : public OpKernel {
         const std::ptrdiff_t cost = tiles / parts * POINTS * (wide + 8) * (out + 8) / 16;
         std::atomic<bool> failed{false};
         Shard(threads->num_threads, threads->workers, parts * shares, cost, [&](int64_t first, int64_t last) {
-            float* room = scratch(to.scratch(shape));
+            float* room = kept<SCRATCH>(to.scratch(shape));
             if (!room) failed = true;
             for (std::ptrdiff_t i = first; room && i < last; i++) {
                 const std::ptrdiff_t part = i / shares, channel = i % shares * wide;
