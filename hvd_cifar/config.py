@@ -462,7 +462,8 @@ class TrainSettings(DataSettings):
         ge=0,
         le=MOST_STEPS,
         description="Steps between checks that weights and optimizer are the same on all ranks, bit for bit. Ranks "
-        "also check after the first step, before each checkpoint and at the end; 0: only at the last two.",
+        "also check after the first step, before each checkpoint and at the end; 0: only before checkpoints and at "
+        "the end.",
     )
     on_divergence: Literal["stop", "rebroadcast"] = Field(
         "stop",

@@ -185,13 +185,13 @@ def broadcast_object(value: T) -> T:
     return value if is_root else pickle.loads(received.tobytes())
 
 
-def broadcast_bytes(content: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The bytes uint8 [n] that rank 0 passes; the other ranks may pass any number of bytes."""
+def broadcast_bytes(content: NDArray[np.uint8], root_rank: int = 0) -> NDArray[np.uint8]:
+    """The bytes uint8 [n] that one rank passes; the other ranks may pass any number of bytes."""
     if hvd.size() == 1:
         return content
     note(f"broadcast of bytes, {len(content)} here")
     with tf.device("/CPU:0"):
-        return hvd.broadcast(tf.constant(content), root_rank=0).numpy()
+        return hvd.broadcast(tf.constant(content), root_rank).numpy()
 
 
 def make_scatter(specs: Sequence[tf.TensorSpec]) -> Callable[[Sequence[Any], Sequence[int]], list[Any]]:
@@ -248,6 +248,12 @@ def on_every_rank(function: Callable[[], T]) -> T:
     if all_reduce_sums([float(failure is not None)]) != [0.0]:
         _raise_on_all(failure, all_gather_object(None if failure is None else _message(failure)))
     return result  # type: ignore[return-value]
+
+
+def host_by_host(function: Callable[[], T]) -> T:
+    """As `on_every_rank`, but a host's other ranks wait for its first one, and find the files that it downloads."""
+    first = on_every_rank(lambda: [function()] if hvd.local_rank() == 0 else [])
+    return on_every_rank(lambda: first[0] if first else function())
 
 
 def on_root(function: Callable[[], T]) -> T:

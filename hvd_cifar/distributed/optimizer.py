@@ -266,6 +266,12 @@ def reduction_of(optimizer: Any) -> Reduction | None:
     return inner._reduction if isinstance(inner, _Distributed) else None
 
 
+def process_set_of(optimizer: Any) -> Any:
+    """The ranks over which a `DistributedOptimizer` reduces."""
+    reduction = reduction_of(optimizer)
+    return reduction.process_set if reduction else hvd.global_process_set
+
+
 def set_bucket_bytes(optimizer: Any, bucket_bytes: int | None) -> None:
     """Change a `DistributedOptimizer`'s `bucket_bytes`, before its first step."""
     inner = inner_of(optimizer)

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_cifar.distributed.collectives import all_gather_object
+from hvd_cifar.distributed.collectives import all_gather_object, broadcast_bytes
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,7 @@ def find_divergence(variables: Sequence[keras.Variable]) -> Divergence | None:
 def _from(rank: int, variable: keras.Variable) -> Any:
     """A rank's value of a variable. A collective."""
     own = _array(variable)
-    moved = hvd.broadcast(tf.constant(own.reshape(-1).view(np.uint8)), rank).numpy()
-    return moved.view(own.dtype).reshape(own.shape)
+    return broadcast_bytes(own.reshape(-1).view(np.uint8), rank).view(own.dtype).reshape(own.shape)
 
 
 def _array(variable: keras.Variable) -> Any:

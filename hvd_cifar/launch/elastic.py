@@ -45,10 +45,11 @@ class Options:
 
     sizes: the numbers of ranks that it may have.
     ranks: -np; the first start waits for this number of slots, and takes more if they are there. The global batch is
-        --batch-size times this number. None: times the number of ranks at the first start.
+        --batch-size times this number. If it is None, the first start waits for the least number of ranks, and the
+        global batch is --batch-size times the ranks of this start.
     seconds_to_wait: for enough slots.
     cool_down: first and longest rest, for `Roster`.
-    batch_size: --batch-size.
+    batch_size: --batch-size, which limits the ranks to the examples of a micro-batch.
     """
 
     sizes: Sizes

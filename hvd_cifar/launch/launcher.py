@@ -312,12 +312,14 @@ def _launch_elastic(request: Request, settings: config.TrainSettings) -> int:
     hosts, least = request.hosts or (Host("localhost", sizes.most),), request.ranks or sizes.least
     if not request.discover and slots_of(hosts) < least:
         raise UserError(
-            f"{asked}: {least} ranks are to start, the hosts have {slots_of(hosts)} slots, and -H stays as it is; "
-            "give more, or --hostfile or --host-discovery-script"
+            f"{asked}: {least} ranks are needed, and the hosts have {slots_of(hosts)} slots"
+            f"{' beside the validation ranks' * bool(request.validation_ranks)}; give more, or hosts that may change "
+            "(--hostfile, --host-discovery-script)"
         )
-    # A script is asked for hosts only when the job starts.
+    # Without validation ranks a script is asked for hosts only when the job starts.
     known = bool(request.hosts or not request.discover)
-    ranks = sizes.fitting(slots_of(hosts)) if known or not request.ranks else request.ranks
+    least = request.ranks or 0  # for which the first start waits, if they are not there yet
+    ranks = max(least, sizes.fitting(slots_of(hosts))) if known or not least else least
     if request.dry_run:
         return _launch(replace(request, ranks=ranks), ranks, 0.0)
     if known:

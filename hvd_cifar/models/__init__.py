@@ -93,17 +93,43 @@ def build(model: Model, image_shape: tuple[int, int, int], classes: int) -> Net:
 def adapt(net: Net, images: Callable[[], Any]) -> None:
     """Let layers that learn from images before training do so: those with a method `adapt`, as Keras names it.
 
-    A `keras.layers.Normalization` with a mean of its own learns nothing.
+    A `keras.layers.Normalization` that has learnt already, or was given a mean, stays as it is. One behind other layers
+    learns from what these make of the images.
 
     Args:
         images: called if there are such layers. Returns float [n, height, width, channels], some thousands of training
             images as the net sees test images.
     """
     layers = [layer for layer in net.model._flatten_layers(include_self=False) if callable(getattr(layer, "adapt", 0))]
-    learning = [layer for layer in layers if getattr(layer, "input_mean", None) is None]
+    learning = [layer for layer in layers if not (isinstance(layer, keras.layers.Normalization) and _has_learnt(layer))]
     seen = images() if learning else None
     for layer in learning:
-        layer.adapt(seen)
+        inputs = getattr(net.model, "inputs", None)  # a subclass of Model has none
+        behind = isinstance(layer, keras.layers.Normalization) and inputs and layer in net.model.layers
+        layer.adapt(keras.Model(inputs, layer.input).predict(seen, verbose=0) if behind else seen)
+
+
+def _has_learnt(layer: keras.layers.Normalization) -> bool:
+    if layer.input_mean is not None:
+        return True
+    return bool(keras.ops.any(layer.adapt_mean != 0) or keras.ops.any(layer.adapt_variance != 1))
+
+
+def _ends_in_probabilities(model: keras.Model) -> str:
+    """The name of a last layer that ends in softmax or sigmoid; "" where there is none, or the last layer is unknown.
+
+    The loss applies softmax to logits. On probabilities it would train badly, without an error.
+    """
+    last: Any = model
+    while isinstance(last, keras.Model):
+        outputs = getattr(last, "outputs", None) or []  # a subclass of Model has none
+        last = outputs[0]._keras_history.operation if len(outputs) == 1 else None
+    activation = getattr(last, "activation", None)
+    named = isinstance(last, keras.layers.Softmax) or activation in (
+        keras.activations.softmax,
+        keras.activations.sigmoid,
+    )
+    return str(last.name) if named else ""
 
 
 def _built(model: Model, image_shape: tuple[int, int, int], classes: int) -> tuple[keras.Model, Recipe | None]:
@@ -116,14 +142,18 @@ def _built(model: Model, image_shape: tuple[int, int, int], classes: int) -> tup
             made, recipe = made
         if not isinstance(made, keras.Model) or not isinstance(recipe, Recipe | None):
             raise UserError(f"{where}: returned {type(made).__name__}; return a keras.Model, or (keras.Model, Recipe)")
-        shape = getattr(made(keras.Input(image_shape)), "shape", None)  # builds it, if it is a subclass of Model
+        output = made(keras.Input(image_shape))  # builds it, if it is a subclass of Model
     except UserError:
         raise
     except Exception as failure:
         wanted = f"it is called as build({image_shape}, {classes})"
         raise UserError(f"{where}: {cause_of(failure)}; {wanted}") from failure
-    if shape != (None, classes):
-        raise UserError(f"{where}: makes {shape} from images {(None, *image_shape)}; make (None, {classes})")
+    if not isinstance(output, keras.KerasTensor):
+        raise UserError(f"{where}: makes a {type(output).__name__} of outputs; make one, the logits (None, {classes})")
+    if output.shape != (None, classes):
+        raise UserError(f"{where}: makes {output.shape} from images {(None, *image_shape)}; make (None, {classes})")
+    if last := _ends_in_probabilities(made):
+        raise UserError(f"{where}: its last layer {last} makes probabilities; make logits: leave its activation out")
     if not made.trainable_variables:
         raise UserError(f"{where}: has no trainable variables; return a model that can be trained")
     return made, recipe

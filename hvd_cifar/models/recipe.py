@@ -52,7 +52,8 @@ class Recipe:
     Attributes:
         optimizer: makes a Keras optimizer from a learning rate.
         learning_rate: after the warm-up, for the global batch `batch.reference`.
-        schedule: of the learning rate after the warm-up.
+        schedule: of the learning rate after the warm-up. A function gets the finished part of the training, from 0 to
+            1, and returns a factor.
         batch: which batches the learning rate is for.
         epochs: passes over the training set; the last one may be a part.
         precision: a Keras dtype policy; None: mixed_bfloat16 where every rank's processor or GPU has instructions for

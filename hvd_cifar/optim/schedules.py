@@ -69,7 +69,7 @@ class Schedule:
         if self.zero_at is not None:
             rate *= max(0.0, 1.0 - step / self.zero_at)
         if self.shape is not None:
-            rate *= self.shape(min(1.0, step / self.shape_steps))
+            rate *= float(self.shape(min(1.0, step / self.shape_steps)))  # it may be a number of NumPy or TensorFlow
         return rate * self.decay ** sum(1 for boundary in self.decay_steps if step >= boundary)
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Schedule:
         if self.zero_at is not None:
             rise = f"{rise}, in a straight line to 0 at step {self.zero_at}"
         if self.shape is not None:
-            factors = ", ".join(f"{self.shape(part / 4):{digits or '.17g'}}" for part in range(5))
+            factors = ", ".join(f"{float(self.shape(part / 4)):{digits or '.17g'}}" for part in range(5))
             rise = f"{rise}, times {factors} at the quarters of {self.shape_steps} steps"
         if not self.decay_steps:
             return rise

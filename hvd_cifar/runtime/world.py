@@ -38,7 +38,7 @@ class World:
 
     @property
     def batch_ranks(self) -> int:
-        """The number of ranks by which --batch-size is multiplied; in an elastic job, that of the first start."""
+        """The number of ranks that multiplies --batch-size: in an elastic job -np, or that of the first start."""
         return self.elastic.ranks if self.elastic else self.size
 
     @property

@@ -38,7 +38,7 @@ def predict(settings: PredictSettings) -> int:
     if channels not in (1, 3):
         raise UserError(f"{settings.run_dir}: images have {channels} channels; an image file has 1 or 3")
     unread = 0
-    at_once = examples_at_once(trained.transforms.shape)
+    at_once = examples_at_once(trained.dataset.image_shape, trained.transforms.shape)
     for first in range(0, len(files), at_once):
         images: list[tuple[Path, NDArray[np.uint8]]] = []
         for file in files[first : first + at_once]:

@@ -77,6 +77,7 @@ from hvd_cifar.training.verify import Verifier
 ADAPTING_PIXELS = 5000 * 32 * 32  # of the images that layers learn from before training; 5,000 as in Jordan 2024
 EMBEDDED_EXAMPLES = 2000  # to evaluate of the embedded set, whose accuracy says nothing about CIFAR-10
 
+RESCALING = "note: the net has a Rescaling layer; images have mean 0 and deviation 1 already, unless its recipe says so"
 NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"
 
 
@@ -127,7 +128,7 @@ def prepare(settings: TrainSettings, world: World, given: OfUser | None = None, 
         dataset = dataset.hold_out(count, settings.seed)
     set_precision("float32", settings.seed)
     model = _model(settings, given)
-    model = collectives.on_every_rank(lambda: models.with_recipe(model, dataset.image_shape, dataset.classes))
+    model = collectives.host_by_host(lambda: models.with_recipe(model, dataset.image_shape, dataset.classes))
     assert model.recipe is not None, "it was asked for"
     batch = trained_with or global_batch(settings, model.recipe.batch, world.batch_ranks or world.size)
     recipe = model.recipe.for_batch(batch)
@@ -400,6 +401,12 @@ def _refuse_layers(settings: TrainSettings, net: Net) -> None:
             name = f"{layers[0].name} ({type(layers[0]).__name__})"
             given = config.option_name(option)
             raise UserError(f"{given}: the net has the layer {name}: {why}; leave the option out, or {remedy}")
+    for variable in net.model.trainable_variables:
+        if variable.overwrite_with_gradient:
+            raise UserError(
+                f"--model {settings.model}: {variable.path} takes its value from its gradient, which ranks add up; "
+                'leave quantize("float8") out'
+            )
 
 
 def distribute(
@@ -434,7 +441,7 @@ def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any 
     with user_code.errors_of(f"--model {work.model.name}: optimizer({learning_rate:g}) of its recipe"):
         plain = work.recipe.optimizer(learning_rate)
         _refuse_optimizer(plain, work.settings.clip_norm)
-    if (rank := config.low_rank_of(work.settings.compression)) and isinstance(plain, Muon):
+    if (rank := config.low_rank_of(work.settings.compression)) and isinstance(plain, Muon | keras.optimizers.Muon):
         raise UserError(
             f"--compression powersgd:{rank}: {work.model.name} trains this batch with Muon, which makes all singular "
             f"values of a gradient alike, and {rank} are left of them; give bf16"
@@ -632,6 +639,11 @@ def _describe(work: Work, world: World, learner: Learner, schedule: Schedule) ->
         *(
             ["note: batch norm takes its statistics over 1 image; give larger batches, or --sync-batch-norm"]
             if alone
+            else []
+        ),
+        *(
+            [RESCALING]
+            if any(isinstance(layer, keras.layers.Rescaling) for layer in net.model._flatten_layers())
             else []
         ),
         *([f"random layers: {', '.join(drawing)}: results depend on the number of ranks"] if drawing else []),

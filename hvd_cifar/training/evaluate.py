@@ -73,7 +73,7 @@ def make_evaluator(
     batches = evaluation_batches(
         examples,
         transforms,
-        batch_size=batch_size or examples_at_once(transforms.shape),
+        batch_size=batch_size or examples_at_once(dataset.image_shape, transforms.shape),
         rank=world.rank,
         size=world.size,
         chosen=chosen,
@@ -112,10 +112,14 @@ def make_evaluator(
     return evaluate
 
 
-def examples_at_once(image_shape: tuple[int, int, int]) -> int:
-    """The number of examples to evaluate at a time: 500 of 32 x 32 pixels, and fewer of larger images."""
-    height, width, _ = image_shape
-    return max(1, min(MOST_AT_ONCE, MOST_AT_ONCE * 32 * 32 // (height * width)))
+def examples_at_once(*shapes: tuple[int, int, int]) -> int:
+    """The number of examples to evaluate at a time: 500 of 32 x 32 pixels, and fewer of larger images.
+
+    Args:
+        shapes: of images before and after their transforms, (height, width, channels).
+    """
+    pixels = max(height * width for height, width, _ in shapes)
+    return max(1, min(MOST_AT_ONCE, MOST_AT_ONCE * 32 * 32 // pixels))
 
 
 def logits_of(model: keras.Model, images: Any, many: bool) -> tuple[Any, Any]:

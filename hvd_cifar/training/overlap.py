@@ -55,8 +55,10 @@ def set_buckets(
         if settings.overlap == "on":
             bucket_bytes = settings.bucket_bytes or CANDIDATES[-1]
             set_bucket_bytes(optimizer, bucket_bytes)
-            return [f"overlap: gradients leave in buckets of {_show(bucket_bytes)}, but {option} hides nothing"]
-        return [f"overlap: none; {option} hides nothing, so --bucket-bytes is not used"] * bool(settings.bucket_bytes)
+            buckets_of = f"gradients leave in buckets of {_show(bucket_bytes)}"
+            return [f"overlap: {buckets_of}; with {option} all are ready at once, and this saves no time"]
+        none = f"overlap: none; with {option} all gradients are ready at once, and --bucket-bytes has no effect"
+        return [none] if settings.bucket_bytes else []
     # On one host the cores that compute also move the bytes, and PowerSGD sends few: overlap saves nothing.
     on_one_host = world.local_size == world.size and "GPU" not in world.device
     hides_nothing = on_one_host or low_rank_of(settings.compression) > 0

@@ -127,6 +127,12 @@ def make_schedule(settings: TrainSettings, recipe: Recipe, batch_plan: Plan) -> 
     """The learning rate of resolved settings: scaled by the batch, warmed up, then with the recipe's decay."""
     assert settings.learning_rate is not None and settings.epochs is not None, "settings are resolved"
     decay, batch = recipe.schedule, batch_plan.global_batch_size
+    of_keras = isinstance(decay, keras.optimizers.schedules.LearningRateSchedule)  # is called with a step's number
+    if of_keras or not (callable(decay) or isinstance(decay, Staircase | ToZero)):
+        raise UserError(
+            f"--model {settings.model}: the schedule of its recipe is a {type(decay).__name__}; give a function of the "
+            "finished part of the training, from 0 to 1, that returns a factor"
+        )
     stairs: tuple[int, ...] = ()
     if isinstance(decay, Staircase):
         full = decay.full_examples or 0

@@ -16,8 +16,15 @@ from hvd_cifar.distributed.collectives import random_states
 
 
 def random_layers(model: keras.Model) -> list[Any]:
-    """The layers of a model, and the model itself, if they hold a `keras.random.SeedGenerator`."""
-    return [layer for layer in model._flatten_layers() if layer._seed_generators]
+    """The layers of a model, and the model itself, if they hold a `keras.random.SeedGenerator`.
+
+    Keras's recurrent layers always hold one, and draw only with dropout.
+    """
+    return [layer for layer in model._flatten_layers() if layer._seed_generators and not _never_drops(layer)]
+
+
+def _never_drops(layer: Any) -> bool:
+    return getattr(layer, "dropout", None) == 0 and getattr(layer, "recurrent_dropout", None) == 0
 
 
 def separate(model: keras.Model, rank: int) -> None:

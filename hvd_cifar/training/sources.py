@@ -63,7 +63,7 @@ def _own_dataset(own: Dataset | Callable[[], Dataset], settings: DataSettings) -
             )
         return replace(dataset, name=Path(named).name) if named and dataset.name == UNNAMED else dataset
 
-    dataset = collectives.on_every_rank(load)
+    dataset = collectives.host_by_host(load)
     digests = collectives.all_gather_object(collectives.on_every_rank(lambda: dataset.digest))
     if differing := differences((f"rank {rank}", _short(digest)) for rank, digest in enumerate(digests)):
         raise UserError(

@@ -20,7 +20,7 @@ from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed.batch_norm import examples_present, synchronised_layers
 from hvd_cifar.distributed.collectives import broadcast_variables, random_states
 from hvd_cifar.distributed.fixed_order import add_in_tree
-from hvd_cifar.distributed.optimizer import apply_and_sum, memory_of
+from hvd_cifar.distributed.optimizer import apply_and_sum, memory_of, process_set_of
 from hvd_cifar.models import Net
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.training.image_sizes import ImageSizes, shrink
@@ -193,7 +193,7 @@ def make_share(net: Net, optimizer: Any, spec: StepSpec, record: Record | None =
             logits, *activations = outputs if isinstance(outputs, list) else [outputs]
             losses = tf.cast(cross_entropy(label, logits, spec.label_smoothing), real)
             share = tf.reduce_sum(losses * weight) / count
-            penalties = [tf.cast(loss, real) for loss in model.losses]
+            penalties = [tf.cast(tf.reduce_sum(loss), real) for loss in model.losses]  # a sum, as in Keras's fit
             penalty = present / count * tf.add_n(penalties) if penalties else tf.zeros([], real)
             share += penalty
             scaled = optimizer.scale_loss(share)
@@ -309,9 +309,14 @@ def make_train_step(
             times.gradients_are(share.gradients)
         # Horovod: sum gradients over the ranks and apply them; loss and notes are in the same message.
         loss_and_notes, *totals = apply_and_sum(optimizer, share.gradients, variables, own)
-        broadcast_variables(from_root)
         if times:
-            times.sums_are([loss_and_notes, *totals, *values_of(from_root[-1:])])
+            times.sums_are([loss_and_notes, *totals])
+        if from_root:
+            if times:
+                times.update_is(values_of(from_root))
+            broadcast_variables(from_root, process_set=process_set_of(optimizer))
+            if times:
+                times.root_is(values_of(from_root))
         for average in averages:
             average.update()
         if spec.virtual_shards:

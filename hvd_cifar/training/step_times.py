@@ -17,7 +17,8 @@ class Times(NamedTuple):
     """Seconds of some steps of a rank.
 
     compute: from the request for the batch to this rank's last gradient.
-    wait: from there to the sums over all ranks, for slower ranks and for the network.
+    wait: from there to the sums over all ranks, for slower ranks and for the network; on unlike ranks also for rank 0's
+        weights.
     """
 
     steps: int
@@ -45,8 +46,8 @@ class StepTimes:
     def __init__(self) -> None:
         self._origin = time.time()
         with tf.device("/CPU:0"):
-            # For gradients, then for their sums: the sum of times since `_origin`, and the number of steps.
-            self._sums = tf.Variable([0.0] * 4, dtype=tf.float64, trainable=False, name="step_times")
+            # For gradients, their sums, the update and rank 0's: the sum of times since `_origin`, the number of steps.
+            self._sums = tf.Variable([0.0] * 8, dtype=tf.float64, trainable=False, name="step_times")
         self._begun = 0.0
         self._taken = Times(0, 0.0, 0.0)
 
@@ -70,21 +71,29 @@ class StepTimes:
         """To be called in a graph, with the sums over the ranks."""
         self._note(tensors, 2)
 
+    def update_is(self, tensors: Sequence[Any]) -> None:
+        """To be called in a graph, with what this rank has updated and is to take from rank 0."""
+        self._note(tensors, 4)
+
+    def root_is(self, tensors: Sequence[Any]) -> None:
+        """To be called in a graph, with what came from rank 0."""
+        self._note(tensors, 6)
+
     def _note(self, tensors: Sequence[Any], place: int) -> None:
         with tf.device("/CPU:0"), tf.control_dependencies([t for t in tensors if t is not None]):
             now = clock()
             # Adds the seconds since `_origin`, and 1 to the count, in one assignment.
-            seconds, ones = np.eye(4)[place : place + 2]
+            seconds, ones = np.eye(8)[place : place + 2]
             self._sums.assign_add(now * seconds + (ones - self._origin * seconds))
 
     def is_waiting(self) -> bool:
-        """Whether this rank's gradients are ready and their sums are not."""
-        _, gradients, _, sums = self._sums.numpy()
-        return bool(gradients > sums)
+        """Whether this rank's gradients are ready and their sums are not, or its update is and rank 0's is not."""
+        gradients, sums, updates, roots = self._sums.numpy()[1::2]
+        return bool(gradients > sums or updates > roots)
 
     def take(self) -> Times:
         """The times since the last call. To be called between two steps."""
-        gradients, _, sums, steps = self._sums.numpy()
-        found = Times(int(steps), gradients - self._begun, sums - gradients)
+        gradients, _, sums, steps, updates, _, roots, _ = self._sums.numpy()
+        found = Times(int(steps), gradients - self._begun, sums - gradients + roots - updates)
         last, self._taken = self._taken, found
         return Times(found.steps - last.steps, found.compute - last.compute, found.wait - last.wait)

@@ -679,7 +679,7 @@ def test_a_job_over_gloo_that_is_interrupted(
 def test_an_elastic_job_whose_hosts_can_never_suffice_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert launcher.main(["-H", "localhost:1", "--elastic", "2:4", "train"], cli.check) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("hvd_cifar: --elastic 2:4: 2 ranks are to start, the hosts have 1 slots")
+    assert line.startswith("hvd_cifar: --elastic 2:4: 2 ranks are needed, and the hosts have 1 slots;")
 
 
 def test_a_signal_while_the_starter_starts_is_not_lost() -> None:

@@ -103,4 +103,4 @@ def test_hosts_with_other_graphs_do_not_send_other_buckets(tmp_path: Path) -> No
         assert identical and several and "--overlap on: hosts compute gradients in different orders" in refused
     lines = [line for line in ranks[0][3] if line.startswith("overlap: ")]
     assert lines[0].startswith("overlap: none; hosts compute")
-    assert lines[1] == "overlap: gradients leave in buckets of 16 MiB, but --gradient-accumulation hides nothing"
+    assert lines[1].startswith("overlap: gradients leave in buckets of 16 MiB; with --gradient-accumulation all are")

@@ -27,7 +27,7 @@ def _work(dataset: Dataset) -> Any:
 
 @pytest.mark.parametrize(("side", "examples"), [(6, 500), (32, 500), (64, 125), (224, 10), (4096, 1)])
 def test_fewer_large_images_are_evaluated_at_a_time(side: int, examples: int) -> None:
-    assert examples_at_once((side, side, 3)) == examples
+    assert examples_at_once((side, side, 3), (6, 6, 3)) == examples_at_once((6, 6, 3), (side, side, 3)) == examples
 
 
 @pytest.mark.parametrize(

@@ -369,3 +369,51 @@ def test_a_model_that_fails_when_it_is_called_is_told_in_one_line() -> None:
     told = r"^--model mine: KeyError: .* \(test_models.py, line \d+\); it is called as build\(\(8, 8, 3\), 10\)$"
     with pytest.raises(UserError, match=told):
         models.with_recipe(models.Model("mine", lambda *_: FailsWhenCalled()), (8, 8, 3), 10)
+
+
+def _with_last(make: Any, functional: bool = True) -> models.Model:
+    def build(image_shape: tuple[int, int, int], classes: int) -> Any:
+        layers = [keras.layers.Flatten(), *make(classes)]
+        if not functional:
+            return keras.Sequential([keras.Input(image_shape), keras.Sequential(layers)])
+        x = images = keras.Input(image_shape)
+        for layer in layers:
+            x = layer(x)
+        return keras.Model(images, x)
+
+    return models.Model("mine", build)
+
+
+@pytest.mark.parametrize("functional", [True, False])
+def test_a_net_that_makes_probabilities_is_refused(functional: bool) -> None:
+    dense, softmax = keras.layers.Dense, keras.layers.Softmax
+    for make in (
+        lambda n: [dense(n, activation="softmax", name="last")],
+        lambda n: [dense(n, activation="sigmoid", name="last")],
+        lambda n: [dense(n), keras.layers.Activation("softmax", name="last")],
+        lambda n: [dense(n), softmax(name="last")],
+    ):
+        with pytest.raises(UserError, match="--model mine: its last layer last makes probabilities; make logits"):
+            models.with_recipe(_with_last(make, functional), (4, 4, 1), 3)
+    for fine in (lambda n: [dense(5, activation="softmax"), dense(n)], lambda n: [dense(n, activation="relu")]):
+        models.with_recipe(_with_last(fine, functional), (4, 4, 1), 3)
+
+
+def test_a_net_of_several_outputs_is_refused_by_what_it_makes() -> None:
+    def build(image_shape: tuple[int, int, int], classes: int) -> Any:
+        images = keras.Input(image_shape)
+        x = keras.layers.Flatten()(images)
+        return keras.Model(images, [keras.layers.Dense(classes)(x), keras.layers.Dense(2)(x)])
+
+    with pytest.raises(UserError, match=r"--model mine: makes a list of outputs; make one, the logits \(None, 3\)"):
+        models.with_recipe(models.Model("mine", build), (4, 4, 1), 3)
+
+
+def test_normalization_learns_once_and_from_its_own_input() -> None:
+    norm, inner = keras.layers.Normalization(), keras.layers.Normalization()
+    net = keras.Sequential([keras.Input((4, 4, 2)), keras.layers.Rescaling(0.5), norm, keras.layers.Flatten(), inner])
+    norm.adapt(np.full((3, 4, 4, 2), 9.0))
+    models.adapt(models.Net(net, []), lambda: np.full((4, 4, 4, 2), 20.0, np.float32))
+    assert np.allclose(norm.mean, 9.0)
+    one = net.layers[1](np.full((1, 4, 4, 2), 10.0))
+    assert np.asarray(inner.mean).shape == (1, 32) and np.allclose(inner.mean, keras.ops.max(one))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 
 from hvd_cifar import models
@@ -235,3 +237,17 @@ def test_a_run_notes_where_bf16_sends_more_bytes(
     """By an all-to-all of 4 ranks a host with all others, a host sends at least 1.25 times what it sends without."""
     said = note_on_bytes(compression, algorithm("gloo", False, {}, 2, two_levels), of_host)
     assert bool(said) == is_noted and all("fp16 sends half as many" in line for line in said)
+
+
+def test_a_schedule_of_the_users_own() -> None:
+    settings = resolve(make(TrainSettings, {}), Recipe())
+    made = plan(settings, Recipe(), 50_000, 1)
+
+    def decay(done: float) -> Any:
+        return np.float32(1 - done)
+
+    own = make_schedule(settings, Recipe(schedule=decay), made)
+    assert type(own(0)) is float and own(0) == pytest.approx(own.peak) and "times 1, " in str(own)
+    for wrong in (keras.optimizers.schedules.CosineDecay(0.1, 9), "cosine"):
+        with pytest.raises(UserError, match=f"the schedule of its recipe is a {type(wrong).__name__}; give a function"):
+            make_schedule(settings, Recipe(schedule=wrong), made)  # type: ignore[arg-type]

@@ -32,6 +32,7 @@ from hvd_cifar.training.assemble import Work, make_net, make_optimizer, prepare,
 from hvd_cifar.training.overlap import measure_backward, set_buckets
 from hvd_cifar.training.plan import precision_of
 from hvd_cifar.training.step import Notes, make_train_step
+from hvd_cifar.training.unlike import taken_from_root
 
 # Small, so that the weights stay finite in many steps on one batch. It does not change a step's time.
 LEARNING_RATE = 1e-3
@@ -150,6 +151,7 @@ class Bench:
         self._model_optimizer = make_optimizer(work, self.net, LEARNING_RATE)
         examples = len(self.in_memory.label)
         self.overlap = set_buckets(work.settings, job.world, self.net, self._model_optimizer, step_spec(work), examples)
+        self._from_root, _ = taken_from_root(work.settings, job.world, self.net, self._model_optimizer)
         reduction = reduction_of(self._model_optimizer)
         self.bucket_bytes = reduction.bucket_bytes if reduction else None
         self._repeats: dict[tuple[int, str], Repeat] = {}
@@ -197,7 +199,9 @@ class Bench:
             optimizer = with_buckets_of(
                 self._model_optimizer, make_optimizer(self.work, self.net, LEARNING_RATE, ranks)
             )
-            self._steps[k] = make_train_step(self.net, optimizer, step_spec(self.work), self.averages)
+            self._steps[k] = make_train_step(
+                self.net, optimizer, step_spec(self.work), self.averages, from_root=self._from_root
+            )
         step, notes = self._steps[k], tf.constant(Notes())
         count = tf.constant(self.work.plan.global_batch_size // self.job.world.size * k)
         return lambda: step([batch()], count, LEARNING_RATE, notes)
