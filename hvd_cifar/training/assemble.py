@@ -77,7 +77,6 @@ from hvd_cifar.training.verify import Verifier
 ADAPTING_PIXELS = 5000 * 32 * 32  # of the images that layers learn from before training; 5,000 as in Jordan 2024
 EMBEDDED_EXAMPLES = 2000  # to evaluate of the embedded set, whose accuracy says nothing about CIFAR-10
 
-RESCALING = "note: the net has a Rescaling layer; images have mean 0 and deviation 1 already, unless its recipe says so"
 NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"
 
 
@@ -639,11 +638,6 @@ def _describe(work: Work, world: World, learner: Learner, schedule: Schedule) ->
         *(
             ["note: batch norm takes its statistics over 1 image; give larger batches, or --sync-batch-norm"]
             if alone
-            else []
-        ),
-        *(
-            [RESCALING]
-            if any(isinstance(layer, keras.layers.Rescaling) for layer in net.model._flatten_layers())
             else []
         ),
         *([f"random layers: {', '.join(drawing)}: results depend on the number of ranks"] if drawing else []),
