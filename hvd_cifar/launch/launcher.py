@@ -318,8 +318,8 @@ def _launch_elastic(request: Request, settings: config.TrainSettings) -> int:
         )
     # Without validation ranks a script is asked for hosts only when the job starts.
     known = bool(request.hosts or not request.discover)
-    least = request.ranks or 0  # for which the first start waits, if they are not there yet
-    ranks = max(least, sizes.fitting(slots_of(hosts))) if known or not least else least
+    awaited = request.ranks or 0  # by the first start, if they are not there yet
+    ranks = max(awaited, sizes.fitting(slots_of(hosts))) if known or not awaited else awaited
     if request.dry_run:
         return _launch(replace(request, ranks=ranks), ranks, 0.0)
     if known:
