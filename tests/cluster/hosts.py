@@ -10,7 +10,9 @@ the namespaces go with it, as they do when the test is killed. The hosts' networ
 namespace of its own: the machine's network is not changed, and hosts can connect only to each other.
 
 They share the machine's disk, but each has an own /etc/hosts, /etc/ssh, /dev/shm and `Cluster.own`: a folder whose
-path is the same on all, and whose contents are each host's own.
+path is the same on all, and whose contents are each host's own. A shell that ssh starts has the tests' Python, and
+nothing else of root's ~/.bashrc: two shells at once may write complaints there (pyenv's), which a job's own output
+would then contain.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -235,6 +238,7 @@ class Cluster:
             (host.files / "ssh").mkdir()
             (host.files / "ssh" / "ssh_config").write_text(CLIENT.format(own=self.own))
             (host.files / "ssh" / "sshd_config").write_text(SERVER.format(own=self.own))
+            (host.files / "bashrc").write_text(f'export PATH="{sys.base_prefix}/bin:$PATH"\n')
             self.set_names(host, self.names())
             self.boot(host)
         for host in self.hosts:
@@ -245,6 +249,7 @@ class Cluster:
         own = self.own
         script = (
             f"mount --bind {host.files} {own} && mount --bind {own}/hosts /etc/hosts && mount --bind {own}/ssh /etc/ssh"
+            f" && {{ [ ! -e ~root/.bashrc ] || mount --bind {own}/bashrc ~root/.bashrc; }}"
             f" && mount -t tmpfs tmpfs /dev/shm && hostname {host.name} && ip link set lo up && mkdir -p /run/sshd"
             " && exec /usr/sbin/sshd -D"
         )
