@@ -213,7 +213,7 @@ class Watch:
                 self._slow.add(status.rank)
                 _complain(
                     f"rank {status.rank} on {status.host} is slow at step {status.step} ({status.phase}): the other "
-                    f"ranks have waited for {limit:.0f} s, and it still computes"
+                    f"ranks have waited for {limit:.0f} s, and it still computes or reads"
                 )
         if verdict.ends:
             self._end(verdict, list(statuses.values()), limit)
@@ -417,8 +417,11 @@ def _is_watched(pid: int) -> bool:
 
 
 def _computes(pid: int | str, left_out: Collection[int] = (), samples: int = 10, seconds: float = 0.05) -> bool:
-    """Whether any thread of a process is runnable in at least half of the samples; this thread is left out."""
-    found = 0
+    """Whether any thread of a process is runnable in at least half of the samples, or it reads from a disk.
+
+    This thread is left out.
+    """
+    found, before = 0, _bytes_read(pid)
     for _ in range(samples):
         for thread in {*_threads(pid)} - {*left_out, threading.get_native_id()}:
             with contextlib.suppress(OSError):
@@ -427,7 +430,14 @@ def _computes(pid: int | str, left_out: Collection[int] = (), samples: int = 10,
                     found += 1
                     break
         time.sleep(seconds)
-    return found >= samples / 2
+    return found >= samples / 2 or _bytes_read(pid) > before
+
+
+def _bytes_read(pid: int | str) -> int:
+    """Bytes that a process has had from disks, also from those of other hosts; 0 where Linux does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/io").read_text().partition("\nread_bytes:")[2].split()[0])
+    return 0
 
 
 def _stacks() -> str:

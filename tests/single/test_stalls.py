@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hvd_cifar.runtime import channel
 from hvd_cifar.runtime.stalls import FACTOR, FLOOR, Durations, Lost, Status, judge, lost_ranks
-from hvd_cifar.runtime.watch import Watch
+from hvd_cifar.runtime.watch import Watch, _bytes_read, _computes
 from hvd_cifar.training.step_times import Times
 from hvd_cifar.training.stragglers import Seen, slow_ranks
 
@@ -114,6 +118,32 @@ def test_only_those_with_the_secret_are_answered() -> None:
         silent = server.getsockname()
         pytest.raises(channel.Silent, channel.ask, silent, "secret", {})
     pytest.raises(channel.Gone, channel.ask, silent, "secret", {})
+
+
+@pytest.mark.parametrize(("what", "works"), [("os.pread(file, 4096, 0)", True), ("pass", False)])
+def test_a_rank_that_reads_a_slow_disk_does_not_hang(what: str, works: bool, tmp_path: Path) -> None:
+    """It sleeps nearly all of the time, until the disk has answered."""
+    path = tmp_path / "images"
+    path.write_bytes(bytes(1 << 20))
+    program = f"""
+import os, time
+file = os.open({str(path)!r}, os.O_RDWR)
+os.fsync(file)
+print("reads", flush=True)
+while True:
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    {what}
+    time.sleep(0.1)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        time.sleep(0.5)
+        on_disk = _bytes_read(process.pid) > 0
+        found = _computes(process.pid)
+        process.kill()
+    if works and not on_disk:
+        pytest.skip(f"{tmp_path} is not on a disk")
+    assert found == works
 
 
 def _seen(host: int, compute: float, wait: float, links: dict[int, float] | None = None) -> Seen:
