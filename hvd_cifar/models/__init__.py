@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvd_cifar.errors import UserError, cause_of
 from hvd_cifar.kernels import compiled
@@ -50,6 +51,8 @@ class Net:
         """Trainable values."""
         return sum(math.prod(v.shape) for v in self.model.trainable_variables)
 
+
+AT_ONCE = 500  # images that go through a net while its layers learn from them
 
 BUILT_IN = {
     "fast": Model("fast", fast.build, fast.RECIPE),
@@ -104,9 +107,26 @@ def adapt(net: Net, images: Callable[[], Any]) -> None:
     learning = [layer for layer in layers if not (isinstance(layer, keras.layers.Normalization) and _has_learnt(layer))]
     seen = images() if learning else None
     for layer in learning:
-        inputs = getattr(net.model, "inputs", None)  # a subclass of Model has none
-        behind = isinstance(layer, keras.layers.Normalization) and inputs and layer in net.model.layers
-        layer.adapt(keras.Model(inputs, layer.input).predict(seen, verbose=0) if behind else seen)
+        layer.adapt(_inputs_of(layer, net.model, seen) if isinstance(layer, keras.layers.Normalization) else seen)
+
+
+def _inputs_of(layer: keras.layers.Layer, model: keras.Model, images: Any) -> Any:
+    """What a layer anywhere in a model gets for images: float [n, ...]."""
+    found, autocast = [], layer.autocast
+
+    def noting(inputs: Any) -> Any:
+        found.append(np.asarray(inputs))
+        return inputs  # what comes behind the layer is of no interest
+
+    layer.autocast = False  # values as they come, not rounded to the layer's precision
+    object.__setattr__(layer, "call", noting)  # past Keras, which would take the function for a part of the layer
+    try:
+        for begin in range(0, len(images), AT_ONCE):
+            model(images[begin : begin + AT_ONCE], training=False)
+    finally:
+        object.__delattr__(layer, "call")
+        layer.autocast = autocast
+    return np.concatenate(found) if found else images
 
 
 def _has_learnt(layer: keras.layers.Normalization) -> bool:
@@ -125,9 +145,10 @@ def _ends_in_probabilities(model: keras.Model) -> str:
         outputs = getattr(last, "outputs", None) or []  # a subclass of Model has none
         last = outputs[0]._keras_history.operation if len(outputs) == 1 else None
     activation = getattr(last, "activation", None)
-    named = isinstance(last, keras.layers.Softmax) or activation in (
-        keras.activations.softmax,
-        keras.activations.sigmoid,
+    named = (
+        isinstance(last, keras.layers.Softmax)
+        or activation in (keras.activations.softmax, keras.activations.sigmoid)
+        or type(last).__name__ in ("Softmax", "Sigmoid")  # operations of keras.ops
     )
     return str(last.name) if named else ""
 

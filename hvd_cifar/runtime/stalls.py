@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 FLOOR = 60.0  # s: a shorter time-out would take a busy machine for a hang
 FACTOR = 10.0  # longest recent durations in a time-out; or floors, for a phase that has not been seen yet
 SLACK = 0.9  # part of the time-out after which a rank is late: ranks do not begin a phase at exactly the same time
-PATIENCE = 5.0  # time-outs after which a rank that still computes or reads is lost
+PATIENCE = 5.0  # time-outs after which a rank that still computes, or uses a disk, is lost
 RECENT = 100  # durations of a phase that are remembered, and entries of the ring buffer
 
 _RING: deque[tuple[float, str]] = deque(maxlen=RECENT)  # when (monotonic, s), and which phase or collective began
@@ -63,7 +63,7 @@ class Status:
             are at the same place.
         idle: seconds since it began the phase, or gave a sign of life in it.
         waits: whether it waits for other ranks, in a collective.
-        computes: whether any of its threads runs, apart from those that communicate, or it reads from a disk.
+        computes: whether any of its threads runs, apart from those that communicate, or it uses a disk.
         recent: its ring buffer. stacks: of all its Python threads.
     """
 

@@ -213,7 +213,7 @@ class Watch:
                 self._slow.add(status.rank)
                 _complain(
                     f"rank {status.rank} on {status.host} is slow at step {status.step} ({status.phase}): the other "
-                    f"ranks have waited for {limit:.0f} s, and it still computes or reads"
+                    f"ranks have waited for {limit:.0f} s, and it still works"
                 )
         if verdict.ends:
             self._end(verdict, list(statuses.values()), limit)
@@ -417,11 +417,11 @@ def _is_watched(pid: int) -> bool:
 
 
 def _computes(pid: int | str, left_out: Collection[int] = (), samples: int = 10, seconds: float = 0.05) -> bool:
-    """Whether any thread of a process is runnable in at least half of the samples, or it reads from a disk.
+    """Whether any thread of a process is runnable in at least half of the samples, or it uses a disk.
 
     This thread is left out.
     """
-    found, before = 0, _bytes_read(pid)
+    found, before = 0, _bytes_of_files(pid)
     for _ in range(samples):
         for thread in {*_threads(pid)} - {*left_out, threading.get_native_id()}:
             with contextlib.suppress(OSError):
@@ -430,13 +430,17 @@ def _computes(pid: int | str, left_out: Collection[int] = (), samples: int = 10,
                     found += 1
                     break
         time.sleep(seconds)
-    return found >= samples / 2 or _bytes_read(pid) > before
+    return found >= samples / 2 or _bytes_of_files(pid) > before
 
 
-def _bytes_read(pid: int | str) -> int:
-    """Bytes that a process has had from disks, also from those of other hosts; 0 where Linux does not tell."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/io").read_text().partition("\nread_bytes:")[2].split()[0])
+def _bytes_of_files(pid: int | str) -> int:
+    """Bytes that a process has read from disks and written to files, as a download does; 0 where Linux does not tell.
+
+    Disks of other hosts count; pipes, sockets and shared memory do not.
+    """
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        told = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+        return int(told["read_bytes"]) + int(told["write_bytes"])
     return 0
 
 

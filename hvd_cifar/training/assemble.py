@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvd_cifar import __version__, config, models
 from hvd_cifar.config import TrainSettings
@@ -170,13 +171,16 @@ def transforms_of(settings: TrainSettings, recipe: Recipe, dataset: Dataset) -> 
     """The transforms of a recipe, which names built-in ones or holds its own.
 
     Raises:
-        UserError: where no transforms have the name.
+        UserError: where no transforms have the name, or it holds something else.
     """
     named = recipe.augmentation
     try:
         transforms = augment.transforms(named, dataset) if isinstance(named, str) else named
     except ValueError as failure:
         raise UserError(f"--model {settings.model}: {failure}; change its recipe") from failure
+    if not isinstance(transforms, Transforms):
+        kind = type(transforms).__name__
+        raise UserError(f"--model {settings.model}: augmentation of its recipe is a {kind}; give a name or Transforms")
     return augment.undistorted(transforms) if settings.augmentation == "none" else transforms
 
 
@@ -355,6 +359,12 @@ def make_net(work: Work) -> Net:
     _refuse_layers(work.settings, net)
     if work.settings.sync_batch_norm:
         convert_sync_batch_norm(net.model)
+    for layer in local_layers(net.model):
+        if getattr(layer, "synchronized", False):
+            raise UserError(
+                f"--model {work.model.name}: its layer {layer.name} has synchronized=True, which means tf.distribute; "
+                "give --sync-batch-norm, or take it out"
+            )
     height, width, _ = work.transforms.shape
     chosen = spread(max(1, ADAPTING_PIXELS // (height * width)), len(work.dataset.train))
     models.adapt(net, lambda: work.transforms.test(work.dataset.train.images[chosen]))
@@ -439,7 +449,7 @@ def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any 
     """
     with user_code.errors_of(f"--model {work.model.name}: optimizer({learning_rate:g}) of its recipe"):
         plain = work.recipe.optimizer(learning_rate)
-        _refuse_optimizer(plain, work.settings.clip_norm)
+        _refuse_optimizer(plain, learning_rate, work.settings.clip_norm)
     if (rank := config.low_rank_of(work.settings.compression)) and isinstance(plain, Muon | keras.optimizers.Muon):
         raise UserError(
             f"--compression powersgd:{rank}: {work.model.name} trains this batch with Muon, which makes all singular "
@@ -452,7 +462,7 @@ def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any 
     return optimizer
 
 
-def _refuse_optimizer(plain: Any, clip_norm: float | None) -> None:
+def _refuse_optimizer(plain: Any, learning_rate: float, clip_norm: float | None) -> None:
     """TypeError or ValueError where a step would fail with a recipe's optimizer, or ignore one of its settings."""
     wrappers = (keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
     if not isinstance(plain, keras.optimizers.Optimizer):
@@ -461,6 +471,11 @@ def _refuse_optimizer(plain: Any, clip_norm: float | None) -> None:
         raise TypeError(f"returned {type(plain).__name__} around others; return one plain optimizer")
     if not isinstance(plain._learning_rate, keras.Variable):
         raise TypeError("its learning rate is no number; return Optimizer(rate), and give the recipe a schedule")
+    if not np.isclose(own := float(plain.learning_rate), learning_rate, rtol=1e-5, atol=0):
+        raise ValueError(
+            f"its learning rate is {own:g}, and each step sets the recipe's; return Optimizer(rate) with the rate that "
+            "it is given, and set the recipe's learning_rate"
+        )
     if plain.use_ema:
         raise ValueError("use_ema has no effect here; leave it out, and give the recipe ema_decay")
     if clip_norm is not None and (plain.clipnorm is not None or plain.clipvalue is not None):

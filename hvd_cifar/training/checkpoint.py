@@ -97,7 +97,18 @@ class State:
             parts["averages"] = tf.train.Checkpoint(variables=[v.value for v in self.averages.variables])
         if self.lookahead:
             parts["lookahead"] = tf.train.Checkpoint(variables=[v.value for v in self.lookahead.variables])
+        if hidden := _hidden(self.net.model):
+            parts["hidden"] = tf.train.Checkpoint(variables=[v.value for v in hidden])
         return tf.train.Checkpoint(**parts)
+
+
+def _hidden(model: keras.Model) -> list[Any]:
+    """The model's variables that TensorFlow's checkpoint of it lacks: in layers that a layer keeps in a list or dict.
+
+    TensorFlow does not look into Keras's own kinds of list and dict. Random states have a place of their own.
+    """
+    known = {id(one) for one in tf.train.TrackableView(model).descendants()} | set(map(id, random_states(model)))
+    return [v for v in model.variables if not {id(v), id(v.value)} & known]
 
 
 class Checkpoints:
@@ -106,6 +117,9 @@ class Checkpoints:
     def __init__(self, folder: Path, state: State) -> None:
         self.folder = folder
         self.state = state
+        # Such as a mask of an attention layer: minus infinity is its value, not the mark of a diverged run.
+        constants = [v for v in state.net.model.non_trainable_variables if not np.isfinite(v.numpy()).all()]
+        self._infinite = set(map(id, constants))
         checkpoint_files.clear(folder)
 
     def save(self) -> Path:
@@ -118,7 +132,8 @@ class Checkpoints:
             UserError: where it cannot be written. Earlier checkpoints are kept.
         """
         step = int(self.state.step.numpy())
-        spoilt = [v.path for v in self.state.variables if not np.isfinite(v.numpy()).all()]
+        checked = [v for v in self.state.variables if id(v) not in self._infinite]
+        spoilt = [v.path for v in checked if not np.isfinite(v.numpy()).all()]
         if spoilt:
             raise Diverged(
                 f"{DIVERGED}: {spoilt[0]} is not finite after step {step}; it was not saved; "

@@ -57,7 +57,11 @@ def is_deterministic(settings: TrainSettings) -> bool:
 
 
 def resolve(settings: TrainSettings, recipe: Recipe) -> TrainSettings:
-    """Settings with the recipe's values instead of None, except values that depend on ranks, images or machines."""
+    """Settings with the recipe's values instead of None, except values that depend on ranks, images or machines.
+
+    Raises:
+        UserError: where an option could not have the recipe's value.
+    """
     defaults = {
         "epochs": recipe.epochs,
         "learning_rate": recipe.learning_rate,
@@ -70,6 +74,10 @@ def resolve(settings: TrainSettings, recipe: Recipe) -> TrainSettings:
         "threads_per_rank": threads_of(settings),
     }
     missing = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
+    try:
+        config.make(TrainSettings, settings.model_dump() | missing)  # else config.json could not be read again
+    except UserError as error:
+        raise UserError(f"--model {settings.model}: its recipe: {error}") from None
     return settings.model_copy(update={**missing, "deterministic": is_deterministic(settings)})
 
 

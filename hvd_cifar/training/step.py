@@ -169,6 +169,16 @@ def micro_batch_signature(spec: StepSpec) -> list[Any]:
     return [*examples, tf.TensorSpec([None], tf.float32), tf.TensorSpec([], tf.int32)]
 
 
+def _penalty(loss: Any, weight: Any, part: Any) -> Any:
+    """A layer's own loss: its sum, as in Keras's `fit`.
+
+    All shares add up to the sum over the global batch, if there is a loss of each example [b]. Of any other loss, such
+    as a regularizer's, a micro-batch counts its part.
+    """
+    is_of_examples = loss.shape.rank == 1 and loss.shape[0] == weight.shape[0]
+    return tf.reduce_sum(loss * weight) if is_of_examples else part * tf.reduce_sum(loss)
+
+
 def make_share(net: Net, optimizer: Any, spec: StepSpec, record: Record | None = None) -> Callable[..., Share]:
     """The computation of a micro-batch's `Share`, for use in a graph. Activations go to `record`.
 
@@ -193,8 +203,8 @@ def make_share(net: Net, optimizer: Any, spec: StepSpec, record: Record | None =
             logits, *activations = outputs if isinstance(outputs, list) else [outputs]
             losses = tf.cast(cross_entropy(label, logits, spec.label_smoothing), real)
             share = tf.reduce_sum(losses * weight) / count
-            penalties = [tf.cast(tf.reduce_sum(loss), real) for loss in model.losses]  # a sum, as in Keras's fit
-            penalty = present / count * tf.add_n(penalties) if penalties else tf.zeros([], real)
+            penalties = [_penalty(tf.cast(loss, real), weight, present / count) for loss in model.losses]
+            penalty = tf.add_n(penalties) if penalties else tf.zeros([], real)
             share += penalty
             scaled = optimizer.scale_loss(share)
         found = tape.gradient(scaled, [v.value for v in variables], unconnected_gradients=tf.UnconnectedGradients.ZERO)

@@ -110,8 +110,8 @@ class Trainer:
                 try:
                     getattr(callback, event)(self.run, *values)
                 except (UserError, TrainingError) as error:
-                    # This package's callbacks raise them on all ranks.
-                    error.of_one_rank = not type(callback).__module__.startswith(PACKAGE)
+                    # This package's callbacks raise them on all ranks, but may pass on those of a user's.
+                    error.of_one_rank |= not type(callback).__module__.startswith(PACKAGE)
                     raise
 
     @contextlib.contextmanager

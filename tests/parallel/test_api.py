@@ -235,6 +235,9 @@ class Shout(Callback):
 def three_logits(image_shape, classes):
     return build(image_shape, 3)
 
+def augments(image_shape, classes):
+    return build(image_shape, classes), Recipe(augmentation=lambda image: image)
+
 def broken(image_shape, classes):
     raise KeyError("no such layer")
 
@@ -243,7 +246,7 @@ class NeedsPath(Callback):
         self.path = path
 
 class FailsOnRank1(Callback):
-    def on_step(self, run):
+    def on_log(self, run):  # told by a callback of the package
         if run.world.rank == 1:
             raise UserError("the disk of this rank is full")
 """
@@ -272,6 +275,7 @@ def test_own_files_on_the_command_line(tmp_path: Path) -> None:
         (["--model", "nowhere.py:build"], "nowhere.py:build: No such file or directory"),
         (["--model", "mine.py:absent"], "there is no absent in"),
         (["--model", "mine.py:three_logits"], "makes (None, 3) from images (None, 8, 8, 3); make (None, 4)"),
+        (["--model", "mine.py:augments"], "augmentation of its recipe is a function; give a name or Transforms"),
         (["--model", "mine.py:broken"], "KeyError: 'no such layer'"),
         (["--dataset", "mine.py:build"], "--dataset"),
         (["--callbacks", "mine.py:load"], "--callbacks"),

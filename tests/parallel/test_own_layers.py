@@ -90,12 +90,20 @@ def _losses_of_synchronised_layers(folder: str) -> list[float]:
         def on_log(self, run: hvd_cifar.Run) -> None:
             losses.append(run.loss or 0.0)
 
-    _train(folder, _net(hvd_cifar.SyncBatchNormalization), [Losses()], max_steps=12)
+    import keras
+
+    class Squares(keras.layers.Layer):
+        def call(self, images: Any) -> Any:
+            self.add_loss(0.01 * keras.ops.mean(keras.ops.square(images), axis=(1, 2, 3)))  # of each example
+            self.add_loss(keras.ops.full((5,), 0.1, dtype=images.dtype))  # as a regularizer's
+            return images
+
+    _train(folder, _net(hvd_cifar.SyncBatchNormalization, Squares), [Losses()], max_steps=12)
     return losses
 
 
 def test_a_net_s_own_synchronised_layers_are_not_put_back_on_a_rank_without_an_example(jobs: Jobs) -> None:
-    """Without --sync-batch-norm: the layer itself says what it is."""
+    """Without --sync-batch-norm: the layer itself says what it is. Another one adds two losses of its own."""
     (alone,) = jobs(1, "mpirun")["losses"]
     assert len(set(alone)) == 12
     for losses in jobs(3, "mpirun")["losses"]:
@@ -122,6 +130,7 @@ def _refused_layers(folder: str) -> list[str]:
         (spectral, {"virtual_shards": 2}),
         (spectral, {"verify_every": 1, "deterministic": True}),
         (lambda: keras.layers.BatchNormalization(renorm=True), {"sync_batch_norm": True}),
+        (lambda: keras.layers.BatchNormalization(synchronized=True), {}),
     ]
     for kind, settings in cases:
         try:
@@ -133,7 +142,8 @@ def _refused_layers(folder: str) -> list[str]:
 
 def test_options_refuse_layers_that_contradict_them(tmp_path: Path) -> None:
     for told in run_ranks(_refused_layers, 2, str(tmp_path / "run")):
-        synchronised, drawing, local, verified, *spectral, renormalised = told
+        synchronised, drawing, local, verified, *spectral, renormalised, distributed = told
+        assert "its layer batch_normalization" in distributed and "give --sync-batch-norm" in distributed
         assert "--virtual-shards: the net has the layer sync_batch_normalization" in synchronised
         assert "--virtual-shards: the net has the layer random_flip (RandomFlip): it draws" in drawing
         assert "--verify-every: the net has the layer sync_batch_normalization" in verified
@@ -261,6 +271,7 @@ def _unsuited() -> dict[str, tuple[Any, str]]:
         "loss scale": (lambda rate: keras.optimizers.LossScaleOptimizer(sgd(rate)), "around others; return one plain"),
         "rate of a schedule": (lambda rate: sgd(decay(rate, 9)), "its learning rate is no number"),
         "averages": (lambda rate: sgd(rate, use_ema=True), "use_ema has no effect here"),
+        "own rate": (lambda rate: sgd(rate / 10), "its learning rate is 0.002, and each step sets the recipe's"),
         "clipped": (lambda rate: sgd(rate, clipnorm=2.0), "--clip-norm is given; leave one out"),
     }
 

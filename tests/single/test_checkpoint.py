@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.models import Net
 from hvd_cifar.optim.averages import MovingAverage
-from hvd_cifar.training.checkpoint import KEPT, Checkpoints, State
+from hvd_cifar.training.checkpoint import KEPT, Checkpoints, State, restore
 from hvd_cifar.training.checkpoint_files import damage, find, listed
 from tests.ranks import CHECKOUT, environment
 
@@ -44,6 +45,66 @@ def test_what_is_restored_is_what_was_saved(tmp_path: Path) -> None:
     Checkpoints(tmp_path / "elsewhere", other).restore(path)
     assert _bits(other) == _bits(state)
     assert int(other.step.numpy()) == 12
+
+
+class _Listed(keras.layers.Layer):
+    """Has layers in a list and a dict, weights in a list, and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(name="listed")
+        self.blocks = [keras.layers.Dense(2), keras.Sequential([keras.layers.Dense(2)])]
+        self.named = {"norm": keras.layers.BatchNormalization(), "drop": keras.layers.Dropout(0.5)}
+
+    def build(self, shape: Any) -> None:
+        self.own = [self.add_weight(shape=(2,), initializer="normal", name=f"own{i}") for i in range(2)]
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        for layer in (*self.blocks, *self.named.values()):
+            x = layer(x)
+        return x * self.own[0] + self.own[1]
+
+
+class _Subclass(keras.Model):
+    def __init__(self) -> None:
+        super().__init__(name="subclass")
+        self.blocks = [_Listed(), keras.layers.Dense(3)]
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        for layer in self.blocks:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("subclass", [False, True])
+def test_layers_in_lists_and_dicts_are_saved(subclass: bool, tmp_path: Path) -> None:
+    """TensorFlow's own checkpoint of such a model is empty."""
+
+    def net(seed: int) -> Net:
+        keras.utils.set_random_seed(seed)
+        layers = [_Subclass()] if subclass else [_Listed(), keras.layers.Dense(3, name="last")]
+        model = layers[0] if subclass else keras.Sequential([keras.Input((2,)), *layers])
+        model(np.ones((4, 2), np.float32))
+        for v in model.variables:  # as if trained
+            v.assign(v + seed if v.dtype == "float32" else v)
+        return Net(model, [])
+
+    def state(seed: int, trains: bool = True) -> State:
+        made = net(seed)
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9) if trains else None
+        if optimizer:
+            optimizer.build(made.model.trainable_variables)
+        return State(made, optimizer, None)
+
+    saved = state(1)
+    path = Checkpoints(tmp_path, saved).save()
+    resumed = state(2)
+    assert len(resumed.net.model.variables) > 10 and _bits(resumed) != _bits(saved)
+    Checkpoints(tmp_path / "elsewhere", resumed).restore(path)
+    assert _bits(resumed) == _bits(saved)
+    evaluated = state(3, trains=False)
+    restore(evaluated.trackable, path, partial=True)
+    weights = [[w.tobytes() for w in one.net.model.get_weights()] for one in (evaluated, saved)]
+    assert weights[0] == weights[1]
 
 
 def test_the_newest_five_are_kept_also_after_a_restart(tmp_path: Path) -> None:
@@ -211,6 +272,17 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="first/kernel is not finite after step 1"):
         checkpoints.save()
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_infinite_constant_is_no_diverged_run(tmp_path: Path) -> None:
+    state = _state()
+    norm = state.net.model.get_layer("norm")
+    norm.moving_mean.assign(np.full(3, -np.inf))  # as the mask of an attention layer
+    checkpoints = Checkpoints(tmp_path, state)
+    assert checkpoints.save().exists()
+    norm.moving_variance.assign(np.full(3, np.inf))
+    with pytest.raises(TrainingError, match="norm/moving_variance is not finite"):
+        checkpoints.save()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")

@@ -395,6 +395,8 @@ def test_a_net_that_makes_probabilities_is_refused(functional: bool) -> None:
     ):
         with pytest.raises(UserError, match="--model mine: its last layer last makes probabilities; make logits"):
             models.with_recipe(_with_last(make, functional), (4, 4, 1), 3)
+    with pytest.raises(UserError, match="--model mine: its last layer softmax.* makes probabilities"):
+        models.with_recipe(_with_last(lambda n: [dense(n), keras.activations.softmax], True), (4, 4, 1), 3)
     for fine in (lambda n: [dense(5, activation="softmax"), dense(n)], lambda n: [dense(n, activation="relu")]):
         models.with_recipe(_with_last(fine, functional), (4, 4, 1), 3)
 
@@ -417,3 +419,26 @@ def test_normalization_learns_once_and_from_its_own_input() -> None:
     assert np.allclose(norm.mean, 9.0)
     one = net.layers[1](np.full((1, 4, 4, 2), 10.0))
     assert np.asarray(inner.mean).shape == (1, 32) and np.allclose(inner.mean, keras.ops.max(one))
+
+
+class _InAList(keras.Model):
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__()
+        self.chain = layers
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        for layer in self.chain:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("make", [keras.Sequential, _InAList])
+def test_normalization_in_a_nested_net_learns_from_its_own_input(make: Any) -> None:
+    norm = keras.layers.Normalization()
+    body = make([keras.layers.Rescaling(1 / 256), norm, keras.layers.Flatten()])
+    net = keras.Sequential([keras.Input((4, 4, 2)), body])
+    images = np.random.default_rng(0).integers(0, 256, (700, 4, 4, 2)).astype(np.float32)
+    models.adapt(models.Net(net, []), lambda: images)
+    assert np.allclose(norm.mean, images.mean((0, 1, 2)) / 256, rtol=1e-5)
+    assert np.allclose(norm.variance, images.var((0, 1, 2)) / 256**2, rtol=1e-4)
+    assert np.allclose(np.asarray(net(images)).std(), 1, rtol=1e-3)

@@ -220,6 +220,14 @@ def test_recipes_fill_in_only_what_is_not_given() -> None:
     assert (given.learning_rate, given.weight_decay, given.ema_decay, given.epochs) == (0.3, 0.0, 0.5, 7)
 
 
+@pytest.mark.parametrize("wrong", [{"precision": "bfloat16"}, {"ema_decay": 1.0}, {"label_smoothing": 1.0}])
+def test_a_recipe_s_values_are_those_that_an_option_could_have(wrong: dict[str, Any]) -> None:
+    """A run's config.json could not be read again otherwise."""
+    name, value = next(iter(wrong.items()))
+    with pytest.raises(UserError, match=f"--model tutorial: its recipe: --{name.replace('_', '-')} {value}: "):
+        resolve(make(TrainSettings, {"model": "tutorial"}), Recipe(**wrong))
+
+
 def test_a_batch_of_a_rank_stands_for_the_ranks_of_an_elastic_job() -> None:
     settings = _resolved({"model": "tutorial", "batch_size": 32}, 4)
     recipe = _recipe(settings, 4)
