@@ -12,6 +12,7 @@ from hvd_cifar.launch.cluster import ssh
 from hvd_cifar.launch.cluster.hosts import Host, is_local
 from hvd_cifar.launch.cluster.network import Network
 from hvd_cifar.launch.request import PYTHON, Request
+from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.transport import RING_PARAMETERS
 
 # The user's variables that mpirun exports to other hosts. Ranks on this host inherit all variables.
@@ -29,7 +30,7 @@ def _has_domain(host: Host) -> bool:
 
 def _is_exported(name: str, value: str) -> bool:
     """Whether mpirun exports a variable. GPUs have other numbers on other hosts, but "none" holds on all."""
-    return bool(EXPORTED.fullmatch(name)) or (name == "CUDA_VISIBLE_DEVICES" and not value)
+    return bool(EXPORTED.fullmatch(name)) or (name == "CUDA_VISIBLE_DEVICES" and devices.hides_all(value))
 
 
 @dataclass(frozen=True)

@@ -122,14 +122,12 @@ class ElasticRun:
     def clean_up(self) -> None:
         """Remove the copies of the state from this host, and from others that can be reached."""
         removal = ["rm", "-rf", str(folder_of(self.name))]
-        removals = [
-            subprocess.Popen(self.words(host, removal), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            for host in self.used
-            if not is_local(host)
-        ]
         assert self.cleaner.stdin
         self.cleaner.stdin.close()
-        removals.append(self.cleaner)
+        removals, silent = [self.cleaner], dict.fromkeys(("stdin", "stderr"), subprocess.DEVNULL)
+        for host in self.used:
+            with contextlib.suppress(OSError):  # there is no ssh here
+                removals += [] if is_local(host) else [subprocess.Popen(self.words(host, removal), **silent)]
         for process in removals:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(SCRIPT_SECONDS)
@@ -259,13 +257,16 @@ class ElasticRun:
 
     def _reaches(self, host: str) -> bool:
         silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        with own_program(self.words(host, ["true"]), **silent) as process:
-            try:
-                return process.wait(20) == 0
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                return False
+        try:
+            with own_program(self.words(host, ["true"]), **silent) as process:
+                try:
+                    return process.wait(20) == 0
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                    return False
+        except OSError:  # there is no ssh here
+            return False
 
     def _step(self) -> int:
         """A number that grows with the newest step that this host can see; -1: there is none."""

@@ -85,7 +85,7 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
             request = _with_run_dir(request, settings)
         if request.command[0] in ALONE:
             return _start_alone(request, settings)
-        request = with_allocation(request, slurm.allocation(os.environ))
+        request = with_allocation(request, () if request.hosts else slurm.allocation(os.environ))
         if request.elastic:
             assert isinstance(settings, config.TrainSettings)
             return _launch_elastic(request, settings)
@@ -171,7 +171,7 @@ def _is_for_gpus() -> bool:
 def _note_gpus(gpus: Mapping[str, int], all_here: bool) -> None:
     """Print a note if GPUs stay unused, or a host of a GPU environment has none. `gpus`: number on each host."""
     for_gpus = _is_for_gpus()
-    if for_gpus and os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    if for_gpus and devices.hides_all(os.environ.get("CUDA_VISIBLE_DEVICES")):
         return  # the user's choice
     told = [host if for_gpus else f"{count} on {host}" for host, count in gpus.items() if bool(count) != for_gpus]
     if not told:

@@ -46,7 +46,7 @@ class Request:
 
 
 def parse(argv: list[str]) -> Request:
-    """Parse the launcher's options. The command begins at the first word that is not one; by default it is `train`.
+    """Parse the launcher's options. The command begins at the first word that is not one, or after --; by default it is `train`.
 
     Raises UserError.
     """
@@ -70,7 +70,8 @@ def parse(argv: list[str]) -> Request:
             f"{unknown[0]} is not an option of the launcher ({USAGE}); a command's options follow the command"
         )
     _check_slots(found.ranks, found.hosts, "slot", "the hosts; lower it or add slots")
-    command = tuple(found.command) or ("train",)
+    words = found.command[1:] if found.command[:1] == ["--"] else found.command
+    command = tuple(words) or ("train",)
     ring = found.allreduce == "ring"
     request = Request(found.ranks, found.hosts, found.gloo, command, found.dry_run, ring, found.max_restarts)
     return _with_elastic(replace(request, validation_ranks=found.validation_ranks), found)

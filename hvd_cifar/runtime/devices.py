@@ -72,6 +72,13 @@ def visible_gpus(listing: str, environment: Mapping[str, str]) -> list[str]:
     return visible
 
 
+def hides_all(chosen: str | None) -> bool:
+    """Whether this CUDA_VISIBLE_DEVICES hides the GPUs of any host: it is empty, or begins with -1, as TensorFlow's
+    users write it. `chosen`: None where the variable is not set.
+    """
+    return chosen is not None and (not chosen.strip() or chosen.strip().startswith("-"))
+
+
 def list_gpus() -> str:
     """The output of `nvidia-smi -L`, or "" where it cannot run."""
     try:

@@ -235,11 +235,14 @@ class Watch:
             except channel.Unreachable:
                 absent[rank] = peer.host, "its host cannot be reached"
             except channel.Silent:
-                is_here = peer.host == self._host and self._peers[self.rank].address[0] == peer.address[0]
-                absent[rank] = peer.host, state_of(peer.pid) if is_here else "it does not answer"
+                absent[rank] = peer.host, state_of(peer.pid) if self._is_here(peer) else "it does not answer"
 
         _at_once(ask, range(len(self._peers)) if ranks is None else ranks)
         return statuses, absent
+
+    def _is_here(self, peer: Peer) -> bool:
+        """Whether a rank is on this host. Cloned machines may share a name, but not an address."""
+        return peer.host == self._host and peer.address[0] == self.address
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         if question["ask"] == "end":
@@ -283,7 +286,7 @@ class Watch:
         if not lost:
             _complain(f"all ranks wait at step {self._step} ({self._phase}) for each other, or for the network")
         missing = {one.rank for one in lost} - {s.rank for s in statuses}
-        here = [self._peers[r].pid for r in missing if self._peers and self._peers[r].host == self._host]
+        here = [self._peers[r].pid for r in missing if self._peers and self._is_here(self._peers[r])]
         _kill_later(here)
         others = [s.rank for s in statuses if s.rank != self.rank]
 

@@ -584,6 +584,23 @@ def test_a_step_that_fails_shows_why_and_where(tmp_path: Path, capsys: pytest.Ca
     assert "    error: no space\n" in said and f"(sh ended with exit code 3); all output is in {log}" in said
 
 
+@pytest.mark.parametrize("kind", ["file", "link to nothing"])
+def test_what_is_no_folder_in_the_place_of_the_environment_may_be_replaced(kind: str, tmp_path: Path) -> None:
+    for name in ("run.sh", "setup.cfg", "pyproject.toml"):
+        shutil.copy(CHECKOUT / name, tmp_path)
+    shutil.copytree(CHECKOUT / "hvd_cifar", tmp_path / "hvd_cifar", ignore=shutil.ignore_patterns("__pycache__"))
+    venv = tmp_path / ".venv"
+    venv.touch() if kind == "file" else venv.symlink_to("/nonexistent/environment")
+    # The folder is made, and then Python's module that makes environments fails.
+    offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
+    env = {**os.environ, **offline, "PYTHON": sys.executable}
+    words = [tmp_path / "run.sh", "setup", "--cpu", "--packaged-mpi"]
+    refused = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and "--replace" in refused.stderr and not venv.is_dir(), refused.stderr
+    done = subprocess.run([*words, "--replace"], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "set-up failed" in done.stderr and (venv / "bin").is_dir(), done.stderr
+
+
 def test_an_environment_that_does_not_run_here_is_told_of_and_may_be_replaced(tmp_path: Path) -> None:
     for name in ("run.sh", "setup.cfg"):
         shutil.copy(CHECKOUT / name, tmp_path)

@@ -52,6 +52,8 @@ FLAGS = ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "b
         (["--dry-run", "train"], Request(None, (), False, ("train",), dry_run=True)),
         (["--allreduce", "ring", "train"], Request(None, (), False, ("train",), ring=True)),
         (["--allreduce=auto"], Request(None, (), False, ("train",))),
+        (["-np", "2", "--", "train", "--seed", "1"], Request(2, (), False, ("train", "--seed", "1"))),
+        (["-np", "2", "--"], Request(2, (), False, ("train",))),
     ],
 )
 def test_parse(argv: list[str], request_: Request) -> None:
@@ -151,6 +153,21 @@ def test_the_nodes_of_a_slurm_job_are_the_hosts(
 def test_more_ranks_than_tasks_of_a_slurm_job() -> None:
     with pytest.raises(UserError, match="-np 7 is more than the 6 tasks of this Slurm job; lower it, or give .*ntasks"):
         with_allocation(parse(["-np", "7"]), NODES)
+
+
+def test_named_hosts_need_no_list_of_slurms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a step on one of two nodes, where Slurm's variables name no tasks of the other one."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho n1\necho n2\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    for name, value in (("JOB_ID", "7"), ("JOB_NODELIST", "n[1-2]"), ("TASKS_PER_NODE", "1")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert launcher.main(["-np", "2", "--dry-run", "train"], cli.check) == 2
+    assert "name hosts with -H" in capfd.readouterr().err
+    assert launcher.main(["-np", "2", "-H", "localhost:2", "--dry-run", "train"], cli.check) == 0
+    assert "-H localhost:2 " in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD", "SLURM_STEP"])
@@ -363,7 +380,7 @@ def test_command_on_other_hosts() -> None:
         assert words[words.index(parameter) + 1] == "10.0.0.0/24"
     assert words[-len(PROGRAM) :] == PROGRAM
     assert "--prefix" not in _command(2, hosts, mpirun="/usr/bin/mpirun", network=network)
-    for gpus, is_exported in (("", True), ("0,1", False)):  # "none" holds on every host
+    for gpus, is_exported in (("", True), ("-1", True), ("0,1", False)):  # "none" holds on every host
         words = command(Request(2, hosts, False, ("train",)), 2, INSTALLED, {"CUDA_VISIBLE_DEVICES": gpus}, network)
         assert ("CUDA_VISIBLE_DEVICES" in words) == is_exported
     assert _command(1, (Host("other", 1),), network=network)[0] == MPIRUN
@@ -428,6 +445,7 @@ NVIDIA_SMI = "#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-aa)'\necho 'GPU 1: 
         (["-np", "3"], True, None, 3, 0),
         ([], True, None, 2, 0),  # a rank per GPU
         (["-np", "3"], True, "", 3, 0),
+        (["-np", "3"], True, "-1", 3, 0),
     ],
 )
 def test_gpus_that_the_environment_cannot_use_are_told_once(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -45,6 +46,7 @@ from hvd_cifar.tools.doctor.facts import (
     Subject,
     Versions,
 )
+from tests.ranks import CHECKOUT
 from hvd_cifar.tools.doctor.finding import Finding
 
 HOSTS = ("a", "b", "c")
@@ -657,6 +659,15 @@ def test_hosts_and_their_slots(tmp_path: Path) -> None:
     assert examine.hosts_of(make(DoctorSettings, {"hosts": "a:2"}), nodes) == (Host("a", 2),)
     with pytest.raises(UserError, match="-np 5 is more than the 4 slots"):
         hosts(hosts="a:2,b:2", ranks=5)
+
+
+def test_named_hosts_need_no_list_of_slurms() -> None:
+    """Nothing lists the nodes here; -np is wrong, so that no job starts."""
+    env = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1"}
+    words = [sys.executable, "-m", "hvd_cifar", "doctor", "-np", "2"]
+    for hosts, told in (([], "scontrol does not list"), (["-H", "localhost:1"], "-np 2 is more than the 1 slots")):
+        done = subprocess.run([*words, *hosts], cwd=CHECKOUT, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -262,6 +262,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_job, "SECONDS_BETWEEN_ASKS", 0.1)
 
 
+def test_without_ssh_no_host_is_reached(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = ElasticRun(Options(Sizes(1, 8), None, 1, (1, 1)), lambda: HOSTS, lambda *_: 0, Job(can_stop=True), tmp_path)
+    run.words = lambda host, command: ["/nonexistent/ssh", host, *command]
+    assert run._lose_silent({"nosuch.invalid"})
+    run.used = {"nosuch.invalid"}
+    run.clean_up()
+    assert capfd.readouterr().err == "hvd_cifar: elastic: nosuch.invalid does not answer; it rests for 1 s\n"
+
+
 @pytest.mark.usefixtures("quick")
 def test_slots_that_come_while_hosts_are_asked_are_taken(tmp_path: Path) -> None:
     """The ranks of the first start run 60 s, unless they are asked to stop."""

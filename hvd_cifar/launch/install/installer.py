@@ -257,6 +257,8 @@ def _set_up(options: Options, like: Path | None, lock: int, replace_any: bool) -
         say(f"  {here.gpu}. What was tried on a GPU: docs/gpu.md")
     before = read_record()
     fresh, base = not _can_be_updated(options), _base_python()
+    if os.path.lexists(VENV) and not VENV.is_dir():  # --replace, and it is a file or a link to nothing
+        VENV.unlink()
     VENV.mkdir(exist_ok=True)
     python_version = _version() if fresh else str(before["python"])
     record = {"complete": False, "options": asdict(options), "python": python_version}

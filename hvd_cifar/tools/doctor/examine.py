@@ -42,9 +42,9 @@ def examine(settings: DoctorSettings) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if (launched_size() or 1) > 1:
         raise UserError("a launcher started several doctors; a doctor starts its own ranks: run it without a launcher")
-    nodes = slurm.allocation(os.environ)
+    nodes = () if settings.hosts or settings.hostfile else slurm.allocation(os.environ)
     hosts = hosts_of(settings, nodes)
-    in_slurm = bool(nodes) and not (settings.hosts or settings.hostfile)
+    in_slurm = bool(nodes)
     way: Way = slurm if in_slurm and not settings.gloo else ssh  # horovodrun always uses ssh
     names = [host.name for host in hosts]
     here = next((name for name in names if is_local(name)), socket.gethostname())
