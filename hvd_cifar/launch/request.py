@@ -46,9 +46,9 @@ class Request:
 
 
 def parse(argv: list[str]) -> Request:
-    """Parse the launcher's options. The command begins at the first word that is not one, or after --; by default it is `train`.
+    """Parse the launcher's options. The command begins at the first word that is not one; by default it is `train`.
 
-    Raises UserError.
+    "--" may stand between them. Raises UserError.
     """
     parser = Parser(USAGE)
     parser.add_argument("-np", "-n", dest="ranks", type=lambda text: count(text, f"-np {text}"))

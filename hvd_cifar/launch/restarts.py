@@ -20,7 +20,7 @@ class Failure:
     """How a job ended.
 
     Attributes:
-        code: exit code.
+        code: exit code. diverged: whether a rank said that the loss is not finite.
         said: of `last_said`.
         step: the last one that it logged, if any.
         marks: lines of sessions.jsonl, to which each start that trains adds.
@@ -30,11 +30,13 @@ class Failure:
     said: str
     step: int | None
     marks: int = field(default=0, compare=False)
+    diverged: bool = False
 
 
 def failure_of(code: int, tail: bytes, run_dir: Path) -> Failure:
     """The failure of a job with this exit code; `tail` is the end of its stderr."""
-    return Failure(code, last_said(tail), last_step(run_dir / "metrics.jsonl"), len(_lines(run_dir / "sessions.jsonl")))
+    marks, diverged = len(_lines(run_dir / "sessions.jsonl")), DIVERGED.encode() in tail
+    return Failure(code, last_said(tail), last_step(run_dir / "metrics.jsonl"), marks, diverged)
 
 
 def last_said(tail: bytes) -> str:
@@ -46,7 +48,7 @@ def last_said(tail: bytes) -> str:
 def reason_to_give_up(failures: Sequence[Failure], max_restarts: int) -> str | None:
     """Why the job does not restart after these failures; None: it restarts. No failure has a code in `FINAL`."""
     last = failures[-1]
-    if DIVERGED in last.said:
+    if last.diverged:
         return "its loss would not be finite again"
     # Else no rank ran: a host may be booting.
     ran = last.said or (len(failures) > 1 and last.marks > failures[-2].marks)

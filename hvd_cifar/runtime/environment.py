@@ -16,7 +16,7 @@ from typing import NamedTuple
 from hvd_cifar.errors import UserError
 from hvd_cifar.runtime import process
 
-# A process's rank, by launcher: horovodrun over Gloo, mpirun, PMIx (srun, prte), PMI-2.
+# A process's rank, by launcher: horovodrun over Gloo, mpirun, PMIx (srun, prte), PMI-1 and PMI-2.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 # The number of ranks. PMIx sets none; under srun Slurm does.
 SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -126,11 +126,29 @@ def ends(environment: Mapping[str, str] = os.environ) -> list[str]:
     return found
 
 
-def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError where srun started several tasks without ranks: each task would train alone."""
+def check_launcher(environment: Mapping[str, str] = os.environ, prefix: Path = Path(sys.prefix)) -> None:
+    """Raise UserError where MPI would not join the tasks that a launcher started: each task would train alone.
+
+    `prefix`: as for `prepare_mpi`.
+    """
     tasks = copies(environment)
     if tasks > 1 and launched_rank(environment) is None:
         raise UserError(f"srun started {tasks} tasks, but none knows its rank: give srun --mpi=pmix, or use ./run.sh")
+    size = launched_size(environment) or 1
+    if size > 1 and _has_pmi_alone(environment) and _is_packaged(prefix):
+        raise UserError(
+            f"{size} processes were started through PMI (srun --mpi=pmi2, or MPICH's mpirun), which this environment's "
+            "Open MPI does not know: give srun --mpi=pmix, or use ./run.sh"
+        )
+
+
+def _has_pmi_alone(environment: Mapping[str, str]) -> bool:
+    """Whether PMI, which the packaged Open MPI does not know, numbers this process, and nothing else does."""
+    return [name for name in RANK_VARIABLES if environment.get(name, "").isdecimal()] == ["PMI_RANK"]
+
+
+def _is_packaged(prefix: Path) -> bool:
+    return (prefix / "lib" / "libmpi.so.40").exists()
 
 
 def prepare_tensorflow(environment: MutableMapping[str, str]) -> None:
@@ -156,12 +174,12 @@ def prepare_mpi(environment: MutableMapping[str, str], on_cpu: bool, prefix: Pat
         on_cpu: whether ranks compute on the CPU, and so share their cores with Horovod's polling thread.
         prefix: of the Python environment that holds the packaged Open MPI.
     """
-    if launched_rank(environment) is None:
+    if launched_rank(environment) is None or (_has_pmi_alone(environment) and launched_size(environment) == 1):
         # A single process without mpirun needs no MPI daemon.
         environment.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
         # In a Slurm step (srun --pty bash) MPI would ask srun for the other ranks, and abort without an answer.
         environment.pop("SLURM_STEP_ID", None)
-        if (prefix / "lib" / "libmpi.so.40").exists():
+        if _is_packaged(prefix):
             # The packaged Open MPI looks for its files in the folder of its build. mpirun sets this variable for ranks.
             environment.setdefault("OPAL_PREFIX", str(prefix))
     if on_cpu:

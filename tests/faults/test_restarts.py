@@ -29,7 +29,7 @@ KILLED = "hvd_cifar: rank 1 on a was ended by signal 9 (Killed)"
         # A host is away, and mpirun cannot start a rank: nothing is known of the program.
         ([Failure(137, KILLED, 20, 9), Failure(255, "", 20, 9), Failure(255, "", 20, 9)], 5, None),
         ([Failure(137, KILLED, None), Failure(137, KILLED, None)], 5, None),  # rank 0 writes on another host
-        ([Failure(1, "hvd_cifar: model diverged with loss = nan at step 3; ...", 2)], 5, "would not be finite again"),
+        ([Failure(1, "hvd_cifar: rank 1 ended first", 2, diverged=True)], 5, "would not be finite again"),
     ],
 )
 def test_when_a_job_does_not_start_again(failures: list[Failure], max_restarts: int, reason: str | None) -> None:
@@ -44,6 +44,8 @@ def test_a_failure_is_its_last_line_and_its_last_whole_step(tmp_path: Path) -> N
     (tmp_path / "sessions.jsonl").write_text('{"mark": "launch"}\n{"mark": "start"}\n')
     assert failure_of(137, tail, tmp_path).marks == 2
     assert failure_of(1, b"", tmp_path / "none") == Failure(1, "", None)
+    diverged = b"rank 1 on b: hvd_cifar: model diverged with loss = nan; ...\nhvd_cifar: rank 0 lost another rank\n"
+    assert failure_of(1, diverged, tmp_path / "none").diverged
 
 
 def test_waits_double_up_to_a_minute() -> None:

@@ -25,7 +25,7 @@ from hvd_cifar.launch import validators as launch_validators
 from hvd_cifar.launch.cluster import remarks, ssh
 from hvd_cifar.launch.cluster.hosts import Host, ranks_by_default, read_hostfile
 from hvd_cifar.launch.cluster.network import Card, Network, find_network
-from hvd_cifar.launch.cluster.program import Participants
+from hvd_cifar.launch.cluster.program import Participants, Program
 from hvd_cifar.launch.command import Installation, command
 from hvd_cifar.launch.install import everywhere, installer
 from hvd_cifar.launch.request import Request, parse, with_allocation
@@ -420,6 +420,32 @@ def test_any_login_shell_runs_programs_of_several_lines(shell: str) -> None:
     assert ssh.words("host", plain)[-1] == shlex.join(plain)  # what `ps` shows stays readable
 
 
+def test_a_login_shell_may_print_a_title_without_a_newline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `printf '\\033]0;%s\\007' "$HOSTNAME"` in .bashrc does. Here a script stands for ssh."""
+    fake = tmp_path / "ssh"
+    fake.write_text("#!/bin/sh\nprintf '\\033]0;b\\007'\nfor line; do :; done\nexec sh -c \"$line\"\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    program = Program(Participants(["a", "b"], "a", sys.executable), "b", "print('{}')\nprint('[1]')", 60)
+    try:
+        assert program.hear(b"{") == {} and program.hear(b"[") == [1]
+    finally:
+        program.end()
+    there = everywhere.versions_of(lambda text: everywhere._ask("b", shlex.join([sys.executable, "-I", "-c", text])))
+    assert there == installer._packages()
+    checkout = tmp_path / "checkout"
+    (checkout / "hvd_cifar").mkdir(parents=True)
+    for name in ("run.sh", "hvd_cifar/theirs.py"):
+        (checkout / name).touch()
+    here = everywhere.Here(checkout, "", (3, 11), (), ("run.sh",), {})
+    with pytest.raises(everywhere.HostFailed, match="there holds other files than here"):
+        everywhere._set_up("b", here, tmp_path / "none")
+    for state in ("", "\033]0;b\007absent"):
+        with pytest.raises(everywhere.HostFailed, match="which set-up does not know"):
+            everywhere._send("b", here, state)
+    assert sorted(path.name for path in checkout.iterdir()) == ["hvd_cifar", "run.sh"]
+
+
 def test_no_ssh_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(UserError, match="there is no ssh here: apt-get install openssh-client"):
@@ -648,6 +674,26 @@ def test_a_start_over_gloo_is_told_which_signal_ended_the_last_one(tmp_path: Pat
     killed = f"rank 1 on {socket.gethostname()} was ended by signal 9 (Killed); perhaps the machine ran out of memory"
     assert done.stdout == "[137, 137]\n", done.stderr
     assert done.stderr.splitlines() == ["ends []", f"hvd_cifar: {killed}", f'ends ["{killed}"]', f"hvd_cifar: {killed}"]
+
+
+@pytest.mark.parametrize(
+    ("said", "more"),
+    [("hvd_cifar: too slow", []), ("KeyError: 1", ["hvd_cifar: rank 1 ended first, with exit code 1"])],
+)
+def test_a_rank_s_own_error_on_another_host_is_the_last_line(said: str, more: list[str], tmp_path: Path) -> None:
+    """The launcher takes the ranks' lines out of mpirun's output; here a script stands for mpirun."""
+    (tmp_path / "said").write_text(f"[1,1]<stderr>:{said}\n{FAILED.format(code=1)}")
+    starter = tmp_path / "mpirun"
+    starter.write_text(f"#!/bin/sh\ncat {tmp_path}/said >&2\nexit 1\n")
+    starter.chmod(0o755)
+    program = (
+        "import os, sys\nfrom hvd_cifar.launch import job, starters\n"
+        "ready = starters.Ready(sys.argv[1:], dict(os.environ), ['node2', 'node3'])\n"
+        "print(starters.start(ready, job.Job(can_stop=True)))"
+    )
+    words = [sys.executable, "-c", program, str(starter)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "1\n" and done.stderr.splitlines() == [f"rank 1 on node3: {said}", *more]
 
 
 ASKED = "SIGINT: ranks write a checkpoint and stop"

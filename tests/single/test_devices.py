@@ -183,6 +183,12 @@ def test_a_process_alone_does_not_look_for_other_ranks(tmp_path: Path) -> None:
     environment = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
     prepare_mpi(environment, on_cpu=False, prefix=tmp_path)
     assert environment == {"SLURM_JOB_ID": "7", "OMPI_MCA_ess_singleton_isolated": "1"}
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libmpi.so.40").touch()
+    of_pmi = {"PMI_RANK": "0", "PMI_SIZE": "1", "SLURM_STEP_ID": "0"}  # srun --mpi=pmi2 -n 1
+    prepare_mpi(of_pmi, on_cpu=False, prefix=tmp_path)
+    isolated = {"OMPI_MCA_ess_singleton_isolated": "1", "OPAL_PREFIX": str(tmp_path)}
+    assert of_pmi == {"PMI_RANK": "0", "PMI_SIZE": "1", **isolated}
     of_srun = {"PMIX_RANK": "0", "SLURM_STEP_ID": "0"}
     prepare_mpi(of_srun, on_cpu=False, prefix=tmp_path)
     assert of_srun == {"PMIX_RANK": "0", "SLURM_STEP_ID": "0"}

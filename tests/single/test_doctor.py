@@ -46,8 +46,8 @@ from hvd_cifar.tools.doctor.facts import (
     Subject,
     Versions,
 )
-from tests.ranks import CHECKOUT
 from hvd_cifar.tools.doctor.finding import Finding
+from tests.ranks import CHECKOUT
 
 HOSTS = ("a", "b", "c")
 ADDRESS = {name: f"10.0.0.{number}" for number, name in enumerate(HOSTS, 1)}

@@ -64,6 +64,17 @@ def test_ranks_that_do_not_know_of_each_other(variables: dict[str, str], lost: b
         check_launcher(variables)
 
 
+def test_ranks_that_the_packaged_mpi_would_not_join(tmp_path: Path) -> None:
+    of_pmi = {"PMI_RANK": "1", "PMI_SIZE": "4"}
+    check_launcher(of_pmi, tmp_path)  # a system's MPI may know PMI
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libmpi.so.40").touch()
+    check_launcher(of_pmi | {"PMI_SIZE": "1"}, tmp_path)
+    check_launcher(of_pmi | {"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "4"}, tmp_path)
+    with pytest.raises(UserError, match="4 processes were started through PMI .*: give srun --mpi=pmix, or use"):
+        check_launcher(of_pmi, tmp_path)
+
+
 def test_why_srun_started_nothing() -> None:
     said = "srun: error: x\nsrun: error: Unable to create step: Requested node configuration is not available\n"
     assert slurm.diagnose("n2", said) == (

@@ -58,7 +58,8 @@ class Program:
         self.python = participants.python
         self.way = participants.way
         self.late = False
-        words = [self.python, "-I", "-c", text]
+        # The empty line ends what a login shell may have printed without one, such as a terminal's title.
+        words = [self.python, "-I", "-c", f"print()\n{text}"]
         try:
             self.process = subprocess.Popen(
                 words if host == participants.here else self.way.words(host, words),
@@ -82,7 +83,7 @@ class Program:
             self.process.stdin.flush()
 
     def hear(self, start: bytes) -> Any:
-        """The next line that begins with `start`, as JSON; None: the program has ended. Skips a login shell's lines."""
+        """The next line that begins with `start`, as JSON; None: the program has ended. Skips a login shell's text."""
         assert self.process.stdout
         line = next((line for line in self.process.stdout if line.startswith(start)), b"")
         try:

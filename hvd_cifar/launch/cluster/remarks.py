@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from hvd_cifar.errors import RESUME, STALLED
@@ -53,10 +53,13 @@ def lost_in(said: bytes) -> list[Lost]:
     return ranks + [Lost(match[1]) for line in lines if (match := _HOST_LINE.match(line))]
 
 
-def without_banners(chunks: Iterable[bytes], subnets: Collection[str] = ()) -> Iterator[bytes]:
+def without_banners(
+    chunks: Iterable[bytes], subnets: Collection[str] = (), of_ranks: Callable[[], bytes] = bytes
+) -> Iterator[bytes]:
     """mpirun's stderr without its banners about failed ranks. A banner that tells something new becomes one line.
 
     `subnets`: of routed hosts. mpirun complains on each host about those of the others.
+    `of_ranks`: gives the last line of the ranks where `chunks` does not hold their lines.
 
     A banner stands between two rules. All other output passes at once, even an incomplete line (a progress bar), unless
     it may become a rule.
@@ -74,7 +77,7 @@ def without_banners(chunks: Iterable[bytes], subnets: Collection[str] = ()) -> I
             elif block:
                 block.append(piece)
                 if is_rule or len(block) > BANNER_LINES:
-                    yield _shortened(b"".join(block), said, subnets)
+                    yield _shortened(b"".join(block), said + of_ranks(), subnets)
                     block = []
             elif at_start and is_rule:
                 block = [piece]
@@ -86,11 +89,11 @@ def without_banners(chunks: Iterable[bytes], subnets: Collection[str] = ()) -> I
                     said, line = line if line.strip() else said, b""
     rest = b"".join(block) + pending
     if rest:
-        yield _shortened(rest, said, subnets)
+        yield _shortened(rest, said + of_ranks(), subnets)
 
 
 def _shortened(banner: bytes, said: bytes, subnets: Collection[str]) -> bytes:
-    """What a user needs of a banner: nothing, if the line before it, `said`, is the rank's own error message."""
+    """What a user needs of a banner: nothing, if `said`, what came before it, is the rank's own error message."""
     text = banner.decode(errors="replace")
     ended = re.search(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)", text)
     killed = re.search(

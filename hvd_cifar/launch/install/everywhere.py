@@ -23,7 +23,7 @@ from pathlib import Path
 from hvd_cifar.launch.cluster import ssh
 from hvd_cifar.launch.cluster.hosts import Host, is_local
 from hvd_cifar.launch.install.steps import say
-from hvd_cifar.launch.install.versions import as_constraints, differences, versions_of
+from hvd_cifar.launch.install.versions import as_constraints, differences, last_line, versions_of
 
 # Folders in the checkout's top folder that hold no code.
 LEFT_OUT = {".git", ".venv", "runs", "data", "keys"}
@@ -38,7 +38,9 @@ SENT = ".sent-by-set-up"  # marks a checkout that set-up has sent and may replac
 VERSIONS = ".versions"  # in a checkout that is set up from another host: the package versions to install
 LOCK = ".set-up.lock"  # in a checkout while it is set up
 
+# `echo`: what a login shell prints may not end its line.
 LOOK = """
+echo
 if [ -e {token} ]; then echo shared
 elif [ ! -e {checkout}/run.sh ]; then echo absent
 elif cd {checkout} && sha256sum --status --check - &&
@@ -55,6 +57,7 @@ touch {sent} && tar -xf -
 """
 NOTE = "cat > {checkout}/{versions}"
 SET_UP = """
+echo
 cd {checkout} || exit 1
 for python in {pythons}; do
     if "$python" -c 'import sys; sys.exit(sys.version_info[:2] != {wanted})' 2>/dev/null; then
@@ -138,12 +141,12 @@ def _set_up(name: str, here: Here, token: Path) -> str:
     code = "".join(f"{file}\n" for file in compared if file.startswith(PACKAGE) and file.endswith(".py"))
     names = hashlib.sha256(code.encode()).hexdigest()
     look = here.fill(LOOK, token=shlex.quote(str(token)), names=names)
-    state = _ask(name, look, listed.encode()).split()[-1:]
-    if state == ["shared"]:
+    said = _ask(name, look, listed.encode())
+    if last_line(said) == "shared":
         return "shares this checkout"
-    if state != ["same"]:
+    if last_line(said) != "same":
         with _sends:
-            _send(name, here, _ask(name, look, listed.encode()).split()[-1:])
+            _send(name, here, last_line(_ask(name, look, listed.encode())))
     _ask(name, here.fill(NOTE), as_constraints(here.packages).encode())
     _run(name, _set_up_script(here))
 
@@ -155,11 +158,13 @@ def _set_up(name: str, here: Here, token: Path) -> str:
     return f"{len(there)} packages, versions as here"
 
 
-def _send(name: str, here: Here, state: list[str]) -> None:
+def _send(name: str, here: Here, state: str) -> None:
     """Send the checkout to a host, in the state that LOOK found. Raises HostFailed."""
-    if state == ["other"]:
+    if state == "other":
         raise HostFailed(f"{here.checkout} there holds other files than here: update it, or move it away")
-    if state != ["same"]:
+    if state not in ("absent", "sent", "same"):
+        raise HostFailed(f"it answers {state[:80]!r}, which set-up does not know: see what its login shell prints")
+    if state != "same":
         say(f"{name}: sending the checkout ({len(here.files)} files)")
         _ask(name, here.fill(UNPACK), _packed(here.checkout, here.files))
 

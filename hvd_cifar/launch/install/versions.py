@@ -11,14 +11,19 @@ from pathlib import Path
 OWN = ("hvd-cifar", "horovod")
 LIST = (
     "import json, importlib.metadata as m; "
-    "print(json.dumps({str(d.metadata['Name']): d.version for d in m.distributions()}))"
+    "print(); print(json.dumps({str(d.metadata['Name']): d.version for d in m.distributions()}))"
 )
 
 
 def versions_of(run: Callable[[str], str]) -> dict[str, str]:
     """Version by package. `run` runs a program with the environment's Python, and returns its output."""
-    listed: dict[str, str] = json.loads(run(LIST).strip().splitlines()[-1])
+    listed: dict[str, str] = json.loads(last_line(run(LIST)))
     return {plain(name): version for name, version in listed.items()}
+
+
+def last_line(said: str) -> str:
+    """The last line of a program's output: a login shell prints before it."""
+    return said.strip().rpartition("\n")[2]
 
 
 def as_constraints(packages: Mapping[str, str]) -> str:
