@@ -70,8 +70,8 @@ def start(threads: int | None = None, deterministic: bool = False, process_sets:
         process_sets: Horovod's process sets, registered on all ranks; see `distributed.process_sets`. First call only.
 
     Raises:
-        UserError: where the host has GPUs but fewer than ranks; where the launcher did not number the ranks; where
-            TensorFlow already runs and cannot change its threads or its determinism.
+        UserError: where the host has GPUs but fewer than ranks; where the launcher did not number the ranks, or MPI
+            did not join them; where TensorFlow already runs and cannot change its threads or its determinism.
     """
     global _running
     if _running is None:
@@ -100,6 +100,7 @@ def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]
     gpus = tf.config.list_physical_devices("GPU")
     environment.prepare_mpi(os.environ, on_cpu=not gpus)
     hvd.init(process_sets=process_sets)
+    _check_size()
     local_rank, local_size = hvd.local_rank(), hvd.local_size()
 
     view = devices.visible_gpus(devices.list_gpus(), os.environ) if gpus else []
@@ -148,6 +149,19 @@ def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]
         elastic=environment.elastic_job(),
         beside=beside,
     )
+
+
+def _check_size() -> None:
+    """Raise UserError where MPI joined fewer ranks than the launcher started: each would train alone.
+
+    Over Gloo Horovod takes the size from the launcher, or asks it for a newer one (`hvd.elastic`).
+    """
+    started = environment.launched_size() or 1
+    if hvd.mpi_enabled() and hvd.size() < started:
+        raise UserError(
+            f"the launcher started {started} ranks, but MPI joined {hvd.size()}: use the mpirun of this environment,"
+            " or ./run.sh"
+        )
 
 
 @contextmanager

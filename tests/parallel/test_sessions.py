@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hvd_cifar.runtime.environment import prepare_mpi
 from tests.ranks import RanksFailed, run_ranks
 
 
@@ -139,3 +140,23 @@ def _compute_first() -> str:
 def test_tensorflow_that_runs_before_the_start_is_refused_in_one_line() -> None:
     (text,) = run_ranks(_compute_first, 1, launcher="none")
     assert "TensorFlow has computed in this process before Horovod started" in text
+
+
+def _start_alone() -> str:
+    from hvd_cifar.errors import UserError
+    from hvd_cifar.runtime.world import start
+
+    try:
+        start()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_another_mpis_launcher_started_do_not_train_alone() -> None:
+    """The variables are those of the first of two such ranks, whose MPI finds no daemon to tell it of the other."""
+    alone: dict[str, str] = {}
+    prepare_mpi(alone, on_cpu=False)
+    launched = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    (text,) = run_ranks(_start_alone, 1, launcher="none", env=alone | launched)
+    assert text == "the launcher started 2 ranks, but MPI joined 1: use the mpirun of this environment, or ./run.sh"
