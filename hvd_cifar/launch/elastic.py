@@ -15,7 +15,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -82,6 +83,7 @@ class ElasticRun:
         self.ranks = self.options.ranks or 0  # times --batch-size is the global batch
         self.found: tuple[Host, ...] | None = None  # None: discovery has not worked yet
         self.used: set[str] = set()  # hosts that may have a copy of the state
+        self.doubted: set[str] = set()  # hosts that were lost or silent, and have not answered since
         self.has_started = False
         self.complaint = ""  # the last printed error of discovery
         # Removes this host's copies of the state when its stdin closes: on clean-up, or at any end of this process.
@@ -171,6 +173,8 @@ class ElasticRun:
         if lost.host not in {host.name for host in self.found or ()}:
             return
         seconds = self.roster.lose(lost.host, whole=lost.rank is None, now=time.monotonic())
+        if lost.rank is None:
+            self.doubted.add(lost.host)
         what = lost.host if lost.rank is None else f"rank {lost.rank} on {lost.host}"
         how = "" if lost.rank is None else f" (exit code {code})"
         then = f"it rests for {seconds:g} s, and the others go on" if seconds else "all start again"
@@ -180,7 +184,12 @@ class ElasticRun:
         """The hosts to start on, once they have slots for `least` ranks; None: the time is up, or a signal came."""
         end, told = time.monotonic() + self.options.seconds_to_wait, False
         while True:
-            hosts = self._allowed(self._look())
+            usable = self._look()
+            hosts = self._allowed(usable)
+            # The rest of a lost host may be over, and the host still away. Starts on it would count as failures.
+            while silent := self._lose_silent(self.doubted & {host.name for host in hosts}):
+                usable = tuple(host for host in usable if host.name not in silent)
+                hosts = self._allowed(usable)
             if slots_of(hosts) >= least:
                 return hosts
             if not told:
@@ -247,13 +256,20 @@ class ElasticRun:
                 self.job.ask(f"elastic: {why}: {slots_of(better)} ranks go on instead of {slots_of(hosts)}")
                 return
 
-    def _lose_silent(self, newcomers: Iterable[str]) -> bool:
-        """Let new hosts that do not answer rest, so that ranks do not stop for them. Return whether there are any."""
-        silent = [host for host in newcomers if not is_local(host) and not self._reaches(host)]
-        for host in silent:
+    def _lose_silent(self, names: set[str]) -> set[str]:
+        """Let those of these hosts that do not answer rest, so that no ranks stop or start for them. Return them."""
+        if not names:
+            return set()
+        asked = sorted(names)
+        with ThreadPoolExecutor(max_workers=len(asked)) as pool:
+            answers = pool.map(lambda host: is_local(host) or self._reaches(host), asked)
+            silent = {host for host, answer in zip(asked, answers, strict=True) if not answer}
+        for host in sorted(silent):
             seconds = self.roster.lose(host, whole=True, now=time.monotonic())
-            complain(f"elastic: {host} does not answer; it rests for {seconds:g} s")
-        return bool(silent)
+            if seconds or host not in self.doubted:  # without rests a host is asked every second
+                complain(f"elastic: {host} does not answer; it rests for {seconds:g} s")
+        self.doubted = (self.doubted - names) | silent
+        return silent
 
     def _reaches(self, host: str) -> bool:
         silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)

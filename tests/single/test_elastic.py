@@ -16,10 +16,11 @@ import numpy as np
 import psutil
 import pytest
 
-from hvd_cifar.errors import UserError
+from hvd_cifar.errors import RESUME, UserError
 from hvd_cifar.launch import elastic
 from hvd_cifar.launch import job as launch_job
 from hvd_cifar.launch.cluster.hosts import Host
+from hvd_cifar.launch.cluster.network import Unreachable
 from hvd_cifar.launch.cluster.remarks import Lost, ended_by_signal, lost_in
 from hvd_cifar.launch.elastic import ElasticRun, Options, script
 from hvd_cifar.launch.job import Job, Starter
@@ -260,6 +261,42 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic, "SECONDS_BETWEEN_LOOKS", 0.1)
     monkeypatch.setattr(elastic, "SECONDS_BEFORE_RESIZE", 0.3)
     monkeypatch.setattr(launch_job, "SECONDS_BETWEEN_ASKS", 0.1)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("cool_down", [(0, 0), (0.3, 0.3)])
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_job_that_needs_a_lost_host_waits_for_it(
+    returns: bool, cool_down: tuple[float, float], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The host answers its sixth question, or none. The state is saved once, on the host that is there."""
+    away, here = Host("nosuch.invalid", 1), Host("localhost", 1)
+    asked, starts = tmp_path / "asked", []
+
+    def start(hosts: tuple[Host, ...], variables: dict[str, str]) -> int:
+        job = elastic_job(variables)
+        starts.append((hosts, job is not None and job.saves_only))
+        if away not in hosts:
+            return RESUME
+        if not asked.exists():
+            raise Unreachable("ssh nosuch.invalid: no answer", [away.name])
+        return 0
+
+    answer = f"echo >> {asked}; {f'test $(wc -l < {asked}) -gt 5' if returns else 'exit 1'}"
+    run = ElasticRun(
+        Options(Sizes(2, 2), None, 60 if returns else 3, cool_down), lambda: (here, away), start, Job(True), tmp_path
+    )
+    run.words = lambda host, command: ["sh", "-c", answer]
+    code = run.run()
+    run.used.clear()  # there is nothing to remove from another host
+    run.clean_up()
+    both = ((here, away), False)
+    assert starts == [both, ((here,), True), *[both] * returns]
+    assert code == (0 if returns else RESUME)
+    said = capfd.readouterr().err
+    assert said.count("1 ranks are there, and 2 needed") == 1
+    assert bool(cool_down[0]) == ("nosuch.invalid does not answer; it rests for 0.3 s" in said)
+    assert returns or said.endswith("elastic: no 2 ranks within 3 s (exit code 75)\n")
 
 
 def test_without_ssh_no_host_is_reached(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
