@@ -126,10 +126,10 @@ class ElasticRun:
         removal = ["rm", "-rf", str(folder_of(self.name))]
         assert self.cleaner.stdin
         self.cleaner.stdin.close()
-        removals, silent = [self.cleaner], dict.fromkeys(("stdin", "stderr"), subprocess.DEVNULL)
-        for host in self.used:
+        removals, nothing = [self.cleaner], subprocess.DEVNULL
+        for words in (self.words(host, removal) for host in self.used if not is_local(host)):
             with contextlib.suppress(OSError):  # there is no ssh here
-                removals += [] if is_local(host) else [subprocess.Popen(self.words(host, removal), **silent)]
+                removals.append(subprocess.Popen(words, stdin=nothing, stderr=nothing))
         for process in removals:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(SCRIPT_SECONDS)

@@ -594,7 +594,7 @@ def test_what_is_no_folder_in_the_place_of_the_environment_may_be_replaced(kind:
     # The folder is made, and then Python's module that makes environments fails.
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
     env = {**os.environ, **offline, "PYTHON": sys.executable}
-    words = [tmp_path / "run.sh", "setup", "--cpu", "--packaged-mpi"]
+    words = [str(tmp_path / "run.sh"), "setup", "--cpu", "--packaged-mpi"]
     refused = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 2 and "--replace" in refused.stderr and not venv.is_dir(), refused.stderr
     done = subprocess.run([*words, "--replace"], env=env, capture_output=True, text=True, timeout=120)

@@ -28,6 +28,7 @@ from hvd_cifar.launch.cluster.network import Card, Network, find_network
 from hvd_cifar.launch.cluster.program import Participants, Program
 from hvd_cifar.launch.command import Installation, command
 from hvd_cifar.launch.install import everywhere, installer
+from hvd_cifar.launch.install.versions import versions_of
 from hvd_cifar.launch.request import Request, parse, with_allocation
 from tests.ranks import CHECKOUT
 
@@ -431,7 +432,7 @@ def test_a_login_shell_may_print_a_title_without_a_newline(tmp_path: Path, monke
         assert program.hear(b"{") == {} and program.hear(b"[") == [1]
     finally:
         program.end()
-    there = everywhere.versions_of(lambda text: everywhere._ask("b", shlex.join([sys.executable, "-I", "-c", text])))
+    there = versions_of(lambda text: everywhere._ask("b", shlex.join([sys.executable, "-I", "-c", text])))
     assert there == installer._packages()
     checkout = tmp_path / "checkout"
     (checkout / "hvd_cifar").mkdir(parents=True)
