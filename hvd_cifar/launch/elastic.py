@@ -186,8 +186,9 @@ class ElasticRun:
         while True:
             usable = self._look()
             hosts = self._allowed(usable)
-            # The rest of a lost host may be over, and the host still away. Starts on it would count as failures.
-            while silent := self._lose_silent(self.doubted & {host.name for host in hosts}):
+            # The rest of a lost host may be over, and the host still away. Starts on it would count as failures. It is
+            # asked again and again, so that a job that needs it goes on as soon as it is back.
+            while silent := self._silent(self.doubted & {host.name for host in hosts}):
                 usable = tuple(host for host in usable if host.name not in silent)
                 hosts = self._allowed(usable)
             if slots_of(hosts) >= least:
@@ -256,18 +257,22 @@ class ElasticRun:
                 self.job.ask(f"elastic: {why}: {slots_of(better)} ranks go on instead of {slots_of(hosts)}")
                 return
 
-    def _lose_silent(self, names: set[str]) -> set[str]:
-        """Let those of these hosts that do not answer rest, so that no ranks stop or start for them. Return them."""
+    def _lose_silent(self, newcomers: set[str]) -> bool:
+        """Let new hosts that do not answer rest, so that ranks do not stop for them. Return whether there are any."""
+        silent = self._silent(newcomers)
+        for host in sorted(silent):
+            seconds = self.roster.lose(host, whole=True, now=time.monotonic())
+            complain(f"elastic: {host} does not answer; it rests for {seconds:g} s")
+        return bool(silent)
+
+    def _silent(self, names: set[str]) -> set[str]:
+        """Those of these hosts that do not answer."""
         if not names:
             return set()
         asked = sorted(names)
         with ThreadPoolExecutor(max_workers=len(asked)) as pool:
             answers = pool.map(lambda host: is_local(host) or self._reaches(host), asked)
             silent = {host for host, answer in zip(asked, answers, strict=True) if not answer}
-        for host in sorted(silent):
-            seconds = self.roster.lose(host, whole=True, now=time.monotonic())
-            if seconds or host not in self.doubted:  # without rests a host is asked every second
-                complain(f"elastic: {host} does not answer; it rests for {seconds:g} s")
         self.doubted = (self.doubted - names) | silent
         return silent
 

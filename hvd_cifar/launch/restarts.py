@@ -20,10 +20,11 @@ class Failure:
     """How a job ended.
 
     Attributes:
-        code: exit code. diverged: whether a rank said that the loss is not finite.
+        code: exit code.
         said: of `last_said`.
         step: the last one that it logged, if any.
         marks: lines of sessions.jsonl, to which each start that trains adds.
+        diverged: whether a rank said that the loss is not finite.
     """
 
     code: int

@@ -50,11 +50,12 @@ def _mpirun(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job
             else:
                 job.pass_on(lines.add(rank, piece))
 
-    def last_line() -> bytes:
-        return job.tail.rstrip().rpartition(b"\n")[2]
-
     def errors(stream: BinaryIO) -> None:
-        for piece in without_banners(of_mpirun(chunks(stream)) if hosts else chunks(stream), subnets, last_line):
+        if hosts:
+            pieces = without_banners(of_mpirun(chunks(stream)), subnets, lines.last)
+        else:
+            pieces = without_banners(chunks(stream), subnets)
+        for piece in pieces:
             job.pass_on(piece)
         job.pass_on(lines.rest())
 

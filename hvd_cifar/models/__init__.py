@@ -7,6 +7,7 @@ precision. Built-in and user models take the same path.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,23 +111,38 @@ def adapt(net: Net, images: Callable[[], Any]) -> None:
         layer.adapt(_inputs_of(layer, net.model, seen) if isinstance(layer, keras.layers.Normalization) else seen)
 
 
+class _Reached(BaseException):
+    """Ends a forward pass; Keras gives an Exception another text."""
+
+
 def _inputs_of(layer: keras.layers.Layer, model: keras.Model, images: Any) -> Any:
-    """What a layer anywhere in a model gets for images: float [n, ...]."""
+    """What a layer anywhere in a model gets for images: float [n, ...], in float32 or better.
+
+    Raises:
+        UserError: where the layer gets nothing.
+    """
     found, autocast = [], layer.autocast
 
-    def noting(inputs: Any) -> Any:
-        found.append(np.asarray(inputs))
-        return inputs  # what comes behind the layer is of no interest
+    def noting(inputs: Any, *_: Any, **__: Any) -> Any:
+        values = np.asarray(inputs)
+        # NumPy would add values of half precision in half precision.
+        found.append(values.astype(np.float32) if values.dtype.itemsize < 4 else values)
+        raise _Reached  # what comes behind the layer is of no interest
 
     layer.autocast = False  # values as they come, not rounded to the layer's precision
     object.__setattr__(layer, "call", noting)  # past Keras, which would take the function for a part of the layer
     try:
         for begin in range(0, len(images), AT_ONCE):
-            model(images[begin : begin + AT_ONCE], training=False)
+            with contextlib.suppress(_Reached):
+                model(images[begin : begin + AT_ONCE], training=False)
     finally:
         object.__delattr__(layer, "call")
         layer.autocast = autocast
-    return np.concatenate(found) if found else images
+    if not found:
+        raise UserError(
+            f"the net does not call its layer {layer.name}, which learns from images: give it mean and variance"
+        )
+    return np.concatenate(found)
 
 
 def _has_learnt(layer: keras.layers.Normalization) -> bool:

@@ -329,8 +329,14 @@ def _name_of_data(work: Work, given: OfUser) -> str:
 
 
 def make_learner(work: Work, learning_rate: float) -> Learner:
-    """Net, optimizer and averages, freshly initialised."""
+    """Net, optimizer and averages, freshly initialised. Raises UserError where the net and the settings do not fit."""
     settings, net = work.settings, make_net(work)
+    for layer in local_layers(net.model):
+        if getattr(layer, "synchronized", False):
+            raise UserError(
+                f"--model {work.model.name}: its layer {layer.name} has synchronized=True, which means tf.distribute; "
+                "give --sync-batch-norm, or take it out"
+            )
     weights = net.model.trainable_variables
     optimizer = make_optimizer(work, net, learning_rate)
     averages = MovingAverage(weights, settings.ema_decay) if settings.ema_decay else None
@@ -359,12 +365,6 @@ def make_net(work: Work) -> Net:
     _refuse_layers(work.settings, net)
     if work.settings.sync_batch_norm:
         convert_sync_batch_norm(net.model)
-    for layer in local_layers(net.model):
-        if getattr(layer, "synchronized", False):
-            raise UserError(
-                f"--model {work.model.name}: its layer {layer.name} has synchronized=True, which means tf.distribute; "
-                "give --sync-batch-norm, or take it out"
-            )
     height, width, _ = work.transforms.shape
     chosen = spread(max(1, ADAPTING_PIXELS // (height * width)), len(work.dataset.train))
     models.adapt(net, lambda: work.transforms.test(work.dataset.train.images[chosen]))
@@ -447,6 +447,7 @@ def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any 
     Raises:
         UserError: where the recipe's function fails, or its optimizer and the compression exclude each other.
     """
+    learning_rate = learning_rate or work.settings.learning_rate or 0.0  # a warm-up may begin at 0, which would fit any
     with user_code.errors_of(f"--model {work.model.name}: optimizer({learning_rate:g}) of its recipe"):
         plain = work.recipe.optimizer(learning_rate)
         _refuse_optimizer(plain, learning_rate, work.settings.clip_norm)

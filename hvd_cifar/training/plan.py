@@ -74,11 +74,14 @@ def resolve(settings: TrainSettings, recipe: Recipe) -> TrainSettings:
         "threads_per_rank": threads_of(settings),
     }
     missing = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
+    # Checked as options are: config.json could not be read again otherwise. `plan` checks the warm-up.
+    values = settings.model_dump() | missing | {"warmup_epochs": None}
     try:
-        config.make(TrainSettings, settings.model_dump() | missing)  # else config.json could not be read again
+        made = config.make(TrainSettings, values)
     except UserError as error:
         raise UserError(f"--model {settings.model}: its recipe: {error}") from None
-    return settings.model_copy(update={**missing, "deterministic": is_deterministic(settings)})
+    own = {"warmup_epochs": settings.warmup_epochs, "deterministic": is_deterministic(settings)}
+    return made.model_copy(update=own)
 
 
 def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int, batch_ranks: int | None = None) -> Plan:

@@ -175,8 +175,11 @@ def _penalty(loss: Any, weight: Any, part: Any) -> Any:
     All shares add up to the sum over the global batch, if there is a loss of each example [b]. Of any other loss, such
     as a regularizer's, a micro-batch counts its part.
     """
-    is_of_examples = loss.shape.rank == 1 and loss.shape[0] == weight.shape[0]
-    return tf.reduce_sum(loss * weight) if is_of_examples else part * tf.reduce_sum(loss)
+    if loss.shape.rank != 1 or loss.shape[0] is not None:
+        return part * tf.reduce_sum(loss)
+    return tf.cond(
+        tf.size(loss) == tf.size(weight), lambda: tf.reduce_sum(loss * weight), lambda: part * tf.reduce_sum(loss)
+    )
 
 
 def make_share(net: Net, optimizer: Any, spec: StepSpec, record: Record | None = None) -> Callable[..., Share]:

@@ -680,10 +680,13 @@ def test_a_start_over_gloo_is_told_which_signal_ended_the_last_one(tmp_path: Pat
 @pytest.mark.parametrize(
     ("said", "more"),
     [("hvd_cifar: too slow", []), ("KeyError: 1", ["hvd_cifar: rank 1 ended first, with exit code 1"])],
+    ids=["own error", "none"],
 )
 def test_a_rank_s_own_error_on_another_host_is_the_last_line(said: str, more: list[str], tmp_path: Path) -> None:
     """The launcher takes the ranks' lines out of mpirun's output; here a script stands for mpirun."""
-    (tmp_path / "said").write_text(f"[1,1]<stderr>:{said}\n{FAILED.format(code=1)}")
+    of_rank_0 = "hvd_cifar: note: threads differ"  # says nothing about rank 1
+    tagged = f"[1,1]<stderr>:{said}\n[1,0]<stderr>:{of_rank_0}\n"
+    (tmp_path / "said").write_text(f"{tagged}{FAILED.format(code=1)}")
     starter = tmp_path / "mpirun"
     starter.write_text(f"#!/bin/sh\ncat {tmp_path}/said >&2\nexit 1\n")
     starter.chmod(0o755)
@@ -694,7 +697,7 @@ def test_a_rank_s_own_error_on_another_host_is_the_last_line(said: str, more: li
     )
     words = [sys.executable, "-c", program, str(starter)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "1\n" and done.stderr.splitlines() == [f"rank 1 on node3: {said}", *more]
+    assert done.stdout == "1\n" and done.stderr.splitlines() == [f"rank 1 on node3: {said}", of_rank_0, *more]
 
 
 ASKED = "SIGINT: ranks write a checkpoint and stop"

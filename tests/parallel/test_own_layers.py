@@ -171,7 +171,7 @@ def _with_state(folder: str) -> list[str]:
         def call(self, images: Any, training: bool = False) -> Any:
             if training:
                 self.seen.assign_add(keras.ops.cast(keras.ops.mean(images), self.seen.dtype))
-            self.add_loss(0.01 * keras.ops.mean(keras.ops.square(images), axis=(1, 2, 3)))  # of each example
+            self.add_loss(1e-4 * keras.ops.square(keras.ops.reshape(images, (-1,))))  # of no example
             return images
 
     told = []

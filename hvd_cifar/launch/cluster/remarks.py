@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hvd_cifar.errors import RESUME, STALLED
@@ -54,12 +54,12 @@ def lost_in(said: bytes) -> list[Lost]:
 
 
 def without_banners(
-    chunks: Iterable[bytes], subnets: Collection[str] = (), of_ranks: Callable[[], bytes] = bytes
+    chunks: Iterable[bytes], subnets: Collection[str] = (), of_ranks: Mapping[int, bytes] | None = None
 ) -> Iterator[bytes]:
     """mpirun's stderr without its banners about failed ranks. A banner that tells something new becomes one line.
 
     `subnets`: of routed hosts. mpirun complains on each host about those of the others.
-    `of_ranks`: gives the last line of the ranks where `chunks` does not hold their lines.
+    `of_ranks`: each rank's last line, where `chunks` does not hold the ranks' lines.
 
     A banner stands between two rules. All other output passes at once, even an incomplete line (a progress bar), unless
     it may become a rule.
@@ -77,7 +77,7 @@ def without_banners(
             elif block:
                 block.append(piece)
                 if is_rule or len(block) > BANNER_LINES:
-                    yield _shortened(b"".join(block), said + of_ranks(), subnets)
+                    yield _shortened(b"".join(block), said, subnets, of_ranks)
                     block = []
             elif at_start and is_rule:
                 block = [piece]
@@ -89,11 +89,11 @@ def without_banners(
                     said, line = line if line.strip() else said, b""
     rest = b"".join(block) + pending
     if rest:
-        yield _shortened(rest, said + of_ranks(), subnets)
+        yield _shortened(rest, said, subnets, of_ranks)
 
 
-def _shortened(banner: bytes, said: bytes, subnets: Collection[str]) -> bytes:
-    """What a user needs of a banner: nothing, if `said`, what came before it, is the rank's own error message."""
+def _shortened(banner: bytes, said: bytes, subnets: Collection[str], of_ranks: Mapping[int, bytes] | None) -> bytes:
+    """What a user needs of a banner: nothing, if the line before it, `said` or the rank's, is its own error message."""
     text = banner.decode(errors="replace")
     ended = re.search(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)", text)
     killed = re.search(
@@ -106,7 +106,8 @@ def _shortened(banner: bytes, said: bytes, subnets: Collection[str]) -> bytes:
     if lost:
         return f"hvd_cifar: {lost[1]} is lost, and its ranks with it: is it on, and its network up?\n".encode()
     if ended:
-        told = ended[2] in ("2", str(RESUME), str(STALLED)) or ended[2] == "1" and b"hvd_cifar: " in said
+        own = said if of_ranks is None else of_ranks.get(int(ended[1]), b"")
+        told = ended[2] in ("2", str(RESUME), str(STALLED)) or ended[2] == "1" and b"hvd_cifar: " in own
         return b"" if told else f"hvd_cifar: rank {ended[1]} ended first, with exit code {ended[2]}\n".encode()
     if killed:
         return ended_by_signal(int(killed[1]), killed[2], int(killed[3]), killed[4]).encode()

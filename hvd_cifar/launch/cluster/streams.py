@@ -44,6 +44,7 @@ class NamedLines:
         """`hosts`: each rank's host."""
         self._hosts = hosts
         self._begun: dict[int, bytes] = {}
+        self.last: dict[int, bytes] = {}  # each rank's last line that is not blank
 
     def add(self, rank: int, piece: bytes) -> bytes:
         """The rank's lines that this piece of its output completes."""
@@ -58,6 +59,8 @@ class NamedLines:
         return b"".join(self._named(rank, line + b"\n") for rank, line in sorted(self._begun.items()))
 
     def _named(self, rank: int, line: bytes) -> bytes:
+        if line.strip():
+            self.last[rank] = line
         if rank == 0 and line.startswith(OF_ALL):
             return line
         host = self._hosts[rank] if rank < len(self._hosts) else "?"
