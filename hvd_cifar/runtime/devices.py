@@ -73,9 +73,7 @@ def visible_gpus(listing: str, environment: Mapping[str, str]) -> list[str]:
 
 
 def hides_all(chosen: str | None) -> bool:
-    """Whether this CUDA_VISIBLE_DEVICES hides the GPUs of any host: it is empty, or begins with -1, as TensorFlow's
-    users write it. `chosen`: None where the variable is not set.
-    """
+    """Whether CUDA_VISIBLE_DEVICES (None: not set) hides the GPUs of any host: empty, or -1, as TensorFlow has it."""
     return chosen is not None and (not chosen.strip() or chosen.strip().startswith("-"))
 
 

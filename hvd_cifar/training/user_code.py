@@ -122,6 +122,6 @@ def spec_of(thing: Any) -> str:
     """The name of an object for the run's record: FILE.py:NAME of the program itself, or module:NAME."""
     module, name = getattr(thing, "__module__", "__main__"), getattr(thing, "__qualname__", type(thing).__name__)
     file = getattr(sys.modules.get(module), "__file__", None)
-    if module == "__main__" and file and file.endswith(".py"):
+    if module == "__main__" and file and file.endswith(".py"):  # no other file can be named by an option
         return f"{Path(file).absolute()}:{name.rpartition('.')[2].strip('<>')}"
     return f"{module}:{name.rpartition('.')[2].strip('<>')}"

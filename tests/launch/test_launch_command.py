@@ -658,20 +658,23 @@ def test_the_rank_that_speaks_for_a_job_over_gloo(
     assert starters.first_cause(codes, stops) == speaks
 
 
-def test_a_start_over_gloo_is_told_which_signal_ended_the_last_one(tmp_path: Path) -> None:
-    """Horovod's launcher ends with 1 for every failure; here a script stands for it."""
-    starter = tmp_path / "horovodrun"
-    starter.write_text(
-        '#!/bin/sh\necho "ends $HVD_CIFAR_ENDS" >&2\necho "Process 1 exit with status code 137."\nexit 1\n'
-    )
+def _starts(starter: Path, script: str, hosts: list[str], times: int) -> subprocess.CompletedProcess[str]:
+    """A job that starts some times, of which it prints the exit codes; `script` stands for mpirun or horovodrun."""
+    starter.write_text(f"#!/bin/sh\n{script}\nexit 1\n")
     starter.chmod(0o755)
     program = (
         "import os, sys\nfrom hvd_cifar.launch import job, starters\none = job.Job(can_stop=False)\n"
-        "ready = starters.Ready(sys.argv[1:], dict(os.environ), [])\n"
-        "print([starters.start(ready, one) for _ in range(2)])"
+        f"ready = starters.Ready(sys.argv[1:], dict(os.environ), {hosts})\n"
+        f"print([starters.start(ready, one) for _ in range({times})])"
     )
     words = [sys.executable, "-c", program, str(starter)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    return subprocess.run(words, capture_output=True, text=True, timeout=60)
+
+
+def test_a_start_over_gloo_is_told_which_signal_ended_the_last_one(tmp_path: Path) -> None:
+    """Horovod's launcher ends with 1 for every failure."""
+    script = 'echo "ends $HVD_CIFAR_ENDS" >&2\necho "Process 1 exit with status code 137."'
+    done = _starts(tmp_path / "horovodrun", script, [], times=2)
     killed = f"rank 1 on {socket.gethostname()} was ended by signal 9 (Killed); perhaps the machine ran out of memory"
     assert done.stdout == "[137, 137]\n", done.stderr
     assert done.stderr.splitlines() == ["ends []", f"hvd_cifar: {killed}", f'ends ["{killed}"]', f"hvd_cifar: {killed}"]
@@ -683,21 +686,12 @@ def test_a_start_over_gloo_is_told_which_signal_ended_the_last_one(tmp_path: Pat
     ids=["own error", "none"],
 )
 def test_a_rank_s_own_error_on_another_host_is_the_last_line(said: str, more: list[str], tmp_path: Path) -> None:
-    """The launcher takes the ranks' lines out of mpirun's output; here a script stands for mpirun."""
+    """The launcher takes the ranks' lines out of mpirun's output."""
     of_rank_0 = "hvd_cifar: note: threads differ"  # says nothing about rank 1
     tagged = f"[1,1]<stderr>:{said}\n[1,0]<stderr>:{of_rank_0}\n"
     (tmp_path / "said").write_text(f"{tagged}{FAILED.format(code=1)}")
-    starter = tmp_path / "mpirun"
-    starter.write_text(f"#!/bin/sh\ncat {tmp_path}/said >&2\nexit 1\n")
-    starter.chmod(0o755)
-    program = (
-        "import os, sys\nfrom hvd_cifar.launch import job, starters\n"
-        "ready = starters.Ready(sys.argv[1:], dict(os.environ), ['node2', 'node3'])\n"
-        "print(starters.start(ready, job.Job(can_stop=True)))"
-    )
-    words = [sys.executable, "-c", program, str(starter)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "1\n" and done.stderr.splitlines() == [f"rank 1 on node3: {said}", of_rank_0, *more]
+    done = _starts(tmp_path / "mpirun", f"cat {tmp_path}/said >&2", ["node2", "node3"], times=1)
+    assert done.stdout == "[1]\n" and done.stderr.splitlines() == [f"rank 1 on node3: {said}", of_rank_0, *more]
 
 
 ASKED = "SIGINT: ranks write a checkpoint and stop"
