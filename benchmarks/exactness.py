@@ -177,7 +177,8 @@ def costs(folder: Path, dataset: str, data_dir: str, model: str, steps: int, ran
             if name != CHECKS:
                 rates[name].append(found["images_per_second"])
             else:  # the rate leaves the checks out
-                per_check.append(found["sync_check_seconds"] / (steps // 10 + 1))
+                # After the first step, every 10, and before the last checkpoint.
+                per_check.append(found["sync_check_seconds"] / (steps // 10 + 2))
     print(f"| {model}, {ranks} ranks, {steps} steps of {ranks * BATCH}, n = {repeats} | images/s | ratio |")
     print("|---|---|---|")
     base = statistics.median(rates["none of these"])

@@ -30,6 +30,7 @@ TRAIN = {"event": "train", "step": 10, "epoch": 0.2, "loss": 0.25, "learning_rat
 TRAIN_LINE = json.dumps(TRAIN) + "\n"
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
 CONFUSION: dict[str, Any] = {
+    "dataset": "birds",
     "step": 10,
     "split": "test",
     "class_names": ["cat", "dog"],

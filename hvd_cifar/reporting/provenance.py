@@ -12,7 +12,9 @@ import hvd_cifar
 
 def command() -> str:
     """The command line of this rank, quoted for a shell."""
-    return shlex.join(["python", "-m", "hvd_cifar", *sys.argv[1:]])
+    module = getattr(sys.modules["__main__"], "__spec__", None)  # None for a program's file
+    program = ["-m", module.name.removesuffix(".__main__")] if module else sys.argv[:1]
+    return shlex.join(["python", *program, *sys.argv[1:]])
 
 
 def git_commit(package: Path = Path(hvd_cifar.__file__).parent) -> str | None:

@@ -145,6 +145,7 @@ class Mistake(_Part):
 class Confusion(_Part):
     """What confusion.json says, which `evaluate --confusion` writes."""
 
+    dataset: str = ""  # files of older versions lack it
     step: Count
     split: str
     class_names: list[str] = Field(min_length=1)

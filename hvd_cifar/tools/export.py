@@ -107,12 +107,14 @@ def save_graph(model: keras.Model, names: Sequence[str], path: Path) -> None:
 
 def _metadata(trained: Trained, run_dir: Path) -> dict[str, Any]:
     views = 6 if trained.six_views else 1
+    # --checkpoint may be of another run.
+    summary = read_summary(run_dir) if trained.checkpoint.resolve().is_relative_to(run_dir.resolve()) else {}
     return {
         "run": str(run_dir),
         "checkpoint": trained.checkpoint.name,
         "step": trained.step,
         "model": trained.settings.model,
-        "test_accuracy": accuracy_of(read_summary(run_dir), trained.step, views),
+        "test_accuracy": accuracy_of(summary, trained.step, views),
         "test_views": views,
         "dataset": trained.dataset.name,
         "examples_sha256": trained.facts.get("examples_sha256"),

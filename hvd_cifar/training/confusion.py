@@ -20,6 +20,7 @@ from hvd_cifar.files import replace_text
 
 FILE = "confusion.json"
 WORST = 16  # mistakes to keep
+SIDE = 256  # pixels, the longer side of their images: with larger ones the file is too large for its readers
 MOST_CLASSES = 1000  # a larger matrix takes long to all-reduce
 
 
@@ -123,5 +124,7 @@ def _softmax(logits: NDArray[np.floating[Any]]) -> list[float]:
 def _data_url(image: NDArray[np.uint8]) -> str:
     """An image uint8 [height, width, channels] as a PNG in a data URL. Without 3 channels, only the first is shown."""
     file = io.BytesIO()
-    Image.fromarray(image if image.shape[-1] == 3 else image[..., 0]).save(file, "PNG")
+    picture = Image.fromarray(image if image.shape[-1] == 3 else image[..., 0])
+    picture.thumbnail((SIDE, SIDE))
+    picture.save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

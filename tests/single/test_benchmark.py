@@ -300,6 +300,9 @@ def test_buckets_hide_all_but_the_last_gradients() -> None:
     assert predict_one(STEP, slow, Layout(1, 2), like, "auto").bucket_bytes is None
     on_gpus = STEP.model_copy(update={"facts": FACTS.model_copy(update={"device": "/GPU:0"})})
     assert predict_one(on_gpus, slow, Layout(1, 2), like, "auto").bucket_bytes is not None
+    # The loss scale looks at all gradients.
+    scaled = STEP.model_copy(update={"precision": "mixed_float16"})
+    assert predict_one(scaled, slow, Layout(2, 1), like, "auto").bucket_bytes is None
 
 
 def test_powersgd_sends_two_messages_after_the_backward_pass() -> None:
@@ -341,6 +344,14 @@ def test_predictions_use_the_link_and_checks_use_what_was_measured() -> None:
     of_eight = predict(step, _allreduce(measured, [2, 4]), [64], ranks_per_host=8).predictions[0]
     assert of_eight.hosts == 8
     assert of_eight.communication_seconds == pytest.approx(measured.seconds(Layout(8, 8), 400))
+    # The last of three hosts has two. All form one ring; with bf16, whose bytes all cross the link, it counts as full.
+    (uneven,) = predict(step, _allreduce(measured, [2, 4]), [18], ranks_per_host=8).predictions
+    assert (uneven.ranks, uneven.hosts) == (18, 3)
+    assert uneven.communication_seconds == pytest.approx(measured.seconds(Layout(18, 1), 400))
+    bf16 = step.model_copy(update={"compression": "bf16"})
+    (uneven, full) = predict(bf16, _allreduce(measured, [2, 4]), [18, 24], ranks_per_host=8).predictions
+    assert (uneven.ranks, uneven.hosts, full.ranks) == (18, 3, 24)
+    assert uneven.communication_seconds == full.communication_seconds > measured.seconds(Layout(3, 8), 400)
     plain = predict(step, _allreduce(measured, [2, 4]), [2])
     assert plain.link_fit == measured
     assert plain.predictions[0].communication_seconds == plain.checks[0].communication_seconds
@@ -641,7 +652,7 @@ def test_a_report_draws_results(tmp_path: Path, capfd: pytest.CaptureFixture[str
     [
         ("none.json", None, "No such file"),
         ("text.json", "{", "is no result of `benchmark step`"),
-        ("other.json", '{"benchmark": "allreduce"}', "is no result of `benchmark step`"),
+        ("other.json", '{"benchmark": "allreduce"}', "is no result of `benchmark step` or `benchmark emulated step`;"),
     ],
 )
 def test_predict_refuses_other_files_in_one_line(

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from hvd_cifar.data.dataset import Dataset
+from hvd_cifar.files import read_json
 from hvd_cifar.training.confusion import WORST, Confusion, Mistake, Tally
 
 
@@ -55,3 +56,12 @@ def test_the_file_holds_the_image_of_each_mistake(channels: int, tmp_path: Path)
     assert mistake == {"index": 3, "label": 0, "predicted": 1, "probabilities": [0.2, 0.8]}
     shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))).reshape(5, 7, channels)
     assert (shown == images[0]).all()
+
+
+def test_readers_take_the_file_of_large_images(tmp_path: Path) -> None:
+    images = np.random.default_rng(1).integers(0, 256, (2, 1200, 800, 3), np.uint8)
+    dataset = Dataset.from_arrays(images, np.arange(2), images, np.arange(2))
+    found = Confusion(np.array([[0, WORST], [0, 0]]), [Mistake(2.5, 0, 0, 1, [0.2, 0.8])] * WORST)
+    content = read_json(found.write(tmp_path, dataset, 40))
+    shown = Image.open(io.BytesIO(base64.b64decode(content["mistakes"][0]["image"].partition(",")[2])))
+    assert shown.size == (171, 256)

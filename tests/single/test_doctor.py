@@ -316,6 +316,7 @@ CASES: dict[str, list[Case]] = {
             "a: 570.1; b: 570.1; c: 560.0",
             "one driver",
         ),
+        (_gpu_cluster(0, 1), "warning", "the environment is for GPUs, but nvidia-smi lists none", "load the driver"),
     ],
     "shared memory": [
         (
@@ -458,6 +459,20 @@ def test_nothing_is_wrong_with_healthy_hosts() -> None:
     assert table.summary(findings.of(HEALTHY)) == "All is well."
 
 
+@pytest.mark.parametrize(
+    ("chosen", "gloo", "counts"),
+    [(None, False, "222"), ("1", False, "122"), ("", False, "000"), ("-1", True, "022"), ("7", False, "022")],
+)
+def test_cuda_visible_devices_counts_as_for_the_launcher(
+    chosen: str | None, gloo: bool, counts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing = "GPU 0: H200 (UUID: GPU-a)\nGPU 1: H200 (UUID: GPU-b)\n"
+    monkeypatch.setattr(devices, "list_gpus", lambda: listing)
+    environment = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
+    seen = examine.as_ranks_see(_gpu_cluster(2, 2).facts, "a", gloo, environment)
+    assert "".join(str(len(seen[name].gpus or ())) for name in HOSTS) == counts
+
+
 def test_what_harms_nobody_is_no_fault() -> None:
     alone = _with(
         HEALTHY, hosts=(Host("a", 2),), facts={"a": HEALTHY.facts["a"]}, network=None, job=Job(ranks={"a": 2}, how="x")
@@ -473,7 +488,7 @@ def test_what_harms_nobody_is_no_fault() -> None:
         _with(_changed("b", "versions", mpi=""), gloo=True),
         _changed("b", "disk", error="Read-only file system", free=0),  # rank 0 writes the run
         _names("b", names={}),  # no names for addresses: none is needed
-        _told("b", "gpus", (), _gpu_cluster(0, 1)),
+        _with(_gpu_cluster(0, 1), hides_gpus=True),
         _changed("b", "memory", open_files=-1),
         _with(_told("a", "data", None), dataset="synthetic"),
         _with(_told("a", "data", None), dataset="folder:/data/birds"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import importlib.machinery
 import sys
 from pathlib import Path
 
@@ -36,4 +37,8 @@ def test_a_commit_is_named_and_a_change_since_is_marked(tmp_path: Path) -> None:
 
 def test_the_command_is_one_that_a_shell_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/x/__main__.py", "train", "--run-dir", "a b"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", importlib.machinery.ModuleSpec("hvd_cifar.__main__", None))
     assert provenance.command() == "python -m hvd_cifar train --run-dir 'a b'"
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # of a program's file
+    monkeypatch.setattr(sys, "argv", ["my train.py", "--rate", "0.1"])
+    assert provenance.command() == "python 'my train.py' --rate 0.1"

@@ -60,7 +60,7 @@ def test_a_report_holds_all_sections_and_fetches_nothing(tmp_path: Path) -> None
         "the run starts on 2 ranks",
         "rank 1 is slow",
         "Rank 0 on a is the slowest",
-        "right on 75.00% of the test images.",
+        "right on 75.00% of the test images of birds.",
         "dog for cat 3 37.5%",
         "dog 90.0%",
         "python -m hvd_cifar train",

@@ -81,7 +81,9 @@ def predict_one(
     messages = _messages(step)
     in_one = like.backward.seconds + sum(map(link.seconds, messages))
     alone = layout.ranks == 1
-    if alone or len(messages) > 1:  # nothing to send, or PowerSGD, whose few bytes leave after the backward pass
+    # The loss scale of float16 looks at all gradients, and PowerSGD's few bytes leave after the backward pass.
+    at_once = (isinstance(step, StepResult) and step.precision == "mixed_float16") or len(messages) > 1
+    if alone or at_once:
         buckets = None
     elif buckets == "auto":
         chooses = layout.hosts > 1 or "GPU" in step.facts.device
@@ -152,12 +154,26 @@ def predict(
         link_fit=link_fit,
         checks=[
             predict_one(step, _network(step, fits), m.layout, like, step.bucket_bytes).model_copy(
-                update={"measured": m.efficiency, "measured_standard_error": m.standard_error}
+                update={
+                    "hosts": step.facts.local_ranks[: m.layout.ranks].count(0),
+                    "measured": m.efficiency,
+                    "measured_standard_error": m.standard_error,
+                }
             )
             for m, like, fits in checks
         ],
-        predictions=[predict_one(step, of_link, Layout.filled(n, local_ranks), measured[-1], "auto") for n in ranks],
+        predictions=[
+            predict_one(step, of_link, _layout(n, local_ranks, of_link.levels), measured[-1], "auto").model_copy(
+                update={"ranks": n, "hosts": -(-n // local_ranks)}
+            )
+            for n in ranks
+        ],
     )
+
+
+def _layout(ranks: int, slots: int, levels: bool) -> Layout:
+    # Without levels a host's ranks share its link, so the last host counts as full: an upper limit.
+    return Layout.filled(ranks, slots) if levels else Layout(-(-ranks // slots), min(ranks, slots))
 
 
 def _network(step: StepResult | EmulatedResult, fits: dict[str, Fit]) -> Network:

@@ -291,13 +291,14 @@ def read(kind: Any, path: Path, option: str) -> Any:
         UserError: where the file holds no such result.
     """
     kinds = getattr(kind, "__args__", (kind,))
-    name = kinds[0].model_fields["benchmark"].default
+    known = dict.fromkeys(f"`benchmark {kind.model_fields['benchmark'].default}`" for kind in kinds)
+    name = " or ".join(known)
     try:
         return TypeAdapter(kind).validate_json(path.read_text(encoding="utf-8"))
     except OSError as failure:
-        raise UserError(f"{option} {path}: {failure.strerror}; give the --json file of `benchmark {name}`") from None
+        raise UserError(f"{option} {path}: {failure.strerror}; give the --json file of {name}") from None
     except (ValidationError, UnicodeDecodeError):
-        raise UserError(f"{option} {path}: is no result of `benchmark {name}`; give its --json file") from None
+        raise UserError(f"{option} {path}: is no result of {name}; give its --json file") from None
 
 
 def check_writable(*paths: Path | None, inputs: Sequence[Path | None] = ()) -> None:

@@ -53,15 +53,17 @@ def examine(settings: DoctorSettings) -> None:
     questions = _questions(settings, everyone)
     participants = Participants(everyone, here, sys.executable, way)
     answers = ask.ask_all(participants, questions, settings.probe_timeout, settings.gloo)
+    facts = as_ranks_see(answers.facts, here, settings.gloo, os.environ)
     subject = Subject(
-        hosts=_with_slots(hosts, answers.facts),
+        hosts=_with_slots(hosts, facts),
         here=here,
         hosts_option=_hosts_option(settings, hosts),
         gloo=settings.gloo,
         dataset=settings.dataset,
         data_dir=str(settings.data_dir),
         run_dir=str(settings.run_dir),
-        facts=answers.facts,
+        facts=facts,
+        hides_gpus=devices.hides_all(os.environ.get("CUDA_VISIBLE_DEVICES")),
         silent=answers.silent,
         network=answers.network,
         blocked=tuple(answers.blocked),
@@ -112,6 +114,23 @@ def _hosts_option(settings: DoctorSettings, hosts: Sequence[Host]) -> str:
     if settings.hosts is None and len(hosts) == 1:
         return ""
     return f"-H {','.join(f'{host.name}:{host.slots}' for host in hosts)}"
+
+
+def as_ranks_see(
+    facts: Mapping[str, HostFacts], here: str, gloo: bool, environment: Mapping[str, str]
+) -> dict[str, HostFacts]:
+    """The facts with the GPUs that CUDA_VISIBLE_DEVICES leaves: on this machine; over MPI an empty one everywhere."""
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return dict(facts)
+    hides = devices.hides_all(chosen)
+    count = 0 if hides else len(devices.visible_gpus(devices.list_gpus(), environment))
+    return {
+        name: found.model_copy(update={"gpus": found.gpus[:count]})
+        if found.gpus and (name == here or (hides and not gloo))
+        else found
+        for name, found in facts.items()
+    }
 
 
 def _with_slots(hosts: tuple[Host, ...], facts: Mapping[str, HostFacts]) -> tuple[Host, ...]:

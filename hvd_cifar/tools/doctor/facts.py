@@ -234,6 +234,7 @@ class Subject(_Facts):
     silent: Mapping[str, tuple[str, str]] = {}
     network: Network | None = None
     blocked: tuple[NoWay, ...] = ()
+    hides_gpus: bool = False  # CUDA_VISIBLE_DEVICES is empty or -1 here
     single_copy_off: bool = False  # MPI's setting that ranks do not read each other's memory
     job: Job | None = None
     no_job: str = ""

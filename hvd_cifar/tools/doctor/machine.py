@@ -101,6 +101,9 @@ def gpus(subject: Subject) -> Iterator[Finding]:
     if without and any(computes_on_gpus(facts) for facts in known.values()):
         text = f"nvidia-smi lists no GPU on {listed(without)}, unlike on the others"
         found(without[0] if len(without) == 1 else "", "failure", text, "run nvidia-smi there, and see its message")
+    if known and all(map(is_for_gpus, known.values())) and not any(counts.values()) and not subject.hides_gpus:
+        text = "the environment is for GPUs, but nvidia-smi lists none: ranks would compute on the CPU"
+        found("", "warning", text, f"load the driver (nvidia-smi shows its message), or {SET_UP} --cpu")
     drivers = {name: {gpu.driver for gpu in facts.gpus or ()} for name, facts in known.items()}
     if len(set().union(*drivers.values())) > 1:
         shown = "; ".join(f"{name}: {', '.join(sorted(of_host))}" for name, of_host in drivers.items() if of_host)
@@ -318,5 +321,10 @@ def _facts_of(subject: Subject, host: Host) -> HostFacts:
 
 def computes_on_gpus(facts: HostFacts) -> bool:
     """Whether ranks compute on a host's GPUs."""
+    return bool(facts.gpus) and is_for_gpus(facts)
+
+
+def is_for_gpus(facts: HostFacts) -> bool:
+    """Whether a host's environment is for GPUs."""
     build = facts.versions.horovod if facts.versions else None
-    return bool(facts.gpus) and build is not None and "NCCL" in build.features
+    return build is not None and "NCCL" in build.features
