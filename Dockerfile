@@ -36,8 +36,11 @@ RUN apt-get update \
     && install -d -o hvd -g hvd /home/hvd/.cache /home/hvd/.cache/hvd_cifar /home/hvd/runs
 COPY --from=build /opt/hvd_cifar/.venv /opt/hvd_cifar/.venv
 COPY . /opt/hvd_cifar
-RUN python3 -m compileall -q --invalidation-mode unchecked-hash /opt/hvd_cifar/hvd_cifar
 COPY deploy/ssh.conf /etc/ssh/ssh_config.d/hvd_cifar.conf
+# A checkout made with umask 077 is for its owner alone; the image runs as another user.
+RUN find /opt/hvd_cifar -path /opt/hvd_cifar/.venv -prune -o -exec chmod go+rX {} + \
+    && chmod 644 /etc/ssh/ssh_config.d/hvd_cifar.conf \
+    && python3 -m compileall -q --invalidation-mode unchecked-hash /opt/hvd_cifar/hvd_cifar
 # No cross-memory attach between ranks: where a container may not use it, MPI complains of "Read -1, expected ...".
 ENV PATH=/opt/hvd_cifar/.venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     PYTHONUNBUFFERED=1 \

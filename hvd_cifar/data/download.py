@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from hvd_cifar.data.cifar import Layout
-from hvd_cifar.data.place import NOBODY, Onlooker, scratch_folder
+from hvd_cifar.data.place import NOBODY, Onlooker, check_free, scratch_folder
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import LastingStream
 
@@ -68,6 +68,8 @@ def fetch(layout: Layout, data_dir: Path, url: str, md5: str, onlooker: Onlooker
         # Another process may have downloaded it while this one waited for the lock.
         if (found := layout.locate(data_dir)) is not None:
             return found
+        target = data_dir / layout.folder
+        check_free(target, layout.files[0])
         stem = PurePosixPath(layout.archive).name.removesuffix(".tar.gz")
         # With the checksum in its name, the part of one archive is never continued with another's bytes.
         archive = data_dir / f"{stem}-{md5[:8].lower()}.part"
@@ -77,7 +79,6 @@ def fetch(layout: Layout, data_dir: Path, url: str, md5: str, onlooker: Onlooker
             raise DownloadError(
                 f"cannot download {layout.title} from {url}: {error}, or put the files into {data_dir / layout.folder}"
             ) from error
-        target = data_dir / layout.folder
         os.rename(_unpack(layout, archive, scratch, url), target)
         for part in data_dir.glob(f"{stem}-*.part"):  # also those of other addresses
             part.unlink()
@@ -233,7 +234,8 @@ def _unpack(layout: Layout, archive: Path, scratch: Path, url: str) -> Path:
                     refuse(f"{member.name!r} would leave the folder")
                 if not (member.isreg() or member.isdir()):
                     refuse(f"{member.name!r} is a link or a device")
-                tar.extract(member, scratch, set_attrs=False)
+                if member.isreg():  # its folders are made also, for others to read; Python's own may not be
+                    tar.extract(member, scratch, set_attrs=False)
     except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         refuse(f"it is damaged or not a tar archive ({' '.join(str(error).split())})")
     folder = layout.locate(scratch)

@@ -102,6 +102,12 @@ def searched(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def check_free(place: Path, wanted: str) -> None:
+    """UserError where something is in the place of a data set, without `wanted`, its first file."""
+    if place.is_file() or (place.is_dir() and any(place.iterdir())):
+        raise UserError(f"{place} is there, but has no {wanted}: move it away, or name another folder with --data-dir")
+
+
 @contextmanager
 def scratch_folder(data_dir: Path, onlooker: Onlooker = NOBODY) -> Iterator[Path]:
     """Hold the host's lock on `data_dir`, and give an empty folder in it, which is removed at the end.

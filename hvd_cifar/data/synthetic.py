@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_cifar.data.cifar import CHANNELS, CIFAR10, SIDE
-from hvd_cifar.data.place import NOBODY, Onlooker, scratch_folder
+from hvd_cifar.data.place import NOBODY, Onlooker, check_free, scratch_folder
 
 Floats = NDArray[np.floating[Any]]  # float32 throughout
 
@@ -83,6 +83,7 @@ def ensure(data_dir: Path, onlooker: Onlooker = NOBODY) -> Path:
     if LAYOUT.locate(folder) is None:
         with scratch_folder(data_dir, onlooker) as scratch:
             if LAYOUT.locate(folder) is None:  # else another process drew it while this one waited
+                check_free(folder, LAYOUT.files[0])
                 for number, name in enumerate(LAYOUT.files):
                     (scratch / name).write_bytes(draw_file(number).data)
                 (scratch / LAYOUT.names_file).write_text("".join(f"{name}\n" for name in FIGURES))

@@ -142,8 +142,11 @@ def average_variables(variables: Sequence[keras.Variable]) -> None:
     note(f"all-reduce of {len(variables)} variables")
     values = [tf.convert_to_tensor(v.value) for v in variables]
     values = [tf.cast(v, tf.float32) if v.dtype == tf.bfloat16 else v for v in values]  # which Horovod does not add
-    for variable, mean in zip(variables, hvd.grouped_allreduce(values, op=hvd.Average), strict=True):
-        variable.assign(tf.cast(mean, variable.dtype))
+    for dtype in dict.fromkeys(v.dtype for v in values):  # a group has one type
+        alike = [i for i, v in enumerate(values) if v.dtype == dtype]
+        means = hvd.grouped_allreduce([values[i] for i in alike], op=hvd.Average)
+        for i, mean in zip(alike, means, strict=True):
+            variables[i].assign(tf.cast(mean, variables[i].dtype))
 
 
 def digest(variables: Iterable[keras.Variable]) -> str:

@@ -46,6 +46,7 @@ class FusedBatchNormalization(keras.layers.Layer):
 
     def call(self, images: Any, training: bool = False) -> Any:
         """[b, h, w, c] -> the same shape and type; `training` uses the batch's statistics, and updates the moving."""
+        training = training and self.trainable  # as in Keras: a frozen layer uses the moving statistics
         if self.compute_dtype == "float64":
             return self._written_out(images, training)
         mean, variance = tf.convert_to_tensor(self.moving_mean), tf.convert_to_tensor(self.moving_variance)

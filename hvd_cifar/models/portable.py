@@ -95,6 +95,12 @@ def finish(layer: Any) -> None:
         layer.finalize_state()
 
 
+def finish_all(model: keras.Model) -> None:
+    """`finish` all layers of a model whose weights have changed."""
+    for layer in model._flatten_layers(include_self=False):
+        finish(layer)
+
+
 def _rebuilt(model: keras.Model, given: list[Any], call: Any) -> keras.Model:
     """A model's graph on inputs like those that are given, with `call(layer, *inputs)` instead of each layer."""
     inputs = [keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype) for tensor in given]

@@ -25,6 +25,7 @@ from hvd_cifar.distributed.optimizer import reduction_of, set_bucket_bytes, watc
 from hvd_cifar.errors import UserError, cause_of
 from hvd_cifar.kernels import compiled
 from hvd_cifar.models import Model, Net
+from hvd_cifar.models.portable import finish_all
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.optim.muon import Muon
@@ -315,6 +316,7 @@ def _restore(work: Work, world: World, learner: Learner, folder: Path, newest: P
     on_disk = int(state.step.numpy())
     copy = StateCopy(job.name, state, own_variables(work, learner), world) if job else None
     in_memory = copy.restore(on_disk) if copy else None
+    finish_all(learner.net.model)
     random_layers.separate(learner.net.model, world.rank)
     saved_step = on_disk if newest is not None and newest.parent == folder / "checkpoints" else -1
     source = str(newest or "") if in_memory is None else "memory"

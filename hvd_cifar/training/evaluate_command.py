@@ -15,7 +15,7 @@ from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.files import replace_text
-from hvd_cifar.models.portable import finish
+from hvd_cifar.models.portable import finish_all
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.world import World, session
 from hvd_cifar.training import checkpoint
@@ -54,8 +54,7 @@ class RestoredNet:
         """
         collectives.on_root(lambda: checkpoint.restore(self.state.trackable, path, partial=True))
         collectives.broadcast_variables(self.state.variables)
-        for layer in self.net.model._flatten_layers(include_self=False):
-            finish(layer)
+        finish_all(self.net.model)
         if self.state.averages:
             self.state.averages.swap()
 

@@ -202,8 +202,13 @@ def _own_folder(
     would_take_its_own = settings.dataset == "auto" and source_of(CIFAR10.name, settings).locate() is not None
     if would_take_its_own and source.name != CIFAR10.name:
         raise UserError(_different(differences([("rank 0's host", source.name), (host, CIFAR10.name)])))
-    folder = source.locate(onlooker)
-    fault = _fault(source, folder, expected) if folder is not None else None
+    try:
+        folder = source.locate(onlooker)
+        fault = _fault(source, folder, expected) if folder is not None else None
+    except UserError:
+        if settings.data_source != "rank0":
+            raise
+        folder = fault = None  # whatever is wrong with this host's
     if folder is not None and fault is None:
         return folder
     if folder is None or settings.data_source == "rank0":

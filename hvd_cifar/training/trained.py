@@ -15,7 +15,7 @@ from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import Model, Net
-from hvd_cifar.models.portable import finish
+from hvd_cifar.models.portable import finish_all
 from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.training import checkpoint, checkpoint_files, run_dir, user_code
@@ -77,8 +77,7 @@ def load(settings: RunSettings) -> Trained:
     checkpoint.restore(state.trackable, path, partial=True)
     if state.averages:
         state.averages.swap()
-    for layer in net.model._flatten_layers(include_self=False):
-        finish(layer)
+    finish_all(net.model)
     return Trained(trained, facts, dataset, net.model, transforms, path, int(state.step.numpy()))
 
 

@@ -67,10 +67,13 @@ class Trainer:
                 return done
         with self._open() as requests:
             self.tell("on_start")
-            self.tell("_after_start")
-            self._stop_where_asked()
+            has_begun = False
             while True:
                 try:
+                    if not has_begun:  # an evaluation that a stop has put off may find that the run diverged
+                        self.tell("_after_start")
+                        has_begun = True
+                        self._stop_where_asked()
                     self._make_steps(requests)
                     self.tell("on_end")
                     return dict(self.run.summary)

@@ -166,9 +166,11 @@ class Best(Callback):
         """Compare with the best one so far. All ranks have the same two, and decide the same."""
         if evaluation.part != self.watched:
             return
-        self.newest = evaluation
-        if self.best is not None and evaluation.plain_accuracy <= self.best.plain_accuracy:
-            self.since += 1
+        # The result of validation ranks may come after that of a later step.
+        if self.newest is None or evaluation.step >= self.newest.step:
+            self.newest = evaluation
+        if self.best is not None and _merit(evaluation) <= _merit(self.best):
+            self.since += evaluation.step > self.best.step
             self._end_where_due(run)
             return
         self.best, self.since = evaluation, 0
@@ -199,6 +201,10 @@ class Best(Callback):
                 f"{self.best.plain_accuracy:.2%} of step {self.best.step} (--early-stopping {patience})"
             )
             self.reporter.say(f"step {run.step} is the last one: {self.progress.ends_early}")
+
+
+def _merit(evaluation: Evaluation) -> tuple[float, int]:
+    return evaluation.plain_accuracy, -evaluation.step  # the first of equal accuracies counts
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import pty
+import random
 import re
 import shutil
 import stat
@@ -24,7 +25,7 @@ import pytest
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.kernels import compiled
-from hvd_cifar.launch.install import convolutions, cuda_kernels, everywhere, horovod, installer, machine
+from hvd_cifar.launch.install import convolutions, cuda_kernels, everywhere, horovod, installer, machine, versions
 from hvd_cifar.launch.install.patch import PatchError, apply_patch
 from hvd_cifar.launch.install.steps import StepFailed, Steps, locked, telling_lines
 from tests.ranks import CHECKOUT
@@ -157,18 +158,22 @@ def test_the_built_library_depends_on_no_folder_of_this_environment() -> None:
     assert runpath and runpath[1] == b"$ORIGIN/../../../..:$ORIGIN/../../nvidia/nccl/lib"
 
 
-def test_cached_wheel_must_be_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_cached_wheel_must_be_whole(kind: int, tmp_path: Path) -> None:
     assert horovod.cached_wheel(tmp_path / "none") is None
     data = io.BytesIO()
-    with zipfile.ZipFile(data, "w") as archive:
-        archive.writestr("horovod/__init__.py", "x" * 1000)
+    with zipfile.ZipFile(data, "w", kind) as archive:
+        archive.writestr("horovod/__init__.py", "x" * 1000 + random.Random(0).randbytes(1000).hex())
     wheel = tmp_path / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
     wheel.write_bytes(data.getvalue())
     assert horovod.cached_wheel(tmp_path) == wheel
     wheel.write_bytes(data.getvalue()[:500])
     assert horovod.cached_wheel(tmp_path) is None
-    wheel.write_bytes(data.getvalue().replace(b"xxxx", b"xxyx", 1))
-    assert horovod.cached_wheel(tmp_path) is None
+    for place in range(100, 1000, 100):
+        damaged = bytearray(data.getvalue())
+        damaged[place] ^= 1
+        wheel.write_bytes(damaged)
+        assert horovod.cached_wheel(tmp_path) is None
 
 
 def test_cache_folder(tmp_path: Path) -> None:
@@ -576,6 +581,25 @@ def test_files_and_folders_that_set_up_cannot_use(tmp_path: Path, capsys: pytest
         assert told in said and said.count("\n") == 1
 
 
+def test_a_file_that_cannot_be_removed_or_written_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "a.pyc")
+
+    monkeypatch.setattr(installer, "is_current", lambda *_: False)
+    monkeypatch.setattr(installer, "_set_up_locked", refuse)
+    assert installer.main(["setup"]) == 2
+    assert capsys.readouterr().err == "hvd_cifar: a.pyc: Permission denied; free space there, or make it writable\n"
+
+
+def test_versions_are_read_as_pip_reads_them(tmp_path: Path) -> None:
+    (file := tmp_path / "versions.txt").write_text(
+        "# made by hand\nJinja2 == 2.0 ; python_version > '3'\ntyping_extensions==4.1  # why\nnumpy>=2\n"
+    )
+    assert versions.read_constraints(file) == {"jinja2": "2.0", "typing-extensions": "4.1"}
+
+
 def test_a_step_that_fails_shows_why_and_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "wheel.log"
     with pytest.raises(StepFailed), locked(tmp_path / "lock", "") as lock, installer._logged(log, lock) as steps:
@@ -599,6 +623,18 @@ def test_what_is_no_folder_in_the_place_of_the_environment_may_be_replaced(kind:
     assert refused.returncode == 2 and "--replace" in refused.stderr and not venv.is_dir(), refused.stderr
     done = subprocess.run([*words, "--replace"], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "set-up failed" in done.stderr and (venv / "bin").is_dir(), done.stderr
+
+
+def test_an_environment_whose_python_was_upgraded_is_told_of(tmp_path: Path) -> None:
+    for name in ("run.sh", "setup.cfg"):
+        shutil.copy(CHECKOUT / name, tmp_path)
+    shutil.copytree(CHECKOUT / "hvd_cifar", tmp_path / "hvd_cifar", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True, timeout=60)
+    record = {"complete": True, "options": {}, "python": "3.99", "fingerprint": installer.fingerprint(tmp_path, "3.99")}
+    (tmp_path / ".venv" / installer.RECORD).write_text(json.dumps(record))
+    env = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+    done = subprocess.run([tmp_path / "run.sh", "train"], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "replace it with ./run.sh setup --replace" in done.stderr, done.stderr
 
 
 def test_an_environment_that_does_not_run_here_is_told_of_and_may_be_replaced(tmp_path: Path) -> None:

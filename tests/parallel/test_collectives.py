@@ -318,8 +318,9 @@ def _sums_and_errors() -> dict[str, Any]:
     seen["sums"] = collectives.all_reduce_sums([world.rank + 1, 1e15 + world.rank, 1 / 3])
     v = keras.Variable(np.full(3, world.rank, "float32"))
     half = keras.Variable(np.full(3, world.rank), dtype="bfloat16")
-    collectives.average_variables([v, half])
-    seen["mean"], seen["mean of half"] = v.numpy().tolist(), np.asarray(half, np.float32).tolist()
+    double = keras.Variable(np.full(3, world.rank), dtype="float64")
+    collectives.average_variables([v, half, double])
+    seen["means"] = [np.asarray(each, np.float64).tolist() for each in (v, half, double)]
     seen["gathered"] = collectives.all_gather_object(f"rank {world.rank}")
     own = bytes([world.rank]) * (5 * world.rank + 2)
     seen["pieces"] = [part.hex() for part in collectives.gather_bytes(own, at_a_time=3 * world.size)]
@@ -362,7 +363,7 @@ def test_sums_gathers_and_errors_reach_every_rank(n: int, launcher: str, jobs: J
     last = n - 1
     for rank, seen in enumerate(ranks):
         assert seen["sums"] == [n * (n + 1) / 2, n * 1e15 + n * last / 2, pytest.approx(n / 3, rel=1e-15)]
-        assert seen["mean"] == seen["mean of half"] == [last / 2] * 3
+        assert seen["means"] == [[last / 2] * 3] * 3
         assert seen["gathered"] == [f"rank {r}" for r in range(n)]
         assert seen["pieces"] == [f"{r:02x}" * (5 * r + 2) for r in range(n) if rank == 0]
         assert seen["from root"] == "said by 0"

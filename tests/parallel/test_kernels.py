@@ -94,13 +94,16 @@ def _overlap_with_unlike_graphs(folder: str) -> list[Any]:
         found.append(str(error))
     course |= {"overlap": "on", "bucket_bytes": None, "gradient_accumulation": 2}
     found.append(hvd_cifar.train(RESNET8, data, run_dir=f"{folder}/several", **course)["replicas_identical"])
+    course |= {"overlap": "auto", "gradient_accumulation": 1, "deterministic": True}
+    found.append(hvd_cifar.train(RESNET8, data, run_dir=f"{folder}/deterministic", **course)["replicas_identical"])
     return [*found, told]
 
 
 def test_hosts_with_other_graphs_do_not_send_other_buckets(tmp_path: Path) -> None:
     ranks = run_ranks(_overlap_with_unlike_graphs, 2, str(tmp_path), timeout=240)
-    for identical, refused, several, _ in ranks:
-        assert identical and several and "--overlap on: hosts compute gradients in different orders" in refused
-    lines = [line for line in ranks[0][3] if line.startswith("overlap: ")]
+    for identical, refused, several, deterministic, _ in ranks:
+        assert identical and several and deterministic
+        assert "--overlap on: hosts compute gradients in different orders" in refused
+    lines = [line for line in ranks[0][4] if line.startswith("overlap: ")]
     assert lines[0].startswith("overlap: none; hosts compute")
     assert lines[1].startswith("overlap: gradients leave in buckets of 16 MiB; with --gradient-accumulation all are")

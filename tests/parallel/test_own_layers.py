@@ -42,6 +42,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory, own_files: Path) -> Jobs:
                 "drop": partial(_drop, str(folder)),
                 "state": partial(_with_state, str(folder / "state")),
                 "other type": partial(_last_layer_of_another_type, str(folder / "type")),
+                "prepared": partial(_prepared_by_the_user, str(folder / "prepared")),
+                "put off": partial(_evaluation_put_off, str(folder / "off")),
                 "fails": partial(_code_that_fails_on_rank_1, str(folder)),
             },
             3: {"losses": losses, "loads": partial(_load_where_the_file_is_not, str(own_files))},  # and stays there
@@ -174,6 +176,11 @@ def _with_state(folder: str) -> list[str]:
             self.add_loss(1e-4 * keras.ops.square(keras.ops.reshape(images, (-1,))))  # of no example
             return images
 
+    class CountsInDouble(Counts):
+        def __init__(self) -> None:
+            super().__init__("moving_mean")
+            self.dtype_policy = keras.DTypePolicy("float64")
+
     told = []
     for name in ("seen", "moving_mean"):
         try:
@@ -181,14 +188,86 @@ def _with_state(folder: str) -> list[str]:
             told.append(str(_train(f"{folder}/{name}", build, max_steps=2)["replicas_identical"]))
         except hvd_cifar.TrainingError as error:
             told.append(str(error))
+    build = _net(keras.layers.BatchNormalization, CountsInDouble)
+    told.append(str(_train(f"{folder}/both", build, precision="float32", max_steps=2)["replicas_identical"]))
     return told
 
 
 def test_a_layer_s_own_state_is_averaged_under_a_known_name_and_else_reported_at_once(jobs: Jobs) -> None:
-    for other, known in jobs(2, "mpirun")["state"]:
+    for other, known, of_two_types in jobs(2, "mpirun")["state"]:
         assert "ranks are out of sync after step 1: counts/seen is not the same on rank 0 as on rank 1" in other
         assert "if its layer changes it by a rank's own examples, name it moving_mean" in other
-        assert known == "True"
+        assert known == of_two_types == "True"
+
+
+def _prepared_by_the_user(folder: str) -> list[tuple[float, float]]:
+    """A layer's weight and the constant that it computes with, after a run and a resumed one. Each rank adapts anew."""
+    import keras
+    import numpy as np
+
+    import hvd_cifar
+
+    found: list[tuple[float, float]] = []
+
+    class Looks(hvd_cifar.Callback):
+        def on_end(self, run: hvd_cifar.Run) -> None:
+            (layer,) = (layer for layer in run.model.layers if isinstance(layer, keras.layers.Normalization))
+            found.append((np.asarray(layer.adapt_mean).item(), np.asarray(layer.mean).item()))
+
+    def adapted() -> Any:
+        layer = keras.layers.Normalization(axis=None)
+        layer.adapt(np.random.default_rng().normal(size=8))
+        return layer
+
+    for steps in (1, 2):
+        assert _train(folder, _net(adapted), [Looks()], max_steps=steps)["replicas_identical"]
+    return found
+
+
+def test_a_layer_that_the_user_prepares_computes_with_rank_0_s_and_the_checkpoint_s_values(jobs: Jobs) -> None:
+    ranks = jobs(2, "mpirun")["prepared"]
+    assert ranks[0] == ranks[1] and len({value for pair in ranks[0] for value in pair}) == 1
+
+
+def _evaluation_put_off(folder: str) -> tuple[str, list[int]]:
+    """A stop at step 4 puts its evaluation off; the next start finds that its loss is infinite, and goes back."""
+    import os
+    import signal
+
+    import keras
+    import tensorflow as tf
+
+    import hvd_cifar
+
+    factor = tf.Variable(1.0)
+
+    class Spoils(keras.layers.Layer):
+        def call(self, images: Any, training: bool = False) -> Any:
+            return images if training else images * tf.cast(factor, images.dtype)
+
+    class Stops(hvd_cifar.Callback):
+        def on_step(self, run: hvd_cifar.Run) -> None:
+            if run.step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    class Heals(hvd_cifar.Callback):
+        def on_rollback(self, run: hvd_cifar.Run) -> None:
+            went_back_to.append(run.step)
+            factor.assign(1.0)
+
+    went_back_to: list[int] = []
+    course = {"max_steps": 6, "eval_every": 4, "checkpoint_every": 2, "on_nan": "rollback"}
+    try:
+        _train(folder, _net(Spoils), [Stops()], **course)
+    except BaseException as error:
+        stopped = type(error).__name__
+    factor.assign(math.inf)
+    assert _train(folder, _net(Spoils), [Heals()], **course)["replicas_identical"]
+    return stopped, went_back_to
+
+
+def test_an_evaluation_that_a_stop_put_off_may_roll_back(jobs: Jobs) -> None:
+    assert jobs(2, "mpirun")["put off"] == [["Preempted", [2]]] * 2
 
 
 def _last_layer_of_another_type(folder: str) -> list[float]:

@@ -229,6 +229,13 @@ def test_a_folder_that_cannot_be_written_has_its_cache_in_the_data_folder(
     assert other != place and source.read(place).digest == source.read(other).digest == before.digest
 
 
+def test_a_cache_that_others_made_serves_who_may_not_write(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = _folder(birds).prepare()
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and may(path, mode))
+    assert _folder(birds).prepare() == place and not (birds.parent / "data").exists()
+
+
 def test_names_that_are_not_utf_8(birds: Path, capfd: pytest.CaptureFixture[str]) -> None:
     odd = os.fsdecode(b"\xe9")
     for part in ("train", "test"):

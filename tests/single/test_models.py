@@ -123,6 +123,17 @@ def test_fused_batch_norm_equals_keras(training: bool) -> None:
         assert np.allclose(ours.moving_variance.numpy(), gathered, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_frozen_fused_batch_norm_uses_its_moving_statistics(dtype: str) -> None:
+    norm = FusedBatchNormalization(dtype=dtype)
+    images = np.random.default_rng(1).normal(5.0, 3.0, (4, 5, 5, 7)).astype(dtype)
+    evaluated = norm(images).numpy()
+    norm.trainable = False
+    assert np.array_equal(norm(images, training=True), evaluated) and not norm.moving_mean.numpy().any()
+    norm.trainable = True
+    assert not np.allclose(norm(images, training=True), evaluated) and norm.moving_mean.numpy().all()
+
+
 @pytest.mark.parametrize("dtype", PRECISIONS)
 def test_local_response_normalization_equals_tensorflow_s_kernel(dtype: str) -> None:
     x, upstream = np.random.default_rng(2).normal(0, 40, (2, 3, 4, 4, 16)).astype(np.float32)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 import importlib.machinery
+import subprocess
 import sys
 from pathlib import Path
 

@@ -182,6 +182,13 @@ def test_a_damaged_file_is_named_not_drawn_again(tmp_path: Path) -> None:
         synthetic.ensure(tmp_path)
 
 
+def test_what_is_in_its_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / LAYOUT.folder).mkdir()
+    (tmp_path / LAYOUT.folder / LAYOUT.names_file).touch()
+    with pytest.raises(UserError, match=f"{LAYOUT.folder} is there, but has no data_batch_1.bin: move it away"):
+        synthetic.ensure(tmp_path)
+
+
 def test_what_a_killed_process_left_is_no_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".unfinished").mkdir()
     (tmp_path / ".unfinished" / "data_batch_1.bin").write_bytes(b"half")

@@ -7,6 +7,7 @@ import shutil
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -110,7 +111,7 @@ def cached_wheel(folder: Path) -> Path | None:
             with zipfile.ZipFile(wheel) as archive:
                 if archive.testzip() is None:
                     return wheel
-        except (OSError, zipfile.BadZipFile):
+        except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError):
             pass
     return None
 

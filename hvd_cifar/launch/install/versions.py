@@ -33,10 +33,12 @@ def as_constraints(packages: Mapping[str, str]) -> str:
 
 def read_constraints(path: Path) -> dict[str, str]:
     """Version by package, from a constraints file."""
-    pairs = [
-        (line.partition("==")[0], line.partition("==")[2]) for line in path.read_text().splitlines() if "==" in line
-    ]
-    return dict(pairs)
+    found = {}
+    for line in path.read_text().splitlines():
+        name, pinned, version = re.split(r"[;#]", line)[0].partition("==")
+        if pinned:
+            found[plain(name.strip())] = version.strip()
+    return found
 
 
 def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
