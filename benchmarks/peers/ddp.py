@@ -59,7 +59,7 @@ def work_of(model: str, batch: int, defaults: bool) -> Work:
     if model == "tutorial":
         net = torch_tutorial.Tutorial(plain=defaults)
         options: dict[str, Any] = {"window": SIDE * 3 // 4, "views": Distorted, "ema_decay": 0.9999}
-        rate, momentum = (0.1 * batch / 128, 0.0) if batch <= 128 else (0.03 * batch / 256, 0.9)
+        rate, momentum = (0.1 * batch / 128, 0.0) if batch <= 128 else (0.02 * batch / 256, 0.9)
         return Work(net, torch_tutorial.decayed(net), rate, momentum, weight_decay=0.004, **options)
     resnet = torch_resnet.ResNet(int(model.removeprefix("resnet")))
     rate = 0.1 * batch / 128

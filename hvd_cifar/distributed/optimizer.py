@@ -77,6 +77,10 @@ class _Distributed:
         self._make_pass_sums()
         self._make_memory()
 
+    def __reduce__(self) -> Any:
+        # By Keras's own a copy would be a plain optimizer: each rank would train alone, without an error.
+        raise TypeError("a DistributedOptimizer cannot be copied or pickled: copy the plain optimizer, and wrap both")
+
     def _make_pass_sums(self) -> None:
         if self._reduction.passes == 1 or "_pass_sums" in vars(self):
             return
@@ -180,7 +184,8 @@ def DistributedOptimizer(
 
     The optimizer itself is changed and returned. Its class becomes a subclass of the same name, which overrides
     `apply`. All its state stays: slots, exclusions from weight decay, schedules, moving averages, names. It saves,
-    loads and checkpoints as before; `keras.models.load_model` returns a plain optimizer: wrap it again.
+    loads and checkpoints as before. `keras.models.load_model` and `copy.deepcopy` of a compiled model return a plain
+    optimizer: wrap it again. The optimizer itself cannot be copied or pickled: copy the plain one, and wrap both.
 
     It works through `apply` and `apply_gradients`, eagerly, in a `tf.function` and in `model.fit`, and inside a
     `keras.optimizers.LossScaleOptimizer`: ranks then skip a step together when the gradients of any of them are not
@@ -209,7 +214,7 @@ def DistributedOptimizer(
         average_aggregated_gradients: divide that sum by the number of calls.
         process_set: the ranks that reduce together; a rank outside applies its own gradients.
         sparse_as_dense: turn `tf.IndexedSlices` into dense gradients before they are reduced. Otherwise each rank
-            gathers the rows of all ranks, and adds those of one index; a single rank leaves them to the optimizer.
+            gathers the rows of all ranks. Rows of one index are added, also on a single rank.
         fixed_order: add gradients in the order of the ranks, in a binary tree (`fixed_order.all_reduce_in_tree`): the
             same terms give the same bits on 1, 2, 4, ... ranks. Sparse gradients become dense.
         bucket_bytes: size of a message. In a graph a message leaves when backward has computed its gradients. None: all
@@ -327,10 +332,10 @@ def reduce_gradients(gradients: Sequence[Any], reduction: Reduction) -> list[Any
         gradients: tensors, `tf.IndexedSlices`, or None, which stays None; the same kinds, types and shapes on every
             rank.
     """
-    if reduction.is_local:
-        return list(gradients)
     if reduction.sparse_as_dense or reduction.fixed_order:
         gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+    if reduction.is_local:
+        return [_with_sums_of_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     reduced: list[Any] = list(gradients)
     # Sparse gradients are reduced one by one: Horovod's grouped operation gives them the shapes of dense ones.
     dense = [i for i, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)]
@@ -408,19 +413,22 @@ def _named_by_graph(tensor: Any) -> Any:
 
 
 def _reduce_sparse(gradient: tf.IndexedSlices, reduction: Reduction) -> tf.IndexedSlices:
-    """Gather the rows of all ranks and add up those with the same index.
-
-    Otherwise optimizers such as Adam would square each row of an index, not the rows' sum.
-    """
+    """Gather the rows of all ranks and add up those with the same index."""
     process_set, ranks = reduction.process_set, reduction.process_set.size()
     packed = pack(_named_by_graph(gradient.values), reduction, ranks)
     rows = from_bits(hvd.allgather(bits_of(packed), process_set=process_set), packed.dtype)
     indices = hvd.allgather(_named_by_graph(gradient.indices), process_set=process_set)
     dtype = gradient.values.dtype
     wide = unpack(rows, tf.float32 if dtype == tf.bfloat16 else dtype, reduction, ranks)
-    unique, positions = tf.unique(indices)
-    total = tf.math.unsorted_segment_sum(wide, positions, tf.size(unique))
-    return tf.IndexedSlices(tf.cast(total, dtype), unique, gradient.dense_shape)
+    summed = _with_sums_of_rows(tf.IndexedSlices(wide, indices, gradient.dense_shape))
+    return tf.IndexedSlices(tf.cast(summed.values, dtype), summed.indices, summed.dense_shape)
+
+
+def _with_sums_of_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The gradient with one row for each index: Adam and others would square each of several, not their sum. Local."""
+    unique, positions = tf.unique(gradient.indices)
+    total = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(unique))
+    return tf.IndexedSlices(total, unique, gradient.dense_shape)
 
 
 def _compression(given: Any) -> str:

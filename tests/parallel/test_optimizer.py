@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -151,6 +153,12 @@ def test_a_wrapped_optimizer_keeps_the_whole_state_of_the_plain_one(jobs: Jobs) 
     assert found["wrong"] == []
 
 
+def _scaled(rows: Any, scale: float) -> Any:
+    import tensorflow as tf
+
+    return tf.IndexedSlices(scale * rows.values, rows.indices, rows.dense_shape)
+
+
 def _saved_and_loaded(folder: str) -> dict[str, Any]:
     """A model and a checkpoint of a distributed optimizer, beside those of a plain one."""
     _start()
@@ -191,6 +199,14 @@ def _saved_and_loaded(folder: str) -> dict[str, Any]:
     summing = DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
     summing.build([keras.Variable([1.0])])
     found["of passes"] = [v.path for v in summing.variables]
+    rows = tf.IndexedSlices(tf.constant([[1.0], [2.0], [3.0]]), tf.constant([1, 2, 1]), tf.constant([3, 1]))
+    for way, gradient in (("rows", rows), ("as dense", rows), ("dense", tf.convert_to_tensor(rows))):
+        table = keras.Variable(np.zeros((3, 1), "float32"))
+        adam = keras.optimizers.Adam(0.1, beta_1=0.5, beta_2=0.5)
+        optimizer = DistributedOptimizer(adam, sparse_as_dense=way == "as dense")
+        for scale in (1.0, 0.1):
+            optimizer.apply([scale * gradient if way == "dense" else _scaled(gradient, scale)], [table])
+        found[f"table of {way}"] = table.numpy().ravel().tolist()
     outer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     found["loss scale stays outside"] = DistributedOptimizer(outer) is outer
     errors = {
@@ -199,6 +215,9 @@ def _saved_and_loaded(folder: str) -> dict[str, Any]:
         "no optimizer": lambda: DistributedOptimizer("adam"),
         "op": lambda: DistributedOptimizer(keras.optimizers.SGD(), op="mean"),
         "passes": lambda: DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0),
+        "copy": lambda: copy.copy(summing),
+        "deep copy": lambda: copy.deepcopy(summing),
+        "pickle": lambda: pickle.dumps(summing),
     }
     for name, call in errors.items():
         try:
@@ -218,7 +237,11 @@ def test_a_distributed_optimizer_saves_as_the_plain_one(jobs: Jobs) -> None:
         assert wrapped["same object"] and wrapped["distributed"]
     assert found["wrapped AdamW"]["name"] == "AdamW"
     assert [path.split("/")[-1] for path in found["of passes"]] == ["iteration", "learning_rate"]
+    assert found["table of rows"] == pytest.approx(found["table of dense"], rel=1e-6)
+    assert found["table of as dense"] == found["table of dense"]
     assert found["loss scale stays outside"]
+    for way in ("copy", "deep copy", "pickle"):
+        assert found[way].startswith("TypeError: a DistributedOptimizer cannot be copied or pickled")
     assert found["twice"] == found["twice inside"]
     assert "already distributed" in found["twice"]
     assert "Keras 3 optimizer, not str" in found["no optimizer"]

@@ -202,6 +202,16 @@ def test_whole_download_then_none(server: Server, data_dir: Path, capfd: pytest.
     assert server.asked == [None]
 
 
+def test_others_may_read_the_folder_also_with_a_python_without_filters(
+    server: Server, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    folder = tarfile.TarInfo(CIFAR10.folder)
+    folder.type, folder.mode = tarfile.DIRTYPE, 0o755
+    server.body = pack([(folder, b""), *((f"{CIFAR10.folder}/{n}", bytes(CIFAR10.bytes_of(n))) for n in CIFAR10.files)])
+    assert bring(server, data_dir).stat().st_mode & 0o055 == 0o055
+
+
 def test_progress_is_drawn_on_stderr_when_asked_for(
     server: Server, data_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.data import augment
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.errors import UserError
+from hvd_cifar.tools import export
 from hvd_cifar.tools.export import accuracy_of, usable
 from hvd_cifar.tools.predict import images_in
 from hvd_cifar.training.trained import Trained
@@ -24,6 +25,19 @@ def test_an_accuracy_is_of_the_step_and_of_as_many_views(step: int, views: int, 
     of_one = {"steps": 40, "test_views": 1, "test_accuracy": 0.7, "test_accuracy_of_one_view": 0.7}
     assert accuracy_of(of_one, 40, 6) is None and accuracy_of(of_one, 40, 1) == 0.7
     assert accuracy_of({}, step, views) is None
+
+
+def test_metadata_has_no_accuracy_of_another_run_s_weights(tmp_path: Path) -> None:
+    images, labels = np.zeros((2, 4, 4, 3), np.uint8), np.arange(2)
+    dataset = Dataset.from_arrays(images, labels, images, labels)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text('{"steps": 1, "test_views": 1, "test_accuracy": 0.5}')
+    model, transforms = keras.Sequential([keras.Input((4, 4, 3))]), augment.transforms("none", dataset)
+    path = tmp_path / "b" / "checkpoints" / "step-1"
+    of_b = Trained(make(TrainSettings, {}), {}, dataset, model, transforms, path, 1)
+    found = [export._metadata(of_b, tmp_path / name)["test_accuracy"] for name in "ab"]
+    assert found == [None, 0.5]
 
 
 def test_transforms_that_are_python_alone_are_refused() -> None:

@@ -62,8 +62,8 @@ RESNET = {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001}
         # A batch of 256 is two of 128: from 0.1 to 0.2 over the 196 steps of the first epoch, however it is dealt.
         ({"model": "resnet20"}, 2, {0: 0.1, 98: 0.15, 196: 0.2, 15_999: 0.2, 16_000: 0.02}),
         # Larger batches have recipes of their own, whose rate grows with the square root above 256.
-        ({"model": "tutorial"}, 2, {0: 0.03, 98: 0.03, 68_358: 0.03, 68_359: 0.003}),
-        ({"model": "tutorial", "batch_size": 64}, 3, {0: 0.0225}),
+        ({"model": "tutorial"}, 2, {0: 0.02, 98: 0.02, 68_358: 0.02, 68_359: 0.002}),
+        ({"model": "tutorial", "batch_size": 64}, 3, {0: 0.015}),
         ({"model": "tutorial"}, 8, {0: 0.002}),
         ({"model": "tutorial"}, 64, {0: 0.002}),
         ({"model": "tutorial", "batch_size": 128}, 32, {0: 0.002, 13: 0.004}),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -17,6 +19,7 @@ from hvd_cifar.training.checkpoint_files import damage, find
 from hvd_cifar.training.confusion import Confusion
 from hvd_cifar.training.evaluate import Evaluation
 from hvd_cifar.training.snapshots import Snapshots
+from hvd_cifar.training.validation import Best
 
 
 def _state() -> State:
@@ -103,3 +106,15 @@ def test_readers_are_there_while_they_hold_the_lock(ours: Snapshots, tmp_path: P
     lock.release()
     assert not ours.has_readers()
     assert snapshots.follow(tmp_path / "none") is None and not (tmp_path / "none").exists()
+
+
+def test_a_result_that_comes_after_that_of_a_later_step_is_not_the_newest() -> None:
+    results: dict[str, Any] = {}
+    best = Best(mock.Mock(ends_early=""), None, mock.Mock(), "validation", results)
+    run = mock.Mock(step=100, total_steps=200)
+    run.settings.early_stopping = 2
+    for step in (60, 100, 80):
+        best.on_evaluation(run, _found(step, 0.6 if step == 60 else 0.7))
+    assert (best.since, best.progress.ends_early) == (0, "")
+    best.on_end(run)
+    assert {name: found["step"] for name, found in results.items()} == {"best": 80, "newest": 100}

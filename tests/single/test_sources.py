@@ -92,3 +92,15 @@ def test_a_data_folder_that_cannot_be_searched_is_named(tmp_path: Path, monkeypa
     monkeypatch.setattr(Path, "iterdir", refuse)
     with pytest.raises(UserError, match=f"cannot read {tmp_path}/cifar-10-batches-bin: Permission denied"):
         _place(source, tmp_path, {})
+
+
+@pytest.mark.parametrize("source", ["auto", "rank0"])
+def test_rank_0_s_set_takes_the_place_of_a_damaged_folder_where_it_is_asked_for(source: str, tmp_path: Path) -> None:
+    (tmp_path / "birds").mkdir()  # a mount without its disk
+    values = {"dataset": f"folder:{tmp_path}/birds", "data_dir": tmp_path / "data", "data_source": source}
+    settings = config.make(config.TrainSettings, values)
+    if source == "rank0":
+        assert _own_folder(source_of(settings.dataset, settings), settings, {}, "host", NOBODY) is None
+        return
+    with pytest.raises(UserError, match="birds: it has no folder test or val"):
+        _own_folder(source_of(settings.dataset, settings), settings, {}, "host", NOBODY)
