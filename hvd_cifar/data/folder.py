@@ -94,7 +94,7 @@ class Folder:
         listing = list_images(self.path)
         home = self.path / CACHE
         made = home / listing.fingerprint
-        if os.access(made, os.R_OK | os.X_OK) and self.fault(made) is None:
+        if all(os.access(made / name, os.R_OK) for name in FILES):
             return made  # also where others made it, and this user may not write
         if not os.access(home if home.exists() else self.path, os.W_OK):
             key = hashlib.sha256(os.fsencode(self.path)).hexdigest()[:8]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -104,7 +105,7 @@ def searched(folder: Path) -> Iterator[None]:
 
 def check_free(place: Path, wanted: str) -> None:
     """UserError where something is in the place of a data set, without `wanted`, its first file."""
-    if place.is_file() or (place.is_dir() and any(place.iterdir())):
+    if os.path.lexists(place) and not (place.is_dir() and not any(place.iterdir())):
         raise UserError(f"{place} is there, but has no {wanted}: move it away, or name another folder with --data-dir")
 
 

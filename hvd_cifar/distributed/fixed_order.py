@@ -56,24 +56,28 @@ def all_reduce_in_tree(
     if gather is None:
         gather = flat.shape[0] is not None and flat.shape[0] <= FEW_VALUES
     if gather:
-        terms = hvd.allgather(flat[None, :], name=_name("Allgather"), process_set=process_set)
+        terms = hvd.allgather(flat[None, :], name=_name("gather", process_set), process_set=process_set)
         sums = _sum_of_rows(from_bits(tf.ensure_shape(terms, [size, None]), dtype))
     else:
         length = tf.size(flat)
         padded = tf.pad(flat, [[0, -length % size]])
-        terms = tf.reshape(hvd.alltoall(padded, name=_name("Alltoall"), process_set=process_set), [size, -1])
-        sums = bits_of(_sum_of_rows(from_bits(terms, dtype)))
-        sums = hvd.allgather(sums, name=_name("Allgather"), process_set=process_set)
+        terms = hvd.alltoall(padded, name=_name("exchange", process_set), process_set=process_set)
+        sums = bits_of(_sum_of_rows(from_bits(tf.reshape(terms, [size, -1]), dtype)))
+        sums = hvd.allgather(sums, name=_name("gather", process_set), process_set=process_set)
         sums = from_bits(sums[:length], dtype)
     return buckets.pieces(sums, values)
 
 
-def _name(kind: str) -> str | None:
-    """By the number of a graph's collectives. Horovod's own counts all slices, of which other kernels make others."""
+def _name(kind: str, process_set: Any) -> str | None:
+    """By the number of these collectives in a graph: Horovod's counts slices, of which other kernels make others.
+
+    The beginning is one by which `hvd.elastic.run` knows Horovod's errors; it does not know HorovodAlltoall.
+    """
     if tf.executing_eagerly():
         return None
+    own = f"_in_order_{process_set.process_set_id}_"
     operations = tf.compat.v1.get_default_graph().get_operations()
-    return f"Horovod{kind}_in_order_{sum(operation.type.startswith('Horovod') for operation in operations)}"
+    return f"HorovodAllgather_{kind}{own}{sum(own in operation.name for operation in operations)}"
 
 
 def bits_of(values: Any) -> Any:

@@ -426,9 +426,11 @@ def _reduce_sparse(gradient: tf.IndexedSlices, reduction: Reduction) -> tf.Index
 
 def _with_sums_of_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     """The gradient with one row for each index: Adam and others would square each of several, not their sum. Local."""
+    dtype = gradient.values.dtype
+    wide = tf.cast(gradient.values, tf.float32) if dtype == tf.bfloat16 else gradient.values
     unique, positions = tf.unique(gradient.indices)
-    total = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(unique))
-    return tf.IndexedSlices(total, unique, gradient.dense_shape)
+    total = tf.math.unsorted_segment_sum(wide, positions, tf.size(unique))
+    return tf.IndexedSlices(tf.cast(total, dtype), unique, gradient.dense_shape)
 
 
 def _compression(given: Any) -> str:
@@ -449,7 +451,7 @@ def _named(value: Any, names: dict[str, Any], what: str) -> Any:
 
 
 def _agree_on_finite_gradients() -> None:
-    """Make Keras's LossScaleOptimizer ask all ranks whether gradients are finite.
+    """Make Keras's LossScaleOptimizer ask all ranks whether gradients are finite, and refuse copies as they do inside.
 
     Keras checks this rank's gradients alone. A rank whose gradients are not finite then skips the inner `apply` and its
     all-reduce, and the other ranks wait for it for ever. The class itself is changed, not a subclass, since `compile`
@@ -465,5 +467,12 @@ def _agree_on_finite_gradients() -> None:
         inner = self.inner_optimizer
         return inner.on_all_ranks(finite) if isinstance(inner, _Distributed) else finite
 
+    own_reduce = loss_scale.__reduce__
+
+    def reduce(self: Any) -> Any:
+        inner = self.inner_optimizer
+        return inner.__reduce__() if isinstance(inner, _Distributed) else own_reduce(self)
+
     check_finite.asks_all_ranks = True  # type: ignore[attr-defined]
     loss_scale.check_finite = check_finite
+    loss_scale.__reduce__ = reduce

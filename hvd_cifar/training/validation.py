@@ -151,16 +151,20 @@ class Best(Callback):
         self.results = results
         self.best: Evaluation | None = None
         self.newest: Evaluation | None = None
-        self.since = 0  # number of evaluations since the best one
+        self.evaluated: set[int] = set()  # steps
 
     def on_start(self, run: Run) -> None:
         """Continue from the recorded evaluations, which rank 0 broadcasts."""
         if self.snapshots:
             self.best = self.snapshots.best()
-            steps = self.reporter.evaluated[self.watched]
-            self.since = sum(step > self.best.step for step in steps) if self.best else 0
-        self.best, self.since = collectives.broadcast_object((self.best, self.since))
+            self.evaluated = set(self.reporter.evaluated[self.watched])
+        self.best, self.evaluated = collectives.broadcast_object((self.best, self.evaluated))
         self._end_where_due(run)
+
+    @property
+    def since(self) -> int:
+        """Number of evaluations since the best one."""
+        return sum(step > self.best.step for step in self.evaluated) if self.best else 0
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """Compare with the best one so far. All ranks have the same two, and decide the same."""
@@ -169,11 +173,11 @@ class Best(Callback):
         # The result of validation ranks may come after that of a later step.
         if self.newest is None or evaluation.step >= self.newest.step:
             self.newest = evaluation
+        self.evaluated.add(evaluation.step)
         if self.best is not None and _merit(evaluation) <= _merit(self.best):
-            self.since += evaluation.step > self.best.step
             self._end_where_due(run)
             return
-        self.best, self.since = evaluation, 0
+        self.best = evaluation
         if self.snapshots:
             with _told(self.reporter, f"the best weights, of step {evaluation.step}, are not kept"):
                 self.snapshots.keep(evaluation, run.step)

@@ -169,7 +169,7 @@ def test_cached_wheel_must_be_whole(kind: int, tmp_path: Path) -> None:
     assert horovod.cached_wheel(tmp_path) == wheel
     wheel.write_bytes(data.getvalue()[:500])
     assert horovod.cached_wheel(tmp_path) is None
-    for place in range(100, 1000, 100):
+    for place in (*range(100, 1000, 100), -8, -100):
         damaged = bytearray(data.getvalue())
         damaged[place] ^= 1
         wheel.write_bytes(damaged)
@@ -630,6 +630,7 @@ def test_an_environment_whose_python_was_upgraded_is_told_of(tmp_path: Path) -> 
         shutil.copy(CHECKOUT / name, tmp_path)
     shutil.copytree(CHECKOUT / "hvd_cifar", tmp_path / "hvd_cifar", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True, timeout=60)
+    (tmp_path / ".venv" / "bin" / "pip").write_text(f"#!{tmp_path}/.venv/bin/python\n")
     record = {"complete": True, "options": {}, "python": "3.99", "fingerprint": installer.fingerprint(tmp_path, "3.99")}
     (tmp_path / ".venv" / installer.RECORD).write_text(json.dumps(record))
     env = {name: value for name, value in os.environ.items() if name != "PYTHON"}
@@ -644,6 +645,9 @@ def test_an_environment_that_does_not_run_here_is_told_of_and_may_be_replaced(tm
     (python := tmp_path / ".venv" / "bin" / "python").parent.mkdir(parents=True)
     python.write_bytes(b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x02\x00\xf3\x00" + bytes(44))  # of a RISC-V
     python.chmod(0o755)
+    record = {"complete": True, "options": {}, "python": installer._version()}
+    record["fingerprint"] = installer.fingerprint(tmp_path, installer._version())
+    (tmp_path / ".venv" / installer.RECORD).write_text(json.dumps(record))
     env = {name: value for name, value in os.environ.items() if name != "PYTHON"}
     done = subprocess.run([tmp_path / "run.sh", "train"], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "replace it with ./run.sh setup --replace" in done.stderr, done.stderr

@@ -207,6 +207,10 @@ def _saved_and_loaded(folder: str) -> dict[str, Any]:
         for scale in (1.0, 0.1):
             optimizer.apply([scale * gradient if way == "dense" else _scaled(gradient, scale)], [table])
         found[f"table of {way}"] = table.numpy().ravel().tolist()
+    many = tf.IndexedSlices(tf.fill((2000, 1), tf.constant(0.01, tf.bfloat16)), tf.zeros(2000, tf.int32), (1, 1))
+    table = keras.Variable(np.zeros((1, 1)), dtype="bfloat16")
+    DistributedOptimizer(keras.optimizers.SGD(1.0)).apply([many], [table])
+    found["many rows"] = float(table.numpy()[0, 0])
     outer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     found["loss scale stays outside"] = DistributedOptimizer(outer) is outer
     errors = {
@@ -216,6 +220,7 @@ def _saved_and_loaded(folder: str) -> dict[str, Any]:
         "op": lambda: DistributedOptimizer(keras.optimizers.SGD(), op="mean"),
         "passes": lambda: DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0),
         "copy": lambda: copy.copy(summing),
+        "copy of a loss scale": lambda: copy.copy(outer),
         "deep copy": lambda: copy.deepcopy(summing),
         "pickle": lambda: pickle.dumps(summing),
     }
@@ -239,8 +244,9 @@ def test_a_distributed_optimizer_saves_as_the_plain_one(jobs: Jobs) -> None:
     assert [path.split("/")[-1] for path in found["of passes"]] == ["iteration", "learning_rate"]
     assert found["table of rows"] == pytest.approx(found["table of dense"], rel=1e-6)
     assert found["table of as dense"] == found["table of dense"]
+    assert found["many rows"] == pytest.approx(-20, rel=0.01)
     assert found["loss scale stays outside"]
-    for way in ("copy", "deep copy", "pickle"):
+    for way in ("copy", "copy of a loss scale", "deep copy", "pickle"):
         assert found[way].startswith("TypeError: a DistributedOptimizer cannot be copied or pickled")
     assert found["twice"] == found["twice inside"]
     assert "already distributed" in found["twice"]

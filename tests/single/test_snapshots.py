@@ -115,6 +115,6 @@ def test_a_result_that_comes_after_that_of_a_later_step_is_not_the_newest() -> N
     run.settings.early_stopping = 2
     for step in (60, 100, 80):
         best.on_evaluation(run, _found(step, 0.6 if step == 60 else 0.7))
-    assert (best.since, best.progress.ends_early) == (0, "")
+    assert (best.since, best.progress.ends_early) == (1, "")
     best.on_end(run)
     assert {name: found["step"] for name, found in results.items()} == {"best": 80, "newest": 100}

@@ -7,6 +7,7 @@ jobs on machines that share the disk, so only --replace replaces it.
 
 import argparse
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -58,6 +59,7 @@ print(json.dumps({
     "cuda": ", ".join(have(f"nvidia-cuda-{part}-cu12") for part in ("nvrtc", "runtime", "nvcc")),
 }))
 """
+DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 # The environment's Python runs it by path, since set-up itself cannot import what it installs.
 CHECK = CHECKOUT / "hvd_cifar" / "runtime" / "check_build.py"
 
@@ -119,6 +121,8 @@ def main(argv: list[str]) -> int:
         say(f"hvd_cifar: {error}")
         return 2
     except OSError as failure:
+        if failure.errno not in DENIED:
+            raise
         say(f"hvd_cifar: {failure.filename or VENV}: {failure.strerror}; free space there, or make it writable")
         return 2
     except StepFailed:
@@ -218,8 +222,10 @@ def is_current(options: Options, like: Path | None = None) -> bool:
 
 
 def _is_of_its_python(record: dict[str, Any]) -> bool:
-    """Whether the environment's Python, if it runs this, is of the recorded version: a system's may be upgraded."""
-    return Path(sys.prefix) != VENV or _version() == record.get("python")
+    """Whether the environment's Python runs here, and is of the recorded version: a system's may be upgraded."""
+    if Path(sys.prefix) == VENV:
+        return _version() == record.get("python")
+    return bool(os.environ.get("PYTHON")) or _runs(PYTHON)
 
 
 def _wanted_python(record: dict[str, Any]) -> str:
@@ -407,7 +413,8 @@ def _is_of_others() -> bool:
     record = read_record()
     if record.get("complete") is False:
         return False
-    return not record or not _runs(PYTHON) or str(VENV) not in _read(str(VENV / "bin" / "pip"))
+    runs_here = bool(record) and _is_of_its_python(record) and _runs(PYTHON)
+    return not runs_here or str(VENV) not in _read(str(VENV / "bin" / "pip"))
 
 
 def _empty(folder: Path) -> None:
