@@ -67,24 +67,42 @@ def test_hosts_that_compute_differently_are_named_and_refused_where_bits_are_pro
     assert first["virtual"] == "trained"
 
 
-def _overlap_with_unlike_graphs(folder: str) -> list[Any]:
-    """Buckets where rank 1's gradients of kernels come from other operations: chosen by the run, and forced."""
+def _unlike() -> Any:
+    """A data set, with a first rank that convolves as with AMX, and others that do as TensorFlow, on any processor."""
     import numpy as np
 
     import hvd_cifar
     from hvd_cifar.kernels import side_by_side
     from hvd_cifar.models.convolution import QuickConv2D
-    from hvd_cifar.reporting import terminal
     from hvd_cifar.runtime.environment import launched_rank
 
-    # On any processor: as with AMX, and as TensorFlow does it.
     kernel = None if launched_rank() else side_by_side.convolve
     chosen: Any = QuickConv2D
     chosen._kernel_for = lambda self, images: kernel if self.strides == (1, 1) else None
+    images = np.random.default_rng(0).integers(0, 256, (16, 8, 8, 3)).astype(np.uint8)
+    return hvd_cifar.Dataset.from_arrays(images, np.arange(16) % 2, images, np.arange(16) % 2)
+
+
+def _fixed_order_with_unlike_graphs(folder: str) -> bool:
+    import hvd_cifar
+
+    course: dict[str, Any] = {"precision": "mixed_bfloat16", "batch_size": 4, "deterministic": True, "max_steps": 2}
+    found = hvd_cifar.train(RESNET8, _unlike(), run_dir=folder, eval_every=0, summary_every=0, **course)
+    return bool(found["replicas_identical"])
+
+
+def test_hosts_with_other_graphs_add_in_one_order(tmp_path: Path) -> None:
+    assert run_ranks(_fixed_order_with_unlike_graphs, 2, str(tmp_path), timeout=120) == [True, True]
+
+
+def _overlap_with_unlike_graphs(folder: str) -> list[Any]:
+    """Buckets where rank 1's gradients of kernels come from other operations: chosen by the run, and forced."""
+    import hvd_cifar
+    from hvd_cifar.reporting import terminal
+
+    data = _unlike()
     told: list[str] = []
     vars(terminal)["say"] = told.append
-    images = np.random.default_rng(0).integers(0, 256, (16, 8, 8, 3)).astype(np.uint8)
-    data = hvd_cifar.Dataset.from_arrays(images, np.arange(16) % 2, images, np.arange(16) % 2)
     course: dict[str, Any] = {"precision": "mixed_bfloat16", "batch_size": 4, "check_sync_every": 1, "max_steps": 2}
     course |= {"eval_every": 0, "summary_every": 0, "bucket_bytes": 2**18}
     found = [hvd_cifar.train(RESNET8, data, run_dir=f"{folder}/auto", **course)["replicas_identical"]]
@@ -94,16 +112,14 @@ def _overlap_with_unlike_graphs(folder: str) -> list[Any]:
         found.append(str(error))
     course |= {"overlap": "on", "bucket_bytes": None, "gradient_accumulation": 2}
     found.append(hvd_cifar.train(RESNET8, data, run_dir=f"{folder}/several", **course)["replicas_identical"])
-    course |= {"overlap": "auto", "gradient_accumulation": 1, "deterministic": True}
-    found.append(hvd_cifar.train(RESNET8, data, run_dir=f"{folder}/deterministic", **course)["replicas_identical"])
     return [*found, told]
 
 
 def test_hosts_with_other_graphs_do_not_send_other_buckets(tmp_path: Path) -> None:
     ranks = run_ranks(_overlap_with_unlike_graphs, 2, str(tmp_path), timeout=240)
-    for identical, refused, several, deterministic, _ in ranks:
-        assert identical and several and deterministic
+    for identical, refused, several, _ in ranks:
+        assert identical and several
         assert "--overlap on: hosts compute gradients in different orders" in refused
-    lines = [line for line in ranks[0][4] if line.startswith("overlap: ")]
+    lines = [line for line in ranks[0][3] if line.startswith("overlap: ")]
     assert lines[0].startswith("overlap: none; hosts compute")
     assert lines[1].startswith("overlap: gradients leave in buckets of 16 MiB; with --gradient-accumulation all are")
