@@ -234,7 +234,8 @@ def _unpack(layout: Layout, archive: Path, scratch: Path, url: str) -> Path:
                     refuse(f"{member.name!r} would leave the folder")
                 if not (member.isreg() or member.isdir()):
                     refuse(f"{member.name!r} is a link or a device")
-                if member.isreg():  # with its folders, which some Pythons make for their owner alone as members
+                # A file brings its folders. As members, some Pythons make folders for their owner alone.
+                if member.isreg():
                     tar.extract(member, scratch, set_attrs=False)
     except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         refuse(f"it is damaged or not a tar archive ({' '.join(str(error).split())})")

@@ -245,7 +245,7 @@ def DistributedOptimizer(
         fixed_order=fixed_order,
         bucket_bytes=bucket_bytes,
     )
-    _agree_on_finite_gradients()
+    _adapt_loss_scale()
 
     # Not a copy: a copy shares Keras's trackers, and the original, which does not reduce, could be used by mistake.
     put_in_front(_Distributed, inner, _reduction=reduction)
@@ -450,8 +450,8 @@ def _named(value: Any, names: dict[str, Any], what: str) -> Any:
     return value
 
 
-def _agree_on_finite_gradients() -> None:
-    """Make Keras's LossScaleOptimizer ask all ranks whether gradients are finite, and refuse copies as they do inside.
+def _adapt_loss_scale() -> None:
+    """Make Keras's LossScaleOptimizer ask all ranks whether gradients are finite, and refuse to be copied.
 
     Keras checks this rank's gradients alone. A rank whose gradients are not finite then skips the inner `apply` and its
     all-reduce, and the other ranks wait for it for ever. The class itself is changed, not a subclass, since `compile`

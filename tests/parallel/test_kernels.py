@@ -68,7 +68,7 @@ def test_hosts_that_compute_differently_are_named_and_refused_where_bits_are_pro
 
 
 def _unlike() -> Any:
-    """A data set, with a first rank that convolves as with AMX, and others that do as TensorFlow, on any processor."""
+    """A data set. On any processor rank 0 convolves as with AMX, and the others as TensorFlow does."""
     import numpy as np
 
     import hvd_cifar

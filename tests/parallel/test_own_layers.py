@@ -261,7 +261,7 @@ def _evaluation_put_off(folder: str) -> tuple[str, list[int], list[int]]:
     course = {"max_steps": 9, "eval_every": 1, "checkpoint_every": 1, "on_nan": "rollback"}
     try:
         _train(folder, _net(Spoils), [Stops()], **course)
-    except BaseException as error:
+    except SystemExit as error:
         stopped = type(error).__name__
     factor.assign(math.inf)
     assert _train(folder, _net(Spoils), [Heals()], **course)["replicas_identical"]

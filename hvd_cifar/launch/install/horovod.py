@@ -7,6 +7,7 @@ import shutil
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,6 +104,10 @@ def cache_folder(environ: Mapping[str, str], otherwise: Path) -> Path:
     return folder
 
 
+# What zipfile raises for damaged bytes.
+DAMAGED = (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError)
+
+
 def cached_wheel(folder: Path) -> Path | None:
     """The wheel in a folder of the cache; None where it is missing or damaged."""
     for wheel in folder.glob("horovod-*.whl"):
@@ -110,7 +115,7 @@ def cached_wheel(folder: Path) -> Path | None:
             with zipfile.ZipFile(wheel) as archive:
                 if archive.testzip() is None:
                     return wheel
-        except Exception:  # zipfile raises many kinds for damaged bytes
+        except DAMAGED:
             pass
     return None
 

@@ -59,7 +59,7 @@ print(json.dumps({
     "cuda": ", ".join(have(f"nvidia-cuda-{part}-cu12") for part in ("nvrtc", "runtime", "nvcc")),
 }))
 """
-# Errors of files and folders that the user can mend.
+# The user can remove the causes: missing permission, a read-only file system, a full disk.
 DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 # The environment's Python runs it by path, since set-up itself cannot import what it installs.
 CHECK = CHECKOUT / "hvd_cifar" / "runtime" / "check_build.py"

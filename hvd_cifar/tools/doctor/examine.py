@@ -119,7 +119,7 @@ def _hosts_option(settings: DoctorSettings, hosts: Sequence[Host]) -> str:
 def as_ranks_see(
     facts: Mapping[str, HostFacts], here: str, gloo: bool, environment: Mapping[str, str]
 ) -> dict[str, HostFacts]:
-    """The facts with the GPUs that CUDA_VISIBLE_DEVICES leaves: on this machine; over MPI an empty one everywhere."""
+    """The facts, without the GPUs that CUDA_VISIBLE_DEVICES hides on this machine; over MPI an empty one hides all."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return dict(facts)
