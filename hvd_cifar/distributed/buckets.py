@@ -7,25 +7,30 @@ computes the gradients of all activations first and those of the weights afterwa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+BucketBytes = int | tuple[int, ...] | None
 
-def plan(sizes: Iterable[int], most: int | None) -> list[list[int]]:
+
+def plan(sizes: Iterable[int], most: BucketBytes) -> list[list[int]]:
     """Indices of tensors by bucket, in the order given. A bucket is closed as soon as it holds `most` bytes.
 
     Args:
         sizes: bytes of each tensor, in the order in which they become ready.
-        most: None: all tensors in one bucket.
+        most: of every bucket, or of each of the first buckets, before a last one. None: all tensors in one bucket.
     """
+    limits: Iterator[float] = itertools.repeat(most) if isinstance(most, int) else iter(most or ())
     buckets: list[list[int]] = []
-    held = 0
+    held, limit = 0, 0.0
     for index, size in enumerate(sizes):
-        if not buckets or (most is not None and held >= most):
+        if not buckets or held >= limit:
             buckets.append([])
-            held = 0
+            held, limit = 0, next(limits, math.inf)
         buckets[-1].append(index)
         held += size
     return buckets

@@ -7,6 +7,7 @@ through `Optimizer.apply`, in `fit` and in a user's own loop. This module overri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +37,7 @@ class Reduction:
     process_set: Any = hvd.global_process_set
     sparse_as_dense: bool = False
     fixed_order: bool = False
-    bucket_bytes: int | None = None
+    bucket_bytes: buckets.BucketBytes = None
 
     @property
     def is_local(self) -> bool:
@@ -277,8 +278,8 @@ def process_set_of(optimizer: Any) -> Any:
     return reduction.process_set if reduction else hvd.global_process_set
 
 
-def set_bucket_bytes(optimizer: Any, bucket_bytes: int | None) -> None:
-    """Change a `DistributedOptimizer`'s `bucket_bytes`, before its first step."""
+def set_bucket_bytes(optimizer: Any, bucket_bytes: buckets.BucketBytes) -> None:
+    """Change a `DistributedOptimizer`'s `bucket_bytes`, before its first step; see `buckets.plan` for several sizes."""
     inner = inner_of(optimizer)
     inner._reduction = replace(inner._reduction, bucket_bytes=bucket_bytes)
 
@@ -372,6 +373,16 @@ def sent_width(dtype: Any, compression: str) -> int:
     return 4 if dtype == tf.bfloat16 else int(dtype.size)
 
 
+def sent_bytes(like: Any, compression: str) -> tuple[int, int]:
+    """Bytes of a gradient in a step's first message, and in PowerSGD's second. `like`: its variable, or a tensor."""
+    rank = low_rank_of(compression)
+    matrix = powersgd.matrix_of(like.shape, rank) if rank else None
+    if matrix is None:
+        return math.prod(like.shape) * sent_width(like.dtype, compression), 0
+    width = 8 if tf.as_dtype(like.dtype) == tf.float64 else 4
+    return width * rank * matrix[0], width * rank * matrix[1]  # P [n, R] and Q [m, R]
+
+
 def unpack(total: Any, dtype: Any, reduction: Reduction, ranks: int) -> Any:
     """The reduced gradient, of type `dtype`, from the sum of what all ranks packed. Local."""
     wide = tf.cast(total, tf.float32 if dtype in (tf.bfloat16, tf.float16) else dtype)
@@ -381,15 +392,16 @@ def unpack(total: Any, dtype: Any, reduction: Reduction, ranks: int) -> Any:
 
 
 def _all_reduce(tensors: Sequence[Any], op: Any, reduction: Reduction) -> list[Any]:
-    """All-reduce tensors in buckets of one type each. Every rank sends the same buckets in the same order."""
+    """All-reduce tensors in buckets. Every rank sends the same messages, one for each type, in the same order."""
     totals: list[Any] = [None] * len(tensors)
     in_order = buckets.order(tensors) if reduction.bucket_bytes else list(range(len(tensors)))
+    sizes = [(tensors[i].shape.num_elements() or 0) * tensors[i].dtype.size for i in in_order]
     members: list[list[int]] = []
-    for dtype in sorted({t.dtype for t in tensors}, key=lambda dtype: dtype.name):
-        chosen = [i for i in in_order if tensors[i].dtype == dtype]
-        sizes = [(tensors[i].shape.num_elements() or 0) * dtype.size for i in chosen]
-        members += [[chosen[i] for i in bucket] for bucket in buckets.plan(sizes, reduction.bucket_bytes)]
-    members.sort(key=lambda bucket: max(map(in_order.index, bucket)))
+    for bucket in buckets.plan(sizes, reduction.bucket_bytes):
+        by_type: dict[Any, list[int]] = {}
+        for position in bucket:
+            by_type.setdefault(tensors[in_order[position]].dtype, []).append(in_order[position])
+        members += by_type.values()
     messages = [_named_by_graph(buckets.flat([tensors[i] for i in bucket])) for bucket in members]
     if reduction.bucket_bytes:
         buckets.gate(messages)

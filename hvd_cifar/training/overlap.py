@@ -19,10 +19,11 @@ from hvd_cifar.distributed.optimizer import (
     Reduction,
     reduce_gradients,
     reduction_of,
+    sent_bytes,
     sent_width,
     set_bucket_bytes,
 )
-from hvd_cifar.distributed.overlap import CANDIDATES, Backward, Choice, Link, choose
+from hvd_cifar.distributed.overlap import Backward, Choice, Link, choose
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import Net
 from hvd_cifar.runtime.world import World
@@ -52,16 +53,14 @@ def set_buckets(
     if world.size == 1 or settings.overlap == "off" or reduction is None:  # None: the start-up proof reports it
         return []
     if option := _makes_all_ready_at_once(settings):
-        if settings.overlap == "on":
-            bucket_bytes = settings.bucket_bytes or CANDIDATES[-1]
-            set_bucket_bytes(optimizer, bucket_bytes)
-            buckets_of = f"gradients leave in buckets of {_show(bucket_bytes)}"
-            return [f"overlap: {buckets_of}; with {option} all are ready at once, and this saves no time"]
-        none = f"overlap: none; with {option} all gradients are ready at once, and --bucket-bytes has no effect"
-        return [none] if settings.bucket_bytes else []
-    # On one host the cores that compute also move the bytes, and PowerSGD sends few: overlap saves nothing.
-    on_one_host = world.local_size == world.size and "GPU" not in world.device
-    hides_nothing = on_one_host or low_rank_of(settings.compression) > 0
+        at_once = f"with {option} all gradients are ready at once"
+        if settings.overlap == "on" and settings.bucket_bytes:
+            set_bucket_bytes(optimizer, settings.bucket_bytes)
+            return [f"overlap: buckets of {_show(settings.bucket_bytes)}; {at_once}, and this saves no time"]
+        asked_for = settings.overlap == "on" or settings.bucket_bytes
+        return [f"overlap: none; {at_once}"] if asked_for else []
+    # PowerSGD sends few bytes: overlap saves nothing.
+    hides_nothing = not over_a_network(world) or low_rank_of(settings.compression) > 0
     if settings.overlap == "auto" and hides_nothing and settings.bucket_bytes is None:
         return []
     traced = _trace(net, optimizer, spec)
@@ -72,13 +71,17 @@ def set_buckets(
         return [f"overlap: none; {why}"]
     if settings.overlap == "on" and settings.bucket_bytes is not None:
         set_bucket_bytes(optimizer, settings.bucket_bytes)
-        return [f"overlap: gradients leave in buckets of {_show(settings.bucket_bytes)}"]
+        return [f"overlap: buckets of {_show(settings.bucket_bytes)}"]
     backward, _ = measure_backward(net, optimizer, spec, examples, traced=traced)
-    link = _measure_link(reduction, sum(backward.sizes), computes_here="GPU" not in world.device)
-    candidates = CANDIDATES if settings.bucket_bytes is None else (settings.bucket_bytes,)
-    found = choose(backward, link, candidates, always=settings.overlap == "on")
+    link = measure_link(reduction, sum(backward.sizes), computes_here="GPU" not in world.device)
+    found = choose(backward, link, settings.bucket_bytes, always=settings.overlap == "on")
     set_bucket_bytes(optimizer, found.bucket_bytes)
     return [_describe(backward, link, found)]
+
+
+def over_a_network(world: World) -> bool:
+    """Whether communication can run beside computation: on one host of CPUs the cores that compute move the bytes."""
+    return world.local_size < world.size or "GPU" in world.device
 
 
 def _makes_all_ready_at_once(settings: TrainSettings) -> str:
@@ -99,8 +102,13 @@ def _describe(backward: Backward, link: Link, found: Choice) -> str:
     took = f"backward takes {backward.ready[-1] * 1e3:.1f} ms, an all-reduce of all gradients {whole * 1e3:.1f} ms"
     if found.bucket_bytes is None:
         return f"overlap: none; {took}"
+    if isinstance(found.bucket_bytes, int):
+        shown = f"buckets of {_show(found.bucket_bytes)}"
+    else:
+        sizes = [*found.bucket_bytes, sum(backward.sizes) - sum(found.bucket_bytes)]
+        shown = f"{len(sizes)} buckets ({', '.join(f'{size / 2**10:,.1f}' for size in sizes)} KiB)"
     saved = (found.in_one_message - found.seconds) * 1e3
-    return f"overlap: buckets of {_show(found.bucket_bytes)}, to save {saved:.1f} ms a step; {took}"
+    return f"overlap: {shown}, to save {saved:.1f} ms a step; {took}"
 
 
 def _show(size: int) -> str:
@@ -117,7 +125,7 @@ class Traced:
     Attributes:
         stamps: makes from a micro-batch the times at its start, after the loss and after each gradient.
         order: indices of the gradients and, as the last index, of the loss, in the order in which they are computed.
-        sizes: bytes of each gradient, as it is sent, in this order.
+        sizes: bytes of each gradient in the first message, the one that leaves in buckets; in this order.
     """
 
     stamps: Any
@@ -145,7 +153,7 @@ def _trace(net: Net, optimizer: Any, spec: StepSpec) -> Traced:
         share = share_of(image, label, weight, count, [tf.identity(s.value) for s in statistics_of])
         order[:] = buckets.order([*share.gradients, share.loss])
         in_order = [share.loss, *(share.gradients[i] for i in order if i < len(share.gradients))]
-        sizes[:] = [tensor.shape.num_elements() * sent_width(tensor.dtype, compression) for tensor in in_order[1:]]
+        sizes[:] = [sent_bytes(tensor, compression)[0] for tensor in in_order[1:]]
         for tensor in in_order:
             # A GPU's operation counts as done when it is queued, so the timestamp waits for a copy on the host.
             with tf.device("/CPU:0"):
@@ -195,7 +203,7 @@ def measure_backward(
     return Backward(float(forward), tuple(np.cumsum(parts).tolist()), tuple(traced.sizes)), traced.gradients
 
 
-def _measure_link(reduction: Reduction, most: int, computes_here: bool) -> Link:
+def measure_link(reduction: Reduction, most: int, computes_here: bool) -> Link:
     """Measure two of the optimizer's all-reduces, a small and a large one. A collective.
 
     Args:

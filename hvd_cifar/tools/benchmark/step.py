@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_cifar.config import BatchWork, StepWork, TrainSettings, low_rank_of
+from hvd_cifar.config import BatchWork, StepWork, TrainSettings
 from hvd_cifar.data.pipeline import PREFETCH_BATCHES, MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler
-from hvd_cifar.distributed import collectives, powersgd, process_sets
+from hvd_cifar.distributed import collectives, process_sets
 from hvd_cifar.distributed.batch_norm import synchronised_layers
-from hvd_cifar.distributed.optimizer import inner_of, reduction_of, sent_width
+from hvd_cifar.distributed.optimizer import inner_of, reduction_of, sent_bytes
 from hvd_cifar.distributed.overlap import Backward
 from hvd_cifar.errors import UserError
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
@@ -286,20 +286,8 @@ def _phases(bench: Bench, repeats: int, compute: float) -> Phases:
 
 def messages_of(variables: Sequence[Any], compression: str) -> list[int]:
     """Bytes of the messages that a step sends after the backward pass, in order."""
-    rank, first, second = low_rank_of(compression), 0, 0
-    for variable in variables:
-        matrix = powersgd.matrix_of(variable.shape, rank) if rank else None
-        if matrix is None:
-            first += sent_bytes_of(variable, compression)
-        else:  # P [n, R] in the first message, Q [m, R] in the second
-            width = 8 if variable.dtype == "float64" else 4
-            first, second = first + width * rank * matrix[0], second + width * rank * matrix[1]
+    first, second = (sum(sizes) for sizes in zip(*(sent_bytes(v, compression) for v in variables), strict=True))
     return [first, second] if second else [first]
-
-
-def sent_bytes_of(variable: Any, compression: str) -> int:
-    """The bytes of a variable's gradient as it is sent, without PowerSGD."""
-    return int(np.prod(variable.shape)) * sent_width(variable.dtype, compression)
 
 
 def bytes_of(variable: Any) -> int:
