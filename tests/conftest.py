@@ -18,6 +18,21 @@ FOLDER = "cifar-10-batches-bin"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(trylast=True)  # after -m has left tests out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order files such that those whose tests wait for hosts and time-outs run beside those that compute.
+
+    Two workers take a file each, in this order. The short files of single/ and pages/ come last.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    waiting = [path for path in files if path.parent.name in ("cluster", "faults", "launch")]
+    computing = [path for path in files if path.parent.name == "parallel"]
+    places = {path: n / len(group) for group in (waiting, computing) for n, path in enumerate(group)}
+    items[:] = [item for path in sorted(files, key=lambda path: places.get(path, 1.0)) for item in files[path]]
+
+
 @pytest.fixture(autouse=True)
 def _types_of_before() -> Iterator[None]:
     """A test that sets Keras's types (as training in float64 does) leaves them as they were for the next."""

@@ -72,6 +72,7 @@ class _Distributed:
     built: bool
     _trainable_variables: list[keras.Variable]
     _get_variable_index: Callable[[Any], int]
+    _check_variables_are_known: Callable[[list[Any]], None]
 
     def build(self, variables: Sequence[Any]) -> None:
         super().build(variables)  # type: ignore[misc]
@@ -85,7 +86,10 @@ class _Distributed:
     def _make_pass_sums(self) -> None:
         if self._reduction.passes == 1 or "_pass_sums" in vars(self):
             return
-        zeros = [_local_variable(v.shape, v.dtype, "pass_sum") for v in self._trainable_variables]
+        # In float32 where the variable is of half precision, in which many terms are no longer added.
+        kinds = ["float32" if v.dtype in ("bfloat16", "float16") else v.dtype for v in self._trainable_variables]
+        pairs = zip(self._trainable_variables, kinds, strict=True)
+        zeros = [_local_variable(v.shape, kind, "pass_sum") for v, kind in pairs]
         object.__setattr__(self, "_pass_sums", zeros)
         object.__setattr__(self, "_passes_done", _local_variable((), "int64", "passes_done"))
 
@@ -106,6 +110,7 @@ class _Distributed:
             self.built = True
         if variables is None:
             variables = list(self._trainable_variables)
+        self._check_variables_are_known(variables)
         if self._reduction.passes == 1:
             self._apply_reduced(self.reduce(grads, variables), variables)
         else:
@@ -124,9 +129,15 @@ class _Distributed:
 
     def _apply_every_few_passes(self, grads: list[Any], variables: list[Any]) -> None:
         present = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
-        sums = [self._pass_sums[self._get_variable_index(v)] for _, v in present]
+        indices = [self._get_variable_index(v) for _, v in present]
+        if vars(self).setdefault("_present", indices) != indices:
+            raise ValueError(
+                "with backward_passes_per_step every pass must have gradients of the same variables, and this one has "
+                f"{len(indices)}, the first one {len(vars(self)['_present'])}: give zeros instead of None"
+            )
+        sums = [self._pass_sums[index] for index in indices]
         for total, (gradient, _) in zip(sums, present, strict=True):
-            total.assign_add(tf.convert_to_tensor(gradient))
+            total.assign_add(tf.cast(tf.convert_to_tensor(gradient), total.dtype))
         self._passes_done.assign_add(1)
 
         def update() -> None:
@@ -192,7 +203,8 @@ def DistributedOptimizer(
     `keras.optimizers.LossScaleOptimizer`: ranks then skip a step together when the gradients of any of them are not
     finite. A LossScaleOptimizer that is given here stays outside; its inner optimizer reduces the gradients.
 
-    Call `hvd.init()` first. Wrap before the first step: a `tf.function` or `fit` that was traced with the plain
+    Call `hvd.init()` first. A graph holds the number of ranks: under `hvd.elastic.run` make a `tf.function` inside the
+    decorated function. Wrap before the first step: a `tf.function` or `fit` that was traced with the plain
     optimizer does not reduce, so compile such a model again. For `fit` on a GPU, compile the model with
     `jit_compile=False`: XLA cannot compile Horovod's operations.
 
@@ -209,9 +221,11 @@ def DistributedOptimizer(
             sum to bfloat16.
             powersgd:R sends gradients as two matrices of R columns (`distributed.powersgd`), also on one rank.
             `distributed.optimizer.memory_of(optimizer)` gives what it keeps between steps. A checkpoint that the
-            program itself writes must hold this.
+            program itself writes must hold this. Its errors differ between ranks: before one rank saves them, all
+            call `distributed.collectives.average_variables` on them, and after loading all ranks need the same.
         backward_passes_per_step: each rank adds up the gradients of this many calls before they are reduced and
-            applied; `iterations` counts the updates. Each rank must make the same number of calls.
+            applied; `iterations` counts the updates. Each rank must make the same number of calls, and each call have
+            gradients of the same variables.
         average_aggregated_gradients: divide that sum by the number of calls.
         process_set: the ranks that reduce together; a rank outside applies its own gradients.
         sparse_as_dense: turn `tf.IndexedSlices` into dense gradients before they are reduced. Otherwise each rank
@@ -236,6 +250,8 @@ def DistributedOptimizer(
         _check_count("bucket_bytes", bucket_bytes)
     if not hvd.is_initialized():
         raise RuntimeError("Horovod is not initialised: call hvd.init() before DistributedOptimizer")
+    if getattr(process_set, "process_set_id", 0) is None:
+        raise ValueError("process_set is not registered: give it to hvd.init(process_sets=[...]) on every rank")
     reduction = Reduction(
         average=_named(op, {"average": hvd.Average, "sum": hvd.Sum}, "op") == hvd.Average,
         compression=_compression(compression),

@@ -84,7 +84,7 @@ def reduce(
     sent = [tf.matmul(matrices[i], kept[i].right.value) if i in kept else g for i, g in enumerate(gradients)]
     reduced = all_reduces[0](sent)
     # Householder's reflections make a basis of any matrix, also of zeros: a gradient that is zero once is not lost.
-    bases = {i: tf.linalg.qr(reduced[i]).q for i in kept}
+    bases = {i: _basis(reduced[i]) for i in kept}
     rights = all_reduces[1]([tf.matmul(matrices[i], basis, transpose_a=True) for i, basis in bases.items()])
     for (i, k), right in zip(kept.items(), rights, strict=True):
         result = tf.matmul(bases[i], right, transpose_b=True)
@@ -92,3 +92,9 @@ def reduce(
         k.right.assign(right)
         reduced[i] = tf.cast(tf.reshape(result, tf.shape(gradients[i])), gradients[i].dtype)
     return reduced
+
+
+def _basis(matrix: Any) -> Any:
+    """An orthonormal basis of a matrix's columns, whose signs do not depend on rounding: ranks must have the same."""
+    basis, triangle = tf.linalg.qr(matrix)
+    return tf.where(tf.linalg.diag_part(triangle) < 0, -basis, basis)

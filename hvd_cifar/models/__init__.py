@@ -148,7 +148,7 @@ def _inputs_of(layer: keras.layers.Layer, model: keras.Model, images: Any) -> An
 def _has_learnt(layer: keras.layers.Normalization) -> bool:
     if layer.input_mean is not None:
         return True
-    return bool(keras.ops.any(layer.adapt_mean != 0) or keras.ops.any(layer.adapt_variance != 1))
+    return layer.built and bool(keras.ops.any(layer.adapt_mean != 0) or keras.ops.any(layer.adapt_variance != 1))
 
 
 def _ends_in_probabilities(model: keras.Model) -> str:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvd_cifar.kernels.half import narrow, widen
 
 
+@keras.saving.register_keras_serializable("hvd_cifar")
 class QuickGelu(keras.layers.Layer):
     """x * sigmoid(1.702 x): within 0.02 of GELU (Hendrycks and Gimpel 2016, section 2).
 
@@ -55,6 +56,7 @@ def _gelu_backward(x: Any, upstream: Any) -> Any:
     return narrow(widen(upstream) * 0.5 * (1.0 + tanh) * (1.0 + 0.851 * wide * (1.0 - tanh)), x.dtype)
 
 
+@keras.saving.register_keras_serializable("hvd_cifar")
 class QuickRelu(keras.layers.Layer):
     """max(x, 0) or max(a + b, 0); with `copies` = n, a tuple of n outputs, one for each consumer.
 

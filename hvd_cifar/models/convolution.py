@@ -12,6 +12,7 @@ from hvd_cifar.kernels import compiled, side_by_side, winograd
 from hvd_cifar.models.portable import as_keras
 
 
+@keras.saving.register_keras_serializable("hvd_cifar")
 class QuickConv2D(keras.layers.Conv2D):
     """Keras's Conv2D, with a faster CPU kernel where one applies.
 
@@ -40,6 +41,8 @@ class QuickConv2D(keras.layers.Conv2D):
         plain = self.strides == self.dilation_rate == (1, 1) and self.groups == 1
         same = self.padding == "same" and self.data_format == "channels_last"
         if not (plain and same and self.kernel_size in ((3, 3), (5, 5))) or tf.config.list_logical_devices("GPU"):
+            return None
+        if type(self).convolution_op is not keras.layers.Conv2D.convolution_op:  # of a subclass
             return None
         if compiled.is_quicker(self.kernel.shape, self.compute_dtype):
             return compiled.convolve

@@ -12,6 +12,7 @@ from hvd_cifar.kernels.half import narrow, widen
 from hvd_cifar.models.portable import as_keras
 
 
+@keras.saving.register_keras_serializable("hvd_cifar")
 class FusedBatchNormalization(keras.layers.Layer):
     """Batch normalisation over [b, h, w, c] by TensorFlow's fused kernel (Ioffe and Szegedy 2015).
 
@@ -44,9 +45,10 @@ class FusedBatchNormalization(keras.layers.Layer):
             name="moving_variance", shape=shape, initializer="ones", trainable=False, autocast=False
         )
 
-    def call(self, images: Any, training: bool = False) -> Any:
+    def call(self, images: Any, training: bool | None = None) -> Any:
         """[b, h, w, c] -> the same shape and type; `training` uses the batch's statistics, and updates the moving."""
-        training = training and self.trainable  # as in Keras: a frozen layer uses the moving statistics
+        # As in Keras: a frozen layer uses the moving statistics. The kernel would take None for True.
+        training = bool(training and self.trainable)
         if self.compute_dtype == "float64":
             return self._written_out(images, training)
         mean, variance = tf.convert_to_tensor(self.moving_mean), tf.convert_to_tensor(self.moving_variance)
@@ -93,6 +95,7 @@ class FusedBatchNormalization(keras.layers.Layer):
         return {**super().get_config(), **own}
 
 
+@keras.saving.register_keras_serializable("hvd_cifar")
 class LocalResponseNormalization(keras.layers.Layer):
     """x / (bias + alpha * sum of x^2 over neighbouring channels)^0.75 (Krizhevsky et al. 2012, section 3.3).
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 
+@keras.saving.register_keras_serializable("hvd_cifar")
 class SteadyMaxPooling2D(keras.layers.Layer):
     """Max pooling over disjoint windows, in which the first of nearly equal pixels wins, whatever their rounding.
 

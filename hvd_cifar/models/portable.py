@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -29,10 +30,16 @@ def portable(model: keras.Model, image_shape: tuple[int, int, int]) -> keras.Mod
         UserError: where the model has something else.
     """
     twins: dict[int, Any] = {}  # of layers, which may be called several times
+    calls: Counter[int] = Counter()  # of layers with a method `portable`
 
     def call(layer: Any, *inputs: Any, **options: Any) -> Any:
-        if own := getattr(layer, "portable", None):
-            return own(*inputs)
+        if own := _own(layer):
+            calls[id(layer)] += 1
+            if calls[id(layer)] == 1:
+                return own(*inputs)
+            # In a model within the model, since a model has each name once.
+            given = keras.tree.map_structure(lambda t: keras.Input(batch_shape=t.shape, dtype=t.dtype), inputs)
+            return keras.Model(given, own(*given), name=f"{layer.name}_{calls[id(layer)]}")(inputs)
         if not isinstance(layer, keras.layers.Layer):  # an operation of keras.ops
             return layer(*inputs, **options)
         if getattr(layer, "inputs", None) and isinstance(layer, keras.Model):  # not a subclass with a method call
@@ -56,6 +63,17 @@ def portable(model: keras.Model, image_shape: tuple[int, int, int]) -> keras.Mod
     if names := list(_foreign(made.get_config())):
         raise UserError(f"its {names[0]} {_REMEDY}")
     return made
+
+
+def _own(layer: Any) -> Callable[..., Any] | None:
+    """A layer's `portable`; None where a class in front of it changes what the layer computes."""
+    for kind in type(layer).__mro__:
+        if "portable" in vars(kind):
+            found: Callable[..., Any] = layer.portable
+            return found
+        if not kind.__module__.startswith("hvd_cifar.") and {"build", "call", "convolution_op"} & vars(kind).keys():
+            return None
+    return None
 
 
 _REMEDY = "is not Keras's own, so TensorFlow alone cannot load it: give its layer a method portable (docs/use.md)"

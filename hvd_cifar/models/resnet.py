@@ -35,6 +35,7 @@ LARGE = replace(
 RECIPE = replace(PUBLISHED, beyond=(256, LARGE))
 
 
+@keras.saving.register_keras_serializable("hvd_cifar")
 class PadShortcut(keras.layers.Layer):
     """The parameter-free shortcut between stages: every second pixel, new channels zero (He et al. 2015, option A)."""
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
+@keras.saving.register_keras_serializable("hvd_cifar")
 class Muon(keras.optimizers.Optimizer):
     """Kernels of convolutions: v <- m v + g; w <- w / s - r * orthogonal(g + m v). r is `learning_rate`.
 
@@ -64,12 +65,12 @@ class Muon(keras.optimizers.Optimizer):
             return
         super().build(variables)
         self.velocities = [self.add_variable_from_reference(v, name="velocity") for v in variables]
-        # The name of the layer is the last but one part of a path such as "block1_norm1/beta".
-        layers = [f"/{v.path}".split("/")[-2] for v in variables]
-        self._of_variable = [self.others.get(layer, self.others[""]) for layer in layers]
+        # A path such as "block1_norm1/beta" ends with the names of the layer and the variable.
+        names = [f"/{v.path}".split("/")[-2:] for v in variables]
+        self._of_variable = [self.others.get(layer, self.others[""]) for layer, _ in names]
         self._is_matrix = [
-            len(v.shape) == 4 or (layer in self.dense and len(v.shape) == 2)
-            for v, layer in zip(variables, layers, strict=True)
+            name == "kernel" and (len(v.shape) == 4 or (layer in self.dense and len(v.shape) == 2))
+            for v, (layer, name) in zip(variables, names, strict=True)
         ]
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
@@ -85,7 +86,7 @@ class Muon(keras.optimizers.Optimizer):
             if self.resets_norms:
                 # The norm of a kernel whose output channels have length 1.
                 length = tf.sqrt(tf.cast(columns, value.dtype))
-                value = value * (length / tf.norm(value))
+                value = value * tf.math.divide_no_nan(length, tf.norm(value))  # a kernel of zeros has no direction
             else:
                 update *= 0.2 * max(columns, math.prod(variable.shape) // columns) ** 0.5
         else:

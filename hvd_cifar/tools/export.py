@@ -87,7 +87,8 @@ def usable(trained: Trained) -> keras.Model:
 def with_names(model: keras.Model, names: Sequence[str]) -> keras.Model:
     """The model with a third output, `class_names`: strings [b, classes]."""
     labels = keras.ops.zeros_like(model.output["logits"], "int64") + np.arange(len(names))
-    lookup = keras.layers.StringLookup(vocabulary=list(names), num_oov_indices=0, invert=True)
+    unknown = max(names, key=len) + "?"  # the name of no class
+    lookup = keras.layers.StringLookup(vocabulary=list(names), num_oov_indices=0, oov_token=unknown, invert=True)
     return keras.Model(model.inputs[0], {**model.output, "class_names": lookup(labels)}, name=model.name)
 
 

@@ -72,7 +72,8 @@ class StateCopy:
             UserError: where the host's shared memory has no room.
         """
         self.state = state
-        self._rank, self._local_size = world.rank, world.local_size
+        self._rank, self._ranks = world.rank, (world.local_size, world.size)
+        self._errors = {id(v.value) for v in state.errors}
         self._all, self._own = _Values(state.variables), _Values(own)
         self._folder = collectives.on_every_rank(lambda: own_folder(job))
         self._of_own, self._of_all = collectives.on_every_rank(
@@ -91,7 +92,7 @@ class StateCopy:
         if self._of_own:
             self._of_own.write(version, self._own.pieces())
         if self._of_all:
-            self._of_all.write(version, self._all.pieces(), self._local_size)
+            self._of_all.write(version, self._all.pieces(), _as_note(*self._ranks))
 
     def _version(self, step: int) -> int:
         """A number that grows with each step, and with each rollback even though its step is an earlier one."""
@@ -144,23 +145,41 @@ class StateCopy:
         """The copies of the own variables of the ranks that this host had; None: a rank has none."""
         if not self._of_all or not self._own.variables:
             return []
-        names = [f"{OWN}{local_rank}" for local_rank in range(self._of_all.note(version))]
+        local_size, _ = _of_note(self._of_all.note(version))
+        names = [f"{OWN}{local_rank}" for local_rank in range(local_size)]
         return [self._file(name, self._own) if (self._folder / name).exists() else None for name in names]
 
     def _average_own(self, version: int | None) -> None:
-        """Set the variables that differ between ranks to the mean of all ranks' copies; None: this rank has no part."""
+        """Set the variables that differ between ranks to the mean of all ranks' copies; None: this rank has no part.
+
+        PowerSGD's errors become 0 where a rank's is lost. They differ by sums over many steps, which cancel only
+        between all ranks.
+        """
         if not self._own.variables:
             return
         found = [slots for slots in self._own_files(version) if slots] if version is not None else []
         parts = [self._own.arrays(slots.read(version)) for slots in found if version is not None]
-        (copies,) = collectives.all_reduce_sums([len(parts)])
+        ranks = _of_note(self._of_all.note(version))[1] if self._of_all and version is not None else 0
+        copies, hosts, ranks_by_host = collectives.all_reduce_sums([len(parts), ranks > 0, ranks])
         for i, variable in enumerate(self._own.variables):
+            if copies < ranks_by_host / hosts and id(variable) in self._errors:
+                variable.assign(tf.zeros_like(variable))
+                continue
             # In float32 where it is bfloat16, which Horovod does not add.
             wide = tf.float32 if variable.dtype == tf.bfloat16 else variable.dtype
             kind = wide.as_numpy_dtype
             total = sum((part[i].astype(kind) for part in parts), np.zeros(variable.shape, kind))
             mean = collectives.all_reduce_in_graph(tf.constant(total)) / copies
             variable.assign(tf.cast(mean, variable.dtype))
+
+
+def _as_note(local_size: int, size: int) -> int:
+    return size << 32 | local_size
+
+
+def _of_note(note: int) -> tuple[int, int]:
+    """The ranks of the host that wrote a copy, and all ranks."""
+    return note & 0xFFFFFFFF, note >> 32
 
 
 class Copier(Callback):

@@ -184,7 +184,7 @@ class Best(Callback):
 
     def on_rollback(self, run: Run) -> None:
         """Forget evaluations of later steps."""
-        self.progress.ends_early = ""
+        self.progress.ends_early, self.newest = "", None
         if self.snapshots:
             self.snapshots.go_back(run.step)
         self.on_start(run)

@@ -10,10 +10,19 @@ import pytest
 
 from tests.cluster.hosts import Cluster
 from tests.cluster.jobs import launcher, losses, training, variables, wait_for
-from tests.options import SLOW_PACE
 
 STEPS = 300
 OPTIONS = ["--max-steps", str(STEPS), "--precision", "float64", "--threads-per-rank", "1", "--record-examples"]
+
+PACE = """
+import pathlib, time
+import hvd_cifar
+
+class Pace(hvd_cifar.Callback):
+    def on_step(self, run):
+        if not pathlib.Path({killed!r}).exists():
+            time.sleep(0.1)
+"""
 
 
 def test_a_host_is_cut_off_comes_back_and_loses_a_rank(three_hosts: Cluster, embedded: Path, tmp_path: Path) -> None:
@@ -21,7 +30,9 @@ def test_a_host_is_cut_off_comes_back_and_loses_a_rank(three_hosts: Cluster, emb
     first, second, third = three_hosts
     words: list[str | Path] = [*launcher(), "--elastic", "1:3", "--cool-down", "4:4"]
     words += ["--hostfile", three_hosts.hostfile(1, 1, 1), *training(embedded, three_hosts.own / "run", *OPTIONS)]
-    words += ["--callbacks", SLOW_PACE]
+    killed = tmp_path / "killed"
+    (tmp_path / "pace.py").write_text(PACE.format(killed=str(killed)))
+    words += ["--callbacks", tmp_path / "pace.py:Pace"]
     output = tmp_path / "output"
     with output.open("wb") as file:
         job = first.start(words, env=variables(first), stdout=file, stderr=file)
@@ -41,6 +52,7 @@ def test_a_host_is_cut_off_comes_back_and_loses_a_rank(three_hosts: Cluster, emb
     wait_for(partial(has_said, "resumed from", 2), "the state")
     for rank in second.processes("-m hvd_cifar train"):
         rank.kill()
+    killed.touch()
     assert job.wait(300) == 0, output.read_text()
     said = output.read_text()
     assert "elastic: rank 1 on node2 is lost (exit code 137)" in said and "Traceback" not in said, said

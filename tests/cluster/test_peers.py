@@ -18,7 +18,7 @@ from tests.cluster.hosts import Cluster
 from tests.cluster.jobs import recorded, wait_for
 from tests.ranks import CHECKOUT
 
-LINK = "50mbit"
+LINK = "100mbit"
 BATCH = 16  # of a rank
 STEP_BITS = 1_068_298 * 32  # each host sends and receives them in a step: the tutorial's gradients
 
@@ -38,7 +38,7 @@ def test_a_slow_link_slows_the_sides_that_communicate(need_hosts: None, tmp_path
         (of_link["none"][0], of_link[LINK][0])
         for of_link in json.loads(output.read_text())["images_per_second"].values()
     ]
-    most = 2 * BATCH / (STEP_BITS / 50e6)  # that the link allows
+    most = 2 * BATCH / (STEP_BITS / 100e6)  # that the link allows
     assert ours_limited < 1.05 * most < 0.5 * min(ours, alone, alone_limited)
     assert f"| {ours_limited / ours:.3f} (" in done.stdout
     facts = recorded(kept / "hvd_cifar" / "run")

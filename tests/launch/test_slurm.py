@@ -16,6 +16,7 @@ import pytest
 
 from tests.cluster import jobs
 from tests.launch.slurm import Slurm, reason_to_skip, slurm
+from tests.options import SMALL_NET
 from tests.ranks import CHECKOUT
 
 BATCH = CHECKOUT / "deploy" / "slurm.sbatch"
@@ -127,7 +128,7 @@ def test_a_job_outlives_preemption_and_requeue(
     def submit(name: str, *options: str) -> str:
         words: list[str | Path] = ["--nodes=2", "--ntasks-per-node=1", "--exclusive", f"--chdir={checkout}", *options]
         words += [f"--output={tmp_path / name}.out", BATCH]
-        words += ["--model", "tutorial", "--dataset", "synthetic", "--data-dir", embedded, "--global-batch-size", "32"]
+        words += ["--model", SMALL_NET, "--dataset", "synthetic", "--data-dir", embedded, "--global-batch-size", "32"]
         words += ["--max-steps", str(STEPS), "--log-every", "1", "--checkpoint-every", "10"]
         words += ["--eval-every", "0", "--eval-examples", "100"]
         return site.submit([str(word) for word in words], variables | {"RUN_DIR": str(tmp_path / name)})

@@ -123,7 +123,7 @@ def _on_ranks(folder: str) -> dict[str, Any]:
     found["statistics"] = [v.path for v in moving_statistics(net)]
 
     net.save(f"{folder}/{world.rank}.keras")
-    plain = keras.models.load_model(f"{folder}/{world.rank}.keras", custom_objects=_custom())
+    plain = keras.models.load_model(f"{folder}/{world.rank}.keras")
     found["saved"] = {
         "same paths": paths == [v.path for v in net.variables],
         "same names": [p.split("/")[-2:] for p in paths] == [v.path.split("/")[-2:] for v in plain.variables],
@@ -170,12 +170,6 @@ def _on_ranks(folder: str) -> dict[str, Any]:
         found["renorm"] = str(error), type(refused.layers[0]) is keras.layers.BatchNormalization
     collectives.barrier()  # no rank leaves before the last collective of another is done
     return found
-
-
-def _custom() -> dict[str, Any]:
-    from hvd_cifar.models.normalization import FusedBatchNormalization
-
-    return {"FusedBatchNormalization": FusedBatchNormalization}
 
 
 @pytest.mark.parametrize("n", [2, 3])

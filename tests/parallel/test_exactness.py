@@ -76,8 +76,8 @@ FIRST_HALF = 15  # in the middle of an epoch
 # be a quarter of an hour.
 OF_RANKS = {
     1: list(RUNS),
-    2: [name for name in RUNS if name not in ("fast", "resnet8")] + [HALF],
-    3: ["fast", "tutorial, accumulated and clipped", "tutorial, float32", RESUMED],
+    2: ["tutorial", "tutorial, float32", "resnet8, plain, accumulated and clipped", HALF],
+    3: ["fast", "tutorial, accumulated and clipped", RESUMED],
     5: ["tutorial", "tutorial, float32", "resnet8", "resnet8, plain, accumulated and clipped"],
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import jobs, runs
 from hvd_cifar.data import sampler
 from hvd_cifar.errors import RESUME
-from tests.options import TUTORIAL
+from tests.options import SMALL
 from tests.ranks import CHECKOUT, environment
 
 EXAMPLES, HELD, BATCH = 50_000, 49_840, 32  # what is left makes epochs of 5 steps
@@ -20,7 +20,7 @@ OPTIONS += ["--warmup-epochs", 0, "--eval-every", 4, "--eval-examples", 200, "--
 
 
 def _train(n: int, data: Path, run_dir: Path, *options: Any, code: int = 0) -> subprocess.CompletedProcess[str]:
-    words = jobs.command(n, *TUTORIAL, data, "--run-dir", run_dir, "--epochs", 100, *OPTIONS, *options)
+    words = jobs.command(n, *SMALL, data, "--run-dir", run_dir, "--epochs", 100, *OPTIONS, *options)
     done = subprocess.run(words, capture_output=True, text=True, timeout=500, env=environment(), cwd=CHECKOUT)
     assert done.returncode == code, done.stdout + done.stderr
     return done

@@ -162,6 +162,7 @@ def _scaled(rows: Any, scale: float) -> Any:
 def _saved_and_loaded(folder: str) -> dict[str, Any]:
     """A model and a checkpoint of a distributed optimizer, beside those of a plain one."""
     _start()
+    import horovod.tensorflow as hvd
     import keras
     import tensorflow as tf
 
@@ -213,12 +214,18 @@ def _saved_and_loaded(folder: str) -> dict[str, Any]:
     found["many rows"] = float(table.numpy()[0, 0])
     outer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     found["loss scale stays outside"] = DistributedOptimizer(outer) is outer
+    pair, gradient_of = [keras.Variable([1.0]), keras.Variable([1.0])], tf.constant([1.0])
+    by_turns = DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=2)
+    by_turns.apply([gradient_of, gradient_of], pair)
     errors = {
+        "another pass": lambda: by_turns.apply([None, gradient_of], pair),
         "twice": lambda: DistributedOptimizer(summing),
         "twice inside": lambda: DistributedOptimizer(outer),
         "no optimizer": lambda: DistributedOptimizer("adam"),
         "op": lambda: DistributedOptimizer(keras.optimizers.SGD(), op="mean"),
         "passes": lambda: DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0),
+        "other variables": lambda: summing.apply([tf.constant(1.0)], [keras.Variable(0.0)]),
+        "process set": lambda: DistributedOptimizer(keras.optimizers.SGD(), process_set=hvd.ProcessSet([0])),
         "copy": lambda: copy.copy(summing),
         "copy of a loss scale": lambda: copy.copy(outer),
         "deep copy": lambda: copy.deepcopy(summing),
@@ -252,6 +259,8 @@ def test_a_distributed_optimizer_saves_as_the_plain_one(jobs: Jobs) -> None:
     assert "already distributed" in found["twice"]
     assert "Keras 3 optimizer, not str" in found["no optimizer"]
     assert "'mean'" in found["op"] and "at least 1" in found["passes"]
+    assert "Unknown variable" in found["other variables"] and "is not registered" in found["process set"]
+    assert "this one has 1, the first one 2: give zeros instead of None" in found["another pass"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 512])
@@ -422,6 +431,15 @@ def _several_things() -> dict[str, Any]:
         seen[f"passes averaged={average}"] = path
         seen["updates"] = int(optimizer.iterations.numpy())
 
+    # Many passes in half precision, each less than a bit of their sum.
+    half = variable([0.0], "bfloat16")
+    many = DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=1000)
+    many.build([half])
+    one = tf.function(lambda: many.apply([tf.constant([2.0**-9], tf.bfloat16)], [half]))
+    for _ in range(1000):
+        one()
+    seen["many passes"] = float(half.numpy()[0])
+
     # Clipping by the global norm comes after averaging.
     v = variable([0.0, 0.0])
     gradient = tf.constant([6.0, 0.0]) if rank == 0 else tf.constant([0.0, 8.0])
@@ -446,6 +464,7 @@ def test_two_ranks_in_all_variants(jobs: Jobs) -> None:
     assert first["passes averaged=False"] == [0.0, -4.5, -4.5, -15.0, -15.0]
     assert first["passes averaged=True"] == [0.0, -2.25, -2.25, -7.5, -7.5]
     assert first["updates"] == 2
+    assert first["many passes"] == pytest.approx(-1000 / 512, rel=0.01)
     assert first["clipped"] == pytest.approx([-0.6, -0.8])
 
 

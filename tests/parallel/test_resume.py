@@ -7,8 +7,9 @@ import os
 import random
 import re
 import subprocess
-import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ import pytest
 
 from benchmarks import jobs, runs
 from hvd_cifar.training.checkpoint_files import damage, listed
-from tests.options import TUTORIAL
-from tests.ranks import CHECKOUT, end_tree, environment
+from tests.options import SMALL, TUTORIAL
+from tests.ranks import CHECKOUT, end_tree, environment, run_ranks
 
 # 263 examples in batches of 24 are 11 steps an epoch, the last one of 23: steps 5 and 15 are in the middle of one.
 COURSE = ["--global-batch-size", 24, "--precision", "float64", "--checkpoint-every", 5, "--record-examples"]
@@ -44,8 +45,10 @@ def few(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     return environment({"PYTHONPATH": path.rstrip(os.pathsep)})
 
 
-def _train(n: int, data: Path, run_dir: Path, env: dict[str, str], *options: Any) -> subprocess.CompletedProcess[str]:
-    base = [*TUTORIAL, data, "--run-dir", run_dir]
+def _train(
+    n: int, data: Path, run_dir: Path, env: dict[str, str], *options: Any, net: Sequence[str] = TUTORIAL
+) -> subprocess.CompletedProcess[str]:
+    base = [*net, data, "--run-dir", run_dir]
     return _to_its_end(jobs.command(n, *base, *QUIET, *options), env, CHECKOUT)
 
 
@@ -104,7 +107,8 @@ def test_killed_at_random_and_resumed_on_other_ranks(embedded: Path, few: dict[s
 def test_the_newest_whole_checkpoint_is_taken(embedded: Path, few: dict[str, str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     course = ["--global-batch-size", 24, "--precision", "float64", "--checkpoint-every", 2, "--max-steps"]
-    done = _train(1, embedded, run_dir, few, *course, 10)
+    train = partial(_train, 1, embedded, run_dir, few, net=SMALL)
+    done = train(*course, 10)
     assert done.returncode == 0, done.stderr
     losses = runs.losses(run_dir)
     (data,) = run_dir.glob("checkpoints/step-10/*.data*")
@@ -116,10 +120,10 @@ def test_the_newest_whole_checkpoint_is_taken(embedded: Path, few: dict[str, str
     metrics = run_dir / "metrics.jsonl"
     metrics.write_bytes(b"\xff" + metrics.read_bytes())
 
-    refused = _train(1, embedded, run_dir, few, *course, 12, "--resume", run_dir / "checkpoints" / "step-8")
+    refused = train(*course, 12, "--resume", run_dir / "checkpoints" / "step-8")
     (line,) = (line for line in refused.stderr.splitlines() if "warning" not in line)
     assert refused.returncode == 2 and f"{index.name} is not what was written" in line
-    done = _train(1, embedded, run_dir, few, *course, 12, "--resume", run_dir / "checkpoints" / "step-6")
+    done = train(*course, 12, "--resume", run_dir / "checkpoints" / "step-6")
     assert done.returncode == 0 and "step-6 at step 6" in done.stdout, done.stderr
     told = [line for line in done.stderr.splitlines() if "warning" in line]
     assert [re.findall(r"step-\d+", line) for line in told[:2]] == [["step-10", "step-6"], ["step-8", "step-6"]]
@@ -156,18 +160,29 @@ def test_the_batch_of_a_run_stays_on_other_ranks(embedded: Path, few: dict[str, 
     assert len(runs.losses(repeated)) == 2
 
 
+PLAIN: dict[str, Any] = {"test_time_augmentation": False}
+
+
+def _fast(data: str, whole: str, cut: str) -> list[dict[str, Any]]:
+    """Train in one part and in two; results of evaluations in six views and in one."""
+    import hvd_cifar
+
+    # Synchronised: otherwise each checkpoint averages the ranks' moving statistics, which rounds.
+    course: dict[str, Any] = {"data_dir": data, "global_batch_size": 24, "learning_rate": 0.01, "sync_batch_norm": True}
+    course |= {"image_sizes": "16,32", "lookahead": True, "epochs": 1, "check_sync_every": 2}
+    course |= {"log_every": 1, "eval_every": 0, "summary_every": 0}
+    for run_dir, steps, more in ((whole, 10, {}), (cut, 6, PLAIN), (cut, 10, PLAIN)):
+        hvd_cifar.train("fast", "synthetic", run_dir=run_dir, max_steps=steps, **course, **more)
+    return [hvd_cifar.evaluate(whole, **more) for more in ({}, PLAIN)]
+
+
 def test_fast_goes_on_exactly_and_is_evaluated_in_six_views(
     embedded: Path, few: dict[str, str], tmp_path: Path
 ) -> None:
     """Slow weights are mixed in after steps 5 and 10; images grow after 6, where the run is cut."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    # Synchronised: otherwise each checkpoint averages the ranks' moving statistics, which rounds.
-    course = ["--model", "fast", "--global-batch-size", 24, "--learning-rate", 0.01, "--sync-batch-norm"]
-    course += ["--image-sizes", "16,32", "--lookahead", "--epochs", 1, "--check-sync-every", 2, "--max-steps"]
-    plain = ["--no-test-time-augmentation"]
-    for run_dir, steps, more in ((whole, 10, []), (cut, 6, plain), (cut, 10, plain)):
-        done = _train(2, embedded, run_dir, few, *course, steps, *more)
-        assert done.returncode == 0, done.stderr
+    found, other_rank = run_ranks(_fast, 2, str(embedded), str(whole), str(cut), env=few, timeout=300)
+    assert found == other_rank
     one, other = runs.summary(whole), runs.summary(cut)
     assert one["replicas_identical"] and one["weights_sha256"] == other["weights_sha256"]
     assert runs.losses(whole) == runs.losses(cut) and len(runs.losses(cut)) == 10
@@ -175,12 +190,6 @@ def test_fast_goes_on_exactly_and_is_evaluated_in_six_views(
     assert one["precision"] == precision in ("float32", "mixed_bfloat16")
 
     assert one["test_views"] == 6 and 0 < one["test_accuracy_of_one_view"] < 1
-    words = [sys.executable, "-m", "hvd_cifar", "evaluate", "--run-dir", str(whole), "--output"]
-    six, one_view = tmp_path / "six.json", tmp_path / "plain.json"
-    for extra in ([str(six)], [str(one_view), *plain]):
-        done = _to_its_end([*words, *extra], few, CHECKOUT)
-        assert done.returncode == 0, done.stderr
-    found = [json.loads(path.read_text()) for path in (six, one_view)]
     assert [result["test_views"] for result in found] == [6, 1]
     assert found[0]["test_loss"] == pytest.approx(one["test_loss"], rel=1e-3)
     assert found[0]["test_loss"] != pytest.approx(found[1]["test_loss"], rel=1e-6)

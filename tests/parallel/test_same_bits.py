@@ -110,22 +110,21 @@ def test_virtual_shards_end_with_the_same_bits_on_1_2_and_8_ranks(embedded: Path
     """Weights, momentum, moving averages, batch norm's statistics; the run on 8 ranks continues on 2.
 
     `tutorial` and `fast` have convolutions as products of matrices, with more parts of a batch than images, and layers
-    by XLA. `fast` is not among the nets of 8 ranks, whose eight graphs would take minutes.
+    by XLA. They are not among the nets of 8 ranks, whose eight graphs would take minutes.
     """
-    nets = "resnet8", "tutorial"
+    nets = "resnet8", "tutorial", "fast"
 
     def train(n: int, *runs: tuple[str, dict[str, Any]]) -> tuple[str, ...]:
         ended = {tuple(found) for found in run_ranks(_train, n, str(embedded), str(tmp_path), runs, 1, timeout=600)}
         assert len(ended) == 1
         return ended.pop()
 
-    early = train(8, *((f"8 then 2 {net}", _virtual(net, 2)) for net in nets))
-    alone = train(1, *((f"1 {net}", _virtual(net, 4)) for net in (*nets, "fast")))
-    resumed = [(f"8 then 2 {net}", _virtual(net, 4)) for net in nets]
+    (early,) = train(8, ("8 then 2", _virtual("resnet8", 2)))
+    alone = train(1, *((f"1 {net}", _virtual(net, 4)) for net in nets))
     in_buckets = {"overlap": "on", "bucket_bytes": 20_001}
-    whole = [(f"2 {net}", _virtual(net, 4) | in_buckets) for net in (*nets, "fast")]
-    assert train(2, *resumed, *whole) == (*alone[:2], *alone)
-    assert all(before != after for before, after in zip(early, alone, strict=False))
+    whole = [(f"2 {net}", _virtual(net, 4) | in_buckets) for net in nets]
+    assert train(2, ("8 then 2", _virtual("resnet8", 4)), *whole) == (alone[0], *alone)
+    assert early != alone[0]
 
 
 def test_deterministic_runs_repeat_to_the_bit(embedded: Path, tmp_path: Path) -> None:
@@ -136,9 +135,9 @@ def test_deterministic_runs_repeat_to_the_bit(embedded: Path, tmp_path: Path) ->
     options = {"batch_size": 7, "max_steps": 5, "deterministic": True}
     given, measured = {"overlap": "on", "bucket_bytes": 20_001}, {"overlap": "on"}
     runs: list[tuple[str, dict[str, Any]]] = []
-    for net, buckets in (("resnet8", given), ("tutorial", measured), ("fast", given)):
-        run = {**options, "model": MODELS.get(net, net)}
+    for net, buckets in (("tutorial", measured), ("fast", given)):
+        run = {**options, "model": net}
         runs += [(net, run), (f"{net} in buckets", run | buckets)]
     plain = ("plain", {"batch_size": 7, "max_steps": 2, "model": RESNET8})
     for *ended, _ in run_ranks(_train, 3, str(embedded), str(tmp_path), [*runs, plain], 2, timeout=600):
-        assert len(ended) == 6 and ended[::2] == ended[1::2]
+        assert len(ended) == 4 and ended[::2] == ended[1::2]

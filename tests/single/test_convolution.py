@@ -90,6 +90,22 @@ def test_the_layer_is_keras_s_with_any_option(options: dict[str, Any]) -> None:
     np.testing.assert_allclose(layers[0](images), layers[1](images), rtol=0, atol=1e-12)
 
 
+class _Standardised(QuickConv2D):
+    def convolution_op(self, inputs: Any, kernel: Any) -> Any:
+        return super().convolution_op(inputs, kernel - tf.reduce_mean(kernel, axis=[0, 1, 2]))
+
+
+def test_a_subclass_that_changes_the_convolution_does_so_on_any_machine() -> None:
+    images = tf.constant(np.random.default_rng(5).normal(size=(2, 8, 8, 32)), "float32")
+    layer, plain = _Standardised(32, 3, padding="same"), keras.layers.Conv2D(32, 3, padding="same")
+    for each in (layer, plain):
+        each.build(images.shape)
+    layer.bias.assign(np.arange(32))
+    kernel = layer.kernel.numpy()
+    plain.set_weights([kernel - kernel.mean((0, 1, 2)), layer.bias.numpy()])
+    np.testing.assert_allclose(layer(images), plain(images), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("batch", [1, 3, 8, 11])  # less than a row holds, and what no row divides
 @pytest.mark.parametrize(
     "size, taps", [((3, 3), 3), ((7, 7), 3), ((5, 12), 3), ((12, 5), 5), ((1, 1), 3), ((32, 32), 3)]

@@ -76,12 +76,14 @@ def test_nets_train_in_every_precision(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tutorial", "resnet20", "fast"])
-def test_keras_can_make_a_net_anew_from_its_configuration(name: str) -> None:
+def test_keras_can_make_a_net_anew_from_its_configuration(name: str, tmp_path: Path) -> None:
     model = nets.build(name, 16, "float32").model
     clone = keras.models.clone_model(model)
     clone.set_weights(model.get_weights())
     images = np.random.default_rng(6).normal(size=(3, 16, 16, 3)).astype(np.float32)
     assert np.array_equal(clone(images), model(images))
+    model.save(tmp_path / "net.keras")
+    assert np.array_equal(keras.saving.load_model(tmp_path / "net.keras")(images), model(images))
 
 
 @pytest.mark.parametrize("name", ["tutorial", "resnet20", "fast"])
@@ -131,6 +133,8 @@ def test_a_frozen_fused_batch_norm_uses_its_moving_statistics(dtype: str) -> Non
     norm.trainable = False
     assert np.array_equal(norm(images, training=True), evaluated) and not norm.moving_mean.numpy().any()
     norm.trainable = True
+    # A block that passes on that nothing is said of training.
+    assert np.array_equal(norm(images, training=None), evaluated) and not norm.moving_mean.numpy().any()
     assert not np.allclose(norm(images, training=True), evaluated) and norm.moving_mean.numpy().all()
 
 
@@ -430,6 +434,22 @@ def test_normalization_learns_once_and_from_its_own_input() -> None:
     assert np.allclose(norm.mean, 9.0)
     one = net.layers[1](np.full((1, 4, 4, 2), 10.0))
     assert np.asarray(inner.mean).shape == (1, 32) and np.allclose(inner.mean, keras.ops.max(one))
+
+
+class _Unused(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = keras.layers.Normalization(), keras.layers.Flatten()
+
+    def call(self, x: Any) -> Any:
+        return self.last(x)
+
+
+def test_normalization_that_is_not_called_is_told() -> None:
+    net = _Unused()
+    net(np.zeros((1, 4, 4, 2), np.float32))
+    with pytest.raises(UserError, match="does not call its layer normalization"):
+        models.adapt(models.Net(net, []), lambda: np.ones((4, 4, 4, 2), np.float32))
 
 
 class _InAList(keras.Model):

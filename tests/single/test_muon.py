@@ -109,6 +109,22 @@ def test_variables_outside_of_layers_and_a_missing_default_take_the_plain_rate()
     assert float(scale.numpy()) == 0.5 and float(dense.kernel.numpy()[0, 0]) == pytest.approx(before - 1.0)
 
 
+def test_a_kernel_of_zeros_and_a_scale_of_rank_4() -> None:
+    """Only kernels of convolutions are orthogonalised, and one that begins at zero, as in a residual branch, learns."""
+    conv = keras.layers.Conv2D(3, 1, use_bias=False, kernel_initializer="zeros")
+    conv.build((None, 4, 4, 2))
+    scale = keras.Variable(np.full((1, 1, 1, 3), 1e-6), name="scale")
+    optimizer = Muon(0.5, momentum_of_others=0.0)
+    optimizer.build([conv.kernel, scale])
+    gradient = np.random.default_rng(0).normal(size=(1, 1, 2, 3))
+    optimizer.apply(
+        [tf.constant(gradient, tf.float32), tf.constant(np.ones((1, 1, 1, 3)), tf.float32)], [conv.kernel, scale]
+    )
+    expected = -0.5 * _by_hand(gradient.reshape(2, 3), 3)
+    assert np.allclose(conv.kernel.numpy().reshape(2, 3), expected, atol=1e-5)
+    assert np.allclose(scale.numpy(), 1e-6 - 0.5)
+
+
 def test_a_kernel_without_a_gradient_stays_finite() -> None:
     """0 / |0|: the gradient of a dead channel is zero."""
     assert (orthogonal(tf.zeros((3, 3, 4, 8)), 3).numpy() == 0).all()

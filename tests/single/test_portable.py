@@ -19,6 +19,9 @@ from hvd_cifar.data import augment
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import convert_sync_batch_norm
 from hvd_cifar.errors import UserError
+from hvd_cifar.models.activation import QuickRelu
+from hvd_cifar.models.convolution import QuickConv2D
+from hvd_cifar.models.normalization import FusedBatchNormalization
 from hvd_cifar.models.portable import portable
 
 RANDOM = np.random.default_rng(5)
@@ -102,6 +105,26 @@ def test_everything_that_keras_has_and_a_layer_that_is_portable_pass(tmp_path: P
         assert not any(isinstance(layer, (Doubled, SyncBatchNormalization)) for layer in loaded._flatten_layers())
 
 
+def test_a_layer_that_is_called_twice_has_one_answer_everywhere(tmp_path: Path) -> None:
+    shared, relu = FusedBatchNormalization(name="norm"), QuickRelu(name="relu")
+    images = keras.Input((6, 6, 3))
+    x = relu([shared(relu([images, images])), images])
+    model = keras.Model(images, layers.Flatten()(shared(x)))
+    _shake(model)
+    values = RANDOM.normal(size=(5, 6, 6, 3)).astype(np.float32)
+    portable(model, (6, 6, 3)).save(tmp_path / "net.keras")
+    assert keras.saving.load_model(tmp_path / "net.keras")(values).numpy() == pytest.approx(
+        model(values).numpy(), abs=1e-5
+    )
+
+
+class Scaled(QuickConv2D):
+    """A user's layer that changes what it inherits."""
+
+    def call(self, images: Any) -> Any:
+        return 2.0 * super().call(images)
+
+
 class Subclass(keras.Model):
     def call(self, images: Any) -> Any:
         return images[:, 0, 0]
@@ -115,9 +138,10 @@ class Subclass(keras.Model):
         (lambda: _net(layers.Conv2D(2, 3, activation=squash)), r"a function in its layer conv2d.* \(Conv2D\)"),
         (lambda: _net(layers.Conv2D(2, 3, activation=lambda x: x)), r"a function in its layer conv2d.* \(Conv2D\)"),
         (lambda: _net(layers.Conv2D(2, 3, activation=registered)), "its function tests>registered"),
+        (lambda: _net(Scaled(2, 3)), r"its layer scaled.* \(Scaled\)"),
         (Subclass, r"its layer subclass.* \(Subclass\)"),
     ],
-    ids=["layer", "Lambda", "function", "lambda", "registered", "model"],
+    ids=["layer", "Lambda", "function", "lambda", "registered", "inherited", "model"],
 )
 @pytest.mark.filterwarnings("ignore:The object being serialized includes a `lambda`")
 def test_what_only_its_own_code_can_load_is_refused_by_name(make: Callable[[], keras.Model], named: str) -> None:
