@@ -160,7 +160,7 @@ class StateCopy:
         found = [slots for slots in self._own_files(version) if slots] if version is not None else []
         parts = [self._own.arrays(slots.read(version)) for slots in found if version is not None]
         ranks = _of_note(self._of_all.note(version))[1] if self._of_all and version is not None else 0
-        copies, hosts, ranks_by_host = collectives.all_reduce_sums([len(parts), ranks > 0, ranks])
+        copies, hosts, ranks_by_host = collectives.all_reduce_sums([len(parts), int(ranks > 0), ranks])
         for i, variable in enumerate(self._own.variables):
             if copies < ranks_by_host / hosts and id(variable) in self._errors:
                 variable.assign(tf.zeros_like(variable))
