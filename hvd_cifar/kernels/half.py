@@ -18,10 +18,13 @@ def narrow(x: Any, dtype: Any) -> Any:
     bfloat16 is the upper half of float32, so rounding is one integer addition. XLA's own cast also handles NaNs whose
     carry would reach the sign bit; arithmetic makes no such NaN.
     """
-    if dtype != tf.bfloat16 or x.dtype != tf.float32:
-        return tf.cast(x, dtype)
+    return _rounded(x) if dtype == tf.bfloat16 and x.dtype == tf.float32 else tf.cast(x, dtype)
+
+
+@tf.custom_gradient  # TensorFlow sees none through integers: second derivatives would be zero
+def _rounded(x: Any) -> tuple[Any, Any]:
     bits = tf.bitcast(x, tf.uint32)
     half = tf.constant(16, tf.uint32)
     odd = tf.bitwise.bitwise_and(tf.bitwise.right_shift(bits, half), tf.constant(1, tf.uint32))
     rounded = tf.bitwise.right_shift(bits + tf.constant(0x7FFF, tf.uint32) + odd, half)
-    return tf.bitcast(tf.cast(rounded, tf.uint16), tf.bfloat16)
+    return tf.bitcast(tf.cast(rounded, tf.uint16), tf.bfloat16), lambda upstream: tf.cast(upstream, tf.float32)

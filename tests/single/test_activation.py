@@ -44,6 +44,22 @@ def test_quick_gelu_in_half_types_is_rounded_once(dtype: str) -> None:
         assert (np.abs(tf.cast(found, tf.float64).numpy() - wanted) <= 0.5 * unit + 3e-6).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_second_derivatives_of_quick_gelu(dtype: str) -> None:
+    """As a penalty on gradients needs them; zeros would train nothing, without an error."""
+    x = tf.cast(np.linspace(-2, 2, 41), dtype)
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            y = QuickGelu(dtype=dtype)(x)
+        first = inner.gradient(y, x)
+    second = tf.cast(outer.gradient(first, x), tf.float64).numpy()
+    exact = tf.cast(x, tf.float64).numpy()
+    s = 1 / (1 + np.exp(-1.702 * exact))
+    assert np.allclose(second, 1.702 * s * (1 - s) * (2 + 1.702 * exact * (1 - 2 * s)), atol=0.02)
+
+
 @pytest.mark.parametrize("copies", [1, 2, 3])
 @pytest.mark.parametrize("terms", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
