@@ -473,6 +473,13 @@ def test_cuda_visible_devices_counts_as_for_the_launcher(
     assert "".join(str(len(seen[name].gpus or ())) for name in HOSTS) == counts
 
 
+def test_the_doctor_names_the_chosen_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "list_gpus", lambda: "GPU 0: A (UUID: GPU-a)\nGPU 1: B (UUID: GPU-b)\n")
+    facts = {"a": HostFacts(gpus=tuple(Gpu(name=name, driver="550") for name in "AB"))}
+    (seen,) = examine.as_ranks_see(facts, "a", False, {"CUDA_VISIBLE_DEVICES": "1"})["a"].gpus or ()
+    assert seen.name == "B"
+
+
 def test_what_harms_nobody_is_no_fault() -> None:
     alone = _with(
         HEALTHY, hosts=(Host("a", 2),), facts={"a": HEALTHY.facts["a"]}, network=None, job=Job(ranks={"a": 2}, how="x")

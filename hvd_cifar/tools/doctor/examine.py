@@ -123,10 +123,14 @@ def as_ranks_see(
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return dict(facts)
-    hides = devices.hides_all(chosen)
-    count = 0 if hides else len(devices.visible_gpus(devices.list_gpus(), environment))
+    hides, listing = devices.hides_all(chosen), devices.list_gpus()
+    seen = (
+        []
+        if hides
+        else [devices.visible_gpus(listing, {}).index(g) for g in devices.visible_gpus(listing, environment)]
+    )
     return {
-        name: found.model_copy(update={"gpus": found.gpus[:count]})
+        name: found.model_copy(update={"gpus": tuple(found.gpus[i] for i in seen if i < len(found.gpus))})
         if found.gpus and (name == here or (hides and not gloo))
         else found
         for name, found in facts.items()
