@@ -20,15 +20,17 @@ import inspect
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import psutil
 
@@ -130,6 +132,48 @@ def once(start: Jobs) -> Jobs:
         return found
 
     return results
+
+
+def command(words: Sequence[Any]) -> dict[str, Any]:
+    """Run a command line of the package in this rank, as `python -m hvd_cifar` does; for `run_all`, several in turn.
+
+    Returns its exit code as "code", and what this rank wrote, from Python or not: the lines of standard output as
+    "said", those of standard error as "errors". No rank waits before it exits with an error.
+    """
+    from hvd_cifar import cli
+    from hvd_cifar.training.preemption import SIGNALS
+
+    code: Any = None
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    with _lines_of(1) as said, _lines_of(2) as errors, mock.patch.object(cli, "GRACE_SECONDS", 0.0):
+        try:
+            cli.main([str(word) for word in words])
+        except SystemExit as ended:
+            code = ended.code
+        finally:
+            for number, handler in handlers.items():  # after `train` they are ignored
+                signal.signal(number, handler or signal.SIG_DFL)
+    return {"code": code, "said": said, "errors": errors}
+
+
+@contextmanager
+def _lines_of(stream: int) -> Iterator[list[str]]:
+    """The lines that are written to a file descriptor in the block, which fill the list at its end."""
+    lines: list[str] = []
+    before = os.dup(stream)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), stream)
+        try:
+            yield lines
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(before, stream)
+            os.close(before)
+            file.seek(0)
+            text = file.read()
+            os.write(stream, text)  # the rank's log has them also
+            lines += text.decode(errors="replace").splitlines()
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:

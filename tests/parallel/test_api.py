@@ -3,17 +3,54 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import CHECKOUT, environment, run_ranks
+from tests.ranks import CHECKOUT, Jobs, command, environment, once, run_all
 
 EXAMPLES = 42  # in batches of 8: the last of an epoch has 2 examples, fewer than 3 ranks
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """What the functions below returned in a job, by their names and by rank: each job starts once."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("again", "wrong"):
+        (folder / name).mkdir()
+        (folder / name / "mine.py").write_text(MINE)
+
+    def losses(name: str, halves: bool = False) -> Callable[..., Any]:
+        return partial(_losses_and_weights, str(folder / name), halves)
+
+    functions: dict[int, dict[str, Callable[..., Any]]] = {
+        1: {
+            "again": partial(_again_in_one_folder, str(folder / "again")),  # first: it sees names that nobody has used
+            "losses": losses("1"),
+            "wrong": partial(_wrong_code, str(folder / "wrong")),
+        },
+        2: {
+            "twice": partial(_twice_in_one_process, str(folder / "twice")),
+            "losses": losses("2"),
+            "first half": losses("cut", halves=True),
+        },
+        3: {"losses": losses("3"), "rest": losses("cut")},
+    }
+
+    def start(n: int, launcher: str) -> dict[str, list[Any]]:
+        if n == 3:
+            results(2, launcher)  # makes the first half of the run
+        return run_all(functions[n], n, launcher=launcher, timeout=300)
+
+    results = once(start)
+    return results
 
 
 def _data() -> Any:
@@ -100,8 +137,8 @@ def _twice_in_one_process(folder: str) -> dict[str, Any]:
     return {"seen": seen, "summaries": runs, "evaluated": evaluated, "refused": refused, "asked": asked}
 
 
-def test_train_and_evaluate_twice_in_one_process_with_a_callback(tmp_path: Path) -> None:
-    one, other = run_ranks(_twice_in_one_process, 2, str(tmp_path), timeout=300)
+def test_train_and_evaluate_twice_in_one_process_with_a_callback(jobs: Jobs) -> None:
+    one, other = jobs(2, "mpirun")["twice"]
     assert one["summaries"] == other["summaries"]
     first, resumed, whole = one["summaries"]
     assert (first["steps"], resumed["steps"], whole["steps"]) == (4, 6, 6)
@@ -159,9 +196,8 @@ def _again_in_one_folder(folder: str) -> dict[str, Any]:
     return {"ends": ends, "evaluations": evaluations, "cached": cached}
 
 
-def test_every_end_of_a_run_leaves_its_folder_to_the_next(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
-    (found,) = run_ranks(_again_in_one_folder, 1, str(tmp_path), launcher="none")
+def test_every_end_of_a_run_leaves_its_folder_to_the_next(jobs: Jobs) -> None:
+    (found,) = jobs(1, "none")["again"]
     assert found["ends"][:3] == ["step 1", "step 1", "step 2"]  # the second had nothing to do
     assert all("damaged checkpoint" in end for end in found["ends"][3:]), found["ends"]
     gone, evaluated = found["evaluations"]
@@ -191,24 +227,23 @@ def _losses_and_weights(folder: str, halves: bool) -> dict[str, Any]:
     return {"losses": kept.losses, "weights": sum(kept.weights, [])}
 
 
-def test_a_foreign_net_and_data_set_train_alike_on_any_ranks_and_resume(tmp_path: Path) -> None:
-    (alone,) = run_ranks(_losses_and_weights, 1, str(tmp_path / "1"), False, timeout=300)
+def test_a_foreign_net_and_data_set_train_alike_on_any_ranks_and_resume(jobs: Jobs) -> None:
+    (alone,) = jobs(1, "none")["losses"]
     assert len(set(alone["losses"])) == 12
     for n in (2, 3):
-        for found in run_ranks(_losses_and_weights, n, str(tmp_path / str(n)), False, timeout=300):
+        for found in jobs(n, "mpirun")["losses"]:
             assert found["losses"] == pytest.approx(alone["losses"], rel=1e-12)
             assert found["weights"] == pytest.approx(alone["weights"], rel=1e-9, abs=1e-11)
-    run_ranks(_losses_and_weights, 2, str(tmp_path / "cut"), True, timeout=300)
-    found = run_ranks(_losses_and_weights, 3, str(tmp_path / "cut"), False, timeout=300)[0]
+    found = jobs(3, "mpirun")["rest"][0]  # after the first half on 2 ranks
     assert found["losses"] == pytest.approx(alone["losses"][7:], rel=1e-12)
     assert found["weights"] == pytest.approx(alone["weights"], rel=1e-9, abs=1e-11)
 
 
 def _command(n: int, *words: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
     launcher = ["mpirun", "-q", "-np", str(n), "--bind-to", "none"] if n > 1 else []
-    command = [*launcher, sys.executable, "-m", "hvd_cifar", *map(str, words)]
+    line = [*launcher, sys.executable, "-m", "hvd_cifar", *map(str, words)]
     env = environment({"PYTHONPATH": str(CHECKOUT)})
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=cwd)
+    return subprocess.run(line, capture_output=True, text=True, timeout=300, env=env, cwd=cwd)
 
 
 MINE = """
@@ -269,25 +304,48 @@ def test_own_files_on_the_command_line(tmp_path: Path) -> None:
     assert done.returncode == 0 and "20 examples, 1 rank" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--model", "nowhere.py:build"], "nowhere.py:build: No such file or directory"),
-        (["--model", "mine.py:absent"], "there is no absent in"),
-        (["--model", "mine.py:three_logits"], "makes (None, 3) from images (None, 8, 8, 3); make (None, 4)"),
-        (["--model", "mine.py:augments"], "augmentation of its recipe is a function; give a name or Transforms"),
-        (["--model", "mine.py:broken"], "KeyError: 'no such layer'"),
-        (["--dataset", "mine.py:build"], "--dataset"),
-        (["--callbacks", "mine.py:load"], "--callbacks"),
-        (["--callbacks", "mine.py:NeedsPath"], "called without arguments: TypeError: NeedsPath.__init__() missing"),
-    ],
-)
-def test_what_is_wrong_with_own_code_is_one_line(options: list[str], words: str, tmp_path: Path) -> None:
+# An option, and what is said of it.
+WRONG = [
+    (("--model", "nowhere.py:build"), "nowhere.py:build: No such file or directory"),
+    (("--model", "mine.py:absent"), "there is no absent in"),
+    (("--model", "mine.py:three_logits"), "makes (None, 3) from images (None, 8, 8, 3); make (None, 4)"),
+    (("--model", "mine.py:augments"), "augmentation of its recipe is a function; give a name or Transforms"),
+    (("--dataset", "mine.py:build"), "--dataset"),
+    (("--callbacks", "mine.py:load"), "--callbacks"),
+    (("--callbacks", "mine.py:NeedsPath"), "called without arguments: TypeError: NeedsPath.__init__() missing"),
+]
+
+
+def _train_own(option: tuple[str, str], run_dir: Path) -> list[str]:
+    """The words of a command that trains `MINE` with one option changed."""
+    own = dict([("--model", "mine.py:build"), ("--dataset", "mine.py:load"), ("--batch-size", "5"), option])
+    return ["train", *sum(map(list, own.items()), []), "--run-dir", str(run_dir)]
+
+
+def _wrong_code(folder: str) -> list[Any]:
+    """What the command returned by each line of `WRONG`."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return [command(_train_own(option, Path(folder, f"run-{i}"))) for i, (option, _) in enumerate(WRONG)]
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize("case", range(len(WRONG)), ids=["-".join(option) for option, _ in WRONG])
+def test_what_is_wrong_with_own_code_is_one_line(case: int, jobs: Jobs) -> None:
+    (by_case,) = jobs(1, "none")["wrong"]
+    found = by_case[case]
+    assert found["code"] == 2, found
+    (line,) = found["errors"]
+    assert WRONG[case][1] in line
+
+
+def test_an_error_in_own_code_is_one_line_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    own = {"--model": "mine.py:build", "--dataset": "mine.py:load", "--batch-size": "5", **dict([options])}
-    done = _command(1, "train", *sum(map(list, own.items()), []), "--run-dir", tmp_path / "run", cwd=tmp_path)
+    done = _command(1, *_train_own(("--model", "mine.py:broken"), tmp_path / "run"), cwd=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert words in done.stderr and len(done.stderr.splitlines()) == 1
+    assert "KeyError: 'no such layer'" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("launcher", ["--mpi", "--gloo"])

@@ -5,20 +5,78 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from tests.options import TUTORIAL
-from tests.ranks import CHECKOUT, environment, run_ranks
+from tests.ranks import CHECKOUT, Jobs, command, environment, once, run_all
+
+# To measure all-reduces.
+FEW_SIZES = ("--factor", 64, "--max-bytes", "1M", "--seconds", 0.02, "--repeats", 2)
 
 
-def _benchmark(n: int, *argv: Any, gloo: bool = False) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that all jobs read and write."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    (folder / "mine.py").write_text(MINE)
+    (folder / "own.py").write_text(OVER_ALL_RANKS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def jobs(embedded: Path, folder: Path) -> Jobs:
+    """What the functions and commands below returned in a job, by their names and by rank: each job starts once.
+
+    Horovod registers process sets when it starts: what measures two of three ranks comes first.
+    """
+
+    def benchmark(name: str, *words: Any) -> Callable[..., Any]:
+        return partial(command, ["benchmark", *words, "--json", folder / f"{name}.json"])
+
+    short = ("--batch-size", 4, "--steps", 2)
+    emulated = ("step", *TUTORIAL, embedded, "--emulate-compute", "40ms", "--steps", 2, "--repeats", 2)
+    low_rank = ("--precision", "float64", "--compression", "powersgd:2", "--ranks", 2, "--min-efficiency", 0.001)
+    own = ("--model", folder / "mine.py:build", "--dataset", folder / "mine.py:load")
+    feed = ("input", *TUTORIAL, embedded, "--batch-size", 100, "--repeats", 1, "--plot")
+    functions: dict[tuple[int, str], dict[str, Callable[..., Any]]] = {
+        (2, "mpirun"): {
+            # Those that measure processor time come before others leave threads.
+            "emulated": benchmark("emulated", *emulated),
+            "emulated in buckets": benchmark("emulated in buckets", *emulated, "--bucket-bytes", "64K"),
+            "updates": _emulated_updates,
+            "refused": partial(_refusal, str(embedded), str(folder)),
+            "one wrong": partial(_one_value_wrong, str(folder / "one wrong.json")),
+            "own net": benchmark("own net", "step", *own, *short, "--repeats", 1),
+            "loose": benchmark("loose", "step", *TUTORIAL, embedded, *short, "--repeats", 2, *low_rank),
+        },
+        (3, "mpirun"): {
+            "weights": partial(_weights_after_steps, str(embedded)),
+            "images": partial(_images_of_ways, f"{folder}/mine.py"),
+            "fed": benchmark("fed by mpirun", *feed, folder / "fed by mpirun.png"),
+        },
+        (2, "gloo"): {
+            "fed": benchmark("fed by gloo", *feed, folder / "fed by gloo.png"),
+            "allreduce": benchmark("allreduce", "allreduce", *FEW_SIZES),
+        },
+    }
+    return once(lambda n, launcher: run_all(functions[n, launcher], n, launcher=launcher, timeout=400))
+
+
+def _succeeds(ranks: list[dict[str, Any]]) -> None:
+    """A `command` ended well on all ranks, and only rank 0 printed."""
+    assert [rank["code"] for rank in ranks] == [0] * len(ranks), ranks
+    assert not any(rank["said"] for rank in ranks[1:])
+
+
+def _benchmark(n: int, *argv: Any) -> subprocess.CompletedProcess[str]:
     launcher = ["mpirun", "-q", "-np", str(n), "--bind-to", "none"]
-    if gloo:
-        launcher = ["horovodrun", "--gloo", "-np", str(n), "-H", f"localhost:{n}"]
     words = [*launcher, sys.executable, "-m", "hvd_cifar", "benchmark", *map(str, argv)]
     return subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment(), cwd=CHECKOUT)
 
@@ -73,10 +131,10 @@ def test_the_step_is_measured_on_1_and_2_of_3_ranks_and_judged(embedded: Path, t
     ready = [gradient["ready_seconds"] for gradient in phases["gradients"]]
     assert ready == sorted(ready) and ready[-1] == pytest.approx(phases["backward_seconds"])
 
-    others = ["--precision", "float64", "--compression", "powersgd:2", "--json", output]
-    loose = _benchmark(2, "step", *words, "--ranks", 2, "--min-efficiency", 0.001, *others)
-    assert loose.returncode == 0, loose.stdout + loose.stderr
-    low_rank = json.loads(output.read_text())
+
+def test_a_step_of_low_rank_that_is_efficient_enough_succeeds(jobs: Jobs, folder: Path) -> None:
+    _succeeds(jobs(2, "mpirun")["loose"])
+    low_rank = json.loads((folder / "loose.json").read_text())
     assert low_rank["compression"] == "powersgd:2" and len(low_rank["messages"]) == 2
     # Float64 matrices: [75, 64], [1600, 64], [2304, 384], [384, 192] and [192, 10].
     assert low_rank["messages"][1] == 8 * 2 * (64 + 384 + 192 + 64 + 10)
@@ -96,34 +154,29 @@ def load():
 """
 
 
-def test_the_step_of_an_own_net_on_an_own_data_set_is_measured(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
-    words = ["--model", tmp_path / "mine.py:build", "--dataset", tmp_path / "mine.py:load", "--json", tmp_path / "it"]
-    done = _benchmark(2, "step", *words, "--batch-size", 4, "--steps", 2, "--repeats", 1)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "it").read_text())
-    assert (found["model"], found["dataset"]) == (f"{tmp_path}/mine.py:build", "mine.py:load")
+def test_the_step_of_an_own_net_on_an_own_data_set_is_measured(jobs: Jobs, folder: Path) -> None:
+    _succeeds(jobs(2, "mpirun")["own net"])
+    found = json.loads((folder / "own net.json").read_text())
+    assert (found["model"], found["dataset"]) == (f"{folder}/mine.py:build", "mine.py:load")
     assert [world["ranks"] for world in found["worlds"]] == [1, 2]
     assert sum(gradient["bytes"] for gradient in found["phases"]["gradients"]) == 4 * (80 * 4 + 4 + 8 + 4 * 3 + 3)
     assert found["facts"]["local_ranks"] == [0, 1]
 
 
-def test_an_emulated_step_sleeps_and_sends(embedded: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "bucket_bytes"), [("emulated", None), ("emulated in buckets", 65536)])
+def test_an_emulated_step_sleeps_and_sends(name: str, bucket_bytes: int | None, jobs: Jobs, folder: Path) -> None:
     """Checks structure and lower limits: on a busy machine times are longer, but never shorter than the sleep."""
-    words = [*TUTORIAL, embedded, "--emulate-compute", "40ms", "--steps", 2, "--repeats", 2, "--json", tmp_path / "it"]
-    for buckets in ([], ["--bucket-bytes", "64K"]):
-        done = _benchmark(2, "step", *words, *buckets)
-        assert done.returncode == 0, done.stdout + done.stderr
-        found = json.loads((tmp_path / "it").read_text())
-        assert found["benchmark"] == "emulated step" and found["emulated_seconds"] == pytest.approx(0.04)
-        assert sum(found["gradients"]) == 4 * 1_068_298 and len(found["memory_by_rank"]) == 2
-        assert found["bucket_bytes"] == (65536 if buckets else None)
-        assert [world["ranks"] for world in found["worlds"]] == [1, 2]
-        for world in found["worlds"]:
-            step, alone, rest = (world[f"{name}_seconds"]["mean"] for name in ("step", "alone", "rest"))
-            assert step > 0.04 and alone > 0.04 and rest == pytest.approx(step - alone)
-            assert 0 < world["alone_processor"]["mean"] < alone  # a rank sleeps, and does not poll
-            assert all(world[f"{name}_seconds"]["mean"] > 0 for name in ("message", "value", "ring"))
+    _succeeds(jobs(2, "mpirun")[name])
+    found = json.loads((folder / f"{name}.json").read_text())
+    assert found["benchmark"] == "emulated step" and found["emulated_seconds"] == pytest.approx(0.04)
+    assert sum(found["gradients"]) == 4 * 1_068_298 and len(found["memory_by_rank"]) == 2
+    assert found["bucket_bytes"] == bucket_bytes
+    assert [world["ranks"] for world in found["worlds"]] == [1, 2]
+    for world in found["worlds"]:
+        step, alone, rest = (world[f"{of}_seconds"]["mean"] for of in ("step", "alone", "rest"))
+        assert step > 0.04 and alone > 0.04 and rest == pytest.approx(step - alone)
+        assert 0 < world["alone_processor"]["mean"] < alone  # a rank sleeps, and does not poll
+        assert all(world[f"{of}_seconds"]["mean"] > 0 for of in ("message", "value", "ring"))
 
 
 def _emulated_updates() -> dict[str, Any]:
@@ -135,7 +188,6 @@ def _emulated_updates() -> dict[str, Any]:
     world = start()
     import keras
 
-    room: Any = emulate
     seen: dict[str, Any] = {}
     for bucket_bytes in (None, 16):
         variables = [keras.Variable(np.zeros(n), dtype="float32", name=f"v{n}") for n in (2, 4, 1)]
@@ -147,8 +199,8 @@ def _emulated_updates() -> dict[str, Any]:
             sleeps.append(float(seconds))
             return np.float32(after - world.rank - 1)  # a gradient other than zero, to be seen in the variables
 
-        room._sleep = sleep
-        result = emulate.make_step(variables, optimizer, 0.28, bucket_bytes)().numpy().tolist()
+        with mock.patch.object(emulate, "_sleep", sleep):
+            result = emulate.make_step(variables, optimizer, 0.28, bucket_bytes)().numpy().tolist()
         digests = collectives.all_gather_object(collectives.digest(variables))
         seen[str(bucket_bytes)] = {
             "result": result,
@@ -159,8 +211,8 @@ def _emulated_updates() -> dict[str, Any]:
     return seen
 
 
-def test_an_emulated_step_sends_each_bucket_after_its_part_of_the_sleep() -> None:
-    for seen in run_ranks(_emulated_updates, 2):
+def test_an_emulated_step_sends_each_bucket_after_its_part_of_the_sleep(jobs: Jobs) -> None:
+    for seen in jobs(2, "mpirun")["updates"]:
         whole, parts = seen["None"], seen["16"]
         assert whole["result"] == parts["result"] == [0.0, 0.0] and whole["alike"] and parts["alike"]
         assert whole["sleeps"] == pytest.approx([0.28])
@@ -168,6 +220,15 @@ def test_an_emulated_step_sends_each_bucket_after_its_part_of_the_sleep() -> Non
         # 8 bytes of loss, 4 and 16, which close a bucket; 8.
         assert parts["sleeps"] == pytest.approx([0.28 * 28 / 36, 0.28 * 8 / 36])
         assert parts["values"] == [6.0, 3.0, 3.0]  # the first variable's gradient comes after two sleeps
+
+
+OVER_ALL_RANKS = """
+import hvd_cifar, keras
+
+def build(shape, classes):
+    layers = [keras.Input(shape), hvd_cifar.SyncBatchNormalization(name='all'), keras.layers.Flatten()]
+    return keras.Sequential([*layers, keras.layers.Dense(classes)])
+"""
 
 
 def _refusal(data: str, folder: str) -> str:
@@ -184,15 +245,9 @@ def _refusal(data: str, folder: str) -> str:
     return ""
 
 
-def test_a_net_with_statistics_over_all_ranks_is_refused(embedded: Path, tmp_path: Path) -> None:
+def test_a_net_with_statistics_over_all_ranks_is_refused(jobs: Jobs) -> None:
     """One rank alone would wait in them for the others, which wait for its end."""
-    (tmp_path / "own.py").write_text(
-        "import hvd_cifar, keras\n"
-        "def build(shape, classes):\n"
-        "    layers = [keras.Input(shape), hvd_cifar.SyncBatchNormalization(name='all'), keras.layers.Flatten()]\n"
-        "    return keras.Sequential([*layers, keras.layers.Dense(classes)])\n"
-    )
-    for said in run_ranks(_refusal, 2, str(embedded), str(tmp_path)):
+    for said in jobs(2, "mpirun")["refused"]:
         assert "the layer all (SyncBatchNormalization) has statistics over all ranks" in said
 
 
@@ -216,8 +271,8 @@ def _weights_after_steps(data: str) -> dict[str, Any]:
         return {**digests, "bytes": sum(bench.backward(1)[0].sizes)}
 
 
-def test_one_way_communicates_and_the_other_does_not(embedded: Path) -> None:
-    ranks = run_ranks(_weights_after_steps, 3, str(embedded))
+def test_one_way_communicates_and_the_other_does_not(jobs: Jobs) -> None:
+    ranks = jobs(3, "mpirun")["weights"]
     assert len({rank["first"] for rank in ranks}) == 1
     assert {rank.pop("bytes") for rank in ranks} == {2 * 1_068_298}  # in half precision, as they are sent
     # Every rank has a batch of its own: alone, each goes its own way; together, they stay as one.
@@ -231,8 +286,7 @@ def test_one_way_communicates_and_the_other_does_not(embedded: Path) -> None:
 
 def test_all_reduces_are_measured_checked_and_fitted(tmp_path: Path) -> None:
     output = tmp_path / "allreduce.json"
-    words = ["--factor", 64, "--max-bytes", "1M", "--seconds", 0.02, "--repeats", 2, "--json", output]
-    done = _benchmark(3, "allreduce", *words, "--plot", tmp_path / "allreduce.png")
+    done = _benchmark(3, "allreduce", *FEW_SIZES, "--json", output, "--plot", tmp_path / "allreduce.png")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "allreduce.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads(output.read_text())
@@ -248,9 +302,10 @@ def test_all_reduces_are_measured_checked_and_fitted(tmp_path: Path) -> None:
     assert set(found["fits"]) == {"horovod", "mpi", "processor"} and len(found["fits"]["mpi"]["errors"]) == 4
     assert found["skipped"] == {}
 
-    over_gloo = _benchmark(2, "allreduce", *words, gloo=True)
-    assert over_gloo.returncode == 0, over_gloo.stdout + over_gloo.stderr
-    found = json.loads(output.read_text())
+
+def test_over_gloo_all_reduces_are_measured_without_those_of_mpi(jobs: Jobs, folder: Path) -> None:
+    _succeeds(jobs(2, "gloo")["allreduce"])
+    found = json.loads((folder / "allreduce.json").read_text())
     assert {p["way"] for p in found["points"]} == {"horovod", "copy"} and "Gloo" in found["skipped"]["mpi"]
 
 
@@ -272,32 +327,31 @@ def _one_value_wrong(output: str) -> str:
 
         return spoilt
 
-    allreduce.through_horovod = through_horovod
     values = {"max_bytes": "1K", "factor": 4, "seconds": 0.01, "repeats": 1, "json_file": output}
     try:
-        commands.benchmark_allreduce(config.make(config.BenchmarkAllreduceSettings, values))
+        with mock.patch.object(allreduce, "through_horovod", through_horovod):
+            commands.benchmark_allreduce(config.make(config.BenchmarkAllreduceSettings, values))
     except TrainingError as error:
         return str(error)
     return "nothing was found"
 
 
-def test_one_wrong_value_on_one_rank_is_found_by_all(tmp_path: Path) -> None:
-    said = run_ranks(_one_value_wrong, 2, str(tmp_path / "found.json"))
+def test_one_wrong_value_on_one_rank_is_found_by_all(jobs: Jobs, folder: Path) -> None:
+    said = jobs(2, "mpirun")["one wrong"]
     assert said[0] == said[1]
     assert "1 values of an all-reduce of 64 bytes (horovod) on 2 ranks;" in said[0]
-    points = json.loads((tmp_path / "found.json").read_text())["points"]
+    points = json.loads((folder / "one wrong.json").read_text())["points"]
     assert [(p["way"], p["bytes"]) for p in points if p["wrong_values"]] == [("horovod", 64)]
 
 
-@pytest.mark.parametrize(("ranks", "gloo"), [(2, True), (3, False)])
-def test_ranks_are_fed_in_three_ways(ranks: int, gloo: bool, embedded: Path, tmp_path: Path) -> None:
-    output, plot = tmp_path / "input.json", tmp_path / "input.png"
-    words = [*TUTORIAL, embedded, "--batch-size", 100, "--repeats", 1, "--json", output, "--plot", plot]
-    done = _benchmark(ranks, "input", *words, gloo=gloo)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize(("ranks", "launcher", "controller"), [(2, "gloo", "gloo"), (3, "mpirun", "mpi")])
+def test_ranks_are_fed_in_three_ways(ranks: int, launcher: str, controller: str, jobs: Jobs, folder: Path) -> None:
+    done = jobs(ranks, launcher)["fed"]
+    _succeeds(done)
+    plot = folder / f"fed by {launcher}.png"
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size < 100_000
-    found = json.loads(output.read_text())
-    assert (found["benchmark"], found["facts"]["controller"]) == ("input", "gloo" if gloo else "mpi")
+    found = json.loads((folder / f"fed by {launcher}.json").read_text())
+    assert (found["benchmark"], found["facts"]["controller"]) == ("input", controller)
     examples, bytes_of_batch = found["examples"], 100 * 24 * 24 * 3 * 4
     ways = {way["way"]: way for way in found["ways"]}
     assert list(ways) == ["split", "drawn", "sharded"]
@@ -325,7 +379,8 @@ def test_ranks_are_fed_in_three_ways(ranks: int, gloo: bool, embedded: Path, tmp
     assert of_root >= (ranks + 1) * bytes_of_batch and others == [bytes_of_batch] * (ranks - 1)
     for name in ("drawn", "sharded"):
         assert all(bytes_of_batch <= held <= 6 * bytes_of_batch for held in ways[name]["held_by_rank"])
-    assert "expected never" in done.stdout and "twice or more" in done.stdout
+    table = "\n".join(done[0]["said"])
+    assert "expected never" in table and "twice or more" in table
 
 
 def _images_of_ways(program: str) -> dict[str, list[list[tuple[int, str]]]]:
@@ -345,10 +400,9 @@ def _images_of_ways(program: str) -> dict[str, list[list[tuple[int, str]]]]:
         return found
 
 
-def test_a_split_batch_has_the_images_of_the_shards(tmp_path: Path) -> None:
+def test_a_split_batch_has_the_images_of_the_shards(jobs: Jobs) -> None:
     """In each step the examples and the pixels are the same. Each rank's part differs, and so do drawn batches."""
-    (tmp_path / "mine.py").write_text(MINE)
-    by_rank = run_ranks(_images_of_ways, 3, f"{tmp_path}/mine.py")
+    by_rank = jobs(3, "mpirun")["images"]
     steps = {
         way: [sorted(sum(step, [])) for step in zip(*(r[way] for r in by_rank), strict=True)] for way in by_rank[0]
     }

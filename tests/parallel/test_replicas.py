@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from tests.options import TUTORIAL
-from tests.ranks import Jobs, once, run_all
+from tests.ranks import Jobs, command, once, run_all
 
 # Options that check the ranks, and the step after which they find the drift.
 CHECKS = [(["--check-sync-every", "5"], 8), (["--check-sync-every", "7", "--checkpoint-every", "6"], 7)]
@@ -100,8 +100,6 @@ def _turn_a_bit(model: Any) -> None:
 
 def _drift(data: str, run_dir: str, options: list[str], at_the_end: bool = False) -> dict[str, Any]:
     """`train` as a user calls it, but one bit flips after step 7, or after the last checkpoint."""
-    from hvd_cifar import cli
-    from hvd_cifar.reporting import terminal
     from hvd_cifar.training.callbacks import Checkpointer
     from hvd_cifar.training.trainer import Trainer
 
@@ -126,19 +124,9 @@ def _drift(data: str, run_dir: str, options: list[str], at_the_end: bool = False
     ray: tuple[Any, str, Any] = (Trainer, "train", train_under_a_cosmic_ray)
     if at_the_end:
         ray = (Checkpointer, "on_end", end_under_a_cosmic_ray)
-    said: list[str] = []
-    base = ["train", *TUTORIAL, data, "--run-dir", run_dir, "--eval-every", "0", "--eval-examples", "100"]
-    code: Any = 0
-    with (
-        mock.patch.object(*ray),
-        mock.patch.object(terminal, "complain", said.append),
-        mock.patch.object(cli, "GRACE_SECONDS", 0.0),
-    ):
-        try:
-            cli.main([*base, "--batch-size", "8", "--max-steps", "12", "--checkpoint-every", "4", *options])
-        except SystemExit as ended:
-            code = ended.code
-    return {"code": code, "said": said}
+    base = ["train", *TUTORIAL, data, "--run-dir", run_dir, "--eval-every", 0, "--eval-examples", 100]
+    with mock.patch.object(*ray):
+        return command([*base, "--batch-size", 8, "--max-steps", 12, "--checkpoint-every", 4, *options])
 
 
 def test_a_summary_says_that_ranks_ended_with_other_weights(jobs: Jobs, folder: Path) -> None:
@@ -158,10 +146,10 @@ def test_a_planted_drift_ends_the_run_before_anything_is_saved(
     run_dir = folder / f"drift {step}"
     first, second, third = jobs(3, "mpirun")[f"drift {step}"]
     assert [rank["code"] for rank in (first, second, third)] == [1, 1, 1]
-    (line,) = first["said"]
+    (line,) = first["errors"]
     assert f"ranks are out of sync after step {step}: local3/kernel is not the same on ranks 0, 2 as on rank 1" in line
     assert "of 884,736 values, by up to" in line
-    assert second["said"] == third["said"] == []
+    assert second["errors"] == third["errors"] == []
     saved = {int(p.name.removeprefix("step-")) for p in (run_dir / "checkpoints").iterdir()}
     assert saved == {4 if step == 8 else 6}
     assert not (run_dir / "summary.json").exists()
@@ -182,7 +170,7 @@ def test_local_moving_statistics_are_no_drift_before_a_checkpoint_averages_them(
 def test_ranks_with_a_planted_drift_are_resynced_from_rank_0_on_request(jobs: Jobs, folder: Path) -> None:
     first, second = jobs(2, "mpirun")["rebroadcast"]
     assert first["code"] == second["code"] == 0
-    (line,) = first["said"]
+    (line,) = first["errors"]
     assert "RANKS WERE OUT OF SYNC after step 8: local3/kernel" in line and "go on with rank 0's values" in line
     summary = json.loads((folder / "rebroadcast" / "summary.json").read_text())
     assert summary["divergences_repaired"] == 1

@@ -9,15 +9,65 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from tests.options import RESNET8, SMALL, SMALL_NET, TUTORIAL
-from tests.ranks import CHECKOUT, end_tree, environment, run_ranks
+from tests.options import RESNET8, SMALL, TUTORIAL
+from tests.ranks import CHECKOUT, Jobs, command, end_tree, environment, once, run_all, run_ranks
 
 QUICK = ["--log-every", "5", "--eval-every", "0", "--eval-examples", "100"]
+
+# Options of which only a started run can find that they are wrong, and what is said of them.
+WRONG = [
+    (("--resume", "/no/such/checkpoint"), "no checkpoint is there"),
+    (("--run-dir", "/proc/no"), "--run-dir /proc/no"),
+    (("--dataset", "cifar10", "--data-url", "http://127.0.0.1:9/x.tar.gz"), "127.0.0.1:9"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of the job of `jobs` are."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "away.py").write_text(AWAY)
+    (folder / "no data").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def jobs(embedded: Path, folder: Path) -> Jobs:
+    """What the functions and commands below returned in a job, by their names and by rank: it starts once."""
+
+    def train(name: str, *words: Any, base: tuple[Any, ...] = (*SMALL, embedded)) -> Callable[..., Any]:
+        return partial(command, ["train", *base, "--run-dir", folder / name, *words])
+
+    def wrong(name: str, *options: str) -> Callable[..., Any]:
+        data = folder / "no data" if "cifar10" in options else embedded
+        return train(name, "--max-steps", 1, *options, base=(*SMALL, data))
+
+    of_eight = ("--batch-size", 8, *QUICK)
+    few = ("--eval-examples", 100)
+    diverges = ("--batch-size", 8, "--learning-rate", 1e30, "--warmup-epochs", 0, "--checkpoint-every", 1, *few)
+    auto = ("--dataset", "auto", "--data-dir", embedded, "--data-url", "http://127.0.0.1:9/x.tar.gz")
+    half = ("--precision", "mixed_float16", "--compression", "fp16", "--model", RESNET8)
+    evaluate = ("evaluate", "--run-dir", folder / "two", "--output", folder / "evaluation.json")
+    functions: dict[str, Callable[..., Any]] = {
+        "not averaged": partial(_train_without_averaging, str(embedded), str(folder / "not averaged")),
+        **{f"wrong {i}": wrong(f"wrong {i}", *options) for i, (options, _) in enumerate(WRONG)},
+        "one": train("one", *diverges, "--max-steps", 1),
+        "two": train("two", *diverges, "--max-steps", 2),
+        "evaluated": partial(command, [*evaluate, *few]),
+        "good": train("good", *of_eight, "--max-steps", 5),
+        "auto": train("auto", *half, *of_eight, "--max-steps", 2, base=auto),
+        "goes on": train("goes on", *of_eight, "--callbacks", folder / "away.py:Away", "--max-steps", 40),
+        "eight ranks": partial(_at_eight_ranks_batch, str(embedded), str(folder)),
+    }
+    return once(lambda n, launcher: run_all(functions, n, launcher=launcher, timeout=600))
 
 
 def _command(n: int, *argv: Any) -> list[str]:
@@ -80,17 +130,14 @@ def test_a_run_leaves_what_it_promises(embedded: Path, tmp_path: Path) -> None:
     assert json.loads((run_dir / "summary.json").read_text()) == summary
     assert _events(run_dir) == events
 
-    # Evaluation from the checkpoint: other numbers of ranks answer as the run's 2 did. None divides 1501.
-    answers = []
-    for n in (1, 3):
-        output = tmp_path / f"evaluation-{n}.json"
-        done = _run(n, "evaluate", "--run-dir", run_dir, "--output", output, "--eval-examples", 1501)
-        assert done.returncode == 0, done.stderr
-        answers.append(json.loads(output.read_text()))
-    for answer in answers:
-        assert answer["test_examples"] == 1501
-        assert answer["test_accuracy"] == summary["test_accuracy"]
-        assert answer["test_loss"] == pytest.approx(summary["test_loss"], rel=1e-6)  # float32 sums of other batches
+    # Evaluation from the checkpoint: 3 ranks answer as the run's 2 did. Neither number divides 1501.
+    output = tmp_path / "evaluation.json"
+    done = _run(3, "evaluate", "--run-dir", run_dir, "--output", output, "--eval-examples", 1501)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(output.read_text())
+    assert answer["test_examples"] == 1501
+    assert answer["test_accuracy"] == summary["test_accuracy"]
+    assert answer["test_loss"] == pytest.approx(summary["test_loss"], rel=1e-6)  # float32 sums of other batches
 
 
 def test_resnet_ranks_agree_and_its_moving_statistics_are_averaged(embedded: Path, tmp_path: Path) -> None:
@@ -109,45 +156,34 @@ def test_resnet_ranks_agree_and_its_moving_statistics_are_averaged(embedded: Pat
     assert answer["test_loss"] == pytest.approx(summary["test_loss"], rel=2e-3)
 
 
-def _train_without_averaging(data: str, run_dir: str) -> list[Any]:
+def _train_without_averaging(data: str, run_dir: str) -> dict[str, Any]:
     """`train` as a user calls it, in a program whose optimizer is left as it is."""
-    import hvd_cifar.training.assemble as assemble
-    from hvd_cifar import cli
-    from hvd_cifar.reporting import terminal
+    from hvd_cifar.training import assemble
 
-    vars(assemble)["DistributedOptimizer"] = lambda optimizer, **_: optimizer
-    said: list[str] = []
-    vars(terminal)["complain"] = said.append
-    cli.GRACE_SECONDS = 0.0
-    try:
-        cli.main(["train", *SMALL, data, "--run-dir", run_dir, "--max-steps", "2"])
-    except SystemExit as ended:
-        return [ended.code, *said]
-    return ["went on"]
+    with mock.patch.object(assemble, "DistributedOptimizer", lambda optimizer, **_: optimizer):
+        return command(["train", *SMALL, data, "--run-dir", run_dir, "--max-steps", 2])
 
 
-def test_a_run_whose_gradients_are_not_averaged_ends_before_its_first_step(embedded: Path, tmp_path: Path) -> None:
-    first, second = run_ranks(_train_without_averaging, 2, str(embedded), str(tmp_path / "run"))
-    assert first[0] == second[0] == 1
-    assert len(first) == 2 and len(second) == 1  # said once
-    assert "gradients are not averaged over the ranks" in first[1]
-    assert "rank 0 ended at (-0.5, 0.5), rank 1 ended at (-1, 1)" in first[1]
-    assert not (tmp_path / "run").exists()
+def test_a_run_whose_gradients_are_not_averaged_ends_before_its_first_step(jobs: Jobs, folder: Path) -> None:
+    first, second = jobs(2, "mpirun")["not averaged"]
+    assert first["code"] == second["code"] == 1
+    (line,) = first["errors"]
+    assert second["errors"] == []  # said once
+    assert "gradients are not averaged over the ranks" in line
+    assert "rank 0 ended at (-0.5, 0.5), rank 1 ended at (-1, 1)" in line
+    assert not (folder / "not averaged").exists()
 
 
-def test_without_cifar10_and_network_auto_trains_on_the_embedded_set_and_says_so(
-    embedded: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    options = ["--dataset", "auto", "--data-dir", embedded, "--data-url", "http://127.0.0.1:9/x.tar.gz"]
-    options += ["--precision", "mixed_float16", "--compression", "fp16", "--model", RESNET8, "--batch-size", 8]
-    done = _run(2, "train", *options, "--run-dir", run_dir, "--max-steps", 2, *QUICK)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("THIS IS NOT CIFAR-10") == 1
+def test_without_cifar10_and_network_auto_trains_on_the_embedded_set_and_says_so(jobs: Jobs, folder: Path) -> None:
+    run_dir = folder / "auto"
+    first, second = jobs(2, "mpirun")["auto"]
+    assert first["code"] == second["code"] == 0, first
+    assert "\n".join(first["errors"] + second["errors"]).count("THIS IS NOT CIFAR-10") == 1
     assert json.loads((run_dir / "summary.json").read_text())["dataset"] == "synthetic"
     config = json.loads((run_dir / "config.json").read_text())
     assert (config["dataset"], config["epochs"]) == ("synthetic", 2)
-    assert all("synthetic" in line for line in done.stdout.splitlines() if "test accuracy" in line)
+    accuracies = [line for line in first["said"] if "test accuracy" in line]
+    assert accuracies and all("synthetic" in line for line in accuracies)
 
 
 def _shortened(data: str) -> list[list[Any]]:
@@ -212,12 +248,12 @@ def _at_eight_ranks_batch(data: str, folder: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_no_default_recipe_diverges_with_the_batch_of_eight_ranks(embedded: Path, tmp_path: Path) -> None:
+def test_no_default_recipe_diverges_with_the_batch_of_eight_ranks(jobs: Jobs, folder: Path) -> None:
     """ResNet's, and that of a net without a recipe; the tutorial's is above."""
-    found = run_ranks(_at_eight_ranks_batch, 2, str(embedded), str(tmp_path), timeout=400)[0]
+    found = jobs(2, "mpirun")["eight ranks"][0]
     # A recipe of its own for this batch; eight times the rate for 128.
     for name, rate in (("resnet20", "0.1, times"), ("default", "0.05 to 0.4 over 25 steps")):
-        schedule = json.loads((tmp_path / name / "config.json").read_text())["run"]["learning_rate_schedule"]
+        schedule = json.loads((folder / name / "config.json").read_text())["run"]["learning_rate_schedule"]
         assert schedule.startswith(rate)
         assert found[name]["steps"] == 45 and found[name]["train_loss"] < 2.3  # ten classes at random: ln 10
 
@@ -229,9 +265,11 @@ def _wait_for(condition: Any, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
-def test_divergence_ends_all_ranks_and_keeps_the_last_good_checkpoint(embedded: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    _train(2, embedded, run_dir, "--max-steps", 5, "--batch-size", 8, "--model", SMALL_NET)
+def test_divergence_ends_all_ranks_and_keeps_the_last_good_checkpoint(
+    embedded: Path, tmp_path: Path, jobs: Jobs, folder: Path
+) -> None:
+    assert [rank["code"] for rank in jobs(2, "mpirun")["good"]] == [0, 0]
+    run_dir = folder / "good"
     first = sorted((run_dir / "checkpoints").iterdir())
     bad = tmp_path / "bad"
     done = _run(
@@ -248,25 +286,24 @@ def test_divergence_ends_all_ranks_and_keeps_the_last_good_checkpoint(embedded: 
     assert sorted((run_dir / "checkpoints").iterdir()) == first
 
 
-def test_a_net_that_has_diverged_is_not_saved_at_the_end_and_not_evaluated(embedded: Path, tmp_path: Path) -> None:
+def test_a_net_that_has_diverged_is_not_saved_at_the_end_and_not_evaluated(jobs: Jobs, folder: Path) -> None:
     """The loss of the only step is that of the weights before it. The weights after it are finite.
 
     So only the evaluation finds that the net has diverged.
     """
-    options = ["--batch-size", 8, "--learning-rate", 1e30, "--warmup-epochs", 0, "--checkpoint-every", 1]
-    options += ["--eval-examples", 100]
-    ended = _run(2, "train", *SMALL, embedded, "--run-dir", tmp_path / "one", *options, "--max-steps", 1)
-    assert ended.returncode == 1, ended.stderr
-    assert re.search(r"diverged with test loss = (nan|inf) at step 1; nothing was saved", ended.stderr)
-    assert not list((tmp_path / "one" / "checkpoints").iterdir())
+    found = jobs(2, "mpirun")
+    assert [rank["code"] for rank in found["one"]] == [1, 1], found["one"]
+    said = "\n".join(found["one"][0]["errors"])
+    assert re.search(r"diverged with test loss = (nan|inf) at step 1; nothing was saved", said)
+    assert not list((folder / "one" / "checkpoints").iterdir())
 
-    two = tmp_path / "two"
-    _run(1, "train", *SMALL, embedded, "--run-dir", two, *options, "--max-steps", 2)
-    assert [p.name for p in (two / "checkpoints").iterdir()] == ["step-1"]
-    evaluated = _run(2, "evaluate", "--run-dir", two, "--output", tmp_path / "evaluation.json", "--eval-examples", 100)
-    assert evaluated.returncode == 1 and "step 1:" not in evaluated.stdout, evaluated.stderr
-    assert re.search(r"test loss = (nan|inf): the run had diverged at .*step-1;", evaluated.stderr)
-    assert not (tmp_path / "evaluation.json").exists()
+    assert [p.name for p in (folder / "two" / "checkpoints").iterdir()] == ["step-1"]
+    evaluated = found["evaluated"]
+    assert [rank["code"] for rank in evaluated] == [1, 1], evaluated
+    assert not any("step 1:" in line for rank in evaluated for line in rank["said"])
+    said = "\n".join(evaluated[0]["errors"])
+    assert re.search(r"test loss = (nan|inf): the run had diverged at .*step-1;", said)
+    assert not (folder / "evaluation.json").exists()
 
 
 @pytest.mark.parametrize("gone", ["run", "run/metrics.jsonl"])
@@ -292,46 +329,53 @@ def test_files_that_are_removed_during_a_run_end_it_with_what_can_be_saved(
         assert f"cannot write {tmp_path / gone}" in line and f"the checkpoint {saved.name} is kept" in line
 
 
-def test_a_run_goes_on_after_a_write_that_failed_once(embedded: Path, tmp_path: Path) -> None:
+AWAY = """
+import hvd_cifar
+
+class Away(hvd_cifar.Callback):
+    def _move(self, run, step, one, other):
+        if run.step == step and run.world.is_root:
+            (run.run_dir / one).rename(run.run_dir / other)
+
+    def on_step(self, run):
+        self._move(run, 7, 'metrics.jsonl', 'away')
+
+    def on_log(self, run):
+        self._move(run, 10, 'away', 'metrics.jsonl')
+"""
+
+
+def test_a_run_goes_on_after_a_write_that_failed_once(jobs: Jobs, folder: Path) -> None:
     """metrics.jsonl is missing when step 10 is logged. All ranks save at the same step, and nothing is lost."""
-    program = tmp_path / "away.py"
-    program.write_text(
-        "import hvd_cifar\n"
-        "class Away(hvd_cifar.Callback):\n"
-        "    def _move(self, run, step, one, other):\n"
-        "        if run.step == step and run.world.is_root:\n"
-        "            (run.run_dir / one).rename(run.run_dir / other)\n"
-        "    def on_step(self, run):\n"
-        "        self._move(run, 7, 'metrics.jsonl', 'away')\n"
-        "    def on_log(self, run):\n"
-        "        self._move(run, 10, 'away', 'metrics.jsonl')\n"
-    )
-    run_dir = tmp_path / "run"
-    options = ["--batch-size", 8, *QUICK, "--callbacks", f"{program}:Away", "--max-steps", 40]
-    done = _run(2, "train", *SMALL, embedded, "--run-dir", run_dir, *options)
-    assert done.returncode == 0, done.stderr
+    run_dir = folder / "goes on"
+    ranks = jobs(2, "mpirun")["goes on"]
+    assert [rank["code"] for rank in ranks] == [0, 0], ranks
     assert sorted(_losses(run_dir)) == list(range(5, 41, 5))
     first, last = sorted(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").iterdir())
     assert 10 < first < last == 40
-    assert done.stderr.count("could not be written for a while; nothing of it is lost") == 1
+    said = "\n".join(line for rank in ranks for line in rank["errors"])
+    assert said.count("could not be written for a while; nothing of it is lost") == 1
+
+
+@pytest.mark.parametrize("case", range(len(WRONG)), ids=[option for (option, *_), _ in WRONG])
+def test_what_only_a_started_run_can_find_wrong_is_one_line_too(case: int, jobs: Jobs) -> None:
+    first, second = jobs(2, "mpirun")[f"wrong {case}"]
+    assert first["code"] == second["code"] == 2, first
+    (line,) = first["errors"]
+    assert WRONG[case][1] in line and second["errors"] == []
+    assert not any("step" in line for rank in (first, second) for line in rank["said"])
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--global-batch-size", 1], "smaller than 2 ranks"),
-        (["--resume", "/no/such/checkpoint"], "no checkpoint is there"),
-        (["--run-dir", "/proc/no"], "--run-dir /proc/no"),
-        (["--dataset", "cifar10", "--data-url", "http://127.0.0.1:9/x.tar.gz"], "127.0.0.1:9"),
         (["--batch-size", 0], "--batch-size 0"),
     ],
 )
-def test_what_only_a_started_run_can_find_wrong_is_one_line_too(
-    argv: list[Any], words: str, embedded: Path, tmp_path: Path
-) -> None:
-    data = tmp_path if "cifar10" in argv else embedded
-    base = [*SMALL, data, "--run-dir", tmp_path / "run", "--max-steps", 1]
-    done = _run(2, "train", *base, *argv)
+def test_a_wrong_option_ends_a_job_with_one_line(argv: list[Any], words: str, embedded: Path, tmp_path: Path) -> None:
+    """Found when the ranks have started, and before."""
+    done = _run(2, "train", *SMALL, embedded, "--run-dir", tmp_path / "run", "--max-steps", 1, *argv)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
     assert "step" not in done.stdout
