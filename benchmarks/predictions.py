@@ -24,7 +24,6 @@ from benchmarks.peers import network
 from hvd_cifar.errors import UserError
 from hvd_cifar.tools.benchmark.fits import traffic
 from hvd_cifar.tools.benchmark.results import EmulatedResult, Prediction, PredictResult, StepResult, read
-from hvd_cifar.tools.benchmark.tables import buckets_of
 from tests.cluster.hosts import Cluster
 
 
@@ -54,7 +53,7 @@ class Row:
     Attributes:
         hosts, ranks: their numbers.
         predicted, measured: seconds of a step.
-        ways: the messages, as predicted and as the run chose them.
+        way: how gradients left.
         sent, least: bytes that a host sends in a step, and the least possible; None where they were not counted.
     """
 
@@ -62,16 +61,16 @@ class Row:
     ranks: int
     predicted: float
     measured: float
-    ways: str
+    way: str
     sent: float | None = None
     least: float | None = None
 
     @classmethod
-    def of(cls, hosts: int, predicted: Prediction, ways: str, found: StepResult | EmulatedResult) -> Row:
+    def of(cls, hosts: int, predicted: Prediction, way: str, found: StepResult | EmulatedResult) -> Row:
         """From a prediction, and the result of `benchmark step` on as many ranks."""
         n = predicted.ranks
         seconds = next(world.step_seconds.mean for world in found.worlds if world.ranks == n)
-        row = cls(hosts, n, predicted.step_seconds, seconds, ways)
+        row = cls(hosts, n, predicted.step_seconds, seconds, way)
         if not isinstance(found, EmulatedResult):
             return row
         sent = next(world.sent_bytes for world in found.worlds if world.ranks == n)
@@ -80,20 +79,12 @@ class Row:
     def __str__(self) -> str:
         times = f"{self.predicted * 1e3:.1f} | {self.measured * 1e3:.1f} | {self.predicted / self.measured - 1:+.1%}"
         sent = f"{self.sent / 1e6:.2f}, {self.sent / self.least - 1:+.1%}" if self.sent and self.least else ""
-        return f"| {self.hosts} | {self.ranks} | {times} | {self.ways} | {sent} |"
+        return f"| {self.hosts} | {self.ranks} | {times} | {self.way} | {sent} |"
 
 
 def table(rows: Sequence[Row]) -> str:
     """In Markdown."""
-    names = [
-        "hosts",
-        "ranks",
-        "predicted, ms",
-        "measured, ms",
-        "error",
-        "messages",
-        "a host sends, MB",
-    ]
+    names = ["hosts", "ranks", "predicted, ms", "measured, ms", "error", "gradients leave", "a host sends, MB"]
     return "\n".join([f"| {' | '.join(names)} |", "|---" * len(names) + "|", *map(str, rows)])
 
 
@@ -150,9 +141,13 @@ def main(
         rows = []
         for count in counts:
             n = count * per_host
-            result = read(StepResult | EmulatedResult, job.run(count, *step, "--ranks", n), "--step")
-            ways = f"{buckets_of(predicted[n].bucket_bytes)}; {buckets_of(result.bucket_bytes)}"
-            rows.append(Row.of(count, predicted[n], ways, result))
+            found = predicted[n]
+            way = ["--overlap", "off"]
+            if found.bucket_bytes is not None:
+                way = ["--overlap", "on", "--bucket-bytes", found.bucket_bytes]
+            result = read(StepResult | EmulatedResult, job.run(count, *step, *way, "--ranks", n), "--step")
+            shown = "in one message" if way[1] == "off" else f"in buckets of {found.bucket_bytes} bytes"
+            rows.append(Row.of(count, found, shown, result))
             click.echo(rows[-1], err=True)
     print(f"{table(rows)}\n\n{model}, {link}, over {'Gloo' if gloo else 'MPI'}; {setting.about()}")
 

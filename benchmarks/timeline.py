@@ -88,9 +88,12 @@ def run_once(hosts: Cluster, options: Sequence[str], run_dir: Path) -> tuple[lis
 @click.option("--precision", default="mixed_bfloat16")
 @click.option("--link", default="100mbit")
 @click.option("--batch-size", type=click.IntRange(1), default=128, help="Of a rank.")
+@click.option("--bucket-bytes", default="64K")
 @click.option("--output", type=Path, default=Path("timeline.png"))
 @setting.one_line_for_users()
-def main(data_dir: Path, model: str, precision: str, link: str, batch_size: int, output: Path) -> None:
+def main(
+    data_dir: Path, model: str, precision: str, link: str, batch_size: int, bucket_bytes: str, output: Path
+) -> None:
     """Run both ways, and draw the last step of each."""
     network.check(HOSTS, HOSTS, [link])
     check_writable(output)
@@ -102,6 +105,7 @@ def main(data_dir: Path, model: str, precision: str, link: str, batch_size: int,
         network.limit(hosts, link)
         for way, overlap in WAYS.items():
             options = [*common, "--overlap", overlap]
+            options += ["--bucket-bytes", bucket_bytes] if overlap == "on" else []
             steps[way] = run_once(hosts, [str(word) for word in options], Path(name) / overlap)
             shown, _ = steps[way]
             click.echo(f"{way}: {len(shown)} messages, {shown[-1].end:.0f} ms to the last sum")

@@ -414,10 +414,7 @@ class TrainSettings(DataSettings):
         "one message unless --bucket-bytes is given.",
     )
     bucket_bytes: Bytes | None = Field(
-        None,
-        gt=0,
-        description="Bytes of each bucket, such as 128K. [default: sizes chosen from measurements before the first "
-        "step]",
+        None, gt=0, description="Bytes of a bucket, such as 128K. [default: measured before the first step]"
     )
     precision: Precision | None = Field(
         None,
@@ -742,7 +739,8 @@ class BenchmarkStepSettings(StepWork, _BenchmarkOutput):
     emulate_compute: Seconds | None = Field(
         None,
         gt=0,
-        description="For developers: time to sleep instead of computing each step, such as 50ms.",
+        description="For developers: time to sleep instead of computing each step, such as 50ms. Gradients leave in "
+        "one message, or in buckets of --bucket-bytes.",
         json_schema_extra={"hidden": True},
     )
 
@@ -757,6 +755,8 @@ class BenchmarkStepSettings(StepWork, _BenchmarkOutput):
         ):
             if given:
                 raise ValueError(f"--emulate-compute and {option} exclude each other: leave one out")
+        if self.overlap == "on" and self.bucket_bytes is None:
+            raise ValueError("--emulate-compute cannot measure the size of buckets: give --bucket-bytes")
         return self
 
 

@@ -7,30 +7,25 @@ computes the gradients of all activations first and those of the weights afterwa
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-BucketBytes = int | tuple[int, ...] | None
 
-
-def plan(sizes: Iterable[int], most: BucketBytes) -> list[list[int]]:
+def plan(sizes: Iterable[int], most: int | None) -> list[list[int]]:
     """Indices of tensors by bucket, in the order given. A bucket is closed as soon as it holds `most` bytes.
 
     Args:
         sizes: bytes of each tensor, in the order in which they become ready.
-        most: of every bucket, or of each of the first buckets, before a last one. None: all tensors in one bucket.
+        most: None: all tensors in one bucket.
     """
-    limits: Iterator[float] = itertools.repeat(most) if isinstance(most, int) else iter(most or ())
     buckets: list[list[int]] = []
-    held, limit = 0, 0.0
+    held = 0
     for index, size in enumerate(sizes):
-        if not buckets or held >= limit:
+        if not buckets or (most is not None and held >= most):
             buckets.append([])
-            held, limit = 0, next(limits, math.inf)
+            held = 0
         buckets[-1].append(index)
         held += size
     return buckets

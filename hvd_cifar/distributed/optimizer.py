@@ -37,7 +37,7 @@ class Reduction:
     process_set: Any = hvd.global_process_set
     sparse_as_dense: bool = False
     fixed_order: bool = False
-    bucket_bytes: buckets.BucketBytes = None
+    bucket_bytes: int | None = None
 
     @property
     def is_local(self) -> bool:
@@ -294,8 +294,8 @@ def process_set_of(optimizer: Any) -> Any:
     return reduction.process_set if reduction else hvd.global_process_set
 
 
-def set_bucket_bytes(optimizer: Any, bucket_bytes: buckets.BucketBytes) -> None:
-    """Change a `DistributedOptimizer`'s `bucket_bytes`, before its first step; see `buckets.plan` for several sizes."""
+def set_bucket_bytes(optimizer: Any, bucket_bytes: int | None) -> None:
+    """Change a `DistributedOptimizer`'s `bucket_bytes`, before its first step."""
     inner = inner_of(optimizer)
     inner._reduction = replace(inner._reduction, bucket_bytes=bucket_bytes)
 
@@ -408,16 +408,15 @@ def unpack(total: Any, dtype: Any, reduction: Reduction, ranks: int) -> Any:
 
 
 def _all_reduce(tensors: Sequence[Any], op: Any, reduction: Reduction) -> list[Any]:
-    """All-reduce tensors in buckets. Every rank sends the same messages, one for each type, in the same order."""
+    """All-reduce tensors in buckets of one type each. Every rank sends the same buckets in the same order."""
     totals: list[Any] = [None] * len(tensors)
     in_order = buckets.order(tensors) if reduction.bucket_bytes else list(range(len(tensors)))
-    sizes = [(tensors[i].shape.num_elements() or 0) * tensors[i].dtype.size for i in in_order]
     members: list[list[int]] = []
-    for bucket in buckets.plan(sizes, reduction.bucket_bytes):
-        by_type: dict[Any, list[int]] = {}
-        for position in bucket:
-            by_type.setdefault(tensors[in_order[position]].dtype, []).append(in_order[position])
-        members += by_type.values()
+    for dtype in sorted({t.dtype for t in tensors}, key=lambda dtype: dtype.name):
+        chosen = [i for i in in_order if tensors[i].dtype == dtype]
+        sizes = [(tensors[i].shape.num_elements() or 0) * dtype.size for i in chosen]
+        members += [[chosen[i] for i in bucket] for bucket in buckets.plan(sizes, reduction.bucket_bytes)]
+    members.sort(key=lambda bucket: max(map(in_order.index, bucket)))
     messages = [_named_by_graph(buckets.flat([tensors[i] for i in bucket])) for bucket in members]
     if reduction.bucket_bytes:
         buckets.gate(messages)

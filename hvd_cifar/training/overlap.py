@@ -23,7 +23,7 @@ from hvd_cifar.distributed.optimizer import (
     sent_width,
     set_bucket_bytes,
 )
-from hvd_cifar.distributed.overlap import Backward, Choice, Link, choose
+from hvd_cifar.distributed.overlap import CANDIDATES, Backward, Choice, Link, choose
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import Net
 from hvd_cifar.runtime.world import World
@@ -53,14 +53,16 @@ def set_buckets(
     if world.size == 1 or settings.overlap == "off" or reduction is None:  # None: the start-up proof reports it
         return []
     if option := _makes_all_ready_at_once(settings):
-        at_once = f"with {option} all gradients are ready at once"
-        if settings.overlap == "on" and settings.bucket_bytes:
-            set_bucket_bytes(optimizer, settings.bucket_bytes)
-            return [f"overlap: buckets of {_show(settings.bucket_bytes)}; {at_once}, and this saves no time"]
-        asked_for = settings.overlap == "on" or settings.bucket_bytes
-        return [f"overlap: none; {at_once}"] if asked_for else []
-    # PowerSGD sends few bytes: overlap saves nothing.
-    hides_nothing = not over_a_network(world) or low_rank_of(settings.compression) > 0
+        if settings.overlap == "on":
+            bucket_bytes = settings.bucket_bytes or CANDIDATES[-1]
+            set_bucket_bytes(optimizer, bucket_bytes)
+            buckets_of = f"gradients leave in buckets of {_show(bucket_bytes)}"
+            return [f"overlap: {buckets_of}; with {option} all are ready at once, and this saves no time"]
+        none = f"overlap: none; with {option} all gradients are ready at once, and --bucket-bytes has no effect"
+        return [none] if settings.bucket_bytes else []
+    # On one host the cores that compute also move the bytes, and PowerSGD sends few: overlap saves nothing.
+    on_one_host = world.local_size == world.size and "GPU" not in world.device
+    hides_nothing = on_one_host or low_rank_of(settings.compression) > 0
     if settings.overlap == "auto" and hides_nothing and settings.bucket_bytes is None:
         return []
     traced = _trace(net, optimizer, spec)
@@ -71,17 +73,13 @@ def set_buckets(
         return [f"overlap: none; {why}"]
     if settings.overlap == "on" and settings.bucket_bytes is not None:
         set_bucket_bytes(optimizer, settings.bucket_bytes)
-        return [f"overlap: buckets of {_show(settings.bucket_bytes)}"]
+        return [f"overlap: gradients leave in buckets of {_show(settings.bucket_bytes)}"]
     backward, _ = measure_backward(net, optimizer, spec, examples, traced=traced)
-    link = measure_link(reduction, sum(backward.sizes), computes_here="GPU" not in world.device)
-    found = choose(backward, link, settings.bucket_bytes, always=settings.overlap == "on")
+    link = _measure_link(reduction, sum(backward.sizes), computes_here="GPU" not in world.device)
+    candidates = CANDIDATES if settings.bucket_bytes is None else (settings.bucket_bytes,)
+    found = choose(backward, link, candidates, always=settings.overlap == "on")
     set_bucket_bytes(optimizer, found.bucket_bytes)
     return [_describe(backward, link, found)]
-
-
-def over_a_network(world: World) -> bool:
-    """Whether communication can run beside computation: on one host of CPUs the cores that compute move the bytes."""
-    return world.local_size < world.size or "GPU" in world.device
 
 
 def _makes_all_ready_at_once(settings: TrainSettings) -> str:
@@ -102,13 +100,8 @@ def _describe(backward: Backward, link: Link, found: Choice) -> str:
     took = f"backward takes {backward.ready[-1] * 1e3:.1f} ms, an all-reduce of all gradients {whole * 1e3:.1f} ms"
     if found.bucket_bytes is None:
         return f"overlap: none; {took}"
-    if isinstance(found.bucket_bytes, int):
-        shown = f"buckets of {_show(found.bucket_bytes)}"
-    else:
-        sizes = [*found.bucket_bytes, sum(backward.sizes) - sum(found.bucket_bytes)]
-        shown = f"{len(sizes)} buckets ({', '.join(f'{size / 2**10:,.1f}' for size in sizes)} KiB)"
     saved = (found.in_one_message - found.seconds) * 1e3
-    return f"overlap: {shown}, to save {saved:.1f} ms a step; {took}"
+    return f"overlap: buckets of {_show(found.bucket_bytes)}, to save {saved:.1f} ms a step; {took}"
 
 
 def _show(size: int) -> str:
@@ -203,7 +196,7 @@ def measure_backward(
     return Backward(float(forward), tuple(np.cumsum(parts).tolist()), tuple(traced.sizes)), traced.gradients
 
 
-def measure_link(reduction: Reduction, most: int, computes_here: bool) -> Link:
+def _measure_link(reduction: Reduction, most: int, computes_here: bool) -> Link:
     """Measure two of the optimizer's all-reduces, a small and a large one. A collective.
 
     Args:

@@ -150,6 +150,7 @@ WRONG = [
             ["step", "--emulate-compute", "50ms", "--min-efficiency", "0.9"],
             ["step", "--emulate-compute", "50ms", "--plot", "step.png"],
             ["step", "--emulate-compute", "50ms", "--compression", "powersgd:2"],
+            ["step", "--emulate-compute", "50ms", "--overlap", "on"],
             ["step", "--json", ""],
             ["step", "--plot", ""],
             ["allreduce", "--ranks", "2;4"],

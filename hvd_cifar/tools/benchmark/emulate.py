@@ -19,15 +19,13 @@ import tensorflow as tf
 
 from hvd_cifar.config import BenchmarkStepSettings
 from hvd_cifar.distributed import buckets, collectives, process_sets
-from hvd_cifar.distributed.optimizer import apply_and_sum, inner_of, reduction_of, set_bucket_bytes
-from hvd_cifar.distributed.overlap import Backward, choose
+from hvd_cifar.distributed.optimizer import apply_and_sum, inner_of, set_bucket_bytes
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime import direct_mpi
 from hvd_cifar.tools.benchmark.job import Job, facts_of, memory_of_this_process
 from hvd_cifar.tools.benchmark.results import EmulatedResult, EmulatedWorld, Estimate
 from hvd_cifar.tools.benchmark.step import LEAD_IN, LEARNING_RATE, bytes_of, train_settings
 from hvd_cifar.training.assemble import make_net, make_optimizer, prepare
-from hvd_cifar.training.overlap import measure_link, over_a_network
 
 LOSS_BYTES = 8  # the loss and the request to stop
 
@@ -57,9 +55,6 @@ def measure(job: Job, options: BenchmarkStepSettings) -> EmulatedResult:
     work = prepare(train_settings(options), job.world)
     net = collectives.on_every_rank(lambda: make_net(work))
     variables = net.model.trainable_variables
-    gradients = [bytes_of(v) for v in variables[::-1]]
-    # As for `benchmark step`, the buckets are chosen for all ranks.
-    bucket_bytes = _buckets(job, options, gradients, make_optimizer(work, net, LEARNING_RATE))
     ways = [way for way in WAYS if way != "ring" or direct_mpi.why_not() is None]
     worlds = []
     for k, ranks in job.sets.items():
@@ -68,8 +63,8 @@ def measure(job: Job, options: BenchmarkStepSettings) -> EmulatedResult:
         if job.includes_me(k):
             for way, among in (("alone", process_sets.ALONE), ("step", ranks)):
                 optimizer = make_optimizer(work, net, LEARNING_RATE, among)
-                set_bucket_bytes(optimizer, bucket_bytes)
-                once[way] = make_step(variables, optimizer, options.emulate_compute, bucket_bytes)
+                set_bucket_bytes(optimizer, options.bucket_bytes)
+                once[way] = make_step(variables, optimizer, options.emulate_compute, options.bucket_bytes)
             once |= _messages(variables, inner_of(optimizer), ring)
         taken: dict[str, list[list[Turn]]] = defaultdict(list)
         for repeat in range(options.repeats + 1):
@@ -83,8 +78,8 @@ def measure(job: Job, options: BenchmarkStepSettings) -> EmulatedResult:
     return EmulatedResult(
         facts=facts_of(job.world),
         model=options.model,
-        gradients=gradients,
-        bucket_bytes=bucket_bytes,
+        gradients=[bytes_of(v) for v in variables[::-1]],
+        bucket_bytes=options.bucket_bytes,
         emulated_seconds=options.emulate_compute,
         steps=options.steps,
         worlds=worlds,
@@ -92,21 +87,7 @@ def measure(job: Job, options: BenchmarkStepSettings) -> EmulatedResult:
     )
 
 
-def _buckets(job: Job, options: BenchmarkStepSettings, gradients: list[int], optimizer: Any) -> buckets.BucketBytes:
-    """The buckets that a run would choose for a backward pass as long as the sleep. A collective."""
-    may_choose = over_a_network(job.world) or options.overlap == "on"
-    if options.bucket_bytes or options.overlap == "off" or job.world.size == 1 or not may_choose:
-        return options.bucket_bytes
-    reduction = reduction_of(optimizer)
-    assert reduction is not None and options.emulate_compute is not None
-    link = measure_link(reduction, sum(gradients), computes_here=False)
-    backward = Backward.by_bytes(gradients, options.emulate_compute)
-    return choose(backward, link, always=options.overlap == "on").bucket_bytes
-
-
-def make_step(
-    variables: list[Any], optimizer: Any, seconds: float, bucket_bytes: buckets.BucketBytes
-) -> Callable[[], Any]:
+def make_step(variables: list[Any], optimizer: Any, seconds: float, bucket_bytes: int | None) -> Callable[[], Any]:
     """A step that sleeps where the real one computes; each bucket of gradients is ready after its part of the sleep.
 
     Args:

@@ -8,11 +8,10 @@ this, predictions from the fewest ranks alone are compared with the measurements
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from hvd_cifar.distributed.buckets import BucketBytes
 from hvd_cifar.distributed.overlap import Backward, Link, choose, seconds_with
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import provenance
@@ -71,16 +70,12 @@ class Network:
 
 
 def predict_one(
-    step: StepResult | EmulatedResult,
-    network: Network,
-    layout: Layout,
-    like: Measured,
-    buckets: BucketBytes | Literal["auto"],
+    step: StepResult | EmulatedResult, network: Network, layout: Layout, like: Measured, buckets: int | None | str
 ) -> Prediction:
     """The efficiency on ranks of `layout`, with the computation measured in `like`.
 
     Args:
-        buckets: their bytes (see `buckets.plan`); None: one message; "auto": as a run chooses.
+        buckets: their bytes; None: one message; "auto": as a run chooses.
     """
     link = network.link(layout)
     messages = _messages(step)
@@ -93,6 +88,7 @@ def predict_one(
     elif buckets == "auto":
         chooses = layout.hosts > 1 or "GPU" in step.facts.device
         buckets = choose(like.backward, link).bucket_bytes if chooses else None
+    assert not isinstance(buckets, str)
     end = in_one if buckets is None else seconds_with(like.backward, link, buckets)
     if alone:
         in_one = end = like.mean - like.update
@@ -222,11 +218,14 @@ def _of_step(step: StepResult) -> list[Measured]:
 
 
 def _of_emulated(step: EmulatedResult) -> list[Measured]:
+    sent = list(itertools.accumulate(step.gradients))
     return [
         Measured(
             layout=Layout.of(step.facts.local_ranks[: world.ranks]),
             mean=world.alone_seconds.mean,
-            backward=Backward.by_bytes(step.gradients, step.emulated_seconds),
+            backward=Backward(
+                0.0, tuple(step.emulated_seconds * done / sent[-1] for done in sent), tuple(step.gradients)
+            ),
             update=world.alone_seconds.mean - step.emulated_seconds,
             efficiency=world.alone_seconds.mean / world.step_seconds.mean,
             standard_error=None,

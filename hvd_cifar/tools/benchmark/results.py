@@ -118,7 +118,7 @@ class StepResult(_Result):
     dataset: str
     per_rank_batch_size: int
     compression: str
-    bucket_bytes: int | tuple[int, ...] | None  # None: gradients leave after the backward pass
+    bucket_bytes: int | None  # None: gradients leave after the backward pass
     messages: list[int]  # without buckets: bytes of the messages, in order
     steps: int
     worlds: list[WorldResult]
@@ -153,7 +153,7 @@ class EmulatedResult(_Result):
     facts: Facts
     model: str
     gradients: list[int]  # bytes, in the order of the backward pass
-    bucket_bytes: int | tuple[int, ...] | None
+    bucket_bytes: int | None
     emulated_seconds: float
     steps: int
     worlds: list[EmulatedWorld]
@@ -245,7 +245,7 @@ class Prediction(_Result):
     hosts: int
     measured_on: int
     communication_seconds: float  # of all gradients in one message
-    bucket_bytes: int | tuple[int, ...] | None  # None: one message after the backward pass
+    bucket_bytes: int | None  # None: one message after the backward pass
     step_seconds: float
     efficiency: float
     efficiency_in_one_message: float

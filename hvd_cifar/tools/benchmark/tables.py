@@ -100,7 +100,7 @@ def of_step(found: StepResult) -> str:
             proportional,
         )
     lines = [_facts(found.facts)]
-    lines.append(f"{buckets_of(found.bucket_bytes)}; compression: {found.compression}")
+    lines.append(f"{_buckets(found.bucket_bytes)}; compression: {found.compression}")
     p = found.phases
     lines.append(
         f"computation on {most.ranks} ranks: forward {p.forward_seconds * 1e3:.2f} ms, backward "
@@ -129,7 +129,7 @@ def of_emulated(found: EmulatedResult) -> str:
         table.add_row(str(w.ranks), *texts, f"{w.sent_bytes / 1e3:,.1f}", f"{w.sent_packets:,.1f}")
     return _text(
         table,
-        [_facts(found.facts), f"gradients of {sum(found.gradients) / 2**20:.2f} MiB; {buckets_of(found.bucket_bytes)}"],
+        [_facts(found.facts), f"gradients of {sum(found.gradients) / 2**20:.2f} MiB; {_buckets(found.bucket_bytes)}"],
     )
 
 
@@ -222,7 +222,7 @@ def of_predict(found: PredictResult) -> str:
             f"{p.efficiency:.3f}",
             f"{p.error:+.1%}",
             f"{p.step_seconds * 1e3:.2f}",
-            buckets_of(p.bucket_bytes),
+            _buckets(p.bucket_bytes),
         )
     predictions = _table(
         "efficiency to expect",
@@ -231,7 +231,7 @@ def of_predict(found: PredictResult) -> str:
     for p in found.predictions:
         times = [f"{seconds * 1e3:.2f}" for seconds in (p.communication_seconds, p.step_seconds)]
         fractions = [f"{fraction:.3f}" for fraction in (p.efficiency, p.efficiency_in_one_message)]
-        predictions.add_row(str(p.ranks), str(p.hosts), *times, *fractions, buckets_of(p.bucket_bytes))
+        predictions.add_row(str(p.ranks), str(p.hosts), *times, *fractions, _buckets(p.bucket_bytes))
     allreduce = found.allreduce
     lines = [f"all-reduce as measured: {_fit(allreduce.fits['horovod'])}"]
     if found.link_fit != allreduce.fits["horovod"]:
@@ -247,11 +247,8 @@ def of_predict(found: PredictResult) -> str:
     return _text(checks, predictions, lines)
 
 
-def buckets_of(sizes: int | tuple[int, ...] | None) -> str:
-    """How gradients leave, in words."""
-    if sizes is None:
-        return "in one message"
-    return f"in buckets of {sizes / 2**10:,.0f} KiB" if isinstance(sizes, int) else f"in {len(sizes) + 1} buckets"
+def _buckets(size: int | None) -> str:
+    return "in one message" if size is None else f"in buckets of {size / 2**10:,.0f} KiB"
 
 
 def _beyond(found: PredictResult) -> list[str]:
