@@ -19,8 +19,12 @@ def put_in_front(mixin: type, instance: Any, **attributes: Any) -> None:
         attributes: class attributes of the new class.
     """
     plain = type(instance)
-    name = keras.saving.get_registered_name(plain)
+    name = plain.__name__
     module = next((path for path, room in _PUBLIC.items() if getattr(room, name, None) is plain), plain.__module__)
     names = {"__module__": module, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+    made = type(name, (mixin, plain), {**names, **attributes})
+    package, separator, registered = keras.saving.get_registered_name(plain).partition(">")
+    for kind in (made, plain) if separator else ():  # both have the name; what is loaded by it is the last one
+        keras.saving.register_keras_serializable(package, registered)(kind)
     # Keras's own __setattr__ would track the class as part of the object's state.
-    object.__setattr__(instance, "__class__", type(name, (mixin, plain), {**names, **attributes}))
+    object.__setattr__(instance, "__class__", made)
