@@ -130,10 +130,10 @@ class _Distributed:
     def _apply_every_few_passes(self, grads: list[Any], variables: list[Any]) -> None:
         present = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
         indices = [self._get_variable_index(v) for _, v in present]
-        if vars(self).setdefault("_present", indices) != indices:
+        if other := vars(self).setdefault("_present", set(indices)) ^ set(indices):
             raise ValueError(
-                "with backward_passes_per_step every pass must have gradients of the same variables, and this one has "
-                f"{len(indices)}, the first one {len(vars(self)['_present'])}: give zeros instead of None"
+                "with backward_passes_per_step every pass must have gradients of the same variables, and only some "
+                f"have one of {self._trainable_variables[min(other)].path}: give zeros instead of None"
             )
         sums = [self._pass_sums[index] for index in indices]
         for total, (gradient, _) in zip(sums, present, strict=True):
@@ -148,6 +148,8 @@ class _Distributed:
             for total in sums:
                 total.assign(tf.zeros_like(total.value))
             self._passes_done.assign(0)
+            if tf.executing_eagerly():  # a graph, which is traced once, keeps to its variables
+                del vars(self)["_present"]
 
         tf.cond(self._passes_done.value >= self._reduction.passes, update, lambda: None)
 
@@ -221,8 +223,8 @@ def DistributedOptimizer(
             sum to bfloat16.
             powersgd:R sends gradients as two matrices of R columns (`distributed.powersgd`), also on one rank.
             `distributed.optimizer.memory_of(optimizer)` gives what it keeps between steps. A checkpoint that the
-            program itself writes must hold this. Its errors differ between ranks: before one rank saves them, all
-            call `distributed.collectives.average_variables` on them, and after loading all ranks need the same.
+            program itself writes must hold this. PowerSGD's errors differ between ranks: before one rank saves them,
+            all ranks call `distributed.collectives.average_variables` on them. After loading all need the same.
         backward_passes_per_step: each rank adds up the gradients of this many calls before they are reduced and
             applied; `iterations` counts the updates. Each rank must make the same number of calls, and each call have
             gradients of the same variables.

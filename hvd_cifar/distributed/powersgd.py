@@ -95,6 +95,6 @@ def reduce(
 
 
 def _basis(matrix: Any) -> Any:
-    """An orthonormal basis of a matrix's columns, whose signs do not depend on rounding: ranks must have the same."""
+    """An orthonormal basis of a matrix's columns. At full rank its signs do not depend on rounding: ranks agree."""
     basis, triangle = tf.linalg.qr(matrix)
     return tf.where(tf.linalg.diag_part(triangle) < 0, -basis, basis)

@@ -39,7 +39,7 @@ def portable(model: keras.Model, image_shape: tuple[int, int, int]) -> keras.Mod
                 return own(*inputs)
             # In a model within the model, since a model has each name once.
             given = keras.tree.map_structure(lambda t: keras.Input(batch_shape=t.shape, dtype=t.dtype), inputs)
-            return keras.Model(given, own(*given), name=f"{layer.name}_{calls[id(layer)]}")(inputs)
+            return keras.Model(given, own(*given), name=f"{layer.name}__call_{calls[id(layer)]}")(inputs)
         if not isinstance(layer, keras.layers.Layer):  # an operation of keras.ops
             return layer(*inputs, **options)
         if getattr(layer, "inputs", None) and isinstance(layer, keras.Model):  # not a subclass with a method call
@@ -66,13 +66,13 @@ def portable(model: keras.Model, image_shape: tuple[int, int, int]) -> keras.Mod
 
 
 def _own(layer: Any) -> Callable[..., Any] | None:
-    """A layer's `portable`; None where a class in front of it changes what the layer computes."""
+    """A layer's `portable`; None where it is inherited from this package and a subclass computes something else."""
+    is_changed = False
     for kind in type(layer).__mro__:
+        is_ours = kind.__module__.startswith("hvd_cifar.")
         if "portable" in vars(kind):
-            found: Callable[..., Any] = layer.portable
-            return found
-        if not kind.__module__.startswith("hvd_cifar.") and {"build", "call", "convolution_op"} & vars(kind).keys():
-            return None
+            return None if is_ours and is_changed else layer.portable
+        is_changed |= not is_ours and bool({"build", "call", "convolution_op"} & vars(kind).keys())
     return None
 
 

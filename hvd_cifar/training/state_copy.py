@@ -162,7 +162,7 @@ class StateCopy:
         ranks = _of_note(self._of_all.note(version))[1] if self._of_all and version is not None else 0
         copies, hosts, ranks_by_host = collectives.all_reduce_sums([len(parts), int(ranks > 0), ranks])
         for i, variable in enumerate(self._own.variables):
-            if copies < ranks_by_host / hosts and id(variable) in self._errors:
+            if id(variable) in self._errors and copies * hosts < ranks_by_host:
                 variable.assign(tf.zeros_like(variable))
                 continue
             # In float32 where it is bfloat16, which Horovod does not add.

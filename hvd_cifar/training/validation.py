@@ -184,7 +184,9 @@ class Best(Callback):
 
     def on_rollback(self, run: Run) -> None:
         """Forget evaluations of later steps."""
-        self.progress.ends_early, self.newest = "", None
+        self.progress.ends_early = ""
+        if self.newest and self.newest.step > run.step:
+            self.newest = None
         if self.snapshots:
             self.snapshots.go_back(run.step)
         self.on_start(run)

@@ -13,6 +13,9 @@ import pytest
 from benchmarks import runs
 from tests.ranks import Jobs, once, run_all
 
+# A test may start several jobs, each of which may take minutes on a busy machine.
+pytestmark = pytest.mark.timeout(1200)
+
 LENGTHS = {"short": 7, "long": 5001}  # one all-gather; all-to-all and all-gather, in parts of unequal length
 
 

@@ -77,7 +77,7 @@ FIRST_HALF = 15  # in the middle of an epoch
 OF_RANKS = {
     1: list(RUNS),
     2: ["tutorial", "tutorial, float32", "resnet8, plain, accumulated and clipped", HALF],
-    3: ["fast", "tutorial, accumulated and clipped", RESUMED],
+    3: ["fast", "tutorial, accumulated and clipped", "tutorial, float32", RESUMED],
     5: ["tutorial", "tutorial, float32", "resnet8", "resnet8, plain, accumulated and clipped"],
 }
 

@@ -20,6 +20,9 @@ import pytest
 from tests.options import RESNET8, SMALL, TUTORIAL
 from tests.ranks import CHECKOUT, Jobs, command, end_tree, environment, once, run_all, run_ranks
 
+# A test may start several jobs, each of which may take minutes on a busy machine.
+pytestmark = pytest.mark.timeout(1200)
+
 QUICK = ["--log-every", "5", "--eval-every", "0", "--eval-examples", "100"]
 
 # Options of which only a started run can find that they are wrong, and what is said of them.
@@ -67,7 +70,7 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
         "goes on": train("goes on", *of_eight, "--callbacks", folder / "away.py:Away", "--max-steps", 40),
         "eight ranks": partial(_at_eight_ranks_batch, str(embedded), str(folder)),
     }
-    return once(lambda n, launcher: run_all(functions, n, launcher=launcher, timeout=600))
+    return once(lambda n, launcher: run_all(functions, n, launcher=launcher, timeout=540))
 
 
 def _command(n: int, *argv: Any) -> list[str]:

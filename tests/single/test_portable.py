@@ -106,10 +106,12 @@ def test_everything_that_keras_has_and_a_layer_that_is_portable_pass(tmp_path: P
 
 
 def test_a_layer_that_is_called_twice_has_one_answer_everywhere(tmp_path: Path) -> None:
-    shared, relu = FusedBatchNormalization(name="norm"), QuickRelu(name="relu")
+    keras.utils.clear_session()  # Keras counts the names from here
+    shared, others, relu = FusedBatchNormalization(), [FusedBatchNormalization() for _ in range(2)], QuickRelu()
     images = keras.Input((6, 6, 3))
     x = relu([shared(relu([images, images])), images])
-    model = keras.Model(images, layers.Flatten()(shared(x)))
+    x = others[1](others[0](shared(x)))
+    model = keras.Model(images, layers.Flatten()(x))
     _shake(model)
     values = RANDOM.normal(size=(5, 6, 6, 3)).astype(np.float32)
     portable(model, (6, 6, 3)).save(tmp_path / "net.keras")
