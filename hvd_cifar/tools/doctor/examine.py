@@ -124,11 +124,8 @@ def as_ranks_see(
     if chosen is None:
         return dict(facts)
     hides, listing = devices.hides_all(chosen), devices.list_gpus()
-    seen = (
-        []
-        if hides
-        else [devices.visible_gpus(listing, {}).index(g) for g in devices.visible_gpus(listing, environment)]
-    )
+    every, visible = (devices.visible_gpus(listing, variables) for variables in ({}, environment))
+    seen = [] if hides else [every.index(uuid) for uuid in visible]
     return {
         name: found.model_copy(update={"gpus": tuple(found.gpus[i] for i in seen if i < len(found.gpus))})
         if found.gpus and (name == here or (hides and not gloo))
