@@ -20,7 +20,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.hookimpl(trylast=True)  # after -m has left tests out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order files such that those whose tests wait for hosts and time-outs run beside those that compute.
+    """Let files whose tests wait, for hosts and time-outs, alternate with files that compute: both cores stay busy.
 
     Two workers take a file each, in this order. The short files of single/ and pages/ come last.
     """

@@ -26,9 +26,3 @@ class Pace(hvd_cifar.Callback):
     def on_step(self, run: Any) -> None:
         """Wait."""
         time.sleep(self.seconds)
-
-
-class SlowPace(Pace):
-    """At most 10 steps a second."""
-
-    seconds = 0.1

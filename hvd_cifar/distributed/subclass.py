@@ -24,7 +24,7 @@ def put_in_front(mixin: type, instance: Any, **attributes: Any) -> None:
     names = {"__module__": module, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     made = type(name, (mixin, plain), {**names, **attributes})
     package, separator, registered = keras.saving.get_registered_name(plain).partition(">")
-    for kind in (made, plain) if separator else ():  # both have the name; what is loaded by it is the last one
+    for kind in (made, plain) if separator else ():  # both get the name; loading takes the last one
         keras.saving.register_keras_serializable(package, registered)(kind)
     # Keras's own __setattr__ would track the class as part of the object's state.
     object.__setattr__(instance, "__class__", made)

@@ -37,7 +37,7 @@ def portable(model: keras.Model, image_shape: tuple[int, int, int]) -> keras.Mod
             calls[id(layer)] += 1
             if calls[id(layer)] == 1:
                 return own(*inputs)
-            # In a model within the model, since a model has each name once.
+            # Within a model of its own: the names of a model's layers must differ.
             given = keras.tree.map_structure(lambda t: keras.Input(batch_shape=t.shape, dtype=t.dtype), inputs)
             return keras.Model(given, own(*given), name=f"{layer.name}__call_{calls[id(layer)]}")(inputs)
         if not isinstance(layer, keras.layers.Layer):  # an operation of keras.ops

@@ -152,8 +152,8 @@ class StateCopy:
     def _average_own(self, version: int | None) -> None:
         """Set the variables that differ between ranks to the mean of all ranks' copies; None: this rank has no part.
 
-        PowerSGD's errors become 0 where a rank's is lost. They differ by sums over many steps, which cancel only
-        between all ranks.
+        PowerSGD's errors become 0 where a rank's copy is lost. The ranks' errors differ by sums over many steps, and
+        these sums cancel only over all ranks.
         """
         if not self._own.variables:
             return

@@ -47,7 +47,7 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
     feed = ("input", *TUTORIAL, embedded, "--batch-size", 100, "--repeats", 1, "--plot")
     functions: dict[tuple[int, str], dict[str, Callable[..., Any]]] = {
         (2, "mpirun"): {
-            # Those that measure processor time come before others leave threads.
+            # First, since other functions leave threads, whose processor time would count.
             "emulated": benchmark("emulated", *emulated),
             "emulated in buckets": benchmark("emulated in buckets", *emulated, "--bucket-bytes", "64K"),
             "updates": _emulated_updates,

@@ -46,7 +46,7 @@ def test_quick_gelu_in_half_types_is_rounded_once(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_second_derivatives_of_quick_gelu(dtype: str) -> None:
-    """As a penalty on gradients needs them; zeros would train nothing, without an error."""
+    """A penalty on gradients needs them: with zeros it would train nothing, without an error."""
     x = tf.cast(np.linspace(-2, 2, 41), dtype)
     with tf.GradientTape() as outer:
         outer.watch(x)

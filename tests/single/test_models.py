@@ -134,7 +134,7 @@ def test_a_frozen_fused_batch_norm_uses_its_moving_statistics(dtype: str) -> Non
     norm.trainable = False
     assert np.array_equal(norm(images, training=True), evaluated) and not norm.moving_mean.numpy().any()
     norm.trainable = True
-    # A block that passes on that nothing is said of training.
+    # As from a block that passes `training=None` on.
     assert np.array_equal(norm(images, training=None), evaluated) and not norm.moving_mean.numpy().any()
     assert not np.allclose(norm(images, training=True), evaluated) and norm.moving_mean.numpy().all()
 

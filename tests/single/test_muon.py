@@ -110,7 +110,7 @@ def test_variables_outside_of_layers_and_a_missing_default_take_the_plain_rate()
 
 
 def test_a_kernel_of_zeros_and_a_scale_of_rank_4() -> None:
-    """Only kernels of convolutions are orthogonalised, and one that begins at zero, as in a residual branch, learns."""
+    """Only kernels are orthogonalised. A kernel that begins at zero, as in a residual branch, learns."""
     conv = keras.layers.Conv2D(3, 1, use_bias=False, kernel_initializer="zeros")
     conv.build((None, 4, 4, 2))
     scale = keras.Variable(np.full((1, 1, 1, 3), 1e-6), name="scale")
