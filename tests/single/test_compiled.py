@@ -24,7 +24,8 @@ there = pytest.mark.skipif(
     platform.machine() != "x86_64" or " avx2" not in CPUINFO, reason="compiled for processors with AVX2"
 )
 DOTS = " avx512_bf16" in CPUINFO
-# Whole tiles, parts of them, less than one; channels that fill vectors, and that do not; as many tiles as have parts.
+# Whole tiles of 4 x 4 and of 3 x 3 outputs, parts of them, less than one; channels that fill vectors, and that do not;
+# as many tiles as have parts.
 SHAPES = [
     (2, 8, 8, 16, 16),
     (3, 7, 5, 24, 40),
@@ -33,6 +34,8 @@ SHAPES = [
     (2, 15, 15, 64, 64),
     (1, 4, 4, 128, 48),
     (70, 16, 23, 16, 32),
+    (4, 6, 5, 256, 256),
+    (130, 9, 9, 40, 16),
 ]
 
 

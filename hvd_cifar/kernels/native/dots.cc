@@ -19,7 +19,7 @@ constexpr Index APART_HALVES = 2 * APART;
 // where there are many weights: each block reads all of them from a slower cache, and for a kernel's gradient also
 // writes them.
 INLINE Index block_of(const Shape& s) { return s.in * s.out <= 128 * 128 ? 16 : 24; }
-INLINE Index block_of_sums(const Shape& s) { return s.in * s.out <= 64 * 64 ? 48 : 192; }
+INLINE Index block_of_sums(const Shape& s) { return s.in * s.out <= 64 * 64 ? 48 : s.in * s.out <= 128 * 128 ? 96 : 384; }
 
 INLINE __m256i rounded(Vector v) { return (__m256i)_mm512_cvtneps_pbh((__m512)v); }
 INLINE __m512i rounded(Vector a, Vector b) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a); }
@@ -40,7 +40,7 @@ INLINE Vector load(const Half* from, __mmask16 lanes) {
 }
 
 // SIDE x SIDE pixels of a tile, zeros where there are none, and LINE along their columns.
-template <Index SIDE, void (*LINE)(const Vector*, Vector*), bool ALL>
+template <Index SIDE, Index INPUTS, void (*LINE)(const Vector*, Vector*), bool ALL>
 INLINE void columns(const Half* corner, Index next_row, Index next_column, const Place& p, __mmask16 lanes,
                     Vector (*lines)[SIDE]) {
     const unsigned rows = (1u << p.bottom) - (1u << p.top);
@@ -58,30 +58,31 @@ INLINE void columns(const Half* corner, Index next_row, Index next_column, const
         for (Index i = 0; i < INPUTS; i++) lines[i][j] = made[i];
     }
 }
-template <Index SIDE, void (*LINE)(const Vector*, Vector*)>
+template <Index SIDE, Index INPUTS, void (*LINE)(const Vector*, Vector*)>
 INLINE void columns(const Half* pixels, const Shape& s, Index channels, const Place& p, Index channel, Index end,
                     Vector (*lines)[SIDE]) {
     const Index next_row = s.width * channels;
     const Half* corner = pixels + (p.image * s.height + p.row) * next_row + p.column * channels + channel;
     if (p.inside && end - channel >= LANES)
-        columns<SIDE, LINE, true>(corner, next_row, channels, p, 0xffff, lines);
+        columns<SIDE, INPUTS, LINE, true>(corner, next_row, channels, p, 0xffff, lines);
     else
-        columns<SIDE, LINE, false>(corner, next_row, channels, p, (1u << least(end - channel, LANES)) - 1, lines);
+        columns<SIDE, INPUTS, LINE, false>(corner, next_row, channels, p, (1u << least(end - channel, LANES)) - 1, lines);
 }
 
-// 6 x 6 pixels of each tile, transformed, as [POINTS, tiles, channels padded].
-template <Index TAPS>
+// Each tile's pixels, transformed, as [POINTS, tiles, channels padded].
+template <class Tile>
 INLINE void spread(const Half* images, const Shape& s, Index first, Index count, Index point, Half* to) {
+    constexpr Index INPUTS = Tile::INPUTS;
     const Index wide = padded(s.in);
     for (Index t = 0; t < count; t++) {
-        const Place p = place_of<Side<TAPS>::OUTPUTS>(s, first + t, TAPS / 2, INPUTS);
+        const Place p = place_of<Tile::OUTPUTS>(s, first + t, Tile::TAPS / 2, INPUTS);
         for (Index c = 0; c < wide; c += LANES) {
             Vector lines[INPUTS][INPUTS], made[INPUTS];
-            columns<INPUTS, of_inputs>(images, s, s.in, p, c, s.in, lines);
+            columns<INPUTS, INPUTS, Tile::of_inputs>(images, s, s.in, p, c, s.in, lines);
             Half* target = to + t * wide + c;
 #pragma GCC unroll 6
             for (Index i = 0; i < INPUTS; i++) {
-                of_inputs(lines[i], made);
+                Tile::of_inputs(lines[i], made);
 #pragma GCC unroll 6
                 for (Index j = 0; j < INPUTS; j++)
                     _mm256_storeu_si256(reinterpret_cast<__m256i*>(target + (i * INPUTS + j) * point), rounded(made[j]));
@@ -92,19 +93,20 @@ INLINE void spread(const Half* images, const Shape& s, Index first, Index count,
 
 // SIDE x SIDE pixels of each tile and of channels from `channel` up to `end`, transformed by LINE, two tiles side by
 // side, as [POINTS, tiles / 2, channels padded, 2].
-template <Index TAPS, Index SIDE, void (*LINE)(const Vector*, Vector*)>
+template <class Tile, Index SIDE, void (*LINE)(const Vector*, Vector*)>
 INLINE void spread_pairs(const Half* pixels, const Shape& s, Index channels, Index channel, Index end, Index first,
                          Index count, Index point, Half* to) {
+    constexpr Index INPUTS = Tile::INPUTS;
     const Index wide = padded(end - channel);
     for (Index t = 0; t < count; t += 2) {
-        constexpr Index OUTPUTS = Side<TAPS>::OUTPUTS, before = SIDE == INPUTS ? TAPS / 2 : 0;
+        constexpr Index OUTPUTS = Tile::OUTPUTS, before = SIDE == INPUTS ? Tile::TAPS / 2 : 0;
         const Place p = place_of<OUTPUTS>(s, first + t, before, SIDE);
         Place next = place_of<OUTPUTS>(s, first + t + 1, before, SIDE);
         if (t + 1 == count) next.inside = false, next.bottom = next.top = 0;  // no second tile: zeros
         for (Index c = 0; c < wide; c += LANES) {
             Vector lines[INPUTS][SIDE], beside[INPUTS][SIDE];
-            columns<SIDE, LINE>(pixels, s, channels, p, channel + c, end, lines);
-            columns<SIDE, LINE>(pixels, s, channels, next, channel + c, end, beside);
+            columns<SIDE, INPUTS, LINE>(pixels, s, channels, p, channel + c, end, lines);
+            columns<SIDE, INPUTS, LINE>(pixels, s, channels, next, channel + c, end, beside);
             Half* target = to + t * wide + 2 * c;
 #pragma GCC unroll 6
             for (Index i = 0; i < INPUTS; i++) {
@@ -168,10 +170,10 @@ INLINE void outers(const Half* tiles, Index in, const Half* gradients, Index out
 }
 
 // Results of `count` tiles and of channels from `channel` on, VECTORS vectors of them.
-template <Index TAPS, Index VECTORS>
+template <class Tile, Index VECTORS>
 INLINE void gather(const float* made, Index point, const Shape& s, Index first, Index count, Index channel,
                    Half* outputs) {
-    constexpr Index OUTPUTS = Side<TAPS>::OUTPUTS;
+    constexpr Index OUTPUTS = Tile::OUTPUTS, INPUTS = Tile::INPUTS;
     const Index next_row = s.width * s.out, left = s.out - channel;
     const __mmask32 lanes = left >= WIDE ? ~0u : (1u << left) - 1;
     // Results that fill whole cache lines are stored past the cache, which then keeps values that are used sooner.
@@ -188,7 +190,7 @@ INLINE void gather(const float* made, Index point, const Shape& s, Index first, 
                 Vector seen[INPUTS];
 #pragma GCC unroll 6
                 for (Index i = 0; i < INPUTS; i++) seen[i] = load(from + (i * INPUTS + j) * point);
-                Side<TAPS>::of_products(seen, results[0]);
+                Tile::of_products(seen, results[0]);
 #pragma GCC unroll 4
                 for (Index i = 0; i < OUTPUTS; i++) lines[v][i][j] = results[0][i];
             }
@@ -197,7 +199,7 @@ INLINE void gather(const float* made, Index point, const Shape& s, Index first, 
         for (Index i = 0; i < OUTPUTS; i++) {
             if (i >= p.bottom) break;
 #pragma GCC unroll 2
-            for (Index v = 0; v < VECTORS; v++) Side<TAPS>::of_products(lines[v][i], results[v]);
+            for (Index v = 0; v < VECTORS; v++) Tile::of_products(lines[v][i], results[v]);
 #pragma GCC unroll 4
             for (Index j = 0; j < OUTPUTS; j++) {
                 if (j >= p.right) break;
@@ -220,9 +222,10 @@ INLINE void gather(const float* made, Index point, const Shape& s, Index first, 
 
 // Weights in the order of their use: [POINTS, padded(in) / 2, WIDE, 2] for each WIDE output channels; the last ones may
 // be half as many.
-template <Index TAPS>
+template <class Tile>
 void transform(const void* kernel, const Shape& s, float* to) {
-    constexpr auto& KERNEL = Side<TAPS>::KERNEL;
+    constexpr Index TAPS = Tile::TAPS, INPUTS = Tile::INPUTS, POINTS = Tile::POINTS;
+    constexpr auto& KERNEL = Tile::KERNEL;
     const Index in = padded(s.in), out = padded(s.out);
     Half* weights = reinterpret_cast<Half*>(to);
     for (Index c = 0; c < in; c += 2)
@@ -254,9 +257,10 @@ void transform(const void* kernel, const Shape& s, float* to) {
         }
 }
 
-template <Index TAPS>
+template <class Tile>
 void forward(const void* images, const float* transformed, const Shape& s, Index first, Index last, void* outputs,
              float* scratch) {
+    constexpr Index POINTS = Tile::POINTS;
     const Index block = block_of(s), in = padded(s.in), out = padded(s.out);
     const Index point = block * in + APART_HALVES, made_point = block * least(out, WIDE) + APART;
     const Half* weights = reinterpret_cast<const Half*>(transformed);
@@ -264,36 +268,37 @@ void forward(const void* images, const float* transformed, const Shape& s, Index
     Half* tiles = reinterpret_cast<Half*>(scratch + POINTS * made_point);
     for (Index f = first; f < last; f += block) {
         const Index count = least(block, last - f);
-        spread<TAPS>(static_cast<const Half*>(images), s, f, count, point, tiles);
+        spread<Tile>(static_cast<const Half*>(images), s, f, count, point, tiles);
         for (Index k = 0; k < out; k += WIDE) {
             const Half* weight = weights + k * POINTS * in;
             if (out - k >= WIDE) {
                 for (Index p = 0; p < POINTS; p++)
                     products<2>(tiles + p * point, s.in, weight + p * in * WIDE, count, made + p * made_point);
-                gather<TAPS, 2>(made, made_point, s, f, count, k, static_cast<Half*>(outputs));
+                gather<Tile, 2>(made, made_point, s, f, count, k, static_cast<Half*>(outputs));
             } else {
                 for (Index p = 0; p < POINTS; p++)
                     products<1>(tiles + p * point, s.in, weight + p * in * LANES, count, made + p * made_point);
-                gather<TAPS, 1>(made, made_point, s, f, count, k, static_cast<Half*>(outputs));
+                gather<Tile, 1>(made, made_point, s, f, count, k, static_cast<Half*>(outputs));
             }
         }
     }
     _mm_sfence();  // completes the stores past the cache before another thread reads the outputs
 }
 
-template <Index TAPS>
+template <class Tile>
 void gradient(const void* images, const void* gradients, const Shape& s, Index first, Index last, Index channel,
               Index end, float* weights, float* scratch) {
+    constexpr Index INPUTS = Tile::INPUTS, OUTPUTS = Tile::OUTPUTS, POINTS = Tile::POINTS;
     const Index block = block_of_sums(s), here = padded(end - channel), in = padded(s.in), out = padded(s.out);
     const Index point = block * here + APART_HALVES, change_point = block * out + APART_HALVES;
     Half* tiles = reinterpret_cast<Half*>(scratch);
     Half* changes = tiles + POINTS * point;
     for (Index f = first; f < last; f += block) {
         const Index count = least(block, last - f), two = (count + 1) / 2;
-        spread_pairs<TAPS, INPUTS, of_inputs>(static_cast<const Half*>(images), s, s.in, channel, end, f, count, point,
-                                              tiles);
-        spread_pairs<TAPS, Side<TAPS>::OUTPUTS, Side<TAPS>::of_gradients>(static_cast<const Half*>(gradients), s, s.out,
-                                                                          0, s.out, f, count, change_point, changes);
+        spread_pairs<Tile, INPUTS, Tile::of_inputs>(static_cast<const Half*>(images), s, s.in, channel, end, f, count,
+                                                    point, tiles);
+        spread_pairs<Tile, OUTPUTS, Tile::of_gradients>(static_cast<const Half*>(gradients), s, s.out, 0, s.out, f,
+                                                        count, change_point, changes);
         for (Index p = 0; p < POINTS; p++)
             for (Index k = 0; k < out; k += WIDE) {
                 const Half *tile = tiles + p * point, *change = changes + p * change_point + 2 * k;
@@ -306,18 +311,21 @@ void gradient(const void* images, const void* gradients, const Shape& s, Index f
     }
 }
 
+template <class Tile>
 std::size_t scratch_of(const Shape& s) {
     const Index in = padded(s.in), out = padded(s.out), block = block_of(s), sums = block_of_sums(s);
-    return POINTS * most(block * (in / 2 + WIDE) + 2 * APART, sums * (in + out) / 2 + 2 * APART);
+    return Tile::POINTS * most(block * (in / 2 + WIDE) + 2 * APART, sums * (in + out) / 2 + 2 * APART);
 }
 
-template <Index TAPS>
+template <class Tile>
 Functions of() {
-    return {transform<TAPS>, forward<TAPS>, gradient<TAPS>, collect<Half, TAPS>, scratch_of};
+    return {transform<Tile>, forward<Tile>, gradient<Tile>, collect<Half, Tile>, scratch_of<Tile>};
 }
 
 }  // namespace
 
-Functions functions(Index taps) { return taps == 5 ? of<5>() : of<3>(); }
+Functions functions(Index taps, Index side) {
+    return taps == 5 ? of<Tile2x5>() : side == 3 ? of<Tile3x3>() : of<Tile4x3>();
+}
 
 }  // namespace hvd_cifar::SET

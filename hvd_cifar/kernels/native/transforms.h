@@ -1,8 +1,9 @@
 // Transforms of tiles, a line at a time, with vector helpers and tile geometry. Compiled once for each instruction set
 // (SET, a namespace), with vectors of LANES numbers.
 //
-// Evaluation points are 0, +-sqrt(1/2), +-sqrt(2) and infinity. The squares are each other's inverses, which keeps all
-// numbers near one: rounding errors are half of those with 0, +-1, +-2.
+// Evaluation points of tiles of 6 x 6 pixels are 0, +-sqrt(1/2), +-sqrt(2) and infinity. The squares are each other's
+// inverses, which keeps all numbers near one: rounding errors are half of those with 0, +-1, +-2. Those of tiles of
+// 5 x 5 pixels are +-1/2, +-3/2 and infinity.
 //
 // No inline function of the standard library is used here: of its copies the linker keeps one for the whole program,
 // and that could be one that is compiled for these instructions.
@@ -22,8 +23,6 @@ using Vector = float __attribute__((vector_size(LANES * 4), aligned(4)));
 using Bits = std::uint32_t __attribute__((vector_size(LANES * 4)));
 using Halves = std::uint16_t __attribute__((vector_size(LANES * 2), aligned(2)));
 using Half = std::uint16_t;  // a bfloat16's bits
-
-constexpr Index INPUTS = 6;  // of a tile's side
 
 constexpr float A = 0.70710678118654752f, B = 1.41421356237309505f;
 INLINE Index least(Index a, Index b) { return a < b ? a : b; }
@@ -56,25 +55,27 @@ INLINE void store(T* to, Vector value, Index count) {
     for (Index i = 0; i < count; i++) to[i] = some[i];
 }
 
-// The transform of a line of inputs.
-INLINE void of_inputs(const Vector* d, Vector* to) {
-    const Vector even = d[4] - 2.0f * d[2], odd = A * (d[3] - 2.0f * d[1]);
-    const Vector even2 = d[4] - 0.5f * d[2], odd2 = B * (d[3] - 0.5f * d[1]);
-    to[0] = d[0] - 2.5f * d[2] + d[4];
-    to[1] = even + odd;
-    to[2] = even - odd;
-    to[3] = even2 + odd2;
-    to[4] = even2 - odd2;
-    to[5] = d[1] - 2.5f * d[3] + d[5];
-}
-// Constants that depend on the kernel size, TAPS: the side of a tile's outputs, the kernel's transform (powers of each
-// point over its distances to the others), and the output transform with its transpose.
-template <Index TAPS>
-struct Side;
-template <>
-struct Side<3> {
-    static constexpr Index OUTPUTS = 4;
-    static constexpr float KERNEL[INPUTS][3] = {
+// Tiles of one kind: the numbers of their lines, and the transforms of a line of inputs, of the kernel (powers of each
+// point over its distances to the others), of products, and of gradients, the transpose of the one before.
+template <Index TAPS_, Index OUTPUTS_>
+struct Sizes {
+    static constexpr Index TAPS = TAPS_, OUTPUTS = OUTPUTS_, INPUTS = TAPS + OUTPUTS - 1, POINTS = INPUTS * INPUTS;
+};
+template <Index TAPS, Index OUTPUTS>
+struct Six : Sizes<TAPS, OUTPUTS> {
+    INLINE void of_inputs(const Vector* d, Vector* to) {
+        const Vector even = d[4] - 2.0f * d[2], odd = A * (d[3] - 2.0f * d[1]);
+        const Vector even2 = d[4] - 0.5f * d[2], odd2 = B * (d[3] - 0.5f * d[1]);
+        to[0] = d[0] - 2.5f * d[2] + d[4];
+        to[1] = even + odd;
+        to[2] = even - odd;
+        to[3] = even2 + odd2;
+        to[4] = even2 - odd2;
+        to[5] = d[1] - 2.5f * d[3] + d[5];
+    }
+};
+struct Tile4x3 : Six<3, 4> {
+    static constexpr float KERNEL[INPUTS][TAPS] = {
         {1.0f, 0.0f, 0.0f},        {-2.0f / 3, -2.0f / 3 * A, -1.0f / 3}, {-2.0f / 3, 2.0f / 3 * A, -1.0f / 3},
         {1.0f / 6, B / 6, 1.0f / 3}, {1.0f / 6, -B / 6, 1.0f / 3},          {0.0f, 0.0f, 1.0f},
     };
@@ -97,10 +98,8 @@ struct Side<3> {
         to[5] = y[3];
     }
 };
-template <>
-struct Side<5> {
-    static constexpr Index OUTPUTS = 2;
-    static constexpr float KERNEL[INPUTS][5] = {
+struct Tile2x5 : Six<5, 2> {
+    static constexpr float KERNEL[INPUTS][TAPS] = {
         {1.0f, 0.0f, 0.0f, 0.0f, 0.0f},
         {-2.0f / 3, -2.0f / 3 * A, -1.0f / 3, -1.0f / 3 * A, -1.0f / 6},
         {-2.0f / 3, 2.0f / 3 * A, -1.0f / 3, 1.0f / 3 * A, -1.0f / 6},
@@ -120,6 +119,36 @@ struct Side<5> {
         to[3] = y[0] + odd2;
         to[4] = y[0] - odd2;
         to[5] = y[1];
+    }
+};
+struct Tile3x3 : Sizes<3, 3> {
+    static constexpr float KERNEL[INPUTS][TAPS] = {
+        {-1.0f / 2, -1.0f / 4, -1.0f / 8}, {1.0f / 2, -1.0f / 4, 1.0f / 8},  {1.0f / 6, 1.0f / 4, 3.0f / 8},
+        {-1.0f / 6, 1.0f / 4, -3.0f / 8},  {0.0f, 0.0f, 1.0f},
+    };
+    INLINE void of_inputs(const Vector* d, Vector* to) {
+        const Vector even = 0.5f * (d[2] - 2.25f * d[0]), odd = d[3] - 2.25f * d[1];
+        const Vector even2 = 1.5f * (d[2] - 0.25f * d[0]), odd2 = d[3] - 0.25f * d[1];
+        to[0] = odd + even;
+        to[1] = odd - even;
+        to[2] = odd2 + even2;
+        to[3] = odd2 - even2;
+        to[4] = 0.5625f * d[0] - 2.5f * d[2] + d[4];
+    }
+    INLINE void of_products(const Vector* m, Vector* to) {
+        const Vector sum = m[0] + m[1], sum2 = m[2] + m[3];
+        to[0] = sum + sum2;
+        to[1] = 0.5f * (m[0] - m[1]) + 1.5f * (m[2] - m[3]);
+        to[2] = 0.25f * sum + 2.25f * sum2 + m[4];
+    }
+    INLINE void of_gradients(const Vector* y, Vector* to) {
+        const Vector even = y[0] + 0.25f * y[2], odd = 0.5f * y[1];
+        const Vector even2 = y[0] + 2.25f * y[2], odd2 = 1.5f * y[1];
+        to[0] = even + odd;
+        to[1] = even - odd;
+        to[2] = even2 + odd2;
+        to[3] = even2 - odd2;
+        to[4] = y[2];
     }
 };
 
@@ -145,8 +174,9 @@ INLINE Place place_of(const Shape& s, Index tile, Index before, Index side) {
     return p;
 }
 
-template <class T, Index TAPS>
+template <class T, class Tile>
 void collect(const float* weights, Index parts, const Shape& s, void* kernel) {
+    constexpr Index TAPS = Tile::TAPS, INPUTS = Tile::INPUTS;
     const Index in = padded(s.in), out = padded(s.out);
     for (Index c = 0; c < s.in; c++)
         for (Index k = 0; k < s.out; k += LANES) {
@@ -156,15 +186,15 @@ void collect(const float* weights, Index parts, const Shape& s, void* kernel) {
                 for (Index i = 0; i < INPUTS; i++) {
                     Vector sum{};
                     for (Index part = 0; part < parts; part++)
-                        sum += load(weights + ((part * POINTS + i * INPUTS + j) * in + c) * out + k);
-                    for (Index tap = 0; tap < TAPS; tap++) sums[tap] += Side<TAPS>::KERNEL[i][tap] * sum;
+                        sum += load(weights + ((part * Tile::POINTS + i * INPUTS + j) * in + c) * out + k);
+                    for (Index tap = 0; tap < TAPS; tap++) sums[tap] += Tile::KERNEL[i][tap] * sum;
                 }
                 for (Index tap = 0; tap < TAPS; tap++) lines[tap][j] = sums[tap];
             }
             for (Index i = 0; i < TAPS; i++)
                 for (Index tap = 0; tap < TAPS; tap++) {
                     Vector sum{};
-                    for (Index j = 0; j < INPUTS; j++) sum += Side<TAPS>::KERNEL[j][tap] * lines[i][j];
+                    for (Index j = 0; j < INPUTS; j++) sum += Tile::KERNEL[j][tap] * lines[i][j];
                     store(static_cast<T*>(kernel) + ((i * TAPS + tap) * s.in + c) * s.out + k, sum, s.out - k);
                 }
         }

@@ -8,21 +8,20 @@
 namespace hvd_cifar::SET {
 namespace {
 
-constexpr Index OUTPUTS = Side<3>::OUTPUTS;
-constexpr auto& KERNEL = Side<3>::KERNEL;
 constexpr Index FEW_CHANNELS = 64, TILES_OF_FEW = 48, TILES_OF_MANY = 24;
 
 INLINE Index block_of(const Shape& s) { return s.in + s.out <= FEW_CHANNELS ? TILES_OF_FEW : TILES_OF_MANY; }
 
 // SIDE x SIDE pixels of each tile and of channels from `channel` up to `end`, transformed by LINE along both axes, as
 // [POINTS, count tiles, channels padded], APART between points.
-template <Index SIDE, void (*LINE)(const Vector*, Vector*)>
+template <class Tile, Index SIDE, void (*LINE)(const Vector*, Vector*)>
 INLINE void spread(const float* pixels, const Shape& s, Index channels, Index channel, Index end, Index first,
                    Index count, float* to) {
+    constexpr Index INPUTS = Tile::INPUTS;
     const Index wide = padded(end - channel), point = count * wide + APART;
     const Index next_column = channels, next_row = s.width * channels;
     for (Index t = 0; t < count; t++) {
-        const Place p = place_of<OUTPUTS>(s, first + t, SIDE == INPUTS ? 1 : 0, SIDE);
+        const Place p = place_of<Tile::OUTPUTS>(s, first + t, SIDE == INPUTS ? 1 : 0, SIDE);
         const float* corner = pixels + (p.image * s.height + p.row) * next_row + p.column * next_column + channel;
         for (Index c = 0; c < wide; c += LANES) {
             Vector lines[INPUTS][SIDE];
@@ -126,7 +125,10 @@ INLINE void outers(const float* tiles, Index in, const float* gradients, Index o
             outer<MANY, VECTORS>(tiles + c, in, gradients + k, out, count, weights + c * out + k);
 }
 
+template <class Tile>
 void transform(const void* kernel, const Shape& s, float* weights) {
+    constexpr Index INPUTS = Tile::INPUTS;
+    constexpr auto& KERNEL = Tile::KERNEL;
     const Index out = padded(s.out);
     for (Index c = 0; c < s.in; c++)
         for (Index k = 0; k < out; k += LANES) {
@@ -146,13 +148,15 @@ void transform(const void* kernel, const Shape& s, float* weights) {
         }
 }
 
+template <class Tile>
 void forward(const void* images, const float* weights, const Shape& s, Index first, Index last, void* outputs,
              float* scratch) {
+    constexpr Index INPUTS = Tile::INPUTS, OUTPUTS = Tile::OUTPUTS, POINTS = Tile::POINTS;
     const Index block = block_of(s), in = padded(s.in), out = padded(s.out);
     float* made = scratch + POINTS * (block * in + APART);
     for (Index f = first; f < last; f += block) {
         const Index count = least(block, last - f);
-        spread<INPUTS, of_inputs>(static_cast<const float*>(images), s, s.in, 0, s.in, f, count, scratch);
+        spread<Tile, INPUTS, Tile::of_inputs>(static_cast<const float*>(images), s, s.in, 0, s.in, f, count, scratch);
         const Index point = count * out + APART;
         for (Index p = 0; p < POINTS; p++) {
             const float* tiles = scratch + p * (count * in + APART);
@@ -173,7 +177,7 @@ void forward(const void* images, const float* weights, const Shape& s, Index fir
                     Vector seen[INPUTS], results[OUTPUTS];
 #pragma GCC unroll 6
                     for (Index i = 0; i < INPUTS; i++) seen[i] = load(from + (i * INPUTS + j) * point);
-                    Side<3>::of_products(seen, results);
+                    Tile::of_products(seen, results);
 #pragma GCC unroll 4
                     for (Index i = 0; i < OUTPUTS; i++) lines[i][j] = results[i];
                 }
@@ -181,14 +185,14 @@ void forward(const void* images, const float* weights, const Shape& s, Index fir
 #pragma GCC unroll 4
                     for (Index i = 0; i < OUTPUTS; i++) {
                         Vector results[OUTPUTS];
-                        Side<3>::of_products(lines[i], results);
+                        Tile::of_products(lines[i], results);
 #pragma GCC unroll 4
                         for (Index j = 0; j < OUTPUTS; j++) store(corner + (i * s.width + j) * s.out + k, results[j]);
                     }
                 } else {
                     for (Index i = 0; i < p.bottom; i++) {
                         Vector results[OUTPUTS];
-                        Side<3>::of_products(lines[i], results);
+                        Tile::of_products(lines[i], results);
                         for (Index j = 0; j < p.right; j++)
                             store(corner + (i * s.width + j) * s.out + k, results[j], s.out - k);
                     }
@@ -198,15 +202,18 @@ void forward(const void* images, const float* weights, const Shape& s, Index fir
     }
 }
 
+template <class Tile>
 void gradient(const void* images, const void* gradients, const Shape& s, Index first, Index last, Index channel,
               Index end, float* weights, float* scratch) {
+    constexpr Index INPUTS = Tile::INPUTS, OUTPUTS = Tile::OUTPUTS, POINTS = Tile::POINTS;
     const Index block = block_of(s), here = padded(end - channel), in = padded(s.in), out = padded(s.out);
     float* changes = scratch + POINTS * (block * here + APART);
     for (Index f = first; f < last; f += block) {
         const Index count = least(block, last - f);
-        spread<INPUTS, of_inputs>(static_cast<const float*>(images), s, s.in, channel, end, f, count, scratch);
-        spread<OUTPUTS, Side<3>::of_gradients>(static_cast<const float*>(gradients), s, s.out, 0, s.out, f, count,
-                                               changes);
+        spread<Tile, INPUTS, Tile::of_inputs>(static_cast<const float*>(images), s, s.in, channel, end, f, count,
+                                              scratch);
+        spread<Tile, OUTPUTS, Tile::of_gradients>(static_cast<const float*>(gradients), s, s.out, 0, s.out, f, count,
+                                                  changes);
         for (Index p = 0; p < POINTS; p++) {
             const float* tiles = scratch + p * (count * here + APART);
             const float* change = changes + p * (count * out + APART);
@@ -219,12 +226,18 @@ void gradient(const void* images, const void* gradients, const Shape& s, Index f
     }
 }
 
+template <class Tile>
 std::size_t scratch_of(const Shape& s) {
-    return POINTS * (block_of(s) * (padded(s.in) + padded(s.out)) + 2 * APART);
+    return Tile::POINTS * (block_of(s) * (padded(s.in) + padded(s.out)) + 2 * APART);
+}
+
+template <class Tile>
+Functions of() {
+    return {transform<Tile>, forward<Tile>, gradient<Tile>, collect<float, Tile>, scratch_of<Tile>};
 }
 
 }  // namespace
 
-Functions functions() { return {transform, forward, gradient, collect<float, 3>, scratch_of}; }
+Functions functions(Index, Index side) { return side == 3 ? of<Tile3x3>() : of<Tile4x3>(); }
 
 }  // namespace hvd_cifar::SET
