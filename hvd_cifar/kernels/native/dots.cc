@@ -39,46 +39,51 @@ INLINE Vector load(const Half* from, __mmask16 lanes) {
     return (Vector)_mm512_slli_epi32(bits, 16);
 }
 
-// SIDE x SIDE pixels of a tile, zeros where there are none, and LINE along their columns.
-template <Index SIDE, Index INPUTS, void (*LINE)(const Vector*, Vector*), bool ALL>
-INLINE void columns(const Half* corner, Index next_row, Index next_column, const Place& p, __mmask16 lanes,
-                    Vector (*lines)[SIDE]) {
-    const unsigned rows = (1u << p.bottom) - (1u << p.top);
+// Where the pixels of a tile are, [SIDE, SIDE]; `zeros` where there are none.
+template <Index SIDE>
+INLINE void find(const Half* pixels, const Shape& s, Index channels, const Place& p, const Half* zeros,
+                 const Half** places) {
+    const Index next_row = s.width * channels;
+    const Half* corner = pixels + (p.image * s.height + p.row) * next_row + p.column * channels;
+#pragma GCC unroll 6
+    for (Index i = 0; i < SIDE; i++)
+#pragma GCC unroll 6
+        for (Index j = 0; j < SIDE; j++) {
+            const bool there = i >= p.top && i < p.bottom && j >= p.left && j < p.right;
+            places[i * SIDE + j] = there ? corner + i * next_row + j * channels : zeros;
+        }
+}
+// Pixels of a tile, from `channel` up to `end`, and LINE along their columns.
+template <Index SIDE, Index INPUTS, void (*LINE)(const Vector*, Vector*)>
+INLINE void columns(const Half* const* places, Index channel, Index end, Vector (*lines)[SIDE]) {
+    const __mmask16 lanes = (1u << least(end - channel, LANES)) - 1;
+    const bool all = end - channel >= LANES;
 #pragma GCC unroll 6
     for (Index j = 0; j < SIDE; j++) {
-        const unsigned here = j >= p.left && j < p.right ? rows : 0;
         Vector seen[SIDE], made[INPUTS];
 #pragma GCC unroll 6
         for (Index i = 0; i < SIDE; i++) {
-            const Half* pixel = corner + i * next_row + j * next_column;
-            seen[i] = ALL ? load(pixel) : load(pixel, here >> i & 1 ? lanes : __mmask16(0));
+            const Half* pixel = places[i * SIDE + j] + channel;
+            seen[i] = all ? load(pixel) : load(pixel, lanes);
         }
         LINE(seen, made);
 #pragma GCC unroll 6
         for (Index i = 0; i < INPUTS; i++) lines[i][j] = made[i];
     }
 }
-template <Index SIDE, Index INPUTS, void (*LINE)(const Vector*, Vector*)>
-INLINE void columns(const Half* pixels, const Shape& s, Index channels, const Place& p, Index channel, Index end,
-                    Vector (*lines)[SIDE]) {
-    const Index next_row = s.width * channels;
-    const Half* corner = pixels + (p.image * s.height + p.row) * next_row + p.column * channels + channel;
-    if (p.inside && end - channel >= LANES)
-        columns<SIDE, INPUTS, LINE, true>(corner, next_row, channels, p, 0xffff, lines);
-    else
-        columns<SIDE, INPUTS, LINE, false>(corner, next_row, channels, p, (1u << least(end - channel, LANES)) - 1, lines);
-}
 
 // Each tile's pixels, transformed, as [POINTS, tiles, channels padded].
 template <class Tile>
-INLINE void spread(const Half* images, const Shape& s, Index first, Index count, Index point, Half* to) {
+INLINE void spread(const Half* images, const Shape& s, Index first, Index count, Index point, const Half* zeros,
+                   Half* to) {
     constexpr Index INPUTS = Tile::INPUTS;
     const Index wide = padded(s.in);
     for (Index t = 0; t < count; t++) {
-        const Place p = place_of<Tile::OUTPUTS>(s, first + t, Tile::TAPS / 2, INPUTS);
+        const Half* places[INPUTS * INPUTS];
+        find<INPUTS>(images, s, s.in, place_of<Tile::OUTPUTS>(s, first + t, Tile::TAPS / 2, INPUTS), zeros, places);
         for (Index c = 0; c < wide; c += LANES) {
             Vector lines[INPUTS][INPUTS], made[INPUTS];
-            columns<INPUTS, INPUTS, Tile::of_inputs>(images, s, s.in, p, c, s.in, lines);
+            columns<INPUTS, INPUTS, Tile::of_inputs>(places, c, s.in, lines);
             Half* target = to + t * wide + c;
 #pragma GCC unroll 6
             for (Index i = 0; i < INPUTS; i++) {
@@ -95,18 +100,21 @@ INLINE void spread(const Half* images, const Shape& s, Index first, Index count,
 // side, as [POINTS, tiles / 2, channels padded, 2].
 template <class Tile, Index SIDE, void (*LINE)(const Vector*, Vector*)>
 INLINE void spread_pairs(const Half* pixels, const Shape& s, Index channels, Index channel, Index end, Index first,
-                         Index count, Index point, Half* to) {
+                         Index count, Index point, const Half* zeros, Half* to) {
     constexpr Index INPUTS = Tile::INPUTS;
     const Index wide = padded(end - channel);
     for (Index t = 0; t < count; t += 2) {
         constexpr Index OUTPUTS = Tile::OUTPUTS, before = SIDE == INPUTS ? Tile::TAPS / 2 : 0;
         const Place p = place_of<OUTPUTS>(s, first + t, before, SIDE);
         Place next = place_of<OUTPUTS>(s, first + t + 1, before, SIDE);
-        if (t + 1 == count) next.inside = false, next.bottom = next.top = 0;  // no second tile: zeros
+        if (t + 1 == count) next.bottom = next.top = 0;  // no second tile: zeros
+        const Half *places[SIDE * SIDE], *others[SIDE * SIDE];
+        find<SIDE>(pixels, s, channels, p, zeros, places);
+        find<SIDE>(pixels, s, channels, next, zeros, others);
         for (Index c = 0; c < wide; c += LANES) {
             Vector lines[INPUTS][SIDE], beside[INPUTS][SIDE];
-            columns<SIDE, INPUTS, LINE>(pixels, s, channels, p, channel + c, end, lines);
-            columns<SIDE, INPUTS, LINE>(pixels, s, channels, next, channel + c, end, beside);
+            columns<SIDE, INPUTS, LINE>(places, channel + c, end, lines);
+            columns<SIDE, INPUTS, LINE>(others, channel + c, end, beside);
             Half* target = to + t * wide + 2 * c;
 #pragma GCC unroll 6
             for (Index i = 0; i < INPUTS; i++) {
@@ -266,9 +274,11 @@ void forward(const void* images, const float* transformed, const Shape& s, Index
     const Half* weights = reinterpret_cast<const Half*>(transformed);
     float* made = scratch;
     Half* tiles = reinterpret_cast<Half*>(scratch + POINTS * made_point);
+    Half* zeros = tiles + POINTS * point;
+    for (Index c = 0; c < in; c++) zeros[c] = 0;
     for (Index f = first; f < last; f += block) {
         const Index count = least(block, last - f);
-        spread<Tile>(static_cast<const Half*>(images), s, f, count, point, tiles);
+        spread<Tile>(static_cast<const Half*>(images), s, f, count, point, zeros, tiles);
         for (Index k = 0; k < out; k += WIDE) {
             const Half* weight = weights + k * POINTS * in;
             if (out - k >= WIDE) {
@@ -293,12 +303,14 @@ void gradient(const void* images, const void* gradients, const Shape& s, Index f
     const Index point = block * here + APART_HALVES, change_point = block * out + APART_HALVES;
     Half* tiles = reinterpret_cast<Half*>(scratch);
     Half* changes = tiles + POINTS * point;
+    Half* zeros = changes + POINTS * change_point;
+    for (Index c = 0; c < most(in, out); c++) zeros[c] = 0;
     for (Index f = first; f < last; f += block) {
         const Index count = least(block, last - f), two = (count + 1) / 2;
         spread_pairs<Tile, INPUTS, Tile::of_inputs>(static_cast<const Half*>(images), s, s.in, channel, end, f, count,
-                                                    point, tiles);
+                                                    point, zeros, tiles);
         spread_pairs<Tile, OUTPUTS, Tile::of_gradients>(static_cast<const Half*>(gradients), s, s.out, 0, s.out, f,
-                                                        count, change_point, changes);
+                                                        count, change_point, zeros, changes);
         for (Index p = 0; p < POINTS; p++)
             for (Index k = 0; k < out; k += WIDE) {
                 const Half *tile = tiles + p * point, *change = changes + p * change_point + 2 * k;
@@ -314,7 +326,7 @@ void gradient(const void* images, const void* gradients, const Shape& s, Index f
 template <class Tile>
 std::size_t scratch_of(const Shape& s) {
     const Index in = padded(s.in), out = padded(s.out), block = block_of(s), sums = block_of_sums(s);
-    return Tile::POINTS * most(block * (in / 2 + WIDE) + 2 * APART, sums * (in + out) / 2 + 2 * APART);
+    return most(in, out) + Tile::POINTS * most(block * (in / 2 + WIDE) + 2 * APART, sums * (in + out) / 2 + 2 * APART);
 }
 
 template <class Tile>
