@@ -38,15 +38,15 @@ def test_cards_that_lead_nowhere_are_not_taken(two_hosts: Cluster) -> None:
             host.must("ip", "link", "del", card)
 
 
-def test_gloo_is_told_each_hosts_own_card(two_hosts: Cluster) -> None:
+def test_gloo_and_nccl_are_told_each_hosts_own_card(two_hosts: Cluster) -> None:
     """The same network under different names of cards."""
     for host, name, number in zip(two_hosts, ("fast0", "ens9"), (1, 2), strict=True):
         two_hosts.add_interface(host, name, f"10.3.0.{number}/24", connected=True)
     guard = [sys.executable, "-m", "hvd_cifar.launch.cluster.guard", "10.3.0.0/24", str(two_hosts.own)]
-    program = [*guard, "sh", "-c", "echo $HOROVOD_GLOO_IFACE; exit 7"]
+    program = [*guard, "sh", "-c", "echo $HOROVOD_GLOO_IFACE $NCCL_SOCKET_IFNAME; exit 7"]
     for host, name in zip(two_hosts, ("fast0", "ens9"), strict=True):
         done = host.run(program, env=variables(host))
-        assert (done.returncode, done.stdout) == (7, f"{name}\n"), done.stderr
+        assert (done.returncode, done.stdout) == (7, f"{name} ={name}\n"), done.stderr
         host.must("ip", "link", "del", name)
 
 

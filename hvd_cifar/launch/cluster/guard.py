@@ -1,9 +1,9 @@
 """The parent of one rank of horovodrun: `python -m hvd_cifar.launch.cluster.guard SUBNET FOLDER PROGRAM ...`.
 
-It does three things that horovodrun does not. It tells Gloo the name of this host's network card on the subnet, since
-horovodrun passes one name to all hosts. It starts the rank in the folder if that is there; horovodrun does so only
-where the path has no spaces. It ends the rank when its ssh session ends, since ranks would otherwise train on after a
-Ctrl-C.
+It does three things that horovodrun does not. It tells Gloo and NCCL the name of this host's network card on the
+subnet, since horovodrun passes one name to all hosts. It starts the rank in the folder if that is there; horovodrun
+does so only where the path has no spaces. It ends the rank when its ssh session ends, since ranks would otherwise train
+on after a Ctrl-C.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def main(argv: list[str]) -> int:
         os.chdir(folder)
     card = card_on(subnets)
     if card is not None:
-        os.environ["HOROVOD_GLOO_IFACE"] = card
+        # NCCL takes a name after = as exact, not as a prefix.
+        os.environ.update(HOROVOD_GLOO_IFACE=card, NCCL_SOCKET_IFNAME=f"={card}")
     starters = starters_of(os.getpid())
     rank = subprocess.Popen(program, preexec_fn=signalled_with_parent(signal.SIGKILL))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -70,16 +71,16 @@ def starters_of(pid: int) -> list[psutil.Process]:
     """The parents of a process up to its sshd; [] where horovodrun on this host started it.
 
     On its own host horovodrun starts ranks as child processes. An sshd above horovodrun is the user's login, which may
-    end before the job does.
+    end before the job does. Other ssh servers than OpenSSH have other names: all parents count then.
     """
     found = []
     for parent in psutil.Process(pid).parents():
         found.append(parent)
         if Path(parent.name()).name.startswith("sshd"):
-            return found
-        if "horovodrun" in " ".join(parent.cmdline()):
             break
-    return []
+        if "horovodrun" in " ".join(parent.cmdline()):
+            return []
+    return found
 
 
 if __name__ == "__main__":
