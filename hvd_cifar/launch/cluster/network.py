@@ -117,28 +117,34 @@ def find_network(participants: Participants, gloo: bool) -> tuple[Network, dict[
     `gloo`: the job runs over Gloo, which crashes on a host that cannot resolve its own name.
 
     Raises:
-        Unreachable: a host cannot be reached, has no environment, or cannot reach another host.
-        UserError: the hosts have no network in common, or one of them cannot resolve its own name.
+        Unreachable: a host cannot be reached, has no environment, cannot resolve its own name, or cannot reach another
+            host, as without a network in common.
+        UserError: this host cannot resolve its own name.
     """
     with asked(participants) as (probes, silent):
         if silent:
             raise Unreachable("; ".join(": ".join(filter(None, fault)) for fault in silent.values()), list(silent))
         reports = {host: probe.report for host, probe in probes.items()}
-        for host, report in reports.items():
-            if gloo and not report.resolves_itself:
-                raise UserError(
-                    f"{host} cannot resolve its own name, '{report.hostname}', and Gloo would crash there: add the "
-                    f"line '{_first_address(report)} {report.hostname}' to its /etc/hosts, or use --mpi"
-                )
-        found = candidates(reports, addresses(reports))
+        nameless = [host for host, report in reports.items() if gloo and not report.resolves_itself]
+        if nameless:
+            own = participants.here in nameless
+            host = participants.here if own else nameless[0]
+            message = (
+                f"{host} cannot resolve its own name, '{reports[host].hostname}', and Gloo would crash there: add the "
+                f"line '{_first_address(reports[host])} {reports[host].hostname}' to its /etc/hosts, or use --mpi"
+            )
+            raise UserError(message) if own else Unreachable(message, nameless)
+        resolved = addresses(reports)
+        found = candidates(reports, resolved)
         if not found:
             cards = "; ".join(
                 f"{host}: {', '.join(f'{card.name} {card.subnet}' for card in report.cards) or 'none'}"
                 for host, report in reports.items()
             )
-            raise UserError(
+            raise Unreachable(
                 f"the hosts have no network in common ({cards}): connect them to one, or name them by the addresses "
-                "of cards between which routers forward"
+                "of cards between which routers forward",
+                outsiders(reports, resolved, participants.here),
             )
         faults = try_out(found, probes, gloo)
     works = next((network for network, fault in zip(found, faults, strict=True) if not fault), None)
@@ -162,6 +168,20 @@ def unusable(faults: Sequence[NoWay], here: str) -> list[str]:
     ):
         out.append(max(counts, key=lambda host: (counts[host], host)))
     return out
+
+
+def outsiders(reports: Mapping[str, Report], resolved: Mapping[str, str | None], here: str) -> list[str]:
+    """The hosts without which this host, `here`, and as many others as possible have a network. Other arguments: as of
+    `candidates`.
+    """
+    others_first = sorted(reports, key=lambda host: host == here)  # of hosts with one address the last one counts
+    joined = [
+        {card.address: host for host in others_first for card in reports[host].cards if card.subnet == subnet}.values()
+        for subnet in (card.subnet for card in reports[here].cards)
+    ]
+    routed = [host for host, report in reports.items() if resolved.get(host) in {card.address for card in report.cards}]
+    largest = max(({*hosts} for hosts in (*joined, routed) if here in hosts), key=len, default={here})
+    return [host for host in reports if host not in largest]
 
 
 class Probe:
