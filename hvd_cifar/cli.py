@@ -19,7 +19,7 @@ from hvd_cifar import __version__, config
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.quiet import quiet_start
-from hvd_cifar.runtime.environment import launched_rank
+from hvd_cifar.runtime.environment import launched_local_rank, launched_rank
 from hvd_cifar.training.preemption import resumable
 
 USER_ERROR = 2
@@ -84,6 +84,8 @@ def _complain_once(message: str, code: int, of_one_rank: bool = False) -> int:
         return code
     time.sleep(GRACE_SECONDS)
     if of_one_rank:
+        if launched_local_rank():  # all ranks of this host may have it: the first one's exit ends the others
+            time.sleep(GRACE_SECONDS)
         terminal.complain(f"hvd_cifar: rank {rank}: {line}")
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -142,13 +144,17 @@ def _add(
         file = given.pop("config", None)
         if file == "":  # an unset variable of a shell
             raise UserError("--config: the path is empty; give a file, or leave the option out")
-        values = config.read_file(Path(file)) if file else {}
         chosen = {field: value for field, value in given.items() if value is not None}
-        if "global_batch_size" in chosen:
-            values.pop("batch_size", None)  # the file's: the two exclude each other, and an option takes precedence
-        if "batch_size" in chosen:
-            values.pop("global_batch_size", None)
-        settings = config.make(kind, {**values, **chosen})
+        try:
+            values = config.read_file(Path(file)) if file else {}
+            if "global_batch_size" in chosen:
+                values.pop("batch_size", None)  # the file's: the two exclude each other, and an option takes precedence
+            if "batch_size" in chosen:
+                values.pop("global_batch_size", None)
+            settings = config.make(kind, {**values, **chosen})
+        except UserError as error:
+            error.of_one_rank = bool(file)  # another host may have another file
+            raise
         return functools.partial(function, settings)
 
     options: list[click.Parameter] = [_option(field, info) for field, info in kind.model_fields.items()]

@@ -18,6 +18,8 @@ from hvd_cifar.runtime import process
 
 # A process's rank, by launcher: horovodrun over Gloo, mpirun, PMIx (srun, prte), PMI-1 and PMI-2.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+# The same among the ranks of its host, by horovodrun, mpirun and srun.
+LOCAL_RANK_VARIABLES = ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 # The number of ranks. PMIx sets none; under srun Slurm does.
 SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
@@ -27,6 +29,11 @@ ELASTIC = "HVD_CIFAR_ELASTIC"  # an ElasticJob
 def launched_rank(environment: Mapping[str, str] = os.environ) -> int | None:
     """This process's rank, as the launcher set it; None without a launcher."""
     return _first_number(RANK_VARIABLES, environment)
+
+
+def launched_local_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """This process's rank among those of its host, as the launcher set it; 0 where it sets none."""
+    return _first_number(LOCAL_RANK_VARIABLES, environment) or 0
 
 
 def launched_size(environment: Mapping[str, str] = os.environ) -> int | None:

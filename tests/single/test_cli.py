@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from hvd_cifar import cli, config
 from hvd_cifar.errors import UserError
+from tests.ranks import CHECKOUT, LAUNCHERS, environment
 
 WRONG = [
     ["train", "--model", "vgg"],
@@ -293,6 +296,25 @@ def test_other_ranks_keep_silent(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
         cli.check(["train", "--seed", "-1"])
     assert ended.value.code == 2
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("lacking", "said"), [("12", "rank 1: "), ("012", "")])
+@pytest.mark.parametrize("text", [None, "seed: -1\n"])
+def test_a_file_that_is_wrong_on_one_host_is_told_once(
+    lacking: str, said: str, text: str | None, tmp_path: Path
+) -> None:
+    """Of three ranks the last two have a wrong file, or all. With a right file rank 0 waits."""
+    if text:
+        (tmp_path / "settings.yaml").write_text(text)
+    program = "from hvd_cifar import cli; cli.GRACE_SECONDS = 2.0; cli.main(['train', '--config', 'settings.yaml'])"
+    rank = "export OMPI_COMM_WORLD_LOCAL_RANK=$((OMPI_COMM_WORLD_RANK / 2)); "  # of two hosts
+    rank += f'case $OMPI_COMM_WORLD_RANK in [{lacking}]) exec {sys.executable} -c "$0";; esac; exec sleep 60'
+    words = [word.format(n=3) for word in LAUNCHERS["mpirun"]] + ["sh", "-c", rank, program]
+    env = environment({"PYTHONPATH": str(CHECKOUT)})
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=env, cwd=tmp_path)
+    told = [line for line in done.stderr.splitlines() if line.startswith("hvd_cifar: ")]
+    error = "--seed -1: " if text else "--config settings.yaml: No such file"
+    assert done.returncode == 2 and len(told) == 1 and told[0].startswith(f"hvd_cifar: {said}{error}"), done.stderr
 
 
 def _settings_of(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> config.TrainSettings:
