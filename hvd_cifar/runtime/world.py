@@ -223,7 +223,7 @@ def _listed_gpus() -> int:
 
 
 def _choose_together(views: list[list[str]], local_rank: int, unseen: int) -> int | None:
-    """This rank's GPU. Where a rank on any host gets none, every rank raises that rank's error.
+    """This rank's GPU. Where a rank on any host gets none, every rank raises that error; over Gloo this rank alone.
 
     Args:
         unseen: GPUs that nvidia-smi lists for this rank where TensorFlow finds none; else 0.
@@ -246,7 +246,9 @@ def _choose_together(views: list[list[str]], local_rank: int, unseen: int) -> in
         errors = MPI.COMM_WORLD.allgather(error)
     for text in errors:
         if text is not None:
-            raise UserError(text)
+            together = UserError(text)
+            together.of_one_rank = not hvd.mpi_enabled()
+            raise together
     return choice
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.preflight import available_memory
+from hvd_cifar.runtime import world
 from hvd_cifar.runtime.devices import (
     QUOTA_FILES,
     choose_gpu,
@@ -55,6 +56,14 @@ def test_a_rank_that_sees_no_gpu_beside_one_that_does_is_an_error_on_both() -> N
     for rank in range(2):
         with pytest.raises(UserError, match="local rank 1 sees no GPU"):
             choose_gpu([["GPU-0"], []], rank)
+
+
+def test_too_few_gpus_over_gloo_is_an_error_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over MPI all ranks know it, and rank 0 tells it."""
+    monkeypatch.setattr("horovod.tensorflow.mpi_enabled", lambda: False)
+    with pytest.raises(UserError, match="2 ranks on this host share 1 GPU") as raised:
+        world._choose_together([["GPU-0"]] * 2, 1, 0)
+    assert raised.value.of_one_rank
 
 
 LISTING = "GPU 0: NVIDIA H100 (UUID: GPU-aa)\nGPU 1: NVIDIA H100 (UUID: GPU-bb)\nGPU 2: NVIDIA H100 (UUID: GPU-cc)\n"
