@@ -30,7 +30,7 @@ from hvd_cifar.launch.job import Job, complain, own_program
 from hvd_cifar.launch.restarts import FINAL, last_step
 from hvd_cifar.launch.roster import Roster, Sizes, first_slots, slots_of
 from hvd_cifar.runtime.environment import ELASTIC, ElasticJob
-from hvd_cifar.runtime.shared_memory import NONE, folder_of, newest_version
+from hvd_cifar.runtime.shared_memory import LABEL_BYTES, NONE, folder_of, newest_of, newest_version
 
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_BEFORE_RESIZE = 30.0  # time for a first step, where this host cannot see the steps
@@ -103,18 +103,25 @@ class ElasticRun:
                 return RESUME
             least = self.options.sizes.least
             code, lost = self._run_on(hosts)
-            now = self._step()
-            without_a_step, step = (0, now) if now > step else (without_a_step + 1, step)
+            gone = {one.host for one in lost if one.rank is None}
+            there = tuple(host for host in hosts if host.name not in gone)
             if code in FINAL and not (code == RESUME and not self.job.asked):
+                if code == 2 and self._newest_copy(there) != NONE:  # a user's error, perhaps of one rank
+                    self._save(there)
                 return code
             if any(reason.encode() in self.job.tail for reason in (DIVERGED, OUT_OF_SYNC)):
                 return code
             if self.job.asked:
                 return code
+            now = self._newest_copy(there, above=step)
+            # `now` may be less: a lost host had a newer copy.
+            without_a_step, step = 0 if now > step else without_a_step + 1, now
             if code == RESUME and self.job.stops:  # stopped by `_watch` to add or remove ranks: no failure
                 without_a_step = 0
             if without_a_step == FAILURES_WITHOUT_A_STEP:
                 complain(f"exit code {code}; the job does not start again: {without_a_step} starts made no step")
+                if now != NONE:
+                    self._save(there)
                 return code
             for one in lost:
                 self._lose(one, code)
@@ -129,10 +136,14 @@ class ElasticRun:
         removals, nothing = [self.cleaner], subprocess.DEVNULL
         for words in (self.words(host, removal) for host in self.used if not is_local(host)):
             with contextlib.suppress(OSError):  # there is no ssh here
-                removals.append(subprocess.Popen(words, stdin=nothing, stderr=nothing))
+                removals.append(subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing))
+        end = time.monotonic() + SCRIPT_SECONDS
         for process in removals:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(SCRIPT_SECONDS)
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     def _run_on(self, hosts: tuple[Host, ...]) -> tuple[int, list[Lost]]:
         """Run ranks on hosts until they end. Return the exit code, and the lost ranks and hosts."""
@@ -207,7 +218,7 @@ class ElasticRun:
                 return None
 
     def _save(self, hosts: tuple[Host, ...]) -> None:
-        """Write the newest state to disk before the job waits: it may wait in vain."""
+        """Write the newest state to disk before the job gives up or waits: it may wait in vain."""
         if not self.used:
             return
         # One rank on each host that may have a copy.
@@ -217,9 +228,12 @@ class ElasticRun:
             complain("elastic: the newest state is not saved: none of the hosts that have it is there")
             return
         try:
-            self._start(self._allowed(chosen), saves_only=True)
+            code = self._start(self._allowed(chosen), saves_only=True)
         except UserError as failure:
             complain(f"elastic: the newest state is not saved: {failure}")
+        else:
+            if code not in (0, RESUME):  # 0: no step was left to make
+                complain(f"elastic: the newest state is not saved: exit code {code}")
 
     def _allowed(self, hosts: Sequence[Host]) -> tuple[Host, ...]:
         return first_slots(hosts, self.options.sizes.fitting(slots_of(hosts)))
@@ -271,28 +285,46 @@ class ElasticRun:
             return set()
         asked = sorted(names)
         with ThreadPoolExecutor(max_workers=len(asked)) as pool:
-            answers = pool.map(lambda host: is_local(host) or self._reaches(host), asked)
+            answers = pool.map(lambda host: is_local(host) or self._answer(host, ["true"]) is not None, asked)
             silent = {host for host, answer in zip(asked, answers, strict=True) if not answer}
         self.doubted = (self.doubted - names) | silent
         return silent
 
-    def _reaches(self, host: str) -> bool:
-        silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    def _answer(self, host: str, command: Sequence[str]) -> bytes | None:
+        """What a command prints on a host; None: it fails, or does not end within 20 s."""
+        nothing = subprocess.DEVNULL
         try:
-            with own_program(self.words(host, ["true"]), **silent) as process:
+            words = self.words(host, command)
+            with own_program(words, stdin=nothing, stdout=subprocess.PIPE, stderr=nothing) as process:
                 try:
-                    return process.wait(20) == 0
+                    said, _ = process.communicate(timeout=20)
+                    return said if process.returncode == 0 else None
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-                    return False
+                    return None
         except OSError:  # there is no ssh here
-            return False
+            return None
 
     def _step(self) -> int:
         """A number that grows with the newest step that this host can see; -1: there is none."""
-        copied = newest_version(folder_of(self.name) / "state")
-        return copied if copied != NONE else last_step(self.run_dir / "metrics.jsonl") or NONE
+        # Either may be old: a host that is no longer used keeps its copy, and another host may write the records.
+        return max(newest_version(self._copy), last_step(self.run_dir / "metrics.jsonl") or NONE)
+
+    def _newest_copy(self, hosts: Sequence[Host], above: int = NONE) -> int:
+        """The newest version of the state on this host or, where that is not `above`, on any of `hosts`; -1: none."""
+        newest = newest_version(self._copy)
+        others = [host.name for host in hosts if not is_local(host.name)]
+        if newest > above or not others:
+            return newest
+        words = ["head", "-c", str(LABEL_BYTES), str(self._copy)]
+        with ThreadPoolExecutor(max_workers=len(others)) as pool:
+            answers = pool.map(lambda host: self._answer(host, words) or b"", others)
+            return max(newest, *(newest_of(answer[-LABEL_BYTES:]) for answer in answers))  # after a login shell's text
+
+    @property
+    def _copy(self) -> Path:
+        return folder_of(self.name) / "state"
 
 
 def _limit_output() -> None:

@@ -19,7 +19,7 @@ from hvd_cifar.errors import UserError
 
 ROOT = Path("/dev/shm")
 LAYOUT_BYTES = 32
-NOTES_AT = LAYOUT_BYTES + 16  # after the numbers of the two versions
+LABEL_BYTES = LAYOUT_BYTES + 16  # with the numbers of the two versions
 HEAD_BYTES = 4096  # slots begin on a page
 NONE = -1
 
@@ -106,7 +106,7 @@ class TwoSlots:
 
     def note(self, version: int) -> int:
         """The note of a version."""
-        (note,) = struct.unpack_from("<q", self._map, NOTES_AT + 8 * self.versions.index(version))
+        (note,) = struct.unpack_from("<q", self._map, LABEL_BYTES + 8 * self.versions.index(version))
         return int(note)
 
     @property
@@ -115,7 +115,7 @@ class TwoSlots:
         return _versions(self._map[:HEAD_BYTES])
 
     def _mark(self, slot: int, version: int, note: int = 0) -> None:
-        struct.pack_into("<q", self._map, NOTES_AT + 8 * slot, note)
+        struct.pack_into("<q", self._map, LABEL_BYTES + 8 * slot, note)
         struct.pack_into("<q", self._map, LAYOUT_BYTES + 8 * slot, version)
 
 
@@ -123,9 +123,14 @@ def newest_version(path: Path) -> int:
     """The newest version that a file holds; -1: none, or no such file."""
     try:
         with path.open("rb") as file:
-            return max(_versions(file.read(HEAD_BYTES)))
-    except (OSError, struct.error):
+            return newest_of(file.read(LABEL_BYTES))
+    except OSError:
         return NONE
+
+
+def newest_of(label: bytes) -> int:
+    """The newest version by the first `LABEL_BYTES` of a file; -1: none, or fewer bytes."""
+    return max(_versions(label)) if len(label) == LABEL_BYTES else NONE
 
 
 def _versions(head: bytes) -> tuple[int, int]:

@@ -298,6 +298,62 @@ def test_a_job_that_needs_a_lost_host_waits_for_it(
     assert returns or said.endswith("elastic: no 2 ranks within 3 s (exit code 75)\n")
 
 
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("code", "starts", "saved"), [(1, 7, RESUME), (1, 7, 1), (2, 5, RESUME)])
+def test_steps_that_only_another_host_sees_count_and_the_newest_state_is_saved_at_the_end(
+    code: int,
+    starts: int,
+    saved: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Four starts make a step each, and fail; those after them make none. This host has an old copy and no records."""
+    monkeypatch.setattr(shared_memory, "ROOT", tmp_path)
+    away, kinds = (Host("nosuch.invalid", 1),), []
+    there = TwoSlots(tmp_path / "there", LAYOUT, 4)
+
+    def start(_: tuple[Host, ...], variables: dict[str, str]) -> int:
+        job = elastic_job(variables)
+        kinds.append(job is not None and job.saves_only)
+        if kinds[-1]:
+            return saved
+        if len(kinds) <= 4:
+            there.write(10 + len(kinds), [_bytes(0, 4)])
+        return code if len(kinds) > 4 else 1
+
+    run = ElasticRun(Options(Sizes(1, 1), None, 60, (1, 1)), lambda: away, start, Job(True), tmp_path)
+    TwoSlots(own_folder(run.name) / "state", LAYOUT, 4).write(9, [_bytes(0, 4)])
+    run.words = lambda host, command: [
+        "sh",
+        "-c",
+        'echo welcome; exec "$@"',
+        "sh",
+        *command[:-1],
+        str(tmp_path / "there"),
+    ]
+    assert run.run() == code
+    run.used.clear()
+    run.clean_up()
+    assert kinds == [False] * starts + [True]
+    said = capfd.readouterr().err
+    assert ("3 starts made no step" in said) == (code == 1)
+    assert ("elastic: the newest state is not saved: exit code 1\n" in said) == (saved == 1)
+
+
+def test_clean_up_says_nothing_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(elastic, "SCRIPT_SECONDS", 2.0)
+    run = ElasticRun(Options(Sizes(1, 8), None, 1, (1, 1)), lambda: HOSTS, lambda *_: 0, Job(can_stop=True), tmp_path)
+    pid = tmp_path / "pid"
+    run.words = lambda host, command: ["sh", "-c", f"echo welcome; echo $$ > {pid}; exec sleep 600"]
+    run.used = {"nosuch.invalid"}
+    run.clean_up()
+    assert not psutil.pid_exists(int(pid.read_text()))
+    assert capfd.readouterr() == ("", "")
+
+
 def test_without_ssh_no_host_is_reached(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = ElasticRun(Options(Sizes(1, 8), None, 1, (1, 1)), lambda: HOSTS, lambda *_: 0, Job(can_stop=True), tmp_path)
     run.words = lambda host, command: ["/nonexistent/ssh", host, *command]
