@@ -15,7 +15,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -449,10 +448,15 @@ def _bytes_of_files(pid: int | str) -> int:
 
 def _stacks() -> str:
     """The stacks of all Python threads."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read().decode(errors="replace")
+    # A pipe, since no folder may be writable. It holds 64 KiB, and what does not fit is left out.
+    reader, writer = os.pipe()
+    with open(reader, "rb") as told:
+        try:
+            os.set_blocking(writer, False)
+            faulthandler.dump_traceback(writer, all_threads=True)
+        finally:
+            os.close(writer)
+        return told.read().decode(errors="replace")
 
 
 def _kill_later(pids: Sequence[int]) -> None:

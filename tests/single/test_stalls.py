@@ -6,6 +6,9 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 
 from hvd_cifar.runtime import channel
 from hvd_cifar.runtime.stalls import FACTOR, FLOOR, Durations, Lost, Status, judge, lost_ranks
-from hvd_cifar.runtime.watch import Watch, _computes
+from hvd_cifar.runtime.watch import Watch, _computes, _stacks
 from hvd_cifar.training.step_times import Times
 from hvd_cifar.training.stragglers import Seen, slow_ranks
 
@@ -41,6 +44,25 @@ def test_verdicts(statuses: list[Status], absent: Any, lost: list[int], slow: li
     found = judge(statuses, absent, limit=8.0)
     assert [one.rank for one in found.lost] == lost and [s.rank for s in found.slow] == slow
     assert found.ends is ends
+
+
+def test_stacks_need_no_folder_and_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+    assert "test_stacks_need_no_folder_and_no_reader" in _stacks()
+    end = threading.Event()
+
+    def wait(depth: int) -> None:
+        wait(depth - 1) if depth else end.wait(60)
+
+    threads = [threading.Thread(target=wait, args=[99]) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    length = len(_stacks())
+    end.set()
+    for thread in threads:
+        thread.join()
+    assert 60_000 < length <= 65_536  # more than a pipe holds
 
 
 def test_time_outs_grow_with_what_is_seen() -> None:
