@@ -55,9 +55,11 @@ class StopRequests:
 
     def _watch(self, reader: int) -> None:
         asked, end, interrupts = "", float("inf"), 0
+        arrivals = select.poll()  # `select` takes no descriptor above 1023
+        arrivals.register(reader, select.POLLIN)
         while True:
-            left = None if end == float("inf") else max(0.0, end - time.monotonic())
-            if not select.select([reader], [], [], left)[0]:
+            left = None if end == float("inf") else max(0.0, end - time.monotonic()) * 1000
+            if not arrivals.poll(left):
                 terminal.complain(
                     f"hvd_cifar: no checkpoint within {self._grace_seconds:g} s of {asked}; the run ends; "
                     f"{self._kept()} (exit code {RESUME})"

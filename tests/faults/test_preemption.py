@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import pytest
 from benchmarks import runs
 from hvd_cifar.errors import RESUME
 from hvd_cifar.reporting import goodput
+from hvd_cifar.training.preemption import StopRequests
 from tests.faults.jobs import Running, checkpoints, start
 from tests.options import PACE, SMALL
 from tests.ranks import CHECKOUT, environment
@@ -42,6 +45,23 @@ def job(embedded: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
     yield begin
     for running in jobs:
         running.end()
+
+
+def test_requests_arrive_where_a_thousand_files_are_open() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2000:
+        pytest.skip("needs 2000 open files")
+    with contextlib.ExitStack() as files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2000, hard))
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1024):
+            files.enter_context(open(os.devnull))
+        with StopRequests(60, True, lambda: "") as requests:
+            os.kill(os.getpid(), signal.SIGTERM)
+            end = time.monotonic() + 10
+            while not requests.made:
+                assert time.monotonic() < end
+                time.sleep(0.01)
 
 
 def test_stopped_three_times_and_as_if_never(job: Any, embedded: Path, tmp_path: Path) -> None:
