@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -51,6 +52,9 @@ from hvd_cifar.runtime.transport import RING_VARIABLES
 SECRET = re.compile(r"(?i)(?!SSH_AUTH_SOCK$).*(TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH)")
 SHOW_CURSOR = b"\x1b[?25h"
 HOSTS_SHOWN = 3
+FILES = (
+    65_536  # enough for 20,000 hosts. Programs that close every number they might have open take long with millions.
+)
 ALONE = ("export", "predict", "report", "watch")  # commands that run in a single process, not as ranks
 
 
@@ -59,6 +63,7 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
 
     `check` returns the settings of the command's options, and ends the process if they are wrong.
     """
+    _raise_limit_of_files()
     try:
         request = parse(argv)
         if not Path(".").exists():
@@ -101,6 +106,14 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
         return 2
     except KeyboardInterrupt:  # before the ranks started
         return 130
+
+
+def _raise_limit_of_files() -> None:
+    """Let this process and its children open as many files as they may, since it holds three pipes to each host."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _stop_early(number: int, _: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shlex
 import shutil
 import signal
@@ -455,6 +456,31 @@ def test_no_ssh_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pyte
         everywhere.set_up_hosts([Host("nosuch.invalid", 1)], installer._describe_here(installer.Options(), False)) == 1
     )
     assert "nosuch.invalid  FAILED: there is no ssh here" in capfd.readouterr().err
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    """A limit of open files that a pipe or two exhaust."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first_free = os.dup(0)
+    os.close(first_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + 3, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.usefixtures("few_files")
+def test_too_many_hosts_for_this_machine_are_told_in_one_line() -> None:
+    with pytest.raises(UserError, match="^cannot start ssh for b: Too many open files; .*ulimit -n") as error:
+        Program(Participants(["a", "b"], "a", sys.executable), "b", "", 60)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("few_files")
+def test_the_launcher_opens_as_many_files_as_it_may() -> None:
+    assert launcher.main(["--dry-run", "-np", "2", "train", "--dataset", "synthetic"], cli.check) == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == 65_536 or soft == hard < 65_536
 
 
 NVIDIA_SMI = "#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-aa)'\necho 'GPU 1: NVIDIA H100 (UUID: GPU-bb)'\n"

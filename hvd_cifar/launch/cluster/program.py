@@ -52,7 +52,7 @@ class Program:
     def __init__(self, participants: Participants, host: str, text: str, seconds: float) -> None:
         """Start the program `text` on `host`. It is killed after `seconds`.
 
-        Raises UserError where ssh or srun is not installed here.
+        Raises UserError where ssh or srun cannot start here.
         """
         self.host = host
         self.python = participants.python
@@ -60,9 +60,10 @@ class Program:
         self.late = False
         # The empty line ends what a login shell may have printed without one, such as a terminal's title.
         words = [self.python, "-I", "-c", f"print()\n{text}"]
+        command = words if host == participants.here else self.way.words(host, words)
         try:
             self.process = subprocess.Popen(
-                words if host == participants.here else self.way.words(host, words),
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -70,6 +71,11 @@ class Program:
             )
         except FileNotFoundError as error:
             raise UserError(ssh.NO_SSH if error.filename == "ssh" else f"there is no {error.filename} here") from None
+        except OSError as error:
+            raise UserError(
+                f"cannot start {command[0]} for {host}: {error.strerror}; each host takes a process and three open "
+                "files here: raise the limits (ulimit -u, ulimit -n)"
+            ) from None
         self._seconds = seconds
         self._limit = threading.Timer(seconds, self._stop)
         self._limit.daemon = True
