@@ -177,6 +177,8 @@ def list_images(path: Path) -> Listing:
         missing = "train" if test else "test or val"
         raise UserError(f"{where}: it has no folder {missing}; make it, with a folder for each class")
     classes = _folders(path / "train")
+    if len(classes) == 1:
+        raise UserError(f"{where}: train has one class, {classes[0]}; give each class a folder in train, two or more")
     unknown = [name for name in _folders(path / test) if name not in classes]
     if unknown:
         raise UserError(

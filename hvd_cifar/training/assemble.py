@@ -115,10 +115,21 @@ class Work:
         return self.model.recipe
 
 
-def prepare(settings: TrainSettings, world: World, given: OfUser | None = None, trained_with: int = 0) -> Work:
+def prepare(
+    settings: TrainSettings,
+    world: World,
+    given: OfUser | None = None,
+    trained_with: int = 0,
+    learnt: Dataset | None = None,
+) -> Work:
     """Load data set and model, and do the batch arithmetic. A collective.
 
-    `trained_with`: the global batch by which the recipe is chosen; 0: that of the settings.
+    Args:
+        trained_with: to evaluate a run: its global batch, by which the recipe is chosen.
+        learnt: to evaluate a run: its data set, which its net is made for.
+
+    Raises:
+        UserError: where data set, model and settings do not fit; the same on every rank.
     """
     given = given or OfUser()
     own = given.dataset
@@ -129,15 +140,24 @@ def prepare(settings: TrainSettings, world: World, given: OfUser | None = None, 
         dataset = dataset.hold_out(count, settings.seed)
     set_precision("float32", settings.seed)
     model = _model(settings, given)
-    model = collectives.host_by_host(lambda: models.with_recipe(model, dataset.image_shape, dataset.classes))
+    shape, classes = (learnt or dataset).image_shape, (learnt or dataset).classes
+    model = collectives.host_by_host(lambda: models.with_recipe(model, shape, classes))
     assert model.recipe is not None, "it was asked for"
     batch = trained_with or global_batch(settings, model.recipe.batch, world.batch_ranks or world.size)
     recipe = model.recipe.for_batch(batch)
     model = replace(model, recipe=recipe)
+    if learnt is not None:
+        dataset = run_dir.as_learnt(dataset, learnt, any_size=not isinstance(recipe.augmentation, str))
+    elif dataset.classes < 2:
+        raise UserError(
+            f"data set {dataset.name}: all its examples are of class {dataset.labels_in_words[0]}: give two or more"
+        )
     if own is None and settings.dataset == "auto" and dataset.name == synthetic.LAYOUT.name:
         recipe = replace(recipe, epochs=min(recipe.epochs, recipe.embedded_epochs))
         settings = settings.model_copy(update={"eval_examples": settings.eval_examples or EMBEDDED_EXAMPLES})
     resolved = for_machines(resolve(settings, recipe), world)
+    if trained_with:  # an evaluation makes no steps: ranks may outnumber the training examples
+        return work_of(resolved, dataset, model, 0, 1)
     return work_of(resolved, dataset, model, world.rank, world.size, world.batch_ranks)
 
 

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from hvd_cifar.models.portable import finish_all
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.world import World, session
 from hvd_cifar.training import checkpoint
-from hvd_cifar.training.assemble import Work, make_net, prepare, transforms_of
+from hvd_cifar.training.assemble import make_net, prepare
 from hvd_cifar.training.confusion import FILE, MOST_CLASSES
 from hvd_cifar.training.evaluate import Evaluation, make_evaluator
 from hvd_cifar.training.run_dir import described
@@ -37,11 +36,9 @@ class RestoredNet:
 
         A collective.
         """
-        # Evaluation makes no steps, so the number of ranks need not fit the run's global batch.
+        # Evaluation makes no steps, so the run's global batch need not fit the ranks and the training set.
         one = trained.model_copy(update={"global_batch_size": None, "batch_size": 1})
-        self.work = prepare(one, world, given, trained.global_batch_size or 0)
-        if learnt is not None:
-            self.work = _as_learnt(self.work, learnt)
+        self.work = prepare(one, world, given, trained.global_batch_size or 0, learnt)
         self.world = world
         self.net = collectives.on_every_rank(lambda: make_net(self.work))
         self.state = state_of(self.net, self.work.settings)
@@ -62,32 +59,6 @@ class RestoredNet:
         """An evaluator of this net; see `make_evaluator`."""
         work = self.work
         return make_evaluator(self.net.model, work.dataset, work.transforms, self.world, batch_size, count, part)
-
-
-def _as_learnt(work: Work, learnt: Dataset) -> Work:
-    """The work with the channel statistics and classes of the run's data set, since its net has learnt those.
-
-    Raises:
-        UserError: where the other set has other classes.
-    """
-    given = work.dataset
-    known, named = learnt.labels_in_words, given.class_names
-    is_named = bool(named) and known != tuple(map(str, range(learnt.classes)))
-    if given.classes > learnt.classes or is_named and named != known[: len(named)]:
-        theirs, own = (", ".join(names[:3]) for names in (given.labels_in_words, known))
-        raise UserError(
-            f"data set {given.name}: its classes ({theirs}, ...) are not the run's, in their order ({own}, ...): "
-            "give a set with the same classes"
-        )
-    dataset = replace(
-        given,
-        classes=learnt.classes,
-        class_names=learnt.class_names,
-        channel_mean=learnt.channel_mean,
-        channel_deviation=learnt.channel_deviation,
-    )
-    assert work.model.recipe is not None, "it was asked for"
-    return replace(work, dataset=dataset, transforms=transforms_of(work.settings, work.model.recipe, dataset))
 
 
 def _learnt(run_dir: Path) -> Dataset | None:

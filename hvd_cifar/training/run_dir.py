@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,39 @@ def described(facts: dict[str, Any], run_dir: Path) -> Dataset:
             f"{run_dir}/config.json does not describe the data set; to add that, also where no steps are left: "
             f"./run.sh train --config {run_dir}/config.json --run-dir {run_dir}"
         ) from None
+
+
+def as_learnt(given: Dataset, learnt: Dataset, any_size: bool) -> Dataset:
+    """A set to evaluate, with the classes and channel statistics that the run's net has learnt.
+
+    Args:
+        learnt: the run's data set.
+        any_size: whether the run's transforms are the user's own, which may take images of any size.
+
+    Raises:
+        UserError: where the set has images of another size, or other classes.
+    """
+    known, named = learnt.labels_in_words, given.class_names
+    if given.image_shape != learnt.image_shape and not any_size:
+        theirs, own = (" x ".join(map(str, shape)) for shape in (given.image_shape, learnt.image_shape))
+        raise UserError(
+            f"data set {given.name}: its images are {theirs} and the run's {own} (height x width x channels): "
+            "give a set with images of the run's size"
+        )
+    is_named = bool(named) and known != tuple(map(str, range(learnt.classes)))
+    if given.classes > learnt.classes or is_named and named != known[: len(named)]:
+        theirs, own = (", ".join(names[:3]) for names in (given.labels_in_words, known))
+        raise UserError(
+            f"data set {given.name}: its classes ({theirs}, ...) are not the run's, in their order ({own}, ...): "
+            "give a set with the same classes"
+        )
+    return replace(
+        given,
+        classes=learnt.classes,
+        class_names=learnt.class_names,
+        channel_mean=learnt.channel_mean,
+        channel_deviation=learnt.channel_deviation,
+    )
 
 
 _held: list[FileLock] = []  # of run directories that this process has claimed

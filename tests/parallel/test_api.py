@@ -127,13 +127,22 @@ def _twice_in_one_process(folder: str) -> dict[str, Any]:
     whole = _train(f"{folder}/b", 6, **often)
     data = _data()
     again = hvd_cifar.evaluate(f"{folder}/b", _net, data)
-    dark = (data.train.images[data.train.labels < 2] // 2, data.train.labels[data.train.labels < 2])
-    moved = hvd_cifar.Dataset.from_arrays(*dark, data.test.images, data.test.labels)
+    test = (data.test.images, data.test.labels)
+    dark = (data.train.images[:1] // 2, data.train.labels[:1])  # fewer examples than ranks
+    moved = hvd_cifar.Dataset.from_arrays(*dark, *test)
     of_other_statistics = hvd_cifar.evaluate(f"{folder}/b", _net, moved)
-    try:
-        hvd_cifar.evaluate(f"{folder}/b", _net)
-    except hvd_cifar.UserError as error:
-        refused = str(error)
+    narrow = (data.test.images[:, :, :9], data.test.labels)
+    alike = (data.test.images, data.test.labels * 0)
+    refused = []
+    for use in (
+        lambda: hvd_cifar.evaluate(f"{folder}/b", _net),
+        lambda: hvd_cifar.evaluate(f"{folder}/b", _net, hvd_cifar.Dataset.from_arrays(*narrow, *narrow)),
+        lambda: hvd_cifar.train(_net, hvd_cifar.Dataset.from_arrays(*alike, *alike), run_dir=f"{folder}/alike"),
+    ):
+        try:
+            use()
+        except hvd_cifar.UserError as error:
+            refused.append(str(error))
     asked = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
     evaluated = [again, of_other_statistics]
     runs = [first, resumed, whole]
@@ -146,7 +155,10 @@ def test_train_and_evaluate_twice_in_one_process_with_a_callback(jobs: Jobs) -> 
     first, resumed, whole = one["summaries"]
     assert (first["steps"], resumed["steps"], whole["steps"]) == (4, 6, 6)
     assert resumed["weights_sha256"] == whole["weights_sha256"] != first["weights_sha256"]
-    assert "data set was a Python object" in one["refused"]  # whatever its name is
+    unnamed, narrow, alike = one["refused"]
+    assert "data set was a Python object" in unnamed  # whatever its name is
+    assert "data set arrays: its images are 10 x 9 x 1 and the run's 10 x 12 x 1" in narrow
+    assert "data set arrays: all its examples are of class 0: give two or more" in alike
     assert one["asked"]  # SIGUSR1 does what it did before
     for name in ("test_accuracy", "test_loss", "test_examples"):
         # Images are standardised as in training, whatever the training part of the set that is evaluated.

@@ -177,6 +177,10 @@ def test_more_than_8_bits_are_refused(birds: Path) -> None:
         (lambda path: (path / "test" / "dog").mkdir(), "test/dog is no class of train"),
         (lambda path: (path / "train" / "dog").mkdir(), r"train/dog has no images \(.bmp"),
         (lambda path: [p.unlink() for p in path.glob("test/*/*")], "test has no images"),
+        (
+            lambda path: list(map(shutil.rmtree, (path / "train" / "bee", path / "train" / "cat"))),
+            "train has one class, ant",
+        ),
     ],
 )
 def test_another_layout_is_refused_in_one_line(birds: Path, change: Any, message: str) -> None:
@@ -338,8 +342,8 @@ def test_images_are_upright_in_training_as_in_predict(tmp_path: Path) -> None:
     for orientation in range(1, 9):
         exif = Image.Exif()
         exif[0x0112] = orientation
-        for part in ("train", "test"):
-            path = tmp_path / f"birds{orientation}" / part / "ant" / "0.jpg"
+        for place in ("train/bee", "test/bee", "train/ant", "test/ant"):
+            path = tmp_path / f"birds{orientation}" / place / "0.jpg"
             path.parent.mkdir(parents=True)
             Image.fromarray(_pixels(orientation, 6, 5, 3)).save(path, exif=exif)
         (image,) = _read(tmp_path / f"birds{orientation}").train.images[:1]
