@@ -26,6 +26,7 @@ from PIL import Image, ImageOps
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hvd_cifar.config import BUILT_IN_DATASETS, FOLDER_DATASET
 from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics
 from hvd_cifar.data.place import NOBODY, Onlooker, locked, searched
 from hvd_cifar.data.records import FileImages, RecordFile
@@ -130,7 +131,9 @@ class Folder:
             mean, deviation = tuple(map(float, about["channel_mean"])), tuple(map(float, about["channel_deviation"]))
             for part in parts:
                 _check(part, len(names), len(mean), len(deviation))
-            return Dataset(_as_text(self.path.name), parts[0], parts[1], len(names), mean, deviation, names)
+            name = _as_text(self.path.name)
+            name = FOLDER_DATASET + name if name in BUILT_IN_DATASETS else name  # it is not that set
+            return Dataset(name, parts[0], parts[1], len(names), mean, deviation, names)
         except Exception as error:  # NumPy raises many kinds for a damaged header
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"{folder} is damaged ({reason}): remove it") from None

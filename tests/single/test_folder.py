@@ -19,6 +19,7 @@ from PIL import Image
 
 from hvd_cifar.config import DataSettings, make
 from hvd_cifar.data import folder as module
+from hvd_cifar.data.cifar import is_published
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.folder import CACHE, Folder, Listing
 from hvd_cifar.data.place import NOBODY, Onlooker
@@ -72,6 +73,12 @@ def test_every_pixel_has_its_place_and_class(birds: Path) -> None:
     assert np.allclose(dataset.channel_mean, train.reshape(-1, 3).mean(axis=0))
     assert np.allclose(dataset.channel_deviation, train.reshape(-1, 3).std(axis=0))
     assert not (birds.parent / "data").exists()  # the cache is beside the images
+
+
+def test_a_folder_has_no_built_in_set_s_name(birds: Path) -> None:
+    named = birds.rename(birds.with_name("cifar10"))
+    dataset = _read(named)
+    assert dataset.name == "folder:cifar10" and is_published(dataset) is None
 
 
 def test_other_layouts_and_formats(birds: Path) -> None:
