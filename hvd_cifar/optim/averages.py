@@ -50,6 +50,7 @@ class Lookahead:
 
     After every 5 steps: slow <- d slow + (1 - d) fast, then fast <- slow, with d = 0.95^5 (t / T)^3 after t of T steps;
     after the last step fast <- slow. d grows with t: late slow weights average over more steps than early ones.
+    A run of fewer than 5 steps keeps its fast weights.
 
     Source: Zhang et al., "Lookahead optimizer: k steps forward, 1 step back", 2019; the decay is from Jordan 2024,
     section 3.4.
@@ -90,6 +91,9 @@ class Lookahead:
         self._end_with_slow_weights()
 
     def _end_with_slow_weights(self) -> None:
+        if self.total_steps < self.EVERY:
+            return  # the slow weights are the initial ones
+
         def end() -> None:
             for slow, fast in zip(self.values, self.sources, strict=True):
                 fast.value.assign(slow.value)
