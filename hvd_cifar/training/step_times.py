@@ -96,4 +96,6 @@ class StepTimes:
         gradients, _, sums, steps, updates, _, roots, _ = self._sums.numpy()
         found = Times(int(steps), gradients - self._begun, sums - gradients + roots - updates)
         last, self._taken = self._taken, found
-        return Times(found.steps - last.steps, found.compute - last.compute, found.wait - last.wait)
+        # Negative where the clock was set back. Not 0: shares are taken of the sum.
+        compute, wait = max(1e-9, found.compute - last.compute), max(0.0, found.wait - last.wait)
+        return Times(found.steps - last.steps, compute, wait)

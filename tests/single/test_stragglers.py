@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 from hvd_cifar.distributed import collectives
-from hvd_cifar.training import stragglers
-from hvd_cifar.training.step_times import Times
+from hvd_cifar.training import step_times, stragglers
+from hvd_cifar.training.step_times import StepTimes, Times
 
 
 def test_after_a_rollback_times_are_gathered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +43,20 @@ def test_after_a_rollback_times_are_gathered_anew(monkeypatch: pytest.MonkeyPatc
             found.on_step(run)
     assert [step for step, *_ in seen] == [*range(100, 1000, 100), 100, 200, 300]
     assert all(each == pytest.approx(0.1) and computes == [0.09] for _, (each,), computes in seen)
+
+
+def test_a_clock_that_is_set_back_gives_no_negative_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an hour, once during the first step's computation and once while its sums are waited for."""
+    now = 1e9
+    monkeypatch.setattr(time, "time", lambda: now)
+    monkeypatch.setattr(step_times, "clock", lambda: tf.constant(now, tf.float64))
+    times = StepTimes()
+    for _ in times.each("b"):
+        now -= 3600
+        times.gradients_are([])
+        now -= 3600
+        times.sums_are([])
+    found = times.take()
+    assert found.steps == 1 and found.compute >= 0 and found.wait >= 0
+    seen = stragglers.Seen("h", "a", found, 0.1, {"b": 1.0})
+    assert stragglers.slow_ranks([seen]) == {}
