@@ -35,7 +35,7 @@ def export(settings: ExportSettings) -> None:
         UserError: where there is no such run or checkpoint, the folder has files or cannot be written, or the net has
             a layer that TensorFlow alone cannot load.
     """
-    is_there, inside = settings.to.exists(), settings.to / PART
+    is_there, inside = os.path.exists(settings.to), settings.to / PART  # Path.exists may raise
     if is_there and (not settings.to.is_dir() or any(path != inside for path in settings.to.iterdir())):
         raise UserError(f"--to {settings.to}: exists; give an empty folder, or one that does not exist")
     trained = load(settings)

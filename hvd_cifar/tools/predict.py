@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def images_in(place: Path) -> list[Path]:
     Raises:
         UserError: where a folder has none, or cannot be read.
     """
-    if not place.is_dir():
+    if not os.path.isdir(place):  # Path.is_dir may raise
         return [place]
     readable = tuple(extension for extension, kind in Image.registered_extensions().items() if kind in Image.OPEN)
     try:

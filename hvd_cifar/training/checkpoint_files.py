@@ -104,17 +104,28 @@ def listed(place: Path) -> list[Path]:
     """The checkpoint at a path, or all in a folder of checkpoints or a run directory, the newest first; not checked.
 
     Raises:
+        OSError: where a folder cannot be read.
         UserError: where they are of an earlier version.
     """
-    if (place / MANIFEST).exists() or (place.is_dir() and _STEP.fullmatch(place.name)):
+    folders = [folder for folder in (place, place / "checkpoints") if folder.is_dir()]
+    is_named = folders == [place] and _STEP.fullmatch(place.name)  # a run directory may have such a name
+    if (place / MANIFEST).exists() or is_named:
         return [place]
-    for folder in (place, place / "checkpoints"):
+    for folder in folders:
         found = {int(match[1]): path for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))}
         if found:
             return [found[step] for step in sorted(found, reverse=True)]
-        if any(folder.glob("step-*.index")) or Path(f"{place}.index").exists():
-            raise UserError(f"{place}: this program cannot read the checkpoints of its earlier versions; give another")
+    if Path(f"{place}.index").exists() or any(any(folder.glob("step-*.index")) for folder in folders):
+        raise UserError(f"{place}: this program cannot read the checkpoints of its earlier versions; give another")
     return []
+
+
+def listed_for_user(place: Path) -> list[Path]:
+    """`listed`, for a path that the user has given: UserError also where it cannot be read."""
+    try:
+        return listed(place)
+    except OSError as failure:
+        raise UserError(f"cannot read {place}: {failure.strerror}; give a path that can be read") from None
 
 
 def find(place: Path) -> Path | None:
@@ -123,10 +134,10 @@ def find(place: Path) -> Path | None:
     None where there is none. A warning on standard error names each newer one that is damaged.
 
     Raises:
-        UserError: where all are damaged.
+        UserError: where all are damaged, or the place cannot be read.
     """
     wrong: list[str] = []
-    for path in listed(place):
+    for path in listed_for_user(place):
         found = damage(path)
         if found is None:
             for line in wrong:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +66,7 @@ def continue_run(settings: TrainSettings) -> TrainSettings:
     if settings.batch_size is None and settings.global_batch_size is None:
         names += ["global_batch_size", "learning_rate_factor", "warmup_epochs"]
     recorded = _origin(settings)
-    if recorded is None or not recorded.exists():
+    if recorded is None or not os.path.exists(recorded):  # Path.exists may raise
         return settings
     then = config.read_file(recorded)
     missing = {name: then[name] for name in names if getattr(settings, name) is None and name in then}
@@ -84,11 +85,14 @@ def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path
         UserError: where the folder is in use, not writable, or of another run.
     """
     run_dir = settings.run_dir or config.unused_run_dir(settings.model)
-    is_new = not run_dir.exists()
-    foreign = [name for name in OF_A_RUN if (run_dir / name).exists()] if not (run_dir / "config.json").exists() else []
-    if foreign:
-        raise UserError(f"--run-dir {run_dir}: holds {foreign[0]}, but no config.json of a run; give another folder")
     try:
+        # Not by os.path.exists: a folder that cannot be read for a moment is not new, and must not be removed below.
+        is_new = not run_dir.exists()
+        foreign = [name for name in OF_A_RUN if (run_dir / name).exists()]
+        if foreign and not (run_dir / "config.json").exists():
+            raise UserError(
+                f"--run-dir {run_dir}: holds {foreign[0]}, but no config.json of a run; give another folder"
+            )
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         lock = _locked(run_dir / ".lock")
     except Timeout:
@@ -126,7 +130,7 @@ def _locked(path: Path) -> FileLock:
 def _checkpoint_to_resume(settings: TrainSettings, run_dir: Path, recorded: dict[str, Any]) -> Path | None:
     """The checkpoint that a run in this folder begins with, or None. UserError where the folder has another run."""
     if settings.resume == "never":
-        if checkpoint_files.listed(run_dir):
+        if checkpoint_files.listed_for_user(run_dir):
             raise UserError(f"--run-dir {run_dir} already has a run; give another one, or --resume auto to go on")
         return None
     own = checkpoint_files.find(run_dir)
@@ -277,7 +281,7 @@ def _origin(settings: TrainSettings) -> Path | None:
     own = settings.run_dir / "config.json" if settings.run_dir else None
     if settings.resume == "never":
         return None
-    if settings.resume == "auto" or (own is not None and own.exists()):
+    if settings.resume == "auto" or (own is not None and os.path.exists(own)):
         return own
     return _listed(settings.resume)[0].parent.parent / "config.json"
 
@@ -296,7 +300,7 @@ def _given(place: str) -> Path:
 
 
 def _listed(place: str) -> list[Path]:
-    found = checkpoint_files.listed(Path(place))
+    found = checkpoint_files.listed_for_user(Path(place))
     if not found:
         raise UserError(f"--resume {place}: no checkpoint is there; give auto, never, or a checkpoint's path")
     return found

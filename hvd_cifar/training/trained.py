@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def find(settings: RunSettings, needs_data: bool) -> tuple[TrainSettings, Path]:
 def settings_of(run_dir: Path) -> dict[str, Any]:
     """The settings of a run, by name, for an evaluation. Raises UserError where there is no run."""
     recorded = run_dir / "config.json"
-    if not recorded.exists():
+    if not os.path.exists(recorded):  # unlike Path.exists, False where a folder may not be read
         raise UserError(f"{run_dir}: there is no run (no config.json); give the folder of a run")
     values = config.read_file(recorded)
     values |= {"virtual_shards": None, "gradient_accumulation": 1}

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from hvd_cifar.config import TrainSettings, make
+from hvd_cifar.config import ExportSettings, TrainSettings, make
 from hvd_cifar.data import augment
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.errors import UserError
@@ -63,3 +63,10 @@ def test_a_folder_has_its_images_in_the_order_of_their_paths(tmp_path: Path) -> 
     assert images_in(tmp_path / "none.png") == [tmp_path / "none.png"]
     with pytest.raises(UserError, match="empty: the folder has no images"):
         images_in(tmp_path / "empty")
+
+
+def test_a_name_that_is_too_long_is_one_line(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 300)
+    assert images_in(long) == [long]  # `predict` says that this image cannot be read
+    with pytest.raises(UserError, match="there is no run"):
+        export.export(make(ExportSettings, {"run_dir": tmp_path, "to": long}))

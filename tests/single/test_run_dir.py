@@ -16,6 +16,7 @@ from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.errors import UserError
 from hvd_cifar.training import checkpoint_files, run_dir
 from hvd_cifar.training.run_dir import COURSE, claim, course_of
+from hvd_cifar.training.trained import settings_of
 
 FACTS = {"dataset": "cifar10", "global_batch_size": 128, "examples_sha256": "1f", "learning_rate_schedule": "0.1"}
 KERNELS = {**FACTS, "convolutions": "AVX2"}
@@ -102,6 +103,28 @@ def test_a_folder_of_something_else_is_left_alone(name: str, tmp_path: Path) -> 
     with pytest.raises(UserError, match=f"holds {name}, but no config.json"):
         _claim(tmp_path)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine\n")]
+
+
+def test_a_name_that_is_too_long_is_one_line(tmp_path: Path) -> None:
+    """As a folder that may not be read, it has Path.exists raise an error."""
+    long = tmp_path / ("x" * 300)
+    assert run_dir.continue_run(_settings(long)).run_dir == long
+    with pytest.raises(UserError, match=f"^--run-dir {long}: File name too long; give a folder that can be written$"):
+        _claim(long)
+    with pytest.raises(UserError, match=f"^cannot read {long}: File name too long; give a path"):
+        run_dir.continue_run(_settings(tmp_path, resume=str(long)))
+    with pytest.raises(UserError, match=f"^cannot read {long}: File name too long; give a path"):
+        checkpoint_files.find(long)
+    with pytest.raises(UserError, match=f"^{long}: there is no run"):
+        settings_of(long)
+
+
+def test_a_run_directory_may_have_a_checkpoint_s_name(tmp_path: Path) -> None:
+    folder = tmp_path / "step-100"
+    assert _claim(folder) is None
+    run_dir.release()
+    newest = _run(folder, 5)
+    assert _claim(folder) == newest
 
 
 def test_the_same_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
