@@ -146,11 +146,7 @@ def _add(
             raise UserError("--config: the path is empty; give a file, or leave the option out")
         chosen = {field: value for field, value in given.items() if value is not None}
         try:
-            values = config.read_file(Path(file)) if file else {}
-            if "global_batch_size" in chosen:
-                values.pop("batch_size", None)  # the file's: the two exclude each other, and an option takes precedence
-            if "batch_size" in chosen:
-                values.pop("global_batch_size", None)
+            values = config.read_file(Path(file), has_batch=not chosen.keys().isdisjoint(config.BATCH)) if file else {}
             settings = config.make(kind, {**values, **chosen})
         except UserError as error:
             error.of_one_rank = bool(file)  # another host may have another file

@@ -59,6 +59,8 @@ LONGEST_DEFAULT_WARMUP = 1.0  # epochs
 
 # Parts of a run's config.json that are facts about the run, not settings.
 RECORDED_SECTIONS = ("run",)
+BATCH = ("batch_size", "global_batch_size")
+OF_THE_BATCH = ("learning_rate_factor", "warmup_epochs")  # in a run's record: as they follow from its batch
 
 
 def _not_empty(path: Any) -> Any:
@@ -976,8 +978,12 @@ def _parse(data: bytes) -> Any:
     return yaml.load(text, _Reader)  # a SafeLoader
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def read_file(path: Path, has_batch: bool = False) -> dict[str, Any]:
     """Settings of a YAML or JSON file, such as a run's config.json, as field name -> value.
+
+    Args:
+        has_batch: whether an option gives the batch. The file's batch is then left out, and of a run's record also the
+            learning rate's factor and warm-up, which follow from its batch.
 
     Raises:
         UserError: where the file is not readable, too large or holds no mapping.
@@ -1006,7 +1012,10 @@ def read_file(path: Path) -> dict[str, Any]:
         raise UserError(f"--config {path}: holds a value that cannot be read ({reason}); correct it") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UserError(f"--config {path}: holds no settings; write one 'name: value' a line")
-    return {key.replace("-", "_"): value for key, value in content.items() if key not in RECORDED_SECTIONS}
+    left_out = {*RECORDED_SECTIONS}
+    if has_batch:
+        left_out |= {*BATCH, *(OF_THE_BATCH if left_out & content.keys() else ())}
+    return {name: value for key, value in content.items() if (name := key.replace("-", "_")) not in left_out}
 
 
 def unused_run_dir(model: str, suffix: str = "") -> Path:

@@ -64,7 +64,7 @@ def continue_run(settings: TrainSettings) -> TrainSettings:
     """Settings in which batch and precision, unless the user gave them, are those of the run to resume."""
     names = ["precision"]
     if settings.batch_size is None and settings.global_batch_size is None:
-        names += ["global_batch_size", "learning_rate_factor", "warmup_epochs"]
+        names += ["global_batch_size", *config.OF_THE_BATCH]
     recorded = _origin(settings)
     if recorded is None or not os.path.exists(recorded):  # Path.exists may raise
         return settings

@@ -353,6 +353,25 @@ def test_a_written_config_reads_back_the_same(tmp_path: Path) -> None:
     assert config.make(config.TrainSettings, config.read_file(tmp_path / "config.json")) == settings
 
 
+def test_another_batch_than_a_run_s_record_takes_its_own_learning_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that the user has written means what it says."""
+    record, file = tmp_path / "config.json", tmp_path / "settings.yaml"
+    values = {"global_batch_size": 256, "learning_rate_factor": 2.0, "warmup_epochs": 1.0}
+    config.write_file(record, config.make(config.TrainSettings, values), {"world_size": 2})
+    file.write_text("".join(f"{name}: {value}\n" for name, value in values.items()))
+    for path, flags, factor, warmup in (
+        (record, [], 2, 1),
+        (record, ["--batch-size", "64"], None, None),
+        (record, ["--global-batch-size", "512"], None, None),
+        (record, ["--global-batch-size", "512", "--learning-rate-factor", "3"], 3, None),
+        (file, ["--global-batch-size", "512"], 2, 1),
+    ):
+        found = _settings_of(["train", "--config", str(path), *flags], monkeypatch)
+        assert (found.learning_rate_factor, found.warmup_epochs) == (factor, warmup), flags
+
+
 SAME_TEXT = [
     ("overlap", "off"),
     ("profile_steps", "10:20"),
