@@ -88,8 +88,8 @@ def convolve(images: Any, kernel: Any) -> Any:
 
     Sums are float32. The errors of float32 are about twice those of `tf.nn.conv2d`; a bfloat16 output's error is 1.2%
     of the outputs' typical size, since the products' operands are also rounded. An infinity or NaN spreads over the
-    outputs of each tile that reads it (4 x 4 or 3 x 3, or 2 x 2 for 5 x 5 kernels). Results depend neither on the number of
-    threads nor on the rest of the batch.
+    outputs of each tile that reads it (4 x 4 or 3 x 3, or 2 x 2 for 5 x 5 kernels). Results depend neither on the
+    number of threads nor on the rest of the batch.
 
     Args:
         images: float32 or bfloat16 [b, h, w, c].

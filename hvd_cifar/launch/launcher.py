@@ -52,9 +52,8 @@ from hvd_cifar.runtime.transport import RING_VARIABLES
 SECRET = re.compile(r"(?i)(?!SSH_AUTH_SOCK$).*(TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH)")
 SHOW_CURSOR = b"\x1b[?25h"
 HOSTS_SHOWN = 3
-FILES = (
-    65_536  # enough for 20,000 hosts. Programs that close every number they might have open take long with millions.
-)
+# Enough for 20,000 hosts. Programs that close every number they might have open take long with millions.
+FILES = 65_536
 ALONE = ("export", "predict", "report", "watch")  # commands that run in a single process, not as ranks
 
 
