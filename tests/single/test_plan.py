@@ -85,13 +85,13 @@ RESNET = {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001}
         # The user's factor replaces the scaling.
         ({"model": "resnet20", "global_batch_size": 256, "learning_rate_factor": 1}, 4, {0: 0.1, 10: 0.1}),
         # A straight line over all epochs, at any number of ranks, also where the run ends before.
-        ({"model": "fast"}, 1, {0: 0.24, 97: 0.192, 484: 0.24 / 485}),
-        ({"model": "fast", "max_steps": 200}, 5, {0: 0.24, 97: 0.192}),
+        ({"model": "fast"}, 1, {0: 0.24, 98: 0.192, 489: 0.24 / 490}),
+        ({"model": "fast", "max_steps": 200}, 5, {0: 0.24, 98: 0.192}),
         ({"model": "fast", "batch_size": 512, "epochs": 4}, 2, {0: 0.24, 98: 0.12}),
         # Its rates belong to a batch of 1024.
         ({"model": "fast", "batch_size": 128, "epochs": 4}, 1, {0: 0.03, 782: 0.015}),
         ({"model": "fast", "epochs": 0.5, "max_steps": 9}, 2, {0: 0.24, 6: 0.18, 24: 0.0}),
-        ({"model": "fast", "warmup_epochs": 1}, 2, {0: 0.0, 24: 0.24 * 24 / 49 * (1 - 24 / 485), 49: 0.24 * 436 / 485}),
+        ({"model": "fast", "warmup_epochs": 1}, 2, {0: 0.0, 24: 0.24 * 24 / 49 * (1 - 24 / 490), 49: 0.24 * 441 / 490}),
         # Asked for where nothing is scaled: from 0.
         ({"model": "tutorial", "global_batch_size": 128, "warmup_epochs": 1}, 4, {0: 0.0, 391: 0.1}),
     ],
@@ -165,9 +165,9 @@ def test_a_recipes_own_decay_is_a_function_of_the_part_that_is_done() -> None:
         ({"epochs": 3}, 64, 1024, 49, 147),  # more ranks share a batch that trains well
         ({"epochs": 3, "gradient_accumulation": 2}, 64, 2048, 25, 75),
         ({"epochs": 3, "batch_size": 128}, 64, 8192, 7, 21),
-        ({"model": "fast"}, 1, 1024, 49, 485),
-        ({"model": "fast"}, 3, 1024, 49, 485),
-        ({"model": "fast", "batch_size": 100}, 5, 500, 100, 990),
+        ({"model": "fast"}, 1, 1024, 49, 490),
+        ({"model": "fast"}, 3, 1024, 49, 490),
+        ({"model": "fast", "batch_size": 100}, 5, 500, 100, 1000),
     ],
 )
 def test_batch_arithmetic(values: dict[str, Any], size: int, batch: int, steps: int, total: int) -> None:
