@@ -48,7 +48,7 @@ RECIPE = Recipe(
     decayed=lambda variable: variable.path == "logits/kernel",  # batch norm makes the other kernels' norms irrelevant
     label_smoothing=0.2,
     lookahead=True,
-    image_scales=(0.75, 0.75, 0.75, 1),
+    image_scales=(0.75, 0.75, 1),
     test_time_augmentation=True,
     evaluation_epochs=3,  # one evaluation takes a fifteenth of an epoch
     shorter={2: 0.85, 4: 0.89},  # docs/results.md

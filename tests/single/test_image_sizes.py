@@ -58,9 +58,9 @@ def test_images_that_are_not_square_keep_their_proportions() -> None:
 @pytest.mark.parametrize(
     ("shape", "given", "sizes"),
     [
-        ((32, 32, 3), None, (24, 24, 24, 32)),
-        ((96, 96, 3), None, (72, 72, 72, 96)),
-        ((28, 40, 1), None, (21, 21, 21, 28)),
+        ((32, 32, 3), None, (24, 24, 32)),
+        ((96, 96, 3), None, (72, 72, 96)),
+        ((28, 40, 1), None, (21, 21, 28)),
         ((96, 96, 3), (24, 32), (24, 32)),
         ((28, 28, 1), (24, 32), (24, 28)),
     ],
