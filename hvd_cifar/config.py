@@ -60,7 +60,7 @@ LONGEST_DEFAULT_WARMUP = 1.0  # epochs
 # Parts of a run's config.json that are facts about the run, not settings.
 RECORDED_SECTIONS = ("run",)
 BATCH = ("batch_size", "global_batch_size")
-OF_THE_BATCH = ("learning_rate_factor", "warmup_epochs")  # in a run's record: as they follow from its batch
+OF_THE_BATCH = ("learning_rate_factor", "warmup_epochs")  # a run's record does not tell given ones from derived ones
 
 
 def _not_empty(path: Any) -> Any:

@@ -106,7 +106,8 @@ class ElasticRun:
             gone = {one.host for one in lost if one.rank is None}
             there = tuple(host for host in hosts if host.name not in gone)
             if code in FINAL and not (code == RESUME and not self.job.asked):
-                if code == 2 and self._newest_copy(there) != NONE:  # a user's error, perhaps of one rank
+                # A user's error, perhaps of one rank.
+                if code == 2 and not self.job.asked and self._newest_copy(there) != NONE:
                     self._save(there)
                 return code
             if any(reason.encode() in self.job.tail for reason in (DIVERGED, OUT_OF_SYNC)):
@@ -219,7 +220,7 @@ class ElasticRun:
 
     def _save(self, hosts: tuple[Host, ...]) -> None:
         """Write the newest state to disk before the job gives up or waits: it may wait in vain."""
-        if not self.used:
+        if not self.has_started:
             return
         # One rank on each host that may have a copy.
         everywhere = tuple(Host(host.name, 1) for host in self.found or () if host.name in self.used)
@@ -227,6 +228,9 @@ class ElasticRun:
         if not chosen:
             complain("elastic: the newest state is not saved: none of the hosts that have it is there")
             return
+        versions = self._versions(chosen)
+        # A host without the newest copy may be the one that fails.
+        chosen = tuple(host for host in chosen if versions[host.name] == max(versions.values()))
         try:
             code = self._start(self._allowed(chosen), saves_only=True)
         except UserError as failure:
@@ -314,13 +318,19 @@ class ElasticRun:
     def _newest_copy(self, hosts: Sequence[Host], above: int = NONE) -> int:
         """The newest version of the state on this host or, where that is not `above`, on any of `hosts`; -1: none."""
         newest = newest_version(self._copy)
-        others = [host.name for host in hosts if not is_local(host.name)]
-        if newest > above or not others:
-            return newest
+        return newest if newest > above else max([newest, *self._versions(hosts).values()])
+
+    def _versions(self, hosts: Sequence[Host]) -> dict[str, int]:
+        """The newest version of the state on each of these hosts; -1: none."""
         words = ["head", "-c", str(LABEL_BYTES), str(self._copy)]
-        with ThreadPoolExecutor(max_workers=len(others)) as pool:
-            answers = pool.map(lambda host: self._answer(host, words) or b"", others)
-            return max(newest, *(newest_of(answer[-LABEL_BYTES:]) for answer in answers))  # after a login shell's text
+
+        def version(host: Host) -> int:
+            if is_local(host.name):
+                return newest_version(self._copy)
+            return newest_of((self._answer(host.name, words) or b"")[-LABEL_BYTES:])  # after a login shell's text
+
+        with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
+            return {host.name: found for host, found in zip(hosts, pool.map(version, hosts), strict=True)}
 
     @property
     def _copy(self) -> Path:

@@ -79,7 +79,7 @@ Functions functions(bool half, const Shape& s) {
 }
 
 // Memory of a thread for one purpose. It is kept, since freed memory faults in again page by page. It asks for huge
-// pages: a tile's 36 numbers would lie on 36 small pages, whose addresses may collide in the cache. Null where there
+// pages: a tile's numbers would each lie on a small page, whose addresses may collide in the cache. Null where there
 // is no memory.
 enum Purpose { SCRATCH, WEIGHTS };
 template <Purpose>
