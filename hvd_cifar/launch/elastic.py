@@ -220,7 +220,7 @@ class ElasticRun:
 
     def _save(self, hosts: tuple[Host, ...]) -> None:
         """Write the newest state to disk before the job gives up or waits: it may wait in vain."""
-        if not self.has_started:
+        if not self.used:
             return
         # One rank on each host that may have a copy.
         everywhere = tuple(Host(host.name, 1) for host in self.found or () if host.name in self.used)
