@@ -50,7 +50,7 @@ RECIPE = Recipe(
     lookahead=True,
     image_scales=(0.75, 0.75, 1),
     test_time_augmentation=True,
-    evaluation_epochs=3,  # one evaluation takes a fifteenth of an epoch
+    evaluation_epochs=3,  # one evaluation takes up to a tenth of an epoch
     shorter={2: 0.83, 4: 0.88},  # docs/results.md
     embedded_epochs=0.65,  # reaches 99%
 )
