@@ -30,9 +30,14 @@ LOGITS_RATE = 0.67 * REFERENCE_BATCH
 
 
 def muon(learning_rate: float) -> Muon:
-    """Muon for kernels of convolutions; the rates of batch norms' offsets and of the logits are proportional to its."""
+    """Muon for kernels of convolutions; the rates of batch norms' offsets and of the logits are proportional to its.
+
+    It multiplies in bfloat16 where the net does.
+    """
     others = {"": (OFFSET_RATE / KERNEL_RATE, 0.0), "logits": (LOGITS_RATE / KERNEL_RATE, 0.0)}
-    return Muon(learning_rate, momentum=0.6, others=others)
+    half = "bfloat16"
+    products = half if keras.config.dtype_policy().compute_dtype == half else None
+    return Muon(learning_rate, momentum=0.6, others=others, products=products)
 
 
 # After airbench94 (Jordan 2024) and its record with Muon; docs/fast.md says what differs, and why.

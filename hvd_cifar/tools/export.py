@@ -80,7 +80,7 @@ def usable(trained: Trained) -> keras.Model:
     keras.config.set_dtype_policy("float32")
     images = keras.Input((None, None, shape[2]), dtype="uint8", name="images")
     seen = transforms.portable(augment.fit(images, shape))
-    logits, _ = logits_of(portable(trained.model, transforms.shape), seen, trained.six_views)
+    logits = logits_of(portable(trained.model, transforms.shape), seen, trained.six_views)
     return keras.Model(images, {"logits": logits, "probabilities": keras.ops.softmax(logits)}, name="classifier")
 
 

@@ -75,9 +75,8 @@ def images_in(place: Path) -> list[Path]:
 
 def probabilities(trained: Trained, images: NDArray[np.uint8]) -> NDArray[np.floating[Any]]:
     """The probabilities [b, classes] of images uint8 [b, height, width, channels] of the data set's size."""
-    logits, _ = logits_of(
-        trained.model, keras.ops.convert_to_tensor(trained.transforms.test(images)), trained.six_views
-    )
+    seen = keras.ops.convert_to_tensor(trained.transforms.test(images))
+    logits = logits_of(trained.model, seen, trained.six_views)
     found: NDArray[np.floating[Any]] = keras.ops.convert_to_numpy(keras.ops.softmax(logits))
     return found
 

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.dataset import Dataset
@@ -23,6 +24,9 @@ from hvd_cifar.training.sources import read_batches
 from hvd_cifar.training.step import cross_entropy
 
 MOST_AT_ONCE = 500  # examples: large enough to be fast, and fits any device
+# Difference of an image's two largest logits, averaged over two views, from which four more views change hardly any
+# answer: none of 30,000 of `fast`, 2 of 10,000 of a resnet20 (docs/notebook/2026-11-27-fast-sizes.md).
+SURE = 2.0
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Evaluation:
     """Results over all examples: accuracy as a fraction, loss as mean cross-entropy without weight decay.
 
     Attributes:
-        views: 6 if accuracy and loss average six views of each image, else 1.
+        views: 6 if accuracy and loss average six views of each uncertain image and two of the others, else 1.
         plain_accuracy: accuracy with one view, the image as it is.
         confusion: the confusion matrix and the worst mistakes; None for more than 1,000 classes,
             and from validation ranks.
@@ -64,38 +68,64 @@ def make_evaluator(
 ) -> Callable[[bool], Evaluation]:
     """A function (six_views) that evaluates the model on `count` examples of a part, evenly spaced. It is a collective.
 
-    A rank evaluates `batch_size` examples at a time, by default `examples_at_once`.
+    A rank evaluates `batch_size` examples at a time, by default `examples_at_once`. With `six_views` it sees an image
+    and its mirror image first, and the other four views only of an image whose two largest logits then differ by less
+    than `SURE`. Such images wait until they fill a batch.
 
     Batch norm's moving statistics must be the same on all ranks: see `callbacks.MovingStatistics`.
     """
     examples = getattr(dataset, part)
     chosen = spread(len(examples) if count is None else count, len(examples))
+    batch_size = batch_size or examples_at_once(dataset.image_shape, transforms.shape)
     batches = evaluation_batches(
-        examples,
-        transforms,
-        batch_size=batch_size or examples_at_once(dataset.image_shape, transforms.shape),
-        rank=world.rank,
-        size=world.size,
-        chosen=chosen,
+        examples, transforms, batch_size=batch_size, rank=world.rank, size=world.size, chosen=chosen
     )
 
+    def with_losses(label: Any, logits: Any) -> tuple[Any, Any]:
+        return tf.cast(cross_entropy(label, logits), tf.float64), logits
+
     @tf.function(reduce_retracing=True, autograph=False)
-    def answer(image: Any, label: Any, many: bool) -> Any:
-        logits, plain = logits_of(model, image, many)
-        return tf.cast(cross_entropy(label, logits), tf.float64), logits, plain
+    def first_look(image: Any, label: Any, mirrored: bool) -> Any:
+        plain = logits_of(model, image)
+        logits = (plain + logits_of(model, mirror(image))) / 2 if mirrored else plain
+        return *with_losses(label, logits), plain
+
+    @tf.function(reduce_retracing=True, autograph=False)
+    def second_look(image: Any, label: Any, logits: Any) -> Any:
+        shifted = [logits_of(model, view) for view in shifted_views(image)]
+        return with_losses(label, logits / 2 + sum(shifted) / 8)
 
     def evaluate(many: bool = False) -> Evaluation:
         totals, seen = np.zeros(3), 0
         tally = Tally(dataset.classes) if dataset.classes <= MOST_CLASSES else None
-        for image, label in read_batches(batches):
-            losses, logits, plain = (value.numpy() for value in answer(image, label, many))
-            labels = label.numpy()
-            hits = [(answers.argmax(axis=-1) == labels).sum() for answers in (logits, plain)]
+
+        def count(number: Any, labels: Any, losses: Any, logits: Any) -> None:
             if tally:
-                here = world.rank + world.size * (seen + np.arange(len(labels)))
-                tally.add(chosen[here], labels, losses, logits)
-            totals += [losses.sum(), *hits]
+                tally.add(number, labels, losses, logits)
+            totals[:2] += losses.sum(), (logits.argmax(axis=-1) == labels).sum()
+
+        def look_again(number: Any, image: Any, labels: Any, logits: Any) -> None:
+            count(number, labels, *(value.numpy() for value in second_look(image, labels, logits)))
+
+        waiting: list[Any] = []  # numbers, images, labels and logits of uncertain examples
+        for image, label in read_batches(batches):
+            losses, logits, plain = (value.numpy() for value in first_look(image, label, many))
+            labels = label.numpy()
+            number = chosen[world.rank + world.size * (seen + np.arange(len(labels)))]
             seen += len(labels)
+            totals[2] += (plain.argmax(axis=-1) == labels).sum()
+            if not many:
+                count(number, labels, losses, logits)
+                continue
+            sure = _is_sure(logits)
+            count(*(value[sure] for value in (number, labels, losses, logits)))
+            unsure = [value[~sure] for value in (number, image.numpy(), labels, logits)]
+            waiting = [np.concatenate(pair) for pair in zip(waiting, unsure, strict=True)] if waiting else unsure
+            if len(waiting[0]) >= batch_size:
+                look_again(*(value[:batch_size] for value in waiting))
+                waiting = [value[batch_size:] for value in waiting]
+        if waiting and len(waiting[0]):
+            look_again(*waiting)
         # Horovod: sums and counts, since ranks with different numbers of examples cannot average means.
         own = [*totals, seen, *(tally.matrix.ravel() if tally else ())]
         entropy, right, plain_right, examples, *matrix = collectives.all_reduce_sums(own)
@@ -122,25 +152,41 @@ def examples_at_once(*shapes: tuple[int, int, int]) -> int:
     return max(1, min(MOST_AT_ONCE, MOST_AT_ONCE * 32 * 32 // pixels))
 
 
-def logits_of(model: keras.Model, images: Any, many: bool) -> tuple[Any, Any]:
-    """Logits [b, classes] in float32 or better: averaged over six views if `many`, and of the image as it is.
+def logits_of(model: keras.Model, images: Any, many: bool = False) -> Any:
+    """Logits [b, classes] in float32 or better: of the image as it is, or averaged over `six_views` if `many`.
 
     Args:
         images: float [b, height, width, channels], tensors or Keras's symbolic ones.
     """
     exact = "float64" if model.compute_dtype == "float64" else "float32"
     weighted = six_views(images) if many else [(1.0, images)]
-    found = [(weight, keras.ops.cast(model(view, training=False), exact)) for weight, view in weighted]
-    return functools.reduce(operator.add, (weight * logits for weight, logits in found)), found[0][1]
+    logits = (weight * keras.ops.cast(model(view, training=False), exact) for weight, view in weighted)
+    return functools.reduce(operator.add, logits)
 
 
 def six_views(images: Any) -> list[tuple[float, Any]]:
     """Views of test images [b, height, width, channels], and their weights in an average (Jordan 2024, section 3.5).
 
-    The image itself, shifted by a pixel down and right, and up and left; and the mirror images of all three.
+    The image itself, its mirror image, and `shifted_views`.
     """
+    shifted = [(1 / 8, view) for view in shifted_views(images)]
+    return [(1 / 4, images), (1 / 4, mirror(images)), *shifted]
+
+
+def shifted_views(images: Any) -> list[Any]:
+    """Images [b, height, width, channels] shifted by a pixel down and right, and up and left; their mirror images."""
     height, width = images.shape[1:3]
     padded = keras.ops.pad(images, [[0, 0], [1, 1], [1, 1], [0, 0]], mode="reflect")
     moved = [padded[:, offset : offset + height, offset : offset + width] for offset in (0, 2)]
-    weighted = [(0.25, images), *((0.125, image) for image in moved)]
-    return [*weighted, *((weight, image[:, :, ::-1]) for weight, image in weighted)]
+    return [*moved, *(mirror(image) for image in moved)]
+
+
+def mirror(images: Any) -> Any:
+    """Images [b, height, width, channels], left and right exchanged."""
+    return images[:, :, ::-1]
+
+
+def _is_sure(logits: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
+    """Whether the two largest logits of each example [b, classes] differ by `SURE` or more. NaN is not sure."""
+    second, first = np.partition(logits, -2)[..., -2:].T
+    return np.asarray(first - second >= SURE)

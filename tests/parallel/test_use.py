@@ -99,7 +99,7 @@ def _export(folder: str, nets: list[str]) -> None:
     images = np.load(f"{folder}/images.npy")
     for name in nets:
         trained = load(config.make(config.RunSettings, {"run_dir": f"{folder}/{name}"}))
-        logits, _ = logits_of(trained.model, tf.constant(trained.transforms.test(images)), trained.six_views)
+        logits = logits_of(trained.model, tf.constant(trained.transforms.test(images)), trained.six_views)
         np.save(f"{folder}/{name}.npy", logits.numpy())
         export(config.make(config.ExportSettings, {"run_dir": f"{folder}/{name}", "to": f"{folder}/exported/{name}"}))
 

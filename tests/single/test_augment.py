@@ -195,8 +195,9 @@ def test_an_undistorted_view_is_the_test_view() -> None:
 def test_six_views_are_an_average_of_moved_and_mirrored_images(height: int, width: int) -> None:
     images = np.random.default_rng(8).normal(size=(2, height, width, 3)).astype(np.float32)
     views = [(weight, view.numpy()) for weight, view in six_views(tf.constant(images))]
-    assert [weight for weight, _ in views] == [0.25, 0.125, 0.125] * 2
+    assert [weight for weight, _ in views] == [0.25] * 2 + [0.125] * 4
     padded = np.pad(images, [(0, 0), (1, 1), (1, 1), (0, 0)], mode="reflect")
-    expected = [images, padded[:, :height, :width], padded[:, 2:, 2:]]
-    for (_, view), image in zip(views, [*expected, *(e[:, :, ::-1] for e in expected)], strict=True):
+    moved = [padded[:, :height, :width], padded[:, 2:, 2:]]
+    expected = [images, images[:, :, ::-1], *moved, *(e[:, :, ::-1] for e in moved)]
+    for (_, view), image in zip(views, expected, strict=True):
         assert view.shape == images.shape and (view == image).all()
