@@ -428,7 +428,8 @@ class TrainSettings(DataSettings):
     )
     test_time_augmentation: bool | None = Field(
         None,
-        description="At the end, average the logits of six views of each test image. [default: the recipe's]",
+        description="At the end, average the logits of two views of each test image, and of six where the two "
+        "largest then differ by less than 2. [default: the recipe's]",
     )
     augmentation: Augmentation = Field(
         "recipe", description="Augmentation of training images. recipe: the recipe's; none: as in evaluation."
@@ -635,7 +636,9 @@ class RunSettings(_Settings):
     )
     checkpoint: LocalPath | None = Field(None, description="Checkpoint to use. [default: the run's newest]")
     test_time_augmentation: bool | None = Field(
-        None, description="Average the logits of six views of each image. [default: the run's]"
+        None,
+        description="Average the logits of six views of each image; evaluations take two where these make it certain. "
+        "[default: the run's]",
     )
 
 
