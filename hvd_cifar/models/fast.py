@@ -46,7 +46,7 @@ RECIPE = Recipe(
     learning_rate=KERNEL_RATE,
     schedule=ToZero(),
     batch=Batch(REFERENCE_BATCH, is_global=True),
-    epochs=10,
+    epochs=9.9,
     precision=None,
     augmentation="fast",
     weight_decay=3e-6,
