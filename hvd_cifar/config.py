@@ -637,7 +637,8 @@ class RunSettings(_Settings):
     checkpoint: LocalPath | None = Field(None, description="Checkpoint to use. [default: the run's newest]")
     test_time_augmentation: bool | None = Field(
         None,
-        description="Average the logits of six views of each image; evaluations take two where these make it certain. "
+        description="Average the logits of six views of each image; `evaluate` takes two where the two largest logits "
+        "then differ by 2 or more. "
         "[default: the run's]",
     )
 

@@ -6,7 +6,8 @@
 
 One side runs for --seconds while the other is stopped where it is (SIGSTOP), until both have ended. What counts is each
 side's own time, from the start of its first process to the end of its last: imports, compilation, training and the
-evaluation with six views. Both train in --precision: bfloat16, for which both are made, or float32.
+evaluation. airbench94 averages six views of each test image, hvd_cifar of those that two views leave uncertain. Both
+train in --precision: bfloat16, for which both are made, or float32.
 """
 
 from __future__ import annotations

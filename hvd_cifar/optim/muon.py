@@ -38,7 +38,8 @@ class Muon(keras.optimizers.Optimizer):
         dense: names of dense layers whose kernels are updated as those of convolutions.
         resets_norms: whether each step resets a kernel's norm to that of output channels of length 1.
         products: type in which Newton-Schulz multiplies, such as "bfloat16"; None: the variable's own. bfloat16 is
-            precise enough for three steps; after five, singular values reach 4.
+            precise enough for three steps; after five, singular values reach 4
+            (docs/notebook/2026-11-27-fast-views.md).
     """
 
     def __init__(
@@ -108,10 +109,11 @@ class Muon(keras.optimizers.Optimizer):
 
 
 def orthogonal(kernel: Any, steps: int, products: str | None = None) -> Any:
-    """The kernel [..., out], as a matrix [the rest, out], with singular values near 1 and the same directions.
+    """The kernel [..., out]; its matrix X [the rest, out] has singular values near 1 and the same directions as before.
 
-    Every step multiplies the matrix X by the polynomial a + b G + c G^2 of G = X^T X. The polynomials commute, so their
-    product is computed from G, which is small, and multiplied with X once: 2.5 times fewer operations for 2304 x 256.
+    Every step multiplies X by the polynomial a + b G + c G^2 of G = X^T X, or of X X^T where that is smaller. The
+    polynomials commute, so their product is computed from G and multiplied with X once: 2.5 times fewer operations for
+    2304 x 256.
 
     Args:
         kernel: float, of rank 2 or more.

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -21,11 +21,11 @@ from hvd_cifar.distributed import collectives
 from hvd_cifar.runtime.world import World
 from hvd_cifar.training.confusion import MOST_CLASSES, Confusion, Tally
 from hvd_cifar.training.sources import read_batches
-from hvd_cifar.training.step import cross_entropy
+from hvd_cifar.training.step import cross_entropy, real_of
 
 MOST_AT_ONCE = 500  # examples: large enough to be fast, and fits any device
 # Difference of an image's two largest logits, averaged over two views, from which four more views change hardly any
-# answer: none of 30,000 of `fast`, 2 of 10,000 of a resnet20 (docs/notebook/2026-11-27-fast-sizes.md).
+# answer: none of 30,000 of `fast`, 2 of 10,000 of a resnet20 (docs/notebook/2026-11-27-fast-views.md).
 SURE = 2.0
 
 
@@ -70,7 +70,8 @@ def make_evaluator(
 
     A rank evaluates `batch_size` examples at a time, by default `examples_at_once`. With `six_views` it sees an image
     and its mirror image first, and the other four views only of an image whose two largest logits then differ by less
-    than `SURE`. Such images wait until they fill a batch.
+    than `SURE`. Such images wait until they fill a batch. On another number of ranks rounding may take an image across
+    this limit: then its logits change by more than rounding.
 
     Batch norm's moving statistics must be the same on all ranks: see `callbacks.MovingStatistics`.
     """
@@ -81,51 +82,55 @@ def make_evaluator(
         examples, transforms, batch_size=batch_size, rank=world.rank, size=world.size, chosen=chosen
     )
 
-    def with_losses(label: Any, logits: Any) -> tuple[Any, Any]:
-        return tf.cast(cross_entropy(label, logits), tf.float64), logits
+    def losses_of(label: Any, logits: Any) -> Any:
+        return tf.cast(cross_entropy(label, logits), tf.float64)
 
     @tf.function(reduce_retracing=True, autograph=False)
     def first_look(image: Any, label: Any, mirrored: bool) -> Any:
         plain = logits_of(model, image)
         logits = (plain + logits_of(model, mirror(image))) / 2 if mirrored else plain
-        return *with_losses(label, logits), plain
+        return losses_of(label, logits), logits, plain
 
-    @tf.function(reduce_retracing=True, autograph=False)
+    # One graph, also for the last ones, which fill no batch.
+    uncertain = [tf.TensorSpec([None, *transforms.shape]), tf.TensorSpec([None], tf.int32)]
+
+    @tf.function(input_signature=[*uncertain, tf.TensorSpec([None, None], real_of(model))], autograph=False)
     def second_look(image: Any, label: Any, logits: Any) -> Any:
         shifted = [logits_of(model, view) for view in shifted_views(image)]
-        return with_losses(label, logits / 2 + sum(shifted) / 8)
+        logits = logits / 2 + sum(shifted) / 8
+        return losses_of(label, logits), logits
 
     def evaluate(many: bool = False) -> Evaluation:
         totals, seen = np.zeros(3), 0
         tally = Tally(dataset.classes) if dataset.classes <= MOST_CLASSES else None
 
-        def count(number: Any, labels: Any, losses: Any, logits: Any) -> None:
+        def add(number: Any, label: Any, losses: Any, logits: Any) -> None:
             if tally:
-                tally.add(number, labels, losses, logits)
-            totals[:2] += losses.sum(), (logits.argmax(axis=-1) == labels).sum()
+                tally.add(number, label, losses, logits)
+            totals[:2] += losses.sum(), (logits.argmax(axis=-1) == label).sum()
 
-        def look_again(number: Any, image: Any, labels: Any, logits: Any) -> None:
-            count(number, labels, *(value.numpy() for value in second_look(image, labels, logits)))
+        def look_again(at: _Uncertain) -> None:
+            add(at.number, at.label, *(value.numpy() for value in second_look(at.image, at.label, at.logits)))
 
-        waiting: list[Any] = []  # numbers, images, labels and logits of uncertain examples
-        for image, label in read_batches(batches):
-            losses, logits, plain = (value.numpy() for value in first_look(image, label, many))
-            labels = label.numpy()
-            number = chosen[world.rank + world.size * (seen + np.arange(len(labels)))]
-            seen += len(labels)
-            totals[2] += (plain.argmax(axis=-1) == labels).sum()
+        waiting: _Uncertain | None = None
+        for image, labels in read_batches(batches):
+            losses, logits, plain = (value.numpy() for value in first_look(image, labels, many))
+            label = labels.numpy()
+            number = chosen[world.rank + world.size * (seen + np.arange(len(label)))]
+            seen += len(label)
+            totals[2] += (plain.argmax(axis=-1) == label).sum()
             if not many:
-                count(number, labels, losses, logits)
+                add(number, label, losses, logits)
                 continue
             sure = _is_sure(logits)
-            count(*(value[sure] for value in (number, labels, losses, logits)))
-            unsure = [value[~sure] for value in (number, image.numpy(), labels, logits)]
-            waiting = [np.concatenate(pair) for pair in zip(waiting, unsure, strict=True)] if waiting else unsure
-            if len(waiting[0]) >= batch_size:
-                look_again(*(value[:batch_size] for value in waiting))
-                waiting = [value[batch_size:] for value in waiting]
-        if waiting and len(waiting[0]):
-            look_again(*waiting)
+            add(number[sure], label[sure], losses[sure], logits[sure])
+            unsure = _Uncertain(number, image.numpy(), label, logits).part(~sure)
+            waiting = waiting.and_also(unsure) if waiting else unsure
+            if len(waiting.number) >= batch_size:
+                look_again(waiting.part(slice(batch_size)))
+                waiting = waiting.part(slice(batch_size, None))
+        if waiting and len(waiting.number):
+            look_again(waiting)
         # Horovod: sums and counts, since ranks with different numbers of examples cannot average means.
         own = [*totals, seen, *(tally.matrix.ravel() if tally else ())]
         entropy, right, plain_right, examples, *matrix = collectives.all_reduce_sums(own)
@@ -140,6 +145,28 @@ def make_evaluator(
         )
 
     return evaluate
+
+
+class _Uncertain(NamedTuple):
+    """Examples after the first look.
+
+    Attributes:
+        number: indices int64 [b] in the data set.
+        image, label, logits: [b, height, width, channels], [b] and [b, classes].
+    """
+
+    number: Any
+    image: Any
+    label: Any
+    logits: Any
+
+    def part(self, chosen: Any) -> _Uncertain:
+        """The examples that a mask [b] or a slice chooses."""
+        return _Uncertain(*(value[chosen] for value in self))
+
+    def and_also(self, others: _Uncertain) -> _Uncertain:
+        """These examples, and after them the others."""
+        return _Uncertain(*(np.concatenate(pair) for pair in zip(self, others, strict=True)))
 
 
 def examples_at_once(*shapes: tuple[int, int, int]) -> int:
@@ -189,4 +216,4 @@ def mirror(images: Any) -> Any:
 def _is_sure(logits: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
     """Whether the two largest logits of each example [b, classes] differ by `SURE` or more. NaN is not sure."""
     second, first = np.partition(logits, -2)[..., -2:].T
-    return np.asarray(first - second >= SURE)
+    return np.asarray(first >= second + SURE)  # also where both are infinite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ def _uncertain() -> list[Any]:
     from hvd_cifar.training.evaluate import make_evaluator
 
     # A rank has every third: one of them a batch of an uncertain image, and then a batch of two.
-    brightness = np.array([5, 10, 5, 10, 10, 5, 5, 10, 10, 5, 5], np.uint8)
+    brightness = np.array([4, 10, 5, 10, 10, 6, 4, 10, 10, 5, 6], np.uint8)
     labels = np.array([1, 0, 1, 0, 0, 0, 1, 0, 0, 1, 1], np.int32)
     images = np.zeros((11, 6, 6, 1), np.uint8)
     images[:, 2, 2, 0] = brightness
@@ -172,13 +173,16 @@ def _uncertain() -> list[Any]:
     found = make_evaluator(model, Dataset.from_arrays(images, labels, images, labels), plain, world, batch_size=2)(True)
     assert found.confusion is not None
     mistakes = [[mistake.example, mistake.predicted] for mistake in found.confusion.mistakes]
-    return [found.accuracy, found.plain_accuracy, found.confusion.matrix.tolist(), mistakes]
+    return [found.accuracy, found.plain_accuracy, found.loss, found.confusion.matrix.tolist(), mistakes]
 
 
 def test_only_uncertain_images_are_seen_in_six_views(job: tuple[dict[str, list[Any]], Path]) -> None:
-    """Logits of bright images differ by 3, those of dark ones by 1.5. Example 5 is dark, and wrongly labelled."""
-    for accuracy, plain_accuracy, matrix, mistakes in job[0]["uncertain"]:
+    """Logits of bright images differ by 3, those of dark ones by up to 1.8. Example 5 is dark, and wrongly labelled."""
+    margins = [3.0] * 5 + [0.15 * brightness for brightness in (4, 5, 4, 5, 6, -6)]
+    expected = sum(math.log1p(math.exp(-margin)) for margin in margins) / 11
+    for accuracy, plain_accuracy, loss, matrix, mistakes in job[0]["uncertain"]:
         assert [accuracy, plain_accuracy] == [pytest.approx(10 / 11), pytest.approx(6 / 11)]
+        assert loss == pytest.approx(expected, rel=1e-6)
         assert [matrix, mistakes] == [[[5, 1], [0, 5]], [[5, 1]]]
 
 
