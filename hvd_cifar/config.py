@@ -820,6 +820,14 @@ class BenchmarkPredictSettings(StepWork, _BenchmarkOutput):
         None, ge=0, description="Time of a message over the link, such as 20us. [default: measured]"
     )
 
+    @model_validator(mode="after")
+    def _step_is_measured(self) -> BenchmarkPredictSettings:
+        of_step = self.model_fields_set & {*StepWork.model_fields} - {"threads_per_rank"}
+        if self.step_file and of_step:
+            option = _told_name(type(self), min(of_step))
+            raise ValueError(f"{option} has no effect with --step FILE: leave one of them out")
+        return self
+
 
 class ReportSettings(_Settings):
     """A page about runs."""

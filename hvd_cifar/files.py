@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 MOST_JSON_BYTES = 1 << 24
+PART = ".part"  # ends the name of a file that is being written
 
 
 def parse_json(data: bytes | str) -> Any:
@@ -52,13 +54,23 @@ def replace_lines(path: Path, lines: Iterable[bytes]) -> None:
     Raises:
         OSError: where it cannot be written.
     """
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    part = path.with_name(path.name + PART)
+    try:
+        with part.open("wb") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)  # it would keep a full disk full
+        raise
     sync(path.parent)
+
+
+def can_be_replaced(path: Path) -> bool:
+    """Whether `replace_lines` may write here: nothing is there, or a regular file. Nothing replaces a file of /dev."""
+    return (os.path.isfile(path) or not os.path.lexists(path)) and os.path.realpath(path.parent) != "/dev"
 
 
 def sync(path: Path) -> None:

@@ -22,6 +22,7 @@ from hvd_cifar.config import (
     TrainSettings,
 )
 from hvd_cifar.errors import UserError
+from hvd_cifar.files import can_be_replaced
 from hvd_cifar.runtime import devices
 
 MOST_THREADS_OF_A_CORE = 4  # many more would make the machine unusable
@@ -160,4 +161,6 @@ def _check_outputs(settings: EvaluateSettings) -> None:
         raise UserError(f"--output {output}: is a folder; give a file")
     if not os.path.isdir(output.parent):
         raise UserError(f"--output {output}: there is no folder {output.parent}; make it, or give another file")
+    if not can_be_replaced(output):
+        raise UserError(f"--output {output}: is no regular file; give another file")
     check_folder(output.parent, f"--output {output}")

@@ -36,7 +36,11 @@ def export(settings: ExportSettings) -> None:
             a layer that TensorFlow alone cannot load.
     """
     is_there, inside = os.path.exists(settings.to), settings.to / PART  # Path.exists may raise
-    if is_there and (not settings.to.is_dir() or any(path != inside for path in settings.to.iterdir())):
+    try:
+        taken = is_there and (not os.path.isdir(settings.to) or any(path != inside for path in settings.to.iterdir()))
+    except OSError as failure:
+        raise UserError(f"--to {settings.to}: {failure.strerror}; give an empty folder, or a new one") from None
+    if taken:
         raise UserError(f"--to {settings.to}: exists; give an empty folder, or one that does not exist")
     trained = load(settings)
     try:

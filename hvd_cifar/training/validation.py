@@ -78,9 +78,9 @@ class Beside(Callback):
     def on_end(self, run: Run) -> None:
         """Wait for the last results. The last step needs a snapshot only where examples are held out."""
         self.progress.check_losses()
+        if self.watched != "test":
+            self._offer(run)
         with self.progress.aside("evaluation"):
-            if self.watched != "test":
-                self._offer(run)
             end, waits = time.monotonic() + SECONDS_FOR_LAST, True
             while waits:
                 self.progress.watch.mark("validation")

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -379,6 +380,7 @@ def test_what_lies_beyond_the_measurements_is_told() -> None:
         _allreduce(Fit(0.001, 0.0, 0.001, unknown=("alpha",)), [2]),
     )
     local = _allreduce(Fit(0.001, 0.0, 0.0, 0.0, 0.001, unknown=("beta", "alpha")), [2])
+    apart = _allreduce(Fit(0.001, 0.01, 0.001, unknown=("local_beta", "local_alpha")), [2, 4])
     for allreduce, options, said in (
         (whole, {}, None),
         (few, {}, "ALPHA IS NOT KNOWN from all-reduces on one number of hosts"),
@@ -387,6 +389,8 @@ def test_what_lies_beyond_the_measurements_is_told() -> None:
         (local, {"link": 10.0}, "ALPHA IS NOT KNOWN"),
         (local, {"link": 10.0, "latency": 0.5}, None),
         (local, {"ranks_per_host": 64}, None),
+        (apart, {"ranks_per_host": 1}, None),
+        (apart, {"ranks_per_host": 8}, "A HOST'S INSIDE IS NOT KNOWN from all-reduces of one rank on each host"),
     ):
         shown = tables.of_predict(predict(STEP, allreduce, [2, 64], **options))
         assert ("NOT KNOWN" in shown) == (said is not None) and (said or "") in shown, (options, shown)
@@ -624,6 +628,9 @@ def test_predict_works_from_files_without_ranks(tmp_path: Path, capfd: pytest.Ca
     assert ended.value.code == 0, err
     assert "efficiency to expect" in out and "0.900" in out
     found = json.loads((tmp_path / "p.json").read_text())
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["benchmark", "predict", *files, "--model", "fast"])
+    assert ended.value.code == 2 and "--model has no effect with --step FILE" in capfd.readouterr().err
     assert [p["ranks"] for p in found["predictions"]] == [2, 64]
     assert found["link_fit"]["beta"] == 1e-3 and found["allreduce"]["fits"]["horovod"]["beta"] == 1e-4
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -672,7 +679,8 @@ def test_an_output_that_cannot_be_written_is_refused_before_measuring(
 ) -> None:
     # Neither input is there, either; the output is what is complained of.
     files = ["--step", str(tmp_path / "s.json"), "--allreduce", str(tmp_path / "a.json")]
-    for option, place in (("--json", tmp_path), ("--plot", tmp_path / "none" / "x.png"), ("--json", Path("/proc/x"))):
+    places = tmp_path, tmp_path / "none" / "x.png", Path("/proc/x"), Path("/dev/null"), Path("/dev/stdout")
+    for option, place in zip(cycle(["--json", "--plot"]), (*places, tmp_path / ("x" * 251)), strict=False):
         with pytest.raises(SystemExit) as ended:
             cli.main(["benchmark", "predict", *files, option, str(place)])
         _, err = capfd.readouterr()

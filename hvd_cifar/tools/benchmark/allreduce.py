@@ -78,7 +78,7 @@ def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
     Raises:
         UserError: on every rank, where a host lacks the memory for the largest message.
     """
-    check_hosts(job, settings.max_bytes, "give --max-bytes at most {most:,}")
+    check_hosts(job, settings.max_bytes, "give --max-bytes at most {most}")
     reason = direct_mpi.why_not()
     points = []
     for k, process_set in job.sets.items():

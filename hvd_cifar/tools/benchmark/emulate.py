@@ -65,7 +65,8 @@ def measure(job: Job, options: BenchmarkStepSettings) -> EmulatedResult:
                 optimizer = make_optimizer(work, net, LEARNING_RATE, among)
                 set_bucket_bytes(optimizer, options.bucket_bytes)
                 once[way] = make_step(variables, optimizer, options.emulate_compute, options.bucket_bytes)
-            once |= _messages(variables, inner_of(optimizer), ring)
+            undivided = make_optimizer(work, net, LEARNING_RATE, ranks)
+            once |= _messages(variables, inner_of(undivided), ring)
         taken: dict[str, list[list[Turn]]] = defaultdict(list)
         for repeat in range(options.repeats + 1):
             for way in ways if repeat % 2 else ways[::-1]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, computed_field
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.files import replace_text
+from hvd_cifar.files import PART, can_be_replaced, replace_text
 from hvd_cifar.tools.benchmark.fits import Fit, Layout, Point
 
 
@@ -310,13 +311,17 @@ def check_writable(*paths: Path | None, inputs: Sequence[Path | None] = ()) -> N
         if path.resolve() in seen:
             raise UserError(f"{path} is given twice, and one file would be written over the other; give two names")
         seen.add(path.resolve())
-        what = f"there is no folder {path.parent}" if not path.parent.is_dir() else ""
-        if path.is_dir():
+        what = f"there is no folder {path.parent}" if not os.path.isdir(path.parent) else ""
+        if os.path.isdir(path):
             what = "is a folder"
+        elif not what and not can_be_replaced(path):
+            what = "is no regular file"
         elif not what:
             try:
-                with tempfile.TemporaryFile(dir=path.parent), path.open("ab") if path.exists() else nullcontext():
-                    pass
+                with tempfile.TemporaryFile(dir=path.parent):
+                    for name in (path.name, path.name + PART):
+                        with suppress(FileNotFoundError):
+                            path.with_name(name).open("r+b").close()
             except OSError as failure:
                 what = str(failure.strerror)
         if what:

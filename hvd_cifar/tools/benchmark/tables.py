@@ -265,6 +265,11 @@ def _beyond(found: PredictResult) -> list[str]:
                 "ALPHA IS NOT KNOWN from all-reduces on one number of hosts, and taken as 0: more hosts are slower "
                 "than predicted; measure on several numbers of hosts, or give --latency"
             )
+    if {"local_beta", "local_alpha"} <= {*unknown} and any(p.ranks > p.hosts for p in found.predictions):
+        lines.append(
+            "A HOST'S INSIDE IS NOT KNOWN from all-reduces of one rank on each host, and taken to cost nothing: "
+            "measure with several ranks on a host"
+        )
     sent = sum(found.step.gradients) if isinstance(found.step, EmulatedResult) else sum(found.step.messages)
     most = max(p.bytes for p in found.allreduce.points if p.way == "horovod")
     if sent > most:

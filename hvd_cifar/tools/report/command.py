@@ -14,6 +14,7 @@ from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.run_files import RunFiles, Train, read_run
 from hvd_cifar.tools.benchmark import results
 from hvd_cifar.tools.benchmark.results import AllreduceResult, PredictResult, StepResult
+from hvd_cifar.tools.doctor.finding import counted
 from hvd_cifar.tools.report import charts, content
 
 
@@ -81,10 +82,11 @@ def _of_run(run: RunFiles, name: str, number: int) -> dict[str, Any]:
 def _of_benchmark(found: charts.Benchmark, number: int) -> dict[str, Any]:
     step = found.step if isinstance(found, PredictResult) else found
     facts = step.facts
+    ranks, hosts = counted(len(facts.hosts), "rank"), counted(facts.local_ranks.count(0), "host")
     return {
         "model": getattr(step, "model", ""),
         "kind": found.benchmark,
-        "facts": f"{len(facts.hosts)} ranks on {len(set(facts.hosts))} hosts, {facts.processor}, {facts.date}",
+        "facts": f"{ranks} on {hosts}, {facts.processor}, {facts.date}",
         "command": getattr(found, "command", facts.command),
         "charts": charts.of_benchmark(found, f"benchmark {number}"),
     }
