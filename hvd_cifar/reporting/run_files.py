@@ -107,6 +107,7 @@ class Facts(_Part):
     git_commit: str | None
     versions: dict[str, str]
     total_steps: Count | None = None  # None in files of older versions
+    all_steps: Count | None = None
     steps_per_epoch: Count | None = None
 
 
@@ -117,6 +118,7 @@ class Config(_Part):
     precision: str | None
     seed: int
     global_batch_size: int = Field(gt=0)
+    image_sizes: list[Annotated[int, Field(gt=0)]] | None = None
     run: Facts
 
 

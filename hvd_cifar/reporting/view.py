@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.errors import printable
 from hvd_cifar.reporting.run_files import Evaluated, Event, Ranks, Train, Validated
 
@@ -23,6 +24,7 @@ class Course:
     global_batch_size: int
     total_steps: int | None
     steps_per_epoch: int | None
+    sizes: ImageSizes | None = None
 
 
 class View:
@@ -69,7 +71,10 @@ class View:
             cells.append(ProgressBar(course.total_steps, self.step))
         cells.append(Text(f"step {self.step:,}" + (f" of {course.total_steps:,}" if course.total_steps else "")))
         if course.total_steps and train and train.images_per_second > 0:
-            seconds = max(0, course.total_steps - self.step) * course.global_batch_size / train.images_per_second
+            steps: float = max(0, course.total_steps - self.step)
+            if course.sizes:  # the rate is that of the newest steps
+                steps = course.sizes.steps_like(max(0, train.step - 1), self.step, course.total_steps)
+            seconds = steps * course.global_batch_size / train.images_per_second
             cells.append(Text(f"{clock(seconds)} left"))
         for cell in cells:
             is_bar = isinstance(cell, ProgressBar)

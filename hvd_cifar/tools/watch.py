@@ -9,6 +9,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from hvd_cifar.config import WatchSettings
+from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import goodput, run_files, story, terminal
 from hvd_cifar.reporting.run_files import Evaluated, Validated
@@ -56,7 +57,8 @@ class _Followed:
         self.is_drawn = is_drawn
         self.config = run_files.read_config(self.run_dir)[1]
         facts = self.config.run
-        self.view = View(Course(self.config.global_batch_size, facts.total_steps, facts.steps_per_epoch))
+        sizes = ImageSizes(tuple(self.config.image_sizes or (1,)), facts.all_steps) if facts.all_steps else None
+        self.view = View(Course(self.config.global_batch_size, facts.total_steps, facts.steps_per_epoch, sizes))
         self._metrics = run_files.Lines(self.run_dir / "metrics.jsonl")
         self._sessions = run_files.Lines(self.run_dir / goodput.SESSIONS)
         self._marks: list[goodput.Mark] = []

@@ -17,6 +17,7 @@ from hvd_cifar.data import augment, synthetic
 from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.cifar import CIFAR10, is_published
 from hvd_cifar.data.dataset import Dataset
+from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.data.pipeline import MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding, spread
 from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm, prove_averaging
@@ -51,7 +52,6 @@ from hvd_cifar.training.callbacks import (
 from hvd_cifar.training.checkpoint import Checkpoints, State
 from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.forecast import Forecast
-from hvd_cifar.training.image_sizes import ImageSizes, scaled_width
 from hvd_cifar.training.plan import (
     Plan,
     global_batch,
@@ -65,6 +65,7 @@ from hvd_cifar.training.plan import (
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.record import Record
 from hvd_cifar.training.rollback import Rollback
+from hvd_cifar.training.shrink import scaled_width
 from hvd_cifar.training.snapshots import Snapshots
 from hvd_cifar.training.sources import differences, name_hosts, prepare_data, read_batches
 from hvd_cifar.training.state_copy import Copier, StateCopy
@@ -274,7 +275,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     named = work.settings.model_copy(update={"dataset": facts["dataset"]})
     data = run_dir.describe(work.dataset)
     run_facts = {**facts, "data": data, "published_images": published, "first_step": begin.step, **_facts_of(world)}
-    run_facts |= {"total_steps": work.plan.total_steps, "steps_per_epoch": work.plan.steps_per_epoch}
+    run_facts |= {name: getattr(work.plan, name) for name in ("total_steps", "all_steps", "steps_per_epoch")}
     collectives.on_root(lambda: run_dir.record(folder, named, work.plan, run_facts))
 
     own_folder = folder if world.is_root else None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.training.callbacks import STEPS_LEFT_OUT, Callback, Logger
-from hvd_cifar.training.image_sizes import ImageSizes
 from hvd_cifar.training.plan import Plan
 from hvd_cifar.training.progress import Run
 
@@ -44,10 +44,8 @@ def forecast(plan: Plan, sizes: ImageSizes, step: int, rate: float, shorter: Map
     """
 
     def seconds(first: int, end: int, sizes: ImageSizes) -> float:
-        pixels = sum(side**2 * len(steps) for side, steps in sizes.parts(first, end))
-        return pixels / current**2 * plan.global_batch_size / rate
+        return sizes.steps_like(step - 1, first, end) * plan.global_batch_size / rate
 
-    current = sizes(step - 1)
     parts = [f"about {roughly(seconds(step, plan.total_steps, sizes))} of training left"]
     for epochs, accuracy in shorter.items():
         steps = round(epochs * plan.steps_per_epoch)

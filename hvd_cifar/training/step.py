@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed.batch_norm import examples_present, synchronised_layers
 from hvd_cifar.distributed.collectives import broadcast_variables, random_states
@@ -23,9 +24,9 @@ from hvd_cifar.distributed.fixed_order import add_in_tree
 from hvd_cifar.distributed.optimizer import apply_and_sum, memory_of, process_set_of
 from hvd_cifar.models import Net
 from hvd_cifar.optim.schedules import Schedule
-from hvd_cifar.training.image_sizes import ImageSizes, shrink
 from hvd_cifar.training.plan import Plan
 from hvd_cifar.training.record import Record
+from hvd_cifar.training.shrink import shrink
 from hvd_cifar.training.step_times import StepTimes
 from hvd_cifar.training.verify import Verifier
 

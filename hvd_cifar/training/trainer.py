@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_cifar.data.dataset import Dataset
+from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import RESUME, Diverged, Preempted, TrainingError, UserError, reason_of
@@ -141,7 +142,8 @@ class Trainer:
         collectives.on_root(lambda: self._begin_files(first, total))
         try:
             plan = self.run.plan
-            with self.reporter.progress(first, Course(plan.global_batch_size, total, plan.steps_per_epoch)):
+            sizes = ImageSizes(self.run.settings.image_sizes or (1,), plan.all_steps)
+            with self.reporter.progress(first, Course(plan.global_batch_size, total, plan.steps_per_epoch, sizes)):
                 yield
         except BaseException as failure:
             how = {"how": "stopped"} if isinstance(failure, Preempted) else {"how": "failed", "why": _why(failure)}

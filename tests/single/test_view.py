@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.reporting.run_files import Evaluated, Ranks, Train, Validated
 from hvd_cifar.reporting.view import Course, View, in_words
 
@@ -62,6 +63,13 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     lines = shown(view, width)
     assert len(lines) == 4 and all(len(line) <= width for line in lines)
     assert "step" in lines[0]
+
+
+def test_larger_images_to_come_take_longer() -> None:
+    """After 100 steps, of which 10 take a second, come 400 more, and 500 with four times the pixels."""
+    view = View(Course(64, 1000, 200, ImageSizes((16, 32), 1000)))
+    view.add(TRAIN)
+    assert shown(view)[0].endswith("0:04:00 left")
 
 
 def test_a_run_whose_length_is_not_known_has_no_bar() -> None:
