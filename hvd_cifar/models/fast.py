@@ -30,14 +30,9 @@ LOGITS_RATE = 0.67 * REFERENCE_BATCH
 
 
 def muon(learning_rate: float) -> Muon:
-    """Muon for kernels of convolutions; the rates of batch norms' offsets and of the logits are proportional to its.
-
-    It multiplies in bfloat16 where the net does.
-    """
+    """Muon for kernels of convolutions; the rates of batch norms' offsets and of the logits are proportional to its."""
     others = {"": (OFFSET_RATE / KERNEL_RATE, 0.0), "logits": (LOGITS_RATE / KERNEL_RATE, 0.0)}
-    half = "bfloat16"
-    products = half if keras.config.dtype_policy().compute_dtype == half else None
-    return Muon(learning_rate, momentum=0.6, others=others, products=products)
+    return Muon(learning_rate, momentum=0.6, others=others)
 
 
 # After airbench94 (Jordan 2024) and its record with Muon; docs/fast.md says what differs, and why.
@@ -46,7 +41,7 @@ RECIPE = Recipe(
     learning_rate=KERNEL_RATE,
     schedule=ToZero(),
     batch=Batch(REFERENCE_BATCH, is_global=True),
-    epochs=9.9,
+    epochs=10,
     precision=None,
     augmentation="fast",
     weight_decay=3e-6,

@@ -37,9 +37,6 @@ class Muon(keras.optimizers.Optimizer):
         steps: iterations of Newton-Schulz.
         dense: names of dense layers whose kernels are updated as those of convolutions.
         resets_norms: whether each step resets a kernel's norm to that of output channels of length 1.
-        products: type in which Newton-Schulz multiplies, such as "bfloat16"; None: the variable's own. bfloat16 is
-            precise enough for three steps; after five, singular values reach 4
-            (docs/notebook/2026-11-27-fast-views.md).
     """
 
     def __init__(
@@ -51,7 +48,6 @@ class Muon(keras.optimizers.Optimizer):
         steps: int = 3,
         dense: Sequence[str] = (),
         resets_norms: bool = True,
-        products: str | None = None,
         name: str = "muon",
         **kwargs: Any,
     ) -> None:
@@ -62,7 +58,6 @@ class Muon(keras.optimizers.Optimizer):
         self.steps = steps
         self.dense = tuple(dense)
         self.resets_norms = resets_norms
-        self.products = products
 
     def build(self, variables: Sequence[Any]) -> None:
         """Make a velocity for every variable."""
@@ -86,7 +81,7 @@ class Muon(keras.optimizers.Optimizer):
         gradient, rate = tf.cast(gradient, value.dtype), tf.cast(learning_rate, value.dtype)
         if self._is_matrix[index]:
             moved = self.momentum * tf.convert_to_tensor(velocity) + gradient
-            update = orthogonal(gradient + self.momentum * moved, self.steps, self.products)
+            update = orthogonal(gradient + self.momentum * moved, self.steps)
             columns = variable.shape[-1]
             if self.resets_norms:
                 # The norm of a kernel whose output channels have length 1.
@@ -104,38 +99,27 @@ class Muon(keras.optimizers.Optimizer):
 
     def get_config(self) -> dict[str, Any]:
         """What Keras saves of the optimizer."""
-        names = ("momentum", "momentum_of_others", "others", "steps", "dense", "resets_norms", "products")
+        names = ("momentum", "momentum_of_others", "others", "steps", "dense", "resets_norms")
         return {**super().get_config(), **{name: getattr(self, name) for name in names}}
 
 
-def orthogonal(kernel: Any, steps: int, products: str | None = None) -> Any:
+def orthogonal(kernel: Any, steps: int) -> Any:
     """The kernel [..., out]; its matrix X [the rest, out] has singular values near 1 and the same directions as before.
 
     Every step multiplies X by the polynomial a + b G + c G^2 of G = X^T X, or of X X^T where that is smaller. The
     polynomials commute, so their product is computed from G and multiplied with X once: 2.5 times fewer operations for
     2304 x 256.
-
-    Args:
-        kernel: float, of rank 2 or more.
-        steps: iterations of Newton-Schulz.
-        products: see `Muon`.
     """
-    matrix = tf.reshape(kernel, [-1, kernel.shape[-1]])
-    x = matrix / (tf.norm(matrix) + tf.constant(1e-12, matrix.dtype))  # a gradient of zero stays zero
-
-    def multiply(left: Any, right: Any, **which: bool) -> Any:
-        if products is None:
-            return tf.matmul(left, right, **which)
-        return tf.cast(tf.matmul(tf.cast(left, products), tf.cast(right, products), **which), x.dtype)
-
+    x = tf.reshape(kernel, [-1, kernel.shape[-1]])
+    x = x / (tf.norm(x) + tf.constant(1e-12, x.dtype))  # a gradient of zero stays zero
     tall = x.shape[0] >= x.shape[1]
-    gram = multiply(x, x, transpose_a=tall, transpose_b=not tall)
+    gram = tf.matmul(x, x, transpose_a=tall, transpose_b=not tall)
     a, b, c = (tf.constant(value, x.dtype) for value in COEFFICIENTS)
     product = identity = tf.eye(gram.shape[0], dtype=x.dtype)
     for step in range(steps):
-        factor = a * identity + multiply(gram, b * identity + c * gram)
-        product = multiply(factor, product) if step else factor
+        factor = a * identity + tf.matmul(gram, b * identity + c * gram)
+        product = tf.matmul(factor, product) if step else factor
         if step < steps - 1:
-            gram = multiply(factor, multiply(gram, factor))
-    turned = multiply(x, product) if tall else multiply(product, x)
+            gram = tf.matmul(factor, tf.matmul(gram, factor))
+    turned = tf.matmul(x, product) if tall else tf.matmul(product, x)
     return tf.reshape(turned, tf.shape(kernel))

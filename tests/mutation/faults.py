@@ -691,8 +691,8 @@ TRAINING = [
 OPTIM_AND_DATA = [
     Fault(
         P + "optim/muon.py",
-        "(tf.norm(matrix) + tf.constant(1e-12, matrix.dtype))",
-        "tf.norm(matrix)",
+        "(tf.norm(x) + tf.constant(1e-12, x.dtype))",
+        "tf.norm(x)",
         "tests/single/test_muon.py",
         "a gradient of zero makes a kernel NaN",
     ),

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_cifar.models import fast
 from hvd_cifar.optim.muon import COEFFICIENTS, Muon, orthogonal
 
 
@@ -27,25 +26,6 @@ def test_an_orthogonal_kernel_is_newton_and_schulz_s(shape: tuple[int, ...]) -> 
     kernel = np.random.default_rng(0).normal(size=shape)
     got = orthogonal(tf.constant(kernel), 3).numpy().reshape(-1, shape[-1]).T
     assert np.allclose(got, _by_hand(kernel.reshape(-1, shape[-1]).T, 3), atol=1e-12)
-
-
-def test_its_products_may_be_of_half_precision() -> None:
-    kernel = np.random.default_rng(3).normal(size=(3, 3, 8, 16)) * np.logspace(0, -3, 16)
-    exact, half = (
-        orthogonal(tf.constant(kernel, tf.float32), 3, products).numpy().reshape(-1, 16)
-        for products in (None, "bfloat16")
-    )
-    assert 1e-4 < np.abs(half - exact).max() / np.abs(exact).max() < 2e-2
-
-
-@pytest.mark.parametrize("precision", ["float32", "float64", "mixed_float16", "mixed_bfloat16"])
-def test_fast_multiplies_in_bfloat16_where_its_net_does(precision: str) -> None:
-    policy = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(precision)
-    try:
-        assert fast.muon(0.24).products == ("bfloat16" if precision == "mixed_bfloat16" else None)
-    finally:
-        keras.config.set_dtype_policy(policy)
 
 
 def test_its_singular_values_come_near_one() -> None:
@@ -114,7 +94,6 @@ def test_without_batch_norm_kernels_keep_their_norms() -> None:
 
 def test_it_is_saved_and_made_again_from_its_configuration() -> None:
     options: dict[str, Any] = {"momentum": 0.5, "others": {"": (2.0, 0.1)}, "steps": 4, "dense": ("a",)}
-    options["products"] = "bfloat16"
     made = Muon.from_config(Muon(0.3, resets_norms=False, **options).get_config())
     assert {name: getattr(made, name) for name in options} == options and not made.resets_norms
 
