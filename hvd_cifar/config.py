@@ -638,8 +638,7 @@ class RunSettings(_Settings):
     test_time_augmentation: bool | None = Field(
         None,
         description="Average the logits of six views of each image; `evaluate` takes two where the two largest logits "
-        "then differ by 2 or more. "
-        "[default: the run's]",
+        "then differ by 2 or more. [default: the run's]",
     )
 
 
@@ -822,9 +821,10 @@ class BenchmarkPredictSettings(StepWork, _BenchmarkOutput):
 
     @model_validator(mode="after")
     def _step_is_measured(self) -> BenchmarkPredictSettings:
-        of_step = self.model_fields_set & {*StepWork.model_fields} - {"threads_per_rank"}
-        if self.step_file and of_step:
-            option = _told_name(type(self), min(of_step))
+        given = {field for field in self.model_fields_set if getattr(self, field) is not None}
+        unused = given & {*StepWork.model_fields} - (set() if self.allreduce_file else {"threads_per_rank"})
+        if self.step_file and unused:
+            option = _told_name(type(self), min(unused))
             raise ValueError(f"{option} has no effect with --step FILE: leave one of them out")
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -52,8 +53,10 @@ def replace_lines(path: Path, lines: Iterable[bytes]) -> None:
     therefore leaves no empty file.
 
     Raises:
-        OSError: where it cannot be written.
+        OSError: where it cannot be written, or is no regular file.
     """
+    if not can_be_replaced(path):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     part = path.with_name(path.name + PART)
     try:
         with part.open("wb") as file:
@@ -69,7 +72,7 @@ def replace_lines(path: Path, lines: Iterable[bytes]) -> None:
 
 
 def can_be_replaced(path: Path) -> bool:
-    """Whether `replace_lines` may write here: nothing is there, or a regular file. Nothing replaces a file of /dev."""
+    """Whether a file may be written here: nothing is there, or a regular file, and the folder is not /dev."""
     return (os.path.isfile(path) or not os.path.lexists(path)) and os.path.realpath(path.parent) != "/dev"
 
 

@@ -162,5 +162,5 @@ def _check_outputs(settings: EvaluateSettings) -> None:
     if not os.path.isdir(output.parent):
         raise UserError(f"--output {output}: there is no folder {output.parent}; make it, or give another file")
     if not can_be_replaced(output):
-        raise UserError(f"--output {output}: is no regular file; give another file")
+        raise UserError(f"--output {output}: it is no regular file; give another file")
     check_folder(output.parent, f"--output {output}")

@@ -108,6 +108,7 @@ class Facts(_Part):
     versions: dict[str, str]
     total_steps: Count | None = None  # None in files of older versions
     all_steps: Count | None = None
+    image_sizes: Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1)] | None = None
     steps_per_epoch: Count | None = None
 
 
@@ -118,7 +119,6 @@ class Config(_Part):
     precision: str | None
     seed: int
     global_batch_size: int = Field(gt=0)
-    image_sizes: list[Annotated[int, Field(gt=0)]] | None = None
     run: Facts
 
 

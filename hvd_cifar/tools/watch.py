@@ -57,7 +57,8 @@ class _Followed:
         self.is_drawn = is_drawn
         self.config = run_files.read_config(self.run_dir)[1]
         facts = self.config.run
-        sizes = ImageSizes(tuple(self.config.image_sizes or (1,)), facts.all_steps) if facts.all_steps else None
+        sides, steps = facts.image_sizes, facts.all_steps
+        sizes = ImageSizes(tuple(sides), steps) if sides and steps else None
         self.view = View(Course(self.config.global_batch_size, facts.total_steps, facts.steps_per_epoch, sizes))
         self._metrics = run_files.Lines(self.run_dir / "metrics.jsonl")
         self._sessions = run_files.Lines(self.run_dir / goodput.SESSIONS)

@@ -110,6 +110,11 @@ class Work:
         return tuple(min(side, height) for side in self.settings.image_sizes or (height,))
 
     @property
+    def sizes(self) -> ImageSizes:
+        """The height of each step's images."""
+        return ImageSizes(self.image_sizes, self.plan.all_steps)
+
+    @property
     def recipe(self) -> Recipe:
         """The model's."""
         assert self.model.recipe is not None, "it was asked for"
@@ -276,6 +281,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     data = run_dir.describe(work.dataset)
     run_facts = {**facts, "data": data, "published_images": published, "first_step": begin.step, **_facts_of(world)}
     run_facts |= {name: getattr(work.plan, name) for name in ("total_steps", "all_steps", "steps_per_epoch")}
+    run_facts |= {"image_sizes": work.image_sizes}
     collectives.on_root(lambda: run_dir.record(folder, named, work.plan, run_facts))
 
     own_folder = folder if world.is_root else None
@@ -298,7 +304,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     if record:
         watch_gradients(learner.optimizer, record.keep_gradients)
     step = _step_of(work, learner, schedule, Probes(times, record, verifier), from_root)
-    trainer = Trainer(run, progress, step, lambda first: times.each(_batches(work, world, first)), reporter)
+    trainer = Trainer(run, progress, step, lambda first: times.each(_batches(work, world, first)), reporter, work.sizes)
     summaries = Summaries(progress, record, work.dataset, reporter)
     stragglers = Stragglers(progress, times, reporter)
     ours = _callbacks_of(trainer, work, learner, begin, results)
@@ -529,13 +535,12 @@ def _verifier(work: Work, world: World, learner: Learner, progress: Progress, re
 
 
 def _step_of(work: Work, learner: Learner, schedule: Schedule, probes: Probes, from_root: Sequence[Any]) -> TrainStep:
-    sizes = ImageSizes(work.image_sizes, work.plan.all_steps)
     averages = [kept for kept in (learner.lookahead, learner.averages) if kept]
     return TrainStep(
         lambda side: make_train_step(
             learner.net, learner.optimizer, step_spec(work, side), averages, probes, from_root
         ),
-        sizes,
+        work.sizes,
         schedule,
         work.plan,
     )
@@ -572,7 +577,7 @@ def _callbacks_of(
     statistics = MovingStatistics(own_variables(work, learner), progress.saved_step)
     logger = Logger(progress, reporter, tell)
     shorter = work.recipe.shorter if work.dataset.name == CIFAR10.name else {}
-    forecast = Forecast(logger, reporter, ImageSizes(work.image_sizes, work.plan.all_steps), shorter)
+    forecast = Forecast(logger, reporter, work.sizes, shorter)
     replicas = ReplicaCheck(progress, learner.state, statistics, reporter)
     evaluator = Evaluator(progress, parts, statistics, learner.averages, reporter, tell)
     confusions = ConfusionWriter(work.dataset, reporter)

@@ -45,6 +45,7 @@ class Trainer:
         step: TrainStep,
         batches: Callable[[int], Iterator[list[MicroBatch]]],
         reporter: Reporter,
+        sizes: ImageSizes,
     ) -> None:
         """`progress`: the state that `run` shows. `batches`: step -> this rank's micro-batches of each later step."""
         self.run = run
@@ -52,6 +53,7 @@ class Trainer:
         self.step = step
         self.batches = batches
         self.reporter = reporter
+        self.sizes = sizes
         self.callbacks: Sequence[Callback] = ()
         self.go_back: Callable[[Diverged], None] | None = None  # with --on-nan rollback
 
@@ -142,8 +144,7 @@ class Trainer:
         collectives.on_root(lambda: self._begin_files(first, total))
         try:
             plan = self.run.plan
-            sizes = ImageSizes(self.run.settings.image_sizes or (1,), plan.all_steps)
-            with self.reporter.progress(first, Course(plan.global_batch_size, total, plan.steps_per_epoch, sizes)):
+            with self.reporter.progress(first, Course(plan.global_batch_size, total, plan.steps_per_epoch, self.sizes)):
                 yield
         except BaseException as failure:
             how = {"how": "stopped"} if isinstance(failure, Preempted) else {"how": "failed", "why": _why(failure)}

@@ -42,7 +42,7 @@ REPORTING = [
     ),
     Fault(
         P + "files.py",
-        'path.with_name(path.name + ".part")',
+        "path.with_name(path.name + PART)",
         "path",
         "tests/single/test_files.py",
         "a full disk spoils the old text",

@@ -45,7 +45,18 @@ def test_a_write_that_fails_leaves_the_old_text(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         replace_text(tmp_path / "a.json", "new")
-    assert (tmp_path / "a.json").read_text() == "old"
+    assert (tmp_path / "a.json").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
+    for place in (tmp_path / "folder", tmp_path / "pipe", Path("/dev/null"), Path("/dev/no such device")):
+        if place.name == "folder":
+            place.mkdir()
+        elif place.name == "pipe":
+            os.mkfifo(place)
+        with pytest.raises(OSError, match="it is no regular file"):
+            replace_text(place, "new")
+    assert Path("/dev/null").is_char_device() and Path(tmp_path / "pipe").is_fifo()
 
 
 def test_a_progress_bar_on_a_terminal_that_is_closed_ends_nothing() -> None:

@@ -70,7 +70,7 @@ def test_a_run_that_cannot_begin(values: dict[str, Any], message: str, tmp_path:
         ({"checkpoint": "/no/such"}, "--checkpoint /no/such: no checkpoint is there"),
         ({"output": "/no/such/x.json"}, "--output .*: there is no folder /no/such"),
         ({"output": "/tmp"}, "--output /tmp: is a folder"),
-        ({"output": "/dev/stdout"}, "--output /dev/stdout: is no regular file"),
+        ({"output": "/dev/stdout"}, "--output /dev/stdout: it is no regular file"),
     ],
 )
 def test_an_evaluation_that_cannot_begin(values: dict[str, Any], message: str, run: Path) -> None:

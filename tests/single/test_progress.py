@@ -112,7 +112,7 @@ def test_a_run_stops_only_where_its_step_is_saved() -> None:
     run: Any = SimpleNamespace(step=5, total_steps=10, run_dir="r")
     progress = Progress(first_step=5, saved_step=3)
     progress.stop_requested = True
-    trainer = Trainer(run, progress, None, None, reporter)  # type: ignore[arg-type]
+    trainer = Trainer(run, progress, None, None, reporter, None)  # type: ignore[arg-type]
     trainer._stop_where_asked()
     progress.saved_step = 5
     with pytest.raises(Preempted):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from hvd_cifar.config import WatchSettings, make
 from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.reporting.run_files import Evaluated, Ranks, Train, Validated
 from hvd_cifar.reporting.view import Course, View, in_words
+from hvd_cifar.tools.watch import _Followed
+from tests.run_dirs import CONFIG, write_run
 
 TRAIN = Train(event="train", step=100, epoch=0.5, loss=1.25, learning_rate=0.1, images_per_second=640)
 EVALUATED = Evaluated(event="eval", step=200, epoch=1, test_accuracy=0.612, test_loss=1.5)
@@ -70,6 +74,13 @@ def test_larger_images_to_come_take_longer() -> None:
     view = View(Course(64, 1000, 200, ImageSizes((16, 32), 1000)))
     view.add(TRAIN)
     assert shown(view)[0].endswith("0:04:00 left")
+
+
+def test_watch_knows_the_sizes_of_images(tmp_path: Path) -> None:
+    sizes = {"all_steps": 200, "image_sizes": [16, 32]}
+    for name, more, expected in (("older", {}, None), ("newer", sizes, ImageSizes((16, 32), 200))):
+        run_dir = write_run(tmp_path / name, config=CONFIG | {"run": CONFIG["run"] | more})
+        assert _Followed(make(WatchSettings, {"run_dir": run_dir}), is_drawn=True).view.course.sizes == expected
 
 
 def test_a_run_whose_length_is_not_known_has_no_bar() -> None:
