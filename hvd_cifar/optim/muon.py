@@ -104,22 +104,24 @@ class Muon(keras.optimizers.Optimizer):
 
 
 def orthogonal(kernel: Any, steps: int) -> Any:
-    """The kernel [..., out]; its matrix X [the rest, out] has singular values near 1 and the same directions as before.
+    """The kernel [..., out], as a matrix [out, the rest], with singular values near 1 and the same directions.
 
-    Every step multiplies X by the polynomial a + b G + c G^2 of G = X^T X, or of X X^T where that is smaller. The
-    polynomials commute, so their product is computed from G and multiplied with X once: 2.5 times fewer operations for
-    2304 x 256.
+    Every step multiplies the matrix X by the polynomial a + b G + c G^2 of G = X X^T. The polynomials commute, so their
+    product is computed from G, which is small, and multiplied with X once: 2.5 times fewer operations for 256 x 2304.
     """
-    x = tf.reshape(kernel, [-1, kernel.shape[-1]])
+    rows = tf.transpose(tf.reshape(kernel, [-1, kernel.shape[-1]]))  # [out, h w in]
+    wide = rows.shape[0] <= rows.shape[1]
+    x = rows if wide else tf.transpose(rows)
     x = x / (tf.norm(x) + tf.constant(1e-12, x.dtype))  # a gradient of zero stays zero
-    tall = x.shape[0] >= x.shape[1]
-    gram = tf.matmul(x, x, transpose_a=tall, transpose_b=not tall)
     a, b, c = (tf.constant(value, x.dtype) for value in COEFFICIENTS)
-    product = identity = tf.eye(gram.shape[0], dtype=x.dtype)
+    identity = tf.eye(x.shape[0], dtype=x.dtype)
+    gram = tf.matmul(x, x, transpose_b=True)
+    product = identity
     for step in range(steps):
         factor = a * identity + tf.matmul(gram, b * identity + c * gram)
         product = tf.matmul(factor, product) if step else factor
         if step < steps - 1:
             gram = tf.matmul(factor, tf.matmul(gram, factor))
-    turned = tf.matmul(x, product) if tall else tf.matmul(product, x)
-    return tf.reshape(turned, tf.shape(kernel))
+    x = tf.matmul(product, x)
+    rows = x if wide else tf.transpose(x)
+    return tf.reshape(tf.transpose(rows), tf.shape(kernel))

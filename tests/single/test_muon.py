@@ -21,7 +21,7 @@ def _by_hand(matrix: np.ndarray[Any, Any], steps: int) -> np.ndarray[Any, Any]:
     return x
 
 
-@pytest.mark.parametrize("shape", [(3, 3, 4, 16), (3, 3, 1, 16), (2, 2, 3, 24)])  # tall, and wide twice
+@pytest.mark.parametrize("shape", [(3, 3, 4, 16), (3, 3, 1, 16), (2, 2, 3, 24)])  # the middle one is tall, not wide
 def test_an_orthogonal_kernel_is_newton_and_schulz_s(shape: tuple[int, ...]) -> None:
     kernel = np.random.default_rng(0).normal(size=shape)
     got = orthogonal(tf.constant(kernel), 3).numpy().reshape(-1, shape[-1]).T
