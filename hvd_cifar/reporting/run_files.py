@@ -108,7 +108,7 @@ class Facts(_Part):
     versions: dict[str, str]
     total_steps: Count | None = None  # None in files of older versions
     all_steps: Count | None = None
-    image_sizes: Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1)] | None = None
+    image_heights: Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1)] | None = None
     steps_per_epoch: Count | None = None
 
 

@@ -57,7 +57,7 @@ class _Followed:
         self.is_drawn = is_drawn
         self.config = run_files.read_config(self.run_dir)[1]
         facts = self.config.run
-        sides, steps = facts.image_sizes, facts.all_steps
+        sides, steps = facts.image_heights, facts.all_steps
         sizes = ImageSizes(tuple(sides), steps) if sides and steps else None
         self.view = View(Course(self.config.global_batch_size, facts.total_steps, facts.steps_per_epoch, sizes))
         self._metrics = run_files.Lines(self.run_dir / "metrics.jsonl")

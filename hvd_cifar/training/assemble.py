@@ -281,7 +281,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     data = run_dir.describe(work.dataset)
     run_facts = {**facts, "data": data, "published_images": published, "first_step": begin.step, **_facts_of(world)}
     run_facts |= {name: getattr(work.plan, name) for name in ("total_steps", "all_steps", "steps_per_epoch")}
-    run_facts |= {"image_sizes": work.image_sizes}
+    run_facts |= {"image_heights": work.image_sizes}
     collectives.on_root(lambda: run_dir.record(folder, named, work.plan, run_facts))
 
     own_folder = folder if world.is_root else None
