@@ -165,7 +165,7 @@ def _check_early(request: Request, ranks: int, settings: Any) -> None:
     sees_files, on_gpus = local[of_ranks[0]], _is_for_gpus()
     preflight.check(settings, ranks, sees_files=sees_files, on_gpus=on_gpus, warn=complain)
     here = sum(local[name] for name in of_ranks) + sum(host.slots for host in request.validators if is_local(host.name))
-    preflight.check_memory(here, preflight.available_memory())
+    preflight.check_memory(here, devices.available_memory(swap=True))
 
 
 def _cores_here() -> int:

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from hvd_cifar import config
 from hvd_cifar.config import (
     FOLDER_DATASET,
@@ -29,7 +27,6 @@ MOST_THREADS_OF_A_CORE = 4  # many more would make the machine unusable
 # Peak of a rank's own memory (USS) in the smallest run: tutorial, batch 1, one thread, 2 ranks: 303 MiB. `fast` takes
 # 874 MiB.
 LEAST_BYTES_OF_A_RANK = 300 << 20
-MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")  # of a control group, in versions 2 and 1
 
 
 def check(settings: Any, ranks: int, *, sees_files: bool, on_gpus: bool, warn: Callable[[str], None]) -> None:
@@ -79,17 +76,6 @@ def check_memory(ranks: int, available: int) -> None:
             f"{ranks} ranks on this host need at least {ranks * LEAST_BYTES_OF_A_RANK / 2**30:.1f} GiB of memory, and "
             f"{available / 2**30:.1f} GiB are free: start at most {available // LEAST_BYTES_OF_A_RANK} here (-np)"
         )
-
-
-def available_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory and swap that processes of this host, container or control group can still allocate."""
-    free = psutil.virtual_memory().available + psutil.swap_memory().free
-    for path in (folder / name for folder in devices.group_folders("memory", root) for name in MEMORY_LIMITS):
-        try:
-            free = min(free, int(path.read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return free
 
 
 def check_folder(path: Path, what: str) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
+import psutil
+
 from hvd_cifar.errors import UserError
 
 # Files of a control group's folder that state its CPU limit: one of version 2, and two of version 1.
 QUOTA_FILES = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+# Its files with the memory limit and the memory in use, of versions 2 and 1.
+MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 # Linux's names for instructions that multiply bfloat16: two of x86, one of ARM.
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 # Beginnings of its names for vector instructions, on x86 and ARM.
@@ -110,6 +115,20 @@ def usable_cores(cores: int, quota: float | None) -> int:
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """The limit in cores of this process's control group and those around it; None: no limit."""
     return least_quota([[_read(folder / name) for name in QUOTA_FILES] for folder in group_folders("cpu", root)])
+
+
+def available_memory(*, swap: bool, root: Path = Path("/")) -> int:
+    """Bytes that processes of this host, container or control group can still allocate; `swap`: also those of swap."""
+    available = psutil.virtual_memory().available + (psutil.swap_memory().free if swap else 0)
+    for folder, names in itertools.product(group_folders("memory", root), MEMORY_FILES):
+        limit, used = (_read(folder / name).strip() for name in names)
+        if limit.isdecimal() and used.isdecimal():
+            known = _read(folder / "memory.stat")
+            # As in tools.doctor.probe: files that are kept in memory give way to programs.
+            totals = "total_" if "total_active_file" in known else ""
+            files = re.findall(rf"^{totals}(?:in)?active_file (\d+)$", known, re.MULTILINE)
+            available = min(available, int(limit) - int(used) + sum(map(int, files)))
+    return available
 
 
 def group_folders(controller: str, root: Path = Path("/")) -> list[Path]:

@@ -44,16 +44,19 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
     emulated = ("step", *TUTORIAL, embedded, "--emulate-compute", "40ms", "--steps", 2, "--repeats", 2)
     low_rank = ("--precision", "float64", "--compression", "powersgd:2", "--ranks", 2, "--min-efficiency", 0.001)
     own = ("--model", folder / "mine.py:build", "--dataset", folder / "mine.py:load")
+    buckets = ("--overlap", "on", "--bucket-bytes", "1K")
     feed = ("input", *TUTORIAL, embedded, "--batch-size", 100, "--repeats", 1, "--plot")
     functions: dict[tuple[int, str], dict[str, Callable[..., Any]]] = {
         (2, "mpirun"): {
             # First, since other functions leave threads, whose processor time would count.
             "emulated": benchmark("emulated", *emulated),
-            "emulated in buckets": benchmark("emulated in buckets", *emulated, "--bucket-bytes", "64K"),
+            "emulated in buckets": partial(
+                _with_messages, benchmark("emulated in buckets", *emulated, "--bucket-bytes", "64K")
+            ),
             "updates": _emulated_updates,
             "refused": partial(_refusal, str(embedded), str(folder)),
             "one wrong": partial(_one_value_wrong, str(folder / "one wrong.json")),
-            "own net": benchmark("own net", "step", *own, *short, "--repeats", 1),
+            "own net": benchmark("own net", "step", *own, *short, "--repeats", 1, *buckets),
             "loose": benchmark("loose", "step", *TUTORIAL, embedded, *short, "--repeats", 2, *low_rank),
         },
         (3, "mpirun"): {
@@ -161,12 +164,16 @@ def test_the_step_of_an_own_net_on_an_own_data_set_is_measured(jobs: Jobs, folde
     assert [world["ranks"] for world in found["worlds"]] == [1, 2]
     assert sum(gradient["bytes"] for gradient in found["phases"]["gradients"]) == 4 * (80 * 4 + 4 + 8 + 4 * 3 + 3)
     assert found["facts"]["local_ranks"] == [0, 1]
+    assert (found["overlap"], found["bucket_bytes"], found["given_bucket_bytes"]) == ("on", 1024, 1024)
 
 
 @pytest.mark.parametrize(("name", "bucket_bytes"), [("emulated", None), ("emulated in buckets", 65536)])
 def test_an_emulated_step_sleeps_and_sends(name: str, bucket_bytes: int | None, jobs: Jobs, folder: Path) -> None:
     """Checks structure and lower limits: on a busy machine times are longer, but never shorter than the sleep."""
-    _succeeds(jobs(2, "mpirun")[name])
+    ranks = jobs(2, "mpirun")[name]
+    _succeeds(ranks)
+    if bucket_bytes:  # the all-reduce alone of all gradients is one message: over rank 0, and over both
+        assert [rank["buckets of messages"] for rank in ranks] == [[None, None], [None]]
     found = json.loads((folder / f"{name}.json").read_text())
     assert found["benchmark"] == "emulated step" and found["emulated_seconds"] == pytest.approx(0.04)
     assert sum(found["gradients"]) == 4 * 1_068_298 and len(found["memory_by_rank"]) == 2
@@ -177,6 +184,23 @@ def test_an_emulated_step_sleeps_and_sends(name: str, bucket_bytes: int | None, 
         assert step > 0.04 and alone > 0.04 and rest == pytest.approx(step - alone)
         assert 0 < world["alone_processor"]["mean"] < alone  # a rank sleeps, and does not poll
         assert all(world[f"{of}_seconds"]["mean"] > 0 for of in ("message", "value", "ring"))
+
+
+def _with_messages(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a command returns, and the buckets of the optimizers whose all-reduces it measures alone."""
+    from hvd_cifar.distributed.optimizer import reduction_of
+    from hvd_cifar.tools.benchmark import emulate
+
+    seen = []
+
+    def messages(variables: Any, optimizer: Any, ring: Any, made: Any = emulate._messages) -> Any:
+        reduction = reduction_of(optimizer)
+        assert reduction
+        seen.append(reduction.bucket_bytes)
+        return made(variables, optimizer, ring)
+
+    with mock.patch.object(emulate, "_messages", messages):
+        return {**measure(), "buckets of messages": seen}
 
 
 def _emulated_updates() -> dict[str, Any]:

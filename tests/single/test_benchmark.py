@@ -301,6 +301,15 @@ def test_buckets_hide_all_but_the_last_gradients() -> None:
     assert predict_one(STEP, slow, Layout(1, 2), like, "auto").bucket_bytes is None
     on_gpus = STEP.model_copy(update={"facts": FACTS.model_copy(update={"device": "/GPU:0"})})
     assert predict_one(on_gpus, slow, Layout(1, 2), like, "auto").bucket_bytes is not None
+    # What the step was given holds for the prediction.
+    for options, expected in (
+        ({"overlap": "off"}, None),
+        ({"overlap": "on", "given_bucket_bytes": 10}, 10),
+        ({"given_bucket_bytes": 10**6}, 10**6),
+    ):
+        assert predict_one(STEP.model_copy(update=options), slow, Layout(2, 1), like, "auto").bucket_bytes == expected
+    always = STEP.model_copy(update={"overlap": "on"})
+    assert predict_one(always, Network(Fit()), Layout(2, 1), like, "auto").bucket_bytes is not None
     # The loss scale looks at all gradients.
     scaled = STEP.model_copy(update={"precision": "mixed_float16"})
     assert predict_one(scaled, slow, Layout(2, 1), like, "auto").bucket_bytes is None

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.launch.preflight import available_memory
 from hvd_cifar.runtime import world
 from hvd_cifar.runtime.devices import (
     QUOTA_FILES,
+    available_memory,
     choose_gpu,
     cpu_quota,
     least_quota,
@@ -148,10 +148,32 @@ def _write_groups(root: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-def test_memory_of_control_groups(tmp_path: Path) -> None:
-    for number, files in enumerate(({"job/memory.max": "1000\n"}, {"memory/old/memory.limit_in_bytes": "1000\n"})):
-        _write_groups(tmp_path / str(number), {**files, "job/step/memory.max": "max\n", "memory.max": "5000\n"})
-        assert available_memory(tmp_path / str(number)) == 1000
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        (
+            {"job/memory.max": "1000\n", "job/memory.current": "600\n"}
+            | {"job/memory.stat": "anon 300\nactive_file 50\ninactive_file 200\ninactive_anon 7\n"},
+            650,
+        ),
+        (
+            {"memory/old/memory.limit_in_bytes": "1000\n", "memory/old/memory.usage_in_bytes": "600\n"}
+            | {"memory/old/memory.stat": "active_file 9\ntotal_active_file 50\ntotal_inactive_file 200\n"},
+            650,
+        ),
+    ],
+)
+def test_memory_of_control_groups(
+    files: dict[str, str], available: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As this process finds it, and as the doctor reads it on another host."""
+    outer = {"job/step/memory.max": "max\n", "job/step/memory.current": "9\n"}
+    outer |= {"memory.max": "5000\n", "memory.current": "1300\n"}
+    _write_groups(tmp_path, {**outer, **files})
+    assert available_memory(swap=True, root=tmp_path) == available_memory(swap=False, root=tmp_path) == available
+    read = probe._read
+    monkeypatch.setattr(probe, "_read", lambda path: read(f"{tmp_path}{path}"))
+    assert probe.memory({})["available"] == available
 
 
 @pytest.mark.parametrize(("mask", "quota", "cores"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 6.0, 2)])

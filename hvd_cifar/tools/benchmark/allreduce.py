@@ -12,14 +12,13 @@ from typing import Any, Literal
 
 import keras
 import numpy as np
-import psutil
 import tensorflow as tf
 from numpy.typing import NDArray
 
 from hvd_cifar.config import BenchmarkAllreduceSettings
 from hvd_cifar.distributed import DistributedOptimizer, collectives
 from hvd_cifar.errors import UserError
-from hvd_cifar.runtime import direct_mpi
+from hvd_cifar.runtime import devices, direct_mpi
 from hvd_cifar.tools.benchmark.fits import fits_by_way, traffic
 from hvd_cifar.tools.benchmark.job import Job, facts_of
 from hvd_cifar.tools.benchmark.results import AllreducePoint, AllreduceResult, Estimate, points_by_way
@@ -99,7 +98,7 @@ def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
 def check_hosts(job: Job, largest: int, advice: str) -> None:
     """UserError, on every rank, where a host lacks the memory for messages of `largest` bytes; a collective."""
     world = job.world
-    free = psutil.virtual_memory().available
+    free = devices.available_memory(swap=False)
     collectives.on_every_rank(lambda: check_memory(largest, world.local_size, world.host, free, advice))
 
 

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hvd_cifar.distributed.overlap import Backward, Link, choose, seconds_with
+from hvd_cifar.distributed.overlap import CANDIDATES, Backward, Link, choose, seconds_with
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import provenance
 from hvd_cifar.tools.benchmark.fits import Fit, Layout, fits_by_way
@@ -75,7 +75,7 @@ def predict_one(
     """The efficiency on ranks of `layout`, with the computation measured in `like`.
 
     Args:
-        buckets: their bytes; None: one message; "auto": as a run chooses.
+        buckets: their bytes; None: one message; "auto": as a run with the step's options chooses.
     """
     link = network.link(layout)
     messages = _messages(step)
@@ -86,8 +86,7 @@ def predict_one(
     if alone or at_once:
         buckets = None
     elif buckets == "auto":
-        chooses = layout.hosts > 1 or "GPU" in step.facts.device
-        buckets = choose(like.backward, link).bucket_bytes if chooses else None
+        buckets = _chosen(step, layout, like.backward, link)
     assert not isinstance(buckets, str)
     end = in_one if buckets is None else seconds_with(like.backward, link, buckets)
     if alone:
@@ -102,6 +101,17 @@ def predict_one(
         efficiency=like.mean / (end + like.update),
         efficiency_in_one_message=like.mean / (in_one + like.update),
     )
+
+
+def _chosen(step: StepResult | EmulatedResult, layout: Layout, backward: Backward, link: Link) -> int | None:
+    """Bytes of the buckets of a run, which follows the rules of `training.overlap`; None: one message."""
+    overlap, given = (step.overlap, step.given_bucket_bytes) if isinstance(step, StepResult) else ("auto", None)
+    measures = layout.hosts > 1 or "GPU" in step.facts.device or overlap == "on" or given is not None
+    if overlap == "off" or not measures:
+        return None
+    if overlap == "on" and given is not None:
+        return given
+    return choose(backward, link, CANDIDATES if given is None else (given,), always=overlap == "on").bucket_bytes
 
 
 def predict(

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, computed_field
 
+from hvd_cifar.config import Overlap
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import PART, can_be_replaced, replace_text
 from hvd_cifar.tools.benchmark.fits import Fit, Layout, Point
@@ -120,6 +121,8 @@ class StepResult(_Result):
     per_rank_batch_size: int
     compression: str
     bucket_bytes: int | None  # None: gradients leave after the backward pass
+    overlap: Overlap = "auto"  # as given, and the bytes of a bucket as given
+    given_bucket_bytes: int | None = None
     messages: list[int]  # without buckets: bytes of the messages, in order
     steps: int
     worlds: list[WorldResult]

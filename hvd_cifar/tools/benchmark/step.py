@@ -94,6 +94,8 @@ def measure(job: Job, options: StepWork) -> StepResult:
         per_rank_batch_size=options.batch_size,
         compression=compression,
         bucket_bytes=bench.bucket_bytes,
+        overlap=options.overlap,
+        given_bucket_bytes=options.bucket_bytes,
         messages=messages_of(variables, compression),
         steps=options.steps,
         worlds=[_world_result(k, taken[k], options.batch_size, facts.hosts) for k in job.sets],
