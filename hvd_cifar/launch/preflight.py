@@ -21,7 +21,6 @@ from hvd_cifar.config import (
 )
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import can_be_replaced
-from hvd_cifar.runtime import devices
 
 MOST_THREADS_OF_A_CORE = 4  # many more would make the machine unusable
 # Peak of a rank's own memory (USS) in the smallest run: tutorial, batch 1, one thread, 2 ranks: 303 MiB. `fast` takes

@@ -372,13 +372,43 @@ def test_fingerprint_follows_what_set_up_depends_on(tmp_path: Path) -> None:
     assert installer.fingerprint(moved, "3.11") != first
 
 
-def test_set_up_goes_on_without_convolutions_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="convolutions are compiled for x86-64")
+def test_convolutions_are_compiled_once_for_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    runs = tmp_path / "runs"
+    script = f'echo >> {runs}; while [ "$1" != -o ]; do shift; done; echo built > "$2"'
+    compiler = machine.Compiler(str(_tool(tmp_path, "c++", script)), "c++ 3")
+
+    def compiled_in(venv: str, **changed: str) -> int:
+        """How often the compiler ran."""
+        before = runs.read_text().count("\n") if runs.exists() else 0
+        described = {"packages": str(tmp_path), "tensorflow": "tensorflow 2", **changed}
+        with (tmp_path / "log").open("w+") as log, locked(tmp_path / "lock", "") as lock:
+            convolutions.compile_into(Steps(log, lock), tmp_path / venv, described, machine.Machine(compiler))
+        assert (tmp_path / venv / convolutions.LIBRARY).read_text() == "built\n"
+        return runs.read_text().count("\n") - before
+
+    every_time = len(convolutions.SETS) + 2  # the operation, and the link
+    assert compiled_in("one") == every_time and compiled_in("two") == 0
+    assert compiled_in("one", tensorflow="tensorflow 3") == every_time
+    for kept in (tmp_path / "cache").rglob("*.so"):
+        kept.write_text("damaged")
+    assert compiled_in("two") == every_time and compiled_in("one") == 0
+    monkeypatch.setattr(convolutions, "QUICK", ["-O2"])
+    assert compiled_in("two") == every_time
+
+
+def test_set_up_goes_on_without_convolutions_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     here = machine.Machine(machine.Compiler(str(_tool(tmp_path, "c++", "echo no such flag >&2; exit 1")), "c++ 3"), "")
     library = tmp_path / "venv" / convolutions.LIBRARY
     library.parent.mkdir(parents=True)
     library.write_text("of before")
     with (tmp_path / "log").open("w+") as log, locked(tmp_path / "lock", "") as lock:
-        convolutions.compile_into(Steps(log, lock), tmp_path / "venv", {"packages": str(tmp_path)}, here)
+        described = {"packages": str(tmp_path), "tensorflow": "tensorflow 2"}
+        convolutions.compile_into(Steps(log, lock), tmp_path / "venv", described, here)
     assert not library.exists()
     if platform.machine() == "x86_64":
         assert "no such flag" in (tmp_path / "log").read_text()

@@ -1,11 +1,17 @@
-"""Compile the project's convolutions (hvd_cifar/kernels/native) for an environment's TensorFlow."""
+"""Compile the project's convolutions (hvd_cifar/kernels/native) for an environment's TensorFlow.
 
+The library is cached per user beside Horovod's wheels, under a hash of everything that it is built from.
+"""
+
+import hashlib
+import os
 import platform
 import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from hvd_cifar.launch.install import horovod
 from hvd_cifar.launch.install.machine import Machine
 from hvd_cifar.launch.install.steps import StepFailed, Steps, say
 
@@ -26,7 +32,9 @@ SETS = {
 
 
 def compile_into(steps: Steps, venv: Path, described: Mapping[str, str], machine: Machine) -> None:
-    """Compile the library. If that fails, print a note and leave no library: TensorFlow's convolutions take its place.
+    """Put the library into an environment, from the cache or compiled.
+
+    If that fails, print a note and leave no library: TensorFlow's convolutions take its place.
 
     `described`: the output of `installer.DESCRIBE`.
     """
@@ -34,16 +42,52 @@ def compile_into(steps: Steps, venv: Path, described: Mapping[str, str], machine
     library.unlink(missing_ok=True)
     if platform.machine() != "x86_64":
         return
+    made_of = ingredients(described["tensorflow"], machine)
+    folder = horovod.cache_folder(os.environ, otherwise=venv / "wheels") / f"convolutions-{horovod.key(made_of)}"
+    if kept := cached(folder):
+        with steps.step("convolutions, compiled before"):
+            _copy(kept, library)
+        return
     tensorflow = Path(described["packages"]) / "tensorflow"
     try:
         with steps.step("convolutions"), tempfile.TemporaryDirectory(prefix="hvd_cifar-") as work:
             _compile(steps, machine.compiler.path, tensorflow, Path(work))
-            library.parent.mkdir(parents=True, exist_ok=True)
-            partial = library.with_suffix(".partial")
-            shutil.copyfile(Path(work, library.name), partial)
-            partial.replace(library)
+            built = Path(work, library.name)
+            _copy(built, library)
+            _copy(built, folder / f"{_digest(built)}.so")
     except StepFailed as error:
         say(f"    {error}, see the log; training will use TensorFlow's convolutions, which are slower for ResNets")
+
+
+def ingredients(tensorflow: str, machine: Machine) -> dict[str, object]:
+    """Everything that the library depends on. `tensorflow`: package and version."""
+    return {
+        "sources": {path.name: path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()},
+        "options": [OPTIONS, QUICK, SETS],
+        "tensorflow": tensorflow,
+        "compiler": f"{machine.compiler.path} {machine.compiler.version}",
+        "libc": os.confstr("CS_GNU_LIBC_VERSION"),
+    }
+
+
+def cached(folder: Path) -> Path | None:
+    """The library in a folder of the cache, whose name is its digest; None where it is missing or damaged."""
+    return next((path for path in folder.glob("*.so") if _digest(path) == path.stem), None)
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file in one step, for readers of the target."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_suffix(f".{os.getpid()}")
+    shutil.copyfile(source, partial)
+    partial.replace(target)
 
 
 def _compile(steps: Steps, compiler: str, tensorflow: Path, work: Path) -> None:
