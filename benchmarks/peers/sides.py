@@ -22,7 +22,8 @@ from tests.cluster.hosts import INTERFACE, Host
 from tests.cluster.jobs import variables
 
 OURS, DDP, AIRBENCH, MULTI_WORKER, TOWERS, LIMIT = "hvd_cifar", "ddp", "airbench", "multi-worker", "towers", "limit"
-OURS_GLOO, DDP_DEFAULTS, AIRBENCH_DDP = "hvd_cifar-gloo", "ddp-defaults", "airbench-ddp"
+OURS_GLOO, OURS_AT_ONCE = "hvd_cifar-gloo", "hvd_cifar-one-message"
+DDP_DEFAULTS, AIRBENCH_DDP = "ddp-defaults", "airbench-ddp"
 EXAMPLES = 50_000  # of CIFAR-10's training set
 FAST_BATCH = 1024  # of `fast` and of airbench94, over all ranks
 ENDLESS = 10_000  # epochs: no side may end while it is measured
@@ -56,15 +57,19 @@ class Work:
     hosts: tuple[Host, ...] = ()
 
 
-def ours(work: Work, gloo: bool = False) -> Side:
-    """This project as a user starts it; evaluation and checkpoints are put off, since they are not what is timed."""
-    run_dir = work.folder / (OURS_GLOO if gloo else OURS) / "run"
+def ours(work: Work, gloo: bool = False, at_once: bool = False) -> Side:
+    """This project as a user starts it; evaluation and checkpoints are put off, since they are not what is timed.
+
+    `at_once`: all gradients leave in one message, which without a limit is the fastest.
+    """
+    run_dir = work.folder / (OURS_GLOO if gloo else OURS_AT_ONCE if at_once else OURS) / "run"
     words = ["horovodrun", "-np", str(work.ranks), sys.executable, "-m", "hvd_cifar"]
     if work.hosts:
         slots = ",".join(f"{host.name}:{work.ranks // len(work.hosts)}" for host in work.hosts)
         words = [sys.executable, "-m", "hvd_cifar.launch", "--gloo" if gloo else "--mpi", "-H", slots]
     words += ["train", *_train(work, run_dir), "--batch-size", str(work.per_rank)]
-    name = f"hvd_cifar{' over Gloo' if gloo else ''}, {_ranks(work)}"
+    words += ["--overlap", "off"] if at_once else []
+    name = f"hvd_cifar{' over Gloo' if gloo else ', one message' if at_once else ''}, {_ranks(work)}"
     return _side(work, name, [words], [run_dir / "metrics.jsonl"], _per_step(work.per_rank * work.ranks))
 
 
@@ -153,6 +158,7 @@ def towers(work: Work) -> Side:
 SIDES: dict[str, Callable[[Work], Side]] = {
     OURS: ours,
     OURS_GLOO: partial(ours, gloo=True),
+    OURS_AT_ONCE: partial(ours, at_once=True),
     DDP: ddp,
     DDP_DEFAULTS: partial(ddp, defaults=True),
     AIRBENCH: airbench,
@@ -168,7 +174,8 @@ TORCH = {DDP, DDP_DEFAULTS, AIRBENCH, AIRBENCH_DDP}  # these need the peers' env
 def sides_of(model: str, over_hosts: bool = False) -> list[str]:
     """The names of the sides that can train a model. The second one is the reference of the ratios."""
     if over_hosts:
-        return [OURS, *([AIRBENCH_DDP] if model == "fast" else [DDP, DDP_DEFAULTS, MULTI_WORKER]), OURS_GLOO, LIMIT]
+        peers = [AIRBENCH_DDP] if model == "fast" else [DDP, DDP_DEFAULTS, MULTI_WORKER]
+        return [OURS, *peers, OURS_GLOO, OURS_AT_ONCE, LIMIT]
     if model == "fast":
         return [OURS, AIRBENCH, AIRBENCH_DDP, LIMIT]
     return [OURS, DDP, DDP_DEFAULTS, MULTI_WORKER, TOWERS, LIMIT]

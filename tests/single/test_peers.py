@@ -90,10 +90,11 @@ def test_ranks_are_spread_evenly_over_hosts(tmp_path: Path) -> None:
     for name in sides.sides_of("resnet20", over_hosts=True):
         side = sides.SIDES[name](work)
         targets = [int(words[words.index("--target") + 1]) for words in side.commands]
-        if name in (sides.OURS, sides.OURS_GLOO):
+        if name in (sides.OURS, sides.OURS_GLOO, sides.OURS_AT_ONCE):
             (words,) = side.commands
             assert targets == [pids[0]] and words[words.index("-H") + 1] == "node0:2,node1:2"
-            assert words[words.index("-H") - 1] == {sides.OURS: "--mpi", sides.OURS_GLOO: "--gloo"}[name]
+            assert words[words.index("-H") - 1] == ("--gloo" if name == sides.OURS_GLOO else "--mpi")
+            assert (words[-2:] == ["--overlap", "off"]) == (name == sides.OURS_AT_ONCE)
         else:
             assert targets == [pids[0], pids[0], pids[1], pids[1]]
     tasks = [word for words in sides.multi_worker(work).commands for word in words if word.startswith("TF_CONFIG=")]
