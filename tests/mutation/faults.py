@@ -277,6 +277,20 @@ TOOLS = [
         "computation alone communicates",
     ),
     Fault(
+        P + "tools/benchmark/emulate.py",
+        "inner_of(undivided)",
+        "inner_of(optimizer)",
+        "tests/parallel/test_benchmark.py -k emulated_step",
+        "an all-reduce that is called one message is of several",
+    ),
+    Fault(
+        P + "tools/benchmark/predict.py",
+        'if overlap == "off" or not measures:',
+        "if not measures:",
+        BENCHMARK,
+        "predictions of one message are of buckets",
+    ),
+    Fault(
         P + "tools/benchmark/allreduce.py",
         "dtype=np.int32) % PATTERN",
         "dtype=np.float32) % PATTERN",
@@ -884,6 +898,20 @@ DISTRIBUTED = [
 ]
 
 RUNTIME_AND_CONFIG = [
+    Fault(
+        P + "runtime/devices.py",
+        "int(limit) - int(used) + sum(map(int, files))",
+        "int(limit) - int(used)",
+        "tests/single/test_devices.py",
+        "files that a container keeps in memory take room from ranks",
+    ),
+    Fault(
+        P + "launch/install/convolutions.py",
+        "if _digest(path) == path.stem",
+        "",
+        "tests/launch/test_install.py -k convolutions",
+        "a damaged library comes from the cache",
+    ),
     Fault(
         P + "runtime/devices.py",
         "sharing = sum(1 for mask in masks if mask & mine)",
