@@ -281,7 +281,7 @@ def test_a_second_checkout_with_spaces_in_its_path(data: Path, tmp_path: Path) -
             shutil.copy(CHECKOUT / name, checkout / name)
     run_sh, venv = str(checkout / "run.sh"), checkout / ".venv"
     flags = _recorded_flags()
-    env = _environment() | {"PYTHONDONTWRITEBYTECODE": "1"}  # or all packages would be compiled
+    env = _environment() | {"PIP_NO_COMPILE": "1"}  # or all packages would be compiled
 
     first = subprocess.Popen([run_sh, "setup", *flags], env=env, stderr=subprocess.DEVNULL, start_new_session=True)
     _wait_for(lambda: (venv / "bin" / "pip").exists(), first)
