@@ -57,8 +57,8 @@ def paired(values: Sequence[float], base: Sequence[float]) -> list[float]:
 def table(rates: Mapping[str, Mapping[str, Sequence[float]]], *bases: str) -> str:
     """Markdown, a row a side: images/s, the share of them that it keeps on a slower link, and ratios.
 
-    A share is relative to the side's own rate without a limit. A ratio is relative to the rate of one of `bases` on the
-    same link. Both compare rates of the same repeat.
+    A share is relative to the side's own rate without a limit. A ratio is relative to the rate of one of `bases`, on
+    the same link and, for slower links, without a limit. Both compare rates of the same repeat.
 
     Args:
         rates: by the side's name and by the link, images/s in each repeat, all of one length. The first link has no
@@ -69,10 +69,12 @@ def table(rates: Mapping[str, Mapping[str, Sequence[float]]], *bases: str) -> st
     columns = [f"images/s{suffix}" for suffix in suffixes.values()]
     columns += [f"share kept at {link}" for link in slower]
     columns += [f"ratio to {base}{suffix}" for base in bases for suffix in suffixes.values()]
+    columns += [f"at {link} to {base} without a limit" for base in bases for link in slower]
     lines = [f"| side | {' | '.join(columns)} | n |", "|---" * (len(columns) + 2) + "|"]
     for name, of_link in rates.items():
         found = [of_link[link] for link in suffixes]
         found += [paired(of_link[link], of_link[first]) for link in slower]
         found += [paired(of_link[link], rates[base][link]) for base in bases for link in suffixes]
+        found += [paired(of_link[link], rates[base][first]) for base in bases for link in slower]
         lines.append(f"| {name} | {' | '.join(str(spread(values)) for values in found)} | {len(of_link[first])} |")
     return "\n".join(lines)

@@ -60,7 +60,7 @@ class Work:
 def ours(work: Work, gloo: bool = False, at_once: bool = False) -> Side:
     """This project as a user starts it; evaluation and checkpoints are put off, since they are not what is timed.
 
-    `at_once`: all gradients leave in one message, which without a limit is the fastest.
+    `at_once`: all gradients leave in one message.
     """
     run_dir = work.folder / (OURS_GLOO if gloo else OURS_AT_ONCE if at_once else OURS) / "run"
     words = ["horovodrun", "-np", str(work.ranks), sys.executable, "-m", "hvd_cifar"]

@@ -118,17 +118,20 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def available_memory(*, swap: bool, root: Path = Path("/")) -> int:
-    """Bytes that processes of this host, container or control group can still allocate; `swap`: also those of swap."""
-    available = psutil.virtual_memory().available + (psutil.swap_memory().free if swap else 0)
+    """Bytes that processes of this host, container or control group can still allocate.
+
+    `swap`: whether the host's free swap counts, also in a control group, which may allow less of it.
+    """
+    available = psutil.virtual_memory().available
     for folder, names in itertools.product(group_folders("memory", root), MEMORY_FILES):
         limit, used = (_read(folder / name).strip() for name in names)
         if limit.isdecimal() and used.isdecimal():
             known = _read(folder / "memory.stat")
             # As in tools.doctor.probe: files that are kept in memory give way to programs.
             totals = "total_" if "total_active_file" in known else ""
-            files = re.findall(rf"^{totals}(?:in)?active_file (\d+)$", known, re.MULTILINE)
-            available = min(available, int(limit) - int(used) + sum(map(int, files)))
-    return available
+            files = re.findall(rf"^(?:{totals}(?:in)?active_file|slab_reclaimable) (\d+)$", known, re.MULTILINE)
+            available = min(available, max(0, int(limit) - int(used) + sum(map(int, files))))
+    return available + (psutil.swap_memory().free if swap else 0)
 
 
 def group_folders(controller: str, root: Path = Path("/")) -> list[Path]:

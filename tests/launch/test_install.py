@@ -394,8 +394,15 @@ def test_convolutions_are_compiled_once_for_a_user(tmp_path: Path, monkeypatch: 
     for kept in (tmp_path / "cache").rglob("*.so"):
         kept.write_text("damaged")
     assert compiled_in("two") == every_time and compiled_in("one") == 0
-    monkeypatch.setattr(convolutions, "QUICK", ["-O2"])
-    assert compiled_in("two") == every_time
+    sources = tmp_path / "native"
+    shutil.copytree(convolutions.SOURCES, sources)
+    (sources / ".op.cc.swp").write_bytes(b"\xff")  # an editor's
+    monkeypatch.setattr(convolutions, "SOURCES", sources)
+    assert compiled_in("two") == every_time and compiled_in("one") == 0
+    for folder in (tmp_path / "cache").rglob("convolutions-*"):  # not to be written
+        shutil.rmtree(folder)
+        folder.write_text("")
+    assert compiled_in("two") == compiled_in("two") == every_time
 
 
 def test_set_up_goes_on_without_convolutions_of_its_own(

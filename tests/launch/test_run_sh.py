@@ -281,7 +281,8 @@ def test_a_second_checkout_with_spaces_in_its_path(data: Path, tmp_path: Path) -
             shutil.copy(CHECKOUT / name, checkout / name)
     run_sh, venv = str(checkout / "run.sh"), checkout / ".venv"
     flags = _recorded_flags()
-    env = _environment() | {"PIP_NO_COMPILE": "1"}  # or all packages would be compiled
+    # Without bytecode of all packages: pip has this option on where its variable is off.
+    env = _environment() | {"PIP_NO_COMPILE": "0"}
 
     first = subprocess.Popen([run_sh, "setup", *flags], env=env, stderr=subprocess.DEVNULL, start_new_session=True)
     _wait_for(lambda: (venv / "bin" / "pip").exists(), first)

@@ -51,7 +51,8 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
             # First, since other functions leave threads, whose processor time would count.
             "emulated": benchmark("emulated", *emulated),
             "emulated in buckets": partial(
-                _with_messages, benchmark("emulated in buckets", *emulated, "--bucket-bytes", "64K")
+                _with_messages,
+                ["benchmark", *emulated, "--bucket-bytes", "64K", "--json", folder / "emulated in buckets.json"],
             ),
             "updates": _emulated_updates,
             "refused": partial(_refusal, str(embedded), str(folder)),
@@ -186,8 +187,8 @@ def test_an_emulated_step_sleeps_and_sends(name: str, bucket_bytes: int | None, 
         assert all(world[f"{of}_seconds"]["mean"] > 0 for of in ("message", "value", "ring"))
 
 
-def _with_messages(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a command returns, and the buckets of the optimizers whose all-reduces it measures alone."""
+def _with_messages(words: list[Any]) -> dict[str, Any]:
+    """What `command` returns, and the buckets of the optimizers whose all-reduces are measured alone."""
     from hvd_cifar.distributed.optimizer import reduction_of
     from hvd_cifar.tools.benchmark import emulate
 
@@ -200,7 +201,7 @@ def _with_messages(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return made(variables, optimizer, ring)
 
     with mock.patch.object(emulate, "_messages", messages):
-        return {**measure(), "buckets of messages": seen}
+        return {**command(words), "buckets of messages": seen}
 
 
 def _emulated_updates() -> dict[str, Any]:

@@ -438,6 +438,8 @@ def test_an_emulated_step_is_predicted_by_its_sleep(tmp_path: Path) -> None:
     # 100 bytes are ready after a quarter of the sleep, and take 1 s; the rest takes 3 s after its end. Then the update.
     assert found.step_seconds == pytest.approx(3 + 3 + 1)
     assert found.measured == 0.8 and found.efficiency == pytest.approx(4 / 7)
+    predicted = predict(emulated, _allreduce(Fit(beta=0.01), [2], work=1.0), [4]).predictions[0]
+    assert predicted.bucket_bytes == 100  # as given: an emulated step chooses none
 
 
 def test_hosts_are_counted_by_local_ranks_since_two_may_share_a_name() -> None:

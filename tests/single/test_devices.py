@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
+import psutil
 import pytest
 
 from hvd_cifar.errors import UserError
@@ -153,14 +155,15 @@ def _write_groups(root: Path, files: dict[str, str]) -> None:
     [
         (
             {"job/memory.max": "1000\n", "job/memory.current": "600\n"}
-            | {"job/memory.stat": "anon 300\nactive_file 50\ninactive_file 200\ninactive_anon 7\n"},
-            650,
+            | {"job/memory.stat": "anon 300\nactive_file 50\ninactive_file 200\ninactive_anon 7\nslab_reclaimable 3\n"},
+            653,
         ),
         (
             {"memory/old/memory.limit_in_bytes": "1000\n", "memory/old/memory.usage_in_bytes": "600\n"}
             | {"memory/old/memory.stat": "active_file 9\ntotal_active_file 50\ntotal_inactive_file 200\n"},
             650,
         ),
+        ({"job/memory.max": "1000\n", "job/memory.current": "1200\n"}, 0),
     ],
 )
 def test_memory_of_control_groups(
@@ -170,7 +173,9 @@ def test_memory_of_control_groups(
     outer = {"job/step/memory.max": "max\n", "job/step/memory.current": "9\n"}
     outer |= {"memory.max": "5000\n", "memory.current": "1300\n"}
     _write_groups(tmp_path, {**outer, **files})
-    assert available_memory(swap=True, root=tmp_path) == available_memory(swap=False, root=tmp_path) == available
+    monkeypatch.setattr(psutil, "swap_memory", lambda: mock.Mock(free=7))
+    assert available_memory(swap=False, root=tmp_path) == available
+    assert available_memory(swap=True, root=tmp_path) == available + 7
     read = probe._read
     monkeypatch.setattr(probe, "_read", lambda path: read(f"{tmp_path}{path}"))
     assert probe.memory({})["available"] == available

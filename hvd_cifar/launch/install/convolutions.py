@@ -3,6 +3,7 @@
 The library is cached per user beside Horovod's wheels, under a hash of everything that it is built from.
 """
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -54,7 +55,8 @@ def compile_into(steps: Steps, venv: Path, described: Mapping[str, str], machine
             _compile(steps, machine.compiler.path, tensorflow, Path(work))
             built = Path(work, library.name)
             _copy(built, library)
-            _copy(built, folder / f"{_digest(built)}.so")
+            with contextlib.suppress(OSError):  # the next checkout compiles it again
+                _copy(built, folder / f"{_digest(built)}.so")
     except StepFailed as error:
         say(f"    {error}, see the log; training will use TensorFlow's convolutions, which are slower for ResNets")
 
@@ -62,8 +64,8 @@ def compile_into(steps: Steps, venv: Path, described: Mapping[str, str], machine
 def ingredients(tensorflow: str, machine: Machine) -> dict[str, object]:
     """Everything that the library depends on. `tensorflow`: package and version."""
     return {
-        "sources": {path.name: path.read_text() for path in sorted(SOURCES.iterdir()) if path.is_file()},
-        "options": [OPTIONS, QUICK, SETS],
+        "sources": {path.name: _digest(path) for path in sorted(SOURCES.iterdir()) if path.is_file()},
+        "commands": _digest(Path(__file__)),
         "tensorflow": tensorflow,
         "compiler": f"{machine.compiler.path} {machine.compiler.version}",
         "libc": os.confstr("CS_GNU_LIBC_VERSION"),
@@ -85,9 +87,8 @@ def _digest(path: Path) -> str:
 def _copy(source: Path, target: Path) -> None:
     """Copy a file in one step, for readers of the target."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(f".{os.getpid()}")
-    shutil.copyfile(source, partial)
-    partial.replace(target)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # of its own: others may write the same target
+        shutil.copyfile(source, Path(folder, "partial")).replace(target)
 
 
 def _compile(steps: Steps, compiler: str, tensorflow: Path, work: Path) -> None:

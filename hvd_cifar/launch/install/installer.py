@@ -319,11 +319,7 @@ def _install_packages(steps: Steps, options: Options, like: Path | None) -> None
     extras += ["test"] if options.test else []
     held = ["--constraint", str(like.resolve())] if like else []
     with steps.step(f"packages ({', '.join(extras)})"):
-        steps.run([*PIP, "install", "--no-compile", *held, "-e", f".[{','.join(extras)}]"], cwd=CHECKOUT)
-        if "PIP_NO_COMPILE" not in os.environ:
-            # On all cores: pip compiles one file after the other. Packages have templates that are no Python.
-            with contextlib.suppress(StepFailed):
-                steps.run([PYTHON, "-I", "-m", "compileall", "-q", "-j", "0", str(VENV / "lib")])
+        steps.run([*PIP, "install", *held, "-e", f".[{','.join(extras)}]"], cwd=CHECKOUT)
         if not options.system_mpi:
             _let_mpirun_do_without_ssh()
         if options.gpu:

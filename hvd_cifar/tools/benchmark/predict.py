@@ -105,7 +105,10 @@ def predict_one(
 
 def _chosen(step: StepResult | EmulatedResult, layout: Layout, backward: Backward, link: Link) -> int | None:
     """Bytes of the buckets of a run, which follows the rules of `training.overlap`; None: one message."""
-    overlap, given = (step.overlap, step.given_bucket_bytes) if isinstance(step, StepResult) else ("auto", None)
+    if isinstance(step, StepResult):
+        overlap, given = step.overlap, step.given_bucket_bytes
+    else:  # its buckets are never chosen
+        overlap, given = "on" if step.bucket_bytes else "auto", step.bucket_bytes
     measures = layout.hosts > 1 or "GPU" in step.facts.device or overlap == "on" or given is not None
     if overlap == "off" or not measures:
         return None

@@ -121,8 +121,8 @@ class StepResult(_Result):
     per_rank_batch_size: int
     compression: str
     bucket_bytes: int | None  # None: gradients leave after the backward pass
-    overlap: Overlap = "auto"  # as given, and the bytes of a bucket as given
-    given_bucket_bytes: int | None = None
+    overlap: Overlap = "auto"  # the option
+    given_bucket_bytes: int | None = None  # the option; `bucket_bytes` is also of buckets that were chosen
     messages: list[int]  # without buckets: bytes of the messages, in order
     steps: int
     worlds: list[WorldResult]

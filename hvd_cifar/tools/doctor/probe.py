@@ -112,8 +112,8 @@ def memory(asked: Asked) -> Any:
             # Files that are kept in memory count as used, and give way to programs.
             # Version 1 counts the files of groups within this one in totals alone.
             totals = "total_" if "total_active_file" in known else ""
-            files = re.findall(rf"^{totals}(?:in)?active_file (\d+)$", known, re.MULTILINE)
-            available = min(available, int(limit) - int(used) + sum(map(int, files)))
+            files = re.findall(rf"^(?:{totals}(?:in)?active_file|slab_reclaimable) (\d+)$", known, re.MULTILINE)
+            available = min(available, max(0, int(limit) - int(used) + sum(map(int, files))))
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
         "available": available,
