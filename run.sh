@@ -66,6 +66,8 @@ run_tests() {
         "$bin/mypy"
         "$bin/lint-imports"
         "$bin/shellcheck" run.sh .ci/run deploy/*.sh deploy/*.sbatch
+        # Some hundred ranks start. With PYTHONDONTWRITEBYTECODE set, each would compile the package.
+        "$bin/python" -m compileall -q hvd_cifar benchmarks tests
         # Two files at a time, short ones at the end: many tests wait for hosts and time-outs. The longest are listed.
         set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 60 --durations-min 10
     fi
