@@ -20,6 +20,9 @@ from tests.options import PACE, SMALL
 from tests.ranks import CHECKOUT, environment
 
 PACED = ("--callbacks", PACE)
+# The same weights on any number of ranks: those of the fixture `alone`.
+STEPS = 240
+COURSE = ("--virtual-shards", 2, "--global-batch-size", 32, "--max-steps", STEPS, "--log-every", 1)
 
 
 @dataclass

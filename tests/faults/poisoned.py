@@ -14,7 +14,6 @@ import hvd_cifar
 from hvd_cifar.distributed.optimizer import memory_of
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
 
-PLAN = json.loads(os.environ.get("PLAN", "{}"))
 POISON = tf.Variable(0.0, trainable=False)  # added to this rank's images
 MADE: list[Any] = []  # the optimizer
 
@@ -30,6 +29,7 @@ def optimizer(learning_rate: float) -> Any:
 
 
 def build(image_shape: tuple[int, ...], classes: int) -> Any:
+    POISON.assign(0.0)
     layers: list[Any] = [Poison(), keras.layers.Conv2D(8, 3, strides=4), keras.layers.BatchNormalization()]
     layers += [keras.layers.ReLU(), keras.layers.Flatten(), keras.layers.Dense(classes)]
     return keras.Sequential([keras.Input(image_shape), *layers]), hvd_cifar.Recipe(optimizer=optimizer, epochs=1)
@@ -39,21 +39,19 @@ class Spoil(hvd_cifar.Callback):
     """A NaN among the last rank's images, at the steps "nan"; before the checkpoint of step "huge", huge weights."""
 
     def __init__(self) -> None:
-        self.left = list(PLAN.get("nan", []))
+        self.plan = json.loads(os.environ["PLAN"])
 
     def on_step(self, run: Any) -> None:
         POISON.assign(0.0)
-        if run.step + 1 in self.left and run.world.rank == run.world.size - 1:
+        if run.step + 1 in self.plan.get("nan", []) and run.world.rank == run.world.size - 1:
             POISON.assign(math.nan)
-            if PLAN.get("once"):
-                self.left.remove(run.step + 1)
 
     def on_rollback(self, run: Any) -> None:
         POISON.assign(0.0)  # a loss that is looked at in its own step ends it before `on_step`
 
     def before_checkpoint(self, run: Any) -> None:
-        if run.step == PLAN.get("huge"):
-            del PLAN["huge"]
+        if run.step == self.plan.get("huge"):
+            self.plan.pop("huge")
             for variable in run.model.trainable_variables:
                 variable.assign(variable * 1e25)
 
@@ -62,10 +60,11 @@ class Undo(hvd_cifar.Callback):
     """Makes the update of the steps "undo", and takes it back: the oracle of --on-nan skip."""
 
     def __init__(self) -> None:
+        self.steps = json.loads(os.environ["PLAN"])["undo"]
         self.kept: list[tuple[Any, Any]] = []
 
     def on_step(self, run: Any) -> None:
-        if run.step in PLAN["undo"]:
+        if run.step in self.steps:
             for variable, value in self.kept:
                 variable.assign(value)
         averages = [thing for thing in gc.get_objects() if isinstance(thing, (MovingAverage, Lookahead))]

@@ -4,38 +4,79 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from benchmarks import runs
 from tests.faults.jobs import checkpoints
-from tests.ranks import CHECKOUT, environment, run_ranks
+from tests.ranks import Jobs, command, once, run_all, run_ranks
+
+# The first test starts a job of ten runs, which may take minutes on a busy machine.
+pytestmark = pytest.mark.timeout(1200)
 
 PROGRAM = Path(__file__).with_name("poisoned.py")
 BATCH = 16
 OPTIONS = ["--batch-size", BATCH, "--deterministic", "--eval-every", 0, "--eval-examples", 100, "--log-every", 5]
+SKIPS: dict[str, list[Any]] = {
+    "averages": ["--lookahead", "--ema-decay", 0.9],
+    "compression": ["--compression", "powersgd:2", "--gradient-accumulation", 2, "--sync-batch-norm"],
+}
 
 
-def _train(ranks: int, data: Path, run_dir: Path, plan: dict[str, Any], *options: Any, code: int = 0) -> str:
-    """Train the poisoned net; what the job printed."""
-    words = [sys.executable, "-m", "hvd_cifar.launch", "-np", ranks, "train", "--model", f"{PROGRAM}:build"]
-    words += ["--callbacks", f"{PROGRAM}:{'Undo' if 'undo' in plan else 'Spoil'}", "--dataset", "synthetic"]
-    words += ["--data-dir", data, "--run-dir", run_dir, *OPTIONS, *options]
-    done = subprocess.run(
-        list(map(str, words)),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env=environment({"PLAN": json.dumps(plan)}),
-        cwd=CHECKOUT,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of the job of `jobs` are."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def jobs(embedded: Path, folder: Path) -> Jobs:
+    """What the trainings below returned in a job, by their names and by rank: it starts once."""
+
+    def train(run: str, plan: dict[str, Any], *options: Any) -> Callable[..., Any]:
+        words = ["train", "--model", f"{PROGRAM}:build", "--dataset", "synthetic", "--data-dir", embedded]
+        words += ["--callbacks", f"{PROGRAM}:{'Undo' if 'undo' in plan else 'Spoil'}"]
+        return partial(_poisoned, [*words, "--run-dir", folder / run, *OPTIONS, *options], plan)
+
+    functions: dict[str, Callable[..., Any]] = {}
+    for name, options in SKIPS.items():
+        every = [*options, "--record-examples", "--checkpoint-every", 13]  # which averages moving statistics
+        skip = [*every, "--on-nan", "skip", "--max-steps"]
+        functions |= {
+            f"{name} bad": train(f"{name} bad", {"nan": [10, 11]}, *skip, 13),
+            f"{name} resumed": train(f"{name} bad", {"nan": [17]}, *skip, 20),
+            f"{name} undone": train(f"{name} undone", {"undo": [10, 11, 17]}, *every, "--max-steps", 20),
+        }
+    every = ["--checkpoint-every", 5, "--lookahead", "--ema-decay", 0.9, "--record-examples", "--max-steps"]
+    good = folder / "back" / "checkpoints" / "step-15"
+    back = ["--on-nan", "rollback", "--rollback-factor", 0.25]
+    often = ["--on-nan", "rollback", "--max-rollbacks", 2, "--checkpoint-every", 5]
+    functions |= {
+        "back": train("back", {"huge": 20}, *every, 25, *back),
+        "by hand": train("by hand", {}, *every, 30, "--learning-rate", 0.0125, "--resume", good),
+        "back resumed": train("back", {}, *every, 30),
+        "too often": train("too often", {"nan": [4]}, *often, "--max-steps", 30),
+    }
+    return once(lambda n, launcher: run_all(functions, n, launcher=launcher, timeout=900))
+
+
+def _poisoned(words: list[Any], plan: dict[str, Any]) -> dict[str, Any]:
+    with mock.patch.dict(os.environ, PLAN=json.dumps(plan)):
+        return command(words)
+
+
+def _said(jobs: Jobs, name: str, code: int = 0) -> str:
+    """What all ranks of a training printed; each must have ended with this exit code."""
+    ranks = jobs(2, "mpirun")[name]
+    said = "\n".join(line for rank in ranks for line in [*rank["said"], *rank["errors"]])
+    assert [rank["code"] for rank in ranks] == [code] * 2 and "Traceback" not in said, said
+    return said
 
 
 def _events(run_dir: Path, event: str) -> list[dict[str, Any]]:
@@ -50,23 +91,13 @@ def _ledger(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in lines}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options"),
-    [
-        (2, ["--lookahead", "--ema-decay", 0.9]),
-        (2, ["--compression", "powersgd:2", "--gradient-accumulation", 2, "--sync-batch-norm"]),
-    ],
-)
-def test_a_step_that_is_skipped_is_as_if_its_update_were_left_out(
-    ranks: int, options: list[Any], embedded: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", SKIPS)
+def test_a_step_that_is_skipped_is_as_if_its_update_were_left_out(name: str, jobs: Jobs, folder: Path) -> None:
     """NaNs on one rank, at a step of look-ahead and at the one after; the run is stopped between and resumed."""
-    options = [*options, "--record-examples", "--checkpoint-every", 13]  # which averages moving statistics
-    bad, undone = tmp_path / "bad", tmp_path / "undone"
-    said = _train(ranks, embedded, bad, {"nan": [10, 11]}, *options, "--on-nan", "skip", "--max-steps", 13)
-    assert said.count("is skipped on all ranks") == 2
-    _train(ranks, embedded, bad, {"nan": [17]}, *options, "--on-nan", "skip", "--max-steps", 20)
-    _train(ranks, embedded, undone, {"undo": [10, 11, 17]}, *options, "--max-steps", 20)
+    bad, undone = folder / f"{name} bad", folder / f"{name} undone"
+    assert _said(jobs, f"{name} bad").count("is skipped on all ranks") == 2
+    assert _said(jobs, f"{name} resumed").count("is skipped on all ranks") == 1
+    _said(jobs, f"{name} undone")
     summary, expected = runs.summary(bad), runs.summary(undone)
     for name in ("weights_sha256_by_rank", "test_loss", "test_accuracy", "train_loss"):
         assert summary[name] == expected[name], name
@@ -81,17 +112,14 @@ def test_a_step_that_is_skipped_is_as_if_its_update_were_left_out(
     assert [line["ranks"] for line in ledger.values()] == [line["ranks"] for line in of_undone.values()]
 
 
-def test_a_rollback_is_as_if_resumed_by_hand_with_the_lower_rate(embedded: Path, tmp_path: Path) -> None:
+def test_a_rollback_is_as_if_resumed_by_hand_with_the_lower_rate(jobs: Jobs, folder: Path) -> None:
     """Step 20 leaves weights that are finite and useless: its checkpoint is passed over. The lower rate is resumed."""
-    options: list[Any] = ["--checkpoint-every", 5, "--lookahead", "--ema-decay", 0.9, "--record-examples"]
-    back = ["--on-nan", "rollback", "--rollback-factor", 0.25]
-    bad, by_hand = tmp_path / "bad", tmp_path / "by_hand"
-    said = _train(2, embedded, bad, {"huge": 20}, *options, *back, "--max-steps", 25)
+    bad, by_hand = folder / "back", folder / "by hand"
+    said = _said(jobs, "back")
     assert "rollback 1 of 3 from step" in said and "to step-15; the learning rate is 0.25 times" in said, said
     assert "model diverged" not in said
-    good = bad / "checkpoints" / "step-15"
-    _train(2, embedded, by_hand, {}, *options, "--max-steps", 30, "--learning-rate", 0.0125, "--resume", good)
-    _train(2, embedded, bad, {}, *options, "--max-steps", 30)
+    _said(jobs, "by hand")
+    _said(jobs, "back resumed")
     summary, expected = runs.summary(bad), runs.summary(by_hand)
     for name in ("weights_sha256_by_rank", "test_loss", "test_accuracy", "train_loss"):
         assert summary[name] == expected[name], name
@@ -105,11 +133,9 @@ def test_a_rollback_is_as_if_resumed_by_hand_with_the_lower_rate(embedded: Path,
     assert summary["goodput"]["repeated_steps"] > 0
 
 
-def test_a_run_that_goes_back_too_often_ends(embedded: Path, tmp_path: Path) -> None:
+def test_a_run_that_goes_back_too_often_ends(jobs: Jobs, folder: Path) -> None:
     """The last rank's NaN comes again each time; without a limit the run would never end."""
-    run_dir = tmp_path / "run"
-    back = ["--on-nan", "rollback", "--max-rollbacks", 2, "--checkpoint-every", 5]
-    said = _train(2, embedded, run_dir, {"nan": [4]}, *back, "--max-steps", 30, code=1)
+    run_dir, said = folder / "too often", _said(jobs, "too often", code=1)
     assert said.count("to step-0; the learning rate is") == 2
     assert said.count("hvd_cifar: loss = nan at step 4: rollback") == 2
     # Once: a launcher that finds this text in the last lines does not start the ranks again.

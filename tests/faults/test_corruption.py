@@ -2,86 +2,99 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from benchmarks import runs
-from tests.faults.jobs import start
+from tests.options import SMALL
+from tests.ranks import Jobs, command, once, run_all
 
-# Rank 1 flips a bit of the largest value of a gradient in some of its computations of some steps.
-PROGRAM = """
-import numpy as np
-import tensorflow as tf
-import hvd_cifar
-from hvd_cifar.training.verify import Verifier
+# The first test starts both jobs, each of which may take minutes on a busy machine.
+pytestmark = pytest.mark.timeout(1200)
 
-compute, calls = Verifier._compute, {}
+Flipped = dict[str, list[int]]  # computations of rank 1, by their steps
 
-def flipped(self, micro_batches, function):
-    share = compute(self, micro_batches, function)
-    number = calls.setdefault(self.step, 0)
-    calls[self.step] += 1
-    if self._world.rank == 1 and number in FLIPPED.get(str(self.step), ()):
-        values = share.gradients[2].numpy()
-        values.view(np.uint32).flat[np.abs(values).argmax()] ^= 1 << 22
-        share.gradients[2] = tf.constant(values)
-    return share
-
-Verifier._compute = flipped
-
-class Nothing(hvd_cifar.Callback):
-    pass
-"""
-
-
-def _run(data: Path, folder: Path, ranks: int, flipped: dict[int, list[int]]) -> tuple[int, str, Path]:
-    folder.mkdir()
-    program = folder / "flips.py"
-    program.write_text(f"FLIPPED = {json.dumps(flipped)}\n{PROGRAM}")
-    options: list[Any] = ["--deterministic", "--verify-every", 10, "--max-steps", 40, "--eval-every", 0]
-    options += ["--callbacks", f"{program}:Nothing"] * bool(flipped)
-    running = start(["-np", ranks], data, folder / "run", *options)
-    try:
-        return running.wait(), running.said(), folder / "run"
-    finally:
-        running.end()
+# By the number of ranks.
+FLIPPED: dict[int, Flipped] = {
+    2: {"10": [0], "20": [1]},  # rank 1's share is verified in step 10; in step 20 its second computation verifies
+    3: {"10": [0, 1]},  # also when it is repeated: the third rank decides, and rank 1 gets the right share
+}
 
 
 @pytest.fixture(scope="module")
-def sound(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """The final weights of runs without a fault, by the number of ranks."""
-    found = {}
-    for ranks in (2, 3):
-        code, said, run_dir = _run(embedded, tmp_path_factory.mktemp("sound") / str(ranks), ranks, {})
-        assert code == 0 and "WRONG" not in said, said
-        found[ranks] = runs.summary(run_dir)["weights_sha256"]
-    return found
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of the jobs of `jobs` are."""
+    return tmp_path_factory.mktemp("runs")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "flipped", "steps"),
-    [
-        # Rank 1's share is verified in step 10. In step 20 rank 1 verifies: that is its second computation.
-        (2, {10: [0], 20: [1]}, [10, 20]),
-        (3, {10: [0, 1]}, [10]),  # also when it is repeated: the third rank decides, and rank 1 gets the right share
-    ],
-)
-def test_a_flipped_bit(
-    ranks: int, flipped: dict[int, list[int]], steps: list[int], sound: dict[int, str], embedded: Path, tmp_path: Path
-) -> None:
-    code, said, run_dir = _run(embedded, tmp_path / "faulty", ranks, flipped)
-    assert code == 0, said
+@pytest.fixture(scope="module")
+def jobs(embedded: Path, folder: Path) -> Jobs:
+    """What the trainings below returned in a job, by their names and by rank: each job starts once."""
+
+    def train(n: int, name: str, flipped: Flipped) -> Callable[..., Any]:
+        words = ["train", *SMALL, embedded, "--run-dir", folder / f"{name} {n}", "--batch-size", 16, "--deterministic"]
+        words += ["--verify-every", 10, "--max-steps", 40, "--eval-every", 0, "--eval-examples", 100]
+        return partial(_flip, words, flipped)
+
+    def start(n: int, launcher: str) -> dict[str, list[Any]]:
+        functions = {"sound": train(n, "sound", {}), "faulty": train(n, "faulty", FLIPPED[n])}
+        if n == 2:
+            functions["repeated"] = train(n, "repeated", {"10": [0, 1]})
+        return run_all(functions, n, launcher=launcher, timeout=540)
+
+    return once(start)
+
+
+def _flip(words: list[Any], flipped: Flipped) -> dict[str, Any]:
+    """Train; rank 1 flips a bit of the largest value of a gradient in some of its computations of some steps."""
+    import numpy as np
+    import tensorflow as tf
+
+    from hvd_cifar.training.verify import Verifier
+
+    compute, calls = Verifier._compute, Counter[int]()
+
+    def flips(self: Verifier, *given: Any) -> Any:
+        share = compute(self, *given)
+        number = calls[self.step]
+        calls[self.step] += 1
+        if self._world.rank == 1 and number in flipped.get(str(self.step), ()):
+            values = share.gradients[2].numpy()
+            values.view(np.uint32).flat[np.abs(values).argmax()] ^= 1 << 22
+            share.gradients[2] = tf.constant(values)
+        return share
+
+    with mock.patch.object(Verifier, "_compute", flips):
+        return command(words)
+
+
+def _said(ranks: list[dict[str, Any]], code: int) -> str:
+    """What all ranks of a training printed; each must have ended with this exit code."""
+    said = "\n".join(line for rank in ranks for line in [*rank["said"], *rank["errors"]])
+    assert [rank["code"] for rank in ranks] == [code] * len(ranks), said
+    return said
+
+
+@pytest.mark.parametrize("n", FLIPPED)
+def test_a_flipped_bit(n: int, jobs: Jobs, folder: Path) -> None:
+    found, steps = jobs(n, "mpirun"), FLIPPED[n]
+    assert "WRONG" not in _said(found["sound"], 0)
+    said = _said(found["faulty"], 0)
     assert said.count("COMPUTED A WRONG GRADIENT") == len(steps)
     for step in steps:
         assert f" COMPUTED A WRONG GRADIENT in step {step}: " in said
     assert said.count("hvd_cifar: rank 1 on ") == len(steps)
-    assert runs.summary(run_dir)["weights_sha256"] == sound[ranks]
+    sound, faulty = (runs.summary(folder / f"{name} {n}")["weights_sha256"] for name in ("sound", "faulty"))
+    assert sound == faulty
 
 
-def test_two_ranks_that_repeat_their_results(embedded: Path, tmp_path: Path) -> None:
+def test_two_ranks_that_repeat_their_results(jobs: Jobs) -> None:
     """As two unlike processors do: nobody knows who is right, and the run ends."""
-    code, said, _ = _run(embedded, tmp_path / "faulty", 2, {10: [0, 1]})
-    assert code == 1 and "compute different gradients in step 10, and each repeats its own" in said, said
+    said = _said(jobs(2, "mpirun")["repeated"], 1)
+    assert "compute different gradients in step 10, and each repeats its own" in said, said

@@ -16,7 +16,8 @@ from hvd_cifar.runtime.stalls import Lost, lost_ranks
 from tests.faults.jobs import Running, start
 
 SECONDS = 4  # --stall-seconds
-LATEST = 10  # s after it: the run has ended
+LATEST = 30  # s after it: the run has ended
+RESTARTS = ("--max-steps", 100, "--checkpoint-every", 25, "--eval-every", 0)
 # Faults of rank 1, each called at step 20.
 FAULTS = """
 import atexit, ctypes, os, signal, threading, time
@@ -31,9 +32,12 @@ def deadlock():
     lock.acquire()
 
 def slow():
-    end = time.monotonic() + 12
+    end = time.monotonic() + 16
     while time.monotonic() < end:
         pass
+
+def lingers():  # until the job starts again after step 20
+    Faulty.on_step = lambda self, run: time.sleep(0.2)
 
 def stops_at_exit():
     atexit.register(os.kill, os.getpid(), signal.SIGSTOP)
@@ -71,6 +75,7 @@ def end_of(running: Running, begins: Callable[[], bool], limit: float) -> tuple[
     assert running.wait() == STALLED, running.said()
     assert time.monotonic() - began < limit + LATEST, running.said()
     said = running.said()
+    assert f"no progress for {SECONDS} s" in said, said
     assert not running.left() and "Traceback" not in said and "stall_inspector" not in said, said
     (lost,) = lost_ranks(said)
     return lost, said
@@ -78,12 +83,13 @@ def end_of(running: Running, begins: Callable[[], bool], limit: float) -> tuple[
 
 def test_a_stopped_rank_is_named_and_the_job_starts_again(job: Any, tmp_path: Path) -> None:
     """Three ranks over MPI, with stacks of the two that answer."""
-    running = job(["-np", 3, "--max-restarts", 1], "--max-steps", 60, "--checkpoint-every", 25, "--eval-every", 0)
+    running = job(["-np", 3, "--max-restarts", 1], *RESTARTS, fault="lingers")
     running.wait_for_step(30)
     running.send(signal.SIGSTOP, "rank 1")
     began = time.monotonic()
     running.wait_until(lambda: running.has_said("restart 1 of 1 in"))
     assert time.monotonic() - began < SECONDS + LATEST
+    assert running.has_said(f"no progress for {SECONDS} s")
     (lost,) = lost_ranks(running.said())
     assert (lost.rank, lost.phase) == (1, "step") and lost.step > 30 and "stopped (SIGSTOP" in lost.reason
     assert running.wait() == 0, running.said()
@@ -95,7 +101,7 @@ def test_a_stopped_rank_is_named_and_the_job_starts_again(job: Any, tmp_path: Pa
 
 def test_a_stopped_starter_is_named_and_the_job_starts_again(job: Any) -> None:
     """mpirun, which forwards all that ranks print, and which nobody but the launcher watches."""
-    running = job(["-np", 2, "--max-restarts", 1], "--max-steps", 60, "--checkpoint-every", 25, "--eval-every", 0)
+    running = job(["-np", 2, "--max-restarts", 1], *RESTARTS, fault="lingers")
     running.wait_for_step(30)
     running.send(signal.SIGSTOP, "starter")
     began = time.monotonic()

@@ -23,11 +23,10 @@ from benchmarks import runs
 from hvd_cifar.errors import RESUME
 from hvd_cifar.reporting import goodput
 from hvd_cifar.training.preemption import StopRequests
-from tests.faults.jobs import Running, checkpoints, start
+from tests.faults.jobs import COURSE, STEPS, Running, checkpoints, start
 from tests.options import PACE, SMALL
 from tests.ranks import CHECKOUT, environment
 
-STEPS = 240
 OFTEN = ["--log-every", 1, "--eval-every", 0, "--eval-examples", 100, "--callbacks", PACE]
 
 
@@ -64,11 +63,11 @@ def test_requests_arrive_where_a_thousand_files_are_open() -> None:
                 time.sleep(0.01)
 
 
-def test_stopped_three_times_and_as_if_never(job: Any, embedded: Path, tmp_path: Path) -> None:
-    """SIGTERM to the launcher, to mpirun, to one of two ranks; each life goes on, and the weights are those of one."""
-    options = ["--deterministic", "--max-steps", STEPS, "--checkpoint-every", 1000, "--eval-every", 90]
+def test_stopped_twice_and_as_if_never(job: Any, alone: Path, embedded: Path, tmp_path: Path) -> None:
+    """SIGTERM to mpirun, and to one of two ranks; each life goes on. To the launcher: `test_validation`."""
+    options = [*COURSE, "--checkpoint-every", 1000, "--eval-every", 90]
     lives = []
-    for target in ("launcher", "mpirun", "rank 1"):
+    for target in ("mpirun", "rank 1"):
         running = job(["-np", 2], *options)
         running.send(signal.SIGTERM, target)
         assert running.wait() == RESUME, (target, running.said())
@@ -80,33 +79,29 @@ def test_stopped_three_times_and_as_if_never(job: Any, embedded: Path, tmp_path:
         assert len(stops) == len(lives)
         assert checkpoints(tmp_path / "run") == lives  # one for each stop, and no other
     assert lives == sorted(set(lives)) and lives[-1] < STEPS
-    cut, whole = (start(["-np", 2], embedded, tmp_path / name, *options) for name in ("run", "whole"))
-    assert (cut.wait(), whole.wait()) == (0, 0), cut.said() + whole.said()
+    cut = start(["-np", 2], embedded, tmp_path / "run", *options)
+    assert cut.wait() == 0, cut.said()
     assert f"resumed from {tmp_path}/run/checkpoints/step-{lives[-1]}" in cut.said()
-    one, other = runs.summary(tmp_path / "run"), runs.summary(tmp_path / "whole")
+    one, other = runs.summary(tmp_path / "run"), runs.summary(alone)
     assert one["weights_sha256"] == other["weights_sha256"]
     assert (one["test_accuracy"], one["train_loss"]) == (other["test_accuracy"], other["train_loss"])
-    assert runs.losses(tmp_path / "run") == runs.losses(tmp_path / "whole")
-    ends = [mark for mark in goodput.read((tmp_path / "run" / "sessions.jsonl").read_text()) if mark["mark"] == "end"]
-    assert [mark["how"] for mark in ends] == ["stopped"] * len(lives) + ["complete"]
+    assert runs.losses(tmp_path / "run") == runs.losses(alone)
+    assert _ends(tmp_path / "run") == ["stopped"] * len(lives) + ["complete"]
 
 
-@pytest.mark.parametrize("launcher", [["-np", 3, "--gloo"], ["-np", 1]])
-def test_other_signals_and_launchers(launcher: list[Any], job: Any, tmp_path: Path) -> None:
-    """Three ranks over Gloo, and one rank without a launcher."""
-    running = job(launcher)
-    running.send(signal.SIGUSR1)
-    assert running.wait() == RESUME, running.said()
-    assert len(checkpoints(tmp_path / "run")) == 1 and "stopped after step" in running.said()
-    assert not running.left()
+def _ends(run_dir: Path) -> list[str]:
+    """How each life of a run ended."""
+    return [mark["how"] for mark in goodput.read((run_dir / "sessions.jsonl").read_text()) if mark["mark"] == "end"]
 
 
-@pytest.mark.parametrize("kind", ["--mpi", "--gloo"])
+@pytest.mark.parametrize(
+    ("launcher", "number"), [(["--mpi", "-np", 2], signal.SIGTERM), (["--gloo", "-np", 3], signal.SIGUSR1)]
+)
 def test_output_that_cannot_be_written_neither_ends_a_job_nor_keeps_it_from_stopping(
-    kind: str, embedded: Path, tmp_path: Path
+    launcher: list[Any], number: signal.Signals, embedded: Path, tmp_path: Path
 ) -> None:
     """Nobody reads what is printed any more, and a disk is full: ranks train on, and save when they are asked to."""
-    words = [sys.executable, "-m", "hvd_cifar.launch", kind, "-np", 2, "train", *SMALL, embedded, "--batch-size", 16]
+    words = [sys.executable, "-m", "hvd_cifar.launch", *launcher, "train", *SMALL, embedded, "--batch-size", 16]
     words += ["--run-dir", tmp_path / "run", *OFTEN]
     with Path("/dev/full").open("wb") as full:
         job = subprocess.Popen(
@@ -119,11 +114,11 @@ def test_output_that_cannot_be_written_neither_ends_a_job_nor_keeps_it_from_stop
         assert job.stdout
         job.stdout.close()
         running.wait_for_step(max(runs.losses(running.run_dir)) + 50)
-        running.send(signal.SIGTERM)
+        running.send(number)
         assert running.wait() == RESUME
     finally:
         running.end()
-    assert checkpoints(running.run_dir) and not running.left()
+    assert len(checkpoints(running.run_dir)) == 1 and _ends(running.run_dir) == ["stopped"] and not running.left()
 
 
 def test_a_terminal_that_is_closed_does_not_end_a_single_rank(embedded: Path, tmp_path: Path) -> None:
@@ -144,11 +139,11 @@ def test_a_terminal_that_is_closed_does_not_end_a_single_rank(embedded: Path, tm
         assert not reader.is_alive()
         os.close(screen)
         running.wait_for_step(max(runs.losses(running.run_dir)) + 50)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGUSR1)
         assert running.wait() == RESUME
     finally:
         running.end()
-    assert checkpoints(running.run_dir)
+    assert len(checkpoints(running.run_dir)) == 1 and _ends(running.run_dir) == ["stopped"]
 
 
 def _read_until(descriptor: int, text: bytes) -> None:

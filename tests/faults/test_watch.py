@@ -20,9 +20,24 @@ from hvd_cifar.reporting import goodput
 from hvd_cifar.reporting.run_files import Ranks, read_run
 from hvd_cifar.tools.report import content
 from tests.faults.jobs import start
+from tests.options import PACE
 from tests.ranks import CHECKOUT, environment
 
 STEPS = 240
+HOLD = """
+import time
+import hvd_cifar
+
+class Hold(hvd_cifar.Callback):
+    \"\"\"Keeps a run's first start between two checkpoints, after a sign of life.\"\"\"
+
+    def on_start(self, run):
+        self.is_first = run.step == 0
+
+    def on_step(self, run):
+        while self.is_first and run.step == 190:
+            time.sleep(1)
+"""
 
 
 @dataclass
@@ -58,7 +73,10 @@ def seen(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     """A job of two ranks, one of which is killed; a terminal and a pipe watch it from its first steps on."""
     run_dir = tmp_path_factory.mktemp("runs") / "run"
     options = ["--max-steps", STEPS, "--checkpoint-every", 100, "--quiet"]
-    job = start(["-np", 2, "--max-restarts", 1], embedded, run_dir, *options)
+    program = run_dir.with_name("hold.py")
+    program.write_text(HOLD)
+    pace = ["--callbacks", f"{PACE},{program}:Hold"]
+    job = start(["-np", 2, "--max-restarts", 1], embedded, run_dir, *options, pace=pace)
     screen, terminal = pty.openpty()
     drawn: list[bytes] = []
     reader = threading.Thread(target=_read, args=[screen, drawn], daemon=True)

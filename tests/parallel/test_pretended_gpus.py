@@ -24,6 +24,16 @@ esac
 """
 # Keras has float16 convolutions for a CPU, but no fast ones.
 PRECISIONS = ("float32", "mixed_bfloat16")
+EXAMPLES = 4  # of a first step
+# As `fast` does, it takes bfloat16 where there is a GPU.
+NET = """
+import dataclasses
+from tests import small
+
+def build(image_shape, classes):
+    net, recipe = small.build(image_shape, classes)
+    return net, dataclasses.replace(recipe, precision=None)
+"""
 
 
 def commands_on_pretended_gpus(commands: list[list[str]]) -> dict[str, Any]:
@@ -44,7 +54,7 @@ def commands_on_pretended_gpus(commands: list[list[str]]) -> dict[str, Any]:
     tf.config.experimental.set_memory_growth = lambda gpu, on: grows.append(f"{gpu.name} {on}")
     tf.config.experimental.get_device_details = lambda gpu: {"compute_capability": (9, 0), "device_name": "Pretended"}
     tf.config.experimental.get_memory_info = lambda name: {"peak": 2**28}
-    vars(first_steps)["PRECISIONS"] = PRECISIONS
+    vars(first_steps).update(PRECISIONS=PRECISIONS, EXAMPLES=EXAMPLES)
     printed = io.StringIO()
     for words in commands:
         with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
@@ -68,12 +78,16 @@ def start_where_tensorflow_finds_no_gpu() -> str:
     return ""
 
 
+pytestmark = pytest.mark.timeout(1200)  # above those of the ranks
+
+
 @pytest.fixture(scope="module")
 def done(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     """What both ranks tell, and the folder of the results."""
     folder = tmp_path_factory.mktemp("gpus")
     data = ["--dataset", "synthetic", "--data-dir", str(embedded)]
-    train = ["train", "--model", "fast", *data, "--run-dir", str(folder / "run"), "--max-steps", "6"]
+    (folder / "net.py").write_text(NET)
+    train = ["train", "--model", f"{folder}/net.py:build", *data, "--run-dir", str(folder / "run"), "--max-steps", "6"]
     commands = [
         ["doctor-job", "--per-host", "2", "--on-gpus"],
         [*train, "--batch-size", "16", "--log-every", "2", "--eval-examples", "64", "--overlap", "on"],
@@ -83,7 +97,7 @@ def done(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list
 
 
 def _run(commands: list[list[str]], folder: Path) -> Any:
-    return run_ranks(commands_on_pretended_gpus, 2, commands, env={"PATH": _path(folder)}, timeout=500)
+    return run_ranks(commands_on_pretended_gpus, 2, commands, env={"PATH": _path(folder)}, timeout=900)
 
 
 def _path(folder: Path) -> str:

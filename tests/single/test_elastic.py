@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -345,12 +345,18 @@ def test_clean_up_says_nothing_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(elastic, "SCRIPT_SECONDS", 2.0)
+    asked: list[str] = []
+    before = set(psutil.Process().children())
     run = ElasticRun(Options(Sizes(1, 8), None, 1, (1, 1)), lambda: HOSTS, lambda *_: 0, Job(can_stop=True), tmp_path)
-    pid = tmp_path / "pid"
-    run.words = lambda host, command: ["sh", "-c", f"echo welcome; echo $$ > {pid}; exec sleep 600"]
+
+    def words(host: str, command: Sequence[str]) -> list[str]:
+        asked.append(host)
+        return ["sh", "-c", "echo welcome; exec sleep 600"]
+
+    run.words = words
     run.used = {"nosuch.invalid"}
     run.clean_up()
-    assert not psutil.pid_exists(int(pid.read_text()))
+    assert asked == ["nosuch.invalid"] and set(psutil.Process().children()) <= before
     assert capfd.readouterr() == ("", "")
 
 

@@ -77,10 +77,11 @@ def test_steps_made_twice_stand_twice_in_the_record_or_were_removed_from_it(tmp_
 
 # A launcher that starts all ranks again where one ends; ranks go on from the last multiple of 5 steps.
 LAUNCHER = """
-import json, pathlib, subprocess, sys, time
-folder, word, patience = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+import subprocess, sys, time
+word, patience = sys.argv[2], int(sys.argv[3])
 while patience:
-    ranks = [subprocess.Popen([sys.executable, "-c", sys.argv[4], str(folder), str(i), word]) for i in range(2)]
+    words = [sys.executable, "-c", sys.argv[4], sys.argv[1], str(patience)]
+    ranks = [subprocess.Popen([*words, str(i), word]) for i in range(2)]
     while all(rank.poll() is None for rank in ranks):
         time.sleep(0.01)
     if all(rank.wait() == 0 for rank in ranks if rank.poll() is not None):
@@ -95,17 +96,24 @@ sys.exit("error: no patience")
 RANK = """
 import json, pathlib, sys, time
 from benchmarks.peers.stamps import Ledger, Stamps
-folder, rank = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+folder, start, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+def meet(step):  # no rank is ahead of the other
+    (folder / f"{start} {rank} {step}").touch()
+    while not (folder / f"{start} {1 - rank} {step}").exists():
+        time.sleep(0.001)
+
 made = folder / "metrics.jsonl"
 lines = made.read_text().splitlines() if made.exists() else []
 step = json.loads(lines[-1])["step"] // 5 * 5 if lines else 0
 ledger, stamps = Ledger(folder / "ledger"), Stamps(None if rank else folder, goes_on=True)
 ledger.go_on_from(step)
-time.sleep(0.5)
-while step < 150:
+meet(step)
+while step < 200:
     ledger.use(step + 1, [2 * step + rank])
     time.sleep(0.04)
     step += 1
+    meet(step)
     stamps.write(step, 0.0)
 (folder / "summary.json").write_text('{"weights_sha256": "same"}')
 """
@@ -119,13 +127,13 @@ def _toy(patience: int) -> Side:
 
 
 def _work(folder: Path) -> Work:
-    return Work(2, 2, 150, 5, folder, Path(sys.executable), folder / "toy", examples=300)
+    return Work(2, 2, 200, 5, folder, Path(sys.executable), folder / "toy", examples=400)
 
 
 def test_faults_kill_ranks_of_a_whole_job(tmp_path: Path) -> None:
     course = elastic.run(_toy(10), _work(tmp_path), 2, random.Random(1))
     assert course.told == "" and len(course.faults) == 2 and course.lost == 0
-    assert all(first >= 1.5 and first == total for first, total in outages(course.seen, course.faults))
+    assert all(1.5 <= first <= total for first, total in outages(course.seen, course.faults))
     assert 0 <= course.twice <= 8
     assert (course.examples_lost, course.examples_repeated) == (0, 0)
     name, whole, faults, *_, lost, repeated, same, _ = row("toy", Course(digest="same"), [course])

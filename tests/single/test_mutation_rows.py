@@ -26,8 +26,9 @@ def test_words_of_no_fault_are_told(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_program_leaves_nothing_behind(ends: bool, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    program = f"setsid sh -c 'echo $$ > {pid}; exec sleep 600' & sleep {1 if ends else 600}"
-    assert run_to_end(["sh", "-c", program], 5) == (0 if ends else None)
+    program = f"setsid sh -c 'echo $$ > {pid}; exec sleep 600' & "
+    program += f"until [ -s {pid} ]; do sleep 0.1; done" if ends else "sleep 600"
+    assert run_to_end(["sh", "-c", program], 60 if ends else 5) == (0 if ends else None)
     end = time.monotonic() + 10
     with contextlib.suppress(psutil.NoSuchProcess):
         left = psutil.Process(int(pid.read_text()))

@@ -165,7 +165,7 @@ def test_settling_waits_until_the_buffer_is_full() -> None:
     )
     elements = iter(batches)
     next(elements)
-    settle()
+    settle(0.5)
     assert len(made) == 1 + PREFETCH_BATCHES
     time.sleep(0.2)
     assert len(made) == 1 + PREFETCH_BATCHES  # and nothing more is made until one is taken

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +48,20 @@ def test_verdicts(statuses: list[Status], absent: Any, lost: list[int], slow: li
 def test_stacks_need_no_folder_and_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
     assert "test_stacks_need_no_folder_and_no_reader" in _stacks()
-    end = threading.Event()
+    end, deep = threading.Event(), threading.Semaphore(0)
 
     def wait(depth: int) -> None:
-        wait(depth - 1) if depth else end.wait(60)
+        if depth:
+            wait(depth - 1)
+        else:
+            deep.release()
+            end.wait(60)
 
     threads = [threading.Thread(target=wait, args=[99]) for _ in range(20)]
     for thread in threads:
         thread.start()
-    time.sleep(0.2)
+    for _ in threads:
+        assert deep.acquire(timeout=60)
     length = len(_stacks())
     end.set()
     for thread in threads:
