@@ -17,9 +17,6 @@ from benchmarks import runs
 from tests.faults.jobs import checkpoints
 from tests.ranks import Jobs, command, once, run_all, run_ranks
 
-# The first test starts a job of ten runs, which may take minutes on a busy machine.
-pytestmark = pytest.mark.timeout(1200)
-
 PROGRAM = Path(__file__).with_name("poisoned.py")
 BATCH = 16
 OPTIONS = ["--batch-size", BATCH, "--deterministic", "--eval-every", 0, "--eval-examples", 100, "--log-every", 5]

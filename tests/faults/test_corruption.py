@@ -15,9 +15,6 @@ from benchmarks import runs
 from tests.options import SMALL
 from tests.ranks import Jobs, command, once, run_all
 
-# The first test starts both jobs, each of which may take minutes on a busy machine.
-pytestmark = pytest.mark.timeout(1200)
-
 Flipped = dict[str, list[int]]  # computations of rank 1, by their steps
 
 # By the number of ranks.

@@ -16,9 +16,6 @@ import pytest
 
 from tests.ranks import CHECKOUT, Jobs, command, environment, once, run_all
 
-# A test may start several jobs, each of which may take minutes on a busy machine.
-pytestmark = pytest.mark.timeout(1200)
-
 EXAMPLES = 42  # in batches of 8: the last of an epoch has 2 examples, fewer than 3 ranks
 
 

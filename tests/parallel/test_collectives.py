@@ -42,7 +42,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
     def start(n: int, launcher: str) -> dict[str, list[Any]]:
         dynamic = {"HOROVOD_TIMELINE": "DYNAMIC"}
-        return run_all(functions[n, launcher], n, launcher=launcher, env=dynamic, timeout=300)
+        return run_all(functions[n, launcher], n, launcher=launcher, env=dynamic, timeout=900)
 
     return once(start)
 

@@ -13,9 +13,6 @@ import pytest
 from benchmarks import runs
 from tests.ranks import Jobs, once, run_all
 
-# A test may start several jobs, each of which may take minutes on a busy machine.
-pytestmark = pytest.mark.timeout(1200)
-
 LENGTHS = {"short": 7, "long": 5001}  # one all-gather; all-to-all and all-gather, in parts of unequal length
 
 
@@ -43,7 +40,7 @@ def jobs(embedded: Path, courses: Path, tmp_path_factory: pytest.TempPathFactory
     def start(n: int, launcher: str) -> dict[str, list[Any]]:
         if n == 2:
             results(3, launcher)  # has made the first five steps
-        return run_all(functions[n], n, launcher=launcher, timeout=300)
+        return run_all(functions[n], n, launcher=launcher, timeout=900)
 
     results = once(start)
     return results

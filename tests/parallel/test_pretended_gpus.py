@@ -78,9 +78,6 @@ def start_where_tensorflow_finds_no_gpu() -> str:
     return ""
 
 
-pytestmark = pytest.mark.timeout(1200)  # above those of the ranks
-
-
 @pytest.fixture(scope="module")
 def done(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     """What both ranks tell, and the folder of the results."""

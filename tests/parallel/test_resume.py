@@ -55,7 +55,7 @@ def _train(
 def _to_its_end(words: list[str], env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
     job = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=cwd)
     try:
-        out, err = job.communicate(timeout=250)
+        out, err = job.communicate(timeout=600)
     finally:
         end_tree(job)
     return subprocess.CompletedProcess(words, job.returncode, out, err)
@@ -181,7 +181,7 @@ def test_fast_goes_on_exactly_and_is_evaluated_in_six_views(
 ) -> None:
     """Slow weights are mixed in after steps 5 and 10; images grow after 6, where the run is cut."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    found, other_rank = run_ranks(_fast, 2, str(embedded), str(whole), str(cut), env=few, timeout=300)
+    found, other_rank = run_ranks(_fast, 2, str(embedded), str(whole), str(cut), env=few, timeout=900)
     assert found == other_rank
     one, other = runs.summary(whole), runs.summary(cut)
     assert one["replicas_identical"] and one["weights_sha256"] == other["weights_sha256"]

@@ -105,6 +105,7 @@ def _be_killed() -> None:
     from hvd_cifar.errors import TrainingError
     from hvd_cifar.runtime.world import session
 
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # horovodrun ends the survivors
     try:
         with session() as world:
             for step in range(1000):
@@ -112,7 +113,6 @@ def _be_killed() -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 hvd.allreduce(tf.zeros(1000), name="a")
     except TrainingError as error:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # horovodrun ends the survivors
         print(f"TrainingError: {error}", flush=True)
 
 

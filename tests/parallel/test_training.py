@@ -20,9 +20,6 @@ import pytest
 from tests.options import RESNET8, SMALL, TUTORIAL
 from tests.ranks import CHECKOUT, Jobs, command, end_tree, environment, once, run_all, run_ranks
 
-# A test may start several jobs, each of which may take minutes on a busy machine.
-pytestmark = pytest.mark.timeout(1200)
-
 QUICK = ["--log-every", "5", "--eval-every", "0", "--eval-examples", "100"]
 
 # Options of which only a started run can find that they are wrong, and what is said of them.
@@ -70,7 +67,7 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
         "goes on": train("goes on", *of_eight, "--callbacks", folder / "away.py:Away", "--max-steps", 40),
         "eight ranks": partial(_at_eight_ranks_batch, str(embedded), str(folder)),
     }
-    return once(lambda n, launcher: run_all(functions, n, launcher=launcher, timeout=540))
+    return once(lambda n, launcher: run_all(functions, n, launcher=launcher, timeout=1000))
 
 
 def _command(n: int, *argv: Any) -> list[str]:
@@ -81,7 +78,7 @@ def _command(n: int, *argv: Any) -> list[str]:
 def _run(n: int, *argv: Any, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """A command on n ranks, to its end."""
     return subprocess.run(
-        _command(n, *argv), capture_output=True, text=True, timeout=300, env=environment(env), cwd=CHECKOUT
+        _command(n, *argv), capture_output=True, text=True, timeout=900, env=environment(env), cwd=CHECKOUT
     )
 
 

@@ -150,7 +150,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     test = made["load"]().test
     np.save(folder / "images.npy", test.images)
     np.save(folder / "labels.npy", test.labels)
-    evaluations = run_ranks(_train, 2, str(folder), NETS, timeout=300)[0]
+    evaluations = run_ranks(_train, 2, str(folder), NETS, timeout=900)[0]
     (folder / "data.py").unlink()  # nothing needs the data from here on
     place = folder / "exported" / NETS[0]  # an empty folder of the user's own, such as a mount
     place.mkdir(parents=True)
@@ -162,7 +162,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     program = LOAD + program.replace("exported/", "exported/fast/")
     words = [str(_tensorflow_alone(folder / "alone")), "-I", "-c", program, *NETS]
     env = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
-    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^\['\w+', '\w+'\]$", done.stdout, re.M), done.stdout  # what the page's program prints
     return folder, evaluations
