@@ -45,6 +45,7 @@ def test_a_host_is_cut_off_comes_back_and_loses_a_rank(three_hosts: Cluster, emb
     three_hosts.cut(third)
     wait_for(partial(has_said, "elastic: node3 is lost"), "the loss of node3")
     wait_for(partial(has_said, "2 ranks x 16"), "two ranks")
+    wait_for(partial(has_said, "resumed from"), "the state")
     three_hosts.restore(third)
     wait_for(partial(has_said, "3 ranks go on instead of 2"), "node3 again", 200)
     wait_for(partial(has_said, "3 ranks x 10.6667", 2), "three ranks", 200)

@@ -14,7 +14,7 @@ from hvd_cifar.runtime.stalls import lost_ranks
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.jobs import launcher, training, variables, wait_for
 
-LATEST = 10  # s from the time-out to the end
+LATEST = 30  # s from the time-out to the end
 
 
 @pytest.mark.parametrize(("kind", "fault"), [("--mpi", Cluster.mute), ("--gloo", Cluster.cut)])
@@ -38,7 +38,7 @@ def test_a_host_that_cannot_be_reached(
         two_hosts.restore(second)
         wait_for(lambda: first.run(["ssh", "node2", "true"]).returncode == 0, "the bridge to let the cable in again")
     assert code == STALLED, output.read_text()
-    assert seconds < 4 + LATEST
+    assert seconds < 4 + LATEST and "no progress for 4 s" in output.read_text()
     (lost,) = lost_ranks(output.read_text())
     assert (lost.rank, lost.host, lost.reason) == (1, "node2", "its host cannot be reached")
     wait_for(lambda: not second.processes("hvd_cifar"), "the end of the other side", 60)

@@ -18,8 +18,8 @@ from tests.cluster.hosts import Cluster
 from tests.cluster.jobs import recorded, wait_for
 from tests.ranks import CHECKOUT
 
-LINK = "100mbit"
-BATCH = 16  # of a rank
+LINK, BITS_PER_SECOND = "50mbit", 50e6
+BATCH = 8  # of a rank
 STEP_BITS = 1_068_298 * 32  # each host sends and receives them in a step: the tutorial's gradients
 
 
@@ -32,13 +32,13 @@ def test_a_slow_link_slows_the_sides_that_communicate(need_hosts: None, tmp_path
     words = [sys.executable, "-m", "benchmarks.peers", "--data-dir", data, "--hosts", 2, "--link", LINK]
     words += ["--model", "tutorial", "--batch-size", BATCH, "--repeats", 1, "--seconds", 1]
     words += ["--only", "hvd_cifar", "--only", "limit", "--base", "hvd_cifar", "--keep", kept, "--output", output]
-    done = subprocess.run([*map(str, words)], cwd=CHECKOUT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*map(str, words)], cwd=CHECKOUT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     (ours, ours_limited), (alone, alone_limited) = [
         (of_link["none"][0], of_link[LINK][0])
         for of_link in json.loads(output.read_text())["images_per_second"].values()
     ]
-    most = 2 * BATCH / (STEP_BITS / 100e6)  # that the link allows
+    most = 2 * BATCH / (STEP_BITS / BITS_PER_SECOND)  # that the link allows
     assert ours_limited < 1.05 * most < 0.5 * min(ours, alone, alone_limited)
     assert f"| {ours_limited / ours:.3f} (" in done.stdout
     facts = recorded(kept / "hvd_cifar" / "run")
@@ -61,7 +61,7 @@ def test_a_rank_that_an_sshd_started_rests_with_its_side(two_hosts: Cluster, tmp
         job.wake()
         (stamps,) = job.run_for(0.1, 3)
         assert stamps[0].step > before.count("\n")
-    wait_for(lambda: not any(host.processes() for host in two_hosts), "the last sleep to end", 5)
+    wait_for(lambda: not any(host.processes() for host in two_hosts), "the last sleep to end", 60)
 
 
 def test_hosts_share_the_cores_and_have_linuxs_congestion_control(need_hosts: None, tmp_path: Path) -> None:

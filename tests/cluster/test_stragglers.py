@@ -9,8 +9,8 @@ from tests.cluster.jobs import launcher, training, variables
 
 
 def test_a_slow_link_is_named(three_hosts: Cluster, embedded: Path, tmp_path: Path) -> None:
-    three_hosts.slow(three_hosts[2], "100mbit")
-    often = ["--model", "tutorial", "--max-steps", "50", "--checkpoint-every", "10"]
+    three_hosts.slow(three_hosts[2], "20mbit")
+    often = ["--max-steps", "60", "--checkpoint-every", "10"]
     words: list[str | Path] = [*launcher(), "--hostfile", three_hosts.hostfile(1, 1, 1)]
     words += training(embedded, tmp_path / "run", *often)
     done = three_hosts[0].run(words, env=variables(three_hosts[0]), timeout=500)

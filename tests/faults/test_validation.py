@@ -18,6 +18,7 @@ from hvd_cifar.errors import RESUME
 from hvd_cifar.reporting import goodput
 from hvd_cifar.runtime import devices
 from tests.faults.jobs import Running, start
+from tests.options import SLOW
 
 COURSE = ["--deterministic", "--max-steps", 60, "--eval-every", 15, "--hold-out", 200, "--checkpoint-every", 1000]
 
@@ -44,7 +45,7 @@ def alone(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_validation_rank_finds_what_training_ranks_would(alone: Path, embedded: Path, tmp_path: Path) -> None:
     """Training has the same weights to the bit; it is stopped once, and goes on."""
     launcher = ["-np", 3, "--validation-ranks", 1]
-    job = start(launcher, embedded, tmp_path / "run", *COURSE)
+    job = start(launcher, embedded, tmp_path / "run", *COURSE, pace=("--callbacks", SLOW))
     try:
         job.wait_for_step(20)
         job.send(signal.SIGTERM)

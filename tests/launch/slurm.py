@@ -24,7 +24,7 @@ from tests.cluster import hosts as namespaces
 from tests.cluster.hosts import Cluster, Host
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
-START_SECONDS = 30.0
+START_SECONDS = 90.0
 # Two partitions of the same nodes: a job in `urgent` takes the nodes from one in `normal`, which goes back in the queue
 # after a grace time in which it is told, as it is before its time limit. A job waits after a requeue for as long as
 # its credential might still be used (cred_expire), at most sites for two minutes.

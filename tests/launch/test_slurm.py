@@ -95,7 +95,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-STEPS = 24
+STEPS = 60
 # In its first lives a job takes half a second for a step, so that there is time to take its nodes away.
 SLOW = """
 import os, sys, time
