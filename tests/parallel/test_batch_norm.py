@@ -172,7 +172,7 @@ def _on_ranks(folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_normalise_as_one_process_with_all_images(n: int, tmp_path: Path) -> None:
     import keras
 

@@ -21,12 +21,25 @@ from tests.ranks import CHECKOUT, Jobs, command, environment, once, run_all
 FEW_SIZES = ("--factor", 64, "--max-bytes", "1M", "--seconds", 0.02, "--repeats", 2)
 
 
+# No multiple of what two or three ranks use in a step.
+FED = """
+import numpy as np
+import hvd_cifar
+
+def load():
+    images = np.random.default_rng(5).integers(0, 256, (2950, 32, 32, 3), dtype=np.uint8)
+    labels = np.arange(len(images)) % 10
+    return hvd_cifar.Dataset.from_arrays(images, labels, images[:10], labels[:10])
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that all jobs read and write."""
     folder = tmp_path_factory.mktemp("benchmarks")
     (folder / "mine.py").write_text(MINE)
     (folder / "own.py").write_text(OVER_ALL_RANKS)
+    (folder / "fed.py").write_text(FED)
     return folder
 
 
@@ -45,7 +58,8 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
     low_rank = ("--precision", "float64", "--compression", "powersgd:2", "--ranks", 2, "--min-efficiency", 0.001)
     own = ("--model", folder / "mine.py:build", "--dataset", folder / "mine.py:load")
     buckets = ("--overlap", "on", "--bucket-bytes", "1K")
-    feed = ("input", *TUTORIAL, embedded, "--batch-size", 100, "--repeats", 1, "--plot")
+    fed = ("--model", "tutorial", "--dataset", folder / "fed.py:load")
+    feed = ("input", *fed, "--batch-size", 100, "--repeats", 1, "--plot")
     functions: dict[tuple[int, str], dict[str, Callable[..., Any]]] = {
         (2, "mpirun"): {
             # First, since other functions leave threads, whose processor time would count.

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import runs
+from tests.options import SMALL_NET
 from tests.ranks import Jobs, once, run_all
 
 LENGTHS = {"short": 7, "long": 5001}  # one all-gather; all-to-all and all-gather, in parts of unequal length
@@ -241,7 +242,7 @@ def _course(data: str, run_dir: str, steps: int) -> None:
 
     course: dict[str, Any] = {"global_batch_size": 24, "precision": "float64", "learning_rate": 0.01, "log_every": 1}
     course |= {"eval_every": 0, "eval_examples": 8, "check_sync_every": 2, "compression": "powersgd:2"}
-    hvd_cifar.train("tutorial", "synthetic", data_dir=data, run_dir=run_dir, max_steps=steps, **course)
+    hvd_cifar.train(SMALL_NET, "synthetic", data_dir=data, run_dir=run_dir, max_steps=steps, **course)
 
 
 def test_powersgd_trains_alike_on_other_ranks_and_goes_on_on_others(jobs: Jobs, courses: Path) -> None:

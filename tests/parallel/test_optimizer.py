@@ -140,7 +140,7 @@ def _wrapped_against_plain() -> dict[str, Any]:
         for graph in (False, True)[: 1 + ((kind, option) in in_graph)]:
             plain = _train_optimizer(make, option, None, graph)
             unlike.add(plain[-1])
-            for wrapped_after in (-1, 2) if graph else (-1, 0, 2):
+            for wrapped_after in (-1, 0, 2) if kind == "Adam" and not graph else (-1, 2):
                 if _train_optimizer(make, option, wrapped_after, graph) != plain:
                     wrong.append(f"{kind}, {option}, wrapped after {wrapped_after}, graph={graph}")
     return {"kinds": sorted(kinds), "cases": len(cases), "unlike": len(unlike), "wrong": wrong}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import runs
+from tests.options import SMALL
 from tests.ranks import run_ranks
 
 NVIDIA_SMI = """#!/bin/sh
@@ -151,8 +152,8 @@ def test_the_doctors_first_minute(done: Any) -> None:
 
 def test_a_benchmark_of_the_step(embedded: Path, tmp_path: Path) -> None:
     """It has process sets, which are made at a process's start: so it has ranks of its own."""
-    data = ["--dataset", "synthetic", "--data-dir", str(embedded), "--model", "tutorial", "--batch-size", "16"]
+    data = [*SMALL, str(embedded), "--batch-size", "16"]
     result = tmp_path / "step.json"
-    _run([["benchmark", "step", *data, "--repeats", "2", "--steps", "4", "--json", str(result)]], tmp_path)
+    _run([["benchmark", "step", *data, "--repeats", "2", "--steps", "2", "--json", str(result)]], tmp_path)
     facts = json.loads(result.read_text())["facts"]
     assert (facts["device"], facts["processor"]) == ("/GPU:0", "Pretended")

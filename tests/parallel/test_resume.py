@@ -8,7 +8,6 @@ import random
 import re
 import subprocess
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,13 @@ import pytest
 
 from benchmarks import jobs, runs
 from hvd_cifar.training.checkpoint_files import damage, listed
-from tests.options import SMALL, TUTORIAL
+from tests.options import PACE, SMALL, SMALL_NET
 from tests.ranks import CHECKOUT, end_tree, environment, run_ranks
 
 # 263 examples in batches of 24 are 11 steps an epoch, the last one of 23: steps 5 and 15 are in the middle of one.
 COURSE = ["--global-batch-size", 24, "--precision", "float64", "--checkpoint-every", 5, "--record-examples"]
 QUIET = ["--log-every", 1, "--eval-every", 0, "--summary-every", 0]
-STEPS, PER_EPOCH, EXAMPLES = 40, 11, 263
+STEPS, PER_EPOCH, EXAMPLES = 80, 11, 263
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +44,8 @@ def few(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     return environment({"PYTHONPATH": path.rstrip(os.pathsep)})
 
 
-def _train(
-    n: int, data: Path, run_dir: Path, env: dict[str, str], *options: Any, net: Sequence[str] = TUTORIAL
-) -> subprocess.CompletedProcess[str]:
-    base = [*net, data, "--run-dir", run_dir]
+def _train(n: int, data: Path, run_dir: Path, env: dict[str, str], *options: Any) -> subprocess.CompletedProcess[str]:
+    base = [*SMALL, data, "--run-dir", run_dir]
     return _to_its_end(jobs.command(n, *base, *QUIET, *options), env, CHECKOUT)
 
 
@@ -75,8 +72,8 @@ def test_killed_at_random_and_resumed_on_other_ranks(embedded: Path, few: dict[s
     kills = []
     # The second kill comes after a checkpoint, at step 5, from which the last job resumes.
     for n, least in ((3, 2), (1, 8)):
-        words = jobs.command(n, *TUTORIAL, embedded, "--run-dir", cut, *QUIET, *COURSE)
-        words += ["--max-steps", str(STEPS)]
+        words = jobs.command(n, *SMALL, embedded, "--run-dir", cut, *QUIET, *COURSE)
+        words += ["--max-steps", str(STEPS), "--callbacks", PACE]
         job = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=few, cwd=CHECKOUT)
         began, last = time.monotonic(), max(runs.losses(cut), default=0)
         target = last + chance.randint(least, least + 7)
@@ -107,7 +104,7 @@ def test_killed_at_random_and_resumed_on_other_ranks(embedded: Path, few: dict[s
 def test_the_newest_whole_checkpoint_is_taken(embedded: Path, few: dict[str, str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     course = ["--global-batch-size", 24, "--precision", "float64", "--checkpoint-every", 2, "--max-steps"]
-    train = partial(_train, 1, embedded, run_dir, few, net=SMALL)
+    train = partial(_train, 1, embedded, run_dir, few)
     done = train(*course, 10)
     assert done.returncode == 0, done.stderr
     losses = runs.losses(run_dir)
@@ -151,7 +148,7 @@ def test_the_batch_of_a_run_stays_on_other_ranks(embedded: Path, few: dict[str, 
     assert {"seed", "model", "dataset", "global_batch_size"} <= set(config)
     facts = {"world_size", "hosts", "convolutions", "command", "hvd_cifar", "git_commit", "versions"}
     assert facts <= set(config["run"])
-    assert config["run"]["command"].startswith("python -m hvd_cifar train --model tutorial --dataset synthetic")
+    assert config["run"]["command"].startswith(f"python -m hvd_cifar train --model {SMALL_NET} --dataset synthetic")
     assert [part["world_size"] for part in config["run"]["earlier"]] == [2]
     again = _to_its_end(jobs.command(1, "--config", run_dir / "config.json"), few, tmp_path)
     assert again.returncode == 0, again.stderr
@@ -170,10 +167,10 @@ def _fast(data: str, whole: str, cut: str) -> list[dict[str, Any]]:
     # Synchronised: otherwise each checkpoint averages the ranks' moving statistics, which rounds.
     course: dict[str, Any] = {"data_dir": data, "global_batch_size": 24, "learning_rate": 0.01, "sync_batch_norm": True}
     course |= {"image_sizes": "16,32", "lookahead": True, "epochs": 1, "check_sync_every": 2}
-    course |= {"log_every": 1, "eval_every": 0, "summary_every": 0}
+    course |= {"log_every": 1, "eval_every": 0, "summary_every": 0, "eval_examples": 40}
     for run_dir, steps, more in ((whole, 10, {}), (cut, 6, PLAIN), (cut, 10, PLAIN)):
         hvd_cifar.train("fast", "synthetic", run_dir=run_dir, max_steps=steps, **course, **more)
-    return [hvd_cifar.evaluate(whole, **more) for more in ({}, PLAIN)]
+    return [hvd_cifar.evaluate(whole, eval_examples=40, **more) for more in ({}, PLAIN)]
 
 
 def test_fast_goes_on_exactly_and_is_evaluated_in_six_views(
@@ -200,8 +197,7 @@ def test_killed_before_the_first_checkpoint_and_after_the_last(
     embedded: Path, few: dict[str, str], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    base = [*TUTORIAL, embedded, "--run-dir", run_dir]
-    base += ["--precision", "float64"]
+    base = [*SMALL, embedded, "--run-dir", run_dir, "--precision", "float64", "--callbacks", PACE]
     job = subprocess.Popen(
         jobs.command(2, *base, *QUIET), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=few, cwd=CHECKOUT
     )

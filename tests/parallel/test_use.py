@@ -42,8 +42,8 @@ import hvd_cifar
 
 def load():
     generator = np.random.default_rng(9)
-    images = generator.integers(0, 256, (331, 32, 32, 3), dtype=np.uint8)
-    labels = generator.integers(0, 4, 331)
+    images = generator.integers(0, 256, (211, 32, 32, 3), dtype=np.uint8)
+    labels = generator.integers(0, 4, 211)
     parts = images[:128], labels[:128], images[128:], labels[128:]
     return hvd_cifar.Dataset.from_arrays(*parts, class_names={NAMES})
 """
@@ -191,7 +191,7 @@ def test_tensorflow_alone_gives_the_logits_of_evaluate(name: str, used: tuple[Pa
 
 @pytest.mark.parametrize("name", ["fast", "own"])
 def test_the_confusion_is_that_of_all_ranks(name: str, used: tuple[Path, dict[str, Any]]) -> None:
-    """203 test images on two ranks; the file of training's last evaluation and that of `evaluate` hold the same."""
+    """83 test images on two ranks; the file of training's last evaluation and that of `evaluate` hold the same."""
     folder, evaluations = used
     found = json.loads((folder / name / "evaluation" / "confusion.json").read_text())
     labels, logits = np.load(folder / "labels.npy"), np.load(folder / f"{name}.npy").astype(np.float64)
