@@ -9,20 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Cluster
-from tests.cluster.jobs import launcher, losses, training, variables, wait_for
+from tests.cluster.jobs import launcher, losses, slow_until, training, variables, wait_for
 
 STEPS = 300
 OPTIONS = ["--max-steps", str(STEPS), "--precision", "float64", "--threads-per-rank", "1", "--record-examples"]
-
-PACE = """
-import pathlib, time
-import hvd_cifar
-
-class Pace(hvd_cifar.Callback):
-    def on_step(self, run):
-        if not pathlib.Path({killed!r}).exists():
-            time.sleep(0.1)
-"""
 
 
 def test_a_host_is_cut_off_comes_back_and_loses_a_rank(three_hosts: Cluster, embedded: Path, tmp_path: Path) -> None:
@@ -31,8 +21,7 @@ def test_a_host_is_cut_off_comes_back_and_loses_a_rank(three_hosts: Cluster, emb
     words: list[str | Path] = [*launcher(), "--elastic", "1:3", "--cool-down", "4:4"]
     words += ["--hostfile", three_hosts.hostfile(1, 1, 1), *training(embedded, three_hosts.own / "run", *OPTIONS)]
     killed = tmp_path / "killed"
-    (tmp_path / "pace.py").write_text(PACE.format(killed=str(killed)))
-    words += ["--callbacks", tmp_path / "pace.py:Pace"]
+    words += slow_until(killed)
     output = tmp_path / "output"
     with output.open("wb") as file:
         job = first.start(words, env=variables(first), stdout=file, stderr=file)

@@ -17,10 +17,13 @@ from benchmarks import runs
 from hvd_cifar.errors import RESUME
 from hvd_cifar.reporting import goodput
 from hvd_cifar.runtime import devices
+from tests.cluster.jobs import slow_until
 from tests.faults.jobs import Running, start
 from tests.options import SLOW
 
-COURSE = ["--deterministic", "--max-steps", 60, "--eval-every", 15, "--hold-out", 200, "--checkpoint-every", 1000]
+EVALUATED = ["--eval-every", 15, "--hold-out", 200, "--checkpoint-every", 1000]
+# The same weights on any number of ranks.
+COURSE = [*EVALUATED, "--max-steps", 60, "--virtual-shards", 2, "--global-batch-size", 32]
 
 
 def _evaluations(run_dir: Path, event: str = "validation") -> dict[int, dict[str, Any]]:
@@ -36,8 +39,8 @@ def _validators(job: Running) -> list[psutil.Process]:
 
 @pytest.fixture(scope="module")
 def alone(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of a job of two ranks that evaluates by itself."""
-    job = start(["-np", 2], embedded, tmp_path_factory.mktemp("validation") / "alone", *COURSE)
+    """The run directory of a job of one rank that evaluates by itself."""
+    job = start(["-np", 1], embedded, tmp_path_factory.mktemp("validation") / "alone", *COURSE)
     assert job.wait() == 0, job.said()
     return job.run_dir
 
@@ -74,22 +77,25 @@ def test_a_validation_rank_finds_what_training_ranks_would(alone: Path, embedded
 
 def test_a_killed_validation_rank_is_told_and_training_goes_on(embedded: Path, tmp_path: Path) -> None:
     """Two evaluate together, and one of them is killed after their first result."""
-    job = start(["-np", 3, "--validation-ranks", 2], embedded, tmp_path / "run", *COURSE, "--max-steps", 1200)
+    told, launcher = tmp_path / "told", ["-np", 3, "--validation-ranks", 2]
+    options = [*EVALUATED, "--deterministic", "--max-steps", 300]
+    job = start(launcher, embedded, tmp_path / "run", *options, pace=slow_until(told))
     try:
         job.wait_until(partial(job.has_said, "it came at step"))
         next(one for one in _validators(job) if "OMPI_COMM_WORLD_RANK" in one.environ()).kill()
         job.wait_until(partial(job.has_said, "validation ranks have ended"))
+        told.touch()
         assert job.wait() == 0, job.said()
     finally:
         job.end()
     mask = frozenset(os.sched_getaffinity(0))
     threads = devices.threads_per_rank([mask] * 3, 0, devices.cpu_quota())
     assert f"1 rank, {threads} CPU thread" in job.said()  # the three share the cores
-    told = [line for line in job.said().splitlines() if "validation ranks have ended" in line or "signal 9" in line]
-    assert len(told) == 1 and "was ended by signal 9 (Killed)" in told[0], job.said()
+    lines = [line for line in job.said().splitlines() if "validation ranks have ended" in line or "signal 9" in line]
+    assert len(lines) == 1 and "was ended by signal 9 (Killed)" in lines[0], job.said()
     summary = runs.summary(job.run_dir)
-    assert set(summary["evaluations_missing"]) | set(_evaluations(job.run_dir)) == set(range(15, 1201, 15))
-    assert 1200 in summary["evaluations_missing"] and _evaluations(job.run_dir) and not job.left()
+    assert set(summary["evaluations_missing"]) | set(_evaluations(job.run_dir)) == set(range(15, 301, 15))
+    assert 300 in summary["evaluations_missing"] and _evaluations(job.run_dir) and not job.left()
 
 
 def test_a_killed_training_rank_ends_the_validation_ranks(embedded: Path, tmp_path: Path) -> None:
