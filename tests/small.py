@@ -26,9 +26,3 @@ class Pace(hvd_cifar.Callback):
     def on_step(self, run: Any) -> None:
         """Wait."""
         time.sleep(self.seconds)
-
-
-class Slow(Pace):
-    """At most 5 steps a second, for what must reach a short run before its end."""
-
-    seconds = 0.2

@@ -15,16 +15,6 @@ from tests.cluster.hosts import Host
 from tests.options import SMALL_NET
 from tests.ranks import CHECKOUT
 
-PACE = """
-import pathlib, time
-import hvd_cifar
-
-class Pace(hvd_cifar.Callback):
-    def on_step(self, run):
-        if not pathlib.Path({file!r}).exists():
-            time.sleep(0.1)
-"""
-
 
 def launcher() -> list[str]:
     """`./run.sh`, or, in an environment that it would set up anew first, what it hands over to."""
@@ -47,13 +37,6 @@ def training(data: Path, run_dir: Path, *options: str) -> list[str]:
     short += ["--eval-every", "0", "--eval-examples", "100", "--overlap", "off"]
     place = ["--dataset", "synthetic", "--data-dir", str(data), "--run-dir", str(run_dir)]
     return ["train", "--model", SMALL_NET, *place, *short, *options]
-
-
-def slow_until(file: Path) -> list[str]:
-    """Options of a job that makes at most 10 steps a second until there is such a file."""
-    callback = file.with_suffix(".py")
-    callback.write_text(PACE.format(file=str(file)))
-    return ["--callbacks", f"{callback}:Pace"]
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Cluster
-from tests.cluster.jobs import launcher, losses, slow_until, training, variables, wait_for
+from tests.cluster.jobs import launcher, losses, training, variables, wait_for
+from tests.options import slow_until
 
 STEPS = 300
 OPTIONS = ["--max-steps", str(STEPS), "--precision", "float64", "--threads-per-rank", "1", "--record-examples"]

@@ -39,7 +39,7 @@ def test_a_slow_link_slows_the_sides_that_communicate(need_hosts: None, tmp_path
         for of_link in json.loads(output.read_text())["images_per_second"].values()
     ]
     most = 2 * BATCH / (STEP_BITS / BITS_PER_SECOND)  # that the link allows
-    assert ours_limited < 1.3 * most < 0.5 * min(ours, alone, alone_limited)
+    assert ours_limited < 1.3 * most < 0.7 * min(ours, alone, alone_limited)
     assert f"| {ours_limited / ours:.3f} (" in done.stdout
     facts = recorded(kept / "hvd_cifar" / "run")
     assert facts["hosts"] == ["node1", "node2"]

@@ -21,5 +21,8 @@ def alone(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not (folder / "run" / "summary.json").exists():
             evaluated = ["--eval-every", 25, "--checkpoint-every", 25, "--record-examples"]
             job = start(["-np", 1], embedded, folder / "run", *COURSE, *evaluated, pace=())
-            assert job.wait(600) == 0, job.said()
+            try:
+                assert job.wait(600) == 0, job.said()
+            finally:
+                job.end()
     return folder / "run"

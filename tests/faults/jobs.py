@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 
 from benchmarks import runs
+from hvd_cifar.runtime.environment import ELASTIC
+from hvd_cifar.runtime.shared_memory import folder_of
 from hvd_cifar.training import checkpoint_files
 from tests.options import PACE, SMALL
 from tests.ranks import CHECKOUT, environment
@@ -60,6 +62,11 @@ class Running:
                 if "hvd_cifar" in words and number is not None:
                     found[int(number)] = process
         return found
+
+    def copies(self) -> Path:
+        """The folder of the copies of its state, of an elastic job whose ranks run."""
+        name, _, _ = next(iter(self.ranks().values())).environ()[ELASTIC].partition(":")
+        return folder_of(name)
 
     def starters(self) -> list[psutil.Process]:
         """The launcher's children that start ranks, or are the only one."""

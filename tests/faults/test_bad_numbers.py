@@ -9,12 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from benchmarks import runs
-from tests.faults.jobs import checkpoints
+from tests.faults.jobs import checkpoints, start
 from tests.ranks import Jobs, command, once, run_all, run_ranks
 
 PROGRAM = Path(__file__).with_name("poisoned.py")
@@ -53,26 +52,24 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
     every = ["--checkpoint-every", 5, "--lookahead", "--ema-decay", 0.9, "--record-examples", "--max-steps"]
     good = folder / "back" / "checkpoints" / "step-15"
     back = ["--on-nan", "rollback", "--rollback-factor", 0.25]
-    often = ["--on-nan", "rollback", "--max-rollbacks", 2, "--checkpoint-every", 5]
     functions |= {
         "back": train("back", {"huge": 20}, *every, 25, *back),
         "by hand": train("by hand", {}, *every, 30, "--learning-rate", 0.0125, "--resume", good),
         "back resumed": train("back", {}, *every, 30),
-        "too often": train("too often", {"nan": [4]}, *often, "--max-steps", 30),
     }
     return once(lambda n, launcher: run_all(functions, n, launcher=launcher, timeout=900))
 
 
 def _poisoned(words: list[Any], plan: dict[str, Any]) -> dict[str, Any]:
-    with mock.patch.dict(os.environ, PLAN=json.dumps(plan)):
-        return command(words)
+    os.environ["PLAN"] = json.dumps(plan)
+    return command(words)
 
 
-def _said(jobs: Jobs, name: str, code: int = 0) -> str:
-    """What all ranks of a training printed; each must have ended with this exit code."""
+def _said(jobs: Jobs, name: str) -> str:
+    """What all ranks of a training printed; each must have ended well."""
     ranks = jobs(2, "mpirun")[name]
     said = "\n".join(line for rank in ranks for line in [*rank["said"], *rank["errors"]])
-    assert [rank["code"] for rank in ranks] == [code] * 2 and "Traceback" not in said, said
+    assert [rank["code"] for rank in ranks] == [0, 0] and "Traceback" not in said, said
     return said
 
 
@@ -130,9 +127,16 @@ def test_a_rollback_is_as_if_resumed_by_hand_with_the_lower_rate(jobs: Jobs, fol
     assert summary["goodput"]["repeated_steps"] > 0
 
 
-def test_a_run_that_goes_back_too_often_ends(jobs: Jobs, folder: Path) -> None:
-    """The last rank's NaN comes again each time; without a limit the run would never end."""
-    run_dir, said = folder / "too often", _said(jobs, "too often", code=1)
+def test_a_run_that_goes_back_too_often_ends(embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank's NaN comes again each time; without a limit the run would never end. It is not started again."""
+    monkeypatch.setenv("PLAN", json.dumps({"nan": [4]}))
+    net = ("--model", f"{PROGRAM}:build", "--dataset", "synthetic", "--data-dir")
+    often = ["--on-nan", "rollback", "--max-rollbacks", 2, "--checkpoint-every", 5, "--max-steps", 30]
+    launcher, spoil = ["-np", 2, "--max-restarts", 1], ("--callbacks", f"{PROGRAM}:Spoil")
+    job = start(launcher, embedded, tmp_path / "run", *OPTIONS, *often, net=net, pace=spoil)
+    assert job.wait() == 1, job.said()
+    run_dir, said = job.run_dir, job.said()
+    assert "Traceback" not in said and "restart 1" not in said and not job.left(), said
     assert said.count("to step-0; the learning rate is") == 2
     assert said.count("hvd_cifar: loss = nan at step 4: rollback") == 2
     # Once: a launcher that finds this text in the last lines does not start the ranks again.

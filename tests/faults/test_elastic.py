@@ -10,18 +10,17 @@ from pathlib import Path
 
 from benchmarks import runs
 from hvd_cifar.errors import RESUME
-from hvd_cifar.runtime.shared_memory import folder_of
 from tests.faults.jobs import COURSE, STEPS, checkpoints, start
 
 OPTIONS = [*COURSE, "--checkpoint-every", 1000, "--eval-every", 0]
 
 
 def test_a_killed_rank_over_gloo(alone: Path, embedded: Path, tmp_path: Path) -> None:
-    """The other one goes on until the slot of the killed one has rested; then two. Over MPI: `test_moments`."""
-    before = set(folder_of("").glob("*"))
+    """The other one goes on until the slot of the killed one has rested; then two. Over MPI: `tests/cluster`."""
     job = start(["--gloo", "--elastic", "1:2", "--cool-down", "1:1"], embedded, tmp_path / "run", *OPTIONS)
     try:
         job.wait_for_step(20)
+        copies = job.copies()
         job.send(signal.SIGKILL, "rank 0")
         job.wait_until(partial(job.has_said, "elastic: rank 0 on localhost is lost (exit code 137)"))
         job.wait_until(partial(job.has_said, "2 ranks go on instead of 1"))
@@ -30,7 +29,7 @@ def test_a_killed_rank_over_gloo(alone: Path, embedded: Path, tmp_path: Path) ->
         job.end()
     said = job.said()
     assert re.search(r"resumed from memory at step \d+", said), said
-    assert not job.left() and set(folder_of("").glob("*")) == before
+    assert not job.left() and not copies.exists()
     assert runs.steps(job.run_dir) == list(range(1, STEPS + 1))
     assert runs.losses(job.run_dir) == runs.losses(alone)
     assert runs.summary(job.run_dir)["weights_sha256"] == runs.summary(alone)["weights_sha256"]
@@ -53,17 +52,18 @@ def test_a_rank_that_hangs_is_dropped(alone: Path, embedded: Path, tmp_path: Pat
 
 def test_a_killed_launcher(alone: Path, embedded: Path, tmp_path: Path) -> None:
     """Neither processes nor copies of the state are left; a resumed run ends with the weights of one left alone."""
-    before = set(folder_of("").glob("*"))
     options = [*OPTIONS, "--checkpoint-every", 10]
     job = start(["--elastic", "1:2"], embedded, tmp_path / "run", *options)
     try:
         job.wait_for_step(40)
-        assert set(folder_of("").glob("*")) > before
+        copies = job.copies()
+        assert copies.exists()
         job.send(signal.SIGKILL)
         end = time.monotonic() + 60
-        while (left := job.left()) or set(folder_of("").glob("*")) != before:
+        while (left := job.left()) or copies.exists():
             assert time.monotonic() < end, left
             time.sleep(0.1)
+        assert not (job.run_dir / "summary.json").exists()  # the ranks were ended before they were done
     finally:
         job.end()
     again = start(["-np", 1], embedded, job.run_dir, *options)

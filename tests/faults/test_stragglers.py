@@ -26,11 +26,11 @@ def test_a_tenth_of_a_core(embedded: Path, tmp_path: Path) -> None:
         for number, share in itertools.cycle(SHARES.items()):
             rank.send_signal(number)
             time.sleep(share)
-            # It is named after three gatherings in a row, and not again by the next two.
+            # It is named after three gatherings in a row, the last of which may not be counted; not again by two more.
             if number == signal.SIGCONT and not running.has_said("is slow since step"):
                 gathered = _gathered(running.run_dir)
                 assert gathered < 30, running.said()
-            elif number == signal.SIGCONT and _gathered(running.run_dir) >= gathered + 2:
+            elif number == signal.SIGCONT and _gathered(running.run_dir) >= gathered + 3:
                 break
         assert running.said().count("is slow since step") == 1, running.said()
         assert "hvd_cifar: rank 1 on" in running.said() and ", compute: " in running.said()

@@ -17,13 +17,12 @@ from benchmarks import runs
 from hvd_cifar.errors import RESUME
 from hvd_cifar.reporting import goodput
 from hvd_cifar.runtime import devices
-from tests.cluster.jobs import slow_until
 from tests.faults.jobs import Running, start
-from tests.options import SLOW
+from tests.options import slow_until
 
 EVALUATED = ["--eval-every", 15, "--hold-out", 200, "--checkpoint-every", 1000]
 # The same weights on any number of ranks.
-COURSE = [*EVALUATED, "--max-steps", 60, "--virtual-shards", 2, "--global-batch-size", 32]
+SHORT = [*EVALUATED, "--max-steps", 60, "--virtual-shards", 2, "--global-batch-size", 32]
 
 
 def _evaluations(run_dir: Path, event: str = "validation") -> dict[int, dict[str, Any]]:
@@ -38,32 +37,32 @@ def _validators(job: Running) -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def alone(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def evaluated(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a job of one rank that evaluates by itself."""
-    job = start(["-np", 1], embedded, tmp_path_factory.mktemp("validation") / "alone", *COURSE)
+    job = start(["-np", 1], embedded, tmp_path_factory.mktemp("validation") / "alone", *SHORT)
     assert job.wait() == 0, job.said()
     return job.run_dir
 
 
-def test_a_validation_rank_finds_what_training_ranks_would(alone: Path, embedded: Path, tmp_path: Path) -> None:
+def test_a_validation_rank_finds_what_training_ranks_would(evaluated: Path, embedded: Path, tmp_path: Path) -> None:
     """Training has the same weights to the bit; it is stopped once, and goes on."""
     launcher = ["-np", 3, "--validation-ranks", 1]
-    job = start(launcher, embedded, tmp_path / "run", *COURSE, pace=("--callbacks", SLOW))
+    job = start(launcher, embedded, tmp_path / "run", *SHORT, pace=slow_until(tmp_path / "stopped"))
     try:
         job.wait_for_step(20)
         job.send(signal.SIGTERM)
         assert job.wait() == RESUME and not job.left(), job.said()
-        again = start(launcher, embedded, tmp_path / "run", *COURSE)
+        again = start(launcher, embedded, tmp_path / "run", *SHORT)
         assert again.wait() == 0 and not again.left(), again.said()
     finally:
         job.end()
-    found, expected = _evaluations(job.run_dir), _evaluations(alone)
+    found, expected = _evaluations(job.run_dir), _evaluations(evaluated)
     missing = set(runs.summary(job.run_dir)["evaluations_missing"])  # where training was faster
     assert set(found) | missing == set(expected) == {15, 30, 45, 60} and 60 in found
     for step, one in found.items():
         assert one["validation_accuracy"] == expected[step]["validation_accuracy"] and one["at_step"] >= step
         assert one["validation_loss"] == pytest.approx(expected[step]["validation_loss"], rel=1e-6)
-    summary, other = runs.summary(job.run_dir), runs.summary(alone)
+    summary, other = runs.summary(job.run_dir), runs.summary(evaluated)
     assert summary["weights_sha256"] == other["weights_sha256"] and summary["world_size"] == 2
     assert summary["test_accuracy"] == other["test_accuracy"]
     if not missing:

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tests.ranks import run_ranks
 
-IMAGES, SHAPE = 7, (3, 2, 5)  # 7 images: 3 ranks get 3, 2 and 2 of them
+RANKS, IMAGES, SHAPE = 3, 7, (3, 2, 5)  # the ranks get 3, 2 and 2 images
 
 
 def _images(kind: str) -> tuple[Any, Any]:
@@ -172,11 +171,10 @@ def _on_ranks(folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_ranks_normalise_as_one_process_with_all_images(n: int, tmp_path: Path) -> None:
+def test_ranks_normalise_as_one_process_with_all_images(tmp_path: Path) -> None:
     import keras
 
-    ranks = run_ranks(_on_ranks, n, str(tmp_path))
+    ranks = run_ranks(_on_ranks, RANKS, str(tmp_path))
     # float64 sums in another order; float32's fused kernel against sums written out.
     for kind, tolerance in (("float64", 1e-12), ("float32", 3e-5)):
         keras.config.set_floatx(kind)
@@ -187,7 +185,7 @@ def test_ranks_normalise_as_one_process_with_all_images(n: int, tmp_path: Path) 
             for rank, found in enumerate(found[f"{kind}, {layer}"] for found in ranks):
                 where = kind, layer, rank
                 for name in ("output", "in evaluation", "of images"):
-                    assert np.allclose(found[name], expected[name][rank::n], rtol=tolerance, atol=tolerance), (
+                    assert np.allclose(found[name], expected[name][rank::RANKS], rtol=tolerance, atol=tolerance), (
                         where,
                         name,
                     )
@@ -215,7 +213,7 @@ def test_ranks_normalise_as_one_process_with_all_images(n: int, tmp_path: Path) 
         finite, least = found["constant"]
         assert finite and least >= 0.0
         # Rank r has r + 1 positions with the value r + 1 in each of its examples.
-        counts = np.arange(1, n + 1)
+        counts = np.arange(1, RANKS + 1)
         assert np.allclose(found["masked"], (counts**2).sum() / counts.sum())
         text, untouched = found["renorm"]
         assert "renorm=True" in text and untouched

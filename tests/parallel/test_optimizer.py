@@ -140,6 +140,7 @@ def _wrapped_against_plain() -> dict[str, Any]:
         for graph in (False, True)[: 1 + ((kind, option) in in_graph)]:
             plain = _train_optimizer(make, option, None, graph)
             unlike.add(plain[-1])
+            # 0: built, and before the first step.
             for wrapped_after in (-1, 0, 2) if kind == "Adam" and not graph else (-1, 2):
                 if _train_optimizer(make, option, wrapped_after, graph) != plain:
                     wrong.append(f"{kind}, {option}, wrapped after {wrapped_after}, graph={graph}")
