@@ -4,7 +4,7 @@
 set -eu
 
 packages=$(echo "$1"/lib/python3*/site-packages)
-"$1"/bin/python -m pip uninstall --yes --quiet cmake cffi pycparser wheel
+"$1"/bin/python -m pip uninstall --yes --quiet cmake cffi pycparser uv wheel
 rm -rf "$1"/set-up.log "$1"/wheels "$1"/include "$1"/share/man
 
 # Headers: only the build of Horovod needs them. libclang: TensorFlow requires the package and never loads the library.

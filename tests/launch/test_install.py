@@ -25,7 +25,16 @@ import pytest
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.kernels import compiled
-from hvd_cifar.launch.install import convolutions, cuda_kernels, everywhere, horovod, installer, machine, versions
+from hvd_cifar.launch.install import (
+    convolutions,
+    cuda_kernels,
+    everywhere,
+    horovod,
+    installer,
+    machine,
+    packages,
+    versions,
+)
 from hvd_cifar.launch.install.patch import PatchError, apply_patch
 from hvd_cifar.launch.install.steps import StepFailed, Steps, locked, telling_lines
 from tests.ranks import CHECKOUT
@@ -266,6 +275,42 @@ def test_a_failure_shows_what_failed_first() -> None:
     assert "mpi.h: No such file" in lines[0]
     assert not any("earlier" in line or "Failed" in line for line in lines)
     assert telling_lines("\n$ x\none\n\ntwo\n") == ["one", "two"]
+
+
+def test_uv_gets_pips_settings() -> None:
+    """A variable overrides pip's file, and a section for `install` the global one; the user's own for uv stay."""
+    listed = (
+        ":env:.find-links='/a /b'\nglobal.extra-index-url='https://one/simple\\nhttps://two/simple'\n"
+        "global.find-links='/c'\nglobal.index-url='https://all'\nglobal.user='true'\n"
+        "install.index-url='https://mine=here/simple'\nglobal.proxy=''\n"
+    )
+    found = packages.uv_environment(listed, {"UV_LINK_MODE": "copy", "UV_COMPILE_BYTECODE": "0", "HOME": "/h"})
+    assert found.items() >= {
+        ("UV_FIND_LINKS", "/a,/b"),
+        ("UV_INDEX", "https://one/simple https://two/simple"),
+        ("UV_DEFAULT_INDEX", "https://mine=here/simple"),
+        ("UV_LINK_MODE", "copy"),
+        ("UV_COMPILE_BYTECODE", "0"),
+        ("HOME", "/h"),
+    }
+    assert not {"ALL_PROXY", "user", "PIP_USER"} & set(found)
+
+
+@pytest.mark.parametrize("uv", ["exit 0", "echo no such index; exit 2", None])
+def test_pip_installs_what_uv_cannot(uv: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """uv is at work, it fails, or the index has none. Both tools get the same words, and pip's constraints."""
+    config = 'case "$*" in *config*) echo "global.constraint=\'/held.txt\'"; exit;; esac'
+    python = str(_tool(tmp_path, "python", f'{config}; echo pip: "$@"'))
+    if uv:
+        _tool(tmp_path, "uv", f'echo uv: "$@"; {uv}')
+    log_path = tmp_path / "log"
+    with log_path.open("w+") as log:
+        packages.install(Steps(log, log.fileno()), python, ["uv==1.*"], ["--constraint", "mine", "-e", "."], tmp_path)
+    said = [line for line in log_path.read_text().splitlines() if line.startswith(("pip:", "uv:"))]
+    of_uv = [f"uv: pip install --python {python} --constraint /held.txt --constraint mine -e ."] if uv else []
+    of_pip = [] if uv == "exit 0" else ["pip: -I -m pip install --constraint mine -e ."]
+    assert said == ["pip: -I -m pip install uv==1.*", *of_uv, *of_pip]
+    assert ("without uv" in capsys.readouterr().err) == bool(of_pip)
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])

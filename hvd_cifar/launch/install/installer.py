@@ -25,7 +25,7 @@ from typing import Any
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.arguments import Parser
-from hvd_cifar.launch.install import convolutions, horovod, machine
+from hvd_cifar.launch.install import convolutions, horovod, machine, packages
 from hvd_cifar.launch.install.everywhere import LOCK, Here, files_of, set_up_hosts
 from hvd_cifar.launch.install.steps import SHOWN_LINES, StepFailed, Steps, locked, say, telling_lines
 from hvd_cifar.launch.install.versions import differences, read_constraints, versions_of
@@ -319,7 +319,8 @@ def _install_packages(steps: Steps, options: Options, like: Path | None) -> None
     extras += ["test"] if options.test else []
     held = ["--constraint", str(like.resolve())] if like else []
     with steps.step(f"packages ({', '.join(extras)})"):
-        steps.run([*PIP, "install", *held, "-e", f".[{','.join(extras)}]"], cwd=CHECKOUT)
+        words = [*held, "-e", f".[{','.join(extras)}]"]
+        packages.install(steps, PYTHON, uv=_requirements("uv"), words=words, folder=CHECKOUT)
         if not options.system_mpi:
             _let_mpirun_do_without_ssh()
         if options.gpu:
@@ -335,6 +336,7 @@ def _let_mpirun_do_without_ssh() -> None:
     line = "plm_rsh_agent = ssh : rsh : false\n"
     text = settings.read_text()
     if not text.endswith(line):
+        settings.unlink()  # uv may have linked it to the copy in its cache, which other environments share
         settings.write_text(text + line)
 
 
