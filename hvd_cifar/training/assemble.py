@@ -78,7 +78,7 @@ from hvd_cifar.training.validation import Beside, Best
 from hvd_cifar.training.verify import Verifier
 
 ADAPTING_PIXELS = 5000 * 32 * 32  # of the images that layers learn from before training; 5,000 as in Jordan 2024
-EMBEDDED_EXAMPLES = 2000  # to evaluate of the embedded set, whose accuracy says nothing about CIFAR-10
+EMBEDDED_EXAMPLES = 1000  # to evaluate of the embedded set, whose accuracy says nothing about CIFAR-10
 
 NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"
 
