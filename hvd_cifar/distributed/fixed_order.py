@@ -34,8 +34,21 @@ def add_in_tree(terms: Iterable[T], add: Callable[[T, T], T]) -> T:
     return total
 
 
+def hosts_alike(local_ranks: Sequence[int]) -> int:
+    """The number of hosts, if each has the same number of ranks, which are neighbours; else 1.
+
+    Args:
+        local_ranks: of all ranks, in their order.
+    """
+    hosts = max(local_ranks.count(0), 1)
+    return hosts if list(local_ranks) == [*range(len(local_ranks) // hosts)] * hosts else 1
+
+
 def all_reduce_in_tree(
-    values: Sequence[Any], process_set: Any = hvd.global_process_set, gather: bool | None = None
+    values: Sequence[Any],
+    process_set: Any = hvd.global_process_set,
+    gather: bool | None = None,
+    hosts: int = 1,
 ) -> list[Any]:
     """Sums of tensors over the ranks, added in the order of the ranks by `add_in_tree`. A collective.
 
@@ -46,9 +59,14 @@ def all_reduce_in_tree(
 
     bfloat16 is added in float32, and the sum is rounded to bfloat16.
 
+    With `hosts` the first algorithm has two levels: a host's terms are added before they leave it, and each of H hosts
+    sends 2 (H - 1) / H of the values. Its sums have an order of their own, and bfloat16 is also rounded after the first
+    level.
+
     Args:
         values: tensors of one floating type; the same shapes on every rank.
         gather: True for the one all-gather; None: where there are at most `FEW_VALUES` values.
+        hosts: as from `hosts_alike`; 1: one level.
     """
     size = process_set.size()
     dtype = values[0].dtype
@@ -61,11 +79,41 @@ def all_reduce_in_tree(
     else:
         length = tf.size(flat)
         padded = tf.pad(flat, [[0, -length % size]])
-        terms = hvd.alltoall(padded, name=_name("exchange", process_set), process_set=process_set)
-        sums = bits_of(_sum_of_rows(from_bits(tf.reshape(terms, [size, -1]), dtype)))
-        sums = hvd.allgather(sums, name=_name("gather", process_set), process_set=process_set)
+        if 1 < hosts < size:
+            sums = _sums_in_levels(padded, dtype, hosts, process_set)
+        else:
+            terms = hvd.alltoall(padded, name=_name("exchange", process_set), process_set=process_set)
+            sums = bits_of(_sum_of_rows(from_bits(tf.reshape(terms, [size, -1]), dtype)))
+            sums = hvd.allgather(sums, name=_name("gather", process_set), process_set=process_set)
         sums = from_bits(sums[:length], dtype)
     return buckets.pieces(sums, values)
+
+
+def _sums_in_levels(values: Any, dtype: Any, hosts: int, process_set: Any) -> Any:
+    """Reduce-scatter within hosts and between them, then all-gather between hosts and within them.
+
+    Ranks of one host, and ranks with one local rank, exchange by an all-to-all that has nothing for all others.
+
+    Args:
+        values: as from `bits_of`, a multiple of the ranks' number. All results are of this kind.
+    """
+    size = process_set.size()
+    local = size // hosts
+    host, own = divmod(process_set.rank(), local)
+    inside, across = ([r // local == host for r in range(size)], [r % local == own for r in range(size)])
+
+    def exchange(parts: Any, members: list[bool]) -> Any:
+        """Send each member its one of equal parts; [members, n]: what they send to this rank."""
+        count = sum(members)
+        splits = tf.cast(members, tf.int32) * (tf.size(parts) // count)
+        received, _ = hvd.alltoall(parts, splits, name=_name("exchange", process_set), process_set=process_set)
+        return tf.reshape(received, [count, -1])
+
+    for members in (inside, across):
+        values = bits_of(_sum_of_rows(from_bits(exchange(values, members), dtype)))
+    for members in (across, inside):
+        values = tf.reshape(exchange(tf.tile(values, [sum(members)]), members), [-1])
+    return values
 
 
 def _name(kind: str, process_set: Any) -> str | None:

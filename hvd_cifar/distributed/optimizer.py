@@ -38,6 +38,7 @@ class Reduction:
     sparse_as_dense: bool = False
     fixed_order: bool = False
     bucket_bytes: int | None = None
+    hosts: int = 1
 
     @property
     def is_local(self) -> bool:
@@ -190,11 +191,12 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     fixed_order: bool = False,
     bucket_bytes: int | None = None,
+    hosts: int = 1,
 ) -> OptimizerT:
     """Make a Keras 3 optimizer reduce its gradients over all ranks before it applies them.
 
     Arguments are keywords. Those up to `sparse_as_dense` have the names and meanings of Horovod's; its other arguments
-    do not exist here. `fixed_order` and `bucket_bytes` are this project's own.
+    do not exist here. `fixed_order`, `bucket_bytes` and `hosts` are this project's own.
 
     The optimizer itself is changed and returned. Its class becomes a subclass of the same name, which overrides
     `apply`. All its state stays: slots, exclusions from weight decay, schedules, moving averages, names. It saves,
@@ -236,6 +238,9 @@ def DistributedOptimizer(
             same terms give the same bits on 1, 2, 4, ... ranks. Sparse gradients become dense.
         bucket_bytes: size of a message. In a graph a message leaves when backward has computed its gradients. None: all
             gradients leave in one message after backward. Sums differ by rounding only.
+        hosts: for bf16: how many hosts have the ranks of `process_set`, each the same number of neighbours; the same on
+            every rank. A host's gradients are then added, and rounded to bfloat16, before they leave it, so that each
+            of H hosts sends 2 (H - 1) / H of them, whatever its number of ranks.
 
     Raises:
         TypeError: where `optimizer` is no Keras 3 optimizer.
@@ -250,10 +255,13 @@ def DistributedOptimizer(
     _check_count("backward_passes_per_step", backward_passes_per_step)
     if bucket_bytes is not None:
         _check_count("bucket_bytes", bucket_bytes)
+    _check_count("hosts", hosts)
     if not hvd.is_initialized():
         raise RuntimeError("Horovod is not initialised: call hvd.init() before DistributedOptimizer")
     if getattr(process_set, "process_set_id", 0) is None:
         raise ValueError("process_set is not registered: give it to hvd.init(process_sets=[...]) on every rank")
+    if process_set.included() and process_set.size() % hosts:
+        raise ValueError(f"hosts is {hosts}, which does not divide the {process_set.size()} ranks")
     reduction = Reduction(
         average=_named(op, {"average": hvd.Average, "sum": hvd.Sum}, "op") == hvd.Average,
         compression=_compression(compression),
@@ -263,6 +271,7 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         fixed_order=fixed_order,
         bucket_bytes=bucket_bytes,
+        hosts=hosts,
     )
     _adapt_loss_scale()
 
@@ -424,7 +433,8 @@ def _all_reduce(tensors: Sequence[Any], op: Any, reduction: Reduction) -> list[A
         buckets.gate(messages)
     for bucket, message in zip(members, messages, strict=True):
         if reduction.fixed_order or message.dtype == tf.bfloat16:
-            (total,) = all_reduce_in_tree([message], reduction.process_set)
+            hosts = 1 if reduction.fixed_order else reduction.hosts
+            (total,) = all_reduce_in_tree([message], reduction.process_set, hosts=hosts)
         else:
             total = hvd.allreduce(message, op=op, process_set=reduction.process_set)
         for i, piece in zip(bucket, buckets.pieces(total, [tensors[i] for i in bucket]), strict=True):

@@ -22,6 +22,7 @@ from hvd_cifar.data.pipeline import MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding, spread
 from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm, prove_averaging
 from hvd_cifar.distributed.batch_norm import local_layers, synchronised_layers
+from hvd_cifar.distributed.fixed_order import hosts_alike
 from hvd_cifar.distributed.optimizer import reduction_of, set_bucket_bytes, watch_gradients
 from hvd_cifar.errors import UserError, cause_of
 from hvd_cifar.kernels import compiled
@@ -56,7 +57,6 @@ from hvd_cifar.training.plan import (
     Plan,
     global_batch,
     make_schedule,
-    note_on_bytes,
     plan,
     precision_of,
     resolve,
@@ -94,6 +94,7 @@ class Work:
         transforms: from the data set's images to what the net sees.
         plan: the batch arithmetic.
         sharding: which micro-batches of each global batch are this rank's.
+        local_ranks: of all ranks in their order, where the way of the gradients depends on them; else empty.
     """
 
     settings: TrainSettings
@@ -102,6 +103,7 @@ class Work:
     transforms: Transforms
     plan: Plan
     sharding: Sharding
+    local_ranks: tuple[int, ...] = ()
 
     @property
     def image_sizes(self) -> tuple[int, ...]:
@@ -164,7 +166,10 @@ def prepare(
     resolved = for_machines(resolve(settings, recipe), world)
     if trained_with:  # an evaluation makes no steps: ranks may outnumber the training examples
         return work_of(resolved, dataset, model, 0, 1)
-    return work_of(resolved, dataset, model, world.rank, world.size, world.batch_ranks)
+    work = work_of(resolved, dataset, model, world.rank, world.size, world.batch_ranks)
+    if resolved.compression != "bf16":
+        return work
+    return replace(work, local_ranks=tuple(collectives.all_gather_object(world.local_rank)))
 
 
 def work_of(
@@ -237,9 +242,8 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     """
     settings = collectives.on_root(lambda: run_dir.continue_run(settings))
     work = prepare(settings, world, given)
-    bytes_note = note_on_bytes(work.settings.compression, world.algorithm, world.local_size)
     if work.settings.deterministic or work.settings.compression == "bf16":
-        world = replace(world, algorithm="all-to-all and all-gather")  # see distributed.fixed_order
+        world = replace(world, algorithm=algorithm_in_order(work))
     profile.check_steps(work.settings.profile_steps, work.plan.total_steps)
     kernels = _agree_on_kernels(world, work.settings)
     schedule = make_schedule(work.settings, work.recipe, work.plan)
@@ -249,7 +253,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     overlap_lines = overlap.set_buckets(work.settings, world, learner.net, learner.optimizer, spec, examples)
     from_root, unlike_lines = unlike.taken_from_root(work.settings, world, learner.net, learner.optimizer)
     proof = prove_averaging(
-        lambda plain: with_buckets_of(learner.optimizer, distribute(work.settings, plain)), contributions="sum"
+        lambda plain: with_buckets_of(learner.optimizer, distribute(work, plain)), contributions="sum"
     )
     own_callbacks = given.callbacks or [_callback(spec) for spec in work.settings.callbacks]
     check_interface(own_callbacks)
@@ -268,7 +272,6 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     begin = _restore(work, world, learner, folder, newest)
     notes = [
         *([NOT_PUBLISHED] if published is False else []),
-        *bytes_note,
         *overlap_lines,
         *unlike_lines,
         f"start-up proof: {proof}",
@@ -447,10 +450,20 @@ def _refuse_layers(settings: TrainSettings, net: Net) -> None:
             )
 
 
-def distribute(
-    settings: TrainSettings, optimizer: keras.optimizers.Optimizer, process_set: Any = collectives.ALL_RANKS
-) -> Any:
+def hosts_in_levels(work: Work, ranks: int) -> int:
+    """The number of hosts whose first `ranks` ranks add bfloat16 on each host first; 1: in one level."""
+    return 1 if work.settings.deterministic else hosts_alike(work.local_ranks[:ranks])
+
+
+def algorithm_in_order(work: Work) -> str:
+    """The all-reduce of `distributed.fixed_order` in words."""
+    hosts = hosts_in_levels(work, len(work.local_ranks))
+    return f"all-to-all and all-gather{' in two levels' if 1 < hosts < len(work.local_ranks) else ''}"
+
+
+def distribute(work: Work, optimizer: keras.optimizers.Optimizer, process_set: Any = collectives.ALL_RANKS) -> Any:
     """The optimizer, which sums gradients over the ranks with the compression and order of the settings."""
+    settings = work.settings
     # Horovod: "sum", since each rank's loss is its share of the global batch's mean; see training.step.
     distributed = DistributedOptimizer(
         optimizer,
@@ -458,6 +471,7 @@ def distribute(
         compression=settings.compression,
         process_set=process_set,
         fixed_order=bool(settings.deterministic),
+        hosts=hosts_in_levels(work, process_set.size()) if process_set.included() else 1,
     )
     return keras.optimizers.LossScaleOptimizer(distributed) if settings.precision == "mixed_float16" else distributed
 
@@ -487,7 +501,7 @@ def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any 
         )
     if work.settings.clip_norm is not None:
         plain.global_clipnorm = work.settings.clip_norm
-    optimizer = distribute(work.settings, plain, process_set)
+    optimizer = distribute(work, plain, process_set)
     optimizer.build(net.model.trainable_variables)
     return optimizer
 

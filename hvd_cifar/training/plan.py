@@ -181,18 +181,3 @@ def set_precision(precision: str, seed: int) -> None:
     keras.config.set_dtype_policy(precision)  # floatx does not change a policy that is already in use
     keras.config.set_image_data_format("channels_last")  # the user's keras.json may say otherwise
     keras.utils.set_random_seed(seed % 2**32)
-
-
-def note_on_bytes(compression: str, algorithm: str, of_host: int) -> list[str]:
-    """A line where bf16 sends more bytes between hosts than no compression does.
-
-    bf16 has one level: each rank of a host sends its own part to all other hosts (`distributed.fixed_order`).
-
-    Args:
-        algorithm: of an all-reduce without compression (`runtime.transport.algorithm`).
-        of_host: ranks of this host.
-    """
-    if compression != "bf16" or "two levels" not in algorithm or of_host < 4:
-        return []
-    more = "--compression bf16 sends more bytes between hosts than none"
-    return [f"note: with {of_host} ranks a host, {more}; fp16 sends half as many as none"]

@@ -14,8 +14,7 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.models import resnet
 from hvd_cifar.models.recipe import Batch, Recipe
 from hvd_cifar.optim.schedules import Schedule, cosine
-from hvd_cifar.runtime.transport import algorithm
-from hvd_cifar.training.plan import Plan, global_batch, make_schedule, note_on_bytes, plan, resolve
+from hvd_cifar.training.plan import Plan, global_batch, make_schedule, plan, resolve
 
 
 def _recipe(settings: TrainSettings, size: int) -> Recipe:
@@ -233,18 +232,6 @@ def test_a_batch_of_a_rank_stands_for_the_ranks_of_an_elastic_job() -> None:
     recipe = _recipe(settings, 4)
     found = plan(settings, recipe, 50_000, 3, batch_ranks=4)
     assert found == plan(settings, recipe, 50_000, 4) and found.global_batch_size == 128
-
-
-@pytest.mark.parametrize(
-    ("compression", "two_levels", "of_host", "is_noted"),
-    [("bf16", True, 4, True), ("bf16", True, 3, False), ("bf16", False, 4, False), ("fp16", True, 4, False)],
-)
-def test_a_run_notes_where_bf16_sends_more_bytes(
-    compression: str, two_levels: bool, of_host: int, is_noted: bool
-) -> None:
-    """By an all-to-all of 4 ranks a host with all others, a host sends at least 1.25 times what it sends without."""
-    said = note_on_bytes(compression, algorithm("gloo", False, {}, 2, two_levels), of_host)
-    assert bool(said) == is_noted and all("fp16 sends half as many" in line for line in said)
 
 
 def test_a_schedule_of_the_users_own() -> None:

@@ -55,7 +55,8 @@ class Network:
     Attributes:
         wall: the fit of their time.
         processor: the fit of the processor time that they take from the backward pass.
-        levels: whether an all-reduce has two levels; without, each rank of a host sends its own part over its link.
+        levels: whether an all-reduce has two levels where each host has the same number of ranks; without, as under
+            bf16 on uneven hosts, each rank of a host sends its own part over its link.
     """
 
     wall: Fit
@@ -176,12 +177,21 @@ def predict(
             for m, like, fits in checks
         ],
         predictions=[
-            predict_one(step, of_link, _layout(n, local_ranks, of_link.levels), measured[-1], "auto").model_copy(
-                update={"ranks": n, "hosts": -(-n // local_ranks)}
-            )
+            predict_one(
+                step,
+                replace(of_link, levels=levels),
+                _layout(n, local_ranks, levels),
+                measured[-1],
+                "auto",
+            ).model_copy(update={"ranks": n, "hosts": -(-n // local_ranks)})
             for n in ranks
+            for levels in [not n % min(n, local_ranks) or not _is_bf16(step)]
         ],
     )
+
+
+def _is_bf16(step: StepResult | EmulatedResult) -> bool:
+    return isinstance(step, StepResult) and step.compression == "bf16"
 
 
 def _layout(ranks: int, slots: int, levels: bool) -> Layout:
@@ -192,8 +202,7 @@ def _layout(ranks: int, slots: int, levels: bool) -> Layout:
 def _network(step: StepResult | EmulatedResult, fits: dict[str, Fit]) -> Network:
     # A GPU, or a sleep that stands for one, goes on while the processor works for the all-reduce.
     beside = isinstance(step, EmulatedResult) or "GPU" in step.facts.device
-    bf16 = isinstance(step, StepResult) and step.compression == "bf16"
-    return Network(fits["horovod"], FREE if beside else fits.get("processor", FREE), levels=not bf16)
+    return Network(fits["horovod"], FREE if beside else fits.get("processor", FREE))
 
 
 def _messages(step: StepResult | EmulatedResult) -> list[int]:

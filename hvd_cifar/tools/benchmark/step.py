@@ -28,7 +28,15 @@ from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.reporting import terminal
 from hvd_cifar.tools.benchmark.job import Job, facts_of, memory_of_this_process
 from hvd_cifar.tools.benchmark.results import Estimate, Gradient, Phases, SlowestRank, StepResult, WorldResult
-from hvd_cifar.training.assemble import Work, make_net, make_optimizer, prepare, step_spec, with_buckets_of
+from hvd_cifar.training.assemble import (
+    Work,
+    algorithm_in_order,
+    make_net,
+    make_optimizer,
+    prepare,
+    step_spec,
+    with_buckets_of,
+)
 from hvd_cifar.training.overlap import measure_backward, set_buckets
 from hvd_cifar.training.plan import precision_of
 from hvd_cifar.training.step import Notes, make_train_step
@@ -84,7 +92,7 @@ def measure(job: Job, options: StepWork) -> StepResult:
 
     variables, compression = bench.net.model.trainable_variables, bench.work.settings.compression
     # bf16's sums take another way than Horovod's; see distributed.fixed_order.
-    way = "all-to-all and all-gather" if compression == "bf16" else job.world.algorithm
+    way = algorithm_in_order(bench.work) if compression == "bf16" else job.world.algorithm
     facts = facts_of(replace(job.world, algorithm=way))
     return StepResult(
         facts=facts,
