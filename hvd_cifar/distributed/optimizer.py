@@ -238,9 +238,9 @@ def DistributedOptimizer(
             same terms give the same bits on 1, 2, 4, ... ranks. Sparse gradients become dense.
         bucket_bytes: size of a message. In a graph a message leaves when backward has computed its gradients. None: all
             gradients leave in one message after backward. Sums differ by rounding only.
-        hosts: for bf16: how many hosts have the ranks of `process_set`, each the same number of neighbours; the same on
-            every rank. A host's gradients are then added, and rounded to bfloat16, before they leave it, so that each
-            of H hosts sends 2 (H - 1) / H of them, whatever its number of ranks.
+        hosts: for bf16: the number of hosts, if each has the same number of neighbouring ranks of `process_set`. A
+            host's gradients are then added, and rounded to bfloat16, before they leave it. So each of H hosts sends
+            2 (H - 1) / H of them, whatever its number of ranks.
 
     Raises:
         TypeError: where `optimizer` is no Keras 3 optimizer.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hvd_cifar.config import low_rank_of
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.fixed_order import FEW_VALUES
-from hvd_cifar.distributed.optimizer import apply_and_sum, reduction_of
+from hvd_cifar.distributed.optimizer import Reduction, apply_and_sum, reduction_of
 from hvd_cifar.errors import TrainingError
 
 # Half precision rounds to 11 bits; without the average a value is off by at least 1 part in 5.
@@ -52,13 +52,18 @@ def prove_averaging(
     values_by_rank = 3.0 * by_rank
     for length, in_one_graph in ((FEW_VALUES + 1, True), (1, False)):
         mine = by_rank[rank] / (size if contributions == "sum" else 1)
-        weights, sums, updates, compression = _update(
+        weights, sums, updates, reduction = _update(
             wrap, np.tile(mine[:, None], length), values_by_rank[rank], in_one_graph
         )
-        # Rounding to bfloat16 is coarse, and known: each share is rounded, then their sum.
-        rounded = _to_bfloat16 if compression == "bf16" else np.asarray
         shares = by_rank * updates / (size if contributions == "sum" else 1)
-        expected = -rounded(rounded(shares).sum(axis=0)) / (1 if contributions == "sum" else size)
+        if reduction and reduction.compression == "bf16":
+            # This rounding is coarse, and known: of each share, of each host's sum in two levels, and of the sum.
+            hosts = reduction.hosts if length > FEW_VALUES and not reduction.fixed_order else size
+            shares = _to_bfloat16(_to_bfloat16(shares).reshape(hosts, -1, 2).sum(axis=1))
+            total = _to_bfloat16(shares.sum(axis=0))
+        else:
+            total = shares.sum(axis=0)
+        expected = -total / (1 if contributions == "sum" else size)
         worst = np.abs(weights - expected[:, None]).argmax(axis=1)
         _compare(
             (weights[[0, 1], worst], expected, "gradients are not averaged over the ranks"),
@@ -76,8 +81,8 @@ def _to_bfloat16(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _update(
     wrap: Callable[[keras.optimizers.Optimizer], Any], gradient: NDArray[Any], values: NDArray[Any], in_one_graph: bool
-) -> tuple[NDArray[Any], NDArray[Any], int, str]:
-    """A variable [2, n] after SGD of rate 1 from 0, the sums of values [2], the number of gradients, the compression.
+) -> tuple[NDArray[Any], NDArray[Any], int, Reduction | None]:
+    """A variable [2, n] after SGD of rate 1 from 0, the sums of values [2], the number of gradients, the reduction.
 
     Under PowerSGD each row is repeated, since only a matrix of more than R rows is compressed.
     """
@@ -113,7 +118,7 @@ def _update(
         sums = step(tf.constant(gradient, real), tf.constant(values, real))
     updates = passes if reduction and not reduction.average_passes else 1
     found = np.asarray(variable.numpy(), np.float64).reshape(2, -1)
-    return found, np.concatenate(sums).astype(np.float64), updates, reduction.compression if reduction else "none"
+    return found, np.concatenate(sums).astype(np.float64), updates, reduction
 
 
 def _compare(*results: tuple[NDArray[Any], NDArray[Any], str]) -> None:

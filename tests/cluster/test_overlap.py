@@ -121,3 +121,14 @@ def test_virtual_shards_on_two_hosts_end_with_one_rank_s_bits(two_hosts: Cluster
         summary = json.loads((two_hosts[0].files / f"bits-{name}" / "summary.json").read_text())
         found[name] = summary["weights_sha256"]
     assert found["two"] == found["one"]
+
+
+def test_bf16_adds_the_gradients_of_a_host_first(two_hosts: Cluster, embedded: Path) -> None:
+    """The start-up proof takes the same way, and the ranks' weights are compared at the end."""
+    words: list[str | Path] = [*launcher(), "--hostfile", two_hosts.hostfile(2, 2)]
+    options = ["--compression", "bf16", "--overlap", "on", "--bucket-bytes", "20001"]
+    words += training(embedded, two_hosts.own / "bf16", *options)
+    done = two_hosts[0].run(words, env=variables(two_hosts[0]), timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all-reduce over mpi (all-to-all and all-gather in two levels; TCP" in done.stdout, done.stdout
+    assert "their average, on all 4 ranks" in done.stdout

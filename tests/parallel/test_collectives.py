@@ -242,13 +242,13 @@ def _prove_broken() -> dict[str, dict[str, str]]:
         "long messages": (
             module,
             "all_reduce_in_tree",
-            lambda values, ranks: list(values) if length(values) > 4096 else in_tree(values, ranks),
+            lambda values, ranks, **how: list(values) if length(values) > 4096 else in_tree(values, ranks, **how),
             ("sum, fixed order", "average, fixed order", "sum, bf16"),
         ),
         "short messages": (
             module,
             "all_reduce_in_tree",
-            lambda values, ranks: list(values) if length(values) < 4096 else in_tree(values, ranks),
+            lambda values, ranks, **how: list(values) if length(values) < 4096 else in_tree(values, ranks, **how),
             ("sum, fixed order", "sum, loss scale, fixed order", "average, bf16"),
         ),
         "values": (
