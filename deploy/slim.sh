@@ -18,9 +18,9 @@ for package in h5py matplotlib mpl_toolkits numpy opt_einsum; do
 done
 
 # Symbols that only a debugger reads, a fifth of TensorFlow. Other packages have few, and libraries that patchelf has
-# changed do not load after strip.
+# changed do not load after strip. Each becomes a new file: the old one may be linked to a copy in uv's cache.
 find "$packages/tensorflow" "$packages/horovod" -type f \( -name '*.so' -o -name '*.so.*' \) \
-    -exec strip --strip-unneeded {} +
+    -exec sh -c 'for file; do strip --strip-unneeded -o "$file.slim" "$file" && mv "$file.slim" "$file"; done' _ {} +
 
 # pip itself: nothing is installed into a finished image.
 "$1"/bin/python -m pip uninstall --yes --quiet pip

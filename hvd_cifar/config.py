@@ -543,7 +543,7 @@ class TrainSettings(DataSettings):
         None,
         gt=0,
         description="Evaluate on N examples, evenly spaced. [default: all; of the embedded set that --dataset auto "
-        "takes without CIFAR-10: 2,000]",
+        "takes without CIFAR-10: 1,000]",
     )
     hold_out: int | None = Field(
         None,

@@ -284,7 +284,8 @@ def test_uv_gets_pips_settings() -> None:
         "global.find-links='/c'\nglobal.index-url='https://all'\nglobal.user='true'\n"
         "install.index-url='https://mine=here/simple'\nglobal.proxy=''\n"
     )
-    found = packages.uv_environment(listed, {"UV_LINK_MODE": "copy", "UV_COMPILE_BYTECODE": "0", "HOME": "/h"})
+    settings = packages.pip_settings(listed)
+    found = packages.uv_environment(settings, {"UV_LINK_MODE": "copy", "UV_COMPILE_BYTECODE": "0", "HOME": "/h"})
     assert found.items() >= {
         ("UV_FIND_LINKS", "/a,/b"),
         ("UV_INDEX", "https://one/simple https://two/simple"),
@@ -294,23 +295,27 @@ def test_uv_gets_pips_settings() -> None:
         ("HOME", "/h"),
     }
     assert not {"ALL_PROXY", "user", "PIP_USER"} & set(found)
+    for value, is_on in (("true", True), ("1", True), ("False", False), ("0", False)):
+        options = packages.uv_options(packages.pip_settings(f":env:.no-index='{value}'\nglobal.no-index='no'"))
+        assert options == ["--no-index"] * is_on
 
 
 @pytest.mark.parametrize("uv", ["exit 0", "echo no such index; exit 2", None])
 def test_pip_installs_what_uv_cannot(uv: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """uv is at work, it fails, or the index has none. Both tools get the same words, and pip's constraints."""
-    config = 'case "$*" in *config*) echo "global.constraint=\'/held.txt\'"; exit;; esac'
+    config = 'case "$*" in *config*) echo "global.constraint=\'/held.txt /more\'"; exit;; esac'
     python = str(_tool(tmp_path, "python", f'{config}; echo pip: "$@"'))
     if uv:
         _tool(tmp_path, "uv", f'echo uv: "$@"; {uv}')
     log_path = tmp_path / "log"
     with log_path.open("w+") as log:
-        packages.install(Steps(log, log.fileno()), python, ["uv==1.*"], ["--constraint", "mine", "-e", "."], tmp_path)
+        packages.install(Steps(log, log.fileno()), python, ["uv==1.*"], ["-e", "."], Path("mine"), tmp_path)
     said = [line for line in log_path.read_text().splitlines() if line.startswith(("pip:", "uv:"))]
-    of_uv = [f"uv: pip install --python {python} --constraint /held.txt --constraint mine -e ."] if uv else []
+    held = "--constraint /held.txt --constraint /more --constraint mine"
+    of_uv = [f"uv: pip install --python {python} {held} -e ."] if uv else []
     of_pip = [] if uv == "exit 0" else ["pip: -I -m pip install --constraint mine -e ."]
-    assert said == ["pip: -I -m pip install uv==1.*", *of_uv, *of_pip]
-    assert ("without uv" in capsys.readouterr().err) == bool(of_pip)
+    assert said == ["pip: -I -m pip install --constraint mine uv==1.*", *of_uv, *of_pip]
+    assert ("pip takes the place of uv" in capsys.readouterr().err) == bool(of_pip)
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])

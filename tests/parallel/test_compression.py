@@ -36,6 +36,7 @@ def jobs(embedded: Path, courses: Path, tmp_path_factory: pytest.TempPathFactory
         1: {"powersgd": _powersgd, "refused": _refused, "muon": muon, "alone": course("alone", 8)},
         2: {**both, "together": course("together", 8), "cut": course("cut", 8)},
         3: {**both, "cut": course("cut", 5)},
+        4: {"levels": _bf16_in_levels},
     }
 
     def start(n: int, launcher: str) -> dict[str, list[Any]]:
@@ -101,6 +102,65 @@ def _bf16() -> dict[str, list[float]]:
         (total,) = all_reduce_in_tree([mine], gather=gather)
         seen[f"patterns, {gather}"] = total.numpy().view(np.uint16).tolist()
     return seen
+
+
+def _bf16_in_levels() -> dict[str, Any]:
+    """Sums of four ranks as if they were on two hosts, and the start-up proof of this way."""
+    from hvd_cifar.runtime.world import start
+
+    world = start()
+    import keras
+    import tensorflow as tf
+
+    from hvd_cifar.distributed import DistributedOptimizer, prove_averaging
+
+    def wrap(optimizer: Any) -> Any:
+        return DistributedOptimizer(optimizer, op="sum", compression="bf16", hosts=2)
+
+    term = tf.constant(_terms(world.size, LENGTHS["long"])[world.rank])
+    reduce = wrap(keras.optimizers.SGD(1.0)).reduce
+    in_graph = tf.function(lambda values: reduce([values])[0], autograph=False)
+    return {
+        "eager": reduce([term])[0].numpy().tolist(),
+        "graph": in_graph(term).numpy().tolist(),
+        "proof": prove_averaging(wrap, contributions="sum"),
+    }
+
+
+def test_bfloat16_in_two_levels_is_rounded_on_each_host_also(jobs: Jobs) -> None:
+    import tensorflow as tf
+
+    def rounded(values: Any) -> Any:
+        return values.astype(tf.bfloat16.as_numpy_dtype).astype(np.float32)
+
+    ranks = jobs(4, "mpirun")["levels"]
+    assert ranks == [ranks[0]] * 4
+    terms = rounded(_terms(4, LENGTHS["long"]))
+    of_hosts = rounded(terms[::2] + terms[1::2])
+    wanted = rounded(of_hosts[0] + of_hosts[1])
+    assert (wanted != rounded((terms[0] + terms[1]) + (terms[2] + terms[3]))).mean() > 0.1  # one level has others
+    for way in ("eager", "graph"):
+        assert np.array_equal(np.array(ranks[0][way], np.float32), wanted), way
+    assert "their average, on all 4 ranks" in ranks[0]["proof"]
+
+
+@pytest.mark.parametrize(
+    ("local_ranks", "hosts"),
+    [
+        ([0, 1, 0, 1], 2),
+        ([0, 1, 2, 0, 1, 2], 2),
+        ([0, 0, 0], 3),
+        ([0, 1, 2], 1),
+        ([0, 0, 1, 1], 1),
+        ([0, 1, 0], 1),
+        ([0, 0, 1, 2], 1),
+        ([], 1),
+    ],
+)
+def test_hosts_are_alike_where_each_has_as_many_neighbouring_ranks(local_ranks: list[int], hosts: int) -> None:
+    from hvd_cifar.distributed.fixed_order import hosts_alike
+
+    assert hosts_alike(local_ranks) == hosts_alike(tuple(local_ranks)) == hosts
 
 
 @pytest.mark.parametrize("n", [2, 3])

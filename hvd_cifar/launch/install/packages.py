@@ -1,6 +1,6 @@
 """Install packages into an environment: with uv, which takes a quarter of pip's time, or with pip where uv cannot.
 
-uv does not read pip's settings, so they are handed to it under its own names.
+uv does not read pip's settings, so those that say where packages come from are handed to it.
 """
 
 import ast
@@ -11,17 +11,13 @@ from pathlib import Path
 
 from hvd_cifar.launch.install.steps import StepFailed, Steps, say
 
-# uv's variable for each of pip's settings that says where packages come from or which may be installed.
+# uv's variable for each setting of pip that has one.
 UV_NAMES = {
     "index-url": "UV_DEFAULT_INDEX",
     "extra-index-url": "UV_INDEX",
     "find-links": "UV_FIND_LINKS",
-    "no-index": "UV_NO_INDEX",
-    "constraint": "UV_CONSTRAINT",
     "trusted-host": "UV_INSECURE_HOST",
     "no-cache-dir": "UV_NO_CACHE",
-    "default-timeout": "UV_HTTP_TIMEOUT",
-    "timeout": "UV_HTTP_TIMEOUT",
     "cert": "SSL_CERT_FILE",
     "proxy": "ALL_PROXY",
 }
@@ -33,32 +29,47 @@ DEFAULTS = {
 }
 
 
-def install(steps: Steps, python: str, uv: list[str], words: list[str], folder: Path) -> None:
-    """Install what `words` ask for, as `pip install` understands them, in `folder`. Raises StepFailed.
+def install(steps: Steps, python: str, uv: list[str], wanted: list[str], held: Path | None, folder: Path) -> None:
+    """Install requirements in `folder`, as `pip install` would. Raises StepFailed.
 
-    `uv`: the requirement of uv itself.
+    `uv`: the requirement of uv itself. `wanted`: all others, as words for pip. `held`: a constraints file.
     """
     pip = [python, "-I", "-m", "pip"]  # -I: the user's PYTHONPATH must not hide packages from pip
-    listed = subprocess.run([*pip, "config", "list"], capture_output=True, text=True)
+    constraint = ["--constraint", str(held)] if held else []
+    listed = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, cwd=folder)
+    settings = pip_settings(listed.stdout)
     try:
-        steps.run([*pip, "install", *uv])
-        environment = uv_environment(listed.stdout)
-        # uv takes the option instead of the variable where it has both.
-        held = [word for file in environment.pop("UV_CONSTRAINT", "").split() for word in ("--constraint", file)]
+        steps.run([*pip, "install", *constraint, *uv], cwd=folder)
         program = [str(Path(python).with_name("uv")), "pip", "install", "--python", python]
-        steps.run([*program, *held, *words], environment, folder)
+        steps.run([*program, *uv_options(settings), *constraint, *wanted], uv_environment(settings), folder)
     except (StepFailed, OSError) as failure:
-        say(f"without uv ({failure}) ", end="")
-        steps.run([*pip, "install", *words], cwd=folder)
+        say(f"\n    pip takes the place of uv: {failure}")
+        steps.run([*pip, "install", *constraint, *wanted], cwd=folder)
 
 
-def uv_environment(listed: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment variables for uv. `listed`: the output of `pip config list`. The user's own for uv stay."""
+def pip_settings(listed: str) -> dict[str, list[str]]:
+    """The words of each setting of pip that is not empty. `listed`: the output of `pip config list`."""
     lines = [line.partition("=")[::2] for line in listed.splitlines()]
-    given = {}
+    found = {}
     for section in ("global.", "install.", ":env:."):  # the last one wins, as for pip
         for name, value in lines:
-            if name.startswith(section) and (option := name[len(section) :]) in UV_NAMES:
-                words = str(ast.literal_eval(value)).split()
-                given[UV_NAMES[option]] = ("," if option == "find-links" else " ").join(words)
-    return {**DEFAULTS, **{name: value for name, value in given.items() if value}, **environ}
+            if name.startswith(section):
+                found[name.removeprefix(section)] = str(ast.literal_eval(value)).split()
+    return {name: words for name, words in found.items() if words}
+
+
+def uv_options(settings: Mapping[str, list[str]]) -> list[str]:
+    """The words for uv of the settings that it has no variable for, or that are added to an option of set-up."""
+    no_index = settings.get("no-index", ["no"])[0].lower() in ("1", "true", "yes", "on", "y", "t")
+    held = [word for file in settings.get("constraint", []) for word in ("--constraint", file)]
+    return [*(["--no-index"] if no_index else []), *held]
+
+
+def uv_environment(settings: Mapping[str, list[str]], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment variables for uv. The user's own for uv stay."""
+    given = {
+        variable: ("," if option == "find-links" else " ").join(settings[option])
+        for option, variable in UV_NAMES.items()
+        if option in settings
+    }
+    return {**DEFAULTS, **given, **environ}

@@ -46,7 +46,7 @@ def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str
     return [
         f"{name} {found[name]}, not {version}"
         for name, version in sorted(wanted.items())
-        if name in found and found[name] != version and name not in ("pip", "setuptools")
+        if name in found and found[name] != version and name not in ("pip", "setuptools", "uv")
     ]
 
 

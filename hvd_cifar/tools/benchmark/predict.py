@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hvd_cifar.distributed.fixed_order import hosts_alike
 from hvd_cifar.distributed.overlap import CANDIDATES, Backward, Link, choose, seconds_with
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import provenance
@@ -167,7 +168,13 @@ def predict(
         local_ranks=local_ranks,
         link_fit=link_fit,
         checks=[
-            predict_one(step, _network(step, fits), m.layout, like, step.bucket_bytes).model_copy(
+            predict_one(
+                step,
+                replace(_network(step, fits), levels=not _is_bf16(step) or _by_host(step, m.layout)),
+                m.layout,
+                like,
+                step.bucket_bytes,
+            ).model_copy(
                 update={
                     "hosts": step.facts.local_ranks[: m.layout.ranks].count(0),
                     "measured": m.efficiency,
@@ -192,6 +199,11 @@ def predict(
 
 def _is_bf16(step: StepResult | EmulatedResult) -> bool:
     return isinstance(step, StepResult) and step.compression == "bf16"
+
+
+def _by_host(step: StepResult | EmulatedResult, layout: Layout) -> bool:
+    """Whether the ranks of a layout were numbered host by host."""
+    return hosts_alike(step.facts.local_ranks[: layout.ranks]) == layout.hosts
 
 
 def _layout(ranks: int, slots: int, levels: bool) -> Layout:
