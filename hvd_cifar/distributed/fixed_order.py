@@ -59,9 +59,9 @@ def all_reduce_in_tree(
 
     bfloat16 is added in float32, and the sum is rounded to bfloat16.
 
-    With `hosts` the first algorithm has two levels: a host's terms are added before they leave it, and each of H hosts
-    sends 2 (H - 1) / H of the values. Its sums have an order of their own, and bfloat16 is also rounded after the first
-    level.
+    With several `hosts` the first algorithm is by all-to-alls alone. With several ranks on each it has two levels: a
+    host's terms are added before they leave it, and each of H hosts sends 2 (H - 1) / H of the values. Its sums have an
+    order of their own, and bfloat16 is also rounded after the first level.
 
     Args:
         values: tensors of one floating type; the same shapes on every rank.
@@ -79,7 +79,7 @@ def all_reduce_in_tree(
     else:
         length = tf.size(flat)
         padded = tf.pad(flat, [[0, -length % size]])
-        if 1 < hosts < size:
+        if hosts > 1:
             sums = _sums_in_levels(padded, dtype, hosts, process_set)
         else:
             terms = hvd.alltoall(padded, name=_name("exchange", process_set), process_set=process_set)
@@ -92,7 +92,8 @@ def all_reduce_in_tree(
 def _sums_in_levels(values: Any, dtype: Any, hosts: int, process_set: Any) -> Any:
     """Reduce-scatter within hosts and between them, then all-gather between hosts and within them.
 
-    Ranks of one host, and ranks with one local rank, exchange by an all-to-all that has nothing for all others.
+    Ranks of one host, and ranks with one local rank, exchange by an all-to-all that has nothing for all others. Between
+    hosts Horovod's all-to-all sleeps while it waits; its all-gather polls.
 
     Args:
         values: as from `bits_of`, a multiple of the ranks' number. All results are of this kind.
@@ -109,9 +110,10 @@ def _sums_in_levels(values: Any, dtype: Any, hosts: int, process_set: Any) -> An
         received, _ = hvd.alltoall(parts, splits, name=_name("exchange", process_set), process_set=process_set)
         return tf.reshape(received, [count, -1])
 
-    for members in (inside, across):
+    levels = [members for members in (inside, across) if sum(members) > 1]
+    for members in levels:
         values = bits_of(_sum_of_rows(from_bits(exchange(values, members), dtype)))
-    for members in (across, inside):
+    for members in reversed(levels):
         values = tf.reshape(exchange(tf.tile(values, [sum(members)]), members), [-1])
     return values
 
