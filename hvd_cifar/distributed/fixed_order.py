@@ -93,7 +93,7 @@ def _sums_in_levels(values: Any, dtype: Any, hosts: int, process_set: Any) -> An
     """Reduce-scatter within hosts and between them, then all-gather between hosts and within them.
 
     Ranks of one host, and ranks with one local rank, exchange by an all-to-all that has nothing for all others. Between
-    hosts Horovod's all-to-all sleeps while it waits; its all-gather polls.
+    hosts Horovod's all-to-all sleeps while it waits, and its all-gather polls.
 
     Args:
         values: as from `bits_of`, a multiple of the ranks' number. All results are of this kind.

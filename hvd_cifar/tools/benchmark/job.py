@@ -54,8 +54,10 @@ def sizes_to_measure(chosen: Sequence[int] | None, world_size: int, least: int =
 
 
 @contextmanager
-def start(chosen: Sequence[int] | None, least: int = 1, threads: int | None = None) -> Iterator[Job]:
-    """Start this rank with process sets of the numbers of ranks to measure.
+def start(
+    chosen: Sequence[int] | None, least: int = 1, threads: int | None = None, compression: str = "none"
+) -> Iterator[Job]:
+    """Start this rank with process sets of the numbers of ranks to measure, and for a step with this compression.
 
     Raises:
         UserError: where the job has too few ranks, or does not say how many.
@@ -64,7 +66,8 @@ def start(chosen: Sequence[int] | None, least: int = 1, threads: int | None = No
     if size is None:
         raise UserError("the launcher does not say how many ranks it starts: use ./run.sh, horovodrun or mpirun")
     sets = process_sets.first_ranks(sizes_to_measure(chosen, size, least), size)
-    with session(threads, process_sets=process_sets.to_register(sets)) as world:
+    registered, between = process_sets.to_register(sets), compression == "bf16"
+    with session(threads, process_sets=registered, computes_between=between) as world:
         if world.size != size:
             raise UserError(f"the launcher said {size} ranks, but Horovod found {world.size}: start with ./run.sh")
         yield Job(world, sets)
