@@ -134,7 +134,7 @@ def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]
         else:
             threads = threads or devices.threads_per_rank(masks, before + local_rank, devices.cpu_quota())
             tf.config.threading.set_intra_op_parallelism_threads(threads)
-            more = 1 if computes_between and hvd.cross_size() > 1 else 0
+            more = 1 if computes_between and local_size < hvd.size() else 0
             tf.config.threading.set_inter_op_parallelism_threads(threads + more)
     except RuntimeError:  # TensorFlow has initialised its devices
         raise UserError(

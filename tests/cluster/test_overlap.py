@@ -27,14 +27,25 @@ def sent():
     (card,) = [line.split() for line in open("/proc/net/dev") if line.split()[0] == "{INTERFACE}:"]
     return int(card[9])  # bytes, without those of the job's start and end
 
-with session(1) as world:
+with session(1, computes_between=True) as world:
     print(world.algorithm)
+    assert tf.config.threading.get_inter_op_parallelism_threads() == 2
     optimizer = DistributedOptimizer(keras.optimizers.SGD(), op="sum")
     reduce = tf.function(lambda values: optimizer.reduce([values])[0], autograph=False)
     ranks = world.size * (world.size + 1) / 2
     for count in (1, 2, 3, 4097, 100_003):  # shorter than the ranks, and no multiple of a segment
         values = np.arange(count, dtype=np.float32) % 13 + 1
         assert (reduce(tf.constant(values * (world.rank + 1))).numpy() == values * ranks).all(), count
+    # Rank r sends (r + 1) i times 20,011 numbers to rank i, some of them in several segments.
+    splits = [(world.rank + 1) * i * 20_011 for i in range(world.size)]
+    numbers = np.arange(sum(splits), dtype=np.int32) + 10_000_000 * world.rank
+    received, counts = hvd.alltoall(tf.constant(numbers), splits=tf.constant(splits, tf.int32))
+    wanted = []
+    for r in range(world.size):
+        begin = (r + 1) * 20_011 * sum(range(world.rank)) + 10_000_000 * r
+        wanted.append(np.arange(begin, begin + (r + 1) * world.rank * 20_011))
+    assert counts.numpy().tolist() == [len(part) for part in wanted]
+    assert (received.numpy() == np.concatenate(wanted)).all()
     half = tf.constant(np.full(70_001, world.rank + 1, np.float16))
     assert (hvd.allreduce(half, op=hvd.Sum).numpy() == ranks).all()
     values = np.arange({SIZE // 4}, dtype=np.float32) % 13 + 1
@@ -50,7 +61,7 @@ with session(1) as world:
     before = sent()
     reduce(tf.constant([0.0]))
     for count in (4097, *[{SIZE // 4}] * {ROUNDS}):
-        values = np.arange(count, dtype=np.float32) % 5 + 1  # all sums are exact
+        values = np.arange(count, dtype=np.float32) % 7 + 1  # all sums are exact, and segments differ
         assert (reduce_bf16(tf.constant(values * (world.rank + 1))).numpy() == values * ranks).all(), count
     reduce(tf.constant([0.0]))
     own = [[in_float32, sent() - before]] if world.local_rank == 0 else np.zeros([0, 2])  # one count a host
