@@ -238,9 +238,9 @@ def DistributedOptimizer(
             same terms give the same bits on 1, 2, 4, ... ranks. Sparse gradients become dense.
         bucket_bytes: size of a message. In a graph a message leaves when backward has computed its gradients. None: all
             gradients leave in one message after backward. Sums differ by rounding only.
-        hosts: for bf16: the number of hosts, if each has the same number of neighbouring ranks of `process_set`. A
-            host's gradients are then added, and rounded to bfloat16, before they leave it. So each of H hosts sends
-            2 (H - 1) / H of them, whatever its number of ranks.
+        hosts: for bf16 without `fixed_order`: the number of hosts, if each has the same number of neighbouring ranks of
+            `process_set`; the same on every rank. A host's gradients are then added, and rounded to bfloat16, before
+            they leave it. So each of H hosts sends 2 (H - 1) / H of them, whatever its number of ranks.
 
     Raises:
         TypeError: where `optimizer` is no Keras 3 optimizer.
@@ -271,7 +271,7 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         fixed_order=fixed_order,
         bucket_bytes=bucket_bytes,
-        hosts=hosts,
+        hosts=1 if fixed_order else hosts,
     )
     _adapt_loss_scale()
 
@@ -433,8 +433,7 @@ def _all_reduce(tensors: Sequence[Any], op: Any, reduction: Reduction) -> list[A
         buckets.gate(messages)
     for bucket, message in zip(members, messages, strict=True):
         if reduction.fixed_order or message.dtype == tf.bfloat16:
-            hosts = 1 if reduction.fixed_order else reduction.hosts
-            (total,) = all_reduce_in_tree([message], reduction.process_set, hosts=hosts)
+            (total,) = all_reduce_in_tree([message], reduction.process_set, hosts=reduction.hosts)
         else:
             total = hvd.allreduce(message, op=op, process_set=reduction.process_set)
         for i, piece in zip(bucket, buckets.pieces(total, [tensors[i] for i in bucket]), strict=True):

@@ -58,7 +58,7 @@ def prove_averaging(
         shares = by_rank * updates / (size if contributions == "sum" else 1)
         if reduction and reduction.compression == "bf16":
             # This rounding is coarse, and known: of each share, of each host's sum in two levels, and of the sum.
-            hosts = reduction.hosts if length > FEW_VALUES and not reduction.fixed_order else size
+            hosts = reduction.hosts if length > FEW_VALUES else size
             shares = _to_bfloat16(_to_bfloat16(shares).reshape(hosts, -1, 2).sum(axis=1))
             total = _to_bfloat16(shares.sum(axis=0))
         else:

@@ -184,15 +184,10 @@ def predict(
             for m, like, fits in checks
         ],
         predictions=[
-            predict_one(
-                step,
-                replace(of_link, levels=levels),
-                _layout(n, local_ranks, levels),
-                measured[-1],
-                "auto",
-            ).model_copy(update={"ranks": n, "hosts": -(-n // local_ranks)})
+            predict_one(step, *_network_of(step, of_link, n, local_ranks), measured[-1], "auto").model_copy(
+                update={"ranks": n, "hosts": -(-n // local_ranks)}
+            )
             for n in ranks
-            for levels in [not n % min(n, local_ranks) or not _is_bf16(step)]
         ],
     )
 
@@ -206,9 +201,12 @@ def _by_host(step: StepResult | EmulatedResult, layout: Layout) -> bool:
     return hosts_alike(step.facts.local_ranks[: layout.ranks]) == layout.hosts
 
 
-def _layout(ranks: int, slots: int, levels: bool) -> Layout:
+def _network_of(step: StepResult | EmulatedResult, network: Network, ranks: int, slots: int) -> tuple[Network, Layout]:
+    """All-reduces over `ranks` on hosts that are filled in turn with up to `slots` each."""
+    if not _is_bf16(step) or ranks % min(ranks, slots) == 0:
+        return network, Layout.filled(ranks, slots)
     # Without levels a host's ranks share its link, so the last host counts as full: an upper limit.
-    return Layout.filled(ranks, slots) if levels else Layout(-(-ranks // slots), min(ranks, slots))
+    return replace(network, levels=False), Layout(-(-ranks // slots), min(ranks, slots))
 
 
 def _network(step: StepResult | EmulatedResult, fits: dict[str, Fit]) -> Network:
