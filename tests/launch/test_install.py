@@ -288,7 +288,7 @@ def test_uv_gets_pips_settings() -> None:
     found = packages.uv_environment(settings, {"UV_LINK_MODE": "copy", "UV_COMPILE_BYTECODE": "0", "HOME": "/h"})
     assert found.items() >= {
         ("UV_FIND_LINKS", "/a,/b"),
-        ("UV_INDEX", "https://one/simple https://two/simple"),
+        ("UV_INDEX", "https://two/simple https://one/simple"),
         ("UV_DEFAULT_INDEX", "https://mine=here/simple"),
         ("UV_LINK_MODE", "copy"),
         ("UV_COMPILE_BYTECODE", "0"),
@@ -298,6 +298,35 @@ def test_uv_gets_pips_settings() -> None:
     for value, is_on in (("true", True), ("1", True), ("False", False), ("0", False)):
         options = packages.uv_options(packages.pip_settings(f":env:.no-index='{value}'\nglobal.no-index='no'"))
         assert options == ["--no-index"] * is_on
+
+
+def test_uv_takes_the_file_that_pip_takes(tmp_path: Path) -> None:
+    """Three indexes have files of one name: real uv and real pip install the same index's."""
+    uv = Path(sys.executable).with_name("uv")
+    if not uv.exists():
+        pytest.skip("needs uv in the environment: set-up had none from the index")
+    for index in "abc":
+        folder = tmp_path / index / "thing"
+        folder.mkdir(parents=True)
+        with zipfile.ZipFile(folder / "thing-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("thing.py", index)
+            info = "thing-1.0.dist-info/"
+            wheel.writestr(info + "METADATA", "Metadata-Version: 2.1\nName: thing\nVersion: 1.0\n")
+            wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(info + "RECORD", "")
+        (folder / "index.html").write_text('<!DOCTYPE html><a href="thing-1.0-py3-none-any.whl">thing</a>')
+    first, *others = (f"file://{tmp_path}/{index}" for index in "abc")
+    listed = f"global.index-url='{first}'\nglobal.extra-index-url='{' '.join(others)}'\n"
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "UV_NO_CACHE": "1"}
+    of_uv = packages.uv_environment(packages.pip_settings(listed), environ)
+    of_pip = {**environ, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": first, "PIP_EXTRA_INDEX_URL": " ".join(others)}
+    pip = [sys.executable, "-I", "-m", "pip", "install", "--no-cache-dir"]
+    found = []
+    for command, environment in (([*pip], of_pip), ([str(uv), "pip", "install", "--python", sys.executable], of_uv)):
+        target = tmp_path / f"of {command[1]}"
+        subprocess.run([*command, "--target", str(target), "thing"], env=environment, check=True)
+        found.append((target / "thing.py").read_text())
+    assert found == ["c", "c"]
 
 
 @pytest.mark.parametrize("uv", ["exit 0", "echo no such index; exit 2", None])

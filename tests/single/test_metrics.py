@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.context import RequestContext
-from tensorboard.data.server_ingester import SubprocessServerDataIngester, get_server_binary
+from tensorboard.data.server_ingester import NoDataServerError, SubprocessServerDataIngester, get_server_binary
 from tensorboard.util import grpc_util
 
 from hvd_cifar.errors import UserError
@@ -167,8 +167,12 @@ def _by_events(folder: Path) -> dict[str, list[int]]:
 
 def _by_data_server(folder: Path) -> dict[str, list[int]]:
     """Steps by tag, as TensorBoard shows them by default: from its data server, which has rules of its own."""
+    try:
+        binary = get_server_binary()
+    except NoDataServerError as none:
+        pytest.skip(str(none))
     server = SubprocessServerDataIngester(
-        get_server_binary(), str(folder), reload_interval=0, channel_creds_type=grpc_util.ChannelCredsType.LOCAL
+        binary, str(folder), reload_interval=0, channel_creds_type=grpc_util.ChannelCredsType.LOCAL
     )
     server.start()
     provider, deadline = server.data_provider, time.monotonic() + 30

@@ -72,4 +72,7 @@ def uv_environment(settings: Mapping[str, list[str]], environ: Mapping[str, str]
         for option, variable in UV_NAMES.items()
         if option in settings
     }
+    if "extra-index-url" in settings:
+        # Where several indexes have a file of the same name, uv takes the first one's, and pip the last one's.
+        given["UV_INDEX"] = " ".join(reversed(settings["extra-index-url"]))
     return {**DEFAULTS, **given, **environ}
