@@ -354,7 +354,7 @@ class TrainSettings(DataSettings):
         le=1_000_000,
         description="Passes over the training set; the last may be partial, as in 9.9. In a shorter ResNet run "
         "the learning rate falls at the same fractions of the run as in the paper. [default: the recipe's; where "
-        "--dataset auto takes the embedded set, 2, and 0.41 of fast]",
+        "--dataset auto takes the embedded set, 2, and 0.35 of fast]",
     )
     max_steps: int | None = Field(
         None, gt=0, le=MOST_STEPS, description="End after this many steps if the epochs have more."

@@ -213,7 +213,7 @@ def _shortened(data: str) -> list[list[Any]]:
 
 
 def test_only_the_default_run_on_the_embedded_set_is_shortened(jobs: Jobs) -> None:
-    assert jobs(2, "mpirun")["shortened"] == [[[0.41, 1000], [3, 7], [10, None], [10, None]]] * 2
+    assert jobs(2, "mpirun")["shortened"] == [[[0.35, 1000], [3, 7], [10, None], [10, None]]] * 2
 
 
 def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, tmp_path: Path) -> None:
