@@ -130,11 +130,13 @@ def _wrapped_against_plain() -> dict[str, Any]:
         return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.AdamW(), rules))
 
     kinds = _optimizers()
-    cases = [(kind, option) for kind in kinds for option in OPTIONS] + [("MultiOptimizer", "as it is")]
     wrong, unlike = [], set()
-    # Tracing takes seconds. So in graphs only Adam has all options; each other kind has one, in turn.
+    # Options are Keras's base class's, and tracing takes seconds. So in graphs only Adam has all of them, and without
+    # also SGD and Muon; each other kind has one, in turn.
     in_graph = set(zip(kinds, itertools.cycle(OPTIONS), strict=False))
     in_graph |= {("Adam", option) for option in OPTIONS} | {("MultiOptimizer", "as it is")}
+    cases = in_graph | {(kind, "as it is") for kind in kinds}
+    cases |= {(kind, option) for kind in ("SGD", "Muon") for option in OPTIONS}
     for kind, option in cases:
         make = kinds.get(kind, several)
         for graph in (False, True)[: 1 + ((kind, option) in in_graph)]:

@@ -57,6 +57,9 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
     auto = ("--dataset", "auto", "--data-dir", embedded, "--data-url", "http://127.0.0.1:9/x.tar.gz")
     half = ("--precision", "mixed_float16", "--compression", "fp16", "--model", RESNET8)
     evaluate = ("evaluate", "--run-dir", folder / "two", "--output", folder / "evaluation.json")
+    promised = ("--max-steps", 12, "--batch-size", 16, "--checkpoint-every", 4, "--eval-examples", 1501)
+    resnet = ("--model", RESNET8, "--precision", "mixed_bfloat16", "--max-steps", 6, "--batch-size", 8)
+    tutorial = (*TUTORIAL, embedded, *QUICK)
     functions: dict[str, Callable[..., Any]] = {
         "not averaged": partial(_train_without_averaging, str(embedded), str(folder / "not averaged")),
         **{f"wrong {i}": wrong(f"wrong {i}", *options) for i, (options, _) in enumerate(WRONG)},
@@ -65,6 +68,10 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
         "evaluated": partial(command, [*evaluate, *few]),
         "good": train("good", *of_eight, "--max-steps", 5),
         "bad": train("bad", *diverges, "--max-steps", 40, "--checkpoint-every", 7, "--resume", folder / "good"),
+        "promised": train("promised", *promised, base=tutorial),
+        "kept": partial(_files_of, str(folder / "promised")),
+        "again": train("promised", "--config", folder / "promised" / "config.json", base=()),
+        "resnet": train("resnet", *resnet, "--eval-examples", 2000, base=tutorial),
         "shortened": partial(_shortened, str(embedded)),
         "auto": train("auto", *half, *of_eight, "--max-steps", 2, base=auto),
         "goes on": train("goes on", *of_eight, "--callbacks", folder / "away.py:Away", "--max-steps", 40),
@@ -85,14 +92,6 @@ def _run(n: int, *argv: Any, env: dict[str, str] | None = None) -> subprocess.Co
     )
 
 
-def _train(n: int, data: Path, run_dir: Path, *argv: Any) -> dict[str, Any]:
-    """A training run that must succeed; its summary."""
-    done = _run(n, "train", *TUTORIAL, data, "--run-dir", run_dir, *QUICK, *argv)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    return summary
-
-
 def _events(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -101,10 +100,34 @@ def _losses(run_dir: Path) -> dict[int, float]:
     return {e["step"]: e["loss"] for e in _events(run_dir) if e["event"] == "train"}
 
 
-def test_a_run_leaves_what_it_promises(embedded: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    options: list[Any] = ["--max-steps", 12, "--batch-size", 16, "--checkpoint-every", 4, "--eval-examples", 1501]
-    summary = _train(2, embedded, run_dir, *options)
+def _files_of(run_dir: str) -> dict[str, str]:
+    """The texts of what a run has measured."""
+    return {name: (Path(run_dir) / name).read_text() for name in ("summary.json", "metrics.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def answers(jobs: Jobs, folder: Path) -> dict[str, dict[str, Any]]:
+    """What 3 ranks answer of the checkpoints that 2 ranks have left, in one start."""
+    jobs(2, "mpirun")
+    outputs = {name: folder / f"{name}.json" for name in ("promised", "resnet")}
+    examples = {"promised": 1501, "resnet": 2000}
+    evaluations = {
+        name: partial(
+            command,
+            ["evaluate", "--run-dir", folder / name, "--output", output, "--eval-examples", examples[name]],
+        )
+        for name, output in outputs.items()
+    }
+    found = run_all(evaluations, 3)
+    assert all(rank["code"] == 0 for ranks in found.values() for rank in ranks), found
+    return {name: json.loads(output.read_text()) for name, output in outputs.items()}
+
+
+def test_a_run_leaves_what_it_promises(jobs: Jobs, folder: Path, answers: dict[str, dict[str, Any]]) -> None:
+    run_dir = folder / "promised"
+    ranks = jobs(2, "mpirun")["promised"]
+    assert [rank["code"] for rank in ranks] == [0, 0], ranks
+    summary = json.loads((run_dir / "summary.json").read_text())
     promised = (
         "dataset model world_size global_batch_size steps epochs seed precision train_loss test_accuracy test_examples "
         "images_per_second training_seconds weights_sha256 versions"
@@ -128,32 +151,27 @@ def test_a_run_leaves_what_it_promises(embedded: Path, tmp_path: Path) -> None:
     assert config["run"]["world_size"] == 2 and config["learning_rate"] == 0.1
 
     # The same command again finds nothing to do, and leaves the results alone.
-    again = _run(2, "train", "--config", run_dir / "config.json", "--run-dir", run_dir)
-    assert again.returncode == 0 and "nothing left to do" in again.stdout, again.stderr
-    assert json.loads((run_dir / "summary.json").read_text()) == summary
-    assert _events(run_dir) == events
+    first, second = jobs(2, "mpirun")["again"]
+    assert first["code"] == second["code"] == 0 and "nothing left to do" in "\n".join(first["said"]), first
+    assert jobs(2, "mpirun")["kept"] == [_files_of(str(run_dir))] * 2
 
     # Evaluation from the checkpoint: 3 ranks answer as the run's 2 did. Neither number divides 1501.
-    output = tmp_path / "evaluation.json"
-    done = _run(3, "evaluate", "--run-dir", run_dir, "--output", output, "--eval-examples", 1501)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(output.read_text())
+    answer = answers["promised"]
     assert answer["test_examples"] == 1501
     assert answer["test_accuracy"] == summary["test_accuracy"]
     assert answer["test_loss"] == pytest.approx(summary["test_loss"], rel=1e-6)  # float32 sums of other batches
 
 
-def test_resnet_ranks_agree_and_its_moving_statistics_are_averaged(embedded: Path, tmp_path: Path) -> None:
-    options: list[Any] = ["--model", RESNET8, "--precision", "mixed_bfloat16", "--max-steps", 6, "--batch-size", 8]
-    few = ["--eval-examples", 2000]
-    summary = _train(2, embedded, tmp_path / "run", *options, *few)
+def test_resnet_ranks_agree_and_its_moving_statistics_are_averaged(
+    jobs: Jobs, folder: Path, answers: dict[str, dict[str, Any]]
+) -> None:
+    ranks = jobs(2, "mpirun")["resnet"]
+    assert [rank["code"] for rank in ranks] == [0, 0], ranks
+    summary = json.loads((folder / "resnet" / "summary.json").read_text())
     assert summary["weights_sha256_by_rank"] == [summary["weights_sha256"]] * 2
-    output = tmp_path / "evaluation.json"
-    done = _run(1, "evaluate", "--run-dir", tmp_path / "run", "--output", output, *few)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(output.read_text())
-    # The checkpoint holds the statistics of all ranks: one rank answers as both did. bfloat16 rounds other batches
+    # The checkpoint holds the statistics of all ranks: three answer as two did. bfloat16 rounds other batches
     # otherwise, which may move an example of 2,000 over the edge.
+    answer = answers["resnet"]
     assert answer["test_examples"] == summary["test_examples"] == 2000
     assert answer["test_accuracy"] == pytest.approx(summary["test_accuracy"], abs=2e-3)
     assert answer["test_loss"] == pytest.approx(summary["test_loss"], rel=2e-3)
