@@ -235,17 +235,17 @@ def test_only_the_default_run_on_the_embedded_set_is_shortened(jobs: Jobs) -> No
 
 
 def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, tmp_path: Path) -> None:
-    """Two ranks with four micro-batches each. With plain SGD at eight times the rate the loss is infinite."""
+    """Two ranks with four micro-batches each. With plain SGD at eight times the rate the loss becomes infinite."""
     run_dir = tmp_path / "run"
     words: list[Any] = ["--model", "tutorial", "--dataset", "cifar10", "--data-dir", real_data, "--run-dir", run_dir]
-    words += ["--gradient-accumulation", 4, "--seed", 21, "--max-steps", 75, "--eval-every", 0, "--eval-examples", 2000]
+    words += ["--gradient-accumulation", 4, "--seed", 21, "--max-steps", 40, "--eval-every", 0, "--eval-examples", 2000]
     done = _run(2, "train", *words)
     assert done.returncode == 0, done.stderr
     assert "optimizer muon, learning rate 0.002, times" in done.stdout
     assert done.stdout.count(" of training left") == 1  # at the 20th step: tracing does not count
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["dataset"] == "cifar10" and summary["global_batch_size"] == 1024
-    assert summary["test_accuracy"] > 0.2  # a net that does not learn stays at 10%, one fed wrong labels too
+    assert summary["test_accuracy"] > 0.3  # a net that does not learn stays at 10%, one fed wrong labels too
     assert "cifar10, tutorial: test accuracy" in done.stdout
 
 
