@@ -298,6 +298,9 @@ def test_uv_gets_pips_settings() -> None:
     for value, is_on in (("true", True), ("1", True), ("False", False), ("0", False)):
         options = packages.uv_options(packages.pip_settings(f":env:.no-index='{value}'\nglobal.no-index='no'"))
         assert options == ["--no-index"] * is_on
+    binary = packages.pip_settings("global.only-binary='numpy,scipy'\n:env:.no-binary=':none:'\n")
+    given = ["--only-binary", "numpy", "--only-binary", "scipy", "--no-binary", ":none:"]
+    assert packages.uv_options(binary) == given
 
 
 def test_uv_takes_the_file_that_pip_takes(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Install packages into an environment: with uv, which takes a quarter of pip's time, or with pip where uv cannot.
 
-uv does not read pip's settings, so those that say where packages come from are handed to it.
+uv does not read pip's settings, so those that say where packages come from, and which, are handed to it.
 """
 
 import ast
@@ -19,6 +19,7 @@ UV_NAMES = {
     "trusted-host": "UV_INSECURE_HOST",
     "no-cache-dir": "UV_NO_CACHE",
     "cert": "SSL_CERT_FILE",
+    "client-cert": "SSL_CLIENT_CERT",
     "proxy": "ALL_PROXY",
 }
 DEFAULTS = {
@@ -61,8 +62,10 @@ def pip_settings(listed: str) -> dict[str, list[str]]:
 def uv_options(settings: Mapping[str, list[str]]) -> list[str]:
     """The words for uv of the settings that it has no variable for, or that are added to an option of set-up."""
     no_index = settings.get("no-index", ["no"])[0].lower() in ("1", "true", "yes", "on", "y", "t")
-    held = [word for file in settings.get("constraint", []) for word in ("--constraint", file)]
-    return [*(["--no-index"] if no_index else []), *held]
+    held = [("--constraint", file) for file in settings.get("constraint", [])]
+    binary = ((name, words.split(",")) for name in ("only-binary", "no-binary") for words in settings.get(name, []))
+    formats = [(f"--{name}", package) for name, packages in binary for package in packages]
+    return ["--no-index"] * no_index + [word for pair in (*held, *formats) for word in pair]
 
 
 def uv_environment(settings: Mapping[str, list[str]], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
