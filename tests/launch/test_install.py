@@ -298,9 +298,6 @@ def test_uv_gets_pips_settings() -> None:
     for value, is_on in (("true", True), ("1", True), ("False", False), ("0", False)):
         options = packages.uv_options(packages.pip_settings(f":env:.no-index='{value}'\nglobal.no-index='no'"))
         assert options == ["--no-index"] * is_on
-    binary = packages.pip_settings("global.only-binary='numpy,scipy'\n:env:.no-binary=':none:'\n")
-    given = ["--only-binary", "numpy", "--only-binary", "scipy", "--no-binary", ":none:"]
-    assert packages.uv_options(binary) == given
 
 
 def test_uv_takes_the_file_that_pip_takes(tmp_path: Path) -> None:
@@ -324,18 +321,24 @@ def test_uv_takes_the_file_that_pip_takes(tmp_path: Path) -> None:
     of_uv = packages.uv_environment(packages.pip_settings(listed), environ)
     of_pip = {**environ, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": first, "PIP_EXTRA_INDEX_URL": " ".join(others)}
     pip = [sys.executable, "-I", "-m", "pip", "install", "--no-cache-dir"]
-    found = []
-    for command, environment in (([*pip], of_pip), ([str(uv), "pip", "install", "--python", sys.executable], of_uv)):
-        target = tmp_path / f"of {command[1]}"
-        subprocess.run([*command, "--target", str(target), "thing"], env=environment, check=True)
-        found.append((target / "thing.py").read_text())
-    assert found == ["c", "c"]
+    ways = {"pip": (pip, of_pip), "uv": ([str(uv), "pip", "install", "--python", sys.executable], of_uv)}
+    for way, (command, environment) in ways.items():
+        subprocess.run([*command, "--target", str(tmp_path / way), "thing"], env=environment, check=True)
+        assert (tmp_path / way / "thing.py").read_text() == "c", way
 
 
-@pytest.mark.parametrize("uv", ["exit 0", "echo no such index; exit 2", None])
-def test_pip_installs_what_uv_cannot(uv: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """uv is at work, it fails, or the index has none. Both tools get the same words, and pip's constraints."""
-    config = 'case "$*" in *config*) echo "global.constraint=\'/held.txt /more\'"; exit;; esac'
+@pytest.mark.parametrize(
+    ("uv", "of_kind"),
+    [("exit 0", ""), ("echo no such index; exit 2", ""), (None, ""), (None, "\n:env:.only-binary=':all:'")],
+)
+def test_pip_installs_what_uv_cannot(
+    uv: str | None, of_kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """uv is at work, it fails, the index has none, or a setting is for pip alone.
+
+    Both tools get the same words, and pip's constraints.
+    """
+    config = f"""case "$*" in *config*) echo "global.constraint='/held.txt /more'{of_kind}"; exit;; esac"""
     python = str(_tool(tmp_path, "python", f'{config}; echo pip: "$@"'))
     if uv:
         _tool(tmp_path, "uv", f'echo uv: "$@"; {uv}')
@@ -346,8 +349,10 @@ def test_pip_installs_what_uv_cannot(uv: str | None, tmp_path: Path, capsys: pyt
     held = "--constraint /held.txt --constraint /more --constraint mine"
     of_uv = [f"uv: pip install --python {python} {held} -e ."] if uv else []
     of_pip = [] if uv == "exit 0" else ["pip: -I -m pip install --constraint mine -e ."]
-    assert said == ["pip: -I -m pip install --constraint mine uv==1.*", *of_uv, *of_pip]
-    assert ("pip takes the place of uv" in capsys.readouterr().err) == bool(of_pip)
+    tries_uv = [] if of_kind else ["pip: -I -m pip install --constraint mine uv==1.*"]
+    assert said == [*tries_uv, *of_uv, *of_pip]
+    reason = re.findall("pip takes the place of uv: (.*)", capsys.readouterr().err)
+    assert reason == ["its setting only-binary"] if of_kind else len(reason) == len(of_pip)
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])

@@ -123,7 +123,7 @@ def test_broadcast_makes_all_ranks_alike(n: int, jobs: Jobs) -> None:
 def _ways() -> dict[str, dict[str, Any]]:
     """Arguments of `DistributedOptimizer` by name: all that change the way of a gradient, in most combinations.
 
-    Several passes a step with at most one other argument.
+    Several passes a step have at most one of loss scale, fixed order and fp16.
     """
     loss_scales = ("", "loss scale")
     fixed_order = {"": {}, "fixed order": {"fixed_order": True}}

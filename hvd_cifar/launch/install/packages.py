@@ -1,6 +1,7 @@
 """Install packages into an environment: with uv, which takes a quarter of pip's time, or with pip where uv cannot.
 
-uv does not read pip's settings, so those that say where packages come from, and which, are handed to it.
+uv does not read pip's settings, so those that say where packages come from are handed to it. Where they say which kind
+of file to take, pip installs: their order counts.
 """
 
 import ast
@@ -22,6 +23,7 @@ UV_NAMES = {
     "client-cert": "SSL_CLIENT_CERT",
     "proxy": "ALL_PROXY",
 }
+KINDS_OF_FILE = {"only-binary", "no-binary"}  # settings of pip
 DEFAULTS = {
     "UV_COMPILE_BYTECODE": "1",  # as pip does, but on all cores
     "UV_INDEX_STRATEGY": "unsafe-best-match",  # as pip does: the newest version of all indexes
@@ -39,13 +41,18 @@ def install(steps: Steps, python: str, uv: list[str], wanted: list[str], held: P
     constraint = ["--constraint", str(held)] if held else []
     listed = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, cwd=folder)
     settings = pip_settings(listed.stdout)
-    try:
-        steps.run([*pip, "install", *constraint, *uv], cwd=folder)
-        program = [str(Path(python).with_name("uv")), "pip", "install", "--python", python]
-        steps.run([*program, *uv_options(settings), *constraint, *wanted], uv_environment(settings), folder)
-    except (StepFailed, OSError) as failure:
-        say(f"\n    pip takes the place of uv: {failure}")
-        steps.run([*pip, "install", *constraint, *wanted], cwd=folder)
+    kinds = sorted(settings.keys() & KINDS_OF_FILE)
+    reason: object = f"its setting {' and '.join(kinds)}" if kinds else None
+    if not kinds:
+        try:
+            steps.run([*pip, "install", *constraint, *uv], cwd=folder)
+            program = [str(Path(python).with_name("uv")), "pip", "install", "--python", python]
+            steps.run([*program, *uv_options(settings), *constraint, *wanted], uv_environment(settings), folder)
+            return
+        except (StepFailed, OSError) as failure:
+            reason = failure
+    say(f"\n    pip takes the place of uv: {reason}")
+    steps.run([*pip, "install", *constraint, *wanted], cwd=folder)
 
 
 def pip_settings(listed: str) -> dict[str, list[str]]:
@@ -62,10 +69,8 @@ def pip_settings(listed: str) -> dict[str, list[str]]:
 def uv_options(settings: Mapping[str, list[str]]) -> list[str]:
     """The words for uv of the settings that it has no variable for, or that are added to an option of set-up."""
     no_index = settings.get("no-index", ["no"])[0].lower() in ("1", "true", "yes", "on", "y", "t")
-    held = [("--constraint", file) for file in settings.get("constraint", [])]
-    binary = ((name, words.split(",")) for name in ("only-binary", "no-binary") for words in settings.get(name, []))
-    formats = [(f"--{name}", package) for name, packages in binary for package in packages]
-    return ["--no-index"] * no_index + [word for pair in (*held, *formats) for word in pair]
+    held = [word for file in settings.get("constraint", []) for word in ("--constraint", file)]
+    return ["--no-index"] * no_index + held
 
 
 def uv_environment(settings: Mapping[str, list[str]], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
