@@ -1316,6 +1316,20 @@ LAUNCH = [
         "uv takes packages from an index that pip's settings exclude",
     ),
     Fault(
+        P + "launch/install/packages.py",
+        "(reversed(settings",
+        "((settings",
+        "tests/launch/test_install.py -k file_that_pip_takes",
+        "uv takes a file from another index than pip",
+    ),
+    Fault(
+        P + "launch/install/packages.py",
+        "    if not kinds:",
+        "    if True:",
+        "tests/launch/test_install.py -k pip_installs_what_uv",
+        "uv builds packages that pip's settings want built before",
+    ),
+    Fault(
         P + "launch/install/installer.py",
         "CHECK.relative_to(CHECKOUT), *sources]:",
         "CHECK.relative_to(CHECKOUT)]:",
