@@ -1327,7 +1327,7 @@ LAUNCH = [
         "    if not kinds:",
         "    if True:",
         "tests/launch/test_install.py -k pip_installs_what_uv",
-        "uv builds packages that pip's settings want built before",
+        "uv installs although pip's settings say which kind of file to take",
     ),
     Fault(
         P + "launch/install/installer.py",

@@ -123,7 +123,7 @@ def test_broadcast_makes_all_ranks_alike(n: int, jobs: Jobs) -> None:
 def _ways() -> dict[str, dict[str, Any]]:
     """Arguments of `DistributedOptimizer` by name: all that change the way of a gradient, in most combinations.
 
-    Several passes a step have at most one of loss scale, fixed order and fp16.
+    A combination with several passes has at most one of loss scale, fixed order and fp16.
     """
     loss_scales = ("", "loss scale")
     fixed_order = {"": {}, "fixed order": {"fixed_order": True}}
@@ -133,7 +133,7 @@ def _ways() -> dict[str, dict[str, Any]]:
     ways: dict[str, dict[str, Any]] = {}
     for names in itertools.product(("average", "sum"), loss_scales, fixed_order, compression, passes):
         op, scale, order, sent, several = names
-        if several and len([name for name in (scale, order, sent) if name]) > 1:
+        if several and sum(map(bool, (scale, order, sent))) > 1:
             continue
         options = {"op": op} | fixed_order[order] | compression[sent] | passes[several]
         ways[", ".join(filter(None, names))] = options

@@ -131,8 +131,8 @@ def _wrapped_against_plain() -> dict[str, Any]:
 
     kinds = _optimizers()
     wrong, unlike = [], set()
-    # Keras's base class has the options, and tracing takes seconds. So in graphs only Adam has all of them. Without
-    # graphs SGD and Muon have all of them, too. Each other kind has one, in turn.
+    # Keras's base class implements the options. Tracing a graph takes seconds. So Adam alone has all options in graphs.
+    # Adam, SGD and Muon have all options without a graph. Every other optimizer has one option, in turn.
     in_graph = set(zip(sorted(kinds), itertools.cycle(OPTIONS), strict=False))
     in_graph |= {("Adam", option) for option in OPTIONS} | {("MultiOptimizer", "as it is")}
     cases = in_graph | {(kind, "as it is") for kind in kinds}

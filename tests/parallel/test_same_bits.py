@@ -111,7 +111,7 @@ def test_virtual_shards_end_with_the_same_bits_on_1_2_and_4_ranks(embedded: Path
     """Weights, momentum, moving averages, batch norm's statistics; the run on 4 ranks continues on 2.
 
     `tutorial` and `fast` have convolutions as products of matrices, with more parts of a batch than images, and layers
-    by XLA. They are not among the nets of 4 ranks, whose four graphs would take a minute.
+    by XLA. They do not run on 4 ranks, since their graphs take long to build.
     """
     nets = "resnet8", "tutorial", "fast"
 

@@ -109,18 +109,15 @@ def _files_of(run_dir: str) -> dict[str, str]:
 def answers(jobs: Jobs, folder: Path) -> dict[str, dict[str, Any]]:
     """What 3 ranks answer of the checkpoints that 2 ranks have left, in one start."""
     jobs(2, "mpirun")
-    outputs = {name: folder / f"{name}.json" for name in ("promised", "resnet")}
-    examples = {"promised": 1501, "resnet": 2000}
-    evaluations = {
-        name: partial(
-            command,
-            ["evaluate", "--run-dir", folder / name, "--output", output, "--eval-examples", examples[name]],
-        )
-        for name, output in outputs.items()
-    }
-    found = run_all(evaluations, 3)
+
+    def evaluate(name: str, examples: int) -> Callable[..., Any]:
+        output = folder / f"{name}.json"
+        words = ["evaluate", "--run-dir", folder / name, "--output", output, "--eval-examples", examples]
+        return partial(command, words)
+
+    found = run_all({"promised": evaluate("promised", 1501), "resnet": evaluate("resnet", 2000)}, 3)
     assert all(rank["code"] == 0 for ranks in found.values() for rank in ranks), found
-    return {name: json.loads(output.read_text()) for name, output in outputs.items()}
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in found}
 
 
 def test_a_run_leaves_what_it_promises(jobs: Jobs, folder: Path, answers: dict[str, dict[str, Any]]) -> None:

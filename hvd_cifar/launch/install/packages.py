@@ -1,7 +1,7 @@
 """Install packages into an environment: with uv, which takes a quarter of pip's time, or with pip where uv cannot.
 
-uv does not read pip's settings, so those that say where packages come from are handed to it. Where they say which kind
-of file to take, pip installs: their order counts.
+uv does not read pip's settings, so those that say where packages come from are handed to it. pip installs where its
+settings say which kind of file to take: their order counts, and uv does not know it.
 """
 
 import ast
@@ -23,7 +23,8 @@ UV_NAMES = {
     "client-cert": "SSL_CLIENT_CERT",
     "proxy": "ALL_PROXY",
 }
-KINDS_OF_FILE = {"only-binary", "no-binary"}  # settings of pip
+# pip's settings that say which kind of file to take: wheels or sources.
+KINDS_OF_FILE = {"only-binary", "no-binary"}
 DEFAULTS = {
     "UV_COMPILE_BYTECODE": "1",  # as pip does, but on all cores
     "UV_INDEX_STRATEGY": "unsafe-best-match",  # as pip does: the newest version of all indexes
@@ -42,7 +43,7 @@ def install(steps: Steps, python: str, uv: list[str], wanted: list[str], held: P
     listed = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, cwd=folder)
     settings = pip_settings(listed.stdout)
     kinds = sorted(settings.keys() & KINDS_OF_FILE)
-    reason: object = f"its setting {' and '.join(kinds)}" if kinds else None
+    reason: object = f"pip's setting {' and '.join(kinds)}"
     if not kinds:
         try:
             steps.run([*pip, "install", *constraint, *uv], cwd=folder)
