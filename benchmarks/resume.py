@@ -87,7 +87,7 @@ def _train_with_kills(
     options: list[Any], run_dir: Path, sizes: tuple[int, ...], steps: int, chance: random.Random
 ) -> list[tuple[int, int, int]]:
     """For each kill: the ranks, the last step on record, and the step of the checkpoint to go on from."""
-    from hvd_cifar.training.checkpoint_files import find
+    from hvd_cifar.training.checkpoint import find
 
     kills = []
     moments = sorted(chance.sample(range(steps // 20, steps - steps // 20), len(sizes) - 1))

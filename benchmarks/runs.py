@@ -66,7 +66,7 @@ def averages(run_dir: Path) -> dict[str, Any]:
 def _newest(run_dir: Path) -> Any:
     import tensorflow as tf
 
-    from hvd_cifar.training.checkpoint_files import find, prefix
+    from hvd_cifar.training.checkpoint import find, prefix
 
     path = find(run_dir)
     assert path is not None, f"no checkpoint in {run_dir}"

@@ -109,7 +109,7 @@ def main(data_dir: Path, model: str, batch_size: int, json_file: Path | None) ->
         from hvd_cifar.runtime.world import session
         from hvd_cifar.training import assemble, run_dir
         from hvd_cifar.training.step import Notes
-        from hvd_cifar.training.trainer import OfUser
+        from hvd_cifar.training.work import UserObjects
     for name in COLLECTIVES:
         counted = clock.counted(getattr(mpi_ops.MPI_LIB, f"horovod_{name}"))
         setattr(mpi_ops.MPI_LIB, f"horovod_{name}", tf.autograph.experimental.do_not_convert(counted))
@@ -123,7 +123,7 @@ def main(data_dir: Path, model: str, batch_size: int, json_file: Path | None) ->
         clock.lap("first barrier")
         given = {"model": model, "dataset": "synthetic", "data_dir": str(data_dir), "batch_size": batch_size}
         settings = make(TrainSettings, {**given, "max_steps": 3, "run_dir": f"{folder}/run"})
-        trainer = assemble.assemble(settings, world, OfUser())
+        trainer = assemble.assemble(settings, world, UserObjects())
         clock.lap("assemble")
         for step, micro_batches in enumerate(trainer.batches(0)):
             trainer.step(step, micro_batches, 1.0, Notes())[0].numpy()

@@ -24,7 +24,7 @@ class Run:
     """A run that makes blocks of steps."""
 
     def __init__(self, trainer: Any) -> None:
-        from hvd_cifar.training.summaries import Summaries
+        from hvd_cifar.extensions.tensorboard import Summaries
 
         self.trainer, self.batches = trainer, trainer.batches(0)
         (self.summaries,) = (c for c in trainer.callbacks if isinstance(c, Summaries))
@@ -61,8 +61,8 @@ def main(data_dir: Path, model: str, batch_size: int | None, steps: int, repeats
     from hvd_cifar.config import TrainSettings, make
     from hvd_cifar.distributed import collectives
     from hvd_cifar.runtime.world import session
-    from hvd_cifar.training.assemble import assemble
-    from hvd_cifar.training.trainer import OfUser
+    from hvd_cifar.training.train import assemble
+    from hvd_cifar.training.work import UserObjects
 
     given = {"model": model, "dataset": "synthetic", "data_dir": str(data_dir), "batch_size": batch_size}
     given |= {"eval_every": 0, "checkpoint_every": 10**6, "check_sync_every": 0, "epochs": 1000}
@@ -71,7 +71,7 @@ def main(data_dir: Path, model: str, batch_size: int | None, steps: int, repeats
         runs = {}
         for every in (0, 10**6):
             settings = make(TrainSettings, {**given, "summary_every": every, "run_dir": f"{folder}/{every}"})
-            runs[every] = Run(assemble(settings, world, OfUser()))
+            runs[every] = Run(assemble(settings, world, UserObjects()))
             runs[every].block(3, summary=False)
         taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
         for _ in range(repeats):

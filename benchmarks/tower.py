@@ -36,8 +36,8 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.models import BUILT_IN
 from hvd_cifar.models.recipe import momentum_sgd
 from hvd_cifar.training import checkpoint_files
-from hvd_cifar.training.assemble import make_net, work_of
 from hvd_cifar.training.plan import changed, global_batch, make_schedule, resolve
+from hvd_cifar.training.work import make_net, work_of
 
 
 def towers_of(count: int) -> list[str]:

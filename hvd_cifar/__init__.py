@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from hvd_cifar.errors import TrainingError, UserError
     from hvd_cifar.models.recipe import Batch, Recipe
     from hvd_cifar.optim.schedules import Staircase, ToZero, cosine
-    from hvd_cifar.training.callbacks import Callback
+    from hvd_cifar.training.callbacks import Callback, Run, StepObserver
     from hvd_cifar.training.evaluate import Evaluation
-    from hvd_cifar.training.progress import Run
 
 __version__ = "0.2.0"  # CHANGELOG.md says what a number means
 __all__ = [
@@ -38,6 +37,7 @@ __all__ = [
     "Recipe",
     "Run",
     "Staircase",
+    "StepObserver",
     "SyncBatchNormalization",
     "ToZero",
     "TrainingError",
@@ -56,8 +56,9 @@ _HOMES = {
     "DistributedOptimizer": "distributed",
     "Evaluation": "training.evaluate",
     "Recipe": "models.recipe",
-    "Run": "training.progress",
+    "Run": "training.callbacks",
     "Staircase": "optim.schedules",
+    "StepObserver": "training.callbacks",
     "SyncBatchNormalization": "distributed",
     "ToZero": "optim.schedules",
     "TrainingError": "errors",

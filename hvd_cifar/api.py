@@ -12,9 +12,10 @@ from typing import Any
 from hvd_cifar import config
 from hvd_cifar.config import EvaluateSettings, TrainSettings
 from hvd_cifar.data.dataset import Dataset
-from hvd_cifar.training import evaluate_command, run, user_code
+from hvd_cifar.training import evaluate_command, user_code
+from hvd_cifar.training import train as training
 from hvd_cifar.training.callbacks import Callback
-from hvd_cifar.training.trainer import OfUser
+from hvd_cifar.training.work import UserObjects
 
 
 def train(
@@ -30,7 +31,7 @@ def train(
     end.
 
     Args:
-        model: a name of `config.MODELS`, FILE.py:NAME, package.module:NAME, or the function itself:
+        model: a name of `fields.MODELS`, FILE.py:NAME, package.module:NAME, or the function itself:
             build(image_shape, classes) -> keras.Model, from float images [b, height, width, channels] to logits
             [b, classes], alone or as (model, `Recipe`).
         dataset: a name that --dataset takes, a `Dataset`, or a function that returns one.
@@ -46,7 +47,7 @@ def train(
     """
     user_code.leave_while_loading()
     given, named = _of_user(model, dataset, callbacks)
-    return run.train(config.make(TrainSettings, {**named, **settings}), given)
+    return training.train(config.make(TrainSettings, {**named, **settings}), given)
 
 
 def evaluate(
@@ -78,7 +79,7 @@ def evaluate(
     return evaluate_command.evaluate_run(made, given)
 
 
-def _of_user(model: Any, dataset: Any, callbacks: Sequence[Callback]) -> tuple[OfUser, dict[str, str]]:
+def _of_user(model: Any, dataset: Any, callbacks: Sequence[Callback]) -> tuple[UserObjects, dict[str, str]]:
     """The objects that the user passed, and settings that name them in the run's record."""
     named = {}
     if model is not None:
@@ -86,4 +87,4 @@ def _of_user(model: Any, dataset: Any, callbacks: Sequence[Callback]) -> tuple[O
     if dataset is not None and not isinstance(dataset, Dataset):
         named["dataset"] = dataset if isinstance(dataset, str) else user_code.spec_of(dataset)
     own_model, own_dataset = (None if isinstance(thing, str) else thing for thing in (model, dataset))
-    return OfUser(model=own_model, dataset=own_dataset, callbacks=tuple(callbacks)), named
+    return UserObjects(model=own_model, dataset=own_dataset, callbacks=tuple(callbacks)), named

@@ -201,7 +201,7 @@ def _metavar(annotation: Any) -> str:
 def _train(settings: config.TrainSettings) -> None:
     with resumable():
         with quiet_start():
-            from hvd_cifar.training.run import train
+            from hvd_cifar.training.train import train
         train(settings)
 
 

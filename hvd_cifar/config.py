@@ -1,7 +1,8 @@
 """Every setting of every command: its type, help and checks.
 
 A field's name is its option (`global_batch_size` is `--global-batch-size`), its description is the option's help,
-and its type is its check. The command line, a `--config` file and a Python program all make these classes.
+and its type is its check. The command line, a `--config` file and a Python program all make these classes. Settings of
+an extension stand in its file.
 """
 
 from __future__ import annotations
@@ -12,136 +13,54 @@ import re
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
+from hvd_cifar import extensions
 from hvd_cifar.errors import UserError, printable
+from hvd_cifar.fields import (
+    DEFAULT_PER_RANK_BATCH_SIZE,
+    FEWEST_EPOCHS,
+    LARGEST_RATE,
+    MODELS,
+    MOST_EXAMPLES,
+    MOST_STEPS,
+    MOST_THREADS,
+    SMALLEST_NORM,
+    Bytes,
+    BytesPerSecond,
+    Callbacks,
+    Compression,
+    DatasetName,
+    DataSource,
+    Finite,
+    LocalPath,
+    Md5,
+    ModelSpec,
+    Overlap,
+    Precision,
+    RankCounts,
+    Scale,
+    Seconds,
+    Settings,
+    absolute_unless_word,
+    not_empty,
+    numbers,
+    without_password,
+    words,
+)
 from hvd_cifar.files import MOST_JSON_BYTES, replace_text
-
-MODELS = ("fast", "tutorial", "resnet20", "resnet32", "resnet56")
-DataSource = Literal["auto", "local", "rank0"]
-Compression = Literal["none", "fp16"]
-Overlap = Literal["auto", "on", "off"]
-Precision = Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"]
-
-DEFAULT_PER_RANK_BATCH_SIZE = 128
-DEFAULT_SUMMARY_EVERY = 100
-BUILT_IN_DATASETS = ("auto", "cifar10", "cifar100", "synthetic")
-OBJECT_DATASET = "object:"  # prefix, in a run's record, of the name of a Dataset object that a program passed
-FOLDER_DATASET = "folder:"  # prefix of the path of a folder of images
 
 # Limit of a --config file that is not JSON. It is lower than that of JSON, since YAML parses slowly.
 MOST_YAML_BYTES = 1 << 18
 MOST_SHOWN = 80  # characters of a wrong value in an error message
-# Largest counts. A larger number is a typing error, and would overflow the integers of NumPy and TensorFlow.
-MOST_STEPS = 10**12
-MOST_EXAMPLES = 10**9
-MOST_THREADS = 4096
-MOST_PROFILED_STEPS = 100  # each has thousands of events, which a rank holds in memory
-LARGEST_RATE = 1e37  # the largest float32 is 3.4e38
-SMALLEST_NORM = 1e-6  # smaller gradients do not change float32 weights
-FEWEST_EPOCHS = 1e-6
 LONGEST_DEFAULT_WARMUP = 1.0  # epochs
 
 # Parts of a run's config.json that are facts about the run, not settings.
 RECORDED_SECTIONS = ("run",)
 BATCH = ("batch_size", "global_batch_size")
-
-
-def _not_empty(path: Any) -> Any:
-    if path == "":  # an unset shell variable; pathlib would take "" as the current folder
-        raise ValueError("the path is empty")
-    return path
-
-
-def absolute(path: Path) -> Path:
-    """The absolute path, so that ranks and a later `evaluate` agree on it.
-
-    Raises:
-        ValueError: for an unknown ~user, a NUL, and a name that is not UTF-8, which TensorFlow does not take.
-    """
-    if "\0" in str(path):
-        raise ValueError("a path holds no NUL character")
-    if any("\ud800" <= character <= "\udfff" for character in str(path)):
-        raise ValueError("the name is not UTF-8; rename it")
-    try:
-        return path.expanduser().absolute()
-    except RuntimeError as failure:
-        raise ValueError(str(failure)) from None
-
-
-def is_user_code(spec: str) -> bool:
-    """Whether a text is FILE.py:NAME or package.module:NAME, which names an object of the user's code."""
-    place, _, name = spec.rpartition(":")
-    return name.isidentifier() and (place.endswith(".py") or all(map(str.isidentifier, place.split("."))))
-
-
-def absolute_user_code(spec: str) -> str:
-    """FILE.py:NAME with the file's absolute path; package.module:NAME as it is."""
-    place, _, name = spec.rpartition(":")
-    return f"{absolute(Path(place))}:{name}" if place.endswith(".py") else spec
-
-
-def _model(spec: str) -> str:
-    if spec in MODELS:
-        return spec
-    if not is_user_code(spec):
-        raise ValueError(f"give {', '.join(MODELS)}, or a function of yours: FILE.py:NAME or package.module:NAME")
-    return absolute_user_code(spec)
-
-
-def _callbacks(given: Any) -> Any:
-    """Text such as a.py:A,b.py:B as ("a.py:A", "b.py:B"), with absolute paths."""
-    words = given.split(",") if isinstance(given, str) else given
-    if not isinstance(words, list | tuple) or not all(
-        isinstance(word, str) and is_user_code(word.strip()) for word in words
-    ):
-        raise ValueError("write FILE.py:NAME or package.module:NAME, with commas between them")
-    return tuple(absolute_user_code(word.strip()) for word in words)
-
-
-def _absolute_unless_word(place: str) -> str:
-    return place if place in ("auto", "never") else str(absolute(Path(place)))
-
-
-def _dataset(given: str) -> str:
-    """The name of a data set, with absolute paths."""
-    if given in BUILT_IN_DATASETS:
-        return given
-    if given.startswith(OBJECT_DATASET):
-        raise ValueError("this run's data set was a Python object; give it to hvd_cifar.train or evaluate again")
-    if given.startswith(FOLDER_DATASET):
-        path = given.removeprefix(FOLDER_DATASET)
-        if not path:
-            raise ValueError("the path is empty; give folder:PATH")
-        return FOLDER_DATASET + str(absolute(Path(path)))
-    if not is_user_code(given):
-        raise ValueError(
-            f"no data set has this name; give {', '.join(BUILT_IN_DATASETS)}, folder:PATH, FILE.py:NAME or "
-            "package.module:NAME"
-        )
-    return absolute_user_code(given)
-
-
-def _rank_counts(given: Any) -> Any:
-    """Text such as 1,2,4 as (1, 2, 4): ascending, each once."""
-    words = given.split(",") if isinstance(given, str) else given if isinstance(given, (list, tuple)) else [given]
-    texts = [str(word).strip() for word in words]
-    if not all(re.fullmatch("[0-9]{1,6}", text) and int(text) > 0 for text in texts):
-        raise ValueError("write numbers of ranks, each at most 999999, with commas between them, such as 1,2,4")
-    return tuple(sorted({int(text) for text in texts}))
 
 
 def check_warmup(warmup: float | None, epochs: float | None) -> None:
@@ -150,13 +69,13 @@ def check_warmup(warmup: float | None, epochs: float | None) -> None:
         raise ValueError(f"--set warmup_epochs={warmup:g} is more than --epochs {epochs:g}: make it smaller")
 
 
-def check_buckets(settings: TrainSettings | StepWork) -> None:
+def check_buckets(settings: RunOptions | StepWork) -> None:
     """ValueError where --bucket-bytes has no effect."""
     if settings.bucket_bytes is not None and settings.overlap == "off":
         raise ValueError("--bucket-bytes has no effect with --overlap off: leave one of them out")
 
 
-def check_ranks(settings: TrainSettings, ranks: int) -> None:
+def check_ranks(settings: RunOptions, ranks: int) -> None:
     """UserError where ranks do not divide --virtual-shards, or a micro-batch of the global batch would be empty."""
     shards, batch = settings.virtual_shards, settings.global_batch_size
     if shards is not None and shards % ranks:
@@ -170,95 +89,7 @@ def check_ranks(settings: TrainSettings, ranks: int) -> None:
         raise UserError(f"the global batch of {batch} is smaller than {dealt}: make it at least {micro_batches}")
 
 
-# Units, with their values in bytes, bytes per second and seconds.
-_SIZES = {"": 1, "B": 1, "K": 2**10, "KiB": 2**10, "M": 2**20, "MiB": 2**20, "G": 2**30, "GiB": 2**30}
-_SPEEDS = {f"{p}bit/s": 10**n / 8 for p, n in (("", 0), ("k", 3), ("M", 6), ("G", 9), ("T", 12))} | {
-    f"{p}B/s": 10.0**n for p, n in (("", 0), ("k", 3), ("M", 6), ("G", 9), ("T", 12))
-}
-_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-
-
-def _steps(given: Any) -> Any:
-    """Text such as 100:110 as (100, 110)."""
-    if isinstance(given, str):
-        match = re.fullmatch("([0-9]{1,12}):([0-9]{1,12})", given)
-        if match is None:
-            raise ValueError("write the first and the last step, such as 100:110")
-        given = (int(match[1]), int(match[2]))
-    return tuple(given) if isinstance(given, list) else given
-
-
-def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
-    if not 1 <= steps[0] <= steps[1]:
-        raise ValueError("the first step must be at least 1, and at most the last; write such as 100:110")
-    if steps[1] - steps[0] >= MOST_PROFILED_STEPS:
-        raise ValueError(f"a profile holds at most {MOST_PROFILED_STEPS} steps; give fewer")
-    return steps
-
-
-def _quantity(units: dict[str, float], example: str) -> BeforeValidator:
-    def read(given: Any) -> Any:
-        match = re.fullmatch(r"([0-9.]+) ?([A-Za-z/]*)", given.strip()) if isinstance(given, str) else None
-        if match is None and not isinstance(given, (int, float)):
-            raise ValueError(f"write a number and a unit, such as {example}")
-        number, unit = (match[1], match[2]) if match else (str(given), "")
-        if unit not in units or not re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", number):
-            raise ValueError(f"write a number and one of {', '.join(filter(None, units))}, such as {example}")
-        return float(number) * units[unit]
-
-    return BeforeValidator(read)
-
-
-def _without_password(address: str) -> str:
-    if re.match(r"[a-zA-Z][\w+.-]*://[^/?#]*@", address):
-        raise ValueError("a user's name or password would be recorded in config.json; put it into ~/.netrc")
-    return address
-
-
-def _numbers(given: Any) -> Any:
-    """Text such as 0.75,1 as ("0.75", "1")."""
-    words = given.split(",") if isinstance(given, str) else given
-    return tuple(words) if isinstance(words, list) else words
-
-
-def _words(given: Any) -> Any:
-    """Text such as a,b as ("a", "b")."""
-    return tuple(given.split(",")) if isinstance(given, str) else given
-
-
-RankCounts = Annotated[tuple[int, ...], BeforeValidator(_rank_counts)]
-Steps = Annotated[tuple[int, int], BeforeValidator(_steps), AfterValidator(_in_order)]
-Bytes = Annotated[int, _quantity(_SIZES, "4, 64K or 256MiB")]
-BytesPerSecond = Annotated[float, _quantity(_SPEEDS, "10Gbit/s")]
-Seconds = Annotated[float, _quantity(_TIMES, "20us")]
-ModelSpec = Annotated[str, AfterValidator(_model)]
-Callbacks = Annotated[tuple[str, ...], BeforeValidator(_callbacks)]
-LocalPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(absolute)]
-DatasetName = Annotated[str, AfterValidator(_dataset)]
-Md5 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{32}$"), AfterValidator(str.lower)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Scale = Annotated[float, Field(gt=0, le=1)]
-
-
-def _has_numbers(annotation: Any) -> bool:
-    return annotation in (int, float) or any(map(_has_numbers, get_args(annotation)))
-
-
-class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _a_truth_value_is_no_number(cls, given: Any, info: ValidationInfo) -> Any:
-        """Refuse True, which pydantic takes for 1."""
-        words = given if isinstance(given, list | tuple) else [given]
-        is_bool = any(type(word).__name__ == "bool" for word in words)  # also NumPy's
-        if is_bool and _has_numbers(cls.model_fields[str(info.field_name)].annotation):
-            raise ValueError("a truth value is not a number")
-        return given
-
-
-class DataSettings(_Settings):
+class DataSettings(Settings):
     """Where the images come from."""
 
     dataset: DatasetName = Field(
@@ -277,7 +108,7 @@ class DataSettings(_Settings):
         description="Where a host gets the data set from. auto: from its own --data-dir, else from rank 0 over the "
         "network; rank0: from rank 0 also where its own set differs or is damaged; local: each host by itself.",
     )
-    data_url: Annotated[str, AfterValidator(_without_password)] | None = Field(
+    data_url: Annotated[str, AfterValidator(without_password)] | None = Field(
         None, description="Address of the archive, in the data set's binary layout. [default: its authors']"
     )
     data_md5: Md5 | None = Field(
@@ -285,7 +116,7 @@ class DataSettings(_Settings):
     )
 
 
-class RecipeChanges(_Settings):
+class RecipeChanges(Settings):
     """Numbers of a recipe that a run changes (--set NAME=VALUE). None stands for the recipe's value."""
 
     learning_rate_factor: Finite | None = Field(
@@ -302,7 +133,7 @@ class RecipeChanges(_Settings):
         None, ge=0, lt=1, description="share of the target that is spread evenly over all classes"
     )
     lookahead: bool | None = Field(None, description="average the weights with look-ahead")
-    image_scales: Annotated[tuple[Scale, ...], BeforeValidator(_numbers)] | None = Field(
+    image_scales: Annotated[tuple[Scale, ...], BeforeValidator(numbers)] | None = Field(
         None, description="factors that images are shrunk by, such as 0.75,1, each for an equal part of the steps"
     )
     augmentation: Literal["none"] | None = Field(None, description="none: train on images as in evaluation")
@@ -329,7 +160,7 @@ def _changes(given: Any) -> Any:
     return {name.strip().replace("-", "_"): value for name, _, value in pairs}
 
 
-class TrainSettings(DataSettings):
+class RunOptions(DataSettings):
     """One training run. None stands for the recipe's value (`models.recipe`)."""
 
     model: ModelSpec = Field(
@@ -439,39 +270,8 @@ class TrainSettings(DataSettings):
         description="CPU threads of a rank. [default: its share of the host's cores]",
     )
 
-    check_sync_every: int = Field(
-        500,
-        ge=0,
-        le=MOST_STEPS,
-        description="Steps between checks that weights and optimizer are the same on all ranks, bit for bit; the run "
-        "ends if they differ. Ranks "
-        "also check after the first step, before each checkpoint and at the end; 0: only before checkpoints and at "
-        "the end.",
-    )
-    on_nan: Literal["stop", "skip", "rollback"] = Field(
-        "stop",
-        description="What to do if the loss or a weight is not finite. stop: end the run; skip: skip the step's "
-        "update on all ranks; rollback: continue from the newest good checkpoint with a lower learning rate. See "
-        "docs/reliability.md.",
-    )
-    record_examples: bool = Field(
-        False, description="Write to examples.jsonl which examples each rank used in each step."
-    )
 
     log_every: int = Field(10, gt=0, le=MOST_STEPS, description="Steps between log lines.")
-    summary_every: int | None = Field(
-        None,
-        ge=0,
-        le=MOST_STEPS,
-        description="Steps between histograms and images for TensorBoard, beside those of the first step; 0: none. "
-        f"[default: {DEFAULT_SUMMARY_EVERY}; more where they would take over 2% of the time]",
-    )
-    profile_steps: Steps | None = Field(
-        None,
-        description="First and last step to profile, such as 100:110. The trace of all ranks is one file in the folder "
-        "profile of the run; docs/profile.md. [default: none]",
-        json_schema_extra={"metavar": "N:N"},
-    )
     quiet: bool = Field(False, description="Print only warnings and errors. The run's files are as without it.")
     checkpoint_every: int = Field(
         1000, gt=0, le=MOST_STEPS, description="Steps between checkpoints; the newest 5 are kept."
@@ -503,12 +303,7 @@ class TrainSettings(DataSettings):
         description="Hold out this many training examples, drawn by --seed, and evaluate on them during training. The "
         "test set is then used only at the end. [default: none; evaluate on the test set]",
     )
-    early_stopping: int | None = Field(
-        None,
-        gt=0,
-        description="End the run after this many evaluations in a row without a higher accuracy. [default: never]",
-    )
-    resume: Annotated[str, AfterValidator(_absolute_unless_word)] = Field(
+    resume: Annotated[str, AfterValidator(absolute_unless_word)] = Field(
         "auto",
         min_length=1,
         description="auto: resume from the newest checkpoint in --run-dir, if there is one; never: refuse a --run-dir "
@@ -524,29 +319,23 @@ class TrainSettings(DataSettings):
     )
 
     @model_validator(mode="after")
-    def _batch_is_given_once(self) -> TrainSettings:
+    def _batch_is_given_once(self) -> RunOptions:
         if self.batch_size is not None and self.global_batch_size is not None:
             raise ValueError("--batch-size and --global-batch-size exclude each other: give one of them")
         return self
 
     @model_validator(mode="after")
-    def _early_stopping_has_evaluations(self) -> TrainSettings:
-        if self.early_stopping and self.eval_every == 0:
-            raise ValueError("--early-stopping has no evaluations to act on with --eval-every 0: give more than 0")
-        return self
-
-    @model_validator(mode="after")
-    def _buckets_are_used(self) -> TrainSettings:
+    def _buckets_are_used(self) -> RunOptions:
         check_buckets(self)
         return self
 
     @model_validator(mode="after")
-    def _warmup_fits_the_run(self) -> TrainSettings:
+    def _warmup_fits_the_run(self) -> RunOptions:
         check_warmup(self.set.warmup_epochs, self.epochs)
         return self
 
     @model_validator(mode="after")
-    def _virtual_shards_go_with_the_rest(self) -> TrainSettings:
+    def _virtual_shards_go_with_the_rest(self) -> RunOptions:
         shards = self.virtual_shards
         if shards is None:
             return self
@@ -563,7 +352,15 @@ class TrainSettings(DataSettings):
         return self
 
 
-class RunSettings(_Settings):
+if TYPE_CHECKING:
+
+    class TrainSettings(RunOptions):
+        """The options of a run and of all extensions."""
+else:
+    TrainSettings = extensions.with_settings("TrainSettings", RunOptions)
+
+
+class RunSettings(Settings):
     """A trained run, and the settings of its net that a command may override."""
 
     run_dir: LocalPath = Field(description="Folder of the run.")
@@ -610,7 +407,7 @@ class ExportSettings(_UseSettings):
 class PredictSettings(_UseSettings):
     """Images for a trained net to classify."""
 
-    images: tuple[Annotated[Path, BeforeValidator(_not_empty)], ...] = Field(
+    images: tuple[Annotated[Path, BeforeValidator(not_empty)], ...] = Field(
         min_length=1, description="Image files, and folders of them.", json_schema_extra={"argument": "IMAGE..."}
     )
     as_json: bool = Field(
@@ -620,13 +417,13 @@ class PredictSettings(_UseSettings):
     )
 
 
-class ValidateSettings(_Settings):
+class ValidateSettings(Settings):
     """The command of validation ranks, as the launcher starts them."""
 
     run_dir: LocalPath = Field(description="Folder of the run.")
 
 
-class _BenchmarkOutput(_Settings):
+class _BenchmarkOutput(Settings):
     json_file: LocalPath | None = Field(None, description="JSON file to write the result to.")
     plot_file: LocalPath | None = Field(None, description="PNG file to draw the result in.")
 
@@ -764,13 +561,13 @@ class BenchmarkPredictSettings(StepWork, _BenchmarkOutput):
         return self
 
 
-class ReportSettings(_Settings):
+class ReportSettings(Settings):
     """A page about runs."""
 
     run_dirs: tuple[LocalPath, ...] = Field(
         min_length=1, description="Folders of runs; several are compared.", json_schema_extra={"argument": "RUN_DIR..."}
     )
-    benchmarks: Annotated[tuple[LocalPath, ...], BeforeValidator(_words)] = Field(
+    benchmarks: Annotated[tuple[LocalPath, ...], BeforeValidator(words)] = Field(
         (), description="--json files of `benchmark` to draw as well, separated by commas."
     )
     output: LocalPath | None = Field(
@@ -778,14 +575,14 @@ class ReportSettings(_Settings):
     )
 
 
-class WatchSettings(_Settings):
+class WatchSettings(Settings):
     """A run to watch."""
 
     run_dir: LocalPath = Field(description="Folder of the run.", json_schema_extra={"argument": "RUN_DIR"})
     quiet: bool = Field(False, description="Print only how the run ends.")
 
 
-class DoctorSettings(_Settings):
+class DoctorSettings(Settings):
     """What the doctor checks: hosts as for the launcher, folders as for a run."""
 
     hostfile: LocalPath | None = Field(
@@ -821,7 +618,7 @@ class DoctorSettings(_Settings):
         return self
 
 
-class DoctorJobSettings(_Settings):
+class DoctorJobSettings(Settings):
     """The command of the doctor's small job, as the doctor starts its ranks."""
 
     per_host: str = Field(
@@ -832,7 +629,7 @@ class DoctorJobSettings(_Settings):
     )
 
 
-S = TypeVar("S", bound=_Settings)
+S = TypeVar("S", bound=Settings)
 
 
 def option_name(field: str) -> str:
@@ -975,7 +772,7 @@ def unused_run_dir(model: str, suffix: str = "") -> Path:
     return next(path for path in (Path("runs").absolute() / name for name in names) if not path.exists())
 
 
-def write_file(path: Path, settings: _Settings, run: dict[str, Any]) -> None:
+def write_file(path: Path, settings: Settings, run: dict[str, Any]) -> None:
     """Write settings as config.json, and under "run" the facts of the run, such as versions and ranks."""
     content = {**settings.model_dump(mode="json"), "run": run}
     replace_text(path, json.dumps(content, indent=2) + "\n")

@@ -22,11 +22,11 @@ import tensorflow as tf
 
 from benchmarks import nets
 from benchmarks.peers.stamps import Ledger, Stamps
-from hvd_cifar.config import Precision
 from hvd_cifar.data.augment import transforms as transforms_named
 from hvd_cifar.data.cifar import CIFAR10
 from hvd_cifar.data.pipeline import training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding, examples_in_step
+from hvd_cifar.fields import Precision
 from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.training.step import cross_entropy
 

@@ -21,11 +21,11 @@ from tensorflow.python.eager import context
 
 from benchmarks import nets
 from benchmarks.peers.stamps import Stamps
-from hvd_cifar.config import Precision
 from hvd_cifar.data.augment import transforms as transforms_named
 from hvd_cifar.data.cifar import CIFAR10
 from hvd_cifar.data.pipeline import training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding
+from hvd_cifar.fields import Precision
 from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.training.step import cross_entropy
 

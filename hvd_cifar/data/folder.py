@@ -26,11 +26,11 @@ from PIL import Image, ImageOps
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hvd_cifar.config import BUILT_IN_DATASETS, FOLDER_DATASET
 from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics
 from hvd_cifar.data.place import NOBODY, Onlooker, locked, searched
 from hvd_cifar.data.records import FileImages, RecordFile
 from hvd_cifar.errors import UserError, reason_of
+from hvd_cifar.fields import BUILT_IN_DATASETS, FOLDER_DATASET
 from hvd_cifar.files import LastingStream, read_json, replace_text
 
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")

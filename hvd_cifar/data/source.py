@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from hvd_cifar.config import FOLDER_DATASET, DataSettings
+from hvd_cifar.config import DataSettings
 from hvd_cifar.data import synthetic
 from hvd_cifar.data.cifar import CIFAR10, CIFAR100, Layout
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.download import DownloadError, fetch
 from hvd_cifar.data.folder import Folder
 from hvd_cifar.data.place import NOBODY, Onlooker
+from hvd_cifar.fields import FOLDER_DATASET
 
 
 class Source(Protocol):

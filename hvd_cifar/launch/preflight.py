@@ -10,9 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvd_cifar import config
+from hvd_cifar import config, fields
 from hvd_cifar.config import (
-    FOLDER_DATASET,
     DataSettings,
     EvaluateSettings,
     ExportSettings,
@@ -20,6 +19,7 @@ from hvd_cifar.config import (
     TrainSettings,
 )
 from hvd_cifar.errors import UserError
+from hvd_cifar.fields import FOLDER_DATASET
 from hvd_cifar.files import can_be_replaced
 
 MOST_THREADS_OF_A_CORE = 4  # many more would make the machine unusable
@@ -99,7 +99,7 @@ def _check_data(settings: DataSettings, ranks: int) -> None:
                 f"--dataset {named}: there is no such folder; give one with train/CLASS/*.png and test/CLASS/*.png"
             )
         return
-    if config.is_user_code(named):
+    if fields.is_user_code(named):
         return
     from hvd_cifar.data.cifar import CIFAR10, CIFAR100  # NumPy takes 0.2 s to import
 

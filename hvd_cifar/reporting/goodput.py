@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvd_cifar.config import MOST_STEPS
+from hvd_cifar.fields import MOST_STEPS
 
 SESSIONS = "sessions.jsonl"
 KINDS = (

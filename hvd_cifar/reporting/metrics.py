@@ -23,7 +23,6 @@ from hvd_cifar.reporting.goodput import SESSIONS
 from hvd_cifar.reporting.run_files import as_event
 from hvd_cifar.reporting.view import Course, View
 
-EXAMPLES = "examples.jsonl"
 SECONDS_BETWEEN_BEATS = 1.0
 
 
@@ -48,7 +47,7 @@ class Reporter:
         self._events: Path | None = None  # of TensorBoard
         self.begins_events = False  # whether the run directory had no folder for TensorBoard
 
-    def open(self, first_step: int, record_examples: bool = False) -> None:
+    def open(self, first_step: int) -> None:
         """Open the files, and remove entries after `first_step`, which an interrupted run left."""
         if self.run_dir is None:
             return
@@ -58,17 +57,32 @@ class Reporter:
         with _writing(folder):
             self.begins_events = not folder.exists()
             self._events = board.begin(folder, first_step)
-        if record_examples:
-            self._resume(self.run_dir / EXAMPLES, first_step, lambda event: None)
+    def resume_file(self, name: str, first_step: int) -> None:
+        """Remove the entries after `first_step` of a file of JSON lines in the run directory, which is made if absent.
 
-    def go_back(self, step: int, record_examples: bool) -> None:
+        Raises:
+            UserError: where it cannot be written.
+        """
+        if self.run_dir is not None:
+            self._resume(self.run_dir / name, first_step, lambda event: None)
+
+    def append_line(self, name: str, entry: Mapping[str, Any]) -> None:
+        """Add a line to such a file; where it cannot be written it waits for `catch_up`."""
+        if self.run_dir is not None:
+            self._append_line(self.run_dir / name, dict(entry))
+
+    def record(self, event: str, **values: Any) -> None:
+        """Add an event to metrics.jsonl. `values`: its step, and what else it has, as JSON."""
+        self.append_line("metrics.jsonl", {"event": event, **values})
+
+    def go_back(self, step: int) -> None:
         """Remove entries after an earlier step, from which the run goes on.
 
         Raises:
             UserError: where a file cannot be written.
         """
         self.catch_up()
-        self.open(step, record_examples)
+        self.open(step)
 
     def begin_session(self, starts: list[float], **told: Any) -> None:
         """Begin to mark what happens and where the time goes.
@@ -257,25 +271,6 @@ class Reporter:
             terminal.complain("hvd_cifar: " + line)
             if step is not None:
                 self.mark("warning", step=step, text=line)
-
-    def skipped(self, step: int, loss: float) -> None:
-        """Record a step that changed nothing, since `loss`, or a weight after its update, is not finite."""
-        if self.run_dir is not None:
-            self.warn(f"step {step} is skipped on all ranks: its loss ({loss}) or its update is not finite", step)
-            self._append_line(self.run_dir / "metrics.jsonl", {"event": "skip", "step": step})
-
-    def rolled_back(self, step: int, from_step: int, rate_factor: float) -> None:
-        """Record that the run goes on from `step`, with a factor on the learning rate."""
-        if self.run_dir is not None:
-            event = {"event": "rollback", "step": step, "from_step": from_step, "learning_rate_factor": rate_factor}
-            self._append_line(self.run_dir / "metrics.jsonl", event)
-
-    def examples(self, step: int, by_rank: list[list[int]], is_skipped: bool = False) -> None:
-        """Record the examples that each rank used in a step, as indices into the training set."""
-        if self.run_dir is None:
-            return
-        event = {"step": step, "ranks": by_rank, **({"skipped": True} if is_skipped else {})}
-        self._append_line(self.run_dir / EXAMPLES, event)
 
     def withdraw_summary(self) -> None:
         """Remove the summary that the run wrote at an earlier end."""

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from hvd_cifar.config import MOST_STEPS
 from hvd_cifar.errors import UserError
+from hvd_cifar.fields import MOST_STEPS
 from hvd_cifar.files import read_json
 from hvd_cifar.reporting import goodput, story
 from hvd_cifar.reporting.story import Standing

@@ -1,50 +1,96 @@
-"""Everything that a run does besides its steps, as callbacks that hold their own state.
+"""What a callback sees of a run and may do to it: `Callback`, `StepObserver`, `Run`.
 
-The callbacks of `assemble._callbacks_of` are called first, in that order, and the user's after them.
+The program's own extensions (`hvd_cifar.extensions`) use nothing else, so a callback of yours can do what they do.
+This module imports no TensorFlow: the command line lists the extensions' options before it starts.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import keras
+from hvd_cifar.errors import TrainingError, UserError
 
-from hvd_cifar.data.dataset import Dataset
-from hvd_cifar.distributed import collectives
-from hvd_cifar.distributed.collectives import random_states
-from hvd_cifar.distributed.replicas import Divergence, find_divergence
-from hvd_cifar.errors import OUT_OF_SYNC, TrainingError, UserError
-from hvd_cifar.reporting import goodput
-from hvd_cifar.reporting.metrics import Reporter
-from hvd_cifar.runtime.world import versions
-from hvd_cifar.training.checkpoint import Checkpoints, State
-from hvd_cifar.training.confusion import FILE, Confusion
-from hvd_cifar.training.evaluate import Evaluation
-from hvd_cifar.training.progress import Progress, Run
+if TYPE_CHECKING:
+    import keras
 
-STEPS_LEFT_OUT = 10  # of the throughput: tracing and cold caches slow the first steps down
+    from hvd_cifar.config import TrainSettings
+    from hvd_cifar.data.dataset import Dataset
+    from hvd_cifar.models import Net
+    from hvd_cifar.models.recipe import Recipe
+    from hvd_cifar.optim.schedules import Schedule
+    from hvd_cifar.reporting.metrics import Reporter
+    from hvd_cifar.runtime.world import World
+    from hvd_cifar.training.checkpoint import Checkpoints
+    from hvd_cifar.training.evaluate import Evaluation
+    from hvd_cifar.training.plan import Plan
+    from hvd_cifar.training.progress import Progress
+    from hvd_cifar.training.ranks import Ranks
+    from hvd_cifar.training.state import TrainState
+    from hvd_cifar.training.work import Work
 
-Tell = Callable[..., None]  # (event, *values): calls a method of every callback
+S = TypeVar("S")
+PACKAGE = f"{__name__.partition('.')[0]}."
+
+
+class StepObserver:
+    """Watches or wraps the training step. Methods are called in the step's graph, while it is traced.
+
+    Add an observer with `Run.observe` in `Callback.on_build`.
+    """
+
+    def forward(self, model: Any, images: Any) -> Any:
+        """The net's logits [b, classes] of float images [b, height, width, channels]; None: as without this observer.
+
+        At most one observer of a run may replace the forward pass, by one that computes the same.
+        """
+        return None
+
+    def on_gradients(self, gradients: Sequence[Any]) -> None:
+        """This rank's gradients, before the all-reduce."""
+
+    def on_sums(self, tensors: Sequence[Any]) -> None:
+        """What the all-reduce has summed besides the gradients, after the update."""
+
+    def after_update(self) -> None:
+        """After the weights' update."""
+
+    def on_skip(self) -> None:
+        """After a step whose changes were undone."""
+
+    def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step, or a function around it with the same arguments and result."""
+        return step
 
 
 class Callback:
     """Called at events of a run, on every rank alike; each method does nothing until a subclass replaces it.
 
-    Every rank calls every method at the same steps. A method may run collectives, if it does so on every rank. An
-    error on one rank ends its process, and with it the run on all ranks.
+    Every rank calls every method at the same steps. A method may run collectives (`Run.ranks`), if it does so on every
+    rank. An error on one rank ends its process, and with it the run on all ranks.
     """
+
+    def on_build(self, run: Run) -> None:
+        """Once net and optimizer exist, before a checkpoint is restored.
+
+        Here a callback adds its variables to `run.state`, its observers of the step (`Run.observe`) and its flags
+        (`run.progress.flags`), and raises `UserError` where its settings do not fit the run, the same on every rank.
+        """
+
+    def on_restore(self, run: Run) -> str | None:
+        """After all ranks have the state of the checkpoint, or the initial one. Returns where a newer state came from.
+
+        A callback that has a newer state sets `run.state` to it, on every rank, and returns a word for it.
+        """
 
     def on_start(self, run: Run) -> None:
         """Before the first step, also in a resumed run."""
 
-    def _after_start(self, run: Run) -> None:
-        """Before the first step, after every callback's `on_start`: an evaluation, a checkpoint or a profile is due."""
+    def before_steps(self, run: Run) -> None:
+        """After every callback's `on_start`: what an earlier process has put off is due."""
 
     def on_step(self, run: Run) -> None:
         """After each global step. Its loss may still be on the device; `run.loss` is that of the last log line."""
@@ -58,479 +104,220 @@ class Callback:
     def before_checkpoint(self, run: Run) -> None:
         """Before a checkpoint is written; every rank already has the state that will be saved."""
 
+    def before_save(self, run: Run) -> None:
+        """Before the state is saved or copied: a callback stores its counters in its variables."""
+
+    def on_save_request(self, run: Run) -> None:
+        """A callback wants a checkpoint of this step (`Run.save`); the program's own writes it."""
+
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """After a checkpoint has been written to `path`, on rank 0's host."""
 
+    def on_bad_loss(self, run: Run, step: int, loss: float) -> bool:
+        """A step's loss is not finite, on all ranks alike. True: the run goes on all the same."""
+        return False
+
+    def on_diverged(self, run: Run, failure: Exception) -> bool:
+        """The run has diverged (`errors.Diverged`), on all ranks alike. True: it goes on, as from a checkpoint."""
+        return False
+
     def on_rollback(self, run: Run) -> None:
-        """After the run has returned to a checkpoint (--on-nan rollback); `run.step` is the checkpoint's step."""
+        """After the run has returned to a checkpoint; `run.step` is the checkpoint's step."""
 
     def on_end(self, run: Run) -> None:
         """After the last step. For a user's callbacks the last evaluation is done and `run.summary` is complete."""
 
-
-class ExampleLedger(Callback):
-    """Records which examples each rank used in each step (--record-examples)."""
-
-    def __init__(self, progress: Progress, reporter: Reporter, at_once: bool) -> None:
-        """`at_once`: write each step before its state is copied, so that no copied step lacks its record."""
-        self.progress = progress
-        self.reporter = reporter
-        self.at_once = at_once
-        self.used: list[tuple[int, list[int]]] = []  # by step, not yet written
-
-    def on_step(self, run: Run) -> None:
-        """Note this rank's examples."""
-        self.used.append((run.step, run.examples))
-        if self.at_once:
-            self.progress.check_losses()  # tells whether the step was skipped
-            self.on_log(run)
-            collectives.barrier()
-
-    def on_log(self, run: Run) -> None:
-        """Write the steps since the last log line."""
-        by_rank = collectives.all_gather_object(self.used)
-        for i, (step, _) in enumerate(self.used):
-            self.reporter.examples(step, [used[i][1] for used in by_rank], step in self.progress.skipped)
-        self.used.clear()
-
-    def on_rollback(self, run: Run) -> None:
-        """Forget the steps that the run makes again."""
-        self.used.clear()
-
-    def before_checkpoint(self, run: Run) -> None:
-        """Write the steps up to the checkpoint."""
-        self.on_log(run)
+    def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
+        """Before summary.json is written: add entries to `summary`. Those of rank 0 count."""
 
 
-class Logger(Callback):
-    """Writes a log line every --log-every steps, and checks all losses since the last one."""
+@dataclass(eq=False)
+class Run:
+    """A run, as every rank has it. Attributes are read-only, except where their text says otherwise.
 
-    def __init__(self, progress: Progress, reporter: Reporter, tell: Tell) -> None:
-        self.progress = progress
-        self.reporter = reporter
-        self.tell = tell
-        self.logged_step = progress.step
-        self.skips_told = 0
-        self.examples = 0  # since the last line
-        self.rates: list[tuple[int, float]] = []  # first step of a line, and its images/s
+    Attributes:
+        work: settings, data set, model and batch arithmetic.
+        net: the model that is trained, with its decayed variables.
+        optimizer: distributed, and built for the model's variables.
+        state: all variables of the run; callbacks add theirs.
+        world: this rank and the others: rank, size, host, device.
+        ranks: collectives of whole values: `gather`, `broadcast`, `on_root`, `on_every_rank`, `barrier`.
+        schedule: learning rate by step.
+        progress: step, losses and clock.
+        run_dir: folder of the run's files, on rank 0's host; there from `on_restore` on.
+        callbacks: those of this program and the user's, in the order in which they are called.
+        observers: of the step.
+        checkpoints: those of the run, on rank 0.
+        is_evaluated_here: whether these ranks evaluate during training; a callback may set it to False in `on_build`.
+        evaluation: the newest `Evaluation`; None before the first.
+        summary: what summary.json holds; empty before the end.
+    """
 
-    def on_start(self, run: Run) -> None:
-        """Start the clock."""
-        self.progress.clock.lap()
-
-    def on_step(self, run: Run) -> None:
-        """Count, and log where it is due."""
-        self.examples += run.plan.examples_in_step(run.step - 1)
-        if run.is_due(run.settings.log_every):
-            self._log(run)
-        self._tell_skips()
-
-    def before_checkpoint(self, run: Run) -> None:
-        """Record the steps up to the checkpoint that were skipped."""
-        self._tell_skips()
-
-    def on_rollback(self, run: Run) -> None:
-        """Count from the checkpoint on."""
-        self.logged_step, self.examples = run.step, 0
-        self.progress.clock.lap()
-
-    def on_end(self, run: Run) -> None:
-        """Log what is left."""
-        if self.logged_step < run.step:
-            self._log(run)
-
-    def _tell_skips(self) -> None:
-        skipped = self.progress.skipped
-        for step, loss in list(skipped.items())[self.skips_told :] if len(skipped) > self.skips_told else ():
-            self.reporter.skipped(step, loss)
-        self.skips_told = len(skipped)
-
-    def _log(self, run: Run) -> None:
-        self.progress.check_losses()
-        self._tell_skips()
-        if run.loss is None:
-            return  # every step so far was skipped
-        seconds, steps = self.progress.clock.lap(), run.step - self.logged_step
-        rate = self.examples / seconds
-        self.rates.append((self.logged_step, rate))
-        self.reporter.train(run.step, round(run.epoch, 4), run.loss, run.learning_rate, round(rate, 2), seconds / steps)
-        self.logged_step, self.examples = run.step, 0
-        with self.progress.clock.paused():
-            self.tell("on_log")
+    work: Work
+    net: Net
+    optimizer: Any
+    state: TrainState
+    world: World
+    ranks: Ranks
+    schedule: Schedule
+    progress: Progress
+    run_dir: Path = Path()
+    callbacks: Sequence[Callback] = ()
+    observers: list[StepObserver] = field(default_factory=list)
+    checkpoints: Checkpoints | None = None
+    is_evaluated_here: bool = True
+    evaluation: Any = None
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    _reporter: Reporter | None = None
+    _lines: list[str] = field(default_factory=list)  # said before the run directory is claimed
 
     @property
-    def images_per_second(self) -> float | None:
-        """Median over the log lines, the first steps of this process left out; None where there is no line."""
-        first = self.progress.first_step + STEPS_LEFT_OUT
-        rates = [rate for start, rate in self.rates if start >= first] or [rate for _, rate in self.rates]
-        return round(statistics.median(rates), 2) if rates else None
+    def settings(self) -> TrainSettings:
+        """Every option, with values where the user gave none."""
+        return self.work.settings
 
+    @property
+    def plan(self) -> Plan:
+        """The batch arithmetic."""
+        return self.work.plan
 
-class MovingStatistics:
-    """The variables that differ between ranks: batch norm's moving statistics.
+    @property
+    def recipe(self) -> Recipe:
+        """The model's, with the changes of --set."""
+        return self.work.recipe
 
-    Ranks average them before an evaluation or a checkpoint, which needs the same values on all ranks.
-    """
+    @property
+    def data(self) -> Dataset:
+        """The data set."""
+        return self.work.dataset
 
-    def __init__(self, variables: Sequence[keras.Variable], averaged_step: int) -> None:
-        """`averaged_step`: the step after which they were last the same on all ranks."""
-        self.variables = variables
-        self.averaged_step = averaged_step
+    @property
+    def model(self) -> keras.Model:
+        """The Keras model that is trained."""
+        return self.net.model
 
-    def average(self, step: int) -> None:
-        """Average them over the ranks, at most once a step, since each average rounds. A collective."""
-        if self.averaged_step != step:
-            collectives.average_variables(self.variables)
-            self.averaged_step = step
+    @property
+    def dataset(self) -> str:
+        """Name of the data set."""
+        return self.data.name
 
+    @property
+    def step(self) -> int:
+        """Finished global steps."""
+        return self.progress.step
 
-class ReplicaCheck(Callback):
-    """Compares the ranks' variables, bit for bit, every --check-sync-every steps and before each checkpoint.
+    @property
+    def total_steps(self) -> int:
+        """Global steps at which the run ends."""
+        return self.plan.total_steps
 
-    The first step of a process is followed by a comparison, since a net or optimizer that lets ranks drift apart shows
-    there.
-    """
+    @property
+    def epoch(self) -> float:
+        """Epochs done, counted in steps."""
+        return self.step / self.plan.steps_per_epoch
 
-    def __init__(self, progress: Progress, state: State, statistics: MovingStatistics, reporter: Reporter) -> None:
-        self.progress = progress
-        self.state = state
-        self.statistics = statistics
-        self.reporter = reporter
-        self.checked_step = -1  # the step of the last comparison
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the last step."""
+        return self.schedule(max(0, self.step - 1)) * self.progress.rate_factor
 
-    def on_step(self, run: Run) -> None:
-        """Compare where it is due."""
-        is_first = run.settings.check_sync_every > 0 and run.step == self.progress.first_step + 1
-        if is_first or run.is_due(run.settings.check_sync_every):
-            self.check(run, everything=False)
+    @property
+    def loss(self) -> float | None:
+        """Loss of the last step that was logged, over its global batch; None before the first."""
+        return self.progress.loss
 
-    def before_checkpoint(self, run: Run) -> None:
-        """Compare all that the checkpoint will hold."""
-        self.check(run, everything=True)
+    @property
+    def examples(self) -> list[int]:
+        """Indices, in the data set's training part, of the examples that this rank used in the last step."""
+        return self.progress.examples
 
-    def check(self, run: Run, everything: bool) -> None:
-        """Compare now.
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether --eval-every asks for an evaluation of this step. False at the last step: the end evaluates it."""
+        return 0 < self.step < self.total_steps and self.is_due(self.plan.evaluation_steps)
+
+    @property
+    def reporter(self) -> Reporter:
+        """What writes the run's files; there from `on_restore` on."""
+        assert self._reporter is not None, "the run directory is claimed"
+        return self._reporter
+
+    def report_to(self, reporter: Reporter, lines: Sequence[str]) -> None:
+        """Begin to print: `lines`, then those that were said before."""
+        self._reporter = reporter
+        for line in (*lines, *self._lines):
+            reporter.say(line)
+
+    def is_due(self, every: int) -> bool:
+        """Whether the last step is a multiple of `every`; 0: never."""
+        return every > 0 and self.step % every == 0
+
+    def say(self, line: str) -> None:
+        """Print a line, on rank 0."""
+        if self._reporter:
+            self._reporter.say(line)
+        else:
+            self._lines.append(line)
+
+    def warn(self, line: str, step: int | None = None) -> None:
+        """Print a line to standard error, on rank 0; with `step` also record it."""
+        self.reporter.warn(line, step)
+
+    def record(self, event: str, **values: Any) -> None:
+        """Add a line to metrics.jsonl, on rank 0. `values` are JSON; give the step as step=run.step."""
+        self.reporter.record(event, **values)
+
+    def observe(self, observer: StepObserver) -> None:
+        """Add an observer of the step. Observers are called in the order in which they are added."""
+        self.observers.append(observer)
+
+    def aside(self, kind: str) -> AbstractContextManager[None]:
+        """A block whose time does not count as training; `kind` names it in the summary (`reporting.goodput.SPANS`)."""
+        return self.progress.aside(kind)
+
+    def options(self, kind: type[S]) -> S:
+        """The settings, as those of an extension: they have its options."""
+        return cast(S, self.settings)
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, unless there is one. A collective."""
+        self.tell("on_save_request")
+
+    def go_back(self, useless_step: int | None = None) -> Path | None:
+        """Return to the newest whole checkpoint; None where there is none. A collective.
+
+        The caller tells the callbacks by `on_rollback`, once it has changed what made it necessary.
 
         Args:
-            everything: compare also the variables of `MovingStatistics`, which the ranks have just averaged.
-
-        Raises:
-            TrainingError: on every rank, where they differ.
+            useless_step: of the checkpoint whose weights are known to be useless, which is the last choice.
         """
-        self.progress.check_losses()
-        with self.progress.clock.paused():
-            began = time.perf_counter()
-            variables = self.state.replicated([] if everything else self.statistics.variables)
-            found = find_divergence(variables)
-            if found is not None:
-                advice = self._advice(found)
-                raise TrainingError(f"{OUT_OF_SYNC} after step {run.step}: {found}; {self.progress.kept}{advice}")
-            self.checked_step = run.step
-            self.state.check_seconds.assign_add(time.perf_counter() - began)
-
-    def _advice(self, found: Divergence) -> str:
-        """What a user can do about state of a layer that each rank changes by its own examples."""
-        local = set(map(id, self.statistics.variables))
-        states = {v.path for v in self.state.net.model.non_trainable_variables if id(v) not in local}
-        if found.variable not in states:
-            return ""
-        return "; if its layer changes it by a rank's own examples, name it moving_mean"
-
-
-class Evaluator(Callback):
-    """Evaluates every --eval-every steps, with averaged weights where the recipe keeps them.
-
-    Evaluations during training use the examples that are held out (--hold-out), or else the test set. The last
-    evaluation uses both.
-    """
-
-    def __init__(
-        self,
-        progress: Progress,
-        parts: Mapping[str, Callable[[bool], Evaluation]],
-        statistics: MovingStatistics,
-        averages: Any,
-        reporter: Reporter,
-        tell: Tell,
-    ) -> None:
-        """`parts`: evaluators, by "test" and, with --hold-out, "validation"; `averages`: a MovingAverage or None."""
-        self.progress = progress
-        self.parts = parts
-        self.watched = "validation" if "validation" in parts else "test"
-        self.statistics = statistics
-        self.averages = averages
-        self.reporter = reporter
-        self.tell = tell
-        self.newest: dict[str, Evaluation] = {}  # by part
-
-    def _after_start(self, run: Run) -> None:
-        """Make the evaluation that an earlier process left out because it had to stop."""
-        stays = not self.progress.stop_requested
-        if (
-            stays
-            and self._is_due(run)
-            and not collectives.broadcast_object(run.step in self.reporter.evaluated[self.watched])
-        ):
-            self.run_now(run, self.watched)
-
-    def on_step(self, run: Run) -> None:
-        """Evaluate where it is due. `on_end` evaluates after the last step."""
-        if run.evaluation_is_due:  # by these ranks or by others
-            self.progress.check_losses()  # tells of a request to stop, for which the evaluation is put off
-        if self._is_due(run) and not self.progress.stop_requested:
-            self.run_now(run, self.watched)
-
-    def on_rollback(self, run: Run) -> None:
-        """Forget evaluations, which may be of later steps."""
-        self.newest.clear()
-
-    def on_end(self, run: Run) -> None:
-        """Evaluate before the last checkpoint is written: a net that has diverged is not saved."""
-        if self.watched != "test" and not run.world.beside and not self._is_newest(run, self.watched):
-            self.run_now(run, self.watched)
-        self.final(run)
-
-    def _is_due(self, run: Run) -> bool:
-        return run.world.beside is None and run.evaluation_is_due
-
-    def _is_newest(self, run: Run, part: str) -> bool:
-        return part in self.newest and self.newest[part].step == run.step
-
-    def final(self, run: Run) -> Evaluation:
-        """The evaluation on the test set at the last step."""
-        six_views = run.recipe.test_time_augmentation
-        if self._is_newest(run, "test") and self.newest["test"].views == (6 if six_views else 1):
-            return self.newest["test"]
-        return self.run_now(run, "test", six_views)
-
-    def run_now(self, run: Run, part: str, six_views: bool = False) -> Evaluation:
-        """Evaluate on a part of the data set. A collective.
-
-        Raises:
-            Diverged: where the loss is not finite.
-        """
-        self.progress.check_losses()  # before the clock pauses: the wait for the device belongs to the steps
-        with self.progress.aside("evaluation"):
-            self.statistics.average(run.step)
-            if self.averages:
-                self.averages.swap()
-            found = replace(self.parts[part](six_views), step=run.step)
-            if self.averages:
-                self.averages.swap()
-            if not math.isfinite(found.loss):
-                raise self.progress.diverged(f"{part} loss = {found.loss} at step {run.step}", run.step)
-            self.newest[part] = found
-            self.reporter.evaluation(run.step, round(run.epoch, 4), found.values, part)
-            self.tell("on_evaluation", found)
-        return found
-
-
-class ConfusionWriter(Callback):
-    """Writes confusion.json after each evaluation on the test set."""
-
-    def __init__(self, dataset: Dataset, reporter: Reporter) -> None:
-        self.dataset = dataset
-        self.reporter = reporter
-
-    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Write the file. A file that cannot be written does not end the run."""
-        if evaluation.confusion is not None and evaluation.part == "test":
-            found = evaluation.confusion
-            collectives.on_root(lambda: self._write(run, found))
-
-    def _write(self, run: Run, found: Confusion) -> None:
-        try:
-            found.write(run.run_dir, self.dataset, run.step)
-        except OSError as failure:
-            self.reporter.warn(f"note: cannot write {run.run_dir / FILE}: {failure.strerror}")
-
-
-class Checkpointer(Callback):
-    """Writes a checkpoint every --checkpoint-every steps, when a rank is asked to stop, and at the end."""
-
-    def __init__(
-        self,
-        progress: Progress,
-        state: State,
-        checkpoints: Checkpoints | None,
-        statistics: MovingStatistics,
-        reporter: Reporter,
-        tell: Tell,
-    ) -> None:
-        """`checkpoints`: None on ranks other than 0."""
-        self.progress = progress
-        self.state = state
-        self.checkpoints = checkpoints
-        self.statistics = statistics
-        self.reporter = reporter
-        self.tell = tell
-        self.seconds_before = 0.0  # of training, in earlier processes
-        self.began = 0.0
-
-    def on_start(self, run: Run) -> None:
-        """Start the clock of the run."""
-        self.seconds_before = float(self.state.seconds.numpy())
-        self.began = time.perf_counter()
-
-    def _after_start(self, run: Run) -> None:
-        """Save where the run stops before its first step, or a rollback may need it."""
-        if run.settings.on_nan == "rollback" or self.progress.stop_requested:
-            self.save(run)
-
-    def on_step(self, run: Run) -> None:
-        """Save where it is due, where the run stops, and where rank 0 could not write another file."""
-        progress = self.progress
-        due = run.is_due(run.settings.checkpoint_every) or progress.stop_requested or progress.save_requested
-        if due and run.step < run.total_steps:  # the last step is saved after its evaluation
-            self.save(run)
-
-    def on_end(self, run: Run) -> None:
-        """Save the last step."""
-        self.save(run)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training, including those before a resume, without set-up."""
-        return self.seconds_before + time.perf_counter() - self.began
-
-    def save(self, run: Run) -> None:
-        """Write a checkpoint of this step, unless there is one. A collective."""
-        self.progress.check_losses()
-        with self.progress.aside("checkpoints"):
-            self.statistics.average(run.step)
-            self.tell("before_checkpoint")
-            if self.progress.saved_step != run.step:
-                self.mark()
-                path = collectives.on_root(self._save)
-                self.progress.saved_step, self.progress.save_requested = run.step, False
-                self.reporter.say(f"step {run.step}: saved {path}")
-                self.tell("on_checkpoint", path)
-
-    def mark(self) -> None:
-        """Store step, seconds and counters in the state, which is about to be saved or copied."""
-        state, progress = self.state, self.progress
-        state.step.assign(progress.step)
-        state.seconds.assign(self.seconds)
-        state.skipped.assign(progress.skipped_before + len(progress.skipped))
-        state.rollbacks.assign(progress.rollbacks)
-        state.rate_factor.assign(progress.rate_factor)
-
-    def _save(self) -> Path:
-        """Rank 0's part. UserError where the checkpoint, or another file of the run, cannot be written."""
-        assert self.checkpoints is not None
-        path = self.checkpoints.save()
-        try:
-            self.reporter.catch_up()
-        except UserError as failure:
-            raise UserError(f"{failure}; the checkpoint {path.name} is kept") from None
+        checkpoints = self.checkpoints
+        path = self.ranks.on_root(lambda: checkpoints.go_back(useless_step) if checkpoints else None)
+        if path is None:
+            return None
+        self.state.share()
+        self.state.draw_apart(self.world.rank)
+        self.progress.go_back(int(self.state.step.numpy()))
+        self.state.restored(self.step)
+        self.ranks.on_root(lambda: self.reporter.go_back(self.step))
         return path
 
+    def end_after_this_step(self, why: str) -> None:
+        """End the run as if this step were the last one. Every rank has to call it at the same step."""
+        self.progress.ends_early = why
 
-class Timekeeper(Callback):
-    """Marks where the wall time goes, for `reporting.goodput`."""
-
-    def __init__(self, progress: Progress, reporter: Reporter) -> None:
-        self.progress = progress
-        self.reporter = reporter
-
-    def on_start(self, run: Run) -> None:
-        """Mark the end of set-up."""
-        self._mark_spans()
-        self.reporter.mark("start", step=run.step)
-
-    def _after_start(self, run: Run) -> None:
-        """Mark evaluation and checkpoint before the first step."""
-        self._mark_spans()
-
-    def on_step(self, run: Run) -> None:
-        """Mark evaluations and checkpoints since the last step."""
-        self._mark_spans()
-        self.reporter.beat()
-
-    def on_rollback(self, run: Run) -> None:
-        """Mark the step from which the run continues."""
-        self._mark_spans()
-        self.reporter.mark("rollback", step=run.step)
-
-    def on_end(self, run: Run) -> None:
-        """Mark evaluations and checkpoints after the last step."""
-        self._mark_spans()
-
-    def _mark_spans(self) -> None:
-        for kind, step, began, ended in self.progress.spans:
-            self.reporter.mark(kind, time=ended, began=began, step=step)
-        self.progress.spans.clear()
-
-
-class Summariser(Callback):
-    """Compares the digests of all ranks, and writes summary.json."""
-
-    def __init__(
-        self,
-        logger: Logger,
-        replicas: ReplicaCheck,
-        evaluator: Evaluator,
-        checkpointer: Checkpointer,
-        results: dict[str, Any],
-    ) -> None:
-        """`results`: what `Run.evaluation` and `Run.summary` read; this callback fills it."""
-        self.logger = logger
-        self.replicas = replicas
-        self.evaluator = evaluator
-        self.checkpointer = checkpointer
-        self.results = results
-
-    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Make the newest evaluation `Run.evaluation`."""
-        self.results["evaluation"] = evaluation
-
-    def on_end(self, run: Run) -> None:
-        """Compare digests, and write the summary."""
-        found, state, reporter = self.evaluator.final(run), self.checkpointer.state, self.evaluator.reporter
-        self.results["evaluation"] = found
-        seconds = self.checkpointer.seconds
-        own = set(map(id, random_states(run.model)))
-        digest = collectives.digest(v for v in run.model.variables if id(v) not in own)
-        digests = collectives.all_gather_object(digest)
-        last = collectives.broadcast_object(reporter.last_train)
-        summary = {
-            "dataset": run.dataset,
-            "model": run.settings.model,
-            "world_size": run.world.size,
-            "global_batch_size": run.plan.global_batch_size,
-            "steps": run.step,
-            "epochs": round(run.epoch, 4),
-            "seed": run.settings.seed,
-            "precision": run.settings.precision,
-            "train_loss": last.get("loss"),
-            "test_accuracy": found.accuracy,
-            "test_loss": found.loss,
-            "test_views": found.views,
-            "test_accuracy_of_one_view": found.plain_accuracy,
-            "test_examples": found.examples,
-            "images_per_second": self.logger.images_per_second or last.get("images_per_second"),
-            "training_seconds": round(seconds, 3),
-            "replicas_identical": self.replicas.checked_step == run.step and len(set(digests)) == 1,
-            "skipped_steps": int(state.skipped.numpy()),
-            "rollbacks": int(state.rollbacks.numpy()),
-            "learning_rate_factor": float(state.rate_factor.numpy()),
-            "sync_check_seconds": round(float(state.check_seconds.numpy()), 6),
-            "weights_sha256": digests[0],
-            "weights_sha256_by_rank": digests,
-            "best_evaluation": self.results.get("best"),
-            "newest_evaluation": self.results.get("newest"),
-            "stopped_early": self.evaluator.progress.ends_early or None,
-            "evaluations_missing": sorted(reporter.missed),
-            "goodput": goodput.shares([*reporter.marks, {"mark": "end", "time": time.time(), "step": run.step}]),
-            "versions": versions(),
-        }
-        self.results["summary"] = collectives.broadcast_object(summary)
-        collectives.on_root(lambda: reporter.summary(summary))
-        reporter.say(
-            f"{run.dataset}, {run.settings.model}: test accuracy {found.accuracy:.2%} after {run.step} steps "
-            f"({run.epoch:.2f} epochs) in {seconds:.1f} s; {run.run_dir / 'summary.json'}"
-        )
-        reporter.say(goodput.in_words(run.summary["goodput"]))
+    def tell(self, event: str, *values: Any) -> list[Any]:
+        """Call the method `event` of every callback, in order; their results."""
+        found = []
+        for callback in self.callbacks:
+            with self.progress.watch.phase(f"{type(callback).__name__}.{event}"):
+                try:
+                    found.append(getattr(callback, event)(self, *values))
+                except (UserError, TrainingError) as error:
+                    # This package's callbacks raise them on all ranks, but may pass on those of a user's.
+                    error.of_one_rank |= not type(callback).__module__.startswith(PACKAGE)
+                    raise
+        return found
 
 
 def check_interface(callbacks: Sequence[Any]) -> None:

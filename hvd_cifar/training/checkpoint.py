@@ -1,112 +1,185 @@
-"""Saving and restoring the state of a run."""
+"""Checkpoints on disk. Each is a folder, written atomically, and verified before any value of it is used.
+
+`step-N/` holds TensorFlow's checkpoint of step N and `manifest.json`, which lists the size and the SHA-256 of each
+file. `state.*` has what every run has, `added.*` what callbacks have added. The folders' names are the only list of the
+checkpoints. A folder whose name begins with a dot is being written or removed; a killed run may leave one behind.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_cifar.config import TrainSettings
-from hvd_cifar.distributed.collectives import random_states
 from hvd_cifar.errors import DIVERGED, Diverged, UserError, reason_of
-from hvd_cifar.files import read_json
-from hvd_cifar.models import Net
-from hvd_cifar.optim.averages import Lookahead, MovingAverage
-from hvd_cifar.training import checkpoint_files
+from hvd_cifar.files import read_json, replace_text, sync
+from hvd_cifar.reporting import terminal
+from hvd_cifar.training.state import TrainState
 
-KEPT = 5
+FORMAT = 3
+READ_FORMATS = (2, 3)  # before 3, what callbacks add was among the state
+KEPT = 5  # checkpoints of a run
+MANIFEST = "manifest.json"
+BLOCK_BYTES = 2**22  # of a file, to hash at a time
+_STEP = re.compile(r"step-([0-9]{1,18})")
+_FILE = re.compile(r"\w[\w.-]*")
 
 
-class State:
-    """The state of a run at a step: weights, optimizer slots, moving averages, random generators.
+def prefix(path: Path, name: str = "state") -> str:
+    """The prefix of a checkpoint's files, which TensorFlow takes as its path."""
+    return str(path / name)
 
-    Order and augmentation are pure functions of the seed and the step, so the step is also the position in the data.
-    `origin` holds the other numbers that this position depends on: seed, global batch, examples of the training set.
-    `optimizer` is None in a state for evaluation only.
+
+def write(folder: Path, step: int, **trackables: tf.train.Checkpoint) -> Path:
+    """Write a checkpoint into a folder of checkpoints. It is whole and on disk when this returns.
+
+    A checkpoint of the same step is replaced: a run writes a step again only if it found the first one damaged.
+
+    Args:
+        trackables: by the names of their files.
+
+    Raises:
+        OSError, tf.errors.OpError: where it cannot be written; no part of it is left.
     """
-
-    def __init__(
-        self,
-        net: Net,
-        optimizer: Any,
-        averages: MovingAverage | None,
-        origin: tuple[int, int, int] = (0, 0, 0),
-        lookahead: Lookahead | None = None,
-    ) -> None:
-        self.net = net
-        self.optimizer = optimizer
-        self.averages = averages
-        self.lookahead = lookahead
-        self.step = keras.Variable(0, dtype="int64", trainable=False, name="step")
-        self.origin = keras.Variable(np.asarray(origin), dtype="int64", trainable=False, name="origin")
-        self.seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="seconds")  # of training
-        # Part of these, for comparisons of replicas.
-        self.check_seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="check_seconds")
-        self.skipped = keras.Variable(0, dtype="int64", trainable=False, name="skipped")  # steps
-        self.rollbacks = keras.Variable(0, dtype="int64", trainable=False, name="rollbacks")
-        # Multiplies the schedule's learning rate, after rollbacks.
-        self.rate_factor = keras.Variable(1.0, dtype="float64", trainable=False, name="rate_factor")
-
-    @property
-    def variables(self) -> list[Any]:
-        """All variables, in the same order on every rank, for broadcast and comparison."""
-        slots = self.optimizer.variables if self.optimizer else []
-        averages = [v for kept in (self.averages, self.lookahead) if kept for v in kept.variables]
-        counters = [self.step, self.origin, self.skipped, self.rollbacks, self.rate_factor, *self.clocks]
-        return [*self.net.model.variables, *slots, *averages, *counters]
-
-    @property
-    def clocks(self) -> list[Any]:
-        """The variables that hold times of a rank's own clock."""
-        return [self.seconds, self.check_seconds]
-
-    def replicated(self, local: Sequence[Any] = ()) -> list[Any]:
-        """The variables that must be equal on all ranks: all except clocks, random generators and `local`."""
-        own = set(map(id, [*self.clocks, *random_states(self.net.model), *local]))
-        return [v for v in self.variables if id(v) not in own]
-
-    @property
-    def trackable(self) -> tf.train.Checkpoint:
-        """The state as a TensorFlow checkpoint."""
-        parts: dict[str, Any] = {"model": self.net.model, "step": self.step.value, "seconds": self.seconds.value}
-        if self.optimizer:
-            parts["optimizer"] = self.optimizer
-            for name in ("origin", "skipped", "rollbacks", "rate_factor", "check_seconds"):
-                parts[name] = getattr(self, name).value
-            if states := random_states(self.net.model):  # Keras does not make them part of the model's checkpoint
-                parts["random"] = tf.train.Checkpoint(variables=[v.value for v in states])
-        if self.averages:
-            parts["averages"] = tf.train.Checkpoint(variables=[v.value for v in self.averages.variables])
-        if self.lookahead:
-            parts["lookahead"] = tf.train.Checkpoint(variables=[v.value for v in self.lookahead.variables])
-        if hidden := _hidden(self.net.model):
-            parts["hidden"] = tf.train.Checkpoint(variables=[v.value for v in hidden])
-        return tf.train.Checkpoint(**parts)
+    path, part = folder / f"step-{step}", folder / f".step-{step}.part"
+    try:
+        part.mkdir()
+        for name, trackable in trackables.items():
+            trackable.write(prefix(part, name))
+        files = {}
+        for file in sorted(part.iterdir()):
+            sync(file)
+            files[file.name] = _description(file)
+        replace_text(part / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n")
+        if path.exists():
+            remove(path)
+        os.replace(part, path)
+        sync(folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)  # a part of a checkpoint would keep a full disk full
+        raise
+    return path
 
 
-def _hidden(model: keras.Model) -> list[Any]:
-    """The model's variables that TensorFlow's checkpoint of it lacks: in layers that a layer keeps in a list or dict.
+def remove(path: Path) -> bool:
+    """Remove a checkpoint. It is renamed first, so that a partly removed one is never taken for a whole one.
 
-    TensorFlow does not look into Keras's own kinds of list and dict. Random states have a place of their own.
+    Returns:
+        False where there is none, or it cannot be renamed.
     """
-    known = {id(one) for one in tf.train.TrackableView(model).descendants()} | set(map(id, random_states(model)))
-    return [v for v in model.variables if not {id(v), id(v.value)} & known]
+    gone = path.with_name(f".{path.name}.old")
+    try:
+        os.replace(path, gone)
+    except OSError:
+        return False
+    shutil.rmtree(gone, ignore_errors=True)
+    return True
+
+
+def clear(folder: Path) -> None:
+    """Remove checkpoints that a killed run was writing or removing."""
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint's files, in words; None where they match the manifest."""
+    try:
+        manifest = read_json(path / MANIFEST)
+        if manifest["format"] not in READ_FORMATS:
+            return f"its format is {manifest['format']}, this program reads {FORMAT}"
+        expected: dict[str, Any] = manifest["files"]
+        if not expected:
+            return f"{MANIFEST} lists no file"
+        if not all(_FILE.fullmatch(name) for name in expected):
+            return f"{MANIFEST} names a file outside its folder"
+        changed = [name for name, told in expected.items() if _differs(path / name, told)]
+    except OSError as failure:
+        return f"{Path(failure.filename).name if failure.filename else path.name}: {reason_of(failure)}"
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return f"{MANIFEST} is damaged"
+    return f"{changed[0]} is not what was written" if changed else None
+
+
+def listed(place: Path) -> list[Path]:
+    """The checkpoint at a path, or all in a folder of checkpoints or a run directory, the newest first; not checked.
+
+    Raises:
+        OSError: where a folder cannot be read.
+        UserError: where they are of an earlier version.
+    """
+    folders = [folder for folder in (place, place / "checkpoints") if folder.is_dir()]
+    is_named = folders == [place] and _STEP.fullmatch(place.name)  # a run directory may have such a name
+    if (place / MANIFEST).exists() or is_named:
+        return [place]
+    for folder in folders:
+        found = {int(match[1]): path for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))}
+        if found:
+            return [found[step] for step in sorted(found, reverse=True)]
+    if Path(f"{place}.index").exists() or any(any(folder.glob("step-*.index")) for folder in folders):
+        raise UserError(f"{place}: this program cannot read the checkpoints of its earlier versions; give another")
+    return []
+
+
+def listed_for_user(place: Path) -> list[Path]:
+    """`listed`, for a path that the user has given: UserError also where it cannot be read."""
+    try:
+        return listed(place)
+    except OSError as failure:
+        raise UserError(f"cannot read {place}: {failure.strerror}; give a path that can be read") from None
+
+
+def find(place: Path) -> Path | None:
+    """The checkpoint at a path, or the newest whole one in a folder of checkpoints or a run directory.
+
+    None where there is none. A warning on standard error names each newer one that is damaged.
+
+    Raises:
+        UserError: where all are damaged, or the place cannot be read.
+    """
+    wrong: list[str] = []
+    for path in listed_for_user(place):
+        found = damage(path)
+        if found is None:
+            for line in wrong:
+                terminal.complain(f"hvd_cifar: warning: damaged checkpoint {line}; {path.name} is taken instead")
+            return path
+        wrong.append(f"{path} ({found})")
+    if wrong:
+        raise UserError(f"damaged checkpoint {wrong[0]}, and no whole one in {place}; give another --run-dir or path")
+    return None
+
+
+def _differs(file: Path, told: dict[str, Any]) -> bool:
+    return file.stat().st_size != told["bytes"] or _description(file) != told  # the size first: it is cheap
+
+
+def _description(file: Path) -> dict[str, Any]:
+    state, size = hashlib.sha256(), 0
+    with file.open("rb") as content:
+        while block := content.read(BLOCK_BYTES):  # all of it may be larger than the memory that is left
+            state.update(block)
+            size += len(block)
+    return {"bytes": size, "sha256": state.hexdigest()}
 
 
 class Checkpoints:
     """The newest checkpoints of a run directory. Only rank 0 has one."""
 
-    def __init__(self, folder: Path, state: State) -> None:
+    def __init__(self, folder: Path, state: TrainState) -> None:
         self.folder = folder
         self.state = state
         # Such as a mask of an attention layer: minus infinity is its value, not the mark of a diverged run.
-        constants = [v for v in state.net.model.non_trainable_variables if not np.isfinite(v.numpy()).all()]
+        constants = [v for v in state.model.non_trainable_variables if not np.isfinite(v.numpy()).all()]
         self._infinite = set(map(id, constants))
-        checkpoint_files.clear(folder)
+        clear(folder)
 
     def save(self) -> Path:
         """Write the current state. Keep the newest 5 checkpoints up to this step.
@@ -126,9 +199,9 @@ class Checkpoints:
                 "lower --learning-rate or give --clip-norm"
             )
         try:
-            path = checkpoint_files.write(self.state.trackable, self.folder, step)
+            path = write_state(self.state, self.folder, step)
         except (tf.errors.OpError, OSError) as failure:
-            kept = "earlier checkpoints are kept" if checkpoint_files.listed(self.folder) else "nothing is saved"
+            kept = "earlier checkpoints are kept" if listed(self.folder) else "nothing is saved"
             raise UserError(
                 f"cannot write the checkpoint of step {step} in {self.folder}: {reason_of(failure)}; "
                 f"{kept}; make room or give another --run-dir"
@@ -141,7 +214,7 @@ class Checkpoints:
 
         The checkpoint of `useless_step`, whose weights gave a loss that is not finite, is the last choice.
         """
-        whole = [path for path in checkpoint_files.listed(self.folder) if checkpoint_files.damage(path) is None]
+        whole = [path for path in listed(self.folder) if damage(path) is None]
         path = next((path for path in whole if path.name != f"step-{useless_step}"), whole[0] if whole else None)
         if path is not None:
             self.restore(path)
@@ -150,10 +223,10 @@ class Checkpoints:
 
     def _remove_all_but(self, path: Path, kept: int) -> None:
         """Remove later checkpoints than `path`, and keep `kept` in all."""
-        newest_first = checkpoint_files.listed(self.folder)
+        newest_first = listed(self.folder)
         own = newest_first.index(path)
         for other in (*newest_first[:own], *newest_first[own + kept :]):
-            checkpoint_files.remove(other)
+            remove(other)
 
     def restore(self, path: Path) -> None:
         """Read a state.
@@ -162,7 +235,7 @@ class Checkpoints:
             UserError: where the checkpoint is of another model, or of another order of the data.
         """
         expected = self.state.origin.numpy().tolist()
-        restore(self.state.trackable, path)
+        restore(self.state, path)
         found = self.state.origin.numpy().tolist()
         if found != expected:
             names = ("seed", "global batch", "training examples")
@@ -173,19 +246,32 @@ class Checkpoints:
             )
 
 
-def restore(trackable: tf.train.Checkpoint, path: Path, partial: bool = False) -> None:
-    """Read a checkpoint that `checkpoint_files.find` has checked. `partial`: it may hold more than these objects.
+def write_state(state: TrainState, folder: Path, step: int) -> Path:
+    """Write a state as a checkpoint; see `write`."""
+    added = {"added": state.trackable(core=False)} if state.has_additions else {}
+    return write(folder, step, state=state.trackable(core=True), **added)
+
+
+def restore(state: TrainState, path: Path, partial: bool = False) -> None:
+    """Read a checkpoint that `find` has checked.
+
+    Variables that callbacks have added keep their values where the checkpoint lacks them.
+
+    Args:
+        partial: the checkpoint may hold more than this state, which is for evaluation.
 
     Raises:
-        UserError: where it lacks what the objects need.
+        UserError: where it lacks what the state needs.
     """
     try:
-        status = trackable.read(checkpoint_files.prefix(path))
+        status = state.trackable(core=True).read(prefix(path))
         status.assert_existing_objects_matched()
-        if not partial:
-            status.assert_consumed()
-        else:
+        if partial or read_json(path / MANIFEST)["format"] < FORMAT:
             status.expect_partial()
+        else:
+            status.assert_consumed()
+        if state.has_additions and Path(f"{prefix(path, 'added')}.index").exists():
+            state.trackable(core=False).read(prefix(path, "added")).expect_partial()
     # TensorFlow raises some of the reader's errors as Python's built-in ones: for a truncated file an IndexError.
     except (tf.errors.OpError, AssertionError, ValueError, LookupError, OSError, RuntimeError) as failure:
         tf.get_logger().setLevel("ERROR")  # else it lists at exit, one line each, the variables that were not restored
@@ -193,28 +279,3 @@ def restore(trackable: tf.train.Checkpoint, path: Path, partial: bool = False) -
             f"cannot read the checkpoint {path}: {reason_of(failure)}; "
             "give another one, or the settings it was made with"
         ) from None
-
-
-def recorded(path: Path) -> dict[str, Any]:
-    """The content of a run directory's config.json: its settings, and the facts of its "run" section at the same level.
-
-    Raises:
-        UserError: where the file is damaged.
-    """
-    try:
-        content = read_json(path)
-        return {**content, **content["run"], "run": content["run"]}
-    except (OSError, ValueError, KeyError, TypeError) as failure:
-        raise UserError(f"{path} is damaged ({reason_of(failure)}): give another --run-dir") from None
-
-
-def differences(path: Path, now: dict[str, Any]) -> list[str]:
-    """What differs between a run directory's config.json and `now`, in words.
-
-    Raises:
-        UserError: where the file is damaged.
-    """
-    defaults = {name: field.default for name, field in TrainSettings.model_fields.items()}
-    then = {**defaults, **recorded(path)}  # the record of an older run lacks newer settings; it had their defaults
-    changed = [name for name in now if name in then and then[name] != now[name]]
-    return [f"{name.replace('_', ' ')} was {then[name]}, is {now[name]}" for name in changed]

@@ -71,7 +71,7 @@ def make_evaluator(
     than `SURE`. Such images wait until they fill a batch. On another number of ranks rounding may take an image across
     this limit: then its logits change by more than rounding.
 
-    Batch norm's moving statistics must be the same on all ranks: see `callbacks.MovingStatistics`.
+    Batch norm's moving statistics must be the same on all ranks: see `TrainState.average`.
     """
     examples = getattr(dataset, part)
     chosen = np.arange(len(examples))

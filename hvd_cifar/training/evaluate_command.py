@@ -18,19 +18,18 @@ from hvd_cifar.models.portable import finish_all
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.world import World, session
 from hvd_cifar.training import checkpoint
-from hvd_cifar.training.assemble import make_net, prepare
 from hvd_cifar.training.confusion import FILE, MOST_CLASSES
 from hvd_cifar.training.evaluate import Evaluation, make_evaluator
-from hvd_cifar.training.run_dir import described
+from hvd_cifar.training.run_dir import described, recorded
 from hvd_cifar.training.trained import find, state_of
-from hvd_cifar.training.trainer import OfUser
+from hvd_cifar.training.work import UserObjects, make_net, prepare
 
 
 class RestoredNet:
     """A run's net, for evaluations of its checkpoints."""
 
     def __init__(
-        self, trained: TrainSettings, world: World, given: OfUser | None = None, learnt: Dataset | None = None
+        self, trained: TrainSettings, world: World, given: UserObjects | None = None, learnt: Dataset | None = None
     ) -> None:
         """`trained`: from `trained.settings_of`; `learnt`: the run's data set, where another one is evaluated.
 
@@ -41,7 +40,7 @@ class RestoredNet:
         self.work = prepare(one, world, given, trained.global_batch_size or 0, learnt)
         self.world = world
         self.net = collectives.on_every_rank(lambda: make_net(self.work))
-        self.state = state_of(self.net, self.work.recipe)
+        self.state, self.averages = state_of(self.net, self.work.recipe)
 
     def read(self, path: Path) -> None:
         """Load the weights of a checkpoint, or their moving averages where the run keeps them. A collective.
@@ -49,11 +48,11 @@ class RestoredNet:
         Raises:
             UserError: where it cannot be read, or is of another net.
         """
-        collectives.on_root(lambda: checkpoint.restore(self.state.trackable, path, partial=True))
-        collectives.broadcast_variables(self.state.variables)
+        collectives.on_root(lambda: checkpoint.restore(self.state, path, partial=True))
+        self.state.share()
         finish_all(self.net.model)
-        if self.state.averages:
-            self.state.averages.swap()
+        if self.averages:
+            self.averages.swap()
 
     def evaluator(self, part: str, batch_size: int | None = None) -> Callable[[bool], Evaluation]:
         """An evaluator of this net; see `make_evaluator`."""
@@ -63,11 +62,11 @@ class RestoredNet:
 
 def _learnt(run_dir: Path) -> Dataset | None:
     """The data set of a run, without examples; None where an older run has not recorded it."""
-    facts = checkpoint.recorded(run_dir / "config.json")["run"]
+    facts = recorded(run_dir / "config.json")["run"]
     return described(facts, run_dir) if "data" in facts else None
 
 
-def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dict[str, Any]:
+def evaluate_run(settings: EvaluateSettings, given: UserObjects | None = None) -> dict[str, Any]:
     """Evaluate a run's checkpoint on all ranks of this job; rank 0 prints and writes --output, and confusion.json.
 
     Raises:

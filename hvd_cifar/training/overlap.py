@@ -27,7 +27,8 @@ from hvd_cifar.distributed.overlap import CANDIDATES, Backward, Choice, Link, ch
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import Net
 from hvd_cifar.runtime.world import World
-from hvd_cifar.training.step import StepSpec, local_statistics, make_share, micro_batch_signature
+from hvd_cifar.training.state import local_statistics
+from hvd_cifar.training.step import StepSpec, make_share, micro_batch_signature
 from hvd_cifar.training.step_times import clock
 
 REPEATS = 3

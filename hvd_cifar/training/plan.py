@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import keras
 
 from hvd_cifar import config
-from hvd_cifar.config import DEFAULT_PER_RANK_BATCH_SIZE, Precision, RecipeChanges, TrainSettings
+from hvd_cifar.config import RecipeChanges, TrainSettings
 from hvd_cifar.data import sampler
 from hvd_cifar.errors import UserError
+from hvd_cifar.fields import DEFAULT_PER_RANK_BATCH_SIZE, Precision
 from hvd_cifar.models.recipe import Batch, Recipe
 from hvd_cifar.optim.schedules import Schedule, Staircase, ToZero
 
@@ -67,7 +68,7 @@ def changed(recipe: Recipe, settings: TrainSettings) -> Recipe:
     own = {name: getattr(recipe, name) for name in RecipeChanges.model_fields if name != "augmentation"}
     with _of_recipe(settings):
         config.make(RecipeChanges, own)
-    # `assemble.transforms_of` heeds "augmentation": it means the recipe's transforms without their random part.
+    # `work.transforms_of` heeds "augmentation": it means the recipe's transforms without their random part.
     return replace(recipe, **{name: value for name, value in settings.set.given.items() if name != "augmentation"})
 
 
@@ -183,7 +184,7 @@ def make_schedule(settings: TrainSettings, recipe: Recipe, batch_plan: Plan) -> 
 
 
 def precision_of(settings: TrainSettings) -> Precision:
-    """The precision of settings after `assemble.for_machines`."""
+    """The precision of settings after `work.for_machines`."""
     assert settings.precision is not None, "settings have a precision"
     return settings.precision
 

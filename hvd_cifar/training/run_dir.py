@@ -14,12 +14,12 @@ from filelock import FileLock, Timeout
 from hvd_cifar import config
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.dataset import Dataset, Examples
-from hvd_cifar.errors import UserError
+from hvd_cifar.errors import UserError, reason_of
 from hvd_cifar.files import read_json
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime import environment
-from hvd_cifar.training import checkpoint, checkpoint_files
+from hvd_cifar.training import checkpoint
 from hvd_cifar.training.plan import Plan
 
 SECONDS_FOR_READERS = 0.2  # `reporting.run_files.lives` holds the lock for an instant
@@ -27,7 +27,7 @@ SECONDS_FOR_A_LOST_HOST = 150.0  # a file server keeps the lock of a host that d
 OF_A_RUN = ("metrics.jsonl", "sessions.jsonl", "examples.jsonl", "summary.json")  # written after config.json
 # Settings that determine a run's results. They must not change when a run resumes, nor must the facts derived from
 # settings (data set, batch, learning rate).
-COURSE = (
+MUST_MATCH = (
     "model",
     "precision",
     "seed",
@@ -52,7 +52,7 @@ def numbers_of(settings: TrainSettings, recipe: Recipe) -> dict[str, Any]:
 
 def course_of(settings: TrainSettings, facts: dict[str, Any]) -> dict[str, Any]:
     """What must be the same for a run to resume: settings by name, and the `facts` derived from settings."""
-    names = list(COURSE)
+    names = list(MUST_MATCH)
     if settings.sync_batch_norm:
         names.append("gradient_accumulation")  # batch norm's statistics are over its micro-batches
     if facts["lookahead"] or facts["image_scales"]:
@@ -135,10 +135,10 @@ def _locked(path: Path) -> FileLock:
 def _checkpoint_to_resume(settings: TrainSettings, run_dir: Path, recorded: dict[str, Any]) -> Path | None:
     """The checkpoint that a run in this folder begins with, or None. UserError where the folder has another run."""
     if settings.resume == "never":
-        if checkpoint_files.listed_for_user(run_dir):
+        if checkpoint.listed_for_user(run_dir):
             raise UserError(f"--run-dir {run_dir} already has a run; give another one, or --resume auto to go on")
         return None
-    own = checkpoint_files.find(run_dir)
+    own = checkpoint.find(run_dir)
     if settings.resume == "auto" or _began_from(run_dir, settings.resume, own):
         _refuse_differences(run_dir, recorded)  # even without a checkpoint: a killed run may have none
         return own
@@ -169,7 +169,7 @@ def record(run_dir: Path, settings: TrainSettings, plan: Plan, facts: dict[str, 
     began_from = "auto" if settings.resume == "never" else settings.resume  # "never" would refuse to resume the run
     if facts["first_step"] and path.exists():
         # A resumed run keeps the record of where it began, and the facts of its earlier parts.
-        then = checkpoint.recorded(path)
+        then = recorded(path)
         began_from = then.get("resume", began_from)
         earlier = [*then.get("earlier", []), {name: v for name, v in then["run"].items() if name != "earlier"}]
     repeatable = settings.model_copy(
@@ -273,7 +273,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 def changed_kernels(run_dir: Path, now: str) -> list[str]:
     """A note where the run used other convolution kernels before. Under --virtual-shards `claim` refuses that."""
     path = run_dir / "config.json"
-    then = checkpoint.recorded(path).get("convolutions", now) if path.exists() else now
+    then = recorded(path).get("convolutions", now) if path.exists() else now
     if then == now:
         return []
     return [f"note: convolution kernels changed from {then} to {now}: results differ by rounding"]
@@ -297,22 +297,47 @@ def _began_from(run_dir: Path, place: str, own: Path | None) -> bool:
 
 def _given(place: str) -> Path:
     _listed(place)
-    path = checkpoint_files.find(Path(place))
+    path = checkpoint.find(Path(place))
     assert path is not None, "some are listed"
     return path
 
 
 def _listed(place: str) -> list[Path]:
-    found = checkpoint_files.listed_for_user(Path(place))
+    found = checkpoint.listed_for_user(Path(place))
     if not found:
         raise UserError(f"--resume {place}: no checkpoint is there; give auto, never, or a checkpoint's path")
     return found
 
 
+def recorded(path: Path) -> dict[str, Any]:
+    """The content of a run directory's config.json: its settings, and the facts of its "run" section at the same level.
+
+    Raises:
+        UserError: where the file is damaged.
+    """
+    try:
+        content = read_json(path)
+        return {**content, **content["run"], "run": content["run"]}
+    except (OSError, ValueError, KeyError, TypeError) as failure:
+        raise UserError(f"{path} is damaged ({reason_of(failure)}): give another --run-dir") from None
+
+
+def _differences_of(path: Path, now: dict[str, Any]) -> list[str]:
+    """What differs between a run directory's config.json and `now`, in words.
+
+    Raises:
+        UserError: where the file is damaged.
+    """
+    defaults = {name: field.default for name, field in TrainSettings.model_fields.items()}
+    then = {**defaults, **recorded(path)}  # the record of an older run lacks newer settings; it had their defaults
+    changed = [name for name in now if name in then and then[name] != now[name]]
+    return [f"{name.replace('_', ' ')} was {then[name]}, is {now[name]}" for name in changed]
+
+
 def _refuse_differences(run_dir: Path, now: dict[str, Any]) -> None:
     """UserError where the run has other settings than `now`. Without config.json nothing is compared."""
     path = run_dir / "config.json"
-    changed = checkpoint.differences(path, now) if path.exists() else []
+    changed = _differences_of(path, now) if path.exists() else []
     if changed:
         raise UserError(
             f"the run in {run_dir} has other settings ({'; '.join(changed)}): give the same ones, or none but "

@@ -1,7 +1,7 @@
 """Snapshots of what evaluation needs: weights, moving statistics, averages. The training job hands them to the
 validation job through files, and gets results back.
 
-A snapshot is a checkpoint (`checkpoint_files`) in a folder `step-N`, which moves through folders of the run directory:
+A snapshot is a checkpoint (`checkpoint`) in a folder `step-N`, which moves through folders of the run directory:
 
     snapshots/offered   written by the training job; the next snapshot replaces it
     snapshots/taken     under evaluation; then `result.json` in it holds the `Evaluation`
@@ -21,12 +21,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import tensorflow as tf
 from filelock import FileLock, Timeout
 
+from hvd_cifar.errors import reason_of
 from hvd_cifar.files import read_json, replace_text
-from hvd_cifar.training import checkpoint_files
-from hvd_cifar.training.checkpoint import State
+from hvd_cifar.training import checkpoint
+from hvd_cifar.training.callbacks import Run
 from hvd_cifar.training.evaluate import Evaluation
+from hvd_cifar.training.state import TrainState
 
 RESULT = "result.json"
 
@@ -53,6 +56,31 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
+def weights_of(run: Run) -> TrainState:
+    """What an evaluation needs of a run's state: the model, and averages of its weights."""
+    state = TrainState(run.model)
+    if averages := run.state.part("averages"):
+        state.add_core("averages", averages)
+    return state
+
+
+@contextlib.contextmanager
+def told(run: Run, what: str) -> Iterator[None]:
+    """Warn if the block cannot write its files, and continue: training does not depend on them."""
+    try:
+        yield
+    except (OSError, tf.errors.OpError) as failure:
+        run.warn(f"{what}: {reason_of(failure)}")
+
+
+def open_snapshots(run: Run) -> Snapshots | None:
+    """The snapshots of a run, at its present step. None on ranks other than 0, and where they cannot be written."""
+    if run.world.is_root:
+        with told(run, "weights cannot be kept for evaluations"):
+            return Snapshots(run.run_dir, weights_of(run), int(run.state.step.numpy()))
+    return None
+
+
 class Snapshots:
     """The training job's side. Only rank 0 has one.
 
@@ -60,7 +88,7 @@ class Snapshots:
         OSError, tf.errors.OpError: where a file cannot be written.
     """
 
-    def __init__(self, run_dir: Path, state: State, step: int) -> None:
+    def __init__(self, run_dir: Path, state: TrainState, step: int) -> None:
         """`state`: what evaluation needs; `step`: where the run begins or resumes."""
         self.run_dir = run_dir
         self.state = state
@@ -70,10 +98,10 @@ class Snapshots:
         """Remove snapshots of later steps, and offer again those whose evaluation is unfinished."""
         offered, taken, best = _offered(self.run_dir), _taken(self.run_dir), best_of(self.run_dir)
         for folder in (offered, taken, best):
-            checkpoint_files.clear(folder)
+            checkpoint.clear(folder)
         for path in (*_in(offered), *_in(taken), *_in(best)):
             if step_of(path) > step:
-                checkpoint_files.remove(path)
+                checkpoint.remove(path)
             elif path.parent == taken and not (path / RESULT).exists():
                 with contextlib.suppress(OSError):
                     os.rename(path, offered / path.name)
@@ -83,7 +111,7 @@ class Snapshots:
         folder = _offered(self.run_dir)
         self._write(folder, step)
         older = [path for path in _in(folder) if step_of(path) < step]
-        return sorted(step_of(path) for path in older if checkpoint_files.remove(path))
+        return sorted(step_of(path) for path in older if checkpoint.remove(path))
 
     def results(self) -> list[Evaluation]:
         """The finished evaluations, in the order of steps."""
@@ -105,15 +133,15 @@ class Snapshots:
             self._write(taken.parent, evaluation.step)
             answer(taken, evaluation)
         best.mkdir(exist_ok=True)
-        checkpoint_files.remove(best / taken.name)
+        checkpoint.remove(best / taken.name)
         os.rename(taken, best / taken.name)
         for path in _in(best):
             if path.name != taken.name:
-                checkpoint_files.remove(path)
+                checkpoint.remove(path)
 
     def discard(self, step: int) -> None:
         """Remove the snapshot of an evaluated step."""
-        checkpoint_files.remove(_taken(self.run_dir) / f"step-{step}")
+        checkpoint.remove(_taken(self.run_dir) / f"step-{step}")
 
     def close(self) -> None:
         """Remove all snapshots except the best one."""
@@ -132,7 +160,7 @@ class Snapshots:
     def _write(self, folder: Path, step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.state.step.assign(step)
-        checkpoint_files.write(self.state.trackable, folder, step)
+        checkpoint.write_state(self.state, folder, step)
 
 
 def follow(run_dir: Path) -> FileLock | None:
@@ -163,7 +191,7 @@ def answer(path: Path, evaluation: Evaluation) -> None:
 
 def _in(folder: Path) -> list[Path]:
     """The snapshots of a folder, the newest first."""
-    return checkpoint_files.listed(folder)
+    return checkpoint.listed(folder)
 
 
 def _results_in(folder: Path) -> Iterator[Evaluation]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 import tensorflow as tf
 
-from hvd_cifar import config
+from hvd_cifar import fields
 from hvd_cifar.config import DataSettings
 from hvd_cifar.data import replicate
 from hvd_cifar.data.cifar import CIFAR10
@@ -50,7 +50,7 @@ def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[
 
 
 def _own_dataset(own: Dataset | Callable[[], Dataset], settings: DataSettings) -> Dataset:
-    named = settings.dataset if config.is_user_code(settings.dataset) else ""
+    named = settings.dataset if fields.is_user_code(settings.dataset) else ""
     told = f"--dataset {named}" if named else "the data set"
 
     def load() -> Dataset:

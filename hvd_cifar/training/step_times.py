@@ -10,6 +10,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.config import is_op_determinism_enabled  # no public name tells it
 
+from hvd_cifar.training.callbacks import StepObserver
+
 T = TypeVar("T")
 
 
@@ -36,7 +38,7 @@ def clock() -> Any:
     return tf.ensure_shape(tf.numpy_function(lambda: np.float64(time.time()), [], tf.float64), [])
 
 
-class StepTimes:
+class StepTimes(StepObserver):
     """Measures when a step's gradients and their sums are ready.
 
     It adds two clock readings and two additions to the graph, on the CPU; no other operation waits for them. On a GPU
@@ -63,12 +65,12 @@ class StepTimes:
             self._begun += began
             yield batch
 
-    def gradients_are(self, tensors: Sequence[Any]) -> None:
-        """To be called in a graph, with this rank's gradients."""
-        self._note(tensors, 0)
+    def on_gradients(self, gradients: Sequence[Any]) -> None:
+        """Note when this rank's gradients are ready."""
+        self._note(gradients, 0)
 
-    def sums_are(self, tensors: Sequence[Any]) -> None:
-        """To be called in a graph, with the sums over the ranks."""
+    def on_sums(self, tensors: Sequence[Any]) -> None:
+        """Note when the sums over the ranks are ready."""
         self._note(tensors, 2)
 
     def update_is(self, tensors: Sequence[Any]) -> None:

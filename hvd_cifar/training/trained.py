@@ -20,9 +20,10 @@ from hvd_cifar.models.portable import finish_all
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.runtime.environment import launched_size
-from hvd_cifar.training import checkpoint, checkpoint_files, run_dir, user_code
-from hvd_cifar.training.assemble import transforms_of
+from hvd_cifar.training import checkpoint, run_dir, user_code
 from hvd_cifar.training.plan import changed, precision_of, resolve, set_precision
+from hvd_cifar.training.state import TrainState
+from hvd_cifar.training.work import transforms_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def load(settings: RunSettings) -> Trained:
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.experimental.set_memory_growth(gpu, True)  # leave memory to a run that may be training there
     trained, path = find(settings, needs_data=False)
-    facts = checkpoint.recorded(settings.run_dir / "config.json")["run"]
+    facts = run_dir.recorded(settings.run_dir / "config.json")["run"]
     dataset = run_dir.described(facts, settings.run_dir)
     name = trained.model
     model = models.BUILT_IN.get(name) or Model(name, user_code.load_alone(name, "--model"))
@@ -77,10 +78,10 @@ def load(settings: RunSettings) -> Trained:
     transforms = transforms_of(trained, recipe, dataset)
     set_precision(precision_of(trained), trained.seed)
     net = models.build(model, transforms.shape, dataset.classes)
-    state = state_of(net, recipe)
-    checkpoint.restore(state.trackable, path, partial=True)
-    if state.averages:
-        state.averages.swap()
+    state, averages = state_of(net, recipe)
+    checkpoint.restore(state, path, partial=True)
+    if averages:
+        averages.swap()
     finish_all(net.model)
     return Trained(trained, recipe, facts, dataset, net.model, transforms, path, int(state.step.numpy()))
 
@@ -98,7 +99,7 @@ def find(settings: RunSettings, needs_data: bool) -> tuple[TrainSettings, Path]:
         values["set"] = {**values.get("set", {}), "test_time_augmentation": settings.test_time_augmentation}
     if not needs_data:
         values["dataset"] = "auto"
-    path = checkpoint_files.find(settings.checkpoint or settings.run_dir)
+    path = checkpoint.find(settings.checkpoint or settings.run_dir)
     if path is None:
         raise UserError(f"{settings.checkpoint or settings.run_dir}: there is no checkpoint; give --checkpoint PATH")
     return config.make(TrainSettings, values), path
@@ -115,7 +116,10 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
     return values | {"callbacks": []}
 
 
-def state_of(net: Net, recipe: Recipe) -> checkpoint.State:
+def state_of(net: Net, recipe: Recipe) -> tuple[TrainState, MovingAverage | None]:
     """What an evaluation reads from a checkpoint: the net's weights, and their moving averages if the run has them."""
-    decay = recipe.ema_decay
-    return checkpoint.State(net, None, MovingAverage(net.model.trainable_variables, decay) if decay else None)
+    state, averages = TrainState(net.model), None
+    if recipe.ema_decay:
+        averages = MovingAverage(net.model.trainable_variables, recipe.ema_decay)
+        state.add_core("averages", averages.variables)
+    return state, averages

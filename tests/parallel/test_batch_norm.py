@@ -97,7 +97,7 @@ def _on_ranks(folder: str) -> dict[str, Any]:
 
     from hvd_cifar.distributed import SyncBatchNormalization, collectives, convert_sync_batch_norm
     from hvd_cifar.distributed.batch_norm import examples_present
-    from hvd_cifar.training.step import moving_statistics
+    from hvd_cifar.training.state import moving_statistics
 
     found: dict[str, Any] = {}
     for kind in ("float64", "float32"):

@@ -425,7 +425,7 @@ def _images_of_ways(program: str) -> dict[str, list[list[tuple[int, str]]]]:
 
     from hvd_cifar.config import BenchmarkInputSettings, make
     from hvd_cifar.tools.benchmark import feeding, job, step
-    from hvd_cifar.training.assemble import prepare
+    from hvd_cifar.training.work import prepare
 
     options = make(BenchmarkInputSettings, {"model": "tutorial", "dataset": f"{program}:load", "batch_size": 7})
     with job.start((), least=2) as ranks:

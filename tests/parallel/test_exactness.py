@@ -92,9 +92,9 @@ def _train_all(data: str, folder: str, runs: dict[str, dict[str, Any]]) -> dict[
     from hvd_cifar.config import TrainSettings, make
     from hvd_cifar.data import synthetic
     from hvd_cifar.runtime.world import session
-    from hvd_cifar.training.assemble import assemble
-    from hvd_cifar.training.callbacks import Checkpointer
-    from hvd_cifar.training.trainer import OfUser
+    from hvd_cifar.training.routines import Checkpointer
+    from hvd_cifar.training.train import assemble
+    from hvd_cifar.training.work import UserObjects
 
     whole = synthetic.LAYOUT.read(synthetic.ensure(Path(data)))
 
@@ -124,7 +124,7 @@ def _train_all(data: str, folder: str, runs: dict[str, dict[str, Any]]) -> dict[
             course |= {"check_sync_every": 1000, **in_buckets, **options, "set": rate}
             settings = make(TrainSettings, {**common, **course})
             kept = Losses()
-            trainer = assemble(settings, world, OfUser(dataset=dataset, callbacks=[kept]))
+            trainer = assemble(settings, world, UserObjects(dataset=dataset, callbacks=[kept]))
             trainer.train()
             losses[name] = kept.losses
             (state,) = (callback.state for callback in trainer.callbacks if isinstance(callback, Checkpointer))

@@ -45,7 +45,7 @@ def _train(data: str, run_dir: str, way: dict[str, Any]) -> list[list[int]]:
     from hvd_cifar.config import TrainSettings, make
     from hvd_cifar.distributed import clocks
     from hvd_cifar.runtime.world import session
-    from hvd_cifar.training.run import train
+    from hvd_cifar.training.train import train
 
     common = {"model": "tutorial", "dataset": "synthetic", "data_dir": data, "global_batch_size": 4}
     common |= {"eval_every": 0, "threads_per_rank": 1, "summary_every": 0, "max_steps": LAST}

@@ -99,8 +99,8 @@ def _turn_a_bit(model: Any) -> None:
 
 def _drift(data: str, run_dir: str, options: list[str], at_the_end: bool = False) -> dict[str, Any]:
     """`train` as a user calls it, but one bit flips after step 7, or after the last checkpoint."""
-    from hvd_cifar.training.callbacks import Checkpointer
-    from hvd_cifar.training.trainer import Trainer
+    from hvd_cifar.training.routines import Checkpointer
+    from hvd_cifar.training.train import Trainer
 
     train, end = Trainer.train, Checkpointer.on_end
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks import jobs, runs
-from hvd_cifar.training.checkpoint_files import damage, listed
+from hvd_cifar.training.checkpoint import damage, listed
 from tests.options import PACE, SMALL, SMALL_NET
 from tests.ranks import CHECKOUT, end_tree, environment, run_ranks
 

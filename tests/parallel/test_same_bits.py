@@ -74,10 +74,10 @@ def _train(data: str, folder: str, runs: list[tuple[str, dict[str, Any]]], threa
     """Runs in one start of the ranks, to a checkpoint; the digest of the state after each."""
     from hvd_cifar.config import TrainSettings, make
     from hvd_cifar.distributed.replicas import digests
+    from hvd_cifar.extensions.replica_check import ReplicaCheck
     from hvd_cifar.runtime.world import session
-    from hvd_cifar.training.assemble import assemble
-    from hvd_cifar.training.callbacks import ReplicaCheck
-    from hvd_cifar.training.trainer import OfUser
+    from hvd_cifar.training.train import assemble
+    from hvd_cifar.training.work import UserObjects
 
     ended = []
     with session(threads, deterministic=True) as world:
@@ -91,7 +91,7 @@ def _train(data: str, folder: str, runs: list[tuple[str, dict[str, Any]]], threa
                 "eval_every": 0,
                 "summary_every": 0,
             }
-            trainer = assemble(make(TrainSettings, {**common, "set": AVERAGED, **options}), world, OfUser())
+            trainer = assemble(make(TrainSettings, {**common, "set": AVERAGED, **options}), world, UserObjects())
             trainer.train()
             state = next(c.state for c in trainer.callbacks if isinstance(c, ReplicaCheck))
             clocks = {id(v) for v in state.clocks}

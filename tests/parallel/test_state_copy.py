@@ -20,7 +20,6 @@ def _restored(folder: str, same_host: bool) -> dict[str, Any]:
 
     from hvd_cifar.distributed import collectives
     from hvd_cifar.runtime.world import start
-    from hvd_cifar.training import state_copy
 
     world = start()
     own = Path(folder, "host-0" if same_host else f"host-{world.rank}")

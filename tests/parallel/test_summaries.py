@@ -31,10 +31,10 @@ def _train(data: str, folder: str) -> dict[str, Any]:
     """Runs in one start of the ranks: their digests; of the first what a callback sees at step 5."""
     from hvd_cifar import Callback
     from hvd_cifar.config import TrainSettings, make
+    from hvd_cifar.extensions.tensorboard import Summaries
     from hvd_cifar.runtime.world import session
-    from hvd_cifar.training.assemble import assemble
-    from hvd_cifar.training.summaries import Summaries
-    from hvd_cifar.training.trainer import OfUser
+    from hvd_cifar.training.train import assemble
+    from hvd_cifar.training.work import UserObjects
 
     seen: dict[str, Any] = {}
 
@@ -77,7 +77,7 @@ def _train(data: str, folder: str) -> dict[str, Any]:
     with session(1, deterministic=True) as world:
         for name, way in WAYS.items():
             settings = make(TrainSettings, {**common, "run_dir": f"{folder}/{name}", **way})
-            trainer = assemble(settings, world, OfUser(callbacks=[Look()]))
+            trainer = assemble(settings, world, UserObjects(callbacks=[Look()]))
             digests[name] = trainer.train()["weights_sha256"]
         (summaries,) = (c for c in trainer.callbacks if isinstance(c, Summaries))
         decided = [asked(summaries, world.rank, seconds) for seconds in ([1e9, 0.0], [0.0, 1e9])]

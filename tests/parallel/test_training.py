@@ -210,17 +210,16 @@ def _shortened(data: str) -> list[float | None]:
     from hvd_cifar.config import TrainSettings, make
     from hvd_cifar.data.dataset import Dataset
     from hvd_cifar.runtime.world import session
-    from hvd_cifar.training.assemble import prepare
-    from hvd_cifar.training.trainer import OfUser
+    from hvd_cifar.training.work import UserObjects, prepare
 
     found = []
     with session() as world:
         for given in ({}, {"epochs": 3}, {"dataset": "synthetic"}):
             options = {"data_dir": data, "data_url": "http://127.0.0.1:9/x.tar.gz", **given}
-            settings = prepare(make(TrainSettings, options), world, OfUser()).settings
+            settings = prepare(make(TrainSettings, options), world, UserObjects()).settings
             found.append(settings.epochs)
         images, labels = np.zeros((9, 32, 32, 3), np.uint8), np.arange(9)
-        own = OfUser(dataset=Dataset.from_arrays(images, labels, images, labels, name="synthetic"))
+        own = UserObjects(dataset=Dataset.from_arrays(images, labels, images, labels, name="synthetic"))
         settings = prepare(make(TrainSettings, {"global_batch_size": 9}), world, own).settings
         found.append(settings.epochs)
     return found

@@ -17,8 +17,7 @@ import pytest
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.models import Net
 from hvd_cifar.optim.averages import MovingAverage
-from hvd_cifar.training.checkpoint import KEPT, Checkpoints, State, restore
-from hvd_cifar.training.checkpoint_files import damage, find, listed
+from hvd_cifar.training.checkpoint import KEPT, Checkpoints, State, damage, find, listed, restore
 from tests.ranks import CHECKOUT, environment
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvd_cifar.data.image_sizes import ImageSizes
-from hvd_cifar.training.forecast import forecast, roughly
+from hvd_cifar.extensions.forecast import forecast, roughly
 from hvd_cifar.training.plan import Plan
 
 

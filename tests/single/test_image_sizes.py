@@ -17,9 +17,9 @@ from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import Model
 from hvd_cifar.models.recipe import Recipe
-from hvd_cifar.training.assemble import make_net, work_of
 from hvd_cifar.training.plan import changed, resolve
 from hvd_cifar.training.shrink import shrink
+from hvd_cifar.training.work import make_net, work_of
 
 IMAGES = np.zeros((4, 32, 32, 3), np.uint8)
 DATA = Dataset.from_arrays(IMAGES, [0, 1, 2, 3], IMAGES, [0, 1, 2, 3])

@@ -11,7 +11,7 @@ import pytest
 
 from hvd_cifar.errors import Preempted, TrainingError
 from hvd_cifar.training.progress import MOST_SKIPS_IN_A_ROW, Progress, StepClock
-from hvd_cifar.training.trainer import Trainer
+from hvd_cifar.training.train import Trainer
 
 
 class _Result:

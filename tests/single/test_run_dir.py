@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.errors import UserError
-from hvd_cifar.training import checkpoint_files, run_dir
+from hvd_cifar.training import run_dir
 from hvd_cifar.training.run_dir import COURSE, claim, course_of
 from hvd_cifar.training.trained import settings_of
 

@@ -14,12 +14,10 @@ import pytest
 from hvd_cifar.models import Net
 from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.training import snapshots
-from hvd_cifar.training.checkpoint import State, restore
-from hvd_cifar.training.checkpoint_files import damage, find
+from hvd_cifar.training.checkpoint import State, damage, find, restore
 from hvd_cifar.training.confusion import Confusion
 from hvd_cifar.training.evaluate import Evaluation
 from hvd_cifar.training.snapshots import Snapshots
-from hvd_cifar.training.validation import Best
 
 
 def _state() -> State:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from hvd_cifar.extensions.stragglers import Seen, slow_ranks
 from hvd_cifar.runtime import channel
 from hvd_cifar.runtime.stalls import FACTOR, FLOOR, Durations, Lost, Status, judge, lost_ranks
 from hvd_cifar.runtime.watch import Watch, _computes, _stacks
 from hvd_cifar.training.step_times import Times
-from hvd_cifar.training.stragglers import Seen, slow_ranks
 
 
 def _status(rank: int, position: int = 9, waits: bool = True, idle: float = 8.0, computes: bool = False) -> Status:

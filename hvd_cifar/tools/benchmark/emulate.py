@@ -25,7 +25,7 @@ from hvd_cifar.runtime import direct_mpi
 from hvd_cifar.tools.benchmark.job import Job, facts_of, memory_of_this_process
 from hvd_cifar.tools.benchmark.results import EmulatedResult, EmulatedWorld, Estimate
 from hvd_cifar.tools.benchmark.step import LEAD_IN, LEARNING_RATE, bytes_of, train_settings
-from hvd_cifar.training.assemble import make_net, make_optimizer, prepare
+from hvd_cifar.training.work import make_net, make_optimizer, prepare
 
 LOSS_BYTES = 8  # the loss and the request to stop
 

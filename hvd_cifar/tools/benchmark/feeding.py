@@ -25,8 +25,8 @@ from hvd_cifar.distributed import collectives
 from hvd_cifar.tools.benchmark.job import Job, facts_of, memory_of_this_process
 from hvd_cifar.tools.benchmark.results import Estimate, FeedResult, FeedWay, InputResult, Seen
 from hvd_cifar.tools.benchmark.step import train_settings
-from hvd_cifar.training.assemble import Work, prepare
 from hvd_cifar.training.sources import read_batches
+from hvd_cifar.training.work import Work, prepare
 
 WAYS: tuple[FeedWay, ...] = get_args(FeedWay)
 SHOWN = 200  # examples whose ranks the result names one by one

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, computed_field
 
-from hvd_cifar.config import Overlap
 from hvd_cifar.errors import UserError
+from hvd_cifar.fields import Overlap
 from hvd_cifar.files import PART, can_be_replaced, replace_text
 from hvd_cifar.tools.benchmark.fits import Fit, Layout, Point
 

@@ -21,25 +21,23 @@ from hvd_cifar.data.pipeline import PREFETCH_BATCHES, MicroBatch, training_batch
 from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.distributed import collectives, process_sets
 from hvd_cifar.distributed.batch_norm import synchronised_layers
-from hvd_cifar.distributed.optimizer import inner_of, reduction_of, sent_bytes
+from hvd_cifar.distributed.optimizer import inner_of, reduction_of, sent_bytes, set_bucket_bytes
 from hvd_cifar.distributed.overlap import Backward
 from hvd_cifar.errors import UserError
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.reporting import terminal
 from hvd_cifar.tools.benchmark.job import Job, facts_of, memory_of_this_process
 from hvd_cifar.tools.benchmark.results import Estimate, Gradient, Phases, SlowestRank, StepResult, WorldResult
-from hvd_cifar.training.assemble import (
+from hvd_cifar.training.overlap import measure_backward, set_buckets
+from hvd_cifar.training.plan import precision_of
+from hvd_cifar.training.step import Averaging, make_train_step
+from hvd_cifar.training.work import (
     Work,
     make_net,
     make_optimizer,
     prepare,
     step_spec,
-    with_buckets_of,
 )
-from hvd_cifar.training.overlap import measure_backward, set_buckets
-from hvd_cifar.training.plan import precision_of
-from hvd_cifar.training.step import Notes, make_train_step
-from hvd_cifar.training.unlike import taken_from_root
 
 # Small, so that the weights stay finite in many steps on one batch. It does not change a step's time.
 LEARNING_RATE = 1e-3
@@ -160,7 +158,6 @@ class Bench:
         self._model_optimizer = make_optimizer(work, self.net, LEARNING_RATE)
         examples = len(self.in_memory.label)
         self.overlap = set_buckets(work.settings, job.world, self.net, self._model_optimizer, step_spec(work), examples)
-        self._from_root, _ = taken_from_root(work.settings, job.world, self.net, self._model_optimizer)
         reduction = reduction_of(self._model_optimizer)
         self.bucket_bytes = reduction.bucket_bytes if reduction else None
         self._repeats: dict[tuple[int, str], Repeat] = {}
@@ -205,15 +202,13 @@ class Bench:
     def _step(self, ranks: Any, k: int, batch: Callable[[], MicroBatch]) -> Callable[[], Any]:
         """The step of training on batches of k ranks, with gradients summed over a process set."""
         if k not in self._steps:  # one graph for each group, whether it is fed or not
-            optimizer = with_buckets_of(
-                self._model_optimizer, make_optimizer(self.work, self.net, LEARNING_RATE, ranks)
-            )
-            self._steps[k] = make_train_step(
-                self.net, optimizer, step_spec(self.work), self.averages, from_root=self._from_root
-            )
-        step, notes = self._steps[k], tf.constant(Notes())
+            optimizer = make_optimizer(self.work, self.net, LEARNING_RATE, ranks)
+            set_bucket_bytes(optimizer, self.bucket_bytes)
+            observers = [Averaging(average) for average in self.averages]
+            self._steps[k] = make_train_step(self.net, optimizer, step_spec(self.work), observers)
+        step, flags = self._steps[k], tf.zeros([0])
         count = tf.constant(self.work.plan.global_batch_size // self.job.world.size * k)
-        return lambda: step([batch()], count, LEARNING_RATE, notes)
+        return lambda: step([batch()], count, LEARNING_RATE, flags)
 
     def _reduction(self, ranks: Any) -> Callable[[], Any]:
         """The all-reduce of the gradients alone, as the optimizer does it."""

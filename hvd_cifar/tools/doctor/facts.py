@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from hvd_cifar.config import DatasetName
+from hvd_cifar.fields import DatasetName
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.network import Network, NoWay
 from hvd_cifar.runtime import devices

@@ -12,39 +12,46 @@ import time
 import zlib
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import tensorflow as tf
+from pydantic import Field
 
-from hvd_cifar.distributed import clocks, collectives
+from hvd_cifar import fields
 from hvd_cifar.errors import UserError
+from hvd_cifar.fields import Steps
 from hvd_cifar.files import replace_bytes
-from hvd_cifar.reporting import trace
-from hvd_cifar.reporting.metrics import Reporter
-from hvd_cifar.training.callbacks import Callback
-from hvd_cifar.training.progress import Progress, Run
+from hvd_cifar.training.callbacks import Callback, Run
+
+if TYPE_CHECKING:
+    from hvd_cifar.distributed.clocks import Comparison
 
 MOST_BYTES = 48_000_000  # of the uncompressed trace; also of all ranks' files for TensorBoard
-OPTIONS = tf.profiler.experimental.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)
 
 
-def check_steps(steps: tuple[int, int] | None, total_steps: int) -> None:
-    """UserError where --profile-steps is not within a run."""
-    if steps and steps[1] > total_steps:
-        raise UserError(
-            f"--profile-steps {steps[0]}:{steps[1]}: the run ends after step {total_steps}; give steps up to it"
-        )
+class Settings(fields.Settings):
+    """Options of this extension."""
+
+    profile_steps: Steps | None = Field(
+        None,
+        description="First and last step to profile, such as 100:110. The trace of all ranks is one file in the folder "
+        "profile of the run; docs/profile.md. [default: none]",
+        json_schema_extra={"metavar": "N:N"},
+    )
+
+
+def make(run: Run) -> Callback | None:
+    """The profiler, where steps are given."""
+    steps = run.options(Settings).profile_steps
+    return Profiler(steps) if steps else None
 
 
 class Profiler(Callback):
     """Profiles the steps from a first to a last one on all ranks; rank 0 writes the trace."""
 
-    def __init__(self, progress: Progress, steps: tuple[int, int], reporter: Reporter) -> None:
-        self.progress = progress
+    def __init__(self, steps: tuple[int, int]) -> None:
         self.first, self.last = steps
-        self.reporter = reporter
         self.folder: Path | None = None  # of this rank's profile while it runs; TensorFlow makes it at the end
-        self.started: clocks.Comparison | None = None
+        self.started: Comparison | None = None
         self.edges: list[int] = []  # times between the steps in ns, by this rank's clock
         self.is_over = False
 
@@ -53,30 +60,40 @@ class Profiler(Callback):
         """Name of the profile's files."""
         return f"steps-{self.first}-{self.last}"
 
+    def on_build(self, run: Run) -> None:
+        """Refuse steps after the run's end."""
+        if self.last > run.total_steps:
+            raise UserError(
+                f"--profile-steps {self.first}:{self.last}: the run ends after step {run.total_steps}; give steps up "
+                "to it"
+            )
+
     def on_start(self, run: Run) -> None:
         """Skip the profile if the run resumes after its first step."""
         if run.step >= self.first:
-            self._leave_out(f"the run goes on after step {run.step}")
+            self._leave_out(run, f"the run goes on after step {run.step}")
 
-    def _after_start(self, run: Run) -> None:
+    def before_steps(self, run: Run) -> None:
         """Begin if the next step is the first one."""
         self._begin_where_due(run)
 
     def on_step(self, run: Run) -> None:
         """Begin before the first step, and end after the last, or where the run stops."""
         if self.folder:
-            self.progress.check_losses()  # waits for the device
+            run.progress.check_losses()  # waits for the device
             self.edges.append(time.time_ns())
-            if run.step == self.last or self.progress.stop_requested:
+            if run.step == self.last or run.progress.stop_requested:
                 self._end(run)
         self._begin_where_due(run)
 
     def on_rollback(self, run: Run) -> None:
         """Drop a profile in progress, whose steps are repeated. Begin where the run is back before the first step."""
+        import tensorflow as tf
+
         if self.folder:
             tf.profiler.experimental.stop(save=False)
             self.folder = None
-            self._leave_out(f"the run went back to step {run.step}")
+            self._leave_out(run, f"the run went back to step {run.step}")
         self._begin_where_due(run)
 
     def on_end(self, run: Run) -> None:
@@ -84,31 +101,40 @@ class Profiler(Callback):
         if self.folder:
             self._end(run)
         elif not self.is_over:
-            self._leave_out(f"the run ended after step {run.step}")
+            self._leave_out(run, f"the run ended after step {run.step}")
 
-    def _leave_out(self, why: str) -> None:
-        self.reporter.warn(f"--profile-steps {self.first}:{self.last}: no profile: {why}", self.progress.step)
+    def _leave_out(self, run: Run, why: str) -> None:
+        run.warn(f"--profile-steps {self.first}:{self.last}: no profile: {why}", run.step)
         self.is_over = True
 
     def _begin_where_due(self, run: Run) -> None:
+        import tensorflow as tf
+
+        from hvd_cifar.distributed import clocks
+
         if self.is_over or self.folder or run.step != self.first - 1:
             return
-        self.progress.check_losses()
-        with self.progress.clock.paused():
+        options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)
+        run.progress.check_losses()
+        with run.progress.clock.paused():
             self.folder = Path(tempfile.gettempdir()) / f"hvd_cifar-profile-{secrets.token_hex(8)}"
             # An earlier run in this process may have failed while it profiled.
             with contextlib.suppress(tf.errors.UnavailableError):
                 tf.profiler.experimental.stop(save=False)
             self.started = clocks.compare()
-            tf.profiler.experimental.start(str(self.folder), OPTIONS)
-            collectives.barrier()  # else a rank whose profiler starts late would delay the first step of the others
+            tf.profiler.experimental.start(str(self.folder), options)
+            run.ranks.barrier()  # else a rank whose profiler starts late would delay the first step of the others
             self.edges = [time.time_ns()]
 
     def _end(self, run: Run) -> None:
         """End the profile, and write it. A collective."""
+        import tensorflow as tf
+
+        from hvd_cifar.distributed import clocks
+
         assert self.folder and self.started, "it was begun"
         self.is_over = True
-        with self.progress.clock.paused():
+        with run.progress.clock.paused():
             # Before the profiler stops: after these collectives Horovod's thread has recorded the last step.
             ended = clocks.compare()
             content, failure = b"", ""
@@ -119,21 +145,24 @@ class Profiler(Callback):
                 failure = f"rank {run.world.rank} on {run.world.host}: {type(error).__name__}: {error}"
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = None
-            failures = list(filter(None, collectives.all_gather_object(failure)))
+            failures = list(filter(None, run.ranks.gather(failure)))
             if failures:
-                self._leave_out(" ".join(failures[0].split()))
+                self._leave_out(run, " ".join(failures[0].split()))
                 return
             self._merge(run, content, self.started, ended)
 
-    def _merge(self, run: Run, content: bytes, started: clocks.Comparison, ended: clocks.Comparison) -> None:
+    def _merge(self, run: Run, content: bytes, started: Comparison, ended: Comparison) -> None:
         """Merge all ranks' profiles on rank 0. A collective."""
+        from hvd_cifar.distributed import clocks, collectives
+        from hvd_cifar.reporting import trace
+
         world = run.world
         on_root = partial(clocks.on_root, first=started, last=ended)
         edges = [on_root(edge) for edge in self.edges]
         most = MOST_BYTES // world.size
-        seen = collectives.on_every_rank(lambda: trace.read(content, on_root, edges, self.first))
-        messages = trace.begun(seen.messages, collectives.all_gather_object(seen.messages))
-        zero = collectives.broadcast_object(edges[0])
+        seen = run.ranks.on_every_rank(lambda: trace.read(content, on_root, edges, self.first))
+        messages = trace.begun(seen.messages, run.ranks.gather(seen.messages))
+        zero = run.ranks.broadcast(edges[0])
         own_lanes = trace.lanes_of(messages, edges, self.first)
         text, left_out = trace.as_json(world.rank, world.host, own_lanes, seen.events, zero, most)
         told = {
@@ -145,15 +174,15 @@ class Profiler(Callback):
             "events_left_out": left_out,
             "is_too_large_for_tensorboard": len(content) > most,
         }
-        ranks = collectives.all_gather_object(told)
+        ranks = run.ranks.gather(told)
         parts = collectives.gather_bytes(zlib.compress(text.encode()))
         files = collectives.gather_bytes(content if len(content) <= most else b"")
         if world.is_root:
             try:
                 path, size = self._write(run, ranks, parts, files)
-                self.reporter.say(f"profile: {in_words(ranks)}; {path}, {size / 1e6:.1f} MB")
+                run.say(f"profile: {in_words(ranks)}; {path}, {size / 1e6:.1f} MB")
             except OSError as failure:  # a profile that cannot be written does not end the run
-                self._leave_out(f"{failure.filename or run.run_dir}: {failure.strerror}")
+                self._leave_out(run, f"{failure.filename or run.run_dir}: {failure.strerror}")
 
     def _write(self, run: Run, ranks: list[dict[str, Any]], parts: list[bytes], files: list[bytes]) -> tuple[Path, int]:
         """Rank 0's part: write the trace and each rank's TensorBoard file; return the trace's path and bytes."""

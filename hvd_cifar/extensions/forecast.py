@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from hvd_cifar.data.image_sizes import ImageSizes
-from hvd_cifar.reporting.metrics import Reporter
-from hvd_cifar.training.callbacks import STEPS_LEFT_OUT, Callback, Logger
-from hvd_cifar.training.plan import Plan
-from hvd_cifar.training.progress import Run
+from hvd_cifar.training.callbacks import Callback, Run
+
+if TYPE_CHECKING:
+    from hvd_cifar.training.plan import Plan
+
+STEPS_LEFT_OUT = 10  # tracing and cold caches slow the first steps down
+
+
+def make(run: Run) -> Callback:
+    """The forecast."""
+    return Forecast()
 
 
 class Forecast(Callback):
     """Prints once how much longer the run takes, at the first log line without the slow first steps."""
 
-    def __init__(self, logger: Logger, reporter: Reporter, sizes: ImageSizes, shorter: Mapping[float, float]) -> None:
-        """`shorter`: as `Recipe.shorter`; empty for a data set on which it was not measured."""
-        self.logger = logger
-        self.reporter = reporter
-        self.sizes = sizes
-        self.shorter = shorter
+    def __init__(self) -> None:
         self.said = False
 
     def on_log(self, run: Run) -> None:
         """Print the forecast once the speed of the last steps is representative."""
-        begin, rate = self.logger.rates[-1]
-        if self.said or begin < self.logger.progress.first_step + STEPS_LEFT_OUT or run.step == run.total_steps:
+        begin, rate = run.progress.rates[-1]
+        if self.said or begin < run.progress.first_step + STEPS_LEFT_OUT or run.step == run.total_steps:
             return
         self.said = True
-        shorter = {epochs: found for epochs, found in self.shorter.items() if epochs < (run.settings.epochs or 0)}
-        self.reporter.say(forecast(run.plan, self.sizes, run.step, rate, shorter))
+        measured = run.recipe.shorter if run.dataset == "cifar10" else {}  # on which the accuracies were measured
+        shorter = {epochs: found for epochs, found in measured.items() if epochs < (run.settings.epochs or 0)}
+        run.say(forecast(run.plan, run.work.sizes, run.step, rate, shorter))
 
 
 def forecast(plan: Plan, sizes: ImageSizes, step: int, rate: float, shorter: Mapping[float, float]) -> str:

@@ -6,14 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hvd_cifar.distributed import collectives
-from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.runtime.links import Links
-from hvd_cifar.training.callbacks import Callback
-from hvd_cifar.training.progress import Progress, Run
-from hvd_cifar.training.step_times import StepTimes, Times
+from hvd_cifar.training.callbacks import Callback, Run
+
+if TYPE_CHECKING:
+    from hvd_cifar.training.step_times import Times
 
 EVERY = 100  # steps between gatherings of the ranks' times; evaluations and checkpoints gather also
 FEWEST = 10  # steps in a gathering: the times of fewer are too noisy
@@ -61,17 +60,22 @@ def slow_ranks(ranks: Sequence[Seen]) -> dict[int, str]:
     }
 
 
+def make(run: Run) -> Callback:
+    """The callback that looks for slow ranks."""
+    return Stragglers()
+
+
 class Stragglers(Callback):
     """Gathers the ranks' times every 100 steps, and at evaluations and checkpoints."""
 
-    def __init__(self, progress: Progress, times: StepTimes, reporter: Reporter) -> None:
-        self.progress = progress
-        self.times = times
-        self.reporter = reporter
+    def __init__(self) -> None:
         self.links = Links()
-        self.gathered_step = progress.step
-        self.gathered_seconds = progress.clock.seconds
+        self.gathered_step, self.gathered_seconds = 0, 0.0
         self.in_a_row: dict[tuple[int, str], int] = {}
+
+    def on_start(self, run: Run) -> None:
+        """Begin to count."""
+        self.gathered_step, self.gathered_seconds = run.step, run.progress.clock.seconds
 
     def on_step(self, run: Run) -> None:
         """Gather where it is due."""
@@ -88,21 +92,22 @@ class Stragglers(Callback):
 
     def on_rollback(self, run: Run) -> None:
         """Begin anew: the times so far are of steps that the run makes again."""
-        self.gathered_step, self.gathered_seconds = run.step, self.progress.clock.seconds
-        self.times.take()
+        self.on_start(run)
+        run.progress.times.take()
         self.links.take()
 
     def _gather(self, run: Run) -> None:
         steps, before = run.step - self.gathered_step, self.gathered_seconds
         if steps < FEWEST:
             return
-        self.progress.check_losses()  # waits for the device: the steps are done
-        with self.progress.clock.paused():
-            self.gathered_step, self.gathered_seconds = run.step, self.progress.clock.seconds
+        run.progress.check_losses()  # waits for the device: the steps are done
+        with run.progress.clock.paused():
+            self.gathered_step, self.gathered_seconds = run.step, run.progress.clock.seconds
             seconds = (self.gathered_seconds - before) / steps
-            own = Seen(run.world.host, self.progress.watch.address, self.times.take(), seconds, self.links.take())
-            ranks = collectives.all_gather_object(own)
-        self.reporter.ranks(
+            times, links = run.progress.times.take(), self.links.take()
+            own = Seen(run.world.host, run.progress.watch.address, times, seconds, links)
+            ranks = run.ranks.gather(own)
+        run.reporter.ranks(
             run.step,
             hosts=[seen.host for seen in ranks],
             step_seconds=[round(seen.seconds, 6) for seen in ranks],
@@ -119,4 +124,4 @@ class Stragglers(Callback):
             if self.in_a_row[rank, kind] == IN_A_ROW:
                 self.in_a_row[rank, kind] += 1  # so that the rank is named once
                 line = f"rank {rank} on {ranks[rank].host} is slow since step {run.step}, {reason}"
-                self.reporter.warn(line, run.step)
+                run.warn(line, run.step)

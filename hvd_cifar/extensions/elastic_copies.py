@@ -8,29 +8,34 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.config import MOST_STEPS
-from hvd_cifar.distributed import collectives
+from hvd_cifar.fields import MOST_STEPS
 from hvd_cifar.runtime.shared_memory import NONE, TwoSlots, own_folder
-from hvd_cifar.runtime.world import World
-from hvd_cifar.training.callbacks import Callback, Checkpointer
-from hvd_cifar.training.checkpoint import State
-from hvd_cifar.training.progress import Run
+from hvd_cifar.training.callbacks import Callback, Run
+
+if TYPE_CHECKING:
+    from hvd_cifar.runtime.environment import ElasticJob
 
 STATE = "state"
 LARGE_BYTES = 2**18
 OWN = "own-"  # prefix; the local rank follows
 
 
+def make(run: Run) -> Callback | None:
+    """The copies of an elastic job."""
+    return ElasticCopies(run.world.elastic) if run.world.elastic else None
+
+
 class _Values:
     """Variables as bytes, and back. Small ones are concatenated by type, since each fetch has an overhead."""
 
     def __init__(self, variables: Sequence[Any]) -> None:
+        import tensorflow as tf
+
         self.variables = [getattr(v, "value", v) for v in variables]
         self._large = [v for v in self.variables if _bytes_of(v) >= LARGE_BYTES]
         small = [v for v in self.variables if _bytes_of(v) < LARGE_BYTES]
@@ -62,76 +67,80 @@ def _bytes_of(variable: Any) -> int:
     return int(variable.shape.num_elements() * variable.dtype.size)
 
 
-class StateCopy:
+class ElasticCopies(Callback):
     """This rank's copies of the state, and how all ranks restore from them."""
 
-    def __init__(self, job: str, state: State, own: Sequence[Any], world: World) -> None:
-        """`own`: the variables that differ between ranks. A collective.
+    def __init__(self, job: ElasticJob) -> None:
+        self.job = job
+
+    def on_build(self, run: Run) -> None:
+        """Have each step's results fetched: the copy counts skipped steps. Stop where the job only saves."""
+        run.progress.fetches_each_step = True
+        run.progress.stop_requested |= self.job.saves_only
+
+    def on_restore(self, run: Run) -> str | None:
+        """Restore the newest whole copy on all ranks, if it is later than the present state.
 
         Raises:
             UserError: where the host's shared memory has no room.
         """
-        self.state = state
+        world = run.world
         self._rank, self._local_size = world.rank, world.local_size
-        self._all, self._own = _Values(state.variables), _Values(own)
-        self._folder = collectives.on_every_rank(lambda: own_folder(job))
-        self._of_own, self._of_all = collectives.on_every_rank(
+        self._all, self._own = _Values(run.state.variables), _Values(run.state.own)
+        self._folder = run.ranks.on_every_rank(lambda: own_folder(self.job.name))
+        self._of_own, self._of_all = run.ranks.on_every_rank(
             lambda: (
-                self._file(f"{OWN}{world.local_rank}", self._own) if own else None,
+                self._file(f"{OWN}{world.local_rank}", self._own) if self._own.variables else None,
                 self._file(STATE, self._all) if world.local_rank == 0 else None,
             )
         )
+        return "memory" if self._restore(run) else None
 
-    def _file(self, name: str, values: _Values) -> TwoSlots:
-        return TwoSlots(self._folder / name, values.layout, values.size)
-
-    def write(self, step: int) -> None:
-        """Copy the current state, which is that after `step`."""
-        version = self._version(step)
+    def on_step(self, run: Run) -> None:
+        """Copy the state of this step."""
+        run.tell("before_save")
+        version = self._version(run)
         if self._of_own:
             self._of_own.write(version, self._own.pieces())
         if self._of_all:
             self._of_all.write(version, self._all.pieces(), self._local_size)
 
-    def _version(self, step: int) -> int:
-        """A number that grows with each step, and with each rollback even though its step is an earlier one."""
-        return int(self.state.rollbacks.numpy()) * (MOST_STEPS + 1) + step
-
-    def forget(self) -> None:
-        """Drop this rank's copies."""
+    def on_rollback(self, run: Run) -> None:
+        """Forget the copies, which are of discarded steps."""
         for slots in (self._of_all, self._of_own):
             if slots:
                 slots.clear()
 
-    def restore(self, step: int) -> int | None:
+    def _file(self, name: str, values: _Values) -> TwoSlots:
+        return TwoSlots(self._folder / name, values.layout, values.size)
+
+    def _version(self, run: Run) -> int:
+        """A number that grows with each step, and with each rollback even though its step is an earlier one."""
+        return int(run.state.rollbacks.numpy()) * (MOST_STEPS + 1) + int(run.state.step.numpy())
+
+    def _restore(self, run: Run) -> bool:
         """Restore the newest whole copy on all ranks, if it is later than the present state. A collective.
 
         A copy that all hosts have is preferred to one that is a step newer: only this has every rank's own variables.
-
-        Args:
-            step: of the present state.
-
-        Returns:
-            The step of the copy; None where there is no later one.
         """
-        whole = collectives.all_gather_object(self._whole())
+        whole = run.ranks.gather(self._whole())
         there = [set(versions) for versions in whole if versions]
         if not there:
-            return None
+            return False
         newest = max(set.union(*there))
         # A host that was away has older copies.
         present = [versions for versions in there if not versions.isdisjoint((newest, newest - 1))]
         found = max(set.intersection(*present) or {newest})
-        if found <= self._version(step):
-            return None
+        if found <= self._version(run):
+            return False
         root = next(rank for rank, versions in enumerate(whole) if found in versions)
         is_here = self._of_all is not None and found in whole[self._rank]
         if self._of_all and is_here:
             for variable, value in zip(self._all.variables, self._all.arrays(self._of_all.read(found)), strict=True):
                 variable.assign(value)
-        collectives.broadcast_variables(self.state.variables, root)
-        self._average_own(found if is_here else None)
-        return found % (MOST_STEPS + 1)
+        run.state.share(root)
+        self._average_own(run, found if is_here else None)
+        return True
 
     def _whole(self) -> list[int]:
         """The versions of which this host has the state and the own variables of all its ranks."""
@@ -147,34 +156,19 @@ class StateCopy:
         names = [f"{OWN}{local_rank}" for local_rank in range(self._of_all.note(version))]
         return [self._file(name, self._own) if (self._folder / name).exists() else None for name in names]
 
-    def _average_own(self, version: int | None) -> None:
+    def _average_own(self, run: Run, version: int | None) -> None:
         """Set the variables that differ between ranks to the mean of all ranks' copies; None: this rank has no part."""
+        import tensorflow as tf
+
         if not self._own.variables:
             return
         found = [slots for slots in self._own_files(version) if slots] if version is not None else []
         parts = [self._own.arrays(slots.read(version)) for slots in found if version is not None]
-        (copies,) = collectives.all_reduce_sums([len(parts)])
+        (copies,) = run.ranks.sums([len(parts)])
         for i, variable in enumerate(self._own.variables):
             # In float32 where it is bfloat16, which Horovod does not add.
             wide = tf.float32 if variable.dtype == tf.bfloat16 else variable.dtype
             kind = wide.as_numpy_dtype
             total = sum((part[i].astype(kind) for part in parts), np.zeros(variable.shape, kind))
-            mean = collectives.all_reduce_in_graph(tf.constant(total)) / copies
+            mean = run.ranks.sum(tf.constant(total)) / copies
             variable.assign(tf.cast(mean, variable.dtype))
-
-
-class Copier(Callback):
-    """Copies the state after each step."""
-
-    def __init__(self, copy: StateCopy, checkpointer: Checkpointer) -> None:
-        self.copy = copy
-        self.checkpointer = checkpointer
-
-    def on_step(self, run: Run) -> None:
-        """Copy the state of this step."""
-        self.checkpointer.mark()
-        self.copy.write(run.step)
-
-    def on_rollback(self, run: Run) -> None:
-        """Forget the copies, which are of discarded steps."""
-        self.copy.forget()

@@ -1,0 +1,183 @@
+"""--on-nan: what a run does where a loss, a weight or a value of the optimizer is infinite or NaN.
+
+All ranks have the same loss, weights and optimizer, so all act at the same step without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from hvd_cifar import fields
+from hvd_cifar.errors import DIVERGED, Diverged
+from hvd_cifar.training.callbacks import Callback, Run, StepObserver
+
+# A damaged image or a flipped bit spoils a step or two. If this many steps in a row are skipped, the weights or the
+# learning rate are at fault, and more steps would only use up the data.
+MOST_SKIPS_IN_A_ROW = 10
+RATE_FACTOR = 0.5  # multiplies the learning rate at each rollback
+MOST_ROLLBACKS = 3
+
+
+class Settings(fields.Settings):
+    """Options of this extension."""
+
+    on_nan: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="What to do if the loss or a weight is not finite. stop: end the run; skip: skip the step's "
+        "update on all ranks; rollback: continue from the newest good checkpoint with a lower learning rate. See "
+        "docs/reliability.md.",
+    )
+
+
+def make(run: Run) -> Callback | None:
+    """The callback of --on-nan; None: the run stops."""
+    kinds: dict[str, Callable[[], Callback]] = {"skip": Skip, "rollback": Rollback}
+    kind = kinds.get(run.options(Settings).on_nan)
+    return kind() if kind else None
+
+
+class UndoBadSteps(StepObserver):
+    """Undoes a step whose loss, weights or optimizer values are not finite.
+
+    A gradient that overflows under loss scaling leaves weights and loss finite: the optimizer halves the scale, and the
+    step does not count as skipped.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step, which changes nothing where it is bad. Its loss is then not finite."""
+        import tensorflow as tf
+
+        run, variables = self.run, self.run.state.of_step()
+        checked = [*run.model.trainable_variables, *run.optimizer.variables]
+        floating = [v for v in checked if tf.as_dtype(v.dtype).is_floating]
+
+        @tf.function(autograph=False)
+        def keep() -> list[Any]:
+            return [tf.identity(v.value) for v in variables]
+
+        @tf.function(autograph=False)
+        def undo_bad(results: Any, kept: Sequence[Any]) -> Any:
+            sound = [tf.reduce_all(tf.math.is_finite(v.value)) for v in floating]
+            is_good = tf.reduce_all(tf.stack([tf.math.is_finite(results[0]), *sound]))
+
+            def put_back() -> None:
+                for variable, value in zip(variables, kept, strict=True):
+                    variable.assign(value)
+                for observer in run.observers:
+                    observer.on_skip()
+
+            tf.cond(is_good, lambda: None, put_back)
+            nan = tf.constant(float("nan"), results.dtype)
+            loss = tf.where(is_good | ~tf.math.is_finite(results[0]), results[0], nan)
+            return tf.concat([[loss], results[1:]], 0)
+
+        def guarded(*arguments: Any) -> Any:
+            kept = keep()
+            return undo_bad(step(*arguments), kept)
+
+        return guarded
+
+
+class Skip(Callback):
+    """--on-nan skip."""
+
+    def on_build(self, run: Run) -> None:
+        """Wrap the step, and count skipped steps."""
+        self.count = run.state.number("skipped", 0)
+        self.before = 0  # in earlier processes
+        self.in_a_row = self.last = 0
+        self.told = 0
+        run.observe(UndoBadSteps(run))
+
+    def on_start(self, run: Run) -> None:
+        """Go on counting."""
+        self.before = int(self.count.numpy())
+
+    def on_bad_loss(self, run: Run, step: int, loss: float) -> bool:
+        """Count a skipped step.
+
+        Raises:
+            Diverged: where too many steps in a row were skipped.
+        """
+        self.in_a_row = self.in_a_row + 1 if step == self.last + 1 else 1
+        self.last = step
+        run.progress.skipped[step] = loss
+        if self.in_a_row == MOST_SKIPS_IN_A_ROW:
+            how = f"loss = {loss} at step {step}, and {MOST_SKIPS_IN_A_ROW} steps in a row were skipped"
+            raise run.progress.diverged(how, None)
+        return True
+
+    def on_step(self, run: Run) -> None:
+        """Tell of skipped steps."""
+        found = list(run.progress.skipped.items())
+        for step, loss in found[self.told :]:
+            run.warn(f"step {step} is skipped on all ranks: its loss ({loss}) or its update is not finite", step)
+            run.record("skip", step=step)
+        self.told = len(found)
+
+    def before_checkpoint(self, run: Run) -> None:
+        """Record the steps up to the checkpoint that were skipped."""
+        self.on_step(run)
+
+    def before_save(self, run: Run) -> None:
+        """Store the count."""
+        self.count.assign(self.before + len(run.progress.skipped))
+
+    def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
+        """Add the count."""
+        summary["skipped_steps"] = self.before + len(run.progress.skipped)
+
+
+class Rollback(Callback):
+    """--on-nan rollback: returns the run to a checkpoint, in the same processes, with a lower learning rate."""
+
+    def on_build(self, run: Run) -> None:
+        """Keep the learning rate's factor in checkpoints."""
+        self.factor = run.state.number("rate_factor", 1.0)
+
+    def on_start(self, run: Run) -> None:
+        """Continue with the factor of the checkpoint."""
+        run.progress.rate_factor = float(self.factor.numpy())
+
+    def before_steps(self, run: Run) -> None:
+        """Save, so that there is a checkpoint to go back to."""
+        run.save()
+
+    def on_diverged(self, run: Run, failure: Exception) -> bool:
+        """Go back, unless there is no checkpoint, or the run has gone back `MOST_ROLLBACKS` times."""
+        if not isinstance(failure, Diverged):
+            return False
+        done, from_step = int(run.state.rollbacks.numpy()), run.step
+        if done >= MOST_ROLLBACKS:
+            failure.args = (f"{failure}; the run went back {MOST_ROLLBACKS} times before",)
+            return False
+        factor = run.progress.rate_factor * RATE_FACTOR
+        with run.aside("restart"):
+            path = run.go_back(failure.weights_step)
+        if path is None:
+            return False
+        run.state.rollbacks.assign(done + 1)
+        run.progress.rate_factor = factor
+        # Without DIVERGED, at which the launcher would not restart the run.
+        reason = str(failure).partition(";")[0].removeprefix(DIVERGED).removeprefix(" with ").removeprefix(": ")
+        run.warn(
+            f"{reason}: rollback {done + 1} of {MOST_ROLLBACKS} from step {from_step} to {path.name}; "
+            f"the learning rate is {factor:g} times the schedule's from here on"
+        )
+        run.record("rollback", step=run.step, from_step=from_step, learning_rate_factor=factor)
+        run.tell("on_rollback")
+        return True
+
+    def before_save(self, run: Run) -> None:
+        """Store the factor."""
+        self.factor.assign(run.progress.rate_factor)
+
+    def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
+        """Add the factor."""
+        summary["learning_rate_factor"] = run.progress.rate_factor

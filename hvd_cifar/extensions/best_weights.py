@@ -1,0 +1,122 @@
+"""The best weights (--hold-out, --validation-ranks), and --early-stopping."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, model_validator
+
+from hvd_cifar import fields
+from hvd_cifar.training.callbacks import Callback, Run
+
+if TYPE_CHECKING:
+    from hvd_cifar.training.evaluate import Evaluation
+    from hvd_cifar.training.snapshots import Snapshots
+
+
+class Settings(fields.Settings):
+    """Options of this extension."""
+
+    eval_every: int | None = None  # the core's option, which the check below reads
+    early_stopping: int | None = Field(
+        None,
+        gt=0,
+        description="End the run after this many evaluations in a row without a higher accuracy. [default: never]",
+    )
+
+    @model_validator(mode="after")
+    def _early_stopping_has_evaluations(self) -> Settings:
+        if self.early_stopping and self.eval_every == 0:
+            raise ValueError("--early-stopping has no evaluations to act on with --eval-every 0: give more than 0")
+        return self
+
+
+def make(run: Run) -> Callback | None:
+    """The callback, where an evaluation during training has a purpose."""
+    patience = run.options(Settings).early_stopping
+    return BestWeights(patience) if run.world.beside or run.settings.hold_out or patience else None
+
+
+class BestWeights(Callback):
+    """Keeps the weights of the best evaluation, and ends a run by --early-stopping."""
+
+    def __init__(self, patience: int | None) -> None:
+        """`patience`: of --early-stopping."""
+        self.patience = patience
+        self.snapshots: Snapshots | None = None  # on rank 0
+        self.best: Evaluation | None = None
+        self.newest: Evaluation | None = None
+        self.evaluated: set[int] = set()  # steps
+        self.watched = "test"
+
+    def on_build(self, run: Run) -> None:
+        """Watch the part of the data set that is evaluated during training."""
+        self.watched = "validation" if run.data.validation else "test"
+
+    def on_start(self, run: Run) -> None:
+        """Continue from the recorded evaluations, which rank 0 broadcasts."""
+        from hvd_cifar.training.snapshots import open_snapshots
+
+        self.snapshots = self.snapshots or open_snapshots(run)
+        if self.snapshots:
+            self.best = self.snapshots.best()
+            self.evaluated = set(run.reporter.evaluated[self.watched])
+        self.best, self.evaluated = run.ranks.broadcast((self.best, self.evaluated))
+        self._end_where_due(run)
+
+    @property
+    def since(self) -> int:
+        """Number of evaluations since the best one."""
+        return sum(step > self.best.step for step in self.evaluated) if self.best else 0
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        """Compare with the best one so far. All ranks have the same two, and decide the same."""
+        if evaluation.part != self.watched:
+            return
+        # The result of validation ranks may come after that of a later step.
+        if self.newest is None or evaluation.step >= self.newest.step:
+            self.newest = evaluation
+        self.evaluated.add(evaluation.step)
+        if self.best is not None and _merit(evaluation) <= _merit(self.best):
+            self._end_where_due(run)
+            return
+        self.best = evaluation
+        from hvd_cifar.training.snapshots import told
+
+        if self.snapshots:
+            with told(run, f"the best weights, of step {evaluation.step}, are not kept"):
+                self.snapshots.keep(evaluation, run.step)
+
+    def on_rollback(self, run: Run) -> None:
+        """Forget evaluations of later steps."""
+        run.progress.ends_early = ""
+        if self.newest and self.newest.step > run.step:
+            self.newest = None
+        if self.snapshots:
+            self.snapshots.go_back(run.step)
+        self.on_start(run)
+
+    def on_end(self, run: Run) -> None:
+        """Remove all snapshots except the best one."""
+        if self.snapshots:
+            self.snapshots.close()
+
+    def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
+        """Add the best and the newest evaluation."""
+        for name, found in (("best", self.best), ("newest", self.newest)):
+            if found:
+                values = {"step": found.step, f"{self.watched}_accuracy": found.plain_accuracy}
+                summary[f"{name}_evaluation"] = values
+
+    def _end_where_due(self, run: Run) -> None:
+        patience, is_last = self.patience, run.step == run.total_steps
+        if patience and self.best and self.since >= patience and not is_last and not run.progress.ends_early:
+            run.end_after_this_step(
+                f"{self.since} evaluations in a row have no higher {self.watched} accuracy than "
+                f"{self.best.plain_accuracy:.2%} of step {self.best.step} (--early-stopping {patience})"
+            )
+            run.say(f"step {run.step} is the last one: {run.progress.ends_early}")
+
+
+def _merit(evaluation: Evaluation) -> tuple[float, int]:
+    return evaluation.plain_accuracy, -evaluation.step  # the first of equal accuracies counts

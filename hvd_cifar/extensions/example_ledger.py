@@ -1,0 +1,58 @@
+"""--record-examples: which examples each rank used in each step, as examples.jsonl."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from hvd_cifar import fields
+from hvd_cifar.training.callbacks import Callback, Run
+
+FILE = "examples.jsonl"
+
+
+class Settings(fields.Settings):
+    """Options of this extension."""
+
+    record_examples: bool = Field(
+        False, description="Write to examples.jsonl which examples each rank used in each step."
+    )
+
+
+def make(run: Run) -> Callback | None:
+    """The ledger, where it is asked for."""
+    return ExampleLedger() if run.options(Settings).record_examples else None
+
+
+class ExampleLedger(Callback):
+    """Gathers the ranks' examples at log lines and checkpoints, and at each step where every result is fetched."""
+
+    def __init__(self) -> None:
+        self.used: list[tuple[int, list[int]]] = []  # by step, not yet written
+
+    def on_start(self, run: Run) -> None:
+        """Remove entries of later steps, which an interrupted run left."""
+        run.ranks.on_root(lambda: run.reporter.resume_file(FILE, run.step))
+
+    def on_step(self, run: Run) -> None:
+        """Note this rank's examples."""
+        self.used.append((run.step, run.examples))
+        if run.progress.fetches_each_step:  # the step's state is copied next, and no copied step may lack its record
+            self.on_log(run)
+            run.ranks.barrier()
+
+    def on_log(self, run: Run) -> None:
+        """Write the steps since the last log line."""
+        by_rank = run.ranks.gather(self.used)
+        for i, (step, _) in enumerate(self.used):
+            skipped = {"skipped": True} if step in run.progress.skipped else {}
+            run.reporter.append_line(FILE, {"step": step, "ranks": [used[i][1] for used in by_rank], **skipped})
+        self.used.clear()
+
+    def on_rollback(self, run: Run) -> None:
+        """Forget the steps that the run makes again."""
+        self.used.clear()
+        self.on_start(run)
+
+    def before_checkpoint(self, run: Run) -> None:
+        """Write the steps up to the checkpoint."""
+        self.on_log(run)

@@ -1,0 +1,144 @@
+"""Evaluation by other ranks while these train (--validation-ranks)."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from hvd_cifar.training.callbacks import Callback, Run
+
+if TYPE_CHECKING:
+    from hvd_cifar.training.evaluate import Evaluation
+    from hvd_cifar.training.snapshots import Snapshots
+
+FLAG = "news"  # 1 on rank 0 if results have arrived
+SECONDS_BETWEEN_LOOKS = 1.0  # for results, while training
+SECONDS_BETWEEN_LAST_LOOKS = 0.2  # after the last step
+SECONDS_TO_COME = 300.0  # for validation ranks to start, from the first step on
+SECONDS_FOR_LAST = 600.0  # for missing results, after the last step
+
+
+def make(run: Run) -> Callback | None:
+    """The callback of a job beside which validation ranks run."""
+    return RemoteEvaluation() if run.world.beside else None
+
+
+class RemoteEvaluation(Callback):
+    """Offers snapshots to validation ranks (--validation-ranks) where an evaluation is due, and reports their results.
+
+    Only rank 0 reads the files. It tells the others with a step's loss that results have arrived, and then broadcasts
+    them.
+    """
+
+    def __init__(self) -> None:
+        self.snapshots: Snapshots | None = None  # on rank 0
+        self.began = self.looked = time.monotonic()
+        self.results: list[Evaluation] = []  # on rank 0, not yet reported
+        self.reported: set[int] = set()  # steps
+        self.has_met = False  # validation ranks
+
+    def on_build(self, run: Run) -> None:
+        """Leave evaluations during training to the other job. Rank 0 tells the others of results with a flag."""
+        run.is_evaluated_here = False
+        run.progress.flags.declare(FLAG)
+        self.watched = "validation" if run.data.validation else "test"
+
+    def on_restore(self, run: Run) -> None:
+        """Open the folder of snapshots."""
+        from hvd_cifar.training.snapshots import open_snapshots
+
+        self.snapshots = open_snapshots(run)
+
+    def on_start(self, run: Run) -> None:
+        """Start the clock of `SECONDS_TO_COME`."""
+        self.began = time.monotonic()
+
+    def before_steps(self, run: Run) -> None:
+        """Offer the snapshot that was skipped when the run stopped: a checkpoint came first."""
+        if run.evaluation_is_due and not run.progress.stop_requested:
+            self._offer(run)
+
+    def on_step(self, run: Run) -> None:
+        """Report new results, and offer a snapshot where one is due."""
+        if run.progress.flags.sums[FLAG] > 0:
+            self._report(run)
+        if run.evaluation_is_due and not run.progress.stop_requested:
+            self._offer(run)
+        if self.snapshots and time.monotonic() > self.looked + SECONDS_BETWEEN_LOOKS:
+            self._look(run)
+
+    def on_rollback(self, run: Run) -> None:
+        """Forget results; `best_weights` removes the snapshots of later steps."""
+        self.results = []
+        self._answered(run, False)
+        self.reported.clear()
+
+    def on_end(self, run: Run) -> None:
+        """Wait for the last results. The last step needs a snapshot only where examples are held out."""
+        run.progress.check_losses()
+        if self.watched != "test":
+            self._offer(run)
+        with run.progress.aside("evaluation"):
+            end, waits = time.monotonic() + SECONDS_FOR_LAST, True
+            while waits:
+                run.progress.watch.mark("validation")
+                time.sleep(SECONDS_BETWEEN_LAST_LOOKS)
+                waits = run.ranks.broadcast(self._is_awaited(end))  # first: the last look misses nothing
+                self._look(run)
+                self._report(run)
+        if self.snapshots:
+            for step in self.snapshots.pending():
+                run.reporter.missing(step, "no validation rank has answered")
+
+    def _is_awaited(self, end: float) -> bool:
+        """Whether a result may still arrive; False on ranks other than 0."""
+        if not self.snapshots or not self.snapshots.pending():
+            return False
+        now, may_come = time.monotonic(), not self.has_met and time.monotonic() < self.began + SECONDS_TO_COME
+        return now < end and (may_come or self.snapshots.has_readers())
+
+    def _answered(self, run: Run, answered: bool) -> None:
+        """Tell the other ranks with the next step whether results have arrived; they forget the earlier ones."""
+        run.progress.flags.own[FLAG] = float(answered)
+        if not answered:
+            run.progress.flags.sums[FLAG] = 0.0
+
+    def _look(self, run: Run) -> None:
+        from hvd_cifar.training.snapshots import told
+
+        if self.snapshots:
+            self.looked = time.monotonic()
+            with told(run, "results of validation ranks cannot be read"):
+                self.has_met = self.has_met or self.snapshots.has_readers()
+                self.results = [found for found in self.snapshots.results() if found.step not in self.reported]
+            self._answered(run, bool(self.results))
+
+    def _report(self, run: Run) -> None:
+        """Report results on all ranks. A collective."""
+        results = run.ranks.broadcast(self.results)
+        self.results = []
+        self._answered(run, False)
+        for found in results:
+            if math.isfinite(found.loss):
+                epoch = round(found.step / run.plan.steps_per_epoch, 4)
+                run.evaluation = found
+                run.reporter.evaluation(found.step, epoch, found.values, found.part, at_step=run.step)
+                run.tell("on_evaluation", found)
+            else:
+                run.reporter.missing(found.step, f"its {found.part} loss is {found.loss}")
+            self.reported.add(found.step)
+            if self.snapshots:
+                self.snapshots.discard(found.step)
+
+    def _offer(self, run: Run) -> None:
+        """Write a snapshot of this step, unless the step is evaluated. A collective, since ranks average statistics."""
+        from hvd_cifar.training.snapshots import told
+
+        run.progress.check_losses()
+        with run.progress.aside("evaluation"):
+            run.state.average(run.step)
+            if self.snapshots and run.step not in run.reporter.evaluated[self.watched]:
+                with told(run, f"step {run.step} is not evaluated: its snapshot cannot be written"):
+                    for step in self.snapshots.offer(run.step):
+                        run.reporter.missing(step, f"no validation rank has taken it, and step {run.step} replaces it")

@@ -1,0 +1,121 @@
+"""Unlike ranks: updates that round differently on them, and the variables that they take from rank 0 instead.
+
+All ranks apply the same summed gradients. An optimizer such as SGD or Adam computes each value of a weight from that
+value's own gradient, with the same bits on processors of one kind (x86, ARM, GPU). A norm or a product of matrices adds
+many values. How these sums are divided depends on the number of threads and on the processor, and so do their last
+bits. Without a remedy the weights of unlike ranks would drift apart.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvd_cifar.runtime import devices
+from hvd_cifar.training.callbacks import Callback, Run, StepObserver
+
+if TYPE_CHECKING:
+    from hvd_cifar.runtime.world import World
+    from hvd_cifar.training.step_times import StepTimes
+
+# Keras's optimizers that compute each value of a weight from that value's own gradient.
+ONE_BY_ONE = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "Adadelta", "Ftrl", "Lion")
+
+
+def make(run: Run) -> Callback | None:
+    """The callback that makes unlike ranks take rank 0's values."""
+    return UnlikeRanks() if run.world.size > 1 else None
+
+
+class UnlikeRanks(Callback):
+    """Finds unlike ranks, and has the step end with rank 0's values where they round differently."""
+
+    def on_build(self, run: Run) -> None:
+        """Compare the ranks' hardware."""
+        named, same_kind = _differences(run)
+        if not named:
+            return
+        if run.settings.virtual_shards:
+            run.say(f"note: --virtual-shards gives the same bits only on ranks that are alike: {named}")
+        if variables := rounded_differently(run, same_kind):
+            megabytes = sum(v.value.shape.num_elements() * v.value.dtype.size for v in variables) / 1e6
+            run.say(
+                f"unlike ranks round the update differently, so all take rank 0's ({megabytes:.1f} MB a step): {named}"
+            )
+            run.observe(TakenFromRoot(variables, run.optimizer, run.progress.times))
+
+
+class TakenFromRoot(StepObserver):
+    """Broadcasts variables from rank 0 after each update."""
+
+    def __init__(self, variables: Sequence[Any], optimizer: Any, times: StepTimes) -> None:
+        """`times`: notes how long this rank waits for rank 0's values."""
+        self.variables, self.optimizer, self.times = variables, optimizer, times
+
+    def after_update(self) -> None:
+        """Take rank 0's values."""
+        from hvd_cifar.distributed.collectives import broadcast_variables
+        from hvd_cifar.distributed.optimizer import process_set_of
+        from hvd_cifar.training.step import values_of
+
+        self.times.update_is(values_of(self.variables))
+        broadcast_variables(self.variables, process_set=process_set_of(self.optimizer))
+        self.times.root_is(values_of(self.variables))
+
+
+def rounded_differently(run: Run, same_kind: bool) -> list[Any]:
+    """The variables whose last bits depend on the hardware.
+
+    Args:
+        same_kind: whether all ranks have the same kind of processor.
+    """
+    import keras
+    import tensorflow as tf
+
+    from hvd_cifar.distributed.optimizer import inner_of, reduction_of
+    from hvd_cifar.optim.muon import Muon
+
+    model, optimizer = run.model, run.optimizer
+    spectral = [one for one in model._flatten_layers() if isinstance(one, keras.layers.SpectralNormalization)]
+    inner = inner_of(optimizer)
+    own = type(inner).__bases__[-1] if reduction_of(inner) else type(inner)  # its class before `DistributedOptimizer`
+    kinds = tuple(getattr(keras.optimizers, name) for name in ONE_BY_ONE)
+    clips = inner.clipnorm is not None or inner.global_clipnorm is not None  # --clip-norm also
+    all_differs = clips or not same_kind
+    constrained = any(v.constraint is not None for v in model.trainable_variables)
+    if own in kinds and not (all_differs or spectral or constrained):
+        return []
+    variables = [*model.trainable_variables, *(v for layer in spectral for v in layer.non_trainable_variables)]
+    if all_differs or own is not Muon:  # Muon computes its velocities one by one
+        variables += [v for v in optimizer.variables if tf.as_dtype(v.dtype).is_floating]
+    return variables
+
+
+def _differences(run: Run) -> tuple[str, bool]:
+    """Which ranks have which hardware, in words, "" where all have the same; and whether it is of one kind at least.
+
+    A collective.
+    """
+    from hvd_cifar.training.sources import differences, name_hosts
+
+    hosts, host = name_hosts(run.world)
+    found = run.ranks.gather((hosts[host], *_hardware(run.world)))
+    if len({(kind, facts) for _, _, kind, facts in found}) == 1:
+        return "", True
+    words = differences(dict.fromkeys((host, words) for host, words, _, _ in found))
+    return words or "processors of the same name differ", len({kind for _, _, kind, _ in found}) == 1
+
+
+def _hardware(world: World) -> tuple[str, str, str]:
+    """What decides how a rank rounds: in short words; its kind; and in full."""
+    import tensorflow as tf
+
+    if "GPU" in world.device:
+        details = tf.config.experimental.get_device_details(tf.config.get_visible_devices("GPU")[0])
+        words = str(details.get("device_name", "a GPU"))
+        return words, "GPU", words
+    name, features = devices.processor(Path("/proc/cpuinfo"))
+    words = f"{world.threads} thread{'s' * (world.threads > 1)} of {name}"
+    return words, platform.machine(), f"{words} {features}"

@@ -1,0 +1,127 @@
+"""What a run says and records of itself at its start: ranks, kernels, batches, versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvd_cifar import __version__, fields
+from hvd_cifar.config import TrainSettings
+from hvd_cifar.data.cifar import is_published
+from hvd_cifar.data.dataset import Dataset
+from hvd_cifar.distributed import collectives
+from hvd_cifar.distributed.batch_norm import local_layers
+from hvd_cifar.errors import UserError
+from hvd_cifar.kernels import compiled
+from hvd_cifar.optim.schedules import Schedule
+from hvd_cifar.reporting import provenance, terminal
+from hvd_cifar.runtime.world import World, versions
+from hvd_cifar.training import random_layers, run_dir
+from hvd_cifar.training.callbacks import Run
+from hvd_cifar.training.sources import differences, name_hosts
+from hvd_cifar.training.work import UserObjects, Work
+
+NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"
+
+
+def must_match(work: Work, given: UserObjects, schedule: Schedule, kernels: str) -> dict[str, Any]:
+    """Facts derived from the settings that must be the same for a run to resume. A collective."""
+    return {
+        # The name, not "auto", under which a later evaluation might find another data set.
+        "dataset": _name_of_data(work, given),
+        "global_batch_size": work.plan.global_batch_size,
+        "examples_sha256": collectives.on_root(lambda: work.dataset.train.digest),
+        "learning_rate_schedule": collectives.on_every_rank(lambda: schedule.exact),
+        "convolutions": kernels,
+        **run_dir.numbers_of(work.settings, work.recipe),
+    }
+
+
+def of_run(run: Run, published: bool | None) -> dict[str, Any]:
+    """Facts about ranks, data and versions for the run's record. A collective."""
+    world, plan = run.world, run.plan
+    hosts, local_ranks = zip(*collectives.all_gather_object((world.host, world.local_rank)), strict=True)
+    return {
+        "data": run_dir.describe(run.data),
+        "published_images": published,
+        "first_step": run.step,
+        "total_steps": plan.total_steps,
+        "all_steps": plan.all_steps,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "image_heights": run.work.image_sizes,
+        "world_size": world.size,
+        "hosts": list(hosts),
+        "local_ranks": list(local_ranks),
+        "device": world.device,
+        "threads": world.threads,
+        "controller": world.controller,
+        "algorithm": world.algorithm,
+        "transport": world.transport,
+        "command": provenance.command(),
+        "hvd_cifar": __version__,
+        "git_commit": provenance.git_commit() if world.is_root else None,
+        "versions": versions(),
+    }
+
+
+def published(work: Work) -> bool | None:
+    """Whether the training images are CIFAR-10's published ones; None: another set. A collective."""
+    return collectives.on_root(lambda: is_published(work.dataset))
+
+
+def _name_of_data(work: Work, given: UserObjects) -> str:
+    """The data set's name for the run's record. An object's name gets a prefix, so that it names no built-in set."""
+    if isinstance(given.dataset, Dataset):
+        return fields.OBJECT_DATASET + work.dataset.name
+    return work.dataset.name if work.settings.dataset == "auto" else work.settings.dataset
+
+
+def agree_on_kernels(world: World, settings: TrainSettings) -> str:
+    """The convolution kernels of all ranks, in words. A collective.
+
+    Raises:
+        UserError: under --virtual-shards, where hosts compute differently.
+    """
+    hosts, host = name_hosts(world)
+    own = "TensorFlow's" if "GPU" in world.device else compiled.about()
+    found = dict.fromkeys(collectives.all_gather_object((hosts[host], own)))  # each host once
+    named = differences(found)
+    if not named:
+        return own
+    if settings.virtual_shards:
+        raise UserError(
+            f"--virtual-shards: hosts compute convolutions differently ({named}), so their bits differ; "
+            "set up all alike, set HVD_CIFAR_VECTORS to the smallest, or leave the slower hosts out"
+        )
+    if world.is_root:
+        terminal.complain(
+            f"hvd_cifar: note: hosts compute convolutions differently, results differ by rounding: {named}"
+        )
+    return named
+
+
+def describe(run: Run) -> list[str]:
+    """The first lines of a run: model, data set, ranks, and the batch arithmetic."""
+    settings, batch, net, work = run.settings, run.plan.global_batch_size, run.net, run.work
+    world = run.world
+    optimizer = getattr(run.optimizer, "inner_optimizer", run.optimizer)  # a loss scale wraps it
+    micro_batches, shards = settings.gradient_accumulation, settings.virtual_shards
+    parts = f"{world.size} ranks x {batch / world.size / micro_batches:g}"
+    parts += f" x {micro_batches} micro-batches" * (micro_batches > 1)
+    if shards:
+        parts = f"{shards} virtual shards, {shards // world.size} on each rank"
+    alone = local_layers(net.model) and batch < 2 * work.sharding.micro_batches * world.size
+    drawing = [layer.name for layer in random_layers.random_layers(net.model)]
+    trained = f"{settings.model} ({net.parameters:,} parameters, {settings.precision}) on {work.dataset.name}"
+    held = len(work.dataset.validation or ())
+    return [
+        f"{trained}: {world.describe()}",
+        *([f"{held} of {work.plan.examples + held} training examples are held out for evaluation"] if held else []),
+        f"global batch {batch} = {parts}; {work.plan.steps_per_epoch} steps an epoch, {work.plan.total_steps} in all",
+        f"optimizer {optimizer.name}, learning rate {run.schedule}",
+        *(
+            ["note: batch norm takes its statistics over 1 image; give larger batches, or --sync-batch-norm"]
+            if alone
+            else []
+        ),
+        *([f"random layers: {', '.join(drawing)}: results depend on the number of ranks"] if drawing else []),
+    ]

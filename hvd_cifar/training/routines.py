@@ -1,0 +1,259 @@
+"""What every run does besides its steps, as callbacks: log, evaluate, save, sum up."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hvd_cifar.distributed import collectives
+from hvd_cifar.distributed.collectives import random_states
+from hvd_cifar.errors import UserError
+from hvd_cifar.runtime.world import versions
+from hvd_cifar.training.callbacks import Callback, Run
+from hvd_cifar.training.evaluate import Evaluation
+
+STEPS_LEFT_OUT = 10  # of the throughput: tracing and cold caches slow the first steps down
+
+
+class Logger(Callback):
+    """Writes a log line every --log-every steps, and checks all losses since the last one."""
+
+    def __init__(self) -> None:
+        self.logged_step = 0
+        self.examples = 0  # since the last line
+
+    def on_start(self, run: Run) -> None:
+        """Start the clock."""
+        self._begin(run)
+
+    def on_step(self, run: Run) -> None:
+        """Count, and log where it is due."""
+        self.examples += run.plan.examples_in_step(run.step - 1)
+        if run.is_due(run.settings.log_every):
+            self._log(run)
+
+    def on_rollback(self, run: Run) -> None:
+        """Count from the checkpoint on."""
+        self._begin(run)
+
+    def on_end(self, run: Run) -> None:
+        """Log what is left."""
+        if self.logged_step < run.step:
+            self._log(run)
+
+    def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
+        """Add the median throughput over the log lines, the first steps of this process left out."""
+        first = run.progress.first_step + STEPS_LEFT_OUT
+        rates = [rate for start, rate in run.progress.rates if start >= first]
+        rates = rates or [rate for _, rate in run.progress.rates]
+        measured = round(statistics.median(rates), 2) if rates else None
+        summary["images_per_second"] = measured or run.reporter.last_train.get("images_per_second")
+        summary["train_loss"] = run.reporter.last_train.get("loss")
+
+    def _begin(self, run: Run) -> None:
+        self.logged_step, self.examples = run.step, 0
+        run.progress.clock.lap()
+
+    def _log(self, run: Run) -> None:
+        run.progress.check_losses()
+        if run.loss is None:
+            return  # every step so far was skipped
+        seconds, steps = run.progress.clock.lap(), run.step - self.logged_step
+        rate = self.examples / seconds
+        run.progress.rates.append((self.logged_step, rate))
+        run.reporter.train(run.step, round(run.epoch, 4), run.loss, run.learning_rate, round(rate, 2), seconds / steps)
+        self.logged_step, self.examples = run.step, 0
+        with run.progress.clock.paused():
+            run.tell("on_log")
+
+
+class Evaluator(Callback):
+    """Evaluates every --eval-every steps, with averaged weights where the recipe keeps them.
+
+    Evaluations during training use the examples that are held out (--hold-out), or else the test set. The last
+    evaluation uses both.
+    """
+
+    def __init__(self, parts: Mapping[str, Callable[[bool], Evaluation]], averages: Any) -> None:
+        """`parts`: evaluators, by "test" and, with --hold-out, "validation"; `averages`: a MovingAverage or None."""
+        self.parts = parts
+        self.watched = "validation" if "validation" in parts else "test"
+        self.averages = averages
+        self.newest: dict[str, Evaluation] = {}  # by part
+
+    def before_steps(self, run: Run) -> None:
+        """Make the evaluation that an earlier process left out because it had to stop."""
+        if self._is_due(run) and not run.progress.stop_requested:
+            is_done = run.ranks.broadcast(run.step in run.reporter.evaluated[self.watched])
+            if not is_done:
+                self.run_now(run, self.watched)
+
+    def on_step(self, run: Run) -> None:
+        """Evaluate where it is due. `on_end` evaluates after the last step."""
+        if run.evaluation_is_due:  # by these ranks or by others
+            run.progress.check_losses()  # tells of a request to stop, for which the evaluation is put off
+        if self._is_due(run) and not run.progress.stop_requested:
+            self.run_now(run, self.watched)
+
+    def on_rollback(self, run: Run) -> None:
+        """Forget evaluations, which may be of later steps."""
+        self.newest.clear()
+
+    def on_end(self, run: Run) -> None:
+        """Evaluate before the last checkpoint is written: a net that has diverged is not saved."""
+        if self.watched != "test" and run.is_evaluated_here and not self._is_newest(run, self.watched):
+            self.run_now(run, self.watched)
+        self.final(run)
+
+    def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
+        """Add the last evaluation."""
+        found = self.final(run)
+        summary |= {
+            "test_accuracy": found.accuracy,
+            "test_loss": found.loss,
+            "test_views": found.views,
+            "test_accuracy_of_one_view": found.plain_accuracy,
+            "test_examples": found.examples,
+        }
+
+    def _is_due(self, run: Run) -> bool:
+        return run.is_evaluated_here and run.evaluation_is_due
+
+    def _is_newest(self, run: Run, part: str) -> bool:
+        return part in self.newest and self.newest[part].step == run.step
+
+    def final(self, run: Run) -> Evaluation:
+        """The evaluation on the test set at the last step."""
+        many = run.recipe.test_time_augmentation
+        if self._is_newest(run, "test") and self.newest["test"].views == (6 if many else 1):
+            return self.newest["test"]
+        return self.run_now(run, "test", many)
+
+    def run_now(self, run: Run, part: str, six_views: bool = False) -> Evaluation:
+        """Evaluate on a part of the data set. A collective.
+
+        Raises:
+            Diverged: where the loss is not finite.
+        """
+        run.progress.check_losses()  # before the clock pauses: the wait for the device belongs to the steps
+        with run.aside("evaluation"):
+            run.state.average(run.step)
+            if self.averages:
+                self.averages.swap()
+            found = replace(self.parts[part](six_views), step=run.step)
+            if self.averages:
+                self.averages.swap()
+            if not math.isfinite(found.loss):
+                raise run.progress.diverged(f"{part} loss = {found.loss} at step {run.step}", run.step)
+            self.newest[part] = run.evaluation = found
+            run.reporter.evaluation(run.step, round(run.epoch, 4), found.values, part)
+            run.tell("on_evaluation", found)
+        return found
+
+
+class Checkpointer(Callback):
+    """Writes a checkpoint every --checkpoint-every steps, when a rank is asked to stop, and at the end."""
+
+    def __init__(self) -> None:
+        self.seconds_before = 0.0  # of training, in earlier processes
+        self.began = 0.0
+
+    def on_start(self, run: Run) -> None:
+        """Start the clock of the run."""
+        self.seconds_before = float(run.state.seconds.numpy())
+        self.began = time.perf_counter()
+
+    def before_steps(self, run: Run) -> None:
+        """Save where the run stops before its first step."""
+        if run.progress.stop_requested:
+            self.save(run)
+
+    def on_step(self, run: Run) -> None:
+        """Save where it is due, where the run stops, and where rank 0 could not write another file."""
+        asked = run.progress.stop_requested or run.progress.flags.sums["save"] > 0
+        if (asked or run.is_due(run.settings.checkpoint_every)) and run.step < run.total_steps:
+            self.save(run)  # the last step is saved after its evaluation
+
+    def on_end(self, run: Run) -> None:
+        """Save the last step."""
+        self.save(run)
+
+    def on_save_request(self, run: Run) -> None:
+        """Save where another callback asks for it."""
+        self.save(run)
+
+    def before_save(self, run: Run) -> None:
+        """Store step and seconds."""
+        run.state.step.assign(run.step)
+        run.state.seconds.assign(self.seconds)
+
+    def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
+        """Add the time of training."""
+        summary["training_seconds"] = round(self.seconds, 3)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, including those before a resume, without set-up."""
+        return self.seconds_before + time.perf_counter() - self.began
+
+    def save(self, run: Run) -> None:
+        """Write a checkpoint of this step, unless there is one. A collective."""
+        progress = run.progress
+        progress.check_losses()
+        with run.aside("checkpoints"):
+            run.state.average(run.step)
+            run.tell("before_checkpoint")
+            if progress.saved_step != run.step:
+                run.tell("before_save")
+                path = run.ranks.on_root(lambda: self._save(run))
+                progress.saved_step, progress.flags.sums["save"] = run.step, 0.0
+                run.say(f"step {run.step}: saved {path}")
+                run.tell("on_checkpoint", path)
+
+    def _save(self, run: Run) -> Path:
+        """Rank 0's part. UserError where the checkpoint, or another file of the run, cannot be written."""
+        assert run.checkpoints is not None, "this is rank 0"
+        path = run.checkpoints.save()
+        try:
+            run.reporter.catch_up()
+        except UserError as failure:
+            raise UserError(f"{failure}; the checkpoint {path.name} is kept") from None
+        return path
+
+
+class Summariser(Callback):
+    """Compares the digests of all ranks, and writes summary.json."""
+
+    def on_end(self, run: Run) -> None:
+        """Compare digests, and write the summary."""
+        drawn = set(map(id, random_states(run.model)))
+        digests = run.ranks.gather(collectives.digest(v for v in run.model.variables if id(v) not in drawn))
+        summary = {
+            "dataset": run.dataset,
+            "model": run.settings.model,
+            "world_size": run.world.size,
+            "global_batch_size": run.plan.global_batch_size,
+            "steps": run.step,
+            "epochs": round(run.epoch, 4),
+            "seed": run.settings.seed,
+            "precision": run.settings.precision,
+            "replicas_identical": len(set(digests)) == 1,
+            "weights_sha256": digests[0],
+            "weights_sha256_by_rank": digests,
+            "rollbacks": int(run.state.rollbacks.numpy()),
+            "stopped_early": run.progress.ends_early or None,
+            "versions": versions(),
+        }
+        run.tell("on_summary", summary)
+        run.summary = run.ranks.broadcast(summary)
+        run.ranks.on_root(lambda: run.reporter.summary(summary))
+        seconds = run.summary["training_seconds"]
+        run.say(
+            f"{run.dataset}, {run.settings.model}: test accuracy {run.summary['test_accuracy']:.2%} after {run.step} "
+            f"steps ({run.epoch:.2f} epochs) in {seconds:.1f} s; {run.run_dir / 'summary.json'}"
+        )

@@ -1,0 +1,178 @@
+"""`TrainState`: all variables of a run. Checkpoint, elastic copy, rollback, snapshot and comparison use this list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_cifar.distributed import collectives
+from hvd_cifar.distributed.batch_norm import synchronised_layers
+from hvd_cifar.distributed.collectives import random_states
+from hvd_cifar.training.random_layers import separate
+
+# shared: the same on all ranks. own: differs between ranks, which average it before it is saved or evaluated.
+# root: of each rank, such as a clock; rank 0's value is saved, and never compared.
+Kind = Literal["shared", "own", "root"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Variables that a name stands for, in a fixed order."""
+
+    variables: Sequence[Any]
+    kind: Kind
+    is_core: bool
+
+
+class TrainState:
+    """The state of a run at a step, as named parts.
+
+    Order and augmentation are pure functions of the seed and the step, so the step is also the position in the data.
+
+    Attributes:
+        model: its variables are the part "model".
+        optimizer: None in a state for evaluation.
+        step: finished global steps, when the state was last saved or copied.
+        seconds: of training until then.
+        origin: int64 [3], the other numbers that the position in the data depends on: seed, global batch, examples.
+        rollbacks: how often the run has gone back to a checkpoint.
+    """
+
+    def __init__(self, model: keras.Model, optimizer: Any = None, origin: tuple[int, int, int] = (0, 0, 0)) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._parts: dict[str, Part] = {}
+        self._own: list[Any] = []
+        self._averaged_step = -1
+        drawn = set(map(id, random_states(model)))
+        self._add("model", [v for v in model.variables if id(v) not in drawn])
+        self._add("random", random_states(model), "root")
+        self._add("optimizer", optimizer.variables if optimizer else [])
+        self.step = self.number("step", 0, core=True)
+        self.seconds = self.number("seconds", 0.0, "root", core=True)
+        self.origin = keras.Variable(np.asarray(origin), dtype="int64", trainable=False, name="origin")
+        self._add("origin", [self.origin])
+        self.rollbacks = self.number("rollbacks", 0, core=True)
+
+    def add(self, name: str, variables: Sequence[Any], kind: Kind = "shared") -> None:
+        """Make variables a part of the state, so that they are saved, restored, copied and compared.
+
+        Args:
+            name: of the part, one for each caller.
+            variables: Keras's, the same on every rank in number, type and shape.
+            kind: "shared", "own" or "root"; see `Kind`.
+
+        Raises:
+            ValueError: where the name is taken.
+        """
+        self._add(name, variables, kind, core=False)
+
+    def number(self, name: str, value: float, kind: Kind = "shared", core: bool = False) -> keras.Variable:
+        """A new part of one number: int64 for an int, float64 for a float."""
+        dtype = "int64" if isinstance(value, int) else "float64"
+        variable = keras.Variable(value, dtype=dtype, trainable=False, name=name)
+        self._add(name, [variable], kind, core)
+        return variable
+
+    def add_core(self, name: str, variables: Sequence[Any]) -> None:
+        """As `add`, for variables without which a checkpoint cannot be read, such as averages of the weights."""
+        self._add(name, variables)
+
+    def part(self, name: str) -> Sequence[Any]:
+        """The variables of a part; empty where there is none."""
+        return self._parts[name].variables if name in self._parts else ()
+
+    def _add(self, name: str, variables: Sequence[Any], kind: Kind = "shared", core: bool = True) -> None:
+        if name in self._parts:
+            raise ValueError(f"the state has a part {name} already: give the variables another name")
+        self._parts[name] = Part(variables, kind, core)
+
+    def keep_own(self, variables: Sequence[Any]) -> None:
+        """Declare variables of the model that differ between ranks, such as local moving statistics."""
+        self._own = list(variables)
+
+    @property
+    def variables(self) -> list[Any]:
+        """All variables, in the same order on every rank."""
+        return [v for part in self._parts.values() for v in part.variables]
+
+    @property
+    def own(self) -> list[Any]:
+        """The variables that differ between ranks."""
+        return [*self._own, *(v for part in self._parts.values() if part.kind == "own" for v in part.variables)]
+
+    def replicated(self, with_own: bool) -> list[Any]:
+        """The variables that must be equal on all ranks; `with_own`: after `average`, those of `own` also."""
+        left_out = set() if with_own else set(map(id, self.own))
+        parts = [part.variables for part in self._parts.values() if part.kind != "root"]
+        return [v for variables in parts for v in variables if id(v) not in left_out]
+
+    def of_step(self) -> list[Any]:
+        """The variables that a training step may change, without the states of random generators."""
+        return [v for name, part in self._parts.items() if part.kind != "root" for v in part.variables]
+
+    def share(self, root: int = 0) -> None:
+        """Give all ranks the values of one rank, bit for bit. A collective; `draw_apart` follows."""
+        collectives.broadcast_variables(self.variables, root)
+
+    def draw_apart(self, rank: int) -> None:
+        """Derive this rank's seeds of random layers from those that all ranks have got; rank 0 keeps them."""
+        separate(self.model, rank)
+
+    def average(self, step: int) -> None:
+        """Average `own` over the ranks, at most once a step, since each average rounds. A collective."""
+        if self._averaged_step != step:
+            collectives.average_variables(self.own)
+            self._averaged_step = step
+
+    def restored(self, step: int) -> None:
+        """Note that the ranks have got the same state of a step, from rank 0 or a checkpoint."""
+        self._averaged_step = step
+
+    def trackable(self, core: bool) -> tf.train.Checkpoint:
+        """The parts as a TensorFlow checkpoint: those of every run, or those that callbacks have added."""
+        parts: dict[str, Any] = {}
+        for name, part in self._parts.items():
+            if part.is_core == core and part.variables:
+                values = [v.value for v in part.variables]
+                is_number = len(values) == 1 and name == part.variables[0].name
+                parts[name] = values[0] if is_number else tf.train.Checkpoint(variables=values)
+        if core:
+            parts["model"] = self.model
+            if self.optimizer:
+                parts["optimizer"] = self.optimizer
+            if hidden := _hidden(self.model):
+                parts["hidden"] = tf.train.Checkpoint(variables=[v.value for v in hidden])
+        return tf.train.Checkpoint(**parts)
+
+    @property
+    def has_additions(self) -> bool:
+        """Whether a callback has added variables."""
+        return any(not part.is_core and part.variables for part in self._parts.values())
+
+
+def _hidden(model: keras.Model) -> list[Any]:
+    """The model's variables that TensorFlow's checkpoint of it lacks: in layers that a layer keeps in a list or dict.
+
+    TensorFlow does not look into Keras's own kinds of list and dict. Random states have a place of their own.
+    """
+    known = {id(one) for one in tf.train.TrackableView(model).descendants()} | set(map(id, random_states(model)))
+    return [v for v in model.variables if not {id(v), id(v.value)} & known]
+
+
+def moving_statistics(model: keras.Model) -> list[keras.Variable]:
+    """The moving statistics of all batch norm layers: means, variances, and what Keras's renorm adds."""
+    norms = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    theirs = {id(v) for layer in norms for v in layer._non_trainable_variables}  # not a frozen gamma and beta
+    names = ("/moving_mean", "/moving_variance")  # of a layer of the user's own also
+    return [v for v in model.non_trainable_variables if v.path.endswith(names) or id(v) in theirs]
+
+
+def local_statistics(model: keras.Model) -> list[keras.Variable]:
+    """The moving statistics that differ between ranks: those of layers that are not synchronised."""
+    synchronised = {id(v) for layer in synchronised_layers(model) for v in layer.variables}
+    return [v for v in moving_statistics(model) if id(v) not in synchronised]

@@ -1,0 +1,300 @@
+"""From settings to what a run trains: data set, recipe, batch arithmetic, net, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvd_cifar import config, fields, models
+from hvd_cifar.config import TrainSettings
+from hvd_cifar.data import augment, synthetic
+from hvd_cifar.data.augment import Transforms
+from hvd_cifar.data.dataset import Dataset
+from hvd_cifar.data.image_sizes import ImageSizes
+from hvd_cifar.data.sampler import Sharding, spread
+from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm
+from hvd_cifar.distributed.batch_norm import local_layers, synchronised_layers
+from hvd_cifar.distributed.optimizer import reduction_of
+from hvd_cifar.errors import UserError, cause_of
+from hvd_cifar.models import Model, Net
+from hvd_cifar.models.recipe import Recipe
+from hvd_cifar.runtime.world import World, native_precision
+from hvd_cifar.training import random_layers, run_dir, user_code
+from hvd_cifar.training.callbacks import Callback
+from hvd_cifar.training.plan import Plan, changed, global_batch, plan, precision_of, resolve, set_precision
+from hvd_cifar.training.shrink import scaled_width
+from hvd_cifar.training.sources import prepare_data
+from hvd_cifar.training.step import StepSpec
+
+ADAPTING_PIXELS = 5000 * 32 * 32  # of the images that layers learn from before training; 5,000 as in Jordan 2024
+
+
+@dataclass(frozen=True)
+class UserObjects:
+    """Objects that a Python program passes instead of names. None: the settings name the object."""
+
+    model: Callable[..., Any] | None = None
+    dataset: Dataset | Callable[[], Dataset] | None = None
+    callbacks: Sequence[Callback] = ()
+
+
+@dataclass(frozen=True)
+class Work:
+    """A run's model, data and settings; the same on all ranks, except for `sharding`.
+
+    Attributes:
+        settings: resolved, with a precision.
+        dataset: training, validation and test examples.
+        model: with its recipe.
+        transforms: from the data set's images to what the net sees.
+        plan: the batch arithmetic.
+        sharding: which micro-batches of each global batch are this rank's.
+    """
+
+    settings: TrainSettings
+    dataset: Dataset
+    model: Model
+    transforms: Transforms
+    plan: Plan
+    sharding: Sharding
+
+    @property
+    def image_sizes(self) -> tuple[int, ...]:
+        """Heights of images to train on, in turn."""
+        height = self.transforms.shape[0]
+        return tuple(max(1, round(scale * height)) for scale in self.recipe.image_scales or (1.0,))
+
+    @property
+    def sizes(self) -> ImageSizes:
+        """The height of each step's images."""
+        return ImageSizes(self.image_sizes, self.plan.all_steps)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The model's."""
+        assert self.model.recipe is not None, "it was asked for"
+        return self.model.recipe
+
+
+def prepare(
+    settings: TrainSettings,
+    world: World,
+    given: UserObjects | None = None,
+    trained_with: int = 0,
+    learnt: Dataset | None = None,
+) -> Work:
+    """Load data set and model, and do the batch arithmetic. A collective.
+
+    Args:
+        trained_with: to evaluate a run: its global batch, by which the recipe is chosen.
+        learnt: to evaluate a run: its data set, which its net is made for.
+
+    Raises:
+        UserError: where data set, model and settings do not fit; the same on every rank.
+    """
+    given = given or UserObjects()
+    own = given.dataset
+    if own is None and fields.is_user_code(settings.dataset):
+        own = user_code.load(settings.dataset, "--dataset")
+    dataset = prepare_data(settings, world, own)
+    if count := settings.hold_out:
+        dataset = dataset.hold_out(count, settings.seed)
+    set_precision("float32", settings.seed)
+    model = _model(settings, given)
+    shape, classes = (learnt or dataset).image_shape, (learnt or dataset).classes
+    model = collectives.host_by_host(lambda: models.with_recipe(model, shape, classes))
+    assert model.recipe is not None, "it was asked for"
+    batch = trained_with or global_batch(settings, model.recipe.batch, world.batch_ranks or world.size)
+    recipe = changed(model.recipe.for_batch(batch), settings)
+    model = replace(model, recipe=recipe)
+    if learnt is not None:
+        dataset = run_dir.as_learnt(dataset, learnt, any_size=not isinstance(recipe.augmentation, str))
+    elif dataset.classes < 2:
+        raise UserError(
+            f"data set {dataset.name}: all its examples are of class {dataset.labels_in_words[0]}: give two or more"
+        )
+    if own is None and settings.dataset == "auto" and dataset.name == synthetic.LAYOUT.name:
+        recipe = replace(recipe, epochs=min(recipe.epochs, recipe.embedded_epochs))
+    resolved = for_machines(resolve(settings, recipe), world)
+    if trained_with:  # an evaluation makes no steps: ranks may outnumber the training examples
+        return work_of(resolved, dataset, model, 0, 1)
+    return work_of(resolved, dataset, model, world.rank, world.size, world.batch_ranks)
+
+
+def work_of(
+    settings: TrainSettings, dataset: Dataset, model: Model, rank: int, size: int, batch_ranks: int | None = None
+) -> Work:
+    """The `Work` of resolved settings; `batch_ranks` as for `plan`.
+
+    Raises:
+        UserError: where batch, transforms or image sizes do not fit; the same on every rank.
+    """
+    assert model.recipe is not None, "it was asked for"
+    transforms = transforms_of(settings, model.recipe, dataset)
+    batch_plan = plan(settings, model.recipe, len(dataset.train), size, batch_ranks)
+    sharding = Sharding(rank, size, settings.gradient_accumulation, settings.virtual_shards)
+    return Work(settings, dataset, model, transforms, batch_plan, sharding)
+
+
+def _model(settings: TrainSettings, given: UserObjects) -> Model:
+    if given.model is not None:
+        return Model(settings.model, given.model)
+    if settings.model in models.BUILT_IN:
+        return models.BUILT_IN[settings.model]
+    return Model(settings.model, user_code.load(settings.model, "--model"))
+
+
+def transforms_of(settings: TrainSettings, recipe: Recipe, dataset: Dataset) -> Transforms:
+    """The transforms of a recipe, which names built-in ones or holds its own.
+
+    Raises:
+        UserError: where no transforms have the name, or it holds something else.
+    """
+    named = recipe.augmentation
+    try:
+        transforms = augment.transforms(named, dataset) if isinstance(named, str) else named
+    except ValueError as failure:
+        raise UserError(f"--model {settings.model}: {failure}; change its recipe") from failure
+    if not isinstance(transforms, Transforms):
+        kind = type(transforms).__name__
+        raise UserError(f"--model {settings.model}: augmentation of its recipe is a {kind}; give a name or Transforms")
+    return augment.undistorted(transforms) if settings.set.augmentation == "none" else transforms
+
+
+def for_machines(settings: TrainSettings, world: World) -> TrainSettings:
+    """Settings with a precision: if none is given, the one that all ranks' devices are fast in. A collective."""
+    if settings.precision is not None:
+        return settings
+    everywhere = set(collectives.all_gather_object(native_precision(world)))
+    return settings.model_copy(update={"precision": everywhere.pop() if len(everywhere) == 1 else "float32"})
+
+
+def make_net(work: Work) -> Net:
+    """The net, freshly initialised and adapted to the training images, with local or synchronised batch norm.
+
+    Raises:
+        UserError: where the net and a setting exclude each other.
+    """
+    set_precision(precision_of(work.settings), work.settings.seed)
+    net = models.build(work.model, work.transforms.shape, work.dataset.classes)
+    _refuse_sizes(work, net)
+    _refuse_layers(work.settings, net)
+    if work.settings.sync_batch_norm:
+        convert_sync_batch_norm(net.model)
+    height, width, _ = work.transforms.shape
+    chosen = spread(max(1, ADAPTING_PIXELS // (height * width)), len(work.dataset.train))
+    models.adapt(net, lambda: work.transforms.test(work.dataset.train.images[chosen]))
+    return net
+
+
+def _refuse_sizes(work: Work, net: Net) -> None:
+    """UserError where the net cannot take images of all sizes, or there are no six views of an image."""
+    height, width, channels = work.transforms.shape
+    if work.recipe.test_time_augmentation and min(height, width) < 2:
+        raise UserError(
+            f"test_time_augmentation: images of {height} x {width} pixels have no views; "
+            "give --set test_time_augmentation=false"
+        )
+    sizes = sorted({side for side in work.image_sizes if side != height})
+    if sizes and (getattr(net.model, "input_shape", None) or (None, None))[1] is not None:
+        raise UserError("image_scales: this net takes images of one size; give --set image_scales=1")
+    for side in sizes:
+        try:
+            net.model(keras.Input((side, scaled_width(side, height, width), channels)))
+        except Exception as failure:
+            raise UserError(
+                f"image_scales: the net {work.model.name} cannot take images of {side} pixels ({cause_of(failure)}); "
+                "give larger scales, or --set image_scales=1"
+            ) from failure
+
+
+def _refuse_layers(settings: TrainSettings, net: Net) -> None:
+    """UserError where the net's own layers contradict an option."""
+    over_all, local = "its statistics are over all ranks", "take keras.layers.BatchNormalization"
+    synchronised, drawing = synchronised_layers(net.model), random_layers.random_layers(net.model)
+    renormalised = [layer for layer in local_layers(net.model) if getattr(layer, "renorm", False)]
+    spectral = [one for one in net.model._flatten_layers() if isinstance(one, keras.layers.SpectralNormalization)]
+    for option, layers, why, remedy in (
+        ("virtual_shards", synchronised, f"{over_all}, and each virtual shard has its own", local),
+        ("virtual_shards", drawing, "it draws random numbers, which depend on the number of ranks", "take it out"),
+        ("virtual_shards", spectral, "each forward pass changes its weights", "take it out"),
+        ("sync_batch_norm", renormalised, "renorm=True cannot be synchronised", "set renorm=False"),
+    ):
+        if layers and getattr(settings, option):
+            name = f"{layers[0].name} ({type(layers[0]).__name__})"
+            given = config.option_name(option)
+            raise UserError(f"{given}: the net has the layer {name}: {why}; leave the option out, or {remedy}")
+    for variable in net.model.trainable_variables:
+        if variable.overwrite_with_gradient:
+            raise UserError(
+                f"--model {settings.model}: {variable.path} takes its value from its gradient, which ranks add up; "
+                'leave quantize("float8") out'
+            )
+
+
+def distribute(work: Work, optimizer: keras.optimizers.Optimizer, process_set: Any = collectives.ALL_RANKS) -> Any:
+    """The optimizer, which sums gradients over the ranks with the compression and order of the settings."""
+    settings = work.settings
+    # Horovod: "sum", since each rank's loss is its share of the global batch's mean; see step.py.
+    distributed = DistributedOptimizer(
+        optimizer,
+        op="sum",
+        compression=settings.compression,
+        process_set=process_set,
+        fixed_order=bool(settings.deterministic),
+    )
+    return keras.optimizers.LossScaleOptimizer(distributed) if settings.precision == "mixed_float16" else distributed
+
+
+def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any = collectives.ALL_RANKS) -> Any:
+    """The recipe's optimizer, distributed over a process set and built for the net's variables.
+
+    Raises:
+        UserError: where the recipe's function fails.
+    """
+    learning_rate = learning_rate or work.settings.learning_rate or 0.0  # a warm-up may begin at 0, which would fit any
+    with user_code.errors_of(f"--model {work.model.name}: optimizer({learning_rate:g}) of its recipe"):
+        plain = work.recipe.optimizer(learning_rate)
+        _refuse_optimizer(plain, learning_rate, work.settings.clip_norm)
+    if work.settings.clip_norm is not None:
+        plain.global_clipnorm = work.settings.clip_norm
+    optimizer = distribute(work, plain, process_set)
+    optimizer.build(net.model.trainable_variables)
+    return optimizer
+
+
+def _refuse_optimizer(plain: Any, learning_rate: float, clip_norm: float | None) -> None:
+    """TypeError or ValueError where a step would fail with a recipe's optimizer, or ignore one of its settings."""
+    wrappers = (keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
+    if not isinstance(plain, keras.optimizers.Optimizer):
+        raise TypeError(f"returned {type(plain).__name__}; return a keras.optimizers.Optimizer")
+    if isinstance(plain, wrappers) or reduction_of(plain) is not None:
+        raise TypeError(f"returned {type(plain).__name__} around others; return one plain optimizer")
+    if not isinstance(plain._learning_rate, keras.Variable):
+        raise TypeError("its learning rate is no number; return Optimizer(rate), and give the recipe a schedule")
+    if not np.isclose(own := float(plain.learning_rate), learning_rate, rtol=1e-5, atol=0):
+        raise ValueError(
+            f"its learning rate is {own:g}, and each step sets the recipe's; return Optimizer(rate) with the rate that "
+            "it is given, and set the recipe's learning_rate"
+        )
+    if plain.use_ema:
+        raise ValueError("use_ema has no effect here; leave it out, and give the recipe ema_decay")
+    if clip_norm is not None and (plain.clipnorm is not None or plain.clipvalue is not None):
+        raise ValueError("it has clipnorm or clipvalue, and --clip-norm is given; leave one out")
+
+
+def step_spec(work: Work, side: int | None = None, flags: int = 0) -> StepSpec:
+    """The settings of the step. `side`: height that it resizes images to; `flags`: numbers sent with the loss."""
+    return StepSpec(
+        image_shape=work.transforms.shape,
+        weight_decay=work.recipe.weight_decay,
+        label_smoothing=work.recipe.label_smoothing,
+        micro_batches=work.sharding.micro_batches,
+        virtual_shards=work.settings.virtual_shards,
+        side=side,
+        flags=flags,
+    )
