@@ -35,7 +35,7 @@ from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import BUILT_IN
 from hvd_cifar.models.recipe import momentum_sgd
-from hvd_cifar.training import checkpoint_files
+from hvd_cifar.training import checkpoint
 from hvd_cifar.training.plan import changed, global_batch, make_schedule, resolve
 from hvd_cifar.training.work import make_net, work_of
 
@@ -131,7 +131,7 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
         saved["averages"] = tf.train.Checkpoint(variables=[step, *(averages.average(v.value) for v in variables)])
     folder = settings.run_dir / "checkpoints"
     folder.mkdir(exist_ok=True)
-    checkpoint_files.write(tf.train.Checkpoint(**saved), folder, batch_plan.total_steps)
+    checkpoint.write(folder, batch_plan.total_steps, state=tf.train.Checkpoint(**saved))
     print(f"{towers} towers, {batch_plan.total_steps} steps, last loss {losses.mean():.6f}: {settings.run_dir}")
 
 

@@ -87,12 +87,14 @@ class UndoBadSteps(StepObserver):
 class Skip(Callback):
     """--on-nan skip."""
 
+    def __init__(self) -> None:
+        self.before = 0  # steps, in earlier processes
+        self.in_a_row = self.last = 0
+        self.told = 0
+
     def on_build(self, run: Run) -> None:
         """Wrap the step, and count skipped steps."""
         self.count = run.state.number("skipped", 0)
-        self.before = 0  # in earlier processes
-        self.in_a_row = self.last = 0
-        self.told = 0
         run.observe(UndoBadSteps(run))
 
     def on_start(self, run: Run) -> None:

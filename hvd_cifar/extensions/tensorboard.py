@@ -64,12 +64,9 @@ class Summaries(Callback):
 
     def on_build(self, run: Run) -> None:
         """Add copies of gradients and activations to the step."""
-        from hvd_cifar.distributed.optimizer import watch_gradients
-
         if self.every != 0:
             self.record = Record(run.model)
             run.observe(self.record)
-            watch_gradients(run.optimizer, self.record.keep_gradients)
 
     def on_start(self, run: Run) -> None:
         """Show the hyperparameters."""
@@ -203,8 +200,8 @@ class Record(StepObserver):
         """Set whether the next steps are copied."""
         self._is_asked.assign(asked)
 
-    def keep_gradients(self, gradients: Sequence[Any]) -> None:
-        """To be called in a graph, with the gradients that the optimizer applies."""
+    def on_reduced(self, gradients: Sequence[Any]) -> None:
+        """Copy the gradients that the optimizer applies."""
         self._keep(self._gradients, lambda: gradients)
 
     def forward(self, model: Any, images: Any) -> Any:

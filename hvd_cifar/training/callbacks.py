@@ -52,6 +52,9 @@ class StepObserver:
     def on_gradients(self, gradients: Sequence[Any]) -> None:
         """This rank's gradients, before the all-reduce."""
 
+    def on_reduced(self, gradients: Sequence[Any]) -> None:
+        """The gradients after the all-reduce, as the optimizer applies them, in the order of trainable variables."""
+
     def on_sums(self, tensors: Sequence[Any]) -> None:
         """What the all-reduce has summed besides the gradients, after the update."""
 

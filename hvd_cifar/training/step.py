@@ -20,7 +20,7 @@ from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed.batch_norm import examples_present
 from hvd_cifar.distributed.fixed_order import add_in_tree
-from hvd_cifar.distributed.optimizer import apply_and_sum
+from hvd_cifar.distributed.optimizer import apply_and_sum, watch_gradients
 from hvd_cifar.models import Net
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.training.callbacks import StepObserver
@@ -238,6 +238,8 @@ def make_train_step(
     real, statistics = real_of(net.model), local_statistics(net.model)
     share_of = make_share(net, optimizer, spec, observers)
     is_one_graph = spec.micro_batches == 1 and not spec.virtual_shards
+    if observers:
+        watch_gradients(optimizer, lambda reduced: [observer.on_reduced(reduced) for observer in observers])
 
     def share(batch: Sequence[Any], count: Any, start: Sequence[Any]) -> Share:
         if not is_one_graph:

@@ -17,7 +17,7 @@ import psutil
 from benchmarks import runs
 from hvd_cifar.runtime.environment import ELASTIC
 from hvd_cifar.runtime.shared_memory import folder_of
-from hvd_cifar.training import checkpoint_files
+from hvd_cifar.training import checkpoint
 from tests.options import PACE, SMALL
 from tests.ranks import CHECKOUT, environment
 
@@ -129,4 +129,4 @@ def start(
 
 def checkpoints(run_dir: Path) -> list[int]:
     """The steps of its checkpoints."""
-    return sorted(int(path.name.removeprefix("step-")) for path in checkpoint_files.listed(run_dir))
+    return sorted(int(path.name.removeprefix("step-")) for path in checkpoint.listed(run_dir))

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,7 +154,9 @@ def _guarded() -> list[dict[str, Any]]:
 
     from hvd_cifar.data.pipeline import MicroBatch
     from hvd_cifar.distributed import DistributedOptimizer
+    from hvd_cifar.extensions.bad_numbers import UndoBadSteps
     from hvd_cifar.models import Net
+    from hvd_cifar.training.state import TrainState
     from hvd_cifar.training.step import StepSpec, make_train_step
 
     hvd.init()
@@ -162,13 +165,14 @@ def _guarded() -> list[dict[str, Any]]:
     plain = DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), op="sum")
     optimizer = keras.optimizers.LossScaleOptimizer(plain)
     optimizer.build(model.trainable_variables)
-    step = make_train_step(Net(model, []), optimizer, StepSpec((2, 2, 3), skips=True))
+    run: Any = SimpleNamespace(model=model, optimizer=optimizer, state=TrainState(model, optimizer), observers=[])
+    step = make_train_step(Net(model, []), optimizer, StepSpec((2, 2, 3)), [UndoBadSteps(run)])
     seen = []
     for pixel, rate, scale in ((99.0, 0.1, 2.0**127), (1.0, 0.1, 4.0), (1.0, math.inf, 4.0), (math.nan, 0.1, 4.0)):
         optimizer.dynamic_scale.assign(scale)
         before = [v.numpy().tolist() for v in [*model.variables, *plain.variables[2:]]]
         batch = MicroBatch(tf.fill((2, 2, 2, 3), pixel), tf.zeros(2, tf.int32), tf.ones(2), tf.range(2))
-        loss = float(step([batch], tf.constant(2), rate, tf.zeros(4))[0])
+        loss = float(step([batch], tf.constant(2), rate, tf.zeros(0))[0])
         after = [v.numpy().tolist() for v in [*model.variables, *plain.variables[2:]]]
         halved = float(optimizer.dynamic_scale.numpy()) < scale
         seen.append({"is_finite": math.isfinite(loss), "is_same": before == after, "halved": halved})

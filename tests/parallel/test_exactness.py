@@ -92,7 +92,6 @@ def _train_all(data: str, folder: str, runs: dict[str, dict[str, Any]]) -> dict[
     from hvd_cifar.config import TrainSettings, make
     from hvd_cifar.data import synthetic
     from hvd_cifar.runtime.world import session
-    from hvd_cifar.training.routines import Checkpointer
     from hvd_cifar.training.train import assemble
     from hvd_cifar.training.work import UserObjects
 
@@ -127,9 +126,7 @@ def _train_all(data: str, folder: str, runs: dict[str, dict[str, Any]]) -> dict[
             trainer = assemble(settings, world, UserObjects(dataset=dataset, callbacks=[kept]))
             trainer.train()
             losses[name] = kept.losses
-            (state,) = (callback.state for callback in trainer.callbacks if isinstance(callback, Checkpointer))
-            clocks = {id(v) for v in state.clocks}
-            values = [v.numpy() for v in state.variables if id(v) not in clocks]
+            values = [v.numpy() for v in trainer.run.state.replicated(with_own=True)]
             if world.is_root:
                 np.savez(f"{folder}/{name}-{world.size}", *values)
     return losses

@@ -74,7 +74,6 @@ def _train(data: str, folder: str, runs: list[tuple[str, dict[str, Any]]], threa
     """Runs in one start of the ranks, to a checkpoint; the digest of the state after each."""
     from hvd_cifar.config import TrainSettings, make
     from hvd_cifar.distributed.replicas import digests
-    from hvd_cifar.extensions.replica_check import ReplicaCheck
     from hvd_cifar.runtime.world import session
     from hvd_cifar.training.train import assemble
     from hvd_cifar.training.work import UserObjects
@@ -93,9 +92,7 @@ def _train(data: str, folder: str, runs: list[tuple[str, dict[str, Any]]], threa
             }
             trainer = assemble(make(TrainSettings, {**common, "set": AVERAGED, **options}), world, UserObjects())
             trainer.train()
-            state = next(c.state for c in trainer.callbacks if isinstance(c, ReplicaCheck))
-            clocks = {id(v) for v in state.clocks}
-            values = [v for v in state.variables if id(v) not in clocks]
+            values = trainer.run.state.replicated(with_own=True)
             ended.append(sha256(b"".join(digests(values))).hexdigest())
     return ended
 

@@ -33,6 +33,7 @@ def _train(data: str, folder: str) -> dict[str, Any]:
     from hvd_cifar.config import TrainSettings, make
     from hvd_cifar.extensions.tensorboard import Summaries
     from hvd_cifar.runtime.world import session
+    from hvd_cifar.training.ranks import Ranks
     from hvd_cifar.training.train import assemble
     from hvd_cifar.training.work import UserObjects
 
@@ -48,7 +49,7 @@ def _train(data: str, folder: str) -> dict[str, Any]:
             if run.step == EVERY - 1:
                 self.before = weights
             if run.step == EVERY and not seen:
-                batch = run._progress.micro_batches[0]
+                batch = run.progress.micro_batches[0]
                 for v in run.model.trainable_variables:
                     v.assign(self.before[v.path])
                 conv1 = keras.Model(run.model.inputs, run.model.get_layer("conv1_relu").output)
@@ -60,7 +61,7 @@ def _train(data: str, folder: str) -> dict[str, Any]:
     def asked(summaries: Any, rank: int, seconds: list[float]) -> int:
         """The step of the next summary, chosen after step 99. `seconds`: what the last summary took each rank."""
         summaries.seconds, summaries.asked_step = seconds[rank], 0
-        summaries._ask(SimpleNamespace(step=99, settings=SimpleNamespace(summary_every=None)))
+        summaries._ask(SimpleNamespace(step=99, ranks=Ranks()))
         return int(summaries.asked_step)
 
     common = {
@@ -79,9 +80,9 @@ def _train(data: str, folder: str) -> dict[str, Any]:
             settings = make(TrainSettings, {**common, "run_dir": f"{folder}/{name}", **way})
             trainer = assemble(settings, world, UserObjects(callbacks=[Look()]))
             digests[name] = trainer.train()["weights_sha256"]
-        (summaries,) = (c for c in trainer.callbacks if isinstance(c, Summaries))
+        (summaries,) = (c for c in trainer.run.callbacks if isinstance(c, Summaries))
         decided = [asked(summaries, world.rank, seconds) for seconds in ([1e9, 0.0], [0.0, 1e9])]
-    return {"digests": digests, "seen": seen, "decided": decided, "names": summaries.dataset.class_names}
+    return {"digests": digests, "seen": seen, "decided": decided, "names": trainer.run.data.class_names}
 
 
 class Board:

@@ -15,23 +15,26 @@ import numpy as np
 import pytest
 
 from hvd_cifar.errors import TrainingError, UserError
-from hvd_cifar.models import Net
 from hvd_cifar.optim.averages import MovingAverage
-from hvd_cifar.training.checkpoint import KEPT, Checkpoints, State, damage, find, listed, restore
+from hvd_cifar.training.checkpoint import KEPT, Checkpoints, damage, find, listed, restore
+from hvd_cifar.training.state import TrainState
 from tests.ranks import CHECKOUT, environment
 
 
-def _state(seed: int = 0, units: int = 3, averages: bool = True) -> State:
+def _state(seed: int = 0, units: int = 3, averages: bool = True) -> TrainState:
     keras.utils.set_random_seed(seed)
     layers = [keras.layers.Dense(units, name="first"), keras.layers.BatchNormalization(name="norm")]
     model = keras.Sequential([keras.Input((2,)), *layers])
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer.build(model.trainable_variables)
     optimizer.apply([np.full(v.shape, 0.5 + seed, np.float32) for v in model.trainable_variables])
-    return State(Net(model, []), optimizer, MovingAverage(model.trainable_variables, 0.9) if averages else None)
+    state = TrainState(model, optimizer)
+    if averages:
+        state.add_core("averages", MovingAverage(model.trainable_variables, 0.9).variables)
+    return state
 
 
-def _bits(state: State) -> list[bytes]:
+def _bits(state: TrainState) -> list[bytes]:
     return [np.asarray(v.numpy()).tobytes() for v in state.variables]
 
 
@@ -78,31 +81,31 @@ class _Subclass(keras.Model):
 def test_layers_in_lists_and_dicts_are_saved(subclass: bool, tmp_path: Path) -> None:
     """TensorFlow's own checkpoint of such a model is empty."""
 
-    def net(seed: int) -> Net:
+    def net(seed: int) -> keras.Model:
         keras.utils.set_random_seed(seed)
         layers = [_Subclass()] if subclass else [_Listed(), keras.layers.Dense(3, name="last")]
         model = layers[0] if subclass else keras.Sequential([keras.Input((2,)), *layers])
         model(np.ones((4, 2), np.float32))
         for v in model.variables:  # as if trained
             v.assign(v + seed if v.dtype == "float32" else v)
-        return Net(model, [])
+        return model
 
-    def state(seed: int, trains: bool = True) -> State:
+    def state(seed: int, trains: bool = True) -> TrainState:
         made = net(seed)
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9) if trains else None
         if optimizer:
-            optimizer.build(made.model.trainable_variables)
-        return State(made, optimizer, None)
+            optimizer.build(made.trainable_variables)
+        return TrainState(made, optimizer)
 
     saved = state(1)
     path = Checkpoints(tmp_path, saved).save()
     resumed = state(2)
-    assert len(resumed.net.model.variables) > 10 and _bits(resumed) != _bits(saved)
+    assert len(resumed.model.variables) > 10 and _bits(resumed) != _bits(saved)
     Checkpoints(tmp_path / "elsewhere", resumed).restore(path)
     assert _bits(resumed) == _bits(saved)
     evaluated = state(3, trains=False)
-    restore(evaluated.trackable, path, partial=True)
-    weights = [[w.tobytes() for w in one.net.model.get_weights()] for one in (evaluated, saved)]
+    restore(evaluated, path, partial=True)
+    weights = [[w.tobytes() for w in one.model.get_weights()] for one in (evaluated, saved)]
     assert weights[0] == weights[1]
 
 
@@ -162,7 +165,7 @@ def test_every_damage_is_found_before_a_value_is_read(tmp_path: Path, capfd: pyt
         find(newest)
 
 
-@pytest.mark.parametrize("content", ["\udcff", "5", "{}", '{"format": 1}', '{"format": 2, "files": {}}', "[]"])
+@pytest.mark.parametrize("content", ["\udcff", "5", "{}", '{"format": 1}', '{"format": 3, "files": {}}', "[]"])
 def test_a_manifest_that_says_something_else_is_damage(content: str, tmp_path: Path) -> None:
     path = Checkpoints(tmp_path, _state()).save()
     (path / "manifest.json").write_text(content, errors="surrogateescape")
@@ -187,7 +190,7 @@ def test_a_run_that_goes_on_from_an_older_one_replaces_the_damaged(tmp_path: Pat
 
 # A save is killed before its manifest is written, before its folder has its name, and while the oldest is removed.
 @pytest.mark.parametrize(
-    "place, name, call", [("checkpoint_files", "_description", 1), ("os", "replace", 2), ("shutil", "rmtree", 1)]
+    "place, name, call", [("checkpoint", "_description", 1), ("os", "replace", 2), ("shutil", "rmtree", 1)]
 )
 def test_a_kill_while_writing_costs_no_older_one(place: str, name: str, call: int, tmp_path: Path) -> None:
     state = _state()
@@ -197,7 +200,7 @@ def test_a_kill_while_writing_costs_no_older_one(place: str, name: str, call: in
     code = (
         "import os, shutil, signal\n"
         "from pathlib import Path\n"
-        "from hvd_cifar.training import checkpoint_files\n"
+        "from hvd_cifar.training import checkpoint\n"
         "from hvd_cifar.training.checkpoint import Checkpoints\n"
         "from tests.single.test_checkpoint import _state\n"
         "state, calls = _state(1), []\n"
@@ -235,7 +238,7 @@ def test_one_of_another_order_of_the_data_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [_state(units=4), _state(averages=False)], ids=["other shape", "no averages"])
-def test_a_checkpoint_of_another_model_is_refused(other: State, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(other: TrainState, tmp_path: Path) -> None:
     path = Checkpoints(tmp_path, _state()).save()
     with pytest.raises(UserError, match="the settings it was made with"):
         Checkpoints(tmp_path / "elsewhere", other).restore(path)
@@ -251,7 +254,7 @@ def test_what_does_not_fit_is_said_once(tmp_path: Path) -> None:
         "from tests.single.test_checkpoint import _state\n"
         "def main(units, partial):\n"
         "    state = _state(1, units, averages=False)\n"
-        f"    try: restore(state.trackable, Path({str(path)!r}), partial=partial)\n"
+        f"    try: restore(state, Path({str(path)!r}), partial=partial)\n"
         "    except UserError as error: print(error, file=sys.stderr)\n"
         "for case in ((4, False), (4, True), (3, False)): main(*case)"
     )
@@ -266,7 +269,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, state)
     checkpoints.save()
     before = sorted(tmp_path.iterdir())
-    state.net.model.get_layer("first").kernel.assign(np.full((2, 3), np.nan))
+    state.model.get_layer("first").kernel.assign(np.full((2, 3), np.nan))
     state.step.assign(1)
     with pytest.raises(TrainingError, match="first/kernel is not finite after step 1"):
         checkpoints.save()
@@ -275,7 +278,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
 
 def test_an_infinite_constant_is_no_diverged_run(tmp_path: Path) -> None:
     state = _state()
-    norm = state.net.model.get_layer("norm")
+    norm = state.model.get_layer("norm")
     norm.moving_mean.assign(np.full(3, -np.inf))  # as the mask of an attention layer
     checkpoints = Checkpoints(tmp_path, state)
     assert checkpoints.save().exists()

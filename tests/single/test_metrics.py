@@ -77,7 +77,7 @@ def test_a_long_record_of_examples_needs_no_memory(tmp_path: Path) -> None:
     path.write_text("".join(f'{{"step": {step}, "ranks": {ranks}}}\n' for step in range(1, 501)))
     tracemalloc.start()
     try:
-        Reporter(tmp_path, watched=False, dataset="cifar10").open(499, record_examples=True)
+        Reporter(tmp_path, watched=False, dataset="cifar10").resume_file("examples.jsonl", 499)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 from hvd_cifar.errors import Preempted, TrainingError
-from hvd_cifar.training.progress import MOST_SKIPS_IN_A_ROW, Progress, StepClock
+from hvd_cifar.extensions.bad_numbers import MOST_SKIPS_IN_A_ROW, Skip
+from hvd_cifar.training.progress import Progress, StepClock
 from hvd_cifar.training.train import Trainer
 
 
 class _Result:
-    """What a step returns: float [6] on a device."""
+    """What a step returns: float [5] on a device."""
 
     def __init__(self, loss: float, requests: float = 0.0, seconds: float = 1e-3, saves: float = 0.0) -> None:
-        self.value = np.array([loss, 0.25, requests, saves, seconds, 0.0])
+        self.value = np.array([loss, 0.25, requests, saves, seconds])
 
     def numpy(self) -> Any:
         return self.value
@@ -45,7 +46,9 @@ def test_a_checkpoint_whose_own_weights_give_that_loss_is_named() -> None:
 
 
 def test_skipped_steps_end_a_run_only_where_many_follow_each_other() -> None:
-    progress = Progress(first_step=0, saved_step=-1, skips=True)
+    progress = Progress(first_step=0, saved_step=-1)
+    skip, run = Skip(), SimpleNamespace(progress=progress)
+    progress.on_bad_loss = lambda step, loss: skip.on_bad_loss(run, step, loss)  # type: ignore[arg-type]
     for _ in range(3):
         for _ in range(MOST_SKIPS_IN_A_ROW - 1):
             progress.add([], _Result(np.nan))
@@ -61,7 +64,7 @@ def test_skipped_steps_end_a_run_only_where_many_follow_each_other() -> None:
 def test_rank_0_asks_for_a_checkpoint_and_the_run_goes_on() -> None:
     progress = Progress(first_step=0, saved_step=-1)
     progress.add([], _Result(1.0, saves=1.0))
-    assert progress.save_requested and not progress.stop_requested
+    assert progress.flags.sums["save"] > 0 and not progress.stop_requested
 
 
 def test_the_newest_loss_and_any_rank_s_request_are_kept() -> None:
@@ -108,11 +111,10 @@ def test_the_clock_leaves_pauses_out_also_within_each_other(monkeypatch: pytest.
 
 def test_a_run_stops_only_where_its_step_is_saved() -> None:
     """A request may be noticed after the callback that saves; the next step's is then the one that saves."""
-    reporter: Any = SimpleNamespace(warn=lambda line: None)
-    run: Any = SimpleNamespace(step=5, total_steps=10, run_dir="r")
     progress = Progress(first_step=5, saved_step=3)
     progress.stop_requested = True
-    trainer = Trainer(run, progress, None, None, reporter, None)  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(step=5, total_steps=10, run_dir="r", progress=progress, warn=lambda line: None)
+    trainer = Trainer(run, None)  # type: ignore[arg-type]
     trainer._stop_where_asked()
     progress.saved_step = 5
     with pytest.raises(Preempted):

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.errors import UserError
-from hvd_cifar.training import run_dir
-from hvd_cifar.training.run_dir import COURSE, claim, course_of
+from hvd_cifar.training import checkpoint, run_dir
+from hvd_cifar.training.run_dir import MUST_MATCH, claim, course_of
 from hvd_cifar.training.trained import settings_of
 
 FACTS: dict[str, Any] = {
@@ -55,7 +55,7 @@ def _settings(folder: Path, **more: Any) -> TrainSettings:
 def _run(folder: Path, step: int, facts: dict[str, Any] = FACTS, **more: Any) -> Path:
     """A run directory with a checkpoint and the record of its settings; the checkpoint's path."""
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    path = checkpoint_files.write(tf.train.Checkpoint(), folder / "checkpoints", step)
+    path = checkpoint.write(folder / "checkpoints", step, state=tf.train.Checkpoint())
     settings = _settings(folder, **more).model_dump(mode="json")
     (folder / "config.json").write_text(json.dumps({**settings, "run": facts}))
     return path
@@ -116,7 +116,7 @@ def test_a_name_that_is_too_long_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"^cannot read {long}: File name too long; give a path"):
         run_dir.continue_run(_settings(tmp_path, resume=str(long)))
     with pytest.raises(UserError, match=f"^cannot read {long}: File name too long; give a path"):
-        checkpoint_files.find(long)
+        checkpoint.find(long)
     with pytest.raises(UserError, match=f"^{long}: there is no run"):
         settings_of(long)
 
@@ -176,11 +176,11 @@ FREE = {
 
 
 def test_every_setting_of_the_course_is_compared() -> None:
-    assert set(OTHERS) == set(COURSE)
-    assert set(TrainSettings.model_fields) - set(COURSE) == FREE
+    assert set(OTHERS) == set(MUST_MATCH)
+    assert set(TrainSettings.model_fields) - set(MUST_MATCH) == FREE
 
 
-@pytest.mark.parametrize("name", COURSE)
+@pytest.mark.parametrize("name", MUST_MATCH)
 def test_a_run_with_another_setting_does_not_go_on(name: str, tmp_path: Path) -> None:
     _run(tmp_path, 5)
     with pytest.raises(UserError, match=rf"other settings \(.*{name.replace('_', ' ')} was "):

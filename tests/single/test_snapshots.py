@@ -11,18 +11,21 @@ import keras
 import numpy as np
 import pytest
 
-from hvd_cifar.models import Net
+from hvd_cifar.extensions.best_weights import BestWeights
 from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.training import snapshots
-from hvd_cifar.training.checkpoint import State, damage, find, restore
+from hvd_cifar.training.checkpoint import damage, find, restore
 from hvd_cifar.training.confusion import Confusion
 from hvd_cifar.training.evaluate import Evaluation
 from hvd_cifar.training.snapshots import Snapshots
+from hvd_cifar.training.state import TrainState
 
 
-def _state() -> State:
+def _state() -> TrainState:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, name="first")])
-    return State(Net(model, []), None, MovingAverage(model.trainable_variables, 0.9))
+    state = TrainState(model)
+    state.add_core("averages", MovingAverage(model.trainable_variables, 0.9).variables)
+    return state
 
 
 def _found(step: int, accuracy: float = 0.5) -> Evaluation:
@@ -54,14 +57,14 @@ def test_the_newest_one_is_taken_and_those_before_it_are_told(ours: Snapshots, t
 
 
 def test_a_snapshot_is_what_the_weights_were(ours: Snapshots, tmp_path: Path) -> None:
-    weight = ours.state.net.model.trainable_variables[0]
+    weight = ours.state.model.trainable_variables[0]
     before = weight.numpy()
     ours.offer(10)
     weight.assign(before + 1)
     path, other = snapshots.take(tmp_path), _state()
     assert path is not None
-    restore(other.trackable, path, partial=True)
-    assert (other.net.model.trainable_variables[0].numpy() == before).all() and int(other.step.numpy()) == 10
+    restore(other, path, partial=True)
+    assert (other.model.trainable_variables[0].numpy() == before).all() and int(other.step.numpy()) == 10
 
 
 def test_the_best_one_is_kept_alone_and_found_again(ours: Snapshots, tmp_path: Path) -> None:
@@ -108,11 +111,12 @@ def test_readers_are_there_while_they_hold_the_lock(ours: Snapshots, tmp_path: P
 
 def test_a_result_that_comes_after_that_of_a_later_step_is_not_the_newest() -> None:
     results: dict[str, Any] = {}
-    best = Best(mock.Mock(ends_early=""), None, mock.Mock(), "validation", results)
+    best = BestWeights(2)
     run = mock.Mock(step=100, total_steps=200)
-    run.settings.early_stopping = 2
+    run.progress.ends_early = ""
+    best.on_build(run)
     for step in (60, 100, 80):
         best.on_evaluation(run, _found(step, 0.6 if step == 60 else 0.7))
-    assert (best.since, best.progress.ends_early) == (1, "")
-    best.on_end(run)
-    assert {name: found["step"] for name, found in results.items()} == {"best": 80, "newest": 100}
+    assert best.since == 1 and not run.end_after_this_step.called
+    best.on_summary(run, results)
+    assert {name: found["step"] for name, found in results.items()} == {"best_evaluation": 80, "newest_evaluation": 100}

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from hvd_cifar.distributed import collectives
-from hvd_cifar.training import step_times, stragglers
+from hvd_cifar.extensions import stragglers
+from hvd_cifar.training import step_times
 from hvd_cifar.training.step_times import StepTimes, Times
 
 
 def test_after_a_rollback_times_are_gathered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """From step 950 to 0. A step takes 0.1 s, 0.09 of it computation."""
-    monkeypatch.setattr(collectives, "all_gather_object", lambda value: [value])
     clock: Any = SimpleNamespace(seconds=0.0, paused=contextlib.nullcontext)
-    progress: Any = SimpleNamespace(step=0, clock=clock, check_losses=lambda: None, watch=SimpleNamespace(address="a"))
+    watch = SimpleNamespace(address="a")
+    progress: Any = SimpleNamespace(clock=clock, check_losses=lambda: None, watch=watch)
     steps = 0
 
     def take() -> Times:
@@ -31,9 +31,13 @@ def test_after_a_rollback_times_are_gathered_anew(monkeypatch: pytest.MonkeyPatc
     reporter: Any = SimpleNamespace(
         ranks=lambda step, **by_rank: seen.append((step, by_rank["step_seconds"], by_rank["compute_seconds"]))
     )
-    run: Any = SimpleNamespace(step=0, world=SimpleNamespace(host="h"))
+    progress.times = SimpleNamespace(take=take)
+    ranks = SimpleNamespace(gather=lambda value: [value])
+    world = SimpleNamespace(host="h")
+    run: Any = SimpleNamespace(step=0, world=world, progress=progress, ranks=ranks, reporter=reporter)
     run.is_due = lambda every: run.step % every == 0
-    found = stragglers.Stragglers(progress, SimpleNamespace(take=take), reporter)  # type: ignore[arg-type]
+    found = stragglers.Stragglers()
+    found.on_start(run)
     for last in (950, 300):
         run.step = 0
         if last == 300:
@@ -53,9 +57,9 @@ def test_a_clock_that_is_set_back_gives_no_negative_times(monkeypatch: pytest.Mo
     times = StepTimes()
     for _ in times.each("b"):
         now -= 3600
-        times.gradients_are([])
+        times.on_gradients([])
         now -= 3600
-        times.sums_are([])
+        times.on_sums([])
     found = times.take()
     assert found.steps == 1 and found.compute >= 0 and found.wait >= 0
     seen = stragglers.Seen("h", "a", found, 0.1, {"b": 1.0})

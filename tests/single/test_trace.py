@@ -12,9 +12,9 @@ from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.distributed import clocks
 from hvd_cifar.distributed.clocks import Comparison
 from hvd_cifar.errors import UserError
+from hvd_cifar.extensions import profile
 from hvd_cifar.reporting import trace
 from hvd_cifar.reporting.trace import Event, Message
-from hvd_cifar.training import profile
 
 
 def test_clocks_between_barriers() -> None:
@@ -85,20 +85,18 @@ def test_wrong_windows(given: Any) -> None:
 
 def test_a_profile_that_is_left_out_is_told() -> None:
     told: list[tuple[str, int]] = []
-    reporter: Any = SimpleNamespace(warn=lambda line, step: told.append((line, step)))
-    run: Any = SimpleNamespace(step=7)
-    progress: Any = run
-    resumed, ended = (profile.Profiler(progress, steps, reporter) for steps in ((7, 9), (9, 10)))
-    for profiler in (resumed, ended):
+    run: Any = SimpleNamespace(step=7, total_steps=109, warn=lambda line, step: told.append((line, step)))
+    for profiler in (profile.Profiler((7, 9)), profile.Profiler((9, 10))):
+        profiler.on_build(run)
         profiler.on_start(run)
         profiler.on_end(run)
     whys = ("7:9: no profile: the run goes on after step 7", "9:10: no profile: the run ended after step 7")
     assert told == [(f"--profile-steps {why}", 7) for why in whys]
+    with pytest.raises(UserError, match="--profile-steps 100:110: the run ends after step 109"):
+        profile.Profiler((100, 110)).on_build(run)
 
 
 def test_windows() -> None:
-    assert make(TrainSettings, {"profile_steps": "100:110"}).profile_steps == (100, 110)
-    assert make(TrainSettings, {"profile_steps": [7, 7]}).profile_steps == (7, 7)
-    profile.check_steps((100, 110), 110)
-    with pytest.raises(UserError, match="--profile-steps 100:110: the run ends after step 109"):
-        profile.check_steps((100, 110), 109)
+    for given, steps in (("100:110", (100, 110)), ([7, 7], (7, 7))):
+        assert make(profile.Settings, {"profile_steps": given}).profile_steps == steps
+        assert make(TrainSettings, {"profile_steps": given}).model_dump()["profile_steps"] == steps

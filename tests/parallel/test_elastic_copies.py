@@ -19,48 +19,65 @@ def _restored(folder: str, same_host: bool) -> dict[str, Any]:
     import keras
 
     from hvd_cifar.distributed import collectives
+    from hvd_cifar.extensions import elastic_copies
     from hvd_cifar.runtime.world import start
+    from hvd_cifar.training.ranks import Ranks
+    from hvd_cifar.training.state import TrainState
 
     world = start()
     own = Path(folder, "host-0" if same_host else f"host-{world.rank}")
     own.mkdir(exist_ok=True)
-    vars(state_copy)["own_folder"] = lambda job: own / job
+    vars(elastic_copies)["own_folder"] = lambda job: own / job
     local = (world.rank, world.size) if same_host else (0, 1)
     world = dataclasses.replace(world, local_rank=local[0], local_size=local[1])
     own_kind = "bfloat16" if same_host else "float32"  # Horovod adds no bfloat16
-    weight, mine, rollbacks = (keras.Variable(0, dtype=kind) for kind in ("float32", own_kind, "int64"))
-    state: Any = SimpleNamespace(variables=[weight, rollbacks], rollbacks=rollbacks)
+    state = TrainState(keras.Sequential([keras.Input((1,))]))
+    weight, mine = (keras.Variable(0, dtype=kind) for kind in ("float32", own_kind))
+    state.add("weight", [weight])
+    state.add("mine", [mine], "own")
     found: dict[str, Any] = {}
 
-    def write(copy: state_copy.StateCopy, step: int) -> None:
+    def run_of(name: str) -> tuple[Any, Any]:
+        job = SimpleNamespace(name=name, saves_only=False)
+        run = SimpleNamespace(world=world, state=state, ranks=Ranks(), tell=lambda event: None)
+        return elastic_copies.ElasticCopies(job), run  # type: ignore[arg-type]
+
+    def write(copies: Any, run: Any, step: int) -> None:
         weight.assign(step + world.rank / 10)
         mine.assign(10.0 * step + world.rank)
-        copy.write(step)
+        state.step.assign(step)
+        copies.on_step(run)
 
     def restore(name: str, on_disk: int) -> None:
         collectives.barrier()
         weight.assign(-1.0)
-        rollbacks.assign(0)
-        again = state_copy.StateCopy(name, state, [mine], world)
-        values = [again.restore(on_disk), float(weight.numpy()), float(mine.numpy()), int(rollbacks.numpy())]
+        state.rollbacks.assign(0)
+        state.step.assign(on_disk)
+        again, run = run_of(name)
+        assert again.on_restore(run) == "memory"
+        values = [int(state.step.numpy()), float(weight.numpy()), float(mine.numpy()), int(state.rollbacks.numpy())]
         found[name] = [round(value, 5) if isinstance(value, float) else value for value in values]
 
     for name in ("away", "dead"):
         (own / name).mkdir(exist_ok=True)
     collectives.barrier()
     if not same_host:  # rank 1's host is away from step 100 on; the others go back to step 50 and on to step 60
-        copy = state_copy.StateCopy("away", state, [mine], world)
-        write(copy, 100)
+        state.step.assign(0)
+        copies, run = run_of("away")
+        assert copies.on_restore(run) is None
+        write(copies, run, 100)
         if world.rank == 0:
-            copy.forget()
-            rollbacks.assign(1)
-            write(copy, 60)
+            copies.on_rollback(run)
+            state.rollbacks.assign(1)
+            write(copies, run, 60)
         restore("away", 50)
-    rollbacks.assign(0)
-    copy = state_copy.StateCopy("dead", state, [mine], world)
-    write(copy, 1)
+    state.rollbacks.assign(0)
+    state.step.assign(0)
+    copies, run = run_of("dead")
+    assert copies.on_restore(run) is None
+    write(copies, run, 1)
     if world.rank == 0:  # rank 1 dies before it has copied step 2
-        write(copy, 2)
+        write(copies, run, 2)
     restore("dead", 0)
     return found
 
