@@ -11,15 +11,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from hvd_cifar.distributed import collectives, process_sets
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import provenance
 from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.runtime.world import World, session, versions
-from hvd_cifar.tools.benchmark.results import Facts, Memory
+from hvd_cifar.tools.benchmark.results import Facts
 
 
 @dataclass(frozen=True)
@@ -54,10 +52,8 @@ def sizes_to_measure(chosen: Sequence[int] | None, world_size: int, least: int =
 
 
 @contextmanager
-def start(
-    chosen: Sequence[int] | None, least: int = 1, threads: int | None = None, compression: str = "none"
-) -> Iterator[Job]:
-    """Start this rank with process sets of the numbers of ranks to measure, and for a step with this compression.
+def start(chosen: Sequence[int] | None, least: int = 1, threads: int | None = None) -> Iterator[Job]:
+    """Start this rank with process sets of the numbers of ranks to measure.
 
     Raises:
         UserError: where the job has too few ranks, or does not say how many.
@@ -66,8 +62,7 @@ def start(
     if size is None:
         raise UserError("the launcher does not say how many ranks it starts: use ./run.sh, horovodrun or mpirun")
     sets = process_sets.first_ranks(sizes_to_measure(chosen, size, least), size)
-    registered, between = process_sets.to_register(sets), compression == "bf16"
-    with session(threads, process_sets=registered, computes_between=between) as world:
+    with session(threads, process_sets=process_sets.to_register(sets)) as world:
         if world.size != size:
             raise UserError(f"the launcher said {size} ranks, but Horovod found {world.size}: start with ./run.sh")
         yield Job(world, sets)
@@ -102,13 +97,3 @@ def _processor(gpu: bool) -> str:
     except OSError:
         found = None
     return found[1] if found else os.uname().machine
-
-
-def memory_of_this_process() -> Memory:
-    """The memory of this process: resident (RSS), and proportional (PSS), where a page of n processes counts 1/n."""
-    process = psutil.Process()
-    try:
-        proportional = process.memory_full_info().pss
-    except (psutil.Error, OSError):  # some containers do not show smaps
-        proportional = None
-    return Memory(resident=process.memory_info().rss, proportional=proportional)
