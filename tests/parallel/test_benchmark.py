@@ -47,8 +47,8 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
         },
         3: {
             "weights": partial(_weights_after_steps, str(embedded)),
-            "step": benchmark("step", "step", *TUTORIAL, embedded, *short, "--repeats", 2, "--ranks", 2),
-            "allreduce": benchmark("allreduce", "allreduce", *few_sizes),
+            "step": benchmark("step", "step", *TUTORIAL, embedded, *short, "--repeats", 2, "--ranks", 3),
+            "allreduce": benchmark("allreduce", "allreduce", *few_sizes, "--ranks", 3),
         },
     }
     return once(lambda n, launcher: run_all(functions[n], n, launcher=launcher, timeout=400))
@@ -60,14 +60,14 @@ def _succeeds(ranks: list[dict[str, Any]]) -> None:
     assert not any(rank["said"] for rank in ranks[1:])
 
 
-def test_the_step_is_measured_on_2_of_3_ranks(jobs: Jobs, folder: Path) -> None:
+def test_the_step_is_measured_on_3_ranks(jobs: Jobs, folder: Path) -> None:
     _succeeds(jobs(3, "mpirun")["step"])
     found = json.loads((folder / "step.json").read_text())
     assert (folder / "step.png").read_bytes().startswith(b"\x89PNG")
     assert (found["benchmark"], found["dataset"], found["model"]) == ("step", "synthetic", "tutorial")
     assert len(found["facts"]["hosts"]) == 3
     (world,) = found["worlds"]
-    assert world["ranks"] == len(world["by_rank"]) == 2
+    assert world["ranks"] == len(world["by_rank"]) == 3
     for name in ("step", "compute", "lockstep", "input", "fed", "communication"):
         assert world[f"{name}_seconds"]["mean"] > 0 and world[f"{name}_seconds"]["n"] == 2
     assert world["lockstep_seconds"]["mean"] >= 0.999 * world["compute_seconds"]["mean"]
@@ -174,11 +174,11 @@ def test_all_reduces_are_measured_and_checked(jobs: Jobs, folder: Path) -> None:
     assert (folder / "allreduce.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((folder / "allreduce.json").read_text())
     keys = {(p["way"], p["ranks"], p["bytes"]) for p in found["points"]}
-    assert keys == {(way, k, size) for way in ("horovod", "mpi") for k in (2, 3) for size in (4, 256, 16384, 2**20)}
+    assert keys == {(way, 3, size) for way in ("horovod", "mpi") for size in (4, 256, 16384, 2**20)}
     for p in found["points"]:
         assert p["wrong_values"] == 0 and p["seconds"]["n"] == 2 and p["iterations"] >= 2
         assert p["algorithm_bandwidth"] == pytest.approx(p["bytes"] / p["seconds"]["mean"])
-        assert p["bus_bandwidth"] == pytest.approx(p["algorithm_bandwidth"] * {2: 1, 3: 4 / 3}[p["ranks"]])
+        assert p["bus_bandwidth"] == pytest.approx(p["algorithm_bandwidth"] * 4 / 3)
     assert found["skipped"] == {}
 
 
