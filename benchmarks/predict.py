@@ -15,6 +15,7 @@ the formula is worth. Ranks that share a core are not modelled.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -24,6 +25,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before the import of TensorFlow
 from benchmarks import setting
 from hvd_cifar.distributed.overlap import Backward, Link, choose, seconds_with
 from hvd_cifar.errors import UserError

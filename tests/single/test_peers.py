@@ -150,7 +150,7 @@ def test_our_sides_do_the_work_that_is_counted(model: str, tmp_path: Path) -> No
                 name.removeprefix("--").replace("-", "_"): v
                 for name, v in zip(options[::2], options[1::2], strict=True)
             }
-            settings = make(TrainSettings, given)
+            settings = make(TrainSettings, given | ({"set": (given["set"],)} if "set" in given else {}))
             recipe = nets.recipe_of(settings.model)
             batch_plan = plan(resolve(settings, recipe), recipe, sides.EXAMPLES, ranks)
             assert batch_plan.global_batch_size == ranks * work.per_rank

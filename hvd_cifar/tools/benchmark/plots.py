@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.tools.benchmark.results import AllreducePoint, AllreduceResult, Estimate, StepResult
+from hvd_cifar.tools.benchmark.results import AllreducePoint, AllreduceResult, StepResult
 
 matplotlib.use("agg")  # before the import of pyplot, which otherwise looks for a display
 from matplotlib import pyplot
@@ -33,7 +33,8 @@ def speed(axes: Any, found: StepResult) -> None:
         ("without communication", [w.images_per_second_alone for w in found.worlds]),
         ("training", [w.images_per_second for w in found.worlds]),
     ):
-        _with_errors(axes, ranks, estimates, label)
+        errors = [e.standard_error or 0.0 for e in estimates]
+        axes.errorbar(ranks, [e.mean for e in estimates], yerr=errors, marker=".", capsize=3, label=label)
     axes.set(xlabel="ranks", ylabel="images/s", xticks=ranks, ylim=(0, None))
     for w in found.worlds:
         place = (w.ranks, w.images_per_second.mean)
@@ -90,11 +91,6 @@ def _groups(found: AllreduceResult) -> list[tuple[str, int, list[AllreducePoint]
     """The measurements by way and number of ranks."""
     groups = sorted({(p.way, p.ranks) for p in found.points})
     return [(way, ranks, [p for p in found.points if (p.way, p.ranks) == (way, ranks)]) for way, ranks in groups]
-
-
-def _with_errors(axes: Any, x: list[int], estimates: list[Estimate], label: str, **style: Any) -> None:
-    errors = [e.standard_error or 0.0 for e in estimates]
-    axes.errorbar(x, [e.mean for e in estimates], yerr=errors, marker=".", capsize=3, label=label, **style)
 
 
 def _save(figure: Any, path: Path) -> None:
