@@ -24,7 +24,7 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
   ./run.sh doctor [-H HOSTS | --hostfile FILE] [--gloo]    check all hosts at once for the usual faults
   ./run.sh tensorboard RUN_DIR [ARGUMENTS]                 TensorBoard on a run, or on a folder of runs
 
-COMMAND is train, evaluate, or benchmark step|allreduce|input|predict. `./run.sh COMMAND --help` and
+COMMAND is train, evaluate, or benchmark step|allreduce. `./run.sh COMMAND --help` and
 docs/configuration.md list its options.
 `python PROGRAM.py [ARGUMENTS]` as the command runs a program of your own on every rank, in this environment.
   -np N              number of ranks; default: one per GPU (after setup --gpu), else one per core, at most 8; in a

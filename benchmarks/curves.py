@@ -1,10 +1,9 @@
 """Test accuracy of runs over their steps or epochs, as SVG: the curves of docs/results.md.
 
     python -m benchmarks.curves tutorial=runs/tutorial "resnet20 in PyTorch=torch.json" --output curves.svg
-    python -m benchmarks.curves 128=runs/128 1024=runs/1024 --by epoch --reach 80 --reach 82 --output batches.svg
+    python -m benchmarks.curves 128=runs/128 1024=runs/1024 --by epoch --output batches.svg
 
 Each argument is a name and a run directory, or the JSON file of `benchmarks.peers.published`, which knows steps only.
-`--reach` prints when each run first has that accuracy in an evaluation.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from hvd_cifar.errors import UserError
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.argument("curves", nargs=-1, required=True, metavar="NAME=RUN_DIR|FILE.json ...")
 @click.option("--by", type=click.Choice(["step", "epoch"]), default="step", show_default=True)
-@click.option("--reach", multiple=True, type=float, metavar="PERCENT", help="Test accuracy; may be given repeatedly.")
 @click.option("--output", type=Path, required=True)
 @setting.one_line_for_users()
-def main(curves: tuple[str, ...], by: str, reach: tuple[float, ...], output: Path) -> None:
-    """Read all curves, draw them, then print the table of `reach`."""
+def main(curves: tuple[str, ...], by: str, output: Path) -> None:
+    """Read all curves and draw them."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -46,16 +44,6 @@ def main(curves: tuple[str, ...], by: str, reach: tuple[float, ...], output: Pat
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(output, metadata={"Date": None})
-    if reach:
-        print("| " + " | ".join([f"{by} of the first evaluation with", *(f"{percent:g}%" for percent in reach)]) + " |")
-        print("|---" * (len(reach) + 1) + "|")
-        for name, curve in found.items():
-            print("| " + " | ".join([name, *(first(curve, percent / 100) for percent in reach)]) + " |")
-
-
-def first(curve: dict[float, float], accuracy: float) -> str:
-    """Where a curve first has an accuracy or more; "never" where it has not."""
-    return next((f"{round(x, 2):g}" for x, value in curve.items() if value >= accuracy), "never")
 
 
 def accuracies(path: Path, by: str = "step") -> dict[float, float]:

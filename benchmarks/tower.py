@@ -1,4 +1,4 @@
-"""The tower trainer of TensorFlow's multi-GPU tutorial, on this project's nets and data: an oracle, and a peer.
+"""The tower trainer of TensorFlow's multi-GPU tutorial, on this project's nets and data: an oracle.
 
     python -m benchmarks.tower --towers 2 --global-batch-size 128 --max-steps 200 --run-dir runs/towers
 

@@ -21,7 +21,6 @@ from pathlib import Path
 import click
 
 from benchmarks import jobs, setting
-from benchmarks.input_cost import cost
 from hvd_cifar import Callback, Run
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import goodput
@@ -98,6 +97,13 @@ def main(data_dir: Path, model: str, precision: str, batch_size: int, steps: int
     print(f"\n{steps} steps in a window; results came {min(late.values())} to {max(late.values())} steps late.")
     print(f"A snapshot stops training for {statistics.median(stops):.0f} ms in the median, at most {max(stops):.0f}.")
     print(setting.about())
+
+
+def cost(pairs: list[tuple[float, float]]) -> str:
+    """How much more the second of a pair is than the first: mean, standard error and median, as cells of a row."""
+    more = [100 * (with_it / without - 1) for without, with_it in pairs]
+    error = statistics.stdev(more) / len(more) ** 0.5
+    return f"{statistics.fmean(more):.1f} ± {error:.1f}% | {statistics.median(more):.1f}%"
 
 
 if __name__ == "__main__":

@@ -112,16 +112,12 @@ def _commands() -> click.Group:
 
     @commands.group()
     def benchmark() -> None:
-        """Measure the training step, the all-reduce and the input on this machine or cluster; predict more ranks."""
+        """Measure the training step and the all-reduce on this machine or cluster."""
 
     step_help = "Measure the training step on 1 to N ranks: speed, parts of its time, scaling efficiency."
     _add(benchmark, "step", config.BenchmarkStepSettings, _benchmark_step, step_help)
     allreduce_help = "Measure all-reduces of many sizes, through Horovod and through MPI: time and bandwidth."
     _add(benchmark, "allreduce", config.BenchmarkAllreduceSettings, _benchmark_allreduce, allreduce_help)
-    input_help = "Compare three ways to feed the ranks (split, drawn, sharded): speed, memory, each rank's examples."
-    _add(benchmark, "input", config.BenchmarkInputSettings, _benchmark_input, input_help)
-    predict_help = "Predict the scaling efficiency on other numbers of ranks and other networks, with its error."
-    _add(benchmark, "predict", config.BenchmarkPredictSettings, _benchmark_predict, predict_help)
 
     doctor_help = "Check all hosts at once for the usual faults, and run a small job; exit code 1 if a run would fail."
     _add(commands, "doctor", config.DoctorSettings, _doctor, doctor_help)
@@ -252,18 +248,6 @@ def _benchmark_allreduce(settings: config.BenchmarkAllreduceSettings) -> None:
     with quiet_start():
         from hvd_cifar.tools.benchmark.commands import benchmark_allreduce
     benchmark_allreduce(settings)
-
-
-def _benchmark_input(settings: config.BenchmarkInputSettings) -> None:
-    with quiet_start():
-        from hvd_cifar.tools.benchmark.commands import benchmark_input
-    benchmark_input(settings)
-
-
-def _benchmark_predict(settings: config.BenchmarkPredictSettings) -> None:
-    with quiet_start():
-        from hvd_cifar.tools.benchmark.commands import benchmark_predict
-    benchmark_predict(settings)
 
 
 def _doctor(settings: config.DoctorSettings) -> None:

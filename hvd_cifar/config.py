@@ -30,7 +30,6 @@ from hvd_cifar.fields import (
     MOST_THREADS,
     SMALLEST_NORM,
     Bytes,
-    BytesPerSecond,
     Callbacks,
     Compression,
     DatasetName,
@@ -43,7 +42,6 @@ from hvd_cifar.fields import (
     Precision,
     RankCounts,
     Scale,
-    Seconds,
     Settings,
     absolute_unless_word,
     not_empty,
@@ -69,7 +67,7 @@ def check_warmup(warmup: float | None, epochs: float | None) -> None:
         raise ValueError(f"--set warmup_epochs={warmup:g} is more than --epochs {epochs:g}: make it smaller")
 
 
-def check_buckets(settings: RunOptions | StepWork) -> None:
+def check_buckets(settings: RunOptions | BenchmarkStepSettings) -> None:
     """ValueError where --bucket-bytes has no effect."""
     if settings.bucket_bytes is not None and settings.overlap == "off":
         raise ValueError("--bucket-bytes has no effect with --overlap off: leave one of them out")
@@ -428,18 +426,13 @@ class _BenchmarkOutput(Settings):
     plot_file: LocalPath | None = Field(None, description="PNG file to draw the result in.")
 
 
-class BatchWork(DataSettings):
-    """The batches that a benchmark measures: those of `train` with these settings."""
+class BenchmarkStepSettings(DataSettings, _BenchmarkOutput):
+    """How long a training step and its parts take on 1 to N ranks: the step of `train` with the same settings."""
 
     model: ModelSpec = Field("fast", description=str(TrainSettings.model_fields["model"].description))
     batch_size: int = Field(
         DEFAULT_PER_RANK_BATCH_SIZE, gt=0, le=MOST_EXAMPLES, description="Examples a rank processes at a time."
     )
-
-
-class StepWork(BatchWork):
-    """The step that a benchmark measures: that of `train` with these settings."""
-
     precision: Precision | None = Field(None, description=str(TrainSettings.model_fields["precision"].description))
     threads_per_rank: int | None = Field(
         None,
@@ -454,16 +447,6 @@ class StepWork(BatchWork):
     )
     steps: int = Field(10, gt=0, le=MOST_STEPS, description="Steps in one measurement.")
     repeats: int = Field(5, gt=0, le=MOST_STEPS, description="Measurements of each kind, after a warm-up measurement.")
-
-    @model_validator(mode="after")
-    def _buckets_are_used(self) -> StepWork:
-        check_buckets(self)
-        return self
-
-
-class BenchmarkStepSettings(StepWork, _BenchmarkOutput):
-    """How long a training step and its parts take on 1 to N ranks."""
-
     ranks: RankCounts | None = Field(
         None, description="Numbers of ranks to measure, such as 1,2,3. [default: powers of two, and all]"
     )
@@ -473,27 +456,10 @@ class BenchmarkStepSettings(StepWork, _BenchmarkOutput):
         le=1,
         description="End with exit code 1 where the scaling efficiency on the most ranks is lower than this fraction.",
     )
-    emulate_compute: Seconds | None = Field(
-        None,
-        gt=0,
-        description="For developers: time to sleep instead of computing each step, such as 50ms. Gradients leave in "
-        "one message, or in buckets of --bucket-bytes.",
-        json_schema_extra={"hidden": True},
-    )
 
     @model_validator(mode="after")
-    def _emulation_has_no_efficiency(self) -> BenchmarkStepSettings:
-        if self.emulate_compute is None:
-            return self
-        for option, given in (
-            ("--min-efficiency", self.min_efficiency is not None),
-            ("--plot", self.plot_file is not None),
-            ("--compression", self.compression != "none"),
-        ):
-            if given:
-                raise ValueError(f"--emulate-compute and {option} exclude each other: leave one out")
-        if self.overlap == "on" and self.bucket_bytes is None:
-            raise ValueError("--emulate-compute cannot measure the size of buckets: give --bucket-bytes")
+    def _buckets_are_used(self) -> BenchmarkStepSettings:
+        check_buckets(self)
         return self
 
 
@@ -520,44 +486,6 @@ class BenchmarkAllreduceSettings(_BenchmarkOutput):
     def _sizes_ascend(self) -> BenchmarkAllreduceSettings:
         if self.min_bytes > self.max_bytes:
             raise ValueError(f"--min-bytes {self.min_bytes} is more than --max-bytes {self.max_bytes}: make it smaller")
-        return self
-
-
-class BenchmarkInputSettings(BatchWork, _BenchmarkOutput):
-    """How fast each way of feeding N ranks is, and which examples it gives them."""
-
-    repeats: int = Field(
-        5, gt=0, le=MOST_STEPS, description="Epochs of each way, after a warm-up epoch; ways take turns."
-    )
-
-
-class BenchmarkPredictSettings(StepWork, _BenchmarkOutput):
-    """What efficiency to expect on other numbers of ranks, and on another network."""
-
-    allreduce_file: LocalPath | None = Field(
-        None, description="JSON file of `benchmark allreduce`. [default: measure now, on the ranks of this job]"
-    )
-    step_file: LocalPath | None = Field(
-        None, description="JSON file of `benchmark step`. [default: measure now, with the options above]"
-    )
-    ranks: RankCounts = Field((2, 4, 8, 16, 64, 512), description="Numbers of ranks to predict for.")
-    ranks_per_host: int | None = Field(
-        None, gt=0, description="Ranks on each host in the predictions. [default: as measured]"
-    )
-    link: BytesPerSecond | None = Field(
-        None, gt=0, allow_inf_nan=False, description="Speed of each host's link, such as 10Gbit/s. [default: measured]"
-    )
-    latency: Seconds | None = Field(
-        None, ge=0, description="Time of a message over the link, such as 20us. [default: measured]"
-    )
-
-    @model_validator(mode="after")
-    def _step_is_measured(self) -> BenchmarkPredictSettings:
-        given = {field for field in self.model_fields_set if getattr(self, field) is not None}
-        unused = given & {*StepWork.model_fields} - (set() if self.allreduce_file else {"threads_per_rank"})
-        if self.step_file and unused:
-            option = _told_name(type(self), min(unused))
-            raise ValueError(f"{option} has no effect with --step FILE: leave one of them out")
         return self
 
 

@@ -124,12 +124,8 @@ def _rank_counts(given: Any) -> Any:
     return tuple(sorted({int(text) for text in texts}))
 
 
-# Units, with their values in bytes, bytes per second and seconds.
+# Units, with their values in bytes.
 _SIZES = {"": 1, "B": 1, "K": 2**10, "KiB": 2**10, "M": 2**20, "MiB": 2**20, "G": 2**30, "GiB": 2**30}
-_SPEEDS = {f"{p}bit/s": 10**n / 8 for p, n in (("", 0), ("k", 3), ("M", 6), ("G", 9), ("T", 12))} | {
-    f"{p}B/s": 10.0**n for p, n in (("", 0), ("k", 3), ("M", 6), ("G", 9), ("T", 12))
-}
-_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
 def _steps(given: Any) -> Any:
@@ -184,8 +180,6 @@ def words(given: Any) -> Any:
 RankCounts = Annotated[tuple[int, ...], BeforeValidator(_rank_counts)]
 Steps = Annotated[tuple[int, int], BeforeValidator(_steps), AfterValidator(_in_order)]
 Bytes = Annotated[int, _quantity(_SIZES, "4, 64K or 256MiB")]
-BytesPerSecond = Annotated[float, _quantity(_SPEEDS, "10Gbit/s")]
-Seconds = Annotated[float, _quantity(_TIMES, "20us")]
 ModelSpec = Annotated[str, AfterValidator(_model)]
 Callbacks = Annotated[tuple[str, ...], BeforeValidator(_callbacks)]
 LocalPath = Annotated[Path, BeforeValidator(not_empty), AfterValidator(absolute)]

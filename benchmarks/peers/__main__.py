@@ -23,7 +23,7 @@ import shlex
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,101 +70,121 @@ LOG_EVERY = {"resnet20": 5, "resnet32": 3, "resnet56": 2, "tutorial": 10, "fast"
 def main(**given: Any) -> None:
     """Measure, then print a table in Markdown."""
     jobs.end_on_signals()
-    measure(**given)
+    measure(Options(**given))
 
 
-def measure(
-    data_dir: Path,
-    model: str,
-    precision: str | None,
-    ranks: int,
-    batch_size: int,
-    hosts: int,
-    links: tuple[str, ...],
-    repeats: int,
-    seconds: float,
-    only: tuple[str, ...],
-    base: str | None,
-    peers: Path,
-    seed: int,
-    keep: Path | None,
-    output: Path | None,
-) -> None:
+@dataclass(frozen=True)
+class Options:
+    """Those of the program."""
+
+    data_dir: Path
+    model: str
+    precision: str | None
+    ranks: int
+    batch_size: int
+    hosts: int
+    links: tuple[str, ...]
+    repeats: int
+    seconds: float
+    only: tuple[str, ...]
+    base: str | None
+    peers: Path
+    seed: int
+    keep: Path | None
+    output: Path | None
+
+    def chosen(self) -> tuple[list[str], str]:
+        """The sides to measure, and the reference. UserError where they do not fit the model or the batch."""
+        able = sides.sides_of(self.model, self.hosts > 1)
+        if unfit := [name for name in self.only if name not in able]:
+            where = f"{self.model} over hosts" if self.hosts > 1 else self.model
+            raise UserError(f"--only {unfit[0]}: it does not train {where}; give some of {', '.join(able)}")
+        chosen = [name for name in able if not self.only or name in self.only]
+        base = self.base or able[1]
+        if base not in chosen:
+            raise UserError(f"--base {base}: it is not among the sides that are measured; also name it in --only")
+        recipe = nets.recipe_of(self.model).for_batch(self.ranks * self.batch_size)
+        if self.model != "fast" and recipe.optimizer not in (keras.optimizers.SGD, momentum_sgd):
+            raise UserError(
+                f"{self.ranks} ranks of {self.batch_size} examples: {self.model} trains this batch with another "
+                "optimizer than its peers; give fewer examples"
+            )
+        return chosen, base
+
+    def work(self, data_dir: Path, python: Path | None, folder: Path) -> sides.Work:
+        """What every side does. `python`: of the peers' environment, where a side needs it."""
+        return sides.Work(
+            model=self.model,
+            precision=self.precision or ("mixed_bfloat16" if self.model == "fast" else "float32"),
+            ranks=self.ranks,
+            per_rank=sides.FAST_BATCH // self.ranks if self.model == "fast" else self.batch_size,
+            threads=sides.threads_of(self.ranks),
+            log_every=LOG_EVERY[self.model],
+            data_dir=data_dir,
+            peers_python=python or Path(sys.executable),
+            folder=folder,
+        )
+
+
+def measure(options: Options) -> None:
     """See the module.
 
     Raises:
         UserError: where data or an environment is missing, or a side ends.
     """
-    data_dir = setting.real_data(data_dir)
-    check_writable(output)
+    data_dir = setting.real_data(options.data_dir)
+    check_writable(options.output)
     prepare_tensorflow(os.environ)  # all sides inherit it
-    network.check(hosts, ranks, links)
-    links = tuple(dict.fromkeys([network.NO_LIMIT, *links]))
-    able = sides.sides_of(model, hosts > 1)
-    if unfit := [name for name in only if name not in able]:
-        where = f"{model} over hosts" if hosts > 1 else model
-        raise UserError(f"--only {unfit[0]}: it does not train {where}; give some of {', '.join(able)}")
-    chosen = [name for name in able if not only or name in only]
-    base = base or able[1]
-    if base not in chosen:
-        raise UserError(f"--base {base}: it is not among the sides that are measured; also name it in --only")
-    recipe = nets.recipe_of(model).for_batch(ranks * batch_size)
-    if model != "fast" and recipe.optimizer not in (keras.optimizers.SGD, momentum_sgd):
-        raise UserError(
-            f"{ranks} ranks of {batch_size} examples: {model} trains this batch with another optimizer than its peers; "
-            "give fewer examples"
-        )
-    python = environment.ensure(peers.expanduser().absolute()) if sides.TORCH & {*chosen} else None
+    network.check(options.hosts, options.ranks, options.links)
+    links = tuple(dict.fromkeys([network.NO_LIMIT, *options.links]))
+    chosen, base = options.chosen()
+    python = environment.ensure(options.peers.expanduser().absolute()) if sides.TORCH & {*chosen} else None
     with ExitStack() as stack:
-        folder = keep.absolute() if keep else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        work = sides.Work(
-            model=model,
-            precision=precision or ("mixed_bfloat16" if model == "fast" else "float32"),
-            ranks=ranks,
-            per_rank=sides.FAST_BATCH // ranks if model == "fast" else batch_size,
-            threads=sides.threads_of(ranks),
-            log_every=LOG_EVERY[model],
-            data_dir=data_dir,
-            peers_python=python or Path(sys.executable),
-            folder=folder,
-        )
-        running: dict[str, Job] = {}
-        for name in chosen:
-            place = folder / name
-            if place.exists():
-                raise UserError(f"--keep {folder}: it holds an earlier measurement; give another folder")
-            place.mkdir(parents=True)
-            own = stack.enter_context(network.pinned_hosts(hosts, place / "hosts")) if hosts > 1 else None
-            if own:
-                network.limit(own, links[-1])  # what a side measures at its start, such as buckets, holds for this link
-            side = sides.SIDES[name](replace(work, hosts=tuple(own or ())))
-            job = running[name] = stack.enter_context(Job(side, place, jobs.CHECKOUT, own))
-            job.take_turn(seconds)
-            job.pause()
-            click.echo(f"{job.side.name}: warm", err=True)
-        turns = _in_turns(running, links, repeats, seconds, random.Random(seed))
-        named = {
-            job.side.name: {link: [turn.rate for turn in of_link] for link, of_link in turns[name].items()}
-            for name, job in running.items()
-        }
-        others = spread([turn.others for of_side in turns.values() for of_link in of_side.values() for turn in of_link])
-        bases = dict.fromkeys([base, sides.LIMIT] if sides.LIMIT in running and hosts == 1 else [base])
-        print(table(named, *(running[name].side.name for name in bases)), flush=True)
-        if others.middle > DISTURBED:
-            print(f"\nTHIS TABLE SAYS LITTLE: {others.middle:.0%} of the cores went to others")
+        folder = options.keep.absolute() if options.keep else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        work = options.work(data_dir, python, folder)
+        running = {name: _warm(name, work, options, links[-1], stack) for name in chosen}
+        turns = _in_turns(running, links, options.repeats, options.seconds, random.Random(options.seed))
+    names = {name: job.side.name for name, job in running.items()}
+    rates = {
+        names[name]: {link: [turn.rate for turn in of_link] for link, of_link in of_side.items()}
+        for name, of_side in turns.items()
+    }
+    others = spread([turn.others for of_side in turns.values() for of_link in of_side.values() for turn in of_link])
+    bases = dict.fromkeys([base, sides.LIMIT] if sides.LIMIT in running and options.hosts == 1 else [base])
+    print(table(rates, *(names[name] for name in bases)))
+    if others.middle > DISTURBED:
+        print(f"\nTHIS TABLE SAYS LITTLE: {others.middle:.0%} of the cores went to others")
     about = {
-        "model": model,
+        "model": options.model,
         "precision": work.precision,
-        "ranks": ranks,
-        "hosts": hosts,
+        "ranks": options.ranks,
+        "hosts": options.hosts,
         "examples a rank and step": work.per_rank,
         "about": setting.about(**(environment.versions(python) if python else {})),
         "share of the cores that went to others": str(others),
         "command": shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
     }
     print("\n" + "; ".join(f"{name}: {value}" for name, value in about.items()))
-    if output:
-        output.write_text(json.dumps({**about, "images_per_second": named}, indent=2) + "\n")
+    if options.output:
+        options.output.write_text(json.dumps({**about, "images_per_second": rates}, indent=2) + "\n")
+
+
+def _warm(name: str, work: sides.Work, options: Options, link: str, stack: ExitStack) -> Job:
+    """A side that has made its first steps and is stopped; `stack` ends it."""
+    place = work.folder / name
+    if place.exists():
+        raise UserError(f"--keep {work.folder}: it holds an earlier measurement; give another folder")
+    place.mkdir(parents=True)
+    hosts = None
+    if options.hosts > 1:
+        hosts = stack.enter_context(network.pinned_hosts(options.hosts, place / "hosts"))
+        network.limit(hosts, link)  # what a side measures at its start, such as buckets, holds for this link
+    side = sides.SIDES[name](replace(work, hosts=tuple(hosts or ())))
+    job = stack.enter_context(Job(side, place, jobs.CHECKOUT, hosts))
+    job.take_turn(options.seconds)
+    job.pause()
+    click.echo(f"{side.name}: warm", err=True)
+    return job
 
 
 def _in_turns(

@@ -8,10 +8,6 @@ code. Runs in the peers' environment (torch and numpy); `python -m benchmarks.pe
 On a GPU the original holds the weights in half precision. Here they are float32, and convolutions take and give
 bfloat16 by autocast. bfloat16 has three mantissa bits less than half precision: weights in it would lose most late
 updates to rounding.
-
-The original is one process. Several processes, each started with RANK, WORLD_SIZE and --store FILE, share the batch
-under PyTorch's DistributedDataParallel over Gloo. The parameters that it reduces must not change, so this needs
---whitening-bias-epochs 0.
 """
 
 from __future__ import annotations
@@ -19,17 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers.allocator import keep_memory
 from benchmarks.peers.stamps import Stamps
@@ -58,7 +51,6 @@ LOOK_AHEAD_STEPS = 5
 LOOK_AHEAD_DECAY = 0.95**5
 TRANSLATE = 2  # pixels
 TEST_BATCH = 2000
-PATIENCE = timedelta(days=1)  # ranks are stopped while others are measured
 
 
 def norm(width: int) -> nn.Module:
@@ -182,14 +174,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("float32", "mixed_bfloat16"), default="mixed_bfloat16")
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--run-dir", type=Path)
-    parser.add_argument("--store", type=Path, help="File in which ranks find each other; it must not exist.")
     given = parser.parse_args()
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if size > 1:
-        if given.store is None or given.whitening_bias_epochs:
-            parser.error(f"WORLD_SIZE is {size}: several ranks want --store FILE and --whitening-bias-epochs 0")
-        store = f"file://{given.store.absolute()}"
-        distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=PATIENCE)
     torch.set_num_threads(given.threads)
     torch.manual_seed(given.seed)
     autocast = given.precision == "mixed_bfloat16"
@@ -200,7 +185,7 @@ def main() -> None:
     dataset = CIFAR10.read(folder)
     train_set, test_set = dataset.train, dataset.test
     dtype = torch.bfloat16 if autocast else torch.float32
-    stamps = Stamps(given.run_dir if rank == 0 else None)
+    stamps = Stamps(given.run_dir)
 
     began = time.perf_counter()
     images = Windows(train_set.images, TRANSLATE, "reflect", MEAN, DEVIATION, dtype)
@@ -209,12 +194,6 @@ def main() -> None:
     net.whiten.weight.data[:] = whitening_filters(images.middle(torch.arange(WHITENING_IMAGES)))
     net = net.to(memory_format=torch.channels_last)
     optimizer = make_optimizer(net)
-    replica: Any = net
-    if size > 1:
-        net.whiten.bias.requires_grad_(False)
-        # As in benchmarks.peers.ddp.
-        chosen = {"gradient_as_bucket_view": True, "static_graph": True, "forward_sync_buffers": False}
-        replica = DistributedDataParallel(net, **chosen)
     base = [group["lr"] for group in optimizer.param_groups]
     ahead = LookAhead(net)
     loss_of = nn.CrossEntropyLoss(label_smoothing=SMOOTHING, reduction="sum")
@@ -229,15 +208,14 @@ def main() -> None:
         if within == 0:
             order = torch.randperm(len(labels), generator=generator)
             net.whiten.bias.requires_grad_(epoch < given.whitening_bias_epochs)
-        index = order[within * BATCH : (within + 1) * BATCH][rank::size]
+        index = order[within * BATCH : (within + 1) * BATCH]
         mirrored = mirrored_first[index] ^ bool(epoch % 2)  # of any two epochs, each image is mirrored in one
         for group, rate in zip(optimizer.param_groups, base, strict=True):
             group["lr"] = rate * rate_factor(step, total)
-        optimizer.zero_grad(set_to_none=size == 1)  # gradients that are views of the buckets stay so
+        optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logits = replica(images.random(index, mirrored, generator))
-        # DistributedDataParallel averages over the ranks, and the optimizer's rate is for a sum.
-        loss = loss_of(logits.float(), labels[index]) * size
+            logits = net(images.random(index, mirrored, generator))
+        loss = loss_of(logits.float(), labels[index])
         loss.backward()
         optimizer.step()
         done = step + 1
@@ -261,15 +239,12 @@ def main() -> None:
         "training_seconds": round(trained - began, 2),
         "six_view_evaluation_seconds": round(evaluated - trained, 2),
         "steps": last,
-        "ranks": size,
         "seed": given.seed,
         "threads": given.threads,
         "torch": torch.__version__,
     }
     print(json.dumps(result))
-    if size > 1:
-        distributed.destroy_process_group()
-    if given.run_dir and rank == 0:
+    if given.run_dir:
         (given.run_dir / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
 
 

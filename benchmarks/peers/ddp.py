@@ -7,8 +7,7 @@ Runs in the peers' environment; `python -m benchmarks.peers` makes that, and sta
 each other by its store, and a start goes on from the newest snapshot, which rank 0 saves. Net, loss, optimizer, batch,
 order, augmentation and data are those of this project. What makes PyTorch fast on a CPU is on: channels last, autocast
 to bfloat16, the fused optimizer, gradients that are views of the buckets, a static graph, no broadcast of the moving
-statistics, local response normalisation by a product of matrices, an allocator that keeps its memory. --defaults leaves
-DDP, SGD, that layer and the allocator as they are.
+statistics, local response normalisation by a product of matrices, an allocator that keeps its memory.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers import torch_resnet, torch_tutorial
 from benchmarks.peers.allocator import keep_memory
-from benchmarks.peers.stamps import Ledger, Stamps
+from benchmarks.peers.stamps import Stamps
 from benchmarks.peers.torch_views import Distorted, Windows
 from hvd_cifar.data import sampler
 from hvd_cifar.data.augment import PAD
@@ -54,10 +53,10 @@ class Work:
     ema_decay: float = 0.0
 
 
-def work_of(model: str, batch: int, defaults: bool) -> Work:
+def work_of(model: str, batch: int) -> Work:
     """See the class; `batch` is that of all ranks."""
     if model == "tutorial":
-        net = torch_tutorial.Tutorial(plain=defaults)
+        net = torch_tutorial.Tutorial()
         options: dict[str, Any] = {"window": SIDE * 3 // 4, "views": Distorted, "ema_decay": 0.9999}
         rate, momentum = (0.1 * batch / 128, 0.0) if batch <= 128 else (0.02 * batch / 256, 0.9)
         return Work(net, torch_tutorial.decayed(net), rate, momentum, weight_decay=0.004, **options)
@@ -121,11 +120,9 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int)
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--snapshot-every", type=int, help="Between snapshots; also records examples and last weights.")
-    parser.add_argument("--defaults", action="store_true", help="DDP, SGD and the allocator as they are by default.")
+    parser.add_argument("--snapshot-every", type=int, help="Between snapshots; also records the last weights.")
     given = parser.parse_args()
-    if not given.defaults:
-        keep_memory()
+    keep_memory()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
@@ -138,7 +135,7 @@ def main() -> None:
     dataset = CIFAR10.read(folder)
     autocast = given.precision == "mixed_bfloat16"
     batch = given.batch_size * size
-    work = work_of(given.model, batch, given.defaults)
+    work = work_of(given.model, batch)
     dtype = torch.bfloat16 if autocast else torch.float32
     mean, deviation = dataset.channel_mean, dataset.channel_deviation
     images = work.views(dataset.train.images, work.pad, "mean", mean, deviation, dtype, work.window)
@@ -150,24 +147,19 @@ def main() -> None:
     if count != PARAMETERS[given.model]:
         raise RuntimeError(f"the net has {count:,} parameters, not {PARAMETERS[given.model]:,}: it is another net")
     chosen = {"gradient_as_bucket_view": True, "static_graph": True, "forward_sync_buffers": False}
-    replica = DistributedDataParallel(net, **({} if given.defaults else chosen))
+    replica = DistributedDataParallel(net, **chosen)
     held = {id(p) for p in work.decayed}
     groups = [
         {"params": work.decayed, "weight_decay": work.weight_decay},
         {"params": [p for p in net.parameters() if id(p) not in held], "weight_decay": 0.0},
     ]
-    fused = None if given.defaults else True
-    optimizer = torch.optim.SGD(groups, lr=work.rate, momentum=work.momentum, fused=fused)
+    optimizer = torch.optim.SGD(groups, lr=work.rate, momentum=work.momentum, fused=True)
     averages = MovingAverage(net, work.ema_decay) if work.ema_decay else None
     loss_of = nn.CrossEntropyLoss()
     generator = torch.Generator()
     snapshots = Snapshots(given.run_dir / "snapshot.pt", net, optimizer, averages) if given.snapshot_every else None
     step = snapshots.load() if snapshots else 0
     stamps = Stamps(given.run_dir if rank == 0 else None, goes_on=snapshots is not None)
-    ledger = Ledger(given.run_dir / "ledger") if snapshots else None
-    if ledger:
-        ledger.go_on_from(step)
-        distributed.barrier()
 
     per_epoch = sampler.steps_per_epoch(len(labels), batch)
     indices: Any = None
@@ -176,14 +168,12 @@ def main() -> None:
         if indices is None or within == 0:
             indices = torch.from_numpy(sampler.epoch_order(0, epoch, len(labels)))
         index = indices[within * batch : (within + 1) * batch][rank::size]
-        if ledger:
-            ledger.use(step + 1, index.tolist())
         generator.manual_seed(step * size + rank)  # a step that is made again has the same views
         mirrored = torch.rand(len(index), generator=generator) < 0.5
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logits = replica(images.random(index, mirrored, generator))
         loss = loss_of(logits.float(), labels[index])
-        optimizer.zero_grad(set_to_none=given.defaults)  # gradients that are views of the buckets stay so
+        optimizer.zero_grad(set_to_none=False)  # gradients that are views of the buckets stay so
         loss.backward()
         optimizer.step()
         if averages:

@@ -1,11 +1,11 @@
-"""This project's elastic jobs beside Horovod's and torchrun's, under the same random faults.
+"""This project's elastic jobs beside torchrun's, under the same random faults.
 
     python -m benchmarks.peers.elastic --data-dir D
 
 Each side trains the tutorial's net for whole epochs in float32, with the same order of the data and global batch. Its
 first run has no faults. Then, in each round, the sides train again in a random order, and a rank is killed (SIGKILL) at
-random moments, the same for all sides. The next fault waits until the job has all its ranks again. Snapshots (torchrun)
-and commits (Horovod) are made every --every steps; this project keeps a copy of each step.
+random moments, the same for all sides. The next fault waits until the job has all its ranks again. torchrun's snapshots
+are made every --every steps; this project keeps a copy of each step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,24 +29,21 @@ import click
 import psutil
 
 from benchmarks import jobs, setting
-from benchmarks.peers import environment, sides, stamps
+from benchmarks.peers import environment, sides
 from benchmarks.peers.allocator import VARIABLES
 from hvd_cifar.data import sampler
 from hvd_cifar.errors import UserError
 
-OURS, TORCHRUN, TORCHRUN_DEFAULTS = "hvd_cifar", "torchrun", "torchrun-defaults"
-HOROVOD, HOROVOD_ONE_HOST = "horovod", "horovod-one-host"
+OURS, TORCHRUN = "hvd_cifar", "torchrun"
 MODEL = "tutorial"
 PAUSE = 1.0  # seconds: a longer time between two steps is an outage; a step takes a tenth of it
 SILENCE = 180.0  # seconds without a step, after which a job is given up
 LOOK = 0.02  # seconds between looks at a job
-NAMES = ("localhost", "127.0.0.1", "127.0.1", "127.1")  # of this machine, different hosts to Horovod
-COOL_DOWN = 2  # seconds, at most, for which Horovod bars a host that lost a rank
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every side does. every: steps between snapshots or commits. examples: in an epoch. folder: of the run."""
+    """What every side does. every: steps between snapshots. folder: of the run."""
 
     ranks: int
     batch: int
@@ -56,7 +52,6 @@ class Work:
     data_dir: Path
     peers_python: Path
     folder: Path
-    examples: int = sides.EXAMPLES
 
     @property
     def run_dir(self) -> Path:
@@ -75,21 +70,21 @@ class Side(NamedTuple):
 def ours(work: Work) -> list[Any]:
     """This project, with weights that do not depend on the number of ranks."""
     words = [sys.executable, "-m", "hvd_cifar.launch", "-np", work.ranks, "--elastic", f"1:{work.ranks}"]
-    words += ["--cool-down", "0:0", "--host-discovery-script", _discovery(work, ["localhost"])]
+    words += ["--cool-down", "0:0", "--host-discovery-script", _discovery(work)]
     words += ["train", "--dataset", "cifar10", "--data-dir", work.data_dir, "--model", MODEL, "--log-every", 1]
     words += ["--global-batch-size", work.batch, "--max-steps", work.steps, "--virtual-shards", work.ranks]
-    words += ["--checkpoint-every", 10**6, "--eval-every", 0, "--record-examples"]
+    words += ["--checkpoint-every", 10**6, "--eval-every", 0]
     return [*words, "--run-dir", work.run_dir]
 
 
-def torchrun(work: Work, defaults: bool = False) -> list[Any]:
+def torchrun(work: Work) -> list[Any]:
     """DDP over Gloo; torchrun starts all ranks again, which load the newest snapshot.
 
     torchrun's agent keeps one store for all starts, so a rank may read the address of a lost one. A variable of PyTorch
-    prevents this; `defaults` leaves it out.
+    prevents this.
     """
     variables = {**VARIABLES, "OMP_NUM_THREADS": sides.threads_of(work.ranks), "GLOO_SOCKET_IFNAME": "lo"}
-    variables |= {} if defaults else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
+    variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = 1
     words: list[Any] = ["env", *(f"{name}={value}" for name, value in variables.items())]
     words += [work.peers_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", work.ranks]
     words += ["--max-restarts", 1000, "-m", "benchmarks.peers.ddp", "--data-dir", work.data_dir, "--model", MODEL]
@@ -97,36 +92,16 @@ def torchrun(work: Work, defaults: bool = False) -> list[Any]:
     return [*words, "--max-steps", work.steps, "--snapshot-every", work.every, "--run-dir", work.run_dir]
 
 
-def horovod(work: Work, one_host: bool = False) -> list[Any]:
-    """Horovod's own elastic mode. It bars a host that lost a rank, so each rank has a host, all of them this machine.
-
-    `one_host`: the ranks share one, as a user of one machine would have it.
-    """
-    hosts = NAMES[: 1 if one_host else work.ranks]
-    words = ["horovodrun", "--gloo", "-np", work.ranks, "--min-np", 1, "--max-np", work.ranks]
-    words += ["--host-discovery-script", _discovery(work, hosts), "--network-interface", "lo"]
-    words += ["--blacklist-cooldown-range", 1, COOL_DOWN]
-    words += [sys.executable, "-m", "benchmarks.peers.elastic_horovod", "--data-dir", work.data_dir, "--model", MODEL]
-    words += ["--global-batch-size", work.batch, "--threads", sides.threads_of(work.ranks)]
-    return [*words, "--max-steps", work.steps, "--commit-every", work.every, "--run-dir", work.run_dir]
-
-
-def _discovery(work: Work, hosts: Sequence[str]) -> Path:
+def _discovery(work: Work) -> Path:
     path = work.folder / "discover.sh"
-    path.write_text("\n".join(["#!/bin/sh", *(f"echo {host}:{work.ranks // len(hosts)}" for host in hosts)]) + "\n")
+    path.write_text(f"#!/bin/sh\necho localhost:{work.ranks}\n")
     path.chmod(0o755)
     return path
 
 
-_HOROVOD = "benchmarks.peers.elastic_horovod"
 SIDES = {
     OURS: Side("hvd_cifar `--elastic`", ours, "hvd_cifar"),
     TORCHRUN: Side("PyTorch DDP, torchrun", torchrun, "benchmarks.peers.ddp"),
-    TORCHRUN_DEFAULTS: Side(
-        "PyTorch DDP, torchrun's defaults", partial(torchrun, defaults=True), "benchmarks.peers.ddp"
-    ),
-    HOROVOD: Side("Horovod Elastic, a host a rank", horovod, _HOROVOD),
-    HOROVOD_ONE_HOST: Side("Horovod Elastic, one host", partial(horovod, one_host=True), _HOROVOD),
 }
 
 
@@ -138,7 +113,6 @@ class Course:
         seen: seconds at which its steps were seen.
         faults: seconds at which its ranks were killed.
         twice, lost: steps that were made a second time, and those that were never made.
-        examples_lost, examples_repeated: by the steps that count.
         digest: of the weights at the end.
         told: the failure, where the run did not come to its end.
     """
@@ -147,8 +121,6 @@ class Course:
     faults: list[float] = field(default_factory=list)
     twice: int = 0
     lost: int = 0
-    examples_lost: int = 0
-    examples_repeated: int = 0
     digest: str = ""
     told: str = ""
 
@@ -190,13 +162,6 @@ def outages(seen: Sequence[float], faults: Sequence[float]) -> list[tuple[float,
         after = [b - a for a, b in gaps if fault < b <= following]
         found.append((after[0], sum(after)) if after else (0.0, 0.0))
     return found
-
-
-def counted(used: Mapping[int, Iterable[int]], examples: int, epochs: int) -> tuple[int, int]:
-    """How many examples were lost, and how many repeated, where every epoch is to have each of them once."""
-    times = Counter(example for of_step in used.values() for example in of_step)
-    lost = sum(max(0, epochs - times[example]) for example in range(examples))
-    return lost, sum(max(0, count - epochs) for count in times.values())
 
 
 def ranks_of(job: int, word: str) -> list[psutil.Process]:
@@ -270,8 +235,6 @@ def run(side: Side, work: Work, faults: int, chance: random.Random) -> Course:
         course.told += f": {last_words(work.folder / 'log')}"
         return course
     course.digest = json.loads((work.run_dir / "summary.json").read_text())["weights_sha256"]
-    epochs = work.steps // sampler.steps_per_epoch(work.examples, work.batch)
-    course.examples_lost, course.examples_repeated = counted(used_examples(work.run_dir), work.examples, epochs)
     return course
 
 
@@ -289,14 +252,6 @@ def has_ended(process: psutil.Process) -> bool:
     return True
 
 
-def used_examples(run_dir: Path) -> dict[int, list[int]]:
-    """The examples of each step that counts."""
-    if (run_dir / "ledger").exists():
-        return stamps.used(run_dir / "ledger")
-    lines = [json.loads(line) for line in (run_dir / "examples.jsonl").read_text().splitlines()]
-    return {line["step"]: [i for of_rank in line["ranks"] for i in of_rank if i != sampler.PADDING] for line in lines}
-
-
 HEAD = (
     "side",
     "runs to the end",
@@ -305,8 +260,6 @@ HEAD = (
     "s without a step in all",
     "steps made twice a fault",
     "steps lost",
-    "examples lost",
-    "examples repeated",
     "weights as if left alone",
     "s of a run, left alone",
 )
@@ -328,8 +281,6 @@ def row(name: str, alone: Course, courses: Sequence[Course]) -> list[str]:
         *(f"{statistics.median(of):.1f}, at most {max(of):.1f}" if of else "" for of in (first, total)),
         f"{sum(course.twice for course in whole) / max(1, faults):.1f}",
         str(sum(course.lost for course in whole)),
-        str(sum(course.examples_lost for course in whole)),
-        str(sum(course.examples_repeated for course in whole)),
         f"{same} of {len(whole)}",
         f"{statistics.median(course.seconds for course in whole):.0f}, {alone.seconds:.0f}",
     ]
@@ -337,12 +288,12 @@ def row(name: str, alone: Course, courses: Sequence[Course]) -> list[str]:
 
 @click.command(help=(__doc__ or "").splitlines()[0], context_settings={"show_default": True})
 @click.option("--data-dir", type=Path, default=Path("~/.cache/hvd_cifar/data"), help="Folder with binary CIFAR-10.")
-@click.option("--ranks", type=click.IntRange(2, len(NAMES)), default=2)
+@click.option("--ranks", type=click.IntRange(2, 4), default=2)
 @click.option("--batch", type=click.IntRange(1), default=128, help="Global batch size, a multiple of --ranks.")
 @click.option("--epochs", type=click.IntRange(1), default=1)
 @click.option("--faults", type=click.IntRange(0), default=5, help="Faults in a run.")
 @click.option("--rounds", type=click.IntRange(1), default=2, help="Runs of each side with faults.")
-@click.option("--every", type=click.IntRange(1), default=10, help="Steps between snapshots, or commits.")
+@click.option("--every", type=click.IntRange(1), default=10, help="Steps between torchrun's snapshots.")
 @click.option("--only", multiple=True, type=click.Choice(list(SIDES)), help="Only these sides.")
 @click.option("--environment", "peers", type=Path, default=Path("~/.cache/hvd_cifar/peers"), help="For PyTorch.")
 @click.option("--seed", type=int, help="Of faults, moments and order of sides.")
@@ -372,7 +323,7 @@ def main(
     data_dir = setting.real_data(data_dir)
     chosen = [name for name in SIDES if not only or name in only]
     python = Path(sys.executable)
-    if {TORCHRUN, TORCHRUN_DEFAULTS} & {*chosen}:
+    if TORCHRUN in chosen:
         python = environment.ensure(peers.expanduser().absolute())
     seed = random.randrange(1000) if seed is None else seed
     steps = epochs * sampler.steps_per_epoch(sides.EXAMPLES, batch)

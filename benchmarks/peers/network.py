@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from benchmarks import jobs
 from hvd_cifar.errors import UserError
 from tests.cluster.hosts import INTERFACE, PREFIX, Cluster, Host, cluster, reason_to_skip
-from tests.cluster.jobs import variables
 
 NO_LIMIT = "none"  # the link that is always measured
 # Linux's default. BBR is unsuitable: after a limit is set, it still assumes the earlier round-trip time of
@@ -23,11 +18,8 @@ CONGESTION_CONTROL = "cubic"
 RATE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[kmg]?bit")  # those of tc's notations that count bits
 
 
-def check(hosts: int, ranks: int, links: Sequence[str], share_cores: bool = False) -> None:
+def check(hosts: int, ranks: int, links: Sequence[str]) -> None:
     """Check the options of hosts.
-
-    Args:
-        share_cores: whether hosts may outnumber the cores.
 
     Raises:
         UserError: where this machine cannot make the hosts, or ranks or links do not fit them.
@@ -41,7 +33,7 @@ def check(hosts: int, ranks: int, links: Sequence[str], share_cores: bool = Fals
             raise UserError(f"--link {link}: not a rate; write it as 100mbit or 1gbit")
     if ranks % hosts:
         raise UserError(f"--ranks {ranks}: not a multiple of --hosts {hosts}; each host has as many ranks")
-    if not share_cores and hosts > len(cores := os.sched_getaffinity(0)):
+    if hosts > len(cores := os.sched_getaffinity(0)):
         raise UserError(f"--hosts {hosts}: each needs a core of its own, and there are {len(cores)}; lower it")
     if reason := reason_to_skip():
         raise UserError(f"--hosts {hosts}: {reason}")
@@ -66,24 +58,6 @@ def words_on(host: Host, words: Sequence[str]) -> list[str]:
     """The command that runs `words` on a host and its cores."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(host.pid))))
     return host.words(["taskset", "--cpu-list", cores, *words])
-
-
-def run_job(host: Host, words: Sequence[str], log: Path, **environment: str) -> None:
-    """Run a program of this environment's Python on a host to its end; its output goes to a file.
-
-    Args:
-        words: the program's, after `python -m`.
-        environment: variables beside a user's.
-
-    Raises:
-        SystemExit: where it fails, with the end of its output.
-    """
-    command = words_on(host, [sys.executable, "-m", *words])
-    with log.open("w") as output:
-        options: dict[str, Any] = {"stdout": output, "stderr": output, "cwd": jobs.CHECKOUT}
-        code = subprocess.run(command, env=variables(host) | environment, **options).returncode
-    if code:
-        raise SystemExit(f"{' '.join(words)}\nended with {code}:\n{log.read_text()[-3000:]}")
 
 
 def limit(hosts: Cluster, link: str) -> None:

@@ -20,9 +20,8 @@ from hvd_cifar.data import sampler
 from tests.cluster.hosts import INTERFACE, Host
 from tests.cluster.jobs import variables
 
-OURS, DDP, AIRBENCH, MULTI_WORKER, TOWERS, LIMIT = "hvd_cifar", "ddp", "airbench", "multi-worker", "towers", "limit"
-OURS_GLOO, OURS_AT_ONCE = "hvd_cifar-gloo", "hvd_cifar-one-message"
-DDP_DEFAULTS, AIRBENCH_DDP = "ddp-defaults", "airbench-ddp"
+OURS, OURS_AT_ONCE, LIMIT = "hvd_cifar", "hvd_cifar-one-message", "limit"
+DDP, AIRBENCH, MULTI_WORKER = "ddp", "airbench", "multi-worker"
 EXAMPLES = 50_000  # of CIFAR-10's training set
 FAST_BATCH = 1024  # of `fast` and of airbench94, over all ranks
 ENDLESS = 10_000  # epochs: no side may end while it is measured
@@ -56,19 +55,19 @@ class Work:
     hosts: tuple[Host, ...] = ()
 
 
-def ours(work: Work, gloo: bool = False, at_once: bool = False) -> Side:
+def ours(work: Work, at_once: bool = False) -> Side:
     """This project as a user starts it; evaluation and checkpoints are put off, since they are not what is timed.
 
     `at_once`: all gradients leave in one message.
     """
-    run_dir = work.folder / (OURS_GLOO if gloo else OURS_AT_ONCE if at_once else OURS) / "run"
+    run_dir = work.folder / (OURS_AT_ONCE if at_once else OURS) / "run"
     words = ["horovodrun", "-np", str(work.ranks), sys.executable, "-m", "hvd_cifar"]
     if work.hosts:
         slots = ",".join(f"{host.name}:{work.ranks // len(work.hosts)}" for host in work.hosts)
-        words = [sys.executable, "-m", "hvd_cifar.launch", "--gloo" if gloo else "--mpi", "-H", slots]
+        words = [sys.executable, "-m", "hvd_cifar.launch", "--mpi", "-H", slots]
     words += ["train", *_train(work, run_dir), "--batch-size", str(work.per_rank)]
     words += ["--overlap", "off"] if at_once else []
-    name = f"hvd_cifar{' over Gloo' if gloo else ', one message' if at_once else ''}, {_ranks(work)}"
+    name = f"hvd_cifar{', one message' if at_once else ''}, {_ranks(work)}"
     return _side(work, name, [words], [run_dir / "metrics.jsonl"], _per_step(work.per_rank * work.ranks))
 
 
@@ -84,21 +83,15 @@ def limit(work: Work) -> Side:
     return _side(work, name, commands, metrics, _per_step(work.per_rank))
 
 
-def ddp(work: Work, defaults: bool = False) -> Side:
-    """PyTorch's DistributedDataParallel over Gloo, a process a rank; `defaults`: with nothing set to make it fast."""
-    folder = work.folder / (DDP_DEFAULTS if defaults else DDP)
-    run_dir = folder / "run"
+def ddp(work: Work) -> Side:
+    """PyTorch's DistributedDataParallel over Gloo, a process a rank."""
+    run_dir = work.folder / DDP / "run"
     words = [str(work.peers_python), "-m", "benchmarks.peers.ddp", *_peer(work, run_dir)]
-    words += ["--store", str(folder / "store"), "--model", work.model]
+    words += ["--store", str(work.folder / DDP / "store"), "--model", work.model]
     words += ["--batch-size", str(work.per_rank), "--threads", str(work.threads)]
-    words += ["--defaults"] if defaults else []
-    name = f"PyTorch DDP, Gloo, {'its defaults, ' if defaults else ''}{_ranks(work)}"
-    return _over_gloo(work, name, words, run_dir, _per_step(work.per_rank * work.ranks))
-
-
-def _over_gloo(work: Work, name: str, words: list[str], run_dir: Path, per_step: float) -> Side:
     # Rank and size as torchrun gives them, without its agent, whose heartbeats a pause would break.
     commands = [["env", f"RANK={rank}", f"WORLD_SIZE={work.ranks}", *words] for rank in range(work.ranks)]
+    name, per_step = f"PyTorch DDP, Gloo, {_ranks(work)}", _per_step(work.per_rank * work.ranks)
     settings = {"OMP_NUM_THREADS": str(work.threads), "GLOO_SOCKET_IFNAME": INTERFACE if work.hosts else _LOOPBACK}
     side = _side(work, name, commands, [run_dir / "metrics.jsonl"], per_step)
     return replace(side, environment={**side.environment, **settings})
@@ -115,16 +108,6 @@ def airbench(work: Work) -> Side:
     words += ["--threads", str(threads), "--epochs", str(ENDLESS), "--whitening-bias-epochs", "0"]
     name = f"airbench94 in PyTorch, 1 process, {threads} threads"
     return Side(name, [words], [run_dir / "metrics.jsonl"], work.per_rank * work.ranks)
-
-
-def airbench_ddp(work: Work) -> Side:
-    """The same step under PyTorch's DistributedDataParallel over Gloo, a process a rank, each with its threads."""
-    folder = work.folder / AIRBENCH_DDP
-    words = [str(work.peers_python), "-m", "benchmarks.peers.airbench", *_peer(work, folder / "run")]
-    words += ["--threads", str(work.threads), "--epochs", str(ENDLESS), "--whitening-bias-epochs", "0"]
-    words += ["--store", str(folder / "store")]
-    name = f"airbench94 in PyTorch DDP, Gloo, {_ranks(work)}"
-    return _over_gloo(work, name, words, folder / "run", work.per_rank * work.ranks)
 
 
 def multi_worker(work: Work) -> Side:
@@ -144,40 +127,23 @@ def multi_worker(work: Work) -> Side:
     return _side(work, name, commands, [run_dir / "metrics.jsonl"], per_step)
 
 
-def towers(work: Work) -> Side:
-    """The tower trainer of TensorFlow's tutorial (benchmarks.tower): one process, a tower instead of a rank."""
-    run_dir, batch = work.folder / TOWERS / "run", work.per_rank * work.ranks
-    words = [sys.executable, "-m", "benchmarks.tower", "--towers", str(work.ranks), "--global-batch-size", str(batch)]
-    words += ["--model", work.model, "--dataset", "cifar10", "--data-dir", str(work.data_dir)]
-    words += ["--precision", work.precision, "--epochs", str(ENDLESS), "--run-dir", str(run_dir)]
-    name = f"towers of TensorFlow's tutorial, 1 process, {work.ranks} towers"
-    return Side(name, [words], [run_dir / "metrics.jsonl"], _per_step(batch), jobs.environment())
-
-
 SIDES: dict[str, Callable[[Work], Side]] = {
     OURS: ours,
-    OURS_GLOO: partial(ours, gloo=True),
     OURS_AT_ONCE: partial(ours, at_once=True),
     DDP: ddp,
-    DDP_DEFAULTS: partial(ddp, defaults=True),
     AIRBENCH: airbench,
-    AIRBENCH_DDP: airbench_ddp,
     MULTI_WORKER: multi_worker,
-    TOWERS: towers,
     LIMIT: limit,
 }
 
-TORCH = {DDP, DDP_DEFAULTS, AIRBENCH, AIRBENCH_DDP}  # these need the peers' environment
+TORCH = {DDP, AIRBENCH}  # these need the peers' environment
 
 
 def sides_of(model: str, over_hosts: bool = False) -> list[str]:
     """The names of the sides that can train a model. The second one is the reference of the ratios."""
     if over_hosts:
-        peers = [AIRBENCH_DDP] if model == "fast" else [DDP, DDP_DEFAULTS, MULTI_WORKER]
-        return [OURS, *peers, OURS_GLOO, OURS_AT_ONCE, LIMIT]
-    if model == "fast":
-        return [OURS, AIRBENCH, AIRBENCH_DDP, LIMIT]
-    return [OURS, DDP, DDP_DEFAULTS, MULTI_WORKER, TOWERS, LIMIT]
+        return [OURS, *([] if model == "fast" else [DDP, MULTI_WORKER]), OURS_AT_ONCE, LIMIT]
+    return [OURS, AIRBENCH, LIMIT] if model == "fast" else [OURS, DDP, MULTI_WORKER, LIMIT]
 
 
 def _side(

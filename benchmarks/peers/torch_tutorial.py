@@ -64,16 +64,16 @@ class Normalization(nn.Module):
 
 
 class Tutorial(nn.Module):
-    """Images [b, 3, 24, 24] -> logits [b, 10]; `plain`: with PyTorch's own layer for local responses."""
+    """Images [b, 3, 24, 24] -> logits [b, 10]."""
 
-    def __init__(self, plain: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.conv1 = _filled(nn.Conv2d(3, WIDTH, 5, padding=2), 0.05, 0.0)
         self.conv2 = _filled(nn.Conv2d(WIDTH, WIDTH, 5, padding=2), 0.05, 0.1)
         self.local3 = _filled(nn.Linear(6 * 6 * WIDTH, 384), 0.04, 0.1)
         self.local4 = _filled(nn.Linear(384, 192), 0.04, 0.1)
         self.logits = _filled(nn.Linear(192, 10), 1 / 192, 0.0)
-        self.norm = nn.LocalResponseNorm(NEIGHBOURS, ALPHA) if plain else Normalization()
+        self.norm = Normalization()
 
     def forward(self, images: Any) -> Any:
         """See the class."""

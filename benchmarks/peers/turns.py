@@ -139,22 +139,6 @@ class Job:
             time.sleep(POLL_SECONDS)
         return found
 
-    def ends_within(self, seconds: float) -> bool:
-        """Let the processes run for `seconds` or to their end. Return whether they have ended.
-
-        Raises:
-            SystemExit: where one failed, with the end of its output.
-        """
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            codes = [process.poll() for process in self._processes]
-            if any(codes):
-                raise SystemExit(f"{self.side.name} failed{self._tail()}")
-            if None not in codes:
-                return True
-            time.sleep(POLL_SECONDS)
-        return False
-
     def take_turn(self, seconds: float) -> Turn:
         """Measure over `seconds`; the processes keep running."""
         began, busy, own = time.monotonic(), _busy_seconds(), self._own_seconds()

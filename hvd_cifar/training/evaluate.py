@@ -24,7 +24,7 @@ from hvd_cifar.training.step import cross_entropy, real_of
 
 MOST_AT_ONCE = 500  # examples: large enough to be fast, and fits any device
 # Difference of an image's two largest logits, averaged over two views, from which four more views change hardly any
-# answer: none of 30,000 of `fast`, 2 of 10,000 of a resnet20 (docs/notebook/2026-11-27-fast-views.md).
+# answer: none of 30,000 of `fast`, 2 of 10,000 of a resnet20.
 SURE = 2.0
 
 

@@ -238,8 +238,13 @@ def make_train_step(
     real, statistics = real_of(net.model), local_statistics(net.model)
     share_of = make_share(net, optimizer, spec, observers)
     is_one_graph = spec.micro_batches == 1 and not spec.virtual_shards
+
+    def show_reduced(gradients: Sequence[Any]) -> None:
+        for observer in observers:
+            observer.on_reduced(gradients)
+
     if observers:
-        watch_gradients(optimizer, lambda reduced: [observer.on_reduced(reduced) for observer in observers])
+        watch_gradients(optimizer, show_reduced)
 
     def share(batch: Sequence[Any], count: Any, start: Sequence[Any]) -> Share:
         if not is_one_graph:

@@ -96,8 +96,6 @@ def test_the_five_steps(bare: Cluster, packages: Path) -> None:
     }
     measured = next(done.stdout for command, done in said.items() if "benchmark allreduce" in command)
     assert "(ring; TCP (10.77.0.0/24) and shared memory)" in measured
-    predicted = next(done.stdout for command, done in said.items() if " predict " in command)
-    assert "efficiency to expect" in predicted
 
     done = first.run(["sh", "-c", "cd checkout && ./run.sh setup --hostfile my-cluster"], env=user, timeout=600)
     assert done.returncode == 0, done.stderr

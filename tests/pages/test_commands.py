@@ -66,9 +66,9 @@ HIDDEN = re.compile(r"^```.*?^```", re.M | re.S)
 
 
 def pages() -> list[str]:
-    """Every page but the notebook, which tells of programs as they were."""
+    """Every page."""
     found = subprocess.run(["git", "ls-files", "*.md"], cwd=CHECKOUT, capture_output=True, text=True, check=True)
-    return [path for path in found.stdout.split() if not path.startswith("docs/notebook/")]
+    return found.stdout.split()
 
 
 def commands(text: str) -> Iterator[str]:
@@ -140,7 +140,7 @@ def _launch(words: list[str]) -> None:
         cli.check(list(request.command))
     else:
         launcher._check_program(request.command[1:])
-    if all(is_local(host.name) for host in request.hosts) and request.command[:2] != ("benchmark", "predict"):
+    if all(is_local(host.name) for host in request.hosts):
         assert launcher.main(["--dry-run", *words], cli.check) == 0, words
 
 

@@ -139,11 +139,6 @@ WRONG = [
             ["step", "--ranks", ""],
             ["step", "--min-efficiency", "90"],
             ["step", "--min-efficiency", "0"],
-            ["step", "--emulate-compute", "0ms"],
-            ["step", "--emulate-compute", "50ms", "--min-efficiency", "0.9"],
-            ["step", "--emulate-compute", "50ms", "--plot", "step.png"],
-            ["step", "--emulate-compute", "50ms", "--compression", "fp16"],
-            ["step", "--emulate-compute", "50ms", "--overlap", "on"],
             ["step", "--json", ""],
             ["step", "--plot", ""],
             ["allreduce", "--ranks", "2;4"],
@@ -158,22 +153,6 @@ WRONG = [
             ["allreduce", "--repeats", "0"],
             ["allreduce", "--json", ""],
             ["allreduce", "--plot", ""],
-            ["input", "--model", "vgg"],
-            ["input", "--batch-size", "0"],
-            ["input", "--dataset", "mnist"],
-            ["input", "--data-source", "cloud"],
-            ["input", "--data-md5", "abc"],
-            ["input", "--repeats", "0"],
-            ["input", "--json", ""],
-            ["input", "--plot", ""],
-            ["predict", "--ranks", "-1"],
-            ["predict", "--link", "10"],
-            ["predict", "--link", "0Gbit/s"],
-            ["predict", "--link", "1.2.3Gbit/s"],
-            ["predict", "--latency", "20"],
-            ["predict", "--latency", "-1us"],
-            ["predict", "--step", ""],
-            ["predict", "--allreduce", ""],
         )
     ),
     *(
@@ -232,7 +211,6 @@ def test_every_option_of_train_has_a_wrong_value_above() -> None:
     [
         ("step", config.BenchmarkStepSettings),
         ("allreduce", config.BenchmarkAllreduceSettings),
-        ("input", config.BenchmarkInputSettings),
     ],
 )
 def test_every_option_of_a_benchmark_has_a_wrong_value_above(command: str, settings: type[config.S]) -> None:

@@ -12,8 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.peers import elastic
-from benchmarks.peers.elastic import Course, Side, Steps, Work, counted, outages, row
-from benchmarks.peers.stamps import Ledger, used
+from benchmarks.peers.elastic import Course, Side, Steps, Work, outages, row
 from tests.single.test_peers import CHECKOUT, PEERS
 
 
@@ -22,35 +21,6 @@ def test_an_outage_belongs_to_the_fault_before_it() -> None:
     assert outages(seen, [1.25, 14.75]) == [(7.0, 12.0), (4.0, 4.0)]
     assert outages(seen, [1.25, 18.75]) == [(7.0, 16.0), (0.0, 0.0)]
     assert outages(seen, []) == []
-
-
-def test_lost_and_repeated_examples_are_counted_by_epochs() -> None:
-    assert counted({1: [0, 2], 2: [1, 3]}, 4, 1) == (0, 0)
-    assert counted({1: [0, 2], 2: [2, 2]}, 4, 1) == (2, 2)
-    assert counted({1: [0, 1], 2: [0, 1], 3: [0, 2]}, 3, 2) == (1, 1)
-
-
-WRITER = "import sys; from benchmarks.peers.stamps import Ledger; from pathlib import Path; {}"
-
-
-def _elsewhere(folder: Path, words: str) -> None:
-    """Write a ledger as another process does."""
-    program = WRITER.format(f"ledger = Ledger(Path(sys.argv[1])); {words}")
-    subprocess.run([sys.executable, "-c", program, str(folder)], cwd=CHECKOUT, check=True)
-
-
-def test_only_steps_that_were_not_undone_count(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
-    ledger.go_on_from(0)
-    ledger.use(1, [5, 6])
-    _elsewhere(tmp_path, "ledger.go_on_from(0)")  # before the step of the others is done, and so is its own
-    ledger.use(1, [5, 6])
-    _elsewhere(tmp_path, 'ledger.use(1, [7]); ledger.use(2, [8]); ledger._file.write(\'{"step": 3, "exam\')')
-    ledger.use(2, [9])
-    assert used(tmp_path) == {1: [5, 6, 7], 2: [8, 9]}
-    ledger.go_on_from(1)
-    ledger.use(2, [8, 9])
-    assert used(tmp_path) == {1: [5, 6, 7], 2: [8, 9]}
 
 
 def _record(run_dir: Path, steps: list[int], more: str = "") -> None:
@@ -95,7 +65,7 @@ sys.exit("error: no patience")
 """
 RANK = """
 import json, pathlib, sys, time
-from benchmarks.peers.stamps import Ledger, Stamps
+from benchmarks.peers.stamps import Stamps
 folder, start, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
 def meet(step):  # no rank is ahead of the other
@@ -106,11 +76,9 @@ def meet(step):  # no rank is ahead of the other
 made = folder / "metrics.jsonl"
 lines = made.read_text().splitlines() if made.exists() else []
 step = json.loads(lines[-1])["step"] // 5 * 5 if lines else 0
-ledger, stamps = Ledger(folder / "ledger"), Stamps(None if rank else folder, goes_on=True)
-ledger.go_on_from(step)
+stamps = Stamps(None if rank else folder, goes_on=True)
 meet(step)
 while step < 200:
-    ledger.use(step + 1, [2 * step + rank])
     time.sleep(0.04)
     step += 1
     meet(step)
@@ -127,7 +95,7 @@ def _toy(patience: int) -> Side:
 
 
 def _work(folder: Path) -> Work:
-    return Work(2, 2, 200, 5, folder, Path(sys.executable), folder / "toy", examples=400)
+    return Work(2, 2, 200, 5, folder, Path(sys.executable), folder / "toy")
 
 
 def test_faults_kill_ranks_of_a_whole_job(tmp_path: Path) -> None:
@@ -135,9 +103,8 @@ def test_faults_kill_ranks_of_a_whole_job(tmp_path: Path) -> None:
     assert course.told == "" and len(course.faults) == 2 and course.lost == 0
     assert all(1.5 <= first <= total for first, total in outages(course.seen, course.faults))
     assert 0 <= course.twice <= 8
-    assert (course.examples_lost, course.examples_repeated) == (0, 0)
-    name, whole, faults, *_, lost, repeated, same, _ = row("toy", Course(digest="same"), [course])
-    assert (name, whole, faults, lost, repeated, same) == ("toy", "1 of 1", "2", "0", "0", "1 of 1")
+    name, whole, faults, *_, lost, same, _ = row("toy", Course(digest="same"), [course])
+    assert (name, whole, faults, lost, same) == ("toy", "1 of 1", "2", "0", "1 of 1")
 
 
 def test_a_job_that_gives_up_has_no_numbers_but_its_own_words(tmp_path: Path) -> None:
@@ -173,7 +140,5 @@ def test_pytorchs_side_goes_on_from_its_snapshot(tmp_path: Path) -> None:
         steps = Steps(run_dir)
         steps.look()
         digest = json.loads((run_dir / "summary.json").read_text())["weights_sha256"]
-        found[name] = steps.twice, digest, used(run_dir / "ledger")
-    assert found["whole"][0] == 0 and found["in parts"][0] == 1
-    assert found["whole"][1:] == found["in parts"][1:]
-    assert [len(of_step) for of_step in found["whole"][2].values()] == [32] * 6
+        found[name] = steps.twice, digest
+    assert found["whole"][0] == 0 and found["in parts"][0] == 1 and found["whole"][1] == found["in parts"][1]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -14,13 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import nets, tower
-from benchmarks.peers import network, rates, sides, whole
+from benchmarks.peers import network, rates, sides
 from benchmarks.peers.__main__ import LOG_EVERY, main
 from benchmarks.peers.rates import Stamp
 from benchmarks.peers.turns import Job, Side
 from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.errors import UserError
-from hvd_cifar.tools.benchmark.results import check_writable
 from hvd_cifar.training.plan import plan, resolve
 from tests.cluster.hosts import Host
 
@@ -91,10 +89,9 @@ def test_ranks_are_spread_evenly_over_hosts(tmp_path: Path) -> None:
     for name in sides.sides_of("resnet20", over_hosts=True):
         side = sides.SIDES[name](work)
         targets = [int(words[words.index("--target") + 1]) for words in side.commands]
-        if name in (sides.OURS, sides.OURS_GLOO, sides.OURS_AT_ONCE):
+        if name in (sides.OURS, sides.OURS_AT_ONCE):
             (words,) = side.commands
             assert targets == [pids[0]] and words[words.index("-H") + 1] == "node0:2,node1:2"
-            assert words[words.index("-H") - 1] == ("--gloo" if name == sides.OURS_GLOO else "--mpi")
             assert (words[-2:] == ["--overlap", "off"]) == (name == sides.OURS_AT_ONCE)
         else:
             assert targets == [pids[0], pids[0], pids[1], pids[1]]
@@ -142,58 +139,6 @@ def test_a_side_that_ends_is_told_of_with_its_output(tmp_path: Path) -> None:
         job.take_turn(20.0)
 
 
-# Ends after a number of looks at the clock, however long they take.
-CLOCK = """
-import pathlib, sys, time
-with pathlib.Path(sys.argv[1]).open("w") as file:
-    for _ in range(int(sys.argv[2])):
-        time.sleep(0.02)
-        print(time.monotonic(), file=file, flush=True)
-"""
-
-
-def test_whole_runs_take_turns_to_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = {"one": 20, "other": 60}
-    paused: dict[str, list[float]] = {name: [] for name in looks}
-    woken: dict[str, list[float]] = {name: [] for name in looks}
-    pause, wake = Job.pause, Job.wake
-
-    def noted_wake(job: Job) -> None:
-        woken[job.side.name].append(time.monotonic())
-        wake(job)
-
-    def noted_pause(job: Job) -> None:
-        pause(job)
-        paused[job.side.name].append(time.monotonic())
-
-    monkeypatch.setattr(Job, "wake", noted_wake)
-    monkeypatch.setattr(Job, "pause", noted_pause)
-    given = {}
-    for name, count in looks.items():
-        given[name] = Side(name, [[sys.executable, "-c", CLOCK, str(tmp_path / name), str(count)]], [], 1)
-    began = time.monotonic()
-    spent = whole.in_turns(given, tmp_path, 0.1, random.Random(0))
-    assert sum(spent.values()) <= time.monotonic() - began
-
-    seen = {name: [float(at) for at in (tmp_path / name).read_text().split()] for name in looks}
-    for name, count in looks.items():
-        assert len(seen[name]) == count
-        rests = [*zip(paused[name], woken[name], strict=False)]
-        assert rests and not any(stop < at < go for at in seen[name] for stop, go in rests)
-        # A look takes 0.02 s at least, but for one that a pause fell into.
-        assert spent[name] >= 0.02 * (count - len(rests) - 1)
-
-
-def test_whole_runs_want_real_data_and_a_place_for_their_results(tmp_path: Path) -> None:
-    words = ["--data-dir", str(tmp_path), "--environment", str(tmp_path / "none")]
-    found = CliRunner().invoke(whole.main, words)
-    assert found.exit_code == 2 and "no CIFAR-10 in its binary layout is there" in found.output
-    assert not (tmp_path / "none").exists()
-    with pytest.raises(UserError, match=f"there is no folder {tmp_path / 'none'}; give another"):
-        check_writable(tmp_path / "none" / "rates.json")
-    check_writable(tmp_path / "rates.json")
-
-
 @pytest.mark.parametrize("model", list(LOG_EVERY))
 def test_our_sides_do_the_work_that_is_counted(model: str, tmp_path: Path) -> None:
     """Whole images, the batch that is asked for, and no end."""
@@ -205,7 +150,7 @@ def test_our_sides_do_the_work_that_is_counted(model: str, tmp_path: Path) -> No
                 name.removeprefix("--").replace("-", "_"): v
                 for name, v in zip(options[::2], options[1::2], strict=True)
             }
-            settings = make(TrainSettings, given)
+            settings = make(TrainSettings, given | ({"set": (given["set"],)} if "set" in given else {}))
             recipe = nets.recipe_of(settings.model)
             batch_plan = plan(resolve(settings, recipe), recipe, sides.EXAMPLES, ranks)
             assert batch_plan.global_batch_size == ranks * work.per_rank
@@ -234,45 +179,12 @@ def test_a_command_that_cannot_be_started_leaves_none_behind(tmp_path: Path) -> 
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or [])]
 
 
-def test_a_whole_run_that_fails_is_told_of_with_its_output(tmp_path: Path) -> None:
-    broken = Side("broken", [[sys.executable, "-c", "raise SystemExit('no such thing')"]], [], 1)
-    with pytest.raises(SystemExit, match=r"broken failed(.|\n)*no such thing"):
-        whole.in_turns({"broken": broken}, tmp_path, 20.0, random.Random(0))
-
-
-MEASURER = """
-import pathlib, random, sys
-from benchmarks import jobs
-from benchmarks.peers import turns, whole
-jobs.end_on_signals()
-# One write each: print makes two under PYTHONUNBUFFERED, and 20 processes share the file.
-sleeper = [sys.executable, "-c", "import os, time; os.write(1, b'%d ' % os.getpid()); time.sleep(600)"]
-sides = {str(i): turns.Side(str(i), [sleeper] * 20, [], 1) for i in range(2)}
-whole.in_turns(sides, pathlib.Path(sys.argv[1]), 0.5, random.Random(0))
-"""
-
-
-def test_sigterm_twice_leaves_no_side_behind(tmp_path: Path) -> None:
-    measurer = subprocess.Popen([sys.executable, "-c", MEASURER, str(tmp_path)], cwd=CHECKOUT)
-    logs = [tmp_path / f"{i}-output" / "log" for i in range(2)]
-    until = time.monotonic() + 300
-    while sum(len(log.read_text().split()) for log in logs if log.exists()) < 40 and time.monotonic() < until:
-        assert measurer.poll() is None
-        time.sleep(0.05)
-    while measurer.poll() is None:  # as timeout and a person at once would
-        measurer.terminate()
-        time.sleep(0.001)
-    assert measurer.returncode == 143
-    pids = [int(word) for log in logs for word in log.read_text().split()]
-    assert len(pids) == 40 and not any(psutil.pid_exists(pid) for pid in pids)
-
-
 # Keras pads a convolution of stride 2 below and to the right alone, PyTorch's layer all around: here alike.
 TORCH_SIDE = """
 import sys, numpy, torch
 from benchmarks.peers import ddp
 given = numpy.load(sys.argv[1])
-net = ddp.work_of(sys.argv[3], 256, sys.argv[4:] == ["defaults"]).net.double()
+net = ddp.work_of(sys.argv[3], 256).net.double()
 for m in list(net.modules()):
     if isinstance(m, torch.nn.Conv2d) and m.stride == (2, 2):
         m.padding = (0, 0)
@@ -294,15 +206,10 @@ numpy.savez(sys.argv[2], count=sum(p.numel() for p in parameters), **found)
 
 @pytest.mark.skipif(not (PEERS / "bin" / "python").exists(), reason=f"needs PyTorch; no environment in {PEERS}")
 @pytest.mark.parametrize(
-    "name, side, parameters, more",
-    [
-        ("resnet20", 32, 269_722, []),
-        ("resnet32", 32, 464_154, []),
-        ("tutorial", 24, 1_068_298, []),
-        ("tutorial", 24, 1_068_298, ["defaults"]),
-    ],
+    "name, side, parameters",
+    [("resnet20", 32, 269_722), ("resnet32", 32, 464_154), ("tutorial", 24, 1_068_298)],
 )
-def test_pytorchs_net_is_ours(name: str, side: int, parameters: int, more: list[str], tmp_path: Path) -> None:
+def test_pytorchs_net_is_ours(name: str, side: int, parameters: int, tmp_path: Path) -> None:
     import tensorflow as tf
 
     # With this seed none of the logits near 100 comes so near 0 that rounding shows.
@@ -317,7 +224,7 @@ def test_pytorchs_net_is_ours(name: str, side: int, parameters: int, more: list[
     weights = [v.numpy() for v in model.trainable_variables]
     given, answer = tmp_path / "given.npz", tmp_path / "answer.npz"
     np.savez(given, *weights, images=images)
-    words = [str(PEERS / "bin" / "python"), "-c", TORCH_SIDE, str(given), str(answer), name, *more]
+    words = [str(PEERS / "bin" / "python"), "-c", TORCH_SIDE, str(given), str(answer), name]
     subprocess.run(words, cwd=CHECKOUT, check=True, timeout=120)
     found = np.load(answer)
     assert int(found["count"]) == parameters
@@ -333,37 +240,13 @@ def test_pytorchs_net_is_ours(name: str, side: int, parameters: int, more: list[
 @pytest.mark.skipif(not (PEERS / "bin/python").exists(), reason="needs PyTorch in an environment of its own")
 @pytest.mark.parametrize("model, batch", [("tutorial", 100), ("tutorial", 128), ("tutorial", 256), ("resnet20", 256)])
 def test_pytorchs_rate_and_momentum_are_ours(model: str, batch: int) -> None:
-    script = "import sys; from benchmarks.peers.ddp import work_of; w = work_of(sys.argv[1], int(sys.argv[2]), False); "
+    script = "import sys; from benchmarks.peers.ddp import work_of; w = work_of(sys.argv[1], int(sys.argv[2])); "
     words = [str(PEERS / "bin/python"), "-c", script + "print(w.rate, w.momentum, w.weight_decay)", model, str(batch)]
     found = subprocess.run(words, cwd=CHECKOUT, check=True, timeout=120, capture_output=True, text=True).stdout
     recipe = nets.recipe_of(model).for_batch(batch)
     momentum = recipe.optimizer(1.0).momentum
     expected = [recipe.learning_rate * recipe.batch.scale_of(batch), momentum, recipe.weight_decay]
     assert [float(word) for word in found.split()] == pytest.approx(expected)
-
-
-@pytest.mark.skipif(not (PEERS / "bin/python").exists(), reason="needs PyTorch in an environment of its own")
-def test_ranks_of_airbench_train_as_one_process_does(tmp_path: Path) -> None:
-    """Up to batch norm and the random views, which they have for themselves. Half the rate, or twice it, is far off."""
-    data = os.environ.get("HVD_CIFAR_TEST_DATA")
-    if not data:
-        pytest.skip("needs CIFAR-10 in HVD_CIFAR_TEST_DATA")
-    words = [str(PEERS / "bin/python"), "-m", "benchmarks.peers.airbench", "--data-dir", data]
-    words += ["--epochs", "0.5", "--max-steps", "5", "--log-every", "1", "--whitening-bias-epochs", "0"]
-    losses = {}
-    for size in (1, 2):
-        store = ["--run-dir", str(tmp_path / str(size)), "--store", str(tmp_path / "store"), "--threads", "1"]
-        environment = {**os.environ, "WORLD_SIZE": str(size)}
-        ranks = [
-            subprocess.Popen([*words, *store], cwd=CHECKOUT, env={**environment, "RANK": str(rank)})
-            for rank in range(size)
-        ]
-        assert [process.wait(300) for process in ranks] == [0] * size
-        lines = (tmp_path / str(size) / "metrics.jsonl").read_text().splitlines()
-        losses[size] = [json.loads(line)["loss"] for line in lines]
-    assert len(losses[1]) == len(losses[2]) == 5
-    print(losses)
-    assert losses[2] == pytest.approx(losses[1], rel=0.05)
 
 
 @pytest.mark.skipif(not (PEERS / "bin/python").exists(), reason="needs PyTorch in an environment of its own")

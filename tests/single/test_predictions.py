@@ -1,53 +1,93 @@
-"""The benchmarks of predictions: their arithmetic, and the nets of large clusters."""
+"""benchmarks.predict: the fit on made-up all-reduces, and predictions whose answer is known exactly."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import large_clusters, nets, predictions
-from hvd_cifar.distributed.overlap import choose
-from hvd_cifar.tools.benchmark.fits import Layout
-from hvd_cifar.tools.benchmark.results import EmulatedResult, EmulatedWorld, Estimate, Prediction
+from benchmarks.predict import Fit, Layout, Network, Point, fit, main, predict
+from hvd_cifar.errors import UserError
+from hvd_cifar.tools.benchmark.results import write
+from tests.benchmark_results import allreduce_result, step_result
+
+SIZES = [2**14 * 4**i for i in range(6)]
+TRUTH = Fit(beta=1e-9, start=1e-4, alpha=2e-5, local_beta=3e-10, local_alpha=1e-6)
+STEP = step_result(4.0, {1: 1.0, 2: 0.9})
 
 
-def test_a_prediction_stands_beside_its_measurement() -> None:
-    rows = [
-        predictions.Row(4, 8, 0.11, 0.1, "in one message"),
-        predictions.Row(2, 8, 0.05, 0.1, "in one message", sent=1.05e6, least=1e6),
-    ]
-    shown = predictions.table(rows).splitlines()
-    assert len({line.count("|") for line in shown}) == 1
-    assert shown[-2] == "| 4 | 8 | 110.0 | 100.0 | +10.0% | in one message |  |"
-    assert shown[-1] == "| 2 | 8 | 50.0 | 100.0 | -50.0% | in one message | 1.05, +5.0% |"
+def _points(truth: Fit, layouts: list[Layout]) -> list[Point]:
+    return [Point(layout, size, truth.seconds(layout, size)) for layout in layouts for size in SIZES]
 
 
-def test_bytes_of_an_emulated_step_stand_beside_the_least_of_that_number_of_hosts() -> None:
-    world = EmulatedWorld.model_construct(ranks=8, step_seconds=Estimate.of([0.1]), sent_bytes=1.6e6)
-    found = EmulatedResult.model_construct(worlds=[world], gradients=[400_000, 600_000])
-    predicted = Prediction.model_construct(ranks=8, step_seconds=0.11)
-    rows = [predictions.Row.of(hosts, predicted, "", found) for hosts in (2, 4)]
-    assert [(row.measured, row.sent, row.least) for row in rows] == [(0.1, 1.6e6, 1.0e6), (0.1, 1.6e6, 1.5e6)]
+@pytest.mark.parametrize(
+    ("layouts", "unknown"),
+    [
+        ([Layout(1, 2)], ("beta", "alpha", "local_alpha")),
+        ([Layout(2, 1)], ("alpha", "local_beta", "local_alpha")),
+        ([Layout(2, 1), Layout(4, 1)], ("local_beta", "local_alpha")),
+        ([Layout(1, 2), Layout(1, 4), Layout(2, 4), Layout(4, 4)], ()),
+    ],
+)
+def test_a_fit_recovers_the_numbers_that_its_layouts_determine(layouts: list[Layout], unknown: tuple[str, ...]) -> None:
+    found, missing = fit(_points(TRUTH, layouts))
+    assert missing == unknown and all(getattr(found, name) == 0.0 for name in unknown)
+    for layout in layouts:
+        assert found.seconds(layout, 10**6) == pytest.approx(TRUTH.seconds(layout, 10**6), rel=1e-6)
+    if not unknown:
+        assert found == pytest.approx(TRUTH, rel=1e-4)
 
 
-@pytest.mark.parametrize("hosts", ["1", "2,x", ""])
-def test_numbers_of_hosts_are_checked(hosts: str) -> None:
-    done = CliRunner().invoke(predictions.main, ["--hosts", hosts])
-    assert done.exit_code == 2 and f"--hosts {hosts}: not numbers from 2 on" in done.output
+def test_noise_makes_a_network_neither_faster_nor_slower() -> None:
+    """Times that are twice as long as often as they are half as long."""
+    layouts = [Layout(2, 1), Layout(4, 1), Layout(8, 1)]
+    draw = np.random.default_rng(0)
+    noisy = [p._replace(seconds=p.seconds * float(np.exp(0.5 * draw.normal()))) for p in _points(TRUTH, layouts * 20)]
+    found, _ = fit(noisy)
+    for size in (2**16, 2**22):
+        assert found.seconds(layouts[1], size) == pytest.approx(TRUTH.seconds(layouts[1], size), rel=0.15)
 
 
-def test_gradients_get_ready_from_the_last_layer_on_by_their_multiplications() -> None:
-    found = large_clusters.backward_of(nets.build("tutorial", 24).model, 24, 3.0)
-    assert sum(found.sizes) == 4 * 1_068_298
-    assert found.before == 1.0 and found.ready[-1] == pytest.approx(2.0)
-    assert found.sizes[:2] == (4 * 10, 4 * 192 * 10)  # softmax's bias and kernel
-    # conv1 with 24 x 24 x (5 x 5 x 3 x 64), conv2 with 12 x 12 x (5 x 5 x 64 x 64), and the three dense layers.
-    first, others = 24 * 24 * 4800, 12 * 12 * 102_400 + 6 * 6 * 64 * 384 + 384 * 192 + 192 * 10
-    assert found.ready[-3] == pytest.approx(2.0 * others / (first + others))
+def test_a_fit_has_no_number_below_zero_and_takes_two_sizes() -> None:
+    # Faster with more ranks and with more bytes. Of logarithms the best constant is the geometric mean.
+    times, places = [3.0, 2.9, 2.0, 1.9], [(2, 10**5), (2, 2 * 10**5), (4, 10**5), (4, 2 * 10**5)]
+    found, _ = fit([Point(Layout(n, 1), size, t) for (n, size), t in zip(places, times, strict=True)])
+    assert found.alpha == found.beta == 0.0 and found.start == pytest.approx(np.exp(np.log(times).mean()))
+    with pytest.raises(UserError, match="fewer than two sizes"):
+        fit([Point(Layout(2, 1), 2**20, 1.0)])
 
 
-def test_more_ranks_are_never_predicted_to_be_more_efficient() -> None:
-    backward = large_clusters.backward_of(nets.build("resnet20").model, 32, 0.02)
-    network = large_clusters.network(1e-3, 0.75, large_clusters.NVLINK)
-    seconds = [choose(backward, network.link(Layout.filled(8 * 2**n, 8))).seconds for n in range(8)]
-    assert seconds == sorted(seconds) and seconds[0] > backward.seconds
+def test_predictions() -> None:
+    free, like = Network(Fit(), Fit()), STEP.worlds[1]
+    assert predict(STEP, free, Layout(512, 1), like).efficiency == 1.0
+    assert predict(STEP, free._replace(wall=TRUTH), Layout(1, 1), like).efficiency == 1.0
+    # Latency alone grows with the ranks: 2 (n - 1) hops.
+    slow = Network(Fit(alpha=0.001), Fit())
+    assert predict(STEP, slow, Layout(16, 1), like, measured=True).efficiency == pytest.approx(4 / 4.03)
+    # Two ranks: 100 bytes take 0.2 s, and each bucket but the last is hidden. Not in one message.
+    narrow = Network(Fit(beta=0.002), Fit())
+    assert predict(STEP, narrow, Layout(2, 1), like, measured=True).efficiency == pytest.approx(4 / 4.8)
+    bucketed = STEP.model_copy(update={"bucket_bytes": 100})
+    assert predict(bucketed, narrow, Layout(2, 1), like, measured=True).seconds == pytest.approx(4.2)
+    # The processor's part delays backward: 4 x 0.05 s. Ranks wait for the slowest one, which takes 5 s.
+    busy = narrow._replace(processor=Fit(beta=0.0005))
+    assert predict(bucketed, busy, Layout(2, 1), like, measured=True).seconds == pytest.approx(4.4)
+    lagging = step_result(4.0, {2: 0.9}, lag=1.25)
+    assert predict(lagging, free, Layout(2, 1), lagging.worlds[0]).efficiency == pytest.approx(4 / 5)
+
+
+def test_it_prints_checks_and_predictions(tmp_path: Path) -> None:
+    write(tmp_path / "s.json", STEP)
+    write(tmp_path / "a.json", allreduce_result([2], lambda n, size: 0.001 + 1e-3 * size))
+    words = ["--step", str(tmp_path / "s.json"), "--allreduce", str(tmp_path / "a.json"), "--ranks", "2,64"]
+    done = CliRunner().invoke(main, words)
+    check, two, _ = [line for line in done.output.splitlines() if line.startswith(("| 2 ", "| 64 "))]
+    # 400 bytes take 0.401 s in one message.
+    assert "| 0.909 | 0.900 | +1.0% |" in check and "| 0.909 |" in two, done.output
+    assert "NOT DETERMINED by these all-reduces, and taken as 0: alpha" in done.output
+    slow = CliRunner().invoke(main, [*words, "--latency-us", "1e6"])
+    assert "0: local_beta" in slow.output and slow.output != done.output
+    wrong = CliRunner().invoke(main, [*words[:2], "--allreduce", str(tmp_path / "s.json")])
+    assert wrong.exit_code == 2 and "is no result of `benchmark allreduce`" in wrong.output

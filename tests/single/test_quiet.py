@@ -34,7 +34,6 @@ os.write(2, b"later\\n")
 assert gc.isenabled() and gc.get_freeze_count() > 100_000
 print("keras" in sys.modules, "matplotlib" in sys.modules, "scipy" in sys.modules)
 from matplotlib import pyplot
-import scipy.optimize
 with quiet_start():
     pass
 print(sys.modules["matplotlib"].pyplot is pyplot)

@@ -17,7 +17,6 @@ from hvd_cifar.reporting.run_files import Confusion, read_run
 from hvd_cifar.tools.report import charts, content
 from hvd_cifar.tools.report.command import report
 from tests.run_dirs import CONFIG, CONFUSION, MARKS, write_run
-from tests.run_dirs import CONFIG, CONFUSION, MARKS, write_run
 
 HOSTILE = '<img src=x onerror="alert(1)">&{{ 7 * 6 }}$\\frac$'
 

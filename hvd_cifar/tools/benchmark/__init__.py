@@ -1,1 +1,1 @@
-"""The `benchmark` command: measure a training step and an all-reduce, and predict from them."""
+"""The `benchmark` command: measure a training step and an all-reduce."""

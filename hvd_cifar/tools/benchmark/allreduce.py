@@ -1,13 +1,13 @@
 """`benchmark allreduce`: time, bandwidth and correctness of all-reduces by size, in the terms of nccl-tests.
 
-Each size goes through Horovod as gradients do, through MPI directly, and through a copy in memory; the ways take turns.
+Each size goes through Horovod as gradients do, and through MPI directly; the two take turns.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
@@ -19,18 +19,16 @@ from hvd_cifar.config import BenchmarkAllreduceSettings
 from hvd_cifar.distributed import DistributedOptimizer, collectives
 from hvd_cifar.errors import UserError
 from hvd_cifar.runtime import devices, direct_mpi
-from hvd_cifar.tools.benchmark.fits import fits_by_way, traffic
 from hvd_cifar.tools.benchmark.job import Job, facts_of
-from hvd_cifar.tools.benchmark.results import AllreducePoint, AllreduceResult, Estimate, points_by_way
+from hvd_cifar.tools.benchmark.results import AllreducePoint, AllreduceResult, Estimate
 
-Way = Literal["horovod", "mpi", "copy"]
-WAYS: tuple[Way, ...] = ("horovod", "mpi", "copy")
+Way = Literal["horovod", "mpi"]
 WIDTH = 4  # bytes of a float32
 # Terms are small whole numbers: float32 holds their sum over 80,000 ranks exactly, in any order.
 RANK_FACTORS = 16
 PATTERN = 13
-# Memory of a rank, in messages: terms, TensorFlow's copy, received, copied, sums, expected, and two in transit.
-BUFFERS = 8
+# Memory of a rank, in messages: terms, TensorFlow's copy, received, sums, expected, and two in transit.
+BUFFERS = 7
 
 Reduce = Callable[[Any], Any]  # this rank's terms -> the sums over the ranks
 
@@ -77,70 +75,49 @@ def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
     Raises:
         UserError: on every rank, where a host lacks the memory for the largest message.
     """
-    check_hosts(job, settings.max_bytes, "give --max-bytes at most {most}")
+    world, free = job.world, devices.available_memory(swap=False)
+    collectives.on_every_rank(lambda: check_memory(settings.max_bytes, world.local_size, world.host, free))
     reason = direct_mpi.why_not()
+    chosen: tuple[Way, ...] = ("horovod",) if reason else ("horovod", "mpi")
     points = []
     for k, process_set in job.sets.items():
         horovod = through_horovod(process_set) if job.includes_me(k) else None
         mpi = None if reason else direct_mpi.make_sum(k)
         for size in sizes(settings.min_bytes, settings.max_bytes, settings.factor):
             ways = _ways(job, k, size, horovod, mpi)
-            points += list(_measure_size(job, k, size, ways, reason is None, settings))
-    facts = facts_of(job.world)
-    return AllreduceResult(
-        facts=facts,
-        points=points,
-        fits=fits_by_way(points_by_way(points, facts.local_ranks)),
-        skipped={"mpi": reason} if reason else {},
-    )
+            points += list(_measure_size(job, k, size, ways, chosen, settings))
+    return AllreduceResult(facts=facts_of(job.world), points=points, skipped={"mpi": reason} if reason else {})
 
 
-def check_hosts(job: Job, largest: int, advice: str) -> None:
-    """UserError, on every rank, where a host lacks the memory for messages of `largest` bytes; a collective."""
-    world = job.world
-    free = devices.available_memory(swap=False)
-    collectives.on_every_rank(lambda: check_memory(largest, world.local_size, world.host, free, advice))
-
-
-def check_memory(largest: int, ranks: int, host: str, available: int, advice: str) -> None:
-    """UserError where the `ranks` ranks of a host cannot hold messages of `largest` bytes in `available` bytes.
-
-    `advice` is a format for the end of the message; `most` in it is the largest message that fits.
-    """
+def check_memory(largest: int, ranks: int, host: str, available: int) -> None:
+    """UserError where the `ranks` ranks of a host cannot hold messages of `largest` bytes in `available` bytes."""
     needed = BUFFERS * largest * ranks
     if needed > available:
         raise UserError(
             f"all-reduces of {largest:,} bytes: {ranks} ranks of {host} need {needed / 2**30:,.1f} GiB for them, and "
-            f"{available / 2**30:,.1f} GiB are free; " + advice.format(most=available // (BUFFERS * ranks))
+            f"{available / 2**30:,.1f} GiB are free; give --max-bytes at most {available // (BUFFERS * ranks)}"
         )
 
 
-def _ways(job: Job, k: int, size: int, horovod: Reduce | None, mpi: Any) -> dict[Way, Callable[[], Any]]:
-    """By way, a function that makes one all-reduce (or copy) and returns its result; empty on ranks that wait."""
-    if not job.includes_me(k):
+def _ways(job: Job, k: int, size: int, reduce: Reduce | None, mpi: Any) -> dict[Way, Callable[[], Any]]:
+    """By way, a function that makes one all-reduce and returns the sums; empty on ranks that wait."""
+    if reduce is None:
         return {}
     terms = terms_of(job.world.rank, size // WIDTH)
-    received, copied = np.empty_like(terms), np.empty_like(terms)
+    received = np.empty_like(terms)
     with tf.device(job.world.device):
         tensor = tf.constant(terms)
-    assert horovod is not None
-    reduce = horovod
 
     def by_mpi() -> Any:
         mpi(terms, received)
         return received
 
-    def by_copy() -> Any:
-        np.copyto(copied, terms)
-        return copied
-
-    return {"horovod": lambda: reduce(tensor), "mpi": by_mpi, "copy": by_copy}
+    return {"horovod": lambda: reduce(tensor), "mpi": by_mpi}
 
 
 def _measure_size(
-    job: Job, k: int, size: int, ways: dict[Way, Any], mpi_too: bool, settings: BenchmarkAllreduceSettings
+    job: Job, k: int, size: int, ways: dict[Way, Any], chosen: Sequence[Way], settings: BenchmarkAllreduceSettings
 ) -> Iterator[AllreducePoint]:
-    chosen = [way for way in WAYS if mpi_too or way != "mpi"]
     budget = settings.seconds / settings.repeats
     iterations: dict[Way, int] = {}
     for way in chosen:
@@ -151,11 +128,12 @@ def _measure_size(
     wrong: dict[Way, int] = dict.fromkeys(chosen, 0)
     for repeat in range(settings.repeats):
         for way in chosen if repeat % 2 else chosen[::-1]:
-            by_rank, result = _time(job, k, ways.get(way), iterations[way])
+            by_rank, sums = _time(job, k, ways.get(way), iterations[way])
             for taken, values in zip((seconds, processor), zip(*by_rank, strict=True), strict=True):
                 taken[way].append(max(values))
             if repeat == settings.repeats - 1:
-                wrong[way] = sum(collectives.all_gather_object(_count_wrong(job, k, way, result)))
+                of_this_rank = 0 if sums is None else int((sums != sums_of(k, len(sums))).sum())
+                wrong[way] = sum(collectives.all_gather_object(of_this_rank))
     for way in chosen:
         estimate = Estimate.of(seconds[way])
         bandwidth = size / estimate.mean
@@ -166,14 +144,14 @@ def _measure_size(
             iterations=iterations[way] * settings.repeats,
             seconds=estimate,
             algorithm_bandwidth=bandwidth,
-            bus_bandwidth=bandwidth * (1.0 if way == "copy" else traffic(k)),
+            bus_bandwidth=bandwidth * 2 * (k - 1) / k,
             processor_seconds=statistics.fmean(processor[way]),
             wrong_values=wrong[way],
         )
 
 
 def _time(job: Job, k: int, once: Callable[[], Any] | None, iterations: int) -> tuple[list[tuple[float, float]], Any]:
-    """Wall and processor seconds of one iteration, by rank; and this rank's last result. A collective."""
+    """Wall and processor seconds of one iteration, by rank; and this rank's last sums. A collective."""
     seconds = processor = 0.0
     result: Any = None
     if once is not None:
@@ -186,11 +164,3 @@ def _time(job: Job, k: int, once: Callable[[], Any] | None, iterations: int) -> 
         processor = (time.process_time() - worked) / iterations
     taken = collectives.all_gather_object((seconds, processor))[:k]
     return taken, None if result is None else np.asarray(result)
-
-
-def _count_wrong(job: Job, k: int, way: Way, result: NDArray[np.float32] | None) -> int:
-    if result is None:
-        return 0
-    count = len(result)
-    expected = terms_of(job.world.rank, count) if way == "copy" else sums_of(k, count)
-    return int((result != expected).sum())

@@ -11,15 +11,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from hvd_cifar.distributed import collectives, process_sets
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import provenance
 from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.runtime.world import World, session, versions
-from hvd_cifar.tools.benchmark.results import Facts, Memory
+from hvd_cifar.tools.benchmark.results import Facts
 
 
 @dataclass(frozen=True)
@@ -99,13 +97,3 @@ def _processor(gpu: bool) -> str:
     except OSError:
         found = None
     return found[1] if found else os.uname().machine
-
-
-def memory_of_this_process() -> Memory:
-    """The memory of this process: resident (RSS), and proportional (PSS), where a page of n processes counts 1/n."""
-    process = psutil.Process()
-    try:
-        proportional = process.memory_full_info().pss
-    except (psutil.Error, OSError):  # some containers do not show smaps
-        proportional = None
-    return Memory(resident=process.memory_info().rss, proportional=proportional)

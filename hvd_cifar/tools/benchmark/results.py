@@ -12,12 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, computed_field
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.fields import Overlap
 from hvd_cifar.files import PART, can_be_replaced, replace_text
-from hvd_cifar.tools.benchmark.fits import Fit, Layout, Point
 
 
 class _Result(BaseModel):
@@ -53,16 +51,19 @@ class Facts(_Result):
     device: str
     threads: int
     controller: str
-    algorithm: str = ""  # of the all-reduce; "" in files of older versions
-    transport: str = ""
+    algorithm: str  # of the all-reduce
+    transport: str
 
 
-class SlowestRank(_Result):
-    """The rank whose computation of a step takes longest, without communication."""
+class RankResult(_Result):
+    """Mean times of one rank of a job."""
 
     rank: int
     host: str
-    behind_median: float  # as a fraction of the median rank's time; of two middle ranks, the faster one's
+    compute_seconds: float
+    communication_seconds: float | None  # None: nothing to reduce
+    step_seconds: float
+    input_seconds: float
 
 
 class WorldResult(_Result):
@@ -79,11 +80,17 @@ class WorldResult(_Result):
     input_seconds: Estimate  # the pipeline by itself, for one batch
     fed_seconds: Estimate  # the step, fed by the pipeline
     input_cost: Estimate  # fed over not fed, minus 1, by repeat
-    compute_seconds_by_rank: list[float]
-    input_seconds_by_rank: list[float]
-    step_seconds_by_rank: list[float] = []  # as compute_seconds_by_rank: means; empty in files of older versions
-    communication_seconds_by_rank: list[float] = []  # and where there is nothing to reduce
-    slowest: SlowestRank
+    by_rank: list[RankResult]
+
+    @property
+    def slowest(self) -> RankResult:
+        """The rank whose computation of a step takes longest, without communication."""
+        return max(self.by_rank, key=lambda of_rank: of_rank.compute_seconds)
+
+    @property
+    def slowest_behind(self) -> float:
+        """Its distance from the median rank, as a fraction; of two middle ranks, the faster one's."""
+        return self.slowest.compute_seconds / statistics.median_low(r.compute_seconds for r in self.by_rank) - 1
 
 
 class Gradient(_Result):
@@ -103,13 +110,6 @@ class Phases(_Result):
     gradients: list[Gradient]
 
 
-class Memory(_Result):
-    """One rank's process: its resident memory (RSS), and its proportional set size (PSS; None: not known)."""
-
-    resident: int
-    proportional: int | None
-
-
 class StepResult(_Result):
     """Of `benchmark step`."""
 
@@ -121,53 +121,15 @@ class StepResult(_Result):
     per_rank_batch_size: int
     compression: str
     bucket_bytes: int | None  # None: gradients leave after the backward pass
-    overlap: Overlap = "auto"  # the option
-    given_bucket_bytes: int | None = None  # the option; `bucket_bytes` is also of buckets that were chosen
-    messages: list[int]  # without buckets: bytes of the messages, in order
     steps: int
     worlds: list[WorldResult]
     phases: Phases
-    memory_by_rank: list[Memory]
-    waiting_cpu: float | None  # part of a core that a rank uses while it waits for others; None: none waited
-
-
-class EmulatedWorld(_Result):
-    """The step with a sleep for its computation on the first `ranks` ranks; times are the slowest rank's.
-
-    An estimate is the mean over the repeats of the median of a repeat's steps.
-    """
-
-    ranks: int
-    step_seconds: Estimate
-    alone_seconds: Estimate  # without communication: the sleep and the update
-    rest_seconds: Estimate  # the first minus the second: what ranks cost each other
-    message_seconds: Estimate  # the all-reduce of the gradients alone, through Horovod
-    value_seconds: Estimate  # the all-reduce of the loss alone: the latency of a collective
-    ring_seconds: Estimate | None  # an all-reduce of the gradients' size, through MPI directly
-    step_processor: Estimate  # seconds of a rank, all threads
-    alone_processor: Estimate
-    sent_bytes: float  # by the host that sends most, over its network cards, a step
-    sent_packets: float
-
-
-class EmulatedResult(_Result):
-    """Of `benchmark step --emulate-compute`."""
-
-    benchmark: Literal["emulated step"] = "emulated step"
-    facts: Facts
-    model: str
-    gradients: list[int]  # bytes, in the order of the backward pass
-    bucket_bytes: int | None
-    emulated_seconds: float
-    steps: int
-    worlds: list[EmulatedWorld]
-    memory_by_rank: list[Memory]
 
 
 class AllreducePoint(_Result):
-    """All-reduces of one size over the first `ranks` ranks; "copy" is a copy in memory by each of them."""
+    """All-reduces of one size over the first `ranks` ranks."""
 
-    way: Literal["horovod", "mpi", "copy"]
+    way: Literal["horovod", "mpi"]
     ranks: int
     bytes: int
     iterations: int
@@ -184,96 +146,7 @@ class AllreduceResult(_Result):
     benchmark: Literal["allreduce"] = "allreduce"
     facts: Facts
     points: list[AllreducePoint]
-    fits: dict[str, Fit]  # by way; "processor": of the processor's time for Horovod's
     skipped: dict[str, str]  # ways that were not available, and why
-
-
-def points_by_way(
-    points: Sequence[AllreducePoint], local_ranks: Sequence[int], most_ranks: int | None = None
-) -> dict[str, list[Point]]:
-    """The measurements on up to `most_ranks` ranks, by way, for a fit. `local_ranks`: by rank."""
-    found: dict[str, list[Point]] = {}
-    for p in points:
-        if most_ranks is None or p.ranks <= most_ranks:
-            layout = Layout.of(local_ranks[: p.ranks])
-            found.setdefault(p.way, []).append(Point(layout, p.bytes, p.seconds.mean))
-            if p.way == "horovod":
-                found.setdefault("processor", []).append(Point(layout, p.bytes, p.processor_seconds))
-    return found
-
-
-FeedWay = Literal["split", "drawn", "sharded"]
-
-
-class Seen(_Result):
-    """How often one epoch used the examples of the training set; counts of examples."""
-
-    never: int
-    once: int
-    more: int
-    by_ranks: list[int]  # at index k: the examples that k different ranks used
-    uses_by_rank: list[int]
-    different_by_rank: list[int]
-
-
-class FeedResult(_Result):
-    """One way to give the ranks their batches: epochs without training."""
-
-    way: FeedWay
-    images_per_second: Estimate  # over all ranks, by the slowest rank's time
-    processor_seconds: Estimate  # of all ranks, for 1,000 images over all ranks
-    processor_seconds_by_rank: list[Estimate]  # of these 1,000 images
-    held_by_rank: list[int]  # bytes of images: a batch in use, and a full buffer
-    epochs: list[Seen]
-    ranks_of_first: list[list[int]]  # of the first examples of the set: the ranks that used each, in the last epoch
-
-
-class InputResult(_Result):
-    """Of `benchmark input`."""
-
-    benchmark: Literal["input"] = "input"
-    facts: Facts
-    model: str
-    dataset: str
-    examples: int  # in the training set
-    per_rank_batch_size: int
-    image_shape: list[int]  # of what the net sees, as float32
-    memory_by_rank: list[Memory]  # of whole processes, after all ways
-    ways: list[FeedResult]
-
-
-class Prediction(_Result):
-    """Scaling efficiency on `ranks` ranks of `hosts` hosts, from measurements on at most `measured_on` ranks."""
-
-    ranks: int
-    hosts: int
-    measured_on: int
-    communication_seconds: float  # of all gradients in one message
-    bucket_bytes: int | None  # None: one message after the backward pass
-    step_seconds: float
-    efficiency: float
-    efficiency_in_one_message: float
-    measured: float | None = None
-    measured_standard_error: float | None = None
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def error(self) -> float | None:
-        """efficiency / measured - 1."""
-        return None if self.measured is None else self.efficiency / self.measured - 1
-
-
-class PredictResult(_Result):
-    """Of `benchmark predict`."""
-
-    benchmark: Literal["predict"] = "predict"
-    command: str
-    step: StepResult | EmulatedResult  # the two results that it is made from
-    allreduce: AllreduceResult
-    local_ranks: int  # of each host, where there are more hosts than one
-    link_fit: Fit  # of the all-reduces, with the link's numbers where they are given
-    checks: list[Prediction]  # of what was measured: from measurements on as many ranks, and on the fewest alone
-    predictions: list[Prediction]  # with `link_fit`
 
 
 def write(path: Path, result: _Result) -> None:

@@ -10,24 +10,23 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvd_cifar.config import BatchWork, StepWork, TrainSettings
+from hvd_cifar.config import BenchmarkStepSettings, TrainSettings
 from hvd_cifar.data.pipeline import PREFETCH_BATCHES, MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.distributed import collectives, process_sets
 from hvd_cifar.distributed.batch_norm import synchronised_layers
-from hvd_cifar.distributed.optimizer import inner_of, reduction_of, sent_bytes, set_bucket_bytes
+from hvd_cifar.distributed.optimizer import inner_of, reduction_of, set_bucket_bytes
 from hvd_cifar.distributed.overlap import Backward
 from hvd_cifar.errors import UserError
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.reporting import terminal
-from hvd_cifar.tools.benchmark.job import Job, facts_of, memory_of_this_process
-from hvd_cifar.tools.benchmark.results import Estimate, Gradient, Phases, SlowestRank, StepResult, WorldResult
+from hvd_cifar.tools.benchmark.job import Job, facts_of
+from hvd_cifar.tools.benchmark.results import Estimate, Gradient, Phases, RankResult, StepResult, WorldResult
 from hvd_cifar.training.overlap import measure_backward, set_buckets
 from hvd_cifar.training.plan import precision_of
 from hvd_cifar.training.step import Averaging, make_train_step
@@ -50,66 +49,43 @@ WAYS = ("communication", "input", "fed", "step", "compute")  # ways to be compar
 Repeat = Callable[[int], None]  # repeats something n times, and returns when the device has finished
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One rank's part of a turn.
-
-    Attributes:
-        seconds: of each step; empty on a rank that waited. On a GPU, which works asynchronously, one mean.
-        cpu: part of a core that the rank used.
-    """
-
-    seconds: list[float]
-    cpu: float
-
-
-def measure(job: Job, options: StepWork) -> StepResult:
+def measure(job: Job, options: BenchmarkStepSettings) -> StepResult:
     """Measure the step of `options` (model, batch_size, precision, steps, repeats, data) on all groups of the job.
 
     A collective; every rank returns the same.
     """
     bench = make_bench(job, train_settings(options))
-    most = max(job.sets)
     turns = [(k, way) for k in job.sets for way in WAYS if not (way == "communication" and k == 1)]
     # By ranks and way: for each repeat, mean seconds of a step by rank.
     taken: dict[int, dict[str, list[list[float]]]] = {k: defaultdict(list) for k in job.sets}
-    waiting: list[float] = []
     for repeat in range(options.repeats + 1):
         for k, way in turns if repeat % 2 else turns[::-1]:
-            by_rank: list[Turn] = collectives.all_gather_object(bench.time(k, way, options.steps))
+            by_rank: list[list[float]] = collectives.all_gather_object(bench.time(k, way, options.steps))[:k]
             if repeat == 0:  # traces and warms up
                 continue
-            working = [turn.seconds for turn in by_rank if turn.seconds]
-            waiting += [turn.cpu for turn in by_rank if not turn.seconds]
-            taken[k][way].append([statistics.fmean(seconds) for seconds in working])
+            taken[k][way].append([statistics.fmean(seconds) for seconds in by_rank])
             if way == "compute":  # "lockstep" is the same, if each step waited for its slowest rank
-                taken[k]["lockstep"].append([statistics.fmean(max(step) for step in zip(*working, strict=True))])
+                taken[k]["lockstep"].append([statistics.fmean(max(step) for step in zip(*by_rank, strict=True))])
         if job.world.is_root and repeat == 0:
             terminal.say("\n".join([*bench.overlap, "warmed up"]))
 
-    variables, compression = bench.net.model.trainable_variables, bench.work.settings.compression
-    facts = facts_of(job.world)
+    facts, settings = facts_of(job.world), bench.work.settings
     return StepResult(
         facts=facts,
-        model=bench.work.settings.model,
-        precision=precision_of(bench.work.settings),
+        model=settings.model,
+        precision=precision_of(settings),
         dataset=bench.work.dataset.name,
         per_rank_batch_size=options.batch_size,
-        compression=compression,
+        compression=settings.compression,
         bucket_bytes=bench.bucket_bytes,
-        overlap=options.overlap,
-        given_bucket_bytes=options.bucket_bytes,
-        messages=messages_of(variables, compression),
         steps=options.steps,
         worlds=[_world_result(k, taken[k], options.batch_size, facts.hosts) for k in job.sets],
-        phases=_phases(bench, options.repeats, statistics.median(map(max, taken[most]["compute"]))),
-        memory_by_rank=collectives.all_gather_object(memory_of_this_process()),
-        waiting_cpu=statistics.fmean(waiting) if waiting else None,
+        phases=_phases(bench, options.repeats, statistics.median(map(max, taken[max(job.sets)]["compute"]))),
     )
 
 
-def train_settings(options: BatchWork) -> TrainSettings:
-    """The settings of the training whose step or batches `options` describe."""
+def train_settings(options: BenchmarkStepSettings) -> TrainSettings:
+    """The settings of the training whose step `options` describe."""
     given = {name: getattr(options, name) for name in type(options).model_fields if name in TrainSettings.model_fields}
     return TrainSettings(**given)
 
@@ -163,10 +139,12 @@ class Bench:
         self._repeats: dict[tuple[int, str], Repeat] = {}
         self._steps: dict[int, Callable[..., Any]] = {}
 
-    def time(self, k: int, way: str, steps: int) -> Turn:
-        """Take the time of steps on the first k ranks, while the others wait; a collective."""
+    def time(self, k: int, way: str, steps: int) -> list[float]:
+        """Seconds of each step on the first k ranks, while the others wait; a collective.
+
+        Empty on a rank that waits. On a GPU, which works asynchronously, one mean.
+        """
         collectives.barrier()
-        cpu, wall = time.process_time(), time.perf_counter()
         seconds: list[float] = []
         if self.job.includes_me(k):
             repeat = self.repeat(k, way)
@@ -178,7 +156,7 @@ class Bench:
                 repeat(at_once)
                 seconds.append((time.perf_counter() - began) / at_once)
         collectives.barrier()
-        return Turn(seconds, (time.process_time() - cpu) / (time.perf_counter() - wall))
+        return seconds
 
     def repeat(self, k: int, way: str) -> Repeat:
         """The function of a way on the first k ranks."""
@@ -217,7 +195,7 @@ class Bench:
         optimizer.build(variables)
         with tf.device(self.job.world.device):
             gradients = [tf.zeros(v.shape, v.dtype) for v in variables]
-        reduce = tf.function(lambda: optimizer.reduce(gradients, variables), autograph=False)
+        reduce = tf.function(lambda: optimizer.reduce(gradients), autograph=False)
         return lambda: reduce()[-1]
 
     def backward(self, repeats: int) -> tuple[Backward, list[int]]:
@@ -241,8 +219,7 @@ def _world_result(k: int, taken: dict[str, list[list[float]]], batch: int, hosts
     fed = [max(by_rank) for by_rank in taken["fed"]]
     images = [k * batch / s for s in step]
     alone = [sum(batch / s for s in by_rank) for by_rank in taken["compute"]]
-    compute_by_rank = _by_rank(taken["compute"])
-    slowest = max(range(k), key=lambda rank: compute_by_rank[rank])
+    means = {way: [statistics.fmean(repeats) for repeats in zip(*taken[way], strict=True)] for way in taken}
     return WorldResult(
         ranks=k,
         images_per_second=Estimate.of(images),
@@ -255,20 +232,18 @@ def _world_result(k: int, taken: dict[str, list[list[float]]], batch: int, hosts
         input_seconds=Estimate.of([statistics.fmean(by_rank) for by_rank in taken["input"]]),
         fed_seconds=Estimate.of(fed),
         input_cost=Estimate.of([a / b - 1 for a, b in zip(fed, step, strict=True)]),
-        compute_seconds_by_rank=compute_by_rank,
-        input_seconds_by_rank=_by_rank(taken["input"]),
-        step_seconds_by_rank=_by_rank(taken["step"]),
-        communication_seconds_by_rank=_by_rank(taken["communication"]) if k > 1 else [],
-        slowest=SlowestRank(
-            rank=slowest,
-            host=hosts[slowest],
-            behind_median=compute_by_rank[slowest] / statistics.median_low(compute_by_rank) - 1,
-        ),
+        by_rank=[
+            RankResult(
+                rank=rank,
+                host=hosts[rank],
+                compute_seconds=means["compute"][rank],
+                communication_seconds=means["communication"][rank] if k > 1 else None,
+                step_seconds=means["step"][rank],
+                input_seconds=means["input"][rank],
+            )
+            for rank in range(k)
+        ],
     )
-
-
-def _by_rank(taken: list[list[float]]) -> list[float]:
-    return [statistics.fmean(repeats) for repeats in zip(*taken, strict=True)]
 
 
 def _phases(bench: Bench, repeats: int, compute: float) -> Phases:
@@ -284,13 +259,3 @@ def _phases(bench: Bench, repeats: int, compute: float) -> Phases:
             for i, size, at in zip(order, backward.sizes, backward.ready, strict=True)
         ],
     )
-
-
-def messages_of(variables: Sequence[Any], compression: str) -> list[int]:
-    """Bytes of the messages that a step sends after the backward pass, in order."""
-    return [sum(sent_bytes(v, compression) for v in variables)]
-
-
-def bytes_of(variable: Any) -> int:
-    """The bytes of a variable's gradient."""
-    return int(np.prod(variable.shape)) * int(tf.as_dtype(variable.dtype).size)

@@ -18,9 +18,9 @@ from hvd_cifar.reporting import goodput
 from hvd_cifar.reporting.run_files import Evaluated, RunFiles, Train, Validated
 from hvd_cifar.reporting.story import Happening
 from hvd_cifar.tools.benchmark import plots
-from hvd_cifar.tools.benchmark.results import AllreduceResult, PredictResult, StepResult
+from hvd_cifar.tools.benchmark.results import AllreduceResult, StepResult
 
-Benchmark = StepResult | AllreduceResult | PredictResult
+Benchmark = StepResult | AllreduceResult
 Draw = Callable[[Any], None]
 
 SIZE = (5.2, 2.9)  # inches of 72 px: about a phone's width, at which text appears in its nominal size
@@ -239,9 +239,7 @@ def of_benchmark(found: Benchmark, name: str) -> dict[str, Markup]:
                 "Parts of a step": plots.parts,
             }
         case AllreduceResult():
-            drawn = {"All-reduce: time (dotted: fitted)": plots.times, "All-reduce: bus bandwidth": plots.bandwidths}
-        case PredictResult():
-            drawn = {"Scaling efficiency": plots.efficiency}
+            drawn = {"All-reduce: time": plots.times, "All-reduce: bus bandwidth": plots.bandwidths}
 
     def with_legend(draw: Callable[[Any, Any], None]) -> Draw:
         def both(axes: Any) -> None:

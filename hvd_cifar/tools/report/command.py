@@ -13,7 +13,7 @@ from hvd_cifar.files import replace_bytes
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.run_files import RunFiles, Train, read_run
 from hvd_cifar.tools.benchmark import results
-from hvd_cifar.tools.benchmark.results import AllreduceResult, PredictResult, StepResult
+from hvd_cifar.tools.benchmark.results import AllreduceResult, StepResult
 from hvd_cifar.tools.doctor.finding import counted
 from hvd_cifar.tools.report import charts, content
 
@@ -29,8 +29,7 @@ def report(settings: ReportSettings) -> None:
     for run in runs:
         if not run.of_kind(Train):
             raise UserError(f"{run.run_dir}: no log line is on record yet; wait for the first one (--log-every)")
-    kinds = StepResult | AllreduceResult | PredictResult
-    benchmarks = [results.read(kinds, path, "--benchmarks") for path in settings.benchmarks]
+    benchmarks = [results.read(StepResult | AllreduceResult, path, "--benchmarks") for path in settings.benchmarks]
     results.check_writable(output, inputs=settings.benchmarks)
     text = page(runs, benchmarks)
     try:
@@ -80,13 +79,12 @@ def _of_run(run: RunFiles, name: str, number: int) -> dict[str, Any]:
 
 
 def _of_benchmark(found: charts.Benchmark, number: int) -> dict[str, Any]:
-    step = found.step if isinstance(found, PredictResult) else found
-    facts = step.facts
+    facts = found.facts
     ranks, hosts = counted(len(facts.hosts), "rank"), counted(facts.local_ranks.count(0), "host")
     return {
-        "model": getattr(step, "model", ""),
+        "model": getattr(found, "model", ""),
         "kind": found.benchmark,
         "facts": f"{ranks} on {hosts}, {facts.processor}, {facts.date}",
-        "command": getattr(found, "command", facts.command),
+        "command": facts.command,
         "charts": charts.of_benchmark(found, f"benchmark {number}"),
     }
