@@ -1,1 +1,0 @@
-"""Do the tests notice faults? Small faults, planted one at a time; not part of the tests that CI runs."""
