@@ -113,10 +113,11 @@ def test_virtual_shards_end_with_the_same_bits_on_1_2_and_4_ranks(embedded: Path
     `tutorial` and `fast` have convolutions as products of matrices, with more parts of a batch than images, and layers
     by XLA. They do not run on 4 ranks, since their graphs take long to build.
     """
+    given = str(embedded), str(tmp_path)
     nets = "resnet8", "tutorial", "fast"
 
     def train(n: int, *runs: tuple[str, dict[str, Any]]) -> tuple[str, ...]:
-        ended = {tuple(found) for found in run_ranks(_train, n, str(embedded), str(tmp_path), runs, 1, timeout=600)}
+        ended = {tuple(found) for found in run_ranks(_train, n, *given, runs, 1, timeout=600, fresh=True)}
         assert len(ended) == 1
         return ended.pop()
 
@@ -134,6 +135,7 @@ def test_deterministic_runs_repeat_to_the_bit(embedded: Path, tmp_path: Path) ->
 
     The last run does not ask for determinism; TensorFlow keeps it for the whole process.
     """
+    given = str(embedded), str(tmp_path)
     options = {"batch_size": 7, "max_steps": 5, "deterministic": True}
     given, measured = {"overlap": "on", "bucket_bytes": 20_001}, {"overlap": "on"}
     runs: list[tuple[str, dict[str, Any]]] = []
@@ -141,5 +143,5 @@ def test_deterministic_runs_repeat_to_the_bit(embedded: Path, tmp_path: Path) ->
         run = {**options, "model": net}
         runs += [(net, run), (f"{net} in buckets", run | buckets)]
     plain = ("plain", {"batch_size": 7, "max_steps": 2, "model": RESNET8})
-    for *ended, _ in run_ranks(_train, 3, str(embedded), str(tmp_path), [*runs, plain], 2, timeout=600):
+    for *ended, _ in run_ranks(_train, 3, *given, [*runs, plain], 2, timeout=600, fresh=True):
         assert len(ended) == 4 and ended[::2] == ended[1::2]
