@@ -55,6 +55,7 @@ from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.forecast import Forecast
 from hvd_cifar.training.plan import (
     Plan,
+    changed,
     global_batch,
     make_schedule,
     plan,
@@ -75,11 +76,8 @@ from hvd_cifar.training.stragglers import Stragglers
 from hvd_cifar.training.summaries import Summaries
 from hvd_cifar.training.trainer import OfUser, Trainer
 from hvd_cifar.training.validation import Beside, Best
-from hvd_cifar.training.verify import Verifier
 
 ADAPTING_PIXELS = 5000 * 32 * 32  # of the images that layers learn from before training; 5,000 as in Jordan 2024
-EMBEDDED_EXAMPLES = 1000  # to evaluate of the embedded set, whose accuracy says nothing about CIFAR-10
-
 NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"
 
 
@@ -107,9 +105,9 @@ class Work:
 
     @property
     def image_sizes(self) -> tuple[int, ...]:
-        """Heights of images to train on, in turn; none exceeds that of the data set."""
+        """Heights of images to train on, in turn."""
         height = self.transforms.shape[0]
-        return tuple(min(side, height) for side in self.settings.image_sizes or (height,))
+        return tuple(max(1, round(scale * height)) for scale in self.recipe.image_scales or (1.0,))
 
     @property
     def sizes(self) -> ImageSizes:
@@ -152,7 +150,7 @@ def prepare(
     model = collectives.host_by_host(lambda: models.with_recipe(model, shape, classes))
     assert model.recipe is not None, "it was asked for"
     batch = trained_with or global_batch(settings, model.recipe.batch, world.batch_ranks or world.size)
-    recipe = model.recipe.for_batch(batch)
+    recipe = changed(model.recipe.for_batch(batch), settings)
     model = replace(model, recipe=recipe)
     if learnt is not None:
         dataset = run_dir.as_learnt(dataset, learnt, any_size=not isinstance(recipe.augmentation, str))
@@ -162,7 +160,6 @@ def prepare(
         )
     if own is None and settings.dataset == "auto" and dataset.name == synthetic.LAYOUT.name:
         recipe = replace(recipe, epochs=min(recipe.epochs, recipe.embedded_epochs))
-        settings = settings.model_copy(update={"eval_examples": settings.eval_examples or EMBEDDED_EXAMPLES})
     resolved = for_machines(resolve(settings, recipe), world)
     if trained_with:  # an evaluation makes no steps: ranks may outnumber the training examples
         return work_of(resolved, dataset, model, 0, 1)
@@ -182,10 +179,6 @@ def work_of(
     """
     assert model.recipe is not None, "it was asked for"
     transforms = transforms_of(settings, model.recipe, dataset)
-    if settings.image_sizes is None:
-        height = transforms.shape[0]
-        sizes = tuple(max(1, round(scale * height)) for scale in model.recipe.image_scales)
-        settings = settings.model_copy(update={"image_sizes": sizes})
     batch_plan = plan(settings, model.recipe, len(dataset.train), size, batch_ranks)
     sharding = Sharding(rank, size, settings.gradient_accumulation, settings.virtual_shards)
     return Work(settings, dataset, model, transforms, batch_plan, sharding)
@@ -213,7 +206,7 @@ def transforms_of(settings: TrainSettings, recipe: Recipe, dataset: Dataset) -> 
     if not isinstance(transforms, Transforms):
         kind = type(transforms).__name__
         raise UserError(f"--model {settings.model}: augmentation of its recipe is a {kind}; give a name or Transforms")
-    return augment.undistorted(transforms) if settings.augmentation == "none" else transforms
+    return augment.undistorted(transforms) if settings.set.augmentation == "none" else transforms
 
 
 @dataclass(frozen=True)
@@ -267,6 +260,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
         "learning_rate_schedule": collectives.on_every_rank(lambda: schedule.exact),
         "convolutions": kernels,
     }
+    facts |= run_dir.numbers_of(work.settings, work.recipe)
     course = run_dir.course_of(work.settings, facts)
     folder, newest = collectives.on_root(lambda: run_dir.claim(work.settings, course))
     begin = _restore(work, world, learner, folder, newest)
@@ -299,14 +293,13 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     progress.watch.run_dir = folder
     results: dict[str, Any] = {}
     model, name = learner.net.model, work.dataset.name
-    run = Run(work.settings, world, work.plan, schedule, model, name, folder, progress, results)
+    run = Run(work.settings, world, work.plan, work.recipe, schedule, model, name, folder, progress, results)
     times = StepTimes()
     progress.watch.waits_in_step = times.is_waiting
-    verifier = _verifier(work, world, learner, progress, reporter)
     record = None if work.settings.summary_every == 0 else Record(model)
     if record:
         watch_gradients(learner.optimizer, record.keep_gradients)
-    step = _step_of(work, learner, schedule, Probes(times, record, verifier), from_root)
+    step = _step_of(work, learner, schedule, Probes(times, record), from_root)
     trainer = Trainer(run, progress, step, lambda first: times.each(_batches(work, world, first)), reporter, work.sizes)
     summaries = Summaries(progress, record, work.dataset, reporter)
     stragglers = Stragglers(progress, times, reporter)
@@ -371,8 +364,9 @@ def make_learner(work: Work, learning_rate: float) -> Learner:
             )
     weights = net.model.trainable_variables
     optimizer = make_optimizer(work, net, learning_rate)
-    averages = MovingAverage(weights, settings.ema_decay) if settings.ema_decay else None
-    lookahead = Lookahead(weights, work.plan.all_steps) if settings.lookahead else None
+    recipe = work.recipe
+    averages = MovingAverage(weights, recipe.ema_decay) if recipe.ema_decay else None
+    lookahead = Lookahead(weights, work.plan.all_steps) if recipe.lookahead else None
     origin = (settings.seed, work.plan.global_batch_size, work.plan.examples)
     return Learner(net, optimizer, averages, lookahead, State(net, optimizer, averages, origin, lookahead))
 
@@ -404,23 +398,23 @@ def make_net(work: Work) -> Net:
 
 
 def _refuse_sizes(work: Work, net: Net) -> None:
-    """UserError where the net cannot take images of all --image-sizes, or there are no six views of an image."""
+    """UserError where the net cannot take images of all sizes, or there are no six views of an image."""
     height, width, channels = work.transforms.shape
-    if work.settings.test_time_augmentation and min(height, width) < 2:
+    if work.recipe.test_time_augmentation and min(height, width) < 2:
         raise UserError(
-            f"--test-time-augmentation: images of {height} x {width} pixels have no views; "
-            "give --no-test-time-augmentation"
+            f"test_time_augmentation: images of {height} x {width} pixels have no views; "
+            "give --set test_time_augmentation=false"
         )
     sizes = sorted({side for side in work.image_sizes if side != height})
     if sizes and (getattr(net.model, "input_shape", None) or (None, None))[1] is not None:
-        raise UserError("--image-sizes: this net takes images of one size; leave it out, or give another --model")
+        raise UserError("image_scales: this net takes images of one size; give --set image_scales=1")
     for side in sizes:
         try:
             net.model(keras.Input((side, scaled_width(side, height, width), channels)))
         except Exception as failure:
             raise UserError(
-                f"--image-sizes {side}: the net {work.model.name} cannot take such images ({cause_of(failure)}); give "
-                f"larger ones, or {height}"
+                f"image_scales: the net {work.model.name} cannot take images of {side} pixels ({cause_of(failure)}); "
+                "give larger scales, or --set image_scales=1"
             ) from failure
 
 
@@ -434,9 +428,7 @@ def _refuse_layers(settings: TrainSettings, net: Net) -> None:
         ("virtual_shards", synchronised, f"{over_all}, and each virtual shard has its own", local),
         ("virtual_shards", drawing, "it draws random numbers, which depend on the number of ranks", "take it out"),
         ("virtual_shards", spectral, "each forward pass changes its weights", "take it out"),
-        ("verify_every", spectral, "each forward pass changes its weights", "take it out"),
         ("sync_batch_norm", renormalised, "renorm=True cannot be synchronised", "set renorm=False"),
-        ("verify_every", synchronised, f"{over_all}, and no rank computes a share alone", local),
     ):
         if layers and getattr(settings, option):
             name = f"{layers[0].name} ({type(layers[0]).__name__})"
@@ -531,21 +523,13 @@ def step_spec(work: Work, side: int | None = None) -> StepSpec:
     settings = work.settings
     return StepSpec(
         image_shape=work.transforms.shape,
-        weight_decay=settings.weight_decay or 0.0,
-        label_smoothing=settings.label_smoothing or 0.0,
+        weight_decay=work.recipe.weight_decay,
+        label_smoothing=work.recipe.label_smoothing,
         micro_batches=work.sharding.micro_batches,
         virtual_shards=settings.virtual_shards,
         side=side,
         skips=settings.on_nan == "skip",
     )
-
-
-def _verifier(work: Work, world: World, learner: Learner, progress: Progress, reporter: Reporter) -> Verifier | None:
-    every, model = work.settings.verify_every, learner.net.model
-    if not every:
-        return None
-    changing = {id(v): v for v in (*model.non_trainable_variables, *collectives.random_states(model))}
-    return Verifier(world, list(changing.values()), every, progress, reporter)
 
 
 def _step_of(work: Work, learner: Learner, schedule: Schedule, probes: Probes, from_root: Sequence[Any]) -> TrainStep:
@@ -582,9 +566,7 @@ def _callbacks_of(
     run, progress, reporter, tell = trainer.run, trainer.progress, trainer.reporter, trainer.tell
     settings, checkpoints, copy = work.settings, begin.checkpoints, begin.copy
     parts = {
-        part: make_evaluator(
-            learner.net.model, work.dataset, work.transforms, run.world, None, settings.eval_examples, part
-        )
+        part: make_evaluator(learner.net.model, work.dataset, work.transforms, run.world, None, part)
         for part in ("test", "validation")
         if getattr(work.dataset, part)
     }

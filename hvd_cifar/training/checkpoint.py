@@ -47,7 +47,6 @@ class State:
         self.seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="seconds")  # of training
         # Part of these, for comparisons of replicas.
         self.check_seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="check_seconds")
-        self.repaired = keras.Variable(0, dtype="int64", trainable=False, name="repaired")  # divergences
         self.skipped = keras.Variable(0, dtype="int64", trainable=False, name="skipped")  # steps
         self.rollbacks = keras.Variable(0, dtype="int64", trainable=False, name="rollbacks")
         # Multiplies the schedule's learning rate, after rollbacks.
@@ -58,7 +57,7 @@ class State:
         """All variables, in the same order on every rank, for broadcast and comparison."""
         slots = self.optimizer.variables if self.optimizer else []
         averages = [v for kept in (self.averages, self.lookahead) if kept for v in kept.variables]
-        counters = [self.step, self.origin, self.repaired, self.skipped, self.rollbacks, self.rate_factor, *self.clocks]
+        counters = [self.step, self.origin, self.skipped, self.rollbacks, self.rate_factor, *self.clocks]
         return [*self.net.model.variables, *slots, *self.compression, *averages, *counters]
 
     @property
@@ -87,7 +86,7 @@ class State:
         parts: dict[str, Any] = {"model": self.net.model, "step": self.step.value, "seconds": self.seconds.value}
         if self.optimizer:
             parts["optimizer"] = self.optimizer
-            for name in ("origin", "repaired", "skipped", "rollbacks", "rate_factor", "check_seconds"):
+            for name in ("origin", "skipped", "rollbacks", "rate_factor", "check_seconds"):
                 parts[name] = getattr(self, name).value
             if states := random_states(self.net.model):  # Keras does not make them part of the model's checkpoint
                 parts["random"] = tf.train.Checkpoint(variables=[v.value for v in states])

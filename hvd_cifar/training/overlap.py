@@ -87,7 +87,6 @@ def _makes_all_ready_at_once(settings: TrainSettings) -> str:
     for option, given in (
         ("--gradient-accumulation", settings.gradient_accumulation > 1),
         ("--virtual-shards", settings.virtual_shards),
-        ("--verify-every", settings.verify_every),
         ("--precision mixed_float16", settings.precision == "mixed_float16"),  # the loss scale looks at all of them
     ):
         if given:

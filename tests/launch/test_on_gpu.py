@@ -92,7 +92,7 @@ def _train(folder: str, options: list[str]) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "0" + ",-1" * rank  # CUDA stops at -1: the same GPU by another name
     from hvd_cifar.cli import main
 
-    words = ["train", "--dataset", "synthetic", "--run-dir", folder, "--log-every", "1", "--eval-examples", "100"]
+    words = ["train", "--dataset", "synthetic", "--run-dir", folder, "--log-every", "1"]
     with pytest.raises(SystemExit) as ended:
         main([*words, *options])
     assert ended.value.code == 0
@@ -121,7 +121,7 @@ def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(embedded: Path, tmp_pat
     options = ["--data-dir", str(embedded), "--model", "resnet20", "--batch-size", "32", "--max-steps", "5"]
     run_ranks(_train, 1, str(tmp_path / "gpu"), [*options, "--precision", precision], timeout=300, fresh=True)
     words = [sys.executable, "-m", "hvd_cifar", "train", "--dataset", "synthetic", "--log-every", "1", *options]
-    words += ["--eval-examples", "100", "--precision", "float32", "--run-dir", str(tmp_path / "cpu")]
+    words += ["--precision", "float32", "--run-dir", str(tmp_path / "cpu")]
     subprocess.run(words, cwd=CHECKOUT, env=environment({"CUDA_VISIBLE_DEVICES": ""}), check=True, timeout=300)
     on_gpu, on_cpu = (runs.losses(tmp_path / name) for name in ("gpu", "cpu"))
     assert len(on_gpu) == len(on_cpu) == 5

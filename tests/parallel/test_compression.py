@@ -301,7 +301,7 @@ def _course(data: str, run_dir: str, steps: int) -> None:
     import hvd_cifar
 
     course: dict[str, Any] = {"global_batch_size": 24, "precision": "float64", "learning_rate": 0.01, "log_every": 1}
-    course |= {"eval_every": 0, "eval_examples": 8, "check_sync_every": 2, "compression": "powersgd:2"}
+    course |= {"eval_every": 0, "check_sync_every": 2, "compression": "powersgd:2"}
     hvd_cifar.train(SMALL_NET, "synthetic", data_dir=data, run_dir=run_dir, max_steps=steps, **course)
 
 

@@ -52,7 +52,8 @@ def _train(folder: str, options: dict[str, Any]) -> dict[str, Any]:
         "eval_every": 0,
         "learning_rate": 0.1,
     }
-    settings |= {"threads_per_rank": THREADS[launched_rank() or 0], "epochs": 3, "warmup_epochs": 0, "run_dir": folder}
+    settings |= {"threads_per_rank": THREADS[launched_rank() or 0], "epochs": 3, "run_dir": folder}
+    settings["set"] = {"warmup_epochs": 0}
     settings |= {key: value for key, value in options.items() if key != "optimizer"}
     try:
         found = hvd_cifar.train(build, data, **settings)["replicas_identical"]

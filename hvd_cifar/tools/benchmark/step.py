@@ -156,8 +156,8 @@ class Bench:
         self.batches = batches
         with tf.device(job.world.device):
             self.in_memory = MicroBatch(*map(tf.identity, next(batches)))
-        weights, decay = self.net.model.trainable_variables, work.settings.ema_decay
-        self.averages: list[Any] = [Lookahead(weights, ENDLESS)] if work.settings.lookahead else []
+        weights, decay = self.net.model.trainable_variables, work.recipe.ema_decay
+        self.averages: list[Any] = [Lookahead(weights, ENDLESS)] if work.recipe.lookahead else []
         self.averages += [MovingAverage(weights, decay)] if decay else []
         # The buckets are chosen for all ranks, and smaller groups use the same ones.
         self._model_optimizer = make_optimizer(work, self.net, LEARNING_RATE)
