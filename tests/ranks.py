@@ -18,7 +18,6 @@ as at a start. What TensorFlow or Horovod keeps for a whole process, such as det
 `fresh=True`, or anything but the default launcher and environment.
 """
 
-import atexit
 import inspect
 import json
 import os
@@ -147,7 +146,7 @@ def _failure(what: str, timeout: float, returncode: int | None, folder: Path, n:
 
 
 class Group:
-    """Ranks that wait for functions to call, until this process ends or one of them fails."""
+    """Ranks that wait for functions to call, until `end` or the end of this process, or until one of them fails."""
 
     def __init__(self, n: int) -> None:
         self.n, self.jobs = n, 0
@@ -164,7 +163,6 @@ class Group:
                 cwd=CHECKOUT,
                 start_new_session=True,
             )
-        atexit.register(self.end)
 
     def call(self, calls: str, timeout: float, what: str) -> list[dict[str, Any]]:
         """What the ranks return; where one fails or time runs out, they end."""
@@ -188,7 +186,6 @@ class Group:
         _GROUPS.pop(self.n, None)
         _end_all(self.process, self.mark)
         shutil.rmtree(self.folder, ignore_errors=True)
-        atexit.unregister(self.end)
 
 
 _GROUPS: dict[int, Group] = {}
@@ -198,6 +195,12 @@ def _group(n: int) -> Group:
     if n not in _GROUPS:
         _GROUPS[n] = Group(n)
     return _GROUPS[n]
+
+
+def end_groups() -> None:
+    """End all ranks that wait."""
+    for group in list(_GROUPS.values()):
+        group.end()
 
 
 def once(start: Jobs) -> Jobs:
