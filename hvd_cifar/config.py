@@ -32,6 +32,7 @@ from hvd_cifar.files import MOST_JSON_BYTES, replace_text
 
 MODELS = ("fast", "tutorial", "resnet20", "resnet32", "resnet56")
 DataSource = Literal["auto", "local", "rank0"]
+Compression = Literal["none", "fp16"]
 Overlap = Literal["auto", "on", "off"]
 Precision = Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"]
 
@@ -169,20 +170,6 @@ def check_ranks(settings: TrainSettings, ranks: int) -> None:
         raise UserError(f"the global batch of {batch} is smaller than {dealt}: make it at least {micro_batches}")
 
 
-def low_rank_of(compression: str) -> int:
-    """R of powersgd:R; 0 for any other compression."""
-    return int(compression.removeprefix("powersgd:")) if compression.startswith("powersgd:") else 0
-
-
-def check_compression(given: str) -> str:
-    """`given`, unchanged; ValueError where it names no compression."""
-    if given not in ("none", "fp16", "bf16") and not re.fullmatch("powersgd:[1-9][0-9]{0,3}", given):
-        raise ValueError(
-            f"no compression is called {given!r}; give none, fp16, bf16, or powersgd:R with R from 1 to 9999"
-        )
-    return given
-
-
 # Units, with their values in bytes, bytes per second and seconds.
 _SIZES = {"": 1, "B": 1, "K": 2**10, "KiB": 2**10, "M": 2**20, "MiB": 2**20, "G": 2**30, "GiB": 2**30}
 _SPEEDS = {f"{p}bit/s": 10**n / 8 for p, n in (("", 0), ("k", 3), ("M", 6), ("G", 9), ("T", 12))} | {
@@ -244,7 +231,6 @@ Steps = Annotated[tuple[int, int], BeforeValidator(_steps), AfterValidator(_in_o
 Bytes = Annotated[int, _quantity(_SIZES, "4, 64K or 256MiB")]
 BytesPerSecond = Annotated[float, _quantity(_SPEEDS, "10Gbit/s")]
 Seconds = Annotated[float, _quantity(_TIMES, "20us")]
-Compression = Annotated[str, AfterValidator(check_compression)]
 ModelSpec = Annotated[str, AfterValidator(_model)]
 Callbacks = Annotated[tuple[str, ...], BeforeValidator(_callbacks)]
 LocalPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(absolute)]
@@ -408,14 +394,13 @@ class TrainSettings(DataSettings):
     )
     compression: Compression = Field(
         "none",
-        description="Compression of gradients on the wire. none; fp16 or bf16: two bytes a value; powersgd:R, such as "
-        "powersgd:2: approximations of rank R, with error feedback: each rank adds the error to its next gradient.",
+        description="Compression of gradients on the wire. fp16: two bytes a value.",
     )
     overlap: Overlap = Field(
         "auto",
         description="on: send gradients in buckets during the backward pass. off: send them in one message after it. "
-        "auto: measure before the first step, and take the faster way; on one host without GPUs, or with powersgd:R, "
-        "one message unless --bucket-bytes is given.",
+        "auto: measure before the first step, and take the faster way; on one host without GPUs one message unless "
+        "--bucket-bytes is given.",
     )
     bucket_bytes: Bytes | None = Field(
         None, gt=0, description="Bytes of a bucket, such as 128K. [default: measured before the first step]"

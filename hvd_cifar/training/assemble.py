@@ -22,7 +22,6 @@ from hvd_cifar.data.pipeline import MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding, spread
 from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm, prove_averaging
 from hvd_cifar.distributed.batch_norm import local_layers, synchronised_layers
-from hvd_cifar.distributed.fixed_order import hosts_alike
 from hvd_cifar.distributed.optimizer import reduction_of, set_bucket_bytes, watch_gradients
 from hvd_cifar.errors import UserError, cause_of
 from hvd_cifar.kernels import compiled
@@ -30,7 +29,6 @@ from hvd_cifar.models import Model, Net
 from hvd_cifar.models.portable import finish_all
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
-from hvd_cifar.optim.muon import Muon
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.reporting.metrics import Reporter
@@ -92,7 +90,6 @@ class Work:
         transforms: from the data set's images to what the net sees.
         plan: the batch arithmetic.
         sharding: which micro-batches of each global batch are this rank's.
-        local_ranks: of all ranks in their order, where the way of the gradients depends on them; else empty.
     """
 
     settings: TrainSettings
@@ -101,7 +98,6 @@ class Work:
     transforms: Transforms
     plan: Plan
     sharding: Sharding
-    local_ranks: tuple[int, ...] = ()
 
     @property
     def image_sizes(self) -> tuple[int, ...]:
@@ -163,10 +159,7 @@ def prepare(
     resolved = for_machines(resolve(settings, recipe), world)
     if trained_with:  # an evaluation makes no steps: ranks may outnumber the training examples
         return work_of(resolved, dataset, model, 0, 1)
-    work = work_of(resolved, dataset, model, world.rank, world.size, world.batch_ranks)
-    if resolved.compression != "bf16":
-        return work
-    return replace(work, local_ranks=tuple(collectives.all_gather_object(world.local_rank)))
+    return work_of(resolved, dataset, model, world.rank, world.size, world.batch_ranks)
 
 
 def work_of(
@@ -235,8 +228,8 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     """
     settings = collectives.on_root(lambda: run_dir.continue_run(settings))
     work = prepare(settings, world, given)
-    if work.settings.deterministic or work.settings.compression == "bf16":
-        world = replace(world, algorithm=algorithm_in_order(work))
+    if work.settings.deterministic:
+        world = replace(world, algorithm="all-to-all and all-gather")
     profile.check_steps(work.settings.profile_steps, work.plan.total_steps)
     kernels = _agree_on_kernels(world, work.settings)
     schedule = make_schedule(work.settings, work.recipe, work.plan)
@@ -442,17 +435,6 @@ def _refuse_layers(settings: TrainSettings, net: Net) -> None:
             )
 
 
-def hosts_in_levels(work: Work, ranks: int) -> int:
-    """The number of hosts whose first `ranks` ranks add bfloat16 on each host first; 1: in one level."""
-    return 1 if work.settings.deterministic else hosts_alike(work.local_ranks[:ranks])
-
-
-def algorithm_in_order(work: Work) -> str:
-    """The all-reduce of `distributed.fixed_order` in words."""
-    hosts = hosts_in_levels(work, len(work.local_ranks))
-    return f"all-to-all and all-gather{' in two levels' if 1 < hosts < len(work.local_ranks) else ''}"
-
-
 def distribute(work: Work, optimizer: keras.optimizers.Optimizer, process_set: Any = collectives.ALL_RANKS) -> Any:
     """The optimizer, which sums gradients over the ranks with the compression and order of the settings."""
     settings = work.settings
@@ -463,7 +445,6 @@ def distribute(work: Work, optimizer: keras.optimizers.Optimizer, process_set: A
         compression=settings.compression,
         process_set=process_set,
         fixed_order=bool(settings.deterministic),
-        hosts=hosts_in_levels(work, process_set.size()) if process_set.included() else 1,
     )
     return keras.optimizers.LossScaleOptimizer(distributed) if settings.precision == "mixed_float16" else distributed
 
@@ -480,17 +461,12 @@ def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any 
     """The recipe's optimizer, distributed over a process set and built for the net's variables.
 
     Raises:
-        UserError: where the recipe's function fails, or its optimizer and the compression exclude each other.
+        UserError: where the recipe's function fails.
     """
     learning_rate = learning_rate or work.settings.learning_rate or 0.0  # a warm-up may begin at 0, which would fit any
     with user_code.errors_of(f"--model {work.model.name}: optimizer({learning_rate:g}) of its recipe"):
         plain = work.recipe.optimizer(learning_rate)
         _refuse_optimizer(plain, learning_rate, work.settings.clip_norm)
-    if (rank := config.low_rank_of(work.settings.compression)) and isinstance(plain, Muon | keras.optimizers.Muon):
-        raise UserError(
-            f"--compression powersgd:{rank}: {work.model.name} trains this batch with Muon, which makes all singular "
-            f"values of a gradient alike, and {rank} are left of them; give bf16"
-        )
     if work.settings.clip_norm is not None:
         plain.global_clipnorm = work.settings.clip_norm
     optimizer = distribute(work, plain, process_set)
@@ -599,9 +575,8 @@ def _callbacks_of(
 
 
 def own_variables(work: Work, learner: Learner) -> list[Any]:
-    """Variables that differ between ranks: PowerSGD's errors, and moving statistics unless steps average them."""
-    statistics = [] if work.settings.virtual_shards else local_statistics(learner.net.model)
-    return [*statistics, *learner.state.errors]
+    """Variables that differ between ranks: moving statistics, unless steps average them."""
+    return [] if work.settings.virtual_shards else local_statistics(learner.net.model)
 
 
 def _callback(spec: str) -> Any:

@@ -167,10 +167,9 @@ class Logger(Callback):
 
 
 class MovingStatistics:
-    """The variables that differ between ranks: batch norm's moving statistics, and PowerSGD's errors.
+    """The variables that differ between ranks: batch norm's moving statistics.
 
-    Ranks average them before an evaluation or a checkpoint, which needs the same values on all ranks. Averaging the
-    errors changes no later step, since only their mean enters the gradients.
+    Ranks average them before an evaluation or a checkpoint, which needs the same values on all ranks.
     """
 
     def __init__(self, variables: Sequence[keras.Variable], averaged_step: int) -> None:

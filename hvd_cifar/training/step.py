@@ -21,7 +21,7 @@ from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed.batch_norm import examples_present, synchronised_layers
 from hvd_cifar.distributed.collectives import broadcast_variables, random_states
 from hvd_cifar.distributed.fixed_order import add_in_tree
-from hvd_cifar.distributed.optimizer import apply_and_sum, memory_of, process_set_of
+from hvd_cifar.distributed.optimizer import apply_and_sum, process_set_of
 from hvd_cifar.models import Net
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.training.plan import Plan
@@ -253,8 +253,7 @@ class Guard:
         drawn = set(map(id, random_states(model)))  # not undone: generators advance as in any other step
         self._of_forward = [v for v in model.non_trainable_variables if id(v) not in drawn]
         self._shared = [*model.trainable_variables, *optimizer.variables]
-        memory = [v for kept in memory_of(optimizer) for v in (kept.error, kept.right)]
-        self._of_update = [*self._shared, *memory, *(v for average in averages for v in average.variables)]
+        self._of_update = [*self._shared, *(v for average in averages for v in average.variables)]
         self._averages = averages
 
     def before_step(self) -> list[Any]:

@@ -136,9 +136,9 @@ def test_ranks_that_exchange_by_nccl_end_with_the_bits_of_one(embedded: Path, tm
     assert runs.losses(one) == runs.losses(two)
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+@pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_ranks_that_average_by_nccl_learn_what_one_does(embedded: Path, tmp_path: Path, compression: str) -> None:
-    """On a CPU they end 0.001, 0.005 and 0.01 apart, and 1.7 apart from a run on half of each batch."""
+    """On a CPU they end 0.001 and 0.005 apart, and 1.7 apart from a run on half of each batch."""
     one = _trained(1, "tutorial", embedded, tmp_path / "1", ["--learning-rate", "1"])
     two = _trained(2, "tutorial", embedded, tmp_path / "2", ["--learning-rate", "1", "--compression", compression])
     assert runs.weights_apart(runs.weights(one), runs.weights(two)) < 0.1

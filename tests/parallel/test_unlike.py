@@ -14,7 +14,6 @@ THREADS = (1, 8)  # of the two ranks; TensorFlow divides a sum of 589,824 values
 CASES: list[tuple[dict[str, Any], float | None]] = [
     ({"optimizer": "muon"}, 2.4),  # the weights
     ({"optimizer": "sgd", "clip_norm": 0.01}, 4.8),  # and the velocities
-    ({"optimizer": "sgd", "compression": "powersgd:2"}, 4.8),
     ({"optimizer": "sgd"}, None),
 ]
 
