@@ -131,9 +131,7 @@ def test_a_run_whose_gradients_are_not_averaged_ends_before_its_first_step(tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_without_cifar10_and_network_auto_trains_on_the_embedded_set(
-    embedded: Path, tmp_path: Path
-) -> None:
+def test_without_cifar10_and_network_auto_trains_on_the_embedded_set(embedded: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     base = ("--dataset", "auto", "--data-dir", embedded, *NO_DOWNLOAD, "--model", SMALL_NET)
     half = ("--precision", "mixed_float16", "--compression", "fp16")
