@@ -37,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [item for path in sorted(files, key=lambda path: places.get(path, 1.0)) for item in files[path]]
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Hosts of tests are namespaces, which take root and an sshd: such tests are none of the ten minutes'."""
+    if item.path.parent.name == "cluster":
+        item.add_marker(pytest.mark.slow)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """One line that names what this machine lacks: the reasons of all skipped tests."""
     reports = terminalreporter.stats.get("skipped", ())

@@ -9,6 +9,8 @@ import pytest
 from benchmarks import jobs, runs
 from benchmarks.peers import elastic
 
+pytestmark = pytest.mark.slow
+
 
 def test_ranks_of_horovods_side_train_as_one_rank_does(tmp_path: Path) -> None:
     """Shards of different sizes: the mean of their means is not that of the batch."""

@@ -13,6 +13,8 @@ from hvd_cifar.errors import RESUME
 from tests.options import SMALL
 from tests.ranks import CHECKOUT, environment
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES, HELD, BATCH = 50_000, 49_840, 32  # what is left makes epochs of 5 steps
 # At such a rate no weight changes, so no evaluation is better than the first.
 OPTIONS = ["--hold-out", HELD, "--global-batch-size", BATCH, "--virtual-shards", 2, "--learning-rate", 1e-30]

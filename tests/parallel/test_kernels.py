@@ -11,6 +11,8 @@ import pytest
 from tests.options import RESNET8
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def _train_unlike(folder: str, slow_rank: int) -> dict[str, Any]:
     """Runs of two ranks, one of which has its compiled convolutions disabled; what each said."""

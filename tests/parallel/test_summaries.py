@@ -16,6 +16,8 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS, EVERY, RATE, DECAY = 11, 5, 0.01, 0.004
 PLAIN = {"deterministic": True}
 WAYS: dict[str, dict[str, Any]] = {

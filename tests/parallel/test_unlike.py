@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
 
 THREADS = (1, 8)  # of the two ranks; TensorFlow divides a sum of 589,824 values into other parts
 
