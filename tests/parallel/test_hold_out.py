@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks import jobs, runs
 from hvd_cifar.data import sampler
 from hvd_cifar.errors import RESUME
