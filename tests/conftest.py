@@ -43,8 +43,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.slow)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # below the list of failures
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
     """One line that names what this machine lacks: the reasons of all skipped tests."""
+    yield
     reports = terminalreporter.stats.get("skipped", ())
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
     if reasons:

@@ -82,7 +82,7 @@ FIRST: dict[int, list[str]] = {
 SLOW: dict[int, list[str]] = {
     2: ["tutorial, float32"],
     3: ["fast", "resnet8, plain, accumulated and clipped"],
-    5: ["tutorial", "tutorial, float32", "resnet8", "resnet8, plain, accumulated and clipped"],
+    5: ["tutorial", "resnet8, plain, accumulated and clipped"],
 }
 ALONE = ["tutorial", "tutorial, accumulated and clipped", "resnet8"]  # what the first ones compare with
 
