@@ -68,8 +68,8 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
         "images_per_second training_seconds weights_sha256 versions"
     )
     assert set(promised.split()) <= set(summary)
-    assert (summary["dataset"], summary["model"], summary["world_size"]) == ("arrays", "tutorial", 2)
-    assert {e["dataset"] for e in _events(run_dir)} == {"arrays"}
+    assert (summary["dataset"], summary["model"], summary["world_size"]) == ("small.py:few", "tutorial", 2)
+    assert {e["dataset"] for e in _events(run_dir)} == {"small.py:few"}
     assert (summary["global_batch_size"], summary["steps"], summary["test_examples"]) == (32, 12, EXAMPLES)
     assert re.fullmatch("[0-9a-f]{64}", summary["weights_sha256"])
     assert summary["weights_sha256_by_rank"] == [summary["weights_sha256"]] * 2
@@ -350,7 +350,7 @@ def test_a_full_disk_in_the_middle_of_a_run_is_one_line_and_ends_all_ranks(tmp_p
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], stderr=subprocess.DEVNULL).returncode:
         pytest.skip("no file system can be mounted here")
     try:
-        ranks = _train(disk / "run", *QUICK, "--callbacks", f"{tmp_path}/fill.py:Fill", "--max-steps", 40)
+        ranks = _train(disk / "run", *QUICK, "--callbacks", f"{tmp_path}/fill.py:Fill", "--max-steps", 9000)
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
     lines = [line for rank in ranks for line in rank["errors"] if line.startswith("hvd_cifar: ")]
