@@ -36,8 +36,9 @@ def _train(n: int, run_dir: Path, *options: Any) -> tuple[int, str, list[str]]:
 def _start(n: int, run_dir: Path, *options: Any) -> subprocess.Popen[bytes]:
     """A run of processes of its own, at most 50 steps a second."""
     words = jobs.command(n, *BASE, "--run-dir", run_dir, *QUIET, *options, "--callbacks", PACE)
-    to_nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(words, env=environment(), cwd=CHECKOUT, **to_nowhere)
+    return subprocess.Popen(
+        words, env=environment(), cwd=CHECKOUT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 def _examples(run_dir: Path) -> list[dict[str, Any]]:

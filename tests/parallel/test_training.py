@@ -315,7 +315,7 @@ def test_what_only_a_started_run_can_find_wrong_is_one_line_too(
 
 def _run(*argv: Any) -> subprocess.CompletedProcess[str]:
     """A command on two ranks of its own, to its end."""
-    words = ["mpirun", "-q", "-np", 2, "--bind-to", "none", sys.executable, "-m", "hvd_cifar", *argv]
+    words: list[Any] = ["mpirun", "-q", "-np", 2, "--bind-to", "none", sys.executable, "-m", "hvd_cifar", *argv]
     env = environment()
     return subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=900, env=env, cwd=CHECKOUT)
 
