@@ -23,7 +23,7 @@ DIVERGES = ("--batch-size", 8, "--learning-rate", 1e30, "--set", "warmup_epochs=
 NO_DOWNLOAD = ("--data-url", "http://127.0.0.1:9/x.tar.gz")
 
 # Options of which only a started run can find that they are wrong, and what is said of them.
-WRONG = [
+WRONG: list[tuple[tuple[Any, ...], str]] = [
     (("--resume", "no/such/checkpoint"), "no checkpoint is there"),
     (("--run-dir", "/proc/no"), "--run-dir /proc/no"),
     (("--global-batch-size", 1), "smaller than 2 ranks"),
@@ -315,7 +315,7 @@ def test_what_only_a_started_run_can_find_wrong_is_one_line_too(
 
 def _run(*argv: Any) -> subprocess.CompletedProcess[str]:
     """A command on two ranks of its own, to its end."""
-    words: list[Any] = ["mpirun", "-q", "-np", 2, "--bind-to", "none", sys.executable, "-m", "hvd_cifar", *argv]
+    words = ["mpirun", "-q", "-np", 2, "--bind-to", "none", sys.executable, "-m", "hvd_cifar", *argv]
     env = environment()
     return subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=900, env=env, cwd=CHECKOUT)
 
