@@ -14,8 +14,8 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
   ./run.sh setup --replace                 replace even a .venv that this machine cannot run; jobs elsewhere may use it
   ./run.sh setup --hostfile FILE           set up every host of FILE with this environment's options and versions
   ./run.sh wheel --to FOLDER [--gpu]       set up if needed, and copy Horovod's wheel, for other environments
-  ./run.sh test [PYTEST OPTIONS]           run linters, type checks and all but slow tests; with options: only pytest
-  ./run.sh test --all [PYTEST OPTIONS]     include slow tests, such as that of the container image
+  ./run.sh test [PYTEST OPTIONS]           run linters, type checks and the tests of ten minutes; with options: pytest
+  ./run.sh test --all [PYTEST OPTIONS]     run slow tests too, such as those of clusters; --slow: these alone
   ./run.sh [-np N] [-H HOSTS | --hostfile FILE] [LAUNCHER OPTIONS] COMMAND [OPTIONS]
   ./run.sh predict RUN_DIR IMAGE|FOLDER... [--json]    classify images with the net of a run
   ./run.sh export RUN_DIR --to FOLDER      write the net of a run as files that TensorFlow loads without this program
@@ -56,22 +56,24 @@ install=("$python" "$here/hvd_cifar/launch/install/__main__.py")
 run_tests() {
     "${install[@]}" needed --test
     cd -- "$here"
-    local bin=$here/.venv/bin slow=()
-    if [[ ${1:-} == --all ]]; then
-        slow=(-m "slow or not slow")
-        shift
-    fi
-    if (($# == 0)); then
+    local bin=$here/.venv/bin marks="not slow"
+    case ${1:-} in
+        --all) marks="slow or not slow" && shift ;;
+        --slow) marks=slow && shift ;;
+    esac
+    if (($# == 0)) && [[ $marks != slow ]]; then
         "$bin/ruff" check .
         "$bin/mypy"
         "$bin/lint-imports"
         "$bin/shellcheck" run.sh .ci/run deploy/*.sh deploy/*.sbatch
         # Some hundred ranks start. With PYTHONDONTWRITEBYTECODE set, each would compile the package.
         "$bin/python" -m compileall -q hvd_cifar benchmarks tests
-        # Two files at a time, short ones at the end: many tests wait for hosts and time-outs. The longest are listed.
-        set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 60 --durations-min 10
     fi
-    exec "$bin/python" -m pytest "${slow[@]}" "$@"
+    if (($# == 0)); then
+        # Two files at a time, short ones at the end: many tests wait for hosts and time-outs. The longest are listed.
+        set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5
+    fi
+    exec "$bin/python" -m pytest -m "$marks" "$@"
 }
 
 case ${1:-} in

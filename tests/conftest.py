@@ -3,11 +3,15 @@
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests import ranks
 
 settings.register_profile("shared machine", deadline=None)  # a slow example is no fault of the code
 settings.load_profile("shared machine")
@@ -31,6 +35,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     computing = [path for path in files if path.parent.name == "parallel"]
     places = {path: n / len(group) for group in (waiting, computing) for n, path in enumerate(group)}
     items[:] = [item for path in sorted(files, key=lambda path: places.get(path, 1.0)) for item in files[path]]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Hosts of tests are namespaces, which take root and an sshd: such tests are none of the ten minutes'."""
+    if item.path.parent.name == "cluster":
+        item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # below the list of failures
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+    """One line that names what this machine lacks: the reasons of all skipped tests."""
+    yield
+    reports = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
+    if reasons:
+        named = "; ".join(f"{reason} ({count})" for reason, count in sorted(reasons.items()))
+        terminalreporter.write_line(f"{reasons.total()} tests skipped, with their reasons: {named}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_ranks_left() -> Iterator[None]:
+    """The ranks that serve all tests end with the last one."""
+    yield
+    ranks.end_groups()
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,8 @@ TUTORIAL = ("--model", "tutorial", "--dataset", "synthetic", "--data-dir")
 # A net whose graph is built in a moment, for what does not depend on the net; and a pace for its short steps.
 SMALL_NET = str(Path(__file__).with_name("small.py")) + ":build"
 PACE = str(Path(__file__).with_name("small.py")) + ":Pace"
+OF_ANY_SIZE = str(Path(__file__).with_name("small.py")) + ":build_of_any_size"
+FEW = str(Path(__file__).with_name("small.py")) + ":few"
 SMALL = ("--model", SMALL_NET, "--dataset", "synthetic", "--data-dir")
 # It has the kinds of layers of resnet20, and fewer of them.
 RESNET8 = "benchmarks.nets:resnet8"

@@ -12,30 +12,36 @@ The function must stand at the top level of its module; the module is imported b
 it imports at its top cheap. Arguments and return values travel as JSON: a tuple comes back as a list, a NumPy array
 or scalar as lists or numbers.
 
-A rank takes seconds to start, most of them for TensorFlow's import: `run_all` calls several functions in one start.
+A rank takes seconds to start, most of them for TensorFlow's import. So one group of ranks of each size, started by
+mpirun, serves all files of a process of pytest. They find Keras's types, the environment, the folder and random numbers
+as at a start. What TensorFlow or Horovod keeps for a whole process, such as determinism, takes ranks of its own:
+`fresh=True`, or anything but the default launcher and environment.
 """
 
-import importlib.util
 import inspect
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import psutil
 
+from tests.rank import POLL_SECONDS, plain
+
 CHECKOUT = Path(__file__).resolve().parent.parent
 LOG_TAIL_LINES = 40
+MOST_POOLED = 3  # ranks of a group that stays; more are rare
 JOB = "TEST_JOB"
 Jobs = Callable[[int, str], dict[str, list[Any]]]  # what `run_all` returned for a number of ranks and a launcher
 LAUNCHERS = {
@@ -64,17 +70,18 @@ def run_ranks(
     env: dict[str, str] | None = None,
     timeout: float = 120,
     tensorflow: bool = True,
+    fresh: bool = False,
 ) -> list[Any]:
     """Call `function(*args)` in `n` ranks and return their return values, by rank.
 
     `launcher` is "mpirun", "horovodrun" (over MPI), "gloo" (horovodrun --gloo) or "none" (no launcher, n = 1).
     `env` is added to the environment. After `timeout` seconds, and after any failure, no process is left behind.
-    `tensorflow` imports it first, as a rank of `train` does.
+    `tensorflow` imports it first, as a rank of `train` does. `fresh`: in ranks that serve no other test.
 
     Raises RanksFailed, with the end of every rank's output, where a rank fails or time runs out.
     """
     functions = {function.__name__: partial(function, *args)}
-    found = run_all(functions, n, launcher=launcher, env=env, timeout=timeout, tensorflow=tensorflow)
+    found = run_all(functions, n, launcher=launcher, env=env, timeout=timeout, tensorflow=tensorflow, fresh=fresh)
     return found[function.__name__]
 
 
@@ -86,33 +93,114 @@ def run_all(
     env: dict[str, str] | None = None,
     timeout: float = 120,
     tensorflow: bool = True,
+    fresh: bool = False,
 ) -> dict[str, list[Any]]:
-    """Call functions one after the other in one start of `n` ranks; return the values of each by its name, by rank.
+    """Call functions one after the other in the same `n` ranks; return the values of each by its name, by rank.
 
-    Arguments are given by `functools.partial`. Every function finds Keras's types as they are at a start; whatever else
-    it changes, it puts back, unless it is the last. All others are as in `run_ranks`; the first failure ends the job.
+    Arguments are given by `functools.partial`. All others are as in `run_ranks`; the first failure ends the job.
     """
     calls = []
     for name, function in functions.items():
         call = partial(function)
         source = str(Path(inspect.getfile(call.func)).resolve())
         calls.append([name, source, call.func.__name__, call.args, call.keywords])
+    text = json.dumps([tensorflow, calls], default=plain)
+    what = f"{', '.join(functions)} on {n} ranks ({launcher})"
+    if launcher == "mpirun" and n <= MOST_POOLED and tensorflow and not env and not fresh:
+        ranks = _group(n).call(text, timeout, what)
+    else:
+        ranks = _call_once(text, n, launcher, env, timeout, what)
+    return {name: [results[name] for results in ranks] for name in functions}
+
+
+def _call_once(
+    calls: str, n: int, launcher: str, env: dict[str, str] | None, timeout: float, what: str
+) -> list[dict[str, Any]]:
+    """What `n` ranks that are started for it return."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as temporary:
         folder = Path(temporary)
-        (folder / "calls.json").write_text(json.dumps([tensorflow, calls], default=_plain))
-        command = [word.format(n=n) for word in LAUNCHERS[launcher]]
-        command += [sys.executable, str(Path(__file__).resolve()), temporary]
+        (folder / "calls.json").write_text(calls)
+        words = _words(n, launcher, temporary)
         with (folder / "launcher.log").open("w") as log:
-            returncode = run_to_end(command, timeout, stdout=log, stderr=log, env=environment(env), cwd=CHECKOUT)
+            returncode = run_to_end(words, timeout, stdout=log, stderr=log, env=environment(env), cwd=CHECKOUT)
+        found = _returned(folder, n)
+        if returncode == 0 and found:
+            return found
+        raise _failure(what, timeout, returncode, folder, n, _read(folder / "launcher.log"))
 
-        logs = [_read(folder / f"rank-{rank}.log") for rank in range(n)]
-        files = [folder / f"rank-{rank}.json" for rank in range(n)]
-        if returncode == 0 and all(file.exists() for file in files):
-            ranks = [json.loads(file.read_text()) for file in files]
-            return {name: [results[name] for results in ranks] for name in functions}
-        reason = f"{', '.join(functions)} on {n} ranks ({launcher}): "
-        reason += f"no end after {timeout} s" if returncode is None else f"exit code {returncode}"
-        raise RanksFailed(reason, returncode, logs, _read(folder / "launcher.log"))
+
+def _words(n: int, launcher: str, *arguments: str) -> list[str]:
+    program = [sys.executable, str(CHECKOUT / "tests" / "rank.py"), *arguments]
+    return [word.format(n=n) for word in LAUNCHERS[launcher]] + program
+
+
+def _returned(folder: Path, n: int) -> list[dict[str, Any]] | None:
+    """What the functions of a job returned, by rank; None where a rank has not returned."""
+    files = [folder / f"rank-{rank}.json" for rank in range(n)]
+    return [json.loads(file.read_text()) for file in files] if all(file.exists() for file in files) else None
+
+
+def _failure(what: str, timeout: float, returncode: int | None, folder: Path, n: int, output: str) -> RanksFailed:
+    reason = f"{what}: " + (f"no end after {timeout} s" if returncode is None else f"exit code {returncode}")
+    return RanksFailed(reason, returncode, [_read(folder / f"rank-{rank}.log") for rank in range(n)], output)
+
+
+class Group:
+    """Ranks that wait for functions to call, until `end` or the end of this process, or until one of them fails."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.jobs = n, 0
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.output, self.mark = self.folder / "launcher.log", secrets.token_hex(8)
+        words = _words(n, "mpirun", str(self.folder), str(os.getpid()))
+        with self.output.open("w") as log:
+            self.process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment(_marked(os.environ, self.mark)),
+                cwd=CHECKOUT,
+                start_new_session=True,
+            )
+
+    def call(self, calls: str, timeout: float, what: str) -> list[dict[str, Any]]:
+        """What the ranks return; where one fails or time runs out, they end."""
+        job = self.folder / str(self.jobs)
+        self.jobs += 1
+        job.mkdir()
+        (job / "calls.part").write_text(calls)
+        (job / "calls.part").rename(job / "calls.json")
+        end = time.monotonic() + timeout
+        while (found := _returned(job, self.n)) is None and self.process.poll() is None and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+        if found is not None:
+            return found
+        returncode = self.process.poll()
+        failure = _failure(what, timeout, returncode, job, self.n, _read(self.output))
+        self.end()
+        raise failure
+
+    def end(self) -> None:
+        """End the ranks."""
+        _GROUPS.pop(self.n, None)
+        _end_all(self.process, self.mark)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_GROUPS: dict[int, Group] = {}
+
+
+def _group(n: int) -> Group:
+    if n not in _GROUPS:
+        _GROUPS[n] = Group(n)
+    return _GROUPS[n]
+
+
+def end_groups() -> None:
+    """End all ranks that wait."""
+    for group in list(_GROUPS.values()):
+        group.end()
 
 
 def once(start: Jobs) -> Jobs:
@@ -196,22 +284,31 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 def run_to_end(command: list[str], timeout: float, **popen: Any) -> int | None:
     """Run `command` and return its exit code, or None if it was stopped after `timeout` seconds.
 
-    Its descendants end with it, in either case. A launcher puts each rank in a process group of its own, and may end
-    before them: they are found by a variable.
+    Its descendants end with it, in either case.
     """
     env, mark = popen.get("env") or os.environ, secrets.token_hex(8)
-    popen["env"] = {**env, JOB: f"{env.get(JOB, '')} {mark}"}  # a test run in a test has both marks
+    popen["env"] = {**env, **_marked(env, mark)}
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **popen)
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        end_tree(process)
-        for left in psutil.process_iter():
-            with suppress(psutil.Error):
-                if mark in left.environ().get(JOB, ""):
-                    left.kill()
+        _end_all(process, mark)
+
+
+def _marked(env: Mapping[str, str], mark: str) -> dict[str, str]:
+    """The variable by which `_end_all` finds a job's processes. A test run in a test has both marks."""
+    return {JOB: f"{env.get(JOB, '')} {mark}"}
+
+
+def _end_all(process: "subprocess.Popen[Any]", mark: str) -> None:
+    """End a launcher and its ranks: it puts each in a process group of its own, and may end before them."""
+    end_tree(process)
+    for left in psutil.process_iter():
+        with suppress(psutil.Error):
+            if mark in left.environ().get(JOB, ""):
+                left.kill()
 
 
 def end_tree(process: "subprocess.Popen[Any]") -> None:
@@ -226,62 +323,9 @@ def end_tree(process: "subprocess.Popen[Any]") -> None:
     process.wait()
 
 
-def _rank_main(folder: Path) -> None:
-    """One rank's part: call the functions named in `calls.json`, write what they return."""
-    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK", "0")))
-    with (folder / f"rank-{rank}.log").open("w") as log:
-        os.dup2(log.fileno(), sys.stdout.fileno())
-        os.dup2(log.fileno(), sys.stderr.fileno())
-    sys.path[:0] = [str(CHECKOUT)]
-    tensorflow, calls = json.loads((folder / "calls.json").read_text())
-    if tensorflow:
-        from hvd_cifar.reporting.quiet import quiet_start
-
-        with quiet_start():  # as in a rank of `train`: it takes a quarter less time than the bare imports
-            import horovod.tensorflow  # noqa: F401
-    results = {}
-    for name, module, function, args, keywords in calls:
-        print(f"--- {name}", flush=True)  # the log ends with what failed
-        results[name] = getattr(_import_file(Path(module)), function)(*args, **keywords)
-        _put_types_back()
-    part = folder / f"rank-{rank}.part"
-    part.write_text(json.dumps(results, default=_plain))
-    part.rename(folder / f"rank-{rank}.json")
-
-
-def _put_types_back() -> None:
-    keras = sys.modules.get("keras")
-    if keras:
-        keras.config.set_floatx("float32")
-        keras.config.set_dtype_policy("float32")
-
-
-@cache
-def _import_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _plain(value: Any) -> Any:
-    """What JSON cannot write: arrays and scalars of NumPy (and what turns into them), paths, sets."""
-    if hasattr(value, "numpy"):
-        value = value.numpy()
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
-
-
 def _read(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
 def _tail(text: str) -> str:
     return "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
-
-
-if __name__ == "__main__":
-    _rank_main(Path(sys.argv[1]))

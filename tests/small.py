@@ -1,4 +1,4 @@
-"""A net and a pace for jobs that tests disturb: its graph is built in a moment, and a step leaves the cores free."""
+"""Nets, data and a pace for jobs of tests: graphs are built in a moment, and a step leaves the cores free."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import keras
+import numpy as np
 
 import hvd_cifar
 
@@ -16,6 +17,28 @@ def build(image_shape: tuple[int, int, int], classes: int) -> Any:
     layers += [keras.layers.Dense(200), keras.layers.ReLU(), keras.layers.Dense(classes)]
     recipe = hvd_cifar.Recipe(epochs=1000, learning_rate=0.01, ema_decay=0.99)
     return keras.Sequential([keras.Input(image_shape), *layers]), recipe
+
+
+def build_of_any_size(image_shape: tuple[int, int, int], classes: int) -> Any:
+    """A net for images of any size, with batch norm, two sizes of image, look-ahead and test-time views."""
+    layers = [keras.layers.Conv2D(8, 3, strides=2, use_bias=False), keras.layers.BatchNormalization()]
+    layers += [keras.layers.ReLU(), keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(classes)]
+    recipe = hvd_cifar.Recipe(
+        epochs=1, learning_rate=0.05, image_scales=(0.5, 1), lookahead=True, test_time_augmentation=True
+    )
+    return keras.Sequential([keras.Input((None, None, image_shape[2])), *layers]), recipe
+
+
+EXAMPLES = 263  # a prime
+
+
+def few() -> hvd_cifar.Dataset:
+    """263 examples to train on, and as many to test on, whose mean colour tells the class."""
+    draw = np.random.default_rng(5)
+    labels = draw.integers(0, 10, (2, EXAMPLES))
+    images = draw.integers(0, 100, (2, EXAMPLES, 32, 32, 3)) + 15 * labels[..., None, None, None]
+    train, test = zip(images.astype(np.uint8), labels, strict=True)
+    return hvd_cifar.Dataset.from_arrays(*train, *test)
 
 
 class Pace(hvd_cifar.Callback):

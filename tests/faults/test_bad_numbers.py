@@ -58,7 +58,7 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
         "by hand": train("by hand", {}, *every, 30, "--learning-rate", 0.025, "--resume", good),
         "back resumed": train("back", {}, *every, 30),
     }
-    return once(lambda n, launcher: run_all(functions, n, launcher=launcher, timeout=900))
+    return once(lambda n, launcher: run_all(functions, n, launcher=launcher, timeout=900, fresh=True))
 
 
 def _poisoned(words: list[Any], plan: dict[str, Any]) -> dict[str, Any]:
@@ -128,6 +128,7 @@ def test_a_rollback_is_as_if_resumed_by_hand_with_the_lower_rate(jobs: Jobs, fol
     assert summary["goodput"]["repeated_steps"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_too_often_ends(embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last rank's NaN comes again each time; without a limit the run would never end. It is not started again."""
     monkeypatch.setenv("PLAN", json.dumps({"nan": [4]}))

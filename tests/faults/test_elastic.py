@@ -8,6 +8,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from benchmarks import runs
 from hvd_cifar.errors import RESUME
 from tests.faults.jobs import COURSE, STEPS, checkpoints, start
@@ -15,9 +17,9 @@ from tests.faults.jobs import COURSE, STEPS, checkpoints, start
 OPTIONS = [*COURSE, "--checkpoint-every", 1000, "--eval-every", 0]
 
 
-def test_a_killed_rank_over_gloo(alone: Path, embedded: Path, tmp_path: Path) -> None:
-    """The other one goes on until the slot of the killed one has rested; then two. Over MPI: `tests/cluster`."""
-    job = start(["--gloo", "--elastic", "1:2", "--cool-down", "1:1"], embedded, tmp_path / "run", *OPTIONS)
+def test_a_killed_rank(alone: Path, embedded: Path, tmp_path: Path) -> None:
+    """The other one goes on until the slot of the killed one has rested; then two."""
+    job = start(["--elastic", "1:2", "--cool-down", "1:1"], embedded, tmp_path / "run", *OPTIONS)
     try:
         job.wait_for_step(20)
         copies = job.copies()
@@ -35,6 +37,7 @@ def test_a_killed_rank_over_gloo(alone: Path, embedded: Path, tmp_path: Path) ->
     assert runs.summary(job.run_dir)["weights_sha256"] == runs.summary(alone)["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_dropped(alone: Path, embedded: Path, tmp_path: Path) -> None:
     """The other one goes on without it, to the end."""
     launcher = ["--elastic", "1:2", "--cool-down", "900:900"]
@@ -50,6 +53,7 @@ def test_a_rank_that_hangs_is_dropped(alone: Path, embedded: Path, tmp_path: Pat
     assert runs.summary(job.run_dir)["weights_sha256"] == runs.summary(alone)["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_killed_launcher(alone: Path, embedded: Path, tmp_path: Path) -> None:
     """Neither processes nor copies of the state are left; a resumed run ends with the weights of one left alone."""
     options = [*OPTIONS, "--checkpoint-every", 10]
@@ -82,6 +86,7 @@ class Drift(hvd_cifar.Callback):
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_are_out_of_sync_end_the_job(embedded: Path, tmp_path: Path) -> None:
     """Their copies of the state differ as well: the job must not go on from one of them."""
     program = tmp_path / "drift.py"
@@ -93,6 +98,7 @@ def test_ranks_that_are_out_of_sync_end_the_job(embedded: Path, tmp_path: Path) 
     assert not checkpoints(job.run_dir) and not job.left()
 
 
+@pytest.mark.slow
 def test_too_few_ranks_for_too_long(embedded: Path, tmp_path: Path) -> None:
     """The newest step is on disk as soon as the job waits, and again when a resumed job is told to stop."""
     launcher = ["--elastic", "2:2", "--cool-down", "60:60", "--elastic-timeout", 2]

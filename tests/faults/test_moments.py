@@ -53,6 +53,7 @@ ELASTIC = ["--elastic", "1:2", "--cool-down", "0:0"]
 RESTARTS = ["-np", 2, "--max-restarts", 9]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # some twenty ranks start, one after the other
 @pytest.mark.parametrize(
     ("launcher", "moments"), [(ELASTIC, MOMENTS), (RESTARTS, MOMENTS[-2:])], ids=["elastic", "restarts"]

@@ -94,6 +94,7 @@ def _ends(run_dir: Path) -> list[str]:
     return [mark["how"] for mark in goodput.read((run_dir / "sessions.jsonl").read_text()) if mark["mark"] == "end"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "number"), [(["--mpi", "-np", 2], signal.SIGTERM), (["--gloo", "-np", 3], signal.SIGUSR1)]
 )
@@ -121,6 +122,7 @@ def test_output_that_cannot_be_written_neither_ends_a_job_nor_keeps_it_from_stop
     assert len(checkpoints(running.run_dir)) == 1 and _ends(running.run_dir) == ["stopped"] and not running.left()
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_closed_does_not_end_a_single_rank(embedded: Path, tmp_path: Path) -> None:
     """Which prints to the terminal itself, and draws there."""
     screen, terminal = pty.openpty()
@@ -152,6 +154,7 @@ def _read_until(descriptor: int, text: bytes) -> None:
         said += os.read(descriptor, 65536)
 
 
+@pytest.mark.slow
 def test_a_signal_before_any_rank_has_started(embedded: Path, tmp_path: Path) -> None:
     """While the launcher asks a host that does not answer."""
     fake = tmp_path / "ssh"
@@ -187,6 +190,7 @@ def test_a_second_ctrl_c_ends_the_job_at_once(launcher: list[Any], job: Any) -> 
     assert not running.left()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_does_not_come_in_time(job: Any, tmp_path: Path) -> None:
     """The other rank's collective hangs in native code, where no handler of Python's would run."""
     running = job(["-np", 2], "--grace-seconds", 3)
@@ -197,6 +201,7 @@ def test_a_checkpoint_that_does_not_come_in_time(job: Any, tmp_path: Path) -> No
     assert not checkpoints(tmp_path / "run") and not running.left()
 
 
+@pytest.mark.slow
 def test_stopped_before_the_first_step(embedded: Path, tmp_path: Path) -> None:
     """Ranks that are still importing TensorFlow have nothing to save; the code is the same."""
     running = start(["-np", 2], embedded, tmp_path / "run")

@@ -52,6 +52,7 @@ def test_waits_double_up_to_a_minute() -> None:
     assert [seconds_before(restart) for restart in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_and_a_killed_starter_over_gloo(alone: Path, embedded: Path, tmp_path: Path) -> None:
     """The job ends with the weights of one that was left alone. Over MPI: `test_moments`."""
     options = [*COURSE, "--checkpoint-every", 20, "--eval-every", 0, "--resume", "never"]

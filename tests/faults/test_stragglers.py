@@ -8,8 +8,12 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.faults.jobs import start
 from tests.options import TUTORIAL
+
+pytestmark = pytest.mark.slow
 
 # Seconds that the rank stands still, and that it runs. A rank of a busy machine is not as much slower than another.
 # Both are short: a step's computation could fit between two long pauses, and then nothing would slow it.

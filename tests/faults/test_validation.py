@@ -74,6 +74,7 @@ def test_a_validation_rank_finds_what_training_ranks_would(evaluated: Path, embe
     assert all(end <= begin + 1e-3 for (_, _, end), (_, begin, _) in itertools.pairwise(intervals)), intervals
 
 
+@pytest.mark.slow
 def test_a_killed_validation_rank_is_told_and_training_goes_on(embedded: Path, tmp_path: Path) -> None:
     """Two evaluate together, and one of them is killed after their first result."""
     told, launcher = tmp_path / "told", ["-np", 3, "--validation-ranks", 2]
@@ -97,6 +98,7 @@ def test_a_killed_validation_rank_is_told_and_training_goes_on(embedded: Path, t
     assert 300 in summary["evaluations_missing"] and _evaluations(job.run_dir) and not job.left()
 
 
+@pytest.mark.slow
 def test_a_killed_training_rank_ends_the_validation_ranks(embedded: Path, tmp_path: Path) -> None:
     job = start(["-np", 2, "--validation-ranks", 1], embedded, tmp_path / "run", "--eval-every", 10)
     try:
@@ -108,6 +110,7 @@ def test_a_killed_training_rank_ends_the_validation_ranks(embedded: Path, tmp_pa
     assert "validation ranks have ended" not in job.said()
 
 
+@pytest.mark.slow
 def test_an_elastic_job_ends_by_the_results_of_its_validation_rank(embedded: Path, tmp_path: Path) -> None:
     """At such a rate no weight changes. A training rank is killed; the validation rank lives through it."""
     options = ["--learning-rate", 1e-30, "--set", "warmup_epochs=0", "--early-stopping", 3, "--eval-every", 20]

@@ -645,7 +645,7 @@ def _look(checkout: Path) -> str:
     """What `setup --hostfile` finds in a checkout on a host."""
     here = everywhere.Here(checkout, "", (3, 11), (), SENT_FILES, {})
     names = hashlib.sha256("".join(f"{name}\n" for name in SENT_FILES[1:]).encode()).hexdigest()
-    look = here.fill(everywhere.LOOK, token="/nonexistent", names=names)
+    look = here.fill(everywhere.LOOK, token=str(checkout / "no token"), names=names)
     listed = "".join(f"{hashlib.sha256(b'new').hexdigest()}  {name}\n" for name in here.files)
     return subprocess.run(["sh", "-c", look], input=listed, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -740,7 +740,7 @@ def test_what_is_no_folder_in_the_place_of_the_environment_may_be_replaced(kind:
         shutil.copy(CHECKOUT / name, tmp_path)
     shutil.copytree(CHECKOUT / "hvd_cifar", tmp_path / "hvd_cifar", ignore=shutil.ignore_patterns("__pycache__"))
     venv = tmp_path / ".venv"
-    venv.touch() if kind == "file" else venv.symlink_to("/nonexistent/environment")
+    venv.touch() if kind == "file" else venv.symlink_to("no environment")
     # The folder is made, and then Python's module that makes environments fails.
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
     env = {**os.environ, **offline, "PYTHON": sys.executable}

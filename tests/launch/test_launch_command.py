@@ -448,8 +448,10 @@ def test_a_login_shell_may_print_a_title_without_a_newline(tmp_path: Path, monke
     assert sorted(path.name for path in checkout.iterdir()) == ["hvd_cifar", "run.sh"]
 
 
-def test_no_ssh_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")
+def test_no_ssh_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="there is no ssh here: apt-get install openssh-client"):
         find_network(Participants(["localhost", "nosuch.invalid"], "localhost", sys.executable), gloo=False)
     assert (

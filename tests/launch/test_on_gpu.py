@@ -103,7 +103,7 @@ def _train(folder: str, options: list[str]) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_nccl_and_the_kernels_compute_what_numpy_does(ranks: int) -> None:
     each = len(TYPES) * len(COUNTS) * (3 + ranks) + 3 * len(COUNTS) * 2 + len(TYPES) * len(COUNTS)
-    assert run_ranks(_collectives, ranks, timeout=300) == [each] * ranks
+    assert run_ranks(_collectives, ranks, timeout=300, fresh=True) == [each] * ranks
 
 
 def test_the_doctor_finds_nothing_wrong_with_the_gpus() -> None:
@@ -119,7 +119,7 @@ def test_the_doctor_finds_nothing_wrong_with_the_gpus() -> None:
 def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(embedded: Path, tmp_path: Path, precision: str) -> None:
     """float32 on a GPU multiplies in TF32, with 10 bits of mantissa."""
     options = ["--data-dir", str(embedded), "--model", "resnet20", "--batch-size", "32", "--max-steps", "5"]
-    run_ranks(_train, 1, str(tmp_path / "gpu"), [*options, "--precision", precision], timeout=300)
+    run_ranks(_train, 1, str(tmp_path / "gpu"), [*options, "--precision", precision], timeout=300, fresh=True)
     words = [sys.executable, "-m", "hvd_cifar", "train", "--dataset", "synthetic", "--log-every", "1", *options]
     words += ["--precision", "float32", "--run-dir", str(tmp_path / "cpu")]
     subprocess.run(words, cwd=CHECKOUT, env=environment({"CUDA_VISIBLE_DEVICES": ""}), check=True, timeout=300)
@@ -146,5 +146,5 @@ def test_ranks_that_average_by_nccl_learn_what_one_does(embedded: Path, tmp_path
 
 def _trained(ranks: int, model: str, data: Path, run_dir: Path, options: list[str]) -> Path:
     words = ["--data-dir", str(data), "--model", model, "--global-batch-size", "26", "--max-steps", "4"]
-    run_ranks(_train, ranks, str(run_dir), [*words, *options], timeout=300)
+    run_ranks(_train, ranks, str(run_dir), [*words, *options], timeout=300, fresh=True)
     return run_dir

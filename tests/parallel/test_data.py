@@ -96,7 +96,7 @@ def cases(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[lis
                 pixels = np.full((9, 8, 3), 50 * label + i, np.uint8)
                 Image.fromarray(pixels).save(place / "images" / part / name / f"{i}.png")
     folders = [str(embedded), *(str(place / name) for name in ("spoilt", "empty", "images"))]
-    return run_ranks(_all, 2, *folders), place
+    return run_ranks(_all, 2, *folders, fresh=True), place
 
 
 Cases = tuple[list[dict[str, Any]], Path]

@@ -1,7 +1,7 @@
 """The same training at any number of ranks: losses and weights against one rank's, and losses against those on record.
 
-Every run here makes 13 steps of 17 examples over a set of 155, into the second epoch (fast 10, one epoch): 2, 3 and 5
-ranks do not divide the batch, and the last batch of an epoch has 2 examples, fewer than most runs have ranks.
+Every run here makes 6 steps of 17 examples over a set of 53, into the second epoch (fast 10 over 155, one epoch): 2, 3
+and 5 ranks do not divide the batch, and the last batch of an epoch has 2 examples, fewer than most runs have ranks.
 
 Tolerances. float64 rounds at 1.1e-16. Ranks add sums in another order, and training multiplies the difference: after 30
 steps losses of the tutorial net differ by 3e-16 and weights by 3e-15, those of resnet20, which is deeper than resnet8
@@ -35,10 +35,11 @@ from tests.options import RESNET8, TUTORIAL
 from tests.ranks import run_ranks
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "losses.json"
-BATCH, EXAMPLES, STEPS = 17, 155, 13
+BATCH, EXAMPLES, STEPS = 17, 53, 6
+FAST_EXAMPLES = 155  # all sizes of image take their turn in one epoch
+TOWER_STEPS = 13
 
 RESNET = {"model": RESNET8, "sync_batch_norm": True, "learning_rate": 0.01}
-# In float64 its convolutions take long. In one epoch all sizes of image take their turn.
 # Test-time views would take long to trace.
 FAST = {
     "model": "fast",
@@ -65,20 +66,25 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+ON_RECORD = [name for name in RUNS if not name.endswith("float32")]
 # The first half on 2 ranks, the rest on 3: batch norm's statistics, momentum and the order of the data go on.
 HALF, RESUMED = "resnet8, first half", "resnet8, resumed"
 # By ranks; else all gradients leave in one message. No multiple of a value's size, or as measured.
 BUCKETS: dict[int, dict[str, Any]] = {3: {"overlap": "on", "bucket_bytes": 1001}, 5: {"overlap": "on"}}
-FIRST_HALF = 11  # in the second epoch
+FIRST_HALF = 5  # in the second epoch
 
-# What each number of ranks runs: everything on 1, and on more a part of it, each net at least; all of it on each would
-# take several times as long.
-OF_RANKS = {
-    1: list(RUNS),
-    2: ["tutorial, accumulated and clipped", "tutorial, float32", HALF],
-    3: ["fast", "tutorial", "resnet8, plain, accumulated and clipped", RESUMED],
-    5: ["tutorial", "tutorial, float32", "resnet8", "resnet8, plain, accumulated and clipped"],
+# What each number of ranks runs, in all runs of the tests and in slow ones: each net at least, since all of it on each
+# would take several times as long.
+FIRST: dict[int, list[str]] = {
+    2: ["tutorial, accumulated and clipped", HALF],
+    3: ["tutorial", RESUMED],
 }
+SLOW: dict[int, list[str]] = {
+    2: ["tutorial, float32"],
+    3: ["fast", "resnet8, plain, accumulated and clipped"],
+    5: ["tutorial", "resnet8, plain, accumulated and clipped"],
+}
+ALONE = ["tutorial", "tutorial, accumulated and clipped", "resnet8"]  # what the first ones compare with
 
 
 def _in_squares(images: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
@@ -86,66 +92,55 @@ def _in_squares(images: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
     return images[:, ::side, ::side].repeat(side, axis=1).repeat(side, axis=2)
 
 
-def _train_all(data: str, folder: str, runs: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Several runs in one start of the ranks; the losses of each, and its state in a file."""
+def _train(data: str, folder: str, name: str, options: dict[str, Any]) -> list[float]:
+    """The losses of a run, whose state goes into a file."""
     from hvd_cifar import Callback, Dataset
     from hvd_cifar.config import TrainSettings, make
     from hvd_cifar.data import synthetic
     from hvd_cifar.runtime.world import session
+    from hvd_cifar.training import run_dir
     from hvd_cifar.training.train import assemble
     from hvd_cifar.training.work import UserObjects
 
-    whole = synthetic.LAYOUT.read(synthetic.ensure(Path(data)))
+    losses: list[float] = []
 
     class Losses(Callback):
         """Every loss."""
 
-        def __init__(self) -> None:
-            self.losses: list[float] = []
-
         def on_log(self, run: Any) -> None:
-            self.losses.append(run.loss)
+            losses.append(run.loss)
 
-    losses: dict[str, list[float]] = {}
+    whole = synthetic.LAYOUT.read(synthetic.ensure(Path(data)))
+    count, side = (FAST_EXAMPLES, FLAT) if name == "fast" else (EXAMPLES, 1)
+    parts = [(_in_squares(p.images[:count], side), p.labels[:count]) for p in (whole.train, whole.test)]
+    dataset = Dataset.from_arrays(*parts[0], *parts[1])
+    dataset = replace(dataset, channel_mean=whole.channel_mean, channel_deviation=whole.channel_deviation)
     with session() as world:
-        for name, options in runs.items():
-            side = FLAT if name == "fast" else 1
-            parts = [(_in_squares(p.images[:EXAMPLES], side), p.labels[:EXAMPLES]) for p in (whole.train, whole.test)]
-            dataset = Dataset.from_arrays(*parts[0], *parts[1])
-            dataset = replace(dataset, channel_mean=whole.channel_mean, channel_deviation=whole.channel_deviation)
-            place = "resumed" if name in (HALF, RESUMED) else f"{name}/{world.size}"
-            quiet = {"log_every": 1, "eval_every": 0, "summary_every": 0}
-            common = {"model": "tutorial", "run_dir": f"{folder}/{place}", **quiet}
-            course: dict[str, Any] = {"global_batch_size": BATCH, "max_steps": STEPS, "epochs": 3}
-            course["precision"] = "float64"
-            rate = {"learning_rate_factor": 1, "warmup_epochs": 0, **options.get("set", {})}
-            in_buckets = BUCKETS.get(world.size, {})
-            course |= {"check_sync_every": 1000, **in_buckets, **options, "set": rate}
-            settings = make(TrainSettings, {**common, **course})
-            kept = Losses()
-            trainer = assemble(settings, world, UserObjects(dataset=dataset, callbacks=[kept]))
-            trainer.train()
-            losses[name] = kept.losses
-            values = [v.numpy() for v in trainer.run.state.replicated(with_own=True)]
-            if world.is_root:
-                np.savez(f"{folder}/{name}-{world.size}", *values)
+        place = "resumed" if name in (HALF, RESUMED) else f"{name}/{world.size}"
+        common = {"model": "tutorial", "run_dir": f"{folder}/{place}", "log_every": 1, "eval_every": 0}
+        common |= {"summary_every": 0, "check_sync_every": 1000}
+        course = {"global_batch_size": BATCH, "max_steps": STEPS, "epochs": 3, "precision": "float64"}
+        recipe = {"learning_rate_factor": 1, "warmup_epochs": 0, **options.get("set", {})}
+        given = {**common, **course, **BUCKETS.get(world.size, {}), **options, "set": recipe}
+        trainer = assemble(make(TrainSettings, given), world, UserObjects(dataset=dataset, callbacks=[Losses()]))
+        trainer.train()
+        values = [v.numpy() for v in trainer.run.state.replicated(with_own=True)]
+        if world.is_root:
+            np.savez(f"{folder}/{name}-{world.size}", *values)
+    run_dir.release()  # other ranks go on with it
     return losses
 
 
 @cache
-def _results(n: int, data: Path, folder: Path) -> tuple[dict[str, list[float]], dict[str, list[Any]]]:
-    """Losses and state of every run on n ranks."""
-    names = OF_RANKS[n]
+def _results(name: str, n: int, data: Path, folder: Path) -> tuple[list[float], list[Any]]:
+    """Losses and state of a run on n ranks."""
     runs = {**RUNS, HALF: {**RESNET, "max_steps": FIRST_HALF}, RESUMED: RESNET}
-    if RESUMED in names:
-        _results(2, data, folder)  # has made the first half
-    by_rank = run_ranks(_train_all, n, str(data), str(folder), {name: runs[name] for name in names}, timeout=600)
+    if name == RESUMED:
+        _results(HALF, 2, data, folder)
+    by_rank = run_ranks(_train, n, str(data), str(folder), name, runs[name], timeout=300)
     assert all(losses == by_rank[0] for losses in by_rank)
-    states = {}
-    for name in names:
-        with np.load(folder / f"{name}-{n}.npz") as file:
-            states[name] = [file[key] for key in file.files]
-    return by_rank[0], states
+    with np.load(folder / f"{name}-{n}.npz") as file:
+        return by_rank[0], [file[key] for key in file.files]
 
 
 @pytest.fixture(scope="module")
@@ -160,51 +155,56 @@ def _apart(one: list[Any], other: list[Any]) -> float:
     return float(np.max(apart))  # a NaN stays one
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("n", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
-def test_ranks_train_as_one_rank_does(n: int, embedded: Path, folder: Path) -> None:
-    alone, states = _results(1, embedded, folder)
-    together, theirs = _results(n, embedded, folder)
+@pytest.mark.parametrize(
+    ("n", "name"),
+    [(n, name) for n in (2, 3) for name in FIRST[n]]
+    + [pytest.param(n, name, marks=pytest.mark.slow) for n in (2, 3, 5) for name in SLOW[n]],
+)
+def test_ranks_train_as_one_rank_does(n: int, name: str, embedded: Path, folder: Path) -> None:
     parts = {HALF: ("resnet8", 0, FIRST_HALF), RESUMED: ("resnet8", FIRST_HALF, STEPS)}
-    for name, found in together.items():
-        reference, first, last = parts.get(name, (name, 0, STEPS))
-        losses = alone[reference][first:last]
-        assert len(losses) == len(set(losses)) == len(found) and np.isfinite(losses).all()
-        if name.endswith("float32"):
-            assert found == pytest.approx(losses, rel=1e-5), name
-            continue
-        assert found == pytest.approx(losses, rel=1e-12), name
-        if name != HALF:
-            assert _apart(states[reference], theirs[name]) < 1e-11, name
+    reference, first, last = parts.get(name, (name, 0, STEPS))
+    alone, state = _results(reference, 1, embedded, folder)
+    found, their_state = _results(name, n, embedded, folder)
+    losses = alone if name == "fast" else alone[first:last]
+    assert len(losses) == len(set(losses)) == len(found) and np.isfinite(losses).all()
+    if name.endswith("float32"):
+        assert found == pytest.approx(losses, rel=1e-5)
+        return
+    assert found == pytest.approx(losses, rel=1e-12)
+    if name != HALF:
+        assert _apart(state, their_state) < 1e-11
 
 
-def test_one_rank_trains_as_on_record(embedded: Path, folder: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ALONE else pytest.param(name, marks=pytest.mark.slow) for name in ON_RECORD],
+)
+def test_one_rank_trains_as_on_record(name: str, embedded: Path, folder: Path) -> None:
     """After a change that is meant to change the course of training, write the record anew: GOLDEN_UPDATE=1."""
-    alone, _ = _results(1, embedded, folder)
-    found = {name: losses for name, losses in alone.items() if not name.endswith("float32")}
-    if os.environ.get("GOLDEN_UPDATE"):
-        GOLDEN.parent.mkdir(exist_ok=True)
-        GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
+    found, _ = _results(name, 1, embedded, folder)
     recorded = json.loads(GOLDEN.read_text())
-    assert recorded.keys() == found.keys()
-    for name, losses in recorded.items():
-        assert found[name] == pytest.approx(losses, rel=1e-6), name
+    if os.environ.get("GOLDEN_UPDATE"):
+        recorded[name] = found
+        GOLDEN.write_text(json.dumps(recorded, indent=1) + "\n")
+    assert set(recorded) == set(ON_RECORD)
+    assert found == pytest.approx(recorded[name], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_ranks_train_as_the_towers_of_the_tutorial_do(embedded: Path, tmp_path: Path) -> None:
     """2 ranks against 3 towers, which share nothing but the net and the batches with them."""
     from benchmarks import jobs, runs
 
     options = [*TUTORIAL, embedded, "--global-batch-size", 30, "--precision", "float64"]
-    options += ["--max-steps", STEPS, "--run-dir"]
+    options += ["--max-steps", TOWER_STEPS, "--run-dir"]
     ranks, towers = tmp_path / "ranks", tmp_path / "towers"
     quiet = ["--log-every", 1, "--eval-every", 0]
     tower_command = [sys.executable, "-m", "benchmarks.tower", "--towers", 3, *options, towers]
     for words, run_dir in ((jobs.command(2, *options, ranks, *quiet), ranks), (tower_command, towers)):
         run_dir.mkdir()
         jobs.run([str(word) for word in words], run_dir / "log")
-    assert len(runs.losses(ranks)) == STEPS
-    assert runs.loss_apart(runs.losses(ranks), runs.losses(towers), STEPS) < 1e-12
+    assert len(runs.losses(ranks)) == TOWER_STEPS
+    assert runs.loss_apart(runs.losses(ranks), runs.losses(towers), TOWER_STEPS) < 1e-12
     averages = [runs.averages(run_dir) for run_dir in (ranks, towers)]
     # TensorFlow's moving average computes its decay in float32.
     assert averages[0] and runs.weights_apart(*averages) < 1e-6

@@ -11,6 +11,8 @@ import pytest
 
 from tests.ranks import CHECKOUT, environment
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = CHECKOUT / "examples"
 
 

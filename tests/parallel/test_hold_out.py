@@ -7,11 +7,15 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks import jobs, runs
 from hvd_cifar.data import sampler
 from hvd_cifar.errors import RESUME
 from tests.options import SMALL
 from tests.ranks import CHECKOUT, environment
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES, HELD, BATCH = 50_000, 49_840, 32  # what is left makes epochs of 5 steps
 # At such a rate no weight changes, so no evaluation is better than the first.

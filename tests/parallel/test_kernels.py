@@ -11,6 +11,8 @@ import pytest
 from tests.options import RESNET8
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def _train_unlike(folder: str, slow_rank: int) -> dict[str, Any]:
     """Runs of two ranks, one of which has its compiled convolutions disabled; what each said."""
@@ -50,7 +52,7 @@ def _train_unlike(folder: str, slow_rank: int) -> dict[str, Any]:
 
 
 def test_hosts_that_compute_differently_are_named_and_refused_where_bits_are_promised(tmp_path: Path) -> None:
-    first, second = run_ranks(_train_unlike, 2, str(tmp_path), 1)
+    first, second = run_ranks(_train_unlike, 2, str(tmp_path), 1, fresh=True)
     if first["ours"] == "TensorFlow's":
         pytest.skip("there are no compiled convolutions here")
     assert first["plain"] == second["plain"] == "trained"
@@ -62,7 +64,7 @@ def test_hosts_that_compute_differently_are_named_and_refused_where_bits_are_pro
     # The run's record has both; a run that goes on elsewhere says what changed.
     recorded = json.loads((tmp_path / "plain" / "config.json").read_text())["run"]["convolutions"]
     assert "compiled" in recorded and "TensorFlow's" in recorded
-    first, _ = run_ranks(_train_unlike, 2, str(tmp_path), -1)
+    first, _ = run_ranks(_train_unlike, 2, str(tmp_path), -1, fresh=True)
     assert any(line.startswith(f"note: convolution kernels changed from {recorded} to ") for line in first["told"])
     assert first["virtual"] == "trained"
 
@@ -92,7 +94,7 @@ def _fixed_order_with_unlike_graphs(folder: str) -> bool:
 
 
 def test_hosts_with_other_graphs_add_in_one_order(tmp_path: Path) -> None:
-    assert run_ranks(_fixed_order_with_unlike_graphs, 2, str(tmp_path), timeout=120) == [True, True]
+    assert run_ranks(_fixed_order_with_unlike_graphs, 2, str(tmp_path), fresh=True) == [True, True]
 
 
 def _overlap_with_unlike_graphs(folder: str) -> list[Any]:
@@ -116,7 +118,7 @@ def _overlap_with_unlike_graphs(folder: str) -> list[Any]:
 
 
 def test_hosts_with_other_graphs_do_not_send_other_buckets(tmp_path: Path) -> None:
-    ranks = run_ranks(_overlap_with_unlike_graphs, 2, str(tmp_path), timeout=240)
+    ranks = run_ranks(_overlap_with_unlike_graphs, 2, str(tmp_path), timeout=240, fresh=True)
     for identical, refused, several, _ in ranks:
         assert identical and several
         assert "--overlap on: hosts compute gradients in different orders" in refused

@@ -17,6 +17,8 @@ from benchmarks import runs
 from tests.options import SMALL
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 NVIDIA_SMI = """#!/bin/sh
 case $1 in
 -L) for n in 0 1; do echo "GPU $n: Pretended (UUID: GPU-$n)"; done ;;

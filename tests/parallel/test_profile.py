@@ -15,6 +15,8 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 AHEAD = 5  # seconds, of rank 1's clock
 FIRST, LAST = 3, 4
 MESSAGES = {"buckets": 4, "shards": 2}  # of a step; shards are added in a fixed order, in two collectives

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.options import RESNET8
+from tests.options import FEW, RESNET8
 from tests.ranks import run_ranks
 
 SHARDS = 4
 TERMS = 8  # of a sum
 MODELS = {"resnet8": RESNET8}
+Train = Callable[..., tuple[str, ...]]
 AVERAGED = {"ema_decay": 0.9, "test_time_augmentation": False}
 
 
@@ -56,13 +58,13 @@ def _sums_in_tree() -> dict[str, list[float]]:
     }
 
 
-@pytest.mark.parametrize(("n", "launcher"), [(3, "mpirun"), (4, "gloo")])
-def test_a_sum_over_ranks_is_added_in_the_order_of_the_ranks(n: int, launcher: str) -> None:
+@pytest.mark.parametrize("n", [3, 4])
+def test_a_sum_over_ranks_is_added_in_the_order_of_the_ranks(n: int) -> None:
     terms = list(_terms(TERMS if TERMS % n == 0 else n))
     while len(terms) > 1:  # by hand: neighbours, level by level
         pairs = [a + b for a, b in zip(terms[::2], terms[1::2], strict=False)]
         terms = pairs + terms[len(pairs) * 2 :]
-    for found in run_ranks(_sums_in_tree, n, launcher=launcher):
+    for found in run_ranks(_sums_in_tree, n):
         assert found.pop("averages of two types") == [(n + 1) / 2, 4.0 * (n - 1)]
         for way, values in found.items():
             assert (np.array(values, np.float32) == terms[0]).all(), way
@@ -70,7 +72,7 @@ def test_a_sum_over_ranks_is_added_in_the_order_of_the_ranks(n: int, launcher: s
         assert (np.add.reduce(_terms(TERMS), axis=0) != terms[0]).any()
 
 
-def _train(data: str, folder: str, runs: list[tuple[str, dict[str, Any]]], threads: int) -> list[str]:
+def _train(folder: str, runs: list[tuple[str, dict[str, Any]]], threads: int) -> list[str]:
     """Runs in one start of the ranks, to a checkpoint; the digest of the state after each."""
     from hvd_cifar.config import TrainSettings, make
     from hvd_cifar.distributed.replicas import digests
@@ -83,8 +85,7 @@ def _train(data: str, folder: str, runs: list[tuple[str, dict[str, Any]]], threa
         for name, options in runs:
             common = {
                 "model": "tutorial",
-                "dataset": "synthetic",
-                "data_dir": data,
+                "dataset": FEW,
                 "run_dir": f"{folder}/{name}",
                 "seed": 3,
                 "eval_every": 0,
@@ -102,40 +103,48 @@ def _virtual(model: str, steps: int) -> dict[str, Any]:
     return {"model": MODELS.get(model, model), "global_batch_size": 26, "max_steps": steps, "virtual_shards": SHARDS}
 
 
-@pytest.mark.timeout(1800)
-def test_virtual_shards_end_with_the_same_bits_on_1_2_and_4_ranks(embedded: Path, tmp_path: Path) -> None:
-    """Weights, momentum, moving averages, batch norm's statistics; the run on 4 ranks continues on 2.
+IN_BUCKETS = {"overlap": "on", "bucket_bytes": 20_001}
 
-    `tutorial` and `fast` have convolutions as products of matrices, with more parts of a batch than images, and layers
-    by XLA. They do not run on 4 ranks, since their graphs take long to build.
-    """
-    nets = "resnet8", "tutorial", "fast"
 
-    def train(n: int, *runs: tuple[str, dict[str, Any]]) -> tuple[str, ...]:
-        ended = {tuple(found) for found in run_ranks(_train, n, str(embedded), str(tmp_path), runs, 1, timeout=600)}
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    """Runs on n ranks: the digests of their ends, which are the same on all ranks."""
+
+    def digests(n: int, *runs: tuple[str, dict[str, Any]], threads: int = 1) -> tuple[str, ...]:
+        ended = {tuple(found) for found in run_ranks(_train, n, str(tmp_path), runs, threads, timeout=300, fresh=True)}
         assert len(ended) == 1
         return ended.pop()
 
+    return digests
+
+
+def test_virtual_shards_end_with_the_same_bits_on_1_2_and_4_ranks(train: Train) -> None:
+    """Weights, momentum, moving averages, batch norm's statistics; the run on 4 ranks continues on 2."""
     (early,) = train(4, ("4 then 2", _virtual("resnet8", 2)))
+    (alone,) = train(1, ("1", _virtual("resnet8", 4)))
+    assert train(2, ("4 then 2", _virtual("resnet8", 4) | IN_BUCKETS)) == (alone,)
+    assert early != alone
+
+
+@pytest.mark.slow
+def test_virtual_shards_of_other_nets_end_with_the_same_bits_on_1_and_2_ranks(train: Train) -> None:
+    """Convolutions as products of matrices, with more parts of a batch than images, and layers by XLA."""
+    nets = "tutorial", "fast"
     alone = train(1, *((f"1 {net}", _virtual(net, 4)) for net in nets))
-    names = "4 then 2", "2 tutorial", "2 fast"
-    in_buckets = {"overlap": "on", "bucket_bytes": 20_001}
-    on_two = [(name, _virtual(net, 4) | in_buckets) for name, net in zip(names, nets, strict=True)]
-    assert train(2, *on_two) == alone
-    assert early != alone[0]
+    assert train(2, *((f"2 {net}", _virtual(net, 4) | IN_BUCKETS) for net in nets)) == alone
 
 
-def test_deterministic_runs_repeat_to_the_bit(embedded: Path, tmp_path: Path) -> None:
-    """The second run of each net sends its gradients in buckets. That of tutorial measures their size first.
+@pytest.mark.parametrize(
+    ("net", "buckets"),
+    [("tutorial", {"overlap": "on"}), pytest.param("fast", IN_BUCKETS, marks=pytest.mark.slow)],  # measured, and given
+    ids=["tutorial", "fast"],
+)
+def test_deterministic_runs_repeat_to_the_bit(net: str, buckets: dict[str, Any], train: Train) -> None:
+    """The second run sends its gradients in buckets. That of tutorial measures their size first.
 
     The last run does not ask for determinism; TensorFlow keeps it for the whole process.
     """
-    options = {"batch_size": 7, "max_steps": 5, "deterministic": True}
-    given, measured = {"overlap": "on", "bucket_bytes": 20_001}, {"overlap": "on"}
-    runs: list[tuple[str, dict[str, Any]]] = []
-    for net, buckets in (("tutorial", measured), ("fast", given)):
-        run = {**options, "model": net}
-        runs += [(net, run), (f"{net} in buckets", run | buckets)]
-    plain = ("plain", {"batch_size": 7, "max_steps": 2, "model": RESNET8})
-    for *ended, _ in run_ranks(_train, 3, str(embedded), str(tmp_path), [*runs, plain], 2, timeout=600):
-        assert len(ended) == 4 and ended[::2] == ended[1::2]
+    run = {"batch_size": 7, "max_steps": 5, "deterministic": True, "model": net}
+    plain = {"batch_size": 7, "max_steps": 2, "model": RESNET8}
+    one, other, _ = train(3, (net, run), (f"{net} in buckets", run | buckets), ("plain", plain), threads=2)
+    assert one == other

@@ -62,7 +62,7 @@ def _life() -> dict[str, Any]:
 @pytest.fixture(scope="module", params=["mpirun", "gloo"])
 def lives(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What `_life` returned on each of two ranks."""
-    return run_ranks(_life, 2, launcher=request.param)
+    return run_ranks(_life, 2, launcher=request.param, fresh=True)
 
 
 def test_a_process_has_several_sessions(lives: list[dict[str, Any]]) -> None:

@@ -16,6 +16,8 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS, EVERY, RATE, DECAY = 11, 5, 0.01, 0.004
 PLAIN = {"deterministic": True}
 WAYS: dict[str, dict[str, Any]] = {
@@ -110,7 +112,7 @@ def _buckets(values: Any) -> Any:
 
 @pytest.mark.timeout(1600)
 def test_tensorboard_shows_what_the_run_computes(embedded: Path, tmp_path: Path) -> None:
-    ranks = run_ranks(_train, 2, str(embedded), str(tmp_path), timeout=1500)
+    ranks = run_ranks(_train, 2, str(embedded), str(tmp_path), timeout=1500, fresh=True)
     _, seen = (rank["seen"] for rank in ranks)
     digests = ranks[0]["digests"]
     run, board = tmp_path / "plain", Board(tmp_path / "plain")

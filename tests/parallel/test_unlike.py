@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
 
 THREADS = (1, 8)  # of the two ranks; TensorFlow divides a sum of 589,824 values into other parts
 
@@ -62,7 +66,7 @@ def _train(folder: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_unlike_ranks_keep_the_same_weights(tmp_path: Path) -> None:
-    ranks = run_ranks(_train_each, 2, str(tmp_path / "run"))
+    ranks = run_ranks(_train_each, 2, str(tmp_path / "run"), fresh=True)
     for (options, megabytes), first, second in zip(CASES, *ranks, strict=True):
         assert first["identical"] is second["identical"] is True, options
         assert not second["told"]

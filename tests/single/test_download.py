@@ -404,7 +404,7 @@ def test_a_redirect_to_no_address_is_a_download_error(server: Server, data_dir: 
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
-        ("REQUESTS_CA_BUNDLE", "/nonexistent"),
+        ("REQUESTS_CA_BUNDLE", __file__ + ".none"),
         ("HTTPS_PROXY", "socks5://127.0.0.1:1"),
         ("HTTPS_PROXY", "http://"),
         ("https_proxy", "http://me:secret@127.0.0.1:x"),

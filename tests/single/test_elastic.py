@@ -194,7 +194,7 @@ def test_no_room_and_a_folder_of_somebody_else(tmp_path: Path, monkeypatch: pyte
 def test_something_else_in_the_place_of_the_folder(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "ROOT", tmp_path)
     place = tmp_path / f"hvd_cifar-{os.getuid()}"
-    place.touch() if kind == "file" else place.symlink_to("/nowhere")
+    place.touch() if kind == "file" else place.symlink_to("nowhere")
     with pytest.raises(UserError, match=f"--elastic: cannot make {place}: File exists"):
         own_folder("job")
 
@@ -362,7 +362,7 @@ def test_clean_up_says_nothing_and_leaves_nothing(
 
 def test_without_ssh_no_host_is_reached(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = ElasticRun(Options(Sizes(1, 8), None, 1, (1, 1)), lambda: HOSTS, lambda *_: 0, Job(can_stop=True), tmp_path)
-    run.words = lambda host, command: ["/nonexistent/ssh", host, *command]
+    run.words = lambda host, command: [str(tmp_path / "no ssh"), host, *command]
     assert run._lose_silent({"nosuch.invalid"})
     run.used = {"nosuch.invalid"}
     run.clean_up()

@@ -139,7 +139,7 @@ def test_a_damaged_image_is_named(birds: Path, damage: str) -> None:
 def test_a_link_that_leads_nowhere_is_named(birds: Path) -> None:
     path = birds / "train" / "cat" / "2.png"
     path.unlink()
-    path.symlink_to("/nowhere.png")
+    path.symlink_to("nowhere.png")
     with pytest.raises(UserError, match=rf"cannot read the image {path} \(.*\): restore it, or remove it"):
         _read(birds)
 

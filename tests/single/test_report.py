@@ -16,7 +16,7 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.reporting.run_files import Confusion, read_run
 from hvd_cifar.tools.report import charts, content
 from hvd_cifar.tools.report.command import report
-from tests.run_dirs import CONFIG, CONFUSION, MARKS, write_run
+from tests.run_dirs import CONFIG, CONFUSION, EVENTS, MARKS, TRAIN, write_run
 
 HOSTILE = '<img src=x onerror="alert(1)">&{{ 7 * 6 }}$\\frac$'
 
@@ -130,12 +130,24 @@ def test_time_between_two_launchers_is_none(tmp_path: Path) -> None:
     assert now.by_kind("evaluation") == [(50, 10)]
 
 
-@pytest.mark.parametrize("name", ["marks", "numbers"])
-def test_numbers_that_no_run_has_are_drawn(tmp_path: Path, name: str) -> None:
-    run_dir = write_run(tmp_path / "run")
-    parts = (CORPUS / "run" / name).read_bytes().split(b"\0files\0")
-    for file, part in zip(("metrics.jsonl", "sessions.jsonl"), parts, strict=True):
-        (run_dir / file).write_bytes(part)
+NO_MARKS = [
+    {"mark": "launch", "time": 1e12, "starts": [-1e12], "ranks": "x", "ends": {}},
+    {"mark": "start", "time": -1e12, "step": 1e12},
+    {"mark": "warning", "time": 1e12, "step": True, "text": "\x1b[2J\ud800"},
+    {"mark": "end", "time": 0, "how": "failed", "why": ["\a"]},
+]
+NO_EVENTS = [
+    {**TRAIN, "step": 10**12, "epoch": 1e30, "loss": -1e30, "learning_rate": 1e30, "images_per_second": 1e-300},
+    {**TRAIN, "step": 0, "epoch": -1e30, "loss": 1e30, "learning_rate": 0, "images_per_second": -1},
+    {"event": "ranks", "step": 5, "compute_seconds": [0, 1e30], "wait_seconds": [0, 1e30]},
+]
+
+
+@pytest.mark.parametrize(
+    ("events", "marks"), [(EVENTS, MARKS + NO_MARKS), (NO_EVENTS, MARKS)], ids=["marks", "numbers"]
+)
+def test_numbers_that_no_run_has_are_drawn(tmp_path: Path, events: Any, marks: Any) -> None:
+    run_dir = write_run(tmp_path / "run", events=events, marks=marks)
     assert "What happened" in written(run_dir)
 
 

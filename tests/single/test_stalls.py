@@ -45,8 +45,8 @@ def test_verdicts(statuses: list[Status], absent: Any, lost: list[int], slow: li
     assert found.ends is ends
 
 
-def test_stacks_need_no_folder_and_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+def test_stacks_need_no_folder_and_no_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     assert "test_stacks_need_no_folder_and_no_reader" in _stacks()
     end, deep = threading.Event(), threading.Semaphore(0)
 
