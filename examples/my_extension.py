@@ -1,0 +1,35 @@
+"""Gradient norms, their mean kept in checkpoints: `train --callbacks examples/my_extension.py:GradientNorm`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_cifar import Callback, Run, StepObserver
+
+DECAY = 0.9  # per step
+
+
+class Norm(StepObserver):
+    """Adds the norm of each step's averaged gradient to the mean."""
+
+    def __init__(self, mean: Any) -> None:
+        self.mean = mean
+
+    def on_reduced(self, gradients: Sequence[Any]) -> None:
+        norm = tf.cast(tf.linalg.global_norm(gradients), tf.float64)
+        self.mean.assign(DECAY * self.mean.value + (1 - DECAY) * norm)
+
+
+class GradientNorm(Callback):
+    """Its mean is the same on all ranks, so the ranks compare it, too."""
+
+    def on_build(self, run: Run) -> None:
+        self.mean = run.state.number("gradient_norm", 0.0)
+        run.observe(Norm(self.mean))
+
+    def on_log(self, run: Run) -> None:
+        run.record("gradient_norm", step=run.step, mean=float(self.mean.numpy()))
+
+    def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
+        summary["gradient_norm"] = float(self.mean.numpy())
