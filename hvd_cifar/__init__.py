@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from hvd_cifar.optim.schedules import Staircase, ToZero, cosine
     from hvd_cifar.training.callbacks import Callback, Run, StepObserver
     from hvd_cifar.training.evaluate import Evaluation
+    from hvd_cifar.training.progress import Progress
+    from hvd_cifar.training.ranks import Ranks
+    from hvd_cifar.training.state import TrainState
 
 __version__ = "0.2.0"  # CHANGELOG.md says what a number means
 __all__ = [
@@ -34,12 +37,15 @@ __all__ = [
     "Dataset",
     "DistributedOptimizer",
     "Evaluation",
+    "Progress",
+    "Ranks",
     "Recipe",
     "Run",
     "Staircase",
     "StepObserver",
     "SyncBatchNormalization",
     "ToZero",
+    "TrainState",
     "TrainingError",
     "Transforms",
     "UserError",
@@ -55,12 +61,15 @@ _HOMES = {
     "Dataset": "data.dataset",
     "DistributedOptimizer": "distributed",
     "Evaluation": "training.evaluate",
+    "Progress": "training.progress",
+    "Ranks": "training.ranks",
     "Recipe": "models.recipe",
     "Run": "training.callbacks",
     "Staircase": "optim.schedules",
     "StepObserver": "training.callbacks",
     "SyncBatchNormalization": "distributed",
     "ToZero": "optim.schedules",
+    "TrainState": "training.state",
     "TrainingError": "errors",
     "Transforms": "data.augment",
     "UserError": "errors",

@@ -136,7 +136,7 @@ class Callback:
 
 @dataclass(eq=False)
 class Run:
-    """A run, as every rank has it. Attributes are read-only, except where their text says otherwise.
+    """A run, as callbacks see it on every rank. Attributes are read-only, except where their text says otherwise.
 
     Attributes:
         work: settings, data set, model and batch arithmetic.
