@@ -25,7 +25,8 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before the import of TensorFlow
+if __name__ == "__main__":  # before the import of TensorFlow, which computes nothing here: no notes of it
+    os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_ENABLE_ONEDNN_OPTS": "0"}
 from benchmarks import setting
 from hvd_cifar.distributed.overlap import Backward, Link, choose, seconds_with
 from hvd_cifar.errors import UserError
