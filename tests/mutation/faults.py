@@ -920,13 +920,6 @@ RUNTIME_AND_CONFIG = [
         "files that a container keeps in memory take room from ranks",
     ),
     Fault(
-        P + "launch/install/convolutions.py",
-        "if _digest(path) == path.stem",
-        "",
-        "tests/launch/test_install.py -k convolutions",
-        "a damaged library comes from the cache",
-    ),
-    Fault(
         P + "runtime/devices.py",
         "sharing = sum(1 for mask in masks if mask & mine)",
         "sharing = sum(1 for mask in masks if mask == mine)",
@@ -1307,27 +1300,6 @@ LAUNCH = [
         "pass_fds=[],",
         INSTALL + " -k outlives",
         "two set-ups run at once",
-    ),
-    Fault(
-        P + "launch/install/packages.py",
-        "*uv_options(settings), ",
-        "",
-        "tests/launch/test_install.py -k pip_installs_what_uv",
-        "uv takes packages from an index that pip's settings exclude",
-    ),
-    Fault(
-        P + "launch/install/packages.py",
-        "(reversed(settings",
-        "((settings",
-        "tests/launch/test_install.py -k file_that_pip_takes",
-        "uv takes a file from another index than pip",
-    ),
-    Fault(
-        P + "launch/install/packages.py",
-        "    if not kinds:",
-        "    if True:",
-        "tests/launch/test_install.py -k pip_installs_what_uv",
-        "uv installs although pip's settings say which kind of file to take",
     ),
     Fault(
         P + "launch/install/installer.py",
