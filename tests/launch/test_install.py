@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
-import io
 import json
 import os
 import platform
-import random
 import re
 import shutil
 import stat
@@ -125,17 +123,16 @@ def test_build_environment() -> None:
     assert env["PATH"] == "/w/venv/bin:/p"
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-def test_the_patch_fits_the_real_source_and_only_that(tmp_path: Path, gpu: bool) -> None:
+def test_the_patches_fit_the_real_source_and_only_that(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w+") as log, locked(tmp_path / "lock", "waiting") as lock:
         try:
-            source = horovod._source(Steps(log, lock), sys.executable, tmp_path, gpu)
+            source = horovod._source(Steps(log, lock), sys.executable, tmp_path, gpu=True)
         except StepFailed:
             pytest.skip("needs Horovod's source from the package index")
     text = (source / "horovod" / "tensorflow" / "CMakeLists.txt").read_text()
     assert "xla_mpi_ops" not in text
     assert 'INSTALL_RPATH "\\$ORIGIN/../../../..;' in text
-    assert ("nvidia/cuda_runtime/lib" in text) == gpu
+    assert "nvidia/cuda_runtime/lib" in text  # of the GPU's patch
     with pytest.raises(PatchError, match=r"CMakeLists\.txt line \d+"):
         apply_patch(horovod.PATCHES[0].read_text(), source)
     assert (source / "horovod" / "tensorflow" / "CMakeLists.txt").read_text() == text
@@ -164,24 +161,6 @@ def test_the_built_library_depends_on_no_folder_of_this_environment() -> None:
     library = next(Path(package.__file__).parent.glob("tensorflow/mpi_lib*.so")).read_bytes()
     runpath = re.search(rb"\0([^\0]*\$ORIGIN/\.\./\.\./\.\./\.\.[^\0]*)\0", library)
     assert runpath and runpath[1] == b"$ORIGIN/../../../..:$ORIGIN/../../nvidia/nccl/lib"
-
-
-@pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_cached_wheel_must_be_whole(kind: int, tmp_path: Path) -> None:
-    assert horovod.cached_wheel(tmp_path / "none") is None
-    data = io.BytesIO()
-    with zipfile.ZipFile(data, "w", kind) as archive:
-        archive.writestr("horovod/__init__.py", "x" * 1000 + random.Random(0).randbytes(1000).hex())
-    wheel = tmp_path / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
-    wheel.write_bytes(data.getvalue())
-    assert horovod.cached_wheel(tmp_path) == wheel
-    wheel.write_bytes(data.getvalue()[:500])
-    assert horovod.cached_wheel(tmp_path) is None
-    for place in (100, 900, -8):
-        damaged = bytearray(data.getvalue())
-        damaged[place] ^= 1
-        wheel.write_bytes(damaged)
-        assert horovod.cached_wheel(tmp_path) is None
 
 
 def test_cache_folder(tmp_path: Path) -> None:
@@ -688,10 +667,9 @@ def test_a_step_that_fails_shows_why_and_where(tmp_path: Path, capsys: pytest.Ca
     assert "    error: no space\n" in said and f"(sh ended with exit code 3); all output is in {log}" in said
 
 
-@pytest.mark.parametrize("kind", ["file", "link to nothing"])
-def test_what_is_no_folder_in_the_place_of_the_environment_may_be_replaced(kind: str, tmp_path: Path) -> None:
+def test_a_link_to_nothing_in_the_place_of_the_environment_may_be_replaced(tmp_path: Path) -> None:
     venv = _checkout(tmp_path)
-    venv.touch() if kind == "file" else venv.symlink_to(tmp_path / "no such environment")
+    venv.symlink_to(tmp_path / "no such environment")
     # The folder is made, and then Python's module that makes environments fails.
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
     env = {**os.environ, **offline, "PYTHON": sys.executable}

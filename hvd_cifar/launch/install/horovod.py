@@ -6,8 +6,6 @@ import os
 import shutil
 import tarfile
 import tempfile
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -82,20 +80,9 @@ def cache_folder(environ: Mapping[str, str], otherwise: Path) -> Path:
     return folder
 
 
-# What zipfile raises for damaged bytes.
-DAMAGED = (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError)
-
-
 def cached_wheel(folder: Path) -> Path | None:
-    """The wheel in a folder of the cache; None where it is missing or damaged."""
-    for wheel in folder.glob("horovod-*.whl"):
-        try:
-            with zipfile.ZipFile(wheel) as archive:
-                if archive.testzip() is None:
-                    return wheel
-        except DAMAGED:
-            pass
-    return None
+    """The wheel in a folder of the cache, which is there as a whole or not at all."""
+    return next(folder.glob("horovod-*.whl"), None)
 
 
 def build_environment(work: Path, machine: Machine, cores: int, environ: Mapping[str, str]) -> dict[str, str]:

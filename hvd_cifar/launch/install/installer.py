@@ -314,8 +314,8 @@ def _install_horovod(steps: Steps, here: machine.Machine) -> dict[str, str]:
     """Install Horovod's wheel, test the environment, and return its description."""
     described, wheel = wheels.of_horovod(steps, VENV, here)
     with steps.step("check"):
-        steps.run([*PIP, "install", "--no-deps", "--force-reinstall", str(wheel)])
         try:
+            steps.run([*PIP, "install", "--no-deps", "--force-reinstall", str(wheel)])
             check = [PYTHON, "-I", str(CHECK), *(["--gpu"] if here.gpu else [])]
             steps.run(check, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"})
         except StepFailed:
