@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     `setup` keeps the options that the environment was set up with, except those that the user gives. With `-H` or
     `--hostfile` it also sets up other hosts. With `--like FILE` it installs the versions in that file.
     `needed` does the same, and prints nothing if there is nothing to do.
-    `wheel` does what `needed` does, and then copies Horovod's wheel into the folder of `--to`.
+    `wheel` does what `needed` does, and then writes wheels for other environments into the folder of `--to`.
     `run ...` does what `needed` does, and then starts the launcher with the words that follow. If they only ask for
     help, it sets nothing up.
     """
