@@ -265,7 +265,7 @@ def _benchmark_predict(settings: config.BenchmarkPredictSettings) -> None:
 
 
 def _doctor(settings: config.DoctorSettings) -> None:
-    from hvd_cifar.tools.doctor.examine import examine
+    from hvd_cifar.tools.doctor.command import examine
 
     examine(settings)
 

@@ -27,7 +27,6 @@ P = "hvd_cifar/"
 METRICS = "tests/single/test_metrics.py"
 RUN_FILES = "tests/single/test_run_files.py"
 REPORT_PAGE = "tests/single/test_report_page.py"
-DOCTOR = "tests/single/test_doctor.py"
 BENCHMARK = "tests/single/test_benchmark.py"
 BOARD = "tests/single/test_board.py"
 SUMMARIES = "tests/parallel/test_summaries.py"
@@ -345,78 +344,6 @@ TOOLS = [
         "world.efficiency.mean <= wanted:",
         BENCHMARK,
         "what is wanted exactly is refused",
-    ),
-    Fault(
-        P + "tools/doctor/probe.py",
-        "resource.getrlimit(resource.RLIMIT_NOFILE)[0]",
-        "resource.getrlimit(resource.RLIMIT_NOFILE)[1]",
-        DOCTOR,
-        "the doctor tells the hard limit of open files",
-    ),
-    Fault(
-        P + "tools/doctor/machine.py",
-        "FILES_PER_RANK * ranks",
-        "FILES_PER_RANK",
-        DOCTOR,
-        "open files do not grow with the ranks",
-    ),
-    Fault(P + "tools/doctor/machine.py", "max(need, GOOD_FILES)", "need", DOCTOR, "few open files are no warning"),
-    Fault(
-        P + "tools/doctor/machine.py",
-        'float("inf") if files == -1 else files',
-        "files",
-        DOCTOR,
-        "no limit of open files is the smallest one",
-    ),
-    Fault(
-        P + "tools/doctor/machine.py",
-        "facts.memory.available / host.slots",
-        "facts.memory.available",
-        DOCTOR,
-        "ranks share the memory of one",
-    ),
-    Fault(
-        P + "tools/doctor/machine.py",
-        "if abs(off) > CLOCK_SECONDS + doubt:",
-        "if off > CLOCK_SECONDS + doubt:",
-        DOCTOR,
-        "a clock that is behind is fine",
-    ),
-    Fault(
-        P + "tools/doctor/findings.py",
-        '    "open files",\n',
-        "",
-        DOCTOR,
-        "a host of few open files takes part in the job",
-    ),
-    Fault(
-        P + "tools/doctor/findings.py",
-        'if f.level == "failure" and f.check',
-        "if f.check",
-        DOCTOR,
-        "a warning bars a host from the job",
-    ),
-    Fault(
-        P + "tools/doctor/outcome.py",
-        "if done.wrong_values:",
-        "if done.wrong_values > 99:",
-        DOCTOR,
-        "few wrong sums are fine",
-    ),
-    Fault(P + "tools/doctor/job.py", "else -1)", "else 0)", DOCTOR, "pairs that ended count as hung"),
-    Fault(
-        P + "tools/doctor/software.py",
-        "different = differences(wanted, packages)",
-        "different = []",
-        DOCTOR,
-        "other versions are fine",
-    ),
-    Fault(
-        P + "tools/doctor/plan.py",
-        "seats = [seats[0], seats[-1], *seats[1:-1]]",
-        "seats = [seats[-1], *seats[:-1]]",
-        DOCTOR,
-        "some hosts never meet",
     ),
 ]
 

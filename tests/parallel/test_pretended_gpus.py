@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 NVIDIA_SMI = """#!/bin/sh
 case $1 in
 -L) for n in 0 1; do echo "GPU $n: Pretended (UUID: GPU-$n)"; done ;;
-*) echo "$PPID, GPU-$OMPI_COMM_WORLD_LOCAL_RANK, 700" ;;
+*) echo "$PPID, GPU-$OMPI_COMM_WORLD_LOCAL_RANK" ;;
 esac
 """
 # Keras has float16 convolutions for a CPU, but no fast ones.
@@ -54,7 +54,6 @@ def commands_on_pretended_gpus(commands: list[list[str]]) -> dict[str, Any]:
     tf.config.get_visible_devices = lambda kind: visible
     tf.config.experimental.set_memory_growth = lambda gpu, on: grows.append(f"{gpu.name} {on}")
     tf.config.experimental.get_device_details = lambda gpu: {"compute_capability": (9, 0), "device_name": "Pretended"}
-    tf.config.experimental.get_memory_info = lambda name: {"peak": 2**28}
     vars(first_steps).update(PRECISIONS=PRECISIONS, EXAMPLES=EXAMPLES)
     printed = io.StringIO()
     for words in commands:
@@ -139,15 +138,12 @@ def test_the_doctors_first_minute(done: Any) -> None:
     ranks, _ = done
     (line,) = (line for line in ranks[0]["printed"].splitlines() if line.startswith(job.RESULT))
     found = json.loads(line.removeprefix(job.RESULT))
-    assert found["through"] == "Horovod" and [link[:2] for link in found["links"]] == [[0, 1]]
-    assert found["wrong_values"] == 0 and [link[4] for link in found["links"]] == [0]
+    assert [(link[0], link[3]) for link in found["links"]] == [([0, 1], 0)] and found["wrong_values"] == 0
     steps = found["first_steps"]
     assert [(step["preset"], step["precision"]) for step in steps] == [(m, p) for m in PRESETS for p in PRECISIONS]
     for step in steps:
         assert step["difference"] < 1e-4 if step["precision"] == "float32" else 1e-3 < step["difference"] < 0.5
-    assert [gpu["uuid"] for gpu in found["gpus"]] == ["GPU-0", "GPU-1"]
-    about = ("Pretended", "9.0", 700 * 2**20)
-    assert {(gpu["name"], gpu["capability"], gpu["used"]) for gpu in found["gpus"]} == {about}
+    assert found["gpus"] == [["GPU-0"], ["GPU-1"]]
 
 
 def test_a_benchmark_of_the_step(embedded: Path, tmp_path: Path) -> None:

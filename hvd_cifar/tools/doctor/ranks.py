@@ -1,7 +1,4 @@
-"""The small job in its ranks: all-reduces over all ranks and between hosts, whose sums are checked and timed.
-
-Where all ranks compute on GPUs, the job also measures each pair of ranks on a host, and compares a training step of
-each preset with the CPU's.
+"""The small job in its ranks: all-reduces over all ranks and over pairs of ranks, whose sums are checked and timed.
 
 Ranks print to stderr which pair they begin and end, so that a pair that hangs is known. At the end rank 0 prints a line
 of JSON.
@@ -11,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import numpy as np
@@ -21,13 +19,15 @@ from hvd_cifar.distributed import collectives, pairs, process_sets
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime import direct_mpi
-from hvd_cifar.runtime.environment import launched_size, under_mpi
+from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.runtime.world import session
 from hvd_cifar.tools.benchmark.allreduce import sums_of, terms_of
 from hvd_cifar.tools.doctor import first_steps
-from hvd_cifar.tools.doctor.job import BEGINS, ENDS, RESULT
-from hvd_cifar.tools.doctor.plan import Pair, rounds
+from hvd_cifar.tools.doctor.job import BEGINS, ENDS, LOCAL_RANKS, RESULT
 
+Pair = tuple[int, int]
+
+MOST_ROUNDS = 64  # between hosts, each of about a second: they cover all pairs of up to 64 hosts
 WIDTH = 4  # bytes of a float32
 TRIES, FEW_TRIES = 10, 3  # the shortest counts: other work on a host only makes a try longer
 FIRST_BYTES, MOST_BYTES, FACTOR = 2**16, 2**24, 4
@@ -44,29 +44,26 @@ def run(settings: DoctorJobSettings) -> None:
     per_host = [int(word) for word in settings.per_host.split(",")]
     if launched_size() != sum(per_host):
         raise UserError(f"--per-host {settings.per_host}: the launcher started {launched_size()} ranks")
-    through_mpi = under_mpi() and not settings.on_gpus  # MPI moves host memory, NCCL that of GPUs
-    planned = rounds(per_host, under_mpi(), settings.on_gpus)
-    sets = {} if through_mpi else pairs.sets_for(planned)
+    on_gpus = settings.on_gpus  # MPI moves host memory, NCCL that of GPUs
+    planned = rounds(per_host, on_gpus)
+    sets = pairs.sets_for(planned) if on_gpus else {}
     with session(process_sets=process_sets.to_register(sets)) as world:
         everyone = pairs.by_horovod(world.device)
-        terms = terms_of(world.rank, COUNT_OVER_ALL)
-        wrong = int(np.sum(everyone(terms) != sums_of(world.size, COUNT_OVER_ALL)))
-        mpi = through_mpi and direct_mpi.why_not() is None
-        links: list[list[float]] = []
-        for planned_round in planned if mpi or not through_mpi else []:
+        wrong = int(np.sum(everyone(terms_of(world.rank, COUNT_OVER_ALL)) != sums_of(world.size, COUNT_OVER_ALL)))
+        links: list[tuple[Pair, float, float, int]] = []
+        for planned_round in planned if on_gpus or direct_mpi.why_not() is None else []:
+            by_mpi = None if on_gpus else pairs.by_mpi(planned_round)
             mine = next((pair for pair in planned_round if world.rank in pair), None)
-            reduce = pairs.by_mpi(planned_round) if mpi else None
             if mine is None:
                 continue
-            reduce = reduce or pairs.by_horovod(world.device, sets[mine])
             terminal.complain(f"{BEGINS} {mine[0]} {mine[1]}")
-            found = measure(reduce, world.rank, mine)
+            found = measure(by_mpi or pairs.by_horovod(world.device, sets[mine]), world.rank, mine)
             terminal.complain(f"{ENDS} {mine[0]} {mine[1]}")
             if world.rank == mine[0]:
-                links.append([*mine, *found])
-        steps = first_steps.compare(world, first_steps.PRECISIONS) if settings.on_gpus else []
-        gpu = collectives.on_every_rank(first_steps.look_at_gpu) if settings.on_gpus else None
-        gathered = collectives.all_gather_object((world.host, wrong, links, gpu))
+                links.append((mine, *found))
+        steps = first_steps.compare(world, first_steps.PRECISIONS) if on_gpus else []
+        gpus = first_steps.gpus_of_this_process() if on_gpus else []
+        gathered = collectives.all_gather_object((world.host, wrong, links, gpus))
         if world.is_root:
             result = {
                 "how": world.describe(),
@@ -74,10 +71,39 @@ def run(settings: DoctorJobSettings) -> None:
                 "wrong_values": sum(count for _, count, *_ in gathered),
                 "links": [link for _, _, of_rank, _ in gathered for link in of_rank],
                 "first_steps": [step.model_dump() for step in steps],
-                "gpus": [gpu.model_dump() for *_, gpu in gathered if gpu],
-                "through": "MPI" if mpi else "Horovod",
+                "gpus": [gpus for *_, gpus in gathered] if on_gpus else [],
             }
             terminal.say(RESULT + json.dumps(result))
+
+
+def rounds(per_host: Sequence[int], on_gpus: bool = False) -> list[list[Pair]]:
+    """The pairs of ranks to measure, in rounds: in a round each rank is in at most one pair.
+
+    Pairs within hosts come first: two ranks of each host, on GPUs every two. Then pairs of hosts: their first ranks.
+
+    Args:
+        per_host: number of ranks of each host.
+        on_gpus: whether every rank computes on a GPU.
+    """
+    first = list(accumulate(per_host, initial=0))[:-1]
+    of_hosts = [_all_against_all(count if on_gpus else min(count, LOCAL_RANKS)) for count in per_host]
+    within = [
+        [(begin + a, begin + b) for begin, met in zip(first, at_once, strict=True) for a, b in met]
+        for at_once in zip_longest(*of_hosts, fillvalue=[])
+    ]
+    between = [[(first[a], first[b]) for a, b in met] for met in _all_against_all(len(first))[:MOST_ROUNDS]]
+    return [met for met in [*within, *between] if met]
+
+
+def _all_against_all(count: int) -> list[list[Pair]]:
+    """Every two of `count`, by the circle method: one stays in its seat, the others move on by one."""
+    seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    found = []
+    for _ in range(len(seats) - 1):
+        met = [(seats[i], seats[-1 - i]) for i in range(len(seats) // 2)]
+        found.append([(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
 
 
 def measure(reduce: Callable[[Any], Any], rank: int, pair: Pair) -> tuple[float, float, int]:
@@ -105,7 +131,5 @@ def measure(reduce: Callable[[Any], Any], rank: int, pair: Pair) -> tuple[float,
     while took < ENOUGH_SECONDS and size < MOST_BYTES:
         size *= FACTOR
         took = seconds(size // WIDTH, max(1, min(FEW_TRIES, int(SECONDS_OF_TRIES / (took * FACTOR)))))
-    if tries := min(FEW_TRIES, int(SECONDS_OF_TRIES / took)):
-        took = min(took, seconds(size // WIDTH, tries))
     both = float(reduce(np.array([wrong], np.float32))[0])
     return smallest, size / max(took - smallest, 1e-9), int(both)
