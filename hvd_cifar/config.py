@@ -887,9 +887,6 @@ class DoctorJobSettings(_Settings):
     per_host: str = Field(
         pattern=r"^[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*$", description="Ranks on each host in turn, such as 2,1,1."
     )
-    on_gpus: bool = Field(
-        False, description="Every rank computes on a GPU: compare GPUs by pairs, and with the CPU, through Horovod."
-    )
 
 
 S = TypeVar("S", bound=_Settings)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,11 +17,10 @@ from hvd_cifar.config import DoctorSettings, make
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.network import Card, Network, NoWay
-from hvd_cifar.tools.doctor import checks, command, first_steps, job, ranks
+from hvd_cifar.tools.doctor import checks, command, job, ranks
 from hvd_cifar.tools.doctor.facts import (
     Cpu,
     Disk,
-    FirstStep,
     Gpus,
     HostFacts,
     Job,
@@ -98,8 +95,6 @@ def _blocked(*pairs: str, port: int | None = None) -> Subject:
     return _with(blocked=tuple(NoWay(pair[0], pair[1], CARDS[pair[1]], port) for pair in pairs))
 
 
-STEPS = (FirstStep(preset="fast", precision="float32", rank=1, difference=0.01),)
-OWN_GPUS = (("GPU-0",), ("GPU-1",), ("GPU-0",), ())
 SLOW = _link("b", "c", 1e8)
 
 # By check: a subject, and of the first finding on it the level and host, a part of its text, and one of its advice.
@@ -175,16 +170,6 @@ CASES: dict[str, list[tuple[Subject, str, str, str]]] = {
         (_job(links=(*LINKS[:3], _link("b", "c", late=0.02))), "warning b", "20 ms; the others' median is 100", "eth"),
         (_job(links=(_link("a", "b", 1e8),)), "warning a", "; the cards have 10.0 Gbit/s", "ethtool"),
     ],
-    "first steps": [
-        (
-            _job(first_steps=(STEPS[0].model_copy(update={"difference": 0.5}),), gpus=OWN_GPUS),
-            "failure a",
-            "fast in float32: rank 1's training step differs from the CPU's by 0.5, more than 0.1",
-            "another driver",
-        ),
-        (_job(first_steps=STEPS, gpus=(("GPU-0",), *OWN_GPUS[:3])), "failure a", "shows rank 0 on GPU-0", "setup"),
-        (_job(first_steps=STEPS, gpus=(*OWN_GPUS[:3], ("GPU-2", "GPU-3"))), "failure c", "rank 3 on GPU-2 and", ""),
-    ],
 }
 
 
@@ -208,10 +193,8 @@ def test_each_fault_is_named_with_host_and_advice(check: str, case: tuple[Subjec
 def test_nothing_is_wrong_with_healthy_hosts() -> None:
     found = checks.findings(HEALTHY, checks.CHECKS)
     assert _wrong(HEALTHY) == []
-    assert [one.check for one in found] == [check.name for check in checks.CHECKS if check.name != "first steps"]
+    assert [one.check for one in found] == [check.name for check in checks.CHECKS]
     assert command.summary(found) == "All is well."
-    on_gpus = checks.findings(_job(first_steps=STEPS, gpus=OWN_GPUS), checks.CHECKS)[-1]
-    assert on_gpus.level == "ok" and "1 training steps match the CPU's" in on_gpus.text
 
 
 @pytest.mark.parametrize(
@@ -251,9 +234,9 @@ def test_the_job_leaves_out_hosts_that_cannot_take_part() -> None:
     assert left(_on("a", "disk", error="Read-only file system")) == "abc"
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=70), st.booleans())
-def test_every_two_hosts_meet_once_and_nobody_twice_at_a_time(per_host: list[int], on_gpus: bool) -> None:
-    planned = ranks.rounds(per_host, on_gpus)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=70))
+def test_every_two_hosts_meet_once_and_nobody_twice_at_a_time(per_host: list[int]) -> None:
+    planned = ranks.rounds(per_host)
     for met in planned:
         busy = [rank for pair in met for rank in pair]
         assert len(busy) == len(set(busy)) and met
@@ -264,23 +247,7 @@ def test_every_two_hosts_meet_once_and_nobody_twice_at_a_time(per_host: list[int
     hosts = len(per_host)
     assert len(between) == hosts * (hosts - 1) // 2 or hosts > ranks.MOST_ROUNDS
     assert {host for pair in between for host in pair} == set(range(hosts)) or hosts == 1
-    each = [count if on_gpus else min(count, 2) for count in per_host]
-    assert len(pairs) - len(between) == sum(count * (count - 1) // 2 for count in each)
-
-
-@pytest.mark.parametrize(
-    ("loss", "gradients", "expected"),
-    [(2.0, [3, 4], 0), (2.2, [3, 4], 0.1), (2.0, [3, 5], 0.2), (math.nan, [3, 4], 1e3), (2.0, [3, math.nan], 1e3)],
-)
-def test_how_far_a_step_is_from_the_right_one(loss: float, gradients: list[float], expected: float) -> None:
-    right = (2.0, np.array([3.0, 4.0]))
-    assert first_steps.difference((loss, np.array(gradients)), right) == pytest.approx(expected)
-
-
-def test_where_the_driver_sees_a_process() -> None:
-    listing = "12, GPU-a\n7, GPU-b\n12, GPU-c\n"
-    assert first_steps.of_process(listing, 12) == ["GPU-a", "GPU-c"]
-    assert first_steps.of_process(listing, 1) == first_steps.of_process("", 12) == []
+    assert len(pairs) - len(between) == sum(count > 1 for count in per_host)
 
 
 OF_TWO = [Host("a", 2), Host("b", 1)]
@@ -316,10 +283,10 @@ def test_why_a_job_failed(code: int, errors: str, late: float | None, failure: s
 
 
 def test_the_jobs_command() -> None:
-    words = job.command(OF_TWO, named=True, ring=True, on_gpus=False)
+    words = job.command(OF_TWO, named=True, ring=True)
     assert words == ["--allreduce", "ring", "-np", "3", "-H", "a:2,b:1", "doctor-job", "--per-host", "2,1"]
-    alone = job.command([Host("localhost", 2)], named=False, ring=False, on_gpus=True)
-    assert alone == ["-np", "2", "doctor-job", "--per-host", "2", "--on-gpus"]
+    alone = job.command([Host("localhost", 2)], named=False, ring=False)
+    assert alone == ["-np", "2", "doctor-job", "--per-host", "2"]
 
 
 def test_hosts_and_their_slots(tmp_path: Path) -> None:

@@ -277,5 +277,4 @@ CHECKS = (
     Check("run folder", run_folder),
     Check("job", outcome.job),
     Check("links", outcome.links),
-    Check("first steps", outcome.first_steps),
 )

@@ -119,13 +119,12 @@ def _try_job(subject: Subject, settings: DoctorSettings, in_slurm: bool) -> dict
         return {"no_job": "there is no host on which ranks can start"}
     if in_slurm and len(hosts) < len(subject.hosts):  # the launcher takes all nodes of the allocation
         return {"no_job": "not all nodes of this Slurm job can take part"}
-    on_gpus = all(subject.computes_on_gpus(host.name) for host in hosts)
-    if not on_gpus and not in_slurm:
+    if not in_slurm and not all(subject.computes_on_gpus(host.name) for host in hosts):
         hosts = [Host(host.name, min(host.slots, LOCAL_RANKS)) for host in hosts]
     ranks = sum(host.slots for host in hosts)
     _tell(f"a small job of {counted(ranks, 'rank')} on {counted(len(hosts), 'host')} ...")
     named = not in_slurm and [host.name for host in hosts] != [subject.here]
-    words = job.command(hosts, named, settings.allreduce == "ring", on_gpus)
+    words = job.command(hosts, named, settings.allreduce == "ring")
     return {"job": job.run(hosts, words, settings.job_timeout)}
 
 

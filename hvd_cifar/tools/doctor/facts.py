@@ -100,18 +100,6 @@ class Link(_Facts):
     wrong_values: int
 
 
-class FirstStep(_Facts):
-    """A preset's first training step on GPUs, beside the CPU's in float32.
-
-    rank: the one that differs most. difference: the relative difference of its loss or its gradients, the larger one.
-    """
-
-    preset: str
-    precision: str
-    rank: int
-    difference: float
-
-
 class Job(_Facts):
     """The outcome of the small job.
 
@@ -121,7 +109,6 @@ class Job(_Facts):
     complaints: lines of the ranks' stderr.
     how: ranks, devices, algorithm and transport, as in the first line of a training.
     wrong_values: in an all-reduce over all ranks. pairs: of hosts; of many hosts not all are measured.
-    first_steps, gpus: where all ranks compute on GPUs. gpus: by rank, the UUIDs of those on which the driver sees it.
     """
 
     ranks: Mapping[str, int]
@@ -133,8 +120,6 @@ class Job(_Facts):
     wrong_values: int = 0
     links: tuple[Link, ...] = ()
     pairs: int = 0
-    first_steps: tuple[FirstStep, ...] = ()
-    gpus: tuple[tuple[str, ...], ...] = ()
     seconds: float = 0.0
 
 

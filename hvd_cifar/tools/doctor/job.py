@@ -23,17 +23,17 @@ from hvd_cifar.tools.doctor.facts import Job, Link
 
 RESULT = "hvd_cifar.doctor "  # the start of rank 0's line of JSON
 BEGINS, ENDS = "doctor begins with", "doctor ends with"  # the start of lines that name the two ranks of a pair
-LOCAL_RANKS = 2  # on each host: enough for a link between them; where GPUs compute, all
+LOCAL_RANKS = 2  # on each host: enough for a link between them; where GPUs compute, all take part
 SECONDS_TO_END = 20.0
 COMPLAINTS_KEPT = 20
 CYCLE = "HOROVOD_CYCLE_TIME"  # ms; long, since its thread would disturb the pairs, which MPI sums
 
 
-def command(hosts: Sequence[Host], named: bool, ring: bool, on_gpus: bool) -> list[str]:
+def command(hosts: Sequence[Host], named: bool, ring: bool) -> list[str]:
     """The launcher's options and command for a job on all slots of these hosts; `named`: with -H."""
     words = [*(["--allreduce", "ring"] if ring else []), "-np", str(sum(host.slots for host in hosts))]
     words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)] if named else []
-    return [*words, "doctor-job", "--per-host", ",".join(str(host.slots) for host in hosts), *["--on-gpus"] * on_gpus]
+    return [*words, "doctor-job", "--per-host", ",".join(str(host.slots) for host in hosts)]
 
 
 def run(hosts: Sequence[Host], words: Sequence[str], seconds: float) -> Job:

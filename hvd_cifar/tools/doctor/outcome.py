@@ -12,10 +12,6 @@ from hvd_cifar.tools.doctor.finding import SET_UP, Finding, counted, listed, ran
 # A link is slow below these: a share of the other links' median, a share of the card's speed, a bandwidth.
 SLOW_OF_OTHERS, SLOW_OF_CARD, SLOW_BYTES_PER_SECOND = 0.25, 0.1, 100e6 / 8
 LATE_OF_OTHERS, LATE_SECONDS = 10.0, 5e-3
-# The largest relative difference of a step's loss or gradients from the CPU's in float32. In `fast` rounding alone
-# gives 0.24 in bfloat16 on a CPU. On an H100 it gives 0.015 in float32 (which GPUs multiply in TF32), 0.17 in bfloat16
-# and 0.084 in float16.
-TOLERANCES = {"float32": 0.1, "mixed_bfloat16": 0.5, "mixed_float16": 0.1}
 
 
 def job(subject: Subject) -> tuple[list[Finding], str]:
@@ -94,25 +90,3 @@ def _speeds(some: Sequence[Link]) -> str:
     """The ranges of the links' bandwidth and latency."""
     fast, late = sorted(link.bytes_per_second for link in some), sorted(link.seconds for link in some)
     return f"{ranged([speed(fast[0]), speed(fast[-1])])}, {ranged([seconds(late[0]), seconds(late[-1])])}"
-
-
-def first_steps(subject: Subject) -> tuple[list[Finding], str]:
-    """On GPUs each preset's first step matches the CPU's, and each rank has a GPU of its own."""
-    done = subject.job
-    if done is None or not done.first_steps:
-        return [], ""
-    wrong = []
-    for step in done.first_steps:
-        if step.difference > TOLERANCES[step.precision]:
-            text = f"{step.preset} in {step.precision}: rank {step.rank}'s training step differs from the CPU's by "
-            text += f"{step.difference:.2g}, more than {TOLERANCES[step.precision]:g}"
-            remedy = "another driver, or --precision float32; send us ./run.sh doctor --json"
-            wrong.append(Finding("failure", done.hosts[step.rank], text, remedy))
-    taken = Counter((host, gpu) for host, of_rank in zip(done.hosts, done.gpus, strict=True) for gpu in of_rank)
-    for rank, (host, of_rank) in enumerate(zip(done.hosts, done.gpus, strict=True)):
-        if len(of_rank) > 1 or any(taken[host, gpu] > 1 for gpu in of_rank):
-            text = f"the driver shows rank {rank} on {' and '.join(of_rank)}; each rank needs a GPU of its own"
-            wrong.append(Finding("failure", host, text, SET_UP))
-    worst = max(done.first_steps, key=lambda step: step.difference / TOLERANCES[step.precision])
-    near = f"{worst.preset} in {worst.precision} ({worst.difference:.2g} of {TOLERANCES[worst.precision]:g})"
-    return wrong, f"{len(done.first_steps)} training steps match the CPU's; nearest to its limit: {near}"

@@ -9,21 +9,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from hvd_cifar.config import DoctorJobSettings
-from hvd_cifar.distributed import collectives, pairs, process_sets
+from hvd_cifar.distributed import collectives, pairs
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime import direct_mpi
 from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.runtime.world import session
 from hvd_cifar.tools.benchmark.allreduce import sums_of, terms_of
-from hvd_cifar.tools.doctor import first_steps
-from hvd_cifar.tools.doctor.job import BEGINS, ENDS, LOCAL_RANKS, RESULT
+from hvd_cifar.tools.doctor.job import BEGINS, ENDS, RESULT
 
 Pair = tuple[int, int]
 
@@ -44,66 +43,48 @@ def run(settings: DoctorJobSettings) -> None:
     per_host = [int(word) for word in settings.per_host.split(",")]
     if launched_size() != sum(per_host):
         raise UserError(f"--per-host {settings.per_host}: the launcher started {launched_size()} ranks")
-    on_gpus = settings.on_gpus  # MPI moves host memory, NCCL that of GPUs
-    planned = rounds(per_host, on_gpus)
-    sets = pairs.sets_for(planned) if on_gpus else {}
-    with session(process_sets=process_sets.to_register(sets)) as world:
+    with session() as world:
         everyone = pairs.by_horovod(world.device)
         wrong = int(np.sum(everyone(terms_of(world.rank, COUNT_OVER_ALL)) != sums_of(world.size, COUNT_OVER_ALL)))
         links: list[tuple[Pair, float, float, int]] = []
-        for planned_round in planned if on_gpus or direct_mpi.why_not() is None else []:
-            by_mpi = None if on_gpus else pairs.by_mpi(planned_round)
-            mine = next((pair for pair in planned_round if world.rank in pair), None)
-            if mine is None:
+        for met in rounds(per_host) if direct_mpi.why_not() is None else []:
+            reduce = pairs.by_mpi(met)
+            if reduce is None:
                 continue
+            mine = next(pair for pair in met if world.rank in pair)
             terminal.complain(f"{BEGINS} {mine[0]} {mine[1]}")
-            found = measure(by_mpi or pairs.by_horovod(world.device, sets[mine]), world.rank, mine)
+            found = measure(reduce, world.rank, mine)
             terminal.complain(f"{ENDS} {mine[0]} {mine[1]}")
             if world.rank == mine[0]:
                 links.append((mine, *found))
-        steps = first_steps.compare(world, first_steps.PRECISIONS) if on_gpus else []
-        gpus = first_steps.gpus_of_this_process() if on_gpus else []
-        gathered = collectives.all_gather_object((world.host, wrong, links, gpus))
+        gathered = collectives.all_gather_object((world.host, wrong, links))
         if world.is_root:
             result = {
                 "how": world.describe(),
                 "hosts": [host for host, *_ in gathered],
-                "wrong_values": sum(count for _, count, *_ in gathered),
-                "links": [link for _, _, of_rank, _ in gathered for link in of_rank],
-                "first_steps": [step.model_dump() for step in steps],
-                "gpus": [gpus for *_, gpus in gathered] if on_gpus else [],
+                "wrong_values": sum(count for _, count, _ in gathered),
+                "links": [link for *_, of_rank in gathered for link in of_rank],
             }
             terminal.say(RESULT + json.dumps(result))
 
 
-def rounds(per_host: Sequence[int], on_gpus: bool = False) -> list[list[Pair]]:
+def rounds(per_host: Sequence[int]) -> list[list[Pair]]:
     """The pairs of ranks to measure, in rounds: in a round each rank is in at most one pair.
 
-    Pairs within hosts come first: two ranks of each host, on GPUs every two. Then pairs of hosts: their first ranks.
+    First two ranks of each host. Then every two hosts, by their first ranks and the circle method: one stays in its
+    seat, the others move on by one.
 
     Args:
         per_host: number of ranks of each host.
-        on_gpus: whether every rank computes on a GPU.
     """
     first = list(accumulate(per_host, initial=0))[:-1]
-    of_hosts = [_all_against_all(count if on_gpus else min(count, LOCAL_RANKS)) for count in per_host]
-    within = [
-        [(begin + a, begin + b) for begin, met in zip(first, at_once, strict=True) for a, b in met]
-        for at_once in zip_longest(*of_hosts, fillvalue=[])
-    ]
-    between = [[(first[a], first[b]) for a, b in met] for met in _all_against_all(len(first))[:MOST_ROUNDS]]
-    return [met for met in [*within, *between] if met]
-
-
-def _all_against_all(count: int) -> list[list[Pair]]:
-    """Every two of `count`, by the circle method: one stays in its seat, the others move on by one."""
-    seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
-    found = []
-    for _ in range(len(seats) - 1):
+    found = [[(rank, rank + 1) for rank, count in zip(first, per_host, strict=True) if count > 1]]
+    seats: list[int | None] = [*first, *([None] if len(first) % 2 else [])]
+    for _ in range(min(len(seats) - 1, MOST_ROUNDS)):
         met = [(seats[i], seats[-1 - i]) for i in range(len(seats) // 2)]
         found.append([(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None])
         seats = [seats[0], seats[-1], *seats[1:-1]]
-    return found
+    return [met for met in found if met]
 
 
 def measure(reduce: Callable[[Any], Any], rank: int, pair: Pair) -> tuple[float, float, int]:
