@@ -90,7 +90,7 @@ def test_several_runs_are_compared_by_name_and_by_what_differs(tmp_path: Path) -
     other = write_run(tmp_path / "b" / "run", {**CONFIG, "seed": 7, "run": {**CONFIG["run"], "world_size": 4}}, None)
     said = " ".join(" ".join(Elements(written(one, other, one)).words).split())
     assert "2 runs" in said and "a/run" in said and "b/run" in said  # the third is the first
-    assert "seed 0 7 ranks 2 4" in said and "Test accuracy over time" in said
+    assert "seed 0 7 ranks 2 4" in said
     assert content.names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
 
 
@@ -157,6 +157,15 @@ def test_a_report_that_cannot_be_made_is_a_user_s_error(tmp_path: Path, spoil: A
     with pytest.raises(UserError, match=message) as failure:
         report(make(ReportSettings, {"run_dirs": [run_dir]}))
     assert len(str(failure.value).splitlines()) == 1 and sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "new"])
+def test_a_page_takes_the_place_of_no_file_of_a_run(tmp_path: Path, name: str) -> None:
+    run_dir = write_run(tmp_path / "run")
+    before = {path: path.read_bytes() for path in run_dir.iterdir()}
+    with pytest.raises(UserError, match=f"--output .*{name}: is no name of a page"):
+        written(run_dir, output=run_dir / name)
+    assert {path: path.read_bytes() for path in run_dir.iterdir()} == before
 
 
 def test_a_run_that_was_cut_off_anywhere_gives_a_page_or_one_line(tmp_path: Path) -> None:

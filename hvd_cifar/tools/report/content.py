@@ -177,15 +177,6 @@ def by_rank(run: RunFiles) -> ByRank | None:
     return ByRank(rows[:MOST_RANKS], count, slowest, since)
 
 
-@dataclass(frozen=True)
-class Row:
-    """Something that happened, as a row of a table."""
-
-    kind: str
-    clock: str
-    text: str
-
-
 def happenings(run: RunFiles) -> list[Happening]:
     """What happened; for a run that was cut off, which has no mark of its end, also that.
 
@@ -197,11 +188,6 @@ def happenings(run: RunFiles) -> list[Happening]:
         seen = last.get("time", last_sign(run.run_dir))
         found.append(Happening("failure", seen, last.get("step"), run.standing.text))
     return found if len(found) <= MOST_HAPPENINGS else [found[0], *found[1 - MOST_HAPPENINGS :]]
-
-
-def rows(happened: Sequence[Happening]) -> list[Row]:
-    """Happenings in words."""
-    return [Row(one.kind, story.clock(one.time), one.text) for one in happened]
 
 
 @dataclass(frozen=True)
