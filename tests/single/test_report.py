@@ -99,7 +99,7 @@ def test_times_of_ranks_are_means_over_steps_of_the_newest_set(tmp_path: Path) -
     assert found and (found.count, found.since) == (2, 10)
     means = {row.rank: row.compute for row in found.rows}  # 20 steps, then 40
     assert means == pytest.approx({0: (20 * 0.1 + 40 * 0.2) / 60, 1: (20 * 0.2 + 40 * 0.1) / 60})
-    assert found.rows[0].rank == 0 and found.rows[0].compute_part + found.rows[0].wait_part == pytest.approx(1)
+    assert found.rows[0].rank == 0 and found.rows[0].compute + found.rows[0].wait == pytest.approx(found.longest)
     assert (
         found.slowest == "Rank 0 on a is the slowest: its own part of a step takes 166.7 ms, 25.0% behind the median."
     )
@@ -121,7 +121,7 @@ def test_a_large_confusion_matrix_is_told_by_its_pairs() -> None:
     assert not found.cells and found.pairs[0] == ("c23", "c24", 24, 24 / 29)
     few = Confusion(step=1, split="test", class_names=["a", "b"], matrix=[[0, 0], [1, 3]], mistakes=[])
     small = content.classes(few)
-    assert [[cell.percent for cell in row] for row in small.cells] == [[None, None], [25, 75]]
+    assert [[part for _, part in row] for row in small.cells] == [[None, None], [25, 75]]
     assert small.accuracy == 0.75
 
 
