@@ -51,7 +51,7 @@ def test_healthy_hosts_are_well(three_hosts: Cluster) -> None:
     # Hosts that share cores may slow each other's links; nothing else is to be found.
     found = _found(said)
     assert code == 0 and set(found) <= {"links"}, (found, errors)
-    assert len({f["check"] for f in said["findings"]}) == 12
+    assert len({f["check"] for f in said["findings"]}) == 13
     assert said["network"] == {"subnet": "10.77.0.0/24", "cards": dict.fromkeys(names, "eth0")}
     job = said["job"]
     assert job["hosts"] == ["node1", *names]

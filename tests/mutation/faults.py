@@ -196,13 +196,6 @@ REPORTING = [
         "a run's name is markup",
     ),
     Fault(
-        P + "tools/report/content.py",
-        "weights = [max(1, b - a)",
-        "weights = [1",
-        "tests/single/test_report.py -k newest_set",
-        "a record of few steps counts as much as one of many",
-    ),
-    Fault(
         P + "tools/report/charts.py",
         "shown[-1] + gap if shown",
         "shown[-1] if shown",
@@ -709,13 +702,6 @@ DISTRIBUTED = [
         "    return when - round(",
         "tests/parallel/test_profile.py",
         "a profile shows each rank by its own clock",
-    ),
-    Fault(
-        P + "reporting/trace.py",
-        "    return _overlap(before_last, _union(computing)),",
-        "    return sum(end - begin for begin, end in before_last),",
-        "tests/single/test_trace.py",
-        "communication counts as hidden where nothing is computed",
     ),
     Fault(
         P + "distributed/buckets.py",
