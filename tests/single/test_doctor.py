@@ -114,6 +114,7 @@ CASES: dict[str, list[tuple[Subject, str, str, str]]] = {
         (_on("b", "versions", packages={"rich": "14.0"}), "failure b", "no tensorflow-cpu, no keras", "setup"),
         (_on("b", "versions", packages=PACKAGES | {"rich": "13"}), "warning b", "rich 13, not 14.0", "setup"),
         (_on("b", "versions", python="3.12.1"), "failure b", "Python 3.12.1, not 3.11.7", "setup"),
+        (_on("b", "versions", python="3.11.9"), "warning b", "Python 3.11.9, not 3.11.7", "setup"),
         (_on("b", "versions", mpi="mpirun (Open MPI) 5.0.1"), "failure b", "5.0.1, not mpirun (Open MPI) 4.1.8", ""),
         (_on("b", "versions", mpi=""), "failure b", "no mpirun", ""),
         (_on("c", "versions", code="def"), "failure c", "its files of this project differ", "update that checkout"),

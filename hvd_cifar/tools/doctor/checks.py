@@ -122,13 +122,15 @@ def versions(subject: Subject) -> tuple[list[Finding], str]:
         different = differences(wanted, packages)
         bad = [text for text in different if text.partition(" ")[0] in CORE]
         bad += [f"no {name}" for name in CORE if name in wanted and name not in packages]
+        others = [text for text in different if text.partition(" ")[0] not in CORE]
         if there.python != mine.python:
-            bad.insert(0, f"Python {there.python}, not {mine.python}")
+            is_other = there.python.split(".")[:2] != mine.python.split(".")[:2]
+            (bad if is_other else others).insert(0, f"Python {there.python}, not {mine.python}")
         if there.mpi != mine.mpi:
             bad.append(f"{there.mpi or 'no mpirun on its PATH'}, not {mine.mpi}")
         if bad:
             wrong.append(Finding("failure", host, listed(bad), SET_UP_ALL))
-        if others := [text for text in different if text.partition(" ")[0] not in CORE]:
+        if others:
             wrong.append(Finding("warning", host, listed(others), SET_UP_ALL))
         if there.code != mine.code:
             text = "its files of this project differ from those here" if there.code else "this project is missing"
