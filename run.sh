@@ -21,7 +21,7 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
   ./run.sh export RUN_DIR --to FOLDER      write the net of a run as files that TensorFlow loads without this program
   ./run.sh report RUN_DIR...               write a page about runs: curves, lost time, events, mistakes
   ./run.sh watch RUN_DIR                   show a run that was started elsewhere, until it ends
-  ./run.sh doctor [-H HOSTS | --hostfile FILE] [--gloo]    check all hosts at once for the usual faults
+  ./run.sh doctor [-H HOSTS | --hostfile FILE]             check all hosts at once for the usual faults
   ./run.sh tensorboard RUN_DIR [ARGUMENTS]                 TensorBoard on a run, or on a folder of runs
 
 COMMAND is train, evaluate, or benchmark step|allreduce. `./run.sh COMMAND --help` and

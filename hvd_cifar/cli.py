@@ -251,7 +251,7 @@ def _benchmark_allreduce(settings: config.BenchmarkAllreduceSettings) -> None:
 
 
 def _doctor(settings: config.DoctorSettings) -> None:
-    from hvd_cifar.tools.doctor.examine import examine
+    from hvd_cifar.tools.doctor.command import examine
 
     examine(settings)
 

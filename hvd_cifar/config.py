@@ -511,7 +511,7 @@ class WatchSettings(Settings):
 
 
 class DoctorSettings(Settings):
-    """What the doctor checks: hosts as for the launcher, folders as for a run."""
+    """What the doctor checks: hosts as for the launcher, and the folder of a run."""
 
     hostfile: LocalPath | None = Field(
         None, description="File of hosts to check, a line `NAME slots=N` each. [default: this machine]"
@@ -526,12 +526,7 @@ class DoctorSettings(Settings):
         "else per core, at most 8]",
         json_schema_extra={"flags": ["-np", "-n", "--ranks"]},
     )
-    gloo: bool = Field(False, description="Run over Gloo or MPI.", json_schema_extra={"flags": ["--gloo/--mpi"]})
     allreduce: Literal["auto", "ring"] = Field("auto", description="All-reduce of the small job, as for the launcher.")
-    dataset: DatasetName = Field("auto", description="The run's data set.")
-    data_dir: LocalPath = Field(
-        DataSettings.model_fields["data_dir"].default, validate_default=True, description="The run's folder of data."
-    )
     run_dir: LocalPath = Field(Path("runs"), validate_default=True, description="The run's folder for output.")
     probe_timeout: Finite = Field(30, gt=0, le=86_400, description="Seconds that a host may take to answer.")
     job_timeout: Finite = Field(180, gt=0, le=86_400, description="Seconds after which the small job is ended.")
@@ -551,9 +546,6 @@ class DoctorJobSettings(Settings):
 
     per_host: str = Field(
         pattern=r"^[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*$", description="Ranks on each host in turn, such as 2,1,1."
-    )
-    on_gpus: bool = Field(
-        False, description="Every rank computes on a GPU: compare GPUs by pairs, and with the CPU, through Horovod."
     )
 
 

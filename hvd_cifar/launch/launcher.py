@@ -203,7 +203,6 @@ def _note_gpus(gpus: Mapping[str, int], all_here: bool) -> None:
 def _with_hosts(request: Request) -> list[str]:
     """The doctor's command line with the launcher's options, since the doctor starts ranks itself."""
     words = list(request.command)
-    words += ["--gloo"] if request.gloo else []
     words += ["--allreduce", "ring"] if request.ring else []
     words += ["-np", str(request.ranks)] if request.ranks else []
     words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in request.hosts)] if request.hosts else []

@@ -82,14 +82,7 @@ class Ranks(_Part):
         return self
 
 
-class Skipped(_Part):
-    """A step that changed nothing."""
-
-    event: Literal["skip"]
-    step: Count
-
-
-Event = Train | Evaluated | Validated | Ranks | Skipped
+Event = Train | Evaluated | Validated | Ranks
 _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 
 
@@ -125,13 +118,9 @@ class Config(_Part):
 class Summary(_Part):
     """The part of summary.json that readers use. Only a finished run has the file."""
 
-    steps: Count
-    epochs: Number
     test_accuracy: Fraction
     test_loss: Number
     images_per_second: Number | None
-    training_seconds: Number
-    replicas_identical: bool
 
 
 class Mistake(_Part):
@@ -194,7 +183,7 @@ class RunFiles:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-E = TypeVar("E", Train, Evaluated, Validated, Ranks, Skipped)
+E = TypeVar("E", Train, Evaluated, Validated, Ranks)
 P = TypeVar("P", bound=_Part)
 
 

@@ -250,7 +250,7 @@ def test_two_nodes_train_as_one(
 def test_the_doctor_is_content(two_hosts: Cluster, services: dict[str, Any], node2: Any) -> None:
     """With one container, and with both nodes: nothing that a run would fail of."""
     node = services["node1"]["container"]
-    patient = ["--dataset", "synthetic", "--json", "--probe-timeout", "200", "--job-timeout", "400"]
+    patient = ["--json", "--probe-timeout", "200", "--job-timeout", "400"]
     for where in (["-np", "2"], ["-H", "node1:1,node2:1"]):
         done = node.run([*where, "doctor", *patient], two_hosts[0], timeout=900)
         assert done.stdout, done.stderr

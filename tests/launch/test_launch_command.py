@@ -256,8 +256,8 @@ PROGRAM = [PYTHON, "-m", "hvd_cifar", "train", "--run-dir", "a b"]
     ("argv", "words"),
     [
         (["doctor"], "doctor"),
-        (["doctor", "--hostfile", "f", "--gloo", "--json"], "doctor --hostfile f --gloo --json"),
-        (["-H", "a:2,b", "--gloo", "-np", "2", "doctor", "--json"], "doctor --json --gloo -np 2 -H a:2,b:1"),
+        (["doctor", "--hostfile", "f", "--json"], "doctor --hostfile f --json"),
+        (["-H", "a:2,b", "-np", "2", "doctor", "--json"], "doctor --json -np 2 -H a:2,b:1"),
         (["--allreduce", "ring", "doctor"], "doctor --allreduce ring"),
         (["report", "a", "b", "--output", "c"], "report a b --output c"),
         (["watch", "a"], "watch a"),

@@ -83,7 +83,7 @@ DAMAGED: list[tuple[str, str, str]] = [
     ("config.json", json.dumps(_without("run")), r"is damaged \(run: Field required\)"),
     ("config.json", json.dumps({**CONFIG, "run": {**CONFIG["run"], "hosts": []}}), r"is damaged \(run.hosts"),
     ("summary.json", '{"steps": 5', "is damaged"),
-    ("summary.json", '{"steps": 5}', r"summary.json is damaged \(epochs: Field required\); train"),
+    ("summary.json", '{"steps": 5}', r"summary.json is damaged \(test_accuracy: Field required\); train"),
     ("confusion.json", "5", "is damaged"),
     ("confusion.json", _confusion(matrix=[[1, 2]]), "not all of it is of 2 classes"),
     ("confusion.json", _confusion(matrix=[[1, 2], [-1, 2]]), "greater than or equal to 0"),
