@@ -239,7 +239,9 @@ def _quantity(units: dict[str, float], example: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-def _without_password(address: str) -> str:
+def _address(address: str) -> str:
+    if not re.match(r"https?://[^/?#\s]+", address):
+        raise ValueError("give an address that begins with http:// or https:// and the name of a host")
     if re.match(r"[a-zA-Z][\w+.-]*://[^/?#]*@", address):
         raise ValueError("a user's name or password would be recorded in config.json; put it into ~/.netrc")
     return address
@@ -261,7 +263,6 @@ ModelSpec = Annotated[str, AfterValidator(_model)]
 Callbacks = Annotated[tuple[str, ...], BeforeValidator(_callbacks)]
 LocalPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(absolute)]
 DatasetName = Annotated[str, AfterValidator(_dataset)]
-Md5 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{32}$"), AfterValidator(str.lower)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -302,11 +303,10 @@ class DataSettings(_Settings):
         description="Where a host gets the data set from. auto: from its own --data-dir, else from rank 0 over the "
         "network; rank0: from rank 0 also where its own set differs or is damaged; local: each host by itself.",
     )
-    data_url: Annotated[str, AfterValidator(_without_password)] | None = Field(
-        None, description="Address of the archive, in the data set's binary layout. [default: its authors']"
-    )
-    data_md5: Md5 | None = Field(
-        None, description="MD5 checksum of the archive, 32 hex digits. [default: the one its authors published]"
+    data_url: Annotated[str, AfterValidator(_address)] | None = Field(
+        None,
+        description="Address of a copy of the archive with the data set's binary files; its published MD5 checksum is "
+        "compared. [default: its authors']",
     )
 
 

@@ -67,7 +67,7 @@ from hvd_cifar.training.record import Record
 from hvd_cifar.training.rollback import Rollback
 from hvd_cifar.training.shrink import scaled_width
 from hvd_cifar.training.snapshots import Snapshots
-from hvd_cifar.training.sources import differences, name_hosts, prepare_data, read_batches
+from hvd_cifar.training.sources import differences, name_hosts, prepare_data
 from hvd_cifar.training.state_copy import Copier, StateCopy
 from hvd_cifar.training.step import Probes, StepSpec, TrainStep, local_statistics, make_train_step
 from hvd_cifar.training.step_times import StepTimes
@@ -571,7 +571,7 @@ def _batches(work: Work, world: World, first_step: int) -> Iterator[list[MicroBa
         device=world.device if "GPU" in world.device else "",
     )
     elements = iter(batches)
-    while step := list(read_batches(islice(elements, work.sharding.micro_batches))):
+    while step := list(islice(elements, work.sharding.micro_batches)):
         yield step
 
 

@@ -41,18 +41,16 @@ def _names(content: bytes, place: Path) -> None:
 
 
 def _cache(content: bytes, place: Path) -> None:
-    """The header of an array's file, and the description beside it."""
-    array, _, about = content.partition(b"\0about\0")
-    for name in folder.FILES[:-1]:
-        (place / name).write_bytes(array)
-    (place / folder.FILES[-1]).write_bytes(about)
+    """The description of a cache, beside pixels."""
+    for name in folder.FILES:
+        (place / name).write_bytes(content if name == folder.ABOUT else bytes(12))
     folder.Folder(place, place).read(place)
 
 
 def _image(content: bytes, place: Path) -> None:
     (place / "image.png").write_bytes(content)
     with contextlib.suppress(folder._NotGrey):
-        folder._decode(place / "image.png", (4, 4), 1)
+        folder._decode(place / "image.png", (4, 4, 1))
 
 
 def _config(content: bytes, place: Path) -> None:

@@ -98,7 +98,7 @@ def _train_all(data: str, folder: str, runs: dict[str, dict[str, Any]]) -> dict[
     from hvd_cifar.training.callbacks import Checkpointer
     from hvd_cifar.training.trainer import OfUser
 
-    whole = CIFAR10.read(synthetic.ensure(Path(data)))
+    whole = CIFAR10.read(Path(data) / synthetic.LAYOUT.folder)
 
     class Losses(Callback):
         """Every loss."""

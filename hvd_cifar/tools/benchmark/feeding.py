@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 
 from hvd_cifar.config import BenchmarkInputSettings
 from hvd_cifar.data.augment import TrainTransform
-from hvd_cifar.data.pipeline import MicroBatch, settle, training_batches
+from hvd_cifar.data.pipeline import Batches, MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.distributed import collectives
 from hvd_cifar.tools.benchmark.job import Job, facts_of, memory_of_this_process
 from hvd_cifar.tools.benchmark.results import Estimate, FeedResult, FeedWay, InputResult, Seen
 from hvd_cifar.tools.benchmark.step import train_settings
 from hvd_cifar.training.assemble import Work, prepare
-from hvd_cifar.training.sources import read_batches
 
 WAYS: tuple[FeedWay, ...] = get_args(FeedWay)
 SHOWN = 200  # examples whose ranks the result names one by one
@@ -92,7 +91,11 @@ class Feeds:
         # Counted by batch: resident memory cannot tell the ways apart, since TensorFlow keeps what one way frees.
         self.made: list[int] = []  # bytes of images; a list, since several threads can append safely
         self.transforms = work.transforms._replace(train=self._counted(work.transforms.train))
-        spec = self._pipeline("split", 0).element_spec
+        kinds = {"image": tf.float32, "label": tf.int32, "weight": tf.float32, "example": tf.int64}
+        spec = [
+            tf.TensorSpec([None, *(work.transforms.shape if name == "image" else ())], kind)
+            for name, kind in kinds.items()
+        ]
         self.scatter = collectives.make_scatter(spec)
         self.nothing = MicroBatch(*(tf.zeros([0, *one.shape[1:]], one.dtype) for one in spec))
 
@@ -107,17 +110,17 @@ class Feeds:
     def batches(self, way: FeedWay, epoch: int) -> Iterator[MicroBatch]:
         """This rank's batches of an epoch; those of "split" are received through collectives."""
         if way != "split":
-            yield from read_batches(self._pipeline(way, epoch))
+            yield from self._pipeline(way, epoch)
             return
         steps, is_root = self.plan.steps_per_epoch, self.world.is_root
         whole = self._pipeline(way, epoch) if is_root else itertools.repeat(self.nothing, steps)
-        for batch in read_batches(whole):  # rank 0 has as many as the others have of `nothing`
+        for batch in whole:  # rank 0 has as many as the others have of `nothing`
             parts = np.array_split(np.arange(len(batch.label)), self.world.size)
             received = MicroBatch(*self.scatter(batch, [len(part) for part in parts]))
             self.made.append(received.image.numpy().nbytes)
             yield received
 
-    def _pipeline(self, way: FeedWay, epoch: int) -> tf.data.Dataset:
+    def _pipeline(self, way: FeedWay, epoch: int) -> Batches[MicroBatch]:
         first, last = (self.plan.steps_per_epoch * e for e in (epoch, epoch + 1))
         sampler = self.samplers[way]
         return training_batches(self.examples, self.transforms, sampler, first_step=first, last_step=last)
@@ -137,7 +140,7 @@ class Feeds:
         self.made.clear()
         batches = self.batches(way, epoch)
         next(batches)
-        settle()
+        time.sleep(0.5)  # until the buffer is full
         return sum(self.made)
 
 
