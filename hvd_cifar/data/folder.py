@@ -94,7 +94,7 @@ class Folder:
         with searched(self.path):
             listing = list_images(self.path)
             if listing.left_out:
-                onlooker.is_warned(f"--dataset folder:{self.path}: left out: {listing.left_out}")
+                onlooker.is_warned(f"hvd_cifar: note: --dataset folder:{self.path}: left out: {listing.left_out}")
             home = self.path / CACHE
             place = home / listing.fingerprint
             if _is_whole(place):
@@ -180,6 +180,7 @@ def list_images(path: Path) -> Listing:
     state = hashlib.sha256(b"upright, raw")  # how images are decoded: a change here makes old caches anew
     parts = []
     for part in ("train", tests[0]):
+        left_out["outside the folders of classes"] += sum(not entry.is_dir() for entry in (path / part).iterdir())
         present = [name if (path / part / name).is_dir() else "" for name in classes]
         parts.append([sorted(images_below(path / part / name, left_out)) if name else [] for name in present])
         empty = [name for name, images in zip(classes, parts[-1], strict=True) if not images]
@@ -190,7 +191,7 @@ def list_images(path: Path) -> Listing:
         for image in (image for images in parts[-1] for image in images):
             state.update(os.fsencode(f"{image.relative_to(path)}\0{_state(image)}\n"))
     others = [f"{name}/ ({tests[0]}/ is used)" for name in tests[1:]]
-    counts = [f"{count} {kind}" for kind, count in sorted(left_out.items())]
+    counts = [f"{count} {kind}" for kind, count in sorted(left_out.items()) if count]
     return Listing(
         tuple(map(_as_text, classes)), (parts[0], parts[1]), state.hexdigest()[:16], ", ".join(others + counts)
     )

@@ -50,7 +50,8 @@ def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[
 
     def onlooker(first: bool) -> Onlooker:
         """Hosts may decode images at the same time: only the first of them shows a progress bar."""
-        return Onlooker(is_watched and first, Watch.sign_of_life, terminal.complain if world.is_root else _drop)
+        told = Onlooker(is_watched and first, Watch.sign_of_life)
+        return replace(told, is_warned=terminal.complain) if world.is_root else told
 
     def at_root() -> tuple[str, Path, Digests]:
         source, folder = prepare(settings, onlooker(True))
@@ -79,10 +80,6 @@ def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[
     dataset = collectives.on_every_rank(lambda: source.read(here))
     # Rank 0's class names for all: they may be in a file that other hosts lack.
     return replace(dataset, class_names=collectives.broadcast_object(dataset.class_names))
-
-
-def _drop(_: str) -> None:
-    pass
 
 
 def _own_dataset(own: Dataset | Callable[[], Dataset], settings: DataSettings) -> Dataset:

@@ -381,13 +381,15 @@ def test_what_is_left_out_is_counted_in_one_line(birds: Path) -> None:
     shutil.copytree(birds / "test", birds / "val")
     for name in ("1.heic", "2.HEIC", "notes.txt", ".hidden.png", "README"):
         (birds / "train" / "ant" / name).write_bytes(b"x")
+    shutil.copy(birds / "train" / "ant" / "0.png", birds / "train" / "0.png")
     with Image.open(birds / "train" / "ant" / "0.png") as image:
         image.save(birds / "train" / "ant" / "9.gif")
         image.save(birds / "train" / "ant" / "9.jfif", "JPEG")
     said: list[str] = []
     assert len(_read(birds, Onlooker(is_warned=said.append)).train) == 14
     assert said == [
-        f"--dataset folder:{birds}: left out: val/ (test/ is used), 2 .heic, 1 .txt, 1 hidden, 1 without an extension"
+        f"hvd_cifar: note: --dataset folder:{birds}: left out: val/ (test/ is used), 2 .heic, 1 .txt, 1 hidden, "
+        "1 outside the folders of classes, 1 without an extension"
     ]
 
 
