@@ -36,7 +36,6 @@ from hvd_cifar.fields import (
     DataSource,
     Finite,
     LocalPath,
-    Md5,
     ModelSpec,
     Overlap,
     Precision,
@@ -44,9 +43,9 @@ from hvd_cifar.fields import (
     Scale,
     Settings,
     absolute_unless_word,
+    address,
     not_empty,
     numbers,
-    without_password,
     words,
 )
 from hvd_cifar.files import MOST_JSON_BYTES, replace_text
@@ -106,11 +105,10 @@ class DataSettings(Settings):
         description="Where a host gets the data set from. auto: from its own --data-dir, else from rank 0 over the "
         "network; rank0: from rank 0 also where its own set differs or is damaged; local: each host by itself.",
     )
-    data_url: Annotated[str, AfterValidator(without_password)] | None = Field(
-        None, description="Address of the archive, in the data set's binary layout. [default: its authors']"
-    )
-    data_md5: Md5 | None = Field(
-        None, description="MD5 checksum of the archive, 32 hex digits. [default: the one its authors published]"
+    data_url: Annotated[str, AfterValidator(address)] | None = Field(
+        None,
+        description="Address of a copy of the archive with the data set's binary files; its published MD5 checksum is "
+        "compared. [default: its authors']",
     )
 
 

@@ -159,11 +159,13 @@ def _quantity(units: dict[str, float], example: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-def without_password(address: str) -> str:
-    """`address`, unchanged; ValueError where it holds a password."""
-    if re.match(r"[a-zA-Z][\w+.-]*://[^/?#]*@", address):
+def address(given: str) -> str:
+    """`given`, unchanged; ValueError where it is no address on the web, or holds a password."""
+    if not re.match(r"https?://[^/?#\s]+", given):
+        raise ValueError("give an address that begins with http:// or https:// and the name of a host")
+    if re.match(r"[a-zA-Z][\w+.-]*://[^/?#]*@", given):
         raise ValueError("a user's name or password would be recorded in config.json; put it into ~/.netrc")
-    return address
+    return given
 
 
 def numbers(given: Any) -> Any:
@@ -184,7 +186,6 @@ ModelSpec = Annotated[str, AfterValidator(_model)]
 Callbacks = Annotated[tuple[str, ...], BeforeValidator(_callbacks)]
 LocalPath = Annotated[Path, BeforeValidator(not_empty), AfterValidator(absolute)]
 DatasetName = Annotated[str, AfterValidator(_dataset)]
-Md5 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{32}$"), AfterValidator(str.lower)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Scale = Annotated[float, Field(gt=0, le=1)]
 

@@ -77,12 +77,13 @@ def _types_of_before() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder with the embedded set, drawn once: do not write there."""
-    from hvd_cifar.data import synthetic
+    from hvd_cifar.config import DataSettings, make
+    from hvd_cifar.data.source import prepare
 
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "embedded"  # one for all workers
     folder.mkdir(exist_ok=True)
-    synthetic.ensure(folder)
+    prepare(make(DataSettings, {"dataset": "synthetic", "data_dir": folder}))
     return folder
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import keras
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from hvd_cifar.config import PredictSettings
 from hvd_cifar.data import augment
@@ -64,9 +63,8 @@ def images_in(place: Path) -> list[Path]:
     """
     if not os.path.isdir(place):  # Path.is_dir may raise
         return [place]
-    readable = tuple(extension for extension, kind in Image.registered_extensions().items() if kind in Image.OPEN)
     try:
-        found = sorted(images_below(place, readable))
+        found = sorted(images_below(place))
     except OSError as failure:
         raise UserError(f"{failure.filename}: {failure.strerror}; give images that can be read") from None
     if not found:

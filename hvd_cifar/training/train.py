@@ -39,7 +39,6 @@ from hvd_cifar.training.preemption import StopRequests
 from hvd_cifar.training.progress import Progress
 from hvd_cifar.training.ranks import Ranks
 from hvd_cifar.training.routines import Checkpointer, Evaluator, Logger, Summariser
-from hvd_cifar.training.sources import read_batches
 from hvd_cifar.training.state import TrainState, local_statistics
 from hvd_cifar.training.step import Averaging, TrainStep, make_train_step
 from hvd_cifar.training.watchdogs import introduce
@@ -305,7 +304,7 @@ def batches_of(work: Work, world: World, first_step: int) -> Iterator[list[Micro
         device=world.device if "GPU" in world.device else "",
     )
     elements = iter(batches)
-    while step := list(read_batches(islice(elements, work.sharding.micro_batches))):
+    while step := list(islice(elements, work.sharding.micro_batches)):
         yield step
 
 

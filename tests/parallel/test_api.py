@@ -155,7 +155,7 @@ def test_train_and_evaluate_twice_in_one_process_with_a_callback(jobs: Jobs) -> 
     unnamed, narrow, alike = one["refused"]
     assert "data set was a Python object" in unnamed  # whatever its name is
     assert "data set arrays: its images are 10 x 9 x 1 and the run's 10 x 12 x 1" in narrow
-    assert "data set arrays: all its examples are of class 0: give two or more" in alike
+    assert "data set arrays: all labels are 0: give examples of two or more classes" in alike
     assert one["asked"]  # SIGUSR1 does what it did before
     for name in ("test_accuracy", "test_loss", "test_examples"):
         # Images are standardised as in training, whatever the training part of the set that is evaluated.

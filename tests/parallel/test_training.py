@@ -196,7 +196,7 @@ def _at_eight_ranks_batch(data: str, folder: str) -> dict[str, dict[str, Any]]:
     from examples.my_net import build
     from hvd_cifar.data import synthetic
 
-    whole = synthetic.LAYOUT.read(synthetic.ensure(Path(data)))
+    whole = synthetic.LAYOUT.read(Path(data) / synthetic.LAYOUT.folder)
     train, test = ((p.images[:25_600][:, ::2, ::2], p.labels[:25_600]) for p in (whole.train, whole.test))
     dataset = hvd_cifar.Dataset.from_arrays(*train, *test)
     course: dict[str, Any] = {"global_batch_size": 1024, "max_steps": 45, "eval_every": 0}

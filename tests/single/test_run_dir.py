@@ -167,7 +167,7 @@ def test_checkpoints_of_an_earlier_version_are_told_from_none(tmp_path: Path) ->
 # Settings that a resumed run may change: where and how it computes and reports, and how far it goes. What the batch and
 # the learning rate come to is compared as facts.
 FREE = {
-    "batch_size", "bucket_bytes", "callbacks", "check_sync_every", "checkpoint_every", "data_dir", "data_md5",
+    "batch_size", "bucket_bytes", "callbacks", "check_sync_every", "checkpoint_every", "data_dir",
     "data_source", "data_url", "dataset", "early_stopping", "epochs", "eval_every",
     "global_batch_size", "grace_seconds", "gradient_accumulation", "learning_rate",
     "log_every", "max_steps", "on_nan", "overlap", "profile_steps", "quiet",
