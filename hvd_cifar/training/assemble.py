@@ -238,9 +238,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     spec = step_spec(work)
     overlap_lines = overlap.set_buckets(work.settings, world, learner.net, learner.optimizer, spec, examples)
     from_root, unlike_lines = unlike.taken_from_root(work.settings, world, learner.net, learner.optimizer)
-    proof = prove_averaging(
-        lambda plain: with_buckets_of(learner.optimizer, distribute(work, plain)), contributions="sum"
-    )
+    proof = prove_averaging(learner.optimizer, contributions="sum")
     own_callbacks = given.callbacks or [_callback(spec) for spec in work.settings.callbacks]
     check_interface(own_callbacks)
 

@@ -222,7 +222,7 @@ class Bench:
         optimizer.build(variables)
         with tf.device(self.job.world.device):
             gradients = [tf.zeros(v.shape, v.dtype) for v in variables]
-        reduce = tf.function(lambda: optimizer.reduce(gradients, variables), autograph=False)
+        reduce = tf.function(lambda: optimizer.reduce(gradients), autograph=False)
         return lambda: reduce()[-1]
 
     def backward(self, repeats: int) -> tuple[Backward, list[int]]:

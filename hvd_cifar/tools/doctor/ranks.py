@@ -46,7 +46,7 @@ def run(settings: DoctorJobSettings) -> None:
         raise UserError(f"--per-host {settings.per_host}: the launcher started {launched_size()} ranks")
     through_mpi = under_mpi() and not settings.on_gpus  # MPI moves host memory, NCCL that of GPUs
     planned = rounds(per_host, under_mpi(), settings.on_gpus)
-    sets = {} if through_mpi else pairs.sets_for(planned)
+    sets = {} if through_mpi else pairs.sets_for(planned, sum(per_host))
     with session(process_sets=process_sets.to_register(sets)) as world:
         everyone = pairs.by_horovod(world.device)
         terms = terms_of(world.rank, COUNT_OVER_ALL)
