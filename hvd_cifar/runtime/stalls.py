@@ -6,7 +6,6 @@ Standard library only: the launcher reads the line.
 from __future__ import annotations
 
 import re
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,20 +14,7 @@ FLOOR = 60.0  # s: a shorter time-out would take a busy machine for a hang
 FACTOR = 10.0  # longest recent durations in a time-out; or floors, for a phase that has not been seen yet
 SLACK = 0.9  # part of the time-out after which a rank is late: ranks do not begin a phase at exactly the same time
 PATIENCE = 5.0  # time-outs after which a rank that still computes, or uses a disk, is lost
-RECENT = 100  # durations of a phase that are remembered, and entries of the ring buffer
-
-_RING: deque[tuple[float, str]] = deque(maxlen=RECENT)  # when (monotonic, s), and which phase or collective began
-
-
-def note(what: str) -> None:
-    """Remember that a phase or a collective begins."""
-    _RING.append((time.monotonic(), what))
-
-
-def recent() -> list[str]:
-    """The last phases and collectives of this process, oldest first, with the seconds since each began."""
-    now = time.monotonic()
-    return [f"{now - when:8.3f} s ago: {what}" for when, what in list(_RING)]
+RECENT = 100  # durations of a phase that are remembered
 
 
 class Durations:

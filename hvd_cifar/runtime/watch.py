@@ -24,10 +24,11 @@ from typing import Any, TypeVar
 
 import psutil
 
+from hvd_cifar.distributed.trail import note, recent
 from hvd_cifar.errors import STALLED
 from hvd_cifar.runtime import channel
 from hvd_cifar.runtime.environment import launched_rank
-from hvd_cifar.runtime.stalls import PATIENCE, Durations, Lost, Status, Verdict, judge, note, recent
+from hvd_cifar.runtime.stalls import PATIENCE, Durations, Lost, Status, Verdict, judge
 
 T = TypeVar("T")
 

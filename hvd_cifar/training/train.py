@@ -42,7 +42,7 @@ from hvd_cifar.training.routines import Checkpointer, Evaluator, Logger, Summari
 from hvd_cifar.training.state import TrainState, local_statistics
 from hvd_cifar.training.step import Averaging, TrainStep, make_train_step
 from hvd_cifar.training.watchdogs import introduce
-from hvd_cifar.training.work import UserObjects, Work, distribute, make_net, make_optimizer, prepare, step_spec
+from hvd_cifar.training.work import UserObjects, Work, make_net, make_optimizer, prepare, step_spec
 
 LONGEST_WHY = 300  # characters of an error in the run's record
 
@@ -102,7 +102,7 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
         run.observe(Averaging(average))
 
     # Proof that the optimizer averages over the ranks.
-    proof = prove_averaging(lambda plain: distribute(work, plain), contributions="sum")
+    proof = prove_averaging(run.optimizer, contributions="sum")
 
     # The run directory, and the state to begin with.
     fixed = facts.must_match(work, given, schedule, kernels)
