@@ -36,13 +36,15 @@ class Preempted(SystemExit):
 class TrainingError(Exception):
     """The run cannot continue correctly: the loss is not finite, ranks are out of sync, or a rank is lost.
 
-    The message is one line. The command line prints it once, without a traceback, and ends with exit code 1.
+    The message is one line. The command line prints it once, without a traceback, and ends with `code`.
 
     Attributes:
         of_one_rank: as of `UserError`.
+        code: the exit code.
     """
 
     of_one_rank = False
+    code = 1
 
 
 class Diverged(TrainingError):

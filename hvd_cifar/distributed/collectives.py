@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hvd_cifar.distributed import buckets
 from hvd_cifar.errors import Diverged, TrainingError, UserError
-from hvd_cifar.runtime.stalls import note
+from hvd_cifar.runtime.phases import note
 
 T = TypeVar("T")
 

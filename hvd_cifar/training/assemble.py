@@ -35,7 +35,7 @@ from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.runtime.watch import Watch
-from hvd_cifar.runtime.world import World, native_precision, versions
+from hvd_cifar.runtime.world import World, versions
 from hvd_cifar.training import overlap, profile, random_layers, run_dir, unlike, user_code
 from hvd_cifar.training.callbacks import (
     Callback,
@@ -378,10 +378,10 @@ def make_learner(work: Work, learning_rate: float) -> Learner:
 
 
 def for_machines(settings: TrainSettings, world: World) -> TrainSettings:
-    """Settings with a precision: if none is given, the one that all ranks' devices are fast in. A collective."""
+    """Settings with a precision: if none is given, the one that all ranks' devices are fast in."""
     if settings.precision is not None:
         return settings
-    everywhere = set(collectives.all_gather_object(native_precision(world)))
+    everywhere = {facts.precision for facts in world.ranks}
     return settings.model_copy(update={"precision": everywhere.pop() if len(everywhere) == 1 else "float32"})
 
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import reason_of
 from hvd_cifar.reporting.metrics import Reporter
+from hvd_cifar.runtime.stalls import FACTOR, FLOOR, PATIENCE
 from hvd_cifar.training.callbacks import Callback, MovingStatistics, Tell
 from hvd_cifar.training.evaluate import Evaluation
 from hvd_cifar.training.progress import Progress, Run
@@ -51,6 +52,9 @@ class Beside(Callback):
         self.results: list[Evaluation] = []  # on rank 0, not yet reported
         self.reported: set[int] = set()  # steps
         self.has_met = False  # validation ranks
+        self.sign = 0  # of life, the last that they showed
+        self.heard = math.inf  # when it came
+        self.hang = False  # they show none
 
     def on_start(self, run: Run) -> None:
         """Start the clock of `SECONDS_TO_COME`."""
@@ -68,7 +72,7 @@ class Beside(Callback):
         if run.evaluation_is_due and not self.progress.stop_requested:
             self._offer(run)
         if self.snapshots and time.monotonic() > self.looked + SECONDS_BETWEEN_LOOKS:
-            self._look()
+            self._look(run)
 
     def on_rollback(self, run: Run) -> None:
         """Forget results; `Best` removes the snapshots of later steps."""
@@ -86,7 +90,7 @@ class Beside(Callback):
                 self.progress.watch.mark("validation")
                 time.sleep(SECONDS_BETWEEN_LAST_LOOKS)
                 waits = collectives.broadcast_object(self._is_awaited(end))  # first: the last look misses nothing
-                self._look()
+                self._look(run)
                 self._report(run)
         if self.snapshots:
             for step in self.snapshots.pending():
@@ -97,14 +101,28 @@ class Beside(Callback):
         if not self.snapshots or not self.snapshots.pending():
             return False
         now, may_come = time.monotonic(), not self.has_met and time.monotonic() < self.began + SECONDS_TO_COME
-        return now < end and (may_come or self.snapshots.has_readers())
+        return now < end and (may_come or self.snapshots.has_readers()) and not self.hang
 
-    def _look(self) -> None:
+    def _look(self, run: Run) -> None:
         if self.snapshots:
             self.looked = time.monotonic()
             self.has_met = self.has_met or self.snapshots.has_readers()
+            self._listen(self.snapshots, run.settings.stall_seconds)
             self.results = [found for found in self.snapshots.results() if found.step not in self.reported]
             self.progress.has_news = bool(self.results)
+
+    def _listen(self, snapshots: Snapshots, stall_seconds: float | None) -> None:
+        """Warn where validation ranks show no sign of life. `stall_seconds`: None: `FLOOR`; 0: never."""
+        sign, process = snapshots.sign_of_life()
+        if self.has_met and (sign != self.sign or self.heard == math.inf):
+            self.sign, self.heard, self.hang = sign, self.looked, False
+        seconds = (FLOOR if stall_seconds is None else stall_seconds) * (PATIENCE if self.reported else FACTOR)
+        if seconds and self.looked > self.heard + seconds and not self.hang and snapshots.has_readers():
+            self.hang = True
+            self.reporter.warn(
+                f"the validation ranks hang: {process} has shown no progress for {seconds:.0f} s; training goes on, "
+                "and evaluations of later steps are missing"
+            )
 
     def _report(self, run: Run) -> None:
         """Report results on all ranks. A collective."""
