@@ -143,7 +143,7 @@ def _add(
         file = given.pop("config", None)
         if file == "":  # an unset variable of a shell
             raise UserError("--config: the path is empty; give a file, or leave the option out")
-        chosen = {field: value for field, value in given.items() if value is not None}
+        chosen = {field: value for field, value in given.items() if value not in (None, ())}
         try:
             values = config.read_file(Path(file), has_batch=not chosen.keys().isdisjoint(config.BATCH)) if file else {}
             settings = config.make(kind, {**values, **chosen})
@@ -171,12 +171,14 @@ def _option(field: str, info: Any) -> click.Parameter:
         # Both --x and --no-x, so that an option can override either value in a file.
         return click.Option([f"{name}/--no-{name.removeprefix('--')}"], default=None, help=_help(info))
     metavar = extra.get("metavar") or _metavar(info.annotation)
-    return click.Option([name, field], default=None, metavar=metavar, help=_help(info), hidden="hidden" in extra)
+    hidden, several = "hidden" in extra, "multiple" in extra
+    return click.Option([name, field], default=None, metavar=metavar, help=_help(info), hidden=hidden, multiple=several)
 
 
 def _help(info: Any) -> str:
     text = str(info.description)
-    shown = info.default not in (None, ()) and info.default is not False and not info.is_required()
+    shown = info.default not in (None, (), config.NO_CHANGES) and info.default is not False
+    shown = shown and not info.is_required()
     default = ",".join(map(str, info.default)) if isinstance(info.default, tuple) else info.default
     return f"{text} [default: {default}]" if shown else text
 

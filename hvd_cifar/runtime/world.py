@@ -63,7 +63,6 @@ def start(
     threads: int | None = None,
     deterministic: bool = False,
     process_sets: Sequence[Any] = (),
-    computes_between: bool = False,
 ) -> World:
     """Start Horovod in this process, pin its device and size its thread pool, before any TensorFlow operation.
 
@@ -75,9 +74,6 @@ def start(
             running world's.
         deterministic: TensorFlow uses operations that give the same bits every time.
         process_sets: Horovod's process sets, registered on all ranks; see `distributed.process_sets`. First call only.
-        computes_between: whether what one collective of a step receives is computed with and goes into another one, as
-            with --compression bf16. On several hosts a CPU's pool then has one thread more for operations: a single one
-            computes the backward pass to its end first. First call only.
 
     Raises:
         UserError: where the host has GPUs but fewer than ranks; where the launcher did not number the ranks, or MPI
@@ -85,7 +81,7 @@ def start(
     """
     global _running
     if _running is None:
-        _running = _start(threads, deterministic, process_sets, computes_between), deterministic
+        _running = _start(threads, deterministic, process_sets), deterministic
         return _running[0]
     world, is_deterministic = _running
     if process_sets:
@@ -105,7 +101,7 @@ def start(
     return world
 
 
-def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any], computes_between: bool) -> World:
+def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]) -> World:
     environment.check_launcher()
     gpus = tf.config.list_physical_devices("GPU")
     environment.prepare_mpi(os.environ, on_cpu=not gpus)
@@ -136,8 +132,7 @@ def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]
         else:
             threads = threads or devices.threads_per_rank(masks, before + local_rank, devices.cpu_quota())
             tf.config.threading.set_intra_op_parallelism_threads(threads)
-            more = 1 if computes_between and local_size < hvd.size() else 0
-            tf.config.threading.set_inter_op_parallelism_threads(threads + more)
+            tf.config.threading.set_inter_op_parallelism_threads(threads)
     except RuntimeError:  # TensorFlow has initialised its devices
         raise UserError(
             "TensorFlow has computed in this process before Horovod started, and keeps its devices and threads: "
@@ -180,7 +175,6 @@ def session(
     threads: int | None = None,
     deterministic: bool = False,
     process_sets: Sequence[Any] = (),
-    computes_between: bool = False,
     watch: Watch | None = None,
 ) -> Iterator[World]:
     """Start this rank as `start` does, report the loss of another rank in one line, and end when all ranks do.
@@ -192,7 +186,7 @@ def session(
         TrainingError: where another rank ended, so that this one cannot continue, or a user's code ends this one
             (SystemExit). All other errors pass unchanged.
     """
-    world = start(threads, deterministic, process_sets, computes_between)
+    world = start(threads, deterministic, process_sets)
     stopped: Preempted | None = None
     true_exit, process = os._exit, os.getpid()
 

@@ -25,8 +25,7 @@ def train(settings: TrainSettings, given: OfUser | None = None) -> dict[str, Any
     """
     watch = Watch(settings.stall_seconds)
     try:
-        between = settings.compression == "bf16"
-        with session(threads_of(settings), is_deterministic(settings), computes_between=between, watch=watch) as world:
+        with session(threads_of(settings), is_deterministic(settings), watch=watch) as world:
             watch.mark("set-up")
             try:
                 summary = assemble(settings, world, given or OfUser(), watch).train()
