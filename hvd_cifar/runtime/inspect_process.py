@@ -28,7 +28,7 @@ JOB_VARIABLES = (
 
 
 def state_of(pid: int) -> str:
-    """Why a process does not answer, as far as Linux tells."""
+    """Why a process does not run, as far as Linux tells."""
     try:
         state = psutil.Process(pid).status()
     except psutil.Error:
@@ -38,16 +38,16 @@ def state_of(pid: int) -> str:
     return GONE if state == psutil.STATUS_ZOMBIE else f"its Python does not run; state of its process: {state}"
 
 
-def ranks_here(environ: Mapping[str, str] = os.environ) -> dict[int, int]:
-    """The process id of each of this job's ranks on this host: those with the same variables of the launcher."""
+def ranks_here(environ: Mapping[str, str] = os.environ) -> dict[int, list[int]]:
+    """The processes of each of this job's ranks on this host: those with the same variables of the launcher."""
     own = {name: environ[name] for name in JOB_VARIABLES if name in environ}
-    found: dict[int, int] = {}
-    for process in psutil.process_iter():  # ascending: of a rank and its helpers the rank comes first
+    found: dict[int, list[int]] = {}
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             theirs = process.environ()
             rank = launched_rank(theirs)
             if own and rank is not None and all(theirs.get(name) == value for name, value in own.items()):
-                found.setdefault(rank, process.pid)
+                found.setdefault(rank, []).append(process.pid)
     return found
 
 

@@ -258,17 +258,18 @@ class Watch(Phases):
 
     def _look_at_start_up(self, limit: float) -> None:
         """Horovod has not started, so only this host is known: look for ranks that have not come as far."""
-        found = ranks_here()
-        late = {r: pid for r, pid in found.items() if r != self.rank}
-        late = {r: pid for r, pid in late.items() if not is_watched(pid) or state_of(pid) == STOPPED}
+        found, host, late = ranks_here(), socket.gethostname(), {}
+        for rank, pids in found.items():
+            states = [state_of(pid) for pid in pids]
+            if rank != self.rank and (STOPPED in states or not any(map(is_watched, pids))):
+                late[rank] = STOPPED if STOPPED in states else states[0]
         if not late and self._idle < limit + DEFERENCE:
             return  # a rank on the same host as a late one names it
-        if self._idle < PATIENCE * limit and any(map(computes, late.values())):
+        if self._idle < PATIENCE * limit and any(computes(pid) for rank in late for pid in found[rank]):
             return
         if late and self.rank != min(set(found) - set(late), default=self.rank):
             return
-        host = socket.gethostname()
-        lost = [str(Lost(rank, host, 0, "start-up", state_of(pid))) for rank, pid in sorted(late.items())]
+        lost = [str(Lost(rank, host, 0, "start-up", reason)) for rank, reason in sorted(late.items())]
         complain(f"not all ranks have started after {limit:.0f} s; the run ends (exit code {STALLED})")
         for line in lost or [f"rank {self.rank} on {host} waits for ranks on other hosts, which have not started"]:
             complain(line)
