@@ -82,7 +82,7 @@ def gather(host: str, device: str, threads: int, watch: Watch) -> tuple[RankFact
     found: list[RankFacts] = [pickle.load(stream) for _ in range(hvd.size())]  # each pickle says where it ends
     reaches = watch.join([facts.peer for facts in found])
     if watch.is_on and not hvd.allreduce(tf.constant(float(reaches)), op=hvd.Min, name="watchdogs_reach").numpy():
-        watch.go_alone()
+        watch.is_alone = True
         if hvd.rank() == 0:
             complain(
                 "warning: the ranks' watchdogs do not reach each other, so a rank that hangs is not named, and the run "

@@ -69,7 +69,7 @@ class Watch(Phases):
         self.waits_in_step: Callable[[], bool] = lambda: False  # whether the step waits for other ranks
         self._peers: Sequence[Peer] = ()
         self._has_joined = threading.Event()
-        self._is_alone = False  # the other ranks cannot be asked
+        self.is_alone = False  # it judges by this rank alone, after more time: others cannot be asked
         self._end_answers: Callable[[], None] = lambda: None
         self._next_look = 0.0
         self._slow: set[int] = set()  # ranks that have been named
@@ -113,10 +113,6 @@ class Watch(Phases):
             return True
         return any(follower in self._ask_all({"ask": "hello"}, [follower])[0] for _ in range(TRIES))
 
-    def go_alone(self) -> None:
-        """Judge by this rank alone from now on, after more time: others cannot be asked."""
-        self._is_alone = True
-
     def stop(self) -> None:
         """End the watch, which answers no more; its thread ends at its next tick."""
         Watch._current = None
@@ -136,7 +132,7 @@ class Watch(Phases):
             if now - seen > GAP:
                 self._since += now - seen
             limit = self._durations.limit(self._phase)
-            waited = limit * (PATIENCE if self._is_alone else 1) + (TICK + min(self.rank, 10) * LEAD) * (self.rank > 0)
+            waited = limit * (PATIENCE if self.is_alone else 1) + (TICK + min(self.rank, 10) * LEAD) * (self.rank > 0)
             if self._phase != IDLE and self._idle > waited and now > self._next_look:
                 self._look(limit)
                 self._next_look = max(self._next_look, time.monotonic() + BETWEEN_LOOKS)
@@ -156,9 +152,9 @@ class Watch(Phases):
             absent = {rank: reason for rank, reason in absent.items() if reason != channel.GONE}
             if not absent:
                 return
+        statuses = [self._status(), *(Status(**answer) for answer in answers.values())]
         if self._position != position:
             return
-        statuses = [self._status(), *(Status(**answer) for answer in answers.values())]
         verdict = judge(statuses, {rank: (self._peers[rank].host, reason) for rank, reason in absent.items()}, limit)
         for status in verdict.slow:
             if status.rank not in self._slow and self.rank == min({s.rank for s in statuses if s not in verdict.slow}):
@@ -184,7 +180,7 @@ class Watch(Phases):
                 here = str(failure) == channel.SILENT and self._is_here(peer)
                 absent[rank] = state_of(peer.pid) if here else str(failure)
 
-        others = [] if self._is_alone else [rank for rank in ranks if rank != self.rank]
+        others = [] if self.is_alone else [rank for rank in ranks if rank != self.rank]
         for thread in [channel.in_thread(ask, rank, self._peers[rank]) for rank in others]:
             if thread.ident is not None:
                 thread.join()
@@ -226,7 +222,7 @@ class Watch(Phases):
         """Save stacks, name the ranks that are lost, and end all others."""
         self._save_stacks()
         self._ask_all({"ask": "stacks"}, others)
-        seconds = limit * (PATIENCE if self._is_alone else 1)
+        seconds = limit * (PATIENCE if self.is_alone else 1)
         place = str(self.run_dir / STALLS) if self.run_dir and self.run_dir.is_dir() else "above"
         ending = f"the run ends (exit code {STALLED}); stacks of all ranks that answer: {place}"
         complain(f"no progress for {seconds:.0f} s; {ending}")
@@ -234,8 +230,8 @@ class Watch(Phases):
         for one in lost:
             complain(str(one))
         if not lost:
-            who = f"rank {self.rank} waits for others, which it cannot ask," if self._is_alone else "all ranks wait"
-            what = "" if self._is_alone else " for each other, or for the network"
+            who = f"rank {self.rank} waits for others, which it cannot ask," if self.is_alone else "all ranks wait"
+            what = "" if self.is_alone else " for each other, or for the network"
             complain(f"{who} at step {self._step} ({self._phase}){what}")
         self._ask_all({"ask": "end"}, others)
         os._exit(STALLED)

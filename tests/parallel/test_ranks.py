@@ -20,11 +20,11 @@ def _sessions() -> list[Any]:
     with session(threads=1 + int(os.environ["OMPI_COMM_WORLD_RANK"]), watch=watch) as world:
         known = [repr(facts) for facts in world.ranks]
         places = [(facts.host == world.host, facts.local_rank, facts.threads) for facts in world.ranks]
-        joined = watch.address, watch._is_alone
+        joined = watch.address, watch.is_alone
     with mock.patch.object(channel, "listen", lambda *_: (("127.0.0.1", 1), lambda: None)):
         unreached = Watch(60)
         with session(watch=unreached):
-            alone = unreached._is_alone
+            alone = unreached.is_alone
     ended = ""
     try:
         with session():
