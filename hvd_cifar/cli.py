@@ -23,7 +23,6 @@ from hvd_cifar.runtime.environment import launched_local_rank, launched_rank
 from hvd_cifar.training.preemption import resumable
 
 USER_ERROR = 2
-TRAINING_ERROR = 1
 GRACE_SECONDS = 5.0  # the launcher ends rank 0 when another rank exits: time for rank 0 to print the error
 
 
@@ -58,7 +57,7 @@ def _run(argv: list[str], use: Callable[[functools.partial[None]], Any]) -> int:
     except UserError as error:
         return _complain_once(str(error), USER_ERROR, error.of_one_rank)
     except TrainingError as error:
-        return _complain_once(str(error), TRAINING_ERROR, error.of_one_rank)
+        return _complain_once(str(error), error.code, error.of_one_rank)
     except (click.Abort, KeyboardInterrupt):
         return 130
 

@@ -299,7 +299,7 @@ def last_sign(run_dir: Path) -> float:
 def lives(run_dir: Path, config: Config) -> bool | None:
     """Whether a process writes into a run directory, by its lock (`training.run_dir.claim`).
 
-    None: not known, since the run is on another host, whose locks this one may not see.
+    None: not known, since the run is on another host, whose locks this one may not see, or the disk has no locks.
     """
     try:
         descriptor = os.open(run_dir / ".lock", os.O_RDONLY)
@@ -307,8 +307,10 @@ def lives(run_dir: Path, config: Config) -> bool | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released at once, by os.close
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:
+        return None
     finally:
         os.close(descriptor)
     return False if config.run.hosts[0] == socket.gethostname() else None

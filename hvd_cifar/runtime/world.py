@@ -7,16 +7,17 @@ import platform
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_cifar.errors import Preempted, TrainingError, UserError
+from hvd_cifar.errors import Preempted, TrainingError, UserError, cause_of
 from hvd_cifar.runtime import devices, environment, transport
 from hvd_cifar.runtime.failures import lost_rank
+from hvd_cifar.runtime.ranks import RankFacts, gather
+from hvd_cifar.runtime.watch import Watch, complain
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class World:
     transport: str = ""
     elastic: environment.ElasticJob | None = None
     beside: environment.Beside | None = None  # ranks of the other job, where one trains and the other one validates
+    ranks: tuple[RankFacts, ...] = ()  # by rank, in a `session`
 
     @property
     def batch_ranks(self) -> int:
@@ -173,24 +175,42 @@ def session(
     threads: int | None = None,
     deterministic: bool = False,
     process_sets: Sequence[Any] = (),
+    watch: Watch | None = None,
 ) -> Iterator[World]:
     """Start this rank as `start` does, report the loss of another rank in one line, and end when all ranks do.
 
-    A process may have several sessions, one after the other; then every rank has the same number of them.
+    A process may have several sessions, one after the other; then every rank has the same number of them. `watch`: the
+    rank's watchdog, made before; it knows those of the other ranks then. None: there is none.
 
     Raises:
-        TrainingError: where another rank ended, so that this one cannot continue. All other errors pass unchanged.
+        TrainingError: where another rank ended, so that this one cannot continue, or a user's code ends this one
+            (SystemExit). All other errors pass unchanged.
     """
     world = start(threads, deterministic, process_sets)
     stopped: Preempted | None = None
+    true_exit, process = os._exit, os.getpid()
+
+    def leave(code: int) -> None:
+        if code == 0 and os.getpid() == process:  # not a forked child
+            complain(f"rank {world.rank} ended itself by os._exit(0) before its work was done (exit code 1)")
+            code = 1
+        true_exit(code)
+
+    os._exit = leave  # type: ignore[assignment]  # success is the end of this block
     try:
         try:
-            yield world
+            yield replace(world, ranks=gather(world.host, world.device, world.threads, watch or Watch(0)))
         except Preempted as asked:  # on every rank
             stopped = asked
         # A rank whose process ends shuts Horovod down for all: every rank waits here for the last one.
         if world.size > 1:
             hvd.allreduce(tf.zeros(1), op=hvd.Sum)
+    except SystemExit as end:
+        if type(end) is not SystemExit:  # this package's own
+            raise
+        ended = TrainingError(f"rank {world.rank} ended itself before its work was done: {cause_of(end)}")
+        ended.code, ended.of_one_rank = (end.code if isinstance(end.code, int) else 0) or 1, True
+        raise ended from end
     except Exception as failure:
         said = lost_rank(failure)
         if said is None:
@@ -198,6 +218,8 @@ def session(
         raise TrainingError(
             f"rank {world.rank} lost another rank, which ended first; see that one's error ({said})"
         ) from failure
+    finally:
+        os._exit = true_exit
     if stopped is not None:
         raise stopped
 
@@ -256,16 +278,6 @@ def _choose_together(views: list[list[str]], local_rank: int, unseen: int) -> in
             together.of_one_rank = not hvd.mpi_enabled()
             raise together
     return choice
-
-
-def native_precision(world: World) -> Literal["float32", "mixed_bfloat16"]:
-    """The faster precision of this rank's device: bfloat16 on GPUs since Ampere and CPUs with its instructions."""
-    if "GPU" in world.device:
-        details = tf.config.experimental.get_device_details(tf.config.get_visible_devices("GPU")[0])
-        fast = details.get("compute_capability", (0, 0)) >= (8, 0)
-    else:
-        fast = devices.multiplies_bfloat16(Path("/proc/cpuinfo"))
-    return "mixed_bfloat16" if fast else "float32"
 
 
 def versions() -> dict[str, str]:

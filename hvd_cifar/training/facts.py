@@ -11,13 +11,12 @@ from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.batch_norm import local_layers
 from hvd_cifar.errors import UserError
-from hvd_cifar.kernels import compiled
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import provenance, terminal
+from hvd_cifar.runtime.ranks import differences
 from hvd_cifar.runtime.world import World, versions
 from hvd_cifar.training import random_layers, run_dir
 from hvd_cifar.training.callbacks import Run
-from hvd_cifar.training.sources import differences, name_hosts
 from hvd_cifar.training.work import UserObjects, Work
 
 NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"
@@ -37,9 +36,8 @@ def must_match(work: Work, given: UserObjects, schedule: Schedule, kernels: str)
 
 
 def of_run(run: Run, published: bool | None) -> dict[str, Any]:
-    """Facts about ranks, data and versions for the run's record. A collective."""
+    """Facts about ranks, data and versions for the run's record."""
     world, plan = run.world, run.plan
-    hosts, local_ranks = zip(*collectives.all_gather_object((world.host, world.local_rank)), strict=True)
     return {
         "data": run_dir.describe(run.data),
         "published_images": published,
@@ -49,8 +47,8 @@ def of_run(run: Run, published: bool | None) -> dict[str, Any]:
         "steps_per_epoch": plan.steps_per_epoch,
         "image_heights": run.work.image_sizes,
         "world_size": world.size,
-        "hosts": list(hosts),
-        "local_ranks": list(local_ranks),
+        "hosts": [rank.host for rank in world.ranks],
+        "local_ranks": [rank.local_rank for rank in world.ranks],
         "device": world.device,
         "threads": world.threads,
         "controller": world.controller,
@@ -76,17 +74,14 @@ def _name_of_data(work: Work, given: UserObjects) -> str:
 
 
 def agree_on_kernels(world: World, settings: TrainSettings) -> str:
-    """The convolution kernels of all ranks, in words. A collective.
+    """The convolution kernels of all ranks, in words.
 
     Raises:
         UserError: under --virtual-shards, where hosts compute differently.
     """
-    hosts, host = name_hosts(world)
-    own = "TensorFlow's" if "GPU" in world.device else compiled.about()
-    found = dict.fromkeys(collectives.all_gather_object((hosts[host], own)))  # each host once
-    named = differences(found)
+    named = differences(world.ranks, lambda rank: rank.kernels)
     if not named:
-        return own
+        return world.ranks[world.rank].kernels
     if settings.virtual_shards:
         raise UserError(
             f"--virtual-shards: hosts compute convolutions differently ({named}), so their bits differ; "

@@ -41,7 +41,6 @@ from hvd_cifar.training.ranks import Ranks
 from hvd_cifar.training.routines import Checkpointer, Evaluator, Logger, Summariser
 from hvd_cifar.training.state import TrainState, local_statistics
 from hvd_cifar.training.step import Averaging, TrainStep, make_train_step
-from hvd_cifar.training.watchdogs import introduce
 from hvd_cifar.training.work import UserObjects, Work, make_net, make_optimizer, prepare, step_spec
 
 LONGEST_WHY = 300  # characters of an error in the run's record
@@ -59,8 +58,8 @@ def train(settings: TrainSettings, given: UserObjects | None = None) -> dict[str
     """
     watch = Watch(settings.stall_seconds)
     try:
-        with session(threads_of(settings), is_deterministic(settings)) as world:
-            introduce(watch, world)
+        with session(threads_of(settings), is_deterministic(settings), watch=watch) as world:
+            watch.mark("set-up")
             try:
                 summary = assemble(settings, world, given or UserObjects(), watch).train()
             finally:

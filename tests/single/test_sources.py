@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from hvd_cifar import config
-from hvd_cifar.config import DataSource
 from hvd_cifar.data.place import NOBODY, digest_of
 from hvd_cifar.data.source import Source, source_of
 from hvd_cifar.errors import UserError
+from hvd_cifar.fields import DataSource
 from hvd_cifar.training import sources
 from hvd_cifar.training.sources import differences, speakers
 
