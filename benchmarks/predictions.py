@@ -33,14 +33,13 @@ class Job:
 
     hosts: Cluster
     per_host: int
-    gloo: bool
     folder: Path
 
     def run(self, count: int, *words: Any) -> Path:
         """Run `benchmark WORDS` on the first `count` hosts; its JSON file."""
         output = self.folder / f"{len(list(self.folder.iterdir()))}.json"
         slots = ",".join(f"{host.name}:{self.per_host}" for host in list(self.hosts)[:count])
-        command = ["hvd_cifar.launch", "--gloo" if self.gloo else "--mpi", "-H", slots]
+        command = ["hvd_cifar.launch", "-H", slots]
         command += ["benchmark", *map(str, words), "--json", str(output)]
         network.run_job(self.hosts[0], command, output.with_suffix(".log"))
         return output
@@ -98,7 +97,6 @@ def table(rows: Sequence[Row]) -> str:
 @click.option("--link", default="100mbit")
 @click.option("--hosts", default="2", help="Numbers of hosts to predict for and to measure, such as 2,4,8.")
 @click.option("--per-host", type=click.IntRange(1), default=1, help="Ranks on each host.")
-@click.option("--gloo", is_flag=True, help="Over Gloo instead of MPI.")
 @click.option("--repeats", type=click.IntRange(1), default=5)
 @click.option("--steps", type=click.IntRange(1), default=10)
 @setting.one_line_for_users()
@@ -112,7 +110,6 @@ def main(
     link: str,
     hosts: str,
     per_host: int,
-    gloo: bool,
     repeats: int,
     steps: int,
 ) -> None:
@@ -127,7 +124,7 @@ def main(
         step += ["--batch-size", batch_size, "--compression", compression]
     with tempfile.TemporaryDirectory() as name, network.pinned_hosts(counts[-1], Path(name) / "hosts") as made:
         (folder := Path(name) / "results").mkdir()
-        job = Job(made, per_host, gloo, folder)
+        job = Job(made, per_host, folder)
         of_step = job.run(counts[0], *step, "--ranks", counts[0] * per_host)
         network.limit(made, link)
         few = counts[:2]
@@ -149,7 +146,7 @@ def main(
             shown = "in one message" if way[1] == "off" else f"in buckets of {found.bucket_bytes} bytes"
             rows.append(Row.of(count, found, shown, result))
             click.echo(rows[-1], err=True)
-    print(f"{table(rows)}\n\n{model}, {link}, over {'Gloo' if gloo else 'MPI'}; {setting.about()}")
+    print(f"{table(rows)}\n\n{model}, {link}; {setting.about()}")
 
 
 def _counts(text: str) -> list[int]:

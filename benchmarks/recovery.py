@@ -159,7 +159,6 @@ class Soak:
 @click.option("--batch", default=128, help="Global batch size.")
 @click.option("--every", default=1000, type=click.IntRange(1), help="Steps between evaluations, and checkpoints.")
 @click.option("--virtual-shards", type=int)
-@click.option("--gloo", is_flag=True)
 @click.option("--seed", type=int, help="Seed of faults and moments.")
 @click.option("--keep", type=Path, help="Folder for the runs; without it they are removed.")
 @click.pass_context
@@ -175,7 +174,6 @@ def main(
     batch: int,
     every: int,
     virtual_shards: int | None,
-    gloo: bool,
     seed: int | None,
     keep: Path | None,
 ) -> None:
@@ -204,7 +202,6 @@ def main(
     find.write_text(f'#!/bin/sh\necho "localhost:$(cat {slots})"\n')
     find.chmod(0o755)
     launcher: list[Any] = ["--elastic", f"1:{ranks}", "--host-discovery-script", find, "--cool-down", "2:2"]
-    launcher += ["--gloo"] * gloo
     sizes = [n for n in range(1, ranks + 1) if not virtual_shards or virtual_shards % n == 0]
     soak = Soak(_start(folder, launcher, options), folder, slots, sizes, random.Random(seed))
     try:
@@ -216,7 +213,7 @@ def main(
         code = soak.job.wait()
     finally:
         jobs.kill(soak.job)
-    _print(soak, f"{model}, up to {ranks} ranks, {'Gloo' if gloo else 'MPI'}, {steps} steps of {batch}, seed {seed}")
+    _print(soak, f"{model}, up to {ranks} ranks, {steps} steps of {batch}, seed {seed}")
     print(f"exit code {code}; steps on record: {len(runs.losses(folder / 'run'))} of {steps}")
     if virtual_shards:
         alone = folder / "alone"

@@ -77,7 +77,7 @@ def draw(steps: dict[str, tuple[list[Message], float]], title: str, path: Path) 
 def run_once(hosts: Cluster, options: Sequence[str], run_dir: Path) -> tuple[list[Message], float]:
     """The messages and the computation of a short run's last step; one rank on each host."""
     slots = ",".join(f"{host.name}:1" for host in hosts)
-    words = ["hvd_cifar.launch", "--mpi", "-H", slots, "train", *options, "--run-dir", str(run_dir)]
+    words = ["hvd_cifar.launch", "-H", slots, "train", *options, "--run-dir", str(run_dir)]
     network.run_job(hosts[0], [*words, "--profile-steps", f"{STEPS}:{STEPS}"], run_dir.with_suffix(".log"))
     return messages(run_dir / f"profile/steps-{STEPS}-{STEPS}.json.gz")
 

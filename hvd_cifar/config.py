@@ -866,7 +866,6 @@ class DoctorSettings(_Settings):
         "else per core, at most 8]",
         json_schema_extra={"flags": ["-np", "-n", "--ranks"]},
     )
-    gloo: bool = Field(False, description="Run over Gloo or MPI.", json_schema_extra={"flags": ["--gloo/--mpi"]})
     allreduce: Literal["auto", "ring"] = Field("auto", description="All-reduce of the small job, as for the launcher.")
     dataset: DatasetName = Field("auto", description="The run's data set.")
     data_dir: LocalPath = Field(

@@ -66,7 +66,10 @@ def ours(work: Work, gloo: bool = False, at_once: bool = False) -> Side:
     words = ["horovodrun", "-np", str(work.ranks), sys.executable, "-m", "hvd_cifar"]
     if work.hosts:
         slots = ",".join(f"{host.name}:{work.ranks // len(work.hosts)}" for host in work.hosts)
-        words = [sys.executable, "-m", "hvd_cifar.launch", "--gloo" if gloo else "--mpi", "-H", slots]
+        words = [sys.executable, "-m", "hvd_cifar.launch", "-H", slots]
+        if gloo:
+            words = ["horovodrun", "--gloo", "--network-interfaces", INTERFACE, "-np", str(work.ranks), "-H", slots]
+            words += [sys.executable, "-m", "hvd_cifar"]
     words += ["train", *_train(work, run_dir), "--batch-size", str(work.per_rank)]
     words += ["--overlap", "off"] if at_once else []
     name = f"hvd_cifar{' over Gloo' if gloo else ', one message' if at_once else ''}, {_ranks(work)}"

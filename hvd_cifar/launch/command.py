@@ -1,4 +1,4 @@
-"""The command that starts the ranks: mpirun, horovodrun, or the Python of a single rank."""
+"""The command that starts the ranks: mpirun, or the Python of a single rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _is_exported(name: str, value: str) -> bool:
 class Installation:
     """The programs that start ranks.
 
-    python: path of every rank's interpreter, the same on every host; horovodrun is in the same folder.
+    python: path of every rank's interpreter, the same on every host.
     mpirun: path.
     as_root: whether the user is root, whom mpirun refuses without an option.
     """
@@ -71,21 +71,11 @@ def command(
     hosts = request.hosts or (Host("localhost", ranks),)
     if ranks == 1 and network is None:
         return program
-    whole_names = network is not None and not request.gloo and any(map(_has_domain, hosts))
+    whole_names = network is not None and any(map(_has_domain, hosts))
     # With whole names mpirun knows its own host by none but this.
     names = [socket.gethostname() if whole_names and is_local(host.name) else host.name for host in hosts]
     slots = ",".join(f"{name}:{host.slots}" for name, host in zip(names, hosts, strict=True))
-    where = ["-np", str(ranks), "-H", slots]
-    if request.gloo:
-        # No cache: its results of earlier ssh checks may be outdated, and jobs of one user share its file.
-        words = [str(bin_folder / "horovodrun"), "--gloo", "--disable-cache", *where]
-        if network is not None:
-            here = next(card.name for host, card in network.cards.items() if is_local(host))
-            words += ["--network-interfaces", here]
-            words += [python, "-m", "hvd_cifar.launch.cluster.guard", network.subnet, str(Path.cwd())]
-        return words + program
-
-    words = [installed.mpirun, *where]
+    words = [installed.mpirun, "-np", str(ranks), "-H", slots]
     words += ["--allow-run-as-root"] if installed.as_root else []
     # As horovodrun: no binding, since TensorFlow's threads need all cores; no openib, Open MPI's obsolete InfiniBand.
     words += ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]

@@ -56,7 +56,7 @@ def own_program(words: Sequence[str], **options: Any) -> Iterator[subprocess.Pop
 
 @dataclass(frozen=True)
 class Starter:
-    """A program that starts ranks: mpirun, horovodrun, or the Python of a single rank.
+    """A program that starts ranks: mpirun, or the Python of a single rank.
 
     words, env: its command line and variables.
     output, errors: read its stdout and stderr, and print what the user should see. None: it inherits stdout.
@@ -86,8 +86,6 @@ class Job:
         self.stall_seconds = stall_seconds
         self.asked = False  # by the user
         self._stops = False  # the current ranks are asked to stop
-        self._told_ranks = False  # of this host
-        self.ends_sessions = False  # as no other way reaches the current ranks: see `_tell_ranks`
         self.tail = b""  # end of what the user saw on stderr
         self._caught: list[int] = []
         self._times = [began()]  # see `environment.starts`
@@ -106,7 +104,6 @@ class Job:
             The starter's exit code; 128 + the signal, if a signal ended the job; `RESUME`, if ranks stopped as asked.
         """
         self._starter, self.tail, self._stops = starter, b"", self.asked
-        self._told_ranks = self.ends_sessions = False
         if len(self._times) % 2 == 0:
             self._times.append(time.time())
         # mpirun kills its ranks 2 s after a SIGTERM, too soon for a checkpoint. It runs with the signal blocked: a
@@ -182,11 +179,6 @@ class Job:
         self._ends.append(self._said() or f"exit code {outcome}")
         return outcome
 
-    def explain(self, line: str) -> None:
-        """Print why the last ranks ended, and tell the next start: for causes that only show in the exit codes."""
-        self.pass_on(line.encode())
-        self._ends[-1] = self._said()
-
     @property
     def runs(self) -> bool:
         """Whether ranks run."""
@@ -253,24 +245,11 @@ class Job:
             return
         if self._starter.name == "mpirun":
             self._send(signal.SIGUSR1)  # which it forwards to all ranks
-        elif self._starter.name != "horovodrun":
-            self._send(signal.SIGTERM)
-        elif ranks := _ranks_below(self._process.pid):
-            # horovodrun forwards nothing. Any rank that gets the signal makes all stop.
-            self._told_ranks = True
-            for rank in ranks:
-                with contextlib.suppress(psutil.Error):
-                    rank.terminate()
         else:
-            self.ends_sessions = not self._told_ranks
-            self._send(signal.SIGTERM)  # it ends the ssh sessions; the guards on other hosts give ranks 5 s
+            self._send(signal.SIGTERM)
 
     def _end(self, number: int) -> None:
-        if self._starter and self._starter.name == "horovodrun" and self._process and self.can_stop:
-            for rank in _ranks_below(self._process.pid):  # kill: SIGTERM would be a request to stop
-                with contextlib.suppress(psutil.Error):
-                    rank.kill()
-        if self._starter and self._starter.name not in ("mpirun", "horovodrun") and self._process and self.can_stop:
+        if self._starter and self._starter.name != "mpirun" and self._process and self.can_stop:
             self._process.kill()  # a single rank, for which the first SIGINT would be a request also
         # Starters clean up on SIGINT and SIGTERM, not on SIGHUP.
         self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
@@ -301,25 +280,6 @@ def is_pending(pid: int, number: int) -> bool:
             if line.startswith("ShdPnd:"):
                 return bool(int(line.split()[1], 16) & 1 << number - 1)
     return False
-
-
-def _ranks_below(pid: int) -> list[psutil.Process]:
-    """The ranks that horovodrun started on this host, or their guards."""
-
-    def is_rank(process: psutil.Process) -> bool:
-        return "HOROVOD_RANK" in process.environ()
-
-    found: list[psutil.Process] = []
-    try:
-        below = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:  # it has just ended
-        return found
-    for process in below:
-        with contextlib.suppress(psutil.Error):
-            parent = process.parent()
-            if is_rank(process) and parent is not None and not is_rank(parent):
-                found.append(process)
-    return found
 
 
 def _end_orphans(seconds: float, others: Collection[psutil.Process]) -> None:

@@ -1,7 +1,7 @@
-"""From one command line to N ranks: `./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] COMMAND [OPTIONS]`.
+"""From one command line to N ranks: `./run.sh [-np N] [-H HOSTS | --hostfile FILE] COMMAND [OPTIONS]`.
 
-The command line is checked here once, before any rank starts. A single rank runs directly; several run under mpirun,
-or with --gloo under horovodrun. Other hosts need an ssh server, and the environment at the same path. In a Slurm
+The command line is checked here once, before any rank starts. A single rank runs directly; several run under mpirun.
+Other hosts need an ssh server, and the environment at the same path. In a Slurm
 allocation the hosts are its nodes, and Slurm instead of ssh starts mpirun's daemons. `cluster.network` finds the
 network between the hosts. The user sees the output of the ranks without tags and banners, and gets the job's exit code.
 This process does not import TensorFlow, which takes seconds.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import resource
 import shlex
 import shutil
@@ -48,8 +47,6 @@ from hvd_cifar.runtime.environment import ENDS, STARTS, copies, launched_size, p
 from hvd_cifar.runtime.stalls import FLOOR
 from hvd_cifar.runtime.transport import RING_VARIABLES
 
-# horovodrun passes variables to ranks on command lines, which `ps` shows to all users of a host.
-SECRET = re.compile(r"(?i)(?!SSH_AUTH_SOCK$).*(TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH)")
 SHOW_CURSOR = b"\x1b[?25h"
 HOSTS_SHOWN = 3
 # Enough for 20,000 hosts. Programs that close every number they might have open take long with millions.
@@ -203,7 +200,6 @@ def _note_gpus(gpus: Mapping[str, int], all_here: bool) -> None:
 def _with_hosts(request: Request) -> list[str]:
     """The doctor's command line with the launcher's options, since the doctor starts ranks itself."""
     words = list(request.command)
-    words += ["--gloo"] if request.gloo else []
     words += ["--allreduce", "ring"] if request.ring else []
     words += ["-np", str(request.ranks)] if request.ranks else []
     words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in request.hosts)] if request.hosts else []
@@ -254,7 +250,7 @@ def _make_ready(request: Request, ranks: int) -> Ready:
         env.setdefault("OPAL_PREFIX", str(bin_folder.parent))
     if request.in_slurm:
         env["SLURM_EXPORT_ENV"] = "ALL"  # mpirun's daemons need PATH and OPAL_PREFIX, also after sbatch --export=NONE
-    if _is_watched(request, ranks):
+    if _is_watched(ranks):
         # Ranks cannot see whether this is so: mpirun gives them a pseudo-terminal in any case.
         env |= {"HVD_CIFAR_TERMINAL": "1", **_terminal_size()}
     if not request.dry_run:
@@ -267,8 +263,6 @@ def _make_ready(request: Request, ranks: int) -> Ready:
         _note_gpus(gpus or {socket.gethostname(): _gpus_here()}, all_here=network is None)
     installed = Installation(sys.executable, mpirun, os.geteuid() == 0)
     words = command(request, ranks, installed, env, network)
-    if Path(words[0]).name == "horovodrun":
-        env = _without_secrets(env)
     return Ready(words, env, of_ranks if network else [])
 
 
@@ -291,18 +285,8 @@ def _launch(request: Request, ranks: int, stall_seconds: float) -> int:
         if request.max_restarts:
             ready = replace(ready, words=[*ready.words, *request.of_restarts])
             code = _restart(code, request, job, lambda: start(ready, job))
-    _leave_terminal(request, ranks, code)
+    _leave_terminal(ranks, code)
     return code
-
-
-def _without_secrets(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables whose names do not look like secrets. A note names the others."""
-    secrets = [name for name in sorted(env) if SECRET.match(name)]
-    if secrets:
-        complain(
-            f"note: horovodrun shows variables to other users; ranks do not get {', '.join(secrets)}; --mpi hides them"
-        )
-    return {name: value for name, value in env.items() if name not in secrets}
 
 
 def _launch_elastic(request: Request, settings: config.TrainSettings) -> int:
@@ -346,14 +330,14 @@ def _launch_elastic(request: Request, settings: config.TrainSettings) -> int:
         now = replace(request, hosts=given, command=words, variables=variables, is_again=is_again)
         return start(_make_ready(now, slots_of(chosen)), job)
 
-    way = slurm if request.in_slurm and not request.gloo else ssh
+    way = slurm if request.in_slurm else ssh
     run = ElasticRun(options, request.discover or (lambda: hosts), start_on, job, request.run_dir, way.words)
     try:
         with validators.beside(request, hosts_of_ranks(hosts, ranks)):
             code = run.run()
     finally:
         run.clean_up()
-    _leave_terminal(request, 2, code)
+    _leave_terminal(2, code)
     return code
 
 
@@ -361,9 +345,9 @@ def _stall_seconds(settings: config.TrainSettings) -> float:
     return FLOOR if settings.stall_seconds is None else settings.stall_seconds
 
 
-def _is_watched(request: Request, ranks: int) -> bool:
+def _is_watched(ranks: int) -> bool:
     """Whether several ranks run under mpirun, and their output goes to a terminal."""
-    return sys.stdout.isatty() and not request.gloo and ranks > 1
+    return sys.stdout.isatty() and ranks > 1
 
 
 def _terminal_size() -> dict[str, str]:
@@ -371,8 +355,8 @@ def _terminal_size() -> dict[str, str]:
     return {"COLUMNS": str(columns), "LINES": str(lines)}
 
 
-def _leave_terminal(request: Request, ranks: int, code: int) -> None:
-    if _is_watched(request, ranks) and code >= 128:
+def _leave_terminal(ranks: int, code: int) -> None:
+    if _is_watched(ranks) and code >= 128:
         write(1, SHOW_CURSOR + b"\n")  # a killed rank leaves its progress bar and a hidden cursor
 
 
@@ -404,13 +388,13 @@ def _ask_hosts(request: Request, bin_folder: Path) -> tuple[Network | None, dict
     here = next((name for name in names if is_local(name)), None)
     if all(map(is_local, names)):
         return None, {}
-    if not request.gloo and " " in str(bin_folder):
-        raise UserError(f"mpirun starts nothing on other hosts from a path with spaces ({bin_folder}); use --gloo")
+    if " " in str(bin_folder):
+        raise UserError(f"mpirun starts nothing on other hosts from a path with spaces: move {bin_folder.parents[1]}")
     # This machine takes part even without ranks: it starts them.
     everyone = names if here else [socket.gethostname(), *names]
-    way = slurm if request.in_slurm and not request.gloo else ssh  # horovodrun always uses ssh
+    way = slurm if request.in_slurm else ssh
     participants = Participants(everyone, here or socket.gethostname(), sys.executable, way)
-    network, reports = find_network(participants, request.gloo)
+    network, reports = find_network(participants)
     return network, {name: reports[name].gpus for name in names}
 
 

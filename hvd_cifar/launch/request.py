@@ -15,7 +15,7 @@ from hvd_cifar.launch.elastic import Discover, Options, script
 from hvd_cifar.launch.roster import Sizes, parse_sizes
 
 USAGE = (
-    "./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--mpi|--gloo] [--allreduce ring|auto] [--max-restarts N] "
+    "./run.sh [-np N] [-H HOSTS | --hostfile FILE] [--allreduce ring|auto] [--max-restarts N] "
     "[--elastic MIN:MAX [--host-discovery-script FILE] [--elastic-timeout S] [--cool-down FIRST:LONGEST]] "
     "[--validation-ranks K] [--dry-run] COMMAND [OPTIONS]"
 )
@@ -29,7 +29,6 @@ class Request:
 
     ranks: int | None
     hosts: tuple[Host, ...]
-    gloo: bool
     command: tuple[str, ...]
     dry_run: bool = False
     ring: bool = False
@@ -52,8 +51,6 @@ def parse(argv: list[str]) -> Request:
     """
     parser = Parser(USAGE)
     parser.add_argument("-np", "-n", dest="ranks", type=lambda text: count(text, f"-np {text}"))
-    parser.add_argument("--mpi", dest="gloo", action="store_false")
-    parser.add_argument("--gloo", dest="gloo", action="store_true")
     parser.add_argument("--allreduce", choices=["ring", "auto"])
     parser.add_argument("--max-restarts", type=lambda text: count(text, f"--max-restarts {text}"), default=0)
     parser.add_argument("--validation-ranks", type=lambda text: count(text, f"--validation-ranks {text}"), default=0)
@@ -63,7 +60,6 @@ def parse(argv: list[str]) -> Request:
     parser.add_argument("--cool-down", type=_cool_down)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    parser.set_defaults(gloo=False)
     found, unknown = parser.parse_known_args(argv)
     if unknown:
         raise UserError(
@@ -73,7 +69,7 @@ def parse(argv: list[str]) -> Request:
     words = found.command[1:] if found.command[:1] == ["--"] else found.command
     command = tuple(words) or ("train",)
     ring = found.allreduce == "ring"
-    request = Request(found.ranks, found.hosts, found.gloo, command, found.dry_run, ring, found.max_restarts)
+    request = Request(found.ranks, found.hosts, command, found.dry_run, ring, found.max_restarts)
     return _with_elastic(replace(request, validation_ranks=found.validation_ranks), found)
 
 

@@ -68,8 +68,7 @@ def neighbours(validators: Sequence[Host], host: str) -> dict[str, str]:
 def words(request: Request) -> list[str]:
     """The command that starts the launcher of the validation ranks."""
     hosts = ",".join(f"{host.name}:{host.slots}" for host in request.validators)
-    kind = ["--gloo"] if request.gloo else []
-    return [sys.executable, "-m", "hvd_cifar.launch", *kind, "-H", hosts, "validate", "--run-dir", str(request.run_dir)]
+    return [sys.executable, "-m", "hvd_cifar.launch", "-H", hosts, "validate", "--run-dir", str(request.run_dir)]
 
 
 @contextlib.contextmanager

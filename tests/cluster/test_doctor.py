@@ -65,12 +65,12 @@ def _data(folder: Path) -> None:
             file.truncate(CIFAR10.bytes_of(name))
 
 
-@pytest.mark.parametrize(("kind", "slots"), [("--mpi", (2, 1, 1)), ("--gloo", (2, 1))])
-def test_healthy_hosts_are_well(kind: str, slots: tuple[int, ...], three_hosts: Cluster) -> None:
+def test_healthy_hosts_are_well(three_hosts: Cluster) -> None:
+    slots = (2, 1, 1)
     for host in three_hosts:
         if not (host.files / "data").exists():
             _data(host.files / "data")
-    options = [kind, "--data-dir", str(three_hosts.own / "data"), "--allreduce", "ring"]
+    options = ["--data-dir", str(three_hosts.own / "data"), "--allreduce", "ring"]
     code, said, errors = _doctor(three_hosts, "--hostfile", three_hosts.hostfile(*slots), *options)
     names = [f"node{number + 1}" for number in range(len(slots))]
     # Hosts that share cores may slow each other's links; nothing else is to be found.
@@ -83,10 +83,7 @@ def test_healthy_hosts_are_well(kind: str, slots: tuple[int, ...], three_hosts: 
     pairs = [(link["a"], link["b"]) for link in job["links"]]
     assert pairs == [("node1", "node1"), *combinations(names, 2)]
     assert all(link["wrong_values"] == 0 and link["seconds"] > 0 for link in job["links"])
-    how = (
-        "over gloo (ring; TCP (eth0))" if kind == "--gloo" else "over mpi (ring; TCP (10.77.0.0/24) and shared memory)"
-    )
-    assert how in job["how"]
+    assert "over mpi (ring; TCP (10.77.0.0/24) and shared memory)" in job["how"]
     assert not any(host.processes() for host in three_hosts)
 
 

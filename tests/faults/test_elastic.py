@@ -5,34 +5,13 @@ from __future__ import annotations
 import re
 import signal
 import time
-from functools import partial
 from pathlib import Path
 
 from benchmarks import runs
 from hvd_cifar.errors import RESUME
-from tests.faults.jobs import COURSE, STEPS, checkpoints, start
+from tests.faults.jobs import COURSE, checkpoints, start
 
 OPTIONS = [*COURSE, "--checkpoint-every", 1000, "--eval-every", 0]
-
-
-def test_a_killed_rank_over_gloo(alone: Path, embedded: Path, tmp_path: Path) -> None:
-    """The other one goes on until the slot of the killed one has rested; then two. Over MPI: `tests/cluster`."""
-    job = start(["--gloo", "--elastic", "1:2", "--cool-down", "1:1"], embedded, tmp_path / "run", *OPTIONS)
-    try:
-        job.wait_for_step(20)
-        copies = job.copies()
-        job.send(signal.SIGKILL, "rank 0")
-        job.wait_until(partial(job.has_said, "elastic: rank 0 on localhost is lost (exit code 137)"))
-        job.wait_until(partial(job.has_said, "2 ranks go on instead of 1"))
-        assert job.wait() == 0, job.said()
-    finally:
-        job.end()
-    said = job.said()
-    assert re.search(r"resumed from memory at step \d+", said), said
-    assert not job.left() and not copies.exists()
-    assert runs.steps(job.run_dir) == list(range(1, STEPS + 1))
-    assert runs.losses(job.run_dir) == runs.losses(alone)
-    assert runs.summary(job.run_dir)["weights_sha256"] == runs.summary(alone)["weights_sha256"]
 
 
 def test_a_rank_that_hangs_is_dropped(alone: Path, embedded: Path, tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_cifar import cli
-from hvd_cifar.errors import RESUME, UserError
-from hvd_cifar.launch import launcher, starters
+from hvd_cifar.errors import UserError
+from hvd_cifar.launch import launcher
 from hvd_cifar.launch import validators as launch_validators
 from hvd_cifar.launch.cluster import remarks, ssh
 from hvd_cifar.launch.cluster.hosts import Host, ranks_by_default, read_hostfile
@@ -43,19 +43,18 @@ FLAGS = ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "b
 @pytest.mark.parametrize(
     ("argv", "request_"),
     [
-        ([], Request(None, (), False, ("train",))),
-        (["evaluate", "-np", "3"], Request(None, (), False, ("evaluate", "-np", "3"))),
-        (["-np", "3"], Request(3, (), False, ("train",))),
-        (["-n", "1", "--mpi", "train", "--seed", "1"], Request(1, (), False, ("train", "--seed", "1"))),
-        (["--gloo", "-np", "2", "train"], Request(2, (), True, ("train",))),
-        (["-H", "a:4,b:2", "train"], Request(None, (Host("a", 4), Host("b", 2)), False, ("train",))),
-        (["-np", "5", "-H", "a:4,b", "train"], Request(5, (Host("a", 4), Host("b", 1)), False, ("train",))),
-        (["-H=localhost:2", "train"], Request(None, (Host("localhost", 2),), False, ("train",))),
-        (["--dry-run", "train"], Request(None, (), False, ("train",), dry_run=True)),
-        (["--allreduce", "ring", "train"], Request(None, (), False, ("train",), ring=True)),
-        (["--allreduce=auto"], Request(None, (), False, ("train",))),
-        (["-np", "2", "--", "train", "--seed", "1"], Request(2, (), False, ("train", "--seed", "1"))),
-        (["-np", "2", "--"], Request(2, (), False, ("train",))),
+        ([], Request(None, (), ("train",))),
+        (["evaluate", "-np", "3"], Request(None, (), ("evaluate", "-np", "3"))),
+        (["-np", "3"], Request(3, (), ("train",))),
+        (["-n", "1", "train", "--seed", "1"], Request(1, (), ("train", "--seed", "1"))),
+        (["-H", "a:4,b:2", "train"], Request(None, (Host("a", 4), Host("b", 2)), ("train",))),
+        (["-np", "5", "-H", "a:4,b", "train"], Request(5, (Host("a", 4), Host("b", 1)), ("train",))),
+        (["-H=localhost:2", "train"], Request(None, (Host("localhost", 2),), ("train",))),
+        (["--dry-run", "train"], Request(None, (), ("train",), dry_run=True)),
+        (["--allreduce", "ring", "train"], Request(None, (), ("train",), ring=True)),
+        (["--allreduce=auto"], Request(None, (), ("train",))),
+        (["-np", "2", "--", "train", "--seed", "1"], Request(2, (), ("train", "--seed", "1"))),
+        (["-np", "2", "--"], Request(2, (), ("train",))),
     ],
 )
 def test_parse(argv: list[str], request_: Request) -> None:
@@ -239,13 +238,12 @@ def test_hosts_named_within_a_slurm_job_are_not_looked_for_among_its_nodes() -> 
 def _command(
     ranks: int,
     hosts: tuple[Host, ...] = (),
-    gloo: bool = False,
     mpirun: str = MPIRUN,
     root: bool = False,
     network: Network | None = None,
 ) -> list[str]:
     environ = {"PATH": "/p", "HOROVOD_CYCLE_TIME": "5", "HOME": "/h", "HVD_CIFAR_TERMINAL": "1", "SECRET_TF_KEY": "s"}
-    request = Request(ranks, hosts, gloo, ("train", "--run-dir", "a b"))
+    request = Request(ranks, hosts, ("train", "--run-dir", "a b"))
     return command(request, ranks, Installation(PYTHON, mpirun, root), environ, network)
 
 
@@ -256,8 +254,7 @@ PROGRAM = [PYTHON, "-m", "hvd_cifar", "train", "--run-dir", "a b"]
     ("argv", "words"),
     [
         (["doctor"], "doctor"),
-        (["doctor", "--hostfile", "f", "--gloo", "--json"], "doctor --hostfile f --gloo --json"),
-        (["-H", "a:2,b", "--gloo", "-np", "2", "doctor", "--json"], "doctor --json --gloo -np 2 -H a:2,b:1"),
+        (["-H", "a:2,b", "-np", "2", "doctor", "--json"], "doctor --json -np 2 -H a:2,b:1"),
         (["--allreduce", "ring", "doctor"], "doctor --allreduce ring"),
         (["report", "a", "b", "--output", "c"], "report a b --output c"),
         (["watch", "a"], "watch a"),
@@ -279,7 +276,6 @@ def test_what_runs_as_one_process_takes_no_ranks(capfd: pytest.CaptureFixture[st
 
 def test_command_of_one_rank_needs_no_launcher() -> None:
     assert _command(1) == PROGRAM
-    assert _command(1, gloo=True) == PROGRAM
     assert _command(1, hosts=(Host("localhost", 4),)) == PROGRAM
 
 
@@ -320,7 +316,7 @@ def test_a_program_of_the_users_own(
     monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
     program = tmp_path / "my program.py"
     program.touch()
-    words = ["-np", "2", "--mpi", "python", str(program), "--epochs", "3"]
+    words = ["-np", "2", "python", str(program), "--epochs", "3"]
     assert launcher.main(["--dry-run", *words], cli.check) == 0
     out, err = capfd.readouterr()
     assert out.endswith(f" {sys.executable} '{program}' --epochs 3\n") and err == ""
@@ -341,27 +337,15 @@ def test_a_program_that_is_not_there_is_told_once(
     assert message in err and err.count("\n") == 1
 
 
-def test_horovodrun_gets_no_secrets(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    for name in ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "wandb_api_key", "SSH_AUTH_SOCK", "HOROVOD_CYCLE_TIME", "HOME"):
-        monkeypatch.setenv(name, "s3cr3t" if name[0] in "AwF" or name == "HF_TOKEN" else "/x")
-    kept = launcher._without_secrets(os.environ)
-    assert "s3cr3t" not in kept.values()
-    assert {"SSH_AUTH_SOCK", "HOROVOD_CYCLE_TIME", "HOME", "PATH"} <= set(kept)
-    said = capfd.readouterr().err
-    assert "AWS_SECRET_ACCESS_KEY, HF_TOKEN, wandb_api_key" in said and "s3cr3t" not in said
-
-
 def test_command_here() -> None:
     assert _command(2) == [MPIRUN, "-np", "2", "-H", "localhost:2", *FLAGS, *PROGRAM]
     assert "--allow-run-as-root" in _command(2, root=True)
     named = (Host(socket.gethostname(), 4),)
     assert "-x" not in _command(2, hosts=named)
-    where = ["--disable-cache", "-np", "2", "-H", "localhost:2"]
-    assert _command(2, gloo=True) == [str(BIN / "horovodrun"), "--gloo", *where, *PROGRAM]
 
 
 def test_a_ring_is_asked_of_mpirun() -> None:
-    request = Request(2, (), False, ("train",), ring=True)
+    request = Request(2, (), ("train",), ring=True)
     words = command(request, 2, INSTALLED, {})
     assert words[words.index("coll_tuned_allreduce_algorithm") + 1] == "4"
     assert words[words.index("coll_tuned_use_dynamic_rules") + 1] == "1"
@@ -383,20 +367,9 @@ def test_command_on_other_hosts() -> None:
     assert words[-len(PROGRAM) :] == PROGRAM
     assert "--prefix" not in _command(2, hosts, mpirun="/usr/bin/mpirun", network=network)
     for gpus, is_exported in (("", True), ("-1", True), ("0,1", False)):  # "none" holds on every host
-        words = command(Request(2, hosts, False, ("train",)), 2, INSTALLED, {"CUDA_VISIBLE_DEVICES": gpus}, network)
+        words = command(Request(2, hosts, ("train",)), 2, INSTALLED, {"CUDA_VISIBLE_DEVICES": gpus}, network)
         assert ("CUDA_VISIBLE_DEVICES" in words) == is_exported
     assert _command(1, (Host("other", 1),), network=network)[0] == MPIRUN
-
-    words = _command(2, hosts, gloo=True, network=network)
-    assert words[words.index("--network-interfaces") + 1] == "eth0"
-    assert words[-len(PROGRAM) - 5 :] == [
-        PYTHON,
-        "-m",
-        "hvd_cifar.launch.cluster.guard",
-        "10.0.0.0/24",
-        os.getcwd(),
-        *PROGRAM,
-    ]
 
 
 def test_an_interrupt_while_hosts_are_asked_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +424,7 @@ def test_a_login_shell_may_print_a_title_without_a_newline(tmp_path: Path, monke
 def test_no_ssh_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(UserError, match="there is no ssh here: apt-get install openssh-client"):
-        find_network(Participants(["localhost", "nosuch.invalid"], "localhost", sys.executable), gloo=False)
+        find_network(Participants(["localhost", "nosuch.invalid"], "localhost", sys.executable))
     assert (
         everywhere.set_up_hosts([Host("nosuch.invalid", 1)], installer._describe_here(installer.Options(), False)) == 1
     )
@@ -644,48 +617,8 @@ def test_a_rule_of_a_programs_own_holds_few_lines_back() -> None:
         seen.append(piece)
 
 
-def test_tags() -> None:
-    said = [
-        b"I0000 00:00:1795166954.189768   17670 port.cc:153] oneDNN custom operations are on.\n",
-        b"[0]<stdout>:step 10, loss = 2.3\n",
-        b"[1]<stderr>:hvd_cifar: no such folder\n",
-        b"Process 1 exit with status code 2.\n",
-        b"Terminating remaining workers after failure of Process 1.\n",
-        b"[0]<stderr>:Terminated\n",
-        b"Process 0 exit with status code 143.\n",
-        b"Traceback (most recent call last):\n",
-        b'  File "launch.py", line 8\n',
-        b"RuntimeError: Horovod detected that one or more processes exited with non-zero status, thus ...\n",
-        b"Exception in thread Thread-1 (fn):\n",  # of horovodrun, while it ends the ranks
-        b"Traceback (most recent call last):\n",
-        b"ProcessLookupError: [Errno 3] No such process\n",
-    ]
-    codes: list[tuple[int, int]] = []
-    shown = list(remarks.without_tags(said, codes))
-    assert shown == [(0, b"step 10, loss = 2.3\n"), (1, b"hvd_cifar: no such folder\n")]
-    assert codes == [(1, 2), (0, 143)]
-    other = [b"Traceback (most recent call last):\n", b"ValueError: another reason\n"]
-    assert list(remarks.without_tags(other, [])) == [(None, line) for line in other]
-
-
-@pytest.mark.parametrize(
-    ("codes", "stops", "speaks"),
-    [
-        ([(0, 1), (1, 2)], False, (1, 2)),  # rank 0 lost rank 1, whose input was wrong
-        ([(0, 143), (1, 1), (2, -9)], False, (2, -9)),
-        ([(1, 1), (0, 143)], False, (1, 1)),
-        ([(0, 143), (1, 75)], True, (1, 75)),
-        ([(0, 2), (1, 75)], True, (1, 75)),
-    ],
-)
-def test_the_rank_that_speaks_for_a_job_over_gloo(
-    codes: list[tuple[int, int]], stops: bool, speaks: tuple[int, int]
-) -> None:
-    assert starters.first_cause(codes, stops) == speaks
-
-
 def _starts(starter: Path, script: str, hosts: list[str], times: int) -> subprocess.CompletedProcess[str]:
-    """A job that starts some times, of which it prints the exit codes; `script` stands for mpirun or horovodrun."""
+    """A job that starts some times, of which it prints the exit codes; `script` stands for mpirun."""
     starter.write_text(f"#!/bin/sh\n{script}\nexit 1\n")
     starter.chmod(0o755)
     program = (
@@ -695,15 +628,6 @@ def _starts(starter: Path, script: str, hosts: list[str], times: int) -> subproc
     )
     words = [sys.executable, "-c", program, str(starter)]
     return subprocess.run(words, capture_output=True, text=True, timeout=60)
-
-
-def test_a_start_over_gloo_is_told_which_signal_ended_the_last_one(tmp_path: Path) -> None:
-    """Horovod's launcher ends with 1 for every failure."""
-    script = 'echo "ends $HVD_CIFAR_ENDS" >&2\necho "Process 1 exit with status code 137."'
-    done = _starts(tmp_path / "horovodrun", script, [], times=2)
-    killed = f"rank 1 on {socket.gethostname()} was ended by signal 9 (Killed); perhaps the machine ran out of memory"
-    assert done.stdout == "[137, 137]\n", done.stderr
-    assert done.stderr.splitlines() == ["ends []", f"hvd_cifar: {killed}", f'ends ["{killed}"]', f"hvd_cifar: {killed}"]
 
 
 @pytest.mark.parametrize(
@@ -718,50 +642,6 @@ def test_a_rank_s_own_error_on_another_host_is_the_last_line(said: str, more: li
     (tmp_path / "said").write_text(f"{tagged}{FAILED.format(code=1)}")
     done = _starts(tmp_path / "mpirun", f"cat {tmp_path}/said >&2", ["node2", "node3"], times=1)
     assert done.stdout == "[1]\n" and done.stderr.splitlines() == [f"rank 1 on node3: {said}", of_rank_0, *more]
-
-
-ASKED = "SIGINT: ranks write a checkpoint and stop"
-
-
-@pytest.mark.parametrize(
-    ("codes", "rank_is_here", "can_stop", "code", "said"),
-    [
-        # Horovod's launcher has no rank here to ask, so it ends the ssh sessions; it loses some of their exit codes.
-        ([0, 0], False, True, RESUME, [ASKED]),
-        ([0, 255], False, True, RESUME, [ASKED]),
-        ([143, 143], False, True, RESUME, [ASKED]),
-        # The rank here was asked. Another one ran out of memory while it wrote its checkpoint.
-        (
-            [137, 0],
-            True,
-            True,
-            137,
-            [ASKED, "rank 0 on node2 was ended by signal 9"],
-        ),
-        ([137, 137], False, False, 130, []),  # the signal was the user's
-    ],
-)
-def test_a_job_over_gloo_that_is_interrupted(
-    codes: list[int], rank_is_here: bool, can_stop: bool, code: int, said: list[str], tmp_path: Path
-) -> None:
-    starter = tmp_path / "horovodrun"
-    told = "; ".join(f"echo Process {rank} exit with status code {code}." for rank, code in enumerate(codes) if code)
-    rank = "HOROVOD_RANK=1 sleep 60 &" if rank_is_here else ""
-    script = f"trap '{told or ':'}; exit {int(any(codes))}' TERM INT\n{rank}\necho started; while :; do sleep 0.1; done"
-    starter.write_text(f"#!/bin/sh\n{script}\n")
-    starter.chmod(0o755)
-    program = (
-        "import os, sys\nfrom hvd_cifar.launch import job, starters\n"
-        "ready = starters.Ready(sys.argv[1:], dict(os.environ), ['node2', 'node3'])\n"
-        f"print(starters.start(ready, job.Job(can_stop={can_stop})))"
-    )
-    words = [sys.executable, "-c", program, str(starter)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout and process.stderr and process.stdout.readline() == "started\n"
-        process.send_signal(signal.SIGINT)
-        lines = process.stderr.readlines()
-        assert len(lines) == len(said) and all(map(str.__contains__, lines, said)), lines
-        assert process.stdout.read() == f"{code}\n"
 
 
 def test_an_elastic_job_whose_hosts_can_never_suffice_is_refused(capfd: pytest.CaptureFixture[str]) -> None:

@@ -192,8 +192,6 @@ WRONG = [
             ["--hostfile", ""],
             ["--hostfile", "f", "--hosts", "a:1"],
             ["--ranks", "0"],
-            ["--gloo=1"],
-            ["--mpi=1"],
             ["--allreduce", "tree"],
             ["--dataset", "mnist"],
             ["--data-dir", ""],

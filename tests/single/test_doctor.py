@@ -91,7 +91,6 @@ HEALTHY = Subject(
     hosts=(Host("a", 2), Host("b", 1), Host("c", 1)),
     here="a",
     hosts_option="--hostfile my-cluster",
-    gloo=False,
     dataset="auto",
     data_dir="/data",
     run_dir="/runs/x",
@@ -229,7 +228,6 @@ CASES: dict[str, list[Case]] = {
             "cannot resolve its own name, b",
             "echo '10.0.0.2 b' >> /etc/hosts",
         ),
-        (_with(_knows("b", a="10.0.0.1", c="10.0.0.3"), gloo=True), "failure b", "Gloo would crash", "/etc/hosts"),
         (_knows("b", a="10.0.0.1", b="10.0.0.2"), "warning b", "cannot resolve the name c", "echo '10.0.0.3 c'"),
         (
             _knows("b", a="10.0.0.1", b="10.0.0.2", c="10.5.5.5"),
@@ -459,24 +457,21 @@ def test_nothing_is_wrong_with_healthy_hosts() -> None:
     assert table.summary(findings.of(HEALTHY)) == "All is well."
 
 
-@pytest.mark.parametrize(
-    ("chosen", "gloo", "counts"),
-    [(None, False, "222"), ("1", False, "122"), ("", False, "000"), ("-1", True, "022"), ("7", False, "022")],
-)
+@pytest.mark.parametrize(("chosen", "counts"), [(None, "222"), ("1", "122"), ("", "000"), ("-1", "000"), ("7", "022")])
 def test_cuda_visible_devices_counts_as_for_the_launcher(
-    chosen: str | None, gloo: bool, counts: str, monkeypatch: pytest.MonkeyPatch
+    chosen: str | None, counts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listing = "GPU 0: H200 (UUID: GPU-a)\nGPU 1: H200 (UUID: GPU-b)\n"
     monkeypatch.setattr(devices, "list_gpus", lambda: listing)
     environment = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
-    seen = examine.as_ranks_see(_gpu_cluster(2, 2).facts, "a", gloo, environment)
+    seen = examine.as_ranks_see(_gpu_cluster(2, 2).facts, "a", environment)
     assert "".join(str(len(seen[name].gpus or ())) for name in HOSTS) == counts
 
 
 def test_the_doctor_names_the_chosen_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "list_gpus", lambda: "GPU 0: A (UUID: GPU-a)\nGPU 1: B (UUID: GPU-b)\n")
     facts = {"a": HostFacts(gpus=tuple(Gpu(name=name, driver="550") for name in "AB"))}
-    (seen,) = examine.as_ranks_see(facts, "a", False, {"CUDA_VISIBLE_DEVICES": "1"})["a"].gpus or ()
+    (seen,) = examine.as_ranks_see(facts, "a", {"CUDA_VISIBLE_DEVICES": "1"})["a"].gpus or ()
     assert seen.name == "B"
 
 
@@ -489,10 +484,8 @@ def test_what_harms_nobody_is_no_fault() -> None:
     for fine in (
         alone,
         _changed("b", "memory", **shm),  # one rank shares no memory
-        _with(_changed("a", "memory", **shm), gloo=True),
         _with(_changed("a", "memory", **attach), single_copy_off=True),
         _told("b", "data", None),  # rank 0 sends it
-        _with(_changed("b", "versions", mpi=""), gloo=True),
         _changed("b", "disk", error="Read-only file system", free=0),  # rank 0 writes the run
         _names("b", names={}),  # no names for addresses: none is needed
         _with(_gpu_cluster(0, 1), hides_gpus=True),
@@ -659,11 +652,10 @@ def test_why_a_job_failed(
 
 
 def test_the_jobs_command() -> None:
-    words = job.command(OF_TWO, unnamed=False, gloo=True, ring=True, on_gpus=False)
-    assert words == [*["--gloo", "--allreduce", "ring", "-np", "3", "-H", "a:2,b:1", "doctor-job", "--per-host", "2,1"]]
-    assert job.command([Host("localhost", 2)], True, False, False, True) == [
-        *["--mpi", "-np", "2", "doctor-job", "--per-host", "2", "--on-gpus"]
-    ]
+    words = job.command(OF_TWO, unnamed=False, ring=True, on_gpus=False)
+    assert words == ["--allreduce", "ring", "-np", "3", "-H", "a:2,b:1", "doctor-job", "--per-host", "2,1"]
+    alone = job.command([Host("localhost", 2)], unnamed=True, ring=False, on_gpus=True)
+    assert alone == ["-np", "2", "doctor-job", "--per-host", "2", "--on-gpus"]
 
 
 def test_hosts_and_their_slots(tmp_path: Path) -> None:

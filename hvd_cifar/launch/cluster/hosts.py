@@ -79,12 +79,12 @@ def _shown(text: str) -> str:
 
 def _check_each_is_there_once(hosts: Sequence[Host], where: str) -> None:
     for name, times in Counter(host.name for host in hosts).items():
-        if times > 1:  # mpirun and horovodrun would treat it differently
+        if times > 1:
             raise UserError(f"{where}: {_shown(name)} is there twice; give it one line with all its slots")
 
 
 def hosts_of_ranks(hosts: Sequence[Host], ranks: int) -> list[str]:
-    """Each rank's host by name: ranks fill one host before the next, as under mpirun and horovodrun here."""
+    """Each rank's host by name: ranks fill one host before the next, as under mpirun here."""
     return list(itertools.islice((host.name for host in hosts for _ in range(host.slots)), ranks))
 
 

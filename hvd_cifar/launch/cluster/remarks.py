@@ -1,4 +1,4 @@
-"""Removes what mpirun and horovodrun print about a failed rank, or shortens it to one line."""
+"""Removes what mpirun prints about a failed rank, or shortens it to one line."""
 
 from __future__ import annotations
 
@@ -112,35 +112,3 @@ def _shortened(banner: bytes, said: bytes, subnets: Collection[str], of_ranks: M
     if killed:
         return ended_by_signal(int(killed[1]), killed[2], int(killed[3]), killed[4]).encode()
     return banner
-
-
-TAG = re.compile(rb"\[(\d+)\]<(?:stdout|stderr)>:")
-# TensorFlow's messages in horovodrun itself, which imports TensorFlow to see what Horovod was built with.
-TENSORFLOW_NOTE = re.compile(
-    rb"WARNING: All log messages before absl|I\d{4} \d\d:\d\d:\d+\S* +\d+ \w+\.cc:|To enable the following instructions"
-)
-
-
-def without_tags(lines: Iterable[bytes], codes: list[tuple[int, int]]) -> Iterator[tuple[int | None, bytes]]:
-    """horovodrun's output, each line with its rank, without tags, messages about failed ranks, and its traceback.
-
-    Lines of horovodrun itself have the rank None. Failed ranks are appended to `codes`, with their exit codes, in the
-    order in which they ended. A traceback with another cause than a failed rank comes last.
-    """
-    traceback: list[bytes] = []
-    for line in lines:
-        tag = TAG.match(line)
-        code = re.match(rb"Process (\d+) exit with status code (-?\d+)\.", line)
-        if tag:
-            if line[tag.end() :].strip() != b"Terminated":  # printed by the rank's shell
-                yield int(tag[1]), line[tag.end() :]
-        elif code:
-            codes.append((int(code[1]), int(code[2])))
-        elif line.startswith(b"Terminating remaining workers") or TENSORFLOW_NOTE.match(line):
-            pass
-        elif traceback or line.startswith((b"Traceback (most recent call last)", b"Exception in thread ")):
-            traceback.append(line)
-        else:
-            yield None, line
-    if b"one or more processes exited with non-zero status" not in b"".join(traceback):
-        yield from ((None, line) for line in traceback)

@@ -31,14 +31,13 @@ class Answers:
     blocked: list[NoWay]
 
 
-def ask_all(participants: Participants, questions: Mapping[str, Any], seconds: float, gloo: bool = False) -> Answers:
+def ask_all(participants: Participants, questions: Mapping[str, Any], seconds: float) -> Answers:
     """Ask all hosts at once.
 
     Args:
         participants: the hosts.
         questions: what `probe.py` reads.
         seconds: the time limit for a host's facts.
-        gloo: whether the ranks would use Gloo, which needs other ports than MPI.
     """
     hosts = participants.hosts
     programs: list[Program] = []
@@ -47,7 +46,7 @@ def ask_all(participants: Participants, questions: Mapping[str, Any], seconds: f
             text = PROBE.read_text()
             programs += [Program(participants, host, text, seconds) for host in hosts]
             listening = pool.map(lambda program: _listen(program, questions), programs)
-            network, blocked = _network_of(participants, gloo) if len(hosts) > 1 else (None, [])
+            network, blocked = _network_of(participants) if len(hosts) > 1 else (None, [])
             answers = dict(zip(hosts, listening, strict=True))
         finally:  # The pool's exit waits for its threads, which wait for the programs: end these first.
             for program in programs:
@@ -81,13 +80,13 @@ def _listen(program: Program, questions: Mapping[str, Any]) -> HostFacts | Silen
     return HostFacts(**found, missing=missing)
 
 
-def _network_of(participants: Participants, gloo: bool) -> tuple[Network | None, list[NoWay]]:
+def _network_of(participants: Participants) -> tuple[Network | None, list[NoWay]]:
     """The network between the hosts that answer, or None; and connections that fail on it."""
     with asked(participants) as (probes, _):
         reports = {host: probe.report for host, probe in probes.items()}
         found = candidates(reports, addresses(probes)) if len(probes) > 1 else []
         if not found:
             return None, []
-        faults = try_out(found, probes, gloo)
+        faults = try_out(found, probes)
     best = min(range(len(found)), key=lambda number: len(faults[number]))
     return found[best], faults[best]

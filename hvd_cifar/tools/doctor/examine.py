@@ -45,20 +45,19 @@ def examine(settings: DoctorSettings) -> None:
     nodes = () if settings.hosts or settings.hostfile else slurm.allocation(os.environ)
     hosts = hosts_of(settings, nodes)
     in_slurm = bool(nodes)
-    way: Way = slurm if in_slurm and not settings.gloo else ssh  # horovodrun always uses ssh
+    way: Way = slurm if in_slurm else ssh
     names = [host.name for host in hosts]
     here = next((name for name in names if is_local(name)), socket.gethostname())
     everyone = list(dict.fromkeys([here, *names]))  # this machine takes part even if it has no rank
     _tell(f"asking {len(everyone)} host{'s' * (len(everyone) > 1)} ...")
     questions = _questions(settings, everyone)
     participants = Participants(everyone, here, sys.executable, way)
-    answers = ask.ask_all(participants, questions, settings.probe_timeout, settings.gloo)
-    facts = as_ranks_see(answers.facts, here, settings.gloo, os.environ)
+    answers = ask.ask_all(participants, questions, settings.probe_timeout)
+    facts = as_ranks_see(answers.facts, here, os.environ)
     subject = Subject(
         hosts=_with_slots(hosts, facts),
         here=here,
         hosts_option=_hosts_option(settings, hosts),
-        gloo=settings.gloo,
         dataset=settings.dataset,
         data_dir=str(settings.data_dir),
         run_dir=str(settings.run_dir),
@@ -116,9 +115,7 @@ def _hosts_option(settings: DoctorSettings, hosts: Sequence[Host]) -> str:
     return f"-H {','.join(f'{host.name}:{host.slots}' for host in hosts)}"
 
 
-def as_ranks_see(
-    facts: Mapping[str, HostFacts], here: str, gloo: bool, environment: Mapping[str, str]
-) -> dict[str, HostFacts]:
+def as_ranks_see(facts: Mapping[str, HostFacts], here: str, environment: Mapping[str, str]) -> dict[str, HostFacts]:
     """The facts, without the GPUs that CUDA_VISIBLE_DEVICES hides on this machine; over MPI an empty one hides all."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
@@ -128,7 +125,7 @@ def as_ranks_see(
     seen = [] if hides else [every.index(uuid) for uuid in visible]
     return {
         name: found.model_copy(update={"gpus": tuple(found.gpus[i] for i in seen if i < len(found.gpus))})
-        if found.gpus and (name == here or (hides and not gloo))
+        if found.gpus and (name == here or hides)
         else found
         for name, found in facts.items()
     }
@@ -175,7 +172,7 @@ def _with_job(subject: Subject, settings: DoctorSettings, in_slurm: bool) -> Sub
     _tell(f"a small job of {ranks} rank{'s' * (ranks > 1)} on {len(hosts)} host{'s' * (len(hosts) > 1)} ...")
     unnamed = in_slurm or (len(hosts) == 1 and hosts[0].name == subject.here)
     on_gpus = all(machine.computes_on_gpus(subject.facts.get(host.name, HostFacts())) for host in hosts)
-    done = job.run(hosts, unnamed, settings.gloo, settings.allreduce == "ring", on_gpus, settings.job_timeout)
+    done = job.run(hosts, unnamed, settings.allreduce == "ring", on_gpus, settings.job_timeout)
     return subject.model_copy(update={"job": done})
 
 

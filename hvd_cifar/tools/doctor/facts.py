@@ -226,7 +226,6 @@ class Subject(_Facts):
     hosts: tuple[Host, ...]
     here: str
     hosts_option: str
-    gloo: bool
     dataset: DatasetName
     data_dir: str
     run_dir: str

@@ -27,22 +27,22 @@ LOCAL_RANKS = 2  # on each host: enough for a link between them; where GPUs comp
 COMPLAINTS_KEPT = 20
 
 
-def command(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool, on_gpus: bool) -> list[str]:
+def command(hosts: Sequence[Host], unnamed: bool, ring: bool, on_gpus: bool) -> list[str]:
     """The launcher's options and command for a job on all slots of these hosts; `unnamed`: without -H."""
-    words = ["--gloo" if gloo else "--mpi", *(["--allreduce", "ring"] if ring else [])]
+    words = ["--allreduce", "ring"] if ring else []
     words += ["-np", str(sum(host.slots for host in hosts))]
     if not unnamed:
         words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
     return [*words, "doctor-job", "--per-host", ",".join(str(host.slots) for host in hosts), *["--on-gpus"] * on_gpus]
 
 
-def run(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool, on_gpus: bool, seconds: float) -> Job:
+def run(hosts: Sequence[Host], unnamed: bool, ring: bool, on_gpus: bool, seconds: float) -> Job:
     """Run the job for at most `seconds`. However it ends, it leaves no process on any host."""
-    words = [sys.executable, "-m", "hvd_cifar.launch", *command(hosts, unnamed, gloo, ring, on_gpus)]
+    words = [sys.executable, "-m", "hvd_cifar.launch", *command(hosts, unnamed, ring, on_gpus)]
     begin = time.monotonic()
     process = subprocess.Popen(
         words,
-        env=_environment(os.environ, gloo),
+        env=_environment(os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -63,14 +63,13 @@ def run(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool, on_gpus: b
     return found.model_copy(update={"seconds": time.monotonic() - begin})
 
 
-def _environment(environ: Mapping[str, str], gloo: bool) -> dict[str, str]:
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The job's variables: the user's, without those of a launcher that started the doctor itself.
 
-    Over Gloo, small all-reduces are timed through Horovod, with a short cycle (ms). Over MPI they are timed without
-    Horovod, whose thread would disturb them: the cycle is long.
+    Small all-reduces are timed without Horovod, whose thread would disturb them: its cycle (ms) is long.
     """
     kept = {name: value for name, value in environ.items() if name not in RANK_VARIABLES}
-    return {"HOROVOD_CYCLE_TIME": "0.5" if gloo else "10", **kept}
+    return {"HOROVOD_CYCLE_TIME": "10", **kept}
 
 
 def _end(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:

@@ -129,12 +129,12 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
             continue
         on_gpus = computes_on_gpus(_facts_of(subject, host))
         need = host.slots * (SHM_OF_A_GPU if on_gpus else SHM_OF_A_RANK)
-        if memory.shm_free < need and (on_gpus or not subject.gloo):
+        if memory.shm_free < need:
             text = f"{size(memory.shm_free)} free in /dev/shm, but {host.slots} ranks need {size(need)}: "
             text += "NCCL would fail" if on_gpus else "MPI would use TCP, which is slower"
             remedy = "mount -o remount,size=1G /dev/shm; in a container: docker run --shm-size=1g"
             found(host.name, "failure" if on_gpus else "warning", text, remedy)
-        if memory.attach_error and not subject.gloo and not subject.single_copy_off:
+        if memory.attach_error and not subject.single_copy_off:
             # Open MPI 4.1.8 then copies through /dev/shm, with an error for every message.
             text = f"ranks cannot read each other's memory ({memory.attach_error}): MPI prints 'Read -1, expected'"
             found(host.name, "warning", text, LET_READ)

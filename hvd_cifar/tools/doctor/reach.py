@@ -36,8 +36,8 @@ def names(subject: Subject) -> Iterator[Finding]:
 
 
 def _wrong_names(subject: Subject) -> Iterator[Finding]:
-    def wrong(host: str, text: str, remedy: str, level: Level = "warning") -> Finding:
-        return Finding(check="names", level=level, host=host, text=text, remedy=remedy)
+    def wrong(host: str, text: str, remedy: str) -> Finding:
+        return Finding(check="names", level="warning", host=host, text=text, remedy=remedy)
 
     known = {name: facts.network for name, facts in subject.facts.items() if facts.network}
     # This machine's name matters only if it has a rank; localhost means another machine on each host.
@@ -46,10 +46,9 @@ def _wrong_names(subject: Subject) -> Iterator[Finding]:
         own = mine.addresses.get(mine.hostname, ())
         if not own:
             address = mine.cards[0].address if mine.cards else "127.0.1.1"
-            text = f"cannot resolve its own name, {mine.hostname}{'; Gloo would crash there' * subject.gloo}"
             # MPI does not need it; tools such as sudo do.
-            level: Level = "failure" if subject.gloo else "warning"
-            yield wrong(host, text, f"echo '{address} {mine.hostname}' >> /etc/hosts", level)
+            text = f"cannot resolve its own name, {mine.hostname}"
+            yield wrong(host, text, f"echo '{address} {mine.hostname}' >> /etc/hosts")
         for other in called:
             if other == host:
                 continue

@@ -38,7 +38,7 @@ def versions(subject: Subject) -> Iterator[Finding]:
             found(host, "failure", listed(core))
         if others := [text for text in different if text.partition(" ")[0] not in CORE]:
             found(host, "warning", listed(others))
-        if there.mpi != mine.mpi and not subject.gloo:
+        if there.mpi != mine.mpi:
             found(host, "failure", f"{there.mpi or 'no mpirun on its PATH'}, not {mine.mpi}")
         if there.code != mine.code:
             text = "its files of this project differ from those here" if there.code else "this project is missing"
@@ -61,7 +61,6 @@ def horovod(subject: Subject) -> Iterator[Finding]:
         wrong.append(Finding(check="Horovod", level=level, host=host, text=text, remedy=remedy))
 
     builds = {}
-    controller = "Gloo" if subject.gloo else "MPI"
     for host, facts in subject.facts.items():
         if facts.versions is None:
             continue
@@ -73,8 +72,8 @@ def horovod(subject: Subject) -> Iterator[Finding]:
         builds[host] = build
         packages = {plain(name): version for name, version in facts.versions.packages.items()}
         tensorflow = packages.get("tensorflow-cpu") or packages.get("tensorflow", "")
-        if controller not in build.features:
-            found(host, "failure", f"Horovod was built without {controller}", remedy)
+        if "MPI" not in build.features:
+            found(host, "failure", "Horovod was built without MPI", remedy)
         if build.tensorflow and tensorflow and build.tensorflow != tensorflow:
             text = f"Horovod was built for TensorFlow {build.tensorflow}, but {tensorflow} is installed"
             found(host, "failure", text, f"rm -r .venv, then {remedy}")
