@@ -50,7 +50,8 @@ if ! command -v -- "$python" >/dev/null; then
     echo "hvd_cifar: no such program: $python; install Python 3.10 to 3.13, or name one: PYTHON=python3.12 ./run.sh" >&2
     exit 2
 fi
-install=("$python" "$here/hvd_cifar/launch/install/__main__.py")
+# -I: no module of the current folder or of PYTHONPATH takes the place of Python's own (docs/security.md).
+install=("$python" -I "$here/hvd_cifar/launch/install/__main__.py")
 
 run_tests() {
     "${install[@]}" needed --test

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvd_cifar.import_path import OPTIONS as ISOLATED
 from hvd_cifar.launch.cluster import ssh
 from hvd_cifar.launch.cluster.hosts import Host, is_local
 from hvd_cifar.launch.cluster.network import Network
@@ -64,10 +65,10 @@ def command(
         environ: this process's variables, of which mpirun exports some to other hosts.
         network: between the hosts; None: all ranks run here.
     """
-    # Ranks start in this process's folder, and import from it and from PYTHONPATH, as `python -m` does.
+    # Ranks start in this process's folder. A user's own program imports from where Python finds its modules.
     own = request.command[0] == PYTHON
     python, bin_folder = installed.python, installed.bin_folder
-    program = [python, *request.command[1:]] if own else [python, "-m", "hvd_cifar", *request.command]
+    program = [python, *request.command[1:]] if own else [python, *ISOLATED, "-m", "hvd_cifar", *request.command]
     hosts = request.hosts or (Host("localhost", ranks),)
     if ranks == 1 and network is None:
         return program

@@ -22,8 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hvd_cifar
 from hvd_cifar import config
 from hvd_cifar.errors import RESUME, UserError
+from hvd_cifar.import_path import OPTIONS as ISOLATED
+from hvd_cifar.import_path import foreign
 from hvd_cifar.launch import preflight, validators
 from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import (
@@ -51,6 +54,7 @@ SHOW_CURSOR = b"\x1b[?25h"
 HOSTS_SHOWN = 3
 # Enough for 20,000 hosts. Programs that close every number they might have open take long with millions.
 FILES = 65_536
+MODULES = ("horovod", "keras", "numpy", "tensorflow")  # whose place others in PYTHONPATH would take
 ALONE = ("export", "predict", "report", "watch")  # commands that run in a single process, not as ranks
 
 
@@ -77,6 +81,7 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
             return _become(request, words)
         if request.command[0] == "tensorboard":
             return _start_tensorboard(request)
+        _note_foreign_modules(request)
         if request.command[0] == PYTHON:
             _check_program(request.command[1:])
             settings = None
@@ -102,6 +107,15 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
         return 2
     except KeyboardInterrupt:  # before the ranks started
         return 130
+
+
+def _note_foreign_modules(request: Request) -> None:
+    """Print a note where PYTHONPATH holds modules of the names of this environment's."""
+    files = foreign(("hvd_cifar", *MODULES), os.environ, own=str(Path(hvd_cifar.__file__).parents[1]))
+    if files and request.command[0] == PYTHON:
+        complain(f"note: your program imports {files[0]}, from PYTHONPATH, in the place of this environment's")
+    elif files:
+        complain(f"note: {files[0]}, from PYTHONPATH, is not imported: this environment's packages come first")
 
 
 def _raise_limit_of_files() -> None:
@@ -217,7 +231,7 @@ def _start_alone(request: Request, settings: Any) -> int:
 
 def _become(request: Request, words: list[str], module: str = "hvd_cifar") -> int:
     """Replace this process by a module's program; with --dry-run print the command."""
-    words = [sys.executable, "-m", module, *words]
+    words = [sys.executable, *ISOLATED, "-m", module, *words]
     if request.dry_run:
         write(1, os.fsencode(f"{shlex.join(words)}\n"))
         return 0
@@ -243,6 +257,7 @@ def _make_ready(request: Request, ranks: int) -> Ready:
     env = {**os.environ, "PATH": path, **(RING_VARIABLES if request.ring else {}), **request.variables}
     if request.command[0] == PYTHON:
         prepare_tensorflow(env)  # the program may import TensorFlow before this package, which does the same
+        env.pop("PYTHONHOME", None)  # as an environment's `activate` does: it names another Python's library
     mpirun = shutil.which("mpirun", path=path)
     if mpirun is None:
         raise UserError("no mpirun on PATH; load its module again, or run: ./run.sh setup")

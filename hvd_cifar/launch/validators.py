@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hvd_cifar.errors import UserError
+from hvd_cifar.import_path import OPTIONS as ISOLATED
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks
 from hvd_cifar.launch.job import complain, remove_session, write
 from hvd_cifar.launch.request import Request
@@ -68,7 +69,17 @@ def neighbours(validators: Sequence[Host], host: str) -> dict[str, str]:
 def words(request: Request) -> list[str]:
     """The command that starts the launcher of the validation ranks."""
     hosts = ",".join(f"{host.name}:{host.slots}" for host in request.validators)
-    return [sys.executable, "-m", "hvd_cifar.launch", "-H", hosts, "validate", "--run-dir", str(request.run_dir)]
+    return [
+        sys.executable,
+        *ISOLATED,
+        "-m",
+        "hvd_cifar.launch",
+        "-H",
+        hosts,
+        "validate",
+        "--run-dir",
+        str(request.run_dir),
+    ]
 
 
 @contextlib.contextmanager

@@ -247,7 +247,7 @@ def _command(
     return command(request, ranks, Installation(PYTHON, mpirun, root), environ, network)
 
 
-PROGRAM = [PYTHON, "-m", "hvd_cifar", "train", "--run-dir", "a b"]
+PROGRAM = [PYTHON, "-I", "-m", "hvd_cifar", "train", "--run-dir", "a b"]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_what_needs_no_ranks_runs_once_and_the_doctor_takes_the_launchers_option
     argv: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert launcher.main(["--dry-run", *argv], cli.check) == 0
-    assert capfd.readouterr().out == f"{sys.executable} -m hvd_cifar {words}\n"
+    assert capfd.readouterr().out == f"{sys.executable} -I -m hvd_cifar {words}\n"
 
 
 def test_what_runs_as_one_process_takes_no_ranks(capfd: pytest.CaptureFixture[str]) -> None:

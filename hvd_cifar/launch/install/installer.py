@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
         if command == "wheel":
             _write_wheel(options, wanted.to)
         if command == "run":
-            os.execv(PYTHON, [PYTHON, "-m", "hvd_cifar.launch", *rest])
+            os.execv(PYTHON, [PYTHON, "-I", "-m", "hvd_cifar.launch", *rest])
         return set_up_hosts(wanted.hosts, _describe_here(options, wanted.replace)) if wanted.hosts else 0
     except UserError as error:
         say(f"hvd_cifar: {error}")

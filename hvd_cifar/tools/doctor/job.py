@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from hvd_cifar.import_path import OPTIONS as ISOLATED
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.runtime.environment import RANK_VARIABLES
 from hvd_cifar.runtime.process import signalled_with_parent
@@ -38,7 +39,7 @@ def command(hosts: Sequence[Host], unnamed: bool, ring: bool, on_gpus: bool) -> 
 
 def run(hosts: Sequence[Host], unnamed: bool, ring: bool, on_gpus: bool, seconds: float) -> Job:
     """Run the job for at most `seconds`. However it ends, it leaves no process on any host."""
-    words = [sys.executable, "-m", "hvd_cifar.launch", *command(hosts, unnamed, ring, on_gpus)]
+    words = [sys.executable, *ISOLATED, "-m", "hvd_cifar.launch", *command(hosts, unnamed, ring, on_gpus)]
     begin = time.monotonic()
     process = subprocess.Popen(
         words,
