@@ -29,7 +29,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 BATCH = 128
 CHECKS = "checks"
 FIRST = 20  # steps over which float32 is claimed to agree
-QUIET = ("--log-every", 1, "--eval-every", 0, "--eval-examples", 1, "--checkpoint-every", 10_000)
+QUIET = ("--log-every", 1, "--eval-every", 0, "--checkpoint-every", 10_000)
 
 
 @click.group(context_settings={"show_default": True})

@@ -99,7 +99,7 @@ def main(
     check_writable(output)
     common = ["--dataset", "cifar10", "--data-dir", setting.real_data(data_dir), "--model", model]
     common += ["--precision", precision, "--batch-size", batch_size, "--max-steps", STEPS]
-    common += ["--eval-every", 0, "--eval-examples", 10, "--log-every", STEPS + 1, "--check-sync-every", 0]
+    common += ["--eval-every", 0, "--log-every", STEPS + 1, "--check-sync-every", 0]
     steps = {}
     with tempfile.TemporaryDirectory() as name, network.pinned_hosts(HOSTS, Path(name) / "hosts") as hosts:
         network.limit(hosts, link)

@@ -37,7 +37,7 @@ from hvd_cifar.models import BUILT_IN
 from hvd_cifar.models.recipe import momentum_sgd
 from hvd_cifar.training import checkpoint_files
 from hvd_cifar.training.assemble import make_net, work_of
-from hvd_cifar.training.plan import global_batch, make_schedule, resolve
+from hvd_cifar.training.plan import changed, global_batch, make_schedule, resolve
 
 
 def towers_of(count: int) -> list[str]:
@@ -58,7 +58,7 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
     """
     base = BUILT_IN[settings.model].recipe
     assert base is not None
-    recipe = base.for_batch(global_batch(settings, base.batch, towers))
+    recipe = changed(base.for_batch(global_batch(settings, base.batch, towers)), settings)
     if settings.model == "fast" or recipe.optimizer not in (keras.optimizers.SGD, momentum_sgd):
         raise UserError(
             f"--model {settings.model}: towers train with the tutorial's step, which knows nothing of Muon; give "
@@ -82,11 +82,11 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
     optimizer.build(variables)
     cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     step = tf.Variable(0, dtype=tf.int64, trainable=False)
-    averages = tf.train.ExponentialMovingAverage(settings.ema_decay, step) if settings.ema_decay else None
+    averages = tf.train.ExponentialMovingAverage(work.recipe.ema_decay, step) if work.recipe.ema_decay else None
 
     def tower_loss(image: Any, label: Any) -> Any:
         loss = cross_entropy(label, model(image, training=True))
-        decay = [tf.nn.l2_loss(v.value) * settings.weight_decay for v in net.decayed]
+        decay = [tf.nn.l2_loss(v.value) * work.recipe.weight_decay for v in net.decayed]
         return tf.add_n([loss, *(tf.cast(term, loss.dtype) for term in decay)])
 
     @tf.function(reduce_retracing=True)
@@ -146,13 +146,13 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
 @click.option("--epochs")
 @click.option("--max-steps")
 @click.option("--precision")
-@click.option("--augmentation")
+@click.option("--set", multiple=True)
 @click.option("--seed")
 @click.option("--run-dir", required=True, type=Path)
 @setting.one_line_for_users()
 def main(towers: int, nudge: bool, **given: Any) -> None:
     """Parse, then train."""
-    values = {name: value for name, value in given.items() if value is not None}
+    values = {name: value for name, value in given.items() if value not in (None, ())}
     train(config.make(TrainSettings, values), towers, nudge)
 
 

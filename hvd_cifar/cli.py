@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from hvd_cifar import __version__, config
-from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.errors import TrainingError, UserError, cause_of
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.quiet import quiet_start
 from hvd_cifar.runtime.environment import launched_local_rank, launched_rank
@@ -53,6 +53,14 @@ def _run(argv: list[str], use: Callable[[functools.partial[None]], Any]) -> int:
         return 0
     except click.exceptions.NoArgsIsHelpError as error:
         return _complain_once(f"give a command: {_choices_of(error)} (see --help)", USER_ERROR)
+    except click.NoSuchOption as error:
+        from hvd_cifar.launch.request import OPTIONS
+
+        if error.option_name not in OPTIONS:
+            return _complain_once(f"{error.format_message().rstrip('.')} (see --help)", USER_ERROR)
+        name = OPTIONS[error.option_name]
+        where = f"it goes before the command: ./run.sh {name} ... {argv[0]}"
+        return _complain_once(f"{name} is an option of the launcher; {where}", USER_ERROR)
     except click.ClickException as error:
         return _complain_once(f"{error.format_message().rstrip('.')} (see --help)", USER_ERROR)
     except UserError as error:
@@ -61,6 +69,10 @@ def _run(argv: list[str], use: Callable[[functools.partial[None]], Any]) -> int:
         return _complain_once(str(error), TRAINING_ERROR, error.of_one_rank)
     except (click.Abort, KeyboardInterrupt):
         return 130
+    except SystemExit as left:
+        if left.code:
+            raise
+        return _complain_once(f"the command did not come to its end: {cause_of(left)}", TRAINING_ERROR)
 
 
 def _choices_of(error: click.exceptions.NoArgsIsHelpError) -> str:
@@ -144,7 +156,7 @@ def _add(
         file = given.pop("config", None)
         if file == "":  # an unset variable of a shell
             raise UserError("--config: the path is empty; give a file, or leave the option out")
-        chosen = {field: value for field, value in given.items() if value is not None}
+        chosen = {field: value for field, value in given.items() if value not in (None, ())}
         try:
             values = config.read_file(Path(file), has_batch=not chosen.keys().isdisjoint(config.BATCH)) if file else {}
             settings = config.make(kind, {**values, **chosen})
@@ -172,12 +184,14 @@ def _option(field: str, info: Any) -> click.Parameter:
         # Both --x and --no-x, so that an option can override either value in a file.
         return click.Option([f"{name}/--no-{name.removeprefix('--')}"], default=None, help=_help(info))
     metavar = extra.get("metavar") or _metavar(info.annotation)
-    return click.Option([name, field], default=None, metavar=metavar, help=_help(info), hidden="hidden" in extra)
+    hidden, several = "hidden" in extra, "multiple" in extra
+    return click.Option([name, field], default=None, metavar=metavar, help=_help(info), hidden=hidden, multiple=several)
 
 
 def _help(info: Any) -> str:
     text = str(info.description)
-    shown = info.default not in (None, ()) and info.default is not False and not info.is_required()
+    shown = info.default not in (None, (), config.NO_CHANGES) and info.default is not False
+    shown = shown and not info.is_required()
     default = ",".join(map(str, info.default)) if isinstance(info.default, tuple) else info.default
     return f"{text} [default: {default}]" if shown else text
 

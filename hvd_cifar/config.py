@@ -32,13 +32,11 @@ from hvd_cifar.files import MOST_JSON_BYTES, replace_text
 
 MODELS = ("fast", "tutorial", "resnet20", "resnet32", "resnet56")
 DataSource = Literal["auto", "local", "rank0"]
-Augmentation = Literal["recipe", "none"]
+Compression = Literal["none", "fp16"]
 Overlap = Literal["auto", "on", "off"]
 Precision = Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"]
 
 DEFAULT_PER_RANK_BATCH_SIZE = 128
-DEFAULT_ROLLBACK_FACTOR = 0.5
-DEFAULT_MAX_ROLLBACKS = 3
 DEFAULT_SUMMARY_EVERY = 100
 BUILT_IN_DATASETS = ("auto", "cifar10", "cifar100", "synthetic")
 OBJECT_DATASET = "object:"  # prefix, in a run's record, of the name of a Dataset object that a program passed
@@ -60,7 +58,6 @@ LONGEST_DEFAULT_WARMUP = 1.0  # epochs
 # Parts of a run's config.json that are facts about the run, not settings.
 RECORDED_SECTIONS = ("run",)
 BATCH = ("batch_size", "global_batch_size")
-OF_THE_BATCH = ("learning_rate_factor", "warmup_epochs")  # a run's record does not tell given ones from derived ones
 
 
 def _not_empty(path: Any) -> Any:
@@ -147,23 +144,10 @@ def _rank_counts(given: Any) -> Any:
     return tuple(sorted({int(text) for text in texts}))
 
 
-def _image_sizes(given: Any) -> Any:
-    """Text such as 20,24,32 as (20, 24, 32), in its order."""
-    words = given.split(",") if isinstance(given, str) else given
-    if isinstance(given, str) and not all(re.fullmatch(" *[0-9]{1,4} *", word) for word in words):
-        raise ValueError("write pixels with commas between them, such as 20,24,32")
-    return tuple(words) if isinstance(words, list) else words
-
-
-def check_warmup(settings: TrainSettings) -> None:
-    """ValueError where the warm-up is longer than the run.
-
-    A warm-up of up to `LONGEST_DEFAULT_WARMUP` is always accepted. The config.json of a run that is shorter than the
-    default warm-up holds it, and must be readable again.
-    """
-    warmup, epochs = settings.warmup_epochs or 0.0, settings.epochs
-    if epochs is not None and warmup > max(epochs, LONGEST_DEFAULT_WARMUP):
-        raise ValueError(f"--warmup-epochs {warmup:g} is more than --epochs {epochs:g}: make it smaller")
+def check_warmup(warmup: float | None, epochs: float | None) -> None:
+    """ValueError where the warm-up is longer than the run. One of up to `LONGEST_DEFAULT_WARMUP` is always accepted."""
+    if epochs is not None and (warmup or 0.0) > max(epochs, LONGEST_DEFAULT_WARMUP):
+        raise ValueError(f"--set warmup_epochs={warmup:g} is more than --epochs {epochs:g}: make it smaller")
 
 
 def check_buckets(settings: TrainSettings | StepWork) -> None:
@@ -184,20 +168,6 @@ def check_ranks(settings: TrainSettings, ranks: int) -> None:
         if settings.gradient_accumulation > 1:
             dealt += f" times --gradient-accumulation {settings.gradient_accumulation}"
         raise UserError(f"the global batch of {batch} is smaller than {dealt}: make it at least {micro_batches}")
-
-
-def low_rank_of(compression: str) -> int:
-    """R of powersgd:R; 0 for any other compression."""
-    return int(compression.removeprefix("powersgd:")) if compression.startswith("powersgd:") else 0
-
-
-def check_compression(given: str) -> str:
-    """`given`, unchanged; ValueError where it names no compression."""
-    if given not in ("none", "fp16", "bf16") and not re.fullmatch("powersgd:[1-9][0-9]{0,3}", given):
-        raise ValueError(
-            f"no compression is called {given!r}; give none, fp16, bf16, or powersgd:R with R from 1 to 9999"
-        )
-    return given
 
 
 # Units, with their values in bytes, bytes per second and seconds.
@@ -245,24 +215,29 @@ def _without_password(address: str) -> str:
     return address
 
 
+def _numbers(given: Any) -> Any:
+    """Text such as 0.75,1 as ("0.75", "1")."""
+    words = given.split(",") if isinstance(given, str) else given
+    return tuple(words) if isinstance(words, list) else words
+
+
 def _words(given: Any) -> Any:
     """Text such as a,b as ("a", "b")."""
     return tuple(given.split(",")) if isinstance(given, str) else given
 
 
 RankCounts = Annotated[tuple[int, ...], BeforeValidator(_rank_counts)]
-ImageSizes = Annotated[tuple[Annotated[int, Field(gt=0, le=9999)], ...], BeforeValidator(_image_sizes)]
 Steps = Annotated[tuple[int, int], BeforeValidator(_steps), AfterValidator(_in_order)]
 Bytes = Annotated[int, _quantity(_SIZES, "4, 64K or 256MiB")]
 BytesPerSecond = Annotated[float, _quantity(_SPEEDS, "10Gbit/s")]
 Seconds = Annotated[float, _quantity(_TIMES, "20us")]
-Compression = Annotated[str, AfterValidator(check_compression)]
 ModelSpec = Annotated[str, AfterValidator(_model)]
 Callbacks = Annotated[tuple[str, ...], BeforeValidator(_callbacks)]
 LocalPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(absolute)]
 DatasetName = Annotated[str, AfterValidator(_dataset)]
 Md5 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{32}$"), AfterValidator(str.lower)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Scale = Annotated[float, Field(gt=0, le=1)]
 
 
 def _has_numbers(annotation: Any) -> bool:
@@ -310,6 +285,50 @@ class DataSettings(_Settings):
     )
 
 
+class RecipeChanges(_Settings):
+    """Numbers of a recipe that a run changes (--set NAME=VALUE). None stands for the recipe's value."""
+
+    learning_rate_factor: Finite | None = Field(
+        None, gt=0, le=LARGEST_RATE, description="factor of the learning rate, instead of that of the global batch"
+    )
+    warmup_epochs: Finite | None = Field(
+        None, ge=0, le=1_000_000, description="epochs over which the learning rate rises to its full value"
+    )
+    weight_decay: Finite | None = Field(None, ge=0, le=LARGEST_RATE, description="L2 factor")
+    ema_decay: Finite | None = Field(
+        None, ge=0, lt=1, description="decay of the weights' moving average, which evaluation uses; 0: no average"
+    )
+    label_smoothing: Finite | None = Field(
+        None, ge=0, lt=1, description="share of the target that is spread evenly over all classes"
+    )
+    lookahead: bool | None = Field(None, description="average the weights with look-ahead")
+    image_scales: Annotated[tuple[Scale, ...], BeforeValidator(_numbers)] | None = Field(
+        None, description="factors that images are shrunk by, such as 0.75,1, each for an equal part of the steps"
+    )
+    augmentation: Literal["none"] | None = Field(None, description="none: train on images as in evaluation")
+    test_time_augmentation: bool | None = Field(
+        None, description="evaluate on several views of each test image at the end"
+    )
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The numbers that change, by their names in the recipe."""
+        return self.model_dump(exclude_none=True)
+
+
+NO_CHANGES = RecipeChanges.model_validate({})
+
+
+def _changes(given: Any) -> Any:
+    """Texts such as weight_decay=0 as {"weight_decay": "0"}."""
+    if not isinstance(given, list | tuple):
+        return given
+    pairs = [str(text).partition("=") for text in given]
+    if wrong := next((name for name, sign, _ in pairs if not sign), None):
+        raise ValueError(f"write NAME=VALUE, such as weight_decay=0, not {wrong}")
+    return {name.strip().replace("-", "_"): value for name, _, value in pairs}
+
+
 class TrainSettings(DataSettings):
     """One training run. None stands for the recipe's value (`models.recipe`)."""
 
@@ -334,13 +353,6 @@ class TrainSettings(DataSettings):
         le=MOST_EXAMPLES,
         description="Examples per step over all ranks, instead of --batch-size. Training is then the same on any "
         "number of ranks; nets with batch norm also need --sync-batch-norm.",
-    )
-    learning_rate_factor: Finite | None = Field(
-        None,
-        gt=0,
-        le=LARGEST_RATE,
-        description="Factor that multiplies the learning rate. [default: by the recipe, in proportion to the global "
-        "batch or to its square root]",
     )
     gradient_accumulation: int = Field(
         1,
@@ -367,36 +379,12 @@ class TrainSettings(DataSettings):
         description="Learning rate for the recipe's reference batch and optimizer. A model may have another recipe "
         "for large global batches. [default: the recipe's]",
     )
-    warmup_epochs: Finite | None = Field(
-        None,
-        ge=0,
-        le=1_000_000,
-        description="Epochs over which the learning rate rises to its full value. It starts from --learning-rate if "
-        "the global batch scales it up, else from 0. [default: 1 if it is scaled up, else 0]",
-    )
-    weight_decay: Finite | None = Field(
-        None, ge=0, le=LARGEST_RATE, description="L2 factor on the recipe's kernels. [default: the recipe's]"
-    )
-    ema_decay: Finite | None = Field(
-        None,
-        ge=0,
-        lt=1,
-        description="Decay of the weights' moving average, which evaluation uses; 0: no average. [default: the "
-        "recipe's]",
-    )
-    label_smoothing: Finite | None = Field(
-        None,
-        ge=0,
-        lt=1,
-        description="Share of the target probability that is spread evenly over all classes. [default: the recipe's]",
-    )
-    lookahead: bool | None = Field(
-        None, description="Average the weights with look-ahead, every 5 steps. [default: the recipe's]"
-    )
-    image_sizes: ImageSizes | None = Field(
-        None,
-        description="Train on images shrunk to these heights in pixels, such as 20,24,32, each for an equal part of "
-        "the epochs; a height above the images' own leaves them as they are. [default: the recipe's]",
+    set: Annotated[RecipeChanges, BeforeValidator(_changes)] = Field(
+        NO_CHANGES,
+        description="Change a number of the recipe, such as weight_decay=0; may be given several times. Names: "
+        + "; ".join(f"{name}: {field.description}" for name, field in RecipeChanges.model_fields.items())
+        + ".",
+        json_schema_extra={"metavar": "NAME=VALUE", "multiple": True},
     )
     clip_norm: Finite | None = Field(
         None,
@@ -406,14 +394,13 @@ class TrainSettings(DataSettings):
     )
     compression: Compression = Field(
         "none",
-        description="Compression of gradients on the wire. none; fp16 or bf16: two bytes a value; powersgd:R, such as "
-        "powersgd:2: approximations of rank R, with error feedback: each rank adds the error to its next gradient.",
+        description="Compression of gradients on the wire. fp16: two bytes a value.",
     )
     overlap: Overlap = Field(
         "auto",
         description="on: send gradients in buckets during the backward pass. off: send them in one message after it. "
-        "auto: measure before the first step, and take the faster way; on one host without GPUs, or with powersgd:R, "
-        "one message unless --bucket-bytes is given.",
+        "auto: measure before the first step, and take the faster way; on one host without GPUs one message unless "
+        "--bucket-bytes is given.",
     )
     bucket_bytes: Bytes | None = Field(
         None, gt=0, description="Bytes of a bucket, such as 128K. [default: measured before the first step]"
@@ -425,14 +412,6 @@ class TrainSettings(DataSettings):
     )
     seed: int = Field(
         0, ge=0, lt=2**63, description="Seed of the initial weights, the order of the data and the augmentation."
-    )
-    test_time_augmentation: bool | None = Field(
-        None,
-        description="At the end, average the logits of two views of each test image, and of six where the two "
-        "largest then differ by less than 2. [default: the recipe's]",
-    )
-    augmentation: Augmentation = Field(
-        "recipe", description="Augmentation of training images. recipe: the recipe's; none: as in evaluation."
     )
 
     sync_batch_norm: bool = Field(
@@ -464,38 +443,16 @@ class TrainSettings(DataSettings):
         500,
         ge=0,
         le=MOST_STEPS,
-        description="Steps between checks that weights and optimizer are the same on all ranks, bit for bit. Ranks "
+        description="Steps between checks that weights and optimizer are the same on all ranks, bit for bit; the run "
+        "ends if they differ. Ranks "
         "also check after the first step, before each checkpoint and at the end; 0: only before checkpoints and at "
         "the end.",
-    )
-    on_divergence: Literal["stop", "rebroadcast"] = Field(
-        "stop",
-        description="What to do if ranks differ. stop: end the run without saving; rebroadcast: continue with rank 0's "
-        "values on all ranks.",
-    )
-    verify_every: int = Field(
-        0,
-        ge=0,
-        description="Steps between verifications; 0: none. In a verification another rank recomputes the gradients of "
-        "one rank; ranks take turns. If the bits differ, a line names the wrong rank, and the step uses the right "
-        "gradients. Needs --deterministic or --virtual-shards, and processors of one kind. Excludes --sync-batch-norm.",
     )
     on_nan: Literal["stop", "skip", "rollback"] = Field(
         "stop",
         description="What to do if the loss or a weight is not finite. stop: end the run; skip: skip the step's "
         "update on all ranks; rollback: continue from the newest good checkpoint with a lower learning rate. See "
         "docs/reliability.md.",
-    )
-    rollback_factor: Finite | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description=f"Factor that multiplies the learning rate at each rollback. [default: {DEFAULT_ROLLBACK_FACTOR}]",
-    )
-    max_rollbacks: int | None = Field(
-        None,
-        gt=0,
-        description=f"Most rollbacks of a run; one more ends it with exit code 1. [default: {DEFAULT_MAX_ROLLBACKS}]",
     )
     record_examples: bool = Field(
         False, description="Write to examples.jsonl which examples each rank used in each step."
@@ -539,12 +496,6 @@ class TrainSettings(DataSettings):
         le=MOST_STEPS,
         description="Steps between evaluations; 0: only at the end. [default: an epoch; fast: 3 epochs]",
     )
-    eval_examples: int | None = Field(
-        None,
-        gt=0,
-        description="Evaluate on N examples, evenly spaced. [default: all; of the embedded set that --dataset auto "
-        "takes without CIFAR-10: 1,000]",
-    )
     hold_out: int | None = Field(
         None,
         gt=0,
@@ -579,21 +530,6 @@ class TrainSettings(DataSettings):
         return self
 
     @model_validator(mode="after")
-    def _verification_needs_the_same_bits(self) -> TrainSettings:
-        if self.verify_every and not (self.deterministic or self.virtual_shards):
-            raise ValueError("--verify-every compares bits: give --deterministic or --virtual-shards")
-        if self.verify_every and self.sync_batch_norm:
-            raise ValueError("--verify-every and --sync-batch-norm exclude each other: no rank computes a share alone")
-        return self
-
-    @model_validator(mode="after")
-    def _rollbacks_are_asked_for(self) -> TrainSettings:
-        for option, given in (("--rollback-factor", self.rollback_factor), ("--max-rollbacks", self.max_rollbacks)):
-            if given is not None and self.on_nan != "rollback":
-                raise ValueError(f"{option} has no effect with --on-nan {self.on_nan}: give --on-nan rollback")
-        return self
-
-    @model_validator(mode="after")
     def _early_stopping_has_evaluations(self) -> TrainSettings:
         if self.early_stopping and self.eval_every == 0:
             raise ValueError("--early-stopping has no evaluations to act on with --eval-every 0: give more than 0")
@@ -606,7 +542,7 @@ class TrainSettings(DataSettings):
 
     @model_validator(mode="after")
     def _warmup_fits_the_run(self) -> TrainSettings:
-        check_warmup(self)
+        check_warmup(self.set.warmup_epochs, self.epochs)
         return self
 
     @model_validator(mode="after")
@@ -653,7 +589,6 @@ class EvaluateSettings(RunSettings):
         le=MOST_EXAMPLES,
         description="Examples a rank evaluates at a time. [default: 500 of 32 x 32 pixels, fewer of larger images]",
     )
-    eval_examples: int | None = Field(None, gt=0, description="Evaluate on N examples, evenly spaced. [default: all]")
     confusion: bool = Field(
         False,
         description="Write confusion.json, with the confusion matrix and the worst mistakes, into the folder of "
@@ -924,6 +859,8 @@ def make(kind: type[S], values: dict[str, Any]) -> S:
         if not first["loc"]:  # a check of several fields writes the whole message
             raise UserError(str(first["ctx"]["error"]) if "ctx" in first else first["msg"]) from None
         option = _told_name(kind, str(first["loc"][0]))
+        if len(first["loc"]) > 1 and isinstance(first["loc"][1], str):  # one of --set
+            option += f" {first['loc'][1]}"
         if first["type"] == "missing":
             raise UserError(f"{option} is required") from None
         if first["type"] == "extra_forbidden":
@@ -993,8 +930,7 @@ def read_file(path: Path, has_batch: bool = False) -> dict[str, Any]:
     """Settings of a YAML or JSON file, such as a run's config.json, as field name -> value.
 
     Args:
-        has_batch: whether an option gives the batch. The file's batch is then left out, and of a run's record also the
-            learning rate's factor and warm-up, which follow from its batch.
+        has_batch: whether an option gives the batch. The file's batch is then left out.
 
     Raises:
         UserError: where the file is not readable, too large or holds no mapping.
@@ -1025,7 +961,7 @@ def read_file(path: Path, has_batch: bool = False) -> dict[str, Any]:
         raise UserError(f"--config {path}: holds no settings; write one 'name: value' a line")
     left_out = {*RECORDED_SECTIONS}
     if has_batch:
-        left_out |= {*BATCH, *(OF_THE_BATCH if left_out & content.keys() else ())}
+        left_out |= {*BATCH}
     return {name: value for key, value in content.items() if (name := key.replace("-", "_")) not in left_out}
 
 

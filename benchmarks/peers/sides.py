@@ -17,7 +17,6 @@ from benchmarks import jobs
 from benchmarks.peers import network
 from benchmarks.peers.turns import Side
 from hvd_cifar.data import sampler
-from hvd_cifar.data.cifar import SIDE
 from tests.cluster.hosts import INTERFACE, Host
 from tests.cluster.jobs import variables
 
@@ -223,7 +222,7 @@ def _train(work: Work, run_dir: Path) -> list[str]:
     given: list[Any] = ["--model", work.model, "--precision", work.precision]
     given += ["--dataset", "cifar10", "--data-dir", work.data_dir]
     given += ["--eval-every", 0, "--checkpoint-every", 10**6, "--log-every", work.log_every, "--epochs", ENDLESS]
-    given += ["--image-sizes", SIDE] if work.model == "fast" else []  # full size, as its peer's
+    given += ["--set", "image_scales=1"] if work.model == "fast" else []  # full size, as its peer's
     return [*map(str, given), "--run-dir", str(run_dir)]
 
 

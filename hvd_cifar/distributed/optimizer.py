@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from numbers import Integral
 from typing import Any, Literal, TypeVar
 
@@ -18,9 +17,8 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvd_cifar.config import check_compression, low_rank_of
-from hvd_cifar.distributed import buckets, powersgd
-from hvd_cifar.distributed.fixed_order import all_reduce_in_tree, bits_of, from_bits
+from hvd_cifar.distributed import buckets
+from hvd_cifar.distributed.fixed_order import all_reduce_in_tree
 from hvd_cifar.distributed.subclass import put_in_front
 
 OptimizerT = TypeVar("OptimizerT", bound=keras.optimizers.Optimizer)
@@ -38,7 +36,6 @@ class Reduction:
     sparse_as_dense: bool = False
     fixed_order: bool = False
     bucket_bytes: int | None = None
-    hosts: int = 1
 
     @property
     def is_local(self) -> bool:
@@ -50,24 +47,18 @@ class Reduction:
         """Whether each call returns the uncompressed sum over the ranks."""
         return not self.average and self.compression == "none" and self.passes == 1
 
-    @property
-    def is_low_rank(self) -> bool:
-        """Whether this rank compresses by PowerSGD, which it does even as the only rank."""
-        return low_rank_of(self.compression) > 0 and self.process_set.included()
-
 
 class _Distributed:
     """The class that `DistributedOptimizer` puts in front of the optimizer's own.
 
-    Keras does not track the variables that accumulate gradients or belong to PowerSGD, and `variables` does not list
-    them: a saved model or checkpoint fits the plain optimizer, any number of passes and any compression.
+    Keras does not track the variables that accumulate gradients, and `variables` does not list them: a saved model or
+    checkpoint fits the plain optimizer, and any number of passes.
     """
 
     _reduction: Reduction
     _watch: Callable[[Sequence[Any]], None] | None = None
     _pass_sums: list[keras.Variable]
     _passes_done: keras.Variable
-    _memory: list[powersgd.Memory | None]
     # Attributes of the optimizer's own class.
     name: str
     built: bool
@@ -78,7 +69,6 @@ class _Distributed:
     def build(self, variables: Sequence[Any]) -> None:
         super().build(variables)  # type: ignore[misc]
         self._make_pass_sums()
-        self._make_memory()
 
     def __reduce__(self) -> Any:
         # By Keras's own a copy would be a plain optimizer: each rank would train alone, without an error.
@@ -94,15 +84,10 @@ class _Distributed:
         object.__setattr__(self, "_pass_sums", zeros)
         object.__setattr__(self, "_passes_done", _local_variable((), "int64", "passes_done"))
 
-    def _make_memory(self) -> None:
-        rank = low_rank_of(self._reduction.compression)
-        if rank and "_memory" not in vars(self):
-            object.__setattr__(self, "_memory", powersgd.make_memory(self._trainable_variables, rank))
-
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
         grads = list(grads)
         variables = None if trainable_variables is None else list(trainable_variables)
-        if not grads or (self._reduction.passes == 1 and not self._reduction.is_low_rank):
+        if not grads or self._reduction.passes == 1:
             self._apply_reduced(self.reduce(grads), variables)
             return
         if not self.built:
@@ -112,10 +97,7 @@ class _Distributed:
         if variables is None:
             variables = list(self._trainable_variables)
         self._check_variables_are_known(variables)
-        if self._reduction.passes == 1:
-            self._apply_reduced(self.reduce(grads, variables), variables)
-        else:
-            self._apply_every_few_passes(grads, variables)
+        self._apply_every_few_passes(grads, variables)
 
     def apply_and_sum(self, grads: Sequence[Any], variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """`apply`, with the `values` in the gradients' message; only where the reduction `is_plain_sum`."""
@@ -144,7 +126,7 @@ class _Distributed:
         def update() -> None:
             divisor = self._reduction.passes if self._reduction.average_passes else 1
             totals = [tf.convert_to_tensor(total) / divisor for total in sums]
-            reduced = self.reduce(totals, [v for _, v in present])
+            reduced = self.reduce(totals)
             self._apply_reduced(reduced, [v for _, v in present])
             for total in sums:
                 total.assign(tf.zeros_like(total.value))
@@ -154,19 +136,9 @@ class _Distributed:
 
         tf.cond(self._passes_done.value >= self._reduction.passes, update, lambda: None)
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any] = ()) -> list[Any]:
-        """Gradients reduced over the ranks, as `apply` applies them. Only PowerSGD needs their `variables`."""
-        reduction = self._reduction
-        if not reduction.is_low_rank:
-            return reduce_gradients(gradients, reduction)
-        if reduction.sparse_as_dense or reduction.fixed_order:
-            gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-        plain = replace(reduction, compression="none")
-        # All Q in one message: with buckets, `buckets.gate` would make backward wait for the all-reduces of P.
-        at_once = replace(plain, bucket_bytes=None)
-        all_reduces = partial(reduce_gradients, reduction=plain), partial(reduce_gradients, reduction=at_once)
-        memory = [self._memory[self._get_variable_index(v)] for v in variables]
-        return powersgd.reduce(gradients, memory, all_reduces, 1 if plain.average else plain.process_set.size())
+    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
+        """Gradients reduced over the ranks, as `apply` applies them."""
+        return reduce_gradients(gradients, self._reduction)
 
     def on_all_ranks(self, condition: Any) -> Any:
         """Whether `condition`, a boolean scalar of each rank, holds on all of them."""
@@ -191,12 +163,11 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     fixed_order: bool = False,
     bucket_bytes: int | None = None,
-    hosts: int = 1,
 ) -> OptimizerT:
     """Make a Keras 3 optimizer reduce its gradients over all ranks before it applies them.
 
     Arguments are keywords. Those up to `sparse_as_dense` have the names and meanings of Horovod's; its other arguments
-    do not exist here. `fixed_order`, `bucket_bytes` and `hosts` are this project's own.
+    do not exist here. `fixed_order` and `bucket_bytes` are this project's own.
 
     The optimizer itself is changed and returned. Its class becomes a subclass of the same name, which overrides
     `apply`. All its state stays: slots, exclusions from weight decay, schedules, moving averages, names. It saves,
@@ -216,17 +187,11 @@ def DistributedOptimizer(
         optimizer: any Keras 3 optimizer, built or not, such as `keras.optimizers.SGD(0.1)`.
         op: "average" or "sum" over ranks (or `hvd.Average`, `hvd.Sum`). "sum" is for ranks that each feed their share
             of a global mean.
-        compression: "none", "fp16" (or `hvd.Compression.none`, `hvd.Compression.fp16`), "bf16" or "powersgd:R".
+        compression: "none" or "fp16" (or `hvd.Compression.none`, `hvd.Compression.fp16`).
             fp16 sends gradients in half precision. Under "sum" each rank multiplies its share by the number of ranks
             before the cast, so that what underflows (below 6e-8) or overflows (above 65504) in the cast does not
             depend on the number of ranks. The sum is computed in half precision: over n ranks a mean above 65504 / n
             becomes infinite (128 on 512 ranks).
-            bf16 rounds each rank's gradient to bfloat16, adds in float32 in the order of the ranks, and rounds the
-            sum to bfloat16.
-            powersgd:R sends gradients as two matrices of R columns (`distributed.powersgd`), also on one rank.
-            `distributed.optimizer.memory_of(optimizer)` gives what it keeps between steps. A checkpoint that the
-            program itself writes must hold this. PowerSGD's errors differ between ranks: before one rank saves them,
-            all ranks call `distributed.collectives.average_variables` on them. After loading all need the same.
         backward_passes_per_step: each rank adds up the gradients of this many calls before they are reduced and
             applied; `iterations` counts the updates. Each rank must make the same number of calls, and each call have
             gradients of the same variables.
@@ -238,9 +203,6 @@ def DistributedOptimizer(
             same terms give the same bits on 1, 2, 4, ... ranks. Sparse gradients become dense.
         bucket_bytes: size of a message. In a graph a message leaves when backward has computed its gradients. None: all
             gradients leave in one message after backward. Sums differ by rounding only.
-        hosts: for bf16 without `fixed_order`: the number of hosts, if each has the same number of neighbouring ranks of
-            `process_set`; the same on every rank. A host's gradients are then added, and rounded to bfloat16, before
-            they leave it. So each of H hosts sends 2 (H - 1) / H of them, whatever its number of ranks.
 
     Raises:
         TypeError: where `optimizer` is no Keras 3 optimizer.
@@ -255,13 +217,10 @@ def DistributedOptimizer(
     _check_count("backward_passes_per_step", backward_passes_per_step)
     if bucket_bytes is not None:
         _check_count("bucket_bytes", bucket_bytes)
-    _check_count("hosts", hosts)
     if not hvd.is_initialized():
         raise RuntimeError("Horovod is not initialised: call hvd.init() before DistributedOptimizer")
     if getattr(process_set, "process_set_id", 0) is None:
         raise ValueError("process_set is not registered: give it to hvd.init(process_sets=[...]) on every rank")
-    if process_set.included() and process_set.size() % hosts:
-        raise ValueError(f"hosts is {hosts}, which does not divide the {process_set.size()} ranks")
     reduction = Reduction(
         average=_named(op, {"average": hvd.Average, "sum": hvd.Sum}, "op") == hvd.Average,
         compression=_compression(compression),
@@ -271,7 +230,6 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         fixed_order=fixed_order,
         bucket_bytes=bucket_bytes,
-        hosts=1 if fixed_order else hosts,
     )
     _adapt_loss_scale()
 
@@ -279,7 +237,6 @@ def DistributedOptimizer(
     put_in_front(_Distributed, inner, _reduction=reduction)
     if inner.built:
         inner._make_pass_sums()
-        inner._make_memory()
     return optimizer
 
 
@@ -317,11 +274,6 @@ def watch_gradients(optimizer: Any, watch: Callable[[Sequence[Any]], None]) -> N
     Call this before the first step; in a graph `watch` is called once, when the graph is traced.
     """
     object.__setattr__(inner_of(optimizer), "_watch", watch)
-
-
-def memory_of(optimizer: Any) -> list[powersgd.Memory]:
-    """What PowerSGD keeps between steps, in the order of the variables; empty for any other optimizer."""
-    return [memory for memory in getattr(inner_of(optimizer), "_memory", ()) if memory is not None]
 
 
 def apply_and_sum(
@@ -382,8 +334,6 @@ def reduce_gradients(gradients: Sequence[Any], reduction: Reduction) -> list[Any
 
 def pack(gradient: Any, reduction: Reduction, ranks: int) -> Any:
     """A rank's gradient in the type and scale in which it is sent. Local."""
-    if reduction.compression == "bf16":
-        return tf.cast(gradient, tf.bfloat16)
     # Horovod cannot add bfloat16.
     wide = tf.cast(gradient, tf.float32) if gradient.dtype == tf.bfloat16 else gradient
     if reduction.compression != "fp16":
@@ -393,21 +343,16 @@ def pack(gradient: Any, reduction: Reduction, ranks: int) -> Any:
 
 
 def sent_width(dtype: Any, compression: str) -> int:
-    """Bytes of one value of a gradient as `pack` sends it; PowerSGD's matrices are not considered."""
-    if compression in ("fp16", "bf16"):
+    """Bytes of one value of a gradient as `pack` sends it."""
+    if compression == "fp16":
         return 2
     dtype = tf.as_dtype(dtype)
     return 4 if dtype == tf.bfloat16 else int(dtype.size)
 
 
-def sent_bytes(like: Any, compression: str) -> tuple[int, int]:
-    """Bytes of a gradient in a step's first message, and in PowerSGD's second. `like`: its variable, or a tensor."""
-    rank = low_rank_of(compression)
-    matrix = powersgd.matrix_of(like.shape, rank) if rank else None
-    if matrix is None:
-        return math.prod(like.shape) * sent_width(like.dtype, compression), 0
-    width = 8 if tf.as_dtype(like.dtype) == tf.float64 else 4
-    return width * rank * matrix[0], width * rank * matrix[1]  # P [n, R] and Q [m, R]
+def sent_bytes(like: Any, compression: str) -> int:
+    """Bytes of a gradient as `pack` sends it. `like`: its variable, or a tensor."""
+    return math.prod(like.shape) * sent_width(like.dtype, compression)
 
 
 def unpack(total: Any, dtype: Any, reduction: Reduction, ranks: int) -> Any:
@@ -432,8 +377,8 @@ def _all_reduce(tensors: Sequence[Any], op: Any, reduction: Reduction) -> list[A
     if reduction.bucket_bytes:
         buckets.gate(messages)
     for bucket, message in zip(members, messages, strict=True):
-        if reduction.fixed_order or message.dtype == tf.bfloat16:
-            (total,) = all_reduce_in_tree([message], reduction.process_set, hosts=reduction.hosts)
+        if reduction.fixed_order:
+            (total,) = all_reduce_in_tree([message], reduction.process_set)
         else:
             total = hvd.allreduce(message, op=op, process_set=reduction.process_set)
         for i, piece in zip(bucket, buckets.pieces(total, [tensors[i] for i in bucket]), strict=True):
@@ -454,7 +399,7 @@ def _reduce_sparse(gradient: tf.IndexedSlices, reduction: Reduction) -> tf.Index
     """Gather the rows of all ranks and add up those with the same index."""
     process_set, ranks = reduction.process_set, reduction.process_set.size()
     packed = pack(_named_by_graph(gradient.values), reduction, ranks)
-    rows = from_bits(hvd.allgather(bits_of(packed), process_set=process_set), packed.dtype)
+    rows = hvd.allgather(packed, process_set=process_set)
     indices = hvd.allgather(_named_by_graph(gradient.indices), process_set=process_set)
     dtype = gradient.values.dtype
     wide = unpack(rows, tf.float32 if dtype == tf.bfloat16 else dtype, reduction, ranks)
@@ -472,8 +417,6 @@ def _with_sums_of_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def _compression(given: Any) -> str:
-    if isinstance(given, str):
-        return check_compression(given)
     named = _named(given, {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}, "compression")
     return "fp16" if named is hvd.Compression.fp16 else "none"
 

@@ -11,16 +11,13 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.config import low_rank_of
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.fixed_order import FEW_VALUES
-from hvd_cifar.distributed.optimizer import Reduction, apply_and_sum, reduction_of
+from hvd_cifar.distributed.optimizer import apply_and_sum, reduction_of
 from hvd_cifar.errors import TrainingError
 
 # Half precision rounds to 11 bits; without the average a value is off by at least 1 part in 5.
 TOLERANCE = 2e-3
-
-MOST_ROWS = 64  # of each number, so that the proof stays small
 
 
 def prove_averaging(
@@ -32,8 +29,7 @@ def prove_averaging(
     `apply_and_sum`, in a `tf.function`. One update is a single graph, like a step of one micro-batch; its message is
     long enough for the all-to-all of the fixed order. In the other update gradients are inputs of a second graph, as
     after several micro-batches, and the message is short. Ranks feed small integers, whose sums over up to 1,024 ranks
-    are exact in half precision. Each row has equal numbers, a matrix of rank 1, which PowerSGD compresses without loss.
-    Every rank checks the results of all ranks.
+    are exact in half precision. Every rank checks the results of all ranks.
 
     Args:
         wrap: turns a plain optimizer into the run's, with its reduction, its compression and its loss scale.
@@ -52,18 +48,9 @@ def prove_averaging(
     values_by_rank = 3.0 * by_rank
     for length, in_one_graph in ((FEW_VALUES + 1, True), (1, False)):
         mine = by_rank[rank] / (size if contributions == "sum" else 1)
-        weights, sums, updates, reduction = _update(
-            wrap, np.tile(mine[:, None], length), values_by_rank[rank], in_one_graph
-        )
+        weights, sums, updates = _update(wrap, np.tile(mine[:, None], length), values_by_rank[rank], in_one_graph)
         shares = by_rank * updates / (size if contributions == "sum" else 1)
-        if reduction and reduction.compression == "bf16":
-            # This rounding is coarse, and known: of each share, of each host's sum in two levels, and of the sum.
-            hosts = reduction.hosts if length > FEW_VALUES else size
-            shares = _to_bfloat16(_to_bfloat16(shares).reshape(hosts, -1, 2).sum(axis=1))
-            total = _to_bfloat16(shares.sum(axis=0))
-        else:
-            total = shares.sum(axis=0)
-        expected = -total / (1 if contributions == "sum" else size)
+        expected = -shares.sum(axis=0) / (1 if contributions == "sum" else size)
         worst = np.abs(weights - expected[:, None]).argmax(axis=1)
         _compare(
             (weights[[0, 1], worst], expected, "gradients are not averaged over the ranks"),
@@ -74,23 +61,13 @@ def prove_averaging(
     return f"gradients that differ by rank became {_show(by_rank.mean(axis=0))}, their average, on all {size} ranks"
 
 
-def _to_bfloat16(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    rounded: NDArray[np.float64] = values.astype(tf.bfloat16.as_numpy_dtype).astype(np.float64)
-    return rounded
-
-
 def _update(
     wrap: Callable[[keras.optimizers.Optimizer], Any], gradient: NDArray[Any], values: NDArray[Any], in_one_graph: bool
-) -> tuple[NDArray[Any], NDArray[Any], int, Reduction | None]:
-    """A variable [2, n] after SGD of rate 1 from 0, the sums of values [2], the number of gradients, the reduction.
-
-    Under PowerSGD each row is repeated, since only a matrix of more than R rows is compressed.
-    """
+) -> tuple[NDArray[Any], NDArray[Any], int]:
+    """A variable [2, n] after SGD of rate 1 from 0, the sums of values [2], and the number of gradients."""
     real = keras.config.floatx()
     optimizer = wrap(keras.optimizers.SGD(1.0))
     reduction = reduction_of(optimizer)
-    low_rank = low_rank_of(reduction.compression) if reduction else 0
-    gradient = np.repeat(gradient, max(1, min(low_rank, MOST_ROWS)), axis=0)
     variable = keras.Variable(np.zeros(gradient.shape), dtype=real, name="start_up_proof")
     optimizer.build([variable])
 
@@ -117,8 +94,7 @@ def _update(
     for _ in range(passes):
         sums = step(tf.constant(gradient, real), tf.constant(values, real))
     updates = passes if reduction and not reduction.average_passes else 1
-    found = np.asarray(variable.numpy(), np.float64).reshape(2, -1)
-    return found, np.concatenate(sums).astype(np.float64), updates, reduction
+    return np.asarray(variable.numpy(), np.float64), np.concatenate(sums).astype(np.float64), updates
 
 
 def _compare(*results: tuple[NDArray[Any], NDArray[Any], str]) -> None:

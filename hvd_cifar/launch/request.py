@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,7 +13,7 @@ from pathlib import Path
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.arguments import Parser
-from hvd_cifar.launch.cluster.hosts import Host, count, read_hostfile
+from hvd_cifar.launch.cluster.hosts import Host, count, is_local, read_hostfile
 from hvd_cifar.launch.elastic import Discover, Options, script
 from hvd_cifar.launch.roster import Sizes, parse_sizes
 
@@ -20,6 +23,12 @@ USAGE = (
     "[--validation-ranks K] [--dry-run] COMMAND [OPTIONS]"
 )
 ELASTIC_TIMEOUT, COOL_DOWN = 600, (10.0, 300.0)  # s
+# The options, and how each begins, since a command's parser takes -np for -n and p.
+OPTIONS = {
+    **{"-n": "-np N", "-H": "-H HOSTS"},
+    **{name: name for name in ("--hostfile", "--allreduce", "--max-restarts", "--validation-ranks", "--elastic")},
+    **{name: name for name in ("--host-discovery-script", "--elastic-timeout", "--cool-down", "--dry-run")},
+}
 PYTHON = "python"  # the command that runs a user's own program on each rank
 
 
@@ -67,10 +76,25 @@ def parse(argv: list[str]) -> Request:
         )
     _check_slots(found.ranks, found.hosts, "slot", "the hosts; lower it or add slots")
     words = found.command[1:] if found.command[:1] == ["--"] else found.command
-    command = tuple(words) or ("train",)
+    command = _of_python(tuple(words) or ("train",))
     ring = found.allreduce == "ring"
     request = Request(found.ranks, found.hosts, command, found.dry_run, ring, found.max_restarts)
     return _with_elastic(replace(request, validation_ranks=found.validation_ranks), found)
+
+
+def _of_python(command: tuple[str, ...]) -> tuple[str, ...]:
+    """The command, as `python PROGRAM ...` where it is written as such in another way. Raises UserError."""
+    word, *rest = command
+    path = Path(word)
+    if re.fullmatch(r"python3?(\.\d+)?", path.name):
+        if path.parent != Path() and not (path.exists() and path.absolute().parent == Path(sys.executable).parent):
+            raise UserError(f"{word}: ranks run in this environment's Python; write python {' '.join(rest)}")
+        command = (PYTHON, *rest)
+    elif path.suffix == ".py":
+        command = (PYTHON, word, *rest)
+    if command[0] == PYTHON and "-" in command[1:2]:
+        raise UserError("python -: ranks have no standard input; write the program to a file: python PROGRAM.py")
+    return command
 
 
 def _with_elastic(request: Request, found: argparse.Namespace) -> Request:
@@ -114,8 +138,10 @@ def with_allocation(request: Request, nodes: tuple[Host, ...]) -> Request:
     """
     if request.hosts or not nodes:
         return request
-    _check_slots(request.ranks, nodes, "task", "this Slurm job; lower it, or give sbatch or salloc --ntasks")
-    return replace(request, hosts=nodes, in_slurm=True)
+    here = f", or -H localhost:{request.ranks}" if len(nodes) == 1 and is_local(nodes[0].name) else ""
+    more = f"this Slurm job; lower it, or give sbatch or salloc --ntasks={request.ranks}{here}"
+    _check_slots(request.ranks, nodes, "task", more)
+    return replace(request, hosts=nodes, in_slurm=shutil.which("srun") is not None)
 
 
 def _check_slots(ranks: int | None, hosts: tuple[Host, ...], kind: str, where: str) -> None:

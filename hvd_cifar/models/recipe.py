@@ -47,7 +47,7 @@ def is_kernel(variable: Any) -> bool:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained. Every field has a default, and most have an option that replaces it.
+    """How a model is trained. Every field has a default; `train --set NAME=VALUE` changes those that are numbers.
 
     Attributes:
         optimizer: makes a Keras optimizer from a learning rate.
@@ -55,6 +55,9 @@ class Recipe:
         schedule: of the learning rate after the warm-up. A function gets the finished part of the training, from 0 to
             1, and returns a factor.
         batch: which batches the learning rate is for.
+        learning_rate_factor: multiplies the learning rate; None: `batch.scale_of`.
+        warmup_epochs: epochs over which the learning rate rises to its full value, from `learning_rate` if the global
+            batch scales it up, else from 0; None: 1 if it is scaled up, else 0.
         epochs: passes over the training set; the last one may be a part.
         precision: a Keras dtype policy; None: mixed_bfloat16 where every rank's processor or GPU has instructions for
             it, else float32.
@@ -77,6 +80,8 @@ class Recipe:
     learning_rate: float = 0.05
     schedule: Decay = cosine
     batch: Batch = field(default_factory=Batch)
+    learning_rate_factor: float | None = None
+    warmup_epochs: float | None = None
     epochs: float = 10
     precision: Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"] | None = "float32"
     augmentation: Any = "standard"

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from hvd_cifar.errors import Preempted, TrainingError, UserError
 from hvd_cifar.runtime import devices, environment, transport
+from hvd_cifar.runtime.endings import leave
 from hvd_cifar.runtime.failures import lost_rank
 
 
@@ -61,7 +62,6 @@ def start(
     threads: int | None = None,
     deterministic: bool = False,
     process_sets: Sequence[Any] = (),
-    computes_between: bool = False,
 ) -> World:
     """Start Horovod in this process, pin its device and size its thread pool, before any TensorFlow operation.
 
@@ -73,9 +73,6 @@ def start(
             running world's.
         deterministic: TensorFlow uses operations that give the same bits every time.
         process_sets: Horovod's process sets, registered on all ranks; see `distributed.process_sets`. First call only.
-        computes_between: whether what one collective of a step receives is computed with and goes into another one, as
-            with --compression bf16. On several hosts a CPU's pool then has one thread more for operations: a single one
-            computes the backward pass to its end first. First call only.
 
     Raises:
         UserError: where the host has GPUs but fewer than ranks; where the launcher did not number the ranks, or MPI
@@ -83,7 +80,7 @@ def start(
     """
     global _running
     if _running is None:
-        _running = _start(threads, deterministic, process_sets, computes_between), deterministic
+        _running = _start(threads, deterministic, process_sets), deterministic
         return _running[0]
     world, is_deterministic = _running
     if process_sets:
@@ -103,7 +100,7 @@ def start(
     return world
 
 
-def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any], computes_between: bool) -> World:
+def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]) -> World:
     environment.check_launcher()
     gpus = tf.config.list_physical_devices("GPU")
     environment.prepare_mpi(os.environ, on_cpu=not gpus)
@@ -134,8 +131,7 @@ def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]
         else:
             threads = threads or devices.threads_per_rank(masks, before + local_rank, devices.cpu_quota())
             tf.config.threading.set_intra_op_parallelism_threads(threads)
-            more = 1 if computes_between and local_size < hvd.size() else 0
-            tf.config.threading.set_inter_op_parallelism_threads(threads + more)
+            tf.config.threading.set_inter_op_parallelism_threads(threads)
     except RuntimeError:  # TensorFlow has initialised its devices
         raise UserError(
             "TensorFlow has computed in this process before Horovod started, and keeps its devices and threads: "
@@ -178,7 +174,6 @@ def session(
     threads: int | None = None,
     deterministic: bool = False,
     process_sets: Sequence[Any] = (),
-    computes_between: bool = False,
 ) -> Iterator[World]:
     """Start this rank as `start` does, report the loss of another rank in one line, and end when all ranks do.
 
@@ -187,13 +182,17 @@ def session(
     Raises:
         TrainingError: where another rank ended, so that this one cannot continue. All other errors pass unchanged.
     """
-    world = start(threads, deterministic, process_sets, computes_between)
+    world = start(threads, deterministic, process_sets)
     stopped: Preempted | None = None
     try:
         try:
             yield world
         except Preempted as asked:  # on every rank
             stopped = asked
+        except SystemExit as left:
+            if world.size == 1:
+                raise
+            leave(world.rank, left)
         # A rank whose process ends shuts Horovod down for all: every rank waits here for the last one.
         if world.size > 1:
             hvd.allreduce(tf.zeros(1), op=hvd.Sum)

@@ -22,7 +22,6 @@ from hvd_cifar.data.pipeline import MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler, Sharding, spread
 from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm, prove_averaging
 from hvd_cifar.distributed.batch_norm import local_layers, synchronised_layers
-from hvd_cifar.distributed.fixed_order import hosts_alike
 from hvd_cifar.distributed.optimizer import reduction_of, set_bucket_bytes, watch_gradients
 from hvd_cifar.errors import UserError, cause_of
 from hvd_cifar.kernels import compiled
@@ -30,7 +29,6 @@ from hvd_cifar.models import Model, Net
 from hvd_cifar.models.portable import finish_all
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
-from hvd_cifar.optim.muon import Muon
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.reporting.metrics import Reporter
@@ -55,6 +53,7 @@ from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.forecast import Forecast
 from hvd_cifar.training.plan import (
     Plan,
+    changed,
     global_batch,
     make_schedule,
     plan,
@@ -75,11 +74,8 @@ from hvd_cifar.training.stragglers import Stragglers
 from hvd_cifar.training.summaries import Summaries
 from hvd_cifar.training.trainer import OfUser, Trainer
 from hvd_cifar.training.validation import Beside, Best
-from hvd_cifar.training.verify import Verifier
 
 ADAPTING_PIXELS = 5000 * 32 * 32  # of the images that layers learn from before training; 5,000 as in Jordan 2024
-EMBEDDED_EXAMPLES = 1000  # to evaluate of the embedded set, whose accuracy says nothing about CIFAR-10
-
 NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"
 
 
@@ -94,7 +90,6 @@ class Work:
         transforms: from the data set's images to what the net sees.
         plan: the batch arithmetic.
         sharding: which micro-batches of each global batch are this rank's.
-        local_ranks: of all ranks in their order, where the way of the gradients depends on them; else empty.
     """
 
     settings: TrainSettings
@@ -103,13 +98,12 @@ class Work:
     transforms: Transforms
     plan: Plan
     sharding: Sharding
-    local_ranks: tuple[int, ...] = ()
 
     @property
     def image_sizes(self) -> tuple[int, ...]:
-        """Heights of images to train on, in turn; none exceeds that of the data set."""
+        """Heights of images to train on, in turn."""
         height = self.transforms.shape[0]
-        return tuple(min(side, height) for side in self.settings.image_sizes or (height,))
+        return tuple(max(1, round(scale * height)) for scale in self.recipe.image_scales or (1.0,))
 
     @property
     def sizes(self) -> ImageSizes:
@@ -152,7 +146,7 @@ def prepare(
     model = collectives.host_by_host(lambda: models.with_recipe(model, shape, classes))
     assert model.recipe is not None, "it was asked for"
     batch = trained_with or global_batch(settings, model.recipe.batch, world.batch_ranks or world.size)
-    recipe = model.recipe.for_batch(batch)
+    recipe = changed(model.recipe.for_batch(batch), settings)
     model = replace(model, recipe=recipe)
     if learnt is not None:
         dataset = run_dir.as_learnt(dataset, learnt, any_size=not isinstance(recipe.augmentation, str))
@@ -162,14 +156,10 @@ def prepare(
         )
     if own is None and settings.dataset == "auto" and dataset.name == synthetic.LAYOUT.name:
         recipe = replace(recipe, epochs=min(recipe.epochs, recipe.embedded_epochs))
-        settings = settings.model_copy(update={"eval_examples": settings.eval_examples or EMBEDDED_EXAMPLES})
     resolved = for_machines(resolve(settings, recipe), world)
     if trained_with:  # an evaluation makes no steps: ranks may outnumber the training examples
         return work_of(resolved, dataset, model, 0, 1)
-    work = work_of(resolved, dataset, model, world.rank, world.size, world.batch_ranks)
-    if resolved.compression != "bf16":
-        return work
-    return replace(work, local_ranks=tuple(collectives.all_gather_object(world.local_rank)))
+    return work_of(resolved, dataset, model, world.rank, world.size, world.batch_ranks)
 
 
 def work_of(
@@ -182,10 +172,6 @@ def work_of(
     """
     assert model.recipe is not None, "it was asked for"
     transforms = transforms_of(settings, model.recipe, dataset)
-    if settings.image_sizes is None:
-        height = transforms.shape[0]
-        sizes = tuple(max(1, round(scale * height)) for scale in model.recipe.image_scales)
-        settings = settings.model_copy(update={"image_sizes": sizes})
     batch_plan = plan(settings, model.recipe, len(dataset.train), size, batch_ranks)
     sharding = Sharding(rank, size, settings.gradient_accumulation, settings.virtual_shards)
     return Work(settings, dataset, model, transforms, batch_plan, sharding)
@@ -213,7 +199,7 @@ def transforms_of(settings: TrainSettings, recipe: Recipe, dataset: Dataset) -> 
     if not isinstance(transforms, Transforms):
         kind = type(transforms).__name__
         raise UserError(f"--model {settings.model}: augmentation of its recipe is a {kind}; give a name or Transforms")
-    return augment.undistorted(transforms) if settings.augmentation == "none" else transforms
+    return augment.undistorted(transforms) if settings.set.augmentation == "none" else transforms
 
 
 @dataclass(frozen=True)
@@ -242,8 +228,8 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     """
     settings = collectives.on_root(lambda: run_dir.continue_run(settings))
     work = prepare(settings, world, given)
-    if work.settings.deterministic or work.settings.compression == "bf16":
-        world = replace(world, algorithm=algorithm_in_order(work))
+    if work.settings.deterministic:
+        world = replace(world, algorithm="all-to-all and all-gather")
     profile.check_steps(work.settings.profile_steps, work.plan.total_steps)
     kernels = _agree_on_kernels(world, work.settings)
     schedule = make_schedule(work.settings, work.recipe, work.plan)
@@ -267,6 +253,7 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
         "learning_rate_schedule": collectives.on_every_rank(lambda: schedule.exact),
         "convolutions": kernels,
     }
+    facts |= run_dir.numbers_of(work.settings, work.recipe)
     course = run_dir.course_of(work.settings, facts)
     folder, newest = collectives.on_root(lambda: run_dir.claim(work.settings, course))
     begin = _restore(work, world, learner, folder, newest)
@@ -299,14 +286,13 @@ def assemble(settings: TrainSettings, world: World, given: OfUser, watch: Watch 
     progress.watch.run_dir = folder
     results: dict[str, Any] = {}
     model, name = learner.net.model, work.dataset.name
-    run = Run(work.settings, world, work.plan, schedule, model, name, folder, progress, results)
+    run = Run(work.settings, world, work.plan, work.recipe, schedule, model, name, folder, progress, results)
     times = StepTimes()
     progress.watch.waits_in_step = times.is_waiting
-    verifier = _verifier(work, world, learner, progress, reporter)
     record = None if work.settings.summary_every == 0 else Record(model)
     if record:
         watch_gradients(learner.optimizer, record.keep_gradients)
-    step = _step_of(work, learner, schedule, Probes(times, record, verifier), from_root)
+    step = _step_of(work, learner, schedule, Probes(times, record), from_root)
     trainer = Trainer(run, progress, step, lambda first: times.each(_batches(work, world, first)), reporter, work.sizes)
     summaries = Summaries(progress, record, work.dataset, reporter)
     stragglers = Stragglers(progress, times, reporter)
@@ -371,8 +357,9 @@ def make_learner(work: Work, learning_rate: float) -> Learner:
             )
     weights = net.model.trainable_variables
     optimizer = make_optimizer(work, net, learning_rate)
-    averages = MovingAverage(weights, settings.ema_decay) if settings.ema_decay else None
-    lookahead = Lookahead(weights, work.plan.all_steps) if settings.lookahead else None
+    recipe = work.recipe
+    averages = MovingAverage(weights, recipe.ema_decay) if recipe.ema_decay else None
+    lookahead = Lookahead(weights, work.plan.all_steps) if recipe.lookahead else None
     origin = (settings.seed, work.plan.global_batch_size, work.plan.examples)
     return Learner(net, optimizer, averages, lookahead, State(net, optimizer, averages, origin, lookahead))
 
@@ -404,23 +391,23 @@ def make_net(work: Work) -> Net:
 
 
 def _refuse_sizes(work: Work, net: Net) -> None:
-    """UserError where the net cannot take images of all --image-sizes, or there are no six views of an image."""
+    """UserError where the net cannot take images of all sizes, or there are no six views of an image."""
     height, width, channels = work.transforms.shape
-    if work.settings.test_time_augmentation and min(height, width) < 2:
+    if work.recipe.test_time_augmentation and min(height, width) < 2:
         raise UserError(
-            f"--test-time-augmentation: images of {height} x {width} pixels have no views; "
-            "give --no-test-time-augmentation"
+            f"test_time_augmentation: images of {height} x {width} pixels have no views; "
+            "give --set test_time_augmentation=false"
         )
     sizes = sorted({side for side in work.image_sizes if side != height})
     if sizes and (getattr(net.model, "input_shape", None) or (None, None))[1] is not None:
-        raise UserError("--image-sizes: this net takes images of one size; leave it out, or give another --model")
+        raise UserError("image_scales: this net takes images of one size; give --set image_scales=1")
     for side in sizes:
         try:
             net.model(keras.Input((side, scaled_width(side, height, width), channels)))
         except Exception as failure:
             raise UserError(
-                f"--image-sizes {side}: the net {work.model.name} cannot take such images ({cause_of(failure)}); give "
-                f"larger ones, or {height}"
+                f"image_scales: the net {work.model.name} cannot take images of {side} pixels ({cause_of(failure)}); "
+                "give larger scales, or --set image_scales=1"
             ) from failure
 
 
@@ -434,9 +421,7 @@ def _refuse_layers(settings: TrainSettings, net: Net) -> None:
         ("virtual_shards", synchronised, f"{over_all}, and each virtual shard has its own", local),
         ("virtual_shards", drawing, "it draws random numbers, which depend on the number of ranks", "take it out"),
         ("virtual_shards", spectral, "each forward pass changes its weights", "take it out"),
-        ("verify_every", spectral, "each forward pass changes its weights", "take it out"),
         ("sync_batch_norm", renormalised, "renorm=True cannot be synchronised", "set renorm=False"),
-        ("verify_every", synchronised, f"{over_all}, and no rank computes a share alone", local),
     ):
         if layers and getattr(settings, option):
             name = f"{layers[0].name} ({type(layers[0]).__name__})"
@@ -450,17 +435,6 @@ def _refuse_layers(settings: TrainSettings, net: Net) -> None:
             )
 
 
-def hosts_in_levels(work: Work, ranks: int) -> int:
-    """The number of hosts whose first `ranks` ranks add bfloat16 on each host first; 1: in one level."""
-    return 1 if work.settings.deterministic else hosts_alike(work.local_ranks[:ranks])
-
-
-def algorithm_in_order(work: Work) -> str:
-    """The all-reduce of `distributed.fixed_order` in words."""
-    hosts = hosts_in_levels(work, len(work.local_ranks))
-    return f"all-to-all and all-gather{' in two levels' if 1 < hosts < len(work.local_ranks) else ''}"
-
-
 def distribute(work: Work, optimizer: keras.optimizers.Optimizer, process_set: Any = collectives.ALL_RANKS) -> Any:
     """The optimizer, which sums gradients over the ranks with the compression and order of the settings."""
     settings = work.settings
@@ -471,7 +445,6 @@ def distribute(work: Work, optimizer: keras.optimizers.Optimizer, process_set: A
         compression=settings.compression,
         process_set=process_set,
         fixed_order=bool(settings.deterministic),
-        hosts=hosts_in_levels(work, process_set.size()) if process_set.included() else 1,
     )
     return keras.optimizers.LossScaleOptimizer(distributed) if settings.precision == "mixed_float16" else distributed
 
@@ -488,17 +461,12 @@ def make_optimizer(work: Work, net: Net, learning_rate: float, process_set: Any 
     """The recipe's optimizer, distributed over a process set and built for the net's variables.
 
     Raises:
-        UserError: where the recipe's function fails, or its optimizer and the compression exclude each other.
+        UserError: where the recipe's function fails.
     """
     learning_rate = learning_rate or work.settings.learning_rate or 0.0  # a warm-up may begin at 0, which would fit any
     with user_code.errors_of(f"--model {work.model.name}: optimizer({learning_rate:g}) of its recipe"):
         plain = work.recipe.optimizer(learning_rate)
         _refuse_optimizer(plain, learning_rate, work.settings.clip_norm)
-    if (rank := config.low_rank_of(work.settings.compression)) and isinstance(plain, Muon | keras.optimizers.Muon):
-        raise UserError(
-            f"--compression powersgd:{rank}: {work.model.name} trains this batch with Muon, which makes all singular "
-            f"values of a gradient alike, and {rank} are left of them; give bf16"
-        )
     if work.settings.clip_norm is not None:
         plain.global_clipnorm = work.settings.clip_norm
     optimizer = distribute(work, plain, process_set)
@@ -531,21 +499,13 @@ def step_spec(work: Work, side: int | None = None) -> StepSpec:
     settings = work.settings
     return StepSpec(
         image_shape=work.transforms.shape,
-        weight_decay=settings.weight_decay or 0.0,
-        label_smoothing=settings.label_smoothing or 0.0,
+        weight_decay=work.recipe.weight_decay,
+        label_smoothing=work.recipe.label_smoothing,
         micro_batches=work.sharding.micro_batches,
         virtual_shards=settings.virtual_shards,
         side=side,
         skips=settings.on_nan == "skip",
     )
-
-
-def _verifier(work: Work, world: World, learner: Learner, progress: Progress, reporter: Reporter) -> Verifier | None:
-    every, model = work.settings.verify_every, learner.net.model
-    if not every:
-        return None
-    changing = {id(v): v for v in (*model.non_trainable_variables, *collectives.random_states(model))}
-    return Verifier(world, list(changing.values()), every, progress, reporter)
 
 
 def _step_of(work: Work, learner: Learner, schedule: Schedule, probes: Probes, from_root: Sequence[Any]) -> TrainStep:
@@ -582,9 +542,7 @@ def _callbacks_of(
     run, progress, reporter, tell = trainer.run, trainer.progress, trainer.reporter, trainer.tell
     settings, checkpoints, copy = work.settings, begin.checkpoints, begin.copy
     parts = {
-        part: make_evaluator(
-            learner.net.model, work.dataset, work.transforms, run.world, None, settings.eval_examples, part
-        )
+        part: make_evaluator(learner.net.model, work.dataset, work.transforms, run.world, None, part)
         for part in ("test", "validation")
         if getattr(work.dataset, part)
     }
@@ -617,9 +575,8 @@ def _callbacks_of(
 
 
 def own_variables(work: Work, learner: Learner) -> list[Any]:
-    """Variables that differ between ranks: PowerSGD's errors, and moving statistics unless steps average them."""
-    statistics = [] if work.settings.virtual_shards else local_statistics(learner.net.model)
-    return [*statistics, *learner.state.errors]
+    """Variables that differ between ranks: moving statistics, unless steps average them."""
+    return [] if work.settings.virtual_shards else local_statistics(learner.net.model)
 
 
 def _callback(spec: str) -> Any:

@@ -167,10 +167,9 @@ class Logger(Callback):
 
 
 class MovingStatistics:
-    """The variables that differ between ranks: batch norm's moving statistics, and PowerSGD's errors.
+    """The variables that differ between ranks: batch norm's moving statistics.
 
-    Ranks average them before an evaluation or a checkpoint, which needs the same values on all ranks. Averaging the
-    errors changes no later step, since only their mean enters the gradients.
+    Ranks average them before an evaluation or a checkpoint, which needs the same values on all ranks.
     """
 
     def __init__(self, variables: Sequence[keras.Variable], averaged_step: int) -> None:
@@ -216,24 +215,16 @@ class ReplicaCheck(Callback):
             everything: compare also the variables of `MovingStatistics`, which the ranks have just averaged.
 
         Raises:
-            TrainingError: on every rank, where they differ under --on-divergence stop.
+            TrainingError: on every rank, where they differ.
         """
         self.progress.check_losses()
         with self.progress.clock.paused():
             began = time.perf_counter()
             variables = self.state.replicated([] if everything else self.statistics.variables)
             found = find_divergence(variables)
-            if found is not None and run.settings.on_divergence == "stop":
-                raise TrainingError(
-                    f"{OUT_OF_SYNC} after step {run.step}: {found}; {self.progress.kept}; {self._advice(found)}"
-                    "--on-divergence rebroadcast would go on with rank 0's values"
-                )
             if found is not None:
-                collectives.broadcast_variables(variables)
-                self.state.repaired.assign_add(1)
-                self.reporter.warn(
-                    f"RANKS WERE OUT OF SYNC after step {run.step}: {found}; all go on with rank 0's values", run.step
-                )
+                advice = self._advice(found)
+                raise TrainingError(f"{OUT_OF_SYNC} after step {run.step}: {found}; {self.progress.kept}{advice}")
             self.checked_step = run.step
             self.state.check_seconds.assign_add(time.perf_counter() - began)
 
@@ -243,7 +234,7 @@ class ReplicaCheck(Callback):
         states = {v.path for v in self.state.net.model.non_trainable_variables if id(v) not in local}
         if found.variable not in states:
             return ""
-        return "if its layer changes it by a rank's own examples, name it moving_mean; "
+        return "; if its layer changes it by a rank's own examples, name it moving_mean"
 
 
 class Evaluator(Callback):
@@ -307,7 +298,7 @@ class Evaluator(Callback):
 
     def final(self, run: Run) -> Evaluation:
         """The evaluation on the test set at the last step."""
-        six_views = bool(run.settings.test_time_augmentation)
+        six_views = run.recipe.test_time_augmentation
         if self._is_newest(run, "test") and self.newest["test"].views == (6 if six_views else 1):
             return self.newest["test"]
         return self.run_now(run, "test", six_views)
@@ -520,7 +511,6 @@ class Summariser(Callback):
             "images_per_second": self.logger.images_per_second or last.get("images_per_second"),
             "training_seconds": round(seconds, 3),
             "replicas_identical": self.replicas.checked_step == run.step and len(set(digests)) == 1,
-            "divergences_repaired": int(state.repaired.numpy()),
             "skipped_steps": int(state.skipped.numpy()),
             "rollbacks": int(state.rollbacks.numpy()),
             "learning_rate_factor": float(state.rate_factor.numpy()),

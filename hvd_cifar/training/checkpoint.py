@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.distributed.collectives import random_states
-from hvd_cifar.distributed.optimizer import memory_of
 from hvd_cifar.errors import DIVERGED, Diverged, UserError, reason_of
 from hvd_cifar.files import read_json
 from hvd_cifar.models import Net
@@ -23,7 +22,7 @@ KEPT = 5
 
 
 class State:
-    """The state of a run at a step: weights, optimizer slots, moving averages, random generators, PowerSGD's memory.
+    """The state of a run at a step: weights, optimizer slots, moving averages, random generators.
 
     Order and augmentation are pure functions of the seed and the step, so the step is also the position in the data.
     `origin` holds the other numbers that this position depends on: seed, global batch, examples of the training set.
@@ -47,7 +46,6 @@ class State:
         self.seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="seconds")  # of training
         # Part of these, for comparisons of replicas.
         self.check_seconds = keras.Variable(0.0, dtype="float64", trainable=False, name="check_seconds")
-        self.repaired = keras.Variable(0, dtype="int64", trainable=False, name="repaired")  # divergences
         self.skipped = keras.Variable(0, dtype="int64", trainable=False, name="skipped")  # steps
         self.rollbacks = keras.Variable(0, dtype="int64", trainable=False, name="rollbacks")
         # Multiplies the schedule's learning rate, after rollbacks.
@@ -58,18 +56,8 @@ class State:
         """All variables, in the same order on every rank, for broadcast and comparison."""
         slots = self.optimizer.variables if self.optimizer else []
         averages = [v for kept in (self.averages, self.lookahead) if kept for v in kept.variables]
-        counters = [self.step, self.origin, self.repaired, self.skipped, self.rollbacks, self.rate_factor, *self.clocks]
-        return [*self.net.model.variables, *slots, *self.compression, *averages, *counters]
-
-    @property
-    def compression(self) -> list[Any]:
-        """PowerSGD's memory."""
-        return [*(memory.right for memory in memory_of(self.optimizer)), *self.errors]
-
-    @property
-    def errors(self) -> list[Any]:
-        """PowerSGD's errors, which differ between ranks; ranks average them before they are saved."""
-        return [memory.error for memory in memory_of(self.optimizer)]
+        counters = [self.step, self.origin, self.skipped, self.rollbacks, self.rate_factor, *self.clocks]
+        return [*self.net.model.variables, *slots, *averages, *counters]
 
     @property
     def clocks(self) -> list[Any]:
@@ -87,12 +75,10 @@ class State:
         parts: dict[str, Any] = {"model": self.net.model, "step": self.step.value, "seconds": self.seconds.value}
         if self.optimizer:
             parts["optimizer"] = self.optimizer
-            for name in ("origin", "repaired", "skipped", "rollbacks", "rate_factor", "check_seconds"):
+            for name in ("origin", "skipped", "rollbacks", "rate_factor", "check_seconds"):
                 parts[name] = getattr(self, name).value
             if states := random_states(self.net.model):  # Keras does not make them part of the model's checkpoint
                 parts["random"] = tf.train.Checkpoint(variables=[v.value for v in states])
-        if self.compression:
-            parts["compression"] = tf.train.Checkpoint(variables=[v.value for v in self.compression])
         if self.averages:
             parts["averages"] = tf.train.Checkpoint(variables=[v.value for v in self.averages.variables])
         if self.lookahead:

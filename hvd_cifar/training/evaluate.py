@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.pipeline import evaluation_batches
-from hvd_cifar.data.sampler import spread
 from hvd_cifar.distributed import collectives
 from hvd_cifar.runtime.world import World
 from hvd_cifar.training.confusion import MOST_CLASSES, Confusion, Tally
@@ -63,10 +62,9 @@ def make_evaluator(
     transforms: Transforms,
     world: World,
     batch_size: int | None = None,
-    count: int | None = None,
     part: str = "test",
 ) -> Callable[[bool], Evaluation]:
-    """A function (six_views) that evaluates the model on `count` examples of a part, evenly spaced. It is a collective.
+    """A function (six_views) that evaluates the model on a part of the data set. It is a collective.
 
     A rank evaluates `batch_size` examples at a time, by default `examples_at_once`. With `six_views` it sees an image
     and its mirror image first, and the other four views only of an image whose two largest logits then differ by less
@@ -76,7 +74,7 @@ def make_evaluator(
     Batch norm's moving statistics must be the same on all ranks: see `callbacks.MovingStatistics`.
     """
     examples = getattr(dataset, part)
-    chosen = spread(len(examples) if count is None else count, len(examples))
+    chosen = np.arange(len(examples))
     batch_size = batch_size or examples_at_once(dataset.image_shape, transforms.shape)
     batches = evaluation_batches(
         examples, transforms, batch_size=batch_size, rank=world.rank, size=world.size, chosen=chosen

@@ -41,7 +41,7 @@ class RestoredNet:
         self.work = prepare(one, world, given, trained.global_batch_size or 0, learnt)
         self.world = world
         self.net = collectives.on_every_rank(lambda: make_net(self.work))
-        self.state = state_of(self.net, self.work.settings)
+        self.state = state_of(self.net, self.work.recipe)
 
     def read(self, path: Path) -> None:
         """Load the weights of a checkpoint, or their moving averages where the run keeps them. A collective.
@@ -55,10 +55,10 @@ class RestoredNet:
         if self.state.averages:
             self.state.averages.swap()
 
-    def evaluator(self, part: str, batch_size: int | None, count: int | None) -> Callable[[bool], Evaluation]:
+    def evaluator(self, part: str, batch_size: int | None = None) -> Callable[[bool], Evaluation]:
         """An evaluator of this net; see `make_evaluator`."""
         work = self.work
-        return make_evaluator(self.net.model, work.dataset, work.transforms, self.world, batch_size, count, part)
+        return make_evaluator(self.net.model, work.dataset, work.transforms, self.world, batch_size, part)
 
 
 def _learnt(run_dir: Path) -> Dataset | None:
@@ -81,8 +81,8 @@ def evaluate_run(settings: EvaluateSettings, given: OfUser | None = None) -> dic
         net.read(path)
         work, state = net.work, net.state
 
-        many = bool(work.settings.test_time_augmentation)
-        found = net.evaluator("test", settings.batch_size, settings.eval_examples)(many)
+        many = work.recipe.test_time_augmentation
+        found = net.evaluator("test", settings.batch_size)(many)
         if not math.isfinite(found.loss):
             raise TrainingError(f"test loss = {found.loss}: the run had diverged at {path}; give another --checkpoint")
         result: dict[str, Any] = {

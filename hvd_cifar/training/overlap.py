@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.config import TrainSettings, low_rank_of
+from hvd_cifar.config import TrainSettings
 from hvd_cifar.distributed import buckets, collectives
 from hvd_cifar.distributed.optimizer import (
     Reduction,
@@ -60,10 +60,9 @@ def set_buckets(
             return [f"overlap: {buckets_of}; with {option} all are ready at once, and this saves no time"]
         none = f"overlap: none; with {option} all gradients are ready at once, and --bucket-bytes has no effect"
         return [none] if settings.bucket_bytes else []
-    # On one host the cores that compute also move the bytes, and PowerSGD sends few: overlap saves nothing.
+    # On one host the cores that compute also move the bytes: overlap saves nothing.
     on_one_host = world.local_size == world.size and "GPU" not in world.device
-    hides_nothing = on_one_host or low_rank_of(settings.compression) > 0
-    if settings.overlap == "auto" and hides_nothing and settings.bucket_bytes is None:
+    if settings.overlap == "auto" and on_one_host and settings.bucket_bytes is None:
         return []
     traced = _trace(net, optimizer, spec)
     if len(set(collectives.all_gather_object(tuple(traced.order)))) > 1:
@@ -87,7 +86,6 @@ def _makes_all_ready_at_once(settings: TrainSettings) -> str:
     for option, given in (
         ("--gradient-accumulation", settings.gradient_accumulation > 1),
         ("--virtual-shards", settings.virtual_shards),
-        ("--verify-every", settings.verify_every),
         ("--precision mixed_float16", settings.precision == "mixed_float16"),  # the loss scale looks at all of them
     ):
         if given:
@@ -146,7 +144,7 @@ def _trace(net: Net, optimizer: Any, spec: StepSpec) -> Traced:
         share = share_of(image, label, weight, count, [tf.identity(s.value) for s in statistics_of])
         order[:] = buckets.order([*share.gradients, share.loss])
         in_order = [share.loss, *(share.gradients[i] for i in order if i < len(share.gradients))]
-        sizes[:] = [sent_bytes(tensor, compression)[0] for tensor in in_order[1:]]
+        sizes[:] = [sent_bytes(tensor, compression) for tensor in in_order[1:]]
         for tensor in in_order:
             # A GPU's operation counts as done when it is queued, so the timestamp waits for a copy on the host.
             with tf.device("/CPU:0"):

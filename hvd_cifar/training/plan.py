@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import keras
 
 from hvd_cifar import config
-from hvd_cifar.config import DEFAULT_PER_RANK_BATCH_SIZE, Precision, TrainSettings
+from hvd_cifar.config import DEFAULT_PER_RANK_BATCH_SIZE, Precision, RecipeChanges, TrainSettings
 from hvd_cifar.data import sampler
 from hvd_cifar.errors import UserError
 from hvd_cifar.models.recipe import Batch, Recipe
@@ -56,8 +58,21 @@ def is_deterministic(settings: TrainSettings) -> bool:
     return bool(settings.deterministic or settings.virtual_shards)
 
 
+def changed(recipe: Recipe, settings: TrainSettings) -> Recipe:
+    """The recipe with the changes of --set.
+
+    Raises:
+        UserError: where a number of a user's recipe is not possible.
+    """
+    own = {name: getattr(recipe, name) for name in RecipeChanges.model_fields if name != "augmentation"}
+    with _of_recipe(settings):
+        config.make(RecipeChanges, own)
+    # `assemble.transforms_of` heeds "augmentation": it means the recipe's transforms without their random part.
+    return replace(recipe, **{name: value for name, value in settings.set.given.items() if name != "augmentation"})
+
+
 def resolve(settings: TrainSettings, recipe: Recipe) -> TrainSettings:
-    """Settings with the recipe's values instead of None, except values that depend on ranks, images or machines.
+    """Settings with the recipe's values instead of None, except values that depend on ranks or machines.
 
     Raises:
         UserError: where an option could not have the recipe's value.
@@ -65,23 +80,22 @@ def resolve(settings: TrainSettings, recipe: Recipe) -> TrainSettings:
     defaults = {
         "epochs": recipe.epochs,
         "learning_rate": recipe.learning_rate,
-        "weight_decay": recipe.weight_decay,
-        "ema_decay": recipe.ema_decay,
-        "label_smoothing": recipe.label_smoothing,
-        "lookahead": recipe.lookahead,
-        "test_time_augmentation": recipe.test_time_augmentation,
         "precision": recipe.precision,
         "threads_per_rank": threads_of(settings),
     }
     missing = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
-    # Checked as options are: config.json could not be read again otherwise. `plan` checks the warm-up.
-    values = settings.model_dump() | missing | {"warmup_epochs": None}
+    # Checked as options are: config.json could not be read again otherwise.
+    with _of_recipe(settings):
+        made = config.make(TrainSettings, settings.model_dump() | missing)
+    return made.model_copy(update={"deterministic": is_deterministic(settings)})
+
+
+@contextmanager
+def _of_recipe(settings: TrainSettings) -> Iterator[None]:
     try:
-        made = config.make(TrainSettings, values)
+        yield
     except UserError as error:
         raise UserError(f"--model {settings.model}: its recipe: {error}") from None
-    own = {"warmup_epochs": settings.warmup_epochs, "deterministic": is_deterministic(settings)}
-    return made.model_copy(update=own)
 
 
 def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int, batch_ranks: int | None = None) -> Plan:
@@ -98,7 +112,7 @@ def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int, batc
             or the warm-up is longer than the run.
     """
     try:
-        config.check_warmup(settings)  # again, since the epochs may be the recipe's
+        config.check_warmup(recipe.warmup_epochs, settings.epochs)  # again, since they may be the recipe's
     except ValueError as failure:
         raise UserError(str(failure)) from None
     whole = global_batch(settings, recipe.batch, batch_ranks or size)
@@ -108,8 +122,8 @@ def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int, batc
     steps = sampler.steps_per_epoch(examples, whole)
     assert settings.epochs is not None, "settings are resolved"
     total = max(1, round(steps * settings.epochs))
-    factor = settings.learning_rate_factor or recipe.batch.scale_of(whole)
-    warmup_epochs = settings.warmup_epochs if settings.warmup_epochs is not None else float(factor > 1)
+    factor = recipe.learning_rate_factor or recipe.batch.scale_of(whole)
+    warmup_epochs = recipe.warmup_epochs if recipe.warmup_epochs is not None else float(factor > 1)
     return Plan(
         examples=examples,
         global_batch_size=whole,

@@ -16,6 +16,7 @@ from hvd_cifar.config import TrainSettings
 from hvd_cifar.data import sampler
 from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.errors import DIVERGED, Diverged
+from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.runtime.watch import Watch
 from hvd_cifar.runtime.world import World
@@ -206,7 +207,8 @@ class Run:
     """What callbacks see of a run, on every rank; read-only.
 
     Attributes:
-        settings: every option, with the recipe's values where the user gave none.
+        settings: every option, with values where the user gave none.
+        recipe: the model's, with the changes of --set.
         world: this rank and the others: rank, size, host, device.
         plan: the batch arithmetic.
         schedule: learning rate by step.
@@ -218,6 +220,7 @@ class Run:
     settings: TrainSettings
     world: World
     plan: Plan
+    recipe: Recipe
     schedule: Schedule
     model: keras.Model
     dataset: str

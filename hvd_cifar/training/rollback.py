@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from hvd_cifar.config import DEFAULT_MAX_ROLLBACKS, DEFAULT_ROLLBACK_FACTOR
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import DIVERGED, Diverged
 from hvd_cifar.training import random_layers
 from hvd_cifar.training.callbacks import MovingStatistics
 from hvd_cifar.training.checkpoint import Checkpoints, State
 from hvd_cifar.training.trainer import Trainer
+
+RATE_FACTOR = 0.5  # multiplies the learning rate at each rollback
+MOST_ROLLBACKS = 3
 
 
 class Rollback:
@@ -27,12 +29,12 @@ class Rollback:
         """Go back. A collective: all ranks have the same failure.
 
         Raises:
-            Diverged: where there is no checkpoint, or --max-rollbacks is exceeded.
+            Diverged: where there is no checkpoint, or the run has gone back `MOST_ROLLBACKS` times.
         """
         run, progress, reporter = self.trainer.run, self.trainer.progress, self.trainer.reporter
-        most = run.settings.max_rollbacks or DEFAULT_MAX_ROLLBACKS
+        most = MOST_ROLLBACKS
         if progress.rollbacks >= most:
-            raise Diverged(f"{failure}; the run went back {most} times before (--max-rollbacks)") from failure
+            raise Diverged(f"{failure}; the run went back {most} times before") from failure
         from_step, checkpoints = run.step, self.checkpoints
         with progress.aside("restart"):
             path = collectives.on_root(lambda: checkpoints.go_back(failure.weights_step) if checkpoints else None)
@@ -40,7 +42,7 @@ class Rollback:
                 raise failure
             collectives.broadcast_variables(self.state.variables)
             random_layers.separate(run.model, run.world.rank)
-            progress.go_back(int(self.state.step.numpy()), run.settings.rollback_factor or DEFAULT_ROLLBACK_FACTOR)
+            progress.go_back(int(self.state.step.numpy()), RATE_FACTOR)
             self.statistics.averaged_step = run.step
             collectives.on_root(lambda: reporter.go_back(run.step, run.settings.record_examples))
         # Without DIVERGED, at which the launcher would not restart the run.

@@ -27,8 +27,7 @@ def train(settings: TrainSettings, given: OfUser | None = None) -> dict[str, Any
     """
     watch = Watch(settings.stall_seconds)
     try:
-        between = settings.compression == "bf16"
-        with session(threads_of(settings), is_deterministic(settings), computes_between=between) as world:
+        with session(threads_of(settings), is_deterministic(settings)) as world:
             _introduce(watch, world)
             try:
                 summary = assemble(settings, world, given or OfUser(), watch).train()

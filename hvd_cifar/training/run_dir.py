@@ -16,6 +16,7 @@ from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.dataset import Dataset, Examples
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import read_json
+from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime import environment
 from hvd_cifar.training import checkpoint, checkpoint_files
@@ -31,12 +32,6 @@ COURSE = (
     "precision",
     "seed",
     "hold_out",
-    "augmentation",
-    "weight_decay",
-    "ema_decay",
-    "label_smoothing",
-    "lookahead",
-    "image_sizes",
     "clip_norm",
     "compression",
     "sync_batch_norm",
@@ -45,12 +40,22 @@ COURSE = (
 )
 
 
+# Numbers of the recipe that determine a run's results.
+RECIPE = ("weight_decay", "ema_decay", "label_smoothing", "lookahead", "image_scales")
+
+
+def numbers_of(settings: TrainSettings, recipe: Recipe) -> dict[str, Any]:
+    """The recipe's numbers that must be the same for a run to resume, as config.json records them."""
+    numbers = {name: getattr(recipe, name) for name in RECIPE}
+    return {**numbers, "image_scales": list(recipe.image_scales), "augmentation": settings.set.augmentation or "recipe"}
+
+
 def course_of(settings: TrainSettings, facts: dict[str, Any]) -> dict[str, Any]:
     """What must be the same for a run to resume: settings by name, and the `facts` derived from settings."""
     names = list(COURSE)
     if settings.sync_batch_norm:
         names.append("gradient_accumulation")  # batch norm's statistics are over its micro-batches
-    if settings.lookahead or settings.image_sizes:
+    if facts["lookahead"] or facts["image_scales"]:
         names.append("epochs")  # look-ahead's decay and the image sizes follow the steps of all epochs
     if settings.virtual_shards:
         names.append("threads_per_rank")  # the last bits depend on threads and convolution kernels
@@ -64,7 +69,7 @@ def continue_run(settings: TrainSettings) -> TrainSettings:
     """Settings in which batch and precision, unless the user gave them, are those of the run to resume."""
     names = ["precision"]
     if settings.batch_size is None and settings.global_batch_size is None:
-        names += ["global_batch_size", *config.OF_THE_BATCH]
+        names += ["global_batch_size"]
     recorded = _origin(settings)
     if recorded is None or not os.path.exists(recorded):  # Path.exists may raise
         return settings
@@ -173,8 +178,6 @@ def record(run_dir: Path, settings: TrainSettings, plan: Plan, facts: dict[str, 
             "resume": began_from,
             "batch_size": None,  # per rank: another number of ranks would change the global batch
             "global_batch_size": plan.global_batch_size,
-            "learning_rate_factor": plan.learning_rate_factor,
-            "warmup_epochs": plan.warmup_epochs,
         }
     )
     try:

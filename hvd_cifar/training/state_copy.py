@@ -72,8 +72,7 @@ class StateCopy:
             UserError: where the host's shared memory has no room.
         """
         self.state = state
-        self._rank, self._ranks = world.rank, (world.local_size, world.size)
-        self._errors = {id(v.value) for v in state.errors}
+        self._rank, self._local_size = world.rank, world.local_size
         self._all, self._own = _Values(state.variables), _Values(own)
         self._folder = collectives.on_every_rank(lambda: own_folder(job))
         self._of_own, self._of_all = collectives.on_every_rank(
@@ -92,7 +91,7 @@ class StateCopy:
         if self._of_own:
             self._of_own.write(version, self._own.pieces())
         if self._of_all:
-            self._of_all.write(version, self._all.pieces(), _as_note(*self._ranks))
+            self._of_all.write(version, self._all.pieces(), self._local_size)
 
     def _version(self, step: int) -> int:
         """A number that grows with each step, and with each rollback even though its step is an earlier one."""
@@ -145,41 +144,23 @@ class StateCopy:
         """The copies of the own variables of the ranks that this host had; None: a rank has none."""
         if not self._of_all or not self._own.variables:
             return []
-        local_size, _ = _of_note(self._of_all.note(version))
-        names = [f"{OWN}{local_rank}" for local_rank in range(local_size)]
+        names = [f"{OWN}{local_rank}" for local_rank in range(self._of_all.note(version))]
         return [self._file(name, self._own) if (self._folder / name).exists() else None for name in names]
 
     def _average_own(self, version: int | None) -> None:
-        """Set the variables that differ between ranks to the mean of all ranks' copies; None: this rank has no part.
-
-        PowerSGD's errors become 0 where a rank's copy is lost. The ranks' errors differ by sums over many steps, and
-        these sums cancel only over all ranks.
-        """
+        """Set the variables that differ between ranks to the mean of all ranks' copies; None: this rank has no part."""
         if not self._own.variables:
             return
         found = [slots for slots in self._own_files(version) if slots] if version is not None else []
         parts = [self._own.arrays(slots.read(version)) for slots in found if version is not None]
-        ranks = _of_note(self._of_all.note(version))[1] if self._of_all and version is not None else 0
-        copies, hosts, ranks_by_host = collectives.all_reduce_sums([len(parts), int(ranks > 0), ranks])
+        (copies,) = collectives.all_reduce_sums([len(parts)])
         for i, variable in enumerate(self._own.variables):
-            if id(variable) in self._errors and copies * hosts < ranks_by_host:
-                variable.assign(tf.zeros_like(variable))
-                continue
             # In float32 where it is bfloat16, which Horovod does not add.
             wide = tf.float32 if variable.dtype == tf.bfloat16 else variable.dtype
             kind = wide.as_numpy_dtype
             total = sum((part[i].astype(kind) for part in parts), np.zeros(variable.shape, kind))
             mean = collectives.all_reduce_in_graph(tf.constant(total)) / copies
             variable.assign(tf.cast(mean, variable.dtype))
-
-
-def _as_note(local_size: int, size: int) -> int:
-    return size << 32 | local_size
-
-
-def _of_note(note: int) -> tuple[int, int]:
-    """The ranks of the host that wrote a copy, and all ranks."""
-    return note & 0xFFFFFFFF, note >> 32
 
 
 class Copier(Callback):

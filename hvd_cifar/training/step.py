@@ -21,14 +21,13 @@ from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed.batch_norm import examples_present, synchronised_layers
 from hvd_cifar.distributed.collectives import broadcast_variables, random_states
 from hvd_cifar.distributed.fixed_order import add_in_tree
-from hvd_cifar.distributed.optimizer import apply_and_sum, memory_of, process_set_of
+from hvd_cifar.distributed.optimizer import apply_and_sum, process_set_of
 from hvd_cifar.models import Net
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.training.plan import Plan
 from hvd_cifar.training.record import Record
 from hvd_cifar.training.shrink import shrink
 from hvd_cifar.training.step_times import StepTimes
-from hvd_cifar.training.verify import Verifier
 
 # No Python control flow depends on tensors, and without AutoGraph a rank starts 1.6 s sooner.
 _graph = partial(tf.function, autograph=False)
@@ -94,12 +93,10 @@ class Probes(NamedTuple):
 
     times: records when gradients and their sums are ready.
     record: copies gradients and activations of marked steps.
-    verifier: has shares computed again. The step then has two graphs, so that gradients can be compared in between.
     """
 
     times: StepTimes | None = None
     record: Record | None = None
-    verifier: Verifier | None = None
 
 
 class TrainStep:
@@ -256,8 +253,7 @@ class Guard:
         drawn = set(map(id, random_states(model)))  # not undone: generators advance as in any other step
         self._of_forward = [v for v in model.non_trainable_variables if id(v) not in drawn]
         self._shared = [*model.trainable_variables, *optimizer.variables]
-        memory = [v for kept in memory_of(optimizer) for v in (kept.error, kept.right)]
-        self._of_update = [*self._shared, *memory, *(v for average in averages for v in average.variables)]
+        self._of_update = [*self._shared, *(v for average in averages for v in average.variables)]
         self._averages = averages
 
     def before_step(self) -> list[Any]:
@@ -309,7 +305,7 @@ def make_train_step(
         was skipped), the penalties alone, and the sums over all ranks of `notes`, float32 [4] as in `Notes`. They are
         reduced in the same message as the gradients.
     """
-    times, record, verifier = probes or Probes()
+    times, record = probes or Probes()
     variables = net.model.trainable_variables
     real, statistics = real_of(net.model), local_statistics(net.model)
     share_of = make_share(net, optimizer, spec, record)
@@ -340,7 +336,7 @@ def make_train_step(
 
     of_micro_batch = micro_batch_signature(spec)
 
-    if spec.micro_batches == 1 and not spec.virtual_shards and not verifier:
+    if spec.micro_batches == 1 and not spec.virtual_shards:
         notes_of = tf.TensorSpec([len(Notes._fields)], tf.float32)
 
         @_graph(input_signature=[*of_micro_batch, tf.TensorSpec([], real), notes_of])
@@ -377,8 +373,6 @@ def make_train_step(
 
     def step_of_several(micro_batches: Sequence[MicroBatch], count: Any, rate: float, notes: Any) -> Any:
         before = guard.before_step() if guard else []
-        compute = partial(share_of_all, count=count)
-        share = verifier.share(micro_batches, compute) if verifier else compute(micro_batches)
-        return update_in_graph(share, tf.constant(rate, real), notes, before)
+        return update_in_graph(share_of_all(micro_batches, count), tf.constant(rate, real), notes, before)
 
     return step_of_several

@@ -20,7 +20,7 @@ from hvd_cifar.training.callbacks import Callback
 from hvd_cifar.training.evaluate import Evaluation
 from hvd_cifar.training.progress import Progress, Run
 from hvd_cifar.training.record import Record
-from hvd_cifar.training.run_dir import COURSE
+from hvd_cifar.training.run_dir import COURSE, numbers_of
 
 SHARE = 0.02  # limit of the share of time that summaries take, without --summary-every
 TOWERS = 8  # number of ranks, from rank 0 on, whose activations are shown
@@ -51,8 +51,9 @@ class Summaries(Callback):
         """Show the hyperparameters."""
         self.ended = time.perf_counter()
         if self.reporter.begins_events:
-            names = (*COURSE, "learning_rate", "learning_rate_factor", "warmup_epochs", "epochs")
-            values = {name: getattr(run.settings, name) for name in names}
+            values = {name: getattr(run.settings, name) for name in (*COURSE, "learning_rate", "epochs")}
+            values |= numbers_of(run.settings, run.recipe)
+            values |= {name: getattr(run.plan, name) for name in ("learning_rate_factor", "warmup_epochs")}
             values |= {"dataset": run.dataset, "ranks": run.world.size, "batch": run.plan.global_batch_size}
             self.reporter.show(run.step, [board.hyperparameters(values, run.run_dir.name)])
         self._ask(run)

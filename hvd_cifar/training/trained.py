@@ -17,11 +17,12 @@ from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import Model, Net
 from hvd_cifar.models.portable import finish_all
+from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.training import checkpoint, checkpoint_files, run_dir, user_code
 from hvd_cifar.training.assemble import transforms_of
-from hvd_cifar.training.plan import precision_of, resolve, set_precision
+from hvd_cifar.training.plan import changed, precision_of, resolve, set_precision
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Trained:
     """A run's net at a checkpoint, as evaluation uses it.
 
     Attributes:
-        settings: the run's, with its recipe's values.
+        settings: the run's, resolved.
+        recipe: its model's, with the run's changes.
         facts: the "run" section of config.json.
         dataset: the run's data set, without examples.
         model: from images as the transforms make them to logits [b, classes].
@@ -38,6 +40,7 @@ class Trained:
     """
 
     settings: TrainSettings
+    recipe: Recipe
     facts: dict[str, Any]
     dataset: Dataset
     model: keras.Model
@@ -48,7 +51,7 @@ class Trained:
     @property
     def six_views(self) -> bool:
         """Whether logits are the average of six views of an image."""
-        return bool(self.settings.test_time_augmentation)
+        return self.recipe.test_time_augmentation
 
 
 def load(settings: RunSettings) -> Trained:
@@ -69,17 +72,17 @@ def load(settings: RunSettings) -> Trained:
     set_precision("float32", trained.seed)
     model = models.with_recipe(model, dataset.image_shape, dataset.classes)
     assert model.recipe is not None, "it was asked for"
-    recipe = model.recipe.for_batch(trained.global_batch_size or 0)
+    recipe = changed(model.recipe.for_batch(trained.global_batch_size or 0), trained)
     trained = resolve(trained, recipe)
     transforms = transforms_of(trained, recipe, dataset)
     set_precision(precision_of(trained), trained.seed)
     net = models.build(model, transforms.shape, dataset.classes)
-    state = state_of(net, trained)
+    state = state_of(net, recipe)
     checkpoint.restore(state.trackable, path, partial=True)
     if state.averages:
         state.averages.swap()
     finish_all(net.model)
-    return Trained(trained, facts, dataset, net.model, transforms, path, int(state.step.numpy()))
+    return Trained(trained, recipe, facts, dataset, net.model, transforms, path, int(state.step.numpy()))
 
 
 def find(settings: RunSettings, needs_data: bool) -> tuple[TrainSettings, Path]:
@@ -89,8 +92,10 @@ def find(settings: RunSettings, needs_data: bool) -> tuple[TrainSettings, Path]:
         UserError: where there is no such run or checkpoint.
     """
     values = settings_of(settings.run_dir) | {"hold_out": None}  # only the test set is evaluated
-    instead = ("model", "dataset", "data_dir", "test_time_augmentation")
+    instead = ("model", "dataset", "data_dir")
     values.update({name: v for name in instead if (v := getattr(settings, name, None)) is not None})
+    if settings.test_time_augmentation is not None:
+        values["set"] = {**values.get("set", {}), "test_time_augmentation": settings.test_time_augmentation}
     if not needs_data:
         values["dataset"] = "auto"
     path = checkpoint_files.find(settings.checkpoint or settings.run_dir)
@@ -106,10 +111,11 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
         raise UserError(f"{run_dir}: there is no run (no config.json); give the folder of a run")
     values = config.read_file(recorded)
     values |= {"virtual_shards": None, "gradient_accumulation": 1}
-    return values | {"image_sizes": [], "callbacks": [], "verify_every": 0}
+    values["set"] = {**values.get("set", {}), "image_scales": None}
+    return values | {"callbacks": []}
 
 
-def state_of(net: Net, settings: TrainSettings) -> checkpoint.State:
+def state_of(net: Net, recipe: Recipe) -> checkpoint.State:
     """What an evaluation reads from a checkpoint: the net's weights, and their moving averages if the run has them."""
-    decay = settings.ema_decay
+    decay = recipe.ema_decay
     return checkpoint.State(net, None, MovingAverage(net.model.trainable_variables, decay) if decay else None)

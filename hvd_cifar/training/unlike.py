@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_cifar.config import TrainSettings, low_rank_of
+from hvd_cifar.config import TrainSettings
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.optimizer import inner_of, reduction_of
 from hvd_cifar.models import Net
@@ -49,7 +49,7 @@ def taken_from_root(settings: TrainSettings, world: World, net: Net, optimizer: 
     own = type(inner).__bases__[-1] if reduction_of(inner) else type(inner)  # its class before `DistributedOptimizer`
     kinds = tuple(getattr(keras.optimizers, name) for name in ONE_BY_ONE)
     clips = inner.clipnorm is not None or inner.global_clipnorm is not None  # --clip-norm also
-    all_differs = clips or low_rank_of(settings.compression) > 0 or not same_kind
+    all_differs = clips or not same_kind
     constrained = any(v.constraint is not None for v in net.model.trainable_variables)
     if own in kinds and not (all_differs or spectral or constrained):
         return [], lines

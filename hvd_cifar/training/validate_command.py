@@ -48,7 +48,7 @@ def _evaluator(run_dir: Path, world: World) -> Callable[[Path], Evaluation | Non
     trained = collectives.on_root(lambda: config.make(TrainSettings, settings_of(run_dir)))
     net = RestoredNet(trained, world)
     part = "validation" if net.work.dataset.validation else "test"
-    evaluate = net.evaluator(part, None, trained.eval_examples)
+    evaluate = net.evaluator(part)
 
     def evaluate_snapshot(path: Path) -> Evaluation | None:
         try:

@@ -34,7 +34,7 @@ def training(data: Path, run_dir: Path, *options: str) -> list[str]:
     Overlap is off, since finding out the size of buckets takes longer than the steps.
     """
     short = ["--max-steps", "4", "--log-every", "1", "--global-batch-size", "32"]
-    short += ["--eval-every", "0", "--eval-examples", "100", "--overlap", "off"]
+    short += ["--eval-every", "0", "--overlap", "off"]
     place = ["--dataset", "synthetic", "--data-dir", str(data), "--run-dir", str(run_dir)]
     return ["train", "--model", SMALL_NET, *place, *short, *options]
 

@@ -118,7 +118,7 @@ def start(
     """Start `train` on the embedded set, at `pace`; without --max-steps it would not end."""
     words = [sys.executable, "-m", "hvd_cifar.launch", *launcher, "train", *net, data, "--run-dir", run_dir]
     words += [*pace, *([] if "--global-batch-size" in options else ["--batch-size", 16])]
-    words += ["--log-every", 5, "--eval-examples", 100, *options]
+    words += ["--log-every", 5, *options]
     output = run_dir.with_suffix(".out")
     with output.open("ab") as file:
         process = subprocess.Popen(

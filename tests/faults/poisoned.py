@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_cifar
-from hvd_cifar.distributed.optimizer import memory_of
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
 
 POISON = tf.Variable(0.0, trainable=False)  # added to this rank's images
@@ -68,7 +67,6 @@ class Undo(hvd_cifar.Callback):
             for variable, value in self.kept:
                 variable.assign(value)
         averages = [thing for thing in gc.get_objects() if isinstance(thing, (MovingAverage, Lookahead))]
-        memory = [v for kept in memory_of(MADE[-1]) for v in (kept.error, kept.right)]
-        variables = [*run.model.variables, *MADE[-1].variables, *memory, *(v for a in averages for v in a.variables)]
+        variables = [*run.model.variables, *MADE[-1].variables, *(v for a in averages for v in a.variables)]
         # Look-ahead goes by the number of steps.
         self.kept = [(v, np.array(v.numpy())) for v in variables if v.name != "lookahead_steps"]

@@ -27,7 +27,7 @@ from tests.faults.jobs import COURSE, STEPS, Running, checkpoints, start
 from tests.options import PACE, SMALL
 from tests.ranks import CHECKOUT, environment
 
-OFTEN = ["--log-every", 1, "--eval-every", 0, "--eval-examples", 100, "--callbacks", PACE]
+OFTEN = ["--log-every", 1, "--eval-every", 0, "--callbacks", PACE]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hvd_cifar.launch.restarts import Failure, failure_of, reason_to_give_up, seconds_before
+from hvd_cifar.launch.restarts import Failure, failure_of, last_step, reason_to_give_up, seconds_before
 from tests.faults.jobs import start
 
 KILLED = "hvd_cifar: rank 1 on a was ended by signal 9 (Killed)"
@@ -42,6 +42,22 @@ def test_a_failure_is_its_last_line_and_its_last_whole_step(tmp_path: Path) -> N
     assert failure_of(1, b"", tmp_path / "none") == Failure(1, "", None)
     diverged = b"rank 1 on b: hvd_cifar: model diverged with loss = nan; ...\nhvd_cifar: rank 0 lost another rank\n"
     assert failure_of(1, diverged, tmp_path / "none").diverged
+
+
+def test_only_the_end_of_metrics_is_read(tmp_path: Path) -> None:
+    """An elastic job looks each second."""
+    metrics = tmp_path / "metrics.jsonl"
+    evaluations = '{"event": "evaluation", "step": 8}\n' * 5000  # longer than what is read first
+    metrics.write_text('{"event": "train", "step": 7}\n' * 500_000 + evaluations)
+    before = _bytes_read()
+    assert last_step(metrics) == 7
+    assert _bytes_read() - before < 2**20 < metrics.stat().st_size / 8
+    metrics.write_text(evaluations)
+    assert last_step(metrics) is None
+
+
+def _bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def test_waits_double_up_to_a_minute() -> None:

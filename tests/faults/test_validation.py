@@ -110,7 +110,7 @@ def test_a_killed_training_rank_ends_the_validation_ranks(embedded: Path, tmp_pa
 
 def test_an_elastic_job_ends_by_the_results_of_its_validation_rank(embedded: Path, tmp_path: Path) -> None:
     """At such a rate no weight changes. A training rank is killed; the validation rank lives through it."""
-    options = ["--learning-rate", 1e-30, "--warmup-epochs", 0, "--early-stopping", 3, "--eval-every", 20]
+    options = ["--learning-rate", 1e-30, "--set", "warmup_epochs=0", "--early-stopping", 3, "--eval-every", 20]
     launcher = ["--elastic", "1:2", "--cool-down", "900:900", "--validation-ranks", 1]
     job = start(launcher, embedded, tmp_path / "run", *options)
     try:

@@ -229,7 +229,7 @@ def test_a_call_that_fails_leaves_no_other_operation_alone(
 
 
 def test_a_machine_without_a_driver_trains_on_the_cpu_and_says_so(environment: Environment) -> None:
-    words = ["train", "--model", "tutorial", "--dataset", "synthetic", "--max-steps", "2", "--eval-examples", "100"]
+    words = ["train", "--model", "tutorial", "--dataset", "synthetic", "--max-steps", "2"]
     words += ["--run-dir", str(environment.checkout / "run")]
     script = ["sh", "-c", 'unset CUDA_VISIBLE_DEVICES; exec "$@"', "sh", str(environment.checkout / "run.sh")]
     done = environment.run(*script, "-np", "2", *words, PATH="/usr/bin:/bin")

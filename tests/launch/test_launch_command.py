@@ -30,7 +30,7 @@ from hvd_cifar.launch.cluster.program import Participants, Program
 from hvd_cifar.launch.command import Installation, command
 from hvd_cifar.launch.install import everywhere, installer
 from hvd_cifar.launch.install.versions import versions_of
-from hvd_cifar.launch.request import Request, parse, with_allocation
+from hvd_cifar.launch.request import OPTIONS, Request, parse, with_allocation
 from tests.ranks import CHECKOUT
 
 BIN = Path("/checkout with space/.venv/bin")
@@ -55,10 +55,24 @@ FLAGS = ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "b
         (["--allreduce=auto"], Request(None, (), ("train",))),
         (["-np", "2", "--", "train", "--seed", "1"], Request(2, (), ("train", "--seed", "1"))),
         (["-np", "2", "--"], Request(2, (), ("train",))),
+        (["python3", "a.py", "b"], Request(None, (), ("python", "a.py", "b"))),
+        (["python3.11", "-m", "a"], Request(None, (), ("python", "-m", "a"))),
+        (["./a.py", "b"], Request(None, (), ("python", "./a.py", "b"))),
+        ([sys.executable, "a.py"], Request(None, (), ("python", "a.py"))),
     ],
 )
 def test_parse(argv: list[str], request_: Request) -> None:
     assert parse(argv) == request_
+
+
+@pytest.mark.parametrize("option", ["-np", "-n", "-H", *(name for name in OPTIONS if name.startswith("--"))])
+def test_an_option_of_the_launcher_after_the_command(option: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        launcher.main(["train", option, "1"], cli.check)
+    known = "-np" if option == "-n" else option
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"hvd_cifar: {known} ") and line.endswith(" ... train")
+    assert f"an option of the launcher; it goes before the command: ./run.sh {known} " in line
 
 
 @pytest.mark.parametrize(
@@ -135,6 +149,14 @@ def test_validation_ranks_without_training(words: list[str], message: str, capfd
 NODES = (Host("n1", 4), Host("n2", 2))
 
 
+@pytest.fixture
+def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's programs are there."""
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+
 @pytest.mark.parametrize(
     ("argv", "nodes", "hosts", "in_slurm"),
     [
@@ -144,6 +166,7 @@ NODES = (Host("n1", 4), Host("n2", 2))
         (["-H", "a:2"], NODES, (Host("a", 2),), False),
     ],
 )
+@pytest.mark.usefixtures("srun")
 def test_the_nodes_of_a_slurm_job_are_the_hosts(
     argv: list[str], nodes: tuple[Host, ...], hosts: tuple[Host, ...], in_slurm: bool
 ) -> None:
@@ -152,8 +175,10 @@ def test_the_nodes_of_a_slurm_job_are_the_hosts(
 
 
 def test_more_ranks_than_tasks_of_a_slurm_job() -> None:
-    with pytest.raises(UserError, match="-np 7 is more than the 6 tasks of this Slurm job; lower it, or give .*ntasks"):
+    with pytest.raises(UserError, match="-np 7 is more than the 6 tasks of this Slurm job; lower it, .*--ntasks=7$"):
         with_allocation(parse(["-np", "7"]), NODES)
+    with pytest.raises(UserError, match="more than the 1 task of .*--ntasks=4, or -H localhost:4$"):
+        with_allocation(parse(["-np", "4"]), (Host(socket.gethostname(), 1),))
 
 
 def test_named_hosts_need_no_list_of_slurms(
@@ -182,14 +207,39 @@ def test_started_several_times(
     assert "it starts the ranks itself: call it once" in capfd.readouterr().err
 
 
-def test_hostfile(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("# two machines\n\na slots=4\nb.example   slots = 2  # the old one\n", (Host("a", 4), Host("b.example", 2))),
+        ("a slots=2 max_slots=4\nb max-slots=3\nc cpu=2 // mpirun's\n", (Host("a", 2), Host("b", 3), Host("c", 2))),
+        ("a\na\nb\nb\n", (Host("a", 2), Host("b", 2))),  # PBS: a name for each slot
+        ("a\nb\na\n", (Host("a", 2), Host("b", 1))),
+        ("a:2\nb:3\n", (Host("a", 2), Host("b", 3))),  # MPICH and Intel MPI
+        ("\ufeffa slots=2\r\nb slots=1\r\n", (Host("a", 2), Host("b", 1))),
+    ],
+)
+def test_hostfiles_of_other_programs(text: str, hosts: tuple[Host, ...], tmp_path: Path) -> None:
     path = tmp_path / "hosts"
-    path.write_text("# two machines\n\na slots=4\nb.example   slots = 2  # the old one\n")
-    assert read_hostfile(path) == (Host("a", 4), Host("b.example", 2))
-    for text, message in [("a\n", "line 1: 'a' is not NAME"), ("a slots=x\n", "whole number"), ("# none\n", "no host")]:
-        path.write_text(text)
-        with pytest.raises(UserError, match=message):
-            read_hostfile(path)
+    path.write_text(text)
+    assert read_hostfile(path) == hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a slots\n", "line 1: 'a slots' is not NAME slots=N, NAME:N or NAME; correct it"),
+        ("a slots=x\n", "whole number"),
+        ("a:2 slots=2\n", "is not NAME"),
+        ("a\nme@b slots=2\n", "line 2: 'me@b slots=2' is not .*; its user's name goes into ~/.ssh/config"),
+        ("a slots=2\na slots=1\n", "a is there twice"),
+        ("# none\n", "no host"),
+    ],
+)
+def test_hostfiles_that_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_hostfile(path)
 
 
 def test_horovodrun_reads_the_hostfiles_alike(tmp_path: Path) -> None:
@@ -225,6 +275,7 @@ def test_ranks_by_default(gpus: int, cores: int, ranks: int) -> None:
     assert ranks_by_default(gpus, cores) == ranks
 
 
+@pytest.mark.usefixtures("srun")
 def test_hosts_named_within_a_slurm_job_are_not_looked_for_among_its_nodes() -> None:
     named = parse(["-H", "localhost:2"])
     environ = {"SLURM_JOB_ID": "1"}
@@ -327,12 +378,18 @@ def test_a_program_of_the_users_own(
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [([], "name a program"), (["/no/such/program.py"], "python /no/such/program.py: no such file")],
+    [
+        (["python"], "name a program"),
+        (["python", "/no/such/program.py"], "python /no/such/program.py: no such file"),
+        (["program.py"], "python program.py: no such file"),
+        (["python3", "-"], "ranks have no standard input; write the program to a file"),
+        (["/usr/bin/python3", "a.py", "b"], "ranks run in this environment's Python; write python a.py b"),
+    ],
 )
 def test_a_program_that_is_not_there_is_told_once(
     words: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launcher.main(["-np", "2", "python", *words], cli.check) == 2
+    assert launcher.main(["-np", "2", *words], cli.check) == 2
     err = capfd.readouterr().err
     assert message in err and err.count("\n") == 1
 
@@ -526,6 +583,13 @@ FAILED = (
     + RULE
 )
 KILLED = RULE + "mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed).\n" + RULE
+EARLY = (
+    RULE
+    + "mpirun has exited due to process rank 1 with PID 0 on\nnode vm exiting improperly. There are three reasons this "
+    + 'could occur:\n\n1. this process did not call "init" before exiting, but others in\nthe job did.\n\n'
+    + "You can avoid this message by specifying -quiet on the mpirun command line.\n"
+    + RULE
+)
 LOST = (
     RULE
     + "ORTE has lost communication with a remote daemon.\n\n"
@@ -548,6 +612,7 @@ UNKNOWN = RULE + "There are not enough slots available in the system.\n" + RULE
             KILLED,
             "hvd_cifar: rank 1 on vm was ended by signal 9 (Killed); perhaps the machine ran out of memory\n",
         ),
+        (EARLY, "hvd_cifar: rank 1 ended first, with exit code 0, before the job was over\n"),
         (LOST, "hvd_cifar: node3 is lost, and its ranks with it: is it on, and its network up?\n"),
         (UNKNOWN, UNKNOWN),
         ("table\n-----\n" + RULE + "a\n" * 60, "table\n-----\n" + RULE + "a\n" * 60),

@@ -92,7 +92,7 @@ def _train(folder: str, options: list[str]) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "0" + ",-1" * rank  # CUDA stops at -1: the same GPU by another name
     from hvd_cifar.cli import main
 
-    words = ["train", "--dataset", "synthetic", "--run-dir", folder, "--log-every", "1", "--eval-examples", "100"]
+    words = ["train", "--dataset", "synthetic", "--run-dir", folder, "--log-every", "1"]
     with pytest.raises(SystemExit) as ended:
         main([*words, *options])
     assert ended.value.code == 0
@@ -121,7 +121,7 @@ def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(embedded: Path, tmp_pat
     options = ["--data-dir", str(embedded), "--model", "resnet20", "--batch-size", "32", "--max-steps", "5"]
     run_ranks(_train, 1, str(tmp_path / "gpu"), [*options, "--precision", precision], timeout=300)
     words = [sys.executable, "-m", "hvd_cifar", "train", "--dataset", "synthetic", "--log-every", "1", *options]
-    words += ["--eval-examples", "100", "--precision", "float32", "--run-dir", str(tmp_path / "cpu")]
+    words += ["--precision", "float32", "--run-dir", str(tmp_path / "cpu")]
     subprocess.run(words, cwd=CHECKOUT, env=environment({"CUDA_VISIBLE_DEVICES": ""}), check=True, timeout=300)
     on_gpu, on_cpu = (runs.losses(tmp_path / name) for name in ("gpu", "cpu"))
     assert len(on_gpu) == len(on_cpu) == 5
@@ -136,9 +136,9 @@ def test_ranks_that_exchange_by_nccl_end_with_the_bits_of_one(embedded: Path, tm
     assert runs.losses(one) == runs.losses(two)
 
 
-@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+@pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_ranks_that_average_by_nccl_learn_what_one_does(embedded: Path, tmp_path: Path, compression: str) -> None:
-    """On a CPU they end 0.001, 0.005 and 0.01 apart, and 1.7 apart from a run on half of each batch."""
+    """On a CPU they end 0.001 and 0.005 apart, and 1.7 apart from a run on half of each batch."""
     one = _trained(1, "tutorial", embedded, tmp_path / "1", ["--learning-rate", "1"])
     two = _trained(2, "tutorial", embedded, tmp_path / "2", ["--learning-rate", "1", "--compression", compression])
     assert runs.weights_apart(runs.weights(one), runs.weights(two)) < 0.1

@@ -131,7 +131,7 @@ def test_a_job_outlives_preemption_and_requeue(
         words += [f"--output={tmp_path / name}.out", BATCH]
         words += ["--model", SMALL_NET, "--dataset", "synthetic", "--data-dir", embedded, "--global-batch-size", "32"]
         words += ["--max-steps", str(STEPS), "--log-every", "1", "--checkpoint-every", "10"]
-        words += ["--eval-every", "0", "--eval-examples", "100"]
+        words += ["--eval-every", "0"]
         return site.submit([str(word) for word in words], variables | {"RUN_DIR": str(tmp_path / name)})
 
     def steps(name: str) -> dict[int, Any]:

@@ -86,7 +86,7 @@ def _train(run_dir: str, steps: int, callbacks: Any = (), **more: Any) -> dict[s
     import hvd_cifar
 
     common = {"global_batch_size": 8, "epochs": 10, "precision": "float64", "sync_batch_norm": True, "log_every": 1}
-    common |= {"eval_every": 0, "warmup_epochs": 0, "run_dir": run_dir, "max_steps": steps}
+    common |= {"eval_every": 0, "set": {"warmup_epochs": 0}, "run_dir": run_dir, "max_steps": steps}
     return hvd_cifar.train(_net, _data(), callbacks=callbacks, **{**common, **more})
 
 
@@ -235,7 +235,7 @@ def _losses_and_weights(folder: str, halves: bool) -> dict[str, Any]:
             self.weights = [np.asarray(v).ravel().tolist() for v in run.model.variables]
 
     kept = Losses()
-    _train(folder, 7 if halves else 12, [kept], learning_rate=0.02, learning_rate_factor=1)
+    _train(folder, 7 if halves else 12, [kept], learning_rate=0.02, set={"warmup_epochs": 0, "learning_rate_factor": 1})
     return {"losses": kept.losses, "weights": sum(kept.weights, [])}
 
 

@@ -32,7 +32,6 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
             "proof": partial(_prove, OF_TRAIN),
             "objects": _objects_and_failures,  # counts messages from then on, so it is the last
         },
-        (5, "mpirun"): {"proof": partial(_prove, IN_BFLOAT16)},
         (2, "gloo"): {
             "sums": _sums_and_errors,
             "meetings": partial(_meetings_while_idle, str(timelines / "gloo.json")),
@@ -137,8 +136,6 @@ def _ways() -> dict[str, dict[str, Any]]:
             continue
         options = {"op": op} | fixed_order[order] | compression[sent] | passes[several]
         ways[", ".join(filter(None, names))] = options
-    for op, order, sent in itertools.product(("average", "sum"), fixed_order, ("bf16", "powersgd:1", "powersgd:4")):
-        ways[", ".join(filter(None, (op, order, sent)))] = {"op": op, "compression": sent} | fixed_order[order]
     return ways
 
 
@@ -146,8 +143,6 @@ WRAPS = _ways()
 # What `train` can ask for: shares of the global mean, each of its steps reduced; in float64 without a loss scale.
 OF_TRAIN = [way for way in WRAPS if way.startswith("sum") and "passes" not in way]
 OF_TRAIN += [f"{way}, float64" for way in OF_TRAIN if "loss scale" not in way]
-# On 5 ranks bfloat16 rounds by more than the proof's tolerance, so the proof must round in the same way.
-IN_BFLOAT16 = [way for way in WRAPS if "bf16" in way]
 WRAPS |= {way: WRAPS[way.removesuffix(", float64")] for way in OF_TRAIN}
 
 
@@ -193,24 +188,22 @@ def _prove(ways: list[str]) -> dict[str, str]:
     return said
 
 
-@pytest.mark.parametrize(("n", "ways"), [(2, list(WRAPS)), (3, OF_TRAIN), (5, IN_BFLOAT16)])
+@pytest.mark.parametrize(("n", "ways"), [(2, list(WRAPS)), (3, OF_TRAIN)])
 def test_the_proof_passes_with_the_average_and_names_ranks_and_values_without(
     n: int, ways: list[str], jobs: Jobs
 ) -> None:
     ranks = jobs(n, "mpirun")["proof"]
     assert ranks == [ranks[0]] * n  # every rank goes on, or ends, with the same words
     said = ranks[0]
-    mean = {2: "(1.5, -1.5)", 3: "(2, -1.33333)", 5: "(1.8, -1.4)"}[n]
-    end = {2: "(-1.5, 1.5)", 3: "(-2, 1.33333)", 5: "(-1.8, 1.4)"}[n]
+    mean = {2: "(1.5, -1.5)", 3: "(2, -1.33333)"}[n]
+    end = {2: "(-1.5, 1.5)", 3: "(-2, 1.33333)"}[n]
     for way in ways:
         assert said[way] == f"gradients that differ by rank became {mean}, their average, on all {n} ranks", way
     for how in ("none", "Horovod's own"):
         assert f"must end at {end}" in said[how]
         for rank in range(n):
             assert f"rank {rank} ended at ({-(1 + rank % 3)}, {1 + rank % 2})" in said[how]
-    assert {2: "rank 1 ended at (-3, 3)", 3: "rank 1 ended at (-6, 4)", 5: "rank 1 ended at (-9, 7)"}[n] in said[
-        "sum for average"
-    ]
+    assert {2: "rank 1 ended at (-3, 3)", 3: "rank 1 ended at (-6, 4)"}[n] in said["sum for average"]
 
 
 def _prove_broken() -> dict[str, dict[str, str]]:
@@ -248,25 +241,19 @@ def _prove_broken() -> dict[str, dict[str, str]]:
             module,
             "all_reduce_in_tree",
             lambda values, ranks, **how: list(values) if length(values) > 4096 else in_tree(values, ranks, **how),
-            ("sum, fixed order", "average, fixed order", "sum, bf16"),
+            ("sum, fixed order", "average, fixed order"),
         ),
         "short messages": (
             module,
             "all_reduce_in_tree",
             lambda values, ranks, **how: list(values) if length(values) < 4096 else in_tree(values, ranks, **how),
-            ("sum, fixed order", "sum, loss scale, fixed order", "average, bf16"),
+            ("sum, fixed order", "sum, loss scale, fixed order"),
         ),
         "values": (
             module,
             "_all_reduce",
             lambda tensors, op, reduction: list(tensors) if op == hvd.Sum else all_reduce(tensors, op, reduction),
             ("average",),
-        ),
-        "thin matrices": (
-            module.powersgd,
-            "reduce",
-            lambda gradients, memory, all_reduces, ranks: list(gradients),
-            ("average, powersgd:1", "sum, powersgd:4"),
         ),
         "half precision": (
             module,

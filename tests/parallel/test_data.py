@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.ranks import run_ranks
 
-SET = "synthetic-v1"
+SET = "synthetic-v2"
 WRONG = ["another image on rank 1", "an error on rank 1", "nothing"]
 
 

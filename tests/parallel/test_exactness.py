@@ -46,22 +46,21 @@ FAST = {
     "learning_rate": 0.02,
     "epochs": 1,
     "max_steps": 10,
-    "test_time_augmentation": False,
+    "set": {"test_time_augmentation": False},
 }
 FLAT = 8  # pixels, the side of the squares of one colour that it trains on: a maximum has equal pixels there
 RUNS: dict[str, dict[str, Any]] = {
     "tutorial": {},
-    "tutorial, plain": {"augmentation": "none", "weight_decay": 0, "ema_decay": 0},
+    "tutorial, plain": {"set": {"augmentation": "none", "weight_decay": 0, "ema_decay": 0}},
     "tutorial, accumulated and clipped": {"gradient_accumulation": 2, "clip_norm": 1.0},
     "tutorial, float32": {"precision": "float32", "learning_rate": 0.02},
     "fast": FAST,
     "resnet8": RESNET,
     "resnet8, plain, accumulated and clipped": {
         **RESNET,
-        "augmentation": "none",
         "gradient_accumulation": 3,
         "clip_norm": 1.0,
-        "ema_decay": 0.99,
+        "set": {"augmentation": "none", "ema_decay": 0.99},
     },
 }
 
@@ -92,13 +91,12 @@ def _train_all(data: str, folder: str, runs: dict[str, dict[str, Any]]) -> dict[
     from hvd_cifar import Callback, Dataset
     from hvd_cifar.config import TrainSettings, make
     from hvd_cifar.data import synthetic
-    from hvd_cifar.data.cifar import CIFAR10
     from hvd_cifar.runtime.world import session
     from hvd_cifar.training.assemble import assemble
     from hvd_cifar.training.callbacks import Checkpointer
     from hvd_cifar.training.trainer import OfUser
 
-    whole = CIFAR10.read(synthetic.ensure(Path(data)))
+    whole = synthetic.LAYOUT.read(synthetic.ensure(Path(data)))
 
     class Losses(Callback):
         """Every loss."""
@@ -119,10 +117,12 @@ def _train_all(data: str, folder: str, runs: dict[str, dict[str, Any]]) -> dict[
             place = "resumed" if name in (HALF, RESUMED) else f"{name}/{world.size}"
             quiet = {"log_every": 1, "eval_every": 0, "summary_every": 0}
             common = {"model": "tutorial", "run_dir": f"{folder}/{place}", **quiet}
-            course = {"global_batch_size": BATCH, "max_steps": STEPS, "epochs": 3, "precision": "float64"}
-            rate = {"learning_rate_factor": 1, "warmup_epochs": 0, "eval_examples": 8, "check_sync_every": 1000}
+            course: dict[str, Any] = {"global_batch_size": BATCH, "max_steps": STEPS, "epochs": 3}
+            course["precision"] = "float64"
+            rate = {"learning_rate_factor": 1, "warmup_epochs": 0, **options.get("set", {})}
             in_buckets = BUCKETS.get(world.size, {})
-            settings = make(TrainSettings, {**common, **course, **rate, **in_buckets, **options})
+            course |= {"check_sync_every": 1000, **in_buckets, **options, "set": rate}
+            settings = make(TrainSettings, {**common, **course})
             kept = Losses()
             trainer = assemble(settings, world, OfUser(dataset=dataset, callbacks=[kept]))
             trainer.train()
@@ -201,7 +201,7 @@ def test_ranks_train_as_the_towers_of_the_tutorial_do(embedded: Path, tmp_path: 
     options = [*TUTORIAL, embedded, "--global-batch-size", 30, "--precision", "float64"]
     options += ["--max-steps", STEPS, "--run-dir"]
     ranks, towers = tmp_path / "ranks", tmp_path / "towers"
-    quiet = ["--log-every", 1, "--eval-every", 0, "--eval-examples", 1]
+    quiet = ["--log-every", 1, "--eval-every", 0]
     tower_command = [sys.executable, "-m", "benchmarks.tower", "--towers", 3, *options, towers]
     for words, run_dir in ((jobs.command(2, *options, ranks, *quiet), ranks), (tower_command, towers)):
         run_dir.mkdir()

@@ -16,7 +16,7 @@ from tests.ranks import CHECKOUT, environment
 EXAMPLES, HELD, BATCH = 50_000, 49_840, 32  # what is left makes epochs of 5 steps
 # At such a rate no weight changes, so no evaluation is better than the first.
 OPTIONS = ["--hold-out", HELD, "--global-batch-size", BATCH, "--virtual-shards", 2, "--learning-rate", 1e-30]
-OPTIONS += ["--warmup-epochs", 0, "--eval-every", 4, "--eval-examples", 200, "--log-every", 1, "--record-examples"]
+OPTIONS += ["--set", "warmup_epochs=0", "--eval-every", 4, "--log-every", 1, "--record-examples"]
 
 
 def _train(n: int, data: Path, run_dir: Path, *options: Any, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -60,9 +60,7 @@ def test_a_run_that_no_longer_improves_ends_and_goes_on_with_more_patience(embed
         assert sorted(used) == left, epoch
 
     output = tmp_path / "best.json"
-    words = jobs.command(
-        1, "--run-dir", run_dir, "--checkpoint", run_dir / "best", "--output", output, "--eval-examples", 200
-    )
+    words = jobs.command(1, "--run-dir", run_dir, "--checkpoint", run_dir / "best", "--output", output)
     words[words.index("train")] = "evaluate"
     done = subprocess.run(words, capture_output=True, text=True, timeout=500, env=environment(), cwd=CHECKOUT)
     assert done.returncode == 0 and json.loads(output.read_text())["step"] == 4, done.stderr

@@ -60,20 +60,22 @@ def _runs(folder: str) -> dict[str, Any]:
         def on_end(self, run: Any) -> None:
             self.weights = collectives.digest(run.model.trainable_variables)
 
-    def train(name: str, **settings: Any) -> dict[str, Any]:
-        common = {"global_batch_size": 8, "epochs": 1, "precision": "float64", "warmup_epochs": 0, "eval_every": 0}
+    def train(name: str, ema_decay: float = 0.9, factor: float | None = None, **settings: Any) -> dict[str, Any]:
+        common = {"global_batch_size": 8, "epochs": 1, "precision": "float64", "eval_every": 0}
+        numbers = {"warmup_epochs": 0, "ema_decay": ema_decay, "learning_rate_factor": factor}
         recorder = Recorder()
-        hvd_cifar.train(_net, _data(), callbacks=[recorder], run_dir=f"{folder}/{name}", **{**common, **settings})
+        settings = {**common, "set": numbers, "run_dir": f"{folder}/{name}", **settings}
+        hvd_cifar.train(_net, _data(), callbacks=[recorder], **settings)
         return vars(recorder)
 
     found = {
-        "evaluated": train("evaluated", ema_decay=0.9, eval_every=2),
-        "plain": train("plain", ema_decay=0.9),
-        "short": train("short", ema_decay=0.9, max_steps=2),
-        "without averages": train("without", max_steps=2),
+        "evaluated": train("evaluated", eval_every=2),
+        "plain": train("plain"),
+        "short": train("short", max_steps=2),
+        "without averages": train("without", ema_decay=0, max_steps=2),
     }
     newest = f"{folder}/plain/checkpoints/step-6"
-    return {**found, "goes on": train("goes on", ema_decay=0.9, resume=newest, learning_rate_factor=2)}
+    return {**found, "goes on": train("goes on", resume=newest, factor=2)}
 
 
 @pytest.fixture(scope="module")

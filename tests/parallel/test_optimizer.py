@@ -231,7 +231,7 @@ def _saved_and_loaded(folder: str) -> dict[str, Any]:
         "no optimizer": lambda: DistributedOptimizer("adam"),
         "op": lambda: DistributedOptimizer(keras.optimizers.SGD(), op="mean"),
         "passes": lambda: DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=0),
-        "hosts": lambda: DistributedOptimizer(keras.optimizers.SGD(), hosts=2),
+        "compression": lambda: DistributedOptimizer(keras.optimizers.SGD(), compression="bf16"),
         "other variables": lambda: summing.apply([tf.constant(1.0)], [keras.Variable(0.0)]),
         "process set": lambda: DistributedOptimizer(keras.optimizers.SGD(), process_set=hvd.ProcessSet([0])),
         "copy": lambda: copy.copy(summing),
@@ -266,7 +266,7 @@ def test_a_distributed_optimizer_saves_as_the_plain_one(jobs: Jobs) -> None:
     assert found["twice"] == found["twice inside"]
     assert "already distributed" in found["twice"]
     assert "Keras 3 optimizer, not str" in found["no optimizer"]
-    assert "hosts is 2, which does not divide the 1 ranks" in found["hosts"]
+    assert "compression is 'bf16': it must be one of none, fp16" in found["compression"]
     assert "'mean'" in found["op"] and "at least 1" in found["passes"]
     assert "Unknown variable" in found["other variables"] and "is not registered" in found["process set"]
     assert "only some have one of variable" in found["another pass"] and found["next passes"] == pytest.approx(

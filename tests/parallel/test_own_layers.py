@@ -78,8 +78,9 @@ def _train(folder: str, build: Any, callbacks: Any = (), **settings: Any) -> dic
     generator = np.random.default_rng(3)
     images, labels = generator.integers(0, 255, (EXAMPLES, 6, 6, 1), dtype=np.uint8), np.arange(EXAMPLES) % 3
     data = hvd_cifar.Dataset.from_arrays(images, labels, images[:9], labels[:9])
-    common = {"global_batch_size": 8, "epochs": 3, "precision": "float64", "eval_every": 0, "warmup_epochs": 0}
-    rate = {"learning_rate": 0.02, "learning_rate_factor": 1, "log_every": 1, "run_dir": folder}
+    common = {"global_batch_size": 8, "epochs": 3, "precision": "float64", "eval_every": 0}
+    rate = {"learning_rate": 0.02, "set": {"warmup_epochs": 0, "learning_rate_factor": 1}}
+    common |= {"log_every": 1, "run_dir": folder}
     return hvd_cifar.train(build, data, callbacks=callbacks, **{**common, **rate, **settings})
 
 
@@ -128,9 +129,7 @@ def _refused_layers(folder: str) -> list[str]:
         return keras.layers.SpectralNormalization(keras.layers.Conv2D(4, 1))
 
     cases: list[tuple[Callable[[], Any], dict[str, Any]]] = [
-        (hvd_cifar.SyncBatchNormalization, {"verify_every": 1, "deterministic": True}),
         (spectral, {"virtual_shards": 2}),
-        (spectral, {"verify_every": 1, "deterministic": True}),
         (lambda: keras.layers.BatchNormalization(renorm=True), {"sync_batch_norm": True}),
         (lambda: keras.layers.BatchNormalization(synchronized=True), {}),
     ]
@@ -144,15 +143,13 @@ def _refused_layers(folder: str) -> list[str]:
 
 def test_options_refuse_layers_that_contradict_them(tmp_path: Path) -> None:
     for told in run_ranks(_refused_layers, 2, str(tmp_path / "run")):
-        synchronised, drawing, local, verified, *spectral, renormalised, distributed = told
+        synchronised, drawing, local, spectral, renormalised, distributed = told
         assert "its layer batch_normalization" in distributed and "give --sync-batch-norm" in distributed
         assert "--virtual-shards: the net has the layer sync_batch_normalization" in synchronised
         assert "--virtual-shards: the net has the layer random_flip (RandomFlip): it draws" in drawing
-        assert "--verify-every: the net has the layer sync_batch_normalization" in verified
-        assert "--virtual-shards: the net has the layer spectral_normalization" in spectral[0]
-        assert "--verify-every: the net has the layer spectral_normalization" in spectral[1]
+        assert "--virtual-shards: the net has the layer spectral_normalization" in spectral
         assert "--sync-batch-norm: the net has the layer batch_normalization" in renormalised
-        assert "\n" not in synchronised + drawing + verified + spectral[0] + spectral[1] + renormalised
+        assert "\n" not in synchronised + drawing + spectral + renormalised
         assert local == "1"
 
 

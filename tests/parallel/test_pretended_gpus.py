@@ -88,8 +88,8 @@ def done(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list
     train = ["train", "--model", f"{folder}/net.py:build", *data, "--run-dir", str(folder / "run"), "--max-steps", "6"]
     commands = [
         ["doctor-job", "--per-host", "2", "--on-gpus"],
-        [*train, "--batch-size", "16", "--log-every", "2", "--eval-examples", "64", "--overlap", "on"],
-        ["evaluate", "--run-dir", str(folder / "run"), "--eval-examples", "64"],
+        [*train, "--batch-size", "16", "--log-every", "2", "--overlap", "on"],
+        ["evaluate", "--run-dir", str(folder / "run")],
     ]
     return _run(commands, folder), folder
 

@@ -48,8 +48,8 @@ def _train(data: str, run_dir: str, way: dict[str, Any]) -> list[list[int]]:
     from hvd_cifar.training.run import train
 
     common = {"model": "tutorial", "dataset": "synthetic", "data_dir": data, "global_batch_size": 4}
-    common |= {"eval_every": 0, "eval_examples": 4, "threads_per_rank": 1, "summary_every": 0, "max_steps": LAST}
-    common |= {"warmup_epochs": 0, "learning_rate_factor": 1, "profile_steps": f"{FIRST}:{LAST}"}
+    common |= {"eval_every": 0, "threads_per_rank": 1, "summary_every": 0, "max_steps": LAST}
+    common |= {"set": {"warmup_epochs": 0, "learning_rate_factor": 1}, "profile_steps": f"{FIRST}:{LAST}"}
     train(make(TrainSettings, {**common, **way, "run_dir": run_dir}))
     shortest: list[int] = []
     between = clocks.between

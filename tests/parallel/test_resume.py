@@ -158,6 +158,7 @@ def test_the_batch_of_a_run_stays_on_other_ranks(embedded: Path, few: dict[str, 
 
 
 PLAIN: dict[str, Any] = {"test_time_augmentation": False}
+NUMBERS = {"image_scales": (0.5, 1), "lookahead": True}
 
 
 def _fast(data: str, whole: str, cut: str) -> list[dict[str, Any]]:
@@ -166,11 +167,12 @@ def _fast(data: str, whole: str, cut: str) -> list[dict[str, Any]]:
 
     # Synchronised: otherwise each checkpoint averages the ranks' moving statistics, which rounds.
     course: dict[str, Any] = {"data_dir": data, "global_batch_size": 24, "learning_rate": 0.01, "sync_batch_norm": True}
-    course |= {"image_sizes": "16,32", "lookahead": True, "epochs": 1, "check_sync_every": 2}
-    course |= {"log_every": 1, "eval_every": 0, "summary_every": 0, "eval_examples": 40}
+    course |= {"epochs": 1, "check_sync_every": 2}
+    course |= {"log_every": 1, "eval_every": 0, "summary_every": 0}
     for run_dir, steps, more in ((whole, 10, {}), (cut, 6, PLAIN), (cut, 10, PLAIN)):
-        hvd_cifar.train("fast", "synthetic", run_dir=run_dir, max_steps=steps, **course, **more)
-    return [hvd_cifar.evaluate(whole, eval_examples=40, **more) for more in ({}, PLAIN)]
+        numbers = {**NUMBERS, **more}
+        hvd_cifar.train("fast", "synthetic", run_dir=run_dir, max_steps=steps, set=numbers, **course)
+    return [hvd_cifar.evaluate(whole, **more) for more in ({}, PLAIN)]
 
 
 def test_fast_goes_on_exactly_and_is_evaluated_in_six_views(

@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 SHARDS = 4
 TERMS = 8  # of a sum
 MODELS = {"resnet8": RESNET8}
+AVERAGED = {"ema_decay": 0.9, "test_time_augmentation": False}
 
 
 def _terms(count: int) -> Any:
@@ -88,11 +89,9 @@ def _train(data: str, folder: str, runs: list[tuple[str, dict[str, Any]]], threa
                 "run_dir": f"{folder}/{name}",
                 "seed": 3,
                 "eval_every": 0,
-                "eval_examples": 8,
                 "summary_every": 0,
-                "test_time_augmentation": False,
             }
-            trainer = assemble(make(TrainSettings, {**common, "ema_decay": 0.9, **options}), world, OfUser())
+            trainer = assemble(make(TrainSettings, {**common, "set": AVERAGED, **options}), world, OfUser())
             trainer.train()
             state = next(c.state for c in trainer.callbacks if isinstance(c, ReplicaCheck))
             clocks = {id(v) for v in state.clocks}

@@ -71,8 +71,8 @@ def _train(data: str, folder: str) -> dict[str, Any]:
         "batch_size": 40,
         "log_every": 1,
     }
-    common |= {"eval_every": 0, "eval_examples": 50, "max_steps": STEPS, "learning_rate": RATE, "warmup_epochs": 0}
-    common["learning_rate_factor"] = 1
+    common |= {"eval_every": 0, "max_steps": STEPS, "learning_rate": RATE}
+    common["set"] = {"warmup_epochs": 0, "learning_rate_factor": 1}
     digests = {}
     with session(1, deterministic=True) as world:
         for name, way in WAYS.items():

@@ -74,7 +74,7 @@ def _train(folder: str, nets: list[str]) -> dict[str, Any]:
     import hvd_cifar
 
     common: dict[str, Any] = {"dataset": f"{folder}/data.py:load", "global_batch_size": 32, "max_steps": 3}
-    common |= {"precision": "float32", "eval_every": 0, "learning_rate_factor": 0.1}
+    common |= {"precision": "float32", "eval_every": 0, "set": {"learning_rate_factor": 0.1}}
     found = {}
     for name in nets:
         run_dir = Path(folder, name)

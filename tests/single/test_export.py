@@ -12,6 +12,7 @@ from hvd_cifar.config import ExportSettings, TrainSettings, make
 from hvd_cifar.data import augment
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.errors import UserError
+from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.tools import export
 from hvd_cifar.tools.export import accuracy_of, usable
 from hvd_cifar.tools.predict import images_in
@@ -35,7 +36,7 @@ def test_metadata_has_no_accuracy_of_another_run_s_weights(tmp_path: Path) -> No
         (tmp_path / name / "summary.json").write_text('{"steps": 1, "test_views": 1, "test_accuracy": 0.5}')
     model, transforms = keras.Sequential([keras.Input((4, 4, 3))]), augment.transforms("none", dataset)
     path = tmp_path / "b" / "checkpoints" / "step-1"
-    of_b = Trained(make(TrainSettings, {}), {}, dataset, model, transforms, path, 1)
+    of_b = Trained(make(TrainSettings, {}), Recipe(), {}, dataset, model, transforms, path, 1)
     found = [export._metadata(of_b, tmp_path / name)["test_accuracy"] for name in "ab"]
     assert found == [None, 0.5]
 
@@ -46,10 +47,10 @@ def test_transforms_that_are_python_alone_are_refused() -> None:
     given = keras.Input((4, 4, 3))
     model = keras.Model(given, keras.layers.Dense(2)(keras.layers.Flatten()(given)))
     transforms = augment.transforms("none", dataset)
-    trained = Trained(make(TrainSettings, {}), {}, dataset, model, transforms, Path("step-1"), 1)
+    trained = Trained(make(TrainSettings, {}), Recipe(), {}, dataset, model, transforms, Path("step-1"), 1)
     assert usable(trained)(images)["probabilities"].shape == (2, 2)
     python_alone = Trained(
-        make(TrainSettings, {}), {}, dataset, model, transforms._replace(portable=None), Path("step-1"), 1
+        make(TrainSettings, {}), Recipe(), {}, dataset, model, transforms._replace(portable=None), Path("step-1"), 1
     )
     with pytest.raises(UserError, match="TensorFlow cannot load the Transforms of its recipe: set their `portable`"):
         usable(python_alone)

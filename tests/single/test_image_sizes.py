@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -17,11 +18,16 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.models import Model
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.training.assemble import make_net, work_of
-from hvd_cifar.training.plan import resolve
+from hvd_cifar.training.plan import changed, resolve
 from hvd_cifar.training.shrink import shrink
 
 IMAGES = np.zeros((4, 32, 32, 3), np.uint8)
 DATA = Dataset.from_arrays(IMAGES, [0, 1, 2, 3], IMAGES, [0, 1, 2, 3])
+
+
+def _changed(model: Model, settings: TrainSettings) -> Model:
+    assert model.recipe is not None
+    return replace(model, recipe=changed(model.recipe, settings))
 
 
 def test_sizes_take_turns_in_equal_parts() -> None:
@@ -59,20 +65,18 @@ def test_images_that_are_not_square_keep_their_proportions() -> None:
 @pytest.mark.parametrize(
     ("shape", "given", "sizes"),
     [
-        ((32, 32, 3), None, (24, 24, 32)),
-        ((96, 96, 3), None, (72, 72, 96)),
-        ((28, 40, 1), None, (21, 21, 28)),
-        ((96, 96, 3), (24, 32), (24, 32)),
-        ((28, 28, 1), (24, 32), (24, 28)),
+        ((32, 32, 3), {}, (24, 24, 32)),
+        ((96, 96, 3), {}, (72, 72, 96)),
+        ((28, 40, 1), {}, (21, 21, 28)),
+        ((96, 96, 3), {"image_scales": "0.25,1"}, (24, 96)),
+        ((28, 28, 1), {"image_scales": (0.001,)}, (1,)),
     ],
 )
 def test_a_recipe_s_sizes_are_parts_of_the_images_own(shape: Any, given: Any, sizes: tuple[int, ...]) -> None:
     images = np.zeros((4, *shape), np.uint8)
-    settings = resolve(make(TrainSettings, {"batch_size": 2, "image_sizes": given}), nets.recipe_of("fast"))
+    settings = resolve(make(TrainSettings, {"batch_size": 2, "set": given}), nets.recipe_of("fast"))
     data = Dataset.from_arrays(images, range(4), images, range(4))
-    work = work_of(settings, data, nets.MODELS["fast"], 0, 1)
-    assert work.image_sizes == sizes
-    assert work.settings.image_sizes == (given or sizes)  # as config.json records it
+    assert work_of(settings, data, _changed(nets.MODELS["fast"], settings), 0, 1).image_sizes == sizes
 
 
 def test_six_views_need_two_pixels_a_side() -> None:
@@ -82,31 +86,28 @@ def test_six_views_need_two_pixels_a_side() -> None:
     def net(shape: Any, classes: int) -> keras.Model:
         return keras.Sequential([keras.Input(shape), keras.layers.Flatten(), keras.layers.Dense(classes)])
 
-    own = Model("own", net, Recipe())
     for wanted in (True, False):
-        given = make(TrainSettings, {"batch_size": 2, "test_time_augmentation": wanted})
-        work = work_of(resolve(given, Recipe()), data, own, 0, 1)
+        own = Model("own", net, Recipe(test_time_augmentation=wanted))
+        work = work_of(resolve(make(TrainSettings, {"batch_size": 2}), Recipe()), data, own, 0, 1)
         if not wanted:
             make_net(work)
             continue
-        with pytest.raises(UserError, match="--test-time-augmentation: images of 1 x 40 pixels have no views"):
+        with pytest.raises(UserError, match="test_time_augmentation: images of 1 x 40 pixels have no views"):
             make_net(work)
 
 
 def test_only_a_net_that_takes_any_size_is_given_several() -> None:
-    def net(**given: Any) -> Any:
-        settings = make(TrainSettings, {"batch_size": 2, **given})
-        model = nets.MODELS[settings.model]
+    def net(model: str, image_scales: str) -> Any:
+        settings = make(TrainSettings, {"batch_size": 2, "model": model, "set": {"image_scales": image_scales}})
         resolved = resolve(settings, nets.recipe_of(settings.model)).model_copy(update={"precision": "float32"})
-        return make_net(work_of(resolved, DATA, model, 0, 1))
+        return make_net(work_of(resolved, DATA, _changed(nets.MODELS[model], settings), 0, 1))
 
-    net(model="resnet20", image_sizes="16, 32")
-    net(model="tutorial", image_sizes="24")
-    with pytest.raises(UserError, match="--image-sizes: this net takes images of one size"):
-        net(model="tutorial", image_sizes="16,24")
-    net(model="tutorial", image_sizes="24,32")  # whose images are 24 pixels high
-    with pytest.raises(UserError, match="--image-sizes 7: the net fast cannot take such images .*no window of 2 x 2"):
-        net(model="fast", image_sizes="7,32")
+    net("resnet20", "0.5, 1")
+    net("tutorial", "1")
+    with pytest.raises(UserError, match="image_scales: this net takes images of one size"):
+        net("tutorial", "0.5,1")
+    with pytest.raises(UserError, match="image_scales: the net fast cannot take images of 7 .*no window of 2 x 2"):
+        net("fast", "0.22,1")
 
     class Own(keras.Model):
         def __init__(self, classes: int) -> None:
@@ -116,6 +117,7 @@ def test_only_a_net_that_takes_any_size_is_given_several() -> None:
         def call(self, images: Any) -> Any:
             return self.head(keras.ops.mean(images, axis=(1, 2)))
 
-    settings = resolve(make(TrainSettings, {"batch_size": 2, "image_sizes": "16,32"}), nets.recipe_of("resnet20"))
-    own = Model("own", lambda shape, classes: Own(classes), nets.recipe_of("resnet20"))
+    recipe = replace(nets.recipe_of("resnet20"), image_scales=(0.5, 1))
+    settings = resolve(make(TrainSettings, {"batch_size": 2}), recipe)
+    own = Model("own", lambda shape, classes: Own(classes), recipe)
     make_net(work_of(settings.model_copy(update={"precision": "float32"}), DATA, own, 0, 1))

@@ -14,13 +14,13 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.models import resnet
 from hvd_cifar.models.recipe import Batch, Recipe
 from hvd_cifar.optim.schedules import Schedule, cosine
-from hvd_cifar.training.plan import Plan, global_batch, make_schedule, plan, resolve
+from hvd_cifar.training.plan import Plan, changed, global_batch, make_schedule, plan, resolve
 
 
 def _recipe(settings: TrainSettings, size: int) -> Recipe:
     recipe = models.BUILT_IN[settings.model].recipe
     assert recipe is not None
-    return recipe.for_batch(global_batch(settings, recipe.batch, size))
+    return changed(recipe.for_batch(global_batch(settings, recipe.batch, size)), settings)
 
 
 def _resolved(values: dict[str, Any], size: int) -> TrainSettings:
@@ -71,18 +71,18 @@ RESNET = {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001}
         ({"model": "resnet20", "gradient_accumulation": 2}, 1, {0: 0.1, 98: 0.15, 196: 0.2}),
         # A smaller batch takes smaller steps, and needs no warm-up.
         ({"model": "tutorial", "batch_size": 64}, 1, {0: 0.05, 10: 0.05}),
-        ({"model": "resnet20", "learning_rate": 0.05, "warmup_epochs": 0}, 2, {0: 0.1}),
-        ({"model": "resnet20", "learning_rate": 0.05, "warmup_epochs": 0, "batch_size": 128}, 32, {0: 0.1}),
+        ({"model": "resnet20", "learning_rate": 0.05, "set": {"warmup_epochs": 0}}, 2, {0: 0.1}),
+        ({"model": "resnet20", "learning_rate": 0.05, "set": {"warmup_epochs": 0}, "batch_size": 128}, 32, {0: 0.1}),
         ({"model": "resnet20", "gradient_accumulation": 2}, 2, {0: 0.1 * 0.5**0.5}),
-        ({"model": "resnet20", "warmup_epochs": 2}, 2, {0: 0.1, 196: 0.15, 392: 0.2}),
+        ({"model": "resnet20", "set": {"warmup_epochs": 2}}, 2, {0: 0.1, 196: 0.15, 392: 0.2}),
         # As config.json says it of two ranks with the defaults: the same on any number of ranks.
         (
-            {"model": "resnet20", "global_batch_size": 256, "learning_rate_factor": 2, "warmup_epochs": 1.0},
+            {"model": "resnet20", "global_batch_size": 256},
             3,
             {0: 0.1, 98: 0.15, 196: 0.2, 15_999: 0.2, 16_000: 0.02},
         ),
         # The user's factor replaces the scaling.
-        ({"model": "resnet20", "global_batch_size": 256, "learning_rate_factor": 1}, 4, {0: 0.1, 10: 0.1}),
+        ({"model": "resnet20", "global_batch_size": 256, "set": {"learning_rate_factor": 1}}, 4, {0: 0.1, 10: 0.1}),
         # A straight line over all epochs, at any number of ranks, also where the run ends before.
         ({"model": "fast"}, 1, {0: 0.24, 98: 0.192, 489: 0.24 / 490}),
         ({"model": "fast", "max_steps": 200}, 5, {0: 0.24, 98: 0.192}),
@@ -90,9 +90,13 @@ RESNET = {0: 0.1, 31_999: 0.1, 32_000: 0.01, 47_999: 0.01, 48_000: 0.001}
         # Its rates belong to a batch of 1024.
         ({"model": "fast", "batch_size": 128, "epochs": 4}, 1, {0: 0.03, 782: 0.015}),
         ({"model": "fast", "epochs": 0.5, "max_steps": 9}, 2, {0: 0.24, 6: 0.18, 24: 0.0}),
-        ({"model": "fast", "warmup_epochs": 1}, 2, {0: 0.0, 24: 0.24 * 24 / 49 * (1 - 24 / 490), 49: 0.24 * 441 / 490}),
+        (
+            {"model": "fast", "set": {"warmup_epochs": 1}},
+            2,
+            {0: 0.0, 24: 0.24 * 24 / 49 * (1 - 24 / 490), 49: 0.24 * 441 / 490},
+        ),
         # Asked for where nothing is scaled: from 0.
-        ({"model": "tutorial", "global_batch_size": 128, "warmup_epochs": 1}, 4, {0: 0.0, 391: 0.1}),
+        ({"model": "tutorial", "global_batch_size": 128, "set": {"warmup_epochs": 1}}, 4, {0: 0.0, 391: 0.1}),
     ],
 )
 def test_learning_rate_of_a_run(values: dict[str, Any], size: int, expected: dict[int, float]) -> None:
@@ -209,22 +213,25 @@ def test_batches_that_do_not_fit_are_refused(values: dict[str, Any], size: int, 
 
 def test_recipes_fill_in_only_what_is_not_given() -> None:
     plain = _resolved({"model": "tutorial"}, 1)
-    assert (plain.learning_rate, plain.weight_decay, plain.ema_decay, plain.epochs) == (0.1, 0.004, 0.9999, 6)
+    recipe = _recipe(plain, 1)
+    assert (plain.learning_rate, recipe.weight_decay, recipe.ema_decay, plain.epochs) == (0.1, 0.004, 0.9999, 6)
     assert (plain.deterministic, plain.threads_per_rank) == (False, None)
     exact = _resolved({"virtual_shards": 4}, 1)
     assert (exact.deterministic, exact.threads_per_rank) == (True, 1)
     assert _resolved({"virtual_shards": 4, "threads_per_rank": 3}, 1).threads_per_rank == 3
-    values = {"weight_decay": 0, "ema_decay": 0.5, "learning_rate": 0.3, "epochs": 7, "global_batch_size": 64}
+    values = {"set": {"weight_decay": 0, "ema_decay": 0.5}, "learning_rate": 0.3, "epochs": 7, "global_batch_size": 64}
     given = _resolved({"model": "resnet20", **values}, 1)
-    assert (given.learning_rate, given.weight_decay, given.ema_decay, given.epochs) == (0.3, 0.0, 0.5, 7)
+    recipe = _recipe(given, 1)
+    assert (given.learning_rate, recipe.weight_decay, recipe.ema_decay, given.epochs) == (0.3, 0.0, 0.5, 7)
 
 
 @pytest.mark.parametrize("wrong", [{"precision": "bfloat16"}, {"ema_decay": 1.0}, {"label_smoothing": 1.0}])
 def test_a_recipe_s_values_are_those_that_an_option_could_have(wrong: dict[str, Any]) -> None:
     """A run's config.json could not be read again otherwise."""
     name, value = next(iter(wrong.items()))
+    settings = make(TrainSettings, {"model": "tutorial"})
     with pytest.raises(UserError, match=f"--model tutorial: its recipe: --{name.replace('_', '-')} {value}: "):
-        resolve(make(TrainSettings, {"model": "tutorial"}), Recipe(**wrong))
+        resolve(settings, changed(Recipe(**wrong), settings))
 
 
 def test_a_batch_of_a_rank_stands_for_the_ranks_of_an_elastic_job() -> None:

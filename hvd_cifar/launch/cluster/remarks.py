@@ -99,6 +99,7 @@ def _shortened(banner: bytes, said: bytes, subnets: Collection[str], of_ranks: M
     killed = re.search(
         r"process rank (\d+) with PID \d+ on\s+node (\S+) exited\s+on\s+signal (\d+)(?: \((.+)\))?", text
     )
+    early = re.search(r"exited due to process rank (\d+) with PID \d+ on\s+node \S+ exiting improperly", text)
     lost = re.search(r"lost communication with a remote daemon.*Remote daemon: \S+ on node (\S+)", text, re.DOTALL)
     absent = re.search(r"Value: +(\S+)\s+Message: +Did not find interface matching this subnet", text)
     if "Primary job  terminated normally" in text or absent and absent[1] in subnets:
@@ -107,8 +108,10 @@ def _shortened(banner: bytes, said: bytes, subnets: Collection[str], of_ranks: M
         return f"hvd_cifar: {lost[1]} is lost, and its ranks with it: is it on, and its network up?\n".encode()
     if ended:
         own = said if of_ranks is None else of_ranks.get(int(ended[1]), b"")
-        told = ended[2] in ("2", str(RESUME), str(STALLED)) or ended[2] == "1" and b"hvd_cifar: " in own
+        told = ended[2] in ("2", str(RESUME), str(STALLED)) or b"hvd_cifar: " in own
         return b"" if told else f"hvd_cifar: rank {ended[1]} ended first, with exit code {ended[2]}\n".encode()
+    if early:  # mpirun's own exit code is then 1
+        return f"hvd_cifar: rank {early[1]} ended first, with exit code 0, before the job was over\n".encode()
     if killed:
         return ended_by_signal(int(killed[1]), killed[2], int(killed[3]), killed[4]).encode()
     return banner

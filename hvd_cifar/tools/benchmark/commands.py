@@ -36,7 +36,7 @@ def benchmark_step(settings: BenchmarkStepSettings) -> None:
     """
     if settings.min_efficiency is not None and max(settings.ranks or [launched_size() or 2]) == 1:
         raise UserError("--min-efficiency: the efficiency of one rank is always 1; start more (-np 2)")
-    with job.start(settings.ranks, threads=settings.threads_per_rank, compression=settings.compression) as ranks:
+    with job.start(settings.ranks, threads=settings.threads_per_rank) as ranks:
         collectives.on_root(lambda: _check_outputs(settings))
         if settings.emulate_compute is not None:
             emulated = emulate.measure(ranks, settings)
@@ -116,7 +116,7 @@ def benchmark_predict(settings: BenchmarkPredictSettings) -> None:
             found = _predict(settings, of_step, of_allreduce)
             _tell(settings, found, tables.of_predict(found), lambda path: plots.of_predict(found, path))
         return
-    with job.start(None, least=2, threads=settings.threads_per_rank, compression=settings.compression) as ranks:
+    with job.start(None, least=2, threads=settings.threads_per_rank) as ranks:
         collectives.on_root(lambda: _check_outputs(settings))
         of_step, of_allreduce = collectives.on_root(lambda: _read_given(settings))
         if not of_allreduce:  # a shortage of memory ends the command before the step's minutes of measurement

@@ -92,10 +92,8 @@ class Fit:
             return 0.0
         return self.start + messages(layout.hosts) * self.alpha + messages(layout.local) * self.local_alpha
 
-    def per_byte(self, layout: Layout, levels: bool = True) -> float:
-        """The time of each byte. Without `levels` every rank exchanges its part with the ranks of all other hosts."""
-        if not levels and layout.hosts > 1:
-            return traffic(layout.hosts) * layout.local * self.beta
+    def per_byte(self, layout: Layout) -> float:
+        """The time of each byte."""
         return traffic(layout.hosts) * self.beta + traffic(layout.local) * self.local_beta
 
     def seconds(self, layout: Layout, size: float) -> float:

@@ -54,10 +54,8 @@ def sizes_to_measure(chosen: Sequence[int] | None, world_size: int, least: int =
 
 
 @contextmanager
-def start(
-    chosen: Sequence[int] | None, least: int = 1, threads: int | None = None, compression: str = "none"
-) -> Iterator[Job]:
-    """Start this rank with process sets of the numbers of ranks to measure, and for a step with this compression.
+def start(chosen: Sequence[int] | None, least: int = 1, threads: int | None = None) -> Iterator[Job]:
+    """Start this rank with process sets of the numbers of ranks to measure.
 
     Raises:
         UserError: where the job has too few ranks, or does not say how many.
@@ -66,8 +64,7 @@ def start(
     if size is None:
         raise UserError("the launcher does not say how many ranks it starts: use ./run.sh, horovodrun or mpirun")
     sets = process_sets.first_ranks(sizes_to_measure(chosen, size, least), size)
-    registered, between = process_sets.to_register(sets), compression == "bf16"
-    with session(threads, process_sets=registered, computes_between=between) as world:
+    with session(threads, process_sets=process_sets.to_register(sets)) as world:
         if world.size != size:
             raise UserError(f"the launcher said {size} ranks, but Horovod found {world.size}: start with ./run.sh")
         yield Job(world, sets)

@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hvd_cifar.distributed.fixed_order import hosts_alike
 from hvd_cifar.distributed.overlap import CANDIDATES, Backward, Link, choose, seconds_with
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import provenance
@@ -56,18 +55,15 @@ class Network:
     Attributes:
         wall: the fit of their time.
         processor: the fit of the processor time that they take from the backward pass.
-        levels: whether an all-reduce has two levels where each host has the same number of ranks; without, as under
-            bf16 on uneven hosts, each rank of a host sends its own part over its link.
     """
 
     wall: Fit
     processor: Fit = FREE
-    levels: bool = True
 
     def link(self, layout: Layout) -> Link:
         """The all-reduce over ranks of a layout."""
         wall, work = self.wall, self.processor
-        per_byte = [of.per_byte(layout, self.levels) for of in (wall, work)]
+        per_byte = [of.per_byte(layout) for of in (wall, work)]
         return Link(wall.overhead(layout), per_byte[0], min(wall.overhead(layout), work.overhead(layout)), per_byte[1])
 
 
@@ -83,8 +79,8 @@ def predict_one(
     messages = _messages(step)
     in_one = like.backward.seconds + sum(map(link.seconds, messages))
     alone = layout.ranks == 1
-    # The loss scale of float16 looks at all gradients, and PowerSGD's few bytes leave after the backward pass.
-    at_once = (isinstance(step, StepResult) and step.precision == "mixed_float16") or len(messages) > 1
+    # The loss scale of float16 looks at all gradients.
+    at_once = isinstance(step, StepResult) and step.precision == "mixed_float16"
     if alone or at_once:
         buckets = None
     elif buckets == "auto":
@@ -170,7 +166,7 @@ def predict(
         checks=[
             predict_one(
                 step,
-                replace(_network(step, fits), levels=not _is_bf16(step) or _by_host(step, m.layout)),
+                _network(step, fits),
                 m.layout,
                 like,
                 step.bucket_bytes,
@@ -184,29 +180,12 @@ def predict(
             for m, like, fits in checks
         ],
         predictions=[
-            predict_one(step, *_network_of(step, of_link, n, local_ranks), measured[-1], "auto").model_copy(
+            predict_one(step, of_link, Layout.filled(n, local_ranks), measured[-1], "auto").model_copy(
                 update={"ranks": n, "hosts": -(-n // local_ranks)}
             )
             for n in ranks
         ],
     )
-
-
-def _is_bf16(step: StepResult | EmulatedResult) -> bool:
-    return isinstance(step, StepResult) and step.compression == "bf16"
-
-
-def _by_host(step: StepResult | EmulatedResult, layout: Layout) -> bool:
-    """Whether the ranks of a layout were numbered host by host."""
-    return hosts_alike(step.facts.local_ranks[: layout.ranks]) == layout.hosts
-
-
-def _network_of(step: StepResult | EmulatedResult, network: Network, ranks: int, slots: int) -> tuple[Network, Layout]:
-    """All-reduces over `ranks` on hosts that are filled in turn with up to `slots` each."""
-    if not _is_bf16(step) or ranks % min(ranks, slots) == 0:
-        return network, Layout.filled(ranks, slots)
-    # Without levels a host's ranks share its link, so the last host counts as full: an upper limit.
-    return replace(network, levels=False), Layout(-(-ranks // slots), min(ranks, slots))
 
 
 def _network(step: StepResult | EmulatedResult, fits: dict[str, Fit]) -> Network:

@@ -90,7 +90,7 @@ class Gradient(_Result):
     """A variable's gradient; gradients are in the order of the backward pass."""
 
     name: str
-    bytes: int  # as it is sent, by PowerSGD in its first message
+    bytes: int  # as it is sent
     ready_seconds: float  # after the start of the backward pass
 
 

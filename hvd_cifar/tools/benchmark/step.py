@@ -10,7 +10,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ from hvd_cifar.tools.benchmark.job import Job, facts_of, memory_of_this_process
 from hvd_cifar.tools.benchmark.results import Estimate, Gradient, Phases, SlowestRank, StepResult, WorldResult
 from hvd_cifar.training.assemble import (
     Work,
-    algorithm_in_order,
     make_net,
     make_optimizer,
     prepare,
@@ -91,9 +90,7 @@ def measure(job: Job, options: StepWork) -> StepResult:
             terminal.say("\n".join([*bench.overlap, "warmed up"]))
 
     variables, compression = bench.net.model.trainable_variables, bench.work.settings.compression
-    # bf16's sums take another way than Horovod's; see distributed.fixed_order.
-    way = algorithm_in_order(bench.work) if compression == "bf16" else job.world.algorithm
-    facts = facts_of(replace(job.world, algorithm=way))
+    facts = facts_of(job.world)
     return StepResult(
         facts=facts,
         model=bench.work.settings.model,
@@ -156,8 +153,8 @@ class Bench:
         self.batches = batches
         with tf.device(job.world.device):
             self.in_memory = MicroBatch(*map(tf.identity, next(batches)))
-        weights, decay = self.net.model.trainable_variables, work.settings.ema_decay
-        self.averages: list[Any] = [Lookahead(weights, ENDLESS)] if work.settings.lookahead else []
+        weights, decay = self.net.model.trainable_variables, work.recipe.ema_decay
+        self.averages: list[Any] = [Lookahead(weights, ENDLESS)] if work.recipe.lookahead else []
         self.averages += [MovingAverage(weights, decay)] if decay else []
         # The buckets are chosen for all ranks, and smaller groups use the same ones.
         self._model_optimizer = make_optimizer(work, self.net, LEARNING_RATE)
@@ -296,8 +293,7 @@ def _phases(bench: Bench, repeats: int, compute: float) -> Phases:
 
 def messages_of(variables: Sequence[Any], compression: str) -> list[int]:
     """Bytes of the messages that a step sends after the backward pass, in order."""
-    first, second = (sum(sizes) for sizes in zip(*(sent_bytes(v, compression) for v in variables), strict=True))
-    return [first, second] if second else [first]
+    return [sum(sent_bytes(v, compression) for v in variables)]
 
 
 def bytes_of(variable: Any) -> int:
