@@ -9,7 +9,6 @@ import time
 from typing import NoReturn
 
 from hvd_cifar.errors import cause_of
-from hvd_cifar.reporting import terminal
 
 GRACE_SECONDS = 2.0  # where all ranks leave, rank 0 speaks for all, and its end ends the others
 
@@ -22,7 +21,8 @@ def leave(rank: int, left: SystemExit) -> NoReturn:
     code = left.code if isinstance(left.code, int) and 0 < left.code < 256 else 1
     if rank:
         time.sleep(GRACE_SECONDS)
-    terminal.complain(f"hvd_cifar: rank {rank} ended first, with exit code {code}: {cause_of(left)}")
+    line = f"hvd_cifar: rank {rank} ended first, with exit code {code}: {cause_of(left)}\n"
     with contextlib.suppress(OSError):
         sys.stdout.flush()
+        os.write(2, os.fsencode(line))
     os._exit(code)  # Horovod's end in this process would first end the other ranks, with exit codes of their own
