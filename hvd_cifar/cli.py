@@ -43,6 +43,36 @@ def check(argv: list[str]) -> Any:
     return checked[0] if checked else sys.exit(code)
 
 
+def launcher_options(argv: list[str]) -> tuple[config.LaunchSettings, tuple[str, ...]]:
+    """The launcher's options at the start of a command line, and the command after them, which may follow "--".
+
+    Raises UserError.
+    """
+    options = [_option(field, info) for field, info in config.LaunchSettings.model_fields.items()]
+    words = click.Argument(["command"], nargs=-1, type=click.UNPROCESSED)
+    rule = {"allow_interspersed_args": False}
+    parser = click.Command("./run.sh", params=[*options, words], add_help_option=False, context_settings=rule)
+    try:
+        given = parser.make_context("./run.sh", list(argv)).params
+    except click.ClickException as error:
+        raise UserError(
+            f"{error.format_message().rstrip('.')}: options of the launcher stand before the command, and those of "
+            "the command after it (./run.sh --help)"
+        ) from None
+    command = given.pop("command")
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return config.make(config.LaunchSettings, chosen), command
+
+
+def _is_of_launcher(name: str) -> str | None:
+    """The launcher's option that a command's parser does not know; None: the launcher does not know it either."""
+    for field, info in config.LaunchSettings.model_fields.items():
+        flags = _flags_of(info) or [config.option_name(field)]
+        if name in flags:
+            return flags[0]
+    return None
+
+
 def _run(argv: list[str], use: Callable[[functools.partial[None]], Any]) -> int:
     """Parse a command line, pass the call that it asks for to `use`, and return the exit code."""
     try:
@@ -54,13 +84,10 @@ def _run(argv: list[str], use: Callable[[functools.partial[None]], Any]) -> int:
     except click.exceptions.NoArgsIsHelpError as error:
         return _complain_once(f"give a command: {_choices_of(error)} (see --help)", USER_ERROR)
     except click.NoSuchOption as error:
-        from hvd_cifar.launch.request import OPTIONS
-
-        if error.option_name not in OPTIONS:
-            return _complain_once(f"{error.format_message().rstrip('.')} (see --help)", USER_ERROR)
-        name = OPTIONS[error.option_name]
-        where = f"it goes before the command: ./run.sh {name} ... {argv[0]}"
-        return _complain_once(f"{name} is an option of the launcher; {where}", USER_ERROR)
+        if name := _is_of_launcher(error.option_name):
+            where = f"it goes before the command: ./run.sh {name} ... {argv[0]}"
+            return _complain_once(f"{name} is an option of the launcher; {where}", USER_ERROR)
+        return _complain_once(f"{error.format_message().rstrip('.')} (see --help)", USER_ERROR)
     except click.ClickException as error:
         return _complain_once(f"{error.format_message().rstrip('.')} (see --help)", USER_ERROR)
     except UserError as error:
@@ -176,7 +203,7 @@ def _option(field: str, info: Any) -> click.Parameter:
     if metavar := extra.get("argument"):
         is_list = typing.get_origin(info.annotation) is tuple
         return click.Argument([field], metavar=metavar, nargs=-1 if is_list else 1, required=True)
-    if flags := extra.get("flags"):
+    if flags := _flags_of(info):
         is_flag = info.annotation is bool
         metavar = None if is_flag else _metavar(info.annotation)
         return click.Option([*flags, field], default=None, is_flag=is_flag, metavar=metavar, help=_help(info))
@@ -186,6 +213,12 @@ def _option(field: str, info: Any) -> click.Parameter:
     metavar = extra.get("metavar") or _metavar(info.annotation)
     hidden, several = "hidden" in extra, "multiple" in extra
     return click.Option([name, field], default=None, metavar=metavar, help=_help(info), hidden=hidden, multiple=several)
+
+
+def _flags_of(info: Any) -> list[str]:
+    """The names of a field's option, where they are not that of the field."""
+    extra = info.json_schema_extra or {}
+    return list(extra.get("flags", []))
 
 
 def _help(info: Any) -> str:

@@ -221,6 +221,18 @@ def _numbers(given: Any) -> Any:
     return tuple(words) if isinstance(words, list) else words
 
 
+def _pair(least: int, what: str) -> BeforeValidator:
+    """Text such as 2:8 as (2, 8): whole numbers of at least `least`, the second at least the first."""
+
+    def pair(given: Any) -> tuple[int, int]:
+        match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", str(given))
+        if not match or not least <= int(match[1]) <= int(match[2]):
+            raise ValueError(f"write {what}, the first not more than the second")
+        return int(match[1]), int(match[2])
+
+    return BeforeValidator(pair)
+
+
 def _words(given: Any) -> Any:
     """Text such as a,b as ("a", "b")."""
     return tuple(given.split(",")) if isinstance(given, str) else given
@@ -236,6 +248,8 @@ Callbacks = Annotated[tuple[str, ...], BeforeValidator(_callbacks)]
 LocalPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(absolute)]
 DatasetName = Annotated[str, AfterValidator(_dataset)]
 Md5 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{32}$"), AfterValidator(str.lower)]
+Sizes = Annotated[tuple[int, int], _pair(1, "MIN:MAX ranks, such as 2:8")]
+Rests = Annotated[tuple[int, int], _pair(0, "FIRST:LONGEST seconds, such as 10:300")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Scale = Annotated[float, Field(gt=0, le=1)]
 
@@ -785,11 +799,11 @@ class WatchSettings(_Settings):
     quiet: bool = Field(False, description="Print only how the run ends.")
 
 
-class DoctorSettings(_Settings):
-    """What the doctor checks: hosts as for the launcher, folders as for a run."""
+class HostSettings(_Settings):
+    """Where ranks run."""
 
     hostfile: LocalPath | None = Field(
-        None, description="File of hosts to check, a line `NAME slots=N` each. [default: this machine]"
+        None, description="File of hosts, a line `NAME slots=N` each. [default: this machine; in a Slurm job its nodes]"
     )
     hosts: str | None = Field(
         None, description="The same as NAME:SLOTS,NAME:SLOTS.", json_schema_extra={"flags": ["-H", "--hosts"]}
@@ -797,11 +811,58 @@ class DoctorSettings(_Settings):
     ranks: int | None = Field(
         None,
         gt=0,
+        le=999_999,
         description="Ranks of the run; they fill one host after the other. [default: all slots; here one per GPU, "
         "else per core, at most 8]",
         json_schema_extra={"flags": ["-np", "-n", "--ranks"]},
     )
-    allreduce: Literal["auto", "ring"] = Field("auto", description="All-reduce of the small job, as for the launcher.")
+    allreduce: Literal["auto", "ring"] = Field("auto", description="`auto`: MPI or NCCL chooses the algorithm.")
+
+    @model_validator(mode="after")
+    def _hosts_are_given_once(self: H) -> H:
+        if self.hostfile is not None and self.hosts is not None:
+            raise ValueError("-H and --hostfile exclude each other: give one of them")
+        return self
+
+
+H = TypeVar("H", bound=HostSettings)
+
+
+class LaunchSettings(HostSettings):
+    """The launcher's options, which stand before the command."""
+
+    max_restarts: int = Field(0, gt=0, description="Start a failed job again from its newest checkpoint, N times.")
+    validation_ranks: int = Field(0, gt=0, description="Ranks that evaluate while the others train.")
+    elastic: Sizes | None = Field(None, description="MIN:MAX ranks: continue without lost ranks, with added ones.")
+    host_discovery_script: LocalPath | None = Field(None, description="Program that prints lines HOST:SLOTS.")
+    elastic_timeout: int | None = Field(None, gt=0, description="Seconds to wait for enough ranks. [default: 600]")
+    cool_down: Rests | None = Field(None, description="FIRST:LONGEST seconds of rest after a loss. [default: 10:300]")
+    dry_run: bool = Field(
+        False,
+        description="Print the command that starts the ranks, and do not run it.",
+        json_schema_extra={"flags": ["--dry-run"]},
+    )
+
+    @model_validator(mode="after")
+    def _elastic_jobs_are_consistent(self) -> LaunchSettings:
+        if self.elastic is None:
+            for name in ("host_discovery_script", "elastic_timeout", "cool_down"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{option_name(name)} goes with --elastic MIN:MAX")
+            return self
+        least, most = self.elastic
+        if self.ranks and not least <= self.ranks <= most:
+            raise ValueError(f"-np {self.ranks} is not within --elastic {least}:{most}")
+        if self.max_restarts:
+            raise ValueError("--elastic starts ranks again by itself: leave --max-restarts out")
+        if self.host_discovery_script and (self.hosts or self.hostfile):
+            raise ValueError("--host-discovery-script names the hosts: leave -H and --hostfile out")
+        return self
+
+
+class DoctorSettings(HostSettings):
+    """What the doctor checks: hosts as for the launcher, folders as for a run."""
+
     dataset: DatasetName = Field("auto", description="The run's data set.")
     data_dir: LocalPath = Field(
         DataSettings.model_fields["data_dir"].default, validate_default=True, description="The run's folder of data."
@@ -812,12 +873,6 @@ class DoctorSettings(_Settings):
     as_json: bool = Field(
         False, description="Print facts and findings as JSON, not as a table.", json_schema_extra={"flags": ["--json"]}
     )
-
-    @model_validator(mode="after")
-    def _hosts_are_given_once(self) -> DoctorSettings:
-        if self.hostfile is not None and self.hosts is not None:
-            raise ValueError("-H and --hostfile exclude each other: give one of them")
-        return self
 
 
 class DoctorJobSettings(_Settings):
@@ -843,7 +898,16 @@ def _told_name(kind: type[S], field: str) -> str:
     """What the command line calls a field: its option, or its argument."""
     info = kind.model_fields.get(field)
     extra = info.json_schema_extra if info else None
-    return str(extra["argument"]) if isinstance(extra, dict) and "argument" in extra else option_name(field)
+    if not isinstance(extra, dict):
+        return option_name(field)
+    flags = extra.get("flags")
+    return (
+        str(extra["argument"])
+        if "argument" in extra
+        else str(flags[0])
+        if isinstance(flags, list)
+        else option_name(field)
+    )
 
 
 def make(kind: type[S], values: dict[str, Any]) -> S:

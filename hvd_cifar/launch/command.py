@@ -12,7 +12,7 @@ from hvd_cifar.import_path import OPTIONS as ISOLATED
 from hvd_cifar.launch.cluster import ssh
 from hvd_cifar.launch.cluster.hosts import Host, is_local
 from hvd_cifar.launch.cluster.network import Network
-from hvd_cifar.launch.request import PYTHON, Request
+from hvd_cifar.launch.request import Request
 from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.transport import RING_PARAMETERS
 
@@ -66,9 +66,12 @@ def command(
         network: between the hosts; None: all ranks run here.
     """
     # Ranks start in this process's folder. A user's own program imports from where Python finds its modules.
-    own = request.command[0] == PYTHON
     python, bin_folder = installed.python, installed.bin_folder
-    program = [python, *request.command[1:]] if own else [python, *ISOLATED, "-m", "hvd_cifar", *request.command]
+    program = (
+        [python, *request.command[1:]]
+        if request.is_program
+        else [python, *ISOLATED, "-m", "hvd_cifar", *request.command]
+    )
     hosts = request.hosts or (Host("localhost", ranks),)
     if ranks == 1 and network is None:
         return program
@@ -80,11 +83,11 @@ def command(
     words += ["--allow-run-as-root"] if installed.as_root else []
     # As horovodrun: no binding, since TensorFlow's threads need all cores; no openib, Open MPI's obsolete InfiniBand.
     words += ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
-    if request.ring:
+    if request.settings.allreduce == "ring":
         words += [word for name, value in RING_PARAMETERS.items() for word in ("-mca", name, value)]
     if "SLURM_JOB_ID" in environ and not request.in_slurm:
         words += ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]  # else mpirun takes the job's nodes only
-    if request.elastic:
+    if request.settings.elastic:
         # When a rank is lost, mpirun sends the others SIGTERM and, this many seconds later, SIGKILL. Ranks take SIGTERM
         # alone as a request to stop, for which they would need the lost rank.
         words += ["-mca", "odls_base_sigkill_timeout", "0"]
@@ -92,7 +95,7 @@ def command(
         # By default it logs in to gpu01.cluster as gpu01, and takes gpu01.east and gpu01.west for one host.
         words += ["-mca", "orte_keep_fqdn_hostnames", "1"]
     if network is not None:
-        words += _of_other_hosts(network, environ, KEEPALIVE_ELASTIC if request.elastic else KEEPALIVE)
+        words += _of_other_hosts(network, environ, KEEPALIVE_ELASTIC if request.settings.elastic else KEEPALIVE)
         if Path(installed.mpirun).parent == bin_folder:
             # Without both, the packaged Open MPI looks for its files in the folder where it was built.
             words += ["--prefix", str(bin_folder.parent), "-x", "OPAL_PREFIX"]

@@ -33,11 +33,11 @@ def set_apart(request: Request, ranks: int) -> tuple[Request, int]:
 
     Raises UserError where no rank is left to train.
     """
-    training = ranks - request.validation_ranks
+    training = ranks - request.settings.validation_ranks
     if training < 1:
         raise UserError(
-            f"--validation-ranks {request.validation_ranks}: of {ranks} ranks none is left to train; "
-            f"give -np {request.validation_ranks + 1} or more"
+            f"--validation-ranks {request.settings.validation_ranks}: of {ranks} ranks none is left to train; "
+            f"give -np {request.settings.validation_ranks + 1} or more"
         )
     names = hosts_of_ranks(request.hosts, ranks) or ["localhost"] * ranks
     last = tuple(Host(name, slots) for name, slots in Counter(names[training:]).items())
@@ -49,7 +49,7 @@ def set_apart_elastic(request: Request) -> Request:
     look = request.discover
     found = request.hosts or (look() if look else ())
     if not found:
-        return replace(request, validators=(Host("localhost", request.validation_ranks),))
+        return replace(request, validators=(Host("localhost", request.settings.validation_ranks),))
     apart, _ = set_apart(replace(request, hosts=found), slots_of(found))
     return replace(apart, discover=(lambda: _without(look(), apart.validators)) if look else None)
 

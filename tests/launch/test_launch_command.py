@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_cifar import cli
+from hvd_cifar.config import LaunchSettings, option_name
 from hvd_cifar.errors import UserError
-from hvd_cifar.launch import launcher
+from hvd_cifar.launch import here, launcher, start
 from hvd_cifar.launch import validators as launch_validators
 from hvd_cifar.launch.cluster import remarks, ssh
 from hvd_cifar.launch.cluster.hosts import Host, ranks_by_default, read_hostfile
@@ -30,9 +30,10 @@ from hvd_cifar.launch.cluster.program import Participants, Program
 from hvd_cifar.launch.command import Installation, command
 from hvd_cifar.launch.install import everywhere, installer
 from hvd_cifar.launch.install.versions import versions_of
-from hvd_cifar.launch.request import OPTIONS, Request, parse, with_allocation
+from hvd_cifar.launch.request import parse, with_allocation
 from tests.ranks import CHECKOUT
 
+OWN_OPTIONS = [name for name in LaunchSettings.model_fields if name not in ("ranks", "hosts")]
 BIN = Path("/checkout with space/.venv/bin")
 PYTHON = str(BIN / "python")
 MPIRUN = str(BIN / "mpirun")
@@ -41,34 +42,32 @@ FLAGS = ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "b
 
 
 @pytest.mark.parametrize(
-    ("argv", "request_"),
+    ("argv", "ranks", "hosts", "command"),
     [
-        ([], Request(None, (), ("train",))),
-        (["evaluate", "-np", "3"], Request(None, (), ("evaluate", "-np", "3"))),
-        (["-np", "3"], Request(3, (), ("train",))),
-        (["-n", "1", "train", "--seed", "1"], Request(1, (), ("train", "--seed", "1"))),
-        (["-H", "a:4,b:2", "train"], Request(None, (Host("a", 4), Host("b", 2)), ("train",))),
-        (["-np", "5", "-H", "a:4,b", "train"], Request(5, (Host("a", 4), Host("b", 1)), ("train",))),
-        (["-H=localhost:2", "train"], Request(None, (Host("localhost", 2),), ("train",))),
-        (["--dry-run", "train"], Request(None, (), ("train",), dry_run=True)),
-        (["--allreduce", "ring", "train"], Request(None, (), ("train",), ring=True)),
-        (["--allreduce=auto"], Request(None, (), ("train",))),
-        (["-np", "2", "--", "train", "--seed", "1"], Request(2, (), ("train", "--seed", "1"))),
-        (["-np", "2", "--"], Request(2, (), ("train",))),
-        (["python3", "a.py", "b"], Request(None, (), ("python", "a.py", "b"))),
-        (["python3.11", "-m", "a"], Request(None, (), ("python", "-m", "a"))),
-        (["./a.py", "b"], Request(None, (), ("python", "./a.py", "b"))),
-        ([sys.executable, "a.py"], Request(None, (), ("python", "a.py"))),
+        ([], None, (), ("train",)),
+        (["evaluate", "-np", "3"], None, (), ("evaluate", "-np", "3")),
+        (["-np", "3"], 3, (), ("train",)),
+        (["-n", "1", "train", "--seed", "1"], 1, (), ("train", "--seed", "1")),
+        (["-H", "a:4,b:2", "train"], None, (Host("a", 4), Host("b", 2)), ("train",)),
+        (["-np", "5", "-H", "a:4,b", "train"], 5, (Host("a", 4), Host("b", 1)), ("train",)),
+        (["--allreduce=auto"], None, (), ("train",)),
+        (["-np", "2", "--", "train", "--seed", "1"], 2, (), ("train", "--seed", "1")),
+        (["-np", "2", "--"], 2, (), ("train",)),
+        (["python3", "a.py", "b"], None, (), ("python", "a.py", "b")),
+        (["python3.11", "-m", "a"], None, (), ("python", "-m", "a")),
+        (["./a.py", "b"], None, (), ("python", "./a.py", "b")),
+        ([sys.executable, "a.py"], None, (), ("python", "a.py")),
     ],
 )
-def test_parse(argv: list[str], request_: Request) -> None:
-    assert parse(argv) == request_
+def test_parse(argv: list[str], ranks: int | None, hosts: tuple[Host, ...], command: tuple[str, ...]) -> None:
+    found = parse(argv)
+    assert (found.ranks, found.hosts, found.command) == (ranks, hosts, command)
 
 
-@pytest.mark.parametrize("option", ["-np", "-n", "-H", *(name for name in OPTIONS if name.startswith("--"))])
+@pytest.mark.parametrize("option", ["-np", "-n", "-H", *map(option_name, OWN_OPTIONS)])
 def test_an_option_of_the_launcher_after_the_command(option: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        launcher.main(["train", option, "1"], cli.check)
+        launcher.main(["train", option, "1"])
     known = "-np" if option == "-n" else option
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"hvd_cifar: {known} ") and line.endswith(" ... train")
@@ -78,21 +77,21 @@ def test_an_option_of_the_launcher_after_the_command(option: str, capfd: pytest.
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["-np", "0", "train"], "at least 1, got '0'"),
-        (["-np", "two", "train"], "whole number"),
-        (["-np", "-1", "train"], "whole number"),
-        (["-np"], "-np/-n: expected one argument"),
-        (["--validation-ranks", "0"], "--validation-ranks 0: expected a whole number of at least 1"),
+        (["-np", "0", "train"], "-np 0: input should be greater than 0"),
+        (["-np", "two", "train"], "-np two: input should be a valid integer"),
+        (["-np", "-1", "train"], "-np -1: input should be greater than 0"),
+        (["-np"], "Option '-np' requires an argument"),
+        (["--validation-ranks", "0"], "--validation-ranks 0: input should be greater than 0"),
         (["-np", "3", "-H", "a:2"], "more than the 2 slots"),
         (["-np", "2", "-H", "a"], "more than the 1 slot of"),
-        (["-H", "a:2", "-H", "b:2"], "exclude each other"),
+        (["-H", "a:2", "--hostfile", "f"], "exclude each other"),
         (["-H", "a:2,,b:2"], "'' is not a host"),
         (["-H", "a:x"], "slots of a"),
         (["-H", "a:2,b:1,a:1"], "a is there twice"),
-        (["--allreduce", "tree"], "--allreduce: invalid choice: 'tree'"),
-        (["--dry-run=yes"], "--dry-run: ignored explicit argument 'yes'"),
+        (["--allreduce", "tree"], "--allreduce tree: input should be 'auto' or 'ring'"),
+        (["--dry-run=yes"], "Option '--dry-run' does not take a value"),
         (["-H", "a;reboot:1"], "is not a host"),
-        (["--epochs", "3"], "options follow the command"),
+        (["--epochs", "3"], "--epochs.* those of the command after it"),
         (["--hostfile", "/no/such/file"], "No such file"),
     ],
 )
@@ -141,7 +140,7 @@ def test_validation_ranks_of_an_elastic_job_are_no_part_of_its_sizes() -> None:
     ],
 )
 def test_validation_ranks_without_training(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert launcher.main(["--dry-run", *words], cli.check) == 2
+    assert launcher.main(["--dry-run", *words]) == 2
     err = capfd.readouterr().err
     assert message in err and err.count("\n") == 1
 
@@ -190,9 +189,9 @@ def test_named_hosts_need_no_list_of_slurms(
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     for name, value in (("JOB_ID", "7"), ("JOB_NODELIST", "n[1-2]"), ("TASKS_PER_NODE", "1")):
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert launcher.main(["-np", "2", "--dry-run", "train"], cli.check) == 2
+    assert launcher.main(["-np", "2", "--dry-run", "train"]) == 2
     assert "name hosts with -H" in capfd.readouterr().err
-    assert launcher.main(["-np", "2", "-H", "localhost:2", "--dry-run", "train"], cli.check) == 0
+    assert launcher.main(["-np", "2", "-H", "localhost:2", "--dry-run", "train"]) == 0
     assert "-H localhost:2 " in capfd.readouterr().out
 
 
@@ -203,7 +202,7 @@ def test_started_several_times(
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2" if variable == "OMPI_COMM_WORLD" else "1")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2" if variable == "SLURM_STEP" else "1")
-    assert launcher.main(["train", "--max-steps", "1"], cli.check) == 2
+    assert launcher.main(["train", "--max-steps", "1"]) == 2
     assert "it starts the ranks itself: call it once" in capfd.readouterr().err
 
 
@@ -294,7 +293,7 @@ def _command(
     network: Network | None = None,
 ) -> list[str]:
     environ = {"PATH": "/p", "HOROVOD_CYCLE_TIME": "5", "HOME": "/h", "HVD_CIFAR_TERMINAL": "1", "SECRET_TF_KEY": "s"}
-    request = Request(ranks, hosts, ("train", "--run-dir", "a b"))
+    request = replace(parse(["-np", str(ranks), "train", "--run-dir", "a b"]), hosts=hosts)
     return command(request, ranks, Installation(PYTHON, mpirun, root), environ, network)
 
 
@@ -314,12 +313,12 @@ PROGRAM = [PYTHON, "-I", "-m", "hvd_cifar", "train", "--run-dir", "a b"]
 def test_what_needs_no_ranks_runs_once_and_the_doctor_takes_the_launchers_options(
     argv: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launcher.main(["--dry-run", *argv], cli.check) == 0
+    assert launcher.main(["--dry-run", *argv]) == 0
     assert capfd.readouterr().out == f"{sys.executable} -I -m hvd_cifar {words}\n"
 
 
 def test_what_runs_as_one_process_takes_no_ranks(capfd: pytest.CaptureFixture[str]) -> None:
-    assert launcher.main(["-np", "2", "report", "a"], cli.check) == 2
+    assert launcher.main(["-np", "2", "report", "a"]) == 2
     assert capfd.readouterr().err.splitlines() == [
         "hvd_cifar: report runs in one process, on this machine: leave -np, -H and --hostfile out"
     ]
@@ -328,14 +327,6 @@ def test_what_runs_as_one_process_takes_no_ranks(capfd: pytest.CaptureFixture[st
 def test_command_of_one_rank_needs_no_launcher() -> None:
     assert _command(1) == PROGRAM
     assert _command(1, hosts=(Host("localhost", 4),)) == PROGRAM
-
-
-@pytest.mark.parametrize("argv", [["--step", "a.json", "--allreduce", "b.json"], ["--allreduce=b", "--step=a"]])
-def test_a_prediction_from_files_starts_no_ranks(argv: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    assert launcher.main(["--dry-run", "-H", "localhost:4", "benchmark", "predict", *argv], cli.check) == 0
-    assert "mpirun" not in capfd.readouterr().out
-    assert launcher.main(["--dry-run", "-H", "localhost:4", "benchmark", "predict"], cli.check) == 0
-    assert "mpirun" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -353,10 +344,10 @@ def test_an_elastic_job_starts_on_as_many_ranks_as_its_batch_allows(
 ) -> None:
     argv = ["--elastic", "2:8", "--dry-run", *words, "train", "--dataset", "synthetic", *settings]
     if ranks == 2:
-        assert launcher.main(argv, cli.check) == 2
+        assert launcher.main(argv) == 2
         assert "3 ranks do not divide them" in capfd.readouterr().err
     else:
-        assert launcher.main(argv, cli.check) == 0
+        assert launcher.main(argv) == 0
         assert f" -np {ranks} " in capfd.readouterr().out
 
 
@@ -368,11 +359,11 @@ def test_a_program_of_the_users_own(
     program = tmp_path / "my program.py"
     program.touch()
     words = ["-np", "2", "python", str(program), "--epochs", "3"]
-    assert launcher.main(["--dry-run", *words], cli.check) == 0
+    assert launcher.main(["--dry-run", *words]) == 0
     out, err = capfd.readouterr()
     assert out.endswith(f" {sys.executable} '{program}' --epochs 3\n") and err == ""
     assert "TF_ENABLE_ONEDNN_OPTS=1 " in out  # the program itself may import TensorFlow first
-    assert launcher.main(["--dry-run", "-np", "2", "python", "-m", "pkg.fit"], cli.check) == 0
+    assert launcher.main(["--dry-run", "-np", "2", "python", "-m", "pkg.fit"]) == 0
     assert capfd.readouterr().out.endswith(f" {sys.executable} -m pkg.fit\n")
 
 
@@ -389,7 +380,7 @@ def test_a_program_of_the_users_own(
 def test_a_program_that_is_not_there_is_told_once(
     words: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launcher.main(["-np", "2", *words], cli.check) == 2
+    assert launcher.main(["-np", "2", *words]) == 2
     err = capfd.readouterr().err
     assert message in err and err.count("\n") == 1
 
@@ -402,7 +393,7 @@ def test_command_here() -> None:
 
 
 def test_a_ring_is_asked_of_mpirun() -> None:
-    request = Request(2, (), ("train",), ring=True)
+    request = parse(["-np", "2", "--allreduce", "ring", "train"])
     words = command(request, 2, INSTALLED, {})
     assert words[words.index("coll_tuned_allreduce_algorithm") + 1] == "4"
     assert words[words.index("coll_tuned_use_dynamic_rules") + 1] == "1"
@@ -424,7 +415,7 @@ def test_command_on_other_hosts() -> None:
     assert words[-len(PROGRAM) :] == PROGRAM
     assert "--prefix" not in _command(2, hosts, mpirun="/usr/bin/mpirun", network=network)
     for gpus, is_exported in (("", True), ("-1", True), ("0,1", False)):  # "none" holds on every host
-        words = command(Request(2, hosts, ("train",)), 2, INSTALLED, {"CUDA_VISIBLE_DEVICES": gpus}, network)
+        words = command(replace(parse([]), hosts=hosts), 2, INSTALLED, {"CUDA_VISIBLE_DEVICES": gpus}, network)
         assert ("CUDA_VISIBLE_DEVICES" in words) == is_exported
     assert _command(1, (Host("other", 1),), network=network)[0] == MPIRUN
 
@@ -433,8 +424,8 @@ def test_an_interrupt_while_hosts_are_asked_is_no_traceback(monkeypatch: pytest.
     def interrupted(*_: object) -> Network:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launcher, "find_network", interrupted)
-    assert launcher.main(["-H", "localhost:1,nosuch.invalid:1", "train", "--dataset", "synthetic"], cli.check) == 130
+    monkeypatch.setattr(start, "find_network", interrupted)
+    assert launcher.main(["-H", "localhost:1,nosuch.invalid:1", "train", "--dataset", "synthetic"]) == 130
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "tcsh"])
@@ -508,7 +499,7 @@ def test_too_many_hosts_for_this_machine_are_told_in_one_line() -> None:
 
 @pytest.mark.usefixtures("few_files")
 def test_the_launcher_opens_as_many_files_as_it_may() -> None:
-    assert launcher.main(["--dry-run", "-np", "2", "train", "--dataset", "synthetic"], cli.check) == 0
+    assert launcher.main(["--dry-run", "-np", "2", "train", "--dataset", "synthetic"]) == 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft == 65_536 or soft == hard < 65_536
 
@@ -547,8 +538,8 @@ def test_gpus_that_the_environment_cannot_use_are_told_once(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(launcher, "read_record", lambda: {"options": {"gpu": environment_for_gpus}})
-    assert launcher.main(["--dry-run", *words, "train", "--dataset", "synthetic"], cli.check) == 0
+    monkeypatch.setattr(here, "read_record", lambda: {"options": {"gpu": environment_for_gpus}})
+    assert launcher.main(["--dry-run", *words, "train", "--dataset", "synthetic"]) == 0
     out, err = capfd.readouterr()
     assert ("mpirun" not in out) if ranks == 1 else ranks is None or f" -np {ranks} " in out
     assert err.count("\n") == bool(unused)
@@ -564,8 +555,8 @@ def test_an_environment_for_gpus_without_one_is_told_once(
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(launcher, "read_record", lambda: {"options": {"gpu": True}})
-    assert launcher.main(["--dry-run", "-np", "2", "train", "--dataset", "synthetic"], cli.check) == 0
+    monkeypatch.setattr(here, "read_record", lambda: {"options": {"gpu": True}})
+    assert launcher.main(["--dry-run", "-np", "2", "train", "--dataset", "synthetic"]) == 0
     note = f"note: ranks compute on the CPU: nvidia-smi lists no GPU on {socket.gethostname()}; is the driver loaded?"
     assert capfd.readouterr().err.endswith(f"{note}\n")
 
@@ -687,9 +678,9 @@ def _starts(starter: Path, script: str, hosts: list[str], times: int) -> subproc
     starter.write_text(f"#!/bin/sh\n{script}\nexit 1\n")
     starter.chmod(0o755)
     program = (
-        "import os, sys\nfrom hvd_cifar.launch import job, starters\none = job.Job(can_stop=False)\n"
-        f"ready = starters.Ready(sys.argv[1:], dict(os.environ), {hosts})\n"
-        f"print([starters.start(ready, one) for _ in range({times})])"
+        "import os, sys\nfrom hvd_cifar.launch import job, start\none = job.Job(can_stop=False)\n"
+        f"ready = start.Ready(sys.argv[1:], dict(os.environ), {hosts})\n"
+        f"print([start.start(ready, one) for _ in range({times})])"
     )
     words = [sys.executable, "-c", program, str(starter)]
     return subprocess.run(words, capture_output=True, text=True, timeout=60)
@@ -710,7 +701,7 @@ def test_a_rank_s_own_error_on_another_host_is_the_last_line(said: str, more: li
 
 
 def test_an_elastic_job_whose_hosts_can_never_suffice_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    assert launcher.main(["-H", "localhost:1", "--elastic", "2:4", "train"], cli.check) == 2
+    assert launcher.main(["-H", "localhost:1", "--elastic", "2:4", "train"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("hvd_cifar: --elastic 2:4: 2 ranks are needed, and the hosts have 1 slots;")
 
@@ -736,16 +727,16 @@ def test_names_that_are_not_utf_8_and_hosts_that_cannot_be_are_told_in_one_line(
     odd = os.fsdecode(b"caf\xe9")
     monkeypatch.chdir(tmp_path)
     for words, told in (
-        (["--hostfile", odd, "train"], b"--hostfile caf\xe9: No such file"),
+        (["--hostfile", odd, "train"], b"the name is not UTF-8"),
         (["python", f"{odd}.py"], b"python caf\xe9.py: no such file"),
         (["-H", "a..b:2", "train"], b"a..b"),
         (["-H", f"{'a' * 64}:2", "train"], b"a" * 64),
     ):
-        assert launcher.main(words, cli.check) == 2, words
+        assert launcher.main(words) == 2, words
         said = capfdbinary.readouterr().err
         assert told in said and said.count(b"\n") == 1, said
     (tmp_path / f"{odd}.py").touch()
-    assert launcher.main(["--dry-run", "-np", "2", "python", f"{odd}.py"], cli.check) == 0
+    assert launcher.main(["--dry-run", "-np", "2", "python", f"{odd}.py"]) == 0
     assert b"caf\xe9.py" in capfdbinary.readouterr().out
 
 

@@ -120,7 +120,7 @@ def test_a_wrong_option_is_told_once(words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--frob"], "not an option of the launcher"),
+        (["--frob"], "No such option '--frob': options of the launcher stand before"),
         (["frob"], "frob"),
         (["setup", "--frob"], "--frob"),
     ],
