@@ -14,12 +14,13 @@ import resource
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hvd_cifar
-from hvd_cifar import cli, config
+from hvd_cifar import config
 from hvd_cifar.errors import RESUME, UserError
 from hvd_cifar.import_path import OPTIONS as ISOLATED
 from hvd_cifar.import_path import foreign
@@ -37,8 +38,11 @@ MODULES = ("horovod", "keras", "numpy", "tensorflow")  # whose place others in P
 ALONE = ("export", "predict", "report", "watch")  # commands that run in a single process, not as ranks
 
 
-def main(argv: list[str]) -> int:
-    """Run the job that `argv` describes, and return its exit code. A wrong option ends the process with code 2."""
+def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
+    """Run the job that `argv` describes, and return its exit code.
+
+    `check` returns the settings of the command's options, and ends the process if they are wrong.
+    """
     _raise_limit_of_files()
     try:
         request = parse(argv)
@@ -50,13 +54,13 @@ def main(argv: list[str]) -> int:
         if max(launched_size() or 1, copies(os.environ)) > 1:
             raise UserError("mpirun or srun started run.sh several times; it starts the ranks itself: call it once")
         if request.command[0] == "doctor":
-            return _start_doctor(request)
+            return _start_doctor(request, check)
         if request.command[0] == "tensorboard":
             return _start_tensorboard(request)
         _note_foreign_modules(request)
         if request.is_program:
             _check_program(request.command[1:])
-        settings = None if request.is_program else cli.check(list(request.command))
+        settings = None if request.is_program else check(list(request.command))
         if request.settings.max_restarts or request.settings.elastic or request.settings.validation_ranks:
             request = _with_run_dir(request, settings)
         if request.command[0] in ALONE:
@@ -129,7 +133,7 @@ def _check_program(words: tuple[str, ...]) -> None:
         raise UserError(f"python {words[0]}: no such file")
 
 
-def _start_doctor(request: Request) -> int:
+def _start_doctor(request: Request, check: Callable[[list[str]], Any]) -> int:
     """Run the doctor, which starts ranks itself, with the launcher's options."""
     if request.settings.max_restarts or request.settings.elastic:
         raise UserError("--max-restarts and --elastic go with train: leave them out")
@@ -137,7 +141,7 @@ def _start_doctor(request: Request) -> int:
     words += ["--allreduce", "ring"] if request.settings.allreduce == "ring" else []
     words += ["-np", str(request.ranks)] if request.ranks else []
     words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in request.hosts)] if request.hosts else []
-    cli.check(words)
+    check(words)
     return _become(request, words)
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from hvd_cifar import cli
 from hvd_cifar.config import LaunchSettings
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host, is_local, parse_hosts, read_hostfile
 from hvd_cifar.launch.elastic import Discover, script
+from hvd_cifar.options import launcher_options
 
 PYTHON = "python"  # the command that runs a user's own program on each rank
 
@@ -57,7 +57,7 @@ class Request:
 
 def parse(argv: list[str]) -> Request:
     """The request of a command line. The command is `train` by default. Raises UserError."""
-    settings, words = cli.launcher_options(argv)
+    settings, words = launcher_options(argv)
     hosts: tuple[Host, ...] = ()
     if settings.hosts is not None:
         hosts = parse_hosts(settings.hosts)

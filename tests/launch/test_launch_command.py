@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_cifar import cli
 from hvd_cifar.config import LaunchSettings, option_name
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch import here, launcher, start
@@ -67,7 +68,7 @@ def test_parse(argv: list[str], ranks: int | None, hosts: tuple[Host, ...], comm
 @pytest.mark.parametrize("option", ["-np", "-n", "-H", *map(option_name, OWN_OPTIONS)])
 def test_an_option_of_the_launcher_after_the_command(option: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        launcher.main(["train", option, "1"])
+        launcher.main(["train", option, "1"], cli.check)
     known = "-np" if option == "-n" else option
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"hvd_cifar: {known} ") and line.endswith(" ... train")
@@ -140,7 +141,7 @@ def test_validation_ranks_of_an_elastic_job_are_no_part_of_its_sizes() -> None:
     ],
 )
 def test_validation_ranks_without_training(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert launcher.main(["--dry-run", *words]) == 2
+    assert launcher.main(["--dry-run", *words], cli.check) == 2
     err = capfd.readouterr().err
     assert message in err and err.count("\n") == 1
 
@@ -189,9 +190,9 @@ def test_named_hosts_need_no_list_of_slurms(
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     for name, value in (("JOB_ID", "7"), ("JOB_NODELIST", "n[1-2]"), ("TASKS_PER_NODE", "1")):
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert launcher.main(["-np", "2", "--dry-run", "train"]) == 2
+    assert launcher.main(["-np", "2", "--dry-run", "train"], cli.check) == 2
     assert "name hosts with -H" in capfd.readouterr().err
-    assert launcher.main(["-np", "2", "-H", "localhost:2", "--dry-run", "train"]) == 0
+    assert launcher.main(["-np", "2", "-H", "localhost:2", "--dry-run", "train"], cli.check) == 0
     assert "-H localhost:2 " in capfd.readouterr().out
 
 
@@ -202,7 +203,7 @@ def test_started_several_times(
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2" if variable == "OMPI_COMM_WORLD" else "1")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2" if variable == "SLURM_STEP" else "1")
-    assert launcher.main(["train", "--max-steps", "1"]) == 2
+    assert launcher.main(["train", "--max-steps", "1"], cli.check) == 2
     assert "it starts the ranks itself: call it once" in capfd.readouterr().err
 
 
@@ -313,12 +314,12 @@ PROGRAM = [PYTHON, "-I", "-m", "hvd_cifar", "train", "--run-dir", "a b"]
 def test_what_needs_no_ranks_runs_once_and_the_doctor_takes_the_launchers_options(
     argv: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launcher.main(["--dry-run", *argv]) == 0
+    assert launcher.main(["--dry-run", *argv], cli.check) == 0
     assert capfd.readouterr().out == f"{sys.executable} -I -m hvd_cifar {words}\n"
 
 
 def test_what_runs_as_one_process_takes_no_ranks(capfd: pytest.CaptureFixture[str]) -> None:
-    assert launcher.main(["-np", "2", "report", "a"]) == 2
+    assert launcher.main(["-np", "2", "report", "a"], cli.check) == 2
     assert capfd.readouterr().err.splitlines() == [
         "hvd_cifar: report runs in one process, on this machine: leave -np, -H and --hostfile out"
     ]
@@ -344,10 +345,10 @@ def test_an_elastic_job_starts_on_as_many_ranks_as_its_batch_allows(
 ) -> None:
     argv = ["--elastic", "2:8", "--dry-run", *words, "train", "--dataset", "synthetic", *settings]
     if ranks == 2:
-        assert launcher.main(argv) == 2
+        assert launcher.main(argv, cli.check) == 2
         assert "3 ranks do not divide them" in capfd.readouterr().err
     else:
-        assert launcher.main(argv) == 0
+        assert launcher.main(argv, cli.check) == 0
         assert f" -np {ranks} " in capfd.readouterr().out
 
 
@@ -359,11 +360,11 @@ def test_a_program_of_the_users_own(
     program = tmp_path / "my program.py"
     program.touch()
     words = ["-np", "2", "python", str(program), "--epochs", "3"]
-    assert launcher.main(["--dry-run", *words]) == 0
+    assert launcher.main(["--dry-run", *words], cli.check) == 0
     out, err = capfd.readouterr()
     assert out.endswith(f" {sys.executable} '{program}' --epochs 3\n") and err == ""
     assert "TF_ENABLE_ONEDNN_OPTS=1 " in out  # the program itself may import TensorFlow first
-    assert launcher.main(["--dry-run", "-np", "2", "python", "-m", "pkg.fit"]) == 0
+    assert launcher.main(["--dry-run", "-np", "2", "python", "-m", "pkg.fit"], cli.check) == 0
     assert capfd.readouterr().out.endswith(f" {sys.executable} -m pkg.fit\n")
 
 
@@ -380,7 +381,7 @@ def test_a_program_of_the_users_own(
 def test_a_program_that_is_not_there_is_told_once(
     words: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launcher.main(["-np", "2", *words]) == 2
+    assert launcher.main(["-np", "2", *words], cli.check) == 2
     err = capfd.readouterr().err
     assert message in err and err.count("\n") == 1
 
@@ -425,7 +426,7 @@ def test_an_interrupt_while_hosts_are_asked_is_no_traceback(monkeypatch: pytest.
         raise KeyboardInterrupt
 
     monkeypatch.setattr(start, "find_network", interrupted)
-    assert launcher.main(["-H", "localhost:1,nosuch.invalid:1", "train", "--dataset", "synthetic"]) == 130
+    assert launcher.main(["-H", "localhost:1,nosuch.invalid:1", "train", "--dataset", "synthetic"], cli.check) == 130
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "tcsh"])
@@ -499,7 +500,7 @@ def test_too_many_hosts_for_this_machine_are_told_in_one_line() -> None:
 
 @pytest.mark.usefixtures("few_files")
 def test_the_launcher_opens_as_many_files_as_it_may() -> None:
-    assert launcher.main(["--dry-run", "-np", "2", "train", "--dataset", "synthetic"]) == 0
+    assert launcher.main(["--dry-run", "-np", "2", "train", "--dataset", "synthetic"], cli.check) == 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft == 65_536 or soft == hard < 65_536
 
@@ -539,7 +540,7 @@ def test_gpus_that_the_environment_cannot_use_are_told_once(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(here, "read_record", lambda: {"options": {"gpu": environment_for_gpus}})
-    assert launcher.main(["--dry-run", *words, "train", "--dataset", "synthetic"]) == 0
+    assert launcher.main(["--dry-run", *words, "train", "--dataset", "synthetic"], cli.check) == 0
     out, err = capfd.readouterr()
     assert ("mpirun" not in out) if ranks == 1 else ranks is None or f" -np {ranks} " in out
     assert err.count("\n") == bool(unused)
@@ -556,7 +557,7 @@ def test_an_environment_for_gpus_without_one_is_told_once(
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(here, "read_record", lambda: {"options": {"gpu": True}})
-    assert launcher.main(["--dry-run", "-np", "2", "train", "--dataset", "synthetic"]) == 0
+    assert launcher.main(["--dry-run", "-np", "2", "train", "--dataset", "synthetic"], cli.check) == 0
     note = f"note: ranks compute on the CPU: nvidia-smi lists no GPU on {socket.gethostname()}; is the driver loaded?"
     assert capfd.readouterr().err.endswith(f"{note}\n")
 
@@ -701,7 +702,7 @@ def test_a_rank_s_own_error_on_another_host_is_the_last_line(said: str, more: li
 
 
 def test_an_elastic_job_whose_hosts_can_never_suffice_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    assert launcher.main(["-H", "localhost:1", "--elastic", "2:4", "train"]) == 2
+    assert launcher.main(["-H", "localhost:1", "--elastic", "2:4", "train"], cli.check) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("hvd_cifar: --elastic 2:4: 2 ranks are needed, and the hosts have 1 slots;")
 
@@ -732,11 +733,11 @@ def test_names_that_are_not_utf_8_and_hosts_that_cannot_be_are_told_in_one_line(
         (["-H", "a..b:2", "train"], b"a..b"),
         (["-H", f"{'a' * 64}:2", "train"], b"a" * 64),
     ):
-        assert launcher.main(words) == 2, words
+        assert launcher.main(words, cli.check) == 2, words
         said = capfdbinary.readouterr().err
         assert told in said and said.count(b"\n") == 1, said
     (tmp_path / f"{odd}.py").touch()
-    assert launcher.main(["--dry-run", "-np", "2", "python", f"{odd}.py"]) == 0
+    assert launcher.main(["--dry-run", "-np", "2", "python", f"{odd}.py"], cli.check) == 0
     assert b"caf\xe9.py" in capfdbinary.readouterr().out
 
 

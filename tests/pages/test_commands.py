@@ -141,7 +141,7 @@ def _launch(words: list[str]) -> None:
     else:
         launcher._check_program(request.command[1:])
     if all(is_local(host.name) for host in request.hosts) and request.command[:2] != ("benchmark", "predict"):
-        assert launcher.main(["--dry-run", *words]) == 0, words
+        assert launcher.main(["--dry-run", *words], cli.check) == 0, words
 
 
 def _python(words: list[str]) -> None:

@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.util.tensor_util import make_ndarray
 
+from hvd_cifar import cli
 from hvd_cifar.files import append
 from hvd_cifar.launch import launcher
 from hvd_cifar.reporting import board
@@ -145,6 +146,6 @@ def test_the_launcher_starts_tensorboard_on_a_run_and_passes_arguments_on(tmp_pa
 def test_what_tensorboard_cannot_show_is_one_line(
     argv: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launcher.main(argv) == 2
+    assert launcher.main(argv, cli.check) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert message in line
