@@ -42,6 +42,9 @@ docs/configuration.md list its options.
 TEXT
 }
 
+# As an environment's `activate` does: it names the library of another Python.
+unset PYTHONHOME
+
 # The Python for set-up: the user's choice, else the environment's, else python3.
 python=${PYTHON:-$here/.venv/bin/python}
 # An environment's Python for another processor, or for newer libraries, does not run here.
