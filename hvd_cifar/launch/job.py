@@ -110,29 +110,9 @@ class Job:
         # SIGTERM sent to mpirun itself stays pending, where this process sees it. mpirun unblocks signals for its
         # children, and SIGINT ends it as SIGTERM would.
         holds_sigterm = self.can_stop and starter.name == "mpirun"
-
-        def prepare() -> None:
-            if holds_sigterm:
-                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-        heir = subprocess.Popen(
-            ["sh", "-c", HEIR, "sh", "INT" if holds_sigterm else "TERM"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        heir = _start_heir("INT" if holds_sigterm else "TERM")
         others = set(psutil.Process().children(recursive=True))
-        # In its own session: Ctrl-C reaches only this process, which forwards it.
-        process: subprocess.Popen[Any] = subprocess.Popen(
-            starter.words,
-            env={**starter.env, STARTS: " ".join(map(str, self._times)), ENDS: json.dumps(self._ends[-ENDS_TOLD:])},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if starter.output else None,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=prepare,  # safe: other threads only wait
-        )
+        process = self._start(starter, holds_sigterm)
         assert heir.stdin
         heir.stdin.write(f"{process.pid}\n".encode())
         heir.stdin.flush()
@@ -144,6 +124,43 @@ class Job:
             pumps.append(threading.Thread(target=starter.output, args=[process.stdout], daemon=True))
         for pump in pumps:
             pump.start()
+        is_lost = self._wait(process, holds_sigterm)
+        code = process.wait()
+        heir.communicate(b"ended\n")
+        was_killed = code == -signal.SIGKILL
+        if is_lost and was_killed:
+            code = STALLED
+        if code < 0 and not self._caught:
+            name = signal.Signals(-code).name
+            complain(f"{starter.name} was ended by signal {-code} ({name}), and its ranks with it")
+        _end_orphans(0 if was_killed else SECONDS_FOR_ORPHANS, others)
+        if was_killed:
+            remove_session(process.pid, starter.env)
+        self._times.append(time.time())
+        for pump in pumps:
+            pump.join(SECONDS_FOR_LAST_OUTPUT)
+        outcome = self._outcome(code if code >= 0 else 128 - code)
+        self._ends.append(self._said() or f"exit code {outcome}")
+        return outcome
+
+    def _start(self, starter: Starter, holds_sigterm: bool) -> subprocess.Popen[Any]:
+        def prepare() -> None:
+            if holds_sigterm:
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+        # In its own session: Ctrl-C reaches only this process, which forwards it.
+        return subprocess.Popen(
+            starter.words,
+            env={**starter.env, STARTS: " ".join(map(str, self._times)), ENDS: json.dumps(self._ends[-ENDS_TOLD:])},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if starter.output else None,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=prepare,  # safe: other threads only wait
+        )
+
+    def _wait(self, process: subprocess.Popen[Any], holds_sigterm: bool) -> bool:
+        """Wait until a starter ends, and pass requests to stop on. Returns whether it or a rank hung."""
         lost_since = stopped_for = 0.0
         while not _ends(process, SECONDS_BETWEEN_ASKS):
             if lost_since and time.monotonic() > lost_since + SECONDS_FOR_STARTER:
@@ -152,32 +169,14 @@ class Job:
                 lost_since = time.monotonic()
             stopped_for = stopped_for + SECONDS_BETWEEN_ASKS if is_stopped(process.pid) else 0.0
             if self.stall_seconds and stopped_for > self.stall_seconds and not lost_since:
-                complain(f"{starter.name} is stopped (SIGSTOP or a debugger); the job ends (exit code {STALLED})")
+                assert self._starter
+                complain(f"{self._starter.name} is stopped (SIGSTOP or a debugger); the job ends (exit code {STALLED})")
                 lost_since = time.monotonic() - SECONDS_FOR_STARTER
             if holds_sigterm and is_pending(process.pid, signal.SIGTERM):
                 self._ask(signal.SIGTERM)
             elif self._stops:
                 self._tell_ranks()  # again, for ranks that had not started before
-        code = process.wait()
-        heir.communicate(b"ended\n")
-        was_killed = code == -signal.SIGKILL
-        if lost_since and was_killed:
-            code = STALLED
-        if code < 0 and not self._caught:
-            complain(
-                f"{starter.name} was ended by signal {-code} ({signal.Signals(-code).name}), and its ranks with it"
-            )
-        if was_killed:
-            _end_orphans(0, others)
-            remove_session(process.pid, starter.env)
-        else:
-            _end_orphans(SECONDS_FOR_ORPHANS, others)
-        self._times.append(time.time())
-        for pump in pumps:
-            pump.join(SECONDS_FOR_LAST_OUTPUT)
-        outcome = self._outcome(code if code >= 0 else 128 - code)
-        self._ends.append(self._said() or f"exit code {outcome}")
-        return outcome
+        return lost_since > 0
 
     @property
     def runs(self) -> bool:
@@ -257,6 +256,16 @@ class Job:
     def _send(self, number: int) -> None:
         if self._process is not None:
             self._process.send_signal(number)
+
+
+def _start_heir(number: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        ["sh", "-c", HEIR, "sh", number],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _ends(process: subprocess.Popen[Any], seconds: float) -> bool:
