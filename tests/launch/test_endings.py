@@ -45,5 +45,6 @@ def test_a_rank_that_leaves(end: str, words: list[str], code: int, said: str, tm
     )
     assert done.returncode == code, done.stderr
     told = 0 if end == "os._exit(0)" else code
-    assert done.stderr.splitlines() == [LINE.format(told, said)], done.stderr
+    own = [line for line in done.stderr.splitlines() if "hvd_cifar" in line]  # TensorFlow has lines of its own
+    assert own == [LINE.format(told, said)] and "Traceback" not in done.stderr, done.stderr
     assert not (tmp_path / "run" / "summary.json").exists()

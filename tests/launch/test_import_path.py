@@ -82,7 +82,7 @@ def test_ranks_import_a_user_s_modules_after_all_others(hostile: Path) -> None:
     (hostile / "nets.py").write_text(NETS)
     (hostile / "beside.py").write_text(BESIDE)
     own = ["--model", "nets.py:build", "--callbacks", "beside:Says", "--dataset", "synthetic", "--run-dir", "run"]
-    short = ["--max-steps", "1", "--batch-size", "4", "--eval-every", "0", "--eval-examples", "8"]
+    short = ["--max-steps", "1", "--batch-size", "4", "--eval-every", "0"]
     done = _run(hostile, "-np", "2", "train", *own, *short, PYTHONPATH=str(hostile))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("beside was found") == 2 and _executed(hostile) == ""
