@@ -37,7 +37,9 @@ Floats = NDArray[np.floating[Any]]  # float32 throughout
 
 # Under this folder's name the images never change: a test compares their checksum.
 # Its accuracies say nothing about CIFAR-10, so a small test set is enough.
-LAYOUT = replace(CIFAR10, name="synthetic", title="the synthetic set", folder="synthetic-v2", test_records=1000)
+LAYOUT = replace(
+    CIFAR10, name="synthetic", title="the synthetic set", folder="synthetic-v2", test_records=1000
+)
 IMAGES_AT_ONCE = 500  # fits a core's cache. Another number would draw other images: it orders the random bits.
 STROKES_BEHIND = 6
 STROKES_ACROSS = 1

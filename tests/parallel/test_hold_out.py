@@ -60,7 +60,9 @@ def test_a_run_that_no_longer_improves_ends_and_goes_on_with_more_patience(embed
         assert sorted(used) == left, epoch
 
     output = tmp_path / "best.json"
-    words = jobs.command(1, "--run-dir", run_dir, "--checkpoint", run_dir / "best", "--output", output)
+    words = jobs.command(
+        1, "--run-dir", run_dir, "--checkpoint", run_dir / "best", "--output", output
+    )
     words[words.index("train")] = "evaluate"
     done = subprocess.run(words, capture_output=True, text=True, timeout=500, env=environment(), cwd=CHECKOUT)
     assert done.returncode == 0 and json.loads(output.read_text())["step"] == 4, done.stderr
