@@ -13,11 +13,12 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_cifar.errors import Preempted, TrainingError, UserError, cause_of
+from hvd_cifar.errors import Preempted, TrainingError, UserError
 from hvd_cifar.runtime import devices, environment, transport
+from hvd_cifar.runtime.endings import leave, no_early_success
 from hvd_cifar.runtime.failures import lost_rank
 from hvd_cifar.runtime.ranks import RankFacts, gather
-from hvd_cifar.runtime.watch import Watch, complain
+from hvd_cifar.runtime.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -188,29 +189,19 @@ def session(
     """
     world = start(threads, deterministic, process_sets)
     stopped: Preempted | None = None
-    true_exit, process = os._exit, os.getpid()
-
-    def leave(code: int) -> None:
-        if code == 0 and os.getpid() == process:  # not a forked child
-            complain(f"rank {world.rank} ended itself by os._exit(0) before its work was done (exit code 1)")
-            code = 1
-        true_exit(code)
-
-    os._exit = leave  # type: ignore[assignment]  # success is the end of this block
     try:
         try:
-            yield replace(world, ranks=gather(world.host, world.device, world.threads, watch or Watch(0)))
+            with no_early_success(world.rank):
+                yield replace(world, ranks=gather(world.host, world.device, world.threads, watch or Watch(0)))
         except Preempted as asked:  # on every rank
             stopped = asked
+        except SystemExit as left:
+            if type(left) is not SystemExit:  # this package's own
+                raise
+            leave(world.rank, left, alone=world.size == 1)
         # A rank whose process ends shuts Horovod down for all: every rank waits here for the last one.
         if world.size > 1:
             hvd.allreduce(tf.zeros(1), op=hvd.Sum)
-    except SystemExit as end:
-        if type(end) is not SystemExit:  # this package's own
-            raise
-        ended = TrainingError(f"rank {world.rank} ended itself before its work was done: {cause_of(end)}")
-        ended.code, ended.of_one_rank = (end.code if isinstance(end.code, int) else 0) or 1, True
-        raise ended from end
     except Exception as failure:
         said = lost_rank(failure)
         if said is None:
@@ -218,8 +209,6 @@ def session(
         raise TrainingError(
             f"rank {world.rank} lost another rank, which ended first; see that one's error ({said})"
         ) from failure
-    finally:
-        os._exit = true_exit
     if stopped is not None:
         raise stopped
 

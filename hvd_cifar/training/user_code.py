@@ -52,6 +52,8 @@ def _read(file: Path, what: str) -> str:
 
 def _object(place: str, name: str, text: str | None, what: str) -> Any:
     with errors_of(what):
+        if text is None:
+            _search_after_installed(Path.cwd())
         module = importlib.import_module(place) if text is None else _module_of(Path(place), text)
     if not hasattr(module, name):
         public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
@@ -83,6 +85,11 @@ def leave_while_loading() -> None:
         raise _Loaded
 
 
+def _search_after_installed(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
 # Of files that this host lacks, or has with another text; removed when the process ends.
 _copies: list[tempfile.TemporaryDirectory[str]] = []
 
@@ -103,8 +110,7 @@ def _module_of(file: Path, text: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+    _search_after_installed(folder)
     sys.modules[name] = module
     _loads.append(name)
     try:

@@ -32,7 +32,7 @@ def test_a_callback_cannot_end_a_run_as_if_it_were_complete(embedded: Path, tmp_
     try:
         for job, code, rank in jobs:
             assert job.wait() == code, job.said()
-            lines = [line for line in job.said().splitlines() if "ended itself" in line]
+            lines = [line for line in job.said().splitlines() if "ended first" in line]
             assert len(lines) == 1 and lines[0].startswith(rank) and "Traceback" not in job.said(), job.said()
             assert read_summary(job.run_dir) == {}
     finally:

@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
             with _lock() as lock, _logged(VENV / "wheel.log", lock) as steps:
                 wheels.write(steps, VENV, here, wanted.to)
         if command == "run":
-            os.execv(PYTHON, [PYTHON, "-m", "hvd_cifar.launch", *rest])
+            os.execv(PYTHON, [PYTHON, "-I", "-m", "hvd_cifar.launch", *rest])
         return set_up_hosts(wanted.hosts, _describe_here(options, wanted.replace)) if wanted.hosts else 0
     except UserError as error:
         say(f"hvd_cifar: {error}")

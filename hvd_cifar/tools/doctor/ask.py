@@ -64,7 +64,7 @@ def _network_of(participants: Participants) -> dict[str, Any]:
         found: dict[str, Any] = {"cards": {host: report.cards for host, report in reports.items()}}
         networks = candidates(reports, addresses(probes)) if len(probes) > 1 else []
         if networks:
-            faults = try_out(networks, probes, gloo=False)
+            faults = try_out(networks, probes)
             best = min(range(len(networks)), key=lambda number: len(faults[number]))
             found |= {"network": networks[best], "blocked": tuple(faults[best])}
     return found

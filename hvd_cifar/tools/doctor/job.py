@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from hvd_cifar.import_path import OPTIONS as ISOLATED
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.runtime.environment import RANK_VARIABLES
 from hvd_cifar.runtime.process import signalled_with_parent
@@ -40,7 +41,7 @@ def run(hosts: Sequence[Host], words: Sequence[str], seconds: float) -> Job:
     """Run the launcher with `words` for at most `seconds`. However the job ends, it leaves no process on any host."""
     begin = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-m", "hvd_cifar.launch", *words],
+        [sys.executable, *ISOLATED, "-m", "hvd_cifar.launch", *words],
         # Without the variables of a launcher that started the doctor itself.
         env={CYCLE: "10", **{name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}},
         stdin=subprocess.DEVNULL,
