@@ -101,7 +101,7 @@ tf.summary.create_file_writer("/tmp/events").close()
     done = alone.run([program], entry=["python", "-c"])
     assert done.returncode == 0, done.stderr
     # All modules are taken from bytecode that is there.
-    done = alone.run(["-v", "-c", "import tensorflow, keras, hvd_cifar.training.trainer"], entry=["python"])
+    done = alone.run(["-v", "-c", "import tensorflow, keras, hvd_cifar.training.train"], entry=["python"])
     assert re.findall(r"(?m)^# code object from (/opt/.*)$", done.stderr) == []
     assert done.stderr.count("# code object from '/opt") > 1000
     # run.sh finds it set up, and does not try to do that.
