@@ -64,7 +64,8 @@ class TrainState:
         Args:
             name: of the part, one for each caller.
             variables: Keras's, the same on every rank in number, type and shape.
-            kind: "shared", "own" or "root"; see `Kind`.
+            kind: "shared": the same on all ranks. "own": differs between ranks, which average it before it is saved or
+                evaluated. "root": each rank has its own, such as a clock; rank 0's is saved, and it is never compared.
 
         Raises:
             ValueError: where the name is taken.
