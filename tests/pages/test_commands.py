@@ -30,6 +30,7 @@ PROGRAMS = {"./run.sh", "python", "mpirun", "horovodrun", "sbatch", "salloc", "s
 NAME = "names an option"
 # What a test cannot run, by the words that it begins with, and why.
 EXCEPTIONS = {
+    "git clone": "the address is the reader's",
     "docker build": "needs Docker; tests/launch/test_image.py builds the image by buildah",
     "docker compose": "needs Docker; tests/single/test_containers.py reads the file",
     "docker run ... hvd-cifar": "an outline; options of Docker are left out",

@@ -16,7 +16,7 @@ from tests.pages import reference
 from tests.pages.test_commands import pages
 from tests.ranks import CHECKOUT, environment
 
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"""(?:\]\(|(?:href|src)=")([^)\s"]+)""")
 TEXTS = {page: (CHECKOUT / page).read_text() for page in pages()}
 MIGRATION = "docs/migration.md"
 PEERS = Path(os.environ.get("HVD_CIFAR_PEERS", "~/.cache/hvd_cifar/peers")).expanduser()
@@ -63,9 +63,19 @@ def test_every_page_is_in_the_index() -> None:
 
 def test_readme_is_short_and_its_table_stands_in_benchmarks() -> None:
     lines = TEXTS["README.md"].splitlines()
-    assert len(lines) <= 130
+    assert len(lines) <= 110
     rows = [line for line in lines if re.match(r"\| (resnet\d+|tutorial|fast) \|", line)]
     assert len(rows) == 3 and all(row in TEXTS["docs/benchmarks.md"].splitlines() for row in rows)
+
+
+def test_readme_begins_with_two_commands_and_their_times_and_no_other_takes_long() -> None:
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", TEXTS["README.md"], re.M | re.S)
+    first, *others = [block for language, block in blocks if not language]
+    begin = [line for line in first.splitlines() if line.startswith("./run.sh")]
+    assert [line.split("#")[0].strip() for line in begin] == ["./run.sh", "./run.sh test"]
+    assert all("minutes" in line for line in begin)
+    runs = [line for block in others for line in block.splitlines() if " train" in line]
+    assert len(runs) > 4 and all("--epochs 2" in line or "--max-steps" in line for line in runs), runs
 
 
 def test_no_page_names_commits() -> None:
