@@ -1,4 +1,4 @@
-"""Data-parallel training over Horovod, for any Keras 3 program.
+"""Data-parallel training over Horovod, for any program of Keras 3 on TensorFlow.
 
 It needs Horovod, Keras and TensorFlow, and nothing else of `hvd_cifar`. A program needs these lines:
 
