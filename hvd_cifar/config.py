@@ -727,10 +727,19 @@ def read_file(path: Path, has_batch: bool = False) -> dict[str, Any]:
         raise UserError(f"--config {path}: holds a value that cannot be read ({reason}); correct it") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UserError(f"--config {path}: holds no settings; write one 'name: value' a line")
+    if RECORDED_SECTIONS[0] in content and "set" not in content:
+        content = _of_version_02(content)
     left_out = {*RECORDED_SECTIONS}
     if has_batch:
         left_out |= {*BATCH}
     return {name: value for key, value in content.items() if (name := key.replace("-", "_")) not in left_out}
+
+
+def _of_version_02(record: dict[str, Any]) -> dict[str, Any]:
+    """The record of a run of version 0.2 as settings: the recipe's numbers were settings of their own."""
+    names = [name for name in RecipeChanges.model_fields if record.get(name) not in (None, "recipe")]
+    known = {name: value for name, value in record.items() if name in TrainSettings.model_fields or name == "run"}
+    return {**known, "set": {name: record[name] for name in names}}
 
 
 def unused_run_dir(model: str, suffix: str = "") -> Path:

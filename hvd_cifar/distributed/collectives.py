@@ -118,7 +118,7 @@ def _described(target: Any, variables: Sequence[Any]) -> list[tuple[str, str, st
                 found.append((f"the table of layer {layer.name}", f"of SHA-256 {table}", remedy))
     remedy = "build the same model and optimizer on every rank"
     return found + [
-        (f"variable {getattr(v, 'path', v.name)}", f"{v.dtype.name} {tuple(v.shape)}", remedy) for v in variables
+        (f"variable {v.name.removesuffix(':0')}", f"{v.dtype.name} {tuple(v.shape)}", remedy) for v in variables
     ]
 
 
