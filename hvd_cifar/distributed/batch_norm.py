@@ -192,3 +192,17 @@ def _averages_unbiased(layer: Any) -> bool:
 def _refuse_renorm(layer: Any) -> None:
     if getattr(layer, "renorm", False):
         raise ValueError(f"{layer.name} has renorm=True, whose statistics cannot be synchronised: set renorm=False")
+
+
+def moving_statistics(model: keras.Model) -> list[keras.Variable]:
+    """The moving statistics of all batch norm layers: means, variances, and what Keras's renorm adds."""
+    norms = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    theirs = {id(v) for layer in norms for v in layer._non_trainable_variables}  # not a frozen gamma and beta
+    names = ("/moving_mean", "/moving_variance")  # of a layer of the user's own also
+    return [v for v in model.non_trainable_variables if v.path.endswith(names) or id(v) in theirs]
+
+
+def local_statistics(model: keras.Model) -> list[keras.Variable]:
+    """The moving statistics that differ between ranks: those of layers that are not synchronised."""
+    synchronised = {id(v) for layer in synchronised_layers(model) for v in layer.variables}
+    return [v for v in moving_statistics(model) if id(v) not in synchronised]

@@ -251,25 +251,6 @@ def broadcast_bytes(content: NDArray[np.uint8], root_rank: int = 0) -> NDArray[n
         return hvd.broadcast(tf.constant(content), root_rank).numpy()
 
 
-def make_scatter(specs: Sequence[tf.TensorSpec]) -> Callable[[Sequence[Any], Sequence[int]], list[Any]]:
-    """A function (tensors, rows) that gives each rank its part of rank 0's tensors, in the ranks' order; a collective.
-
-    Rank 0 passes tensors [n, ...] of these types and shapes, and the rows int [ranks] that each rank gets, of sum n.
-    The other ranks pass tensors [0, ...], and zeros. Parts are in host memory.
-    """
-
-    @tf.function(input_signature=[list(specs), tf.TensorSpec([None], tf.int32)], autograph=False)
-    def scatter(tensors: Sequence[Any], rows: Any) -> list[Any]:
-        with tf.device("/CPU:0"):
-            return [hvd.alltoall(tensor, rows, **names.in_graph("Allgather", "scatter"))[0] for tensor in tensors]
-
-    def noted(tensors: Sequence[Any], rows: Sequence[int]) -> list[Any]:
-        note(f"scatter of {len(tensors)} tensors from rank 0")
-        return scatter(list(tensors), tf.constant(rows, tf.int32))
-
-    return noted
-
-
 def gather_bytes(content: bytes, at_a_time: int = GATHER_BYTES) -> list[bytes]:
     """The bytes of all ranks on rank 0, and [] on the others. A message holds at most `at_a_time` bytes of all ranks.
 

@@ -17,17 +17,6 @@ Reduce = Callable[[NDArray[np.float32]], NDArray[np.float32]]  # this rank's ter
 Pairs = Sequence[tuple[int, int]]
 
 
-def sets_for(rounds: Sequence[Pairs], everyone: int) -> dict[tuple[int, int], Any]:
-    """A process set for each pair of a job of `everyone` ranks. Local; call it before Horovod starts.
-
-    Pass what `process_sets.to_register` returns for these to `world.start`.
-    """
-    # Horovod refuses a second set of the same ranks.
-    return {
-        pair: hvd.global_process_set if everyone == 2 else hvd.ProcessSet(pair) for pairs in rounds for pair in pairs
-    }
-
-
 def by_horovod(device: str, process_set: Any = hvd.global_process_set) -> Reduce:
     """Sums by Horovod over a process set that has this rank as a member; `device` as in `World`."""
 

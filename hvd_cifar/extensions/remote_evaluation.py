@@ -74,8 +74,7 @@ class RemoteEvaluation(Callback):
 
     def on_rollback(self, run: Run) -> None:
         """Forget results; `best_weights` removes the snapshots of later steps."""
-        self.results = []
-        self._answered(run, False)
+        self._forget(run)
         self.reported.clear()
 
     def on_end(self, run: Run) -> None:
@@ -102,11 +101,10 @@ class RemoteEvaluation(Callback):
         now, may_come = time.monotonic(), not self.has_met and time.monotonic() < self.began + SECONDS_TO_COME
         return now < end and (may_come or self.snapshots.has_readers()) and not self.hang
 
-    def _answered(self, run: Run, answered: bool) -> None:
-        """Tell the other ranks with the next step whether results have arrived; they forget the earlier ones."""
-        run.progress.flags.own[FLAG] = float(answered)
-        if not answered:
-            run.progress.flags.sums[FLAG] = 0.0
+    def _forget(self, run: Run) -> None:
+        """Have no results: none to tell the other ranks of, and none that they have heard of."""
+        self.results = []
+        run.progress.flags.own[FLAG] = run.progress.flags.sums[FLAG] = 0.0
 
     def _look(self, run: Run) -> None:
         from hvd_cifar.training.snapshots import told
@@ -117,7 +115,7 @@ class RemoteEvaluation(Callback):
                 self.has_met = self.has_met or self.snapshots.has_readers()
                 self.results = [found for found in self.snapshots.results() if found.step not in self.reported]
                 self._listen(run, self.snapshots)
-            self._answered(run, bool(self.results))
+            run.progress.flags.own[FLAG] = float(bool(self.results))
 
     def _listen(self, run: Run, snapshots: Snapshots) -> None:
         """Warn where validation ranks show no sign of life for some time-outs of --stall-seconds."""
@@ -136,8 +134,7 @@ class RemoteEvaluation(Callback):
     def _report(self, run: Run) -> None:
         """Report results on all ranks. A collective."""
         results = run.ranks.broadcast(self.results)
-        self.results = []
-        self._answered(run, False)
+        self._forget(run)
         for found in results:
             if math.isfinite(found.loss):
                 epoch = round(found.step / run.plan.steps_per_epoch, 4)

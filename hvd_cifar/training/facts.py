@@ -10,15 +10,17 @@ from hvd_cifar.data.cifar import is_published
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.batch_norm import local_layers
-from hvd_cifar.errors import UserError
+from hvd_cifar.errors import TrainingError, UserError, reason_of
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import provenance, terminal
+from hvd_cifar.runtime.failures import lost_rank
 from hvd_cifar.runtime.ranks import differences
 from hvd_cifar.runtime.world import World, versions
 from hvd_cifar.training import random_layers, run_dir
 from hvd_cifar.training.callbacks import Run
 from hvd_cifar.training.work import UserObjects, Work
 
+LONGEST_WHY = 300  # characters of an error in the run's record
 NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"
 
 
@@ -120,3 +122,12 @@ def describe(run: Run) -> list[str]:
         ),
         *([f"random layers: {', '.join(drawing)}: results depend on the number of ranks"] if drawing else []),
     ]
+
+
+def why_failed(failure: BaseException) -> str:
+    """Why a run failed, in one line for its record."""
+    if isinstance(failure, (UserError, TrainingError)):
+        return " ".join(str(failure).split())[:LONGEST_WHY]
+    if words := lost_rank(failure):
+        return f"another rank is lost ({words})"
+    return f"{type(failure).__name__}: {reason_of(failure)}"

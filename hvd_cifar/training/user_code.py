@@ -35,6 +35,19 @@ def load(spec: str, option: str) -> Any:
     return collectives.on_every_rank(lambda: _object(place, name, text, f"{option} {spec}"))
 
 
+def callback(spec: str) -> Any:
+    """The callback that --callbacks names: an object, or a class that is called without arguments. A collective."""
+    found = load(spec, "--callbacks")
+    if not isinstance(found, type):
+        return found
+
+    def made() -> Any:
+        with errors_of(f"--callbacks {spec}, called without arguments"):
+            return found()
+
+    return collectives.on_every_rank(made)
+
+
 def load_alone(spec: str, option: str) -> Any:
     """As `load`, in a single process and without collectives."""
     place, _, name = spec.rpartition(":")

@@ -228,6 +228,12 @@ def _refuse_layers(settings: TrainSettings, net: Net) -> None:
             name = f"{layers[0].name} ({type(layers[0]).__name__})"
             given = config.option_name(option)
             raise UserError(f"{given}: the net has the layer {name}: {why}; leave the option out, or {remedy}")
+    for layer in local_layers(net.model):
+        if getattr(layer, "synchronized", False):
+            raise UserError(
+                f"--model {settings.model}: its layer {layer.name} has synchronized=True, which means tf.distribute; "
+                "give --sync-batch-norm, or take it out"
+            )
     for variable in net.model.trainable_variables:
         if variable.overwrite_with_gradient:
             raise UserError(

@@ -116,7 +116,7 @@ def test_each_host_reads_its_own_files_also_where_hosts_share_a_name(embedded: P
     one, other = (of_rank["sent"] for of_rank in cases[0])
     assert one["about"] == other["about"]
     assert [one["read"], other["read"]] == [[str(embedded)], [str(cases[1] / "empty")]]
-    assert one["said"] == ["synthetic sent to twin (rank 1): 184 MB each, SHA-256 checked"]
+    assert one["said"] == ["synthetic sent to twin (rank 1): 157 MB each, SHA-256 checked"]
 
 
 def test_a_host_without_the_folder_is_sent_the_decoded_images_once(cases: Cases) -> None:

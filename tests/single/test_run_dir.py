@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.errors import UserError
 from hvd_cifar.training import checkpoint, run_dir
-from hvd_cifar.training.run_dir import MUST_MATCH, claim, course_of
+from hvd_cifar.training.run_dir import MUST_MATCH, claim, compared
 from hvd_cifar.training.trained import settings_of
 
 FACTS: dict[str, Any] = {
@@ -63,7 +63,7 @@ def _run(folder: Path, step: int, facts: dict[str, Any] = FACTS, **more: Any) ->
 
 def _claim(folder: Path, facts: dict[str, Any] = FACTS, **more: Any) -> Path | None:
     settings = _settings(folder, **more)
-    claimed, newest = claim(settings, course_of(settings, facts))
+    claimed, newest = claim(settings, compared(settings, facts))
     assert claimed == folder
     return newest
 
