@@ -17,7 +17,7 @@ from tests.faults.jobs import COURSE, Running, start
 from tests.options import PACE
 
 OPTIONS = [*COURSE, "--checkpoint-every", 25, "--eval-every", 25, "--record-examples"]
-MOMENTS = ("step", "all-reduce", "Copier.on_step", "evaluation", "checkpoints", "shutdown")  # phases of a rank
+MOMENTS = ("step", "all-reduce", "ElasticCopies.on_step", "evaluation", "checkpoints", "shutdown")  # phases of a rank
 # Kills its own process at the moments that files of a folder name, each once: `NUMBER RANK SECONDS PHASE`.
 PROGRAM = """
 import os, pathlib, signal, threading, time

@@ -35,7 +35,7 @@ def _sessions() -> list[Any]:
 
 
 def test_facts_are_the_same_on_all_ranks_and_watchdogs_reach_each_other_or_judge_alone() -> None:
-    found = run_ranks(_sessions, 2)
+    found = run_ranks(_sessions, 2, fresh=True)
     assert found[0][0] == found[1][0] and len(found[0][0]) == 2
     for rank, (_, places, joined, alone, ended) in enumerate(found):
         assert places == [[True, 0, 1], [True, 1, 2]]

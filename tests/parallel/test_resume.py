@@ -89,7 +89,7 @@ def test_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
     code, _, errors = train(*course, 10)
     assert code == 0, errors
     losses = runs.losses(run_dir)
-    (data,) = run_dir.glob("checkpoints/step-10/*.data*")
+    (data,) = run_dir.glob("checkpoints/step-10/state.data*")
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
