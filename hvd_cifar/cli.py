@@ -15,7 +15,7 @@ import click
 
 from hvd_cifar import __version__, config
 from hvd_cifar.errors import TrainingError, UserError, cause_of
-from hvd_cifar.options import launcher_option, option
+from hvd_cifar.options import HELP_OF_TRAIN, GroupedCommand, launcher_option, option
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.quiet import quiet_start
 from hvd_cifar.runtime.environment import launched_local_rank, launched_rank
@@ -159,7 +159,10 @@ def _add(
     options: list[click.Parameter] = [option(field, info) for field, info in kind.model_fields.items()]
     file_help = "YAML or JSON file of settings; options take precedence over it."
     options.append(click.Option(["--config"], metavar="FILE", help=file_help))
-    group.add_command(click.Command(name, params=options, callback=parse, help=help_text, hidden=hidden))
+    if kind is config.TrainSettings:
+        group.add_command(GroupedCommand(name, HELP_OF_TRAIN, params=options, callback=parse, help=help_text))
+    else:
+        group.add_command(click.Command(name, params=options, callback=parse, help=help_text, hidden=hidden))
 
 
 def _train(settings: config.TrainSettings) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,42 @@ import click
 
 from hvd_cifar.config import NO_CHANGES, LaunchSettings, make, option_name
 from hvd_cifar.errors import UserError
+
+# The options of `train` that most people need, as its help shows them; --help-all shows all.
+HELP_OF_TRAIN = {
+    "Data and net": ("dataset", "data_dir", "model", "callbacks"),
+    "Training": ("epochs", "max_steps", "global_batch_size", "learning_rate", "set", "precision", "seed"),
+    "Ranks": ("sync_batch_norm", "virtual_shards"),
+    "Evaluation": ("eval_every", "hold_out", "early_stopping"),
+    "Run": ("run_dir", "resume", "checkpoint_every", "config"),
+}
+
+
+class GroupedCommand(click.Command):
+    """A command whose --help shows some options in groups, and whose --help-all shows all."""
+
+    def __init__(self, name: str, groups: Mapping[str, Sequence[str]], **named: Any) -> None:
+        super().__init__(name, **named)
+        self._groups = groups
+        whole = click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, help="Show all options.")
+        whole.callback = self._show_all
+        self.params.append(whole)
+
+    def _show_all(self, context: click.Context, _: click.Parameter, asked: bool) -> None:
+        if asked:
+            self._groups = {}
+            click.echo(self.get_help(context))
+            context.exit()
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the groups; without groups, all options."""
+        if not self._groups:
+            return super().format_options(ctx, formatter)
+        records = {parameter.name: parameter.get_help_record(ctx) for parameter in self.get_params(ctx)}
+        for title, names in {**self._groups, "Help": ("help", "help_all")}.items():
+            with formatter.section(title):
+                formatter.write_dl([record for name in names if (record := records.get(name))])
+        return None
 
 
 def option(field: str, info: Any) -> click.Parameter:

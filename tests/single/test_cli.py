@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from hvd_cifar import cli, config
 from hvd_cifar.errors import UserError
+from hvd_cifar.options import HELP_OF_TRAIN
 from tests.ranks import CHECKOUT, LAUNCHERS, environment
 
 WRONG = [
@@ -159,7 +161,7 @@ WRONG = [
         for words in (
             ["--hostfile", ""],
             ["--hostfile", "f", "--hosts", "a:1"],
-            ["--ranks", "0"],
+            ["-np", "0"],
             ["--allreduce", "tree"],
             ["--run-dir", ""],
             ["--probe-timeout", "0"],
@@ -233,11 +235,19 @@ def test_help_ends_with_0(argv: list[str], capfd: pytest.CaptureFixture[str]) ->
 
 def test_help_names_every_option_and_describes_it(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.check(["train", "--help"])
+        cli.check(["train", "--help-all"])
     shown = capfd.readouterr().out
     for field, info in config.TrainSettings.model_fields.items():
         assert config.option_name(field) in shown
         assert info.description
+
+
+def test_help_of_train_shows_what_most_people_need(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.check(["train", "--help"])
+    shown = re.findall(r"^  (--[a-z-]+)", capfd.readouterr().out, re.M)
+    named = [config.option_name(name) for names in HELP_OF_TRAIN.values() for name in names]
+    assert len(named) == 20 and shown == [*named, "--help-all"]
 
 
 def test_help_shows_defaults_that_are_zero_and_none_that_are_empty(capfd: pytest.CaptureFixture[str]) -> None:
