@@ -17,7 +17,7 @@ from hvd_cifar.files import replace_text
 from hvd_cifar.models.portable import finish_all
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.world import World, session
-from hvd_cifar.training import checkpoint
+from hvd_cifar.training import checkpoint, user_code, user_files
 from hvd_cifar.training.confusion import FILE, MOST_CLASSES
 from hvd_cifar.training.evaluate import Evaluation, make_evaluator
 from hvd_cifar.training.run_dir import described, recorded
@@ -76,6 +76,8 @@ def evaluate_run(settings: EvaluateSettings, given: UserObjects | None = None) -
     with session() as world:
         has_data = given is not None and given.dataset is not None
         trained, path = collectives.on_root(lambda: find(settings, needs_data=not has_data))
+        own = [spec for spec in (settings.model, settings.dataset) if spec is not None]
+        user_code.use_copies(collectives.on_root(lambda: user_files.copies_of(settings.run_dir, own)))
         net = RestoredNet(trained, world, given, collectives.on_root(lambda: _learnt(settings.run_dir)))
         net.read(path)
         work, state = net.work, net.state

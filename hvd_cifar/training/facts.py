@@ -14,12 +14,16 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.kernels import compiled
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import provenance, terminal
-from hvd_cifar.runtime.world import World, versions
+from hvd_cifar.runtime.world import World, native_precision, versions
 from hvd_cifar.training import random_layers, run_dir
 from hvd_cifar.training.callbacks import Run
 from hvd_cifar.training.sources import differences, name_hosts
 from hvd_cifar.training.work import UserObjects, Work
 
+NO_BFLOAT16 = (
+    "note: --precision mixed_bfloat16: a rank's device has no instructions for it, so steps take about ten times as "
+    "long as in float32"
+)
 NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"
 
 
@@ -42,6 +46,7 @@ def of_run(run: Run, published: bool | None) -> dict[str, Any]:
     hosts, local_ranks = zip(*collectives.all_gather_object((world.host, world.local_rank)), strict=True)
     return {
         "data": run_dir.describe(run.data),
+        "test_sha256": collectives.on_root(lambda: run.data.test.digest),
         "published_images": published,
         "first_step": run.step,
         "total_steps": plan.total_steps,
@@ -100,7 +105,7 @@ def agree_on_kernels(world: World, settings: TrainSettings) -> str:
 
 
 def describe(run: Run) -> list[str]:
-    """The first lines of a run: model, data set, ranks, and the batch arithmetic."""
+    """The first lines of a run: model, data set, ranks, and the batch arithmetic. A collective."""
     settings, batch, net, work = run.settings, run.plan.global_batch_size, run.net, run.work
     world = run.world
     optimizer = getattr(run.optimizer, "inner_optimizer", run.optimizer)  # a loss scale wraps it
@@ -110,6 +115,8 @@ def describe(run: Run) -> list[str]:
     if shards:
         parts = f"{shards} virtual shards, {shards // world.size} on each rank"
     alone = local_layers(net.model) and batch < 2 * work.sharding.micro_batches * world.size
+    asked = settings.precision == "mixed_bfloat16"
+    slow = asked and "float32" in collectives.all_gather_object(native_precision(world))
     drawing = [layer.name for layer in random_layers.random_layers(net.model)]
     trained = f"{settings.model} ({net.parameters:,} parameters, {settings.precision}) on {work.dataset.name}"
     held = len(work.dataset.validation or ())
@@ -123,5 +130,6 @@ def describe(run: Run) -> list[str]:
             if alone
             else []
         ),
+        *([NO_BFLOAT16] if slow else []),
         *([f"random layers: {', '.join(drawing)}: results depend on the number of ranks"] if drawing else []),
     ]
