@@ -106,6 +106,8 @@ def test_the_net_and_the_test_set_are_compared_also_where_no_file_has_changed(tm
         env: Any = {name: value}
         rank = job.train(4, build="by_environment", **env)
         assert rank["code"] == 2 and f"hvd_cifar: {what} not as in the run" in rank["errors"][0]
+    notes = [job.call("evaluate", "--run-dir", job.run, SHIFT=shift)["errors"] for shift in "01"]
+    assert not notes[0] and "its test examples are not those of the run" in notes[1][0]
 
 
 def test_all_starts_of_a_job_use_the_first_one_s_files(job: Job) -> None:
