@@ -21,7 +21,7 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
   ./run.sh export RUN_DIR --to FOLDER      write the net of a run as files that TensorFlow loads without this program
   ./run.sh report RUN_DIR...               write a page about runs: curves, lost time, events, mistakes
   ./run.sh watch RUN_DIR                   show a run that was started elsewhere, until it ends
-  ./run.sh doctor [-H HOSTS | --hostfile FILE] [--gloo]    check all hosts at once for the usual faults
+  ./run.sh doctor [-H HOSTS | --hostfile FILE]             check all hosts at once for the usual faults
   ./run.sh tensorboard RUN_DIR [ARGUMENTS]                 TensorBoard on a run, or on a folder of runs
 
 COMMAND is train, evaluate, or benchmark step|allreduce. `./run.sh COMMAND --help` and
@@ -31,7 +31,6 @@ docs/configuration.md list its options.
                      Slurm job its tasks
   -H a:4,b:4         hosts to run them on, as HOST:SLOTS; default: this machine, in a Slurm job its nodes
   --hostfile FILE    the same, from a file with lines `HOST slots=N`; see hostfiles/
-  --mpi, --gloo      start ranks with mpirun (default), or with horovodrun over Gloo
   --allreduce ring   ring all-reduce; auto (default): MPI or NCCL chooses the algorithm
   --max-restarts N   if the job fails, start again from the newest checkpoint, up to N times
   --validation-ranks K   K of the ranks evaluate while the others train; see docs/validation.md
@@ -43,6 +42,9 @@ docs/configuration.md list its options.
 TEXT
 }
 
+# As an environment's `activate` does: it names the library of another Python.
+unset PYTHONHOME
+
 # The Python for set-up: the user's choice, else the environment's, else python3.
 python=${PYTHON:-$here/.venv/bin/python}
 # An environment's Python for another processor, or for newer libraries, does not run here.
@@ -51,7 +53,8 @@ if ! command -v -- "$python" >/dev/null; then
     echo "hvd_cifar: no such program: $python; install Python 3.10 to 3.13, or name one: PYTHON=python3.12 ./run.sh" >&2
     exit 2
 fi
-install=("$python" "$here/hvd_cifar/launch/install/__main__.py")
+# -I: no module of the current folder or of PYTHONPATH takes the place of Python's own (docs/security.md).
+install=("$python" -I "$here/hvd_cifar/launch/install/__main__.py")
 
 run_tests() {
     "${install[@]}" needed --test

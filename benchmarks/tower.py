@@ -30,6 +30,7 @@ from benchmarks import setting
 from hvd_cifar import config
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.pipeline import training_batches
+from hvd_cifar.data.place import Onlooker
 from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
@@ -65,7 +66,8 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
             "another, or a smaller batch"
         )
     devices = towers_of(towers)
-    dataset = prepare(settings, warn=click.echo).read()
+    source, folder = prepare(settings, Onlooker(is_warned=click.echo))
+    dataset = source.read(folder)
     model = replace(BUILT_IN[settings.model], recipe=recipe)
     work = work_of(resolve(settings, recipe), dataset, model, 0, towers)
     settings, batch_plan, transforms = work.settings, work.plan, work.transforms

@@ -3,7 +3,7 @@
 set -eu
 
 if [ "${1:-}" != sshd ]; then
-    exec python -m hvd_cifar.launch "$@"
+    exec python -I -m hvd_cifar.launch "$@"
 fi
 
 # The cluster's key is also the host key, so that it proves membership of the cluster in both directions (ssh.conf).

@@ -6,7 +6,7 @@ set -eu
 if pgrep -u "$(id -u)" -f '^sshd: /usr/sbin/sshd' >/dev/null; then
     exec ssh -o BatchMode=yes -o ConnectTimeout=5 localhost true
 fi
-pgrep -u "$(id -u)" -r R,S,D -f '^[^ ]*python[0-9.]* -m hvd_cifar' >/dev/null || {
+pgrep -u "$(id -u)" -r R,S,D -f '^[^ ]*python[0-9.]* -I -m hvd_cifar' >/dev/null || {
     echo "neither an sshd nor a job runs here"
     exit 1
 }

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hvd_cifar.training.ranks import Ranks
     from hvd_cifar.training.state import TrainState
 
-__version__ = "0.2.0"  # CHANGELOG.md says what a number means
+__version__ = "0.3.0"  # CHANGELOG.md says what a number means
 __all__ = [
     "Batch",
     "Callback",

@@ -7,8 +7,6 @@ import functools
 import os
 import sys
 import time
-import types
-import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,14 @@ from typing import Any
 import click
 
 from hvd_cifar import __version__, config
-from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.errors import TrainingError, UserError, cause_of
+from hvd_cifar.options import launcher_option, option
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.quiet import quiet_start
 from hvd_cifar.runtime.environment import launched_local_rank, launched_rank
 from hvd_cifar.training.preemption import resumable
 
 USER_ERROR = 2
-TRAINING_ERROR = 1
 GRACE_SECONDS = 5.0  # the launcher ends rank 0 when another rank exits: time for rank 0 to print the error
 
 
@@ -53,14 +51,23 @@ def _run(argv: list[str], use: Callable[[functools.partial[None]], Any]) -> int:
         return 0
     except click.exceptions.NoArgsIsHelpError as error:
         return _complain_once(f"give a command: {_choices_of(error)} (see --help)", USER_ERROR)
+    except click.NoSuchOption as error:
+        if name := launcher_option(error.option_name):
+            where = f"it goes before the command: ./run.sh {name} ... {argv[0]}"
+            return _complain_once(f"{name} is an option of the launcher; {where}", USER_ERROR)
+        return _complain_once(f"{error.format_message().rstrip('.')} (see --help)", USER_ERROR)
     except click.ClickException as error:
         return _complain_once(f"{error.format_message().rstrip('.')} (see --help)", USER_ERROR)
     except UserError as error:
         return _complain_once(str(error), USER_ERROR, error.of_one_rank)
     except TrainingError as error:
-        return _complain_once(str(error), TRAINING_ERROR, error.of_one_rank)
+        return _complain_once(str(error), error.code, error.of_one_rank)
     except (click.Abort, KeyboardInterrupt):
         return 130
+    except SystemExit as left:
+        if left.code:
+            raise
+        return _complain_once(f"the command did not come to its end: {cause_of(left)}", TrainingError.code)
 
 
 def _choices_of(error: click.exceptions.NoArgsIsHelpError) -> str:
@@ -149,49 +156,10 @@ def _add(
             raise
         return functools.partial(function, settings)
 
-    options: list[click.Parameter] = [_option(field, info) for field, info in kind.model_fields.items()]
+    options: list[click.Parameter] = [option(field, info) for field, info in kind.model_fields.items()]
     file_help = "YAML or JSON file of settings; options take precedence over it."
     options.append(click.Option(["--config"], metavar="FILE", help=file_help))
     group.add_command(click.Command(name, params=options, callback=parse, help=help_text, hidden=hidden))
-
-
-def _option(field: str, info: Any) -> click.Parameter:
-    name, extra = config.option_name(field), info.json_schema_extra or {}
-    if metavar := extra.get("argument"):
-        is_list = typing.get_origin(info.annotation) is tuple
-        return click.Argument([field], metavar=metavar, nargs=-1 if is_list else 1, required=True)
-    if flags := extra.get("flags"):
-        is_flag = info.annotation is bool
-        metavar = None if is_flag else _metavar(info.annotation)
-        return click.Option([*flags, field], default=None, is_flag=is_flag, metavar=metavar, help=_help(info))
-    if info.annotation in (bool, bool | None):
-        # Both --x and --no-x, so that an option can override either value in a file.
-        return click.Option([f"{name}/--no-{name.removeprefix('--')}"], default=None, help=_help(info))
-    metavar = extra.get("metavar") or _metavar(info.annotation)
-    hidden, several = "hidden" in extra, "multiple" in extra
-    return click.Option([name, field], default=None, metavar=metavar, help=_help(info), hidden=hidden, multiple=several)
-
-
-def _help(info: Any) -> str:
-    text = str(info.description)
-    shown = info.default not in (None, (), config.NO_CHANGES) and info.default is not False
-    shown = shown and not info.is_required()
-    default = ",".join(map(str, info.default)) if isinstance(info.default, tuple) else info.default
-    return f"{text} [default: {default}]" if shown else text
-
-
-def _metavar(annotation: Any) -> str:
-    """How the help shows an option's value: its choices, or N, X, PATH or TEXT by its type."""
-    members = [m for m in typing.get_args(annotation) if m is not types.NoneType]
-    if typing.get_origin(annotation) is typing.Literal:
-        return "|".join(members)
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        return _metavar(members[0])
-    if typing.get_origin(annotation) is typing.Annotated:
-        return _metavar(members[0])
-    if typing.get_origin(annotation) is tuple:
-        return "{0},{0},...".format(_metavar(members[0]))
-    return {int: "N", float: "X", Path: "PATH"}.get(annotation, "TEXT")
 
 
 def _train(settings: config.TrainSettings) -> None:
@@ -251,7 +219,7 @@ def _benchmark_allreduce(settings: config.BenchmarkAllreduceSettings) -> None:
 
 
 def _doctor(settings: config.DoctorSettings) -> None:
-    from hvd_cifar.tools.doctor.examine import examine
+    from hvd_cifar.tools.doctor.command import examine
 
     examine(settings)
 

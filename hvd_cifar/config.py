@@ -36,17 +36,18 @@ from hvd_cifar.fields import (
     DataSource,
     Finite,
     LocalPath,
-    Md5,
     ModelSpec,
     Overlap,
     Precision,
     RankCounts,
+    Rests,
     Scale,
     Settings,
+    Sizes,
     absolute_unless_word,
+    address,
     not_empty,
     numbers,
-    without_password,
     words,
 )
 from hvd_cifar.files import MOST_JSON_BYTES, replace_text
@@ -106,11 +107,10 @@ class DataSettings(Settings):
         description="Where a host gets the data set from. auto: from its own --data-dir, else from rank 0 over the "
         "network; rank0: from rank 0 also where its own set differs or is damaged; local: each host by itself.",
     )
-    data_url: Annotated[str, AfterValidator(without_password)] | None = Field(
-        None, description="Address of the archive, in the data set's binary layout. [default: its authors']"
-    )
-    data_md5: Md5 | None = Field(
-        None, description="MD5 checksum of the archive, 32 hex digits. [default: the one its authors published]"
+    data_url: Annotated[str, AfterValidator(address)] | None = Field(
+        None,
+        description="Address of a copy of the archive with the data set's binary files; its published MD5 checksum is "
+        "compared. [default: its authors']",
     )
 
 
@@ -515,11 +515,11 @@ class WatchSettings(Settings):
     quiet: bool = Field(False, description="Print only how the run ends.")
 
 
-class DoctorSettings(Settings):
-    """What the doctor checks: hosts as for the launcher, folders as for a run."""
+class HostSettings(Settings):
+    """Where ranks run."""
 
     hostfile: LocalPath | None = Field(
-        None, description="File of hosts to check, a line `NAME slots=N` each. [default: this machine]"
+        None, description="File of hosts, a line `NAME slots=N` each. [default: this machine; in a Slurm job its nodes]"
     )
     hosts: str | None = Field(
         None, description="The same as NAME:SLOTS,NAME:SLOTS.", json_schema_extra={"flags": ["-H", "--hosts"]}
@@ -527,16 +527,58 @@ class DoctorSettings(Settings):
     ranks: int | None = Field(
         None,
         gt=0,
+        le=999_999,
         description="Ranks of the run; they fill one host after the other. [default: all slots; here one per GPU, "
         "else per core, at most 8]",
         json_schema_extra={"flags": ["-np", "-n", "--ranks"]},
     )
-    gloo: bool = Field(False, description="Run over Gloo or MPI.", json_schema_extra={"flags": ["--gloo/--mpi"]})
-    allreduce: Literal["auto", "ring"] = Field("auto", description="All-reduce of the small job, as for the launcher.")
-    dataset: DatasetName = Field("auto", description="The run's data set.")
-    data_dir: LocalPath = Field(
-        DataSettings.model_fields["data_dir"].default, validate_default=True, description="The run's folder of data."
+    allreduce: Literal["auto", "ring"] = Field("auto", description="`auto`: MPI or NCCL chooses the algorithm.")
+
+    @model_validator(mode="after")
+    def _hosts_are_given_once(self: H) -> H:
+        if self.hostfile is not None and self.hosts is not None:
+            raise ValueError("-H and --hostfile exclude each other: give one of them")
+        return self
+
+
+H = TypeVar("H", bound="HostSettings")
+
+
+class LaunchSettings(HostSettings):
+    """The launcher's options, which stand before the command."""
+
+    max_restarts: int = Field(0, gt=0, description="Start a failed job again from its newest checkpoint, N times.")
+    validation_ranks: int = Field(0, gt=0, description="Ranks that evaluate while the others train.")
+    elastic: Sizes | None = Field(None, description="MIN:MAX ranks: continue without lost ranks, with added ones.")
+    host_discovery_script: LocalPath | None = Field(None, description="Program that prints lines HOST:SLOTS.")
+    elastic_timeout: int | None = Field(None, gt=0, description="Seconds to wait for enough ranks. [default: 600]")
+    cool_down: Rests | None = Field(None, description="FIRST:LONGEST seconds of rest after a loss. [default: 10:300]")
+    dry_run: bool = Field(
+        False,
+        description="Print the command that starts the ranks, and do not run it.",
+        json_schema_extra={"flags": ["--dry-run"]},
     )
+
+    @model_validator(mode="after")
+    def _elastic_jobs_are_consistent(self) -> LaunchSettings:
+        if self.elastic is None:
+            for name in ("host_discovery_script", "elastic_timeout", "cool_down"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{option_name(name)} goes with --elastic MIN:MAX")
+            return self
+        least, most = self.elastic
+        if self.ranks and not least <= self.ranks <= most:
+            raise ValueError(f"-np {self.ranks} is not within --elastic {least}:{most}")
+        if self.max_restarts:
+            raise ValueError("--elastic starts ranks again by itself: leave --max-restarts out")
+        if self.host_discovery_script and (self.hosts or self.hostfile):
+            raise ValueError("--host-discovery-script names the hosts: leave -H and --hostfile out")
+        return self
+
+
+class DoctorSettings(HostSettings):
+    """What the doctor checks: hosts as for the launcher, and the folder of a run."""
+
     run_dir: LocalPath = Field(Path("runs"), validate_default=True, description="The run's folder for output.")
     probe_timeout: Finite = Field(30, gt=0, le=86_400, description="Seconds that a host may take to answer.")
     job_timeout: Finite = Field(180, gt=0, le=86_400, description="Seconds after which the small job is ended.")
@@ -544,21 +586,12 @@ class DoctorSettings(Settings):
         False, description="Print facts and findings as JSON, not as a table.", json_schema_extra={"flags": ["--json"]}
     )
 
-    @model_validator(mode="after")
-    def _hosts_are_given_once(self) -> DoctorSettings:
-        if self.hostfile is not None and self.hosts is not None:
-            raise ValueError("-H and --hostfile exclude each other: give one of them")
-        return self
-
 
 class DoctorJobSettings(Settings):
     """The command of the doctor's small job, as the doctor starts its ranks."""
 
     per_host: str = Field(
         pattern=r"^[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*$", description="Ranks on each host in turn, such as 2,1,1."
-    )
-    on_gpus: bool = Field(
-        False, description="Every rank computes on a GPU: compare GPUs by pairs, and with the CPU, through Horovod."
     )
 
 
@@ -574,7 +607,16 @@ def _told_name(kind: type[S], field: str) -> str:
     """What the command line calls a field: its option, or its argument."""
     info = kind.model_fields.get(field)
     extra = info.json_schema_extra if info else None
-    return str(extra["argument"]) if isinstance(extra, dict) and "argument" in extra else option_name(field)
+    if not isinstance(extra, dict):
+        return option_name(field)
+    flags = extra.get("flags")
+    return (
+        str(extra["argument"])
+        if "argument" in extra
+        else str(flags[0])
+        if isinstance(flags, list)
+        else option_name(field)
+    )
 
 
 def make(kind: type[S], values: dict[str, Any]) -> S:
@@ -690,10 +732,19 @@ def read_file(path: Path, has_batch: bool = False) -> dict[str, Any]:
         raise UserError(f"--config {path}: holds a value that cannot be read ({reason}); correct it") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UserError(f"--config {path}: holds no settings; write one 'name: value' a line")
+    if RECORDED_SECTIONS[0] in content and "set" not in content:
+        content = _of_version_02(content)
     left_out = {*RECORDED_SECTIONS}
     if has_batch:
         left_out |= {*BATCH}
     return {name: value for key, value in content.items() if (name := key.replace("-", "_")) not in left_out}
+
+
+def _of_version_02(record: dict[str, Any]) -> dict[str, Any]:
+    """The record of a run of version 0.2 as settings: the recipe's numbers were settings of their own."""
+    names = [name for name in RecipeChanges.model_fields if record.get(name) not in (None, "recipe")]
+    known = {name: value for name, value in record.items() if name in TrainSettings.model_fields or name == "run"}
+    return {**known, "set": {name: record[name] for name in names}}
 
 
 def unused_run_dir(model: str, suffix: str = "") -> Path:

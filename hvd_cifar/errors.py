@@ -4,6 +4,8 @@ import re
 import sys
 from pathlib import Path
 
+from hvd_cifar.distributed.errors import TrainingError as TrainingError  # re-exported
+
 # Exit codes as in sysexits.h.
 RESUME = 75  # EX_TEMPFAIL: the run stopped because it was asked to; the same command resumes it
 STALLED = 69  # EX_UNAVAILABLE: a rank hangs, and the others wait for it in vain
@@ -21,9 +23,11 @@ class UserError(Exception):
 
     Attributes:
         of_one_rank: whether other ranks may not have it: the command line then prints it on this rank.
+        crosses_ranks: as of `TrainingError`.
     """
 
     of_one_rank = False
+    crosses_ranks = True
 
 
 class Preempted(SystemExit):
@@ -33,24 +37,14 @@ class Preempted(SystemExit):
         super().__init__(RESUME)
 
 
-class TrainingError(Exception):
-    """The run cannot continue correctly: the loss is not finite, ranks are out of sync, or a rank is lost.
-
-    The message is one line. The command line prints it once, without a traceback, and ends with exit code 1.
-
-    Attributes:
-        of_one_rank: as of `UserError`.
-    """
-
-    of_one_rank = False
-
-
 class Diverged(TrainingError):
     """The loss or a weight is not finite. Under --on-nan rollback the run returns to a checkpoint.
 
     Attributes:
         weights_step: the step whose weights gave the loss; None: unknown.
     """
+
+    crosses_ranks = True
 
     def __init__(self, message: str, weights_step: int | None = None) -> None:
         super().__init__(message)

@@ -159,11 +159,13 @@ def _quantity(units: dict[str, float], example: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-def without_password(address: str) -> str:
-    """`address`, unchanged; ValueError where it holds a password."""
-    if re.match(r"[a-zA-Z][\w+.-]*://[^/?#]*@", address):
+def address(given: str) -> str:
+    """`given`, unchanged; ValueError where it is no address on the web, or holds a password."""
+    if not re.match(r"https?://[^/?#\s]+", given):
+        raise ValueError("give an address that begins with http:// or https:// and the name of a host")
+    if re.match(r"[a-zA-Z][\w+.-]*://[^/?#]*@", given):
         raise ValueError("a user's name or password would be recorded in config.json; put it into ~/.netrc")
-    return address
+    return given
 
 
 def numbers(given: Any) -> Any:
@@ -177,6 +179,18 @@ def words(given: Any) -> Any:
     return tuple(given.split(",")) if isinstance(given, str) else given
 
 
+def _pair(least: int, what: str) -> BeforeValidator:
+    """Text such as 2:8 as (2, 8): whole numbers of at least `least`, the second at least the first."""
+
+    def pair(given: Any) -> tuple[int, int]:
+        match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", str(given))
+        if not match or not least <= int(match[1]) <= int(match[2]):
+            raise ValueError(f"write {what}, the first not more than the second")
+        return int(match[1]), int(match[2])
+
+    return BeforeValidator(pair)
+
+
 RankCounts = Annotated[tuple[int, ...], BeforeValidator(_rank_counts)]
 Steps = Annotated[tuple[int, int], BeforeValidator(_steps), AfterValidator(_in_order)]
 Bytes = Annotated[int, _quantity(_SIZES, "4, 64K or 256MiB")]
@@ -184,7 +198,8 @@ ModelSpec = Annotated[str, AfterValidator(_model)]
 Callbacks = Annotated[tuple[str, ...], BeforeValidator(_callbacks)]
 LocalPath = Annotated[Path, BeforeValidator(not_empty), AfterValidator(absolute)]
 DatasetName = Annotated[str, AfterValidator(_dataset)]
-Md5 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{32}$"), AfterValidator(str.lower)]
+Sizes = Annotated[tuple[int, int], _pair(1, "MIN:MAX ranks, such as 2:8")]
+Rests = Annotated[tuple[int, int], _pair(0, "FIRST:LONGEST seconds, such as 10:300")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Scale = Annotated[float, Field(gt=0, le=1)]
 

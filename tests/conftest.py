@@ -17,6 +17,7 @@ settings.register_profile("shared machine", deadline=None)  # a slow example is 
 settings.load_profile("shared machine")
 
 FOLDER = "cifar-10-batches-bin"
+NOT_EVERYWHERE = {"pods", "real_data", "site"}  # fixtures: hosts with an sshd, CIFAR-10, Slurm
 
 # A shell's background jobs and their children ignore it: tests of Ctrl-C would wait for nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,8 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Hosts of tests are namespaces, which take root and an sshd: such tests are none of the ten minutes'."""
-    if item.path.parent.name == "cluster":
+    """What takes root, a scheduler or real images is slow: every machine has the same tests of ten minutes."""
+    if item.path.parent.name == "cluster" or NOT_EVERYWHERE & set(getattr(item, "fixturenames", ())):
         item.add_marker(pytest.mark.slow)
 
 
@@ -51,7 +52,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
     if reasons:
         named = "; ".join(f"{reason} ({count})" for reason, count in sorted(reasons.items()))
-        terminalreporter.write_line(f"{reasons.total()} tests skipped, with their reasons: {named}")
+        terminalreporter.write_line(f"Skipped, with the number of tests: {named}")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,12 +78,13 @@ def _types_of_before() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder with the embedded set, drawn once: do not write there."""
-    from hvd_cifar.data import synthetic
+    from hvd_cifar.config import DataSettings, make
+    from hvd_cifar.data.source import prepare
 
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "embedded"  # one for all workers
     folder.mkdir(exist_ok=True)
-    synthetic.ensure(folder)
+    prepare(make(DataSettings, {"dataset": "synthetic", "data_dir": folder}))
     return folder
 
 

@@ -12,6 +12,7 @@ import gc
 import importlib.util
 import itertools
 import json
+import logging
 import os
 import random
 import sys
@@ -38,6 +39,8 @@ def main(folder: Path, served: int | None) -> None:
     from hvd_cifar.runtime.world import start
 
     start(1)  # before any function computes: TensorFlow keeps its threads
+    # A process that trains many nets traces functions of one name as often.
+    logging.getLogger("tensorflow").addFilter(lambda record: "tf.function retracing" not in record.getMessage())
     for number in itertools.count():
         job = folder / str(number)
         while not (job / "calls.json").exists():

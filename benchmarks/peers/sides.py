@@ -64,7 +64,7 @@ def ours(work: Work, at_once: bool = False) -> Side:
     words = ["horovodrun", "-np", str(work.ranks), sys.executable, "-m", "hvd_cifar"]
     if work.hosts:
         slots = ",".join(f"{host.name}:{work.ranks // len(work.hosts)}" for host in work.hosts)
-        words = [sys.executable, "-m", "hvd_cifar.launch", "--mpi", "-H", slots]
+        words = [sys.executable, "-m", "hvd_cifar.launch", "-H", slots]
     words += ["train", *_train(work, run_dir), "--batch-size", str(work.per_rank)]
     words += ["--overlap", "off"] if at_once else []
     name = f"hvd_cifar{', one message' if at_once else ''}, {_ranks(work)}"

@@ -91,22 +91,22 @@ class Layout:
                     return folder
         return None
 
-    def fault(self, folder: Path) -> str | None:
-        """What is wrong with the first file that is missing or has a wrong length; reads no contents."""
+    def check(self, folder: Path) -> None:
+        """Raise UserError, naming the file, unless every file has its length; reads no contents."""
         for name in self.files:
             path, expected = folder / name, self.bytes_of(name)
             try:
                 size = path.stat().st_size
             except OSError as error:
-                return f"cannot read {path} ({error.strerror}; {expected:,} bytes expected)"
+                raise self._damaged(
+                    folder, f"cannot read {path} ({error.strerror}; {expected:,} bytes expected)"
+                ) from None
             if size != expected:
-                return f"{path} has {size:,} bytes instead of {expected:,}"
-        return None
+                raise self._damaged(folder, f"{path} has {size:,} bytes instead of {expected:,}")
 
-    def check(self, folder: Path) -> None:
-        """Raise UserError, naming the file, unless every file has its length."""
-        if found := self.fault(folder):
-            raise UserError(f"{found}: restore it, or move {folder} away to have the set made again")
+    @staticmethod
+    def _damaged(folder: Path, fault: str) -> UserError:
+        return UserError(f"{fault}: restore it, or move {folder} away to have the set made again")
 
     def read(self, folder: Path) -> Dataset:
         """Open the files, and read their labels.
@@ -133,10 +133,8 @@ class Layout:
             wrong = np.flatnonzero(labels[part] >= self.classes)
             if wrong.size:
                 first = int(wrong[0])
-                raise UserError(
-                    f"{file.path} is damaged: the label of record {first} is {labels[part][first]}, not 0 to "
-                    f"{self.classes - 1}: restore it, or move {folder} away to have the set made again"
-                )
+                label = f"the label of record {first} is {labels[part][first]}, not 0 to {self.classes - 1}"
+                raise self._damaged(folder, f"{file.path} is damaged: {label}")
         return Examples(images, labels)
 
     def _class_names(self, folder: Path) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_cifar.data.sampler import held_out
-from hvd_cifar.errors import UserError
+from hvd_cifar.errors import UserError, printable
 
 CHUNK_BYTES = 1 << 24  # of images that are read at a time
 UNNAMED = "arrays"  # the name of a set that was given none
@@ -93,7 +93,7 @@ class Dataset:
         train, test: the examples to learn from, and those to evaluate on.
         classes: labels are 0 to classes - 1.
         channel_mean, channel_deviation: of the training images' pixels, for each channel, on the scale 0 to 255.
-        class_names: of the classes in order, or empty.
+        class_names: of the classes in order, or empty. Control characters in them, and in `name`, become escapes.
         validation: training examples that are held out; None: there are none, and evaluation is on `test`.
     """
 
@@ -105,6 +105,11 @@ class Dataset:
     channel_deviation: tuple[float, ...]
     class_names: tuple[str, ...] = ()
     validation: Examples | None = None
+
+    def __post_init__(self) -> None:
+        # Terminals and logs get these texts.
+        object.__setattr__(self, "name", printable(self.name))
+        object.__setattr__(self, "class_names", tuple(map(printable, self.class_names)))
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -142,9 +147,9 @@ class Dataset:
     @classmethod
     def from_arrays(
         cls,
-        train_images: Images,
+        train_images: Any,
         train_labels: Any,
-        test_images: Images,
+        test_images: Any,
         test_labels: Any,
         *,
         name: str = UNNAMED,
@@ -154,10 +159,11 @@ class Dataset:
 
         Args:
             train_images, test_images: uint8 [n, height, width, channels], or [n, height, width] for one channel; all
-                of one size.
+                of one size. A NumPy array, an `ImageArray`, or a tensor of TensorFlow or PyTorch.
             train_labels, test_labels: integers [n] or [n, 1] from 0 on.
             name: shown beside all results.
-            class_names: of all classes, in order. Empty: there are as many classes as the largest label + 1.
+            class_names: of all classes, two or more, in order. Empty: there are as many classes as the largest label
+                + 1.
 
         Raises:
             UserError: where the arrays do not make a data set; it names the part and what it must be.
@@ -176,6 +182,8 @@ class Dataset:
                 f"data set {name}: label {classes - 1} has no name, since class_names names {len(class_names)} "
                 f"classes: name all, or give labels from 0 to {len(class_names) - 1}"
             )
+        if (len(class_names) or classes) < 2:
+            raise UserError(f"data set {name}: all labels are 0: give examples of two or more classes")
         if twice := [one for one, count in Counter(class_names).items() if count > 1]:
             raise UserError(f"data set {name}: class_names has {twice[0]} twice: give each class a name of its own")
         mean, deviation = channel_statistics(train.images)
@@ -208,6 +216,8 @@ def _examples(part: str, images: Any, labels: Any) -> Examples:
     def refuse(what: str, remedy: str) -> NoReturn:
         raise UserError(f"{part} {what}: {remedy}")
 
+    if hasattr(images, "numpy"):  # a tensor
+        images = images.numpy()
     shape, kind = getattr(images, "shape", None), getattr(images, "dtype", None)
     wanted = "give a NumPy array of uint8, [n, height, width, channels]"
     if shape is None or kind is None:
@@ -219,6 +229,8 @@ def _examples(part: str, images: Any, labels: Any) -> Examples:
         images = images[..., np.newaxis] if images.ndim == 3 else images
     if len(images.shape) != 4:
         refuse(f"images have the shape {_shown(shape)}", wanted)
+    if images.shape[1] <= 4 < images.shape[3]:
+        refuse(f"images have the shape {_shown(shape)}, channels first", "put them last: images.transpose(0, 2, 3, 1)")
     if not all(images.shape):
         refuse(f"images are empty (shape {_shown(shape)})", "give at least one example")
 

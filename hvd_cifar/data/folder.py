@@ -1,47 +1,53 @@
 """Images in folders, one for each class: PATH/train/CLASS/*.png, PATH/test/CLASS/*.png.
 
-They are decoded once per host, into a cache of arrays that every rank reads by index. The cache is beside the images,
-or in the data folder where that place cannot be written. It is made again when an image's name, size or modification
-time differs. Subfolders and links are followed; what begins with a dot is left out.
+They are decoded once per host, into a cache of raw pixels that every rank reads by index. The cache is beside the
+images, or in the data folder where that place cannot be written. It is made again when an image's name, size or
+modification time differs, and when its own bytes are damaged. Subfolders and links are followed; what begins with a dot
+is left out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
-import sys
+import stat
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TextIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn
 
 from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics
-from hvd_cifar.data.place import NOBODY, Onlooker, locked, searched
+from hvd_cifar.data.place import NOBODY, Onlooker, digest_of, locked, searched
 from hvd_cifar.data.records import FileImages, RecordFile
-from hvd_cifar.errors import UserError, reason_of
+from hvd_cifar.errors import UserError, printable, reason_of
 from hvd_cifar.fields import BUILT_IN_DATASETS, FOLDER_DATASET
-from hvd_cifar.files import LastingStream, read_json, replace_text
+from hvd_cifar.files import read_json, replace_text
 
-EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-TEST_FOLDERS = ("test", "val")
+EXTENSIONS = (
+    *(".avif", ".bmp", ".gif", ".ico", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pcx", ".pgm"),
+    *(".png", ".pnm", ".ppm", ".qoi", ".tga", ".tif", ".tiff", ".webp"),
+)
+LAYOUT = "train/CLASS/*.png and test/CLASS/*.png"
+TEST_FOLDERS = ("test", "val", "valid", "validation")
 GREY_MODES = ("1", "L", "LA")  # Pillow's names
 DEEP_MODES = ("F", "I", "I;16", "I;16B", "I;16L", "I;16N")  # more than 8 bits a channel
 CACHE = ".hvd_cifar-cache"
-PARTS = ("train", "test")
-FILES = (*(f"{part}-{what}.npy" for part in PARTS for what in ("images", "labels")), "about.json")
-NOTE = "done"  # file in an unfinished cache: channels, and number of images decoded
-CHUNK = 512  # images decoded between two updates of that file
+ABOUT = "about.json"
+FILES = ("train.bin", "test.bin", ABOUT)
+CHUNK = 512  # images decoded between two reports of progress
+MOST_NAMED = 20  # unusable images in one message
 # Pillow warns of a large image, but refuses one of more than twice the limit: that refusal is enough.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
@@ -52,30 +58,27 @@ class Listing:
 
     Attributes:
         classes: names, in the order of the labels.
-        images: of each part, in order, path and label.
+        images: of the training and the test part, by class, in order.
         fingerprint: of all paths, sizes and modification times.
+        left_out: what is not used, in words; empty where everything is.
     """
 
     classes: tuple[str, ...]
-    images: dict[str, list[tuple[Path, int]]]
+    images: tuple[Sequence[Sequence[Path]], Sequence[Sequence[Path]]]
     fingerprint: str
+    left_out: str
+
+    def of_part(self, part: int) -> list[Path]:
+        """All images of a part, in the order of their labels."""
+        return [image for of_class in self.images[part] for image in of_class]
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder of images: see `source.Source`."""
+    """A folder of images; see `source.Source` for its functions."""
 
     path: Path
     data_dir: Path
-
-    @property
-    def name(self) -> str:
-        """folder:PATH."""
-        return f"folder:{self.path}"
-
-    @property
-    def place(self) -> None:
-        """None: `locate` looks for images, not for a cache."""
 
     def locate(self, onlooker: Onlooker = NOBODY) -> Path | None:
         """The folder of the cache, made if need be; None where there are no images. Raises UserError as `prepare`."""
@@ -83,60 +86,67 @@ class Folder:
             return self.prepare(onlooker) if self.path.is_dir() else None
 
     def prepare(self, onlooker: Onlooker = NOBODY) -> Path:
-        """The folder of the cache.
+        """The folder of the cache, its bytes compared with their checksums.
 
         Raises:
             UserError: where an image is missing, unreadable or of another size, or a folder cannot be read or written.
         """
         with searched(self.path):
-            return self._prepare(onlooker)
-
-    def _prepare(self, onlooker: Onlooker) -> Path:
-        listing = list_images(self.path)
-        home = self.path / CACHE
-        made = home / listing.fingerprint
-        if all(os.access(made / name, os.R_OK) for name in FILES):
-            return made  # also where others made it, and this user may not write
-        if not os.access(home if home.exists() else self.path, os.W_OK):
-            key = hashlib.sha256(os.fsencode(self.path)).hexdigest()[:8]
-            home = self.data_dir / f"folder-{self.path.name}-{key}"
-        place = home / listing.fingerprint
-        if not place.is_dir():
-            with locked(home, onlooker):
-                if not place.is_dir():  # else another process made it while this one waited
-                    os.rename(_decode_all(listing, home, self.path.name, onlooker), place)
-                    # Hosts may share the data folder, with copies of the images that have other times.
-                    if home.name == CACHE:
-                        _remove_others(place)
-        return place
-
-    def files(self, folder: Path) -> tuple[str, ...]:
-        """The files of a cache."""
-        return FILES
-
-    def fault(self, folder: Path) -> str | None:
-        """Which file of a cache is missing."""
-        missing = [name for name in FILES if not (folder / name).is_file()]
-        return f"{folder / missing[0]} is missing" if missing else None
+            listing = list_images(self.path)
+            if listing.left_out:
+                onlooker.is_warned(f"hvd_cifar: note: --dataset folder:{self.path}: left out: {listing.left_out}")
+            home = self.path / CACHE
+            place = home / listing.fingerprint
+            if _is_whole(place):
+                return place  # also where others made it, and this user may not write
+            if not os.access(home if home.exists() else self.path, os.W_OK):
+                key = hashlib.sha256(os.fsencode(self.path)).hexdigest()[:8]
+                home = self.data_dir / f"folder-{self.path.name}-{key}"
+                place = home / listing.fingerprint
+            if not _is_whole(place):
+                with locked(home, onlooker) as told:
+                    if not _is_whole(place):  # else another process made it while this one waited
+                        shutil.rmtree(place, ignore_errors=True)
+                        os.rename(_decode_all(listing, home, self.path.name, told), place)
+                        # Hosts may share the data folder, with copies of the images that have other times.
+                        if home.name == CACHE:
+                            _remove_others(place)
+            return place
 
     def read(self, folder: Path) -> Dataset:
         """The set in a cache. Raises UserError where it is damaged."""
         try:
-            parts = [
-                Examples(_images(folder / f"{part}-images.npy"), np.load(folder / f"{part}-labels.npy"))
-                for part in PARTS
-            ]
-            about = read_json(folder / FILES[-1])
+            about = read_json(folder / ABOUT)
             names = tuple(map(str, about["class_names"]))
-            mean, deviation = tuple(map(float, about["channel_mean"])), tuple(map(float, about["channel_deviation"]))
-            for part in parts:
-                _check(part, len(names), len(mean), len(deviation))
-            name = _as_text(self.path.name)
-            name = FOLDER_DATASET + name if name in BUILT_IN_DATASETS else name  # it is not that set
-            return Dataset(name, parts[0], parts[1], len(names), mean, deviation, names)
-        except Exception as error:  # NumPy raises many kinds for a damaged header
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{folder} is damaged ({reason}): remove it") from None
+            shape = height, width, channels = tuple(map(int, about["size"]))
+            mean, deviation = (tuple(map(float, about[name])) for name in ("channel_mean", "channel_deviation"))
+            parts = []
+            for name, counts in zip(FILES, about["counts"], strict=False):
+                if (folder / name).stat().st_size != sum(counts) * math.prod(shape) or min(sum(counts), *shape) < 1:
+                    raise ValueError(f"{name} does not hold {sum(counts)} images of {height} x {width} x {channels}")
+                images = FileImages(
+                    [RecordFile(folder / name, sum(counts))], (height, width, channels), 0, planes=False
+                )
+                parts.append(Examples(images, np.repeat(np.arange(len(names), dtype=np.int32), counts)))
+            if not len(mean) == len(deviation) == channels:
+                raise ValueError("statistics of other channels")
+            train, test = parts
+        except UserError:
+            raise
+        except Exception as error:  # a damaged description leads to errors of many kinds
+            raise UserError(f"{folder} is damaged ({' '.join(str(error).split())[:200]}): remove it") from None
+        name = _as_text(self.path.name)
+        name = FOLDER_DATASET + name if name in BUILT_IN_DATASETS else name  # it is not that set
+        return Dataset(name, train, test, len(names), mean, deviation, names)
+
+
+def _is_whole(place: Path) -> bool:
+    """Whether a cache has all its files, with the bytes that were written into them."""
+    try:
+        expected = read_json(place / ABOUT)["sha256"]
+        return all(digest_of(place / name) == expected[name] for name in FILES if name != ABOUT)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _remove_others(place: Path) -> None:
@@ -146,78 +156,61 @@ def _remove_others(place: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _check(part: Examples, classes: int, *channels: int) -> None:
-    """Raise ValueError where images, labels and what the cache says of them do not fit."""
-    labels = part.labels
-    if labels.dtype != np.int32 or labels.shape != (len(part.images),) or not len(labels):
-        raise ValueError(f"{len(part.images)} images, labels {labels.dtype} of shape {labels.shape}")
-    if labels.min() < 0 or labels.max() >= classes:
-        raise ValueError(f"labels from {labels.min()} to {labels.max()} of {classes} classes")
-    if set(channels) != {part.images.shape[3]}:
-        raise ValueError(f"statistics of {channels} channels")
-
-
-def _images(path: Path) -> FileImages:
-    """The images in a file that `np.save` wrote. Raises ValueError where it is no such file."""
-    mapped = np.lib.format.open_memmap(path, mode="r")
-    if mapped.dtype != np.uint8 or mapped.ndim != 4 or not mapped.flags.c_contiguous:
-        raise ValueError(f"{path.name} holds no images")
-    height, width, channels = mapped.shape[1:]
-    return FileImages([RecordFile(path, len(mapped), mapped.offset)], (height, width, channels), 0, planes=False)
-
-
 def list_images(path: Path) -> Listing:
     """The images below a folder, by class, in the order of their names.
 
     Raises:
         UserError: where the folder has another layout.
     """
-    where = f"--dataset folder:{path}"
+    where, readable = f"--dataset folder:{path}", ", ".join(EXTENSIONS)
     if not path.is_dir():
-        raise UserError(f"{where}: there is no such folder; give one with train/CLASS/*.png and test/CLASS/*.png")
-    test = next((name for name in TEST_FOLDERS if (path / name).is_dir()), None)
-    if test is None or not (path / "train").is_dir():
-        missing = "train" if test else "test or val"
+        raise UserError(f"{where}: there is no such folder; give one with {LAYOUT}")
+    tests = [name for name in TEST_FOLDERS if (path / name).is_dir()]
+    if not tests or not (path / "train").is_dir():
+        missing = "train" if tests else ", ".join(TEST_FOLDERS[:-1]) + f" or {TEST_FOLDERS[-1]}"
         raise UserError(f"{where}: it has no folder {missing}; make it, with a folder for each class")
     classes = _folders(path / "train")
     if len(classes) == 1:
         raise UserError(f"{where}: train has one class, {classes[0]}; give each class a folder in train, two or more")
-    unknown = [name for name in _folders(path / test) if name not in classes]
-    if unknown:
+    if unknown := [name for name in _folders(path / tests[0]) if name not in classes]:
         raise UserError(
-            f"{where}: {test}/{unknown[0]} is no class of train; give it images in train/{unknown[0]}, or remove it"
+            f"{where}: {tests[0]}/{unknown[0]} is no class of train; give it images in train/{unknown[0]}, or remove it"
         )
-    label_of = {name: label for label, name in enumerate(classes)}
-    images: dict[str, list[tuple[Path, int]]] = {"train": [], "test": []}
-    state = hashlib.sha256(b"upright")  # how images are decoded: a change here makes old caches anew
-    for part, name in zip(PARTS, ("train", test), strict=True):
-        for kind in _folders(path / name):
-            found = sorted(map(_stated, images_below(path / name / kind)))
-            if not found and part == "train":
-                raise UserError(
-                    f"{where}: train/{kind} has no images ({', '.join(EXTENSIONS)}); add some, or remove it"
-                )
-            for image, size, changed in found:
-                state.update(os.fsencode(f"{image.relative_to(path)}\0{size}\0{changed}\n"))
-                images[part].append((image, label_of[kind]))
-        if not images[part]:
-            raise UserError(f"{where}: {name} has no images in folders of classes ({', '.join(EXTENSIONS)}); add some")
-    return Listing(tuple(map(_as_text, classes)), images, state.hexdigest()[:16])
+    left_out: Counter[str] = Counter()
+    state = hashlib.sha256(b"upright, raw")  # how images are decoded: a change here makes old caches anew
+    parts = []
+    for part in ("train", tests[0]):
+        left_out["outside the folders of classes"] += sum(not entry.is_dir() for entry in (path / part).iterdir())
+        present = [name if (path / part / name).is_dir() else "" for name in classes]
+        parts.append([sorted(images_below(path / part / name, left_out)) if name else [] for name in present])
+        empty = [name for name, images in zip(classes, parts[-1], strict=True) if not images]
+        if part == "train" and empty:
+            raise UserError(f"{where}: train/{empty[0]} has no images ({readable}); add some, or remove it")
+        if len(empty) == len(classes):
+            raise UserError(f"{where}: {part} has no images in folders of classes ({readable}); add some")
+        for image in (image for images in parts[-1] for image in images):
+            state.update(os.fsencode(f"{image.relative_to(path)}\0{_state(image)}\n"))
+    others = [f"{name}/ ({tests[0]}/ is used)" for name in tests[1:]]
+    counts = [f"{count} {kind}" for kind, count in sorted(left_out.items()) if count]
+    return Listing(
+        tuple(map(_as_text, classes)), (parts[0], parts[1]), state.hexdigest()[:16], ", ".join(others + counts)
+    )
 
 
 def _as_text(name: str) -> str:
     """A file's name as text that every file and terminal takes: bytes that are not UTF-8 become `\\xff`."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
+    return printable(os.fsencode(name).decode("utf-8", "backslashreplace"))
 
 
 def _folders(path: Path) -> tuple[str, ...]:
     return tuple(sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
 
 
-def images_below(folder: Path, extensions: tuple[str, ...] = EXTENSIONS, above: tuple[str, ...] = ()) -> Iterator[Path]:
-    """The images below a folder, by their extensions. Links are followed, and hidden files and folders left out.
+def images_below(folder: Path, left_out: Counter[str] | None = None, above: tuple[str, ...] = ()) -> Iterator[Path]:
+    """The files below a folder that Pillow reads, by their extensions. Links are followed; hidden ones are left out.
 
     Args:
+        left_out: counts the files that are left out, by extension.
         above: real paths of the folders that this one is in: a link back to one of them is not followed.
 
     Raises:
@@ -225,26 +218,37 @@ def images_below(folder: Path, extensions: tuple[str, ...] = EXTENSIONS, above: 
     """
     within = (*above, os.path.realpath(folder))
     with os.scandir(folder) as entries:
-        seen = [entry for entry in entries if not entry.name.startswith(".")]
+        seen = list(entries)
     for entry in seen:
-        if os.path.isdir(entry):
+        if entry.name.startswith("."):
+            kind = "hidden"
+        elif os.path.isdir(entry):
             if os.path.realpath(entry) not in within:
-                yield from images_below(folder / entry.name, extensions, within)
-        elif entry.name.lower().endswith(extensions):
+                yield from images_below(folder / entry.name, left_out, within)
+            continue
+        elif entry.name.lower().endswith(EXTENSIONS):
             yield folder / entry.name
+            continue
+        else:
+            kind = Path(entry.name).suffix.lower() or "without an extension"
+        if left_out is not None:
+            left_out[printable(kind)] += 1
 
 
-def _stated(image: Path) -> tuple[Path, int, int]:
-    """An image's path, bytes and modification time. Raises UserError for a link that leads nowhere."""
+def _state(image: Path) -> str:
     try:
         found = image.stat()
-    except OSError as error:
-        raise _unreadable(image, error) from None
-    return image, found.st_size, found.st_mtime_ns
+    except OSError:
+        return "unreadable"  # the decoder says why
+    return f"{found.st_size}\0{found.st_mtime_ns}"
 
 
-def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(f"cannot read the image {path} ({' '.join(reason_of(error).split())}): restore it, or remove it")
+class Unusable(UserError):
+    """An image that cannot be decoded, or does not fit the others."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        self.text = f"{path} ({reason})"
+        super().__init__(f"cannot read the image {self.text}: restore it, or remove it")
 
 
 class _NotGrey(Exception):
@@ -253,112 +257,100 @@ class _NotGrey(Exception):
 
 def _decode_all(listing: Listing, home: Path, name: str, onlooker: Onlooker) -> Path:
     """Make the cache in a folder of `home`; goes on where a killed process stopped."""
-    part = home / f"{listing.fingerprint}.part"
-    first, _ = listing.images["train"][0]
-    with _opened(first) as image:
-        size, grey = image.size, image.mode in GREY_MODES
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # Under a launcher stderr is a pipe, which rich does not take for a terminal.
-    console = Console(file=cast(TextIO, LastingStream(sys.stderr)), force_terminal=True)
-    with Progress(*columns, console=console, disable=not onlooker.sees_bar) as progress:
-        task = progress.add_task(f"decoding {_as_text(name)}", total=sum(map(len, listing.images.values())))
-
-        def show(done: int) -> None:
-            progress.update(task, completed=done)
-            onlooker.is_told()
-
+    size, grey = _first(listing.of_part(0))
+    parts = {channels: home / f"{listing.fingerprint}-{channels}.part" for channels in (1, 3)}
+    with onlooker.progress(f"decoding {_as_text(name)}", MofNCompleteColumn()) as show:
         try:
-            _write(listing, part, size, 1 if grey and not _done(part, 3) else 3, show)
+            if grey and not parts[3].exists():
+                return _write(listing, parts[1], (size[1], size[0], 1), show)
         except _NotGrey:
-            shutil.rmtree(part)
-            _write(listing, part, size, 3, show)
+            shutil.rmtree(parts[1])
+        return _write(listing, parts[3], (size[1], size[0], 3), show)
+
+
+def _first(images: Sequence[Path]) -> tuple[tuple[int, int], bool]:
+    """The size (width, height) of the first image that can be read, and whether it is grey."""
+    for path in images:
+        with suppress(UserError), _opened(path) as image:
+            return image.size, image.mode in GREY_MODES
+    return (0, 0), False
+
+
+def _write(listing: Listing, part: Path, shape: tuple[int, int, int], show: Callable[[int, int], None]) -> Path:
+    """Decode all images into the folder `part`; all must have the shape (height, width, channels)."""
+    part.mkdir(exist_ok=True)
+    unusable: list[str] = []
+    parts = [listing.of_part(number) for number in range(2)]
+    try:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            for before, name, images in zip((0, len(parts[0])), FILES, parts, strict=False):
+                with open(part / name, "ab") as file:
+                    done = file.tell() // math.prod(shape)  # whole images, of a process that was killed
+                    file.truncate(done * math.prod(shape))
+                    for first in range(done, len(images), CHUNK):
+                        chunk = images[first : first + CHUNK]
+                        for found in pool.map(partial(_decode, shape=shape), chunk):
+                            if isinstance(found, str):
+                                unusable.append(found)
+                            elif not unusable:  # else the rest is decoded to name all unusable images at once
+                                file.write(found.data)
+                        show(before + first + len(chunk), sum(map(len, parts)))
+                        if len(unusable) >= MOST_NAMED:
+                            break
+        if unusable:
+            more = f" and {len(unusable) - MOST_NAMED} more" * (len(unusable) > MOST_NAMED)
+            raise UserError(
+                f"cannot use {', '.join(unusable[:MOST_NAMED])}{more}: restore or remove damaged images, and make all "
+                "one size"
+            )
+        _describe(listing, part, shape)
+    except (OSError, UserError):
+        shutil.rmtree(part)  # it would keep a full disk full
+        raise
     return part
 
 
-def _write(listing: Listing, part: Path, size: tuple[int, int], channels: int, show: Callable[[int], None]) -> None:
-    """Decode all images, in order; all must have the size (width, height). `show` is told how many are decoded."""
-    done = _done(part, channels)
-    if not done:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-    show(done)
-    arrays = {
-        name: np.lib.format.open_memmap(
-            part / f"{name}-images.npy",
-            mode="r+" if done else "w+",
-            dtype=np.uint8,
-            shape=(len(images), size[1], size[0], channels),
-        )
-        for name, images in listing.images.items()
+def _describe(listing: Listing, part: Path, shape: tuple[int, int, int]) -> None:
+    """Write what `Folder.read` needs to know of a cache, and the checksums of its files."""
+    train = FileImages([RecordFile(part / FILES[0], len(listing.of_part(0)))], shape, 0, planes=False)
+    mean, deviation = channel_statistics(train)
+    about = {
+        "class_names": listing.classes,
+        "size": shape,
+        "counts": [[len(images) for images in of_part] for of_part in listing.images],
+        "channel_mean": mean,
+        "channel_deviation": deviation,
+        "sha256": {name: digest_of(part / name) for name in FILES if name != ABOUT},
     }
-    if not done:
-        _allocate(part, {f"{name}-images.npy": array.offset + array.nbytes for name, array in arrays.items()})
-    before = 0  # images of earlier parts
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for name, images in listing.images.items():
-            for first in range(max(0, done - before), len(images), CHUNK):
-                chunk = images[first : first + CHUNK]
-                decoded = pool.map(lambda image: _decode(image[0], size, channels), chunk)
-                for row, pixels in enumerate(decoded, start=first):
-                    arrays[name][row] = pixels
-                arrays[name].flush()  # on the disk before they count as decoded
-                done = before + first + len(chunk)
-                replace_text(part / NOTE, f"{channels} {done}")
-                show(done)
-            before += len(images)
-            np.save(part / f"{name}-labels.npy", np.array([label for _, label in images], np.int32))
-    mean, deviation = channel_statistics(np.asarray(arrays["train"]))
-    about = {"class_names": listing.classes, "channel_mean": mean, "channel_deviation": deviation}
-    (part / FILES[-1]).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    (part / NOTE).unlink()
-
-
-def _allocate(part: Path, sizes: dict[str, int]) -> None:
-    """Allocate all bytes of files: a write to mapped memory for which the disk has no space ends the process.
-
-    Raises OSError where there is no space; the folder is then removed.
-    """
-    for name, size in sizes.items():
-        with (part / name).open("r+b") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as failure:
-                shutil.rmtree(part)
-                raise OSError(failure.errno, failure.strerror, str(part / name)) from None
-
-
-def _done(part: Path, channels: int) -> int:
-    """How many images an earlier process has decoded for this cache."""
-    try:
-        noted, count = map(int, (part / NOTE).read_text().split())
-    except (OSError, ValueError):
-        return 0
-    return count if noted == channels else 0
+    replace_text(part / ABOUT, json.dumps(about, indent=1) + "\n")
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
-    """An image, upright. Raises UserError where it cannot be opened, or read in the `with` block."""
+    """An image, upright. Raises Unusable where it cannot be opened, or read in the `with` block."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise Unusable(path, "it is no regular file")  # a FIFO would be waited for
         with Image.open(path) as image:
             yield ImageOps.exif_transpose(image)
     except (UserError, _NotGrey):
         raise
     except Exception as error:  # Pillow raises many kinds for a damaged file
-        raise _unreadable(path, error) from None
+        raise Unusable(path, " ".join(reason_of(error).split())) from None
 
 
-def _decode(path: Path, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:
-    """The pixels of an image, upright, uint8 [height, width, channels]; transparency is left out."""
-    with _opened(path) as image:
-        if image.size != size:
-            here, first = ("x".join(map(str, pixels)) for pixels in (image.size, size))
-            raise UserError(
-                f"{path} is {here} pixels, and the first image {first}: make all images one size, or leave it out"
-            )
-        if channels == 1 and image.mode not in (*GREY_MODES, *DEEP_MODES):
-            raise _NotGrey
-        return _pixels(image, path, channels)
+def _decode(path: Path, shape: tuple[int, int, int]) -> NDArray[np.uint8] | str:
+    """The pixels of an image, upright, uint8 [height, width, channels]; or which image is unusable, and why."""
+    height, width, channels = shape
+    try:
+        with _opened(path) as image:
+            if image.size != (width, height):
+                raise Unusable(path, f"{image.width}x{image.height} pixels, and the first image has {width}x{height}")
+            if channels == 1 and image.mode not in (*GREY_MODES, *DEEP_MODES):
+                raise _NotGrey
+            return _pixels(image, path, channels)
+    except Unusable as error:
+        return error.text
 
 
 def read_image(path: Path, channels: int) -> NDArray[np.uint8]:
@@ -376,6 +368,6 @@ def read_image(path: Path, channels: int) -> NDArray[np.uint8]:
 
 def _pixels(image: Image.Image, path: Path, channels: int) -> NDArray[np.uint8]:
     if image.mode in DEEP_MODES:
-        raise UserError(f"{path} has more than 8 bits a channel ({image.mode}): convert it to 8 bits")
+        raise Unusable(path, f"more than 8 bits a channel, {image.mode}")
     pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
     return pixels.reshape(image.height, image.width, channels)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from hvd_cifar.errors import UserError
+from hvd_cifar.files import LastingStream
 
 LOCK = ".lock"
 SCRATCH = ".unfinished"
 SECONDS_BETWEEN_LOOKS = 5.0
 
 
-def _ignore() -> None:
+def _ignore(*_: Any) -> None:
     pass
 
 
@@ -30,61 +35,68 @@ class Onlooker:
     Attributes:
         sees_bar: a person, who sees a progress bar on stderr.
         is_told: called after each piece of work; a watchdog does not take a long download for a hang then.
+        is_warned: called with one line about the data that the user may not expect.
     """
 
     sees_bar: bool = False
     is_told: Callable[[], Any] = _ignore
+    is_warned: Callable[[str], Any] = _ignore
+
+    @contextmanager
+    def progress(self, title: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
+        """A function show(done, total), to be called after each piece of work."""
+        # Under a launcher stderr is a pipe, which rich does not take for a terminal.
+        console = Console(file=cast(TextIO, LastingStream(sys.stderr)), force_terminal=True)
+        name = TextColumn("{task.description}", markup=False)
+        bar = Progress(name, BarColumn(), *columns, TimeRemainingColumn(), console=console, disable=not self.sees_bar)
+        with bar:
+            task = bar.add_task(title, total=None)
+
+            def show(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total)
+                self.is_told()
+
+            yield show
 
 
 NOBODY = Onlooker()
 
 
 @contextmanager
-def locked(folder: Path, onlooker: Onlooker) -> Iterator[None]:
+def locked(folder: Path, onlooker: Onlooker = NOBODY) -> Iterator[Onlooker]:
     """Hold the host's lock on a folder, which is made if it is absent.
 
     A process that has waited for the lock must look whether the work is already done. The system releases the lock of a
-    process that dies.
+    process that dies. The body tells its progress to the onlooker that it is given: processes that wait for the lock
+    then know that its holder works.
 
     Raises:
-        UserError: where the folder cannot be made or written (permission, no space left, ...), in the body also.
+        UserError: as `written`.
     """
-    try:
+
+    def tell() -> None:
+        os.utime(folder)
+        onlooker.is_told()
+
+    with written(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with _acquired(folder, onlooker):
-            yield
-    except OSError as error:
-        where = error.filename or folder
-        raise UserError(
-            f"cannot write {where}: {error.strerror or error}: free space, allow writing there, "
-            "or name another folder with --data-dir"
-        ) from error
+        lock = _acquired(folder, onlooker)
+        try:
+            yield replace(onlooker, is_told=tell)
+        finally:
+            lock.release()
 
 
-@contextmanager
-def _acquired(folder: Path, onlooker: Onlooker) -> Iterator[None]:
-    lock, before = FileLock(folder / LOCK), _changed(folder)
-    while not lock.is_locked:
+def _acquired(folder: Path, onlooker: Onlooker) -> FileLock:
+    lock, seen = FileLock(folder / LOCK), folder.stat().st_mtime_ns
+    while True:
         try:
             lock.acquire(timeout=SECONDS_BETWEEN_LOOKS)
+            return lock
         except Timeout:  # the lock of a dead process is free; that of a stopped one is not
-            if (now := _changed(folder)) != before:
-                onlooker.is_told()  # the holder has come further
-            before = now
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _changed(folder: Path) -> int:
-    """When any of the files that are being made in a folder was last changed."""
-    made = (path for pattern in ("*.part", "*.part/*", f"{SCRATCH}/**/*") for path in folder.glob(pattern))
-    newest = 0
-    for path in made:
-        with suppress(OSError):  # it has its name by now
-            newest = max(newest, path.stat().st_mtime_ns)
-    return newest
+            if (touched := folder.stat().st_mtime_ns) != seen:
+                onlooker.is_told()
+            seen = touched
 
 
 @contextmanager
@@ -103,14 +115,41 @@ def searched(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def check_free(place: Path, wanted: str) -> None:
-    """UserError where something is in the place of a data set, without `wanted`, its first file."""
-    if os.path.lexists(place) and not (place.is_dir() and not any(place.iterdir())):
-        raise UserError(f"{place} is there, but has no {wanted}: move it away, or name another folder with --data-dir")
+@contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """Write files in a folder.
+
+    Raises:
+        UserError: where the body meets one that cannot be made or written (permission, no space left, ...).
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write {error.filename or folder}: {error.strerror or error}: free space, allow writing there, "
+            "or name another folder with --data-dir"
+        ) from error
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file; "" where it cannot be read."""
+    state = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                state.update(block)
+    except OSError:
+        return ""
+    return state.hexdigest()
+
+
+def is_free(place: Path) -> bool:
+    """Whether nothing is there, or an empty folder, whose place `os.rename` takes."""
+    return not place.is_symlink() and (not place.exists() or (place.is_dir() and not any(place.iterdir())))
 
 
 @contextmanager
-def scratch_folder(data_dir: Path, onlooker: Onlooker = NOBODY) -> Iterator[Path]:
+def scratch_folder(data_dir: Path, onlooker: Onlooker) -> Iterator[tuple[Path, Onlooker]]:
     """Hold the host's lock on `data_dir`, and give an empty folder in it, which is removed at the end.
 
     The caller makes files in the folder and renames it to its place. Both are on one file system, so the rename is
@@ -120,11 +159,10 @@ def scratch_folder(data_dir: Path, onlooker: Onlooker = NOBODY) -> Iterator[Path
         UserError: as `locked`.
     """
     scratch = data_dir / SCRATCH
-    with locked(data_dir, onlooker):
-        if scratch.exists():
-            shutil.rmtree(scratch)
+    with locked(data_dir, onlooker) as told:
+        shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         try:
-            yield scratch
+            yield scratch, told
         finally:
             shutil.rmtree(scratch, ignore_errors=True)

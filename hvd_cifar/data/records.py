@@ -11,7 +11,6 @@ import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,10 @@ from hvd_cifar.errors import UserError
 
 @dataclass(frozen=True)
 class RecordFile:
-    """A file of `count` records, after `start` other bytes."""
+    """A file of `count` records."""
 
     path: Path
     count: int
-    start: int = 0
 
 
 class FileImages:
@@ -49,7 +47,9 @@ class FileImages:
         self.files, self.size = tuple(files), size
         self.label_bytes, self.planes = label_bytes, planes
         self.record_bytes = label_bytes + int(np.prod(size))
-        self.ends = np.cumsum([file.count for file in files])
+        counts = [file.count for file in files]
+        self.ends = np.cumsum(counts)  # of the files, in records
+        self._begins = self.ends - counts
         try:
             self._opened = [io.FileIO(file.path) for file in files]
         except OSError as error:
@@ -84,26 +84,17 @@ class FileImages:
         """The whole records, uint8 [b, record_bytes]; as `__getitem__`."""
         indices = np.arange(len(self))[index] if isinstance(index, slice) else np.asarray(index)
         records = np.empty((len(indices), self.record_bytes), np.uint8)
-        view, length = records.reshape(-1).data, self.record_bytes
-        number = np.searchsorted(self.ends, indices, side="right")
-        # Records that follow each other in a file are read at once.
-        first = np.flatnonzero(np.diff(indices, prepend=-2) - 1 | np.diff(number, prepend=-1))
-        for begin, end in pairwise([*first.tolist(), len(indices)]):
-            file = int(number[begin])
-            within = int(indices[begin]) - int(self.ends[file]) + self.files[file].count
-            self._read(file, view[begin * length : end * length], self.files[file].start + within * length)
-        return records
-
-    def _read(self, file: int, into: memoryview, offset: int) -> None:
-        path, done = self.files[file].path, 0
-        while done < len(into):
+        numbers = np.searchsorted(self.ends, indices, side="right")
+        within = indices - self._begins[numbers]
+        for record, number, place in zip(records, numbers.tolist(), within.tolist(), strict=True):
+            path = self.files[number].path
             try:
-                got = os.preadv(self._opened[file].fileno(), [into[done:]], offset + done)
+                got = os.preadv(self._opened[number].fileno(), [record.data], place * self.record_bytes)
             except OSError as error:
                 raise UserError(f"cannot read {path}: {error.strerror}: restore it, and start again") from None
-            if not got:
+            if got != self.record_bytes:
                 raise UserError(f"{path} has become shorter while it was read: restore it, and start again")
-            done += got
+        return records
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         """All of it, in memory."""

@@ -1,165 +1,114 @@
-"""The built-in data sets by name: where this host has their files, and how it makes them where it has none."""
+"""The built-in data sets as a host has them: where their files are, and how they are made where there are none."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 from hvd_cifar.config import DataSettings
-from hvd_cifar.data import synthetic
+from hvd_cifar.data import folder, synthetic
 from hvd_cifar.data.cifar import CIFAR10, CIFAR100, Layout
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.download import DownloadError, fetch
-from hvd_cifar.data.folder import Folder
-from hvd_cifar.data.place import NOBODY, Onlooker
+from hvd_cifar.data.place import NOBODY, Onlooker, is_free, scratch_folder
+from hvd_cifar.errors import UserError
 from hvd_cifar.fields import FOLDER_DATASET
 
-
-class Source(Protocol):
-    """A built-in data set, as one host has it: some files in a folder."""
-
-    @property
-    def name(self) -> str:
-        """What `--dataset` calls it."""
-
-    @property
-    def place(self) -> Path | None:
-        """The folder for files that another host sends, where `locate` finds them; None: there is no such folder."""
-
-    def locate(self, onlooker: Onlooker = NOBODY) -> Path | None:
-        """The folder of the files; None where this host has none of them.
-
-        A set of images in folders makes its cache here.
-
-        Raises:
-            UserError: where a folder cannot be searched, or the cache cannot be made.
-        """
-
-    def prepare(self, onlooker: Onlooker = NOBODY) -> Path:
-        """The folder of the files, checked; they are made where there are none. Processes may call it together.
-
-        Raises:
-            UserError: where the files are damaged or cannot be made.
-            DownloadError: where they cannot be downloaded.
-        """
-
-    def files(self, folder: Path) -> tuple[str, ...]:
-        """Names of the files that a copy of the set needs."""
-
-    def fault(self, folder: Path) -> str | None:
-        """What is wrong with the files, by their names and lengths alone; None: nothing."""
-
-    def read(self, folder: Path) -> Dataset:
-        """The set, its files read by index. Raises UserError where one is damaged."""
+LAYOUTS = {layout.name: layout for layout in (CIFAR10, CIFAR100, synthetic.LAYOUT)}
 
 
 @dataclass(frozen=True)
-class Binary:
-    """A set in one of CIFAR's binary layouts: see `Source`.
+class Source:
+    """A built-in data set on this host: some files in a folder.
 
     Attributes:
-        data_dir: where the folder of the files belongs.
-        where: the folder that `Layout.locate` searches.
-        make: called to make the files, with the onlooker; returns their folder.
+        name: what `--dataset` calls it.
+        data_dir: the folder for files that are made or received.
+        files: names of the files that a copy of the set needs.
+        place: where files that another host sends belong, so that `locate` finds them; None: there is no such folder.
+        locate: (onlooker) -> the folder of the files; None where this host has none of them. Images in folders are
+            decoded here. Raises UserError where a folder cannot be searched, or an image cannot be read.
+        prepare: (onlooker) -> the folder of the files, checked; they are made where there are none. Processes may call
+            it together. Raises UserError where the files are damaged or cannot be made, and DownloadError.
+        read: folder -> the set, its files read by index. Raises UserError where one is damaged.
     """
 
-    layout: Layout
+    name: str
     data_dir: Path
-    where: Path
-    make: Callable[[Onlooker], Path]
-
-    @property
-    def name(self) -> str:
-        """cifar10, cifar100 or synthetic."""
-        return self.layout.name
-
-    @property
-    def place(self) -> Path:
-        """See `Source`."""
-        return self.data_dir / self.layout.folder
-
-    def locate(self, onlooker: Onlooker = NOBODY) -> Path | None:
-        """See `Source`."""
-        return self.layout.locate(self.where)
-
-    def prepare(self, onlooker: Onlooker = NOBODY) -> Path:
-        """See `Source`."""
-        folder = self.locate() or self.make(onlooker)
-        self.layout.check(folder)
-        return folder
-
-    def files(self, folder: Path) -> tuple[str, ...]:
-        """See `Source`."""
-        return self.layout.files
-
-    def fault(self, folder: Path) -> str | None:
-        """See `Source`."""
-        return self.layout.fault(folder)
-
-    def read(self, folder: Path) -> Dataset:
-        """See `Source`."""
-        return self.layout.read(folder)
-
-
-class Prepared(NamedTuple):
-    """A built-in set whose files are ready on this host."""
-
-    source: Source
-    folder: Path
-
-    def read(self) -> Dataset:
-        """The set. Raises UserError where a file is damaged."""
-        return self.source.read(self.folder)
+    files: tuple[str, ...]
+    place: Path | None
+    locate: Callable[[Onlooker], Path | None]
+    prepare: Callable[[Onlooker], Path]
+    read: Callable[[Path], Dataset]
 
 
 def layout_of(name: str) -> Layout | None:
     """The binary layout of a named set; "auto" means CIFAR-10. None: the set has no such layout."""
-    name = CIFAR10.name if name == "auto" else name
-    return next((layout for layout in (CIFAR10, CIFAR100, synthetic.LAYOUT) if layout.name == name), None)
+    return LAYOUTS.get(CIFAR10.name if name == "auto" else name)
 
 
-def source_of(name: str, settings: DataSettings) -> Source:
-    """The built-in set of that name, in the folders that the settings name.
+def source_of(settings: DataSettings, name: str = "") -> Source:
+    """The built-in set that the settings name, or that of another `name`. "auto" is CIFAR-10 here.
 
     Raises:
-        ValueError: where there is none; "auto" names none by itself.
+        ValueError: where no built-in set has the name.
     """
-    data_dir = settings.data_dir
+    name, data_dir = name or settings.dataset, settings.data_dir
     if name.startswith(FOLDER_DATASET):
-        return Folder(Path(name.removeprefix(FOLDER_DATASET)), data_dir)
+        images = folder.Folder(Path(name.removeprefix(FOLDER_DATASET)), data_dir)
+        return Source(name, data_dir, folder.FILES, None, images.locate, images.prepare, images.read)
     layout = layout_of(name)
-    if layout is None or name == "auto":
+    if layout is None:
         raise ValueError(f"no built-in data set is called {name!r}")
-    if layout is synthetic.LAYOUT:
-        return Binary(layout, data_dir, data_dir / layout.folder, lambda onlooker: synthetic.ensure(data_dir, onlooker))
-    url, md5 = settings.data_url or layout.archive, settings.data_md5 or layout.md5
-    return Binary(layout, data_dir, data_dir, lambda onlooker: fetch(layout, data_dir, url, md5, onlooker))
+    place, url = data_dir / layout.folder, settings.data_url or layout.archive
+
+    def locate(_: Onlooker = NOBODY) -> Path | None:
+        # Only CIFAR's files may be in `data_dir` itself: the synthetic set's have the same names.
+        return layout.locate(place if layout is synthetic.LAYOUT else data_dir)
+
+    def make(scratch: Path, onlooker: Onlooker) -> Path:
+        return synthetic.draw(scratch, onlooker) if not layout.archive else fetch(layout, url, scratch, onlooker)
+
+    def prepare(onlooker: Onlooker) -> Path:
+        found = locate()
+        if found is None:
+            with scratch_folder(data_dir, onlooker) as (scratch, told):
+                found = locate()  # another process may have made it while this one waited for the lock
+                if found is None:
+                    if not is_free(place):
+                        raise UserError(
+                            f"{place} is there, but has no {layout.files[0]}: move it away, or name another folder "
+                            "with --data-dir"
+                        )
+                    os.rename(make(scratch, told), place)
+                    found = place
+        layout.check(found)
+        return found
+
+    return Source(layout.name, data_dir, layout.files, place, locate, prepare, layout.read)
 
 
-def prepare(settings: DataSettings, warn: Callable[[str], None], onlooker: Onlooker = NOBODY) -> Prepared:
-    """Find or make the files of a built-in set on this host; processes may call this together.
+def prepare(settings: DataSettings, onlooker: Onlooker = NOBODY) -> tuple[Source, Path]:
+    """Find or make the files of the set that the settings name on this host; processes may call this together.
 
-    Args:
-        settings: `dataset` names a built-in set, or "auto": CIFAR-10, and the synthetic set where CIFAR-10 is neither
-            in the data folder nor downloadable.
-        warn: called with one line if "auto" falls back to the synthetic set.
+    Under "auto" it is CIFAR-10, and the synthetic set where CIFAR-10 is neither in the data folder nor downloadable;
+    the onlooker is warned of that.
 
     Raises:
         UserError: where the files can be neither found nor made. Damaged files and a wrong checksum are errors under
             "auto" also: a run must not train on other data than the user meant.
     """
-    auto = settings.dataset == "auto"
-    source = source_of(CIFAR10.name if auto else settings.dataset, settings)
+    source = source_of(settings)
     try:
-        return Prepared(source, source.prepare(onlooker))
+        return source, source.prepare(onlooker)
     except DownloadError as error:
-        if not auto:
+        if settings.dataset != "auto":
             raise
-        warn(
+        onlooker.is_warned(
             "THIS IS NOT CIFAR-10: the embedded synthetic data set is used instead, and its accuracies say "
             f"nothing about CIFAR-10. Reason: {error}"
         )
-    source = source_of(synthetic.LAYOUT.name, settings)
-    return Prepared(source, source.prepare(onlooker))
+    source = source_of(settings, synthetic.LAYOUT.name)
+    return source, source.prepare(onlooker)

@@ -1,6 +1,6 @@
 """Data-parallel training over Horovod, for any Keras 3 program.
 
-Only this package and `runtime` import Horovod and MPI. A program needs these lines:
+It needs Horovod, Keras and TensorFlow, and nothing else of `hvd_cifar`. A program needs these lines:
 
     import horovod.tensorflow as hvd
     from hvd_cifar.distributed import DistributedOptimizer, broadcast_variables
@@ -10,7 +10,7 @@ Only this package and `runtime` import Horovod and MPI. A program needs these li
     broadcast_variables(model)
 
 `convert_sync_batch_norm(model)` makes its batch norm layers use the statistics of the global batch, and
-`prove_averaging(DistributedOptimizer)` shows, before training, that gradients reach all ranks.
+`prove_averaging(optimizer)` shows, before training, that gradients reach all ranks.
 
 Names are imported at their first use, so that importing the package does not start TensorFlow.
 """

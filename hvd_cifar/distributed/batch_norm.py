@@ -74,7 +74,7 @@ class _Synchronized:
             count = tf.reshape(tf.reduce_sum(tf.cast(mask, real)), [1])
         own = tf.concat([tf.reduce_sum(counted, others), tf.reduce_sum(tf.square(counted), others), count], axis=0)
         # Sums and counts, not means: ranks of unequal batches then compute what one rank with all examples would.
-        sums = collectives.all_reduce_in_graph(own * tf.cast(_present.get(), real))
+        sums = collectives.all_reduce_in_graph(own * tf.cast(_present.get(), real), "statistics")
         total = tf.maximum(sums[-1], 1.0)  # 0 where no rank has an example
         mean = sums[:channels] / total  # of the inputs minus the moving mean
         variance = tf.maximum(sums[channels:-1] / total - tf.square(mean), 0.0)  # rounding may leave it below 0
@@ -137,10 +137,13 @@ class SyncBatchNormalization(_Synchronized, keras.layers.BatchNormalization):
         ).y
 
     def portable(self, inputs: Any) -> Any:
-        """The same in evaluation by Keras's layer; see `models.portable`."""
-        from hvd_cifar.models.portable import as_keras
-
-        return as_keras(keras.layers.BatchNormalization, self, inputs)
+        """The same in evaluation by Keras's own layer, in float32: its outputs for symbolic inputs."""
+        of_training = ("_initializer", "_regularizer", "_constraint")  # which evaluation does not need
+        config = {name: value for name, value in self.get_config().items() if not name.endswith(of_training)}
+        twin = keras.layers.BatchNormalization.from_config({**config, "dtype": "float32"})
+        outputs = twin(inputs)
+        twin.set_weights(self.get_weights())
+        return outputs
 
 
 def convert_sync_batch_norm(model: keras.Model) -> int:
@@ -148,11 +151,13 @@ def convert_sync_batch_norm(model: keras.Model) -> int:
 
     The layers themselves change, also in nested models; weights, their names, evaluation and the saved model stay the
     same. The moving variance stays as the layer's class defines it: of biased variances in Keras's, of unbiased ones in
-    `FusedBatchNormalization`. Convert before `compile` and before the first training step: a graph that is already
-    traced keeps the statistics of each rank. Every rank must make the same calls with `training`: they are collectives.
+    a class that sets `averages_unbiased_variances`, as `FusedBatchNormalization` does. Convert before `compile` and
+    before the first training step: a graph that is already traced keeps the statistics of each rank. Every rank must
+    make the same calls with `training`: they are collectives.
 
     Args:
-        model: built or not, with layers of `keras.layers.BatchNormalization` or `FusedBatchNormalization`.
+        model: built or not, with layers of `keras.layers.BatchNormalization`, or of a class with its weights that sets
+            `averages_unbiased_variances`.
 
     Returns:
         The number of layers converted; layers that were synchronised before do not count.
@@ -160,22 +165,18 @@ def convert_sync_batch_norm(model: keras.Model) -> int:
     Raises:
         ValueError: where a layer has `renorm=True`; no layer is converted then.
     """
-    from hvd_cifar.models.normalization import FusedBatchNormalization
-
     found = local_layers(model)
     for layer in found:
         _refuse_renorm(layer)
     for layer in found:
-        put_in_front(_Synchronized, layer, _unbiased=isinstance(layer, FusedBatchNormalization))
+        put_in_front(_Synchronized, layer, _unbiased=_averages_unbiased(layer))
     return len(found)
 
 
 def local_layers(model: keras.Model) -> list[Any]:
     """The batch norm layers of a model that take their training statistics over their own rank's examples."""
-    from hvd_cifar.models.normalization import FusedBatchNormalization
-
-    kinds = keras.layers.BatchNormalization, FusedBatchNormalization
-    found = [layer for layer in model._flatten_layers() if isinstance(layer, kinds)]
+    kind = keras.layers.BatchNormalization
+    found = [layer for layer in model._flatten_layers() if isinstance(layer, kind) or _averages_unbiased(layer)]
     return [layer for layer in found if not isinstance(layer, _Synchronized)]
 
 
@@ -184,6 +185,24 @@ def synchronised_layers(model: keras.Model) -> list[Any]:
     return [layer for layer in model._flatten_layers() if isinstance(layer, _Synchronized)]
 
 
+def _averages_unbiased(layer: Any) -> bool:
+    return getattr(layer, "averages_unbiased_variances", False)
+
+
 def _refuse_renorm(layer: Any) -> None:
     if getattr(layer, "renorm", False):
         raise ValueError(f"{layer.name} has renorm=True, whose statistics cannot be synchronised: set renorm=False")
+
+
+def moving_statistics(model: keras.Model) -> list[keras.Variable]:
+    """The moving statistics of all batch norm layers: means, variances, and what Keras's renorm adds."""
+    norms = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
+    theirs = {id(v) for layer in norms for v in layer._non_trainable_variables}  # not a frozen gamma and beta
+    names = ("/moving_mean", "/moving_variance")  # of a layer of the user's own also
+    return [v for v in model.non_trainable_variables if v.path.endswith(names) or id(v) in theirs]
+
+
+def local_statistics(model: keras.Model) -> list[keras.Variable]:
+    """The moving statistics that differ between ranks: those of layers that are not synchronised."""
+    synchronised = {id(v) for layer in synchronised_layers(model) for v in layer.variables}
+    return [v for v in moving_statistics(model) if id(v) not in synchronised]

@@ -9,6 +9,7 @@ import hashlib
 import io
 import pickle
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -18,9 +19,9 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.distributed import buckets
-from hvd_cifar.errors import Diverged, TrainingError, UserError
-from hvd_cifar.runtime.stalls import note
+from hvd_cifar.distributed import buckets, names
+from hvd_cifar.distributed.errors import TrainingError
+from hvd_cifar.distributed.trail import note
 
 T = TypeVar("T")
 
@@ -54,31 +55,71 @@ def broadcast_variables(
 
     Raises:
         ValueError: where an optimizer, or a layer of a model, is not built: its variables would differ from rank to
-            rank.
+            rank. On every rank, where ranks have other variables, or layers with other tables, which are not variables
+            (not inside a graph).
     """
     if not process_set.included():
         return
     variables = [_tensorflow_variable(v) for v in _variables_of(target)]
     if process_set.size() == 1:
         return
+    if tf.executing_eagerly():
+        _refuse_differences(target, variables, process_set)
     # Each message costs a negotiation among all ranks: variables of one type travel together.
     for dtype in dict.fromkeys(v.dtype for v in variables):
         carrier = _CARRIERS.get(dtype, dtype)
         alike = [v for v in variables if v.dtype == dtype]
         sizes = [v.shape.num_elements() * dtype.size for v in alike]
-        for number, bucket in enumerate(buckets.plan(sizes, BROADCAST_BYTES)):
-            # In a graph the default name counts operations, of which hosts with other kernels have other numbers. Its
-            # beginning stays: by it `hvd.elastic.run` knows Horovod's errors.
-            name = None if tf.executing_eagerly() else f"HorovodBroadcast_{dtype.name}_{number}"
+        for bucket in buckets.plan(sizes, BROADCAST_BYTES):
             chosen = [alike[i] for i in bucket]
             values = [_as(v.read_value(), carrier) for v in chosen]
             note(f"broadcast of {len(chosen)} variables from rank {root_rank}")
-            received = hvd.broadcast(buckets.flat(values), root_rank, name, process_set=process_set)
+            name = names.in_graph("Broadcast", "variables")
+            received = hvd.broadcast(buckets.flat(values), root_rank, process_set=process_set, **name)
             for variable, piece in zip(chosen, buckets.pieces(received, values), strict=True):
                 variable.assign(_as(piece, dtype))
     for layer in target._flatten_layers() if isinstance(target, keras.Model) else ():
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()  # it computes with constants that it made of its weights
+
+
+def _refuse_differences(target: Any, variables: Sequence[Any], process_set: Any) -> None:
+    """ValueError, on every rank, where ranks would broadcast other variables, or have other tables beside them."""
+    own = _described(target, variables)
+    digest_of_own = hashlib.sha256(repr([value for _, value, _ in own]).encode()).digest()
+    note(f"comparison of {len(variables)} variables")
+    digests = hvd.allgather(tf.constant(np.frombuffer(digest_of_own, np.uint8))[None, :], process_set=process_set)
+    if len(np.unique(digests.numpy(), axis=0)) == 1:
+        return
+    (first, expected), *others = all_gather_object((hvd.rank(), own), process_set)
+    for rank, found in others:
+        for its, other in zip_longest(expected, found):
+            what, _, remedy = its or other
+            value, other_value = (of[1] if of else "missing" for of in (its, other))
+            if value != other_value:
+                raise ValueError(f"{what} is {value} on rank {first}, and {other_value} on rank {rank}: {remedy}")
+
+
+def _described(target: Any, variables: Sequence[Any]) -> list[tuple[str, str, str]]:
+    """What a rank would broadcast: what it is, the value that ranks must share, and what to do if they do not."""
+    found = []
+    if isinstance(target, keras.Model):
+        if optimizer := getattr(target, "optimizer", None):
+            remedy = "call model.optimizer.build(model.trainable_variables) on every rank first"
+            found.append(("the optimizer", "built" if optimizer.built else "not built", remedy))
+        for layer in target._flatten_layers():
+            # What `adapt` has learnt beside weights is not broadcast.
+            learnt = (
+                layer.get_vocabulary() if hasattr(layer, "get_vocabulary") else getattr(layer, "bin_boundaries", None)
+            )
+            if learnt is not None:
+                table = hashlib.sha256(repr(list(learnt)).encode()).hexdigest()[:16]
+                remedy = "adapt it to the same data on every rank, or give its vocabulary or boundaries"
+                found.append((f"the table of layer {layer.name}", f"of SHA-256 {table}", remedy))
+    remedy = "build the same model and optimizer on every rank"
+    return found + [
+        (f"variable {v.name.removesuffix(':0')}", f"{v.dtype.name} {tuple(v.shape)}", remedy) for v in variables
+    ]
 
 
 def random_states(model: keras.Model) -> list[keras.Variable]:
@@ -123,9 +164,22 @@ def all_reduce_sums(values: Sequence[float]) -> list[float]:
     return [float(v) for v in hvd.allreduce(tf.constant(values, tf.float64), op=hvd.Sum).numpy()]
 
 
-def all_reduce_in_graph(value: Any) -> Any:
-    """The sum of a tensor over all ranks, as an operation of the step's own graph; differentiable."""
-    return value if hvd.size() == 1 else hvd.allreduce(value, op=hvd.Sum)
+def all_reduce_in_graph(value: Any, role: str = "values") -> Any:
+    """The sum of a tensor over all ranks, as an operation of the step's own graph; differentiable.
+
+    Args:
+        role: as for `names.in_graph`.
+    """
+    if hvd.size() == 1:
+        return value
+
+    @tf.custom_gradient
+    def reduce(own: Any) -> tuple[Any, Callable[[Any], Any]]:
+        # Each rank's value changes the loss of all ranks. Horovod's own gradient has Horovod's default name.
+        total = hvd.allreduce(own, op=hvd.Sum, **names.in_graph("Allreduce", role))
+        return total, lambda upstream: all_reduce_in_graph(upstream, f"{role}_gradient")
+
+    return reduce(value)
 
 
 def barrier(process_set: Any = ALL_RANKS) -> None:
@@ -159,15 +213,15 @@ def digest(variables: Iterable[keras.Variable]) -> str:
     return state.hexdigest()
 
 
-def all_gather_object(value: T) -> list[T]:
-    """The objects that the ranks pass, in the order of the ranks."""
-    if hvd.size() == 1:
+def all_gather_object(value: T, process_set: Any = ALL_RANKS) -> list[T]:
+    """The objects that the ranks of a process set pass, in the order of the ranks."""
+    if process_set.size() == 1:
         return [value]
     mine = np.frombuffer(cloudpickle.dumps(value), np.uint8)
     note(f"all-gather of an object, {len(mine)} bytes here")
     with tf.device("/CPU:0"):
-        stream = io.BytesIO(hvd.allgather(tf.constant(mine)).numpy().tobytes())
-    return [pickle.load(stream) for _ in range(hvd.size())]  # each pickle says where it ends
+        stream = io.BytesIO(hvd.allgather(tf.constant(mine), process_set=process_set).numpy().tobytes())
+    return [pickle.load(stream) for _ in range(process_set.size())]  # each pickle says where it ends
 
 
 def broadcast_object(value: T) -> T:
@@ -197,25 +251,6 @@ def broadcast_bytes(content: NDArray[np.uint8], root_rank: int = 0) -> NDArray[n
         return hvd.broadcast(tf.constant(content), root_rank).numpy()
 
 
-def make_scatter(specs: Sequence[tf.TensorSpec]) -> Callable[[Sequence[Any], Sequence[int]], list[Any]]:
-    """A function (tensors, rows) that gives each rank its part of rank 0's tensors, in the ranks' order; a collective.
-
-    Rank 0 passes tensors [n, ...] of these types and shapes, and the rows int [ranks] that each rank gets, of sum n.
-    The other ranks pass tensors [0, ...], and zeros. Parts are in host memory.
-    """
-
-    @tf.function(input_signature=[list(specs), tf.TensorSpec([None], tf.int32)], autograph=False)
-    def scatter(tensors: Sequence[Any], rows: Any) -> list[Any]:
-        with tf.device("/CPU:0"):
-            return [hvd.alltoall(tensor, rows)[0] for tensor in tensors]
-
-    def noted(tensors: Sequence[Any], rows: Sequence[int]) -> list[Any]:
-        note(f"scatter of {len(tensors)} tensors from rank 0")
-        return scatter(list(tensors), tf.constant(rows, tf.int32))
-
-    return noted
-
-
 def gather_bytes(content: bytes, at_a_time: int = GATHER_BYTES) -> list[bytes]:
     """The bytes of all ranks on rank 0, and [] on the others. A message holds at most `at_a_time` bytes of all ranks.
 
@@ -239,8 +274,8 @@ def on_every_rank(function: Callable[[], T]) -> T:
 
     Raises:
         Exception: on a rank where `function` failed, its own error, with its type, cause and traceback.
-        UserError, Diverged, TrainingError: on the other ranks, the text of the first rank that failed. An error of any
-            other kind becomes a TrainingError that names rank and error.
+            On the other ranks, one with the text of the first rank that failed: of its class, or a base of it, that
+            sets `crosses_ranks`; else a TrainingError that names rank and error.
     """
     result, failure = None, None
     try:
@@ -275,25 +310,22 @@ def on_root(function: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (UserError, Diverged, TrainingError)}
+Outcome = tuple["type[Exception] | None", str, str]  # of a failure: the class that crosses ranks, its name, its text
 
 
-def _message(failure: Exception) -> tuple[str, str]:
-    """The class name of a failure and its text; a subclass of one of `_KINDS` has the name of that one."""
-    for name, kind in _KINDS.items():
-        if isinstance(failure, kind):
-            return name, str(failure)
-    return type(failure).__name__, str(failure)
+def _message(failure: Exception) -> Outcome:
+    kind = next((kind for kind in type(failure).__mro__ if vars(kind).get("crosses_ranks")), None)
+    return kind, type(failure).__name__, str(failure)
 
 
-def _raise_on_all(failure: Exception | None, outcomes: Sequence[tuple[str, str] | None]) -> None:
+def _raise_on_all(failure: Exception | None, outcomes: Sequence[Outcome | None]) -> None:
     """Raise this rank's own failure, else that of the first rank that failed, if any did."""
     if failure is not None:
         raise failure
     failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None]
     if not failed:
         return
-    rank, (kind, text) = failed[0]
-    if kind in _KINDS:
-        raise _KINDS[kind](text)
-    raise TrainingError(f"rank {rank} failed with {kind}: {text.splitlines()[0] if text else ''}")
+    rank, (kind, name, text) = failed[0]
+    if kind is not None:
+        raise kind(text)
+    raise TrainingError(f"rank {rank} failed with {name}: {text.splitlines()[0] if text else ''}")

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_cifar.distributed import buckets
+from hvd_cifar.distributed import buckets, names
 
 T = TypeVar("T")
 
@@ -55,27 +55,15 @@ def all_reduce_in_tree(
     if gather is None:
         gather = flat.shape[0] is not None and flat.shape[0] <= FEW_VALUES
     if gather:
-        terms = hvd.allgather(flat[None, :], name=_name("gather", process_set), process_set=process_set)
+        terms = hvd.allgather(flat[None, :], process_set=process_set, **names.in_graph("Allgather", "terms"))
         sums = _add_rows_in_tree(tf.ensure_shape(terms, [size, None]))
     else:
         length = tf.size(flat)
         padded = tf.pad(flat, [[0, -length % size]])
-        terms = hvd.alltoall(padded, name=_name("exchange", process_set), process_set=process_set)
+        terms = hvd.alltoall(padded, process_set=process_set, **names.in_graph("Allgather", "exchange"))
         sums = _add_rows_in_tree(tf.reshape(terms, [size, -1]))
-        sums = hvd.allgather(sums, name=_name("gather", process_set), process_set=process_set)[:length]
+        sums = hvd.allgather(sums, process_set=process_set, **names.in_graph("Allgather", "sums"))[:length]
     return buckets.pieces(sums, values)
-
-
-def _name(kind: str, process_set: Any) -> str | None:
-    """By the number of these collectives in a graph: Horovod's counts slices, of which other kernels make others.
-
-    The beginning is one by which `hvd.elastic.run` knows Horovod's errors; it does not know HorovodAlltoall.
-    """
-    if tf.executing_eagerly():
-        return None
-    own = f"_in_order_{process_set.process_set_id}_"
-    operations = tf.compat.v1.get_default_graph().get_operations()
-    return f"HorovodAllgather_{kind}{own}{sum(own in operation.name for operation in operations)}"
 
 
 def _add_rows_in_tree(rows: Any) -> Any:

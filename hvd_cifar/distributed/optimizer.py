@@ -8,7 +8,8 @@ through `Optimizer.apply`, in `fit` and in a user's own loop. This module overri
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Literal, TypeVar
@@ -17,7 +18,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvd_cifar.distributed import buckets
+from hvd_cifar.distributed import buckets, names
 from hvd_cifar.distributed.fixed_order import all_reduce_in_tree
 from hvd_cifar.distributed.subclass import put_in_front
 
@@ -57,6 +58,7 @@ class _Distributed:
 
     _reduction: Reduction
     _watch: Callable[[Sequence[Any]], None] | None = None
+    _sinks: Sequence[Any] | None = None  # variables that take the reduced gradients in the update's place
     _pass_sums: list[keras.Variable]
     _passes_done: keras.Variable
     # Attributes of the optimizer's own class.
@@ -84,6 +86,7 @@ class _Distributed:
         object.__setattr__(self, "_pass_sums", zeros)
         object.__setattr__(self, "_passes_done", _local_variable((), "int64", "passes_done"))
 
+    @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
         grads = list(grads)
         variables = None if trainable_variables is None else list(trainable_variables)
@@ -99,6 +102,7 @@ class _Distributed:
         self._check_variables_are_known(variables)
         self._apply_every_few_passes(grads, variables)
 
+    @tf.autograph.experimental.do_not_convert
     def apply_and_sum(self, grads: Sequence[Any], variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """`apply`, with the `values` in the gradients' message; only where the reduction `is_plain_sum`."""
         reduced = self.reduce([*grads, *values])
@@ -106,6 +110,10 @@ class _Distributed:
         return reduced[len(grads) :]
 
     def _apply_reduced(self, reduced: list[Any], variables: list[Any] | None) -> None:
+        if self._sinks is not None:
+            for sink, gradient in zip(self._sinks, reduced, strict=True):
+                sink.assign(gradient)
+            return
         if self._watch:
             self._watch(reduced)
         super().apply(reduced, variables)  # type: ignore[misc]
@@ -145,7 +153,8 @@ class _Distributed:
         if self._reduction.is_local:
             return condition
         failed = tf.cast(tf.logical_not(condition), tf.float32)
-        return hvd.allreduce(failed, op=hvd.Sum, process_set=self._reduction.process_set) == 0.0
+        name = names.in_graph("Allreduce", "not_finite")
+        return hvd.allreduce(failed, op=hvd.Sum, process_set=self._reduction.process_set, **name) == 0.0
 
 
 def _local_variable(shape: Any, dtype: Any, name: str) -> keras.Variable:
@@ -182,6 +191,10 @@ def DistributedOptimizer(
     decorated function. Wrap before the first step: a `tf.function` or `fit` that was traced with the plain
     optimizer does not reduce, so compile such a model again. For `fit` on a GPU, compile the model with
     `jit_compile=False`: XLA cannot compile Horovod's operations.
+
+    Ranks with other numbers of batches may end with `hvd.join()` only where all gradients are dense and `fixed_order`
+    is not set: Horovod hangs where a rank has joined and others gather rows or terms. `sparse_as_dense=True` makes all
+    gradients dense. Averages still divide by the number of all ranks.
 
     Args:
         optimizer: any Keras 3 optimizer, built or not, such as `keras.optimizers.SGD(0.1)`.
@@ -276,6 +289,21 @@ def watch_gradients(optimizer: Any, watch: Callable[[Sequence[Any]], None]) -> N
     object.__setattr__(inner_of(optimizer), "_watch", watch)
 
 
+@contextmanager
+def reduced_into(optimizer: Any, sinks: Sequence[Any]) -> Iterator[None]:
+    """In this block a `DistributedOptimizer` assigns reduced gradients to `sinks` instead of applying them.
+
+    A graph that is traced here keeps to it.
+    """
+    inner = inner_of(optimizer)
+    object.__setattr__(inner, "_sinks", sinks)
+    try:
+        yield
+    finally:
+        object.__setattr__(inner, "_sinks", None)
+        vars(inner).pop("_present", None)  # of this graph
+
+
 def apply_and_sum(
     optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], values: Sequence[Any]
 ) -> list[Any]:
@@ -317,10 +345,9 @@ def reduce_gradients(gradients: Sequence[Any], reduction: Reduction) -> list[Any
     if reduction.is_local:
         return [_with_sums_of_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     reduced: list[Any] = list(gradients)
-    # Sparse gradients are reduced one by one: Horovod's grouped operation gives them the shapes of dense ones.
     dense = [i for i, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)]
     ranks = reduction.process_set.size()
-    packed = [pack(_named_by_graph(tf.convert_to_tensor(gradients[i])), reduction, ranks) for i in dense]
+    packed = [pack(tf.convert_to_tensor(gradients[i]), reduction, ranks) for i in dense]
     by_horovod = reduction.average and reduction.compression == "none" and not reduction.fixed_order
     totals = _all_reduce(packed, hvd.Average if by_horovod else hvd.Sum, reduction)
     for i, total in zip(dense, totals, strict=True):
@@ -373,34 +400,26 @@ def _all_reduce(tensors: Sequence[Any], op: Any, reduction: Reduction) -> list[A
         sizes = [(tensors[i].shape.num_elements() or 0) * dtype.size for i in chosen]
         members += [[chosen[i] for i in bucket] for bucket in buckets.plan(sizes, reduction.bucket_bytes)]
     members.sort(key=lambda bucket: max(map(in_order.index, bucket)))
-    messages = [_named_by_graph(buckets.flat([tensors[i] for i in bucket])) for bucket in members]
+    messages = [buckets.flat([tensors[i] for i in bucket]) for bucket in members]
     if reduction.bucket_bytes:
         buckets.gate(messages)
     for bucket, message in zip(members, messages, strict=True):
         if reduction.fixed_order:
             (total,) = all_reduce_in_tree([message], reduction.process_set)
         else:
-            total = hvd.allreduce(message, op=op, process_set=reduction.process_set)
+            name = names.in_graph("Allreduce", "gradients")
+            total = hvd.allreduce(message, op=op, process_set=reduction.process_set, **name)
         for i, piece in zip(bucket, buckets.pieces(total, [tensors[i] for i in bucket]), strict=True):
             totals[i] = piece
     return totals
 
 
-def _named_by_graph(tensor: Any) -> Any:
-    """In a graph, a copy of a tensor, whose name depends on the graph alone.
-
-    Horovod matches the ranks' operations by the names of their inputs. The name of a tensor captured from outside
-    contains the number of tensors that the process has made. Ranks with different numbers would wait for ever.
-    """
-    return tensor if tf.executing_eagerly() else tf.identity(tensor)
-
-
 def _reduce_sparse(gradient: tf.IndexedSlices, reduction: Reduction) -> tf.IndexedSlices:
     """Gather the rows of all ranks and add up those with the same index."""
     process_set, ranks = reduction.process_set, reduction.process_set.size()
-    packed = pack(_named_by_graph(gradient.values), reduction, ranks)
-    rows = hvd.allgather(packed, process_set=process_set)
-    indices = hvd.allgather(_named_by_graph(gradient.indices), process_set=process_set)
+    packed = pack(gradient.values, reduction, ranks)
+    rows = hvd.allgather(packed, process_set=process_set, **names.in_graph("Allgather", "rows"))
+    indices = hvd.allgather(gradient.indices, process_set=process_set, **names.in_graph("Allgather", "indices"))
     dtype = gradient.values.dtype
     wide = unpack(rows, tf.float32 if dtype == tf.bfloat16 else dtype, reduction, ranks)
     summed = _with_sums_of_rows(tf.IndexedSlices(wide, indices, gradient.dense_shape))

@@ -11,23 +11,10 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.runtime.environment import launched_size
-
 POLL_SECONDS = 2e-3
 
 Reduce = Callable[[NDArray[np.float32]], NDArray[np.float32]]  # this rank's terms [n] -> the sums [n]
 Pairs = Sequence[tuple[int, int]]
-
-
-def sets_for(rounds: Sequence[Pairs]) -> dict[tuple[int, int], Any]:
-    """A process set for each pair. Local; call it before Horovod starts.
-
-    Pass what `process_sets.to_register` returns for these to `world.start`.
-    """
-    everyone = launched_size()  # Horovod refuses a second set of the same ranks
-    return {
-        pair: hvd.global_process_set if everyone == 2 else hvd.ProcessSet(pair) for pairs in rounds for pair in pairs
-    }
 
 
 def by_horovod(device: str, process_set: Any = hvd.global_process_set) -> Reduce:

@@ -1,8 +1,9 @@
-"""The start-up proof: small real updates on the path of training show that gradients reach all ranks."""
+"""The start-up proof: updates on the path of training, of which each rank's part is visible in the result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from itertools import accumulate
 from typing import Any, Literal
 
 import horovod.tensorflow as hvd
@@ -12,27 +13,24 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from hvd_cifar.distributed import collectives
-from hvd_cifar.distributed.fixed_order import FEW_VALUES
-from hvd_cifar.distributed.optimizer import apply_and_sum, reduction_of
-from hvd_cifar.errors import TrainingError
+from hvd_cifar.distributed.errors import TrainingError
+from hvd_cifar.distributed.optimizer import Reduction, apply_and_sum, inner_of, reduced_into, reduction_of
 
-# Half precision rounds to 11 bits; without the average a value is off by at least 1 part in 5.
-TOLERANCE = 2e-3
+HALF = 2e-3  # relative: half precision rounds to 11 bits
+REMEDY = "wrap the optimizer in hvd_cifar.distributed.DistributedOptimizer, with the op that its gradients need"
 
 
-def prove_averaging(
-    wrap: Callable[[keras.optimizers.Optimizer], Any], contributions: Literal["average", "sum"] = "average"
-) -> str:
-    """Check by real updates that `wrap` makes an optimizer which averages gradients over all ranks. A collective.
+def prove_averaging(optimizer: Any, contributions: Literal["average", "sum"] = "average") -> str:
+    """Check that an optimizer averages gradients over all ranks, by updates whose results it does not apply.
 
-    The updates take the path of training: the loss goes through `scale_loss`, gradients and values through
-    `apply_and_sum`, in a `tf.function`. One update is a single graph, like a step of one micro-batch; its message is
-    long enough for the all-to-all of the fixed order. In the other update gradients are inputs of a second graph, as
-    after several micro-batches, and the message is short. Ranks feed small integers, whose sums over up to 1,024 ranks
-    are exact in half precision. Every rank checks the results of all ranks.
+    A collective. Element i of all gradients is 1 on rank i mod n and 0 on the other ranks, so the result shows each
+    rank's part by itself, whatever the number n of ranks. The updates take the path of training in a `tf.function`:
+    gradients and values go through the loss scale and `apply_and_sum`, up to the optimizer's own update, which is left
+    out. Variables, slots and the loss scale stay as they are. Results must be exact, unless they are
+    compressed, which rounds to 11 bits, or divided, which rounds the last bit.
 
     Args:
-        wrap: turns a plain optimizer into the run's, with its reduction, its compression and its loss scale.
+        optimizer: a `DistributedOptimizer`, or a LossScaleOptimizer around one; built.
         contributions: "average" if each rank feeds the gradient of its own mean, "sum" if it feeds its share of the
             global mean; the result must be the same.
 
@@ -40,80 +38,100 @@ def prove_averaging(
         What was proven, in words.
 
     Raises:
-        TrainingError: on every rank, if on any rank the weights are not those of the average gradient, or the values
-            beside the gradients are not the sums; it names ranks and numbers.
+        ValueError: where the optimizer is not built.
+        TrainingError: on every rank, if on any rank the optimizer is not distributed, a reduced gradient is not the
+            average, or a value beside the gradients is not the sum; it names ranks and numbers.
     """
-    rank, size = hvd.rank(), hvd.size()
-    by_rank = np.array([(1 + r % 3, -1 - r % 2) for r in range(size)], np.float64)
-    values_by_rank = 3.0 * by_rank
-    for length, in_one_graph in ((FEW_VALUES + 1, True), (1, False)):
-        mine = by_rank[rank] / (size if contributions == "sum" else 1)
-        weights, sums, updates = _update(wrap, np.tile(mine[:, None], length), values_by_rank[rank], in_one_graph)
-        shares = by_rank * updates / (size if contributions == "sum" else 1)
-        expected = -shares.sum(axis=0) / (1 if contributions == "sum" else size)
-        worst = np.abs(weights - expected[:, None]).argmax(axis=1)
-        _compare(
-            (weights[[0, 1], worst], expected, "gradients are not averaged over the ranks"),
-            (sums, values_by_rank.sum(axis=0), "values beside the gradients are not summed over the ranks"),
-        )
-    if size == 1:
+    reduction = collectives.on_every_rank(lambda: _reduction_of(optimizer))
+    found = collectives.all_gather_object(_Proof(optimizer, reduction, contributions).failure())
+    for rank, failure in enumerate(found):
+        if failure:
+            raise TrainingError(f"{failure}, on rank {rank}; {REMEDY}")
+    if hvd.size() == 1:
         return "one rank applies its own gradients"
-    return f"gradients that differ by rank became {_show(by_rank.mean(axis=0))}, their average, on all {size} ranks"
+    return f"gradients of which each rank has a part became their average, on all {hvd.size()} ranks"
 
 
-def _update(
-    wrap: Callable[[keras.optimizers.Optimizer], Any], gradient: NDArray[Any], values: NDArray[Any], in_one_graph: bool
-) -> tuple[NDArray[Any], NDArray[Any], int]:
-    """A variable [2, n] after SGD of rate 1 from 0, the sums of values [2], and the number of gradients."""
-    real = keras.config.floatx()
-    optimizer = wrap(keras.optimizers.SGD(1.0))
+def _reduction_of(optimizer: Any) -> Reduction:
     reduction = reduction_of(optimizer)
-    variable = keras.Variable(np.zeros(gradient.shape), dtype=real, name="start_up_proof")
-    optimizer.build([variable])
+    if reduction is None:
+        kind = type(optimizer).__name__
+        raise TrainingError(f"gradients are not averaged over the ranks: {kind} is not distributed; {REMEDY}")
+    if not optimizer.built:
+        raise ValueError("the optimizer is not built yet: call optimizer.build(model.trainable_variables) first")
+    return reduction
 
-    def gradient_of(slope: Any) -> Any:
+
+class _Proof:
+    """The updates of one proof, and what is wrong with their results."""
+
+    def __init__(self, optimizer: Any, reduction: Reduction, contributions: str) -> None:
+        self.optimizer, self.reduction = optimizer, reduction
+        members = reduction.process_set
+        self.ranks: int = 1 if reduction.is_local else members.size()
+        self.rank: int = 0 if reduction.is_local else members.rank()
+        self.variables = list(inner_of(optimizer)._trainable_variables)
+        self.sizes = [math.prod(v.shape) for v in self.variables]
+        *self.begins, self.elements = accumulate(self.sizes, initial=0)
+        passes = 1 if reduction.average_passes else reduction.passes
+        self.expected = passes / (self.ranks if contributions == "average" else 1)
+        self.divides = reduction.average or reduction.average_passes
+
+    def failure(self) -> str | None:
+        """What is wrong on this rank, in words. A collective."""
+        sinks = [tf.Variable(tf.fill(v.shape, tf.cast(-1, v.dtype)), trainable=False) for v in self.variables]
+        step = tf.function(self._step, autograph=False)
+        scale = [self.optimizer.step_counter, self.optimizer.dynamic_scale] if self._scales else []
+        kept = [v.numpy() for v in scale]
+        found = None
+        with reduced_into(self.optimizer, sinks):
+            for first in range(0, self.ranks, self.elements):  # with few elements only some ranks have one at a time
+                for _ in range(self.reduction.passes):
+                    sums = step(tf.constant(first))
+                found = found or self._wrong(sinks, sums.numpy(), first)
+        for variable, value in zip(scale, kept, strict=True):
+            variable.assign(value)
+        return found
+
+    @property
+    def _scales(self) -> bool:
+        return isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
+
+    def _owners(self, begin: int, count: int, first: Any) -> Any:
+        """The rank whose part each of `count` elements from `begin` on is: int64 [count]."""
+        return (tf.range(begin, begin + count, dtype=tf.int64) + tf.cast(first, tf.int64)) % self.ranks
+
+    def _step(self, first: Any) -> Any:
+        """One update, and the sums of values: float32 [ranks]."""
+        parts = [
+            tf.reshape(tf.cast(self._owners(begin, size, first) == self.rank, v.dtype), v.shape)
+            for begin, size, v in zip(self.begins, self.sizes, self.variables, strict=True)
+        ]
         with tf.GradientTape() as tape:
-            loss = optimizer.scale_loss(tf.reduce_sum(variable.value * slope))
-        return tape.gradient(loss, variable.value)
+            products = [tf.reduce_sum(v.value * part) for v, part in zip(self.variables, parts, strict=True)]
+            loss = tf.add_n([tf.cast(product, tf.float32) for product in products])
+            loss = self.optimizer.scale_loss(loss) if self._scales else loss
+        gradients = tape.gradient(loss, [v.value for v in self.variables])
+        (sums,) = apply_and_sum(self.optimizer, gradients, self.variables, [tf.one_hot(self.rank, self.ranks)])
+        return sums
 
-    def apply(found: Any, value: Any) -> Any:
-        if reduction is None:  # another optimizer: its gradients fail the proof unless it reduces them
-            optimizer.apply([found], [variable])
-            return tf.split(collectives.all_reduce_in_graph(value), 2)
-        return apply_and_sum(optimizer, [found], [variable], tf.split(value, 2))
-
-    if in_one_graph:
-        step = tf.function(lambda slope, value: apply(gradient_of(slope), value), autograph=False)
-    else:
-        one, other = tf.function(gradient_of, autograph=False), tf.function(apply, autograph=False)
-
-        def step(slope: Any, value: Any) -> Any:
-            return other(one(slope), value)
-
-    passes = reduction.passes if reduction else 1
-    for _ in range(passes):
-        sums = step(tf.constant(gradient, real), tf.constant(values, real))
-    updates = passes if reduction and not reduction.average_passes else 1
-    return np.asarray(variable.numpy(), np.float64), np.concatenate(sums).astype(np.float64), updates
-
-
-def _compare(*results: tuple[NDArray[Any], NDArray[Any], str]) -> None:
-    """Raise on every rank if any rank's numbers are not the expected ones. A collective.
-
-    Args:
-        results: pairs of this rank's numbers [2] and the expected ones [2], each with what is wrong if they differ.
-    """
-    mine = np.concatenate([numbers for numbers, _, _ in results])
-    found = hvd.allgather(tf.constant(mine[None, :], tf.float64)).numpy()
-    for by_rank, (_, expected, failure) in zip(np.split(found, len(results), axis=1), results, strict=True):
-        wrong = np.flatnonzero(~np.isclose(by_rank, expected, rtol=TOLERANCE, atol=0).all(axis=1))
+    def _wrong(self, sinks: list[Any], sums: NDArray[Any], first: int) -> str | None:
+        for begin, sink in zip(self.begins, sinks, strict=True):
+            values = sink.numpy().ravel().astype(np.float64)
+            rounding = HALF if self.reduction.compression == "fp16" else 0.0
+            if self.divides:
+                rounding = max(rounding, 2.0 ** (1 - {2: 7, 4: 23, 8: 52}[sink.dtype.size]))
+            apart = np.flatnonzero(~(np.abs(values - self.expected) <= rounding * self.expected))
+            if len(apart):
+                owner = int(self._owners(begin, len(values), first).numpy()[apart[0]])
+                return (
+                    f"gradients are not averaged over the ranks: what must be {self.expected:.6g} is "
+                    f"{values[apart[0]]:.6g} where the gradient is rank {owner}'s"
+                )
+        wrong = np.flatnonzero(sums != 1)
         if len(wrong):
-            ends = ", ".join(f"rank {r} ended at {_show(by_rank[r])}" for r in wrong[:8])
-            raise TrainingError(
-                f"{failure}: every rank must end at {_show(expected)}, but {ends}{' and others' * (len(wrong) > 8)}; "
-                "wrap the optimizer in hvd_cifar.distributed.DistributedOptimizer, with the op that its gradients need"
+            return (
+                f"values beside the gradients are not summed over the ranks: what must be 1 is {sums[wrong[0]]:.6g} "
+                f"where the value is rank {wrong[0]}'s"
             )
-
-
-def _show(values: Sequence[float] | NDArray[Any]) -> str:
-    return "(" + ", ".join(f"{float(v):.6g}" for v in values) + ")"
+        return None

@@ -28,7 +28,6 @@ ORDER = (
     "tensorboard",
     "example_ledger",
     "LOG",
-    "bad_numbers",
     "forecast",
     # After ledger and log line, so that each step in the copy is on record; before slow callbacks, to lose less.
     "elastic_copies",
@@ -36,6 +35,7 @@ ORDER = (
     "EVALUATE",
     "confusion",
     "SAVE",
+    "bad_numbers",  # a rollback's first checkpoint comes after an evaluation that was put off
     "remote_evaluation",  # waits for its last results: by then the last step is saved
     "best_weights",
     "stragglers",

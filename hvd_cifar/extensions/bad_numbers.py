@@ -32,11 +32,37 @@ class Settings(fields.Settings):
     )
 
 
-def make(run: Run) -> Callback | None:
-    """The callback of --on-nan; None: the run stops."""
-    kinds: dict[str, Callable[[], Callback]] = {"skip": Skip, "rollback": Rollback}
-    kind = kinds.get(run.options(Settings).on_nan)
-    return kind() if kind else None
+def make(run: Run) -> Callback:
+    """The callback of --on-nan."""
+    kinds = {"stop": BadNumbers, "skip": Skip, "rollback": Rollback}
+    return kinds[run.options(Settings).on_nan]()
+
+
+class BadNumbers(Callback):
+    """Keeps what earlier processes have skipped and lowered, whatever --on-nan says now; stops at a bad number."""
+
+    def __init__(self) -> None:
+        self.skipped_before = 0  # steps, in earlier processes
+
+    def on_build(self, run: Run) -> None:
+        """Keep the number of skipped steps and the learning rate's factor in checkpoints."""
+        self.skipped = run.state.number("skipped", 0)
+        self.factor = run.state.number("rate_factor", 1.0)
+
+    def on_start(self, run: Run) -> None:
+        """Continue with those of the checkpoint."""
+        self.skipped_before = int(self.skipped.numpy())
+        run.progress.rate_factor = float(self.factor.numpy())
+
+    def before_save(self, run: Run) -> None:
+        """Store both."""
+        self.skipped.assign(self.skipped_before + len(run.progress.skipped))
+        self.factor.assign(run.progress.rate_factor)
+
+    def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
+        """Add both."""
+        summary["skipped_steps"] = self.skipped_before + len(run.progress.skipped)
+        summary["learning_rate_factor"] = run.progress.rate_factor
 
 
 class UndoBadSteps(StepObserver):
@@ -84,22 +110,18 @@ class UndoBadSteps(StepObserver):
         return guarded
 
 
-class Skip(Callback):
+class Skip(BadNumbers):
     """--on-nan skip."""
 
     def __init__(self) -> None:
-        self.before = 0  # steps, in earlier processes
+        super().__init__()
         self.in_a_row = self.last = 0
         self.told = 0
 
     def on_build(self, run: Run) -> None:
-        """Wrap the step, and count skipped steps."""
-        self.count = run.state.number("skipped", 0)
+        """Wrap the step."""
+        super().on_build(run)
         run.observe(UndoBadSteps(run))
-
-    def on_start(self, run: Run) -> None:
-        """Go on counting."""
-        self.before = int(self.count.numpy())
 
     def on_bad_loss(self, run: Run, step: int, loss: float) -> bool:
         """Count a skipped step.
@@ -127,25 +149,9 @@ class Skip(Callback):
         """Record the steps up to the checkpoint that were skipped."""
         self.on_step(run)
 
-    def before_save(self, run: Run) -> None:
-        """Store the count."""
-        self.count.assign(self.before + len(run.progress.skipped))
 
-    def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
-        """Add the count."""
-        summary["skipped_steps"] = self.before + len(run.progress.skipped)
-
-
-class Rollback(Callback):
+class Rollback(BadNumbers):
     """--on-nan rollback: returns the run to a checkpoint, in the same processes, with a lower learning rate."""
-
-    def on_build(self, run: Run) -> None:
-        """Keep the learning rate's factor in checkpoints."""
-        self.factor = run.state.number("rate_factor", 1.0)
-
-    def on_start(self, run: Run) -> None:
-        """Continue with the factor of the checkpoint."""
-        run.progress.rate_factor = float(self.factor.numpy())
 
     def before_steps(self, run: Run) -> None:
         """Save, so that there is a checkpoint to go back to."""
@@ -175,11 +181,3 @@ class Rollback(Callback):
         run.record("rollback", step=run.step, from_step=from_step, learning_rate_factor=factor)
         run.tell("on_rollback")
         return True
-
-    def before_save(self, run: Run) -> None:
-        """Store the factor."""
-        self.factor.assign(run.progress.rate_factor)
-
-    def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
-        """Add the factor."""
-        summary["learning_rate_factor"] = run.progress.rate_factor

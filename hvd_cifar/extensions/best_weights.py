@@ -53,11 +53,14 @@ class BestWeights(Callback):
         """Watch the part of the data set that is evaluated during training."""
         self.watched = "validation" if run.data.validation else "test"
 
-    def on_start(self, run: Run) -> None:
-        """Continue from the recorded evaluations, which rank 0 broadcasts."""
+    def on_restore(self, run: Run) -> None:
+        """Open the folder of snapshots."""
         from hvd_cifar.training.snapshots import open_snapshots
 
-        self.snapshots = self.snapshots or open_snapshots(run)
+        self.snapshots = open_snapshots(run)
+
+    def on_start(self, run: Run) -> None:
+        """Continue from the recorded evaluations, which rank 0 broadcasts."""
         if self.snapshots:
             self.best = self.snapshots.best()
             self.evaluated = set(run.reporter.evaluated[self.watched])
@@ -89,7 +92,6 @@ class BestWeights(Callback):
 
     def on_rollback(self, run: Run) -> None:
         """Forget evaluations of later steps."""
-        run.progress.ends_early = ""
         if self.newest and self.newest.step > run.step:
             self.newest = None
         if self.snapshots:

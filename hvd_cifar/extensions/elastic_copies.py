@@ -138,7 +138,7 @@ class ElasticCopies(Callback):
         if self._of_all and is_here:
             for variable, value in zip(self._all.variables, self._all.arrays(self._of_all.read(found)), strict=True):
                 variable.assign(value)
-        run.state.share(root)
+        run.state.broadcast(root)
         self._average_own(run, found if is_here else None)
         return True
 

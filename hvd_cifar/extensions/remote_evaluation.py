@@ -6,6 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+from hvd_cifar.runtime.stalls import FACTOR, FLOOR, PATIENCE
 from hvd_cifar.training.callbacks import Callback, Run
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ class RemoteEvaluation(Callback):
         self.results: list[Evaluation] = []  # on rank 0, not yet reported
         self.reported: set[int] = set()  # steps
         self.has_met = False  # validation ranks
+        self.sign = 0  # of life, the last that they showed
+        self.heard = math.inf  # when it came
+        self.hang = False  # they show none
 
     def on_build(self, run: Run) -> None:
         """Leave evaluations during training to the other job. Rank 0 tells the others of results with a flag."""
@@ -70,8 +74,7 @@ class RemoteEvaluation(Callback):
 
     def on_rollback(self, run: Run) -> None:
         """Forget results; `best_weights` removes the snapshots of later steps."""
-        self.results = []
-        self._answered(run, False)
+        self._forget(run)
         self.reported.clear()
 
     def on_end(self, run: Run) -> None:
@@ -96,13 +99,12 @@ class RemoteEvaluation(Callback):
         if not self.snapshots or not self.snapshots.pending():
             return False
         now, may_come = time.monotonic(), not self.has_met and time.monotonic() < self.began + SECONDS_TO_COME
-        return now < end and (may_come or self.snapshots.has_readers())
+        return now < end and (may_come or self.snapshots.has_readers()) and not self.hang
 
-    def _answered(self, run: Run, answered: bool) -> None:
-        """Tell the other ranks with the next step whether results have arrived; they forget the earlier ones."""
-        run.progress.flags.own[FLAG] = float(answered)
-        if not answered:
-            run.progress.flags.sums[FLAG] = 0.0
+    def _forget(self, run: Run) -> None:
+        """Have no results: none to tell the other ranks of, and none that they have heard of."""
+        self.results = []
+        run.progress.flags.own[FLAG] = run.progress.flags.sums[FLAG] = 0.0
 
     def _look(self, run: Run) -> None:
         from hvd_cifar.training.snapshots import told
@@ -112,13 +114,27 @@ class RemoteEvaluation(Callback):
             with told(run, "results of validation ranks cannot be read"):
                 self.has_met = self.has_met or self.snapshots.has_readers()
                 self.results = [found for found in self.snapshots.results() if found.step not in self.reported]
-            self._answered(run, bool(self.results))
+                self._listen(run, self.snapshots)
+            run.progress.flags.own[FLAG] = float(bool(self.results))
+
+    def _listen(self, run: Run, snapshots: Snapshots) -> None:
+        """Warn where validation ranks show no sign of life for some time-outs of --stall-seconds."""
+        sign, process = snapshots.sign_of_life()
+        if self.has_met and (sign != self.sign or self.heard == math.inf):
+            self.sign, self.heard, self.hang = sign, self.looked, False
+        limit = run.settings.stall_seconds  # None: `FLOOR`; 0: never
+        seconds = (FLOOR if limit is None else limit) * (PATIENCE if self.reported else FACTOR)
+        if seconds and self.looked > self.heard + seconds and not self.hang and snapshots.has_readers():
+            self.hang = True
+            run.warn(
+                f"the validation ranks hang: {process} has shown no progress for {seconds:.0f} s; training goes on, "
+                "and evaluations of later steps are missing"
+            )
 
     def _report(self, run: Run) -> None:
         """Report results on all ranks. A collective."""
         results = run.ranks.broadcast(self.results)
-        self.results = []
-        self._answered(run, False)
+        self._forget(run)
         for found in results:
             if math.isfinite(found.loss):
                 epoch = round(found.step / run.plan.steps_per_epoch, 4)

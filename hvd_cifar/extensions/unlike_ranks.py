@@ -8,16 +8,12 @@ bits. Without a remedy the weights of unlike ranks would drift apart.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvd_cifar.runtime import devices
 from hvd_cifar.training.callbacks import Callback, Run, StepObserver
 
 if TYPE_CHECKING:
-    from hvd_cifar.runtime.world import World
     from hvd_cifar.training.step_times import StepTimes
 
 # Keras's optimizers that compute each value of a weight from that value's own gradient.
@@ -34,9 +30,12 @@ class UnlikeRanks(Callback):
 
     def on_build(self, run: Run) -> None:
         """Compare the ranks' hardware."""
-        named, same_kind = _differences(run)
+        from hvd_cifar.runtime.ranks import unlike_hardware
+
+        named = unlike_hardware(run.world.ranks)
         if not named:
             return
+        same_kind = len({rank.kind for rank in run.world.ranks}) == 1
         if run.settings.virtual_shards:
             run.say(f"note: --virtual-shards gives the same bits only on ranks that are alike: {named}")
         if variables := rounded_differently(run, same_kind):
@@ -91,31 +90,3 @@ def rounded_differently(run: Run, same_kind: bool) -> list[Any]:
     if all_differs or own is not Muon:  # Muon computes its velocities one by one
         variables += [v for v in optimizer.variables if tf.as_dtype(v.dtype).is_floating]
     return variables
-
-
-def _differences(run: Run) -> tuple[str, bool]:
-    """Which ranks have which hardware, in words, "" where all have the same; and whether it is of one kind at least.
-
-    A collective.
-    """
-    from hvd_cifar.training.sources import differences, name_hosts
-
-    hosts, host = name_hosts(run.world)
-    found = run.ranks.gather((hosts[host], *_hardware(run.world)))
-    if len({(kind, facts) for _, _, kind, facts in found}) == 1:
-        return "", True
-    words = differences(dict.fromkeys((host, words) for host, words, _, _ in found))
-    return words or "processors of the same name differ", len({kind for _, _, kind, _ in found}) == 1
-
-
-def _hardware(world: World) -> tuple[str, str, str]:
-    """What decides how a rank rounds: in short words; its kind; and in full."""
-    import tensorflow as tf
-
-    if "GPU" in world.device:
-        details = tf.config.experimental.get_device_details(tf.config.get_visible_devices("GPU")[0])
-        words = str(details.get("device_name", "a GPU"))
-        return words, "GPU", words
-    name, features = devices.processor(Path("/proc/cpuinfo"))
-    words = f"{world.threads} thread{'s' * (world.threads > 1)} of {name}"
-    return words, platform.machine(), f"{words} {features}"

@@ -3,6 +3,10 @@
 import sys
 
 try:
+    from hvd_cifar.import_path import set_import_path
+
+    set_import_path()
+
     from hvd_cifar import cli
     from hvd_cifar.launch import launcher
     from hvd_cifar.reporting import terminal

@@ -1,4 +1,4 @@
-"""The command that starts the ranks: mpirun, horovodrun, or the Python of a single rank."""
+"""The command that starts the ranks: mpirun, or the Python of a single rank."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvd_cifar.import_path import OPTIONS as ISOLATED
 from hvd_cifar.launch.cluster import ssh
 from hvd_cifar.launch.cluster.hosts import Host, is_local
 from hvd_cifar.launch.cluster.network import Network
-from hvd_cifar.launch.request import PYTHON, Request
+from hvd_cifar.launch.request import Request
 from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.transport import RING_PARAMETERS
 
@@ -37,7 +38,7 @@ def _is_exported(name: str, value: str) -> bool:
 class Installation:
     """The programs that start ranks.
 
-    python: path of every rank's interpreter, the same on every host; horovodrun is in the same folder.
+    python: path of every rank's interpreter, the same on every host.
     mpirun: path.
     as_root: whether the user is root, whom mpirun refuses without an option.
     """
@@ -64,36 +65,29 @@ def command(
         environ: this process's variables, of which mpirun exports some to other hosts.
         network: between the hosts; None: all ranks run here.
     """
-    # Ranks start in this process's folder, and import from it and from PYTHONPATH, as `python -m` does.
-    own = request.command[0] == PYTHON
+    # Ranks start in this process's folder. A user's own program imports from where Python finds its modules.
     python, bin_folder = installed.python, installed.bin_folder
-    program = [python, *request.command[1:]] if own else [python, "-m", "hvd_cifar", *request.command]
+    program = (
+        [python, *request.command[1:]]
+        if request.is_program
+        else [python, *ISOLATED, "-m", "hvd_cifar", *request.command]
+    )
     hosts = request.hosts or (Host("localhost", ranks),)
     if ranks == 1 and network is None:
         return program
-    whole_names = network is not None and not request.gloo and any(map(_has_domain, hosts))
+    whole_names = network is not None and any(map(_has_domain, hosts))
     # With whole names mpirun knows its own host by none but this.
     names = [socket.gethostname() if whole_names and is_local(host.name) else host.name for host in hosts]
     slots = ",".join(f"{name}:{host.slots}" for name, host in zip(names, hosts, strict=True))
-    where = ["-np", str(ranks), "-H", slots]
-    if request.gloo:
-        # No cache: its results of earlier ssh checks may be outdated, and jobs of one user share its file.
-        words = [str(bin_folder / "horovodrun"), "--gloo", "--disable-cache", *where]
-        if network is not None:
-            here = next(card.name for host, card in network.cards.items() if is_local(host))
-            words += ["--network-interfaces", here]
-            words += [python, "-m", "hvd_cifar.launch.cluster.guard", network.subnet, str(Path.cwd())]
-        return words + program
-
-    words = [installed.mpirun, *where]
+    words = [installed.mpirun, "-np", str(ranks), "-H", slots]
     words += ["--allow-run-as-root"] if installed.as_root else []
     # As horovodrun: no binding, since TensorFlow's threads need all cores; no openib, Open MPI's obsolete InfiniBand.
     words += ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
-    if request.ring:
+    if request.settings.allreduce == "ring":
         words += [word for name, value in RING_PARAMETERS.items() for word in ("-mca", name, value)]
     if "SLURM_JOB_ID" in environ and not request.in_slurm:
         words += ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]  # else mpirun takes the job's nodes only
-    if request.elastic:
+    if request.settings.elastic:
         # When a rank is lost, mpirun sends the others SIGTERM and, this many seconds later, SIGKILL. Ranks take SIGTERM
         # alone as a request to stop, for which they would need the lost rank.
         words += ["-mca", "odls_base_sigkill_timeout", "0"]
@@ -101,7 +95,7 @@ def command(
         # By default it logs in to gpu01.cluster as gpu01, and takes gpu01.east and gpu01.west for one host.
         words += ["-mca", "orte_keep_fqdn_hostnames", "1"]
     if network is not None:
-        words += _of_other_hosts(network, environ, KEEPALIVE_ELASTIC if request.elastic else KEEPALIVE)
+        words += _of_other_hosts(network, environ, KEEPALIVE_ELASTIC if request.settings.elastic else KEEPALIVE)
         if Path(installed.mpirun).parent == bin_folder:
             # Without both, the packaged Open MPI looks for its files in the folder where it was built.
             words += ["--prefix", str(bin_folder.parent), "-x", "OPAL_PREFIX"]

@@ -1,7 +1,7 @@
 """An elastic job: its ranks start again without lost ranks and hosts, and with added ones (`--elastic MIN:MAX`).
 
 Each host keeps the state of the newest step in shared memory (`training.state_copy`), which outlives the ranks. A new
-start therefore loses the step in progress and at most one complete step. MPI and Gloo behave the same.
+start therefore loses the step in progress and at most one complete step.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def own_program(words: Sequence[str], **options: Any) -> Iterator[subprocess.Pop
 
 @dataclass(frozen=True)
 class Starter:
-    """A program that starts ranks: mpirun, horovodrun, or the Python of a single rank.
+    """A program that starts ranks: mpirun, or the Python of a single rank.
 
     words, env: its command line and variables.
     output, errors: read its stdout and stderr, and print what the user should see. None: it inherits stdout.
@@ -86,8 +86,6 @@ class Job:
         self.stall_seconds = stall_seconds
         self.asked = False  # by the user
         self._stops = False  # the current ranks are asked to stop
-        self._told_ranks = False  # of this host
-        self.ends_sessions = False  # as no other way reaches the current ranks: see `_tell_ranks`
         self.tail = b""  # end of what the user saw on stderr
         self._caught: list[int] = []
         self._times = [began()]  # see `environment.starts`
@@ -106,36 +104,15 @@ class Job:
             The starter's exit code; 128 + the signal, if a signal ended the job; `RESUME`, if ranks stopped as asked.
         """
         self._starter, self.tail, self._stops = starter, b"", self.asked
-        self._told_ranks = self.ends_sessions = False
         if len(self._times) % 2 == 0:
             self._times.append(time.time())
         # mpirun kills its ranks 2 s after a SIGTERM, too soon for a checkpoint. It runs with the signal blocked: a
         # SIGTERM sent to mpirun itself stays pending, where this process sees it. mpirun unblocks signals for its
         # children, and SIGINT ends it as SIGTERM would.
         holds_sigterm = self.can_stop and starter.name == "mpirun"
-
-        def prepare() -> None:
-            if holds_sigterm:
-                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-        heir = subprocess.Popen(
-            ["sh", "-c", HEIR, "sh", "INT" if holds_sigterm else "TERM"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        heir = _start_heir("INT" if holds_sigterm else "TERM")
         others = set(psutil.Process().children(recursive=True))
-        # In its own session: Ctrl-C reaches only this process, which forwards it.
-        process: subprocess.Popen[Any] = subprocess.Popen(
-            starter.words,
-            env={**starter.env, STARTS: " ".join(map(str, self._times)), ENDS: json.dumps(self._ends[-ENDS_TOLD:])},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if starter.output else None,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=prepare,  # safe: other threads only wait
-        )
+        process = self._start(starter, holds_sigterm)
         assert heir.stdin
         heir.stdin.write(f"{process.pid}\n".encode())
         heir.stdin.flush()
@@ -147,6 +124,43 @@ class Job:
             pumps.append(threading.Thread(target=starter.output, args=[process.stdout], daemon=True))
         for pump in pumps:
             pump.start()
+        is_lost = self._wait(process, holds_sigterm)
+        code = process.wait()
+        heir.communicate(b"ended\n")
+        was_killed = code == -signal.SIGKILL
+        if is_lost and was_killed:
+            code = STALLED
+        if code < 0 and not self._caught:
+            name = signal.Signals(-code).name
+            complain(f"{starter.name} was ended by signal {-code} ({name}), and its ranks with it")
+        _end_orphans(0 if was_killed else SECONDS_FOR_ORPHANS, others)
+        if was_killed:
+            remove_session(process.pid, starter.env)
+        self._times.append(time.time())
+        for pump in pumps:
+            pump.join(SECONDS_FOR_LAST_OUTPUT)
+        outcome = self._outcome(code if code >= 0 else 128 - code)
+        self._ends.append(self._said() or f"exit code {outcome}")
+        return outcome
+
+    def _start(self, starter: Starter, holds_sigterm: bool) -> subprocess.Popen[Any]:
+        def prepare() -> None:
+            if holds_sigterm:
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+        # In its own session: Ctrl-C reaches only this process, which forwards it.
+        return subprocess.Popen(
+            starter.words,
+            env={**starter.env, STARTS: " ".join(map(str, self._times)), ENDS: json.dumps(self._ends[-ENDS_TOLD:])},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if starter.output else None,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=prepare,  # safe: other threads only wait
+        )
+
+    def _wait(self, process: subprocess.Popen[Any], holds_sigterm: bool) -> bool:
+        """Wait until a starter ends, and pass requests to stop on. Returns whether it or a rank hung."""
         lost_since = stopped_for = 0.0
         while not _ends(process, SECONDS_BETWEEN_ASKS):
             if lost_since and time.monotonic() > lost_since + SECONDS_FOR_STARTER:
@@ -155,37 +169,14 @@ class Job:
                 lost_since = time.monotonic()
             stopped_for = stopped_for + SECONDS_BETWEEN_ASKS if is_stopped(process.pid) else 0.0
             if self.stall_seconds and stopped_for > self.stall_seconds and not lost_since:
-                complain(f"{starter.name} is stopped (SIGSTOP or a debugger); the job ends (exit code {STALLED})")
+                assert self._starter
+                complain(f"{self._starter.name} is stopped (SIGSTOP or a debugger); the job ends (exit code {STALLED})")
                 lost_since = time.monotonic() - SECONDS_FOR_STARTER
             if holds_sigterm and is_pending(process.pid, signal.SIGTERM):
                 self._ask(signal.SIGTERM)
             elif self._stops:
                 self._tell_ranks()  # again, for ranks that had not started before
-        code = process.wait()
-        heir.communicate(b"ended\n")
-        was_killed = code == -signal.SIGKILL
-        if lost_since and was_killed:
-            code = STALLED
-        if code < 0 and not self._caught:
-            complain(
-                f"{starter.name} was ended by signal {-code} ({signal.Signals(-code).name}), and its ranks with it"
-            )
-        if was_killed:
-            _end_orphans(0, others)
-            remove_session(process.pid, starter.env)
-        else:
-            _end_orphans(SECONDS_FOR_ORPHANS, others)
-        self._times.append(time.time())
-        for pump in pumps:
-            pump.join(SECONDS_FOR_LAST_OUTPUT)
-        outcome = self._outcome(code if code >= 0 else 128 - code)
-        self._ends.append(self._said() or f"exit code {outcome}")
-        return outcome
-
-    def explain(self, line: str) -> None:
-        """Print why the last ranks ended, and tell the next start: for causes that only show in the exit codes."""
-        self.pass_on(line.encode())
-        self._ends[-1] = self._said()
+        return lost_since > 0
 
     @property
     def runs(self) -> bool:
@@ -253,24 +244,11 @@ class Job:
             return
         if self._starter.name == "mpirun":
             self._send(signal.SIGUSR1)  # which it forwards to all ranks
-        elif self._starter.name != "horovodrun":
-            self._send(signal.SIGTERM)
-        elif ranks := _ranks_below(self._process.pid):
-            # horovodrun forwards nothing. Any rank that gets the signal makes all stop.
-            self._told_ranks = True
-            for rank in ranks:
-                with contextlib.suppress(psutil.Error):
-                    rank.terminate()
         else:
-            self.ends_sessions = not self._told_ranks
-            self._send(signal.SIGTERM)  # it ends the ssh sessions; the guards on other hosts give ranks 5 s
+            self._send(signal.SIGTERM)
 
     def _end(self, number: int) -> None:
-        if self._starter and self._starter.name == "horovodrun" and self._process and self.can_stop:
-            for rank in _ranks_below(self._process.pid):  # kill: SIGTERM would be a request to stop
-                with contextlib.suppress(psutil.Error):
-                    rank.kill()
-        if self._starter and self._starter.name not in ("mpirun", "horovodrun") and self._process and self.can_stop:
+        if self._starter and self._starter.name != "mpirun" and self._process and self.can_stop:
             self._process.kill()  # a single rank, for which the first SIGINT would be a request also
         # Starters clean up on SIGINT and SIGTERM, not on SIGHUP.
         self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
@@ -278,6 +256,16 @@ class Job:
     def _send(self, number: int) -> None:
         if self._process is not None:
             self._process.send_signal(number)
+
+
+def _start_heir(number: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        ["sh", "-c", HEIR, "sh", number],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _ends(process: subprocess.Popen[Any], seconds: float) -> bool:
@@ -301,25 +289,6 @@ def is_pending(pid: int, number: int) -> bool:
             if line.startswith("ShdPnd:"):
                 return bool(int(line.split()[1], 16) & 1 << number - 1)
     return False
-
-
-def _ranks_below(pid: int) -> list[psutil.Process]:
-    """The ranks that horovodrun started on this host, or their guards."""
-
-    def is_rank(process: psutil.Process) -> bool:
-        return "HOROVOD_RANK" in process.environ()
-
-    found: list[psutil.Process] = []
-    try:
-        below = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:  # it has just ended
-        return found
-    for process in below:
-        with contextlib.suppress(psutil.Error):
-            parent = process.parent()
-            if is_rank(process) and parent is not None and not is_rank(parent):
-                found.append(process)
-    return found
 
 
 def _end_orphans(seconds: float, others: Collection[psutil.Process]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ from pathlib import Path
 from hvd_cifar.errors import DIVERGED, RESUME
 
 MAX_SECONDS = 60.0
+END_BYTES = 65_536  # of metrics.jsonl: some hundred lines
 # Exit codes after which a job never restarts: success, a user's error, stopped as asked, and a second Ctrl-C.
 FINAL = (0, 2, RESUME, 128 + signal.SIGINT)
 
@@ -66,15 +69,28 @@ def seconds_before(restart: int) -> float:
 
 
 def last_step(metrics: Path) -> int | None:
-    """The last step with a log line in metrics.jsonl; None: there is none, or the file is on another host."""
-    for line in reversed(_lines(metrics)):
-        try:
-            event = json.loads(line)
-            if event["event"] == "train":  # evaluations may be of earlier steps
-                return int(event["step"])
-        # A partial line of a killed run, or a foreign one, such as deeply nested or with an infinite step.
-        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
-            continue
+    """The last step with a log line in metrics.jsonl; None: there is none, or the file is on another host.
+
+    Only the end of the file is read, which grows with the run, and which an elastic job looks at each second.
+    """
+    with contextlib.suppress(OSError), metrics.open("rb") as file:
+        size, length = file.seek(0, os.SEEK_END), END_BYTES
+        while True:
+            file.seek(max(0, size - length))
+            lines = file.read(length).splitlines()
+            steps = (_step_of(line) for line in reversed(lines))
+            if (step := next((step for step in steps if step is not None), None)) is not None or length >= size:
+                return step
+            length *= 8
+    return None
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a log line of training; None for another line: evaluations may be of earlier steps."""
+    # A partial line of a killed run, or a foreign one, such as deeply nested or with an infinite step.
+    with contextlib.suppress(ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+        event = json.loads(line)
+        return int(event["step"]) if event["event"] == "train" else None
     return None
 
 

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hvd_cifar.errors import UserError
-from hvd_cifar.launch.cluster.hosts import Host, count
+from hvd_cifar.launch.cluster.hosts import Host
 
 
 @dataclass(frozen=True)
@@ -26,18 +25,6 @@ class Sizes:
         """The largest number of ranks up to `slots` that `most` and `shards` allow; 0: there is none."""
         sizes = range(min(slots, self.most), 0, -1)
         return next((size for size in sizes if self.shards is None or self.shards % size == 0), 0)
-
-
-def parse_sizes(text: str) -> Sizes:
-    """`MIN:MAX` as sizes. Raises UserError."""
-    least, colon, most = text.partition(":")
-    what = f"--elastic {text}"
-    if not colon:
-        raise UserError(f"{what}: write MIN:MAX, such as 2:8")
-    sizes = Sizes(count(least, f"{what}: MIN"), count(most, f"{what}: MAX"))
-    if sizes.least > sizes.most:
-        raise UserError(f"{what}: MIN is more than MAX")
-    return sizes
 
 
 def first_slots(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:

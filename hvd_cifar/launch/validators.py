@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hvd_cifar.errors import UserError
+from hvd_cifar.import_path import OPTIONS as ISOLATED
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks
 from hvd_cifar.launch.job import complain, remove_session, write
 from hvd_cifar.launch.request import Request
@@ -32,11 +33,11 @@ def set_apart(request: Request, ranks: int) -> tuple[Request, int]:
 
     Raises UserError where no rank is left to train.
     """
-    training = ranks - request.validation_ranks
+    training = ranks - request.settings.validation_ranks
     if training < 1:
         raise UserError(
-            f"--validation-ranks {request.validation_ranks}: of {ranks} ranks none is left to train; "
-            f"give -np {request.validation_ranks + 1} or more"
+            f"--validation-ranks {request.settings.validation_ranks}: of {ranks} ranks none is left to train; "
+            f"give -np {request.settings.validation_ranks + 1} or more"
         )
     names = hosts_of_ranks(request.hosts, ranks) or ["localhost"] * ranks
     last = tuple(Host(name, slots) for name, slots in Counter(names[training:]).items())
@@ -48,7 +49,7 @@ def set_apart_elastic(request: Request) -> Request:
     look = request.discover
     found = request.hosts or (look() if look else ())
     if not found:
-        return replace(request, validators=(Host("localhost", request.validation_ranks),))
+        return replace(request, validators=(Host("localhost", request.settings.validation_ranks),))
     apart, _ = set_apart(replace(request, hosts=found), slots_of(found))
     return replace(apart, discover=(lambda: _without(look(), apart.validators)) if look else None)
 
@@ -68,8 +69,17 @@ def neighbours(validators: Sequence[Host], host: str) -> dict[str, str]:
 def words(request: Request) -> list[str]:
     """The command that starts the launcher of the validation ranks."""
     hosts = ",".join(f"{host.name}:{host.slots}" for host in request.validators)
-    kind = ["--gloo"] if request.gloo else []
-    return [sys.executable, "-m", "hvd_cifar.launch", *kind, "-H", hosts, "validate", "--run-dir", str(request.run_dir)]
+    return [
+        sys.executable,
+        *ISOLATED,
+        "-m",
+        "hvd_cifar.launch",
+        "-H",
+        hosts,
+        "validate",
+        "--run-dir",
+        str(request.run_dir),
+    ]
 
 
 @contextlib.contextmanager

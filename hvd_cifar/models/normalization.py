@@ -24,6 +24,8 @@ class FusedBatchNormalization(keras.layers.Layer):
     unbiased variance.
     """
 
+    averages_unbiased_variances = True  # for `distributed.convert_sync_batch_norm`
+
     def __init__(self, momentum: float = 0.9, epsilon: float = 1e-5, scale: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.momentum = momentum

@@ -6,7 +6,24 @@ import keras
 import tensorflow as tf
 
 
-class MovingAverage:
+class _Averages:
+    """A value for each of some variables, which begins as the variable's, and a counter of steps."""
+
+    def __init__(self, variables: list[keras.Variable], name: str, counter: str) -> None:
+        self.sources = variables
+        self.steps = keras.Variable(0, dtype="int64", trainable=False, name=counter)
+        self.values = [
+            keras.Variable(v.numpy(), dtype=v.dtype, trainable=False, name=f"{name}_{i}")
+            for i, v in enumerate(variables)
+        ]
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """Everything that has to be saved, restored and broadcast."""
+        return [self.steps, *self.values]
+
+
+class MovingAverage(_Averages):
     """Exponential moving averages of variables, as TensorFlow's tutorial keeps them for evaluation.
 
     average <- d * average + (1 - d) * value, with d = min(decay, (1 + n) / (10 + n)) after n updates: d is small at
@@ -14,22 +31,13 @@ class MovingAverage:
     """
 
     def __init__(self, variables: list[keras.Variable], decay: float) -> None:
-        self.sources = variables
+        super().__init__(variables, "ema", "ema_updates")
         self.decay = decay
-        self.updates = keras.Variable(0, dtype="int64", trainable=False, name="ema_updates")
-        self.values = [
-            keras.Variable(v.numpy(), dtype=v.dtype, trainable=False, name=f"ema_{i}") for i, v in enumerate(variables)
-        ]
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """Everything that has to be saved, restored and broadcast."""
-        return [self.updates, *self.values]
 
     def update(self) -> None:
         """Update the averages with the variables' current values. Works in a graph."""
-        self.updates.assign_add(1)
-        n = tf.cast(self.updates.value, tf.float64)
+        self.steps.assign_add(1)
+        n = tf.cast(self.steps.value, tf.float64)
         rest = 1.0 - tf.minimum(tf.constant(self.decay, tf.float64), (1.0 + n) / (10.0 + n))
         for average, source in zip(self.values, self.sources, strict=True):
             average.value.assign_sub((average.value - source.value) * tf.cast(rest, average.dtype))
@@ -45,7 +53,7 @@ class MovingAverage:
             average.assign(kept)
 
 
-class Lookahead:
+class Lookahead(_Averages):
     """Slow weights that move towards the fast ones every 5 steps; the fast ones are then reset to them.
 
     After every 5 steps: slow <- d slow + (1 - d) fast, then fast <- slow, with d = 0.95^5 (t / T)^3 after t of T steps;
@@ -59,17 +67,8 @@ class Lookahead:
     EVERY = 5  # steps
 
     def __init__(self, variables: list[keras.Variable], total_steps: int) -> None:
-        self.sources = variables
+        super().__init__(variables, "slow", "lookahead_steps")
         self.total_steps = total_steps
-        self.steps = keras.Variable(0, dtype="int64", trainable=False, name="lookahead_steps")
-        self.values = [
-            keras.Variable(v.numpy(), dtype=v.dtype, trainable=False, name=f"slow_{i}") for i, v in enumerate(variables)
-        ]
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """Everything that has to be saved, restored and broadcast."""
-        return [self.steps, *self.values]
 
     def update(self) -> None:
         """Count a step; mix slow and fast weights after every fifth one; end with the slow ones. Works in a graph."""
@@ -80,7 +79,7 @@ class Lookahead:
         def mix() -> None:
             for slow, fast in zip(self.values, self.sources, strict=True):
                 slow.value.assign_add((fast.value - slow.value) * tf.cast(1.0 - decay, slow.dtype))
-                fast.value.assign(slow.value)
+            self._copy_slow_weights()
 
         tf.cond(done % self.EVERY == 0, mix, lambda: None)
         self._end_with_slow_weights()
@@ -91,11 +90,9 @@ class Lookahead:
         self._end_with_slow_weights()
 
     def _end_with_slow_weights(self) -> None:
-        if self.total_steps < self.EVERY:
-            return  # the slow weights are the initial ones
+        if self.total_steps >= self.EVERY:  # before, the slow weights are the initial ones
+            tf.cond(self.steps.value == self.total_steps, self._copy_slow_weights, lambda: None)
 
-        def end() -> None:
-            for slow, fast in zip(self.values, self.sources, strict=True):
-                fast.value.assign(slow.value)
-
-        tf.cond(self.steps.value == self.total_steps, end, lambda: None)
+    def _copy_slow_weights(self) -> None:
+        for slow, fast in zip(self.values, self.sources, strict=True):
+            fast.value.assign(slow.value)

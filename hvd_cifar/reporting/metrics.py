@@ -14,8 +14,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.live import Live
-
 from hvd_cifar.errors import UserError, reason_of
 from hvd_cifar.files import append, parse_json, replace_lines, replace_text
 from hvd_cifar.reporting import board, goodput, terminal
@@ -34,9 +32,8 @@ class Reporter:
         self.run_dir = run_dir
         self.dataset = dataset  # every output names it: a result on one data set must not be taken for another's
         self._quiet = quiet
-        self._console = terminal.console(sys.stdout) if run_dir and watched and not quiet else None
+        self._is_drawn = run_dir is not None and watched and not quiet
         self._view: View | None = None
-        self._live: Live | None = None
         self._unwritten: dict[Path, bytes] = {}  # by file: what could not be written yet
         self._beaten = 0.0
         self._last_step = 0  # of earlier sessions, also of entries that `open` removes
@@ -57,6 +54,7 @@ class Reporter:
         with _writing(folder):
             self.begins_events = not folder.exists()
             self._events = board.begin(folder, first_step)
+
     def resume_file(self, name: str, first_step: int) -> None:
         """Remove the entries after `first_step` of a file of JSON lines in the run directory, which is made if absent.
 
@@ -65,11 +63,6 @@ class Reporter:
         """
         if self.run_dir is not None:
             self._resume(self.run_dir / name, first_step, lambda event: None)
-
-    def append_line(self, name: str, entry: Mapping[str, Any]) -> None:
-        """Add a line to such a file; where it cannot be written it waits for `catch_up`."""
-        if self.run_dir is not None:
-            self._append_line(self.run_dir / name, dict(entry))
 
     def record(self, event: str, **values: Any) -> None:
         """Add an event to metrics.jsonl. `values`: its step, and what else it has, as JSON."""
@@ -101,13 +94,14 @@ class Reporter:
             append(path, b"\n" if text and not text.endswith("\n") else b"")  # a killed run may leave half a line
         self.marks = goodput.read(text)
         if not goodput.has_ended(self.marks):
-            self._append_mark({"mark": "lost", "time": seen, "step": self._last_step})
-        self._append_mark({"mark": "launch", "time": time.time(), "starts": starts, **told})
+            self.mark("lost", time=seen, step=self._last_step)
+        self.mark("launch", starts=starts, **told)
 
     def mark(self, kind: str, **values: Any) -> None:
         """Mark what the session begins or ends; `goodput` lists the kinds and their values."""
         if self.run_dir is not None:
-            self._append_mark({"mark": kind, "time": time.time(), **values})
+            self.marks.append({"mark": kind, "time": time.time(), **values})
+            self.append_line(SESSIONS, self.marks[-1])
 
     def beat(self) -> None:
         """Show that the session lives: the modification time of sessions.jsonl dates the end of a killed session."""
@@ -136,22 +130,16 @@ class Reporter:
     @contextlib.contextmanager
     def progress(self, first_step: int, course: Course) -> Iterator[None]:
         """Show the steps in the block on a terminal, where a person watches."""
-        if self._console is None:
+        self._view = View(course, first_step, terminal.console(sys.stdout) if self._is_drawn else None)
+        with self._view.shown():
             yield
-            return
-        self._view = View(course, first_step)
-        with self._view.live(self._console) as self._live:
-            yield
-        self._live = None
+        self._view = None
 
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
-        if self.run_dir is None or self._quiet:
-            return
-        if self._live is not None:
-            self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
-            terminal.say(line)
+        if self.run_dir is not None and not self._quiet:
+            say = self._view.say if self._view else terminal.say
+            say(line)
 
     def train(
         self, step: int, epoch: float, loss: float, learning_rate: float, images_per_second: float, seconds: float
@@ -163,7 +151,7 @@ class Reporter:
         stamp = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         self.say(f"{stamp}: step {step}, loss = {loss:.4f} ({rate}; {per_batch})")
         event = {"step": step, "epoch": epoch, "loss": loss, "learning_rate": learning_rate}
-        self._write("train", {**event, "images_per_second": images_per_second})
+        self._event({"event": "train", "dataset": self.dataset, **event, "images_per_second": images_per_second})
         shown = {"learning_rate": learning_rate, "images_per_second": images_per_second}
         self.show(step, [board.scalars(shown)])
 
@@ -184,30 +172,27 @@ class Reporter:
         self.say(f"step {step} (epoch {epoch:.2f}): {self.dataset} {results}, {found['examples']} examples{came}")
         if step in self.evaluated[part]:
             return  # the run recorded this evaluation before it was interrupted
-        values = {"step": step, "epoch": epoch, **{f"{part}_{name}": value for name, value in found.items()}}
-        self._write("eval" if part == "test" else part, values | ({} if at_step is None else {"at_step": at_step}))
+        event = {"event": "eval" if part == "test" else part, "dataset": self.dataset, "step": step, "epoch": epoch}
+        event |= {f"{part}_{name}": value for name, value in found.items()}
+        self._event(event | ({} if at_step is None else {"at_step": at_step}))
         shown = {f"{self.dataset}/{part}_{name}": found[name] for name in ("accuracy", "loss")}
         self.show(step, [board.scalars(shown)])
 
     def missing(self, step: int, why: str) -> None:
         """Report a snapshot that nobody has evaluated."""
-        if self.run_dir is not None:
-            self.warn(f"step {step} is not evaluated: {why}")
-            event = {"event": "missing", "step": step, "reason": why}
-            self._remember(event)
-            self._append_line(self.run_dir / "metrics.jsonl", event)
+        self.warn(f"step {step} is not evaluated: {why}")
+        self._event({"event": "missing", "step": step, "reason": why})
 
     def ranks(self, step: int, **by_rank: Sequence[Any]) -> None:
         """Record values of the steps since the last record, by rank: seconds a step, bytes/s by address."""
-        if self.run_dir is not None:
-            self._append_event({"event": "ranks", "dataset": self.dataset, "step": step, **by_rank})
-            seconds = {
-                f"{name}/rank_{rank}": value
-                for name, values in by_rank.items()
-                for rank, value in enumerate(values)
-                if isinstance(value, float)
-            }
-            self.show(step, [board.scalars(seconds)])
+        self._event({"event": "ranks", "dataset": self.dataset, "step": step, **by_rank})
+        seconds = {
+            f"{name}/rank_{rank}": value
+            for name, values in by_rank.items()
+            for rank, value in enumerate(values)
+            if isinstance(value, float)
+        }
+        self.show(step, [board.scalars(seconds)])
 
     def show(self, step: int, summaries: Iterable[Any], graph: bytes | None = None) -> None:
         """Add what `board` makes to TensorBoard's file."""
@@ -231,29 +216,23 @@ class Reporter:
         elif event.get("event") == "validation":
             self.evaluated["validation"].add(event["step"])
 
-    def _write(self, event: str, values: dict[str, Any]) -> None:
-        assert self.run_dir is not None
-        self._remember({"event": event, **values})
-        self._append_event({"event": event, "dataset": self.dataset, **values})
-
     def _tell_caught_up(self, path: Path) -> None:
         self.warn(f"note: {path} could not be written for a while; nothing of it is lost")
 
-    def _append_event(self, event: dict[str, Any]) -> None:
-        assert self.run_dir is not None
-        self._append_line(self.run_dir / "metrics.jsonl", event)
-        shown = as_event(event) if self._live else None
-        if self._view and self._live and shown:
+    def _event(self, event: dict[str, Any]) -> None:
+        """Write an event to metrics.jsonl, and show it."""
+        if self.run_dir is None:
+            return
+        self._remember(event)
+        self.append_line("metrics.jsonl", event)
+        shown = as_event(event) if self._view and self._is_drawn else None
+        if self._view and shown:
             self._view.add(shown)
-            self._live.refresh()
 
-    def _append_mark(self, mark: goodput.Mark) -> None:
-        assert self.run_dir is not None
-        self.marks.append(mark)
-        self._append_line(self.run_dir / SESSIONS, mark)
-
-    def _append_line(self, path: Path, event: dict[str, Any]) -> None:
-        self._append(path, json.dumps(event).encode() + b"\n")
+    def append_line(self, name: str, values: dict[str, Any]) -> None:
+        """Add a line to a file of the run."""
+        if self.run_dir is not None:
+            self._append(self.run_dir / name, json.dumps(values).encode() + b"\n")
 
     def _append(self, path: Path, content: bytes) -> None:
         """Add to a file; where it cannot be written it waits for `catch_up`."""

@@ -82,14 +82,7 @@ class Ranks(_Part):
         return self
 
 
-class Skipped(_Part):
-    """A step that changed nothing."""
-
-    event: Literal["skip"]
-    step: Count
-
-
-Event = Train | Evaluated | Validated | Ranks | Skipped
+Event = Train | Evaluated | Validated | Ranks
 _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 
 
@@ -125,13 +118,9 @@ class Config(_Part):
 class Summary(_Part):
     """The part of summary.json that readers use. Only a finished run has the file."""
 
-    steps: Count
-    epochs: Number
     test_accuracy: Fraction
     test_loss: Number
     images_per_second: Number | None
-    training_seconds: Number
-    replicas_identical: bool
 
 
 class Mistake(_Part):
@@ -194,7 +183,7 @@ class RunFiles:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-E = TypeVar("E", Train, Evaluated, Validated, Ranks, Skipped)
+E = TypeVar("E", Train, Evaluated, Validated, Ranks)
 P = TypeVar("P", bound=_Part)
 
 
@@ -310,7 +299,7 @@ def last_sign(run_dir: Path) -> float:
 def lives(run_dir: Path, config: Config) -> bool | None:
     """Whether a process writes into a run directory, by its lock (`training.run_dir.claim`).
 
-    None: not known, since the run is on another host, whose locks this one may not see.
+    None: not known, since the run is on another host, whose locks this one may not see, or the disk has no locks.
     """
     try:
         descriptor = os.open(run_dir / ".lock", os.O_RDONLY)
@@ -318,8 +307,10 @@ def lives(run_dir: Path, config: Config) -> bool | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released at once, by os.close
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:
+        return None
     finally:
         os.close(descriptor)
     return False if config.run.hosts[0] == socket.gethostname() else None

@@ -121,9 +121,9 @@ def hidden(messages: Sequence[Message], computing: Iterable[tuple[int, int]]) ->
     computation of gradients ends in each step when this rank gives the step's last message.
     """
     last = last_given(messages)
-    in_flight = _union((m.begin, m.back) for m in messages)
-    before_last = _union((m.begin, min(m.back, last[m.step])) for m in messages if m.begin < last[m.step])
-    return _overlap(before_last, _union(computing)), sum(end - begin for begin, end in in_flight)
+    in_flight = [(m.begin, m.back) for m in messages]
+    before_last = [(m.begin, min(m.back, last[m.step])) for m in messages if m.begin < last[m.step]]
+    return _in_both(before_last, computing), _in_both(in_flight, in_flight)
 
 
 def last_given(messages: Iterable[Message]) -> dict[int, int]:
@@ -134,27 +134,19 @@ def last_given(messages: Iterable[Message]) -> dict[int, int]:
     return last
 
 
-def _union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same time as spans that do not touch, in order."""
-    found: list[tuple[int, int]] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((begin, end))
-    return found
-
-
-def _overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> int:
-    """The time that two results of `_union` have in common."""
-    total, place = 0, 0
-    for begin, end in one:
-        while place < len(other) and other[place][1] <= begin:
-            place += 1
-        following = place
-        while following < len(other) and other[following][0] < end:
-            total += min(end, other[following][1]) - max(begin, other[following][0])
-            following += 1
+def _in_both(one: Iterable[tuple[int, int]], other: Iterable[tuple[int, int]]) -> int:
+    """The time within a span of each; spans may overlap."""
+    edges = sorted(
+        (when, change, which)
+        for which, spans in enumerate((one, other))
+        for span in spans
+        for when, change in zip(span, (1, -1), strict=True)
+    )
+    open_spans, total, before = [0, 0], 0, 0
+    for when, change, which in edges:
+        total += when - before if all(open_spans) else 0
+        open_spans[which] += change
+        before = when
     return total
 
 

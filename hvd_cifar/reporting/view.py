@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -12,6 +14,7 @@ from rich.text import Text
 
 from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.errors import printable
+from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.run_files import Evaluated, Event, Ranks, Train, Validated
 
 ROWS_FOR_LINES = 8  # of the terminal, for the log and the bar: ranks are shown only where their rows fit below
@@ -30,9 +33,11 @@ class Course:
 class View:
     """What a terminal shows of a run; events change it."""
 
-    def __init__(self, course: Course, step: int = 0) -> None:
-        """Begin after a step."""
+    def __init__(self, course: Course, step: int = 0, console: Console | None = None) -> None:
+        """Begin after a step. `console`: where `shown` draws; None: nowhere."""
         self.course = course
+        self.console = console
+        self._live: Live | None = None
         self.step = step
         self._train: Train | None = None
         self._evaluated: Evaluated | Validated | None = None
@@ -48,10 +53,25 @@ class View:
             self._evaluated = event
         elif isinstance(event, Ranks):
             self._ranks = event
+        if self._live:
+            self._live.refresh()
 
-    def live(self, console: Console) -> Live:
-        """The view on a terminal, below what else is printed there. Only `refresh` redraws it."""
-        return Live(self, console=console, auto_refresh=False)
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the view in this block, below the lines that `say` prints. Events redraw it."""
+        if self.console is None:
+            yield
+            return
+        with Live(self, console=self.console, auto_refresh=False) as self._live:
+            yield
+        self._live = None
+
+    def say(self, line: str) -> None:
+        """Print a line, above the view where it is shown."""
+        if self._live:
+            self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            terminal.say(line)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self._bar()

@@ -22,21 +22,17 @@ import psutil
 
 SECONDS = 2.0  # for an answer
 SECONDS_BEFORE_ANOTHER = 0.1  # before another connection is accepted, where one could not be
-LONGEST = 1 << 20  # bytes of a line
+LONGEST = 1 << 16  # bytes of a line
+# Why there is no answer.
+SILENT = "it does not answer"  # the process accepts a connection
+GONE = "its process has ended"
+UNREACHABLE = "its host cannot be reached"
 
 Address = tuple[str, int]
 
 
-class Silent(Exception):
-    """The process accepts a connection, and does not answer."""
-
-
-class Gone(Exception):
-    """The process has ended."""
-
-
-class Unreachable(Exception):
-    """The host of the process cannot be reached."""
+class NoAnswer(Exception):
+    """A process does not answer; the text is one of the reasons above."""
 
 
 def listen(
@@ -50,30 +46,23 @@ def listen(
     ended = threading.Event()
 
     def serve(peer: socket.socket) -> None:
-        try:
-            with peer, peer.makefile("rb") as lines:
-                peer.settimeout(SECONDS)
-                number = secrets.token_hex(16)
-                peer.sendall(number.encode() + b"\n")
-                question = lines.readline(LONGEST)
-                if hmac.compare_digest(lines.readline(LONGEST).strip(), _sign(secret(), number, question)):
-                    said = json.dumps(answer(json.loads(question))).encode() + b"\n"
-                    peer.sendall(said + _sign(secret(), number, b"answer" + said) + b"\n")
-        except (OSError, ValueError):
-            pass  # the other side notices that it gets no answer
+        with contextlib.suppress(OSError, ValueError), peer, peer.makefile("rb") as lines:
+            peer.settimeout(SECONDS)
+            number = secrets.token_hex(16).encode()
+            peer.sendall(number + b"\n")
+            question = lines.readline(LONGEST)
+            if hmac.compare_digest(lines.readline(LONGEST), _sign(secret(), number + question)):
+                said = json.dumps(answer(json.loads(question))).encode() + b"\n"
+                peer.sendall(said + _sign(secret(), number + b"answer" + said))
 
     def accept() -> None:
-        while True:
+        while not ended.is_set():
             try:
                 peer, _ = server.accept()
             except OSError:
-                if ended.wait(SECONDS_BEFORE_ANOTHER):  # else too many open files, or the like, which may pass
-                    return
-                continue
-            try:
-                threading.Thread(target=serve, args=[peer], daemon=True).start()
-            except RuntimeError:  # Python is ending, and starts no thread
-                serve(peer)
+                ended.wait(SECONDS_BEFORE_ANOTHER)  # too many open files, or the like, which may pass
+            else:
+                in_thread(serve, peer)
 
     def end() -> None:
         ended.set()
@@ -81,56 +70,57 @@ def listen(
             server.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which `close` would not
         server.close()
 
-    threading.Thread(target=accept, daemon=True).start()
+    in_thread(accept)
     return (host, server.getsockname()[1]), end
 
 
-def ask(address: Address, secret: str, question: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to a question.
+def in_thread(function: Callable[..., None], *arguments: Any) -> threading.Thread:
+    """Call a function in a new thread; in this one while Python ends, when it starts no thread."""
+    thread = threading.Thread(target=function, args=arguments, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        function(*arguments)
+    return thread
 
-    Raises:
-        Silent, Gone, Unreachable: where there is none.
-    """
+
+def ask(address: Address, secret: str, question: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to a question. Raises NoAnswer."""
     try:
         peer = socket.create_connection(address, SECONDS)
     except ConnectionRefusedError:
-        raise Gone from None
+        raise NoAnswer(GONE) from None
     except OSError:
-        raise Unreachable from None
+        raise NoAnswer(UNREACHABLE) from None
     try:
         with peer, peer.makefile("rb") as lines:
-            number = lines.readline(LONGEST).decode().strip()
+            number = lines.readline(LONGEST).strip()
             line = json.dumps(dict(question)).encode() + b"\n"
-            peer.sendall(line + _sign(secret, number, line) + b"\n")
+            peer.sendall(line + _sign(secret, number + line))
             said = lines.readline(LONGEST)
-            if not hmac.compare_digest(lines.readline(LONGEST).strip(), _sign(secret, number, b"answer" + said)):
-                raise Gone
+            if not hmac.compare_digest(lines.readline(LONGEST), _sign(secret, number + b"answer" + said)):
+                raise ConnectionError
             answer: dict[str, Any] = json.loads(said)
             return answer
     except ConnectionError:
-        raise Gone from None
+        raise NoAnswer(GONE) from None
     except (OSError, ValueError):
-        raise Silent from None
+        raise NoAnswer(SILENT) from None
 
 
-def _sign(secret: str, number: str, line: bytes) -> bytes:
-    return hmac.new(secret.encode(), number.encode() + line, hashlib.sha256).hexdigest().encode()
+def _sign(secret: str, line: bytes) -> bytes:
+    return hmac.new(secret.encode(), line, hashlib.sha256).hexdigest().encode() + b"\n"
 
 
 def address_here(one_host: bool, environ: Mapping[str, str] = os.environ) -> str:
     """This host's address for other ranks: on the job's network where the launcher names one."""
     if one_host:
         return "127.0.0.1"
-    card = environ.get("HOROVOD_GLOO_IFACE", "")
-    subnets = environ.get("OMPI_MCA_btl_tcp_if_include", "").split(",")
-    own = [
-        (name, a.address) for name, every in psutil.net_if_addrs().items() for a in every if a.family == socket.AF_INET
-    ]
-    for name, address in own:
-        if name == card or name in subnets or any("/" in s and _is_in(address, s) for s in subnets):
+    names = [environ.get("HOROVOD_GLOO_IFACE", ""), *environ.get("OMPI_MCA_btl_tcp_if_include", "").split(",")]
+    networks = [ipaddress.ip_network(name, strict=False) for name in names if "/" in name]
+    cards = psutil.net_if_addrs().items()
+    found = [(card, a.address) for card, every in cards for a in every if a.family == socket.AF_INET]
+    for card, address in found:
+        if card in names or any(ipaddress.ip_address(address) in network for network in networks):
             return address
-    return next((address for _, address in own if not address.startswith("127.")), "127.0.0.1")
-
-
-def _is_in(address: str, subnet: str) -> bool:
-    return ipaddress.ip_address(address) in ipaddress.ip_network(subnet, strict=False)
+    return next((address for _, address in found if not address.startswith("127.")), "127.0.0.1")

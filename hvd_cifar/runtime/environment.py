@@ -41,11 +41,6 @@ def launched_size(environment: Mapping[str, str] = os.environ) -> int | None:
     return 1 if launched_rank(environment) is None else _first_number(SIZE_VARIABLES, environment)
 
 
-def under_mpi(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher started this process for a job over MPI; horovodrun --gloo sets HOROVOD_CONTROLLER."""
-    return launched_rank(environment) is not None and environment.get("HOROVOD_CONTROLLER", "").lower() != "gloo"
-
-
 def _first_number(names: Iterable[str], environment: Mapping[str, str]) -> int | None:
     values = (environment.get(name, "") for name in names)
     return next((int(value) for value in values if value.isdecimal()), None)

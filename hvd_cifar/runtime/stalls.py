@@ -6,51 +6,13 @@ Standard library only: the launcher reads the line.
 from __future__ import annotations
 
 import re
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 FLOOR = 60.0  # s: a shorter time-out would take a busy machine for a hang
 FACTOR = 10.0  # longest recent durations in a time-out; or floors, for a phase that has not been seen yet
 SLACK = 0.9  # part of the time-out after which a rank is late: ranks do not begin a phase at exactly the same time
 PATIENCE = 5.0  # time-outs after which a rank that still computes, or uses a disk, is lost
-RECENT = 100  # durations of a phase that are remembered, and entries of the ring buffer
-
-_RING: deque[tuple[float, str]] = deque(maxlen=RECENT)  # when (monotonic, s), and which phase or collective began
-
-
-def note(what: str) -> None:
-    """Remember that a phase or a collective begins."""
-    _RING.append((time.monotonic(), what))
-
-
-def recent() -> list[str]:
-    """The last phases and collectives of this process, oldest first, with the seconds since each began."""
-    now = time.monotonic()
-    return [f"{now - when:8.3f} s ago: {what}" for when, what in list(_RING)]
-
-
-class Durations:
-    """The durations of each phase, and the time-outs that follow from them."""
-
-    def __init__(self, seconds: float | None) -> None:
-        """`seconds`: the user's time-out; None: it is learned from the durations."""
-        self._given = seconds
-        self._seen: dict[str, deque[float]] = {}
-
-    def add(self, phase: str, seconds: float) -> None:
-        """Remember how long a phase took."""
-        self._seen.setdefault(phase, deque(maxlen=RECENT)).append(seconds)
-
-    def limit(self, phase: str) -> float:
-        """Seconds without progress in this phase after which the ranks look for one that hangs."""
-        seen = list(self._seen.get(phase, ()))
-        if not seen:
-            return FACTOR * (self._given or FLOOR)  # the first time compiles
-        if self._given:
-            return self._given
-        return max(FLOOR, FACTOR * max(seen[1:] or seen))
 
 
 @dataclass(frozen=True)
@@ -64,7 +26,6 @@ class Status:
         idle: seconds since it began the phase, or gave a sign of life in it.
         waits: whether it waits for other ranks, in a collective.
         computes: whether any of its threads runs, apart from those that communicate, or it uses a disk.
-        recent: its ring buffer. stacks: of all its Python threads.
     """
 
     rank: int
@@ -76,8 +37,6 @@ class Status:
     idle: float
     waits: bool
     computes: bool = False
-    recent: list[str] = field(default_factory=list)
-    stacks: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,18 @@ import platform
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_cifar.errors import Preempted, TrainingError, UserError
 from hvd_cifar.runtime import devices, environment, transport
+from hvd_cifar.runtime.endings import leave, no_early_success
 from hvd_cifar.runtime.failures import lost_rank
+from hvd_cifar.runtime.ranks import RankFacts, gather
+from hvd_cifar.runtime.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class World:
     transport: str = ""
     elastic: environment.ElasticJob | None = None
     beside: environment.Beside | None = None  # ranks of the other job, where one trains and the other one validates
+    ranks: tuple[RankFacts, ...] = ()  # by rank, in a `session`
 
     @property
     def batch_ranks(self) -> int:
@@ -173,21 +176,29 @@ def session(
     threads: int | None = None,
     deterministic: bool = False,
     process_sets: Sequence[Any] = (),
+    watch: Watch | None = None,
 ) -> Iterator[World]:
     """Start this rank as `start` does, report the loss of another rank in one line, and end when all ranks do.
 
-    A process may have several sessions, one after the other; then every rank has the same number of them.
+    A process may have several sessions, one after the other; then every rank has the same number of them. `watch`: the
+    rank's watchdog, made before; it knows those of the other ranks then. None: there is none.
 
     Raises:
-        TrainingError: where another rank ended, so that this one cannot continue. All other errors pass unchanged.
+        TrainingError: where another rank ended, so that this one cannot continue, or a user's code ends this one
+            (SystemExit). All other errors pass unchanged.
     """
     world = start(threads, deterministic, process_sets)
     stopped: Preempted | None = None
     try:
         try:
-            yield world
+            with no_early_success(world.rank):
+                yield replace(world, ranks=gather(world.host, world.device, world.threads, watch or Watch(0)))
         except Preempted as asked:  # on every rank
             stopped = asked
+        except SystemExit as left:
+            if type(left) is not SystemExit:  # this package's own
+                raise
+            leave(world.rank, left, alone=world.size == 1)
         # A rank whose process ends shuts Horovod down for all: every rank waits here for the last one.
         if world.size > 1:
             hvd.allreduce(tf.zeros(1), op=hvd.Sum)
@@ -256,16 +267,6 @@ def _choose_together(views: list[list[str]], local_rank: int, unseen: int) -> in
             together.of_one_rank = not hvd.mpi_enabled()
             raise together
     return choice
-
-
-def native_precision(world: World) -> Literal["float32", "mixed_bfloat16"]:
-    """The faster precision of this rank's device: bfloat16 on GPUs since Ampere and CPUs with its instructions."""
-    if "GPU" in world.device:
-        details = tf.config.experimental.get_device_details(tf.config.get_visible_devices("GPU")[0])
-        fast = details.get("compute_capability", (0, 0)) >= (8, 0)
-    else:
-        fast = devices.multiplies_bfloat16(Path("/proc/cpuinfo"))
-    return "mixed_bfloat16" if fast else "float32"
 
 
 def versions() -> dict[str, str]:

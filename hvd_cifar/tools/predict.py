@@ -11,7 +11,6 @@ from typing import Any
 import keras
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from hvd_cifar.config import PredictSettings
 from hvd_cifar.data import augment
@@ -38,7 +37,7 @@ def predict(settings: PredictSettings) -> int:
     channels = trained.dataset.image_shape[2]
     if channels not in (1, 3):
         raise UserError(f"{settings.run_dir}: images have {channels} channels; an image file has 1 or 3")
-    unread = 0
+    unread, names = 0, trained.dataset.labels_in_words
     at_once = examples_at_once(trained.dataset.image_shape, trained.transforms.shape)
     for first in range(0, len(files), at_once):
         images: list[tuple[Path, NDArray[np.uint8]]] = []
@@ -51,7 +50,8 @@ def predict(settings: PredictSettings) -> int:
         if images:
             rows = probabilities(trained, np.stack([image for _, image in images]))
             for (file, _), row in zip(images, rows, strict=True):
-                terminal.say(_line(file, row, trained.dataset.labels_in_words, settings.as_json))
+                classes = [(names[i], float(row[i])) for i in np.argsort(-row, kind="stable")]
+                terminal.say(as_json(file, classes) if settings.as_json else as_text(file, classes))
     return unread
 
 
@@ -63,9 +63,8 @@ def images_in(place: Path) -> list[Path]:
     """
     if not os.path.isdir(place):  # Path.is_dir may raise
         return [place]
-    readable = tuple(extension for extension, kind in Image.registered_extensions().items() if kind in Image.OPEN)
     try:
-        found = sorted(images_below(place, readable))
+        found = sorted(images_below(place))
     except OSError as failure:
         raise UserError(f"{failure.filename}: {failure.strerror}; give images that can be read") from None
     if not found:
@@ -86,9 +85,12 @@ def _fitting(image: NDArray[np.uint8], shape: tuple[int, int, int]) -> NDArray[n
     return fitted
 
 
-def _line(file: Path, row: NDArray[np.floating[Any]], names: Sequence[str], as_json: bool) -> str:
-    order = np.argsort(-row, kind="stable")
-    if as_json:
-        classes = [{"class": names[i], "probability": round(float(row[i]), 6)} for i in order]
-        return json.dumps({"image": str(file), "classes": classes})
-    return f"{printable(str(file))}: " + ", ".join(f"{names[i]} {row[i]:.1%}" for i in order[:SHOWN])
+def as_text(image: Path, classes: Sequence[tuple[str, float]]) -> str:
+    """A line with the most probable classes. Names come from a data set, and the path from a folder: both untrusted."""
+    return f"{printable(str(image))}: " + ", ".join(f"{printable(name)} {p:.1%}" for name, p in classes[:SHOWN])
+
+
+def as_json(image: Path, classes: Sequence[tuple[str, float]]) -> str:
+    """All classes of an image, as an object."""
+    found = [{"class": name, "probability": round(p, 6)} for name, p in classes]
+    return json.dumps({"image": str(image), "classes": found})

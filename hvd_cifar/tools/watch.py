@@ -27,22 +27,11 @@ def watch(settings: WatchSettings) -> None:
     """
     console = Console()
     is_drawn = console.is_terminal and not settings.quiet
-    followed = _Followed(settings, is_drawn)
-    live = followed.view.live(console) if is_drawn else None
-
-    def say(line: str) -> None:
-        if live:
-            live.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        elif not settings.quiet:
-            terminal.say(line)
-
-    with live or contextlib.nullcontext():
+    followed = _Followed(settings, console if is_drawn else None)
+    say = followed.view.say if not settings.quiet else lambda line: None
+    with followed.view.shown():
         while not (standing := followed.look(say)).is_final:
-            if live:
-                live.refresh()
             time.sleep(SECONDS_BETWEEN_LOOKS)
-        if live:
-            live.refresh()
     if standing.word != "complete":
         raise TrainingError(f"{settings.run_dir}: {standing.text}")
     terminal.say(f"{settings.run_dir}: {standing.text}")
@@ -51,15 +40,16 @@ def watch(settings: WatchSettings) -> None:
 class _Followed:
     """What has been read of a run, and what has been printed."""
 
-    def __init__(self, settings: WatchSettings, is_drawn: bool) -> None:
-        """`is_drawn`: the view shows the log lines, so `look` does not print them."""
+    def __init__(self, settings: WatchSettings, console: Console | None = None) -> None:
+        """`console`: where the view is drawn. It shows the log lines, so `look` does not print them."""
         self.run_dir = settings.run_dir
-        self.is_drawn = is_drawn
+        self.is_drawn = console is not None
         self.config = run_files.read_config(self.run_dir)[1]
         facts = self.config.run
         sides, steps = facts.image_heights, facts.all_steps
         sizes = ImageSizes(tuple(sides), steps) if sides and steps else None
-        self.view = View(Course(self.config.global_batch_size, facts.total_steps, facts.steps_per_epoch, sizes))
+        course = Course(self.config.global_batch_size, facts.total_steps, facts.steps_per_epoch, sizes)
+        self.view = View(course, console=console)
         self._metrics = run_files.Lines(self.run_dir / "metrics.jsonl")
         self._sessions = run_files.Lines(self.run_dir / goodput.SESSIONS)
         self._marks: list[goodput.Mark] = []

@@ -175,7 +175,7 @@ class Run:
     evaluation: Any = None
     summary: Mapping[str, Any] = field(default_factory=dict)
     _reporter: Reporter | None = None
-    _lines: list[str] = field(default_factory=list)  # said before the run directory is claimed
+    _lines: list[str] | None = field(default_factory=list)  # said before the lines about the run; then None
 
     @property
     def settings(self) -> TrainSettings:
@@ -248,11 +248,15 @@ class Run:
         assert self._reporter is not None, "the run directory is claimed"
         return self._reporter
 
-    def report_to(self, reporter: Reporter, lines: Sequence[str]) -> None:
-        """Begin to print: `lines`, then those that were said before."""
+    def report_to(self, reporter: Reporter) -> None:
+        """Take the reporter, once the run directory is claimed. Lines wait for `introduce`."""
         self._reporter = reporter
-        for line in (*lines, *self._lines):
-            reporter.say(line)
+
+    def introduce(self, lines: Sequence[str]) -> None:
+        """Print the lines about the run, then those that callbacks have said before."""
+        waiting, self._lines = self._lines or [], None
+        for line in (*lines, *waiting):
+            self.say(line)
 
     def is_due(self, every: int) -> bool:
         """Whether the last step is a multiple of `every`; 0: never."""
@@ -260,14 +264,17 @@ class Run:
 
     def say(self, line: str) -> None:
         """Print a line, on rank 0."""
-        if self._reporter:
-            self._reporter.say(line)
+        if self._lines is None:
+            self.reporter.say(line)
         else:
             self._lines.append(line)
 
     def warn(self, line: str, step: int | None = None) -> None:
         """Print a line to standard error, on rank 0; with `step` also record it."""
-        self.reporter.warn(line, step)
+        if self._reporter:
+            self._reporter.warn(line, step)
+        else:
+            self.say(line)
 
     def record(self, event: str, **values: Any) -> None:
         """Add a line to metrics.jsonl, on rank 0. `values` are JSON; give the step as step=run.step."""
@@ -301,7 +308,7 @@ class Run:
         path = self.ranks.on_root(lambda: checkpoints.go_back(useless_step) if checkpoints else None)
         if path is None:
             return None
-        self.state.share()
+        self.state.broadcast()
         self.state.draw_apart(self.world.rank)
         self.progress.go_back(int(self.state.step.numpy()))
         self.state.restored(self.step)

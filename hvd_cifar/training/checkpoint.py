@@ -263,7 +263,7 @@ def write_state(state: TrainState, folder: Path, step: int) -> Path:
 def restore(state: TrainState, path: Path, partial: bool = False) -> None:
     """Read a checkpoint that `find` has checked.
 
-    Variables that callbacks have added keep their values where the checkpoint lacks them.
+    Variables that callbacks have added get their initial values where the checkpoint lacks them.
 
     Args:
         partial: the checkpoint may hold more than this state, which is for evaluation.
@@ -274,12 +274,15 @@ def restore(state: TrainState, path: Path, partial: bool = False) -> None:
     try:
         status = state.trackable(core=True).read(prefix(path))
         status.assert_existing_objects_matched()
-        if partial or read_json(path / MANIFEST)["format"] < FORMAT:
+        is_of_today = read_json(path / MANIFEST)["format"] == FORMAT
+        if partial or not is_of_today:
             status.expect_partial()
         else:
             status.assert_consumed()
-        if state.has_additions and Path(f"{prefix(path, 'added')}.index").exists():
-            state.trackable(core=False).read(prefix(path, "added")).expect_partial()
+        added = "added" if is_of_today else "state"
+        state.reset_additions()
+        if state.has_additions and Path(f"{prefix(path, added)}.index").exists():
+            state.trackable(core=False).read(prefix(path, added)).expect_partial()
     # TensorFlow raises some of the reader's errors as Python's built-in ones: for a truncated file an IndexError.
     except (tf.errors.OpError, AssertionError, ValueError, LookupError, OSError, RuntimeError) as failure:
         tf.get_logger().setLevel("ERROR")  # else it lists at exit, one line each, the variables that were not restored

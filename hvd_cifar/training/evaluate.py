@@ -19,7 +19,6 @@ from hvd_cifar.data.pipeline import evaluation_batches
 from hvd_cifar.distributed import collectives
 from hvd_cifar.runtime.world import World
 from hvd_cifar.training.confusion import MOST_CLASSES, Confusion, Tally
-from hvd_cifar.training.sources import read_batches
 from hvd_cifar.training.step import cross_entropy, real_of
 
 MOST_AT_ONCE = 500  # examples: large enough to be fast, and fits any device
@@ -111,7 +110,7 @@ def make_evaluator(
             add(at.number, at.label, *(value.numpy() for value in second_look(at.image, at.label, at.logits)))
 
         waiting: _Uncertain | None = None
-        for image, labels in read_batches(batches):
+        for image, labels in batches:
             losses, logits, plain = (value.numpy() for value in first_look(image, labels, many))
             label = labels.numpy()
             number = chosen[world.rank + world.size * (seen + np.arange(len(label)))]

@@ -49,7 +49,7 @@ class RestoredNet:
             UserError: where it cannot be read, or is of another net.
         """
         collectives.on_root(lambda: checkpoint.restore(self.state, path, partial=True))
-        self.state.share()
+        self.state.broadcast()
         finish_all(self.net.model)
         if self.averages:
             self.averages.swap()

@@ -10,16 +10,17 @@ from hvd_cifar.data.cifar import is_published
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.batch_norm import local_layers
-from hvd_cifar.errors import UserError
-from hvd_cifar.kernels import compiled
+from hvd_cifar.errors import TrainingError, UserError, reason_of
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import provenance, terminal
-from hvd_cifar.runtime.world import World, native_precision, versions
+from hvd_cifar.runtime.failures import lost_rank
+from hvd_cifar.runtime.ranks import differences
+from hvd_cifar.runtime.world import World, versions
 from hvd_cifar.training import random_layers, run_dir
 from hvd_cifar.training.callbacks import Run
-from hvd_cifar.training.sources import differences, name_hosts
 from hvd_cifar.training.work import UserObjects, Work
 
+LONGEST_WHY = 300  # characters of an error in the run's record
 NO_BFLOAT16 = (
     "note: --precision mixed_bfloat16: a rank's device has no instructions for it, so steps take about ten times as "
     "long as in float32"
@@ -41,9 +42,8 @@ def must_match(work: Work, given: UserObjects, schedule: Schedule, kernels: str)
 
 
 def of_run(run: Run, published: bool | None) -> dict[str, Any]:
-    """Facts about ranks, data and versions for the run's record. A collective."""
+    """Facts about ranks, data and versions for the run's record."""
     world, plan = run.world, run.plan
-    hosts, local_ranks = zip(*collectives.all_gather_object((world.host, world.local_rank)), strict=True)
     return {
         "data": run_dir.describe(run.data),
         "test_sha256": collectives.on_root(lambda: run.data.test.digest),
@@ -54,8 +54,8 @@ def of_run(run: Run, published: bool | None) -> dict[str, Any]:
         "steps_per_epoch": plan.steps_per_epoch,
         "image_heights": run.work.image_sizes,
         "world_size": world.size,
-        "hosts": list(hosts),
-        "local_ranks": list(local_ranks),
+        "hosts": [rank.host for rank in world.ranks],
+        "local_ranks": [rank.local_rank for rank in world.ranks],
         "device": world.device,
         "threads": world.threads,
         "controller": world.controller,
@@ -81,17 +81,14 @@ def _name_of_data(work: Work, given: UserObjects) -> str:
 
 
 def agree_on_kernels(world: World, settings: TrainSettings) -> str:
-    """The convolution kernels of all ranks, in words. A collective.
+    """The convolution kernels of all ranks, in words.
 
     Raises:
         UserError: under --virtual-shards, where hosts compute differently.
     """
-    hosts, host = name_hosts(world)
-    own = "TensorFlow's" if "GPU" in world.device else compiled.about()
-    found = dict.fromkeys(collectives.all_gather_object((hosts[host], own)))  # each host once
-    named = differences(found)
+    named = differences(world.ranks, lambda rank: rank.kernels)
     if not named:
-        return own
+        return world.ranks[world.rank].kernels
     if settings.virtual_shards:
         raise UserError(
             f"--virtual-shards: hosts compute convolutions differently ({named}), so their bits differ; "
@@ -105,7 +102,7 @@ def agree_on_kernels(world: World, settings: TrainSettings) -> str:
 
 
 def describe(run: Run) -> list[str]:
-    """The first lines of a run: model, data set, ranks, and the batch arithmetic. A collective."""
+    """The first lines of a run: model, data set, ranks, and the batch arithmetic."""
     settings, batch, net, work = run.settings, run.plan.global_batch_size, run.net, run.work
     world = run.world
     optimizer = getattr(run.optimizer, "inner_optimizer", run.optimizer)  # a loss scale wraps it
@@ -116,7 +113,7 @@ def describe(run: Run) -> list[str]:
         parts = f"{shards} virtual shards, {shards // world.size} on each rank"
     alone = local_layers(net.model) and batch < 2 * work.sharding.micro_batches * world.size
     asked = settings.precision == "mixed_bfloat16"
-    slow = asked and "float32" in collectives.all_gather_object(native_precision(world))
+    slow = asked and any(rank.precision == "float32" for rank in world.ranks)
     drawing = [layer.name for layer in random_layers.random_layers(net.model)]
     trained = f"{settings.model} ({net.parameters:,} parameters, {settings.precision}) on {work.dataset.name}"
     held = len(work.dataset.validation or ())
@@ -133,3 +130,12 @@ def describe(run: Run) -> list[str]:
         *([NO_BFLOAT16] if slow else []),
         *([f"random layers: {', '.join(drawing)}: results depend on the number of ranks"] if drawing else []),
     ]
+
+
+def why_failed(failure: BaseException) -> str:
+    """Why a run failed, in one line for its record."""
+    if isinstance(failure, (UserError, TrainingError)):
+        return " ".join(str(failure).split())[:LONGEST_WHY]
+    if words := lost_rank(failure):
+        return f"another rank is lost ({words})"
+    return f"{type(failure).__name__}: {reason_of(failure)}"

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.distributed import buckets, collectives
+from hvd_cifar.distributed.batch_norm import local_statistics
 from hvd_cifar.distributed.optimizer import (
     Reduction,
     reduce_gradients,
@@ -27,7 +28,6 @@ from hvd_cifar.distributed.overlap import CANDIDATES, Backward, Choice, Link, ch
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import Net
 from hvd_cifar.runtime.world import World
-from hvd_cifar.training.state import local_statistics
 from hvd_cifar.training.step import StepSpec, make_share, micro_batch_signature
 from hvd_cifar.training.step_times import clock
 

@@ -124,6 +124,7 @@ class Progress:
     def go_back(self, step: int) -> None:
         """Continue from the checkpoint of an earlier step."""
         self.step = self.saved_step = step
+        self.ends_early = ""
         self._forget()
 
     def _forget(self) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.collectives import random_states
 from hvd_cifar.errors import UserError
+from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.runtime.world import versions
 from hvd_cifar.training.callbacks import Callback, Run
-from hvd_cifar.training.evaluate import Evaluation
+from hvd_cifar.training.evaluate import Evaluation, make_evaluator
 
 STEPS_LEFT_OUT = 10  # of the throughput: tracing and cold caches slow the first steps down
 
@@ -111,8 +111,8 @@ class Evaluator(Callback):
         self.final(run)
 
     def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
-        """Add the last evaluation."""
-        found = self.final(run)
+        """Add the last evaluation, which is also the run's newest."""
+        run.evaluation = found = self.final(run)
         summary |= {
             "test_accuracy": found.accuracy,
             "test_loss": found.loss,
@@ -232,7 +232,7 @@ class Summariser(Callback):
     def on_end(self, run: Run) -> None:
         """Compare digests, and write the summary."""
         drawn = set(map(id, random_states(run.model)))
-        digests = run.ranks.gather(collectives.digest(v for v in run.model.variables if id(v) not in drawn))
+        digests = run.ranks.digests([v for v in run.model.variables if id(v) not in drawn])
         summary = {
             "dataset": run.dataset,
             "model": run.settings.model,
@@ -247,6 +247,7 @@ class Summariser(Callback):
             "weights_sha256_by_rank": digests,
             "rollbacks": int(run.state.rollbacks.numpy()),
             "stopped_early": run.progress.ends_early or None,
+            "evaluations_missing": sorted(run.reporter.missed),
             "versions": versions(),
         }
         run.tell("on_summary", summary)
@@ -257,3 +258,14 @@ class Summariser(Callback):
             f"{run.dataset}, {run.settings.model}: test accuracy {run.summary['test_accuracy']:.2%} after {run.step} "
             f"steps ({run.epoch:.2f} epochs) in {seconds:.1f} s; {run.run_dir / 'summary.json'}"
         )
+
+
+def evaluator_of(run: Run, averages: Sequence[Any]) -> Evaluator:
+    """The evaluator of a run; `averages`: of its weights, of which evaluations use the moving one."""
+    work = run.work
+    parts = {
+        part: make_evaluator(run.model, work.dataset, work.transforms, run.world, None, part)
+        for part in ("test", "validation")
+        if getattr(work.dataset, part)
+    }
+    return Evaluator(parts, next((one for one in averages if isinstance(one, MovingAverage)), None))

@@ -54,7 +54,7 @@ def numbers_of(settings: TrainSettings, recipe: Recipe) -> dict[str, Any]:
     return {**numbers, "image_scales": list(recipe.image_scales), "augmentation": settings.set.augmentation or "recipe"}
 
 
-def course_of(settings: TrainSettings, facts: dict[str, Any]) -> dict[str, Any]:
+def compared(settings: TrainSettings, facts: dict[str, Any]) -> dict[str, Any]:
     """What must be the same for a run to resume: settings by name, and the `facts` derived from settings."""
     names = list(MUST_MATCH)
     if settings.sync_batch_norm:

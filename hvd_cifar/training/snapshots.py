@@ -5,6 +5,7 @@ A snapshot is a checkpoint (`checkpoint`) in a folder `step-N`, which moves thro
 
     snapshots/offered   written by the training job; the next snapshot replaces it
     snapshots/taken     under evaluation; then `result.json` in it holds the `Evaluation`
+    snapshots/alive     which process evaluates; written again while it makes progress
     best                the snapshot with the highest accuracy
 
 Each move is one rename, so a reader finds a whole snapshot or none, and neither job waits for the other. If training
@@ -17,6 +18,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -45,6 +47,10 @@ def _offered(run_dir: Path) -> Path:
 
 def _taken(run_dir: Path) -> Path:
     return run_dir / "snapshots" / "taken"
+
+
+def _alive(run_dir: Path) -> Path:
+    return run_dir / "snapshots" / "alive"
 
 
 def _lock(run_dir: Path) -> FileLock:
@@ -157,6 +163,14 @@ class Snapshots:
         lock.release()
         return False
 
+    def sign_of_life(self) -> tuple[int, str]:
+        """When the validation job showed last that it makes progress, by the disk's clock, and its process in words."""
+        path = _alive(self.run_dir)
+        try:
+            return path.stat().st_mtime_ns, path.read_text()
+        except OSError:  # it has not begun
+            return 0, "their first process"
+
     def _write(self, folder: Path, step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.state.step.assign(step)
@@ -171,6 +185,12 @@ def follow(run_dir: Path) -> FileLock | None:
             lock.acquire(timeout=1)
             return lock
     return None
+
+
+def show_life(run_dir: Path) -> None:
+    """Show training that this job makes progress."""
+    with contextlib.suppress(OSError):  # training has not offered a snapshot, or removes them at its end
+        _alive(run_dir).write_text(f"process {os.getpid()} on {socket.gethostname()}")
 
 
 def take(run_dir: Path) -> Path | None:

@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
-
-import numpy as np
-import tensorflow as tf
 
 from hvd_cifar import fields
 from hvd_cifar.config import DataSettings
-from hvd_cifar.data import replicate
-from hvd_cifar.data.cifar import CIFAR10
 from hvd_cifar.data.dataset import UNNAMED, Dataset
-from hvd_cifar.data.place import Onlooker, searched
-from hvd_cifar.data.replicate import File
-from hvd_cifar.data.source import Prepared, Source, prepare, source_of
+from hvd_cifar.data.place import Onlooker, digest_of, is_free, locked, searched, written
+from hvd_cifar.data.source import Source, prepare, source_of
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
+from hvd_cifar.fields import DataSource
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.watch import Watch
 from hvd_cifar.runtime.world import World
 from hvd_cifar.training import user_code
 
-T = TypeVar("T")
-
 Hosts = Mapping[int, str]  # names of all hosts, each by the rank that acts for the host
+Digests = Mapping[str, str]  # SHA-256 of files, by name
+
+BLOCK_BYTES = 4 << 20  # of a file that is sent
+ARRIVING = ".receiving-"
+LONGEST_TRANSFER = 86_400.0  # seconds; an older folder is a killed rank's
 
 
 def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[], Dataset] | None = None) -> Dataset:
-    """The run's data set, found, made or fetched on every host; a collective.
+    """The run's data set, the same files on every host; a collective.
+
+    Rank 0 finds or makes the files. Each other host has the same ones, or is sent them (`--data-source`).
 
     Args:
         own: the user's data set, or a function that every rank calls for it. None: the settings name a built-in set.
@@ -43,8 +46,39 @@ def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[
     """
     if own is not None:
         return _own_dataset(own, settings)
-    alone = settings.data_source == "local" or world.size == world.local_size
-    dataset = _from_each_host(settings, world) if alone else _from_rank_0(settings, world)
+    hosts, speaker = name_hosts(world)
+    is_watched = terminal.is_watched()
+
+    def onlooker(first: bool) -> Onlooker:
+        """Hosts may decode images at the same time: only the first of them shows a progress bar."""
+        told = Onlooker(is_watched and first, Watch.sign_of_life)
+        return replace(told, is_warned=terminal.complain) if world.is_root else told
+
+    def at_root() -> tuple[str, Path, Digests]:
+        source, folder = prepare(settings, onlooker(True))
+        files = source.files if len(hosts) > 1 else ()
+        return source.name, folder, {name: digest_of(folder / name) for name in files}
+
+    name, origin, digests = collectives.on_root(at_root)
+    source = source_of(settings, name)
+
+    def look() -> Path | None:
+        if world.is_root or world.rank not in hosts:
+            return origin if world.is_root else None
+        is_first = list(hosts)[1] == world.rank
+        return _find(source, settings.data_source, digests, hosts[world.rank], onlooker(is_first))
+
+    folder = collectives.on_every_rank(look)
+    folders = collectives.all_gather_object(folder)
+    if lacking := [host for rank, host in hosts.items() if folders[rank] is None]:
+        receives = world.rank in hosts and folder is None
+        folders = collectives.all_gather_object(_send(origin, source, digests, receives) or folder)
+        if world.is_root:
+            size = sum((origin / file).stat().st_size for file in digests) / 1e6
+            terminal.say(f"{name} sent to {', '.join(lacking)}: {size:.0f} MB each, SHA-256 checked")
+    here = folders[speaker]
+    assert here is not None, "every host has the files, or received them"
+    dataset = collectives.on_every_rank(lambda: source.read(here))
     # Rank 0's class names for all: they may be in a file that other hosts lack.
     return replace(dataset, class_names=collectives.broadcast_object(dataset.class_names))
 
@@ -65,7 +99,7 @@ def _own_dataset(own: Dataset | Callable[[], Dataset], settings: DataSettings) -
 
     dataset = collectives.host_by_host(load)
     digests = collectives.all_gather_object(collectives.on_every_rank(lambda: dataset.digest))
-    if differing := differences((f"rank {rank}", _short(digest)) for rank, digest in enumerate(digests)):
+    if differing := differences((f"rank {rank}", digest[:12]) for rank, digest in enumerate(digests)):
         raise UserError(
             f"{told} is not the same on all ranks (SHA-256 {differing}): make the same arrays, in the same order, on "
             "every rank"
@@ -73,34 +107,91 @@ def _own_dataset(own: Dataset | Callable[[], Dataset], settings: DataSettings) -
     return dataset
 
 
-def _prepare_as(name: str, settings: DataSettings, watched: bool) -> Prepared:
-    settings = settings.model_copy(update={"dataset": name})
-    return prepare(settings, terminal.complain, Onlooker(watched, Watch.sign_of_life))
+def _differing(folder: Path, expected: Digests) -> Path | None:
+    """The first file of a folder that is not as expected."""
+    return next((folder / name for name, digest in expected.items() if digest_of(folder / name) != digest), None)
 
 
-def _from_each_host(settings: DataSettings, world: World) -> Dataset:
-    watched = terminal.is_watched() and world.is_root  # one progress bar, that of rank 0's host
-    hosts, speaker = name_hosts(world)
+def _received(source: Source, digests: Digests) -> Path:
+    """Where files belong that rank 0 has sent, and whose usual place is taken."""
+    return source.data_dir / f"received-{hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:12]}"
 
-    # One rank per host locates or downloads the data; more would only load the server.
-    def look() -> tuple[str, Path] | None:
-        prepared = _prepare_as(settings.dataset, settings, watched) if world.rank in hosts else None
-        return (prepared.source.name, prepared.folder) if prepared else None
 
-    found = {rank: it for rank, it in enumerate(collectives.all_gather_object(collectives.on_every_rank(look))) if it}
-    if differing := differences((host, found[rank][0]) for rank, host in hosts.items()):
-        raise UserError(_different(differing))
-    name, folder = found[speaker]
-    dataset = collectives.on_every_rank(lambda: source_of(name, settings).read(folder))
-    if len(hosts) > 1:
-        digest = collectives.on_every_rank(lambda: dataset.digest if world.rank in hosts else "")
-        digests = collectives.all_gather_object(digest)
-        if differing := differences((host, _short(digests[rank])) for rank, host in hosts.items()):
+def _find(source: Source, how: DataSource, expected: Digests, host: str, onlooker: Onlooker) -> Path | None:
+    """The folder in which this host has rank 0's files; None: rank 0 is to send them.
+
+    Raises UserError where it has others, unless --data-source rank0 is given.
+    """
+    try:
+        folder = source.prepare(onlooker) if how == "local" else source.locate(onlooker)
+    except UserError:
+        if how != "rank0":
+            raise
+        folder = None  # whatever is wrong with this host's
+    if folder and (other := _differing(folder, expected)):
+        if how != "rank0":
             raise UserError(
-                f"hosts have different data under the name {dataset.name} (SHA-256 {differing}): copy one host's files "
-                "to the others, or leave out --data-source local"
+                f"{host}: {other} is damaged or not rank 0's (its SHA-256 is another one): move {folder} away to have "
+                "rank 0's sent, or give --data-source rank0"
             )
-    return dataset
+        folder = None
+    received = _received(source, expected)
+    return folder or (None if _differing(received, expected) else received)
+
+
+def _send(origin: Path, source: Source, digests: Digests, receives: bool) -> Path | None:
+    """Broadcast rank 0's files. A rank that `receives` them returns their folder. A collective.
+
+    No lock is held while files arrive: two jobs that wait for each other's locks would never end.
+    """
+    scratch = collectives.on_every_rank(lambda: _scratch(source.data_dir) if receives else None)
+    try:
+        for name in digests:
+            start = 0
+            while block := collectives.on_root(partial(_read, origin / name, start)):
+                collectives.on_every_rank(partial(_append, scratch, name, block))
+                Watch.sign_of_life()
+                start += len(block)
+        return collectives.on_every_rank(lambda: _put(scratch, source, digests) if scratch else None)
+    finally:
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _scratch(data_dir: Path) -> Path:
+    """A new folder for files that arrive. Removes those of ranks that were killed."""
+    with locked(data_dir):
+        for left in data_dir.glob(f"{ARRIVING}*"):
+            if time.time() - left.stat().st_mtime > LONGEST_TRANSFER:
+                shutil.rmtree(left, ignore_errors=True)
+        scratch = Path(tempfile.mkdtemp(prefix=ARRIVING, dir=data_dir))
+        scratch.chmod(0o755)  # mkdtemp's is for its owner alone
+        return scratch
+
+
+def _read(path: Path, start: int) -> bytes:
+    with searched(path.parent), open(path, "rb") as file:
+        file.seek(start)
+        return file.read(BLOCK_BYTES)
+
+
+def _append(scratch: Path | None, name: str, block: bytes) -> None:
+    if scratch:
+        with written(scratch), open(scratch / name, "ab") as file:
+            file.write(block)
+
+
+def _put(scratch: Path, source: Source, digests: Digests) -> Path:
+    """Move files that have arrived to the set's usual place, or to one of their own where that is taken."""
+    if wrong := _differing(scratch, digests):
+        raise UserError(f"{wrong.name} arrived damaged (its SHA-256 differs): start again")
+    with locked(source.data_dir):
+        usual = source.place
+        place = usual if usual and (is_free(usual) or not _differing(usual, digests)) else _received(source, digests)
+        if _differing(place, digests):  # else another process was faster, such as a host's that shares the folder
+            shutil.rmtree(place, ignore_errors=True)
+            os.rename(scratch, place)
+        return place
 
 
 def differences(found: Iterable[tuple[str, str]]) -> str:
@@ -119,14 +210,6 @@ def differences(found: Iterable[tuple[str, str]]) -> str:
 
 def _listed(hosts: Sequence[str], most: int = 4) -> str:
     return ", ".join(hosts[:most]) + f" and {len(hosts) - most} more" * (len(hosts) > most)
-
-
-def _short(digest: str) -> str:
-    return digest[:12]
-
-
-def _different(differing: str) -> str:
-    return f"hosts have different data sets ({differing}): give --dataset, or one --data-dir alike on all"
 
 
 def speakers(ranks: Sequence[tuple[str, int, int]]) -> list[int]:
@@ -155,123 +238,3 @@ def name_hosts(world: World) -> tuple[Hosts, int]:
     names = [ranks[speaker][0] for speaker in dict.fromkeys(of_rank)]
     hosts = {s: ranks[s][0] + f" (rank {s})" * (names.count(ranks[s][0]) > 1) for s in dict.fromkeys(of_rank)}
     return hosts, of_rank[world.rank]
-
-
-def _from_rank_0(settings: DataSettings, world: World) -> Dataset:
-    """Rank 0's set on every host; hosts that lack it receive it."""
-    hosts, speaker = name_hosts(world)
-    watched = terminal.is_watched()
-
-    def at_root() -> tuple[str, Path, dict[str, File]]:
-        source, folder = _prepare_as(settings.dataset, settings, watched)
-        return source.name, folder, replicate.describe(folder, source.files(folder))
-
-    name, origin, expected = collectives.on_root(at_root)
-    source = source_of(name, settings)
-
-    def look() -> Path | None:
-        if world.rank not in hosts:
-            return None
-        # The other hosts may decode images at the same time: only the first of them shows a progress bar.
-        onlooker = Onlooker(watched and list(hosts)[1:2] == [world.rank], Watch.sign_of_life)
-        return _own_folder(source, settings, expected, hosts[world.rank], onlooker)
-
-    mine = collectives.on_every_rank(look)
-    folders = collectives.all_gather_object(mine)
-    lacking = [host for rank, host in hosts.items() if folders[rank] is None]
-    if lacking:
-        here = world.rank in hosts and mine is None
-        place = collectives.on_every_rank(lambda: _place(source, settings.data_dir, expected) if here else None)
-        _send(origin, place, settings.data_dir, expected, world)
-        folders = collectives.all_gather_object(mine or place)
-        if world.is_root:
-            size = sum(file.bytes for file in expected.values()) / 1e6
-            terminal.say(f"{name} sent to {', '.join(lacking)}: {size:.0f} MB each, SHA-256 checked")
-    folder = folders[speaker]
-    assert folder is not None, "every host has the set, or received it"
-    return collectives.on_every_rank(lambda: source.read(folder))
-
-
-def _own_folder(
-    source: Source, settings: DataSettings, expected: Mapping[str, File], host: str, onlooker: Onlooker
-) -> Path | None:
-    """The folder in which this host has rank 0's set; None: it lacks the set.
-
-    Raises UserError where it has another set, unless --data-source rank0 is given.
-    """
-    would_take_its_own = settings.dataset == "auto" and source_of(CIFAR10.name, settings).locate() is not None
-    if would_take_its_own and source.name != CIFAR10.name:
-        raise UserError(_different(differences([("rank 0's host", source.name), (host, CIFAR10.name)])))
-    try:
-        folder = source.locate(onlooker)
-        fault = _fault(source, folder, expected) if folder is not None else None
-    except UserError:
-        if settings.data_source != "rank0":
-            raise
-        folder = fault = None  # whatever is wrong with this host's
-    if folder is not None and fault is None:
-        return folder
-    if folder is None or settings.data_source == "rank0":
-        received = _received(settings.data_dir, expected)
-        with searched(settings.data_dir):
-            return received if received.is_dir() and _fault(source, received, expected) is None else None
-    raise UserError(f"{host}: {fault}: move {folder} away to have rank 0's sent, or give --data-source rank0 or local")
-
-
-def _fault(source: Source, folder: Path, expected: Mapping[str, File]) -> str | None:
-    """How a folder differs from rank 0's set, in words; None: not at all."""
-    if fault := source.fault(folder):
-        return fault
-    found = replicate.describe(folder, list(expected))
-    other = next((name for name in expected if found[name] != expected[name]), None)
-    return f"{folder / other} is not rank 0's (its SHA-256 is another one)" if other else None
-
-
-def _place(source: Source, data_dir: Path, expected: Mapping[str, File]) -> Path:
-    """The folder for a set that a host receives: the usual place, or another where that is occupied."""
-    usual = source.place
-    with searched(data_dir):
-        taken = usual is None or source.locate() is not None or (usual.is_dir() and any(usual.iterdir()))
-    return _received(data_dir, expected) if usual is None or taken else usual
-
-
-def _received(data_dir: Path, expected: Mapping[str, File]) -> Path:
-    digests = sorted((name, file.sha256) for name, file in expected.items())
-    return data_dir / f"{replicate.RECEIVED}{hashlib.sha256(repr(digests).encode()).hexdigest()[:12]}"
-
-
-def _send(origin: Path, place: Path | None, data_dir: Path, expected: Mapping[str, File], world: World) -> None:
-    """Broadcast rank 0's files; this rank writes them to `place`, or only takes part where that is None."""
-    sender = replicate.Sender(origin) if world.is_root else None
-    receiver = replicate.Receiver(data_dir, expected) if place else None
-    for block in replicate.blocks(expected):
-        content = sender.read(block) if sender else np.zeros(block.length, np.uint8)
-        content = collectives.broadcast_bytes(content)
-        Watch.sign_of_life()
-        if receiver:
-            receiver.take(block, content)
-
-    def finish() -> None:
-        if sender:
-            sender.finish()
-        if receiver and place:
-            receiver.finish(place)
-
-    collectives.on_every_rank(finish)
-
-
-def read_batches(batches: Iterable[T]) -> Iterator[T]:
-    """The batches of a pipeline. A file that becomes unreadable ends the job.
-
-    Raises:
-        UserError: on the rank that notices.
-    """
-    try:
-        yield from batches
-    except tf.errors.OpError as failure:  # from a function that tf.data calls: only the text names its error
-        found = re.search(r"UserError: (.*)", failure.message or "")
-        if found is None:
-            raise
-        error = UserError(found[1])
-        error.of_one_rank = True
-        raise error from None

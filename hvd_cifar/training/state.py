@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_cifar.distributed import collectives
-from hvd_cifar.distributed.batch_norm import synchronised_layers
 from hvd_cifar.distributed.collectives import random_states
 from hvd_cifar.training.random_layers import separate
 
@@ -27,6 +26,7 @@ class Part:
     variables: Sequence[Any]
     kind: Kind
     is_core: bool
+    initial: Sequence[Any] = ()  # values of variables that callbacks add
 
 
 class TrainState:
@@ -48,15 +48,16 @@ class TrainState:
         self._parts: dict[str, Part] = {}
         self._own: list[Any] = []
         self._averaged_step = -1
-        drawn = set(map(id, random_states(model)))
-        self._add("model", [v for v in model.variables if id(v) not in drawn])
-        self._add("random", random_states(model), "root")
-        self._add("optimizer", optimizer.variables if optimizer else [])
+        drawn, trains = random_states(model), optimizer is not None
+        left_out = set(map(id, drawn))
+        self._add("model", [v for v in model.variables if id(v) not in left_out])
+        self._add("random", drawn, "root", core=trains)
+        self._add("optimizer", optimizer.variables if trains else [])
         self.step = self.number("step", 0, core=True)
         self.seconds = self.number("seconds", 0.0, "root", core=True)
         self.origin = keras.Variable(np.asarray(origin), dtype="int64", trainable=False, name="origin")
-        self._add("origin", [self.origin])
-        self.rollbacks = self.number("rollbacks", 0, core=True)
+        self._add("origin", [self.origin], core=trains)
+        self.rollbacks = self.number("rollbacks", 0, core=trains)
 
     def add(self, name: str, variables: Sequence[Any], kind: Kind = "shared") -> None:
         """Make variables a part of the state, so that they are saved, restored, copied and compared.
@@ -89,7 +90,7 @@ class TrainState:
     def _add(self, name: str, variables: Sequence[Any], kind: Kind = "shared", core: bool = True) -> None:
         if name in self._parts:
             raise ValueError(f"the state has a part {name} already: give the variables another name")
-        self._parts[name] = Part(variables, kind, core)
+        self._parts[name] = Part(variables, kind, core, () if core else [v.numpy() for v in variables])
 
     def keep_own(self, variables: Sequence[Any]) -> None:
         """Declare variables of the model that differ between ranks, such as local moving statistics."""
@@ -115,7 +116,7 @@ class TrainState:
         """The variables that a training step may change, without the states of random generators."""
         return [v for name, part in self._parts.items() if part.kind != "root" for v in part.variables]
 
-    def share(self, root: int = 0) -> None:
+    def broadcast(self, root: int = 0) -> None:
         """Give all ranks the values of one rank, bit for bit. A collective; `draw_apart` follows."""
         collectives.broadcast_variables(self.variables, root)
 
@@ -149,6 +150,12 @@ class TrainState:
                 parts["hidden"] = tf.train.Checkpoint(variables=[v.value for v in hidden])
         return tf.train.Checkpoint(**parts)
 
+    def reset_additions(self) -> None:
+        """Give the variables that callbacks have added their initial values, before a checkpoint that may lack them."""
+        for part in self._parts.values():
+            for variable, value in zip(part.variables, part.initial, strict=False):
+                variable.assign(value)
+
     @property
     def has_additions(self) -> bool:
         """Whether a callback has added variables."""
@@ -162,17 +169,3 @@ def _hidden(model: keras.Model) -> list[Any]:
     """
     known = {id(one) for one in tf.train.TrackableView(model).descendants()} | set(map(id, random_states(model)))
     return [v for v in model.variables if not {id(v), id(v.value)} & known]
-
-
-def moving_statistics(model: keras.Model) -> list[keras.Variable]:
-    """The moving statistics of all batch norm layers: means, variances, and what Keras's renorm adds."""
-    norms = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.BatchNormalization)]
-    theirs = {id(v) for layer in norms for v in layer._non_trainable_variables}  # not a frozen gamma and beta
-    names = ("/moving_mean", "/moving_variance")  # of a layer of the user's own also
-    return [v for v in model.non_trainable_variables if v.path.endswith(names) or id(v) in theirs]
-
-
-def local_statistics(model: keras.Model) -> list[keras.Variable]:
-    """The moving statistics that differ between ranks: those of layers that are not synchronised."""
-    synchronised = {id(v) for layer in synchronised_layers(model) for v in layer.variables}
-    return [v for v in moving_statistics(model) if id(v) not in synchronised]

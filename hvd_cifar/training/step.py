@@ -18,15 +18,15 @@ import tensorflow as tf
 
 from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.data.pipeline import MicroBatch
-from hvd_cifar.distributed.batch_norm import examples_present
+from hvd_cifar.distributed.batch_norm import examples_present, local_statistics
 from hvd_cifar.distributed.fixed_order import add_in_tree
 from hvd_cifar.distributed.optimizer import apply_and_sum, watch_gradients
+from hvd_cifar.errors import UserError
 from hvd_cifar.models import Net
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.training.callbacks import StepObserver
 from hvd_cifar.training.plan import Plan
 from hvd_cifar.training.shrink import shrink
-from hvd_cifar.training.state import local_statistics
 
 # No Python control flow depends on tensors, and without AutoGraph a rank starts 1.6 s sooner.
 _graph = partial(tf.function, autograph=False)
@@ -176,8 +176,10 @@ def make_share(
     watched = [v for v in variables if id(v) not in set(map(id, decayed))]
 
     def forward(image: Any) -> Any:
-        replaced = (observer.forward(model, image) for observer in observers)
-        return next((logits for logits in replaced if logits is not None), None)
+        found = [logits for observer in observers if (logits := observer.forward(model, image)) is not None]
+        if len(found) > 1:
+            raise UserError("two observers of the step replace the forward pass: leave one out, or --summary-every 0")
+        return found[0] if found else model(image, training=True)
 
     def share_of(image: Any, label: Any, weight: Any, count: Any, start: Sequence[Any]) -> Share:
         weight, count = tf.cast(weight, real), tf.cast(count, real)
@@ -185,8 +187,7 @@ def make_share(
         if spec.side not in (None, *spec.image_shape[:1]):
             image = shrink(tf.cast(image, real), spec.side)
         with examples_present(present > 0), tf.GradientTape() as tape:
-            observed = forward(image)
-            logits = model(image, training=True) if observed is None else observed
+            logits = forward(image)
             losses = tf.cast(cross_entropy(label, logits, spec.label_smoothing), real)
             share = tf.reduce_sum(losses * weight) / count
             penalties = [_penalty(tf.cast(loss, real), weight, present / count) for loss in model.losses]

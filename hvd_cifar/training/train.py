@@ -19,33 +19,28 @@ from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.pipeline import MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.distributed import collectives, prove_averaging
-from hvd_cifar.distributed.batch_norm import local_layers
-from hvd_cifar.errors import RESUME, Diverged, Preempted, TrainingError, UserError, reason_of
+from hvd_cifar.distributed.batch_norm import local_statistics
+from hvd_cifar.errors import RESUME, Diverged, Preempted
 from hvd_cifar.models.portable import finish_all
 from hvd_cifar.optim.averages import Lookahead, MovingAverage
+from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.metrics import Reporter
 from hvd_cifar.reporting.view import Course
 from hvd_cifar.runtime import environment
-from hvd_cifar.runtime.failures import lost_rank
 from hvd_cifar.runtime.watch import IDLE, Watch
 from hvd_cifar.runtime.world import World, session
 from hvd_cifar.training import facts, net_checks, run_dir, user_code, user_files
 from hvd_cifar.training.callbacks import Run, check_interface
 from hvd_cifar.training.checkpoint import Checkpoints
-from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.plan import is_deterministic, make_schedule, threads_of
 from hvd_cifar.training.preemption import StopRequests
 from hvd_cifar.training.progress import Progress
 from hvd_cifar.training.ranks import Ranks
-from hvd_cifar.training.routines import Checkpointer, Evaluator, Logger, Summariser
-from hvd_cifar.training.sources import read_batches
-from hvd_cifar.training.state import TrainState, local_statistics
+from hvd_cifar.training.routines import Checkpointer, Logger, Summariser, evaluator_of
+from hvd_cifar.training.state import TrainState
 from hvd_cifar.training.step import Averaging, TrainStep, make_train_step
-from hvd_cifar.training.watchdogs import introduce
-from hvd_cifar.training.work import UserObjects, Work, distribute, make_net, make_optimizer, prepare, step_spec
-
-LONGEST_WHY = 300  # characters of an error in the run's record
+from hvd_cifar.training.work import UserObjects, Work, make_net, make_optimizer, prepare, step_spec
 
 
 def train(settings: TrainSettings, given: UserObjects | None = None) -> dict[str, Any]:
@@ -60,8 +55,8 @@ def train(settings: TrainSettings, given: UserObjects | None = None) -> dict[str
     """
     watch = Watch(settings.stall_seconds)
     try:
-        with session(threads_of(settings), is_deterministic(settings)) as world:
-            introduce(watch, world)
+        with session(threads_of(settings), is_deterministic(settings), watch=watch) as world:
+            watch.mark("set-up")
             try:
                 summary = assemble(settings, world, given or UserObjects(), watch).train()
             finally:
@@ -87,16 +82,15 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
     schedule = make_schedule(work.settings, work.recipe, work.plan)
 
     # Net, optimizer and averages, freshly initialised: the state of the run.
-    run, averages = collectives.on_every_rank(lambda: _build(work, world, Progress(watch=watch)))
-    run.schedule = schedule
+    run, averages = collectives.on_every_rank(lambda: _build(work, world, schedule, Progress(watch=watch)))
     net_checks.refuse_unlike(net := net_checks.structure(run), work.model.name)
     objects = [one for one in (given.model, given.dataset) if one is not None]
     of_course = user_files.modules_of(work.settings.model_copy(update={"callbacks": ()}), objects)
-    own_callbacks = given.callbacks or [_callback(spec) for spec in work.settings.callbacks]
+    own_callbacks = given.callbacks or [user_code.callback(spec) for spec in work.settings.callbacks]
     check_interface(own_callbacks)
     core = {
         "LOG": Logger(),
-        "EVALUATE": _evaluator(run, averages),
+        "EVALUATE": evaluator_of(run, averages),
         "SAVE": Checkpointer(),
         "SUM UP": Summariser(),
     }
@@ -104,33 +98,33 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
     run.observe(run.progress.times)
     run.observe(net_checks.MissingGradients(run))
     run.tell("on_build")
-    for average in averages:
+    for average in averages:  # last: they follow weights that another observer may still change
         run.observe(Averaging(average))
 
     # Proof that the optimizer averages over the ranks.
-    proof = prove_averaging(lambda plain: distribute(work, plain), contributions="sum")
+    proof = prove_averaging(run.optimizer, contributions="sum")
 
     # The run directory, and the state to begin with.
-    fixed = facts.must_match(work, given, schedule, kernels)
-    course = run_dir.course_of(work.settings, fixed)
-    run.run_dir, newest = collectives.on_root(lambda: run_dir.claim(work.settings, course))
+    must_match = facts.must_match(work, given, schedule, kernels)
+    compared = run_dir.compared(work.settings, must_match)
+    run.run_dir, newest = collectives.on_root(lambda: run_dir.claim(work.settings, compared))
     if world.is_root:
         run.checkpoints = Checkpoints(run.run_dir / "checkpoints", run.state)
+    own_folder = run.run_dir if world.is_root else None
+    run.report_to(Reporter(own_folder, terminal.is_watched(), run.dataset, work.settings.quiet))
     source = _restore(run, newest)
     published = facts.published(work)
-    record = {**fixed, **facts.of_run(run, published), "net": net, "job": environment.starts_of_job()}
+    record = {**must_match, **facts.of_run(run, published), "net": net, "job": environment.starts_of_job()}
     if newest:
         collectives.on_root(lambda: user_files.refuse_other_net(settings, record))
     modules = user_files.modules_of(work.settings, [*objects, *given.callbacks])
     record["code"] = collectives.on_root(lambda: user_files.keep(run.run_dir, modules, of_course))
-    named = work.settings.model_copy(update={"dataset": fixed["dataset"]})
+    named = work.settings.model_copy(update={"dataset": must_match["dataset"]})
     collectives.on_root(lambda: run_dir.record(run.run_dir, named, work.plan, record))
 
     # Lines about the run, and its steps.
     lines = [*facts.describe(run), *([facts.NOT_PUBLISHED] if published is False else [])]
-    run.report_to(
-        Reporter(run.run_dir if world.is_root else None, terminal.is_watched(), run.dataset, work.settings.quiet), lines
-    )
+    run.introduce(lines)
     run.say(f"start-up proof: {proof}")
     run.say(f"run directory {run.run_dir}")
     if newest is not None:
@@ -148,26 +142,17 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
     return Trainer(run, TrainStep(step_of, work.sizes, schedule, work.plan))
 
 
-def _build(work: Work, world: World, progress: Progress) -> tuple[Run, list[Any]]:
+def _build(work: Work, world: World, schedule: Schedule, progress: Progress) -> tuple[Run, list[Any]]:
     """The run with a new net and optimizer, and the averages of its weights.
 
     Raises:
         UserError: where the net and the settings do not fit.
     """
     net = make_net(work)
-    for layer in local_layers(net.model):
-        if getattr(layer, "synchronized", False):
-            raise UserError(
-                f"--model {work.model.name}: its layer {layer.name} has synchronized=True, which means tf.distribute; "
-                "give --sync-batch-norm, or take it out"
-            )
     weights, recipe = net.model.trainable_variables, work.recipe
-    schedule = make_schedule(work.settings, recipe, work.plan)
     optimizer = make_optimizer(work, net, schedule(0))
-    state = TrainState(
-        net.model, optimizer, (work.settings.seed, work.plan.global_batch_size, work.plan.examples)
-    )
-    if not work.settings.virtual_shards:  # whose steps average them
+    state = TrainState(net.model, optimizer, (work.settings.seed, work.plan.global_batch_size, work.plan.examples))
+    if not work.settings.virtual_shards:  # with them each step averages the statistics itself
         state.keep_own(local_statistics(net.model))
     averages: list[Any] = []
     if recipe.lookahead:
@@ -179,40 +164,21 @@ def _build(work: Work, world: World, progress: Progress) -> tuple[Run, list[Any]
     return Run(work, net, optimizer, state, world, Ranks(), schedule, progress), averages
 
 
-def _evaluator(run: Run, averages: list[Any]) -> Evaluator:
-    work = run.work
-    parts = {
-        part: make_evaluator(run.model, work.dataset, work.transforms, run.world, None, part)
-        for part in ("test", "validation")
-        if getattr(work.dataset, part)
-    }
-    return Evaluator(parts, next((one for one in averages if isinstance(one, MovingAverage)), None))
-
-
-def _callback(spec: str) -> Any:
-    found = user_code.load(spec, "--callbacks")
-    return collectives.on_every_rank(lambda: _made(found, spec)) if isinstance(found, type) else found
-
-
-def _made(kind: type, spec: str) -> Any:
-    with user_code.errors_of(f"--callbacks {spec}, called without arguments"):
-        return kind()
-
-
 def _restore(run: Run, newest: Path | None) -> str:
     """Give all ranks the newest state, and return where it came from; "": it is the initial one. A collective."""
-    state, own, checkpoints = run.state, run.run_dir / "checkpoints", run.checkpoints
+    state, checkpoints = run.state, run.checkpoints
     if newest is not None:
         collectives.on_root(lambda: checkpoints.restore(newest) if checkpoints else None)
-    state.share()
+    state.broadcast()
     on_disk = int(state.step.numpy())
-    saved_step = on_disk if newest is not None and newest.parent == own else -1
-    sources = [str(newest or ""), *filter(None, run.tell("on_restore"))]
+    is_own = newest is not None and newest.parent == run.run_dir / "checkpoints"
+    saved_step = on_disk if is_own else -1
+    newer = list(filter(None, run.tell("on_restore")))
     finish_all(run.model)
     state.draw_apart(run.world.rank)
     run.progress.begin(int(state.step.numpy()), saved_step)
     state.restored(saved_step)
-    return sources[-1]
+    return newer[-1] if newer else str(newest or "")
 
 
 class Trainer:
@@ -267,7 +233,7 @@ class Trainer:
 
     def _stop_where_asked(self) -> None:
         run, progress = self.run, self.run.progress
-        # A request that was noticed after `Checkpointer` waits for a step.
+        # A request that comes after this step was saved is served after the next step.
         if progress.stop_requested and progress.saved_step == run.step and run.step < run.total_steps:
             run.warn(
                 f"stopped after step {run.step}; {progress.kept}; to go on, give the same "
@@ -287,8 +253,10 @@ class Trainer:
                 with run.reporter.progress(run.step, course):
                     yield requests
             except BaseException as failure:
-                how = {"how": "stopped"} if isinstance(failure, Preempted) else {"how": "failed", "why": _why(failure)}
-                run.reporter.mark("end", step=run.step, **how)
+                if isinstance(failure, Preempted):
+                    run.reporter.mark("end", step=run.step, how="stopped")
+                else:
+                    run.reporter.mark("end", step=run.step, how="failed", why=facts.why_failed(failure))
                 raise
             else:
                 run.reporter.mark("end", step=run.step, how="complete")
@@ -314,14 +282,5 @@ def batches_of(work: Work, world: World, first_step: int) -> Iterator[list[Micro
         device=world.device if "GPU" in world.device else "",
     )
     elements = iter(batches)
-    while step := list(read_batches(islice(elements, work.sharding.micro_batches))):
+    while step := list(islice(elements, work.sharding.micro_batches)):
         yield step
-
-
-def _why(failure: BaseException) -> str:
-    """Why a run failed, in one line for its record."""
-    if isinstance(failure, (UserError, TrainingError)):
-        return " ".join(str(failure).split())[:LONGEST_WHY]
-    if words := lost_rank(failure):
-        return f"another rank is lost ({words})"
-    return f"{type(failure).__name__}: {reason_of(failure)}"

@@ -38,6 +38,19 @@ def load(spec: str, option: str) -> Any:
     return collectives.on_every_rank(lambda: _object(place, name, text, f"{option} {spec}"))
 
 
+def callback(spec: str) -> Any:
+    """The callback that --callbacks names: an object, or a class that is called without arguments. A collective."""
+    found = load(spec, "--callbacks")
+    if not isinstance(found, type):
+        return found
+
+    def made() -> Any:
+        with errors_of(f"--callbacks {spec}, called without arguments"):
+            return found()
+
+    return collectives.on_every_rank(made)
+
+
 def load_alone(spec: str, option: str) -> Any:
     """As `load`, in a single process and without collectives."""
     place, _, name = spec.rpartition(":")
@@ -57,6 +70,8 @@ def _read(file: Path, what: str) -> str:
 
 def _object(place: str, name: str, text: str | None, what: str) -> Any:
     with errors_of(what):
+        if text is None:
+            _search_after_installed(Path.cwd())
         module = importlib.import_module(place) if text is None else _module_of(Path(place), text)
     if not hasattr(module, name):
         public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
@@ -86,6 +101,11 @@ def leave_while_loading() -> None:
     """End the run of a program's file that is loaded for an object in it: a net is defined before it is trained."""
     if _loads:
         raise _Loaded
+
+
+def _search_after_installed(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 # By the name under which a module is imported, or the path of a FILE.py: where the file was, and its text.
@@ -158,8 +178,7 @@ def _module_of(file: Path, text: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, file, loader=_Text(str(file), text))
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
+    _search_after_installed(file.parent)
     sys.modules[name] = module
     _texts[str(file)] = text
     _loads.append(name)

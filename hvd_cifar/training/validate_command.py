@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,12 +24,13 @@ SECONDS_BETWEEN_LOOKS = 0.5
 
 def validate_run(settings: ValidateSettings) -> None:
     """Evaluate each newest snapshot on all ranks of this job, until a signal ends it."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, _end)
     with session() as world:
         lock, evaluate = None, None
         while True:
             if world.is_root:
                 lock = lock or snapshots.follow(settings.run_dir)
+                snapshots.show_life(settings.run_dir)
             path = collectives.broadcast_object(snapshots.take(settings.run_dir) if lock else None)
             if path is None:
                 time.sleep(SECONDS_BETWEEN_LOOKS)  # on every rank: waiting in a collective would keep a core busy
@@ -41,6 +41,14 @@ def validate_run(settings: ValidateSettings) -> None:
             if world.is_root and found:
                 with contextlib.suppress(OSError):  # training has returned to an earlier step, and removed the snapshot
                     snapshots.answer(path, found)
+
+
+class _Ended(SystemExit):
+    """The launcher ends this job: training is done."""
+
+
+def _end(*_: object) -> None:
+    raise _Ended(0)
 
 
 def _evaluator(run_dir: Path, world: World) -> Callable[[Path], Evaluation | None]:

@@ -22,7 +22,7 @@ from hvd_cifar.distributed.optimizer import reduction_of
 from hvd_cifar.errors import UserError, cause_of
 from hvd_cifar.models import Model, Net
 from hvd_cifar.models.recipe import Recipe
-from hvd_cifar.runtime.world import World, native_precision
+from hvd_cifar.runtime.world import World
 from hvd_cifar.training import random_layers, run_dir, user_code
 from hvd_cifar.training.callbacks import Callback
 from hvd_cifar.training.plan import Plan, changed, global_batch, plan, precision_of, resolve, set_precision
@@ -166,10 +166,10 @@ def transforms_of(settings: TrainSettings, recipe: Recipe, dataset: Dataset) -> 
 
 
 def for_machines(settings: TrainSettings, world: World) -> TrainSettings:
-    """Settings with a precision: if none is given, the one that all ranks' devices are fast in. A collective."""
+    """Settings with a precision: if none is given, the one that all ranks' devices are fast in."""
     if settings.precision is not None:
         return settings
-    everywhere = set(collectives.all_gather_object(native_precision(world)))
+    everywhere = {facts.precision for facts in world.ranks}
     return settings.model_copy(update={"precision": everywhere.pop() if len(everywhere) == 1 else "float32"})
 
 
@@ -228,6 +228,12 @@ def _refuse_layers(settings: TrainSettings, net: Net) -> None:
             name = f"{layers[0].name} ({type(layers[0]).__name__})"
             given = config.option_name(option)
             raise UserError(f"{given}: the net has the layer {name}: {why}; leave the option out, or {remedy}")
+    for layer in local_layers(net.model):
+        if getattr(layer, "synchronized", False):
+            raise UserError(
+                f"--model {settings.model}: its layer {layer.name} has synchronized=True, which means tf.distribute; "
+                "give --sync-batch-norm, or take it out"
+            )
     for variable in net.model.trainable_variables:
         if variable.overwrite_with_gradient:
             raise UserError(

@@ -85,13 +85,12 @@ def test_the_five_steps(bare: Cluster, packages: Path) -> None:
         assert (host.files / "checkout" / ".venv" / "bin" / "mpirun").exists()
         assert (host.files / "checkout" / "hvd_cifar" / "cli.py").exists()
 
-    runs = {name: checkout / "runs" / name for name in ("cluster", "gloo", "ring")}
+    runs = {name: checkout / "runs" / name for name in ("cluster", "ring")}
     for run_dir in runs.values():
         assert recorded(run_dir)["hosts"] == ["node1", "node2", "node3"]
         assert len(losses(run_dir)) == 2  # of 20 steps, a line every 10
     assert {name: recorded(run_dir)["algorithm"] for name, run_dir in runs.items()} == {
         "cluster": "ring",
-        "gloo": "ring",
         "ring": "ring",
     }
     measured = next(done.stdout for command, done in said.items() if "benchmark allreduce" in command)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hvd_cifar.data import replicate
-from hvd_cifar.data.replicate import File
+from hvd_cifar.data.place import digest_of
 from hvd_cifar.data.synthetic import LAYOUT
+from hvd_cifar.training import sources
 from tests.cluster.hosts import Cluster
 from tests.cluster.jobs import launcher, training, variables
 
@@ -21,8 +21,8 @@ def drawn(embedded: Path) -> Path:
     return embedded / LAYOUT.folder
 
 
-def _files(folder: Path) -> dict[str, File]:
-    return replicate.describe(folder, LAYOUT.files)
+def _files(folder: Path) -> dict[str, str]:
+    return {name: digest_of(folder / name) for name in LAYOUT.files}
 
 
 def _train(hosts: Cluster, data: str, source: str) -> subprocess.CompletedProcess[str]:
@@ -44,7 +44,7 @@ def test_a_host_without_data_is_sent_it(three_hosts: Cluster, drawn: Path) -> No
     done = _train(three_hosts, "data", "auto")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1, done.stderr
-    assert f"node3: {three_hosts.own}/data/{LAYOUT.folder}/{LAYOUT.files[2]} is not rank 0's" in done.stderr
+    assert f"node3: {three_hosts.own}/data/{LAYOUT.folder}/{LAYOUT.files[2]} is damaged or not rank 0's" in done.stderr
     assert not folders[1].exists()
     assert not (three_hosts[0].files / "run-data-auto").exists()
 
@@ -57,4 +57,4 @@ def test_a_host_without_data_is_sent_it(three_hosts: Cluster, drawn: Path) -> No
     assert [_files(path) for path in received] == [expected]
     assert spoilt.read_bytes()[:1] == b"\1"  # what was there stays
     for host in three_hosts:
-        assert not list((host.files / "data").glob(f"{replicate.UNFINISHED}*"))
+        assert not list((host.files / "data").glob(f"{sources.ARRIVING}*"))

@@ -18,26 +18,14 @@ from typing import Any
 
 import pytest
 
-from hvd_cifar.data.cifar import CIFAR10
 from tests.cluster.hosts import Cluster, Host, cluster
 from tests.cluster.jobs import launcher, variables, wait_for
 from tests.ranks import CHECKOUT
 
 SECONDS = 500
 PATIENT = ["--probe-timeout", "200", "--job-timeout", "400"]  # these hosts share few cores
-CLOCK_SHIM = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <time.h>
-int clock_gettime(clockid_t id, struct timespec *now) {
-    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
-    int result = real(id, now);
-    if (id == CLOCK_REALTIME) now->tv_sec += 3600;
-    return result;
-}
-"""
 # Stands for a GPU, which cannot be had here.
-NVIDIA_SMI = "#!/bin/sh\necho 'NVIDIA H200, 570.86.15'\n"
+NVIDIA_SMI = "#!/bin/sh\ncase $1 in -L) echo 'GPU 0: NVIDIA H200 (UUID: GPU-a)' ;; *) echo 570.86.15 ;; esac\n"
 
 
 def _doctor(hosts: Cluster, *words: str | Path) -> tuple[int, dict[str, Any], str]:
@@ -57,50 +45,34 @@ def _found(said: dict[str, Any]) -> dict[str, list[str]]:
     return found
 
 
-def _data(folder: Path) -> None:
-    """A set whose files have the right lengths, and labels."""
-    folder.mkdir()
-    for name in CIFAR10.files:
-        with open(folder / name, "wb") as file:
-            file.truncate(CIFAR10.bytes_of(name))
-
-
-@pytest.mark.parametrize(("kind", "slots"), [("--mpi", (2, 1, 1)), ("--gloo", (2, 1))])
-def test_healthy_hosts_are_well(kind: str, slots: tuple[int, ...], three_hosts: Cluster) -> None:
-    for host in three_hosts:
-        if not (host.files / "data").exists():
-            _data(host.files / "data")
-    options = [kind, "--data-dir", str(three_hosts.own / "data"), "--allreduce", "ring"]
-    code, said, errors = _doctor(three_hosts, "--hostfile", three_hosts.hostfile(*slots), *options)
-    names = [f"node{number + 1}" for number in range(len(slots))]
+def test_healthy_hosts_are_well(three_hosts: Cluster) -> None:
+    code, said, errors = _doctor(three_hosts, "--hostfile", three_hosts.hostfile(2, 1, 1), "--allreduce", "ring")
+    names = ["node1", "node2", "node3"]
     # Hosts that share cores may slow each other's links; nothing else is to be found.
     found = _found(said)
     assert code == 0 and set(found) <= {"links"}, (found, errors)
-    assert len({f["check"] for f in said["findings"]}) == 16
+    assert len({f["check"] for f in said["findings"]}) == 13
     assert said["network"] == {"subnet": "10.77.0.0/24", "cards": dict.fromkeys(names, "eth0")}
     job = said["job"]
     assert job["hosts"] == ["node1", *names]
     pairs = [(link["a"], link["b"]) for link in job["links"]]
     assert pairs == [("node1", "node1"), *combinations(names, 2)]
     assert all(link["wrong_values"] == 0 and link["seconds"] > 0 for link in job["links"])
-    how = (
-        "over gloo (ring; TCP (eth0))" if kind == "--gloo" else "over mpi (ring; TCP (10.77.0.0/24) and shared memory)"
-    )
-    assert how in job["how"]
+    assert "over mpi (ring; TCP (10.77.0.0/24) and shared memory)" in job["how"]
     assert not any(host.processes() for host in three_hosts)
 
 
 def test_this_machine_by_itself(three_hosts: Cluster) -> None:
     """No hosts are given; the table is read, as a person would."""
     first = three_hosts[0]
-    words = ["doctor", "-np", "2", "--dataset", "synthetic", *PATIENT]
+    words = ["doctor", "-np", "2", *PATIENT]
     done = first.run([*launcher(), *words], env=variables(first) | {"COLUMNS": "80"}, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert "FAIL" not in done.stdout
     assert any(re.match(r"job +ok +2 ranks", line) for line in lines)
-    assert any(re.match(r"localhost +\(ranks 0 and 1\) .* right", line) for line in lines)
+    assert any(re.match(r"links +ok +ranks of one host only; .*bit/s", line) for line in lines)
 
 
 def _plant_other_version(host: Host) -> None:
@@ -119,60 +91,31 @@ def _set_for_logins(host: Host, **variables: str) -> None:
     os.kill(host.pid, signal.SIGHUP)  # sshd reads its settings again
 
 
-def _turn_clock(host: Host) -> None:
-    (host.files / "clock.c").write_text(CLOCK_SHIM)
-    command: list[str | Path] = [
-        "cc",
-        "-shared",
-        "-fPIC",
-        "-o",
-        host.files / "clock.so",
-        host.files / "clock.c",
-        "-ldl",
-    ]
-    subprocess.run(command, check=True)
-    _set_for_logins(host, LD_PRELOAD=f"{host.own}/clock.so")
-
-
 def test_planted_faults_are_named(need_hosts: None, tmp_path: Path) -> None:
     with cluster(5, tmp_path / "cluster") as hosts:
         first, second, third, fourth, fifth = hosts
-        for host in hosts:
-            _data(host.files / "data")
         # On the first: too many slots, too little shared memory, a run folder that is not writable.
         first.must("mount", "-o", "remount,size=64k", "/dev/shm")
         (first.files / "runs").mkdir()
         first.must("mount", "--bind", hosts.own / "runs", hosts.own / "runs")
         first.must("mount", "-o", "remount,bind,ro", hosts.own / "runs")
-        # On the second: another version, a clock that is wrong, damaged data, few open files.
+        # On the second: another version, few open files.
         _plant_other_version(second)
-        _turn_clock(second)
-        with open(second.files / "data" / CIFAR10.files[1], "r+b") as file:
-            file.seek(5 * CIFAR10.record_bytes)
-            file.write(b"\x0b")
         subprocess.run(["prlimit", f"--pid={second.pid}", "--nofile=80:80"], check=True)
-        # On the third: a firewall, a full disk, and names that it does not know.
+        # On the third: a firewall, and a full disk.
         third.must("ip", "rule", "add", "sport", "32768-65534", "blackhole")
         (third.files / "tmp").mkdir()
         third.must("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", hosts.own / "tmp")
         _set_for_logins(third, TMPDIR=f"{hosts.own}/tmp")
-        hosts.set_names(third, hosts.names().replace(f"{fourth.address} node4\n", ""))
-        # On the fourth: a slow link, a second card that is down, and another data set.
-        for number, host in enumerate(hosts, 1):
-            hosts.add_interface(host, "ib0", f"10.99.0.{number}/24", connected=True)
-        fourth.must("ip", "link", "set", "ib0", "down")
+        # On the fourth: a slow link.
         hosts.slow(fourth, "10mbit")
-        with open(fourth.files / "data" / CIFAR10.files[5], "r+b") as file:
-            file.write(b"\x01")
-        # On the fifth: an unused GPU, a missing file of the data set, and no name of its own.
+        # On the fifth: an unused GPU.
         (fifth.files / "bin").mkdir()
         (fifth.files / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
         (fifth.files / "bin" / "nvidia-smi").chmod(0o755)
         _set_for_logins(fifth, PATH=f"{hosts.own}/bin:/usr/bin:/bin")
-        (fifth.files / "data" / CIFAR10.files[0]).unlink()
-        hosts.set_names(fifth, hosts.names().replace(f"{fifth.address} node5\n", ""))
 
-        place = ["--data-dir", str(hosts.own / "data"), "--run-dir", str(hosts.own / "runs")]
+        place = ["--run-dir", str(hosts.own / "runs")]
         cores = len(os.sched_getaffinity(0))
         hostfile = hosts.hostfile(cores + 1, 1, 1, 1, 1)
         code, said, errors = _doctor(hosts, "--hostfile", hostfile, *place)
@@ -182,38 +125,24 @@ def test_planted_faults_are_named(need_hosts: None, tmp_path: Path) -> None:
             lines = [line for line in found.pop(check, []) if line.startswith(start)]
             assert len(lines) == 1 and all(part in lines[0] for part in parts), (check, lines, said["findings"])
 
-        assert code == 1
-        assert re.search("a run would fail: ports on node3, versions on node2, .*data on node5", errors), errors
-        assert len(found["data"]) == 3
-        data = sorted(found.pop("data"))
-        assert f"failure node2: {hosts.own}/data/data_batch_2.bin is damaged: record 5 has no valid label" in data[0]
-        assert f"failure node4: {hosts.own}/data/test_batch.bin differs from that of node1" in data[1]
-        assert f"failure node5: {hosts.own}/data/data_batch_1.bin is missing" in data[2]
-        names = found["names"]
-        found["names"] = [line for line in names if "node3" in line.partition(":")[0]]
-        assert any("warning node5: cannot resolve its own name, node5" in line for line in names)
-        is_named(
-            "names", "warning node3: cannot resolve the name node4", f"echo '{fourth.address} node4' >> /etc/hosts"
-        )
+        assert code == 1 and "a run would fail: ports on node3, versions on node2, " in errors, errors
         is_named("cores", "warning node1", f"{cores + 1} slots share {cores} core", f"slots={cores}")
         is_named("shared memory", "warning node1: 64.0 KiB free in /dev/shm", "--shm-size")
         is_named("run folder", f"failure node1: rank 0 cannot write to {hosts.own}/runs: Read-only file system")
         is_named("versions", "failure node2: numpy 2.0.99, not ", f"./run.sh setup --hostfile {hostfile}")
-        clock = re.search(r"node2: its clock is ([\d,]+) s ahead", " ".join(found["clocks"]))
-        assert clock and abs(int(clock[1].replace(",", "")) - 3600) < 30, found["clocks"]
-        is_named("clocks", "warning node2: its clock is", "timedatectl")
         is_named("open files", "failure node2: a process may open 80 files", "nofile")
         others = "node1, node2, node4 and 1 more"
         is_named("ports", f"failure node3: ports are blocked between it and {others}", "ufw allow from 10.77.0.0/24")
         is_named("disk", f"failure node3: nothing can be written to {hosts.own}/tmp: No space left on device")
-        is_named("network", "warning node4: ib0 (10.99.0.4) is down", "ip link set ib0 up")
         is_named(
             "GPUs", "warning node5: 1 GPU, but the environment is for the CPU", f"setup --hostfile {hostfile} --gpu"
         )
         # The job ran on the three hosts that could take part, and found the slow one.
         assert said["job"]["ranks"] == {"node1": min(2, cores + 1), "node4": 1, "node5": 1}
         is_named("job", "warning : it ran without node2, node3")
-        slow = [line for line in found.pop("links") if line.startswith("warning node4: all its links are slow")]
+        slow = [
+            line for line in found.pop("links") if line.startswith("warning node4: slow between it and node1, node5")
+        ]
         assert len(slow) == 1 and "ethtool -S eth0 on node4" in slow[0], said["findings"]
         speeds = {(link["a"], link["b"]): link["bytes_per_second"] * 8 / 1e6 for link in said["job"]["links"]}
         assert speeds["node1", "node4"] < 30 and speeds["node4", "node5"] < 30, speeds
@@ -230,7 +159,7 @@ def test_hosts_that_do_not_answer_are_named(need_hosts: None, tmp_path: Path) ->
         known = (first.files / "known_hosts").read_text().splitlines(keepends=True)
         (first.files / "known_hosts").write_text("".join(line for line in known if "node4" not in line))
         fifth.must("mount", "-t", "tmpfs", "tmpfs", Path(sys.executable).parents[1])
-        options: list[str | Path] = ["--hostfile", hosts.hostfile(1, 1, 1, 1, 1), "--dataset", "synthetic"]
+        options: list[str | Path] = ["--hostfile", hosts.hostfile(1, 1, 1, 1, 1)]
         code, said, _ = _doctor(hosts, *options)
         assert code == 1
         found = _found(said)
@@ -245,7 +174,7 @@ def test_hosts_that_do_not_answer_are_named(need_hosts: None, tmp_path: Path) ->
 
 
 def test_a_job_that_takes_too_long_is_ended_everywhere(three_hosts: Cluster) -> None:
-    words: list[str | Path] = ["--hostfile", three_hosts.hostfile(1, 1), "--dataset", "synthetic", "--job-timeout", "2"]
+    words: list[str | Path] = ["--hostfile", three_hosts.hostfile(1, 1), "--job-timeout", "2"]
     code, said, errors = _doctor(three_hosts, *words)
     assert code == 1
     assert _found(said)["job"][0].startswith("failure : no end within 2 s"), said["findings"]
@@ -256,7 +185,7 @@ def test_a_job_that_takes_too_long_is_ended_everywhere(three_hosts: Cluster) -> 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_doctor_leaves_nothing(number: signal.Signals, three_hosts: Cluster) -> None:
     first = three_hosts[0]
-    words = [*launcher(), "doctor", *PATIENT, "--dataset", "synthetic", "-H", "node1:1,node2:1"]
+    words = [*launcher(), "doctor", *PATIENT, "-H", "node1:1,node2:1"]
     process = first.start(words, env=variables(first), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     there = three_hosts[1]
     wait_for(lambda: there.processes("doctor-job") or process.poll() is not None, "the job", 300)

@@ -17,13 +17,13 @@ from tests.cluster.jobs import launcher, training, variables, wait_for
 LATEST = 30  # s from the time-out to the end
 
 
-@pytest.mark.parametrize(("kind", "fault"), [("--mpi", Cluster.mute), ("--gloo", Cluster.cut)])
+@pytest.mark.parametrize("fault", [Cluster.mute, Cluster.cut])
 def test_a_host_that_cannot_be_reached(
-    kind: str, fault: Callable[[Cluster, Host], None], two_hosts: Cluster, embedded: Path, tmp_path: Path
+    fault: Callable[[Cluster, Host], None], two_hosts: Cluster, embedded: Path, tmp_path: Path
 ) -> None:
     first, second = two_hosts
     endless = ["--max-steps", "1000000", "--stall-seconds", "4", "--overlap", "auto"]
-    words: list[str | Path] = [*launcher(), kind, "--hostfile", two_hosts.hostfile(1, 1)]
+    words: list[str | Path] = [*launcher(), "--hostfile", two_hosts.hostfile(1, 1)]
     words += training(embedded, tmp_path / "run", *endless)
     output = tmp_path / "output"
     with output.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Jobs over hosts that share nothing but ssh, by mpirun and by Gloo: results, output, exit codes, and nothing left."""
+"""Jobs over hosts that share nothing but ssh, by mpirun: results, output, exit codes, and nothing left."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from hvd_cifar.errors import RESUME
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.jobs import launcher, losses, recorded, training, variables, wait_for
 
-LAUNCHERS = ["--mpi", "--gloo"]
 EXACT = ["--precision", "float64", "--threads-per-rank", "1"]
-# Without the watchdog: mpirun and Gloo notice a lost host by themselves.
+# Without the watchdog: mpirun notices a lost host by itself.
 ENDLESS = ["--max-steps", "1000000", "--checkpoint-every", "1000000", "--stall-seconds", "0"]
 
 
@@ -44,13 +43,9 @@ def alone(three_hosts: Cluster, data: Path) -> list[float]:
     return losses(three_hosts[0].files / "alone")
 
 
-@pytest.mark.parametrize(("kind", "slots"), [("--mpi", (2, 1, 1)), ("--gloo", (2, 1))])
-def test_hosts_with_uneven_slots_train_as_one(
-    kind: str, slots: tuple[int, ...], three_hosts: Cluster, data: Path, alone: list[float]
-) -> None:
-    first = three_hosts[0]
-    name = f"together{kind}"
-    words: list[str | Path] = ["-np", str(sum(slots)), "--hostfile", three_hosts.hostfile(*slots), kind]
+def test_hosts_with_uneven_slots_train_as_one(three_hosts: Cluster, data: Path, alone: list[float]) -> None:
+    first, name, slots = three_hosts[0], "together", (2, 1, 1)
+    words: list[str | Path] = ["-np", str(sum(slots)), "--hostfile", three_hosts.hostfile(*slots)]
     done = _launch(first, [*words, *training(data, three_hosts.own / name, *EXACT)])
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -59,7 +54,7 @@ def test_hosts_with_uneven_slots_train_as_one(
     facts = recorded(first.files / name)
     assert facts["hosts"] == [f"node{i}" for i, count in enumerate(slots, 1) for _ in range(count)]
     assert facts["local_ranks"] == [rank for count in slots for rank in range(count)]
-    assert facts["controller"] == kind.removeprefix("--")
+    assert facts["controller"] == "mpi"
     found = losses(first.files / name)
     assert len(found) == 4
     assert found == pytest.approx(alone, rel=1e-12)
@@ -67,16 +62,16 @@ def test_hosts_with_uneven_slots_train_as_one(
 
 
 @pytest.fixture
-def endless(three_hosts: Cluster, data: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+def endless(three_hosts: Cluster, data: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
     """Start a job that would not end, and return when it has made steps.
 
     Its launcher has no rank beside it, so that no rank learns of its end from another one.
     """
     output = three_hosts.folder / "output"
 
-    def start(kind: str) -> subprocess.Popen[bytes]:
-        words: list[str | Path] = [*launcher(), "-H", "node2:1,node3:1", kind]
-        words += training(data, three_hosts.own / f"endless{kind}", "--resume", "never", *ENDLESS)
+    def start() -> subprocess.Popen[bytes]:
+        words: list[str | Path] = [*launcher(), "-H", "node2:1,node3:1"]
+        words += training(data, three_hosts.own / "endless", "--resume", "never", *ENDLESS)
         with output.open("wb") as file:
             process = three_hosts[0].start(words, env=variables(three_hosts[0]), stdout=file, stderr=file)
         wait_for(lambda: b"step 2, loss" in output.read_bytes() or process.poll() is not None, "step 2", 300)
@@ -87,33 +82,28 @@ def endless(three_hosts: Cluster, data: Path) -> Iterator[Callable[[str], subpro
     yield start
     for host in three_hosts:
         host.kill_all()
-        subprocess.run(["rm", "-rf", *host.files.glob("endless*")], check=True)
+        subprocess.run(["rm", "-rf", *host.files.glob("endless")], check=True)
 
 
-@pytest.mark.parametrize("kind", LAUNCHERS)
-def test_a_killed_rank_ends_the_job_on_all_hosts(kind: str, three_hosts: Cluster, endless: Any) -> None:
-    process = endless(kind)
-    ranks = [p for p in three_hosts[2].processes("-m hvd_cifar train") if "guard" not in " ".join(p.cmdline())]
-    ranks = [p for p in ranks if p.name().startswith("python")]
+def test_a_killed_rank_ends_the_job_on_all_hosts(three_hosts: Cluster, endless: Any) -> None:
+    process = endless()
+    ranks = [p for p in three_hosts[2].processes("-m hvd_cifar train") if p.name().startswith("python")]
     assert len(ranks) == 1
     ranks[0].kill()
     assert process.wait(60) == 128 + signal.SIGKILL
     wait_for(lambda: not any(host.processes() for host in three_hosts), "all processes to end", 30)
-    if kind == "--mpi":
-        said = (three_hosts.folder / "output").read_text()
-        assert re.search(r"(?m)^hvd_cifar: rank 1 on node3 was ended by signal 9 \(Killed\)", said), said
+    said = (three_hosts.folder / "output").read_text()
+    assert re.search(r"(?m)^hvd_cifar: rank 1 on node3 was ended by signal 9 \(Killed\)", said), said
 
 
-@pytest.mark.parametrize("kind", LAUNCHERS)
-def test_a_host_that_is_cut_off_ends_the_job_on_both_sides(kind: str, three_hosts: Cluster, endless: Any) -> None:
+def test_a_host_that_is_cut_off_ends_the_job_on_both_sides(three_hosts: Cluster, endless: Any) -> None:
     """No connection is closed: only the missing answers show that the host is gone."""
-    process = endless(kind)
+    process = endless()
     three_hosts.cut(three_hosts[2])
     try:
         code, said = process.wait(120), (three_hosts.folder / "output").read_text()
         assert code not in (0, 2), said
-        named = {"--mpi": "hvd_cifar: node3 is lost", "--gloo": "hvd_cifar: rank 0 lost another rank"}
-        assert named[kind] in said
+        assert "hvd_cifar: node3 is lost" in said
         wait_for(lambda: not any(host.processes() for host in three_hosts), "all processes to end")
     finally:
         three_hosts.restore(three_hosts[2])
@@ -123,25 +113,21 @@ def test_a_host_that_is_cut_off_ends_the_job_on_both_sides(kind: str, three_host
             one.must(sys.executable, "-c", reach, other.address)
 
 
-@pytest.mark.parametrize("kind", LAUNCHERS)
-def test_ctrl_c_leaves_nothing_on_any_host(kind: str, three_hosts: Cluster, endless: Any) -> None:
-    """mpirun takes the request to all hosts. Over Gloo guards do when their ssh session ends, and rank 0's words go."""
-    process = endless(kind)
+def test_ctrl_c_leaves_nothing_on_any_host(three_hosts: Cluster, endless: Any) -> None:
+    """mpirun takes the request to all hosts."""
+    process = endless()
     starts = three_hosts[0].processes("-m hvd_cifar.launch -H")
     assert len(starts) == 1
     starts[0].send_signal(signal.SIGINT)
     assert process.wait(60) == RESUME
-    assert kind == "--gloo" or "stopped after step" in (three_hosts.folder / "output").read_text()
+    assert "stopped after step" in (three_hosts.folder / "output").read_text()
     wait_for(lambda: not any(host.processes() for host in three_hosts), "all processes to end", 30)
     assert "Traceback" not in (three_hosts.folder / "output").read_text()
 
 
 def test_a_killed_launcher_leaves_nothing_on_any_host(three_hosts: Cluster, endless: Any) -> None:
-    """Nobody is left to tell ranks on other hosts: MPI's daemons see that mpirun is gone.
-
-    Gloo's guards see that ssh is, as after Ctrl-C.
-    """
-    process = endless("--mpi")
+    """Nobody is left to tell ranks on other hosts: MPI's daemons see that mpirun is gone."""
+    process = endless()
     three_hosts[0].kill_all()
     process.wait(60)
     wait_for(lambda: not any(host.processes() for host in three_hosts), "all processes to end", 30)
@@ -149,7 +135,7 @@ def test_a_killed_launcher_leaves_nothing_on_any_host(three_hosts: Cluster, endl
 
 RANK_SCRIPT = """
 import os, sys, time
-rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["HOROVOD_RANK"]
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
 os.write(1, f"out of {rank}\\npart".encode())
 os.write(2, f"error of {rank} on {os.uname().nodename}\\n".encode())
 time.sleep(1)
@@ -158,23 +144,22 @@ sys.exit(5 if rank == "2" else 0)
 """
 DRIVER = """
 import os, sys
-from hvd_cifar.launch import job, starters
-ready = starters.Ready(sys.argv[2:], dict(os.environ), sys.argv[1].split(","))
-sys.exit(starters.start(ready, job.Job(can_stop=False)))
+from hvd_cifar.launch import job, start
+ready = start.Ready(sys.argv[2:], dict(os.environ), sys.argv[1].split(","))
+sys.exit(start.start(ready, job.Job(can_stop=False)))
 """
 
 
-@pytest.mark.parametrize("kind", LAUNCHERS)
-def test_the_printed_command_works_and_its_output_is_told_apart(kind: str, three_hosts: Cluster, data: Path) -> None:
+def test_the_printed_command_works_and_its_output_is_told_apart(three_hosts: Cluster, data: Path) -> None:
     """The command of --dry-run, with a small program instead of the training."""
     first = three_hosts[0]
     train = training(data, three_hosts.own / "never")
-    done = _launch(first, ["--dry-run", "--hostfile", three_hosts.hostfile(1, 1, 1), kind, *train])
+    done = _launch(first, ["--dry-run", "--hostfile", three_hosts.hostfile(1, 1, 1), *train])
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
     assert not (first.files / "never").exists()
     assert done.stdout.endswith(f" -m hvd_cifar {shlex.join(train)}\n")
     words = shlex.split(done.stdout)
-    assert words.count("10.77.0.0/24") == (2 if kind == "--mpi" else 1)
+    assert words.count("10.77.0.0/24") == 2
     words = [*words[: -len(train) - 2], "-c", RANK_SCRIPT]
     done = first.run(["env", *words], env=variables(first))
     assert sorted(re.findall(r"error of \d on node\d", done.stdout + done.stderr)) == [
@@ -197,17 +182,14 @@ print(os.uname().nodename, os.getcwd(), "elsewhere" in "".join(sys.path), sys.ar
 """
 
 
-@pytest.mark.parametrize("kind", LAUNCHERS)
-def test_a_users_own_program_runs_in_the_same_folder_on_every_host(
-    kind: str, three_hosts: Cluster, tmp_path: Path
-) -> None:
+def test_a_users_own_program_runs_in_the_same_folder_on_every_host(three_hosts: Cluster, tmp_path: Path) -> None:
     """Modules of the folder can be imported there, and what PYTHONPATH names."""
     first, folder = three_hosts[0], tmp_path / "my project"
     (folder / "mine").mkdir(parents=True)
     (folder / "mine" / "where.py").write_text(WHERE)
     env = variables(first)
     env["PYTHONPATH"] += ":/elsewhere"
-    words = ["-H", "node1:1,node2:1", kind, "python", "-m", "mine.where", "a b"]
+    words = ["-H", "node1:1,node2:1", "python", "-m", "mine.where", "a b"]
     script = f"cd {shlex.quote(str(folder))} && exec {shlex.join([*launcher(), *words])}"
     done = first.run(["sh", "-c", script], env=env)
     assert done.returncode == 0, done.stderr
@@ -216,18 +198,17 @@ def test_a_users_own_program_runs_in_the_same_folder_on_every_host(
     ]
 
 
-@pytest.mark.parametrize("kind", LAUNCHERS)
-def test_hosts_are_told_apart_by_their_whole_names(kind: str, three_hosts: Cluster) -> None:
+def test_hosts_are_told_apart_by_their_whole_names(three_hosts: Cluster) -> None:
     """Names that begin alike, and mean nothing without their domains."""
     first, names = three_hosts[0], ("gpu.east.example", "gpu.west.example")
     known = (first.files / "known_hosts").read_text()
     key = known.split(maxsplit=1)[1].splitlines()[0]
     (first.files / "known_hosts").write_text(f"{known}{','.join(names)} {key}\n")
     lines = "".join(f"{host.address} {name}\n" for host, name in zip(list(three_hosts)[1:], names, strict=True))
-    for host in three_hosts:  # Gloo needs each host's own name also
+    for host in three_hosts:
         three_hosts.set_names(host, f"127.0.0.1 localhost\n{host.address} {host.name}\n{lines}")
     try:
-        done = _launch(first, ["-H", ",".join(f"{name}:1" for name in names), kind, "python", "-c", WHERE])
+        done = _launch(first, ["-H", ",".join(f"{name}:1" for name in names), "python", "-c", WHERE])
     finally:
         for host in three_hosts:
             three_hosts.set_names(host, three_hosts.names())
@@ -275,12 +256,11 @@ def test_csh_may_be_the_login_shell(three_hosts: Cluster, tmp_path: Path) -> Non
     assert sorted(line.split()[4] for line in done.stderr.splitlines()) == ["node1", "node2"]
 
 
-@pytest.mark.parametrize("kind", LAUNCHERS)
-def test_a_folder_that_other_hosts_lack_is_no_fault(kind: str, three_hosts: Cluster) -> None:
-    """Ranks there start where a login does, as MPI and horovodrun have it."""
+def test_a_folder_that_other_hosts_lack_is_no_fault(three_hosts: Cluster) -> None:
+    """Ranks there start where a login does, as MPI has it."""
     first = three_hosts[0]
     (first.files / "only here").mkdir(exist_ok=True)
-    words = ["-H", "node1:1,node2:1", kind, "python", "-c", WHERE]
+    words = ["-H", "node1:1,node2:1", "python", "-c", WHERE]
     script = f"cd {shlex.quote(str(three_hosts.own / 'only here'))} && exec {shlex.join([*launcher(), *words])}"
     done = first.run(["sh", "-c", script], env=variables(first))
     assert done.returncode == 0, done.stderr

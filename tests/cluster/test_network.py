@@ -38,27 +38,14 @@ def test_cards_that_lead_nowhere_are_not_taken(two_hosts: Cluster) -> None:
             host.must("ip", "link", "del", card)
 
 
-def test_gloo_and_nccl_are_told_each_hosts_own_card(two_hosts: Cluster) -> None:
-    """The same network under different names of cards."""
-    for host, name, number in zip(two_hosts, ("fast0", "ens9"), (1, 2), strict=True):
-        two_hosts.add_interface(host, name, f"10.3.0.{number}/24", connected=True)
-    guard = [sys.executable, "-m", "hvd_cifar.launch.cluster.guard", "10.3.0.0/24", str(two_hosts.own)]
-    program = [*guard, "sh", "-c", "echo $HOROVOD_GLOO_IFACE $NCCL_SOCKET_IFNAME; exit 7"]
-    for host, name in zip(two_hosts, ("fast0", "ens9"), strict=True):
-        done = host.run(program, env=variables(host))
-        assert (done.returncode, done.stdout) == (7, f"{name} ={name}\n"), done.stderr
-        host.must("ip", "link", "del", name)
-
-
 def test_ports_that_mpi_listens_at_are_tried_for_mpi(two_hosts: Cluster) -> None:
-    """A firewall that lets the system's usual ports through: enough for Gloo."""
+    """A firewall that lets the system's usual ports through: not enough for MPI."""
     rule = ["sport", "1024-1200", "blackhole"]
     two_hosts[1].must("ip", "rule", "add", *rule)
-    done = {kind: _dry_run(two_hosts, kind, "train") for kind in ("--mpi", "--gloo")}
+    done = _dry_run(two_hosts, "train")
     two_hosts[1].must("ip", "rule", "del", *rule)
-    assert done["--mpi"].returncode == 2
-    assert "node1 cannot reach node2 at 10.77.0.2, port 1024 (eth0, 10.77.0.0/24)" in done["--mpi"].stderr
-    assert done["--gloo"].returncode == 0, done["--gloo"].stderr
+    assert done.returncode == 2
+    assert "node1 cannot reach node2 at 10.77.0.2, port 1024 (eth0, 10.77.0.0/24)" in done.stderr
 
 
 def test_unused_gpus_of_another_host_are_told(two_hosts: Cluster) -> None:
@@ -72,14 +59,13 @@ def test_unused_gpus_of_another_host_are_told(two_hosts: Cluster) -> None:
     before = settings.read_text()
     settings.write_text(f"{before}SetEnv PATH={two_hosts.own}/bin:/usr/bin:/bin\n")
     os.kill(second.pid, signal.SIGHUP)  # sshd reads its settings again
-    done = {kind: _dry_run(two_hosts, kind, "train") for kind in ("--mpi", "--gloo")}
+    done = _dry_run(two_hosts, "train")
     alone = _dry_run(two_hosts, "-np", "1", "train")  # on the first host
     settings.write_text(before)
     os.kill(second.pid, signal.SIGHUP)
-    for of_kind in done.values():
-        assert (of_kind.returncode, of_kind.stderr.count("\n")) == (0, 1), of_kind.stderr
-        assert "GPUs stay unused (1 on node2)" in of_kind.stderr
-        assert of_kind.stderr.endswith("to use them: ./run.sh setup --gpu --hostfile FILE\n")
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
+    assert "GPUs stay unused (1 on node2)" in done.stderr
+    assert done.stderr.endswith("to use them: ./run.sh setup --gpu --hostfile FILE\n")
     assert (alone.returncode, alone.stderr) == (0, "")
 
 
@@ -88,7 +74,6 @@ FAULTS = {
     "host key": "ssh node2: its key is not known here",
     "name": "ssh node2: no such name",
     "sshd": "ssh node2: no sshd there",
-    "own name": "node2 cannot resolve its own name, 'node2', and Gloo would crash there: add the line '10.77.0.2",
     "environment": "node2 has no environment like this one",
 }
 
@@ -102,7 +87,6 @@ def test_what_is_wrong_is_told_in_one_line(fault: str, two_hosts: Cluster) -> No
         "host key": first.files / "known_hosts",
         "name": first.files / "hosts",
         "sshd": first.files / "ssh" / "ssh_config",
-        "own name": second.files / "hosts",
     }
     if fault == "environment":
         second.must("mount", "-t", "tmpfs", "tmpfs", venv)
@@ -110,7 +94,7 @@ def test_what_is_wrong_is_told_in_one_line(fault: str, two_hosts: Cluster) -> No
         before = changed[fault].read_text()
         others = [line for line in before.splitlines(keepends=True) if "node2" not in line]
         changed[fault].write_text(f"{before}  Port 2\n" if fault == "sshd" else "".join(others[: fault != "key"]))
-    done = _dry_run(two_hosts, "--gloo", "train")
+    done = _dry_run(two_hosts, "train")
     if fault == "environment":
         second.must("umount", venv)
     else:

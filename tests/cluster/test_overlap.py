@@ -57,10 +57,10 @@ with session(1) as world:
 """
 
 
-@pytest.mark.parametrize(("kind", "slots"), [("--mpi", (2, 2)), ("--gloo", (3, 3)), ("--mpi", (2, 1))])
-def test_bytes_cross_a_host_s_link_once(kind: str, slots: tuple[int, int], two_hosts: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("slots", [(2, 2), (2, 1)])
+def test_bytes_cross_a_host_s_link_once(slots: tuple[int, int], two_hosts: Cluster, tmp_path: Path) -> None:
     """The least that a host can send is 2 (H - 1) / H of the message; a single ring over 4 ranks sends 50% more."""
-    said = _reduce(two_hosts, kind, slots, tmp_path / "program.py", PROGRAM)
+    said = _reduce(two_hosts, slots, tmp_path / "program.py", PROGRAM)
     (counts,) = re.findall(r"^sent ([\d ]+)$", said, re.MULTILINE)
     sent = [int(count) for count in counts.split()]
     same_on_each = len(set(slots)) == 1
@@ -71,9 +71,9 @@ def test_bytes_cross_a_host_s_link_once(kind: str, slots: tuple[int, int], two_h
     assert all(least < count < 1.06 * least for count in sent), [count / least for count in sent]
 
 
-def _reduce(hosts: Cluster, kind: str, slots: tuple[int, int], program: Path, text: str) -> str:
+def _reduce(hosts: Cluster, slots: tuple[int, int], program: Path, text: str) -> str:
     program.write_text(text)
-    words: list[str | Path] = [*launcher(), "--hostfile", hosts.hostfile(*slots), kind, "python", program]
+    words: list[str | Path] = [*launcher(), "--hostfile", hosts.hostfile(*slots), "python", program]
     done = hosts[0].run(words, env=variables(hosts[0]), timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -82,7 +82,7 @@ def _reduce(hosts: Cluster, kind: str, slots: tuple[int, int], program: Path, te
 def test_a_rank_that_must_not_sleep_keeps_all_awake(two_hosts: Cluster, tmp_path: Path) -> None:
     """As where one host has GPUs: ranks that wait in different ways would wait for each other for ever."""
     own = "import os, socket\nos.environ['HOROVOD_SHARES_CORE'] = str(int(socket.gethostname() == 'node1'))\n"
-    _reduce(two_hosts, "--mpi", (1, 1), tmp_path / "program.py", own + PROGRAM)
+    _reduce(two_hosts, (1, 1), tmp_path / "program.py", own + PROGRAM)
 
 
 def test_a_slow_link_gets_buckets(two_hosts: Cluster, embedded: Path) -> None:

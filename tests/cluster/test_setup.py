@@ -57,7 +57,7 @@ def prepared(four_hosts: Cluster) -> Iterator[Cluster]:
     mine = four_hosts[0].files / "checkout"
     (mine / "my-cluster").write_text("node2 slots=1\n")
     (mine / "keys").mkdir()
-    for secret in ("keys/id_ed25519", "id_rsa", "hvd_cifar/launch.pem"):
+    for secret in ("keys/id_ed25519", "id_rsa"):
         (mine / secret).write_text("secret\n")
     (four_hosts[2].files / "checkout" / "README.md").write_text("another\n")
     yield four_hosts
@@ -85,7 +85,7 @@ def test_every_host_is_reported(prepared: Cluster) -> None:
     versions = (sent / everywhere.VERSIONS).read_text()
     assert "numpy==" in versions and "horovod==" not in versions
     assert "--constraint" in (sent / ".venv" / "set-up.log").read_text()
-    assert not [path for path in sent.rglob("*") if path.name in ("id_ed25519", "id_rsa", "cluster.pem")]
+    assert not [path for path in sent.rglob("*") if path.name in ("id_ed25519", "id_rsa")]
 
     # A file that no longer exists here is removed there: an additional file alone has the checkout sent again.
     gone = sent / "hvd_cifar" / "launch" / "gone.py"

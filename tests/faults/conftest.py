@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from tests.faults.jobs import COURSE, start
-
 
 @pytest.fixture(scope="session")
 def alone(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a job of `COURSE` on one rank that nothing disturbs: do not write there."""
+    # Not above: it imports TensorFlow, whose notes pytest keeps to itself only after it has read this file.
+    from tests.faults.jobs import COURSE, start
+
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "alone"  # one for all workers
     folder.mkdir(exist_ok=True)

@@ -58,7 +58,7 @@ class Running:
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 words, env = process.cmdline(), process.environ()
-                number = env.get("OMPI_COMM_WORLD_RANK", env.get("HOROVOD_RANK"))
+                number = env.get("OMPI_COMM_WORLD_RANK")
                 if "hvd_cifar" in words and number is not None:
                     found[int(number)] = process
         return found

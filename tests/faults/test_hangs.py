@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks import runs
 from hvd_cifar.errors import STALLED
 from hvd_cifar.runtime.stalls import Lost, lost_ranks
-from tests.faults.jobs import Running, start
+from tests.faults.jobs import start
+from tests.ranks import environment
 
-SECONDS = 4  # --stall-seconds
-LATEST = 30  # s after it: the run has ended
-RESTARTS = ("--max-steps", 100, "--checkpoint-every", 25, "--eval-every", 0)
-# Faults of rank 1, each called at step 20.
-FAULTS = """
-import atexit, ctypes, os, signal, threading, time
-import hvd_cifar
+SECONDS = 0.4  # the time-out
+# A rank without TensorFlow: it has a watchdog, and meets the other one through files.
+RANK = """
+import atexit, ctypes, json, os, pathlib, signal, sys, threading, time
+from dataclasses import asdict, replace
+from hvd_cifar.runtime.watch import Peer, Watch
+
+FAULT, MOMENT, FAULTY, SECONDS, RANK = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5])
+waits = False
+
+def meet(name):
+    global waits
+    waits = True
+    pathlib.Path(f"{name}.{RANK}").touch()
+    while not all(pathlib.Path(f"{name}.{rank}").exists() for rank in range(2)):
+        time.sleep(0.005)
+    waits = False
+
+def stopped():
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 def frozen():  # with Python's lock held
     ctypes.PyDLL(None).sleep(10_000)
@@ -32,137 +48,227 @@ def deadlock():
     lock.acquire()
 
 def slow():
-    end = time.monotonic() + 16
+    end = time.monotonic() + 3 * SECONDS
     while time.monotonic() < end:
         pass
 
-def lingers():  # until the job starts again after step 20
-    Faulty.on_step = lambda self, run: time.sleep(0.2)
+def nothing():
+    pass
 
-def stops_at_exit():
-    atexit.register(os.kill, os.getpid(), signal.SIGSTOP)
+def fault(moment):
+    if (moment, RANK) == (MOMENT, FAULTY):
+        globals()[FAULT]()
 
-class Faulty(hvd_cifar.Callback):
-    def on_step(self, run):
-        if run.step == 20 and run.world.rank == 1:
-            print("the fault begins", flush=True)
-            {fault}()
+fault("start")
+watch = Watch(SECONDS)
+watch.waits_in_step = lambda: waits
+if MOMENT == "start":
+    deadlock()  # as in Horovod's start, which waits for the others
+peer = watch.listen(RANK, one_host=True)
+if MOMENT == "alone":
+    peer, MOMENT = replace(peer, address=("127.0.0.1", 1)), "step"
+pathlib.Path(f"peer.{RANK}").write_text(json.dumps(asdict(peer)))
+meet("peers")
+peers = [Peer(**json.loads(pathlib.Path(f"peer.{rank}").read_text())) for rank in range(2)]
+if not watch.join([replace(peer, address=tuple(peer.address)) for peer in peers]):
+    watch.is_alone = True
+watch.run_dir = pathlib.Path(".")
+for step in range(1, 400 if FAULT == "nothing" else 40):
+    watch.mark("step", step)
+    meet(step)
+    with watch.phase("callback"):
+        time.sleep(0.03 if FAULT == "nothing" else 0.001)
+        if step == 20:
+            fault("step")
+watch.mark("shutdown")
+fault("exit")
+meet("exit")
 """
 
 
-@pytest.fixture
-def job(embedded: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    """Start a job that trains in `tmp_path`/run, with a fault of rank 1 or without."""
-    jobs: list[Running] = []
+class Started(NamedTuple):
+    """Two such ranks, in a folder."""
 
-    def begin(launcher: list[Any], *options: Any, fault: str = "") -> Running:
-        if fault:
-            program = tmp_path / "faults.py"
-            program.write_text(FAULTS.replace("{fault}", fault))
-            options = (*options, "--callbacks", f"{program}:Faulty")
-        jobs.append(start(launcher, embedded, tmp_path / "run", "--stall-seconds", SECONDS, *options))
-        return jobs[-1]
+    folder: Path
+    ranks: list[subprocess.Popen[bytes]]
 
-    yield begin
-    for running in jobs:
-        running.end()
+    def said(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.folder.glob("*.out")))
 
 
-def end_of(running: Running, begins: Callable[[], bool], limit: float) -> tuple[Lost, str]:
-    """Wait for a fault and the job's end; the rank that is named, and all that the job has said."""
-    running.wait_until(begins)
-    began = time.monotonic()
-    assert running.wait() == STALLED, running.said()
-    assert time.monotonic() - began < limit + LATEST, running.said()
-    said = running.said()
-    assert f"no progress for {SECONDS} s" in said, said
-    assert not running.left() and "Traceback" not in said and "stall_inspector" not in said, said
-    (lost,) = lost_ranks(said)
-    return lost, said
+# What happens, when and on which rank, and the time-out.
+SCENARIOS: dict[str, tuple[Any, ...]] = {
+    "rank 0 stops": ("stopped", "step", 0, SECONDS),
+    "rank 1 freezes": ("frozen", "step", 1, SECONDS),
+    "rank 1 deadlocks": ("deadlock", "step", 1, SECONDS),
+    "rank 1 stops, and cannot be asked": ("stopped", "alone", 1, SECONDS),
+    "rank 1 stops at the end": ("stopped", "exit", 1, SECONDS),
+    "rank 1 is slow": ("slow", "step", 1, 1.0),
+    "both are stopped for a while": ("nothing", "step", 1, 3.0),
+}
 
 
-def test_a_stopped_rank_is_named_and_the_job_starts_again(job: Any, tmp_path: Path) -> None:
-    """Three ranks over MPI, with stacks of the two that answer."""
-    running = job(["-np", 3, "--max-restarts", 1], *RESTARTS, fault="lingers")
-    running.wait_for_step(30)
-    running.send(signal.SIGSTOP, "rank 1")
-    began = time.monotonic()
-    running.wait_until(lambda: running.has_said("restart 1 of 1 in"))
-    assert time.monotonic() - began < SECONDS + LATEST
-    assert running.has_said(f"no progress for {SECONDS} s")
-    (lost,) = lost_ranks(running.said())
-    assert (lost.rank, lost.phase) == (1, "step") and lost.step > 30 and "stopped (SIGSTOP" in lost.reason
-    assert running.wait() == 0, running.said()
-    (stacks,) = (tmp_path / "run" / "stalls").iterdir()
-    text = stacks.read_text()
-    assert text.startswith(str(lost)) and "=== rank 0" in text and "=== rank 2" in text and "=== rank 1" not in text
-    assert 'trainer.py", line' in text and f"step, step {lost.step}" in text
-
-
-def test_a_stopped_starter_is_named_and_the_job_starts_again(job: Any) -> None:
-    """mpirun, which forwards all that ranks print, and which nobody but the launcher watches."""
-    running = job(["-np", 2, "--max-restarts", 1], *RESTARTS, fault="lingers")
-    running.wait_for_step(30)
-    running.send(signal.SIGSTOP, "starter")
-    began = time.monotonic()
-    running.wait_until(lambda: running.has_said("restart 1 of 1 in"))
-    assert time.monotonic() - began < SECONDS + LATEST and running.has_said("mpirun is stopped (SIGSTOP or a debugger)")
-    assert running.wait() == 0 and not running.left(), running.said()
-
-
-def test_rank_0_stops_over_gloo(job: Any) -> None:
-    """The other rank names it, and the error of Gloo's own time-out does not come first."""
-    running = job(["-np", 2, "--gloo"])
-    running.wait_for_step(10)
-    running.send(signal.SIGSTOP, "rank 0")
-    lost, said = end_of(running, lambda: True, SECONDS)
-    assert lost.rank == 0 and "stopped (SIGSTOP" in lost.reason and "ended first" not in said
-
-
-@pytest.mark.parametrize(("fault", "kind"), [("frozen", "--mpi"), ("deadlock", "--mpi"), ("frozen", "--gloo")])
-def test_python_stands_still(fault: str, kind: str, job: Any, tmp_path: Path) -> None:
-    """While Horovod's thread lives. A frozen Python does not answer; a deadlocked one shows its stack."""
-    running = job(["-np", 2, kind], fault=fault)
-    lost, _ = end_of(running, lambda: running.has_said("the fault begins"), SECONDS)
-    (stacks,) = (tmp_path / "run" / "stalls").iterdir()
-    if fault == "frozen":  # what it does is not known: the step and phase are those of the rank that waits for it
-        assert (lost.rank, lost.step, lost.phase) == (1, 21, "step")
-        assert lost.reason.startswith("its Python does not run")
-    else:
-        assert (lost.rank, lost.step, lost.phase) == (1, 20, "Faulty.on_step")
-        assert lost.reason == "the other ranks wait for it" and "in deadlock" in stacks.read_text()
-
-
-def test_slow_ranks_and_a_pause_of_all_are_no_hang(job: Any) -> None:
-    """Rank 1 computes for two time-outs. Later both stand still, as on a laptop that sleeps, and rank 1 for longer."""
-    running = job(["-np", 2], "--stall-seconds", 6, "--eval-every", 0, fault="slow")
-    running.wait_until(lambda: running.has_said("rank 1 on"))
-    running.wait_for_step(30)
-    both = running.ranks()
-    for number, rank, seconds in (("STOP", 0, 0), ("STOP", 1, 7), ("CONT", 0, 5), ("CONT", 1, 0)):
-        both[rank].send_signal(signal.Signals[f"SIG{number}"])
-        time.sleep(seconds)
-    running.wait_for_step(max(runs.losses(running.run_dir)) + 30)
-    said = running.said()
-    assert said.count("is slow at step 20 (Faulty.on_step)") == 1 and not lost_ranks(said)
-
-
-def test_a_rank_that_does_not_arrive(job: Any, embedded: Path, tmp_path: Path) -> None:
-    """It is stopped while it imports TensorFlow: there is no channel between the ranks yet."""
-    running = start(["-np", 2], embedded, tmp_path / "run", "--stall-seconds", 1)
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Started]]:
+    """The ranks of all scenarios, which mostly wait, at once."""
+    started: dict[str, Started] = {}
     try:
-        running.wait_until(lambda: len(running.ranks()) == 2)
+        for number, (name, words) in enumerate(SCENARIOS.items()):
+            folder = tmp_path_factory.mktemp("hang")
+            started[name] = Started(folder, [])
+            for rank in range(2):
+                command = [sys.executable, "-c", RANK, *map(str, words), str(rank)]
+                env = environment({"OMPI_COMM_WORLD_RANK": str(rank), "PMIX_NAMESPACE": f"test{number}"})
+                with (folder / f"{rank}.out").open("wb") as file:
+                    # In a session of its own: Linux wakes stopped processes of a group whose session loses its shell.
+                    process = subprocess.Popen(
+                        command, cwd=folder, env=env, stdout=file, stderr=file, start_new_session=True
+                    )
+                started[name].ranks.append(process)
+        pause = threading.Thread(target=stop_for_a_while, args=[started["both are stopped for a while"]], daemon=True)
+        pause.start()
+        yield started
+    finally:
+        for one in started.values():
+            for process in one.ranks:
+                process.kill()
+                process.wait()
+
+
+def end_of(one: Started, rank: int) -> list[Lost]:
+    """The ranks that a rank which answers names as lost; it ends with the code for a hang."""
+    assert one.ranks[rank].wait(60) == STALLED, one.said()
+    assert "no progress for" in one.said() and "Traceback" not in one.said()
+    return lost_ranks(one.said())
+
+
+def test_a_stopped_rank_0_is_named_by_the_other(ranks: Mapping[str, Started]) -> None:
+    (lost,) = end_of(one := ranks["rank 0 stops"], 1)
+    # What it does is not known: the step and phase are those of the rank that waits for it.
+    assert (lost.rank, lost.step, lost.phase) == (0, 21, "step") and "stopped (SIGSTOP" in lost.reason
+    assert "no progress for 0 s" in one.said() and [path.name for path in (one.folder / "stalls").iterdir()] == [
+        "step-21-rank-1.txt"
+    ]
+
+
+def test_a_python_that_stands_still_is_named(ranks: Mapping[str, Started]) -> None:
+    """A frozen Python does not answer; a deadlocked one answers, and shows its stack."""
+    (lost,) = end_of(ranks["rank 1 freezes"], 0)
+    assert (lost.rank, lost.step, lost.phase) == (1, 21, "step") and lost.reason.startswith("its Python does not run")
+    (lost,) = end_of(one := ranks["rank 1 deadlocks"], 0)
+    assert (lost.rank, lost.step, lost.phase) == (1, 20, "callback") and lost.reason == "the other ranks wait for it"
+    assert one.ranks[1].wait(60) == STALLED
+    text = (one.folder / "stalls" / "step-20-rank-1.txt").read_text()
+    assert (
+        "in deadlock" in text
+        and "callback, step 20" in text
+        and (one.folder / "stalls" / "step-21-rank-0.txt").exists()
+    )
+
+
+def test_a_hang_ends_also_where_ranks_cannot_ask_each_other(ranks: Mapping[str, Started]) -> None:
+    one = ranks["rank 1 stops, and cannot be asked"]
+    assert end_of(one, 0) == [] and "no progress for 2 s" in one.said()
+    assert "rank 0 waits for others, which it cannot ask, at step 21 (step)" in one.said()
+
+
+def test_a_rank_that_does_not_end(ranks: Mapping[str, Started]) -> None:
+    (lost,) = end_of(ranks["rank 1 stops at the end"], 0)
+    assert (lost.rank, lost.phase) == (1, "shutdown") and "stopped (SIGSTOP" in lost.reason
+
+
+def test_a_slow_rank_is_no_hang(ranks: Mapping[str, Started]) -> None:
+    """It computes for three time-outs."""
+    one = ranks["rank 1 is slow"]
+    assert [process.wait(60) for process in one.ranks] == [0, 0], one.said()
+    assert one.said().count("is slow at step 20 (callback)") == 1 and not lost_ranks(one.said())
+
+
+def test_a_pause_of_all_is_no_hang(ranks: Mapping[str, Started]) -> None:
+    one = ranks["both are stopped for a while"]
+    assert [process.wait(60) for process in one.ranks] == [0, 0], one.said()
+    assert (one.folder / "paused").exists() and not lost_ranks(one.said())
+
+
+def stop_for_a_while(one: Started) -> None:
+    """As on a laptop that sleeps; rank 1 sleeps for longer, but for less than the time-out after the other one."""
+    wait_until((one.folder / "20.0").exists)
+    for number, rank, seconds in (("STOP", 0, 0), ("STOP", 1, 3.5), ("CONT", 0, 5.5), ("CONT", 1, 0)):
+        one.ranks[rank].send_signal(signal.Signals[f"SIG{number}"])
+        time.sleep(seconds)
+    (one.folder / "paused").touch()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("stopped", "stopped (SIGSTOP"), ("deadlock", "sleeping")])
+def test_a_rank_that_does_not_arrive(fault: str, reason: str, tmp_path: Path) -> None:
+    """Before Horovod has started there is no channel between the ranks: processes of the host are looked at."""
+    program = tmp_path / "program.py"
+    program.write_text(RANK.replace("int(sys.argv[5])", "int(os.environ['OMPI_COMM_WORLD_RANK'])"))
+    words = ["mpirun", "-np", "2", "--oversubscribe", sys.executable, str(program), fault, "start", "1", "0.1"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == STALLED, done.stderr
+    (lost,) = lost_ranks(done.stderr)
+    assert (lost.rank, lost.phase) == (1, "start-up") and reason in lost.reason
+
+
+def test_a_stopped_starter_is_named() -> None:
+    """mpirun, which forwards all that ranks print, and which nobody but the launcher watches."""
+    program = """
+from hvd_cifar.launch.job import Job, Starter, chunks
+job = Job(can_stop=True, stall_seconds=0.5)
+words = ["sh", "-c", "kill -STOP $$"]
+raise SystemExit(job.run(Starter(words, {}, None, lambda stream: list(chunks(stream)))))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == STALLED and "sh is stopped (SIGSTOP or a debugger); the job ends" in done.stderr
+
+
+FAULTS = """
+import pathlib, threading, time
+import hvd_cifar
+
+class Faulty(hvd_cifar.Callback):
+    def on_start(self, run):
+        self.is_first = run.step == 0
+
+    def on_step(self, run):
+        if not self.is_first:
+            time.sleep(0.1)
+        elif run.step == 20 and run.world.rank == 1:
+            threading.Event().wait()
+"""
+
+
+def test_a_job_starts_again_after_a_hang(embedded: Path, tmp_path: Path) -> None:
+    """Rank 1 deadlocks in a callback; after the restart it is stopped."""
+    program = tmp_path / "faults.py"
+    program.write_text(FAULTS)
+    options = ["--max-steps", 100, "--checkpoint-every", 10, "--eval-every", 0, "--stall-seconds", 2]
+    pace = ["--callbacks", f"{program}:Faulty"]
+    running = start(["-np", 2, "--max-restarts", 1], embedded, tmp_path / "run", *options, pace=pace)
+    try:
+        running.wait_until(lambda: running.has_said("restart 1 of 1 in"))
+        (lost,) = lost_ranks(running.said())
+        assert (lost.rank, lost.step, lost.phase) == (1, 20, "Faulty.on_step")
+        assert lost.reason == "the other ranks wait for it" and running.has_said("no progress for 2 s")
+        stacks = tmp_path / "run" / "stalls"
+        assert 'faults.py", line 13 in on_step' in (stacks / "step-20-rank-1.txt").read_text()
+        assert sorted(path.name for path in stacks.iterdir()) == ["step-20-rank-1.txt", "step-21-rank-0.txt"]
+        running.wait_for_step(25)
         running.send(signal.SIGSTOP, "rank 1")
-        assert running.wait(100) == STALLED
+        began = time.monotonic()
+        assert running.wait() == STALLED and time.monotonic() < began + 30, running.said()
     finally:
         running.end()
-    (lost,) = lost_ranks(running.said())
-    assert (lost.rank, lost.phase) == (1, "start-up") and "stopped (SIGSTOP" in lost.reason
-    assert not running.left()
-
-
-def test_a_rank_that_does_not_end(job: Any, tmp_path: Path) -> None:
-    """All is written; it stops while Python ends."""
-    running = job(["-np", 2], "--max-steps", 30, fault="stops_at_exit")
-    lost, _ = end_of(running, (tmp_path / "run" / "summary.json").exists, SECONDS + 5)
-    assert (lost.rank, lost.phase) == (1, "shutdown") and "stopped (SIGSTOP" in lost.reason
+    last = lost_ranks(running.said().partition("restart 1 of 1 in")[2])
+    assert [(lost.rank, lost.phase) for lost in last] == [(1, "step")] and "stopped (SIGSTOP" in last[0].reason
+    assert not running.left() and "Traceback" not in running.said() and "stall_inspector" not in running.said()

@@ -11,10 +11,7 @@ import pytest
 from tests.faults.jobs import start
 
 
-@pytest.mark.parametrize("launcher", ["--mpi", "--gloo"])
-def test_a_data_file_that_is_cut_is_named(
-    launcher: str, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_file_that_is_cut_is_named(embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what a user keeps in variables is neither printed nor written."""
     secret = "s3cr3t-7f1c"
     for name in ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HVD_CIFAR_TOKEN", "HOROVOD_TOKEN", "TF_TOKEN"):
@@ -24,7 +21,7 @@ def test_a_data_file_that_is_cut_is_named(
     whole = file.read_bytes()
     file.unlink()  # else the shared one is cut
     file.write_bytes(whole)
-    job = start(["-np", 2, launcher], tmp_path / "data", tmp_path / "run")
+    job = start(["-np", 2], tmp_path / "data", tmp_path / "run")
     try:
         job.wait_for_step(5)
         os.truncate(file, 1000)

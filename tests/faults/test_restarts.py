@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import signal
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import runs
-from hvd_cifar.launch.restarts import Failure, failure_of, reason_to_give_up, seconds_before
-from hvd_cifar.reporting import goodput
-from tests.faults.jobs import COURSE, Running, start
+from hvd_cifar.launch.restarts import Failure, failure_of, last_step, reason_to_give_up, seconds_before
+from tests.faults.jobs import start
 
 KILLED = "hvd_cifar: rank 1 on a was ended by signal 9 (Killed)"
 
@@ -48,41 +44,24 @@ def test_a_failure_is_its_last_line_and_its_last_whole_step(tmp_path: Path) -> N
     assert failure_of(1, diverged, tmp_path / "none").diverged
 
 
+def test_only_the_end_of_metrics_is_read(tmp_path: Path) -> None:
+    """An elastic job looks each second."""
+    metrics = tmp_path / "metrics.jsonl"
+    evaluations = '{"event": "evaluation", "step": 8}\n' * 5000  # longer than what is read first
+    metrics.write_text('{"event": "train", "step": 7}\n' * 500_000 + evaluations)
+    before = _bytes_read()
+    assert last_step(metrics) == 7
+    assert _bytes_read() - before < 2**20 < metrics.stat().st_size / 8
+    metrics.write_text(evaluations)
+    assert last_step(metrics) is None
+
+
+def _bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def test_waits_double_up_to_a_minute() -> None:
     assert [seconds_before(restart) for restart in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
-
-
-@pytest.mark.slow
-def test_a_killed_rank_and_a_killed_starter_over_gloo(alone: Path, embedded: Path, tmp_path: Path) -> None:
-    """The job ends with the weights of one that was left alone. Over MPI: `test_moments`."""
-    options = [*COURSE, "--checkpoint-every", 20, "--eval-every", 0, "--resume", "never"]
-    run_dir, began = tmp_path / "run", time.time()
-    running = start(["-np", 2, "--gloo", "--max-restarts", 3], embedded, run_dir, *options)
-    try:
-        for restart, target, step in ((1, "rank 1", 30), (2, "starter", 60)):
-            running.wait_until(partial(_has_resumed, running, restart - 1))
-            running.wait_for_step(step)
-            running.send(signal.SIGKILL, target)
-            running.wait_until(partial(running.has_said, f"restart {restart} of 3 in"))
-        assert running.wait() == 0, running.said()
-    finally:
-        running.end()
-    assert running.said().count("resumed from") == 2 and "Traceback" not in running.said()
-    assert not running.left()
-    assert runs.summary(run_dir)["weights_sha256"] == runs.summary(alone)["weights_sha256"]
-    found = runs.summary(run_dir)["goodput"]
-    seconds = (run_dir / "summary.json").stat().st_mtime - began
-    assert found["seconds"] == pytest.approx(seconds, abs=5)
-    assert sum(mark["mark"] == "launch" for mark in goodput.read((run_dir / "sessions.jsonl").read_text())) == 3
-    assert sum(found[kind] for kind in goodput.KINDS) == pytest.approx(1, abs=0.01)
-    assert found["waiting"] * found["seconds"] > 2.99  # 1 s and 2 s, and no start of ranks
-    assert found["waiting"] < found["set_up"] + found["restart"]
-    assert all(found[kind] > 0 for kind in goodput.KINDS)
-    assert running.said().splitlines()[-1].startswith(f"wall time {found['seconds']:.1f} s: ")
-
-
-def _has_resumed(running: Running, times: int) -> bool:
-    return running.said().count("resumed from") == times
 
 
 def test_the_same_failure_ends_the_job_and_a_user_s_error_is_not_repeated(embedded: Path, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ tf.summary.create_file_writer("/tmp/events").close()
     done = alone.run([program], entry=["python", "-c"])
     assert done.returncode == 0, done.stderr
     # All modules are taken from bytecode that is there.
-    done = alone.run(["-v", "-c", "import tensorflow, keras, hvd_cifar.training.trainer"], entry=["python"])
+    done = alone.run(["-v", "-c", "import tensorflow, keras, hvd_cifar.training.train"], entry=["python"])
     assert re.findall(r"(?m)^# code object from (/opt/.*)$", done.stderr) == []
     assert done.stderr.count("# code object from '/opt") > 1000
     # run.sh finds it set up, and does not try to do that.
@@ -228,29 +228,25 @@ def test_two_nodes_train_as_one(
     service = services["node1"]
     node = service["container"]
     assert service["command"][1] == "node1:2,node2:2"
-    for kind, more in (("mpi", []), ("gloo", ["--gloo"])):
-        # As in compose.yaml, but for four steps only, and over Gloo with fewer ranks.
-        command = [*more, *service["command"], *SHORT, "--run-dir", f"runs/{kind}"]
-        if kind == "gloo":
-            command = [word.replace(":2", ":1") for word in command]
-        process = two_hosts[0].start(node.words(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        wait_for(lambda: node.check_health(two_hosts[0]) == 0, "the job's health", 60)
-        output, errors = process.communicate(timeout=900)
-        assert process.returncode == 0, errors
-        assert output.count("step 4, loss") == 1
-        folder = next(path for path in node.volumes if node.volumes[path].endswith("/runs")) / kind
-        facts = json.loads((folder / "config.json").read_text())["run"]
-        assert facts["hosts"] == (["node1", "node1", "node2", "node2"] if kind == "mpi" else ["node1", "node2"])
-        assert facts["controller"] == kind
-        assert losses(folder) == pytest.approx(losses_alone, rel=1e-12)
-        assert node.check_health(two_hosts[0]) != 0  # its job is over
-        assert [process.name() for process in two_hosts[1].processes("hvd_cifar train")] == []
+    # As in compose.yaml, but for four steps only.
+    command = [*service["command"], *SHORT, "--run-dir", "runs/mpi"]
+    process = two_hosts[0].start(node.words(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: node.check_health(two_hosts[0]) == 0, "the job's health", 60)
+    output, errors = process.communicate(timeout=900)
+    assert process.returncode == 0, errors
+    assert output.count("step 4, loss") == 1
+    folder = next(path for path in node.volumes if node.volumes[path].endswith("/runs")) / "mpi"
+    facts = json.loads((folder / "config.json").read_text())["run"]
+    assert facts["hosts"] == ["node1", "node1", "node2", "node2"]
+    assert losses(folder) == pytest.approx(losses_alone, rel=1e-12)
+    assert node.check_health(two_hosts[0]) != 0  # its job is over
+    assert [process.name() for process in two_hosts[1].processes("hvd_cifar train")] == []
 
 
 def test_the_doctor_is_content(two_hosts: Cluster, services: dict[str, Any], node2: Any) -> None:
     """With one container, and with both nodes: nothing that a run would fail of."""
     node = services["node1"]["container"]
-    patient = ["--dataset", "synthetic", "--json", "--probe-timeout", "200", "--job-timeout", "400"]
+    patient = ["--json", "--probe-timeout", "200", "--job-timeout", "400"]
     for where in (["-np", "2"], ["-H", "node1:1,node2:1"]):
         done = node.run([*where, "doctor", *patient], two_hosts[0], timeout=900)
         assert done.stdout, done.stderr

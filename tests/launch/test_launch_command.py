@@ -20,8 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_cifar import cli
-from hvd_cifar.errors import RESUME, UserError
-from hvd_cifar.launch import launcher, starters
+from hvd_cifar.config import LaunchSettings, option_name
+from hvd_cifar.errors import UserError
+from hvd_cifar.launch import here, launcher, start
 from hvd_cifar.launch import validators as launch_validators
 from hvd_cifar.launch.cluster import remarks, ssh
 from hvd_cifar.launch.cluster.hosts import Host, ranks_by_default, read_hostfile
@@ -30,9 +31,10 @@ from hvd_cifar.launch.cluster.program import Participants, Program
 from hvd_cifar.launch.command import Installation, command
 from hvd_cifar.launch.install import everywhere, installer
 from hvd_cifar.launch.install.versions import versions_of
-from hvd_cifar.launch.request import Request, parse, with_allocation
+from hvd_cifar.launch.request import parse, with_allocation
 from tests.ranks import CHECKOUT
 
+OWN_OPTIONS = [name for name in LaunchSettings.model_fields if name not in ("ranks", "hosts")]
 BIN = Path("/checkout with space/.venv/bin")
 PYTHON = str(BIN / "python")
 MPIRUN = str(BIN / "mpirun")
@@ -41,45 +43,56 @@ FLAGS = ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "b
 
 
 @pytest.mark.parametrize(
-    ("argv", "request_"),
+    ("argv", "ranks", "hosts", "command"),
     [
-        ([], Request(None, (), False, ("train",))),
-        (["evaluate", "-np", "3"], Request(None, (), False, ("evaluate", "-np", "3"))),
-        (["-np", "3"], Request(3, (), False, ("train",))),
-        (["-n", "1", "--mpi", "train", "--seed", "1"], Request(1, (), False, ("train", "--seed", "1"))),
-        (["--gloo", "-np", "2", "train"], Request(2, (), True, ("train",))),
-        (["-H", "a:4,b:2", "train"], Request(None, (Host("a", 4), Host("b", 2)), False, ("train",))),
-        (["-np", "5", "-H", "a:4,b", "train"], Request(5, (Host("a", 4), Host("b", 1)), False, ("train",))),
-        (["-H=localhost:2", "train"], Request(None, (Host("localhost", 2),), False, ("train",))),
-        (["--dry-run", "train"], Request(None, (), False, ("train",), dry_run=True)),
-        (["--allreduce", "ring", "train"], Request(None, (), False, ("train",), ring=True)),
-        (["--allreduce=auto"], Request(None, (), False, ("train",))),
-        (["-np", "2", "--", "train", "--seed", "1"], Request(2, (), False, ("train", "--seed", "1"))),
-        (["-np", "2", "--"], Request(2, (), False, ("train",))),
+        ([], None, (), ("train",)),
+        (["evaluate", "-np", "3"], None, (), ("evaluate", "-np", "3")),
+        (["-np", "3"], 3, (), ("train",)),
+        (["-n", "1", "train", "--seed", "1"], 1, (), ("train", "--seed", "1")),
+        (["-H", "a:4,b:2", "train"], None, (Host("a", 4), Host("b", 2)), ("train",)),
+        (["-np", "5", "-H", "a:4,b", "train"], 5, (Host("a", 4), Host("b", 1)), ("train",)),
+        (["--allreduce=auto"], None, (), ("train",)),
+        (["-np", "2", "--", "train", "--seed", "1"], 2, (), ("train", "--seed", "1")),
+        (["-np", "2", "--"], 2, (), ("train",)),
+        (["python3", "a.py", "b"], None, (), ("python", "a.py", "b")),
+        (["python3.11", "-m", "a"], None, (), ("python", "-m", "a")),
+        (["./a.py", "b"], None, (), ("python", "./a.py", "b")),
+        ([sys.executable, "a.py"], None, (), ("python", "a.py")),
     ],
 )
-def test_parse(argv: list[str], request_: Request) -> None:
-    assert parse(argv) == request_
+def test_parse(argv: list[str], ranks: int | None, hosts: tuple[Host, ...], command: tuple[str, ...]) -> None:
+    found = parse(argv)
+    assert (found.ranks, found.hosts, found.command) == (ranks, hosts, command)
+
+
+@pytest.mark.parametrize("option", ["-np", "-n", "-H", *map(option_name, OWN_OPTIONS)])
+def test_an_option_of_the_launcher_after_the_command(option: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        launcher.main(["train", option, "1"], cli.check)
+    known = "-np" if option == "-n" else option
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"hvd_cifar: {known} ") and line.endswith(" ... train")
+    assert f"an option of the launcher; it goes before the command: ./run.sh {known} " in line
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["-np", "0", "train"], "at least 1, got '0'"),
-        (["-np", "two", "train"], "whole number"),
-        (["-np", "-1", "train"], "whole number"),
-        (["-np"], "-np/-n: expected one argument"),
-        (["--validation-ranks", "0"], "--validation-ranks 0: expected a whole number of at least 1"),
+        (["-np", "0", "train"], "-np 0: input should be greater than 0"),
+        (["-np", "two", "train"], "-np two: input should be a valid integer"),
+        (["-np", "-1", "train"], "-np -1: input should be greater than 0"),
+        (["-np"], "Option '-np' requires an argument"),
+        (["--validation-ranks", "0"], "--validation-ranks 0: input should be greater than 0"),
         (["-np", "3", "-H", "a:2"], "more than the 2 slots"),
         (["-np", "2", "-H", "a"], "more than the 1 slot of"),
-        (["-H", "a:2", "-H", "b:2"], "exclude each other"),
+        (["-H", "a:2", "--hostfile", "f"], "exclude each other"),
         (["-H", "a:2,,b:2"], "'' is not a host"),
         (["-H", "a:x"], "slots of a"),
         (["-H", "a:2,b:1,a:1"], "a is there twice"),
-        (["--allreduce", "tree"], "--allreduce: invalid choice: 'tree'"),
-        (["--dry-run=yes"], "--dry-run: ignored explicit argument 'yes'"),
+        (["--allreduce", "tree"], "--allreduce tree: input should be 'auto' or 'ring'"),
+        (["--dry-run=yes"], "Option '--dry-run' does not take a value"),
         (["-H", "a;reboot:1"], "is not a host"),
-        (["--epochs", "3"], "options follow the command"),
+        (["--epochs", "3"], "--epochs.* those of the command after it"),
         (["--hostfile", "/no/such/file"], "No such file"),
     ],
 )
@@ -136,6 +149,14 @@ def test_validation_ranks_without_training(words: list[str], message: str, capfd
 NODES = (Host("n1", 4), Host("n2", 2))
 
 
+@pytest.fixture
+def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's programs are there."""
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+
 @pytest.mark.parametrize(
     ("argv", "nodes", "hosts", "in_slurm"),
     [
@@ -145,6 +166,7 @@ NODES = (Host("n1", 4), Host("n2", 2))
         (["-H", "a:2"], NODES, (Host("a", 2),), False),
     ],
 )
+@pytest.mark.usefixtures("srun")
 def test_the_nodes_of_a_slurm_job_are_the_hosts(
     argv: list[str], nodes: tuple[Host, ...], hosts: tuple[Host, ...], in_slurm: bool
 ) -> None:
@@ -153,8 +175,10 @@ def test_the_nodes_of_a_slurm_job_are_the_hosts(
 
 
 def test_more_ranks_than_tasks_of_a_slurm_job() -> None:
-    with pytest.raises(UserError, match="-np 7 is more than the 6 tasks of this Slurm job; lower it, or give .*ntasks"):
+    with pytest.raises(UserError, match="-np 7 is more than the 6 tasks of this Slurm job; lower it, .*--ntasks=7$"):
         with_allocation(parse(["-np", "7"]), NODES)
+    with pytest.raises(UserError, match="more than the 1 task of .*--ntasks=4, or -H localhost:4$"):
+        with_allocation(parse(["-np", "4"]), (Host(socket.gethostname(), 1),))
 
 
 def test_named_hosts_need_no_list_of_slurms(
@@ -183,14 +207,39 @@ def test_started_several_times(
     assert "it starts the ranks itself: call it once" in capfd.readouterr().err
 
 
-def test_hostfile(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("# two machines\n\na slots=4\nb.example   slots = 2  # the old one\n", (Host("a", 4), Host("b.example", 2))),
+        ("a slots=2 max_slots=4\nb max-slots=3\nc cpu=2 // mpirun's\n", (Host("a", 2), Host("b", 3), Host("c", 2))),
+        ("a\na\nb\nb\n", (Host("a", 2), Host("b", 2))),  # PBS: a name for each slot
+        ("a\nb\na\n", (Host("a", 2), Host("b", 1))),
+        ("a:2\nb:3\n", (Host("a", 2), Host("b", 3))),  # MPICH and Intel MPI
+        ("\ufeffa slots=2\r\nb slots=1\r\n", (Host("a", 2), Host("b", 1))),
+    ],
+)
+def test_hostfiles_of_other_programs(text: str, hosts: tuple[Host, ...], tmp_path: Path) -> None:
     path = tmp_path / "hosts"
-    path.write_text("# two machines\n\na slots=4\nb.example   slots = 2  # the old one\n")
-    assert read_hostfile(path) == (Host("a", 4), Host("b.example", 2))
-    for text, message in [("a\n", "line 1: 'a' is not NAME"), ("a slots=x\n", "whole number"), ("# none\n", "no host")]:
-        path.write_text(text)
-        with pytest.raises(UserError, match=message):
-            read_hostfile(path)
+    path.write_text(text)
+    assert read_hostfile(path) == hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a slots\n", "line 1: 'a slots' is not NAME slots=N, NAME:N or NAME; correct it"),
+        ("a slots=x\n", "whole number"),
+        ("a:2 slots=2\n", "is not NAME"),
+        ("a\nme@b slots=2\n", "line 2: 'me@b slots=2' is not .*; its user's name goes into ~/.ssh/config"),
+        ("a slots=2\na slots=1\n", "a is there twice"),
+        ("# none\n", "no host"),
+    ],
+)
+def test_hostfiles_that_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_hostfile(path)
 
 
 def test_horovodrun_reads_the_hostfiles_alike(tmp_path: Path) -> None:
@@ -226,6 +275,7 @@ def test_ranks_by_default(gpus: int, cores: int, ranks: int) -> None:
     assert ranks_by_default(gpus, cores) == ranks
 
 
+@pytest.mark.usefixtures("srun")
 def test_hosts_named_within_a_slurm_job_are_not_looked_for_among_its_nodes() -> None:
     named = parse(["-H", "localhost:2"])
     environ = {"SLURM_JOB_ID": "1"}
@@ -239,25 +289,24 @@ def test_hosts_named_within_a_slurm_job_are_not_looked_for_among_its_nodes() -> 
 def _command(
     ranks: int,
     hosts: tuple[Host, ...] = (),
-    gloo: bool = False,
     mpirun: str = MPIRUN,
     root: bool = False,
     network: Network | None = None,
 ) -> list[str]:
     environ = {"PATH": "/p", "HOROVOD_CYCLE_TIME": "5", "HOME": "/h", "HVD_CIFAR_TERMINAL": "1", "SECRET_TF_KEY": "s"}
-    request = Request(ranks, hosts, gloo, ("train", "--run-dir", "a b"))
+    request = replace(parse(["-np", str(ranks), "train", "--run-dir", "a b"]), hosts=hosts)
     return command(request, ranks, Installation(PYTHON, mpirun, root), environ, network)
 
 
-PROGRAM = [PYTHON, "-m", "hvd_cifar", "train", "--run-dir", "a b"]
+PROGRAM = [PYTHON, "-I", "-m", "hvd_cifar", "train", "--run-dir", "a b"]
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["doctor"], "doctor"),
-        (["doctor", "--hostfile", "f", "--gloo", "--json"], "doctor --hostfile f --gloo --json"),
-        (["-H", "a:2,b", "--gloo", "-np", "2", "doctor", "--json"], "doctor --json --gloo -np 2 -H a:2,b:1"),
+        (["doctor", "--hostfile", "f", "--json"], "doctor --hostfile f --json"),
+        (["-H", "a:2,b", "-np", "2", "doctor", "--json"], "doctor --json -np 2 -H a:2,b:1"),
         (["--allreduce", "ring", "doctor"], "doctor --allreduce ring"),
         (["report", "a", "b", "--output", "c"], "report a b --output c"),
         (["watch", "a"], "watch a"),
@@ -267,7 +316,7 @@ def test_what_needs_no_ranks_runs_once_and_the_doctor_takes_the_launchers_option
     argv: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert launcher.main(["--dry-run", *argv], cli.check) == 0
-    assert capfd.readouterr().out == f"{sys.executable} -m hvd_cifar {words}\n"
+    assert capfd.readouterr().out == f"{sys.executable} -I -m hvd_cifar {words}\n"
 
 
 def test_what_runs_as_one_process_takes_no_ranks(capfd: pytest.CaptureFixture[str]) -> None:
@@ -279,16 +328,7 @@ def test_what_runs_as_one_process_takes_no_ranks(capfd: pytest.CaptureFixture[st
 
 def test_command_of_one_rank_needs_no_launcher() -> None:
     assert _command(1) == PROGRAM
-    assert _command(1, gloo=True) == PROGRAM
     assert _command(1, hosts=(Host("localhost", 4),)) == PROGRAM
-
-
-@pytest.mark.parametrize("argv", [["--step", "a.json", "--allreduce", "b.json"], ["--allreduce=b", "--step=a"]])
-def test_a_prediction_from_files_starts_no_ranks(argv: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    assert launcher.main(["--dry-run", "-H", "localhost:4", "benchmark", "predict", *argv], cli.check) == 0
-    assert "mpirun" not in capfd.readouterr().out
-    assert launcher.main(["--dry-run", "-H", "localhost:4", "benchmark", "predict"], cli.check) == 0
-    assert "mpirun" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -320,7 +360,7 @@ def test_a_program_of_the_users_own(
     monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
     program = tmp_path / "my program.py"
     program.touch()
-    words = ["-np", "2", "--mpi", "python", str(program), "--epochs", "3"]
+    words = ["-np", "2", "python", str(program), "--epochs", "3"]
     assert launcher.main(["--dry-run", *words], cli.check) == 0
     out, err = capfd.readouterr()
     assert out.endswith(f" {sys.executable} '{program}' --epochs 3\n") and err == ""
@@ -331,24 +371,20 @@ def test_a_program_of_the_users_own(
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [([], "name a program"), (["/no/such/program.py"], "python /no/such/program.py: no such file")],
+    [
+        (["python"], "name a program"),
+        (["python", "/no/such/program.py"], "python /no/such/program.py: no such file"),
+        (["program.py"], "python program.py: no such file"),
+        (["python3", "-"], "ranks have no standard input; write the program to a file"),
+        (["/usr/bin/python3", "a.py", "b"], "ranks run in this environment's Python; write python a.py b"),
+    ],
 )
 def test_a_program_that_is_not_there_is_told_once(
     words: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launcher.main(["-np", "2", "python", *words], cli.check) == 2
+    assert launcher.main(["-np", "2", *words], cli.check) == 2
     err = capfd.readouterr().err
     assert message in err and err.count("\n") == 1
-
-
-def test_horovodrun_gets_no_secrets(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    for name in ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "wandb_api_key", "SSH_AUTH_SOCK", "HOROVOD_CYCLE_TIME", "HOME"):
-        monkeypatch.setenv(name, "s3cr3t" if name[0] in "AwF" or name == "HF_TOKEN" else "/x")
-    kept = launcher._without_secrets(os.environ)
-    assert "s3cr3t" not in kept.values()
-    assert {"SSH_AUTH_SOCK", "HOROVOD_CYCLE_TIME", "HOME", "PATH"} <= set(kept)
-    said = capfd.readouterr().err
-    assert "AWS_SECRET_ACCESS_KEY, HF_TOKEN, wandb_api_key" in said and "s3cr3t" not in said
 
 
 def test_command_here() -> None:
@@ -356,12 +392,10 @@ def test_command_here() -> None:
     assert "--allow-run-as-root" in _command(2, root=True)
     named = (Host(socket.gethostname(), 4),)
     assert "-x" not in _command(2, hosts=named)
-    where = ["--disable-cache", "-np", "2", "-H", "localhost:2"]
-    assert _command(2, gloo=True) == [str(BIN / "horovodrun"), "--gloo", *where, *PROGRAM]
 
 
 def test_a_ring_is_asked_of_mpirun() -> None:
-    request = Request(2, (), False, ("train",), ring=True)
+    request = parse(["-np", "2", "--allreduce", "ring", "train"])
     words = command(request, 2, INSTALLED, {})
     assert words[words.index("coll_tuned_allreduce_algorithm") + 1] == "4"
     assert words[words.index("coll_tuned_use_dynamic_rules") + 1] == "1"
@@ -383,27 +417,16 @@ def test_command_on_other_hosts() -> None:
     assert words[-len(PROGRAM) :] == PROGRAM
     assert "--prefix" not in _command(2, hosts, mpirun="/usr/bin/mpirun", network=network)
     for gpus, is_exported in (("", True), ("-1", True), ("0,1", False)):  # "none" holds on every host
-        words = command(Request(2, hosts, False, ("train",)), 2, INSTALLED, {"CUDA_VISIBLE_DEVICES": gpus}, network)
+        words = command(replace(parse([]), hosts=hosts), 2, INSTALLED, {"CUDA_VISIBLE_DEVICES": gpus}, network)
         assert ("CUDA_VISIBLE_DEVICES" in words) == is_exported
     assert _command(1, (Host("other", 1),), network=network)[0] == MPIRUN
-
-    words = _command(2, hosts, gloo=True, network=network)
-    assert words[words.index("--network-interfaces") + 1] == "eth0"
-    assert words[-len(PROGRAM) - 5 :] == [
-        PYTHON,
-        "-m",
-        "hvd_cifar.launch.cluster.guard",
-        "10.0.0.0/24",
-        os.getcwd(),
-        *PROGRAM,
-    ]
 
 
 def test_an_interrupt_while_hosts_are_asked_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> Network:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launcher, "find_network", interrupted)
+    monkeypatch.setattr(start, "find_network", interrupted)
     assert launcher.main(["-H", "localhost:1,nosuch.invalid:1", "train", "--dataset", "synthetic"], cli.check) == 130
 
 
@@ -441,10 +464,10 @@ def test_a_login_shell_may_print_a_title_without_a_newline(tmp_path: Path, monke
         (checkout / name).touch()
     here = everywhere.Here(checkout, "", (3, 11), (), ("run.sh",), {})
     with pytest.raises(everywhere.HostFailed, match="there holds other files than here"):
-        everywhere._set_up("b", here, tmp_path / "none")
-    for state in ("", "\033]0;b\007absent"):
-        with pytest.raises(everywhere.HostFailed, match="which set-up does not know"):
-            everywhere._send("b", here, state)
+        everywhere._send("b", here, tmp_path / "none")
+    monkeypatch.setattr(everywhere, "_ask", lambda *_: "\033]0;b\007absent")
+    with pytest.raises(everywhere.HostFailed, match="which set-up does not know"):
+        everywhere._send("b", here, tmp_path / "none")
     assert sorted(path.name for path in checkout.iterdir()) == ["hvd_cifar", "run.sh"]
 
 
@@ -453,7 +476,7 @@ def test_no_ssh_is_told_in_one_line(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="there is no ssh here: apt-get install openssh-client"):
-        find_network(Participants(["localhost", "nosuch.invalid"], "localhost", sys.executable), gloo=False)
+        find_network(Participants(["localhost", "nosuch.invalid"], "localhost", sys.executable))
     assert (
         everywhere.set_up_hosts([Host("nosuch.invalid", 1)], installer._describe_here(installer.Options(), False)) == 1
     )
@@ -519,7 +542,7 @@ def test_gpus_that_the_environment_cannot_use_are_told_once(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(launcher, "read_record", lambda: {"options": {"gpu": environment_for_gpus}})
+    monkeypatch.setattr(here, "read_record", lambda: {"options": {"gpu": environment_for_gpus}})
     assert launcher.main(["--dry-run", *words, "train", "--dataset", "synthetic"], cli.check) == 0
     out, err = capfd.readouterr()
     assert ("mpirun" not in out) if ranks == 1 else ranks is None or f" -np {ranks} " in out
@@ -536,7 +559,7 @@ def test_an_environment_for_gpus_without_one_is_told_once(
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(launcher, "read_record", lambda: {"options": {"gpu": True}})
+    monkeypatch.setattr(here, "read_record", lambda: {"options": {"gpu": True}})
     assert launcher.main(["--dry-run", "-np", "2", "train", "--dataset", "synthetic"], cli.check) == 0
     note = f"note: ranks compute on the CPU: nvidia-smi lists no GPU on {socket.gethostname()}; is the driver loaded?"
     assert capfd.readouterr().err.endswith(f"{note}\n")
@@ -555,6 +578,13 @@ FAILED = (
     + RULE
 )
 KILLED = RULE + "mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed).\n" + RULE
+EARLY = (
+    RULE
+    + "mpirun has exited due to process rank 1 with PID 0 on\nnode vm exiting improperly. There are three reasons this "
+    + 'could occur:\n\n1. this process did not call "init" before exiting, but others in\nthe job did.\n\n'
+    + "You can avoid this message by specifying -quiet on the mpirun command line.\n"
+    + RULE
+)
 LOST = (
     RULE
     + "ORTE has lost communication with a remote daemon.\n\n"
@@ -577,6 +607,7 @@ UNKNOWN = RULE + "There are not enough slots available in the system.\n" + RULE
             KILLED,
             "hvd_cifar: rank 1 on vm was ended by signal 9 (Killed); perhaps the machine ran out of memory\n",
         ),
+        (EARLY, "hvd_cifar: rank 1 ended first, with exit code 0, before the job was over\n"),
         (LOST, "hvd_cifar: node3 is lost, and its ranks with it: is it on, and its network up?\n"),
         (UNKNOWN, UNKNOWN),
         ("table\n-----\n" + RULE + "a\n" * 60, "table\n-----\n" + RULE + "a\n" * 60),
@@ -646,66 +677,17 @@ def test_a_rule_of_a_programs_own_holds_few_lines_back() -> None:
         seen.append(piece)
 
 
-def test_tags() -> None:
-    said = [
-        b"I0000 00:00:1795166954.189768   17670 port.cc:153] oneDNN custom operations are on.\n",
-        b"[0]<stdout>:step 10, loss = 2.3\n",
-        b"[1]<stderr>:hvd_cifar: no such folder\n",
-        b"Process 1 exit with status code 2.\n",
-        b"Terminating remaining workers after failure of Process 1.\n",
-        b"[0]<stderr>:Terminated\n",
-        b"Process 0 exit with status code 143.\n",
-        b"Traceback (most recent call last):\n",
-        b'  File "launch.py", line 8\n',
-        b"RuntimeError: Horovod detected that one or more processes exited with non-zero status, thus ...\n",
-        b"Exception in thread Thread-1 (fn):\n",  # of horovodrun, while it ends the ranks
-        b"Traceback (most recent call last):\n",
-        b"ProcessLookupError: [Errno 3] No such process\n",
-    ]
-    codes: list[tuple[int, int]] = []
-    shown = list(remarks.without_tags(said, codes))
-    assert shown == [(0, b"step 10, loss = 2.3\n"), (1, b"hvd_cifar: no such folder\n")]
-    assert codes == [(1, 2), (0, 143)]
-    other = [b"Traceback (most recent call last):\n", b"ValueError: another reason\n"]
-    assert list(remarks.without_tags(other, [])) == [(None, line) for line in other]
-
-
-@pytest.mark.parametrize(
-    ("codes", "stops", "speaks"),
-    [
-        ([(0, 1), (1, 2)], False, (1, 2)),  # rank 0 lost rank 1, whose input was wrong
-        ([(0, 143), (1, 1), (2, -9)], False, (2, -9)),
-        ([(1, 1), (0, 143)], False, (1, 1)),
-        ([(0, 143), (1, 75)], True, (1, 75)),
-        ([(0, 2), (1, 75)], True, (1, 75)),
-    ],
-)
-def test_the_rank_that_speaks_for_a_job_over_gloo(
-    codes: list[tuple[int, int]], stops: bool, speaks: tuple[int, int]
-) -> None:
-    assert starters.first_cause(codes, stops) == speaks
-
-
 def _starts(starter: Path, script: str, hosts: list[str], times: int) -> subprocess.CompletedProcess[str]:
-    """A job that starts some times, of which it prints the exit codes; `script` stands for mpirun or horovodrun."""
+    """A job that starts some times, of which it prints the exit codes; `script` stands for mpirun."""
     starter.write_text(f"#!/bin/sh\n{script}\nexit 1\n")
     starter.chmod(0o755)
     program = (
-        "import os, sys\nfrom hvd_cifar.launch import job, starters\none = job.Job(can_stop=False)\n"
-        f"ready = starters.Ready(sys.argv[1:], dict(os.environ), {hosts})\n"
-        f"print([starters.start(ready, one) for _ in range({times})])"
+        "import os, sys\nfrom hvd_cifar.launch import job, start\none = job.Job(can_stop=False)\n"
+        f"ready = start.Ready(sys.argv[1:], dict(os.environ), {hosts})\n"
+        f"print([start.start(ready, one) for _ in range({times})])"
     )
     words = [sys.executable, "-c", program, str(starter)]
     return subprocess.run(words, capture_output=True, text=True, timeout=60)
-
-
-def test_a_start_over_gloo_is_told_which_signal_ended_the_last_one(tmp_path: Path) -> None:
-    """Horovod's launcher ends with 1 for every failure."""
-    script = 'echo "ends $HVD_CIFAR_ENDS" >&2\necho "Process 1 exit with status code 137."'
-    done = _starts(tmp_path / "horovodrun", script, [], times=2)
-    killed = f"rank 1 on {socket.gethostname()} was ended by signal 9 (Killed); perhaps the machine ran out of memory"
-    assert done.stdout == "[137, 137]\n", done.stderr
-    assert done.stderr.splitlines() == ["ends []", f"hvd_cifar: {killed}", f'ends ["{killed}"]', f"hvd_cifar: {killed}"]
 
 
 @pytest.mark.parametrize(
@@ -720,50 +702,6 @@ def test_a_rank_s_own_error_on_another_host_is_the_last_line(said: str, more: li
     (tmp_path / "said").write_text(f"{tagged}{FAILED.format(code=1)}")
     done = _starts(tmp_path / "mpirun", f"cat {tmp_path}/said >&2", ["node2", "node3"], times=1)
     assert done.stdout == "[1]\n" and done.stderr.splitlines() == [f"rank 1 on node3: {said}", of_rank_0, *more]
-
-
-ASKED = "SIGINT: ranks write a checkpoint and stop"
-
-
-@pytest.mark.parametrize(
-    ("codes", "rank_is_here", "can_stop", "code", "said"),
-    [
-        # Horovod's launcher has no rank here to ask, so it ends the ssh sessions; it loses some of their exit codes.
-        ([0, 0], False, True, RESUME, [ASKED]),
-        ([0, 255], False, True, RESUME, [ASKED]),
-        ([143, 143], False, True, RESUME, [ASKED]),
-        # The rank here was asked. Another one ran out of memory while it wrote its checkpoint.
-        (
-            [137, 0],
-            True,
-            True,
-            137,
-            [ASKED, "rank 0 on node2 was ended by signal 9"],
-        ),
-        ([137, 137], False, False, 130, []),  # the signal was the user's
-    ],
-)
-def test_a_job_over_gloo_that_is_interrupted(
-    codes: list[int], rank_is_here: bool, can_stop: bool, code: int, said: list[str], tmp_path: Path
-) -> None:
-    starter = tmp_path / "horovodrun"
-    told = "; ".join(f"echo Process {rank} exit with status code {code}." for rank, code in enumerate(codes) if code)
-    rank = "HOROVOD_RANK=1 sleep 60 &" if rank_is_here else ""
-    script = f"trap '{told or ':'}; exit {int(any(codes))}' TERM INT\n{rank}\necho started; while :; do sleep 0.1; done"
-    starter.write_text(f"#!/bin/sh\n{script}\n")
-    starter.chmod(0o755)
-    program = (
-        "import os, sys\nfrom hvd_cifar.launch import job, starters\n"
-        "ready = starters.Ready(sys.argv[1:], dict(os.environ), ['node2', 'node3'])\n"
-        f"print(starters.start(ready, job.Job(can_stop={can_stop})))"
-    )
-    words = [sys.executable, "-c", program, str(starter)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout and process.stderr and process.stdout.readline() == "started\n"
-        process.send_signal(signal.SIGINT)
-        lines = process.stderr.readlines()
-        assert len(lines) == len(said) and all(map(str.__contains__, lines, said)), lines
-        assert process.stdout.read() == f"{code}\n"
 
 
 def test_an_elastic_job_whose_hosts_can_never_suffice_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
@@ -793,7 +731,7 @@ def test_names_that_are_not_utf_8_and_hosts_that_cannot_be_are_told_in_one_line(
     odd = os.fsdecode(b"caf\xe9")
     monkeypatch.chdir(tmp_path)
     for words, told in (
-        (["--hostfile", odd, "train"], b"--hostfile caf\xe9: No such file"),
+        (["--hostfile", odd, "train"], b"the name is not UTF-8"),
         (["python", f"{odd}.py"], b"python caf\xe9.py: no such file"),
         (["-H", "a..b:2", "train"], b"a..b"),
         (["-H", f"{'a' * 64}:2", "train"], b"a" * 64),

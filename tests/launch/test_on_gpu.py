@@ -111,8 +111,8 @@ def test_the_doctor_finds_nothing_wrong_with_the_gpus() -> None:
     done = subprocess.run(words, cwd=CHECKOUT, env=environment(), capture_output=True, text=True, timeout=600)
     told = json.loads(done.stdout)
     levels = {finding["check"]: finding["level"] for finding in told["findings"]}
-    assert [levels[check] for check in ("GPUs", "job", "first steps")] == ["ok"] * 3, told["findings"]
-    assert len(told["job"]["first_steps"]) == 9 and "one GPU each" in told["job"]["how"]
+    assert [levels[check] for check in ("GPUs", "job")] == ["ok"] * 2, told["findings"]
+    assert "one GPU each" in told["job"]["how"]
 
 
 @pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16", "mixed_float16"])

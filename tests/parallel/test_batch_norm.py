@@ -96,8 +96,7 @@ def _on_ranks(folder: str) -> dict[str, Any]:
     import tensorflow as tf
 
     from hvd_cifar.distributed import SyncBatchNormalization, collectives, convert_sync_batch_norm
-    from hvd_cifar.distributed.batch_norm import examples_present
-    from hvd_cifar.training.state import moving_statistics
+    from hvd_cifar.distributed.batch_norm import examples_present, moving_statistics
 
     found: dict[str, Any] = {}
     for kind in ("float64", "float32"):
@@ -229,9 +228,9 @@ def _local() -> dict[str, Any]:
 
     from hvd_cifar.data.pipeline import MicroBatch
     from hvd_cifar.distributed import DistributedOptimizer
+    from hvd_cifar.distributed.batch_norm import moving_statistics
     from hvd_cifar.models import Net
     from hvd_cifar.models.normalization import FusedBatchNormalization
-    from hvd_cifar.training.state import moving_statistics
     from hvd_cifar.training.step import StepSpec, make_train_step
 
     seen: dict[str, Any] = {}

@@ -51,7 +51,7 @@ def jobs(embedded: Path, folder: Path) -> Jobs:
             "allreduce": benchmark("allreduce", "allreduce", *few_sizes, "--ranks", 3),
         },
     }
-    return once(lambda n, launcher: run_all(functions[n], n, launcher=launcher, timeout=400))
+    return once(lambda n, launcher: run_all(functions[n], n, launcher=launcher, timeout=400, fresh=True))
 
 
 def _succeeds(ranks: list[dict[str, Any]]) -> None:

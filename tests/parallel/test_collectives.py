@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
             "meetings": partial(_meetings_while_idle, str(timelines / "mpirun.json")),
             "proof": partial(_prove, list(WRAPS)),
             "broken proof": _prove_broken,
+            "unlike": _broadcast_unlike,
+            "graphs": _graphs_that_differ,
         },
         (3, "mpirun"): {
             "broadcast": _broadcast_everything,
@@ -119,6 +122,112 @@ def test_broadcast_makes_all_ranks_alike(n: int, jobs: Jobs) -> None:
         assert "the layer head is" in rank["unbuilt"]["a head"]
 
 
+def _broadcast_unlike() -> dict[str, str]:
+    """What `broadcast_variables` says of ranks that do not have the same."""
+    from hvd_cifar.distributed import broadcast_variables
+    from hvd_cifar.runtime.world import start
+
+    rank = start().rank
+    import keras
+
+    def net() -> Any:
+        made = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        made.compile(keras.optimizers.Adam())
+        return made
+
+    def table(*words: str) -> Any:
+        return keras.Sequential([keras.Input((), dtype="string"), keras.layers.StringLookup(vocabulary=list(words))])
+
+    def variable(values: int) -> Any:
+        return keras.Variable(np.zeros(values), dtype="float32", name="grown")
+
+    half_built = net()
+    if rank == 0:
+        half_built.optimizer.build(half_built.trainable_variables)
+    targets = {
+        "optimizer": half_built,
+        "shapes": [variable(2), variable(2 + rank)],
+        "types": [keras.Variable(np.zeros(2), dtype=("float32", "float64")[rank])],
+        "counts": [variable(2) for _ in range(1 + rank)],
+        "tables": table("a", "bc"[rank]),
+        "same": table("a", "b"),
+    }
+    said = {}
+    for name, target in targets.items():
+        try:
+            broadcast_variables(target)
+            said[name] = "accepted"
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_ranks_that_would_broadcast_other_variables_say_which(jobs: Jobs) -> None:
+    first, second = jobs(2, "mpirun")["unlike"]
+    assert first == second
+    built = "the optimizer is built on rank 0, and not built on rank 1: call model.optimizer.build("
+    assert first["optimizer"].startswith(built)
+    assert "variable grown is float32 (2,) on rank 0, and float32 (3,) on rank 1: build" in first["shapes"]
+    assert "is float32 (2,) on rank 0, and float64 (2,) on rank 1: build the same" in first["types"]
+    assert "is missing on rank 0, and float32 (2,) on rank 1: build the same" in first["counts"]
+    assert "the table of layer string_lookup is of SHA-256 " in first["tables"]
+    assert first["same"] == "accepted"
+
+
+def _graphs_that_differ() -> dict[str, Any]:
+    """Sums and gradients in graphs that have more operations on rank 1; and what AutoGraph says of them."""
+    from hvd_cifar.distributed import DistributedOptimizer, collectives
+    from hvd_cifar.runtime.world import start
+
+    rank = start().rank
+    import keras
+    import tensorflow as tf
+
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    tf.get_logger().addHandler(handler)
+    captured = [tf.constant(float(rank + i)) for i in range(1 + 5 * rank)][-1] * 0.0 + float(rank + 1)
+    variables = [keras.Variable(np.zeros(2, "float32")), keras.Variable(np.zeros((3, 1), "float32"))]
+    found: dict[str, Any] = {}
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "in order": {"fixed_order": True},
+        "passes": {"backward_passes_per_step": 2},
+    }
+    for name, options in ways.items():
+        optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), op="sum", **options)
+        optimizer.build(variables)
+        for variable in variables:
+            variable.assign(tf.zeros_like(variable.value))
+
+        @tf.function  # with AutoGraph, as a user's own
+        def step(optimizer: Any = optimizer, sparse: bool = name == "plain") -> Any:
+            x = captured
+            for _ in range(3 * rank):
+                x = tf.cond(x > 0, lambda x=x: x * 1.0, lambda x=x: x)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                total = collectives.all_reduce_in_graph(x) ** 2
+            rows = tf.IndexedSlices(tf.reshape(x, [1, 1]), tf.constant([1]), tf.constant([3, 1]))
+            optimizer.apply([tf.fill([2], x), rows if sparse else tf.fill([3, 1], x)], variables)
+            return total, tape.gradient(total, x)
+
+        for _ in range(options.get("backward_passes_per_step", 1)):
+            sums = step()
+        found[name] = [float(v) for v in sums] + [float(v.numpy().ravel()[1]) for v in variables]
+    tf.get_logger().removeHandler(handler)
+    return {"found": found, "told": [text for text in told if "AutoGraph" in text]}
+
+
+def test_ranks_meet_whatever_else_their_graphs_hold(jobs: Jobs) -> None:
+    for rank in jobs(2, "mpirun")["graphs"]:
+        # (1 + 2)^2; each rank's value changes both ranks' totals, of slope 2 * 3 each; and minus the sum of gradients.
+        once = [9.0, 12.0, -3.0, -3.0]
+        assert rank["found"] == {"plain": once, "in order": once, "passes": [9.0, 12.0, -6.0, -6.0]}
+        assert rank["told"] == []
+
+
 def _ways() -> dict[str, dict[str, Any]]:
     """Arguments of `DistributedOptimizer` by name: all that change the way of a gradient, in most combinations.
 
@@ -140,6 +249,8 @@ def _ways() -> dict[str, dict[str, Any]]:
 
 
 WRAPS = _ways()
+# Variables whose gradients take the all-to-all of the fixed order, and one of fewer elements than there are ranks.
+LONG, SHORT = ((4097,), (2, 3)), ((1,),)
 # What `train` can ask for: shares of the global mean, each of its steps reduced; in float64 without a loss scale.
 OF_TRAIN = [way for way in WRAPS if way.startswith("sum") and "passes" not in way]
 OF_TRAIN += [f"{way}, float64" for way in OF_TRAIN if "loss scale" not in way]
@@ -158,8 +269,17 @@ def _prove_way(way: str) -> str:
         return keras.optimizers.LossScaleOptimizer(wrapped) if "loss scale" in way else wrapped
 
     keras.config.set_floatx("float64" if "float64" in way else "float32")
+    said = ""
     try:
-        return prove_averaging(wrap, contributions=WRAPS[way]["op"])
+        for shapes in (LONG, SHORT):
+            optimizer = wrap(keras.optimizers.SGD(1.0))
+            variables = [keras.Variable(np.full(shape, 0.5)) for shape in shapes]
+            optimizer.build(variables)
+            before = [v.numpy().tolist() for v in (*variables, *optimizer.variables)]
+            said = prove_averaging(optimizer, contributions=WRAPS[way]["op"])
+            if before != [v.numpy().tolist() for v in (*variables, *optimizer.variables)]:
+                return "the proof has changed the state"
+        return said
     except TrainingError as error:
         return f"TrainingError: {error}"
     finally:
@@ -174,6 +294,7 @@ def _prove(ways: list[str]) -> dict[str, str]:
 
     start()
     import horovod.tensorflow.keras as horovod_keras
+    import keras
 
     said = {way: _prove_way(way) for way in ways}
     for how, wrap in {
@@ -181,8 +302,10 @@ def _prove(ways: list[str]) -> dict[str, str]:
         "Horovod's own": lambda optimizer: horovod_keras.DistributedOptimizer(optimizer),
         "sum for average": lambda optimizer: DistributedOptimizer(optimizer, op="sum"),
     }.items():
+        optimizer = wrap(keras.optimizers.SGD(1.0))
+        optimizer.build([keras.Variable(np.zeros(3))])
         try:
-            said[how] = prove_averaging(wrap)
+            said[how] = prove_averaging(optimizer)
         except TrainingError as error:
             said[how] = str(error)
     return said
@@ -195,15 +318,12 @@ def test_the_proof_passes_with_the_average_and_names_ranks_and_values_without(
     ranks = jobs(n, "mpirun")["proof"]
     assert ranks == [ranks[0]] * n  # every rank goes on, or ends, with the same words
     said = ranks[0]
-    mean = {2: "(1.5, -1.5)", 3: "(2, -1.33333)"}[n]
-    end = {2: "(-1.5, 1.5)", 3: "(-2, 1.33333)"}[n]
     for way in ways:
-        assert said[way] == f"gradients that differ by rank became {mean}, their average, on all {n} ranks", way
+        assert said[way] == f"gradients of which each rank has a part became their average, on all {n} ranks", way
     for how in ("none", "Horovod's own"):
-        assert f"must end at {end}" in said[how]
-        for rank in range(n):
-            assert f"rank {rank} ended at ({-(1 + rank % 3)}, {1 + rank % 2})" in said[how]
-    assert {2: "rank 1 ended at (-3, 3)", 3: "rank 1 ended at (-6, 4)"}[n] in said["sum for average"]
+        assert said[how].startswith("gradients are not averaged over the ranks: SGD is not distributed; wrap"), how
+    wrong = f"what must be {1 / n:.6g} is 1 where the gradient is rank 0's, on rank 0; wrap"
+    assert wrong in said["sum for average"]
 
 
 def _prove_broken() -> dict[str, dict[str, str]]:
@@ -262,6 +382,12 @@ def _prove_broken() -> dict[str, dict[str, str]]:
             ("sum, fp16", "sum, fixed order, fp16", "sum, loss scale, fp16"),
         ),
         "passes": (distributed, "_apply_every_few_passes", kept_apart_in_passes, ("average, passes",)),
+        "a lost rank": (
+            module,
+            "_all_reduce",
+            lambda tensors, *how: all_reduce([t * tf.cast(hvd.rank() != 1, t.dtype) for t in tensors], *how),
+            ("average", "sum", "sum, fixed order", "average, fp16"),
+        ),
         "loss scale": (
             keras.optimizers.LossScaleOptimizer,
             "_stateful_handle_finite_grads",
@@ -289,9 +415,10 @@ def test_the_proof_fails_where_any_part_of_the_path_does_not_reduce(jobs: Jobs) 
     assert first == second
     for part, said in first.items():
         for way, text in said.items():
-            of_values = part == "values" or (part, way) == ("short messages", "sum, loss scale, fixed order")
+            of_values = part in ("values", "short messages")  # the one short gradient is right on rank 0
             what = "values beside the gradients are not summed" if of_values else "gradients are not averaged"
             assert text.startswith(f"TrainingError: {what} over the ranks"), (part, way, text)
+            assert part != "a lost rank" or "is 0 where the gradient is rank 1's, on rank 0; wrap" in text, (way, text)
 
 
 def _sums_and_errors() -> dict[str, Any]:
@@ -439,7 +566,7 @@ def test_objects_errors_and_variables_take_few_messages(n: int, launcher: str, j
         for failing in ([0], [1], [n - 1], list(range(n))):
             first = rank if rank in failing else failing[0]
             assert seen[f"failing {failing}"] == [f"UserError: of {first}", 2]
-        assert seen["variables"] == [None, 2]  # a message for each type
+        assert seen["variables"] == [None, 3]  # their comparison, and a message for each type
         assert seen["values"] == [[1 + i] * (3 + i) for i in range(20)]
 
 

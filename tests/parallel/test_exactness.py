@@ -110,7 +110,7 @@ def _train(data: str, folder: str, name: str, options: dict[str, Any]) -> list[f
         def on_log(self, run: Any) -> None:
             losses.append(run.loss)
 
-    whole = synthetic.LAYOUT.read(synthetic.ensure(Path(data)))
+    whole = synthetic.LAYOUT.read(Path(data) / synthetic.LAYOUT.folder)
     count, side = (FAST_EXAMPLES, FLAT) if name == "fast" else (EXAMPLES, 1)
     parts = [(_in_squares(p.images[:count], side), p.labels[:count]) for p in (whole.train, whole.test)]
     dataset = Dataset.from_arrays(*parts[0], *parts[1])

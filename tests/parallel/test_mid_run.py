@@ -40,7 +40,7 @@ def _runs(folder: str) -> dict[str, Any]:
     """Short runs with local batch norm, and what a callback sees of each."""
     import hvd_cifar
     from hvd_cifar.distributed import collectives
-    from hvd_cifar.training.state import moving_statistics
+    from hvd_cifar.distributed.batch_norm import moving_statistics
 
     class Recorder(hvd_cifar.Callback):
         def __init__(self) -> None:

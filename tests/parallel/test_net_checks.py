@@ -115,9 +115,9 @@ def _without_bfloat16(folder: str) -> Any:
     """In a run's first lines on a processor without instructions for bfloat16."""
     from unittest import mock
 
-    from hvd_cifar.training import facts
+    from hvd_cifar.runtime import devices
 
-    with mock.patch.object(facts, "native_precision", lambda world: "float32"):
+    with mock.patch.object(devices, "multiplies_bfloat16", lambda cpuinfo: False):
         words = ["--model", f"{folder}/nets.py:alike", "--dataset", FEW, "--run-dir", f"{folder}/run"]
         return command(["train", *words, "--precision", "mixed_bfloat16", "--max-steps", 1])
 

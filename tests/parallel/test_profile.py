@@ -30,7 +30,6 @@ int clock_gettime(clockid_t id, struct timespec *now) {{
   static int (*real)(clockid_t, struct timespec *);
   if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
   const char *rank = getenv("OMPI_COMM_WORLD_RANK");
-  if (!rank) rank = getenv("HOROVOD_RANK");
   int failed = real(id, now);
   if (id == CLOCK_REALTIME && rank && *rank == '1') now->tv_sec += {AHEAD};
   return failed;
@@ -64,15 +63,13 @@ def _train(data: str, run_dir: str, way: dict[str, Any]) -> list[list[int]]:
         return [[*clocks.compare()[1:], shortest[-1]] for _ in range(5)]
 
 
-@pytest.mark.parametrize(("launcher", "way"), [("mpirun", "buckets"), ("gloo", "shards")])
-def test_one_trace_of_two_clocks(launcher: str, way: str, embedded: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_one_trace_of_two_clocks(way: str, embedded: Path, tmp_path: Path) -> None:
     (tmp_path / "clock.c").write_text(CLOCK)
     library = tmp_path / "clock.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "clock.c", "-ldl"], check=True)
     env = {"LD_PRELOAD": str(library)}
-    own, other = run_ranks(
-        _train, 2, str(embedded), str(tmp_path / way), WAYS[way], launcher=launcher, env=env, timeout=400
-    )
+    own, other = run_ranks(_train, 2, str(embedded), str(tmp_path / way), WAYS[way], env=env, timeout=400)
 
     assert all(ahead == uncertainty == 0 for ahead, uncertainty, _ in own)
     errors = [abs(ahead - AHEAD * 10**9) for ahead, _, _ in other]

@@ -127,7 +127,7 @@ def test_a_run_whose_gradients_are_not_averaged_ends_before_its_first_step(tmp_p
     (line,) = first["errors"]
     assert second["errors"] == []  # said once
     assert "gradients are not averaged over the ranks" in line
-    assert "rank 0 ended at (-0.5, 0.5), rank 1 ended at (-1, 1)" in line
+    assert "is not distributed; wrap the optimizer in" in line
     assert not (tmp_path / "run").exists()
 
 
@@ -171,7 +171,6 @@ def test_only_the_default_run_on_the_embedded_set_is_shortened(embedded: Path) -
     assert run_ranks(_shortened, 1, str(embedded)) == [[0.35, 3, 10, 10]]
 
 
-@pytest.mark.slow
 def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, tmp_path: Path) -> None:
     """Two ranks with four micro-batches each. With plain SGD at eight times the rate the loss is infinite."""
     run_dir = tmp_path / "run"
@@ -196,7 +195,7 @@ def _at_eight_ranks_batch(data: str, folder: str) -> dict[str, dict[str, Any]]:
     from examples.my_net import build
     from hvd_cifar.data import synthetic
 
-    whole = synthetic.LAYOUT.read(synthetic.ensure(Path(data)))
+    whole = synthetic.LAYOUT.read(Path(data) / synthetic.LAYOUT.folder)
     train, test = ((p.images[:25_600][:, ::2, ::2], p.labels[:25_600]) for p in (whole.train, whole.test))
     dataset = hvd_cifar.Dataset.from_arrays(*train, *test)
     course: dict[str, Any] = {"global_batch_size": 1024, "max_steps": 45, "eval_every": 0}

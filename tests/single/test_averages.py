@@ -37,7 +37,7 @@ def test_skipped_steps_count_for_lookahead_and_change_the_last_one_s_weights_alo
         assert (variable.numpy() == (step if step < 7 else 0)).all(), step
     average = MovingAverage([variable], decay=0.5)
     average.skip()
-    assert int(average.updates.numpy()) == 0
+    assert int(average.steps.numpy()) == 0
 
 
 def test_lookahead_leaves_a_run_that_never_mixes_its_weights() -> None:

@@ -14,6 +14,7 @@ from hvd_cifar.config import DataSettings, make
 from hvd_cifar.data import cifar
 from hvd_cifar.data.cifar import CIFAR10, CIFAR100, Layout
 from hvd_cifar.data.download import DownloadError
+from hvd_cifar.data.place import Onlooker
 from hvd_cifar.data.records import FileImages, RecordFile
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
@@ -33,7 +34,7 @@ def write_sparse(folder: Path, layout: Layout) -> Path:
 
 def prepared_folder(name: str, data_dir: Path) -> tuple[str, Path]:
     settings = make(DataSettings, {"dataset": name, "data_dir": data_dir, "data_url": NOBODY})
-    source, folder = prepare(settings, warn=lambda message: pytest.fail(f"warned: {message}"))
+    source, folder = prepare(settings, Onlooker(is_warned=pytest.fail))
     return source.name, folder
 
 
@@ -116,8 +117,8 @@ def test_any_order_of_images_is_read_as_from_an_array(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     whole = random.integers(0, 256, (50, 4, 5, 3), np.uint8)
     for name, part in (("a", whole[:20]), ("b", whole[20:])):
-        (tmp_path / name).write_bytes(b"head" + part.tobytes())
-    files = [RecordFile(tmp_path / "a", 20, 4), RecordFile(tmp_path / "b", 30, 4)]
+        (tmp_path / name).write_bytes(part.tobytes())
+    files = [RecordFile(tmp_path / "a", 20), RecordFile(tmp_path / "b", 30)]
     images = FileImages(files, (4, 5, 3), 0, planes=False)
     for index in (*(random.permutation(50)[:n] for n in (1, 7, 50)), np.arange(50), np.array([3, 3, 4, 4, 5])):
         assert np.array_equal(images[index], whole[index])

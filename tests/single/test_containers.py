@@ -61,7 +61,8 @@ def _ignored(path: str) -> bool:
 
 def _sent() -> list[str]:
     """The files of the checkout that belong to it, less those that .dockerignore leaves out."""
-    return [path for path in files_of(CHECKOUT) if not _ignored(path)]
+    deploy = [f"deploy/{path.name}" for path in (CHECKOUT / "deploy").iterdir()]
+    return [path for path in (*files_of(CHECKOUT), *deploy) if not _ignored(path)]
 
 
 def test_two_stages_and_only_the_first_one_builds() -> None:

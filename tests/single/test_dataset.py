@@ -57,6 +57,20 @@ def test_grey_images_are_of_one_channel(channels: int) -> None:
     assert grey.image_shape == (6, 5, 1)
 
 
+def test_tensors_are_taken() -> None:
+    import tensorflow as tf
+
+    images, labels = tf.constant(_images(7)), tf.constant([0, 1, 2, 0, 1, 2, 0])
+    assert _dataset(train_images=images, train_labels=labels).digest == _dataset().digest
+    with pytest.raises(UserError, match="the training images are float32"):
+        _dataset(train_images=tf.cast(images, tf.float32))
+
+
+def test_names_hold_no_control_characters() -> None:
+    dataset = _dataset(name="a\tb", class_names=["\x1b[31mred", "two\nlines", "é", "d"])
+    assert (dataset.name, dataset.class_names) == ("a\\tb", ("\\x1b[31mred", "two\\nlines", "é", "d"))
+
+
 def test_images_stay_on_the_disk(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", _images(7))
     mapped = np.load(tmp_path / "images.npy", mmap_mode="r+")
@@ -80,6 +94,12 @@ def test_images_stay_on_the_disk(tmp_path: Path) -> None:
         ({"train_labels": [[0], [1, 2]]}, "the training labels are no array .*: give integers"),
         ({"test_labels": [0, 2, -1]}, "the test label of example 2 is -1"),
         ({"test_labels": [0, 2**40, 1]}, f"the test label of example 1 is {2**40}"),
+        (
+            {"train_images": _images(7, 3, 32, 32)},
+            r"the training images have the shape \[7, 3, 32, 32\], channels first",
+        ),
+        ({"train_labels": [0] * 7, "test_labels": [0] * 3}, "all labels are 0: give examples of two or more classes"),
+        ({"train_labels": [0] * 7, "test_labels": [0] * 3, "class_names": ["a"]}, "all labels are 0: give"),
         ({"class_names": ["a", "b", "c"]}, "label 3 has no name, since class_names names 3 classes"),
         ({"class_names": ["a", "b", "c", "b"]}, "class_names has b twice"),
     ],
@@ -87,7 +107,7 @@ def test_images_stay_on_the_disk(tmp_path: Path) -> None:
 def test_what_is_no_data_set_is_refused_in_one_line(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=f"data set arrays: {message}") as caught:
         _dataset(**changed)
-    assert "\n" not in str(caught.value) and re.search(": (give|name) ", str(caught.value))
+    assert "\n" not in str(caught.value) and re.search(": (give|name|put) ", str(caught.value))
 
 
 def test_statistics_are_those_of_all_pixels(monkeypatch: pytest.MonkeyPatch) -> None:

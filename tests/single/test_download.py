@@ -1,4 +1,4 @@
-"""The download, against an HTTP server of the test's own: whole, cut, killed, refused, wrong, and unsafe."""
+"""The download, against an HTTP server of the test's own: whole, once a host, refused, wrong, and cut."""
 
 from __future__ import annotations
 
@@ -15,47 +15,38 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from hvd_cifar.config import DataSettings, make
-from hvd_cifar.data import download, place
-from hvd_cifar.data.cifar import CIFAR10, CIFAR100
+from hvd_cifar.data import download, place, source
+from hvd_cifar.data.cifar import CIFAR10
 from hvd_cifar.data.download import CHUNK_BYTES, DownloadError
-from hvd_cifar.data.place import Onlooker
+from hvd_cifar.data.place import NOBODY, Onlooker
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
+from tests.ranks import CHECKOUT
 
-ROOT = Path(__file__).parents[2]  # where the package can be imported from
 SECONDS = 60  # longer than anything here may take
-
-
-class Answer(NamedTuple):
-    """How the server treats one request."""
-
-    status: int = 200
-    ranges: bool = True  # honour a Range header
-    shift: int = 0  # send bytes this much later in the file than asked for
-    cut: int | None = None  # close the connection after this number of bytes of the body
-    hold: int | None = None  # after this number of bytes of the body, wait for `release`
-    length: str | None = None  # Content-Length; None: the true one
-    to: str | None = None  # Location, for a status of 3xx
+PROXIES = ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "no_proxy")
 
 
 class Server(ThreadingHTTPServer):
-    """Serves `body`, by one answer after the other, the last one for all further requests; keeps what was asked."""
+    """Serves `body`; the first answers fail with these statuses, where a string is a redirect."""
 
     daemon_threads = True
 
     def __init__(self, body: bytes) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.body = body
-        self.answers = [Answer()]
-        self.asked: list[str | None] = []  # the Range header of each request
+        self.fails: list[int | str] = []
+        self.cut: int | None = None  # close the connection after this number of bytes of the body
+        self.hold: int | None = None  # after this number of bytes of the body, wait for `release`
+        self.asked = 0
         self.release = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}/cifar-10-binary.tar.gz"
 
@@ -71,31 +62,22 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        server, asked = self.server, self.headers["Range"]
-        answer = server.answers[min(len(server.asked), len(server.answers) - 1)]
-        server.asked.append(asked)
-        start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and answer.ranges else 0
-        start += answer.shift
-        body = server.body[start:]
-        if start and not body:
-            answer = Answer(status=416)
-        if answer.status != 200:
-            self.send_response(answer.status)
+        server = self.server
+        server.asked += 1
+        if server.fails:
+            failure = server.fails.pop(0)
+            self.send_response(failure if isinstance(failure, int) else 302)
+            self.send_header("Location", str(failure))
             self.send_header("Content-Length", "0")
-            if answer.to is not None:
-                self.send_header("Location", answer.to)
             self.end_headers()
             return
-        self.send_response(206 if start else 200)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(server.body) - 1}/{len(server.body)}")
-        self.send_header("Content-Length", answer.length or str(len(body)))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(server.body)))
         self.end_headers()
-        if answer.hold is not None:
-            self.wfile.write(body[: answer.hold])
+        if server.hold is not None:
+            self.wfile.write(server.body[: server.hold])
             server.release.wait(SECONDS)
-            body = body[answer.hold :]
-        self.wfile.write(body[: answer.cut])
+        self.wfile.write(server.body[server.hold or 0 : server.cut])
         self.close_connection = True
 
 
@@ -110,18 +92,14 @@ def pack(members: list[tuple[str | tarfile.TarInfo, bytes]]) -> bytes:
     return file.getvalue()
 
 
-def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname = kind, target
-    return info
+FILES: list[tuple[str | tarfile.TarInfo, bytes]]
+FILES = [(f"{CIFAR10.folder}/{name}", bytes(CIFAR10.bytes_of(name))) for name in CIFAR10.files]
 
 
 @pytest.fixture(scope="module")
 def archive() -> bytes:
     """Files of the true length, all zeros, which pack well, and a megabyte that does not, so that there is a middle."""
-    files = [(f"{CIFAR10.folder}/{name}", bytes(CIFAR10.bytes_of(name))) for name in CIFAR10.files]
-    ballast = (f"{CIFAR10.folder}/readme.html", random.Random(0).randbytes(1 << 20))
-    return pack([ballast, *files])
+    return pack([(f"{CIFAR10.folder}/readme.html", random.Random(0).randbytes(1 << 20)), *FILES])
 
 
 @pytest.fixture
@@ -144,44 +122,50 @@ def data_dir(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def direct_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*download.PROXIES, *download.CERTIFICATES, "no_proxy"):
+    for name in PROXIES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(download, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(download, "WAITS", (0.01, 0.01))
 
 
 def md5(content: bytes) -> str:
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
-def bring(server: Server, data_dir: Path) -> Path:
-    return download.fetch(CIFAR10, data_dir, server.url, md5(server.body))
+def settings(url: str, data_dir: Path, name: str = "cifar10") -> DataSettings:
+    return make(DataSettings, {"dataset": name, "data_dir": data_dir, "data_url": url})
 
 
-def part_of(server: Server, data_dir: Path) -> Path:
-    return data_dir / f"cifar-10-binary-{md5(server.body)[:8]}.part"
+@pytest.fixture
+def bring(server: Server, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that prepares CIFAR-10, of which the server's body is the published archive."""
 
+    def bring(onlooker: Onlooker = NOBODY) -> Path:
+        layout = replace(CIFAR10, md5=md5(server.body))
+        monkeypatch.setitem(source.LAYOUTS, "cifar10", layout)
+        return prepare(settings(server.url, data_dir), onlooker)[1]
 
-def assert_complete(folder: Path, data_dir: Path) -> None:
-    """The data set is in place, and nothing else is left but the lock."""
-    assert folder == data_dir / CIFAR10.folder
-    CIFAR10.check(folder)
-    assert {path.name for path in data_dir.iterdir()} <= {CIFAR10.folder, ".lock"}
+    return bring
 
 
 def assert_nothing(data_dir: Path) -> None:
     assert {path.name for path in data_dir.iterdir()} <= {".lock"}
 
 
-def start_fetch(server: Server, data_dir: Path) -> subprocess.Popen[str]:
-    """A process that says "ready", downloads, and prints the folder."""
+def start(server: Server, data_dir: Path, *limit: int) -> subprocess.Popen[str]:
+    """A process that says "ready", downloads, and prints the folder or the error."""
     program = (
-        "import sys; from pathlib import Path; from hvd_cifar.data.cifar import CIFAR10\n"
-        "from hvd_cifar.data.download import fetch; print('ready', flush=True)\n"
-        "print(fetch(CIFAR10, Path(sys.argv[1]), sys.argv[2], sys.argv[3]))"
+        "import resource, sys; from dataclasses import replace; from pathlib import Path\n"
+        "from hvd_cifar.config import DataSettings, make; from hvd_cifar.data import source\n"
+        "from hvd_cifar.errors import UserError\n"
+        "folder, url, md5, *limit = sys.argv[1:]; print('ready', flush=True)\n"
+        "if limit: resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit[0]), int(limit[0])))\n"
+        "source.LAYOUTS['cifar10'] = replace(source.CIFAR10, md5=md5)\n"
+        "given = {'dataset': 'cifar10', 'data_dir': folder, 'data_url': url}\n"
+        "try: print(source.prepare(make(DataSettings, given))[1])\n"
+        "except UserError as error: print(type(error).__name__, error)"
     )
-    command = [sys.executable, "-c", program, str(data_dir), server.url, md5(server.body)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    words = [sys.executable, "-c", program, str(data_dir), server.url, md5(server.body), *map(str, limit)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
@@ -193,108 +177,53 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.01)
 
 
-def test_whole_download_then_none(server: Server, data_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert_complete(bring(server, data_dir), data_dir)
-    assert server.asked == [None]
+def test_whole_download_then_none(
+    server: Server, bring: Any, data_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    signs: list[int] = []
+    folder = bring(Onlooker(is_told=lambda: signs.append(1)))
+    assert folder == data_dir / CIFAR10.folder
+    CIFAR10.check(folder)
+    assert {path.name for path in data_dir.iterdir()} <= {CIFAR10.folder, ".lock"}
+    # A download on a slow line takes longer than any time-out for a hang.
+    assert len(signs) >= len(server.body) // CHUNK_BYTES > 1
+    assert bring() == folder and server.asked == 1  # a second call finds the files, and asks nobody
     assert capfd.readouterr() == ("", "")
-    # A second call finds the files, and asks nobody.
-    assert_complete(bring(server, data_dir), data_dir)
-    assert server.asked == [None]
 
 
-def test_others_may_read_the_folder_also_with_a_python_without_filters(
-    server: Server, data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(tarfile, "data_filter", raising=False)
-    folder = tarfile.TarInfo(CIFAR10.folder)
-    folder.type, folder.mode = tarfile.DIRTYPE, 0o755
-    server.body = pack([(folder, b""), *((f"{CIFAR10.folder}/{n}", bytes(CIFAR10.bytes_of(n))) for n in CIFAR10.files)])
-    assert bring(server, data_dir).stat().st_mode & 0o055 == 0o055
-
-
-def test_progress_is_drawn_on_stderr_when_asked_for(
-    server: Server, data_dir: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    server.body = server.body[:-100]  # a damaged archive is enough
-    with pytest.raises(UserError):
-        download.fetch(CIFAR10, data_dir, server.url, md5(server.body), Onlooker(sees_bar=True))
+def test_progress_is_drawn_on_stderr_when_asked_for(bring: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    bring(Onlooker(sees_bar=True))
     out, err = capfd.readouterr()
     assert out == "" and "CIFAR-10" in err
 
 
-def test_a_cut_download_goes_on_where_it_stopped(server: Server, data_dir: Path) -> None:
-    cut = len(server.body) // 2
-    server.answers = [Answer(cut=cut), Answer(cut=0), Answer()]
-    assert_complete(bring(server, data_dir), data_dir)
-    first, second, third = server.asked
-    assert first is None and second == third and second is not None
-    start = int(second.removeprefix("bytes=").removesuffix("-"))
-    assert cut - CHUNK_BYTES < start <= cut  # at most the chunk that was on its way is asked for again
-
-
-def test_each_cut_that_brings_bytes_is_forgiven(server: Server, data_dir: Path) -> None:
-    pieces = 2 * download.TRIES
-    server.answers = [Answer(cut=len(server.body) // pieces)] * (pieces + 2)
-    assert_complete(bring(server, data_dir), data_dir)
-    assert len(server.asked) > download.TRIES
-
-
-def test_the_next_call_goes_on_after_one_that_gave_up(server: Server, data_dir: Path) -> None:
-    server.answers = [Answer(cut=len(server.body) // 2), Answer(cut=0)]
-    with pytest.raises(DownloadError, match="cannot download"):
-        bring(server, data_dir)
-    assert len(server.asked) == download.TRIES
-    got = part_of(server, data_dir).stat().st_size
-    assert got > 0
-    server.answers = [Answer()]
-    assert_complete(bring(server, data_dir), data_dir)
-    assert server.asked[-1] == f"bytes={got}-"
-
-
-def test_a_killed_download_is_resumed(server: Server, data_dir: Path) -> None:
-    half = len(server.body) // 2
-    server.answers = [Answer(hold=half), Answer()]
-    process = start_fetch(server, data_dir)
-    part = part_of(server, data_dir)
-    wait_until(lambda: part.exists() and part.stat().st_size > half - 4 * CHUNK_BYTES)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(SECONDS) == -signal.SIGKILL
-    got = part.stat().st_size
-
-    assert_complete(bring(server, data_dir), data_dir)  # the lock of the dead is free, and what it left is gone
-    assert server.asked == [None, f"bytes={got}-"]
-
-
-def test_killed_while_unpacking(server: Server, data_dir: Path) -> None:
-    """Neither is anything downloaded again, nor does a half-unpacked file count."""
-    half_done = data_dir / ".unfinished" / CIFAR10.folder
-    half_done.mkdir(parents=True)
-    (half_done / "old.bin").write_bytes(b"half")
-    part_of(server, data_dir).write_bytes(server.body)
-    folder = bring(server, data_dir)
-    assert_complete(folder, data_dir)
-    assert server.asked == []
-    assert not (folder / "old.bin").exists()
+@pytest.mark.parametrize("fails", [[503], [404, "/elsewhere"], [500, 500]])
+def test_a_failure_of_the_server_is_tried_again(server: Server, bring: Any, fails: list[int | str]) -> None:
+    server.fails = fails.copy()
+    assert bring().is_dir() and server.asked == 1 + len(fails)
 
 
 def test_two_processes_download_once(server: Server, data_dir: Path) -> None:
-    server.answers = [Answer(hold=1000)]
-    processes = [start_fetch(server, data_dir) for _ in range(2)]
+    server.hold = 1000
+    processes = [start(server, data_dir) for _ in range(2)]
     time.sleep(0.5)  # for the second to come to the lock, or, without one, to the server
     server.release.set()
     for process in processes:
         out, _ = process.communicate(timeout=SECONDS)
         assert (process.returncode, out) == (0, f"{data_dir / CIFAR10.folder}\n")
-    assert server.asked == [None]
-    assert_complete(data_dir / CIFAR10.folder, data_dir)
+    assert server.asked == 1
 
 
-def test_a_watchdog_is_told_of_every_piece(server: Server, data_dir: Path) -> None:
-    """A download on a slow line takes longer than any time-out for a hang."""
-    signs: list[int] = []
-    onlooker = Onlooker(is_told=lambda: signs.append(download._size(part_of(server, data_dir))))
-    download.fetch(CIFAR10, data_dir, server.url, md5(server.body), onlooker)
-    assert len(signs) >= len(server.body) // CHUNK_BYTES > 1
+def test_what_a_killed_process_left_is_removed(server: Server, bring: Any, data_dir: Path) -> None:
+    server.hold = len(server.body) // 2
+    process = start(server, data_dir)
+    scratch = data_dir / place.SCRATCH
+    wait_until(lambda: scratch.is_dir() and any(scratch.iterdir()))
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(SECONDS) == -signal.SIGKILL
+    server.hold = None
+    bring()  # the lock of the dead is free
+    assert {path.name for path in data_dir.iterdir()} <= {CIFAR10.folder, ".lock"}
 
 
 @pytest.mark.parametrize("works", [True, False])
@@ -304,243 +233,114 @@ def test_a_watchdog_is_told_while_the_holder_of_the_lock_works(
     """Not where the holder is stopped."""
     monkeypatch.setattr(place, "SECONDS_BETWEEN_LOOKS", 0.01)
     signs: list[None] = []
-    holder = FileLock(tmp_path / place.LOCK, thread_local=False)
-    holder.acquire()
+    ready = threading.Event()
 
     def hold() -> None:
-        for number in range(1000 if works else 10):
-            if works:
-                (tmp_path / "archive.part").write_text(str(number))
-            if len(signs) == 3:
-                break
-            time.sleep(0.02)
-        holder.release()
+        with place.locked(tmp_path) as told:
+            ready.set()
+            for _ in range(1000 if works else 10):
+                if works:
+                    told.is_told()
+                if len(signs) == 3:
+                    break
+                time.sleep(0.02)
 
     thread = threading.Thread(target=hold)
     thread.start()
+    ready.wait(SECONDS)
     with place.locked(tmp_path, Onlooker(is_told=lambda: signs.append(None))):
         assert (len(signs) >= 3) == works and (works or not signs)
     thread.join()
 
 
-def test_a_server_without_range_sends_all_again(server: Server, data_dir: Path) -> None:
-    server.answers = [Answer(cut=len(server.body) // 2), Answer(ranges=False)]
-    assert_complete(bring(server, data_dir), data_dir)
-    first, second = server.asked
-    assert first is None and second is not None
-
-
-def test_a_server_that_sends_another_range_is_asked_for_all(server: Server, data_dir: Path) -> None:
-    server.answers = [Answer(cut=len(server.body) // 2), Answer(shift=100), Answer()]
-    assert_complete(bring(server, data_dir), data_dir)
-    first, second, third = server.asked
-    assert first is None and second is not None and third is None
-
-
-def test_a_part_that_is_too_long_starts_from_zero(server: Server, data_dir: Path) -> None:
-    data_dir.mkdir()
-    part_of(server, data_dir).write_bytes(server.body + b"more")
-    assert_complete(bring(server, data_dir), data_dir)
-    assert server.asked == [f"bytes={len(server.body) + 4}-", None]
-
-
-def test_a_part_with_wrong_bytes_starts_from_zero_once(server: Server, data_dir: Path) -> None:
-    data_dir.mkdir()
-    part_of(server, data_dir).write_bytes(b"wrong")
-    assert_complete(bring(server, data_dir), data_dir)
-    assert server.asked == ["bytes=5-", None]
-
-
-def test_the_part_of_another_archive_is_not_continued(server: Server, data_dir: Path) -> None:
-    data_dir.mkdir()
-    (data_dir / "cifar-10-binary-00000000.part").write_bytes(b"another's")
-    assert_complete(bring(server, data_dir), data_dir)
-    assert server.asked == [None]
-
-
 @pytest.mark.parametrize("name", ["auto", "cifar10"])
-def test_a_wrong_checksum_names_both_and_removes_the_file(server: Server, data_dir: Path, name: str) -> None:
-    expected = "0123456789abcdef" * 2
-    given = {"dataset": name, "data_dir": data_dir, "data_url": server.url, "data_md5": expected}
-    with pytest.raises(UserError, match=f"{md5(server.body)} instead of {expected}") as caught:
-        prepare(make(DataSettings, given), warn=pytest.fail)
+def test_a_wrong_checksum_names_both_and_leaves_nothing(server: Server, data_dir: Path, name: str) -> None:
+    with pytest.raises(UserError, match=f"not the archive of CIFAR-10 .*{CIFAR10.md5}.*{md5(server.body)}") as caught:
+        prepare(settings(server.url, data_dir, name), Onlooker(is_warned=pytest.fail))
     assert not isinstance(caught.value, DownloadError)  # so that auto does not take it for "not downloadable"
-    assert server.asked == [None]
+    assert server.asked == 1 and "\n" not in str(caught.value)
     assert_nothing(data_dir)
 
 
-def test_the_checksum_may_be_written_in_capitals(server: Server, data_dir: Path) -> None:
-    folder = download.fetch(CIFAR10, data_dir, server.url, md5(server.body).upper())
-    assert_complete(folder, data_dir)
-
-
-@pytest.mark.parametrize("status, requests", [(404, 1), (403, 1), (500, download.TRIES), (503, download.TRIES)])
-def test_an_http_error_is_a_download_error(server: Server, data_dir: Path, status: int, requests: int) -> None:
-    server.answers = [Answer(status=status)]
-    with pytest.raises(DownloadError, match=f"{re.escape(server.url)}: the server answered {status}") as caught:
-        bring(server, data_dir)
-    assert "\n" not in str(caught.value)
-    assert len(server.asked) == requests
-    assert_nothing(data_dir)
-
-
-def test_a_server_that_fails_once_is_asked_again(server: Server, data_dir: Path) -> None:
-    server.answers = [Answer(status=503), Answer()]
-    assert_complete(bring(server, data_dir), data_dir)
-
-
-@pytest.mark.parametrize("length", ["abc", "SIZE, SIZE", "9" * 5000])
-def test_a_length_that_is_no_number_is_not_used(server: Server, data_dir: Path, length: str) -> None:
-    server.answers = [Answer(length=length.replace("SIZE", str(len(server.body))))]
-    assert_complete(bring(server, data_dir), data_dir)
-
-
-def test_a_redirect_to_no_address_is_a_download_error(server: Server, data_dir: Path) -> None:
-    server.answers = [Answer(status=302, to="http://[::1")]
-    with pytest.raises(DownloadError, match=r"Invalid IPv6 URL: check the network and --data-url, or put"):
-        bring(server, data_dir)
-
-
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("REQUESTS_CA_BUNDLE", __file__ + ".none"),
-        ("HTTPS_PROXY", "socks5://127.0.0.1:1"),
-        ("HTTPS_PROXY", "http://"),
-        ("https_proxy", "http://me:secret@127.0.0.1:x"),
-        ("ALL_PROXY", "http://me:secret@"),
-    ],
-)
-def test_a_wrong_variable_is_named(data_dir: Path, variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_PROXY")
-    monkeypatch.setenv(variable, value)
-    # A DownloadError, so that auto takes the embedded set.
-    with pytest.raises(DownloadError, match=f": check {variable} and --data-url, or put the files into") as caught:
-        download.fetch(CIFAR10, data_dir, "https://127.0.0.1:1/x.tar.gz", "0" * 32)
-    assert "\n" not in str(caught.value) and "secret" not in str(caught.value)
-    assert_nothing(data_dir)
-
-
-def test_nobody_listening(data_dir: Path) -> None:
+def closed_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/x.tar.gz"
-    with pytest.raises(DownloadError, match=r"Connection refused: check the network") as caught:
-        download.fetch(CIFAR10, data_dir, url, "0" * 32)
-    assert "\n" not in str(caught.value)
-
-
-def test_no_such_host(data_dir: Path) -> None:
-    with pytest.raises(DownloadError, match="nowhere.invalid"):  # a name that no resolver may know, RFC 6761
-        download.fetch(CIFAR10, data_dir, "http://nowhere.invalid/x.tar.gz", "0" * 32)
-
-
-def test_a_server_that_falls_silent(server: Server, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "READ_SECONDS", 0.1)
-    server.answers = [Answer(hold=1000)]
-    with pytest.raises(DownloadError, match="no answer for"):
-        bring(server, data_dir)
-    assert len(server.asked) >= download.TRIES
-
-
-@pytest.mark.parametrize("url", ["ftp://127.0.0.1/x", "example.org/x", "http://"])
-def test_an_address_that_is_none_is_not_a_network_problem(data_dir: Path, url: str) -> None:
-    with pytest.raises(UserError, match="correct --data-url") as caught:
-        download.fetch(CIFAR10, data_dir, url, "0" * 32)
-    assert not isinstance(caught.value, DownloadError)
+        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 @pytest.mark.parametrize(
-    "member, reason",
+    ("fault", "reason"),
     [
-        ("../outside", "would leave the folder"),
-        (f"{CIFAR10.folder}/../../outside", "would leave the folder"),
-        ("ABSOLUTE", "would leave the folder"),
-        (special("inside", tarfile.SYMTYPE, "/etc/passwd"), "is a link or a device"),
-        (special("inside", tarfile.SYMTYPE, "data_batch_1.bin"), "is a link or a device"),
-        (special("inside", tarfile.LNKTYPE, "good.txt"), "is a link or a device"),
-        (special("inside", tarfile.FIFOTYPE), "is a link or a device"),
-        (special("inside", tarfile.CHRTYPE), "is a link or a device"),
+        ("404", "404 Client Error: Not Found"),
+        ("cut", "IncompleteRead"),
+        ("silent", "Read timed out"),
+        ("nobody", "Connection refused"),
+        ("no host", "nowhere.invalid"),  # a name that no resolver may know, RFC 6761
+        ("proxy", "Connection refused"),
+        ("proxy that is none", "not a valid host or port"),
+        ("certificates", "CA certificate"),
     ],
-    ids=["parent", "parent-inside", "absolute", "symlink-out", "symlink-in", "hard-link", "fifo", "device"],
 )
-def test_an_unsafe_archive_is_refused_whole(
-    server: Server, data_dir: Path, member: str | tarfile.TarInfo, reason: str
+def test_what_cannot_be_downloaded_is_told_in_one_line_and_leaves_nothing(
+    server: Server, data_dir: Path, fault: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outside = data_dir.parent / "outside"
-    if member == "ABSOLUTE":
-        member = str(outside)
-    server.body = pack([("good.txt", b"good"), (member, b"")])
-    with pytest.raises(UserError, match=reason) as caught:
-        bring(server, data_dir)
-    assert not isinstance(caught.value, DownloadError)
-    assert_nothing(data_dir)
-    assert not outside.exists()
-
-
-@pytest.mark.parametrize("damage", ["cut", "not gzip", "not tar", "empty"])
-def test_a_damaged_archive_is_refused(server: Server, data_dir: Path, damage: str) -> None:
-    whole = pack([("noise", random.Random(0).randbytes(100_000))])
-    server.body = {
-        "cut": whole[:50_000],
-        "not gzip": b"<html>Please log in</html>" * 100,
-        "not tar": whole[:10] + bytes(1000),
-        "empty": b"",
-    }[damage]
-    with pytest.raises(UserError, match=f"the archive from {server.url} was refused and removed"):
-        bring(server, data_dir)
-    assert_nothing(data_dir)
-
-
-def test_an_archive_of_something_else(server: Server, data_dir: Path) -> None:
-    server.body = pack([("cifar-10-batches-py/data_batch_1", b"pickled")])
-    with pytest.raises(UserError, match="was refused and removed: it has no data_batch_1.bin"):
-        bring(server, data_dir)
-    assert_nothing(data_dir)
-
-
-def test_an_archive_with_a_short_file(server: Server, data_dir: Path) -> None:
-    server.body = pack([(f"{CIFAR10.folder}/{name}", b"short") for name in CIFAR10.files])
+    url = {"nobody": f"http://{closed_port()}/x", "no host": "http://nowhere.invalid/x"}.get(fault, server.url)
+    if fault == "404":
+        server.fails = [404] * 3
+    server.cut = 1000 if fault == "cut" else None
+    server.hold = 1000 if fault == "silent" else None
+    monkeypatch.setattr(download, "TIMEOUT", (10.0, 0.2))
+    if "proxy" in fault:
+        monkeypatch.setenv("http_proxy", f"http://{closed_port()}" if fault == "proxy" else "http://[")
+    if fault == "certificates":
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(data_dir / "none.pem"))
+        url = url.replace("http:", "https:")
     with pytest.raises(
-        UserError, match="was refused and removed: .*data_batch_1.bin has 5 bytes instead of 30,730,000"
-    ):
-        bring(server, data_dir)
+        DownloadError, match=f"cannot download CIFAR-10 from {url}: .*(?i:{reason}).*: check the"
+    ) as caught:
+        prepare(settings(url, data_dir))
+    assert str(data_dir / CIFAR10.folder) in str(caught.value) and "\n" not in str(caught.value)
     assert_nothing(data_dir)
 
 
-def test_cifar100_comes_in_the_same_way(server: Server, data_dir: Path) -> None:
-    members: list[tuple[str | tarfile.TarInfo, bytes]]
-    members = [(f"{CIFAR100.folder}/{name}", bytes(CIFAR100.bytes_of(name))) for name in CIFAR100.files]
-    server.body = pack(members)
-    given = {"dataset": "cifar100", "data_dir": data_dir, "data_url": server.url, "data_md5": md5(server.body)}
-    (data_dir / CIFAR10.folder).mkdir(parents=True)
-    (data_dir / CIFAR10.folder / CIFAR10.files[0]).touch()  # another set beside it is no hindrance
-    source, folder = prepare(make(DataSettings, given), warn=pytest.fail)
-    assert (source.name, folder) == ("cifar100", data_dir / CIFAR100.folder)
-    assert source.read(folder).classes == 100
-    assert not list(data_dir.glob("*.part"))
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1/x", "example.org/x", "http://", "https:///x"])
+def test_an_address_that_is_none_is_refused_with_the_settings(url: str) -> None:
+    with pytest.raises(UserError, match=f"--data-url {url}: give an address that begins with http"):
+        make(DataSettings, {"data_url": url})
 
 
-def test_a_folder_that_cannot_be_made(server: Server, tmp_path: Path) -> None:
+def test_nothing_of_an_archive_but_the_set_s_files_is_written(server: Server, bring: Any, data_dir: Path) -> None:
+    outside = data_dir.parent / "outside"
+    odd: list[tuple[str | tarfile.TarInfo, bytes]] = [("../outside", b""), (str(outside), b"")]
+    for kind, target in ((tarfile.SYMTYPE, "/etc/passwd"), (tarfile.LNKTYPE, "x"), (tarfile.FIFOTYPE, "")):
+        info = tarfile.TarInfo(f"{CIFAR10.folder}/{CIFAR10.names_file}")
+        info.type, info.linkname = kind, target
+        odd.append((info, b""))
+    server.body = pack([*odd, *FILES])
+    assert sorted(path.name for path in bring().iterdir()) == sorted(CIFAR10.files)
+    assert not outside.exists()
+    assert (data_dir / CIFAR10.folder).stat().st_mode & 0o055 == 0o055  # others may read it
+
+
+def test_an_archive_that_lacks_a_file(server: Server, bring: Any, data_dir: Path) -> None:
+    server.body = pack(FILES[1:])
+    with pytest.raises(UserError, match=r"data_batch_1.bin \(No such file"):
+        bring()
+    assert_nothing(data_dir)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=rf"cannot write {tmp_path}/file.*Not a directory"):
-        bring(server, tmp_path / "file" / "data")
+    with (
+        pytest.raises(UserError, match=rf"cannot write {tmp_path}/file.*Not a directory"),
+        place.locked(tmp_path / "file" / "data"),
+    ):
+        pass
 
 
-def test_a_disk_that_is_full(server: Server, data_dir: Path) -> None:
-    """A limit on the size of files stands in for the disk: the write fails in the same place."""
-    program = (
-        "import resource, sys; from pathlib import Path\n"
-        "from hvd_cifar.data.cifar import CIFAR10; from hvd_cifar.data.download import fetch\n"
-        "from hvd_cifar.errors import UserError\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), int(sys.argv[4])))\n"
-        "try: fetch(CIFAR10, Path(sys.argv[1]), sys.argv[2], sys.argv[3])\n"
-        "except UserError as error: print(type(error).__name__, error)"
-    )
-    # While downloading, and, as the second call finds most of the archive there, while unpacking.
-    for limit in (500_000, 5_000_000):
-        command = [sys.executable, "-c", program, str(data_dir), server.url, md5(server.body), str(limit)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=True, cwd=ROOT)
-        assert re.fullmatch(r"UserError cannot write .*File too large.*--data-dir\n", done.stdout)
-    assert part_of(server, data_dir).read_bytes() == server.body
-    assert not (data_dir / ".unfinished").exists()
+@pytest.mark.parametrize("limit", [500_000, 5_000_000])
+def test_a_disk_that_is_full(server: Server, data_dir: Path, limit: int) -> None:
+    """A limit on the size of files stands in for the disk: while downloading, and while unpacking."""
+    out, _ = start(server, data_dir, limit).communicate(timeout=SECONDS)
+    assert re.fullmatch(r"UserError cannot write .*File too large.*--data-dir\n", out)
+    assert_nothing(data_dir)

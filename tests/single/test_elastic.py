@@ -25,7 +25,7 @@ from hvd_cifar.launch.cluster.remarks import Lost, ended_by_signal, lost_in
 from hvd_cifar.launch.elastic import ElasticRun, Options, script
 from hvd_cifar.launch.job import Job, Starter
 from hvd_cifar.launch.request import parse
-from hvd_cifar.launch.roster import Roster, Sizes, first_slots, parse_sizes
+from hvd_cifar.launch.roster import Roster, Sizes, first_slots
 from hvd_cifar.runtime import shared_memory, stalls
 from hvd_cifar.runtime.environment import ElasticJob, elastic_job
 from hvd_cifar.runtime.shared_memory import NONE, TwoSlots, newest_version, own_folder
@@ -42,10 +42,10 @@ def test_the_largest_size_that_fits(slots: int, shards: int | None, size: int) -
 
 
 def test_sizes_from_the_command_line() -> None:
-    assert parse_sizes("2:8") == Sizes(2, 8)
+    assert parse(["--elastic", "2:8"]).settings.elastic == (2, 8)
     for wrong in ("2", "8:2", "0:3", "a:b", "2:"):
-        with pytest.raises(UserError, match=f"--elastic {wrong}"):
-            parse_sizes(wrong)
+        with pytest.raises(UserError, match=f"^--elastic {wrong}: write MIN:MAX ranks, such as 2:8"):
+            parse(["--elastic", wrong])
 
 
 @pytest.mark.parametrize(

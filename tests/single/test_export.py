@@ -15,7 +15,7 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.tools import export
 from hvd_cifar.tools.export import accuracy_of, usable
-from hvd_cifar.tools.predict import images_in
+from hvd_cifar.tools.predict import as_json, as_text, images_in
 from hvd_cifar.training.trained import Trained
 
 
@@ -64,6 +64,12 @@ def test_a_folder_has_its_images_in_the_order_of_their_paths(tmp_path: Path) -> 
     assert images_in(tmp_path / "none.png") == [tmp_path / "none.png"]
     with pytest.raises(UserError, match="empty: the folder has no images"):
         images_in(tmp_path / "empty")
+
+
+def test_names_of_classes_and_images_do_nothing_to_a_terminal() -> None:
+    image, classes = Path("a\x1b[2J.png"), [("cat\x1b]0;owned\x07\nfake: dog 99%", 0.75), ("dog", 0.25)]
+    assert as_text(image, classes) == r"a\x1b[2J.png: cat\x1b]0;owned\x07\nfake: dog 99% 75.0%, dog 25.0%"
+    assert as_json(image, classes).isprintable()
 
 
 def test_a_name_that_is_too_long_is_one_line(tmp_path: Path) -> None:

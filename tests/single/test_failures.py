@@ -8,7 +8,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.runtime.failures import lost_rank
-from hvd_cifar.training.train import _why
+from hvd_cifar.training.facts import why_failed
 
 EAGER = "{{function_node __wrapped__HorovodAllreduce_device_/job:localhost/replica:0/task:0/device:CPU:0}} "
 SHUT_DOWN = (
@@ -72,8 +72,8 @@ def test_every_other_failure_is_none(failure: Exception) -> None:
 
 
 def test_the_record_of_a_run_says_in_a_line_why_it_fails() -> None:
-    assert _why(UserError("no\nroom")) == "no room"
-    assert _why(tf.errors.UnknownError(None, None, GRAPH + SHUT_DOWN)) == (
+    assert why_failed(UserError("no\nroom")) == "no room"
+    assert why_failed(tf.errors.UnknownError(None, None, GRAPH + SHUT_DOWN)) == (
         "another rank is lost (Horovod has been shut down)"
     )
-    assert _why(OSError(28, "No space left on device")) == "OSError: No space left on device"
+    assert why_failed(OSError(28, "No space left on device")) == "OSError: No space left on device"

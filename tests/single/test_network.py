@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_cifar.launch.cluster import network, probe, ssh
+from hvd_cifar.launch.cluster import network, ssh
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local
 from hvd_cifar.launch.cluster.network import Card, Report, Unreachable, candidates
 from hvd_cifar.launch.cluster.program import Participants
 from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
-from tests.ranks import CHECKOUT
 
 
 def _report(*cards: Card) -> Report:
-    return Report("x", True, cards)
+    return Report("x", cards)
 
 
 def _card(name: str, address: str, speed: int = 0) -> Card:
@@ -116,9 +109,9 @@ class Elsewhere:
 
     FAILED = 255
 
-    def __init__(self, resolves_itself: bool, address: str) -> None:
+    def __init__(self, address: str) -> None:
         card = {"name": "eth0", "address": address, "netmask": "255.255.255.0", "speed": 0}
-        own = {"hostname": "b", "resolves_itself": resolves_itself, "interfaces": [card]}
+        own = {"hostname": "b", "interfaces": [card]}
         self.report = json.dumps({**own, "ports": [1, 2], "nvidia_smi": "", "variables": {}})
 
     def words(self, host: str, command: Sequence[str]) -> list[str]:
@@ -128,37 +121,11 @@ class Elsewhere:
         return complaint, ""
 
 
-@pytest.mark.parametrize(
-    ("resolves_itself", "said"), [(True, "have no network in common"), (False, "b cannot resolve its own name, 'b'")]
-)
-def test_an_elastic_job_goes_on_without_a_host_that_is_unsuitable(resolves_itself: bool, said: str) -> None:
-    participants = Participants(
-        ["localhost", "b"], "localhost", sys.executable, Elsewhere(resolves_itself, "203.0.113.9")
-    )
-    with pytest.raises(Unreachable, match=said) as raised:
-        network.find_network(participants, gloo=not resolves_itself)
+def test_an_elastic_job_goes_on_without_a_host_that_is_unsuitable() -> None:
+    participants = Participants(["localhost", "b"], "localhost", sys.executable, Elsewhere("203.0.113.9"))
+    with pytest.raises(Unreachable, match="have no network in common") as raised:
+        network.find_network(participants)
     assert raised.value.hosts == ["b"]
-
-
-def test_a_rank_ends_with_an_ssh_server_of_any_name(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    rank = shlex.join(["sh", "-c", f"echo $$ > {pid}; exec sleep 600"])
-    guard = f"{sys.executable} -m hvd_cifar.launch.cluster.guard 203.0.113.0/24 {tmp_path} {rank}"
-    server = subprocess.Popen(["sh", "-c", f"{guard}; true"], env={**os.environ, "PYTHONPATH": str(CHECKOUT)})
-    end = time.monotonic() + 20
-    while not (pid.exists() and pid.read_text()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    started = psutil.Process(int(pid.read_text()))
-    time.sleep(0.5)
-    assert started.is_running() and started.status() != psutil.STATUS_ZOMBIE
-    server.kill()
-    server.wait()
-    psutil.wait_procs([started], 10)
-    is_left = started.is_running() and started.status() != psutil.STATUS_ZOMBIE
-    if is_left:
-        started.kill()
-    assert not is_left
 
 
 def test_hosts_of_ranks_and_local_ones() -> None:
@@ -167,7 +134,7 @@ def test_hosts_of_ranks_and_local_ones() -> None:
     assert is_local("localhost") and is_local("127.0.0.1")
     assert not is_local("192.0.2.1") and not is_local("no-such-host.invalid")
     for no_name in ("a..b", "a" * 64):  # which Python's resolver refuses in another way
-        assert not is_local(no_name) and network._resolve(no_name) is None and not probe.resolves(no_name)
+        assert not is_local(no_name) and network._resolve(no_name) is None
 
 
 def test_a_command_reaches_the_program_over_ssh_word_for_word() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 from hvd_cifar.data import sampler
 from hvd_cifar.data.augment import Transforms, draws, transforms
 from hvd_cifar.data.dataset import Dataset, Examples
-from hvd_cifar.data.pipeline import PREFETCH_BATCHES, evaluation_batches, settle, training_batches
+from hvd_cifar.data.pipeline import PREFETCH_BATCHES, MicroBatch, evaluation_batches, training_batches
+from hvd_cifar.errors import UserError
+from tests.ranks import CHECKOUT
 
 COUNT = 23
 
@@ -41,15 +45,16 @@ def _batches(
 ) -> list[list[Any]]:
     """For each rank its micro-batches of the steps first .. last - 1."""
     return [
-        list(
-            training_batches(
+        [
+            MicroBatch(*map(np.asarray, batch))
+            for batch in training_batches(
                 _examples(),
                 seen,
                 sampler.Sampler(COUNT, batch, 5, sampler.Sharding(rank, size, accumulation, virtual_shards)),
                 first_step=first,
                 last_step=last,
-            ).as_numpy_iterator()
-        )
+            )
+        ]
         for rank in range(size)
     ]
 
@@ -97,12 +102,12 @@ def test_images_of_any_shape_go_through(name: str, shape: tuple[int, int, int]) 
     dataset = _dataset(*shape)
     seen = transforms(name, dataset)
     sharding = sampler.Sampler(COUNT, 8, 5, sampler.Sharding(0, 1))
-    for image, *_ in training_batches(dataset.train, seen, sharding, first_step=0, last_step=3).as_numpy_iterator():
-        assert image.shape[1:] == seen.shape and np.isfinite(image).all()
+    for image, *_ in training_batches(dataset.train, seen, sharding, first_step=0, last_step=3):
+        assert image.shape[1:] == seen.shape and np.isfinite(image.numpy()).all()
     tests = evaluation_batches(dataset.test, seen, batch_size=COUNT, rank=0, size=1)
-    ((image, _),) = tests.as_numpy_iterator()
+    ((image, _),) = tests
     assert image.shape == (COUNT, *seen.shape)
-    assert abs(image.mean()) < 0.01 and abs(image.std() - 1) < 0.01  # by the set's own mean and deviation
+    assert abs(np.mean(image)) < 0.01 and abs(np.std(image) - 1) < 0.01  # by the set's own mean and deviation
 
 
 @pytest.mark.parametrize("seen", [STANDARD_TRANSFORMS, TUTORIAL_TRANSFORMS])
@@ -139,7 +144,7 @@ def test_evaluation_sees_every_example_once(size: int) -> None:
     labels: list[int] = []
     for rank in range(size):
         batches = evaluation_batches(_examples(), STANDARD_TRANSFORMS, batch_size=4, rank=rank, size=size)
-        labels += [int(v) for _, label in batches.as_numpy_iterator() for v in label]
+        labels += [int(v) for _, label in batches for v in label]
     assert sorted(labels) == sorted(_examples().labels.tolist())
     few: list[int] = []
     for rank in range(size):
@@ -147,25 +152,48 @@ def test_evaluation_sees_every_example_once(size: int) -> None:
         batches = evaluation_batches(
             _examples(), STANDARD_TRANSFORMS, batch_size=4, rank=rank, size=size, chosen=chosen
         )
-        few += [int(v) for _, label in batches.as_numpy_iterator() for v in label]
+        few += [int(v) for _, label in batches for v in label]
     assert sorted(few) == sorted(_examples().labels[chosen].tolist())
 
 
-def test_settling_waits_until_the_buffer_is_full() -> None:
+def test_batches_are_made_a_few_ahead() -> None:
     made: list[int] = []
 
-    def slow(images: Any, draw: Any) -> Any:
-        time.sleep(0.02)
+    def noted(images: Any, draw: Any) -> Any:
         made.append(len(images))
         return STANDARD_TRANSFORMS.train(images, draw)
 
-    slowed = STANDARD_TRANSFORMS._replace(train=slow)
-    batches = training_batches(
-        _examples(), slowed, sampler.Sampler(COUNT, 4, 0, sampler.Sharding(0, 1)), first_step=0, last_step=100
-    )
-    elements = iter(batches)
-    next(elements)
-    settle(0.5)
-    assert len(made) == 1 + PREFETCH_BATCHES
-    time.sleep(0.2)
+    seen = STANDARD_TRANSFORMS._replace(train=noted)
+    sharding = sampler.Sampler(COUNT, 4, 0, sampler.Sharding(0, 1))
+    batches = iter(training_batches(_examples(), seen, sharding, first_step=0, last_step=100))
+    next(batches)
+    deadline = time.monotonic() + 60
+    while len(made) < 1 + PREFETCH_BATCHES and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
     assert len(made) == 1 + PREFETCH_BATCHES  # and nothing more is made until one is taken
+    next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    assert len(made) == 2 + PREFETCH_BATCHES
+
+
+def test_an_unreadable_file_is_the_error_of_this_rank() -> None:
+    def fail(images: Any, draw: Any) -> Any:
+        raise UserError("x has become shorter: restore it")
+
+    seen = STANDARD_TRANSFORMS._replace(train=fail)
+    sharding = sampler.Sampler(COUNT, 4, 0, sampler.Sharding(0, 1))
+    with pytest.raises(UserError, match="x has become shorter") as caught:
+        next(iter(training_batches(_examples(), seen, sharding, first_step=0, last_step=100)))
+    assert caught.value.of_one_rank
+
+
+def test_a_program_ends_while_batches_are_made() -> None:
+    """A thread of TensorFlow's that waits for Python's lock at the end of the program would hold it for ever."""
+    program = (
+        "import numpy as np; from hvd_cifar.data import pipeline\n"
+        "batches = iter(pipeline.Batches(lambda n: np.sort(np.random.rand(200_000)), range(10**9)))\n"
+        "next(batches); print('ends')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, cwd=CHECKOUT)
+    assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr

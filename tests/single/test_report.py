@@ -89,7 +89,7 @@ def test_several_runs_are_compared_by_name_and_by_what_differs(tmp_path: Path) -
     other = write_run(tmp_path / "b" / "run", {**CONFIG, "seed": 7, "run": {**CONFIG["run"], "world_size": 4}}, None)
     said = " ".join(" ".join(Elements(written(one, other, one)).words).split())
     assert "2 runs" in said and "a/run" in said and "b/run" in said  # the third is the first
-    assert "seed 0 7 ranks 2 4" in said and "Test accuracy over time" in said
+    assert "seed 0 7 ranks 2 4" in said
     assert content.names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
 
 
@@ -98,7 +98,7 @@ def test_times_of_ranks_are_means_over_steps_of_the_newest_set(tmp_path: Path) -
     assert found and (found.count, found.since) == (2, 10)
     means = {row.rank: row.compute for row in found.rows}  # 20 steps, then 40
     assert means == pytest.approx({0: (20 * 0.1 + 40 * 0.2) / 60, 1: (20 * 0.2 + 40 * 0.1) / 60})
-    assert found.rows[0].rank == 0 and found.rows[0].compute_part + found.rows[0].wait_part == pytest.approx(1)
+    assert found.rows[0].rank == 0 and found.rows[0].compute + found.rows[0].wait == pytest.approx(found.longest)
     assert (
         found.slowest == "Rank 0 on a is the slowest: its own part of a step takes 166.7 ms, 25.0% behind the median."
     )
@@ -120,7 +120,7 @@ def test_a_large_confusion_matrix_is_told_by_its_pairs() -> None:
     assert not found.cells and found.pairs[0] == ("c23", "c24", 24, 24 / 29)
     few = Confusion(step=1, split="test", class_names=["a", "b"], matrix=[[0, 0], [1, 3]], mistakes=[])
     small = content.classes(few)
-    assert [[cell.percent for cell in row] for row in small.cells] == [[None, None], [25, 75]]
+    assert [[part for _, part in row] for row in small.cells] == [[None, None], [25, 75]]
     assert small.accuracy == 0.75
 
 
@@ -168,6 +168,15 @@ def test_a_report_that_cannot_be_made_is_a_user_s_error(tmp_path: Path, spoil: A
     with pytest.raises(UserError, match=message) as failure:
         report(make(ReportSettings, {"run_dirs": [run_dir]}))
     assert len(str(failure.value).splitlines()) == 1 and sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "new"])
+def test_a_page_takes_the_place_of_no_file_of_a_run(tmp_path: Path, name: str) -> None:
+    run_dir = write_run(tmp_path / "run")
+    before = {path: path.read_bytes() for path in run_dir.iterdir()}
+    with pytest.raises(UserError, match=f"--output .*{name}: is no name of a page"):
+        written(run_dir, output=run_dir / name)
+    assert {path: path.read_bytes() for path in run_dir.iterdir()} == before
 
 
 def test_a_run_that_was_cut_off_anywhere_gives_a_page_or_one_line(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.errors import UserError
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.training import checkpoint, plan, run_dir
-from hvd_cifar.training.run_dir import MUST_MATCH, claim, course_of
+from hvd_cifar.training.run_dir import MUST_MATCH, claim, compared
 from hvd_cifar.training.trained import settings_of
 
 FACTS: dict[str, Any] = {
@@ -64,7 +64,7 @@ def _run(folder: Path, step: int, facts: dict[str, Any] = FACTS, **more: Any) ->
 
 def _claim(folder: Path, facts: dict[str, Any] = FACTS, **more: Any) -> Path | None:
     settings = _settings(folder, **more)
-    claimed, newest = claim(settings, course_of(settings, facts))
+    claimed, newest = claim(settings, compared(settings, facts))
     assert claimed == folder
     return newest
 
@@ -169,7 +169,7 @@ def test_checkpoints_of_an_earlier_version_are_told_from_none(tmp_path: Path) ->
 # the learning rate come to is compared as facts.
 FREE = {
     "batch_size", "bucket_bytes", "callbacks", "changed_code", "check_sync_every", "checkpoint_every", "data_dir",
-    "data_md5", "data_source", "data_url", "dataset", "early_stopping", "epochs", "eval_every",
+    "data_source", "data_url", "dataset", "early_stopping", "epochs", "eval_every",
     "global_batch_size", "grace_seconds", "gradient_accumulation", "learning_rate",
     "log_every", "max_steps", "on_nan", "overlap", "profile_steps", "quiet",
     "record_examples", "resume", "run_dir", "set", "stall_seconds", "summary_every", "threads_per_rank",

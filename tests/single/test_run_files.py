@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import socket
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from filelock import FileLock
@@ -83,7 +86,7 @@ DAMAGED: list[tuple[str, str, str]] = [
     ("config.json", json.dumps(_without("run")), r"is damaged \(run: Field required\)"),
     ("config.json", json.dumps({**CONFIG, "run": {**CONFIG["run"], "hosts": []}}), r"is damaged \(run.hosts"),
     ("summary.json", '{"steps": 5', "is damaged"),
-    ("summary.json", '{"steps": 5}', r"summary.json is damaged \(epochs: Field required\); train"),
+    ("summary.json", '{"steps": 5}', r"summary.json is damaged \(test_accuracy: Field required\); train"),
     ("confusion.json", "5", "is damaged"),
     ("confusion.json", _confusion(matrix=[[1, 2]]), "not all of it is of 2 classes"),
     ("confusion.json", _confusion(matrix=[[1, 2], [-1, 2]]), "greater than or equal to 0"),
@@ -117,6 +120,12 @@ def test_a_run_lives_while_its_folder_is_locked(run_dir: Path) -> None:
     assert run_files.lives(run_dir, here) is False
     with FileLock(run_dir / ".lock", timeout=0):
         pass  # looking leaves no lock
+
+
+def test_on_a_disk_without_locks_it_is_not_known_whether_a_run_lives(run_dir: Path, monkeypatch: Any) -> None:
+    (run_dir / ".lock").touch()
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    assert run_files.lives(run_dir, run_files.read_config(run_dir)[1]) is None
 
 
 def test_the_last_sign_of_life_is_the_newest(run_dir: Path) -> None:

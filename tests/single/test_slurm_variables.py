@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,10 @@ def test_the_nodes_of_an_allocation(scontrol: Path) -> None:
     with pytest.raises(UserError, match="on 1 of the 3 nodes"):
         slurm.allocation(variables | {"SLURM_TASKS_PER_NODE": "1"})
     scontrol.unlink()
-    with pytest.raises(UserError, match="scontrol does not list"):
+    with pytest.raises(UserError, match="scontrol does not list the Slurm nodes .*, such as -H localhost:4"):
         slurm.allocation(variables)
+    here = {**variables, "SLURM_JOB_NODELIST": socket.gethostname(), "SLURM_TASKS_PER_NODE": "2"}
+    assert slurm.allocation(here) == (Host(socket.gethostname(), 2),)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hvd_cifar import config
-from hvd_cifar.data.place import NOBODY
-from hvd_cifar.data.source import source_of
+from hvd_cifar.data.place import NOBODY, digest_of
+from hvd_cifar.data.source import Source, source_of
 from hvd_cifar.errors import UserError
-from hvd_cifar.training.sources import _own_folder, _place, differences, speakers
+from hvd_cifar.fields import DataSource
+from hvd_cifar.training import sources
+from hvd_cifar.training.sources import differences, speakers
 
 
 def _ranks(*hosts: tuple[str, int], in_turn: bool = False) -> tuple[list[tuple[str, int, int]], list[int]]:
@@ -77,30 +82,103 @@ def test_what_is_no_name_of_a_data_set_is_told_what_there_is(name: str) -> None:
         assert "auto, cifar10, cifar100, synthetic, folder:PATH, FILE.py:NAME or package.module:NAME" in message
 
 
-def test_a_data_folder_that_cannot_be_searched_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where this host would look for what it has received, or put it."""
-    long = tmp_path / ("x" * 300)
-    settings = config.make(config.DataSettings, {"dataset": f"folder:{tmp_path}/none", "data_dir": long})
-    with pytest.raises(UserError, match=f"cannot read {long}/received-.*: File name too long"):
-        _own_folder(source_of(settings.dataset, settings), settings, {}, "host", NOBODY)
-    source = source_of("cifar10", config.make(config.DataSettings, {"data_dir": tmp_path}))
-    (tmp_path / "cifar-10-batches-bin").mkdir()
-
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "iterdir", refuse)
-    with pytest.raises(UserError, match=f"cannot read {tmp_path}/cifar-10-batches-bin: Permission denied"):
-        _place(source, tmp_path, {})
+FILES = {"a.bin": b"first", "b.bin": b"second"}
 
 
-@pytest.mark.parametrize("source", ["auto", "rank0"])
-def test_rank_0_s_set_takes_the_place_of_a_damaged_folder_where_it_is_asked_for(source: str, tmp_path: Path) -> None:
+def _source(data_dir: Path, locate: Path | None = None) -> Source:
+    """A set of two small files, whose usual place is `data_dir`/set."""
+    return Source(
+        "set", data_dir, tuple(FILES), data_dir / "set", lambda _: locate, lambda _: data_dir, lambda _: pytest.fail()
+    )
+
+
+def _write(folder: Path, **changed: bytes) -> Path:
+    folder.mkdir(parents=True)
+    for name, content in FILES.items():
+        (folder / name).write_bytes(changed.get(name[0], content))
+    return folder
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {name: digest_of(folder / name) for name in FILES}
+
+
+def test_a_host_with_another_set_is_named_unless_rank_0_s_is_asked_for(tmp_path: Path) -> None:
+    expected = _digests(_write(tmp_path / "root"))
+    same, other = _write(tmp_path / "same"), _write(tmp_path / "other", b=b"spoilt")
+    source = _source(tmp_path / "data")
+    for how in ("auto", "rank0"):
+        assert sources._find(replace(source, locate=lambda _: same), how, expected, "host", NOBODY) == same
+        assert sources._find(source, how, expected, "host", NOBODY) is None
+    source = replace(source, locate=lambda _: other)
+    with pytest.raises(UserError, match=rf"^host: {other}/b.bin is damaged or not rank 0's .*: move {other} away"):
+        sources._find(source, "auto", expected, "host", NOBODY)
+    assert sources._find(source, "rank0", expected, "host", NOBODY) is None
+    (other / "b.bin").unlink()
+    with pytest.raises(UserError, match="b.bin is damaged or not rank 0's"):
+        sources._find(source, "auto", expected, "host", NOBODY)
+
+
+@pytest.mark.parametrize("how", ["auto", "rank0"])
+def test_rank_0_s_set_takes_the_place_of_a_damaged_folder_where_it_is_asked_for(
+    how: DataSource, tmp_path: Path
+) -> None:
     (tmp_path / "birds").mkdir()  # a mount without its disk
-    values = {"dataset": f"folder:{tmp_path}/birds", "data_dir": tmp_path / "data", "data_source": source}
-    settings = config.make(config.TrainSettings, values)
-    if source == "rank0":
-        assert _own_folder(source_of(settings.dataset, settings), settings, {}, "host", NOBODY) is None
+    values = {"dataset": f"folder:{tmp_path}/birds", "data_dir": tmp_path / "data"}
+    source = source_of(config.make(config.DataSettings, values))
+    if how == "rank0":
+        assert sources._find(source, how, {"train.bin": "1"}, "host", NOBODY) is None
         return
-    with pytest.raises(UserError, match="birds: it has no folder test or val"):
-        _own_folder(source_of(settings.dataset, settings), settings, {}, "host", NOBODY)
+    with pytest.raises(UserError, match="birds: it has no folder test, val, valid or validation"):
+        sources._find(source, how, {"train.bin": "1"}, "host", NOBODY)
+
+
+def _receive(source: Source, digests: dict[str, str], **changed: bytes) -> Path:
+    scratch = sources._scratch(source.data_dir)
+    for name, content in FILES.items():
+        for byte in changed.get(name[0], content):
+            sources._append(scratch, name, bytes([byte]))
+    try:
+        return sources._put(scratch, source, digests)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def test_received_files_come_to_the_usual_place_or_to_one_of_their_own(tmp_path: Path) -> None:
+    expected, source = _digests(_write(tmp_path / "root")), _source(tmp_path / "data")
+    for _ in range(2):  # the second time another process has been faster
+        assert _receive(source, expected) == tmp_path / "data" / "set"
+    assert _digests(tmp_path / "data" / "set") == expected
+    assert (tmp_path / "data" / "set").stat().st_mode & 0o055 == 0o055
+    shutil.rmtree(tmp_path / "data")
+    users = _write(tmp_path / "data" / "set", a=b"mine")
+    received = _receive(source, expected)
+    assert received.name.startswith("received-") and _digests(received) == expected
+    assert (users / "a.bin").read_bytes() == b"mine"
+    (received / "a.bin").write_bytes(b"damaged")  # a set that was received before, and is damaged, is replaced
+    assert _receive(source, expected) == received and _digests(received) == expected
+    assert sources._find(source, "auto", expected, "host", NOBODY) == received  # the next start finds it
+    shutil.rmtree(users)
+    users.symlink_to(tmp_path)  # a link is not written through
+    assert _receive(source, expected) == received
+
+
+def test_a_wrong_byte_is_noticed(tmp_path: Path) -> None:
+    expected, source = _digests(_write(tmp_path / "root")), _source(tmp_path / "data")
+    with pytest.raises(UserError, match=r"b\.bin arrived damaged"):
+        _receive(source, expected, b=b"sec0nd")
+    assert [path.name for path in (tmp_path / "data").iterdir()] == [".lock"]
+
+
+def test_what_a_killed_rank_left_is_removed_after_a_day(tmp_path: Path) -> None:
+    left, living = sources._scratch(tmp_path), sources._scratch(tmp_path)
+    os.utime(left, (0, 0))
+    assert sources._scratch(tmp_path).is_dir()
+    assert living.is_dir() and not left.exists()
+
+
+def test_a_disk_that_fails_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot write .*gone/a.bin: No such file or directory: free space"):
+        sources._append(tmp_path / "gone", "a.bin", b"x")
+    with pytest.raises(UserError, match="cannot read .*gone/a.bin: No such file or directory"):
+        sources._read(tmp_path / "gone" / "a.bin", 0)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from hvd_cifar.config import DataSettings, make
 from hvd_cifar.data import download, synthetic
 from hvd_cifar.data.download import DownloadError
+from hvd_cifar.data.place import Onlooker
 from hvd_cifar.data.source import prepare
 from hvd_cifar.data.synthetic import LAYOUT
 from hvd_cifar.errors import UserError
@@ -34,12 +35,16 @@ class Arrays(NamedTuple):
     labels: NDArray[np.int32]
 
 
+def ensure(data_dir: Path) -> Path:
+    return prepare(make(DataSettings, {"dataset": "synthetic", "data_dir": data_dir}))[1]
+
+
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Drawn by two processes at once."""
     data_dir = tmp_path_factory.mktemp("synthetic")
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        folders = pool.map(synthetic.ensure, [data_dir] * 2, chunksize=1)
+        folders = pool.map(ensure, [data_dir] * 2, chunksize=1)
     assert folders == [data_dir / LAYOUT.folder] * 2
     yield data_dir
     shutil.rmtree(data_dir)
@@ -67,7 +72,7 @@ def test_nothing_else_is_left(data_dir: Path) -> None:
 
 def test_it_is_drawn_once(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synthetic, "draw_file", lambda number: pytest.fail("drew it again"))
-    assert synthetic.ensure(data_dir) == data_dir / LAYOUT.folder
+    assert ensure(data_dir) == data_dir / LAYOUT.folder
 
 
 def test_classes_are_balanced_and_mixed(sets: tuple[Arrays, Arrays]) -> None:
@@ -140,7 +145,7 @@ def test_the_linear_model_learns_what_a_linear_model_can(sets: tuple[Arrays, Arr
 
 def named(name: str, data_dir: Path, warn: Callable[[str], None]) -> tuple[str, Path]:
     settings = make(DataSettings, {"dataset": name, "data_dir": data_dir, "data_url": NOBODY})
-    source, folder = prepare(settings, warn=warn)
+    source, folder = prepare(settings, Onlooker(is_warned=warn))
     return source.name, folder
 
 
@@ -157,7 +162,7 @@ NOBODY = "http://127.0.0.1:9/cifar-10-binary.tar.gz"  # the discard port: nobody
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(download, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(download, "WAITS", ())
 
 
 @pytest.mark.usefixtures("offline")
@@ -179,14 +184,14 @@ def test_a_damaged_file_is_named_not_drawn_again(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "data_batch_1.bin").write_bytes(b"short")
     with pytest.raises(UserError, match="data_batch_1.bin has 5 bytes"):
-        synthetic.ensure(tmp_path)
+        ensure(tmp_path)
 
 
 def test_what_is_in_its_place_is_named(tmp_path: Path) -> None:
     (tmp_path / LAYOUT.folder).mkdir()
     (tmp_path / LAYOUT.folder / LAYOUT.names_file).touch()
     with pytest.raises(UserError, match=f"{LAYOUT.folder} is there, but has no data_batch_1.bin: move it away"):
-        synthetic.ensure(tmp_path)
+        ensure(tmp_path)
 
 
 def test_what_a_killed_process_left_is_no_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +199,7 @@ def test_what_a_killed_process_left_is_no_data_set(tmp_path: Path, monkeypatch: 
     (tmp_path / ".unfinished" / "data_batch_1.bin").write_bytes(b"half")
     blank = {number: np.zeros((1000 if number == 5 else 10_000, 3073), np.uint8) for number in range(6)}
     monkeypatch.setattr(synthetic, "draw_file", blank.get)
-    folder = synthetic.ensure(tmp_path)
+    folder = ensure(tmp_path)
     LAYOUT.check(folder)
     assert not (tmp_path / ".unfinished").exists()
     shutil.rmtree(folder)

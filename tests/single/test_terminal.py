@@ -23,8 +23,17 @@ os._exit(7 if child.returncode == 0 and not terminal.is_watched() else 1)
 """
 
 
-@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">&-", "2>&-", ">/dev/full", "2>/dev/full", "| head -1"])
-@pytest.mark.parametrize("locale", ["C", "en_US.ISO-8859-1", "C.UTF-8"])
+@pytest.mark.parametrize(
+    ("streams", "locale"),
+    [
+        ("<&- >&- 2>&-", "C"),
+        (">&-", "C.UTF-8"),
+        ("2>&-", "en_US.ISO-8859-1"),
+        (">/dev/full", "C"),
+        ("2>/dev/full", "C.UTF-8"),
+        ("| head -1", "en_US.ISO-8859-1"),
+    ],
+)
 def test_no_stream_ends_the_process(streams: str, locale: str) -> None:
     script = f'"$1" -c "$2" {streams}; exit ${{PIPESTATUS[0]}}'
     words = ["bash", "-c", script, "bash", sys.executable, PROGRAM]

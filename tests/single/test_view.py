@@ -80,7 +80,7 @@ def test_watch_knows_the_sizes_of_images(tmp_path: Path) -> None:
     sizes = {"all_steps": 200, "image_heights": [16, 32]}
     for name, more, expected in (("older", {}, None), ("newer", sizes, ImageSizes((16, 32), 200))):
         run_dir = write_run(tmp_path / name, config=CONFIG | {"run": CONFIG["run"] | more})
-        assert _Followed(make(WatchSettings, {"run_dir": run_dir}), is_drawn=True).view.course.sizes == expected
+        assert _Followed(make(WatchSettings, {"run_dir": run_dir})).view.course.sizes == expected
 
 
 def test_a_run_whose_length_is_not_known_has_no_bar() -> None:

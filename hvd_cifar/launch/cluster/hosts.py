@@ -34,34 +34,50 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise UserError(f"{where}: '{_shown(part)}' is not a host; write NAME:SLOTS, separated by commas")
         hosts.append(Host(name, count(slots, f"{where}: slots of {_shown(name)}") if colon else 1))
-    _check_each_is_there_once(hosts, where)
+    _check_each_is_there_once([host.name for host in hosts], where)
     return tuple(hosts)
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Hosts from a file with lines `NAME slots=N`; blank lines and comments (#) are skipped. Raises UserError."""
+    """Hosts from a file that mpirun, MPICH's mpirun or PBS read, in the order of their first lines. Raises UserError.
+
+    A line is `NAME slots=N`, `NAME max_slots=N`, `NAME:N`, or a name alone: one slot each time that it is there. Blank
+    lines and comments (# or //) are skipped.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
-        lines = data.decode().splitlines()
+        lines = data.decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise UserError(f"--hostfile {path}: {reason}; give a file with a line NAME slots=N for each host") from None
     if len(data) > MOST_BYTES:
         raise UserError(f"--hostfile {path}: it has more than {MOST_BYTES:,} bytes; give a file of hosts")
-    hosts = []
+    slots: dict[str, int] = {}
+    counted: list[str] = []  # names whose line says how many slots there are
     for number, line in enumerate(lines, 1):
-        text = line.partition("#")[0].strip()
-        if not text:
-            continue
-        match = re.fullmatch(r"(\w[\w.-]*)\s+slots\s*=\s*(\S+)", text)
-        if not match:
-            raise UserError(f"--hostfile {path} line {number}: '{_shown(text)}' is not NAME slots=N; correct it")
-        hosts.append(Host(match[1], count(match[2], f"--hostfile {path} line {number}: slots")))
-    if not hosts:
+        text = re.split("#|//", line)[0].strip()
+        if text:
+            name, said = _read_line(text, f"--hostfile {path} line {number}")
+            slots[name] = slots.get(name, 0) + (said or 1)
+            counted += [name] * bool(said)
+    if not slots:
         raise UserError(f"--hostfile {path} names no host; write a line NAME slots=N for each")
-    _check_each_is_there_once(hosts, f"--hostfile {path}")
-    return tuple(hosts)
+    _check_each_is_there_once(counted, f"--hostfile {path}")
+    return tuple(Host(name, number) for name, number in slots.items())
+
+
+def _read_line(text: str, where: str) -> tuple[str, int | None]:
+    """A host's name, and its slots if the line has a number of them."""
+    match = re.fullmatch(r"(\w[\w.-]*)(?::(\S+))?((?:\s+[\w-]+\s*=\s*\S+)*)", text)
+    given = dict(re.findall(r"([\w-]+)\s*=\s*(\S+)", match[3])) if match else {}
+    most = given.pop("max_slots", None) or given.pop("max-slots", None)
+    number = given.pop("slots", None) or given.pop("cpu", None) or given.pop("count", None) or most
+    if not match or given or (match[2] and number):
+        user = "; its user's name goes into ~/.ssh/config" if re.match(r"\S+@", text) else ""
+        raise UserError(f"{where}: '{_shown(text)}' is not NAME slots=N, NAME:N or NAME{user}; correct it")
+    number = number or match[2]
+    return match[1], None if number is None else count(number, f"{where}: slots")
 
 
 def count(text: str, what: str, least: int = 1) -> int:
@@ -77,14 +93,14 @@ def _shown(text: str) -> str:
     return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
 
 
-def _check_each_is_there_once(hosts: Sequence[Host], where: str) -> None:
-    for name, times in Counter(host.name for host in hosts).items():
-        if times > 1:  # mpirun and horovodrun would treat it differently
+def _check_each_is_there_once(names: Sequence[str], where: str) -> None:
+    for name, times in Counter(names).items():
+        if times > 1:
             raise UserError(f"{where}: {_shown(name)} is there twice; give it one line with all its slots")
 
 
 def hosts_of_ranks(hosts: Sequence[Host], ranks: int) -> list[str]:
-    """Each rank's host by name: ranks fill one host before the next, as under mpirun and horovodrun here."""
+    """Each rank's host by name: ranks fill one host before the next, as under mpirun here."""
     return list(itertools.islice((host.name for host in hosts for _ in range(host.slots)), ranks))
 
 

@@ -1,6 +1,6 @@
 """The network that all hosts of a job share: found by asking each host, and tested between every two hosts.
 
-By default MPI and Gloo use every network card that is up. A job hangs where one of these cards does not reach the other
+By default MPI uses every network card that is up. A job hangs where one of these cards does not reach the other
 hosts. It also hangs where a card has the same address on every host, as a container bridge has.
 """
 
@@ -46,12 +46,11 @@ class Card:
 class Report:
     """What a host reports of itself.
 
-    ports: that it listens at for the connection test: one as Gloo's ranks do, then one as MPI's do.
+    ports: that it listens at for the connection test: one that the system chooses, then one as MPI's ranks do.
     gpus: number of GPUs that a process sees there.
     """
 
     hostname: str
-    resolves_itself: bool
     cards: tuple[Card, ...]
     ports: tuple[int, ...] = ()
     gpus: int = 0
@@ -111,29 +110,17 @@ def candidates(reports: Mapping[str, Report], resolved: Mapping[str, str | None]
     return [Network(",".join(sorted({card.subnet for card in routed.values()})), routed)]
 
 
-def find_network(participants: Participants, gloo: bool) -> tuple[Network, dict[str, Report]]:
+def find_network(participants: Participants) -> tuple[Network, dict[str, Report]]:
     """The network of a job, on which each host has connected to every other one, and the hosts' reports.
 
-    `gloo`: the job runs over Gloo, which crashes on a host that cannot resolve its own name.
-
     Raises:
-        Unreachable: a host cannot be reached, has no environment, cannot resolve its own name, or cannot reach another
-            host, as without a network in common.
-        UserError: this host cannot resolve its own name.
+        Unreachable: a host cannot be reached, has no environment, or cannot reach another host, as without a network
+            in common.
     """
     with asked(participants) as (probes, silent):
         if silent:
             raise Unreachable("; ".join(": ".join(filter(None, fault)) for fault in silent.values()), list(silent))
         reports = {host: probe.report for host, probe in probes.items()}
-        nameless = [host for host, report in reports.items() if gloo and not report.resolves_itself]
-        if nameless:
-            own = participants.here in nameless
-            host = participants.here if own else nameless[0]
-            message = (
-                f"{host} cannot resolve its own name, '{reports[host].hostname}', and Gloo would crash there: add the "
-                f"line '{_first_address(reports[host])} {reports[host].hostname}' to its /etc/hosts, or use --mpi"
-            )
-            raise UserError(message) if own else Unreachable(message, nameless)
         resolved = addresses(reports)
         found = candidates(reports, resolved)
         if not found:
@@ -146,7 +133,7 @@ def find_network(participants: Participants, gloo: bool) -> tuple[Network, dict[
                 "of cards between which routers forward",
                 outsiders(reports, resolved, participants.here),
             )
-        faults = try_out(found, probes, gloo)
+        faults = try_out(found, probes)
     works = next((network for network, fault in zip(found, faults, strict=True) if not fault), None)
     if works is None:
         fewest = min(faults, key=len)
@@ -189,7 +176,7 @@ class Probe:
 
     def __init__(self, participants: Participants, host: str) -> None:
         self.program = Program(participants, host, PROBE.read_text(), SECONDS_TO_ANSWER)
-        self.report = Report("", False, ())
+        self.report = Report("", ())
 
     def listen(self) -> tuple[str, str] | None:
         """Wait for the host's report. If none comes, return what is wrong with the host, and what to do."""
@@ -198,7 +185,6 @@ class Probe:
             return self.program.why()
         self.report = Report(
             said["hostname"],
-            said["resolves_itself"],
             tuple(
                 Card(card["name"], card["address"], _subnet(card["address"], card["netmask"]), card["speed"])
                 for card in said["interfaces"]
@@ -250,13 +236,10 @@ class NoWay:
         )
 
 
-def try_out(networks: Sequence[Network], probes: Mapping[str, Probe], gloo: bool) -> list[list[NoWay]]:
-    """Test the networks: every host connects to every other one. Return the connections that fail on each network.
-
-    `gloo`: MPI's ports are not tried.
-    """
+def try_out(networks: Sequence[Network], probes: Mapping[str, Probe]) -> list[list[NoWay]]:
+    """Test the networks: every host connects to every other one. Return the connections that fail on each network."""
     ways = [(number, there) for number in range(len(networks)) for there in probes]
-    ports = {host: probe.report.ports[:1] if gloo else probe.report.ports for host, probe in probes.items()}
+    ports = {host: probe.report.ports for host, probe in probes.items()}
 
     def reached_from(here: str) -> list[bool]:
         return probes[here].ask(
@@ -278,10 +261,6 @@ def try_out(networks: Sequence[Network], probes: Mapping[str, Probe], gloo: bool
 
 def _subnet(address: str, netmask: str) -> str:
     return str(ipaddress.ip_network(f"{address}/{netmask}", strict=False))
-
-
-def _first_address(report: Report) -> str:
-    return report.cards[0].address if report.cards else "127.0.1.1"
 
 
 def addresses(hosts: Iterable[str]) -> dict[str, str | None]:

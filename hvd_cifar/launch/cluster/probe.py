@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 
 CONNECT_SECONDS = 3.0
-# Open MPI's ranks listen at ports from here on (btl_tcp_port_min_v4), Gloo's at ports that the system chooses.
+# Open MPI's ranks listen at ports from here on (btl_tcp_port_min_v4), the watchdog's at ports that the system chooses.
 FIRST_MPI_PORT = 1024
 
 
@@ -33,15 +33,6 @@ def interfaces() -> "list[dict[str, object]]":
     return found
 
 
-def resolves(name: str) -> bool:
-    """Whether this host resolves a name."""
-    try:
-        socket.gethostbyname(name)
-    except (OSError, UnicodeError):  # a label is empty, or has over 63 characters
-        return False
-    return True
-
-
 def reaches(target: "list[str | int]") -> bool:
     """Whether a connection to [address, port] succeeds."""
     try:
@@ -52,7 +43,7 @@ def reaches(target: "list[str | int]") -> bool:
 
 
 def listeners() -> "list[socket.socket]":
-    """Sockets that listen at a port as Gloo's ranks do, and at one as MPI's do. Connections wait in the backlog."""
+    """Sockets at a port that the system chooses, and at one as MPI's ranks have. Connections wait in the backlog."""
     found = [socket.create_server(("0.0.0.0", 0), backlog=512)]
     for port in range(FIRST_MPI_PORT, FIRST_MPI_PORT + 100):
         try:
@@ -74,10 +65,8 @@ def list_gpus() -> str:
 def main() -> None:
     """Report, and test connections; see the module."""
     listening = listeners()
-    name = socket.gethostname()
     report = {
-        "hostname": name,
-        "resolves_itself": resolves(name),
+        "hostname": socket.gethostname(),
         "interfaces": interfaces(),
         "ports": [listener.getsockname()[1] for listener in listening],
         "nvidia_smi": list_gpus(),

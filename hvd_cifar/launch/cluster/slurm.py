@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.launch.cluster.hosts import Host
+from hvd_cifar.launch.cluster.hosts import Host, is_local
 
 FAILED = 1  # srun's exit code where it cannot start a task
 # One task beside the job's own, without MPI. All is given, since srun takes missing options from the job.
@@ -26,7 +26,12 @@ def allocation(environ: Mapping[str, str]) -> tuple[Host, ...]:
         words = ["scontrol", "show", "hostnames", nodes]
         names = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout.split()
     except (OSError, subprocess.SubprocessError):
-        raise UserError(f"scontrol does not list the Slurm nodes {nodes}; name hosts with -H") from None
+        names = [nodes]  # in a container there are Slurm's variables without its programs
+        if not is_local(nodes):
+            here = f"-H localhost:{tasks_per_node(tasks)[0]}"
+            raise UserError(
+                f"scontrol does not list the Slurm nodes {nodes}; name hosts with -H, such as {here}"
+            ) from None
     slots = tasks_per_node(tasks)
     if len(names) != len(slots):  # in a step on some of the nodes, such as srun --pty bash
         raise UserError(f"this shell is on {len(slots)} of the {len(names)} nodes of the Slurm job; name hosts with -H")

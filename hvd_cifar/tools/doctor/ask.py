@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_cifar.launch.cluster.network import Network, NoWay, addresses, asked, candidates, try_out
+from hvd_cifar.launch.cluster.network import addresses, asked, candidates, try_out
 from hvd_cifar.launch.cluster.program import Participants, Program
 from hvd_cifar.tools.doctor.facts import GROUPS, HostFacts
 
 PROBE = Path(__file__).with_name("probe.py")
 
-Silent = tuple[str, str]  # what is wrong with a host that does not answer, and what to do
 
-
-@dataclass(frozen=True)
-class Answers:
-    """The facts of the hosts that answer, what is wrong with the others, and the network between them.
-
-    `network`: None without a common network, or with one host; `blocked`: connections that fail on it.
-    """
-
-    facts: dict[str, HostFacts]
-    silent: dict[str, Silent]
-    network: Network | None
-    blocked: list[NoWay]
-
-
-def ask_all(participants: Participants, questions: Mapping[str, Any], seconds: float, gloo: bool = False) -> Answers:
-    """Ask all hosts at once.
+def ask_all(participants: Participants, questions: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """Ask all hosts at once. Returns the fields of `Subject` that the answers give.
 
     Args:
         participants: the hosts.
         questions: what `probe.py` reads.
         seconds: the time limit for a host's facts.
-        gloo: whether the ranks would use Gloo, which needs other ports than MPI.
     """
     hosts = participants.hosts
     programs: list[Program] = []
@@ -47,32 +29,26 @@ def ask_all(participants: Participants, questions: Mapping[str, Any], seconds: f
             text = PROBE.read_text()
             programs += [Program(participants, host, text, seconds) for host in hosts]
             listening = pool.map(lambda program: _listen(program, questions), programs)
-            network, blocked = _network_of(participants, gloo) if len(hosts) > 1 else (None, [])
+            found = _network_of(participants) if len(hosts) > 1 else {}
             answers = dict(zip(hosts, listening, strict=True))
         finally:  # The pool's exit waits for its threads, which wait for the programs: end these first.
             for program in programs:
                 program.end()
     facts = {host: answer for host, answer in answers.items() if isinstance(answer, HostFacts)}
-    silent = {host: answer for host, answer in answers.items() if not isinstance(answer, HostFacts)}
-    return Answers(facts, silent, network, blocked)
+    return {"facts": facts, "silent": {host: answers[host] for host in hosts if host not in facts}, **found}
 
 
-def _listen(program: Program, questions: Mapping[str, Any]) -> HostFacts | Silent:
-    # The first line says that the program has started: the start's seconds stay out of the clock's error below.
-    if program.hear(b"{") is None:
-        return program.why()
-    sent = time.time()
+def _listen(program: Program, questions: Mapping[str, Any]) -> HostFacts | tuple[str, str]:
+    """A host's facts; of one that gives none, what is wrong with it and what to do."""
     program.say(questions)
-    clock = program.hear(b"{")
-    received = time.time()
-    if clock is None:
-        return program.why()
-    found: dict[str, Any] = {"clock": (clock["facts"] - (sent + received) / 2, (received - sent) / 2)}
+    found: dict[str, Any] = {}
     missing: dict[str, str] = {}
-    for name in GROUPS:
+    for number, name in enumerate(GROUPS):
         answer = program.hear(b"{")
+        if answer is None and not number:
+            return program.why()
         if answer is None:
-            missing |= dict.fromkeys(GROUPS[GROUPS.index(name) :], "no answer in time" if program.late else "it ended")
+            missing |= dict.fromkeys(GROUPS[number:], "no answer in time" if program.late else "it ended")
             break
         if "error" in answer:
             missing[name] = answer["error"]
@@ -81,13 +57,14 @@ def _listen(program: Program, questions: Mapping[str, Any]) -> HostFacts | Silen
     return HostFacts(**found, missing=missing)
 
 
-def _network_of(participants: Participants, gloo: bool) -> tuple[Network | None, list[NoWay]]:
-    """The network between the hosts that answer, or None; and connections that fail on it."""
+def _network_of(participants: Participants) -> dict[str, Any]:
+    """The network between the hosts that answer."""
     with asked(participants) as (probes, _):
         reports = {host: probe.report for host, probe in probes.items()}
-        found = candidates(reports, addresses(probes)) if len(probes) > 1 else []
-        if not found:
-            return None, []
-        faults = try_out(found, probes, gloo)
-    best = min(range(len(found)), key=lambda number: len(faults[number]))
-    return found[best], faults[best]
+        found: dict[str, Any] = {"cards": {host: report.cards for host, report in reports.items()}}
+        networks = candidates(reports, addresses(probes)) if len(probes) > 1 else []
+        if networks:
+            faults = try_out(networks, probes)
+            best = min(range(len(networks)), key=lambda number: len(faults[number]))
+            found |= {"network": networks[best], "blocked": tuple(faults[best])}
+    return found

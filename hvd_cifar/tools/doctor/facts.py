@@ -1,54 +1,39 @@
-"""Facts about the hosts, from which findings are drawn; they are also part of the doctor's JSON.
+"""What the doctor knows when it judges: each host's facts, the network, and the outcome of the small job.
 
-Sizes are in bytes, times in seconds. A group of facts that a host did not give is None.
+Sizes are in bytes, times in seconds. `doctor --json` prints all of it.
 """
 
 from __future__ import annotations
 
-import ipaddress
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from hvd_cifar.fields import DatasetName
 from hvd_cifar.launch.cluster.hosts import Host
-from hvd_cifar.launch.cluster.network import Network, NoWay
+from hvd_cifar.launch.cluster.network import Card, Network, NoWay
 from hvd_cifar.runtime import devices
 
 
 class _Facts(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class HorovodBuild(_Facts):
-    """Horovod's build: for which TensorFlow, and with which of MPI, Gloo and NCCL."""
-
-    tensorflow: str
-    features: tuple[str, ...]
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
 
 class Versions(_Facts):
-    """Versions of what a rank runs on the host."""
+    """Versions of what a rank runs; `mpi`: the first line of mpirun --version; `code`: a digest, "" without files."""
 
     python: str
     packages: Mapping[str, str]
-    mpi: str  # the first line of mpirun --version
-    horovod: HorovodBuild | None
-    code: str  # digest of this project's files; "": no files
+    mpi: str
+    code: str
 
 
 class Cpu(_Facts):
-    """The processor.
-
-    cores: in a process's CPU mask; quota: of its control groups, in cores; load: load average of the last minute.
-    """
+    """`cores`: in a process's CPU mask; `quota`: limit of its control groups, in cores."""
 
     cores: int
     quota: float | None
-    load: float
-    model: str
-    flags: tuple[str, ...]
 
     @property
     def usable(self) -> int:
@@ -62,91 +47,46 @@ class Cpu(_Facts):
         return devices.least_quota(quota) if isinstance(quota, list) else quota
 
 
-class Gpu(_Facts):
-    """A GPU as nvidia-smi lists it."""
+class Gpus(_Facts):
+    """The GPUs as `nvidia-smi -L` lists them, and their driver."""
 
-    name: str
+    listing: str
     driver: str
 
 
 class Memory(_Facts):
-    """Memory, shared memory, and the limit of open files."""
+    """Free memory, free shared memory, and the soft limit of open files (-1: none)."""
 
     available: int
-    shm_total: int
     shm_free: int
-    attach_error: str  # why a process cannot read another one's memory; "": it can
-    open_files: int  # the soft limit; -1: no limit
-
-
-class Card(_Facts):
-    """A network card with an IPv4 address; `speed` in Mbit/s, 0: unknown."""
-
-    name: str
-    address: str
-    netmask: str
-    up: bool
-    speed: int
-
-    @property
-    def subnet(self) -> str:
-        """The subnet, such as 10.0.0.0/24."""
-        return str(ipaddress.ip_network(f"{self.address}/{self.netmask}", strict=False))
-
-
-class Names(_Facts):
-    """The host's name and cards, and how it resolves names and addresses."""
-
-    hostname: str
-    cards: tuple[Card, ...]
-    addresses: Mapping[str, tuple[str, ...]]  # by name, of all hosts and its own
-    names: Mapping[str, str]  # by address; "": no name
+    open_files: int
 
 
 class Disk(_Facts):
-    """The run's folder, or the nearest existing one above it; and the folder for temporary files."""
+    """The run's folder, or the nearest existing one above it, and the folder for temporary files.
+
+    error, temporary_error: why nothing can be written there; "": it can.
+    """
 
     folder: str
     free: int
-    error: str  # why it is not writable; "": it is
+    error: str
     temporary: str
     temporary_error: str
 
 
-class DataFile(_Facts):
-    """A file of the data set; `wrong_label_at`: the first record with an invalid label; -1: none."""
-
-    bytes: int
-    sha256: str
-    wrong_label_at: int
-
-
-class Data(_Facts):
-    """The data set on a host."""
-
-    folder: str
-    files: Mapping[str, DataFile]
-
-
 class HostFacts(_Facts):
-    """All facts of one host.
+    """All facts of one host. A group that it did not give is None, for the reason in `missing`."""
 
-    clock: the difference to this machine's clock, positive where it is ahead, and the error of that difference.
-    missing: for each group that is None, the reason.
-    """
-
-    clock: tuple[float, float] | None = None
-    network: Names | None = None
     cpu: Cpu | None = None
     memory: Memory | None = None
     versions: Versions | None = None
-    gpus: tuple[Gpu, ...] | None = None
+    gpus: Gpus | None = None
     disk: Disk | None = None
-    data: Data | None = None
     missing: Mapping[str, str] = {}
 
 
-GROUPS = ("network", "cpu", "memory", "versions", "gpus", "disk", "data")
+GROUPS = ("cpu", "memory", "versions", "gpus", "disk")
 
 
 class Link(_Facts):
@@ -160,81 +100,73 @@ class Link(_Facts):
     wrong_values: int
 
 
-class FirstStep(_Facts):
-    """A preset's first training step on GPUs beside the CPU's in float32.
-
-    rank: the one that differs most. difference: the relative difference of its loss or its update, the larger one.
-    """
-
-    preset: str
-    precision: str
-    rank: int
-    difference: float
-
-
-class GpuOfRank(_Facts):
-    """A rank's GPU after it has computed.
-
-    name, capability: from TensorFlow. peak: the most bytes of tensors. uuid, used: the GPU on which the driver sees the
-    process, and the bytes that it holds there; "" and 0 where the driver shows no such process, as in a container.
-    """
-
-    name: str
-    capability: str
-    peak: int
-    uuid: str
-    used: int
-
-
 class Job(_Facts):
     """The outcome of the small job.
 
-    ranks: their number, by host.
+    ranks: their number, by host. hosts: each rank's own host name.
     failure: why the job failed; "": it did not.
     pending: the two hosts of each pair that had begun and not ended when the job ran out of time.
     complaints: lines of the ranks' stderr.
     how: ranks, devices, algorithm and transport, as in the first line of a training.
+    wrong_values: in an all-reduce over all ranks. pairs: of hosts; of many hosts not all are measured.
     """
 
     ranks: Mapping[str, int]
+    hosts: tuple[str, ...] = ()
     failure: str = ""
     pending: tuple[tuple[str, str], ...] = ()
     complaints: tuple[str, ...] = ()
     how: str = ""
-    hosts: tuple[str, ...] = ()  # by rank: each one's own host name
-    wrong_values: int = 0  # in an all-reduce over all ranks
+    wrong_values: int = 0
     links: tuple[Link, ...] = ()
-    through: str = ""  # MPI or Horovod: what measured the links
-    pairs: int = 0  # of hosts; not all may have been measured
-    first_steps: tuple[FirstStep, ...] = ()  # where all ranks compute on GPUs
-    gpus: tuple[GpuOfRank, ...] = ()  # by rank, where all ranks compute on GPUs
+    pairs: int = 0
     seconds: float = 0.0
 
 
 class Subject(_Facts):
-    """All facts from which the findings are drawn.
+    """What is judged.
 
     hosts: with the slots that a run would use. here: this machine's name, which need not be one of them.
-    hosts_option: the option that names the hosts, such as --hostfile FILE.
-    silent: for each host that did not answer, what is wrong and what to do.
-    network: between the hosts; None: none in common, or one host. blocked: connections that fail on it.
+    facts: of the hosts that answer. silent: for each other host, what is wrong and what to do.
+    cards: each host's network cards that are up. network: the one that ranks would use; None: one host, or none in
+    common. blocked: connections that fail on it.
+    chosen_gpus: this machine's CUDA_VISIBLE_DEVICES.
     job: None where it was not started, for the reason `no_job`.
     """
 
-    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
-
     hosts: tuple[Host, ...]
     here: str
-    hosts_option: str
-    gloo: bool
-    dataset: DatasetName
-    data_dir: str
-    run_dir: str
     facts: Mapping[str, HostFacts]
     silent: Mapping[str, tuple[str, str]] = {}
+    cards: Mapping[str, tuple[Card, ...]] = {}
     network: Network | None = None
     blocked: tuple[NoWay, ...] = ()
-    hides_gpus: bool = False  # CUDA_VISIBLE_DEVICES is empty or -1 here
-    single_copy_off: bool = False  # MPI's setting that ranks do not read each other's memory
+    chosen_gpus: str | None = None
     job: Job | None = None
     no_job: str = ""
+
+    def facts_of(self, host: str) -> HostFacts:
+        """A host's facts; without any where it did not answer."""
+        return self.facts.get(host, HostFacts())
+
+    def gpus_of(self, host: str) -> list[str] | None:
+        """The names of the GPUs that ranks on a host see; None: not known.
+
+        Variables of this machine count here alone, but an empty CUDA_VISIBLE_DEVICES hides the GPUs of all hosts.
+        """
+        gpus = self.facts_of(host).gpus
+        if gpus is None:
+            return None
+        counts = self.chosen_gpus is not None and (host == self.here or devices.hides_all(self.chosen_gpus))
+        seen = devices.visible_gpus(gpus.listing, {"CUDA_VISIBLE_DEVICES": self.chosen_gpus or ""} if counts else {})
+        named = {uuid: name for name, uuid in re.findall(r"^GPU \d+: (.*) \(UUID: ([^)]+)\)", gpus.listing, re.M)}
+        return [named[uuid] for uuid in seen]
+
+    def computes_on_gpus(self, host: str) -> bool:
+        """Whether ranks compute on a host's GPUs."""
+        return bool(self.gpus_of(host)) and self.is_for_gpus(host)
+
+    def is_for_gpus(self, host: str) -> bool:
+        """Whether a host's environment is for GPUs: set-up then installs NCCL, on which it builds Horovod."""
+        versions = self.facts_of(host).versions
+        return versions is not None and any(name.startswith("nvidia-nccl") for name in versions.packages)

@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
 
+from hvd_cifar.import_path import OPTIONS as ISOLATED
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.runtime.environment import RANK_VARIABLES
 from hvd_cifar.runtime.process import signalled_with_parent
@@ -22,27 +24,26 @@ from hvd_cifar.tools.doctor.facts import Job, Link
 
 RESULT = "hvd_cifar.doctor "  # the start of rank 0's line of JSON
 BEGINS, ENDS = "doctor begins with", "doctor ends with"  # the start of lines that name the two ranks of a pair
+LOCAL_RANKS = 2  # on each host: enough for a link between them; where GPUs compute, all take part
 SECONDS_TO_END = 20.0
-LOCAL_RANKS = 2  # on each host: enough for a link between them; where GPUs compute, all
 COMPLAINTS_KEPT = 20
+CYCLE = "HOROVOD_CYCLE_TIME"  # ms; long, since its thread would disturb the pairs, which MPI sums
 
 
-def command(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool, on_gpus: bool) -> list[str]:
-    """The launcher's options and command for a job on all slots of these hosts; `unnamed`: without -H."""
-    words = ["--gloo" if gloo else "--mpi", *(["--allreduce", "ring"] if ring else [])]
-    words += ["-np", str(sum(host.slots for host in hosts))]
-    if not unnamed:
-        words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
-    return [*words, "doctor-job", "--per-host", ",".join(str(host.slots) for host in hosts), *["--on-gpus"] * on_gpus]
+def command(hosts: Sequence[Host], named: bool, ring: bool) -> list[str]:
+    """The launcher's options and command for a job on all slots of these hosts; `named`: with -H."""
+    words = [*(["--allreduce", "ring"] if ring else []), "-np", str(sum(host.slots for host in hosts))]
+    words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)] if named else []
+    return [*words, "doctor-job", "--per-host", ",".join(str(host.slots) for host in hosts)]
 
 
-def run(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool, on_gpus: bool, seconds: float) -> Job:
-    """Run the job for at most `seconds`. However it ends, it leaves no process on any host."""
-    words = [sys.executable, "-m", "hvd_cifar.launch", *command(hosts, unnamed, gloo, ring, on_gpus)]
+def run(hosts: Sequence[Host], words: Sequence[str], seconds: float) -> Job:
+    """Run the launcher with `words` for at most `seconds`. However the job ends, it leaves no process on any host."""
     begin = time.monotonic()
     process = subprocess.Popen(
-        words,
-        env=_environment(os.environ, gloo),
+        [sys.executable, *ISOLATED, "-m", "hvd_cifar.launch", *words],
+        # Without the variables of a launcher that started the doctor itself.
+        env={CYCLE: "10", **{name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -58,19 +59,9 @@ def run(hosts: Sequence[Host], unnamed: bool, gloo: bool, ring: bool, on_gpus: b
     finally:
         if process.poll() is None:
             _end(process)
-    said = errors.decode(errors="replace")
-    found = result_of(hosts, process.returncode, output.decode(errors="replace"), said, seconds if late else None)
+    said = output.decode(errors="replace"), errors.decode(errors="replace")
+    found = result_of(hosts, process.returncode, *said, seconds if late else None)
     return found.model_copy(update={"seconds": time.monotonic() - begin})
-
-
-def _environment(environ: Mapping[str, str], gloo: bool) -> dict[str, str]:
-    """The job's variables: the user's, without those of a launcher that started the doctor itself.
-
-    Over Gloo, small all-reduces are timed through Horovod, with a short cycle (ms). Over MPI they are timed without
-    Horovod, whose thread would disturb them: the cycle is long.
-    """
-    kept = {name: value for name, value in environ.items() if name not in RANK_VARIABLES}
-    return {"HOROVOD_CYCLE_TIME": "0.5" if gloo else "10", **kept}
 
 
 def _end(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
@@ -79,63 +70,44 @@ def _end(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
     with contextlib.suppress(psutil.Error):
         family = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         return process.communicate(timeout=SECONDS_TO_END)
-    except subprocess.TimeoutExpired:
-        for member in family:
-            with contextlib.suppress(psutil.Error):
-                member.kill()
-        process.kill()
-        process.wait()
-    try:
+    for member in family:
+        with contextlib.suppress(psutil.Error):
+            member.kill()
+    process.kill()
+    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # another process may hold the pipe
         return process.communicate(timeout=SECONDS_TO_END)
-    except subprocess.TimeoutExpired:  # another process holds the pipe
-        return b"", b""
+    return b"", b""
 
 
 def result_of(hosts: Sequence[Host], code: int, output: str, errors: str, late_after: float | None) -> Job:
     """The job's outcome, from its exit code and output; `late_after`: the time limit in seconds, if it was exceeded."""
     of_ranks = [host.name for host in hosts for _ in range(host.slots)]
-    complaints, pending = _sorted_out(errors, of_ranks)
+    complaints, open_pairs = [], Counter[tuple[str, str]]()
+    for line in errors.splitlines():
+        if step := re.search(rf"({BEGINS}|{ENDS}) (\d+) (\d+)", line):
+            open_pairs[of_ranks[int(step[2])], of_ranks[int(step[3])]] += 1 if step[1] == BEGINS else -1
+        elif line.strip() and "hvd_cifar: note:" not in line:
+            complaints.append(line.strip())
     common: dict[str, Any] = {
         "ranks": {host.name: host.slots for host in hosts},
         "complaints": complaints[-COMPLAINTS_KEPT:],
+        "pending": [pair for pair, times in open_pairs.items() if times > 0],
         "pairs": len(hosts) * (len(hosts) - 1) // 2,
     }
     said = next((line for line in output.splitlines() if line.startswith(RESULT)), "")
     if late_after is not None:
-        return Job(**common, failure=f"no end within {late_after:g} s", pending=tuple(pending))
+        return Job(**common, failure=f"no end within {late_after:g} s")
     if code or not said:
-        reason = _telling(complaints) or f"it ended with exit code {code} and said nothing"
-        return Job(**common, failure=reason, pending=tuple(pending))
+        return Job(**common, failure=_telling(complaints) or f"it ended with exit code {code} and said nothing")
     found = json.loads(said.removeprefix(RESULT))
-    links = [
-        Link(
-            a=of_ranks[int(a)],
-            b=of_ranks[int(b)],
-            ranks=(int(a), int(b)),
-            seconds=late,
-            bytes_per_second=fast,
-            wrong_values=int(wrong),
-        )
-        for a, b, late, fast, wrong in found.pop("links")
-    ]
-    return Job(**common, **found, links=tuple(sorted(links, key=lambda link: (link.a != link.b, link.a, link.b))))
-
-
-def _sorted_out(errors: str, of_ranks: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """The lines of stderr that are complaints, and the hosts of pairs that began and did not end."""
-    complaints = []
-    open_pairs: dict[tuple[int, int], int] = {}
-    for line in errors.splitlines():
-        step = re.search(rf"({BEGINS}|{ENDS}) (\d+) (\d+)", line)
-        if step:
-            pair = (int(step[2]), int(step[3]))
-            open_pairs[pair] = open_pairs.get(pair, 0) + (1 if step[1] == BEGINS else -1)
-        elif line.strip() and "hvd_cifar: note:" not in line:
-            complaints.append(line.strip())
-    hung = [(of_ranks[a], of_ranks[b]) for (a, b), times in open_pairs.items() if times > 0 and b < len(of_ranks)]
-    return complaints, hung
+    names = ("ranks", "seconds", "bytes_per_second", "wrong_values")
+    values = [dict(zip(names, link, strict=True)) for link in found.pop("links")]
+    links = [Link(a=of_ranks[one["ranks"][0]], b=of_ranks[one["ranks"][1]], **one) for one in values]
+    links.sort(key=lambda link: (link.a != link.b, link.ranks))
+    return Job(**common, **found, links=tuple(links))
 
 
 def _telling(complaints: Sequence[str]) -> str:

@@ -1,45 +1,36 @@
 """The program that the doctor sends to each host over ssh, to write the host's facts.
 
-First it writes a line that says that it runs. Then it reads a line of JSON with questions, and answers at once with its
-clock. It writes a line for each group of facts as soon as the group is complete, so the doctor sees which group hangs.
-It ends when its input is closed. It imports nothing of this package, of which the host may have another version.
+It reads a line of JSON with questions, and writes a line for each group of facts as soon as the group is complete, so
+the doctor sees which group hangs. It ends when its input is closed. It imports nothing of this package, of which the
+host may have another version.
 """
 
-import contextlib
-import ctypes
 import glob
 import hashlib
 import importlib.metadata
 import itertools
 import json
-import mmap
 import os
 import platform
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from typing import Any
 
 import psutil
 
-# Symbols in Horovod's library that show with which all-reduces it was built.
-BUILT = {"MPI": b"12MPIAllreduceE", "Gloo": b"13GlooAllreduceE", "NCCL": b"13NCCLAllreduceE"}
-PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, -1  # of Linux's prctl
 PROGRAM_SECONDS = 10.0
-BLOCK_BYTES = 4 << 20
 TRIAL_BYTES = 1 << 20
 
 Asked = dict[str, Any]
 
 
 def versions(asked: Asked) -> Any:
-    """Python, packages, MPI, Horovod's build, and a digest of this project's code."""
+    """Python, packages, MPI, and a digest of this project's code."""
     packages = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
@@ -49,21 +40,8 @@ def versions(asked: Asked) -> Any:
         "python": platform.python_version(),
         "packages": packages,
         "mpi": _first_line(["mpirun", "--version"]),
-        "horovod": _horovod(),
         "code": _code(asked["package"]),
     }
-
-
-def _horovod() -> Any:
-    for folder in sys.path:
-        for library in glob.glob(os.path.join(folder, "horovod", "tensorflow", "mpi_lib*.so")):
-            with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                features = [name for name, mark in BUILT.items() if content.find(mark) >= 0]
-            built_for = ""
-            with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, "horovod", "metadata.json")) as f:
-                built_for = str(json.load(f).get("tensorflow", ""))
-            return {"tensorflow": built_for, "features": features}
-    return None
 
 
 def _code(package: str) -> str:
@@ -77,32 +55,19 @@ def _code(package: str) -> str:
 
 
 def cpu(asked: Asked) -> Any:
-    """Cores that a process may use, their load, and the processor."""
-    about = _read("/proc/cpuinfo").splitlines()
-
-    def field(*names: str) -> str:
-        lines = (line.partition(":") for line in about)
-        return next((value.strip() for name, _, value in lines if name.strip() in names), "")
-
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        # The doctor parses them.
-        "quota": [[_read(os.path.join(group, name)) for name in asked["quota_files"]] for group in _groups("cpu")],
-        "load": os.getloadavg()[0],
-        "model": field("model name") or platform.machine(),
-        "flags": field("flags", "Features").split(),
-    }
+    """Cores that a process may use; the doctor parses the texts of the control groups' limits."""
+    quota = [[_read(os.path.join(group, name)) for name in asked["quota_files"]] for group in _groups("cpu")]
+    return {"cores": len(os.sched_getaffinity(0)), "quota": quota}
 
 
 def gpus(asked: Asked) -> Any:
-    """Name and driver of each GPU."""
-    said = _output(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
-    rows = [line.rpartition(",") for line in said.splitlines() if "," in line]
-    return [{"name": name.strip(), "driver": driver.strip()} for name, _, driver in rows]
+    """The GPUs as `nvidia-smi -L` lists them, and their driver."""
+    driver = _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return {"listing": _output(["nvidia-smi", "-L"]), "driver": driver}
 
 
 def memory(asked: Asked) -> Any:
-    """Free memory and shared memory in bytes, whether processes can read each other's memory, the open-files limit."""
+    """Free memory and shared memory in bytes, and the soft limit of open files (-1: none)."""
     available = psutil.virtual_memory().available
     names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
     for group, pair in itertools.product(_groups("memory"), names):
@@ -117,9 +82,7 @@ def memory(asked: Asked) -> Any:
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
         "available": available,
-        "shm_total": shm.f_blocks * shm.f_frsize if shm else 0,
         "shm_free": shm.f_bavail * shm.f_frsize if shm else 0,
-        "attach_error": _attach_error(),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }
 
@@ -136,77 +99,6 @@ def _groups(controller: str) -> list[str]:
                 folder = os.path.join(folder, part)
                 folders.append(folder)
     return folders
-
-
-class _Part(ctypes.Structure):
-    """`struct iovec`."""
-
-    _fields_ = [("start", ctypes.c_void_p), ("length", ctypes.c_size_t)]
-
-
-def _attach_error() -> str:
-    """Why this process cannot read the memory of another process of the same user; "": it can.
-
-    MPI's ranks on a host send large messages this way. The other process is a child that, as MPI's ranks do, lets all
-    processes read its memory.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    mine, wanted = ctypes.create_string_buffer(8), ctypes.create_string_buffer(b"doctor!")
-    here, there = socket.socketpair()
-    child = os.fork()
-    if child == 0:
-        here.close()
-        libc.prctl(PR_SET_PTRACER, ctypes.c_long(PR_SET_PTRACER_ANY), 0, 0, 0)
-        there.send(b"1")
-        there.recv(1)  # ends with the parent
-        os._exit(0)
-    there.close()
-    try:
-        here.recv(1)
-        local, remote = (_Part(ctypes.addressof(buffer), len(buffer)) for buffer in (mine, wanted))
-        libc.process_vm_readv.restype = ctypes.c_ssize_t
-        read = libc.process_vm_readv(child, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
-        return "" if read == len(mine) and mine.value == wanted.value else os.strerror(ctypes.get_errno())
-    finally:
-        here.close()
-        os.waitpid(child, 0)
-
-
-def network(asked: Asked) -> Any:
-    """This host's name, its cards, also those that are down, and how it resolves the names of all hosts."""
-    states = psutil.net_if_stats()
-    cards = []
-    for name, addresses in psutil.net_if_addrs().items():
-        for entry in addresses:
-            if entry.family == socket.AF_INET and not entry.address.startswith("127."):
-                state = states.get(name)
-                cards.append(
-                    {
-                        "name": name,
-                        "address": entry.address,
-                        "netmask": entry.netmask or "255.255.255.255",
-                        "up": bool(state and state.isup),
-                        "speed": max(0, state.speed) if state else 0,
-                    }
-                )
-    own = socket.gethostname()
-    forward = {name: _addresses(name) for name in {*asked["hosts"], own}}
-    back = {address: _name(address) for addresses in forward.values() for address in addresses}
-    return {"hostname": own, "cards": cards, "addresses": forward, "names": back}
-
-
-def _addresses(name: str) -> "list[str]":
-    try:
-        return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET)})
-    except OSError:
-        return []
-
-
-def _name(address: str) -> str:
-    try:
-        return socket.gethostbyaddr(address)[0]
-    except OSError:
-        return ""
 
 
 def disk(asked: Asked) -> Any:
@@ -234,36 +126,6 @@ def _write_error(folder: str) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def data(asked: Asked) -> Any:
-    """The data set: for each existing file its size, its SHA-256 and the first record with an invalid label."""
-    folders = [folder for folder in asked["data_folders"] if _has_any(folder, asked["data_files"])]
-    if not folders:
-        return None
-    files = {}
-    for name in asked["data_files"]:
-        path = os.path.join(folders[0], name)
-        with contextlib.suppress(OSError):
-            files[name] = _look_at(path, asked["record_bytes"], asked["label_bytes"], asked["classes"])
-    return {"folder": folders[0], "files": files}
-
-
-def _has_any(folder: str, names: "list[str]") -> bool:
-    return any(os.path.isfile(os.path.join(folder, name)) for name in names)
-
-
-def _look_at(path: str, record_bytes: int, label_bytes: int, classes: int) -> Any:
-    state = hashlib.sha256()
-    wrong, size = -1, 0
-    with open(path, "rb") as file:
-        while block := file.read(BLOCK_BYTES // record_bytes * record_bytes):
-            state.update(block)
-            if wrong < 0 and max(labels := block[label_bytes - 1 :: record_bytes]) >= classes:
-                place = next(place for place, label in enumerate(labels) if label >= classes)
-                wrong = size // record_bytes + place
-            size += len(block)
-    return {"bytes": size, "sha256": state.hexdigest(), "wrong_label_at": wrong}
 
 
 def _output(words: "list[str]") -> str:
@@ -301,14 +163,12 @@ def _read(path: str) -> str:
 
 
 # Quick groups first; those that may hang on a bad disk last.
-GROUPS = {group.__name__: group for group in (network, cpu, memory, versions, gpus, disk, data)}
+GROUPS = {group.__name__: group for group in (cpu, memory, versions, gpus, disk)}
 
 
 def main() -> None:
     """See the module."""
-    print(json.dumps({"group": "ready"}), flush=True)
     asked = json.loads(sys.stdin.readline())
-    print(json.dumps({"group": "clock", "facts": time.time()}), flush=True)
 
     def end_with_input() -> None:
         sys.stdin.read()

@@ -1,7 +1,4 @@
-"""The small job in its ranks: all-reduces over all ranks and between hosts, whose sums are checked and timed.
-
-Where all ranks compute on GPUs, the job also measures each pair of ranks on a host, and compares a training step of
-each preset with the CPU's.
+"""The small job in its ranks: all-reduces over all ranks and over pairs of ranks, whose sums are checked and timed.
 
 Ranks print to stderr which pair they begin and end, so that a pair that hangs is known. At the end rank 0 prints a line
 of JSON.
@@ -11,23 +8,25 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from hvd_cifar.config import DoctorJobSettings
-from hvd_cifar.distributed import collectives, pairs, process_sets
+from hvd_cifar.distributed import collectives, pairs
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime import direct_mpi
-from hvd_cifar.runtime.environment import launched_size, under_mpi
+from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.runtime.world import session
 from hvd_cifar.tools.benchmark.allreduce import sums_of, terms_of
-from hvd_cifar.tools.doctor import first_steps
 from hvd_cifar.tools.doctor.job import BEGINS, ENDS, RESULT
-from hvd_cifar.tools.doctor.plan import Pair, rounds
 
+Pair = tuple[int, int]
+
+MOST_ROUNDS = 64  # between hosts, each of about a second: they cover all pairs of up to 64 hosts
 WIDTH = 4  # bytes of a float32
 TRIES, FEW_TRIES = 10, 3  # the shortest counts: other work on a host only makes a try longer
 FIRST_BYTES, MOST_BYTES, FACTOR = 2**16, 2**24, 4
@@ -44,40 +43,48 @@ def run(settings: DoctorJobSettings) -> None:
     per_host = [int(word) for word in settings.per_host.split(",")]
     if launched_size() != sum(per_host):
         raise UserError(f"--per-host {settings.per_host}: the launcher started {launched_size()} ranks")
-    through_mpi = under_mpi() and not settings.on_gpus  # MPI moves host memory, NCCL that of GPUs
-    planned = rounds(per_host, under_mpi(), settings.on_gpus)
-    sets = {} if through_mpi else pairs.sets_for(planned)
-    with session(process_sets=process_sets.to_register(sets)) as world:
+    with session() as world:
         everyone = pairs.by_horovod(world.device)
-        terms = terms_of(world.rank, COUNT_OVER_ALL)
-        wrong = int(np.sum(everyone(terms) != sums_of(world.size, COUNT_OVER_ALL)))
-        mpi = through_mpi and direct_mpi.why_not() is None
-        links: list[list[float]] = []
-        for planned_round in planned if mpi or not through_mpi else []:
-            mine = next((pair for pair in planned_round if world.rank in pair), None)
-            reduce = pairs.by_mpi(planned_round) if mpi else None
-            if mine is None:
+        wrong = int(np.sum(everyone(terms_of(world.rank, COUNT_OVER_ALL)) != sums_of(world.size, COUNT_OVER_ALL)))
+        links: list[tuple[Pair, float, float, int]] = []
+        for met in rounds(per_host) if direct_mpi.why_not() is None else []:
+            reduce = pairs.by_mpi(met)
+            if reduce is None:
                 continue
-            reduce = reduce or pairs.by_horovod(world.device, sets[mine])
+            mine = next(pair for pair in met if world.rank in pair)
             terminal.complain(f"{BEGINS} {mine[0]} {mine[1]}")
             found = measure(reduce, world.rank, mine)
             terminal.complain(f"{ENDS} {mine[0]} {mine[1]}")
             if world.rank == mine[0]:
-                links.append([*mine, *found])
-        steps = first_steps.compare(world, first_steps.PRECISIONS) if settings.on_gpus else []
-        gpu = collectives.on_every_rank(first_steps.look_at_gpu) if settings.on_gpus else None
-        gathered = collectives.all_gather_object((world.host, wrong, links, gpu))
+                links.append((mine, *found))
+        gathered = collectives.all_gather_object((world.host, wrong, links))
         if world.is_root:
             result = {
                 "how": world.describe(),
                 "hosts": [host for host, *_ in gathered],
-                "wrong_values": sum(count for _, count, *_ in gathered),
-                "links": [link for _, _, of_rank, _ in gathered for link in of_rank],
-                "first_steps": [step.model_dump() for step in steps],
-                "gpus": [gpu.model_dump() for *_, gpu in gathered if gpu],
-                "through": "MPI" if mpi else "Horovod",
+                "wrong_values": sum(count for _, count, _ in gathered),
+                "links": [link for *_, of_rank in gathered for link in of_rank],
             }
             terminal.say(RESULT + json.dumps(result))
+
+
+def rounds(per_host: Sequence[int]) -> list[list[Pair]]:
+    """The pairs of ranks to measure, in rounds: in a round each rank is in at most one pair.
+
+    First two ranks of each host. Then every two hosts, by their first ranks and the circle method: one stays in its
+    seat, the others move on by one.
+
+    Args:
+        per_host: number of ranks of each host.
+    """
+    first = list(accumulate(per_host, initial=0))[:-1]
+    found = [[(rank, rank + 1) for rank, count in zip(first, per_host, strict=True) if count > 1]]
+    seats: list[int | None] = [*first, *([None] if len(first) % 2 else [])]
+    for _ in range(min(len(seats) - 1, MOST_ROUNDS)):
+        met = [(seats[i], seats[-1 - i]) for i in range(len(seats) // 2)]
+        found.append([(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return [met for met in found if met]
 
 
 def measure(reduce: Callable[[Any], Any], rank: int, pair: Pair) -> tuple[float, float, int]:
@@ -105,7 +112,5 @@ def measure(reduce: Callable[[Any], Any], rank: int, pair: Pair) -> tuple[float,
     while took < ENOUGH_SECONDS and size < MOST_BYTES:
         size *= FACTOR
         took = seconds(size // WIDTH, max(1, min(FEW_TRIES, int(SECONDS_OF_TRIES / (took * FACTOR)))))
-    if tries := min(FEW_TRIES, int(SECONDS_OF_TRIES / took)):
-        took = min(took, seconds(size // WIDTH, tries))
     both = float(reduce(np.array([wrong], np.float32))[0])
     return smallest, size / max(took - smallest, 1e-9), int(both)

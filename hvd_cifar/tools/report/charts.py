@@ -90,7 +90,7 @@ def _for_page(text: str, name: str) -> str:
 
 
 def curves(runs: Sequence[RunFiles]) -> dict[str, Markup]:
-    """Loss, accuracy, learning rate and speed over epochs; accuracy over time, where several runs are compared."""
+    """Loss, accuracy, learning rate and speed over epochs."""
     train = [run.of_kind(Train) for run in runs]
     tests = [run.of_kind(Evaluated) for run in runs]
     validations = [run.of_kind(Validated) for run in runs]
@@ -115,19 +115,10 @@ def curves(runs: Sequence[RunFiles]) -> dict[str, Markup]:
 
         return draw
 
-    def accuracy_over_time(axes: Any) -> None:
-        found = [_accuracy_by_time(run) for run in runs]
-        unit, seconds = _unit(max((t for points in found for t, _ in points), default=0.0))
-        for number, points in enumerate(found):
-            _points(axes, [t / seconds for t, _ in points], [100 * a for _, a in points], CYCLE[number % SERIES])
-        axes.set(xlabel=unit)
-
     drawn = {"Training loss": over_epochs("loss")}
     drawn |= {"Validation accuracy, %": accuracy(validations, "validation_accuracy")} if any(validations) else {}
     drawn |= {"Test accuracy, %": accuracy(tests, "test_accuracy")} if any(tests) else {}
     drawn |= {"Learning rate": over_epochs("learning_rate"), "Speed, images/s": over_epochs("images_per_second")}
-    if any(tests) and len(runs) > 1:
-        drawn["Test accuracy over time, %"] = accuracy_over_time
     return {name: svg(draw, name) for name, draw in drawn.items()}
 
 
@@ -166,12 +157,6 @@ class JobTime:
     def by_kind(self, kind: str) -> list[tuple[float, float]]:
         """The intervals of a kind of `goodput.KINDS`: begins and lengths."""
         return [(self(begin), end - begin) for found, begin, end in self._intervals if found == kind]
-
-
-def _accuracy_by_time(run: RunFiles) -> list[tuple[float, float]]:
-    now = JobTime(run.marks)
-    times = {mark["step"]: now(mark["time"]) for mark in run.marks if mark["mark"] == "evaluation" and "step" in mark}
-    return [(times[e.step], e.test_accuracy) for e in run.of_kind(Evaluated) if e.step in times]
 
 
 def time_axis(run: RunFiles, happened: Sequence[Happening], name: str) -> Markup:

@@ -10,7 +10,7 @@ from hvd_cifar import __version__
 from hvd_cifar.config import ReportSettings
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import replace_bytes
-from hvd_cifar.reporting import terminal
+from hvd_cifar.reporting import story, terminal
 from hvd_cifar.reporting.run_files import RunFiles, Train, read_run
 from hvd_cifar.tools.benchmark import results
 from hvd_cifar.tools.benchmark.results import AllreduceResult, StepResult
@@ -25,6 +25,8 @@ def report(settings: ReportSettings) -> None:
         UserError: where there is no run, a file is damaged, or the page cannot be written.
     """
     output = settings.output or settings.run_dirs[0] / "report.html"
+    if output.suffix.lower() not in (".html", ".htm"):  # such as a run's config.json, which it would overwrite
+        raise UserError(f"--output {output}: is no name of a page; give a file that ends in .html")
     runs = [read_run(run_dir) for run_dir in dict.fromkeys(settings.run_dirs)]
     for run in runs:
         if not run.of_kind(Train):
@@ -48,7 +50,7 @@ def page(runs: list[RunFiles], benchmarks: list[charts.Benchmark]) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.globals["duration"] = content.duration
+    environment.globals |= {"duration": content.duration, "clock": story.clock}
     named = content.names([run.run_dir for run in runs])
     return environment.get_template("page.html").render(
         runs=[_of_run(*one, number) for number, one in enumerate(zip(runs, named, strict=True), start=1)],
@@ -70,7 +72,7 @@ def _of_run(run: RunFiles, name: str, number: int) -> dict[str, Any]:
         "shares": content.shares(run),
         "by_rank": content.by_rank(run),
         "time_axis": charts.time_axis(run, happened, f"Steps over time, run {number}") if run.marks else "",
-        "happened": content.rows(happened),
+        "happened": happened,
         "classes": content.classes(run.confusion) if run.confusion else None,
         "confusion": run.confusion,
         "pictures": content.pictures(run.confusion) if run.confusion else [],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from hvd_cifar.reporting import goodput, story
 from hvd_cifar.reporting.run_files import Confusion, Evaluated, Mistake, Ranks, RunFiles, Train, last_sign
@@ -122,26 +123,25 @@ def shares(run: RunFiles) -> list[Share]:
 
 @dataclass(frozen=True)
 class OfRank:
-    """A rank's step: its mean times in seconds, and the same as parts of the longest step of any rank."""
+    """A rank's mean times of a step, in seconds."""
 
     rank: int
     host: str
     compute: float
     wait: float
-    compute_part: float
-    wait_part: float
 
 
 @dataclass(frozen=True)
 class ByRank:
     """Where the ranks' time went.
 
-    rows: the slowest ranks. count: of all ranks. slowest: a sentence about the slowest one. since: the step after which
-    the means begin.
+    rows: the slowest ranks. count: of all ranks. longest: step of any rank, in seconds. slowest: a sentence about the
+    slowest rank. since: the step after which the means begin.
     """
 
     rows: list[OfRank]
     count: int
+    longest: float
     slowest: str
     since: int
 
@@ -155,35 +155,19 @@ def by_rank(run: RunFiles) -> ByRank | None:
     first = len(every)
     while first and (len(every[first - 1].compute_seconds), every[first - 1].hosts) == (count, hosts):
         first -= 1
-    since = every[first - 1].step if first else 0
-    weights = [max(1, b - a) for a, b in itertools.pairwise([since, *(one.step for one in every[first:])])]
-
-    def mean(values: Sequence[float]) -> float:
-        return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-
-    compute = [mean([one.compute_seconds[rank] for one in every[first:]]) for rank in range(count)]
-    wait = [mean([one.wait_seconds[rank] for one in every[first:]]) for rank in range(count)]
-    longest = max(a + b for a, b in zip(compute, wait, strict=True)) or 1.0
-    rows = [
-        OfRank(rank, host, own, idle, own / longest, idle / longest)
-        for rank, (host, own, idle) in enumerate(zip(hosts or [""] * count, compute, wait, strict=True))
-    ]
+    since, newest = every[first - 1].step if first else 0, every[first:]
+    weights = np.maximum(1, np.diff([since, *(one.step for one in newest)]))
+    compute = np.average([one.compute_seconds for one in newest], axis=0, weights=weights).tolist()
+    wait = np.average([one.wait_seconds for one in newest], axis=0, weights=weights).tolist()
+    rows = [OfRank(*row) for row in zip(range(count), hosts or [""] * count, compute, wait, strict=True)]
     rows.sort(key=lambda row: -row.compute)
     usual = statistics.median_low(compute)
     where = f" on {rows[0].host}" if rows[0].host else ""
     behind = f"{rows[0].compute / usual - 1:.1%} behind the median" if usual else "behind the median"
     own = f"its own part of a step takes {rows[0].compute * 1e3:.1f} ms"
     slowest = f"Rank {rows[0].rank}{where} is the slowest: {own}, {behind}."
-    return ByRank(rows[:MOST_RANKS], count, slowest, since)
-
-
-@dataclass(frozen=True)
-class Row:
-    """Something that happened, as a row of a table."""
-
-    kind: str
-    clock: str
-    text: str
+    longest = max(row.compute + row.wait for row in rows) or 1.0
+    return ByRank(rows[:MOST_RANKS], count, longest, slowest, since)
 
 
 def happenings(run: RunFiles) -> list[Happening]:
@@ -199,29 +183,16 @@ def happenings(run: RunFiles) -> list[Happening]:
     return found if len(found) <= MOST_HAPPENINGS else [found[0], *found[1 - MOST_HAPPENINGS :]]
 
 
-def rows(happened: Sequence[Happening]) -> list[Row]:
-    """Happenings in words."""
-    return [Row(one.kind, story.clock(one.time), one.text) for one in happened]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A cell of a confusion matrix: images, and their percentage of their class (None: the class has no image)."""
-
-    count: int
-    percent: float | None
-    is_right: bool
-
-
 @dataclass(frozen=True)
 class Classes:
     """A confusion matrix.
 
-    cells: empty where the matrix does not fit a page. pairs: true class, predicted class, images, part of the class.
+    cells: images, and their percentage of their class (None: the class has no image); none where they do not fit a
+    page. pairs: true class, predicted class, images, part of the class.
     """
 
     names: list[str]
-    cells: list[list[Cell]]
+    cells: list[list[tuple[int, float | None]]]
     pairs: list[tuple[str, str, int, float]]
     accuracy: float
 
@@ -230,34 +201,19 @@ def classes(confusion: Confusion) -> Classes:
     """The matrix, by true class (rows) and predicted class."""
     named, matrix = confusion.class_names, confusion.matrix
     totals = [sum(row) for row in matrix]
-    cells = [
-        [Cell(n, 100 * n / total if total else None, i == j) for j, n in enumerate(row)]
-        for i, (row, total) in enumerate(zip(matrix, totals, strict=True))
-    ]
+    fits = len(named) <= MOST_CLASSES
+    cells = [[(n, 100 * n / sum(row) if any(row) else None) for n in row] for row in matrix if fits]
     wrong = [(n, i, j) for i, row in enumerate(matrix) for j, n in enumerate(row) if n and i != j]
     wrong.sort(key=lambda found: (-found[0], found[1:]))
     pairs = [(named[i], named[j], n, n / totals[i]) for n, i, j in wrong[:MOST_PAIRS]]
-    right = sum(row[i] for i, row in enumerate(matrix))
-    return Classes(named, cells if len(named) <= MOST_CLASSES else [], pairs, right / (sum(totals) or 1))
+    return Classes(named, cells, pairs, sum(row[i] for i, row in enumerate(matrix)) / (sum(totals) or 1))
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A mistake: the image, its class, and the most probable classes with their probabilities."""
-
-    image: str
-    index: int
-    label: str
-    predicted: str
-    top: list[tuple[str, float]]
-
-
-def pictures(confusion: Confusion) -> list[Picture]:
-    """The worst mistakes."""
-    return [_picture(mistake, confusion.class_names) for mistake in confusion.mistakes[:MOST_MISTAKES]]
-
-
-def _picture(mistake: Mistake, named: Sequence[str]) -> Picture:
-    ranked = sorted(range(len(named)), key=lambda i: -mistake.probabilities[i])
-    top = [(named[i], mistake.probabilities[i]) for i in ranked[:TOP]]
-    return Picture(mistake.image, mistake.index, named[mistake.label], named[mistake.predicted], top)
+def pictures(confusion: Confusion) -> list[tuple[Mistake, str, list[tuple[str, float]]]]:
+    """The worst mistakes, each with the name of its class, and the most probable classes with their probabilities."""
+    named = confusion.class_names
+    found = []
+    for mistake in confusion.mistakes[:MOST_MISTAKES]:
+        ranked = sorted(zip(named, mistake.probabilities, strict=True), key=lambda one: -one[1])
+        found.append((mistake, named[mistake.label], ranked[:TOP]))
+    return found

@@ -1,0 +1,168 @@
+"""Starts the ranks: the command, its variables and what is shown of its output, without mpirun's tags and banners."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO
+
+from hvd_cifar.errors import UserError
+from hvd_cifar.launch import validators
+from hvd_cifar.launch.cluster import slurm, ssh
+from hvd_cifar.launch.cluster.hosts import hosts_of_ranks, is_local
+from hvd_cifar.launch.cluster.network import Network, find_network
+from hvd_cifar.launch.cluster.program import Participants
+from hvd_cifar.launch.cluster.remarks import without_banners
+from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
+from hvd_cifar.launch.command import Installation, command
+from hvd_cifar.launch.here import gpus_here, note_gpus
+from hvd_cifar.launch.job import Job, Starter, chunks, write
+from hvd_cifar.launch.request import Request
+from hvd_cifar.runtime.environment import ENDS, STARTS, prepare_tensorflow
+from hvd_cifar.runtime.transport import RING_VARIABLES
+
+SHOW_CURSOR = b"\x1b[?25h"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A job that can start.
+
+    words, env: the command that starts its ranks.
+    hosts: each rank's host where there are several hosts, else [].
+    """
+
+    words: list[str]
+    env: dict[str, str]
+    hosts: list[str]
+
+
+def _mpirun(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job) -> Starter:
+    """mpirun. `hosts`: each rank's host where there are several hosts, else []; see `NamedLines`."""
+    lines = NamedLines(hosts)
+    found = [value for name, value in pairwise(words) if name == "btl_tcp_if_include"]
+    subnets = found[0].split(",") if found and "," in found[0] else []
+
+    def output(stream: BinaryIO) -> None:  # even on one host: mpirun ends its ranks if it cannot write its output
+        for rank, piece in by_rank(chunks(stream)) if hosts else ((0, piece) for piece in chunks(stream)):
+            if rank in (0, None):
+                write(1, piece)
+
+    def of_mpirun(pieces: Iterable[bytes]) -> Iterator[bytes]:
+        for rank, piece in by_rank(pieces):
+            if rank is None:
+                yield piece
+            else:
+                job.pass_on(lines.add(rank, piece))
+
+    def errors(stream: BinaryIO) -> None:
+        if hosts:
+            pieces = without_banners(of_mpirun(chunks(stream)), subnets, lines.last)
+        else:
+            pieces = without_banners(chunks(stream), subnets)
+        for piece in pieces:
+            job.pass_on(piece)
+        job.pass_on(lines.rest())
+
+    return Starter(words, env, output, errors)
+
+
+def _python(words: list[str], env: Mapping[str, str], job: Job) -> Starter:
+    """A single rank, whose stdout is this process's."""
+
+    def errors(stream: BinaryIO) -> None:
+        for piece in chunks(stream):
+            job.pass_on(piece)
+
+    return Starter(words, env, None, errors)
+
+
+def start(ready: Ready, job: Job) -> int:
+    """Run the program that starts the ranks, and return the job's exit code."""
+    if Path(ready.words[0]).name == "mpirun":
+        return job.run(_mpirun(ready.words, ready.env, ready.hosts, job))
+    return job.run(_python(ready.words, ready.env, job))
+
+
+def make_ready(request: Request, ranks: int) -> Ready:
+    """Find the network between the hosts, and make the command that starts the ranks. Raises UserError."""
+    bin_folder = Path(sys.executable).parent
+    path = os.pathsep.join([str(bin_folder), os.environ.get("PATH", os.defpath)])
+    env = {
+        **os.environ,
+        "PATH": path,
+        **(RING_VARIABLES if request.settings.allreduce == "ring" else {}),
+        **request.variables,
+    }
+    if request.is_program:
+        prepare_tensorflow(env)  # the program may import TensorFlow before this package, which does the same
+        env.pop("PYTHONHOME", None)  # as an environment's `activate` does: it names another Python's library
+    mpirun = shutil.which("mpirun", path=path)
+    if mpirun is None:
+        raise UserError("no mpirun on PATH; load its module again, or run: ./run.sh setup")
+    if Path(mpirun).parent == bin_folder:
+        env.setdefault("OPAL_PREFIX", str(bin_folder.parent))
+    if request.in_slurm:
+        env["SLURM_EXPORT_ENV"] = "ALL"  # mpirun's daemons need PATH and OPAL_PREFIX, also after sbatch --export=NONE
+    if _is_watched(ranks):
+        # Ranks cannot see whether this is so: mpirun gives them a pseudo-terminal in any case.
+        env |= {"HVD_CIFAR_TERMINAL": "1", **_terminal_size()}
+    if not request.settings.dry_run:
+        env |= {STARTS: "", ENDS: "[]"}  # so that mpirun exports them; `Job` sets their values
+    of_ranks = hosts_of_ranks(request.hosts, ranks)
+    env |= validators.neighbours(request.validators, of_ranks[-1] if of_ranks else "localhost")
+    request = replace(request, hosts=tuple(host for host in request.hosts if host.name in of_ranks))
+    network, gpus = _ask_hosts(request, bin_folder)
+    if not request.is_again:
+        note_gpus(gpus or {socket.gethostname(): gpus_here()}, all_here=network is None)
+    installed = Installation(sys.executable, mpirun, os.geteuid() == 0)
+    words = command(request, ranks, installed, env, network)
+    return Ready(words, env, of_ranks if network else [])
+
+
+def _ask_hosts(request: Request, bin_folder: Path) -> tuple[Network | None, dict[str, int]]:
+    """The network between the hosts, and the number of GPUs of each; None and {} where all ranks run here.
+
+    Raises UserError.
+    """
+    names = [host.name for host in request.hosts]
+    here = next((name for name in names if is_local(name)), None)
+    if all(map(is_local, names)):
+        return None, {}
+    if " " in str(bin_folder):
+        raise UserError(f"mpirun starts nothing on other hosts from a path with spaces: move {bin_folder.parents[1]}")
+    # This machine takes part even without ranks: it starts them.
+    everyone = names if here else [socket.gethostname(), *names]
+    way = slurm if request.in_slurm else ssh
+    participants = Participants(everyone, here or socket.gethostname(), sys.executable, way)
+    network, reports = find_network(participants)
+    return network, {name: reports[name].gpus for name in names}
+
+
+def _is_watched(ranks: int) -> bool:
+    """Whether several ranks run under mpirun, and their output goes to a terminal."""
+    return sys.stdout.isatty() and ranks > 1
+
+
+def _terminal_size() -> dict[str, str]:
+    columns, lines = shutil.get_terminal_size()
+    return {"COLUMNS": str(columns), "LINES": str(lines)}
+
+
+def leave_terminal(ranks: int, code: int) -> None:
+    """Show the cursor again, which a killed rank leaves hidden, with its progress bar."""
+    if _is_watched(ranks) and code >= 128:
+        write(1, SHOW_CURSOR + b"\n")
+
+
+def as_typed(words: list[str], env: Mapping[str, str]) -> str:
+    """The command as typed in a shell, with the variables that differ from this process's before it."""
+    differing = [f"{name}={shlex.quote(value)}" for name, value in env.items() if os.environ.get(name) != value]
+    return " ".join([*differing, shlex.join(words)])
