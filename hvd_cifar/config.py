@@ -307,6 +307,11 @@ class RunOptions(DataSettings):
         description="auto: resume from the newest checkpoint in --run-dir, if there is one; never: refuse a --run-dir "
         "that has one; PATH: start from that checkpoint, or from the newest one in that folder.",
     )
+    changed_code: Literal["refuse", "accept"] = Field(
+        "refuse",
+        description="What a resumed run does where files of its net, recipe or data set, or its test set, are not "
+        "those that it was started with. refuse: end; accept: go on with those of now.",
+    )
     run_dir: LocalPath | None = Field(
         None,
         description="Folder for the run's output. [default: runs/MODEL-DATE-TIME; with --max-restarts, --elastic or "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -57,9 +58,9 @@ def replace_lines(path: Path, lines: Iterable[bytes]) -> None:
     """
     if not can_be_replaced(path):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    part = path.with_name(path.name + PART)
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")  # another program may write the same file
     try:
-        with part.open("wb") as file:
+        with part.open("xb") as file:
             file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())

@@ -169,6 +169,21 @@ def _ends_in_probabilities(model: keras.Model) -> str:
     return str(last.name) if named else ""
 
 
+def _refuse_fixed_batch(model: keras.Model, where: str) -> None:
+    """UserError where a net takes batches of one size only, or keeps a state from one batch to the next."""
+    if (shapes := keras.tree.flatten_with_path(getattr(model, "input_shape", None) or ())) and shapes[0][1] is not None:
+        raise UserError(
+            f"{where}: its keras.Input has a batch of {shapes[0][1]}; batches have several sizes: give "
+            "keras.Input(image_shape) without batch_size and batch_shape"
+        )
+    for layer in model._flatten_layers():
+        if getattr(layer, "stateful", False) is True:
+            raise UserError(
+                f"{where}: its layer {layer.name} keeps a state from batch to batch, which no other batch can use; "
+                "leave stateful=True out"
+            )
+
+
 def _built(model: Model, image_shape: tuple[int, int, int], classes: int) -> tuple[keras.Model, Recipe | None]:
     compiled.check_vectors()  # here, since Keras would wrap the error of a layer in text of its own
     where = f"--model {model.name}"
@@ -179,6 +194,7 @@ def _built(model: Model, image_shape: tuple[int, int, int], classes: int) -> tup
             made, recipe = made
         if not isinstance(made, keras.Model) or not isinstance(recipe, Recipe | None):
             raise UserError(f"{where}: returned {type(made).__name__}; return a keras.Model, or (keras.Model, Recipe)")
+        _refuse_fixed_batch(made, where)
         output = made(keras.Input(image_shape))  # builds it, if it is a subclass of Model
     except UserError:
         raise

@@ -6,9 +6,10 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from hvd_cifar.errors import UserError
 from hvd_cifar.runtime.environment import prepare_tensorflow
 
 # TensorFlow writes these on any machine, before its log level takes effect.
@@ -40,6 +41,7 @@ def quiet_start() -> Iterator[None]:
     that filters lines. That process outlives this one: it still prints the error of an import that aborts. A user's
     TF_CPP_MIN_LOG_LEVEL is kept; 0 shows everything. TensorFlow uses oneDNN (`prepare_tensorflow`).
     """
+    refuse_legacy_keras(os.environ)
     prepare_tensorflow(os.environ)
     if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2") == "0":
         with _without_collection():
@@ -61,6 +63,12 @@ def quiet_start() -> Iterator[None]:
             sys.stderr.flush()
             os.dup2(true_stderr, 2)
             os.close(true_stderr)  # leaving the block closes the pipe; the filter writes the rest and ends
+
+
+def refuse_legacy_keras(environment: Mapping[str, str]) -> None:
+    """UserError where TensorFlow would load Keras 2, on which nothing here works."""
+    if environment.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
+        raise UserError("TF_USE_LEGACY_KERAS asks TensorFlow for Keras 2, and this program needs Keras 3: unset it")
 
 
 @contextmanager

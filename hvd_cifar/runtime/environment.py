@@ -117,6 +117,11 @@ def starts(environment: Mapping[str, str] = os.environ) -> list[float]:
     return [float(word) for word in environment.get(STARTS, "").split()] or [process.began()]
 
 
+def starts_of_job(environment: Mapping[str, str] = os.environ) -> str:
+    """What all starts of ranks by one launcher have in common, elastic ones too; "": no launcher of this program."""
+    return next(iter(environment.get(STARTS, "").split()), "")
+
+
 def is_restart(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the launcher has started these ranks before."""
     return len(environment.get(STARTS, "").split()) > 1

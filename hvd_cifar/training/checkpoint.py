@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
 from hvd_cifar.errors import DIVERGED, Diverged, UserError, reason_of
 from hvd_cifar.files import read_json, replace_text, sync
@@ -79,14 +80,21 @@ def remove(path: Path) -> bool:
         os.replace(path, gone)
     except OSError:
         return False
-    shutil.rmtree(gone, ignore_errors=True)
+    _delete(gone)
     return True
+
+
+def _delete(path: Path) -> None:
+    """Remove a folder, or a link to one: what the link names stays."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def clear(folder: Path) -> None:
     """Remove checkpoints that a killed run was writing or removing."""
     for leftover in folder.glob(".step-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        _delete(leftover)
 
 
 def damage(path: Path) -> str | None:
@@ -278,7 +286,34 @@ def restore(state: TrainState, path: Path, partial: bool = False) -> None:
     # TensorFlow raises some of the reader's errors as Python's built-in ones: for a truncated file an IndexError.
     except (tf.errors.OpError, AssertionError, ValueError, LookupError, OSError, RuntimeError) as failure:
         tf.get_logger().setLevel("ERROR")  # else it lists at exit, one line each, the variables that were not restored
+        wrong = _other_shape(state, prefix(path))
         raise UserError(
-            f"cannot read the checkpoint {path}: {reason_of(failure)}; "
+            f"cannot read the checkpoint {path}: {wrong or reason_of(failure)}; "
             "give another one, or the settings it was made with"
         ) from None
+
+
+def _other_shape(state: TrainState, file: str) -> str:
+    """The first variable of the model whose shape in a checkpoint is another one, in words; "": none is known."""
+    try:
+        reader, graph = tf.train.load_checkpoint(file), TrackableObjectGraph()
+        graph.ParseFromString(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
+        shapes = reader.get_variable_to_shape_map()
+    except (tf.errors.OpError, ValueError, LookupError, RuntimeError):  # a damaged file
+        return ""
+    own: dict[int, int] = {}  # node by a thing's id
+    keys: dict[int, list[str]] = {}  # of a node's values
+    waiting: list[tuple[Any, int]] = [(state.trackable(core=True), 0)]
+    while waiting:  # the same names lead from both roots to a variable
+        thing, number = waiting.pop()
+        if own.setdefault(id(thing), number) == number and number not in keys:
+            keys[number] = [one.checkpoint_key for one in graph.nodes[number].attributes]
+            known = {child.local_name: child.node_id for child in graph.nodes[number].children}
+            children = tf.train.TrackableView.children(thing)
+            waiting += [(child, known[name]) for name, child in children.items() if name in known]
+    for v in state.model.variables:
+        node = own.get(id(v.value), own.get(id(v), -1))
+        for key in keys.get(node, ()):
+            if key in shapes and tuple(shapes[key]) != tuple(v.shape):
+                return f"{v.path} is {tuple(shapes[key])} there and {tuple(v.shape)} in this net"
+    return ""

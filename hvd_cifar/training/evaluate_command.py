@@ -17,7 +17,7 @@ from hvd_cifar.files import replace_text
 from hvd_cifar.models.portable import finish_all
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.world import World, session
-from hvd_cifar.training import checkpoint
+from hvd_cifar.training import checkpoint, user_code, user_files
 from hvd_cifar.training.confusion import FILE, MOST_CLASSES
 from hvd_cifar.training.evaluate import Evaluation, make_evaluator
 from hvd_cifar.training.run_dir import described, recorded
@@ -66,6 +66,13 @@ def _learnt(run_dir: Path) -> Dataset | None:
     return described(facts, run_dir) if "data" in facts else None
 
 
+def _tell_of_other_examples(run_dir: Path, dataset: Dataset) -> None:
+    """A note where the run's test set is not as in the run. On rank 0."""
+    then = recorded(run_dir / "config.json")["run"].get("test_sha256")
+    if then is not None and then != dataset.test.digest:
+        terminal.complain(f"hvd_cifar: note: {dataset.name}: its test examples are not those of the run")
+
+
 def evaluate_run(settings: EvaluateSettings, given: UserObjects | None = None) -> dict[str, Any]:
     """Evaluate a run's checkpoint on all ranks of this job; rank 0 prints and writes --output, and confusion.json.
 
@@ -76,9 +83,13 @@ def evaluate_run(settings: EvaluateSettings, given: UserObjects | None = None) -
     with session() as world:
         has_data = given is not None and given.dataset is not None
         trained, path = collectives.on_root(lambda: find(settings, needs_data=not has_data))
+        own = [spec for spec in (settings.model, settings.dataset) if spec is not None]
+        user_code.use_copies(collectives.on_root(lambda: user_files.copies_of(settings.run_dir, own)))
         net = RestoredNet(trained, world, given, collectives.on_root(lambda: _learnt(settings.run_dir)))
         net.read(path)
         work, state = net.work, net.state
+        if not has_data and settings.dataset is None:
+            collectives.on_root(lambda: _tell_of_other_examples(settings.run_dir, work.dataset))
 
         many = work.recipe.test_time_augmentation
         found = net.evaluator("test", settings.batch_size)(many)

@@ -21,6 +21,10 @@ from hvd_cifar.training.callbacks import Run
 from hvd_cifar.training.work import UserObjects, Work
 
 LONGEST_WHY = 300  # characters of an error in the run's record
+NO_BFLOAT16 = (
+    "note: --precision mixed_bfloat16: a rank's device has no instructions for it, so steps take about ten times as "
+    "long as in float32"
+)
 NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"
 
 
@@ -42,6 +46,7 @@ def of_run(run: Run, published: bool | None) -> dict[str, Any]:
     world, plan = run.world, run.plan
     return {
         "data": run_dir.describe(run.data),
+        "test_sha256": collectives.on_root(lambda: run.data.test.digest),
         "published_images": published,
         "first_step": run.step,
         "total_steps": plan.total_steps,
@@ -107,6 +112,8 @@ def describe(run: Run) -> list[str]:
     if shards:
         parts = f"{shards} virtual shards, {shards // world.size} on each rank"
     alone = local_layers(net.model) and batch < 2 * work.sharding.micro_batches * world.size
+    asked = settings.precision == "mixed_bfloat16"
+    slow = asked and any(rank.precision == "float32" for rank in world.ranks)
     drawing = [layer.name for layer in random_layers.random_layers(net.model)]
     trained = f"{settings.model} ({net.parameters:,} parameters, {settings.precision}) on {work.dataset.name}"
     held = len(work.dataset.validation or ())
@@ -120,6 +127,7 @@ def describe(run: Run) -> list[str]:
             if alone
             else []
         ),
+        *([NO_BFLOAT16] if slow else []),
         *([f"random layers: {', '.join(drawing)}: results depend on the number of ranks"] if drawing else []),
     ]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from hvd_cifar.training.plan import Plan
 SECONDS_FOR_READERS = 0.2  # `reporting.run_files.lives` holds the lock for an instant
 SECONDS_FOR_A_LOST_HOST = 150.0  # a file server keeps the lock of a host that does not answer (NFS by default for 90 s)
 OF_A_RUN = ("metrics.jsonl", "sessions.jsonl", "examples.jsonl", "summary.json")  # written after config.json
+MOST_EARLIER = 50  # starts of a run in its config.json, the newest ones
+OF_LAST_START = ("earlier", "data", "net", "code")  # long facts, which are the same in all parts of a run
 # Settings that determine a run's results. They must not change when a run resumes, nor must the facts derived from
 # settings (data set, batch, learning rate).
 MUST_MATCH = (
@@ -70,12 +74,13 @@ def continue_run(settings: TrainSettings) -> TrainSettings:
     names = ["precision"]
     if settings.batch_size is None and settings.global_batch_size is None:
         names += ["global_batch_size"]
-    recorded = _origin(settings)
+    recorded = origin(settings)
     if recorded is None or not os.path.exists(recorded):  # Path.exists may raise
         return settings
-    then = config.read_file(recorded)
-    missing = {name: then[name] for name in names if getattr(settings, name) is None and name in then}
-    return config.make(TrainSettings, {**settings.model_dump(), **missing})
+    with damage_told(recorded):
+        then = config.read_file(recorded)
+        missing = {name: then[name] for name in names if getattr(settings, name) is None and name in then}
+        return config.make(TrainSettings, {**settings.model_dump(), **missing})
 
 
 def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path | None]:
@@ -171,11 +176,13 @@ def record(run_dir: Path, settings: TrainSettings, plan: Plan, facts: dict[str, 
         # A resumed run keeps the record of where it began, and the facts of its earlier parts.
         then = recorded(path)
         began_from = then.get("resume", began_from)
-        earlier = [*then.get("earlier", []), {name: v for name, v in then["run"].items() if name != "earlier"}]
+        last = {name: value for name, value in then["run"].items() if name not in OF_LAST_START}
+        earlier = [*then.get("earlier", []), last][-MOST_EARLIER:]
     repeatable = settings.model_copy(
         update={
             "run_dir": None,  # a repetition takes a folder of its own
             "resume": began_from,
+            "changed_code": "refuse",  # each change is accepted once
             "batch_size": None,  # per rank: another number of ranks would change the global batch
             "global_batch_size": plan.global_batch_size,
         }
@@ -279,7 +286,7 @@ def changed_kernels(run_dir: Path, now: str) -> list[str]:
     return [f"note: convolution kernels changed from {then} to {now}: results differ by rounding"]
 
 
-def _origin(settings: TrainSettings) -> Path | None:
+def origin(settings: TrainSettings) -> Path | None:
     """The config.json of the run to resume: the run directory's own, or that of the checkpoint to start from."""
     own = settings.run_dir / "config.json" if settings.run_dir else None
     if settings.resume == "never":
@@ -292,7 +299,7 @@ def _origin(settings: TrainSettings) -> Path | None:
 def _began_from(run_dir: Path, place: str, own: Path | None) -> bool:
     """Whether the run in a folder started from the checkpoint `place` of another run, and has one of its `own`."""
     path = run_dir / "config.json"
-    return own is not None and path.exists() and config.read_file(path).get("resume") == place
+    return own is not None and path.exists() and recorded(path).get("resume") == place
 
 
 def _given(place: str) -> Path:
@@ -320,6 +327,20 @@ def recorded(path: Path) -> dict[str, Any]:
         return {**content, **content["run"], "run": content["run"]}
     except (OSError, ValueError, KeyError, TypeError) as failure:
         raise UserError(f"{path} is damaged ({reason_of(failure)}): give another --run-dir") from None
+
+
+@contextmanager
+def damage_told(path: Path) -> Iterator[None]:
+    """A block that reads settings from a run's config.json: what is wrong in them is told as that file's, not --config.
+
+    Raises:
+        UserError: where the file is damaged.
+    """
+    try:
+        yield
+    except UserError as failure:
+        why = str(failure).removeprefix(f"--config {path}: ").partition(";")[0]
+        raise UserError(f"{path} is damaged ({why}): bring it back, or give another run") from None
 
 
 def _differences_of(path: Path, now: dict[str, Any]) -> list[str]:

@@ -194,8 +194,14 @@ def make_share(
             penalty = tf.add_n(penalties) if penalties else tf.zeros([], real)
             share += penalty
             scaled = optimizer.scale_loss(share)
-        found = tape.gradient(scaled, [v.value for v in variables], unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        gradients = [tf.convert_to_tensor(gradient) for gradient in found]
+        found = tape.gradient(scaled, [v.value for v in variables])
+        if unconnected := [v for v, gradient in zip(variables, found, strict=True) if gradient is None]:
+            for observer in observers:
+                observer.on_unconnected(unconnected)
+        gradients = [
+            tf.zeros_like(v.value) if gradient is None else tf.convert_to_tensor(gradient)
+            for v, gradient in zip(variables, found, strict=True)
+        ]
         if decayed:
             # In proportion to the micro-batch's examples, so that all shares add up to one weight decay.
             pull = present / count * spec.weight_decay

@@ -30,7 +30,7 @@ from hvd_cifar.reporting.view import Course
 from hvd_cifar.runtime import environment
 from hvd_cifar.runtime.watch import IDLE, Watch
 from hvd_cifar.runtime.world import World, session
-from hvd_cifar.training import facts, run_dir, user_code
+from hvd_cifar.training import facts, net_checks, run_dir, user_code, user_files
 from hvd_cifar.training.callbacks import Run, check_interface
 from hvd_cifar.training.checkpoint import Checkpoints
 from hvd_cifar.training.plan import is_deterministic, make_schedule, threads_of
@@ -74,6 +74,7 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
     """
     # Settings to data, recipe and batch arithmetic.
     settings = collectives.on_root(lambda: run_dir.continue_run(settings))
+    user_code.use_copies(collectives.on_root(lambda: user_files.to_continue(settings)))
     work = prepare(settings, world, given)
     if work.settings.deterministic:
         world = replace(world, algorithm="all-to-all and all-gather")
@@ -82,6 +83,9 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
 
     # Net, optimizer and averages, freshly initialised: the state of the run.
     run, averages = collectives.on_every_rank(lambda: _build(work, world, schedule, Progress(watch=watch)))
+    net_checks.refuse_unlike(net := net_checks.structure(run), work.model.name)
+    objects = [one for one in (given.model, given.dataset) if one is not None]
+    of_course = user_files.modules_of(work.settings.model_copy(update={"callbacks": ()}), objects)
     own_callbacks = given.callbacks or [user_code.callback(spec) for spec in work.settings.callbacks]
     check_interface(own_callbacks)
     core = {
@@ -92,6 +96,7 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
     }
     run.callbacks = [*extensions.in_order(run, core), *own_callbacks]
     run.observe(run.progress.times)
+    run.observe(net_checks.MissingGradients(run))
     run.tell("on_build")
     for average in averages:  # last: they follow weights that another observer may still change
         run.observe(Averaging(average))
@@ -109,9 +114,13 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
     run.report_to(Reporter(own_folder, terminal.is_watched(), run.dataset, work.settings.quiet))
     source = _restore(run, newest)
     published = facts.published(work)
+    record = {**must_match, **facts.of_run(run, published), "net": net, "job": environment.starts_of_job()}
+    if newest:
+        collectives.on_root(lambda: user_files.refuse_other_net(settings, record))
+    modules = user_files.modules_of(work.settings, [*objects, *given.callbacks])
+    record["code"] = collectives.on_root(lambda: user_files.keep(run.run_dir, modules, of_course))
     named = work.settings.model_copy(update={"dataset": must_match["dataset"]})
-    of_run = {**must_match, **facts.of_run(run, published)}
-    collectives.on_root(lambda: run_dir.record(run.run_dir, named, work.plan, of_run))
+    collectives.on_root(lambda: run_dir.record(run.run_dir, named, work.plan, record))
 
     # Lines about the run, and its steps.
     lines = [*facts.describe(run), *([facts.NOT_PUBLISHED] if published is False else [])]

@@ -20,8 +20,9 @@ from hvd_cifar.models.portable import finish_all
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.runtime.environment import launched_size
-from hvd_cifar.training import checkpoint, run_dir, user_code
+from hvd_cifar.training import checkpoint, run_dir, user_code, user_files
 from hvd_cifar.training.plan import changed, precision_of, resolve, set_precision
+from hvd_cifar.training.run_dir import damage_told
 from hvd_cifar.training.state import TrainState
 from hvd_cifar.training.work import transforms_of
 
@@ -66,6 +67,7 @@ def load(settings: RunSettings) -> Trained:
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.experimental.set_memory_growth(gpu, True)  # leave memory to a run that may be training there
     trained, path = find(settings, needs_data=False)
+    user_code.use_copies(user_files.copies_of(settings.run_dir, [settings.model or ""]))
     facts = run_dir.recorded(settings.run_dir / "config.json")["run"]
     dataset = run_dir.described(facts, settings.run_dir)
     name = trained.model
@@ -102,7 +104,8 @@ def find(settings: RunSettings, needs_data: bool) -> tuple[TrainSettings, Path]:
     path = checkpoint.find(settings.checkpoint or settings.run_dir)
     if path is None:
         raise UserError(f"{settings.checkpoint or settings.run_dir}: there is no checkpoint; give --checkpoint PATH")
-    return config.make(TrainSettings, values), path
+    with damage_told(settings.run_dir / "config.json"):
+        return config.make(TrainSettings, values), path
 
 
 def settings_of(run_dir: Path) -> dict[str, Any]:
@@ -110,7 +113,8 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
     recorded = run_dir / "config.json"
     if not os.path.exists(recorded):  # unlike Path.exists, False where a folder may not be read
         raise UserError(f"{run_dir}: there is no run (no config.json); give the folder of a run")
-    values = config.read_file(recorded)
+    with damage_told(recorded):
+        values = config.read_file(recorded)
     values |= {"virtual_shards": None, "gradient_accumulation": 1}
     values["set"] = {**values.get("set", {}), "image_scales": None}
     return values | {"callbacks": []}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
+import linecache
 import sys
-import tempfile
+import tokenize
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,9 +59,11 @@ def load_alone(spec: str, option: str) -> Any:
 
 
 def _read(file: Path, what: str) -> str:
+    if str(file) in _copies:
+        return _copies[str(file)][1]
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as failure:
+        return text_of(file)
+    except (OSError, UnicodeError, SyntaxError) as failure:
         reason = getattr(failure, "strerror", None) or "is not text"
         raise UserError(f"{what}: {reason}; give a Python file that rank 0's host has") from None
 
@@ -103,8 +108,63 @@ def _search_after_installed(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-# Of files that this host lacks, or has with another text; removed when the process ends.
-_copies: list[tempfile.TemporaryDirectory[str]] = []
+# By the name under which a module is imported, or the path of a FILE.py: where the file was, and its text.
+Copies = dict[str, tuple[str, str]]
+_copies: Copies = {}
+
+
+def use_copies(copies: Copies) -> None:
+    """Have all later loads and imports take these texts instead of the files. Modules keep the files' names."""
+    _copies.clear()
+    _copies.update(copies)
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+
+
+def text_of(file: str | Path) -> str:
+    """The text of a Python file, in the encoding that it declares."""
+    with tokenize.open(file) as content:
+        return content.read()
+
+
+def source_of(name: str, file: str) -> str:
+    """The text of a module of the user as this process runs it."""
+    return _copies[name][1] if name in _copies else _texts.get(file) or text_of(file)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules that `use_copies` has been given, before those of the same name in a folder."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name in _copies:
+            file, text = _copies[name]
+            inside = [str(Path(file).parent)] if Path(file).name == "__init__.py" else None
+            return importlib.util.spec_from_file_location(
+                name, file, loader=_Text(file, text), submodule_search_locations=inside
+            )
+        inner = next((file for other, (file, _) in _copies.items() if other.startswith(f"{name}.")), None)
+        if inner is None:
+            return None
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)  # a folder without an __init__.py
+        spec.submodule_search_locations = [str(Path(inner).parent)]
+        return spec
+
+
+_FINDER = _Finder()
+
+
+class _Text(importlib.abc.Loader):
+    """Runs a text as the file that it was read from, even if the file is gone. Tracebacks show its lines."""
+
+    def __init__(self, file: str, text: str) -> None:
+        self.file, self.text = file, text
+
+    def exec_module(self, module: Any) -> None:
+        linecache.cache[self.file] = (len(self.text), None, self.text.splitlines(keepends=True), self.file)
+        exec(compile(self.text, self.file, "exec"), vars(module))
+
+
+_texts: dict[str, str] = {}  # of each FILE.py that has been run
 
 
 def _module_of(file: Path, text: str) -> Any:
@@ -115,16 +175,12 @@ def _module_of(file: Path, text: str) -> Any:
     name = f"{file.stem}_{hashlib.sha256(f'{file}{text}'.encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
-    folder = file.parent
-    if not (file.exists() and file.read_text(encoding="utf-8") == text):
-        _copies.append(tempfile.TemporaryDirectory(prefix="hvd_cifar-"))
-        file = Path(_copies[-1].name) / file.name  # in a file, so that tracebacks show its lines
-        file.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, file)
+    spec = importlib.util.spec_from_file_location(name, file, loader=_Text(str(file), text))
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    _search_after_installed(folder)
+    _search_after_installed(file.parent)
     sys.modules[name] = module
+    _texts[str(file)] = text
     _loads.append(name)
     try:
         with contextlib.suppress(_Loaded):

@@ -14,7 +14,7 @@ from hvd_cifar.config import TrainSettings, ValidateSettings
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
 from hvd_cifar.runtime.world import World, session
-from hvd_cifar.training import snapshots
+from hvd_cifar.training import snapshots, user_code, user_files
 from hvd_cifar.training.evaluate import Evaluation
 from hvd_cifar.training.evaluate_command import RestoredNet
 from hvd_cifar.training.trained import settings_of
@@ -54,6 +54,7 @@ def _end(*_: object) -> None:
 def _evaluator(run_dir: Path, world: World) -> Callable[[Path], Evaluation | None]:
     """A function that evaluates a snapshot, or returns None where it is gone. Both are collectives."""
     trained = collectives.on_root(lambda: config.make(TrainSettings, settings_of(run_dir)))
+    user_code.use_copies(collectives.on_root(lambda: user_files.copies_of(run_dir)))
     net = RestoredNet(trained, world)
     part = "validation" if net.work.dataset.validation else "test"
     evaluate = net.evaluator(part)

@@ -49,6 +49,27 @@ def test_what_is_restored_is_what_was_saved(tmp_path: Path) -> None:
     assert int(other.step.numpy()) == 12
 
 
+def test_a_net_of_another_shape_is_refused_with_its_layer(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path, _state(units=3)).save()
+    with pytest.raises(UserError, match=r"/first/kernel is \(2, 3\) there and \(2, 4\) in this net;"):
+        restore(_state(units=4), path, partial=True)
+
+
+def test_a_linked_checkpoint_is_removed_without_a_trace(tmp_path: Path) -> None:
+    """A user may have moved a checkpoint to another disk. What the link names stays."""
+    state = _state(0)
+    (tmp_path / "run").mkdir()
+    path = Checkpoints(tmp_path / "run", state).save()
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    Checkpoints(tmp_path / "run", state).save()
+    assert [one.name for one in (tmp_path / "run").iterdir()] == [path.name] and not path.is_symlink()
+    assert damage(tmp_path / "elsewhere") is None
+    (left := tmp_path / "run" / ".step-8.old").symlink_to(tmp_path / "elsewhere")
+    Checkpoints(tmp_path / "run", state)
+    assert not left.is_symlink() and damage(tmp_path / "elsewhere") is None
+
+
 class _Listed(keras.layers.Layer):
     """Has layers in a list and a dict, weights in a list, and random numbers."""
 

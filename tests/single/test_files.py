@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pty
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from hvd_cifar.files import LastingStream, replace_text
+from hvd_cifar.files import LastingStream, replace_lines, replace_text
 
 
 def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_end(
@@ -32,8 +34,22 @@ def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_end(
     monkeypatch.setattr(os, "fsync", seen_fsync)
     monkeypatch.setattr(os, "replace", seen_replace)
     replace_text(tmp_path / "a.json", "ä")
-    assert calls == ["fsync a.json.part: ä", "replace", f"fsync {tmp_path.name}"]
+    assert calls[1:] == ["replace", f"fsync {tmp_path.name}"]
+    assert re.fullmatch(r"fsync a\.json\.\w+\.part: ä", calls[0])
     assert (tmp_path / "a.json").read_bytes() == "ä".encode()
+
+
+def test_two_programs_may_write_the_same_file(tmp_path: Path) -> None:
+    """As `evaluate --confusion` beside `train`: the second one begins and ends while the first one writes."""
+
+    def lines() -> Iterator[bytes]:
+        yield b"first "
+        replace_text(tmp_path / "a.json", "other")
+        yield b"second"
+
+    replace_lines(tmp_path / "a.json", lines())
+    assert (tmp_path / "a.json").read_text() == "first second"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_a_write_that_fails_leaves_the_old_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

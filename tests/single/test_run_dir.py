@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.errors import UserError
-from hvd_cifar.training import checkpoint, run_dir
+from hvd_cifar.models.recipe import Recipe
+from hvd_cifar.training import checkpoint, plan, run_dir
 from hvd_cifar.training.run_dir import MUST_MATCH, claim, compared
 from hvd_cifar.training.trained import settings_of
 
@@ -167,7 +168,7 @@ def test_checkpoints_of_an_earlier_version_are_told_from_none(tmp_path: Path) ->
 # Settings that a resumed run may change: where and how it computes and reports, and how far it goes. What the batch and
 # the learning rate come to is compared as facts.
 FREE = {
-    "batch_size", "bucket_bytes", "callbacks", "check_sync_every", "checkpoint_every", "data_dir",
+    "batch_size", "bucket_bytes", "callbacks", "changed_code", "check_sync_every", "checkpoint_every", "data_dir",
     "data_source", "data_url", "dataset", "early_stopping", "epochs", "eval_every",
     "global_batch_size", "grace_seconds", "gradient_accumulation", "learning_rate",
     "log_every", "max_steps", "on_nan", "overlap", "profile_steps", "quiet",
@@ -225,3 +226,26 @@ def test_a_run_starts_from_another_one_with_another_learning_rate_and_then_goes_
     run_dir.release()
     with pytest.raises(UserError, match="already has a run"):
         _claim(tmp_path / "own", faster, resume="never")
+
+
+@pytest.mark.parametrize(("text", "why"), [("{", "neither YAML nor JSON"), ('{"global_batch_size": "many"}', "many")])
+def test_a_damaged_record_is_told_as_that_file(text: str, why: str, tmp_path: Path) -> None:
+    """Not as --config, which nobody gave."""
+    (path := tmp_path / "config.json").write_text(text)
+    asked = make(TrainSettings, {"run_dir": str(tmp_path)})
+    reads: list[Callable[[], Any]] = [lambda: run_dir.continue_run(asked)]
+    if text == "{":
+        reads.append(lambda: settings_of(tmp_path))
+    for read in reads:
+        with pytest.raises(UserError, match=f"^{path} is damaged .*{why}.*: bring it back"):
+            read()
+
+
+def test_the_record_of_a_run_does_not_grow_for_ever(tmp_path: Path) -> None:
+    numbers = plan.plan(make(TrainSettings, {"epochs": 1, "batch_size": 8}), Recipe(), 64, 1)
+    long = {"data": ["name"] * 100, "net": {}, "code": []}
+    for start in range(60):
+        run_dir.record(tmp_path, _settings(tmp_path), numbers, {**FACTS, **long, "first_step": start})
+    earlier = json.loads((tmp_path / "config.json").read_text())["run"]["earlier"]
+    assert [part["first_step"] for part in earlier] == list(range(9, 59))
+    assert not any(long.keys() & part.keys() for part in earlier)

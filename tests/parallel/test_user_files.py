@@ -1,0 +1,138 @@
+"""A run and the files of the user that it was started with: edited between starts, within a job, and after its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from benchmarks import runs
+from tests.ranks import command, run_ranks
+
+NET = """
+import os, keras, {helper}
+def build(shape, c):
+    layers = [keras.layers.Flatten(), keras.layers.Dense(8, {helper}.ACTIVATION, name="hidden"), keras.layers.Dense(c)]
+    return keras.Sequential([keras.Input(shape), *layers])
+def by_environment(shape, c):
+    dense = keras.layers.Dense(8, os.environ.get("ACTIVATION", "relu"), name="hidden")
+    return keras.Sequential([keras.Input(shape), keras.layers.Flatten(), dense, keras.layers.Dense(c)])
+"""
+DATA = """
+import os, numpy as np, hvd_cifar
+def load():
+    labels = (np.arange(64) + int(os.environ.get("SHIFT", "0"))) % 4
+    images = np.tile(np.arange(64).reshape(64, 1, 1, 1) * 3, (1, 8, 8, 3)).astype(np.uint8)
+    return hvd_cifar.Dataset.from_arrays(images, np.arange(64) % 4, images, labels)
+"""
+CALLBACK = "import hvd_cifar\nclass Mine(hvd_cifar.Callback):\n    pass\n"
+
+
+class Job:
+    """A folder with the user's files, and commands in it on one rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run = folder, folder / "run"
+        self.helper = f"helper_{folder.name}"  # ranks of a group keep modules by their names
+        self.write(f"{self.helper}.py", "ACTIVATION = 'relu'\n")
+        self.write("net.py", NET.format(helper=self.helper))
+        self.write("data.py", DATA)
+        self.write("cb.py", CALLBACK)
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(text)
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        text = (self.folder / name).read_text()
+        assert old in text
+        self.write(name, text.replace(old, new))
+
+    def train(self, steps: int, *words: Any, run: Path | None = None, build: str = "build", **env: str) -> Any:
+        given: list[Any] = ["--model", f"{self.folder}/net.py:{build}", "--dataset", f"{self.folder}/data.py:load"]
+        given += ["--callbacks", f"{self.folder}/cb.py:Mine", "--global-batch-size", 16, "--precision", "float32"]
+        given += ["--learning-rate", 0.01]
+        return self.call("train", *given, "--max-steps", steps, "--run-dir", run or self.run, *words, **env)
+
+    def call(self, *words: Any, **env: str) -> Any:
+        return run_ranks(_in_environment, 1, list(map(str, words)), env)[0]
+
+    def summary(self, run: Path) -> Any:
+        return runs.summary(run)["weights_sha256"]
+
+
+def _in_environment(words: list[str], env: dict[str, str]) -> Any:
+    with mock.patch.dict(os.environ, env):
+        return command(words)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    """A job whose run has made two steps."""
+    made = Job(tmp_path)
+    rank = made.train(2)
+    assert rank["code"] == 0, rank
+    yield made
+
+
+@pytest.mark.parametrize("name", ["net.py", "data.py", "helper"])
+def test_a_run_does_not_resume_with_other_code(name: str, job: Job) -> None:
+    file = f"{job.helper}.py" if name == "helper" else name
+    job.write(file, (job.folder / file).read_text() + "# edited\n")
+    refused = job.train(4)
+    (line,) = refused["errors"]
+    assert refused["code"] == 2 and f"{job.folder}/{file} is not the file" in line and "--changed-code accept" in line
+    accepted = job.train(4, "--changed-code", "accept")
+    assert accepted["code"] == 0 and f"note: {job.folder}/{file} has changed" in "\n".join(accepted["errors"])
+    assert job.train(6)["code"] == 0  # with the files that were accepted
+    assert json.loads((job.run / "config.json").read_text())["changed_code"] == "refuse"
+
+
+def test_an_edited_callback_is_told(job: Job) -> None:
+    job.write("cb.py", CALLBACK + "# edited\n")
+    rank = job.train(4)
+    assert rank["code"] == 0 and f"note: {job.folder}/cb.py has changed" in "\n".join(rank["errors"])
+
+
+def test_the_net_and_the_test_set_are_compared_also_where_no_file_has_changed(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    assert job.train(2, build="by_environment")["code"] == 0
+    for name, value, what in (("ACTIVATION", "tanh", "hidden (Dense) is"), ("SHIFT", "1", "the test set is")):
+        env: Any = {name: value}
+        rank = job.train(4, build="by_environment", **env)
+        assert rank["code"] == 2 and f"hvd_cifar: {what} not as in the run" in rank["errors"][0]
+    notes = [job.call("evaluate", "--run-dir", job.run, SHIFT=shift)["errors"] for shift in "01"]
+    assert not notes[0] and "its test examples are not those of the run" in notes[1][0]
+
+
+def test_all_starts_of_a_job_use_the_first_one_s_files(job: Job) -> None:
+    whole, cut = job.folder / "whole", job.folder / "cut"
+    assert job.train(4, run=whole)["code"] == 0
+    assert job.train(2, run=cut, HVD_CIFAR_STARTS="7.0")["code"] == 0
+    job.edit("net.py", "name=\"hidden\"", "name=\"other\"")
+    (job.folder / "data.py").unlink()
+    rank = job.train(4, run=cut, HVD_CIFAR_STARTS="7.0 8.0")
+    assert rank["code"] == 0 and not rank["errors"], rank
+    assert job.summary(cut) == job.summary(whole)
+
+
+def test_a_finished_run_is_used_with_the_net_that_it_was_trained_with(job: Job) -> None:
+    before = job.call("evaluate", "--run-dir", job.run)
+    job.edit("net.py", "Dense(8, ", "Dense(9, ")
+    shutil.move(job.run, job.folder / "moved")
+    moved = job.folder / "moved"
+    after = job.call("evaluate", "--run-dir", moved)
+    assert before["code"] == after["code"] == 0 and before["said"][-1] == after["said"][-1]
+    asked = job.call("evaluate", "--run-dir", moved, "--model", f"{job.folder}/net.py:build")
+    (line,) = (line for line in asked["errors"] if line.startswith("hvd_cifar: "))
+    assert asked["code"] == 2 and "hidden/kernel" in line and "(192, 8)" in line and "(192, 9)" in line
+    assert job.call("export", moved, "--to", job.folder / "exported")["code"] == 0
+    (copy,) = (moved / "code").glob("*-net.py")
+    copy.write_text("# edited\n")
+    damaged = job.call("evaluate", "--run-dir", moved)
+    assert damaged["code"] == 2 and f"{copy} is not what the run has written there" in damaged["errors"][-1]
