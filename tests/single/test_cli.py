@@ -91,6 +91,7 @@ WRONG = [
     ["train", "--stall-seconds", "-1"],
     ["train", "--eval-every", "-1"],
     ["train", "--hold-out", "0"],
+    ["train", "--changed-code", "ask"],
     ["train", "--early-stopping", "0"],
     ["train", "--early-stopping", "3", "--eval-every", "0"],
     ["train", "--resume", ""],
