@@ -24,7 +24,8 @@ from tests.ranks import CHECKOUT
 ROWS = {
     "hvd_cifar/training/plan.py": "tests/single/test_plan.py",
     "hvd_cifar/training/step.py": "tests/single/test_step.py tests/parallel/test_exactness.py",
-    "hvd_cifar/training/checkpoint*.py": "tests/single/test_checkpoint.py",
+    "hvd_cifar/training/checkpoint.py": "tests/single/test_checkpoint.py tests/single/test_state.py",
+    "hvd_cifar/training/state.py": "tests/single/test_state.py tests/single/test_checkpoint.py",
     "hvd_cifar/data/sampler.py": "tests/single/test_sampler.py",
     "hvd_cifar/distributed/*.py": (
         "tests/parallel/test_collectives.py tests/parallel/test_optimizer.py tests/parallel/test_batch_norm.py"

@@ -1,0 +1,120 @@
+"""Whatever is registered in a `TrainState` survives each way in which a state moves."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_cifar.extensions.elastic_copies import _Values
+from hvd_cifar.training.checkpoint import Checkpoints, write_state
+from hvd_cifar.training.state import Kind, TrainState
+
+Part = tuple[list[tuple[tuple[int, ...], str]], Kind]  # shapes and types of its variables, and its kind
+
+SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+TYPES = st.sampled_from(["float32", "float64", "int64", "bfloat16", "bool", "uint8"])
+VARIABLES = st.lists(st.tuples(SHAPES, TYPES), min_size=1, max_size=3)
+PARTS = st.lists(st.tuples(VARIABLES, st.sampled_from(["shared", "own", "root"])), max_size=4)
+
+
+def _state(parts: Sequence[Part], seed: int) -> TrainState:
+    """A state with these parts added, and other values in every variable for another seed."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.Dropout(0.5)])
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    state = TrainState(model, optimizer, (1, 2, 3))
+    for number, (variables, kind) in enumerate(parts):
+        made = [
+            keras.Variable(np.zeros(shape), dtype=dtype, trainable=False, name=f"v{i}")
+            for i, (shape, dtype) in enumerate(variables)
+        ]
+        state.add(f"part{number}", made, kind)
+    draw = np.random.default_rng(seed)
+    for variable in state.variables:
+        if variable is not state.origin:
+            variable.assign(np.asarray(draw.integers(0, 2 if variable.dtype == "bool" else 100, variable.shape)))
+    return state
+
+
+def _bits(state: TrainState) -> list[bytes]:
+    return [np.asarray(v.numpy()).tobytes() for v in state.variables]
+
+
+@settings(max_examples=15)
+@given(PARTS)
+def test_what_is_registered_survives_save_and_restore(parts: list[Part]) -> None:
+    saved, other = _state(parts, 1), _state(parts, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_state(saved, Path(folder), 5)
+        Checkpoints(Path(folder), other).restore(path)
+    assert _bits(other) == _bits(saved)
+
+
+@settings(max_examples=15)
+@given(PARTS, PARTS)
+def test_a_checkpoint_without_a_part_gives_it_its_initial_values(parts: list[Part], more: list[Part]) -> None:
+    """A callback that is new in a resumed run; and one that is gone, whose variables are passed over."""
+    saved, other = _state(parts, 1), _state([*parts, *more], 2)
+    with tempfile.TemporaryDirectory() as folder:
+        Checkpoints(Path(folder), other).restore(write_state(saved, Path(folder), 5))
+        assert _bits(other)[: len(saved.variables)] == _bits(saved)
+        assert all(not np.asarray(v.numpy(), np.float64).any() for v in other.variables[len(saved.variables) :])
+        other.step.assign(6)
+        Checkpoints(Path(folder), saved).restore(write_state(other, Path(folder), 6))
+    assert _bits(saved) == _bits(other)[: len(saved.variables)]
+
+
+@settings(max_examples=15)
+@given(PARTS)
+def test_what_is_registered_survives_a_copy_in_memory(parts: list[Part]) -> None:
+    state = _state(parts, 1)
+    values = _Values(state.variables)
+    content = np.concatenate(values.pieces())
+    assert len(content) == values.size
+    for variable, value in zip(values.variables, values.arrays(content), strict=True):
+        assert np.asarray(value).tobytes() == np.asarray(variable.numpy()).tobytes()
+
+
+@settings(max_examples=15)
+@given(PARTS)
+def test_a_rollback_brings_every_variable_back(parts: list[Part]) -> None:
+    state = _state(parts, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(Path(folder), state)
+        state.step.assign(3)
+        before = _bits(state)
+        checkpoints.save()
+        for variable in state.variables:
+            variable.assign(np.zeros(variable.shape))
+        state.origin.assign([1, 2, 3])
+        assert checkpoints.go_back(None) is not None
+    assert _bits(state) == before
+
+
+def test_each_kind_is_compared_and_averaged_as_it_says() -> None:
+    state = TrainState(keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()]))
+    shared, own, root = (keras.Variable(0.0, name=kind) for kind in ("shared", "own", "root"))
+    state.add("shared", [shared])
+    state.add("own", [own], "own")
+    state.add("root", [root], "root")
+    statistics: list[Any] = state.model.non_trainable_variables
+    state.keep_own(statistics)
+
+    def has(variables: list[Any], one: Any) -> bool:
+        return any(one is v for v in variables)
+
+    for late in (False, True):
+        compared = state.replicated(with_own=late)
+        assert has(compared, shared) and not has(compared, root)
+        assert has(compared, own) == has(compared, statistics[0]) == late
+    assert len(state.own) == len(statistics) + 1 and has(state.variables, root)
+    with pytest.raises(ValueError, match="has a part shared already"):
+        state.add("shared", [])
