@@ -20,7 +20,7 @@ from hvd_cifar.training.evaluate import six_views
 
 def _transforms(name: str, height: int = 32, width: int = 32, channels: int = 3) -> Transforms:
     """For images of this shape, with CIFAR-10's mean and deviation as far as there are channels."""
-    images, labels = np.zeros((1, height, width, channels), np.uint8), [0]
+    images, labels = np.zeros((1, height, width, channels), np.uint8), [1]
     mean, deviation = (125.3, 123.0, 113.9, 100.0), (63.0, 62.1, 66.7, 50.0)
     plain = Dataset.from_arrays(images, labels, images, labels)
     return transforms(name, replace(plain, channel_mean=mean[:channels], channel_deviation=deviation[:channels]))
