@@ -93,7 +93,7 @@ def test_the_newest_whole_checkpoint_is_taken(tmp_path: Path) -> None:
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    (index,) = run_dir.glob("checkpoints/step-8/*.index")
+    (index,) = run_dir.glob("checkpoints/step-8/state.index")
     index.write_bytes(index.read_bytes()[:100])
     metrics = run_dir / "metrics.jsonl"
     metrics.write_bytes(b"\xff" + metrics.read_bytes())

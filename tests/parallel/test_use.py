@@ -263,7 +263,8 @@ def test_one_line_for_what_cannot_be_used(used: tuple[Path, dict[str, Any]], tmp
     content = json.loads((folder / "tutorial" / "config.json").read_text())
     del content["run"]["data"]
     (run / "config.json").write_text(json.dumps(content))
-    os.symlink(folder / "tutorial" / "checkpoints", run / "checkpoints")
+    for part in ("checkpoints", "code"):
+        os.symlink(folder / "tutorial" / part, run / part)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for words, told in (

@@ -67,6 +67,7 @@ RANK = """
 import json, pathlib, sys, time
 from benchmarks.peers.stamps import Stamps
 folder, start, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+folder.mkdir(exist_ok=True)
 
 def meet(step):  # no rank is ahead of the other
     (folder / f"{start} {rank} {step}").touch()

@@ -267,6 +267,6 @@ def test_a_folder_that_cannot_be_written_is_a_user_s_error(tmp_path: Path) -> No
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(UserError, match="cannot write"):
         Reporter(tmp_path, watched=False, dataset="cifar10").open(0)
-    (tmp_path / "summary.json.part").mkdir()
+    (tmp_path / "summary.json").mkdir()
     with pytest.raises(UserError, match=r"cannot write .*summary.json"):
         Reporter(tmp_path, watched=False, dataset="cifar10").summary({})

@@ -27,7 +27,7 @@ def test_the_start_drops_notes_and_does_not_import_plots_and_fits_which_can_be_i
 import gc, os, sys
 from hvd_cifar.reporting.quiet import quiet_start
 with quiet_start():
-    from hvd_cifar.training import assemble
+    from hvd_cifar.training.train import assemble
     from hvd_cifar.tools.benchmark import job, results
     os.write(2, b"a library's warning\\n")
 os.write(2, b"later\\n")
