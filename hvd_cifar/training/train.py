@@ -115,8 +115,10 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
     source = _restore(run, newest)
     published = facts.published(work)
     record = {**must_match, **facts.of_run(run, published), "net": net, "job": environment.starts_of_job()}
+    changed: list[str] = []  # against the record before this run's own
     if newest:
         collectives.on_root(lambda: user_files.refuse_other_net(settings, record))
+        changed = collectives.on_root(lambda: run_dir.changed_kernels(newest.parent.parent, kernels))
     modules = user_files.modules_of(work.settings, [*objects, *given.callbacks])
     record["code"] = collectives.on_root(lambda: user_files.keep(run.run_dir, modules, of_course))
     named = work.settings.model_copy(update={"dataset": must_match["dataset"]})
@@ -127,9 +129,8 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
     run.introduce(lines)
     run.say(f"start-up proof: {proof}")
     run.say(f"run directory {run.run_dir}")
-    if newest is not None:
-        for line in collectives.on_root(lambda: run_dir.changed_kernels(newest.parent.parent, kernels)):
-            run.say(line)
+    for line in changed:
+        run.say(line)
     if source:
         run.say(f"resumed from {source} at step {run.step}")
     run.progress.watch.run_dir = run.run_dir

@@ -171,7 +171,7 @@ def test_tensorboard_shows_what_the_run_computes(embedded: Path, tmp_path: Path)
     (evaluation,) = _metrics(run, "eval")
     assert board["synthetic/test_accuracy"][STEPS] == pytest.approx(evaluation["test_accuracy"])
     counts = board["confusion_matrix/counts"][STEPS][1:, 1:].astype(int)
-    assert counts.sum() == 50 and np.trace(counts) / 50 == evaluation["test_accuracy"]
+    assert counts.sum() == 1000 and np.trace(counts) / 1000 == evaluation["test_accuracy"]
     (times,) = _metrics(run, "ranks")
     for name in ("step_seconds", "compute_seconds", "wait_seconds"):
         for rank in (0, 1):
