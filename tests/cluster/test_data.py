@@ -50,7 +50,7 @@ def test_a_host_without_data_is_sent_it(three_hosts: Cluster, drawn: Path) -> No
 
     done = _train(three_hosts, "data", "rank0")
     assert done.returncode == 0, done.stderr
-    assert "synthetic sent to node2, node3: 184 MB each, SHA-256 checked" in done.stdout
+    assert "synthetic sent to node2, node3: 157 MB each, SHA-256 checked" in done.stdout
     expected = _files(drawn)
     assert _files(folders[1]) == expected
     received = [path for path in (three_hosts[2].files / "data").iterdir() if path.name.startswith("received-")]

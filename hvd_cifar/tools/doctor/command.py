@@ -106,7 +106,8 @@ def _slots_by_default(subject: Subject) -> int:
 def _hosts_option(settings: DoctorSettings, hosts: Sequence[Host]) -> str:
     """The option that names these hosts; "" for this machine alone."""
     if settings.hostfile is not None:
-        return f"--hostfile {os.path.relpath(settings.hostfile)}"
+        near = os.path.relpath(settings.hostfile)
+        return f"--hostfile {settings.hostfile if near.startswith('..') else near}"
     if settings.hosts is None and len(hosts) == 1:
         return ""
     return f"-H {','.join(f'{host.name}:{host.slots}' for host in hosts)}"
