@@ -22,7 +22,7 @@ class Norm(StepObserver):
 
 
 class GradientNorm(Callback):
-    """Its mean is the same on all ranks, so the ranks compare it, too."""
+    """Its mean is the same on all ranks, so the ranks also compare it."""
 
     def on_build(self, run: Run) -> None:
         self.mean = run.state.number("gradient_norm", 0.0)

@@ -190,7 +190,7 @@ def test_an_interrupted_doctor_leaves_nothing(number: signal.Signals, three_host
     there = three_hosts[1]
     wait_for(lambda: there.processes("doctor-job") or process.poll() is not None, "the job", 300)
     doctor = [p for p in first.processes(f"{CHECKOUT}") + first.processes("hvd_cifar doctor") if p.is_running()]
-    doctor = [p for p in doctor if p.cmdline()[1:4] == ["-m", "hvd_cifar", "doctor"]]
+    doctor = [p for p in doctor if p.cmdline()[1:5] == ["-I", "-m", "hvd_cifar", "doctor"]]
     assert doctor
     min(doctor, key=lambda p: p.create_time()).send_signal(number)  # a child has its name until it starts a program
     code = process.wait(120)

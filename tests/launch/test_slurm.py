@@ -99,16 +99,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 STEPS = 60
 # In its first lives a job takes half a second for a step, so that there is time to take its nodes away.
 SLOW = """
-import os, sys, time
+import os, time
+import hvd_cifar
 lives = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 is_slow = os.environ.get("SLURM_JOB_PARTITION") == "normal" and lives < int(os.environ["SLOW_LIVES"])
-if is_slow and "hvd_cifar" in sys.orig_argv:
-    from hvd_cifar.data import sampler
-    count = sampler.examples_in_step
-    def slow(*of_step):
-        time.sleep(0.25)  # a step asks twice, to compute and to log
-        return count(*of_step)
-    sampler.examples_in_step = slow
+class Slow(hvd_cifar.Callback):
+    def on_step(self, run):
+        time.sleep(0.5 * is_slow)
 """
 
 
@@ -118,11 +115,8 @@ def test_a_job_outlives_preemption_and_requeue(
     requeued: bool, site: Slurm, checkout: Path, embedded: Path, tmp_path: Path
 ) -> None:
     """Nodes taken by a more urgent job after a warning, then by a requeue without one: losses are as if not."""
-    slow = tmp_path / "slow"
-    slow.mkdir()
-    (slow / "sitecustomize.py").write_text(SLOW)
+    (tmp_path / "slow.py").write_text(SLOW)
     variables = _variables(site)
-    variables["PYTHONPATH"] = os.pathsep.join([str(slow), variables["PYTHONPATH"]])
     variables["SLURM_EXPORT_ENV"] = "NONE"  # as sbatch --export=NONE leaves it: srun gives a step no variables
     variables["SLOW_LIVES"] = "2" if requeued else "1"
 
@@ -131,7 +125,7 @@ def test_a_job_outlives_preemption_and_requeue(
         words += [f"--output={tmp_path / name}.out", BATCH]
         words += ["--model", SMALL_NET, "--dataset", "synthetic", "--data-dir", embedded, "--global-batch-size", "32"]
         words += ["--max-steps", str(STEPS), "--log-every", "1", "--checkpoint-every", "10"]
-        words += ["--eval-every", "0"]
+        words += ["--eval-every", "0", "--callbacks", f"{tmp_path}/slow.py:Slow"]
         return site.submit([str(word) for word in words], variables | {"RUN_DIR": str(tmp_path / name)})
 
     def steps(name: str) -> dict[int, Any]:
@@ -148,7 +142,6 @@ def test_a_job_outlives_preemption_and_requeue(
     whole = submit("whole", "--partition=urgent")
     site.wait_for(whole, "COMPLETED")
     first = (tmp_path / "cut.out").read_text()
-    assert "sitecustomize" not in first
     slow_steps = [float(seconds) for seconds in re.findall(r"([\d.]+) s/batch", first)][1:]
     assert slow_steps and min(slow_steps) >= 0.5
     assert "stopped after step" in first and "back into the queue" in first

@@ -114,7 +114,7 @@ def test_all_starts_of_a_job_use_the_first_one_s_files(job: Job) -> None:
     whole, cut = job.folder / "whole", job.folder / "cut"
     assert job.train(4, run=whole)["code"] == 0
     assert job.train(2, run=cut, HVD_CIFAR_STARTS="7.0")["code"] == 0
-    job.edit("net.py", "name=\"hidden\"", "name=\"other\"")
+    job.edit("net.py", 'name="hidden"', 'name="other"')
     (job.folder / "data.py").unlink()
     rank = job.train(4, run=cut, HVD_CIFAR_STARTS="7.0 8.0")
     assert rank["code"] == 0 and not rank["errors"], rank
