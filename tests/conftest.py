@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """What takes root, a scheduler or real images is slow: every machine has the same tests of ten minutes."""
+    """What takes root, a scheduler or real images is slow: every machine has the same other tests."""
     if item.path.parent.name == "cluster" or NOT_EVERYWHERE & set(getattr(item, "fixturenames", ())):
         item.add_marker(pytest.mark.slow)
 
