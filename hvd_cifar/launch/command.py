@@ -17,7 +17,11 @@ from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.transport import RING_PARAMETERS
 
 # The user's variables that mpirun exports to other hosts. Ranks on this host inherit all variables.
-EXPORTED = re.compile(r"(HVD_CIFAR|HOROVOD|TF|NCCL)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS|LINES|KERAS_BACKEND")
+EXPORTED = re.compile(
+    r"(HVD_CIFAR|HOROVOD|TF|NCCL|UCX)_\w+|PATH|LD_LIBRARY_PATH|PYTHONPATH|COLUMNS|LINES|KERAS_BACKEND"
+)
+# What carries MPI's messages: TCP and shared memory, not UCX. Open MPI's obsolete InfiniBand, openib, is left out.
+TRANSPORT = {"pml": "ob1", "btl": "^openib"}
 # mpirun's TCP keepalive (seconds, seconds, tries): it notices a lost host after 30 s, and by default after 8 minutes.
 KEEPALIVE = {"oob_tcp_keepalive_time": 10, "oob_tcp_keepalive_intvl": 5, "oob_tcp_keepalive_probes": 4}
 # In an elastic job after 5 s, since the other ranks go on without the host.
@@ -81,8 +85,10 @@ def command(
     slots = ",".join(f"{name}:{host.slots}" for name, host in zip(names, hosts, strict=True))
     words = [installed.mpirun, "-np", str(ranks), "-H", slots]
     words += ["--allow-run-as-root"] if installed.as_root else []
-    # As horovodrun: no binding, since TensorFlow's threads need all cores; no openib, Open MPI's obsolete InfiniBand.
-    words += ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
+    # As horovodrun: no binding, since TensorFlow's threads need all cores.
+    words += ["-bind-to", "none", "-map-by", "slot"]
+    for name, value in TRANSPORT.items():  # a variable of the user's, such as OMPI_MCA_pml=ucx, takes precedence
+        words += ["-mca", name, value] if f"OMPI_MCA_{name}" not in environ else []
     if request.settings.allreduce == "ring":
         words += [word for name, value in RING_PARAMETERS.items() for word in ("-mca", name, value)]
     if "SLURM_JOB_ID" in environ and not request.in_slurm:

@@ -394,6 +394,11 @@ def test_command_here() -> None:
     assert "-x" not in _command(2, hosts=named)
 
 
+def test_the_user_s_transport_takes_precedence() -> None:
+    words = command(parse(["-np", "2", "train"]), 2, INSTALLED, {"OMPI_MCA_pml": "ucx"})
+    assert "pml" not in words and words[words.index("btl") + 1] == "^openib"
+
+
 def test_a_ring_is_asked_of_mpirun() -> None:
     request = parse(["-np", "2", "--allreduce", "ring", "train"])
     words = command(request, 2, INSTALLED, {})
