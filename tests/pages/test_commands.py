@@ -40,7 +40,6 @@ EXCEPTIONS = {
     "kubectl": "needs a Kubernetes cluster",
     "srun --": "an option of Slurm's; tests/launch/test_slurm.py runs srun",
     "nvidia-smi": "needs an NVIDIA driver",
-    "saved_model_cli": "needs an exported net; tests/parallel/test_use.py loads one",
     "source": "of the shell that the user types in",
     "PEERS/bin/python": "needs PyTorch; tests/single/test_peers.py runs it where it is",
     "./run.sh --hostfile": NAME,

@@ -61,9 +61,42 @@ def test_every_page_is_in_the_index() -> None:
     assert {Path(page).name for page in TEXTS if page.startswith("docs/")} - {"index.md"} <= index
 
 
-def test_readme_is_short_and_its_table_stands_in_benchmarks() -> None:
+# Lines that pages may have. Pages of one entry share it, so that sentences may move between them.
+BUDGETS = {
+    "README.md": 110,
+    "CONTRIBUTING.md": 98,
+    "docs/quickstart.md": 103,
+    "docs/own-model.md": 75,
+    "docs/use.md": 92,
+    "docs/validation.md": 61,
+    "docs/migration.md": 178,
+    "docs/cluster.md hostfiles/README.md": 158,
+    "docs/gpu.md docs/horovod.md": 156,
+    "docs/report.md docs/tensorboard.md docs/profile.md": 197,
+    "docs/faq.md": 95,
+    "docs/configuration.md": 213,
+    "docs/environment.md": 49,
+    "docs/api.md": 540,
+    "docs/reliability.md": 172,
+    "docs/exactness.md": 163,
+    "docs/benchmarks.md docs/performance.md docs/fast.md": 176,
+    "docs/results.md": 90,
+    "docs/network.md": 110,
+    "docs/security.md": 65,
+    "docs/architecture.md": 95,
+    "docs/index.md": 30,
+    "deploy/README.md deploy/containers.md deploy/kubernetes.md deploy/slurm.md": 176,
+}
+
+
+def test_pages_are_within_their_budgets() -> None:
+    lines = {names: sum(TEXTS[page].count("\n") for page in names.split()) for names in BUDGETS}
+    assert not {names: count for names, count in lines.items() if count > BUDGETS[names]}
+    assert set(TEXTS) - {"CHANGELOG.md"} == set(" ".join(BUDGETS).split())
+
+
+def test_the_table_of_readme_stands_in_benchmarks() -> None:
     lines = TEXTS["README.md"].splitlines()
-    assert len(lines) <= 110
     rows = [line for line in lines if re.match(r"\| (resnet\d+|tutorial|fast) \|", line)]
     assert len(rows) == 3 and all(row in TEXTS["docs/benchmarks.md"].splitlines() for row in rows)
 
