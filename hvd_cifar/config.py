@@ -268,7 +268,6 @@ class RunOptions(DataSettings):
         description="CPU threads of a rank. [default: its share of the host's cores]",
     )
 
-
     log_every: int = Field(10, gt=0, le=MOST_STEPS, description="Steps between log lines.")
     quiet: bool = Field(False, description="Print only warnings and errors. The run's files are as without it.")
     checkpoint_every: int = Field(

@@ -37,7 +37,6 @@ SMALLEST_NORM = 1e-6  # smaller gradients do not change float32 weights
 FEWEST_EPOCHS = 1e-6
 
 
-
 def not_empty(path: Any) -> Any:
     """`path`, unchanged; ValueError where it is empty."""
     if path == "":  # an unset shell variable; pathlib would take "" as the current folder
