@@ -40,12 +40,19 @@ def configuration() -> str:
         "own](environment.md).\n",
         f"## `./run.sh`: set-up and launcher\n\n```\n{usage}```\n",
     ]
+    seen: dict[str, str] = {}  # the command in which a row stands, by the row
     for name, command in _commands(cli._commands()):
         places = [str(place.metavar) for place in command.params if isinstance(place, click.Argument)]
         heading = " ".join([name, *places])
         parts.append(f"## `{heading}`\n\n{command.help}\n\n| option | value | what it does |\n|---|---|---|")
         options = [option for option in command.params if isinstance(option, click.Option) and not option.hidden]
-        parts.append("\n".join(_option_row(option) for option in options) + "\n")
+        rows = {_option_row(option): option for option in options}
+        parts.append("\n".join(row for row in rows if row not in seen) + "\n")
+        as_in: dict[str, list[str]] = {}
+        for row, option in rows.items():
+            as_in.setdefault(seen.setdefault(row, name), []).append(f"`{option.opts[0]}`")
+        others = [f"as in `{other}`: {', '.join(names)}" for other, names in as_in.items() if other != name]
+        parts += [f"Also, {'; '.join(others)}.\n"] if others else []
     return "\n".join(parts)
 
 
