@@ -13,7 +13,7 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
                                            later set-ups keep these options; --cpu and --packaged-mpi undo them
   ./run.sh setup --replace                 replace even a .venv that this machine cannot run; jobs elsewhere may use it
   ./run.sh setup --hostfile FILE           set up every host of FILE with this environment's options and versions
-  ./run.sh wheel --to FOLDER [--gpu]       set up if needed, and copy Horovod's wheel, for other environments
+  ./run.sh wheel --to FOLDER [--gpu]       set up if needed, and write wheels that pip installs in other environments
   ./run.sh test [PYTEST OPTIONS]           run linters, type checks and all but slow tests; with options: pytest
   ./run.sh test --all [PYTEST OPTIONS]     run slow tests too, such as those of clusters; --slow: these alone
   ./run.sh [-np N] [-H HOSTS | --hostfile FILE] [LAUNCHER OPTIONS] COMMAND [OPTIONS]

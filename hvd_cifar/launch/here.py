@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib.metadata import version
 
 from hvd_cifar.launch.cluster.hosts import Host, ranks_by_default
-from hvd_cifar.launch.install.installer import read_record, recorded_options
 from hvd_cifar.launch.job import complain
 from hvd_cifar.runtime import devices
 
@@ -31,8 +31,8 @@ def gpus_here() -> int:
 
 
 def is_for_gpus() -> bool:
-    """Whether the environment was set up for GPUs."""
-    return recorded_options(read_record()).gpu
+    """Whether the environment is for GPUs: its Horovod is (launch/install/horovod.py)."""
+    return "+gpu." in version("horovod")
 
 
 def note_gpus(gpus: Mapping[str, int], all_here: bool) -> None:

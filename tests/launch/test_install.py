@@ -84,6 +84,12 @@ def test_each_ingredient_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> Non
     assert _key(OWN_MPI, openmpi="another") == _key(OWN_MPI)
 
 
+def test_the_wheels_version_says_what_it_is_for() -> None:
+    assert horovod.label(DESCRIBED, MACHINE) == "cpu.tf2.21.0.openmpi4.1.8"
+    assert horovod.label(DESCRIBED, WITH_GPU) == "gpu.tf2.21.0.openmpi4.1.8"
+    assert horovod.label(DESCRIBED, OWN_MPI) == "cpu.tf2.21.0.openmpi4.1.4"
+
+
 def test_what_is_for_gpus_alone_is_no_ingredient_for_the_cpu() -> None:
     patches = [path.read_text() for path in horovod.PATCHES]
     assert horovod.ingredients(DESCRIBED, MACHINE, {})["sources"] == patches
@@ -107,18 +113,18 @@ def test_the_halves_of_the_kernels_agree() -> None:
 
 def test_build_environment() -> None:
     environ = {"PATH": "/p", "HOROVOD_WITHOUT_MPI": "1", "PYTHONPATH": "/x", "OMPI_CFLAGS": "-x", "LANG": "C"}
-    env = horovod.build_environment(Path("/w"), MACHINE, 3, environ)
+    env = horovod.build_environment(Path("/w"), MACHINE, "cpu.tf2", 3, environ)
     assert horovod.SETTINGS.items() <= env.items()
     assert not {"HOROVOD_WITHOUT_MPI", "PYTHONPATH", "OMPI_CFLAGS", "HOROVOD_GPU_OPERATIONS"} & env.keys()
     assert (env["PATH"], env["MAKEFLAGS"], env["LANG"]) == ("/w/mpi/bin:/w/venv/bin:/p", "-j3", "C")
-    assert env["OMPI_LDFLAGS"] == "-L/w/venv/lib"
+    assert (env["OMPI_LDFLAGS"], env["HOROVOD_LOCAL_VERSION"]) == ("-L/w/venv/lib", "cpu.tf2")
 
-    env = horovod.build_environment(Path("/w"), WITH_GPU, 3, environ)
+    env = horovod.build_environment(Path("/w"), WITH_GPU, "gpu.tf2", 3, environ)
     assert horovod.GPU_SETTINGS.items() <= env.items()
     assert (env["HOROVOD_CUDA_PACKAGES"], env["HOROVOD_NCCL_HOME"]) == ("/w/packages", "/w/nccl")
     assert env["PATH"] == "/w/mpi/bin:/w/venv/bin:/p"
 
-    env = horovod.build_environment(Path("/w"), OWN_MPI, 3, environ)
+    env = horovod.build_environment(Path("/w"), OWN_MPI, "cpu.tf2", 3, environ)
     assert not {"OPAL_PREFIX", "OMPI_LDFLAGS", "MPI_HOME"} & env.keys()
     assert env["PATH"] == "/w/venv/bin:/p"
 

@@ -547,7 +547,7 @@ def test_gpus_that_the_environment_cannot_use_are_told_once(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(here, "read_record", lambda: {"options": {"gpu": environment_for_gpus}})
+    monkeypatch.setattr(here, "version", lambda _: f"0.28.1+{'gpu' if environment_for_gpus else 'cpu'}.tf2.21.0")
     assert launcher.main(["--dry-run", *words, "train", "--dataset", "synthetic"], cli.check) == 0
     out, err = capfd.readouterr()
     assert ("mpirun" not in out) if ranks == 1 else ranks is None or f" -np {ranks} " in out
@@ -564,7 +564,7 @@ def test_an_environment_for_gpus_without_one_is_told_once(
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(here, "read_record", lambda: {"options": {"gpu": True}})
+    monkeypatch.setattr(here, "version", lambda _: "0.28.1+gpu.tf2.21.0")
     assert launcher.main(["--dry-run", "-np", "2", "train", "--dataset", "synthetic"], cli.check) == 0
     note = f"note: ranks compute on the CPU: nvidia-smi lists no GPU on {socket.gethostname()}; is the driver loaded?"
     assert capfd.readouterr().err.endswith(f"{note}\n")

