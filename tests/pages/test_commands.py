@@ -26,7 +26,19 @@ from hvd_cifar.launch.install import installer
 from hvd_cifar.launch.request import PYTHON, parse
 from tests.ranks import CHECKOUT
 
-PROGRAMS = {"./run.sh", "hvd_cifar", "pip", "python", "mpirun", "horovodrun", "sbatch", "salloc", "srun", "docker", "cp"}
+PROGRAMS = {
+    "./run.sh",
+    "hvd_cifar",
+    "pip",
+    "python",
+    "mpirun",
+    "horovodrun",
+    "sbatch",
+    "salloc",
+    "srun",
+    "docker",
+    "cp",
+}
 NAME = "names an option"
 # What a test cannot run, by the words that it begins with, and why.
 EXCEPTIONS = {
