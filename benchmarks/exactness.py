@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +37,7 @@ QUIET = ("--log-every", 1, "--eval-every", 0, "--checkpoint-every", 10_000)
 def main(context: click.Context, keep: Path | None) -> None:
     """Print the tables of docs/exactness.md."""
     jobs.end_on_signals()
-    folder = keep or Path(context.with_resource(tempfile.TemporaryDirectory()))
-    folder.mkdir(parents=True, exist_ok=True)
-    context.obj = folder
+    context.obj = context.with_resource(setting.folder_of(keep))
 
 
 def _common(function: Any) -> Any:

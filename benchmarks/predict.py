@@ -35,7 +35,6 @@ from hvd_cifar.tools.benchmark.results import AllreduceResult, StepResult, World
 # For shorter messages the all-reduce uses another algorithm than a ring, and a step sends none.
 LEAST_BYTES = 2**14
 NUMBERS = ("beta", "start", "alpha", "local_beta", "local_alpha")  # of two that cannot be told apart, the first is used
-ITERATIONS, HALVINGS = 30, 10
 
 Floats = NDArray[np.float64]
 
@@ -90,8 +89,7 @@ def _factors(layout: Layout, size: float) -> list[float]:
 def fit(points: Sequence[Point]) -> tuple[Fit, tuple[str, ...]]:
     """The numbers, none below 0, and the names of those that the measurements do not determine, which are 0.
 
-    Least squares of log(predicted / measured): times range from microseconds to seconds, and a prediction twice as long
-    is as wrong as one half as long.
+    Least squares of predicted / measured - 1, since times range from microseconds to seconds.
 
     Raises:
         UserError: where there are not two sizes.
@@ -106,25 +104,8 @@ def fit(points: Sequence[Point]) -> tuple[Fit, tuple[str, ...]]:
         if np.linalg.matrix_rank((rows / scale)[:, [*known, i]], tol=1e-6) > len(known):
             known.append(i)
     values = np.zeros(len(NUMBERS))
-    values[known] = _fit_logarithms((rows / scale)[:, known]) / scale[known]
+    values[known] = _not_negative((rows / scale)[:, known], np.ones(len(rows))) / scale[known]
     return Fit(*values.tolist()), tuple(name for i, name in enumerate(NUMBERS) if i not in known)
-
-
-def _fit_logarithms(rows: Floats) -> Floats:
-    """x, none below 0, with the least squares of log(rows @ x): Gauss and Newton's method, with shorter steps."""
-    x = _not_negative(rows, np.ones(len(rows)))
-    for _ in range(ITERATIONS):
-        at = rows @ x
-        if not (at > 0).all():
-            break
-        wanted = _not_negative(rows / at[:, None], 1 - np.log(at))
-        steps = (x + (wanted - x) / 2**i for i in range(HALVINGS))
-        x = next((new for new in steps if _error(rows @ new) < _error(at)), x)
-    return x
-
-
-def _error(ratios: Floats) -> float:
-    return float((np.log(ratios) ** 2).sum()) if (ratios > 0).all() else np.inf
 
 
 def _not_negative(rows: Floats, wanted: Floats) -> Floats:

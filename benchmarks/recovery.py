@@ -15,12 +15,12 @@ import re
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -161,60 +161,46 @@ class Soak:
 @click.option("--virtual-shards", type=int)
 @click.option("--seed", type=int, help="Seed of faults and moments.")
 @click.option("--keep", type=Path, help="Folder for the runs; without it they are removed.")
-@click.pass_context
 @setting.one_line_for_users()
-def main(
-    context: click.Context,
-    dataset: str,
-    data_dir: str,
-    model: str,
-    ranks: int,
-    faults: int,
-    steps: int,
-    batch: int,
-    every: int,
-    virtual_shards: int | None,
-    seed: int | None,
-    keep: Path | None,
-) -> None:
+def main(**given: Any) -> None:
     """Run the job, disturb it, and print."""
     jobs.end_on_signals()
-    folder = keep or Path(context.with_resource(tempfile.TemporaryDirectory()))
-    folder.mkdir(parents=True, exist_ok=True)
-    seed = random.randrange(1000) if seed is None else seed
-    options: list[Any] = ["--dataset", dataset, "--data-dir", data_dir, "--model", model, "--log-every", 1]
-    options += ["--global-batch-size", batch, "--checkpoint-every", every, "--eval-every", every]
-    options += ["--stall-seconds", STALL_SECONDS, "--max-steps", steps]
-    options += ["--virtual-shards", virtual_shards] if virtual_shards else []
+    with setting.folder_of(given["keep"]) as folder:
+        _disturb(SimpleNamespace(**given), folder)
+
+
+def _disturb(given: Any, folder: Path) -> None:
+    seed = random.randrange(1000) if given.seed is None else given.seed
+    options: list[Any] = ["--dataset", given.dataset, "--data-dir", given.data_dir, "--model", given.model]
+    options += ["--global-batch-size", given.batch, "--checkpoint-every", given.every, "--eval-every", given.every]
+    options += ["--log-every", 1, "--stall-seconds", STALL_SECONDS, "--max-steps", given.steps]
+    options += ["--virtual-shards", given.virtual_shards] if given.virtual_shards else []
 
     slots, find = folder / "slots", folder / "discover.sh"
-    slots.write_text(str(ranks))
+    slots.write_text(str(given.ranks))
     find.write_text(f'#!/bin/sh\necho "localhost:$(cat {slots})"\n')
     find.chmod(0o755)
-    launcher: list[Any] = ["--elastic", f"1:{ranks}", "--host-discovery-script", find, "--cool-down", "2:2"]
-    sizes = [n for n in range(1, ranks + 1) if not virtual_shards or virtual_shards % n == 0]
-    soak = Soak(_start(folder, launcher, options), folder, slots, sizes, random.Random(seed))
+    words: list[Any] = [sys.executable, "-m", "hvd_cifar.launch", "--elastic", f"1:{given.ranks}", "--cool-down", "2:2"]
+    words += ["--host-discovery-script", find, "train", *options, "--run-dir", folder / "run"]
+    sizes = [n for n in range(1, given.ranks + 1) if not given.virtual_shards or given.virtual_shards % n == 0]
+    job = jobs.start([str(word) for word in words], folder / "log")
+    soak = Soak(job, folder, slots, sizes, random.Random(seed))
     try:
         soak.wait_for_steps(5)
-        while len(soak.repeated) < faults:
+        while len(soak.repeated) < given.faults:
             soak.fault()
             time.sleep(soak.chance.random() * 2)
             print(f"fault {len(soak.repeated)}: step {soak.step}", file=sys.stderr)
-        code = soak.job.wait()
+        code = job.wait()
     finally:
-        jobs.kill(soak.job)
-    _print(soak, f"{model}, up to {ranks} ranks, {steps} steps of {batch}, seed {seed}")
-    print(f"exit code {code}; steps on record: {len(runs.losses(folder / 'run'))} of {steps}")
-    if virtual_shards:
+        jobs.kill(job)
+    _print(soak, f"{given.model}, up to {given.ranks} ranks, {given.steps} steps of {given.batch}, seed {seed}")
+    print(f"exit code {code}; steps on record: {len(runs.losses(folder / 'run'))} of {given.steps}")
+    if given.virtual_shards:
         alone = folder / "alone"
         jobs.run(jobs.command(2, *options, "--run-dir", alone), folder / "alone.log")
         digests = [runs.summary(run_dir)["weights_sha256"] for run_dir in (folder / "run", alone)]
         print(f"weights_sha256 {digests[0][:16]}, left alone {digests[1][:16]}")
-
-
-def _start(folder: Path, launcher: list[Any], options: list[Any]) -> Any:
-    words = [sys.executable, "-m", "hvd_cifar.launch", *launcher, "train", *options, "--run-dir", folder / "run"]
-    return jobs.start([str(word) for word in words], folder / "log")
 
 
 def _print(soak: Soak, title: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -28,6 +29,15 @@ def one_line_for_users() -> Iterator[None]:
         yield
     except UserError as error:
         raise WrongInput(str(error)) from None
+
+
+@contextmanager
+def folder_of(keep: Path | None) -> Iterator[Path]:
+    """The folder `keep`, or one that is removed afterwards."""
+    with tempfile.TemporaryDirectory() as thrown_away:
+        folder = keep.absolute() if keep else Path(thrown_away)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
 
 
 def real_data(data_dir: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The airbench94 recipe in PyTorch on a CPU: the wall-clock peer of `--model fast`.
+"""The airbench94 recipe in PyTorch: the wall-clock peer of `--model fast`.
 
     PEERS/bin/python -m benchmarks.peers.airbench --data-dir D --seed 0
 
@@ -139,7 +139,7 @@ def predict(net: Any, images: Any, views: int, autocast: bool) -> Any:
     """Logits of images [b, 3, 32, 32] as the mean of one view, or the weighted mean of six."""
 
     def look(x: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
             return net(x.contiguous(memory_format=torch.channels_last)).float()
 
     def look_twice(x: Any) -> Any:
@@ -171,11 +171,13 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int, help="Stop early; the schedule stays that of all epochs.")
     parser.add_argument("--whitening-bias-epochs", type=int, default=WHITENING_BIAS_EPOCHS)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("float32", "mixed_bfloat16"), default="mixed_bfloat16")
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--run-dir", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    torch.set_default_device(given.device)
     torch.manual_seed(given.seed)
     autocast = given.precision == "mixed_bfloat16"
 
@@ -189,7 +191,7 @@ def main() -> None:
 
     began = time.perf_counter()
     images = Windows(train_set.images, TRANSLATE, "reflect", MEAN, DEVIATION, dtype)
-    labels = torch.from_numpy(train_set.labels.astype(np.int64))
+    labels = torch.tensor(train_set.labels.astype(np.int64))
     net = Net()
     net.whiten.weight.data[:] = whitening_filters(images.middle(torch.arange(WHITENING_IMAGES)))
     net = net.to(memory_format=torch.channels_last)
@@ -197,7 +199,7 @@ def main() -> None:
     base = [group["lr"] for group in optimizer.param_groups]
     ahead = LookAhead(net)
     loss_of = nn.CrossEntropyLoss(label_smoothing=SMOOTHING, reduction="sum")
-    generator = torch.Generator().manual_seed(given.seed)
+    generator = torch.Generator(given.device).manual_seed(given.seed)
     mirrored_first = torch.rand(len(labels), generator=generator) < 0.5
     per_epoch = len(labels) // BATCH  # the ragged last batch is left out, as in the original
     total = math.ceil(per_epoch * given.epochs)
@@ -213,7 +215,7 @@ def main() -> None:
         for group, rate in zip(optimizer.param_groups, base, strict=True):
             group["lr"] = rate * rate_factor(step, total)
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(given.device, torch.bfloat16, enabled=autocast):
             logits = net(images.random(index, mirrored, generator))
         loss = loss_of(logits.float(), labels[index])
         loss.backward()
@@ -230,7 +232,7 @@ def main() -> None:
             print(f"step {done} of {total}: loss {loss.item() / BATCH:.4f}, {seconds:.1f} s, {rate:.0f} images/s")
     trained = time.perf_counter()
     tests = Windows(test_set.images, 0, "mean", MEAN, DEVIATION, dtype)
-    test_labels = torch.from_numpy(test_set.labels.astype(np.int64))
+    test_labels = torch.tensor(test_set.labels.astype(np.int64))
     with_views = accuracy(net, tests, test_labels, 6, autocast)
     evaluated = time.perf_counter()
     result = {

@@ -1,20 +1,17 @@
 """A net under PyTorch's DistributedDataParallel over Gloo, one process a rank: the peer of `horovodrun ... train`.
 
     RANK=0 WORLD_SIZE=2 PEERS/bin/python -m benchmarks.peers.ddp --store FILE --data-dir D --run-dir R
-    torchrun --standalone --nproc-per-node 2 -m benchmarks.peers.ddp --snapshot-every 10 --data-dir D --run-dir R
 
-Runs in the peers' environment; `python -m benchmarks.peers` makes that, and starts the ranks. Under torchrun ranks find
-each other by its store, and a start goes on from the newest snapshot, which rank 0 saves. Net, loss, optimizer, batch,
-order, augmentation and data are those of this project. What makes PyTorch fast on a CPU is on: channels last, autocast
-to bfloat16, the fused optimizer, gradients that are views of the buckets, a static graph, no broadcast of the moving
-statistics, local response normalisation by a product of matrices, an allocator that keeps its memory.
+Runs in the peers' environment; `python -m benchmarks.peers` makes that, and starts the ranks. Net, loss, optimizer,
+batch, order, augmentation and data are those of this project. What makes PyTorch fast on a CPU is on: channels last,
+autocast to bfloat16, the fused optimizer, gradients that are views of the buckets, a static graph, no broadcast of the
+moving statistics, local response normalisation by a product of matrices, an allocator that keeps its memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
+import itertools
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -80,54 +77,24 @@ class MovingAverage:
         torch._foreach_lerp_(self.values, self.sources, 1 - decay)
 
 
-class Snapshots:
-    """The whole state in one file, which a start goes on from."""
-
-    def __init__(self, path: Path, net: Any, optimizer: Any, averages: MovingAverage | None) -> None:
-        self.path = path
-        self._net, self._optimizer, self._averages = net, optimizer, averages
-
-    def load(self) -> int:
-        """Take over the newest snapshot, and return its step; 0 where there is none."""
-        if not self.path.exists():
-            return 0
-        found = torch.load(self.path)
-        self._net.load_state_dict(found["net"])
-        self._optimizer.load_state_dict(found["optimizer"])
-        if self._averages:
-            torch._foreach_copy_(self._averages.values, found["averages"])
-            self._averages.updates = found["step"]
-        return int(found["step"])
-
-    def save(self, step: int) -> None:
-        """Replace the newest snapshot atomically, since a rank may be lost at any time."""
-        averages = self._averages.values if self._averages else []
-        state = {"net": self._net.state_dict(), "optimizer": self._optimizer.state_dict(), "averages": averages}
-        part = self.path.with_suffix(".part")
-        torch.save({**state, "step": step}, part)
-        part.replace(self.path)
-
-
 def main() -> None:
-    """Train until --max-steps, or for ever."""
+    """Train for ever."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--store", help="File in which ranks find each other; it must not exist. Without: torchrun's.")
+    parser.add_argument("--store", required=True, help="File in which ranks find each other; it must not exist.")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--model", choices=tuple(PARAMETERS), default="resnet20")
     parser.add_argument("--batch-size", type=int, default=128, help="Examples of a rank.")
     parser.add_argument("--precision", choices=("float32", "mixed_bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--max-steps", type=int)
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--snapshot-every", type=int, help="Between snapshots; also records the last weights.")
     given = parser.parse_args()
     keep_memory()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
-    store, patience = (f"file://{Path(given.store).absolute()}", PATIENCE) if given.store else ("env://", None)
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=patience)
+    store = f"file://{Path(given.store).absolute()}"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=PATIENCE)
 
     folder = CIFAR10.locate(given.data_dir)
     if folder is None:
@@ -157,18 +124,16 @@ def main() -> None:
     averages = MovingAverage(net, work.ema_decay) if work.ema_decay else None
     loss_of = nn.CrossEntropyLoss()
     generator = torch.Generator()
-    snapshots = Snapshots(given.run_dir / "snapshot.pt", net, optimizer, averages) if given.snapshot_every else None
-    step = snapshots.load() if snapshots else 0
-    stamps = Stamps(given.run_dir if rank == 0 else None, goes_on=snapshots is not None)
+    stamps = Stamps(given.run_dir if rank == 0 else None)
 
     per_epoch = sampler.steps_per_epoch(len(labels), batch)
     indices: Any = None
-    while given.max_steps is None or step < given.max_steps:
+    for step in itertools.count():
         epoch, within = divmod(step, per_epoch)
-        if indices is None or within == 0:
+        if within == 0:
             indices = torch.from_numpy(sampler.epoch_order(0, epoch, len(labels)))
         index = indices[within * batch : (within + 1) * batch][rank::size]
-        generator.manual_seed(step * size + rank)  # a step that is made again has the same views
+        generator.manual_seed(step * size + rank)
         mirrored = torch.rand(len(index), generator=generator) < 0.5
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logits = replica(images.random(index, mirrored, generator))
@@ -178,17 +143,10 @@ def main() -> None:
         optimizer.step()
         if averages:
             averages.update()
-        step += 1
-        if step % given.log_every == 0:
-            stamps.write(step, loss.item())
+        if (step + 1) % given.log_every == 0:
+            stamps.write(step + 1, loss.item())
             if rank == 0:
-                print(f"step {step}: loss {loss.item():.4f}", flush=True)
-        if snapshots and rank == 0 and step % given.snapshot_every == 0:
-            snapshots.save(step)
-    if snapshots and rank == 0:
-        digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()
-        (given.run_dir / "summary.json").write_text(json.dumps({"weights_sha256": digest}) + "\n")
-    distributed.destroy_process_group()
+                print(f"step {step + 1}: loss {loss.item():.4f}", flush=True)
 
 
 if __name__ == "__main__":

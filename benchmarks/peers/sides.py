@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +18,11 @@ from tests.cluster.hosts import INTERFACE, Host
 from tests.cluster.jobs import variables
 
 OURS, OURS_AT_ONCE, LIMIT = "hvd_cifar", "hvd_cifar-one-message", "limit"
-DDP, AIRBENCH, MULTI_WORKER = "ddp", "airbench", "multi-worker"
+DDP, AIRBENCH = "ddp", "airbench"
 EXAMPLES = 50_000  # of CIFAR-10's training set
 FAST_BATCH = 1024  # of `fast` and of airbench94, over all ranks
 ENDLESS = 10_000  # epochs: no side may end while it is measured
 PATIENCE = str(24 * 3600)  # seconds, of Horovod's Gloo: ranks are stopped while others are measured
-PORT = 2222  # of the first worker on hosts, where nothing else listens
 
 
 @dataclass(frozen=True)
@@ -110,29 +106,11 @@ def airbench(work: Work) -> Side:
     return Side(name, [words], [run_dir / "metrics.jsonl"], work.per_rank * work.ranks)
 
 
-def multi_worker(work: Work) -> Side:
-    """TensorFlow's MultiWorkerMirroredStrategy, a process a worker."""
-    run_dir = work.folder / MULTI_WORKER / "run"
-    words = [sys.executable, "-m", "benchmarks.peers.multi_worker", *_peer(work, run_dir), "--model", work.model]
-    words += ["--batch-size", str(work.per_rank), "--threads", str(work.threads)]
-    if work.hosts:
-        addresses = [f"{_host_of(work, rank).address}:{PORT + rank}" for rank in range(work.ranks)]
-    else:
-        addresses = [f"127.0.0.1:{port}" for port in _free_ports(work.ranks)]
-    cluster = {"worker": addresses}
-    tasks = [{"cluster": cluster, "task": {"type": "worker", "index": i}} for i in range(work.ranks)]
-    commands = [["env", f"TF_CONFIG={json.dumps(task)}", *words] for task in tasks]
-    name = f"TensorFlow MultiWorkerMirroredStrategy, {_ranks(work)}"
-    per_step = _per_step(work.per_rank * work.ranks)
-    return _side(work, name, commands, [run_dir / "metrics.jsonl"], per_step)
-
-
 SIDES: dict[str, Callable[[Work], Side]] = {
     OURS: ours,
     OURS_AT_ONCE: partial(ours, at_once=True),
     DDP: ddp,
     AIRBENCH: airbench,
-    MULTI_WORKER: multi_worker,
     LIMIT: limit,
 }
 
@@ -142,8 +120,8 @@ TORCH = {DDP, AIRBENCH}  # these need the peers' environment
 def sides_of(model: str, over_hosts: bool = False) -> list[str]:
     """The names of the sides that can train a model. The second one is the reference of the ratios."""
     if over_hosts:
-        return [OURS, *([] if model == "fast" else [DDP, MULTI_WORKER]), OURS_AT_ONCE, LIMIT]
-    return [OURS, AIRBENCH, LIMIT] if model == "fast" else [OURS, DDP, MULTI_WORKER, LIMIT]
+        return [OURS, *([] if model == "fast" else [DDP]), OURS_AT_ONCE, LIMIT]
+    return [OURS, AIRBENCH, LIMIT] if model == "fast" else [OURS, DDP, LIMIT]
 
 
 def _side(
@@ -166,15 +144,6 @@ def _host_of(work: Work, rank: int) -> Host:
 def _per_step(batch: int) -> float:
     """Images of a step on average: the last one of an epoch has what is left."""
     return EXAMPLES / sampler.steps_per_epoch(EXAMPLES, batch)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 _LOOPBACK = "lo"  # as the kernel names it

@@ -7,15 +7,12 @@ from pathlib import Path
 
 
 class Stamps:
-    """Lines of the form that this project's own runs write, each written at once; without a folder, none.
+    """Lines of the form that this project's own runs write, each written at once; without a folder, none."""
 
-    With `goes_on` they follow those of an earlier start: a step that is made again has a second line.
-    """
-
-    def __init__(self, run_dir: Path | None, goes_on: bool = False) -> None:
+    def __init__(self, run_dir: Path | None) -> None:
         if run_dir:
             run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (run_dir / "metrics.jsonl").open("a" if goes_on else "w") if run_dir else None
+        self._file = (run_dir / "metrics.jsonl").open("w") if run_dir else None
 
     def write(self, step: int, loss: float) -> None:
         """Record that `step` steps are done, and the loss of the last one."""

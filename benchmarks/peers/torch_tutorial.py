@@ -58,7 +58,7 @@ class Normalization(nn.Module):
 
     def forward(self, x: Any) -> Any:
         """[b, 64, h, w] -> the same shape and type."""
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             wide = x.float() if x.dtype == torch.bfloat16 else x
             return _Response.apply(wide, self.band).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Convolutions that set-up compiled: TensorFlow's values and gradients, to the bit however they are computed."""
+"""Convolutions that set-up compiled: TensorFlow's values and gradients, the same bits with any threads and vectors."""
 
 from __future__ import annotations
 
@@ -103,44 +103,36 @@ def test_an_image_s_outputs_do_not_depend_on_its_batch(filters: int, dtype: str)
 
 
 @there
-def test_no_images_have_a_gradient_of_zeros() -> None:
-    outputs, images, kernel = both_ways(compiled.convolve, *draw((0, 8, 8, 16, 16), "float32"))
-    assert outputs.shape == (0, 8, 8, 16) and images.shape == (0, 8, 8, 16)
-    assert kernel.shape == (3, 3, 16, 16) and not kernel.any()
-
-
-@there
 @pytest.mark.parametrize("dtype", ["float32", bfloat16])
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_so(wrong: float, dtype: str) -> None:
+def test_what_is_not_finite_stays_so_and_no_images_have_a_gradient_of_zeros(dtype: str) -> None:
     images, kernel, upstream = draw((2, 8, 8, 16, 16), "float32")
-    spoilt = images.numpy()
-    spoilt[1, 5, 2, 3] = wrong
-    given = [tf.cast(value, dtype) for value in (spoilt, kernel, upstream)]
-    outputs, _, of_kernel = both_ways(compiled.convolve, *given)
-    assert not np.isfinite(outputs[1, 4:7, 1:4]).any()
-    assert np.isfinite(outputs[0]).all()
-    assert not np.isfinite(of_kernel[:, :, 3]).any()
+    for wrong in (np.nan, np.inf, -np.inf):
+        spoilt = images.numpy()
+        spoilt[1, 5, 2, 3] = wrong
+        given = [tf.cast(value, dtype) for value in (spoilt, kernel, upstream)]
+        outputs, _, of_kernel = both_ways(compiled.convolve, *given)
+        assert not np.isfinite(outputs[1, 4:7, 1:4]).any() and np.isfinite(outputs[0]).all()
+        assert not np.isfinite(of_kernel[:, :, 3]).any()
+    outputs, _, of_kernel = both_ways(compiled.convolve, *draw((0, 8, 8, 16, 16), dtype))
+    assert outputs.shape == (0, 8, 8, 16) and of_kernel.shape == (3, 3, 16, 16) and not of_kernel.any()
 
 
 @there
-@pytest.mark.parametrize(
-    ("images", "kernel"),
-    [
-        ((2, 8, 8, 16), (3, 3, 8, 16)),
-        ((2, 8, 8, 16), (5, 5, 16, 16)),
-        ((2, 8, 8, 16), (3, 5, 16, 16)),
-        ((8, 8, 16), (3, 3, 16, 16)),
-    ],
-)
-def test_other_shapes_are_refused(images: tuple[int, ...], kernel: tuple[int, ...]) -> None:
-    made = compiled.operations()
-    with pytest.raises((tf.errors.InvalidArgumentError, tf.errors.UnimplementedError, ValueError)):
-        made.hvd_cifar_convolution(images=tf.zeros(images), kernel=tf.zeros(kernel))
-    with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
-        made.hvd_cifar_kernel_gradient(images=tf.zeros(images), gradients=tf.zeros((2, 8, 7, 16)))
+def test_other_shapes_are_refused() -> None:
+    made, wrong = compiled.operations(), (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError, ValueError)
+    four = (2, 8, 8, 16)
+    for images, kernel in (
+        (four, (3, 3, 8, 16)),
+        (four, (5, 5, 16, 16)),
+        (four, (3, 5, 16, 16)),
+        (four[1:], (3, 3, 16, 16)),
+    ):
+        with pytest.raises(wrong):
+            made.hvd_cifar_convolution(images=tf.zeros(images), kernel=tf.zeros(kernel))
+    with pytest.raises(wrong):
+        made.hvd_cifar_kernel_gradient(images=tf.zeros(four), gradients=tf.zeros((2, 8, 7, 16)))
     with pytest.raises(tf.errors.UnimplementedError, match="3 x 3, or 5 x 5 in bf"):
-        made.hvd_cifar_kernel_gradient(images=tf.zeros((2, 8, 8, 16)), gradients=tf.zeros((2, 8, 8, 16)), taps=5)
+        made.hvd_cifar_kernel_gradient(images=tf.zeros(four), gradients=tf.zeros(four), taps=5)
 
 
 NO_MEMORY = """
@@ -215,10 +207,7 @@ def test_the_same_bits_with_any_threads_and_vectors() -> None:
     assert len(own) == (3 if DOTS else 1) * len(SHAPES)
     assert digests(5, 512) == own
     assert digests(1, 256) == own[: len(SHAPES)]  # AVX2 computes float32 alone
-
-
-@there
-def test_they_can_be_left_out() -> None:
+    assert digests(1, "") == own  # an empty variable sets no limit
     assert digests(1, 0) == ["none"]
 
 
@@ -228,11 +217,6 @@ def test_other_vectors_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) 
     for use in (compiled.operations.__wrapped__, lambda: models.build(models.BUILT_IN["tutorial"], (32, 32, 3), 10)):
         with pytest.raises(UserError, match=f"HVD_CIFAR_VECTORS is '{value}': give 0, 256 or 512, or unset it"):
             use()
-
-
-@there
-def test_an_empty_variable_sets_no_limit() -> None:
-    assert len(digests(1, "")) == (3 if DOTS else 1) * len(SHAPES)
 
 
 def test_without_the_library_or_with_one_of_another_tensorflow_there_are_none(

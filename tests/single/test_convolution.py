@@ -1,4 +1,7 @@
-"""The layer for convolutions: Keras's own, by whichever way is the quickest, and gradients over images side by side."""
+"""The layer for convolutions, and its two ways in TensorFlow: products of matrices, gradients over images side by side.
+
+All of them are TensorFlow's convolution, up to rounding, and are taken only where they are quicker.
+"""
 
 from __future__ import annotations
 
@@ -9,85 +12,115 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_cifar.kernels import compiled, side_by_side
+from hvd_cifar.kernels import compiled, side_by_side, winograd
 from hvd_cifar.models.convolution import QuickConv2D
+from tests.single.test_compiled import both_ways, draw, plain
 
 
-@pytest.fixture
-def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "operations", lambda: None)
-
-
+@pytest.mark.parametrize("batch", [1, 3, 11])  # fewer images than parts or than a row has, and what divides neither
 @pytest.mark.parametrize(
-    ("side", "channels", "dtype", "own"),
+    ("convolve", "height", "width", "taps"),
     [
-        (16, 32, "float32", True),
-        (16, 8, "float32", False),
-        (16, 32, "float64", False),
-        (None, 32, "float32", True),  # of any size
+        *((winograd.convolve, *size, taps) for size in ((4, 4), (12, 12), (8, 4), (4, 16)) for taps in (3, 5)),
+        *((side_by_side.convolve, *size, 3) for size in ((3, 3), (7, 7), (5, 12), (1, 1), (32, 32))),
+        (side_by_side.convolve, 12, 5, 5),
     ],
 )
-def test_what_set_up_compiled_is_taken(side: int | None, channels: int, dtype: str, own: bool) -> None:
-    layer = QuickConv2D(32, 3, padding="same", use_bias=False, dtype=dtype)
-    shape = (None, side, side, channels)
-    layer.build(shape)
-    traced = tf.function(layer, autograph=False).get_concrete_function(tf.TensorSpec(shape, dtype))
-    kinds = {op.type for op in traced.graph.get_operations()}
-    own = own and compiled.operations() is not None
-    assert ("HvdCifarConvolution" in kinds) == own
-    assert ("Conv2D" in kinds) == (not own)
-    assert traced.structured_outputs.shape[1:] == (side, side, 32)
+def test_values_and_gradients_are_the_convolution_s(
+    convolve: Any, height: int, width: int, taps: int, batch: int
+) -> None:
+    """In float64, where no way rounds enough to hide a pixel that is missing."""
+    given = draw((batch, height, width, 7, 5), "float64", taps)
+    for one, other in zip(both_ways(convolve, *given), both_ways(plain, *given), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-11)
 
 
-@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("batch, side, taps, channels, times", [(4, 8, 3, 256, 12), (16, 12, 5, 64, 24)])
+def test_float32_is_rounded_a_little_more_by_products_of_matrices_than_in_a_plain_sum(
+    batch: int, side: int, taps: int, channels: int, times: float
+) -> None:
+    given = draw((batch, side, side, channels, channels), "float32", taps)
+    exact = both_ways(plain, *(tf.cast(value, "float64") for value in given))
+    ways = (both_ways(convolve, *given) for convolve in (winograd.convolve, plain))
+    quick, slow = ([float(np.std(a - b)) for a, b in zip(found, exact, strict=True)] for found in ways)
+    assert all(one < times * other for one, other in zip(quick, slow, strict=True))
+
+
+@pytest.mark.parametrize("taps", [3, 5])
+def test_a_tile_s_transforms_multiply_as_often_as_it_sees_pixels(taps: int) -> None:
+    tile, seen = winograd.of_tile(taps), winograd.TILE + taps - 1
+    assert [part.shape for part in tile] == [(seen, seen), (seen, taps), (winograd.TILE, seen)]
+    numbers = np.random.default_rng(1)
+    inputs, weights = numbers.normal(size=seen), numbers.normal(size=taps)
+    found = tile.outputs @ ((tile.kernel @ weights) * (tile.inputs @ inputs))
+    np.testing.assert_allclose(found, np.correlate(inputs, weights), atol=1e-13)
+
+
+def test_images_lie_in_rows_with_zeros_between() -> None:
+    images = tf.reshape(tf.range(1.0, 13.0), [3, 2, 2, 1])  # rows [1, 2], [3, 4]; [5, 6], [7, 8]; [9, 10], [11, 12]
+    assert side_by_side.in_rows(images, 2, 1)[..., 0].numpy().tolist() == [
+        [[1, 2, 0, 9, 10], [3, 4, 0, 11, 12]],
+        [[5, 6, 0, 0, 0], [7, 8, 0, 0, 0]],
+    ]
+
+
 @pytest.mark.parametrize(
-    ("side", "taps", "channels", "filters", "dtype", "quick"),
+    ("side", "taps", "channels", "filters", "dtype", "way"),
     [
-        (12, 5, 64, 64, "float32", True),
-        (12, 5, 64, 64, "float64", True),
-        (7, 3, 256, 256, "float32", False),  # what set-up compiles, or oneDNN
-        (8, 5, 32, 64, "float32", False),  # few weights
-        (20, 5, 64, 64, "float32", False),  # many pixels
-        (11, 5, 64, 64, "float32", False),  # no whole number of tiles
-        (8, 7, 64, 64, "float32", False),  # a size without points
-        (8, 5, 256, 256, "float16", False),  # few bits
-        (None, 5, 256, 256, "float32", False),  # of any size: a model that is being built
+        (16, 3, 32, 32, "float32", "compiled"),
+        (None, 3, 32, 32, "float32", "compiled"),  # of any size
+        (16, 3, 8, 32, "float32", ""),
+        (16, 3, 32, 32, "float64", ""),
+        (12, 5, 64, 64, "float32", "winograd"),
+        (12, 5, 64, 64, "float64", "winograd"),
+        (8, 5, 32, 64, "float32", ""),  # few weights
+        (20, 5, 64, 64, "float32", ""),  # many pixels
+        (11, 5, 64, 64, "float32", ""),  # no whole number of tiles
+        (8, 7, 64, 64, "float32", ""),  # a size without points
+        (8, 5, 256, 256, "float16", ""),  # few bits
+        (None, 5, 256, 256, "float32", ""),
+        (7, 3, 4, 8, "bfloat16", "side by side"),
+        (12, 5, 4, 8, "bfloat16", "side by side"),
+        (15, 3, 4, 8, "bfloat16", ""),  # long rows
+        (7, 1, 4, 8, "bfloat16", ""),
+        (None, 3, 4, 8, "bfloat16", ""),
     ],
 )
 @pytest.mark.parametrize("bias", [True, False])
-def test_fewer_multiplications_where_they_are_quicker(
-    side: int | None, taps: int, channels: int, filters: int, dtype: str, quick: bool, bias: bool
+def test_each_way_is_taken_where_it_is_quicker(
+    side: int | None, taps: int, channels: int, filters: int, dtype: str, way: str, bias: bool
 ) -> None:
     layer = QuickConv2D(filters, taps, padding="same", use_bias=bias, dtype=dtype, bias_initializer="ones")
     shape = (None, side, side, channels)
     layer.build(shape)
-    traced = tf.function(layer, autograph=False).get_concrete_function(tf.TensorSpec(shape, dtype))
-    kinds = {op.type for op in traced.graph.get_operations()}
-    assert ("Conv2D" not in kinds) == quick
-    assert traced.structured_outputs.shape[1:] == (side, side, filters)
+
+    def step(images: Any) -> Any:
+        with tf.GradientTape() as tape:
+            made = layer(images)
+        return made, tape.gradient(made, layer.kernel.value)
+
+    traced = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec(shape, dtype))
+    kinds = [op.type for op in traced.graph.get_operations()]
+    found = {"compiled": "HvdCifarConvolution" in kinds, "side by side": "ConcatV2" in kinds and "Conv2D" in kinds}
+    found["winograd"] = "BatchMatMulV2" in kinds
+    if compiled.operations() is None and way == "compiled":
+        way = ""
+    assert [name for name, taken in found.items() if taken] == [way] * bool(way)
+    assert traced.structured_outputs[0].shape[1:] == (side, side, filters)
     if side is not None:
-        assert np.allclose(traced(tf.zeros((1, *shape[1:]), dtype))[0], float(bias))
+        assert np.allclose(tf.cast(traced(tf.zeros((1, *shape[1:]), dtype))[0], "float32"), float(bias))
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"activation": "relu"},
-        {"dilation_rate": 2},
-        {"strides": 2},
-        {"groups": 2},
-        {"padding": "valid"},
-    ],
+    "options", [{"activation": "relu"}, {"dilation_rate": 2}, {"strides": 2}, {"groups": 2}, {"padding": "valid"}]
 )
 def test_the_layer_is_keras_s_with_any_option(options: dict[str, Any]) -> None:
     images = tf.constant(np.random.default_rng(5).normal(size=(2, 7, 7, 256)), "float64")
-    layers = [
-        kind(128, 3, dtype="float64", **{"padding": "same", **options}) for kind in (QuickConv2D, keras.layers.Conv2D)
-    ]
-    for layer in layers:
-        layer.build(images.shape)
-    layers[1].set_weights(layers[0].get_weights())
-    np.testing.assert_allclose(layers[0](images), layers[1](images), rtol=0, atol=1e-12)
+    given: dict[str, Any] = {"dtype": "float64", "padding": "same", **options}
+    ours, theirs = QuickConv2D(128, 3, **given), keras.layers.Conv2D(128, 3, **given)
+    ours.build(images.shape), theirs.build(images.shape)
+    theirs.set_weights(ours.get_weights())
+    np.testing.assert_allclose(ours(images), theirs(images), rtol=0, atol=1e-12)
 
 
 class _Standardised(QuickConv2D):
@@ -97,68 +130,8 @@ class _Standardised(QuickConv2D):
 
 def test_a_subclass_that_changes_the_convolution_does_so_on_any_machine() -> None:
     images = tf.constant(np.random.default_rng(5).normal(size=(2, 8, 8, 32)), "float32")
-    layer, plain = _Standardised(32, 3, padding="same"), keras.layers.Conv2D(32, 3, padding="same")
-    for each in (layer, plain):
-        each.build(images.shape)
-    layer.bias.assign(np.arange(32))
+    layer, keras_s = _Standardised(32, 3, padding="same"), keras.layers.Conv2D(32, 3, padding="same")
+    layer.build(images.shape), keras_s.build(images.shape)
     kernel = layer.kernel.numpy()
-    plain.set_weights([kernel - kernel.mean((0, 1, 2)), layer.bias.numpy()])
-    np.testing.assert_allclose(layer(images), plain(images), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("batch", [1, 3, 8, 11])  # less than a row holds, and what no row divides
-@pytest.mark.parametrize(
-    "size, taps", [((3, 3), 3), ((7, 7), 3), ((5, 12), 3), ((12, 5), 5), ((1, 1), 3), ((32, 32), 3)]
-)
-def test_gradients_over_images_side_by_side_are_the_convolution_s(size: tuple[int, int], taps: int, batch: int) -> None:
-    """In float64, where neither way rounds enough to hide a pixel that is missing."""
-    draw = np.random.default_rng(12)
-    shapes = (batch, *size, 7), (taps, taps, 7, 5), (batch, *size, 5)
-    x, kernel, upstream = (tf.constant(draw.normal(size=shape)) for shape in shapes)
-
-    def both(conv: Any) -> list[Any]:
-        with tf.GradientTape() as tape:
-            tape.watch([x, kernel])
-            y = tf.function(conv, autograph=False)(x, kernel)
-        return [y, *tape.gradient(y, [x, kernel], upstream)]
-
-    plain = both(lambda x, kernel: tf.nn.conv2d(x, kernel, 1, "SAME"))
-    for one, other in zip(both(side_by_side.convolve), plain, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
-
-
-def test_images_lie_in_rows_with_zeros_between() -> None:
-    images = tf.reshape(tf.range(1.0, 13.0), [3, 2, 2, 1])  # rows [1, 2], [3, 4]; [5, 6], [7, 8]; [9, 10], [11, 12]
-    rows = side_by_side.in_rows(images, 2, 1)
-    assert rows[..., 0].numpy().tolist() == [
-        [[1, 2, 0, 9, 10], [3, 4, 0, 11, 12]],
-        [[5, 6, 0, 0, 0], [7, 8, 0, 0, 0]],
-    ]
-
-
-@pytest.mark.usefixtures("nothing_compiled")
-@pytest.mark.parametrize(
-    ("side", "taps", "dtype", "joined"),
-    [
-        (7, 3, "bfloat16", True),
-        (12, 5, "bfloat16", True),
-        (15, 3, "bfloat16", False),  # long rows
-        (7, 3, "float16", False),
-        (7, 1, "bfloat16", False),
-        (None, 3, "bfloat16", False),
-    ],
-)
-def test_side_by_side_where_it_is_quicker(side: int | None, taps: int, dtype: str, joined: bool) -> None:
-    layer = QuickConv2D(8, taps, padding="same", dtype=f"mixed_{dtype}")
-    shape = (None, side, side, 4)
-    layer.build(shape)
-
-    def gradient(images: Any) -> Any:
-        with tf.GradientTape() as tape:
-            made = layer(images)
-        return tape.gradient(made, layer.kernel.value)
-
-    traced = tf.function(gradient, autograph=False).get_concrete_function(tf.TensorSpec(shape, dtype))
-    kinds = [op.type for op in traced.graph.get_operations()]
-    assert ("ConcatV2" in kinds) == joined
-    assert kinds.count("Conv2DBackpropFilter") == 1
+    keras_s.set_weights([kernel - kernel.mean((0, 1, 2)), np.zeros(32)])
+    np.testing.assert_allclose(layer(images), keras_s(images), rtol=0, atol=1e-4)

@@ -32,64 +32,48 @@ def test_its_singular_values_come_near_one() -> None:
     kernel = np.random.default_rng(0).normal(size=(3, 3, 8, 16))
     values = np.linalg.svd(orthogonal(tf.constant(kernel), 5).numpy().reshape(-1, 16))[1]
     assert values.min() > 0.6 and values.max() < 1.3  # what the coefficients were tuned to
+    assert (orthogonal(tf.zeros((3, 3, 4, 8)), 3).numpy() == 0).all()  # of a dead channel: not 0 / |0|
 
 
-def test_steps_follow_the_formulas() -> None:
-    draw = np.random.default_rng(1)
-    kernel, offset, logits = (draw.normal(size=shape) for shape in ((3, 3, 4, 8), (8,), (8, 10)))
-    inputs = keras.Input((6, 6, 4), dtype="float64")
-    x = keras.layers.Conv2D(8, 3, name="conv", dtype="float64")(inputs)
-    x = keras.layers.GlobalAveragePooling2D(dtype="float64")(x)
-    model = keras.Model(inputs, keras.layers.Dense(10, use_bias=False, name="logits", dtype="float64")(x))
-    variables = model.trainable_variables
-    for variable, value in zip(variables, (kernel, offset, logits), strict=True):
-        variable.assign(value)
-    optimizer = Muon(0.1, momentum=0.6, momentum_of_others=0.8, others={"logits": (30.0, 0.01), "": (5.0, 0.0)})
-    optimizer.build(variables)
-    velocities = [np.zeros_like(v) for v in (kernel, offset, logits)]
-    for rate in (0.1, 0.05):
-        gradients = [draw.normal(size=v.shape) for v in velocities]
-        optimizer.learning_rate.assign(rate)
-        optimizer.apply([tf.constant(g) for g in gradients], variables)
-        gradients[2] = gradients[2] + 0.01 * logits
-        velocities = [m * v + g for m, v, g in zip((0.6, 0.8, 0.8), velocities, gradients, strict=True)]
-        ahead = gradients[0] + 0.6 * velocities[0]
-        turned = _by_hand(ahead.reshape(-1, 8).T, 3).T.reshape(kernel.shape)
-        kernel = kernel * np.sqrt(8) / np.linalg.norm(kernel) - rate * turned
-        offset = offset - rate * 5.0 * (gradients[1] + 0.8 * velocities[1])
-        logits = logits - rate * 30.0 * (gradients[2] + 0.8 * velocities[2])
-    for variable, value in zip(variables, (kernel, offset, logits), strict=True):
-        # Keras keeps the learning rate in float32.
-        assert np.allclose(variable.numpy(), value, rtol=1e-6, atol=1e-7), variable.path
-
-
-def test_without_batch_norm_kernels_keep_their_norms() -> None:
-    """A convolution, a dense layer that is named, its bias, and a dense layer that is not."""
+@pytest.mark.parametrize("resets_norms", [True, False])
+def test_steps_follow_the_formulas(resets_norms: bool) -> None:
+    """A convolution, its offset, a dense layer that is named, its bias, and a dense layer with a rate of its own."""
     draw = np.random.default_rng(2)
     inputs = keras.Input((6, 6, 4), dtype="float64")
-    x = keras.layers.Conv2D(8, 3, use_bias=False, name="conv", dtype="float64")(inputs)
+    x = keras.layers.Conv2D(8, 3, name="conv", dtype="float64")(inputs)
     x = keras.layers.Dense(200, name="named", dtype="float64")(keras.layers.Flatten(dtype="float64")(x))
-    x = keras.layers.Dense(10, use_bias=False, name="other", dtype="float64")(x)
+    x = keras.layers.Dense(10, use_bias=False, name="logits", dtype="float64")(x)
     variables = keras.Model(inputs, x).trainable_variables
-    muon = Muon(0.01, 0.9, 0.8, {"": (3.0, 0.0)}, steps=5, dense=["named"], resets_norms=False)
+    others = {"logits": (30.0, 0.01), "": (5.0, 0.0)}
+    muon = Muon(0.1, 0.6, 0.8, others, steps=3, dense=["named"], resets_norms=resets_norms)
     muon.build(variables)
     expected = [v.numpy() for v in variables]
     velocities = [np.zeros_like(v) for v in expected]
-    for _ in range(2):
+    for rate in (0.1, 0.05):
+        muon.learning_rate.assign(rate)
         gradients = [draw.normal(size=v.shape) for v in expected]
         muon.apply([tf.constant(g) for g in gradients], variables)
         for i, (variable, gradient) in enumerate(zip(variables, gradients, strict=True)):
             is_matrix = variable.path in ("conv/kernel", "named/kernel")
-            momentum = 0.9 if is_matrix else 0.8
+            momentum = 0.6 if is_matrix else 0.8
+            if variable.path == "logits/kernel":
+                gradient = gradient + 0.01 * expected[i]
             velocities[i] = momentum * velocities[i] + gradient
-            ahead = gradient + momentum * velocities[i]
+            update = gradient + momentum * velocities[i]
             if is_matrix:
-                matrix = ahead.reshape(-1, gradient.shape[-1]).T
-                turned = _by_hand(matrix, 5) if matrix.shape[0] <= matrix.shape[1] else _by_hand(matrix.T, 5).T
-                ahead = 0.2 * np.sqrt(max(matrix.shape)) * turned.T.reshape(gradient.shape) / 3.0
-            expected[i] = expected[i] - 0.01 * 3.0 * ahead
+                matrix = update.reshape(-1, gradient.shape[-1]).T
+                turned = _by_hand(matrix, 3) if matrix.shape[0] <= matrix.shape[1] else _by_hand(matrix.T, 3).T
+                update = turned.T.reshape(gradient.shape)
+                if resets_norms:
+                    expected[i] = expected[i] * np.sqrt(gradient.shape[-1]) / np.linalg.norm(expected[i])
+                else:
+                    update *= 0.2 * np.sqrt(max(matrix.shape))
+            else:
+                update *= 30.0 if variable.path == "logits/kernel" else 5.0
+            expected[i] = expected[i] - rate * update
     for variable, value in zip(variables, expected, strict=True):
-        assert np.allclose(variable.numpy(), value, rtol=1e-6, atol=1e-7), variable.path
+        # Keras keeps the learning rate in float32.
+        assert np.allclose(variable.numpy(), value, rtol=1e-6, atol=1e-6), variable.path
 
 
 def test_it_is_saved_and_made_again_from_its_configuration() -> None:
@@ -123,8 +107,3 @@ def test_a_kernel_of_zeros_and_a_scale_of_rank_4() -> None:
     expected = -0.5 * _by_hand(gradient.reshape(2, 3), 3)
     assert np.allclose(conv.kernel.numpy().reshape(2, 3), expected, atol=1e-5)
     assert np.allclose(scale.numpy(), 1e-6 - 0.5)
-
-
-def test_a_kernel_without_a_gradient_stays_finite() -> None:
-    """0 / |0|: the gradient of a dead channel is zero."""
-    assert (orthogonal(tf.zeros((3, 3, 4, 8)), 3).numpy() == 0).all()

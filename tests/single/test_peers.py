@@ -31,12 +31,6 @@ def test_a_rate_runs_from_the_first_stamp_to_the_last() -> None:
     assert rates.rate(stamps, 256) == 20 * 256 / 4.0
 
 
-@pytest.mark.parametrize("stamps", [[], [Stamp(1.0, 10)], [Stamp(1.0, 10), Stamp(2.0, 10)]])
-def test_no_rate_without_steps_between_stamps(stamps: list[Stamp]) -> None:
-    with pytest.raises(ValueError, match="two stamps"):
-        rates.rate(stamps, 256)
-
-
 def test_a_machine_that_slows_down_leaves_paired_ratios_alone() -> None:
     base = [1000.0, 800.0, 500.0, 250.0, 900.0]
     faster = [1.5 * rate for rate in base]
@@ -48,24 +42,13 @@ def test_a_machine_that_slows_down_leaves_paired_ratios_alone() -> None:
 
 
 def test_a_slower_link_is_told_by_what_a_side_keeps_of_its_own_rate_and_beside_the_base() -> None:
-    other = {"none": [1000.0, 500.0], "1gbit": [800.0, 400.0], "100mbit": [100.0, 50.0]}
-    ours = {"none": [2000.0, 1000.0], "1gbit": [2000.0, 1000.0], "100mbit": [500.0, 250.0]}
-    head, line, _, last = rates.table({"other": other, "ours": ours}, "other").splitlines()
-    assert [word.strip() for word in head.split("|")[1:-1]] == [
-        "side",
-        *("images/s", "images/s at 1gbit", "images/s at 100mbit", "share kept at 1gbit", "share kept at 100mbit"),
-        *("ratio to other", "ratio to other at 1gbit", "ratio to other at 100mbit"),
-        *("at 1gbit to other without a limit", "at 100mbit to other without a limit", "n"),
-    ]
-    assert line.count("---") == 12
+    other = {"none": [1000.0, 500.0], "1gbit": [800.0, 400.0]}
+    ours = {"none": [2000.0, 1000.0], "1gbit": [500.0, 250.0]}
+    head, _, _, last = rates.table({"other": other, "ours": ours}, "other").splitlines()
+    assert head.endswith("| ratio to other | ratio to other at 1gbit | at 1gbit to other without a limit | n |")
     assert [word.split()[0] for word in last.split("|")[1:-1]] == [
-        *("ours", "1,500", "1,500", "375", "1.000", "0.250"),
-        *("2.000", "2.500", "5.000", "2.000", "0.500", "2"),
+        *("ours", "1,500", "375", "0.250", "2.000", "0.625", "0.500", "2"),
     ]
-
-
-def test_of_two_repeats_both_are_shown() -> None:
-    assert rates.spread([3.0, 1.0]) == (1.0, 2.0, 3.0, 2)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +78,6 @@ def test_ranks_are_spread_evenly_over_hosts(tmp_path: Path) -> None:
             assert (words[-2:] == ["--overlap", "off"]) == (name == sides.OURS_AT_ONCE)
         else:
             assert targets == [pids[0], pids[0], pids[1], pids[1]]
-    tasks = [word for words in sides.multi_worker(work).commands for word in words if word.startswith("TF_CONFIG=")]
-    workers = json.loads(tasks[0].removeprefix("TF_CONFIG="))["cluster"]["worker"]
-    assert [worker.partition(":")[0] for worker in workers] == ["10.0.0.0", "10.0.0.0", "10.0.0.1", "10.0.0.1"]
-    assert len({*workers}) == 4
     assert sides.ddp(work).environment["GLOO_SOCKET_IFNAME"] == "eth0"
 
 

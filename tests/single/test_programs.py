@@ -28,9 +28,6 @@ def test_a_picture_shows_the_ends_of_a_run_and_its_evaluations() -> None:
     [
         (["exactness", "ranks", "--data-dir", "DATA", "--learning-rate", "abc"], "--learning-rate abc"),
         (["exactness", "costs", "--steps", "0"], "--steps"),
-        (["fixed_order", "--repeats", "1"], "--repeats"),
-        (["fixed_order", "--model", "alexnet"], "--model"),
-        (["resume", "--steps", "4"], "--steps"),
         (["accuracy", "--model", "nope", "--data-dir", "DATA", "--runs", "RUNS"], "--model nope"),
         (["exactness", "digests", "--data-dir", "DATA", "--shards", "3"], "--virtual-shards 3"),
         (["accuracy", "--data-dir", "/none", "--runs", "/none"], "--data-dir /none: no CIFAR-10"),

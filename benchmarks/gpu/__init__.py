@@ -1,0 +1,1 @@
+"""What GPUs need measured, in one command: python -m benchmarks.gpu."""

@@ -1,0 +1,125 @@
+"""The product's step and its other forms (`variants`) on this device; `python -m benchmarks.gpu` starts it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import tensorflow as tf
+
+from benchmarks import nets
+from benchmarks.gpu.serve import LEAD_IN, serve
+from benchmarks.gpu.variants import FORMS, Step, staged
+from hvd_cifar.data.pipeline import MicroBatch
+from hvd_cifar.distributed import DistributedOptimizer
+from hvd_cifar.files import replace_text
+from hvd_cifar.optim.averages import Lookahead, MovingAverage
+from hvd_cifar.runtime.world import start
+from hvd_cifar.training.step import Averaging, StepSpec, make_train_step
+
+PRODUCT = "hvd_cifar"
+RATE = 1e-3  # weights stay finite in many steps on one batch
+TOTAL = 10**6  # steps, which no measurement reaches
+
+
+def product(net: Any, recipe: Any, batch: list[Any], count: Any) -> Callable[[], Any]:
+    """The step of `train`, on a batch in memory."""
+    weights = net.model.trainable_variables
+    optimizer = DistributedOptimizer(recipe.optimizer(RATE), op="sum")
+    optimizer.build(weights)
+    averages: list[Any] = [Lookahead(weights, TOTAL)] if recipe.lookahead else []
+    averages += [MovingAverage(weights, recipe.ema_decay)] if recipe.ema_decay else []
+    spec = StepSpec(tuple(batch[0].shape[1:]), recipe.weight_decay, recipe.label_smoothing)
+    step = make_train_step(net, optimizer, spec, [Averaging(average) for average in averages])
+    given, flags = [MicroBatch(*batch, tf.range(len(batch[1])))], tf.zeros([0])
+    return lambda: step(given, count, RATE, flags)[0]
+
+
+def repeated(model: str, precision: str, examples: int, name: str, device: str) -> Callable[[int], None]:
+    """What repeats the step of a name, on random images on the device."""
+    side = 24 if model == "tutorial" else 32
+    net, recipe, draw = nets.build(model, side, precision), nets.recipe_of(model), np.random.default_rng(0)
+    with tf.device(device):
+        images = tf.constant(draw.standard_normal((examples, side, side, 3)), tf.float32)
+        batch = [images, tf.constant(draw.integers(0, 10, examples), tf.int32), tf.ones(examples)]
+        count = tf.constant(examples)
+        if name == PRODUCT:
+            once = product(net, recipe, batch, count)
+            return lambda steps: _wait([once() for _ in range(steps)][-1])
+        step = Step(net, recipe, FORMS[name], RATE, total_steps=TOTAL)
+        given, at_once = staged([batch], step.switches.steps), step.switches.steps
+
+    def repeat(steps: int) -> None:
+        with step.settings():
+            for _ in range(-(-steps // at_once)):
+                loss = step(given, count)
+            _wait(loss)
+
+    return repeat
+
+
+def _wait(loss: Any) -> None:
+    if not np.isfinite(loss.numpy()):
+        raise ValueError("the loss is not finite")
+
+
+def kernels(folder: Path, steps: int) -> list[tuple[str, float, float]]:
+    """What ran in a profile of some steps, longest first: name, how often in a step, milliseconds of a step."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    space = xplane_pb2.XSpace.FromString(next(folder.rglob("*.xplane.pb")).read_bytes())
+    gpus = [plane for plane in space.planes if plane.name.startswith("/device:GPU")]
+    often: Counter[str] = Counter()
+    taken: Counter[str] = Counter()
+    for plane in gpus or [plane for plane in space.planes if plane.name.startswith("/host:CPU")]:
+        for line in plane.lines:
+            if gpus and not line.name.startswith("Stream"):  # summaries of the same kernels
+                continue
+            for event in line.events:
+                name = plane.event_metadata[event.metadata_id].name
+                often[name] += 1
+                taken[name] += event.duration_ps
+    return [(name, often[name] / steps, time / steps * 1e-9) for name, time in taken.most_common()]
+
+
+@click.command(help=(__doc__ or "").splitlines()[0])
+@click.option("--model", required=True)
+@click.option("--precision", required=True)
+@click.option("--batch-size", required=True, type=int)
+@click.option("--profile", default="", help="Write the kernels of one step to --output instead of serving.")
+@click.option("--output", type=Path)
+def main(model: str, precision: str, batch_size: int, profile: str, output: Path | None) -> None:
+    """Serve, or profile."""
+    world = start()
+
+    def make(name: str) -> Callable[[int], None]:
+        if "GPU" in world.device:
+            tf.config.experimental.reset_memory_stats("GPU:0")
+        return repeated(model, precision, batch_size, name, world.device)
+
+    def peak() -> int:
+        return int(tf.config.experimental.get_memory_info("GPU:0")["peak"]) if "GPU" in world.device else 0
+
+    if not profile or output is None:
+        serve(make, peak)
+        return
+    repeat, steps = make(profile), 8
+    repeat(LEAD_IN)
+    with tempfile.TemporaryDirectory() as folder:
+        tf.profiler.experimental.start(folder)
+        repeat(steps)
+        tf.profiler.experimental.stop()
+        rows = kernels(Path(folder), steps)
+    head = f"{sum(count for _, count, _ in rows):.0f} kernels, {sum(ms for *_, ms in rows):.2f} ms a step"
+    table = [f"| {name[:90]} | {count:.1f} | {ms:.3f} |" for name, count, ms in rows[:30]]
+    lines = [f"{profile}, {model}, {precision}, {batch_size} images: {head}", "", "| kernel | a step | ms |"]
+    replace_text(output, "\n".join([*lines, "|---|---|---|", *table]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
