@@ -18,6 +18,7 @@ from hvd_cifar.errors import TrainingError, UserError, cause_of
 from hvd_cifar.options import HELP_OF_TRAIN, GroupedCommand, launcher_option, option
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.quiet import quiet_start
+from hvd_cifar.runtime.endings import no_early_success
 from hvd_cifar.runtime.environment import launched_local_rank, launched_rank
 from hvd_cifar.training.preemption import resumable
 
@@ -166,7 +167,7 @@ def _add(
 
 
 def _train(settings: config.TrainSettings) -> None:
-    with resumable():
+    with resumable(), no_early_success(launched_rank() or 0):
         with quiet_start():
             from hvd_cifar.training.train import train
         train(settings)

@@ -61,8 +61,11 @@ class BestWeights(Callback):
 
     def on_start(self, run: Run) -> None:
         """Continue from the recorded evaluations, which rank 0 broadcasts."""
+        from hvd_cifar.training.snapshots import told
+
         if self.snapshots:
-            self.best = self.snapshots.best()
+            with told(run, "the best weights so far cannot be read"):
+                self.best = self.snapshots.best()
             self.evaluated = set(run.reporter.evaluated[self.watched])
         self.best, self.evaluated = run.ranks.broadcast((self.best, self.evaluated))
         self._end_where_due(run)
@@ -94,8 +97,11 @@ class BestWeights(Callback):
         """Forget evaluations of later steps."""
         if self.newest and self.newest.step > run.step:
             self.newest = None
+        from hvd_cifar.training.snapshots import told
+
         if self.snapshots:
-            self.snapshots.go_back(run.step)
+            with told(run, "snapshots of later steps cannot be removed"):
+                self.snapshots.go_back(run.step)
         self.on_start(run)
 
     def on_end(self, run: Run) -> None:

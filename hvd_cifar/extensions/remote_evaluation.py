@@ -18,6 +18,7 @@ SECONDS_BETWEEN_LOOKS = 1.0  # for results, while training
 SECONDS_BETWEEN_LAST_LOOKS = 0.2  # after the last step
 SECONDS_TO_COME = 300.0  # for validation ranks to start, from the first step on
 SECONDS_FOR_LAST = 600.0  # for missing results, after the last step
+UNREAD = "results of validation ranks cannot be read"
 
 
 def make(run: Run) -> Callback | None:
@@ -87,19 +88,30 @@ class RemoteEvaluation(Callback):
             while waits:
                 run.progress.watch.mark("validation")
                 time.sleep(SECONDS_BETWEEN_LAST_LOOKS)
-                waits = run.ranks.broadcast(self._is_awaited(end))  # first: the last look misses nothing
+                waits = run.ranks.broadcast(self._is_awaited(run, end))  # first: the last look misses nothing
                 self._look(run)
                 self._report(run)
-        if self.snapshots:
-            for step in self.snapshots.pending():
-                run.reporter.missing(step, "no validation rank has answered")
+        for step in self._pending(run):
+            run.reporter.missing(step, "no validation rank has answered")
 
-    def _is_awaited(self, end: float) -> bool:
+    def _is_awaited(self, run: Run, end: float) -> bool:
         """Whether a result may still arrive; False on ranks other than 0."""
-        if not self.snapshots or not self.snapshots.pending():
+        from hvd_cifar.training.snapshots import told
+
+        if not self.snapshots or not self._pending(run):
             return False
         now, may_come = time.monotonic(), not self.has_met and time.monotonic() < self.began + SECONDS_TO_COME
-        return now < end and (may_come or self.snapshots.has_readers()) and not self.hang
+        with told(run, UNREAD):
+            return now < end and (may_come or self.snapshots.has_readers()) and not self.hang
+        return False
+
+    def _pending(self, run: Run) -> list[int]:
+        """Steps without a result; empty on ranks other than 0."""
+        from hvd_cifar.training.snapshots import told
+
+        with told(run, UNREAD):
+            return self.snapshots.pending() if self.snapshots else []
+        return []
 
     def _forget(self, run: Run) -> None:
         """Have no results: none to tell the other ranks of, and none that they have heard of."""
@@ -111,7 +123,7 @@ class RemoteEvaluation(Callback):
 
         if self.snapshots:
             self.looked = time.monotonic()
-            with told(run, "results of validation ranks cannot be read"):
+            with told(run, UNREAD):
                 self.has_met = self.has_met or self.snapshots.has_readers()
                 self.results = [found for found in self.snapshots.results() if found.step not in self.reported]
                 self._listen(run, self.snapshots)

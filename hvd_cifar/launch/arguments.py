@@ -34,5 +34,5 @@ class _Once(argparse.Action):
         if getattr(namespace, self.dest):
             raise UserError("-H and --hostfile exclude each other, and each is given once")
         if isinstance(values, Path):
-            namespace.hostfile, values = values, read_hostfile(values)
+            namespace.hostfile, values = values, read_hostfile(values, counts_cores=False)
         setattr(namespace, self.dest, values)

@@ -18,15 +18,17 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from hvd_cifar.errors import RESUME, STALLED
+from hvd_cifar.errors import RESUME, STALLED, TrainingError
 from hvd_cifar.launch.restarts import last_said
 from hvd_cifar.runtime.environment import ENDS, STARTS
+from hvd_cifar.runtime.inspect_process import is_pending, is_stopped, waited_for
 from hvd_cifar.runtime.process import adopt_orphans, began
 from hvd_cifar.runtime.stalls import lost_ranks
 
 SECONDS_FOR_LAST_OUTPUT = 5.0
 SECONDS_FOR_ORPHANS = 2.0  # before they are killed: those that print a rank's last lines end by themselves
 SECONDS_BETWEEN_ASKS = 1.0
+SECONDS_FOR_MPIRUN = 5.0  # to end a job by itself, once a rank has ended
 SECONDS_FOR_STARTER = 3.0  # for the starter to end, after the ranks have named one that hangs
 TAIL_BYTES = 4096
 ENDS_TOLD = 8  # number of earlier ends that the next start is told, in a variable of limited length
@@ -60,12 +62,14 @@ class Starter:
 
     words, env: its command line and variables.
     output, errors: read its stdout and stderr, and print what the user should see. None: it inherits stdout.
+    proof: a file that ranks write before they end with code 0; None: their code says enough.
     """
 
     words: list[str]
     env: Mapping[str, str]
     output: Pump | None
     errors: Pump
+    proof: Path | None = None
 
     @property
     def name(self) -> str:
@@ -124,12 +128,12 @@ class Job:
             pumps.append(threading.Thread(target=starter.output, args=[process.stdout], daemon=True))
         for pump in pumps:
             pump.start()
-        is_lost = self._wait(process, holds_sigterm)
+        why = self._wait(process, holds_sigterm)
         code = process.wait()
         heir.communicate(b"ended\n")
         was_killed = code == -signal.SIGKILL
-        if is_lost and was_killed:
-            code = STALLED
+        if why and was_killed:
+            code = why
         if code < 0 and not self._caught:
             name = signal.Signals(-code).name
             complain(f"{starter.name} was ended by signal {-code} ({name}), and its ranks with it")
@@ -140,6 +144,10 @@ class Job:
         for pump in pumps:
             pump.join(SECONDS_FOR_LAST_OUTPUT)
         outcome = self._outcome(code if code >= 0 else 128 - code)
+        if outcome == 0 and starter.proof and not starter.proof.exists():  # no more than C's `_exit` gives such a code
+            who = "all ranks ended" if starter.name == "mpirun" else "rank 0 ended first,"
+            self.pass_on(f"hvd_cifar: {who} with exit code 0, before the job was over\n".encode())
+            outcome = TrainingError.code
         self._ends.append(self._said() or f"exit code {outcome}")
         return outcome
 
@@ -152,31 +160,41 @@ class Job:
         return subprocess.Popen(
             starter.words,
             env={**starter.env, STARTS: " ".join(map(str, self._times)), ENDS: json.dumps(self._ends[-ENDS_TOLD:])},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if starter.output else None,  # a single rank may have a debugger
             stdout=subprocess.PIPE if starter.output else None,
             stderr=subprocess.PIPE,
             start_new_session=True,
             preexec_fn=prepare,  # safe: other threads only wait
         )
 
-    def _wait(self, process: subprocess.Popen[Any], holds_sigterm: bool) -> bool:
-        """Wait until a starter ends, and pass requests to stop on. Returns whether it or a rank hung."""
-        lost_since = stopped_for = 0.0
+    def _wait(self, process: subprocess.Popen[Any], holds_sigterm: bool) -> int:
+        """Wait until a starter ends, and pass requests to stop on.
+
+        Returns the exit code of a job that was ended, since it or a rank held it up; else 0.
+        """
+        code, end, stopped_for, missed_for = 0, 0.0, 0.0, 0.0
         while not _ends(process, SECONDS_BETWEEN_ASKS):
-            if lost_since and time.monotonic() > lost_since + SECONDS_FOR_STARTER:
-                process.kill()  # mpirun waits for hosts that it cannot reach
-            elif not lost_since and lost_ranks(self.tail.decode(errors="replace")):
-                lost_since = time.monotonic()
+            missed_for = missed_for + SECONDS_BETWEEN_ASKS if (missed := waited_for(process.pid)) else 0.0
             stopped_for = stopped_for + SECONDS_BETWEEN_ASKS if is_stopped(process.pid) else 0.0
-            if self.stall_seconds and stopped_for > self.stall_seconds and not lost_since:
+            if code:
+                if time.monotonic() > end:
+                    process.kill()  # mpirun waits for hosts that it cannot reach
+            elif lost_ranks(self.tail.decode(errors="replace")):
+                code, end = STALLED, time.monotonic() + SECONDS_FOR_STARTER
+            elif self.stall_seconds and stopped_for > self.stall_seconds:
                 assert self._starter
                 complain(f"{self._starter.name} is stopped (SIGSTOP or a debugger); the job ends (exit code {STALLED})")
-                lost_since = time.monotonic() - SECONDS_FOR_STARTER
+                code = STALLED
+            elif missed_for > SECONDS_FOR_MPIRUN:
+                code = TrainingError.code
+                for rank in missed:
+                    line = f"hvd_cifar: rank {rank} ended first, with exit code 0, before the job was over\n"
+                    self.pass_on(line.encode())
             if holds_sigterm and is_pending(process.pid, signal.SIGTERM):
                 self._ask(signal.SIGTERM)
             elif self._stops:
                 self._tell_ranks()  # again, for ranks that had not started before
-        return lost_since > 0
+        return code
 
     @property
     def runs(self) -> bool:
@@ -273,22 +291,6 @@ def _ends(process: subprocess.Popen[Any], seconds: float) -> bool:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     return process.returncode is not None
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal or a debugger."""
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    return False
-
-
-def is_pending(pid: int, number: int) -> bool:
-    """Whether a process has been sent a signal that it blocks."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("ShdPnd:"):
-                return bool(int(line.split()[1], 16) & 1 << number - 1)
-    return False
 
 
 def _end_orphans(seconds: float, others: Collection[psutil.Process]) -> None:

@@ -36,7 +36,7 @@ def launch(request: Request, ranks: int, stall_seconds: float) -> int:
         if request.validators:
             write(1, os.fsencode(f"{shlex.join(validators.words(request))}\n"))
         return 0
-    if ready.words[0] == sys.executable and not request.settings.max_restarts and not request.validators:
+    if ready.words[0] == sys.executable and not ready.proof and not request.validators:
         os.execve(ready.words[0], ready.words, ready.env)
 
     cores, all_ranks = cores_here(), ranks + request.settings.validation_ranks

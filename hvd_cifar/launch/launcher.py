@@ -61,7 +61,8 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
         if request.is_program:
             _check_program(request.command[1:])
         settings = None if request.is_program else check(list(request.command))
-        if request.settings.max_restarts or request.settings.elastic or request.settings.validation_ranks:
+        needs_run_dir = request.settings.max_restarts or request.settings.elastic or request.settings.validation_ranks
+        if needs_run_dir or (request.command[0] == "train" and not request.settings.dry_run):
             request = _with_run_dir(request, settings)
         if request.command[0] in ALONE:
             return _start_alone(request, settings)
@@ -108,7 +109,7 @@ def _stop_early(number: int, _: object) -> None:
 
 
 def _with_run_dir(request: Request, settings: Any) -> Request:
-    """The request with its run directory, which restarts and validation ranks need to know.
+    """The request with its run directory: restarts and validation ranks need it, and code 0 is compared with it.
 
     Raises UserError where the command does not train.
     """

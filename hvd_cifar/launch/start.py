@@ -37,17 +37,18 @@ class Ready:
 
     words, env: the command that starts its ranks.
     hosts: each rank's host where there are several hosts, else [].
+    proof: see `Starter`.
     """
 
     words: list[str]
     env: dict[str, str]
     hosts: list[str]
+    proof: Path | None = None
 
 
-def _mpirun(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job) -> Starter:
-    """mpirun. `hosts`: each rank's host where there are several hosts, else []; see `NamedLines`."""
-    lines = NamedLines(hosts)
-    found = [value for name, value in pairwise(words) if name == "btl_tcp_if_include"]
+def _mpirun(ready: Ready, job: Job) -> Starter:
+    hosts, lines = ready.hosts, NamedLines(ready.hosts)
+    found = [value for name, value in pairwise(ready.words) if name == "btl_tcp_if_include"]
     subnets = found[0].split(",") if found and "," in found[0] else []
 
     def output(stream: BinaryIO) -> None:  # even on one host: mpirun ends its ranks if it cannot write its output
@@ -71,24 +72,24 @@ def _mpirun(words: list[str], env: Mapping[str, str], hosts: list[str], job: Job
             job.pass_on(piece)
         job.pass_on(lines.rest())
 
-    return Starter(words, env, output, errors)
+    return Starter(ready.words, ready.env, output, errors, ready.proof)
 
 
-def _python(words: list[str], env: Mapping[str, str], job: Job) -> Starter:
+def _python(ready: Ready, job: Job) -> Starter:
     """A single rank, whose stdout is this process's."""
 
     def errors(stream: BinaryIO) -> None:
         for piece in chunks(stream):
             job.pass_on(piece)
 
-    return Starter(words, env, None, errors)
+    return Starter(ready.words, ready.env, None, errors, ready.proof)
 
 
 def start(ready: Ready, job: Job) -> int:
     """Run the program that starts the ranks, and return the job's exit code."""
     if Path(ready.words[0]).name == "mpirun":
-        return job.run(_mpirun(ready.words, ready.env, ready.hosts, job))
-    return job.run(_python(ready.words, ready.env, job))
+        return job.run(_mpirun(ready, job))
+    return job.run(_python(ready, job))
 
 
 def make_ready(request: Request, ranks: int) -> Ready:
@@ -124,7 +125,9 @@ def make_ready(request: Request, ranks: int) -> Ready:
         note_gpus(gpus or {socket.gethostname(): gpus_here()}, all_here=network is None)
     installed = Installation(sys.executable, mpirun, os.geteuid() == 0)
     words = command(request, ranks, installed, env, network)
-    return Ready(words, env, of_ranks if network else [])
+    is_here = not of_ranks or is_local(of_ranks[0])  # rank 0, which writes the run directory
+    proof = request.run_dir / "summary.json" if request.command[0] == "train" and is_here else None
+    return Ready(words, env, of_ranks if network else [], proof)
 
 
 def _ask_hosts(request: Request, bin_folder: Path) -> tuple[Network | None, dict[str, int]]:

@@ -84,3 +84,38 @@ def _is_runnable(pid: int, thread: int) -> bool:
     with contextlib.suppress(OSError):  # it has ended
         return Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0] == "R"
     return False
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger."""
+    return state_of(pid) == STOPPED
+
+
+def is_pending(pid: int, number: int) -> bool:
+    """Whether a process has been sent a signal that it blocks."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("ShdPnd:"):
+                return bool(int(line.split()[1], 16) & 1 << number - 1)
+    return False
+
+
+def waited_for(mpirun: int) -> list[int]:
+    """The ranks of this host that ended before they started MPI, and for which another one waits in MPI_Init.
+
+    mpirun notices the end of a rank, with code 0, only where a rank of its host runs MPI by then. A rank has a
+    connection to mpirun from MPI_Init to MPI_Finalize, both of which wait for all ranks. So one that is gone while
+    another one is connected never had it.
+    """
+    with contextlib.suppress(psutil.Error, OSError, KeyError):
+        files = Path(f"/proc/{mpirun}/task").glob("*/children")
+        children = [psutil.Process(int(word)) for file in files for word in file.read_text().split()]
+        ranks = [(child, child.environ()) for child in children]
+        _, one = next((rank for rank in ranks if "OMPI_COMM_WORLD_LOCAL_SIZE" in rank[1]), (None, {}))
+        size = int(one.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0"))
+        if len(ranks) < size:
+            first = int(one["OMPI_COMM_WORLD_RANK"]) - int(one["OMPI_COMM_WORLD_LOCAL_RANK"])
+            ports = {c.laddr.port for c in psutil.Process(mpirun).net_connections("tcp") if c.raddr}
+            if any(c.raddr and c.raddr.port in ports for child in children for c in child.net_connections("tcp")):
+                return sorted({*range(first, first + size)} - {launched_rank(theirs) for _, theirs in ranks})
+    return []

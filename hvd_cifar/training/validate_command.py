@@ -7,7 +7,10 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+
+from filelock import FileLock
 
 from hvd_cifar import config
 from hvd_cifar.config import TrainSettings, ValidateSettings
@@ -26,12 +29,10 @@ def validate_run(settings: ValidateSettings) -> None:
     """Evaluate each newest snapshot on all ranks of this job, until a signal ends it."""
     signal.signal(signal.SIGTERM, _end)
     with session() as world:
-        lock, evaluate = None, None
+        held: list[FileLock] = []
+        evaluate = None
         while True:
-            if world.is_root:
-                lock = lock or snapshots.follow(settings.run_dir)
-                snapshots.show_life(settings.run_dir)
-            path = collectives.broadcast_object(snapshots.take(settings.run_dir) if lock else None)
+            path = collectives.on_root(partial(_take, settings.run_dir, held))
             if path is None:
                 time.sleep(SECONDS_BETWEEN_LOOKS)  # on every rank: waiting in a collective would keep a core busy
                 continue
@@ -41,6 +42,14 @@ def validate_run(settings: ValidateSettings) -> None:
             if world.is_root and found:
                 with contextlib.suppress(OSError):  # training has returned to an earlier step, and removed the snapshot
                     snapshots.answer(path, found)
+
+
+def _take(run_dir: Path, held: list[FileLock]) -> Path | None:
+    """Rank 0's part: the newest snapshot; None: none is there. `held`: the lock, once there is a run."""
+    if not held and (lock := snapshots.follow(run_dir)):
+        held.append(lock)
+    snapshots.show_life(run_dir)
+    return snapshots.take(run_dir) if held else None
 
 
 class _Ended(SystemExit):

@@ -2,39 +2,90 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from hvd_cifar.training.run_dir import read_summary
 from tests.faults.jobs import Running, start
+from tests.ranks import CHECKOUT, environment
 
 ENDS = """
-import os
-import sys
-
-import hvd_cifar
+import ctypes, os, sys
+import hvd_cifar, keras
 
 class Ends(hvd_cifar.Callback):
     def on_step(self, run):
         if run.step == 3 and run.world.rank == run.world.size - 1:
             {call}
+
+def net(image_shape, classes):
+    return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(classes)])
+
+if __name__ == "__main__":
+    hvd_cifar.train(net, "synthetic", global_batch_size=8, max_steps=6, callbacks=[Ends()], run_dir="run")
 """
+LINE = "hvd_cifar: rank {} ended first, with exit code {}"
+EARLY = "0, before the job was over"
 
 
 def test_a_callback_cannot_end_a_run_as_if_it_were_complete(embedded: Path, tmp_path: Path) -> None:
-    """One rank that calls os._exit(0), the second of two with sys.exit(0), and with a code of its own; at once."""
+    """One rank that calls C's _exit(0), the second of two with sys.exit(0), and with a code of its own; at once."""
     jobs: list[tuple[Running, int, str]] = []
-    for ranks, call, code in ((1, "os._exit(0)", 1), (2, "sys.exit(0)", 1), (1, "sys.exit(7)", 7)):
+    for ranks, call, code, said in (
+        (1, "ctypes.CDLL(None)._exit(0)", 1, EARLY),
+        (2, "os._exit(0)", 1, EARLY),
+        (1, "sys.exit(0)", 1, "1: SystemExit: 0 (ends2.py, line 8)"),
+    ):
         program = tmp_path / f"ends{len(jobs)}.py"
         program.write_text(ENDS.replace("{call}", call))
         pace = ["--callbacks", f"{program}:Ends"]
         job = start(["-np", ranks], embedded, tmp_path / f"run{len(jobs)}", "--max-steps", 6, pace=pace)
-        jobs.append((job, code, f"hvd_cifar: rank {ranks - 1}"))
+        jobs.append((job, code, LINE.format(ranks - 1, said)))
     try:
-        for job, code, rank in jobs:
+        for job, code, line in jobs:
             assert job.wait() == code, job.said()
-            lines = [line for line in job.said().splitlines() if "ended first" in line]
-            assert len(lines) == 1 and lines[0].startswith(rank) and "Traceback" not in job.said(), job.said()
-            assert read_summary(job.run_dir) == {}
+            assert [said for said in job.said().splitlines() if said.startswith("hvd_cifar: ")] == [line], job.said()
+            assert "Traceback" not in job.said() and read_summary(job.run_dir) == {}
     finally:
         for job, _, _ in jobs:
             job.end()
+
+
+def test_a_program_of_the_user_s_gives_the_code_of_the_rank_that_ended_first(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(ENDS.replace("{call}", "sys.exit(3)"))
+    words = [str(CHECKOUT / "run.sh"), "-np", "2", "python", "program.py"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    own = [line for line in done.stderr.splitlines() if "hvd_cifar" in line]  # TensorFlow has lines of its own
+    assert own == [LINE.format(1, "3: SystemExit: 3 (program.py, line 8)")] and "Traceback" not in done.stderr
+    assert done.returncode == 3 and read_summary(tmp_path / "run") == {}
+
+
+RANK = """
+import os, time
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+if rank == 1 and {leaves}:
+    os._exit(0)
+time.sleep(0.2)
+from mpi4py import MPI
+MPI.Finalize()
+if rank == 0:
+    time.sleep(1.5)
+"""
+STARTER = """
+import os, sys
+from hvd_cifar.launch import job, start
+job.SECONDS_BETWEEN_ASKS, job.SECONDS_FOR_MPIRUN = 0.1, 0.5
+words = ["mpirun", "-np", "2", "--oversubscribe", sys.executable, "-c", sys.argv[1]]
+raise SystemExit(start.start(start.Ready(words, dict(os.environ), []), job.Job(can_stop=False)))
+"""
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_rank_that_leaves_before_mpi_starts(leaves: bool) -> None:
+    """mpirun would wait with the others for ever. Once MPI has ended, a rank may end before the others."""
+    words = [sys.executable, "-c", STARTER, RANK.replace("{leaves}", str(leaves))]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.splitlines()) == ((1, [LINE.format(1, EARLY)]) if leaves else (0, []))

@@ -25,6 +25,15 @@ EVALUATED = ["--eval-every", 15, "--hold-out", 200, "--checkpoint-every", 1000]
 SHORT = [*EVALUATED, "--max-steps", 60, "--virtual-shards", 2, "--global-batch-size", 32]
 
 
+NET = """
+import keras
+
+def build(image_shape, classes):
+    layers = [keras.layers.Flatten(), keras.layers.Dense(8), keras.layers.Dense(classes)]
+    return keras.Sequential([keras.Input(image_shape), *layers])
+"""
+
+
 def _evaluations(run_dir: Path, event: str = "validation") -> dict[int, dict[str, Any]]:
     events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {e["step"]: e for e in events if e["event"] == event}
@@ -128,11 +137,19 @@ def test_a_killed_training_rank_ends_the_validation_ranks(embedded: Path, tmp_pa
 
 @pytest.mark.slow
 def test_an_elastic_job_ends_by_the_results_of_its_validation_rank(embedded: Path, tmp_path: Path) -> None:
-    """At such a rate no weight changes. A training rank is killed; the validation rank lives through it."""
+    """At such a rate no weight changes. A training rank is killed; the validation rank lives through it.
+
+    The net's file is edited at the start: all starts and the validation rank, which come later, use the first text.
+    """
+    net = tmp_path / "net.py"
+    net.write_text(NET)
     options = ["--learning-rate", 1e-30, "--set", "warmup_epochs=0", "--early-stopping", 3, "--eval-every", 20]
+    options += ["--model", f"{net}:build"]
     launcher = ["--elastic", "1:2", "--cool-down", "900:900", "--validation-ranks", 1]
     job = start(launcher, embedded, tmp_path / "run", *options)
     try:
+        job.wait_until(partial(job.has_said, "run directory "))
+        net.write_text(NET.replace("Dense(8", "Dense(9"))
         job.wait_until(partial(job.has_said, "it came at step"))
         (validator,) = _validators(job)
         job.send(signal.SIGKILL, "rank 1")

@@ -214,6 +214,7 @@ def test_started_several_times(
         ("a slots=2 max_slots=4\nb max-slots=3\nc cpu=2 // mpirun's\n", (Host("a", 2), Host("b", 3), Host("c", 2))),
         ("a\na\nb\nb\n", (Host("a", 2), Host("b", 2))),  # PBS: a name for each slot
         ("a\nb\na\n", (Host("a", 2), Host("b", 1))),
+        ("localhost\nb slots=1\n", (Host("localhost", len(os.sched_getaffinity(0))), Host("b", 1))),  # its cores
         ("a:2\nb:3\n", (Host("a", 2), Host("b", 3))),  # MPICH and Intel MPI
         ("\ufeffa slots=2\r\nb slots=1\r\n", (Host("a", 2), Host("b", 1))),
     ],
@@ -233,6 +234,7 @@ def test_hostfiles_of_other_programs(text: str, hosts: tuple[Host, ...], tmp_pat
         ("a\nme@b slots=2\n", "line 2: 'me@b slots=2' is not .*; its user's name goes into ~/.ssh/config"),
         ("a slots=2\na slots=1\n", "a is there twice"),
         ("# none\n", "no host"),
+        ("nosuch.invalid\n", "nosuch.invalid stands there without slots=N, and cannot be asked for its cores: "),
     ],
 )
 def test_hostfiles_that_are_refused(text: str, message: str, tmp_path: Path) -> None:

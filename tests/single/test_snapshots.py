@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from hvd_cifar.extensions.best_weights import BestWeights
+from hvd_cifar.extensions.remote_evaluation import RemoteEvaluation
 from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.training import snapshots
 from hvd_cifar.training.checkpoint import damage, find, restore
@@ -120,3 +122,21 @@ def test_a_result_that_comes_after_that_of_a_later_step_is_not_the_newest() -> N
     assert best.since == 1 and not run.end_after_this_step.called
     best.on_summary(run, results)
     assert {name: found["step"] for name, found in results.items()} == {"best_evaluation": 80, "newest_evaluation": 100}
+
+
+def test_a_disk_that_fails_ends_the_wait_for_results_with_a_line(ours: Snapshots, tmp_path: Path) -> None:
+    """It is no error of the run: the weights do not depend on it."""
+    run, remote, best = mock.Mock(run_dir=tmp_path, step=0), RemoteEvaluation(), BestWeights(None)
+    run.ranks.broadcast = lambda value: value
+    remote.snapshots = best.snapshots = ours
+    best.watched = "test"
+    remote.has_met, end = True, math.inf
+    ours.offer(10)
+    assert snapshots.follow(tmp_path) and remote._is_awaited(run, end)
+    for broken in ("has_readers", "pending", "best", "go_back"):
+        with mock.patch.object(ours, broken, side_effect=OSError(5, "Input/output error")):
+            assert remote._is_awaited(run, end) == (broken in ("best", "go_back"))
+            best.on_rollback(run)
+        said = [call.args[0] for call in run.warn.call_args_list]
+        assert said and all(line.endswith(": Input/output error") for line in said), said
+        run.warn.reset_mock()

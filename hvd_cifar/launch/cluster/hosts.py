@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 import re
 import socket
+import subprocess
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_cifar.errors import UserError
+from hvd_cifar.launch.cluster import ssh
 
 MOST_RANKS_BY_DEFAULT = 8
 MOST_BYTES = 1 << 20  # of a hostfile: enough for 20,000 hosts
@@ -38,11 +43,16 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def read_hostfile(path: Path) -> tuple[Host, ...]:
+def read_hostfile(path: Path, counts_cores: bool = True) -> tuple[Host, ...]:
     """Hosts from a file that mpirun, MPICH's mpirun or PBS read, in the order of their first lines. Raises UserError.
 
-    A line is `NAME slots=N`, `NAME max_slots=N`, `NAME:N`, or a name alone: one slot each time that it is there. Blank
-    lines and comments (# or //) are skipped.
+    A line is `NAME slots=N`, `NAME max_slots=N`, `NAME:N`, or a name alone. As for mpirun, a host that is there once by
+    its name alone has a slot for each of its cores. Where such a name is repeated, as PBS does, each line is a slot.
+    Blank lines and comments (# or //) are skipped.
+
+    Args:
+        path: of the file.
+        counts_cores: whether such hosts are asked for their cores; else each line is a slot.
     """
     try:
         with path.open("rb") as file:
@@ -64,7 +74,26 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     if not slots:
         raise UserError(f"--hostfile {path} names no host; write a line NAME slots=N for each")
     _check_each_is_there_once(counted, f"--hostfile {path}")
+    alone = [name for name in slots if name not in counted]
+    is_of_pbs = str(path) == os.environ.get("PBS_NODEFILE") or any(slots[name] > 1 for name in alone)
+    if counts_cores and alone and not is_of_pbs:
+        with ThreadPoolExecutor() as pool:
+            slots |= zip(alone, pool.map(_cores_of, alone), strict=True)
     return tuple(Host(name, number) for name, number in slots.items())
+
+
+@functools.cache
+def _cores_of(name: str) -> int:
+    """The cores of a host. Raises UserError where it cannot be asked."""
+    words, why = ["nproc"] if is_local(name) else ssh.words(name, ["nproc"]), ssh.NO_SSH
+    try:
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+        if done.returncode == 0 and done.stdout.split()[-1].isdecimal():  # after a login shell's text
+            return int(done.stdout.split()[-1])
+        why = ssh.explain(name, done.stderr)
+    except (OSError, subprocess.TimeoutExpired, LookupError) as failure:
+        why = why if isinstance(failure, FileNotFoundError) else f"ssh {name}: it does not say how many cores it has"
+    raise UserError(f"--hostfile: {name} stands there without slots=N, and cannot be asked for its cores: {why}")
 
 
 def _read_line(text: str, where: str) -> tuple[str, int | None]:

@@ -79,7 +79,7 @@ def hosts_of(settings: DoctorSettings, nodes: tuple[Host, ...] = ()) -> tuple[Ho
     Raises UserError.
     """
     if settings.hostfile is not None:
-        hosts = read_hostfile(settings.hostfile)
+        hosts = read_hostfile(settings.hostfile, counts_cores=False)
     elif settings.hosts is not None:
         hosts = parse_hosts(settings.hosts)
     elif nodes:
