@@ -132,7 +132,8 @@ def test_a_disk_that_fails_ends_the_wait_for_results_with_a_line(ours: Snapshots
     best.watched = "test"
     remote.has_met, end = True, math.inf
     ours.offer(10)
-    assert snapshots.follow(tmp_path) and remote._is_awaited(run, end)
+    reader = snapshots.follow(tmp_path)
+    assert reader and remote._is_awaited(run, end)
     for broken in ("has_readers", "pending", "best", "go_back"):
         with mock.patch.object(ours, broken, side_effect=OSError(5, "Input/output error")):
             assert remote._is_awaited(run, end) == (broken in ("best", "go_back"))
