@@ -126,7 +126,7 @@ def test_a_result_that_comes_after_that_of_a_later_step_is_not_the_newest() -> N
 
 def test_a_disk_that_fails_ends_the_wait_for_results_with_a_line(ours: Snapshots, tmp_path: Path) -> None:
     """It is no error of the run: the weights do not depend on it."""
-    run, remote, best = mock.Mock(run_dir=tmp_path, step=0), RemoteEvaluation(), BestWeights(None)
+    run, remote, best = mock.Mock(run_dir=tmp_path, step=10), RemoteEvaluation(), BestWeights(None)
     run.ranks.broadcast, run.reporter.evaluated = (lambda value: value), {"test": set()}
     remote.snapshots = best.snapshots = ours
     best.watched = "test"
