@@ -37,40 +37,21 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def weights(run_dir: Path) -> dict[str, Any]:
-    """The model's variables in the newest checkpoint, by name."""
-    from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
-
-    reader = _newest(run_dir)
-    nodes = TrackableObjectGraph.FromString(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH")).nodes
-    open_nodes = [child.node_id for child in nodes[0].children if child.local_name == "model"]
-    seen: set[int] = set()
-    found = {}
-    while open_nodes:
-        node = open_nodes.pop()
-        if node not in seen:
-            seen.add(node)
-            # The key is that of any part which holds the variable, such as the optimizer.
-            found.update({a.full_name: reader.get_tensor(a.checkpoint_key) for a in nodes[node].attributes})
-            open_nodes += [child.node_id for child in nodes[node].children]
-    return found
+    """The model's variables in the newest checkpoint, by their names there."""
+    return _values(run_dir, "state/model/")
 
 
 def averages(run_dir: Path) -> dict[str, Any]:
-    """The moving averages of the model's variables in the newest checkpoint, by their keys there."""
-    reader = _newest(run_dir)
-    shapes = reader.get_variable_to_shape_map()
-    keys = [key for key in sorted(shapes) if key.startswith("averages/variables/") and shapes[key]]  # not the count
-    return {key: reader.get_tensor(key) for key in keys}
+    """The moving averages of the model's variables in the newest checkpoint, by their names there."""
+    return {name: value for name, value in _values(run_dir, "state/averages/").items() if value.shape}  # not the count
 
 
-def _newest(run_dir: Path) -> Any:
-    import tensorflow as tf
-
-    from hvd_cifar.training.checkpoint import find, prefix
+def _values(run_dir: Path, beginning: str) -> dict[str, Any]:
+    from hvd_cifar.training.checkpoint import find, read
 
     path = find(run_dir)
     assert path is not None, f"no checkpoint in {run_dir}"
-    return tf.train.load_checkpoint(prefix(path))
+    return {name: value for name, value in read(path).items() if name.startswith(beginning)}
 
 
 def loss_apart(one: dict[int, float], other: dict[int, float], up_to: int) -> float:

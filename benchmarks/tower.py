@@ -38,6 +38,7 @@ from hvd_cifar.models import BUILT_IN
 from hvd_cifar.models.recipe import momentum_sgd
 from hvd_cifar.training import checkpoint
 from hvd_cifar.training.plan import changed, global_batch, make_schedule, resolve
+from hvd_cifar.training.state import TrainState
 from hvd_cifar.training.work import make_net, work_of
 
 
@@ -128,12 +129,12 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
             losses = train_step([(image, label) for image, label, *_ in of_towers], rate).numpy()
             event = {"event": "train", "step": done + 1, "loss": float(losses.mean()), "towers": losses.tolist()}
             metrics.write(json.dumps(event) + "\n")
-    saved = {"model": model}
+    state = TrainState(model)
     if averages is not None:
-        saved["averages"] = tf.train.Checkpoint(variables=[step, *(averages.average(v.value) for v in variables)])
+        state.add_core("averages", [step, *(averages.average(v.value) for v in variables)])
     folder = settings.run_dir / "checkpoints"
     folder.mkdir(exist_ok=True)
-    checkpoint.write(folder, batch_plan.total_steps, state=tf.train.Checkpoint(**saved))
+    checkpoint.write(folder, batch_plan.total_steps, checkpoint.values_of(state))
     print(f"{towers} towers, {batch_plan.total_steps} steps, last loss {losses.mean():.6f}: {settings.run_dir}")
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from hvd_cifar import config
-from hvd_cifar.config import EvaluateSettings, TrainSettings
+from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.training import evaluate_command, user_code
 from hvd_cifar.training import train as training
 from hvd_cifar.training.callbacks import Callback
 from hvd_cifar.training.work import UserObjects
+from hvd_cifar.use_settings import EvaluateSettings
 
 
 def train(

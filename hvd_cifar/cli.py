@@ -8,18 +8,22 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hvd_cifar import __version__, config
+from hvd_cifar import __version__, config, use_settings
 from hvd_cifar.errors import TrainingError, UserError, cause_of
+from hvd_cifar.fields import Settings
 from hvd_cifar.options import HELP_OF_TRAIN, GroupedCommand, launcher_option, option
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.quiet import quiet_start
 from hvd_cifar.runtime.endings import no_early_success
 from hvd_cifar.runtime.environment import launched_local_rank, launched_rank
+from hvd_cifar.settings_file import read_file
+from hvd_cifar.tools import settings as tools
 from hvd_cifar.training.preemption import resumable
 
 USER_ERROR = 2
@@ -38,7 +42,7 @@ def check(argv: list[str]) -> Any:
     The launcher calls it before it starts any rank. Where help is asked for, it prints help and exits with code 0.
     """
     checked: list[Any] = []
-    code = _run(argv, lambda work: checked.extend(work.args))
+    code = _run(argv, lambda work: checked.append(work.args[-1]))
     return checked[0] if checked else sys.exit(code)
 
 
@@ -101,48 +105,82 @@ def _complain_once(message: str, code: int, of_one_rank: bool = False) -> int:
     return code
 
 
+# Name, settings, the function that runs with them, and help. Commands without help are for this program's own use.
+# A function that needs TensorFlow is imported in silence: TensorFlow logs notes while it is imported.
+COMMANDS: tuple[tuple[str, type[Settings], str, str], ...] = (
+    ("train", config.TrainSettings, "training.train:train", "Train a model; rank 0 writes the run directory."),
+    (
+        "evaluate",
+        use_settings.EvaluateSettings,
+        "training.evaluate_command:evaluate_run",
+        "Evaluate a checkpoint on the whole test set.",
+    ),
+    (
+        "export",
+        use_settings.ExportSettings,
+        "tools.export:export",
+        "Write a trained net as a SavedModel and a .keras file, which TensorFlow loads without this package.",
+    ),
+    (
+        "predict",
+        use_settings.PredictSettings,
+        "tools.predict:predict",
+        "Classify image files and folders of them with a trained net; exit code 2 if one cannot be read.",
+    ),
+    (
+        "report",
+        tools.ReportSettings,
+        "tools.report.command:report",
+        "Write a page (HTML) about runs: what ran, curves, where the time went, what happened, mistakes.",
+    ),
+    (
+        "watch",
+        tools.WatchSettings,
+        "tools.watch:watch",
+        "Show a run that somebody else started, until it ends.",
+    ),
+    (
+        "benchmark step",
+        tools.BenchmarkStepSettings,
+        "tools.benchmark.commands:benchmark_step",
+        "Measure the training step on 1 to N ranks: speed, parts of its time, scaling efficiency.",
+    ),
+    (
+        "benchmark allreduce",
+        tools.BenchmarkAllreduceSettings,
+        "tools.benchmark.commands:benchmark_allreduce",
+        "Measure all-reduces of many sizes, through Horovod and through MPI: time and bandwidth.",
+    ),
+    (
+        "doctor",
+        tools.DoctorSettings,
+        "tools.doctor.command:examine",
+        "Check all hosts at once for the usual faults, and run a small job; exit code 1 if a run would fail.",
+    ),
+    ("validate", use_settings.ValidateSettings, "training.validate_command:validate_run", ""),
+    ("doctor-job", tools.DoctorJobSettings, "tools.doctor.ranks:run", ""),
+)
+WITHOUT_TENSORFLOW = ("report", "watch", "doctor")
+
+
 def _commands() -> click.Group:
     @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
     @click.version_option(__version__)
     def commands() -> None:
         """Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU or core."""
 
-    _add(commands, "train", config.TrainSettings, _train, "Train a model; rank 0 writes the run directory.")
-    _add(commands, "evaluate", config.EvaluateSettings, _evaluate, "Evaluate a checkpoint on the whole test set.")
-    export_help = "Write a trained net as a SavedModel and a .keras file, which TensorFlow loads without this package."
-    _add(commands, "export", config.ExportSettings, _export, export_help)
-    classify_help = "Classify image files and folders of them with a trained net; exit code 2 if one cannot be read."
-    _add(commands, "predict", config.PredictSettings, _predict, classify_help)
-
-    report_help = "Write a page (HTML) about runs: what ran, curves, where the time went, what happened, mistakes."
-    _add(commands, "report", config.ReportSettings, _report, report_help)
-    _add(commands, "watch", config.WatchSettings, _watch, "Show a run that somebody else started, until it ends.")
-
     @commands.group()
     def benchmark() -> None:
         """Measure the training step and the all-reduce on this machine or cluster."""
 
-    step_help = "Measure the training step on 1 to N ranks: speed, parts of its time, scaling efficiency."
-    _add(benchmark, "step", config.BenchmarkStepSettings, _benchmark_step, step_help)
-    allreduce_help = "Measure all-reduces of many sizes, through Horovod and through MPI: time and bandwidth."
-    _add(benchmark, "allreduce", config.BenchmarkAllreduceSettings, _benchmark_allreduce, allreduce_help)
-
-    doctor_help = "Check all hosts at once for the usual faults, and run a small job; exit code 1 if a run would fail."
-    _add(commands, "doctor", config.DoctorSettings, _doctor, doctor_help)
-    _add(commands, "validate", config.ValidateSettings, _validate, "Evaluate beside a run.", hidden=True)
-    _add(commands, "doctor-job", config.DoctorJobSettings, _doctor_job, "The doctor's small job.", hidden=True)
+    for name, kind, place, help_text in COMMANDS:
+        group, word = (benchmark, name.split()[1]) if " " in name else (commands, name)
+        group.add_command(_command(word, kind, functools.partial(_call, name, place), help_text))
     return commands
 
 
-def _add(
-    group: click.Group,
-    name: str,
-    kind: type[config.S],
-    function: Callable[[config.S], None],
-    help_text: str,
-    hidden: bool = False,
-) -> None:
-    """Add a command whose options are the fields of `kind`. Parsing returns the call to make, with checked settings."""
+def _command(name: str, kind: type[Settings], function: Callable[[Settings], None], help_text: str) -> click.Command:
+    """A command whose options are the fields of `kind`. Parsing returns the call to make, with checked settings."""
 
     def parse(**given: Any) -> functools.partial[None]:
         file = given.pop("config", None)
@@ -150,7 +188,7 @@ def _add(
             raise UserError("--config: the path is empty; give a file, or leave the option out")
         chosen = {field: value for field, value in given.items() if value not in (None, ())}
         try:
-            values = config.read_file(Path(file), has_batch=not chosen.keys().isdisjoint(config.BATCH)) if file else {}
+            values = read_file(Path(file), has_batch=not chosen.keys().isdisjoint(config.BATCH)) if file else {}
             settings = config.make(kind, {**values, **chosen})
         except UserError as error:
             error.of_one_rank = bool(file)  # another host may have another file
@@ -161,74 +199,19 @@ def _add(
     file_help = "YAML or JSON file of settings; options take precedence over it."
     options.append(click.Option(["--config"], metavar="FILE", help=file_help))
     if kind is config.TrainSettings:
-        group.add_command(GroupedCommand(name, HELP_OF_TRAIN, params=options, callback=parse, help=help_text))
-    else:
-        group.add_command(click.Command(name, params=options, callback=parse, help=help_text, hidden=hidden))
+        return GroupedCommand(name, HELP_OF_TRAIN, params=options, callback=parse, help=help_text)
+    return click.Command(name, params=options, callback=parse, help=help_text, hidden=not help_text)
 
 
-def _train(settings: config.TrainSettings) -> None:
-    with resumable(), no_early_success(launched_rank() or 0):
-        with quiet_start():
-            from hvd_cifar.training.train import train
-        train(settings)
-
-
-def _evaluate(settings: config.EvaluateSettings) -> None:
-    with quiet_start():
-        from hvd_cifar.training.evaluate_command import evaluate_run
-    evaluate_run(settings)
-
-
-def _export(settings: config.ExportSettings) -> None:
-    with quiet_start():
-        from hvd_cifar.tools.export import export
-    export(settings)
-
-
-def _predict(settings: config.PredictSettings) -> None:
-    with quiet_start():
-        from hvd_cifar.tools.predict import predict
-    if predict(settings):
+def _call(name: str, place: str, settings: Settings) -> None:
+    """Run a command. An image that `predict` cannot read ends the process with exit code 2."""
+    module, _, function = place.partition(":")
+    with contextlib.ExitStack() as ways:
+        if name == "train":
+            ways.enter_context(resumable())
+            ways.enter_context(no_early_success(launched_rank() or 0))
+        with contextlib.nullcontext() if name in WITHOUT_TENSORFLOW else quiet_start():
+            run = getattr(import_module(f"{__package__}.{module}"), function)
+        has_failed = run(settings)
+    if name == "predict" and has_failed:
         sys.exit(USER_ERROR)
-
-
-def _report(settings: config.ReportSettings) -> None:
-    from hvd_cifar.tools.report.command import report
-
-    report(settings)
-
-
-def _watch(settings: config.WatchSettings) -> None:
-    from hvd_cifar.tools.watch import watch
-
-    watch(settings)
-
-
-def _validate(settings: config.ValidateSettings) -> None:
-    with quiet_start():
-        from hvd_cifar.training.validate_command import validate_run
-    validate_run(settings)
-
-
-def _benchmark_step(settings: config.BenchmarkStepSettings) -> None:
-    with quiet_start():
-        from hvd_cifar.tools.benchmark.commands import benchmark_step
-    benchmark_step(settings)
-
-
-def _benchmark_allreduce(settings: config.BenchmarkAllreduceSettings) -> None:
-    with quiet_start():
-        from hvd_cifar.tools.benchmark.commands import benchmark_allreduce
-    benchmark_allreduce(settings)
-
-
-def _doctor(settings: config.DoctorSettings) -> None:
-    from hvd_cifar.tools.doctor.command import examine
-
-    examine(settings)
-
-
-def _doctor_job(settings: config.DoctorJobSettings) -> None:
-    with quiet_start():
-        from hvd_cifar.tools.doctor.ranks import run
-    run(settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -12,12 +12,16 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationError,
     ValidationInfo,
     field_validator,
 )
 
+from hvd_cifar.errors import UserError, printable
+
+MOST_SHOWN = 80  # characters of a wrong value in an error message
+
 MODELS = ("fast", "tutorial", "resnet20", "resnet32", "resnet56")
-DataSource = Literal["auto", "local", "rank0"]
 Compression = Literal["none", "fp16"]
 Overlap = Literal["auto", "on", "off"]
 Precision = Literal["float32", "float64", "mixed_bfloat16", "mixed_float16"]
@@ -127,35 +131,18 @@ def _rank_counts(given: Any) -> Any:
 _SIZES = {"": 1, "B": 1, "K": 2**10, "KiB": 2**10, "M": 2**20, "MiB": 2**20, "G": 2**30, "GiB": 2**30}
 
 
-def _steps(given: Any) -> Any:
-    """Text such as 100:110 as (100, 110)."""
-    if isinstance(given, str):
-        match = re.fullmatch("([0-9]{1,12}):([0-9]{1,12})", given)
-        if match is None:
-            raise ValueError("write the first and the last step, such as 100:110")
-        given = (int(match[1]), int(match[2]))
-    return tuple(given) if isinstance(given, list) else given
-
-
-def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
-    if not 1 <= steps[0] <= steps[1]:
-        raise ValueError("the first step must be at least 1, and at most the last; write such as 100:110")
+def _few(steps: tuple[int, int]) -> tuple[int, int]:
     if steps[1] - steps[0] >= MOST_PROFILED_STEPS:
         raise ValueError(f"a profile holds at most {MOST_PROFILED_STEPS} steps; give fewer")
     return steps
 
 
-def _quantity(units: dict[str, float], example: str) -> BeforeValidator:
-    def read(given: Any) -> Any:
-        match = re.fullmatch(r"([0-9.]+) ?([A-Za-z/]*)", given.strip()) if isinstance(given, str) else None
-        if match is None and not isinstance(given, (int, float)):
-            raise ValueError(f"write a number and a unit, such as {example}")
-        number, unit = (match[1], match[2]) if match else (str(given), "")
-        if unit not in units or not re.fullmatch(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", number):
-            raise ValueError(f"write a number and one of {', '.join(filter(None, units))}, such as {example}")
-        return float(number) * units[unit]
-
-    return BeforeValidator(read)
+def _bytes(given: Any) -> float:
+    """Text such as 64K as a number."""
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+) ?([A-Za-z]*)", str(given).strip())
+    if not match or match[2] not in _SIZES:
+        raise ValueError(f"write a number and one of {', '.join(filter(None, _SIZES))}, such as 4, 64K or 256MiB")
+    return float(match[1]) * _SIZES[match[2]]
 
 
 def address(given: str) -> str:
@@ -167,12 +154,6 @@ def address(given: str) -> str:
     return given
 
 
-def numbers(given: Any) -> Any:
-    """Text such as 0.75,1 as ("0.75", "1")."""
-    words = given.split(",") if isinstance(given, str) else given
-    return tuple(words) if isinstance(words, list) else words
-
-
 def words(given: Any) -> Any:
     """Text such as a,b as ("a", "b")."""
     return tuple(given.split(",")) if isinstance(given, str) else given
@@ -182,7 +163,8 @@ def _pair(least: int, what: str) -> BeforeValidator:
     """Text such as 2:8 as (2, 8): whole numbers of at least `least`, the second at least the first."""
 
     def pair(given: Any) -> tuple[int, int]:
-        match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", str(given))
+        text = given if isinstance(given, str) else ":".join(map(str, given)) if isinstance(given, list | tuple) else ""
+        match = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
         if not match or not least <= int(match[1]) <= int(match[2]):
             raise ValueError(f"write {what}, the first not more than the second")
         return int(match[1]), int(match[2])
@@ -191,8 +173,8 @@ def _pair(least: int, what: str) -> BeforeValidator:
 
 
 RankCounts = Annotated[tuple[int, ...], BeforeValidator(_rank_counts)]
-Steps = Annotated[tuple[int, int], BeforeValidator(_steps), AfterValidator(_in_order)]
-Bytes = Annotated[int, _quantity(_SIZES, "4, 64K or 256MiB")]
+Steps = Annotated[tuple[int, int], _pair(1, "FIRST:LAST steps, such as 100:110"), AfterValidator(_few)]
+Bytes = Annotated[int, BeforeValidator(_bytes)]
 ModelSpec = Annotated[str, AfterValidator(_model)]
 Callbacks = Annotated[tuple[str, ...], BeforeValidator(_callbacks)]
 LocalPath = Annotated[Path, BeforeValidator(not_empty), AfterValidator(absolute)]
@@ -221,3 +203,57 @@ class Settings(BaseModel):
         if is_bool and _has_numbers(cls.model_fields[str(info.field_name)].annotation):
             raise ValueError("a truth value is not a number")
         return given
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def option_name(field: str) -> str:
+    """`global_batch_size` -> `--global-batch-size`, `json_file` -> `--json`."""
+    return "--" + field.removesuffix("_file").replace("_", "-")
+
+
+def _told_name(kind: type[S], field: str) -> str:
+    """What the command line calls a field: its option, or its argument."""
+    info = kind.model_fields.get(field)
+    extra = info.json_schema_extra if info else None
+    if not isinstance(extra, dict):
+        return option_name(field)
+    flags = extra.get("flags")
+    return (
+        str(extra["argument"])
+        if "argument" in extra
+        else str(flags[0])
+        if isinstance(flags, list)
+        else option_name(field)
+    )
+
+
+def make(kind: type[S], values: dict[str, Any]) -> S:
+    """Validate `values` (field name -> value, text is converted) into settings.
+
+    Raises:
+        UserError: with one line that names the first wrong option, its value and what it must be.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as failure:
+        first = failure.errors()[0]
+        if not first["loc"]:  # a check of several fields writes the whole message
+            raise UserError(str(first["ctx"]["error"]) if "ctx" in first else first["msg"]) from None
+        option = _told_name(kind, str(first["loc"][0]))
+        if len(first["loc"]) > 1 and isinstance(first["loc"][1], str):  # one of --set
+            option += f" {first['loc'][1]}"
+        if first["type"] == "missing":
+            raise UserError(f"{option} is required") from None
+        if first["type"] == "extra_forbidden":
+            raise UserError(f"{option} is no setting of this command (see --help)") from None
+        message = first["msg"].removeprefix("Value error, ")
+        message = message[0].lower() + message[1:]
+        raise UserError(f"{option} {shown(first['input'])}: {message}") from None
+
+
+def shown(value: Any) -> str:
+    """A wrong value as an error message shows it: on one line, at most `MOST_SHOWN` characters."""
+    text = re.sub("//[^/]*@", "//...@", printable(str(value)))  # a password
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."

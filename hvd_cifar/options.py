@@ -10,8 +10,10 @@ from typing import Any
 
 import click
 
-from hvd_cifar.config import NO_CHANGES, LaunchSettings, make, option_name
+from hvd_cifar.config import NO_CHANGES
 from hvd_cifar.errors import UserError
+from hvd_cifar.fields import make, option_name
+from hvd_cifar.launch.settings import LaunchSettings
 
 # The options of `train` that most people need, as its help shows them; --help-all shows all.
 HELP_OF_TRAIN = {
@@ -19,7 +21,7 @@ HELP_OF_TRAIN = {
     "Training": ("epochs", "max_steps", "global_batch_size", "learning_rate", "set", "precision", "seed"),
     "Ranks": ("sync_batch_norm", "virtual_shards"),
     "Evaluation": ("eval_every", "hold_out", "early_stopping"),
-    "Run": ("run_dir", "resume", "checkpoint_every", "config"),
+    "Run": ("run_dir", "resume", "checkpoint_minutes", "config"),
 }
 
 

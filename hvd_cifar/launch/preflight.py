@@ -11,16 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hvd_cifar import config, fields
-from hvd_cifar.config import (
-    DataSettings,
-    EvaluateSettings,
-    ExportSettings,
-    RunSettings,
-    TrainSettings,
-)
+from hvd_cifar.config import DataSettings, TrainSettings
 from hvd_cifar.errors import UserError
 from hvd_cifar.fields import FOLDER_DATASET
 from hvd_cifar.files import can_be_replaced
+from hvd_cifar.use_settings import EvaluateSettings, ExportSettings, RunSettings
 
 MOST_THREADS_OF_A_CORE = 4  # many more would make the machine unusable
 # Peak of a rank's own memory (USS) in the smallest run: tutorial, batch 1, one thread, 2 ranks: 303 MiB. `fast` takes

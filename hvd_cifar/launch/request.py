@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from hvd_cifar.config import LaunchSettings
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host, is_local, parse_hosts, read_hostfile
 from hvd_cifar.launch.elastic import Discover, script
+from hvd_cifar.launch.settings import LaunchSettings
 from hvd_cifar.options import launcher_options
 
 PYTHON = "python"  # the command that runs a user's own program on each rank

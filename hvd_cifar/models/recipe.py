@@ -69,7 +69,7 @@ class Recipe:
         lookahead: average the weights by look-ahead (`optim.averages.Lookahead`).
         image_scales: factors of at most 1 that images are shrunk by, each for an equal part of the steps; (): as they
             are. The last one should be 1, since evaluation does not shrink images.
-        test_time_augmentation: evaluate on two views of each test image at the end, and on six of uncertain ones.
+        test_time_augmentation: evaluate on six views of each test image at the end.
         evaluation_epochs: epochs between evaluations.
         shorter: by number of epochs, the test accuracy on CIFAR-10, 0 to 1, of shorter runs, for a run's forecast.
         embedded_epochs: at most this many epochs on the embedded set, which `--dataset auto` takes without CIFAR-10.

@@ -14,7 +14,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_cifar import __version__
-from hvd_cifar.config import ExportSettings
 from hvd_cifar.data import augment
 from hvd_cifar.errors import UserError, reason_of
 from hvd_cifar.files import replace_text
@@ -23,6 +22,7 @@ from hvd_cifar.reporting import terminal
 from hvd_cifar.training.evaluate import logits_of
 from hvd_cifar.training.run_dir import read_summary
 from hvd_cifar.training.trained import Trained, load
+from hvd_cifar.use_settings import ExportSettings
 
 SAVED_MODEL, KERAS, METADATA = "saved_model", "model.keras", "metadata.json"
 PART = ".part"

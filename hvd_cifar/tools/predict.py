@@ -12,13 +12,13 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_cifar.config import PredictSettings
 from hvd_cifar.data import augment
 from hvd_cifar.data.folder import images_below, read_image
 from hvd_cifar.errors import UserError, printable
 from hvd_cifar.reporting import terminal
 from hvd_cifar.training.evaluate import examples_at_once, logits_of
 from hvd_cifar.training.trained import Trained, load
+from hvd_cifar.use_settings import PredictSettings
 
 SHOWN = 3  # classes of each image
 

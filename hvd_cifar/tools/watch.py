@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from hvd_cifar.config import WatchSettings
 from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import goodput, run_files, story, terminal
 from hvd_cifar.reporting.run_files import Evaluated, Validated
 from hvd_cifar.reporting.view import Course, View, in_words
+from hvd_cifar.tools.settings import WatchSettings
 
 SECONDS_BETWEEN_LOOKS = 1.0
 

@@ -1,8 +1,8 @@
 """Checkpoints on disk. Each is a folder, written atomically, and verified before any value of it is used.
 
-`step-N/` holds TensorFlow's checkpoint of step N and `manifest.json`, which lists the size and the SHA-256 of each
-file. `state.*` has what every run has, `added.*` what callbacks have added. The folders' names are the only list of the
-checkpoints. A folder whose name begins with a dot is being written or removed; a killed run may leave one behind.
+`step-N/` holds the variables of step N, `state.npz`, by the names of `TrainState.named`, and `manifest.json`, which
+lists the size and the SHA-256 of each file. The folders' names are the only list of the checkpoints. A folder whose
+name begins with a dot is being written or removed; a killed run may leave one behind.
 """
 
 from __future__ import annotations
@@ -12,48 +12,44 @@ import json
 import os
 import re
 import shutil
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
+from numpy.typing import NDArray
 
 from hvd_cifar.errors import DIVERGED, Diverged, UserError, reason_of
 from hvd_cifar.files import read_json, replace_text, sync
 from hvd_cifar.reporting import terminal
 from hvd_cifar.training.state import TrainState
 
-FORMAT = 3
-READ_FORMATS = (2, 3)  # before 3, what callbacks add was among the state
+FORMAT = 4
 KEPT = 5  # checkpoints of a run
 MANIFEST = "manifest.json"
+VALUES = "state.npz"
 BLOCK_BYTES = 2**22  # of a file, to hash at a time
 _STEP = re.compile(r"step-([0-9]{1,18})")
 _FILE = re.compile(r"\w[\w.-]*")
 
 
-def prefix(path: Path, name: str = "state") -> str:
-    """The prefix of a checkpoint's files, which TensorFlow takes as its path."""
-    return str(path / name)
-
-
-def write(folder: Path, step: int, **trackables: tf.train.Checkpoint) -> Path:
+def write(folder: Path, step: int, values: Mapping[str, NDArray[Any]]) -> Path:
     """Write a checkpoint into a folder of checkpoints. It is whole and on disk when this returns.
 
     A checkpoint of the same step is replaced: a run writes a step again only if it found the first one damaged.
 
     Args:
-        trackables: by the names of their files.
+        values: by their names.
 
     Raises:
-        OSError, tf.errors.OpError: where it cannot be written; no part of it is left.
+        OSError: where it cannot be written; no part of it is left.
     """
     path, part = folder / f"step-{step}", folder / f".step-{step}.part"
     try:
         part.mkdir()
-        for name, trackable in trackables.items():
-            trackable.write(prefix(part, name))
+        np.savez(part / VALUES, **values)  # type: ignore[arg-type]
         files = {}
         for file in sorted(part.iterdir()):
             sync(file)
@@ -101,7 +97,7 @@ def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files, in words; None where they match the manifest."""
     try:
         manifest = read_json(path / MANIFEST)
-        if manifest["format"] not in READ_FORMATS:
+        if manifest["format"] != FORMAT:
             return f"its format is {manifest['format']}, this program reads {FORMAT}"
         expected: dict[str, Any] = manifest["files"]
         if not expected:
@@ -119,9 +115,7 @@ def damage(path: Path) -> str | None:
 def listed(place: Path) -> list[Path]:
     """The checkpoint at a path, or all in a folder of checkpoints or a run directory, the newest first; not checked.
 
-    Raises:
-        OSError: where a folder cannot be read.
-        UserError: where they are of an earlier version.
+    Raises OSError where a folder cannot be read.
     """
     folders = [folder for folder in (place, place / "checkpoints") if folder.is_dir()]
     is_named = folders == [place] and _STEP.fullmatch(place.name)  # a run directory may have such a name
@@ -131,8 +125,6 @@ def listed(place: Path) -> list[Path]:
         found = {int(match[1]): path for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))}
         if found:
             return [found[step] for step in sorted(found, reverse=True)]
-    if Path(f"{place}.index").exists() or any(any(folder.glob("step-*.index")) for folder in folders):
-        raise UserError(f"{place}: this program cannot read the checkpoints of its earlier versions; give another")
     return []
 
 
@@ -199,16 +191,16 @@ class Checkpoints:
             UserError: where it cannot be written. Earlier checkpoints are kept.
         """
         step = int(self.state.step.numpy())
-        checked = [v for v in self.state.variables if id(v) not in self._infinite]
-        spoilt = [v.path for v in checked if not np.isfinite(v.numpy()).all()]
-        if spoilt:
+        variables, values = self.state.named(), values_of(self.state)
+        checked = [name for name, v in variables.items() if id(v) not in self._infinite]
+        if spoilt := [variables[name].path for name in checked if not np.isfinite(values[name]).all()]:
             raise Diverged(
                 f"{DIVERGED}: {spoilt[0]} is not finite after step {step}; it was not saved; "
                 "lower --learning-rate or give --clip-norm"
             )
         try:
-            path = write_state(self.state, self.folder, step)
-        except (tf.errors.OpError, OSError) as failure:
+            path = write(self.folder, step, values)
+        except OSError as failure:
             kept = "earlier checkpoints are kept" if listed(self.folder) else "nothing is saved"
             raise UserError(
                 f"cannot write the checkpoint of step {step} in {self.folder}: {reason_of(failure)}; "
@@ -254,10 +246,15 @@ class Checkpoints:
             )
 
 
-def write_state(state: TrainState, folder: Path, step: int) -> Path:
-    """Write a state as a checkpoint; see `write`."""
-    added = {"added": state.trackable(core=False)} if state.has_additions else {}
-    return write(folder, step, state=state.trackable(core=True), **added)
+def values_of(state: TrainState) -> dict[str, NDArray[Any]]:
+    """What a checkpoint of a state holds."""
+    return {name: np.asarray(v.numpy()) for name, v in state.named().items()}
+
+
+def read(path: Path) -> dict[str, NDArray[Any]]:
+    """The values of a checkpoint, by their names. NumPy gives those of bfloat16 as raw bytes."""
+    with np.load(path / VALUES) as saved:
+        return dict(saved)
 
 
 def restore(state: TrainState, path: Path, partial: bool = False) -> None:
@@ -269,51 +266,38 @@ def restore(state: TrainState, path: Path, partial: bool = False) -> None:
         partial: the checkpoint may hold more than this state, which is for evaluation.
 
     Raises:
-        UserError: where it lacks what the state needs.
+        UserError: where it lacks what the state needs; no variable has changed.
     """
     try:
-        status = state.trackable(core=True).read(prefix(path))
-        status.assert_existing_objects_matched()
-        is_of_today = read_json(path / MANIFEST)["format"] == FORMAT
-        if partial or not is_of_today:
-            status.expect_partial()
-        else:
-            status.assert_consumed()
-        added = "added" if is_of_today else "state"
-        state.reset_additions()
-        if state.has_additions and Path(f"{prefix(path, added)}.index").exists():
-            state.trackable(core=False).read(prefix(path, added)).expect_partial()
-    # TensorFlow raises some of the reader's errors as Python's built-in ones: for a truncated file an IndexError.
-    except (tf.errors.OpError, AssertionError, ValueError, LookupError, OSError, RuntimeError) as failure:
-        tf.get_logger().setLevel("ERROR")  # else it lists at exit, one line each, the variables that were not restored
-        wrong = _other_shape(state, prefix(path))
-        raise UserError(
-            f"cannot read the checkpoint {path}: {wrong or reason_of(failure)}; "
-            "give another one, or the settings it was made with"
-        ) from None
+        saved, variables = read(path), state.named()
+    except (OSError, ValueError, LookupError, zipfile.BadZipFile) as failure:
+        raise _unfit(path, reason_of(failure)) from None
+    for name, variable in variables.items():
+        if name.startswith("state/") and (wrong := _misfit(variable, saved.get(name))):
+            raise _unfit(path, wrong)
+    if more := [name for name in saved if name.startswith("state/") and name not in variables and not partial]:
+        raise _unfit(path, f"it holds {more[0]}, which this run has not")
+    state.reset_additions()
+    for name, variable in variables.items():
+        if not _misfit(variable, saved.get(name)):
+            variable.assign(saved[name].view(_type_of(variable)))
 
 
-def _other_shape(state: TrainState, file: str) -> str:
-    """The first variable of the model whose shape in a checkpoint is another one, in words; "": none is known."""
-    try:
-        reader, graph = tf.train.load_checkpoint(file), TrackableObjectGraph()
-        graph.ParseFromString(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
-        shapes = reader.get_variable_to_shape_map()
-    except (tf.errors.OpError, ValueError, LookupError, RuntimeError):  # a damaged file
-        return ""
-    own: dict[int, int] = {}  # node by a thing's id
-    keys: dict[int, list[str]] = {}  # of a node's values
-    waiting: list[tuple[Any, int]] = [(state.trackable(core=True), 0)]
-    while waiting:  # the same names lead from both roots to a variable
-        thing, number = waiting.pop()
-        if own.setdefault(id(thing), number) == number and number not in keys:
-            keys[number] = [one.checkpoint_key for one in graph.nodes[number].attributes]
-            known = {child.local_name: child.node_id for child in graph.nodes[number].children}
-            children = tf.train.TrackableView.children(thing)
-            waiting += [(child, known[name]) for name, child in children.items() if name in known]
-    for v in state.model.variables:
-        node = own.get(id(v.value), own.get(id(v), -1))
-        for key in keys.get(node, ()):
-            if key in shapes and tuple(shapes[key]) != tuple(v.shape):
-                return f"{v.path} is {tuple(shapes[key])} there and {tuple(v.shape)} in this net"
+def _type_of(variable: Any) -> Any:
+    return tf.as_dtype(variable.dtype).as_numpy_dtype
+
+
+def _misfit(variable: Any, value: NDArray[Any] | None) -> str:
+    """Why a value is not of a variable, in words; "": it may be."""
+    if value is None:
+        return f"it lacks {variable.path}"
+    if value.shape != tuple(variable.shape):
+        return f"{variable.path} is {value.shape} there and {tuple(variable.shape)} in this net"
+    wanted = np.dtype(_type_of(variable))
+    if value.dtype != wanted and not (value.dtype.kind == "V" and value.dtype.itemsize == wanted.itemsize):
+        return f"{variable.path} is {value.dtype} there and {wanted} in this net"
     return ""
+
+
+def _unfit(path: Path, why: str) -> UserError:
+    return UserError(f"cannot read the checkpoint {path}: {why}; give another one, or the settings it was made with")

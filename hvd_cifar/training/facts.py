@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from hvd_cifar import __version__, fields
@@ -11,12 +12,12 @@ from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.batch_norm import local_layers
 from hvd_cifar.errors import TrainingError, UserError, reason_of
-from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import provenance, terminal
+from hvd_cifar.runtime import environment
 from hvd_cifar.runtime.failures import lost_rank
 from hvd_cifar.runtime.ranks import differences
 from hvd_cifar.runtime.world import World, versions
-from hvd_cifar.training import random_layers, run_dir
+from hvd_cifar.training import net_checks, random_layers, run_dir, user_files
 from hvd_cifar.training.callbacks import Run
 from hvd_cifar.training.work import UserObjects, Work
 
@@ -28,49 +29,96 @@ NO_BFLOAT16 = (
 NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"
 
 
-def must_match(work: Work, given: UserObjects, schedule: Schedule, kernels: str) -> dict[str, Any]:
-    """Facts derived from the settings that must be the same for a run to resume. A collective."""
-    return {
-        # The name, not "auto", under which a later evaluation might find another data set.
-        "dataset": _name_of_data(work, given),
-        "global_batch_size": work.plan.global_batch_size,
-        "examples_sha256": collectives.on_root(lambda: work.dataset.train.digest),
-        "learning_rate_schedule": collectives.on_every_rank(lambda: schedule.exact),
-        "convolutions": kernels,
-        **run_dir.numbers_of(work.settings, work.recipe),
-    }
+class Record:
+    """What a run records of itself at its start, and compares with the record of a run that it resumes.
 
+    Attributes:
+        must_match: facts that must be the same for a run to resume.
+        compared: those and the settings that must be the same.
+        net: what the ranks have built, from `net_checks.structure`.
+    """
 
-def of_run(run: Run, published: bool | None) -> dict[str, Any]:
-    """Facts about ranks, data and versions for the run's record."""
-    world, plan = run.world, run.plan
-    return {
-        "data": run_dir.describe(run.data),
-        "test_sha256": collectives.on_root(lambda: run.data.test.digest),
-        "published_images": published,
-        "first_step": run.step,
-        "total_steps": plan.total_steps,
-        "all_steps": plan.all_steps,
-        "steps_per_epoch": plan.steps_per_epoch,
-        "image_heights": run.work.image_sizes,
-        "world_size": world.size,
-        "hosts": [rank.host for rank in world.ranks],
-        "local_ranks": [rank.local_rank for rank in world.ranks],
-        "device": world.device,
-        "threads": world.threads,
-        "controller": world.controller,
-        "algorithm": world.algorithm,
-        "transport": world.transport,
-        "command": provenance.command(),
-        "hvd_cifar": __version__,
-        "git_commit": provenance.git_commit() if world.is_root else None,
-        "versions": versions(),
-    }
+    def __init__(self, run: Run, given: UserObjects) -> None:
+        """To be made before callbacks are loaded: they do not change a run's course. A collective.
 
+        Raises:
+            UserError: on every rank, where ranks have built different nets, or compute too differently.
+        """
+        work, schedule = run.work, run.schedule
+        self._given = given
+        self._kernels = agree_on_kernels(run.world, work.settings)
+        self.net = net_checks.structure(run)
+        net_checks.refuse_unlike(self.net, work.model.name)
+        without_callbacks = work.settings.model_copy(update={"callbacks": ()})
+        self._of_course = user_files.modules_of(without_callbacks, given.named)
+        self._published = collectives.on_root(lambda: is_published(work.dataset))
+        self.must_match = {
+            # The name, not "auto", under which a later evaluation might find another data set.
+            "dataset": _name_of_data(work, given),
+            "global_batch_size": work.plan.global_batch_size,
+            "examples_sha256": collectives.on_root(lambda: work.dataset.train.digest),
+            "learning_rate_schedule": collectives.on_every_rank(lambda: schedule.exact),
+            "convolutions": self._kernels,
+            **run_dir.numbers_of(work.settings, work.recipe),
+        }
+        self.compared = run_dir.compared(work.settings, self.must_match)
 
-def published(work: Work) -> bool | None:
-    """Whether the training images are CIFAR-10's published ones; None: another set. A collective."""
-    return collectives.on_root(lambda: is_published(work.dataset))
+    def lines(self, run: Run) -> list[str]:
+        """The first lines of a run."""
+        return [*describe(run), *([NOT_PUBLISHED] if self._published is False else [])]
+
+    def write(self, run: Run, asked: TrainSettings, newest: Path | None) -> list[str]:
+        """Write config.json and copies of the user's files; return notes of what has changed. A collective.
+
+        Args:
+            asked: the settings as the user gave them.
+            newest: the checkpoint that the run begins with.
+
+        Raises:
+            UserError: where the net or the data is not that of the run to resume, or a file cannot be written.
+        """
+        modules = user_files.modules_of(run.settings, [*self._given.named, *self._given.callbacks])
+        facts = {**self.must_match, **self._facts(run)}
+
+        def at_root() -> list[str]:
+            changed = []
+            if newest:
+                user_files.refuse_other_net(asked, facts)
+                changed = run_dir.changed_kernels(newest.parent.parent, self._kernels)
+            facts["code"] = user_files.keep(run.run_dir, modules, self._of_course)
+            named = run.settings.model_copy(update={"dataset": self.must_match["dataset"]})
+            run_dir.record(run.run_dir, named, run.plan, facts)
+            return changed
+
+        return collectives.on_root(at_root)
+
+    def _facts(self, run: Run) -> dict[str, Any]:
+        """Facts about ranks, data and versions. A collective."""
+        world, plan = run.world, run.plan
+        return {
+            "data": run_dir.describe(run.data),
+            "test_sha256": collectives.on_root(lambda: run.data.test.digest),
+            "published_images": self._published,
+            "first_step": run.step,
+            "total_steps": plan.total_steps,
+            "all_steps": plan.all_steps,
+            "steps_per_epoch": plan.steps_per_epoch,
+            "image_heights": run.work.image_sizes,
+            "world_size": world.size,
+            "hosts": [rank.host for rank in world.ranks],
+            "local_ranks": [rank.local_rank for rank in world.ranks],
+            "device": world.device,
+            "threads": world.threads,
+            "controller": world.controller,
+            "algorithm": world.algorithm,
+            "transport": world.transport,
+            "command": provenance.command(),
+            "hvd_cifar": __version__,
+            "git_commit": provenance.git_commit() if world.is_root else None,
+            "versions": versions(),
+            "net": self.net,
+            "job": environment.starts_of_job(),
+        }
 
 
 def _name_of_data(work: Work, given: UserObjects) -> str:

@@ -86,6 +86,7 @@ class Progress:
     Attributes:
         step: finished global steps; `first_step`: those of earlier processes.
         saved_step: of the newest checkpoint of this run; -1: none.
+        saved_at: when it was saved, or the process began its steps; `time.monotonic`.
         rate_factor: multiplies the schedule's learning rate; a callback may change it.
         skipped: losses of steps whose changes were undone, by step, of this process.
         stop_requested: by any rank: the run saves this step and stops.
@@ -119,6 +120,7 @@ class Progress:
         """Begin at a step, of which there is a checkpoint in this run, or `saved_step` is -1."""
         self.first_step = self.step = first_step
         self.saved_step = saved_step
+        self.saved_at = time.monotonic()
         self._forget()
 
     def go_back(self, step: int) -> None:
@@ -144,6 +146,14 @@ class Progress:
         """Indices of the training examples that this rank used in the last step."""
         used = (int(i) for batch in self.micro_batches for i in batch.example.numpy())
         return [i for i in used if i != sampler.PADDING]
+
+    def saved(self) -> None:
+        """Note that a checkpoint of this step is written."""
+        self.saved_step, self.saved_at, self.flags.sums["save"] = self.step, time.monotonic(), 0.0
+
+    def save_is_due(self, minutes: float) -> bool:
+        """Whether the newest checkpoint is older than `minutes`; 0: never. Rank 0's clock decides for all ranks."""
+        return 0 < minutes * 60 < time.monotonic() - self.saved_at
 
     def flags_to_send(self, stop: bool, save: bool, is_root: bool) -> list[float]:
         """This rank's flags for the next step, in their order. Rank 0's seconds tell all when to fetch results."""

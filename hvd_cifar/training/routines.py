@@ -157,7 +157,7 @@ class Evaluator(Callback):
 
 
 class Checkpointer(Callback):
-    """Writes a checkpoint every --checkpoint-every steps, when a rank is asked to stop, and at the end."""
+    """Writes checkpoints: by --checkpoint-every and --checkpoint-minutes, where the run stops, and at the end."""
 
     def __init__(self) -> None:
         self.seconds_before = 0.0  # of training, in earlier processes
@@ -174,10 +174,15 @@ class Checkpointer(Callback):
             self.save(run)
 
     def on_step(self, run: Run) -> None:
-        """Save where it is due, where the run stops, and where rank 0 could not write another file."""
-        asked = run.progress.stop_requested or run.progress.flags.sums["save"] > 0
-        if (asked or run.is_due(run.settings.checkpoint_every)) and run.step < run.total_steps:
-            self.save(run)  # the last step is saved after its evaluation
+        """Save where it is due, where the run stops, and where rank 0 asks: by its clock, or for another file."""
+        if run.step == run.total_steps:  # is saved after its evaluation
+            return
+        if run.is_due(run.settings.checkpoint_every):
+            self.save(run)
+        elif run.progress.stop_requested or run.progress.flags.sums["save"] > 0:
+            # Averages round. The variables go on as they were, or results would depend on the clock.
+            with run.state.kept_own():
+                self.save(run)
 
     def on_end(self, run: Run) -> None:
         """Save the last step."""
@@ -211,7 +216,7 @@ class Checkpointer(Callback):
             if progress.saved_step != run.step:
                 run.tell("before_save")
                 path = run.ranks.on_root(lambda: self._save(run))
-                progress.saved_step, progress.flags.sums["save"] = run.step, 0.0
+                progress.saved()
                 run.say(f"step {run.step}: saved {path}")
                 run.tell("on_checkpoint", path)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from hvd_cifar import config
+from hvd_cifar import config, settings_file
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.dataset import Dataset, Examples
 from hvd_cifar.errors import UserError, reason_of
@@ -78,7 +78,7 @@ def continue_run(settings: TrainSettings) -> TrainSettings:
     if recorded is None or not os.path.exists(recorded):  # Path.exists may raise
         return settings
     with damage_told(recorded):
-        then = config.read_file(recorded)
+        then = settings_file.read_file(recorded)
         missing = {name: then[name] for name in names if getattr(settings, name) is None and name in then}
         return config.make(TrainSettings, {**settings.model_dump(), **missing})
 
@@ -188,7 +188,7 @@ def record(run_dir: Path, settings: TrainSettings, plan: Plan, facts: dict[str, 
         }
     )
     try:
-        config.write_file(path, repeatable, {"run_dir": str(run_dir), **facts, "earlier": earlier})
+        settings_file.write_file(path, repeatable, {"run_dir": str(run_dir), **facts, "earlier": earlier})
     except OSError as failure:
         raise UserError(f"cannot write {path}: {failure.strerror}; make room or give another --run-dir") from None
 

@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import tensorflow as tf
 from filelock import FileLock, Timeout
 
 from hvd_cifar.errors import reason_of
@@ -75,7 +74,7 @@ def told(run: Run, what: str) -> Iterator[None]:
     """Warn if the block cannot write its files, and continue: training does not depend on them."""
     try:
         yield
-    except (OSError, tf.errors.OpError) as failure:
+    except OSError as failure:
         run.warn(f"{what}: {reason_of(failure)}")
 
 
@@ -91,7 +90,7 @@ class Snapshots:
     """The training job's side. Only rank 0 has one.
 
     Raises:
-        OSError, tf.errors.OpError: where a file cannot be written.
+        OSError: where a file cannot be written.
     """
 
     def __init__(self, run_dir: Path, state: TrainState, step: int) -> None:
@@ -174,7 +173,7 @@ class Snapshots:
     def _write(self, folder: Path, step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.state.step.assign(step)
-        checkpoint.write_state(self.state, folder, step)
+        checkpoint.write(folder, step, checkpoint.values_of(self.state))
 
 
 def follow(run_dir: Path) -> FileLock | None:

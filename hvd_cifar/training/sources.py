@@ -19,7 +19,6 @@ from hvd_cifar.data.place import Onlooker, digest_of, is_free, locked, searched,
 from hvd_cifar.data.source import Source, prepare, source_of
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
-from hvd_cifar.fields import DataSource
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.watch import Watch
 from hvd_cifar.runtime.world import World
@@ -36,7 +35,7 @@ LONGEST_TRANSFER = 86_400.0  # seconds; an older folder is a killed rank's
 def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[], Dataset] | None = None) -> Dataset:
     """The run's data set, the same files on every host; a collective.
 
-    Rank 0 finds or makes the files. Each other host has the same ones, or is sent them (`--data-source`).
+    Rank 0 finds or makes the files. Each other host has the same ones, or is sent them.
 
     Args:
         own: the user's data set, or a function that every rank calls for it. None: the settings name a built-in set.
@@ -66,7 +65,7 @@ def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[
         if world.is_root or world.rank not in hosts:
             return origin if world.is_root else None
         is_first = list(hosts)[1] == world.rank
-        return _find(source, settings.data_source, digests, hosts[world.rank], onlooker(is_first))
+        return _find(source, digests, hosts[world.rank], onlooker(is_first))
 
     folder = collectives.on_every_rank(look)
     folders = collectives.all_gather_object(folder)
@@ -117,25 +116,14 @@ def _received(source: Source, digests: Digests) -> Path:
     return source.data_dir / f"received-{hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:12]}"
 
 
-def _find(source: Source, how: DataSource, expected: Digests, host: str, onlooker: Onlooker) -> Path | None:
-    """The folder in which this host has rank 0's files; None: rank 0 is to send them.
-
-    Raises UserError where it has others, unless --data-source rank0 is given.
-    """
-    try:
-        folder = source.prepare(onlooker) if how == "local" else source.locate(onlooker)
-    except UserError:
-        if how != "rank0":
-            raise
-        folder = None  # whatever is wrong with this host's
+def _find(source: Source, expected: Digests, host: str, onlooker: Onlooker) -> Path | None:
+    """The folder in which this host has rank 0's files; None: rank 0 is to send them. UserError where it has others."""
+    folder, received = source.locate(onlooker), _received(source, expected)
     if folder and (other := _differing(folder, expected)):
-        if how != "rank0":
-            raise UserError(
-                f"{host}: {other} is damaged or not rank 0's (its SHA-256 is another one): move {folder} away to have "
-                "rank 0's sent, or give --data-source rank0"
-            )
-        folder = None
-    received = _received(source, expected)
+        raise UserError(
+            f"{host}: {other} is damaged or not rank 0's (its SHA-256 is another one): move {folder} away to have rank "
+            "0's sent"
+        )
     return folder or (None if _differing(received, expected) else received)
 
 

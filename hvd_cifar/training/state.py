@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.collectives import random_states
@@ -131,42 +131,29 @@ class TrainState:
             collectives.average_variables(self.own)
             self._averaged_step = step
 
+    @contextlib.contextmanager
+    def kept_own(self) -> Iterator[None]:
+        """A block after which the variables of `own` have this rank's values again."""
+        before, averaged = [v.numpy() for v in self.own], self._averaged_step
+        yield
+        for variable, value in zip(self.own, before, strict=True):
+            variable.assign(value)
+        self._averaged_step = averaged
+
     def restored(self, step: int) -> None:
         """Note that the ranks have got the same state of a step, from rank 0 or a checkpoint."""
         self._averaged_step = step
 
-    def trackable(self, core: bool) -> tf.train.Checkpoint:
-        """The parts as a TensorFlow checkpoint: those of every run, or those that callbacks have added."""
-        parts: dict[str, Any] = {}
-        for name, part in self._parts.items():
-            if part.is_core == core and part.variables:
-                values = [v.value for v in part.variables]
-                is_number = len(values) == 1 and name == part.variables[0].name
-                parts[name] = values[0] if is_number else tf.train.Checkpoint(variables=values)
-        if core:
-            parts["model"] = self.model
-            if self.optimizer:
-                parts["optimizer"] = self.optimizer
-            if hidden := _hidden(self.model):
-                parts["hidden"] = tf.train.Checkpoint(variables=[v.value for v in hidden])
-        return tf.train.Checkpoint(**parts)
+    def named(self) -> dict[str, Any]:
+        """The variables by their names in a checkpoint: state/PART/N, or added/PART/N where a callback adds them."""
+        return {
+            f"{'state' if part.is_core else 'added'}/{name}/{number}": variable
+            for name, part in self._parts.items()
+            for number, variable in enumerate(part.variables)
+        }
 
     def reset_additions(self) -> None:
         """Give the variables that callbacks have added their initial values, before a checkpoint that may lack them."""
         for part in self._parts.values():
             for variable, value in zip(part.variables, part.initial, strict=False):
                 variable.assign(value)
-
-    @property
-    def has_additions(self) -> bool:
-        """Whether a callback has added variables."""
-        return any(not part.is_core and part.variables for part in self._parts.values())
-
-
-def _hidden(model: keras.Model) -> list[Any]:
-    """The model's variables that TensorFlow's checkpoint of it lacks: in layers that a layer keeps in a list or dict.
-
-    TensorFlow does not look into Keras's own kinds of list and dict. Random states have a place of their own.
-    """
-    known = {id(one) for one in tf.train.TrackableView(model).descendants()} | set(map(id, random_states(model)))
-    return [v for v in model.variables if not {id(v), id(v.value)} & known]

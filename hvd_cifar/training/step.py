@@ -16,16 +16,13 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed.batch_norm import examples_present, local_statistics
 from hvd_cifar.distributed.fixed_order import add_in_tree
 from hvd_cifar.distributed.optimizer import apply_and_sum, watch_gradients
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import Net
-from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.training.callbacks import StepObserver
-from hvd_cifar.training.plan import Plan
 from hvd_cifar.training.shrink import shrink
 
 # No Python control flow depends on tensors, and without AutoGraph a rank starts 1.6 s sooner.
@@ -56,6 +53,14 @@ class StepSpec:
     side: int | None = None
     flags: int = 0
 
+    @property
+    def is_one_graph(self) -> bool:
+        """Whether a step is one graph, so that gradients leave during the backward pass.
+
+        Else there is a graph for a micro-batch, the same however many a rank has, and one for the update after them.
+        """
+        return self.micro_batches == 1 and not self.virtual_shards
+
 
 class Share(NamedTuple):
     """What a micro-batch adds to the global batch's results.
@@ -70,35 +75,6 @@ class Share(NamedTuple):
     penalty: Any
     gradients: list[Any]
     statistics: list[Any]
-
-
-class TrainStep:
-    """The step of a run. The step's number determines its count of examples, learning rate and image size."""
-
-    def __init__(self, make: Callable[[int], Callable[..., Any]], sizes: ImageSizes, schedule: Schedule, plan: Plan):
-        """`make`: builds the step for one side of `sizes`; see `make_train_step`."""
-        self._steps = {side: make(side) for side in sizes.sides}
-        self._sizes = sizes
-        self._schedule = schedule
-        self._plan = plan
-
-    def __call__(
-        self, step: int, micro_batches: Sequence[MicroBatch], rate_factor: float, flags: Sequence[float]
-    ) -> Any:
-        """Make the next step after `step` finished ones.
-
-        Args:
-            step: number of finished steps.
-            micro_batches: this rank's micro-batches of the next step.
-            rate_factor: multiplies the schedule's learning rate.
-            flags: of this rank.
-
-        Returns:
-            What the function of `make_train_step` returns. It may still be on the device.
-        """
-        count = tf.constant(self._plan.examples_in_step(step))
-        learning_rate = self._schedule(step) * rate_factor
-        return self._steps[self._sizes(step)](micro_batches, count, learning_rate, tf.constant(flags, tf.float32))
 
 
 class Averaging(StepObserver):
@@ -171,7 +147,6 @@ def make_share(
     """
     model, variables = net.model, net.model.trainable_variables
     real, statistics = real_of(model), local_statistics(model)
-    index_of = {id(v): i for i, v in enumerate(variables)}
     decayed = net.decayed if spec.weight_decay else []
     watched = [v for v in variables if id(v) not in set(map(id, decayed))]
 
@@ -182,32 +157,27 @@ def make_share(
         return found[0] if found else model(image, training=True)
 
     def share_of(image: Any, label: Any, weight: Any, count: Any, start: Sequence[Any]) -> Share:
+        if not spec.is_one_graph:
+            for statistic, before in zip(statistics, start, strict=True):
+                statistic.assign(before)
         weight, count = tf.cast(weight, real), tf.cast(count, real)
         present = tf.reduce_sum(weight)
         if spec.side not in (None, *spec.image_shape[:1]):
             image = shrink(tf.cast(image, real), spec.side)
         with examples_present(present > 0), tf.GradientTape() as tape:
-            logits = forward(image)
-            losses = tf.cast(cross_entropy(label, logits, spec.label_smoothing), real)
+            losses = tf.cast(cross_entropy(label, forward(image), spec.label_smoothing), real)
             share = tf.reduce_sum(losses * weight) / count
             penalties = [_penalty(tf.cast(loss, real), weight, present / count) for loss in model.losses]
             penalty = tf.add_n(penalties) if penalties else tf.zeros([], real)
             share += penalty
             scaled = optimizer.scale_loss(share)
-        found = tape.gradient(scaled, [v.value for v in variables])
-        if unconnected := [v for v, gradient in zip(variables, found, strict=True) if gradient is None]:
-            for observer in observers:
-                observer.on_unconnected(unconnected)
-        gradients = [
-            tf.zeros_like(v.value) if gradient is None else tf.convert_to_tensor(gradient)
-            for v, gradient in zip(variables, found, strict=True)
-        ]
+        gradients = _dense(tape.gradient(scaled, [v.value for v in variables]), variables, observers)
         if decayed:
             # In proportion to the micro-batch's examples, so that all shares add up to one weight decay.
             pull = present / count * spec.weight_decay
             decay = pull * tf.add_n([tf.cast(tf.nn.l2_loss(v.value), real) for v in decayed])
             share, penalty = share + decay, penalty + decay
-            pull = tf.cast(optimizer.scale_loss(pull), real)
+            pull, index_of = tf.cast(optimizer.scale_loss(pull), real), {id(v): i for i, v in enumerate(variables)}
             for v in decayed:
                 gradients[index_of[id(v)]] += tf.cast(pull, v.dtype) * v.value
         if watched:
@@ -224,27 +194,24 @@ def make_share(
     return share_of
 
 
-def make_train_step(
-    net: Net, optimizer: Any, spec: StepSpec, observers: Sequence[StepObserver] = ()
-) -> Callable[..., Any]:
-    """Build the step.
+def _dense(found: Sequence[Any], variables: Sequence[Any], observers: Sequence[StepObserver]) -> list[Any]:
+    """Gradients as tensors; 0 where the loss does not depend on a variable, of which observers are told."""
+    if unconnected := [v for v, gradient in zip(variables, found, strict=True) if gradient is None]:
+        for observer in observers:
+            observer.on_unconnected(unconnected)
+    return [
+        tf.zeros_like(v.value) if gradient is None else tf.convert_to_tensor(gradient)
+        for v, gradient in zip(variables, found, strict=True)
+    ]
 
-    Args:
-        net: its model is trained.
-        optimizer: distributed with op "sum", since each rank's gradient is its share of the global one.
-        spec: what the step computes.
-        observers: what watches or wraps the step, in their order.
+
+def make_update(net: Net, optimizer: Any, spec: StepSpec, observers: Sequence[StepObserver]) -> Callable[..., Any]:
+    """The end of a step, for use in a graph: sum the ranks' shares, and apply the sums.
 
     Returns:
-        A function (micro_batches, global_count, learning_rate, flags) -> float [2 + spec.flags], the same on every
-        rank: the loss of the global batch (mean cross-entropy plus penalties; NaN if a variable is not finite), the
-        penalties alone, and the sums over all ranks of `flags`, float32. They are reduced in the same message as the
-        gradients.
+        A function (share, learning_rate, flags) -> float [2 + spec.flags], as that of `make_train_step`.
     """
-    variables = net.model.trainable_variables
-    real, statistics = real_of(net.model), local_statistics(net.model)
-    share_of = make_share(net, optimizer, spec, observers)
-    is_one_graph = spec.micro_batches == 1 and not spec.virtual_shards
+    variables, statistics = net.model.trainable_variables, local_statistics(net.model)
 
     def show_reduced(gradients: Sequence[Any]) -> None:
         for observer in observers:
@@ -252,12 +219,6 @@ def make_train_step(
 
     if observers:
         watch_gradients(optimizer, show_reduced)
-
-    def share(batch: Sequence[Any], count: Any, start: Sequence[Any]) -> Share:
-        if not is_one_graph:
-            for statistic, before in zip(statistics, start, strict=True):
-                statistic.assign(before)
-        return share_of(*batch, count, start)
 
     def update(total: Share, learning_rate: Any, flags: Any) -> Any:
         own = [tf.concat([[total.loss, total.penalty], tf.cast(flags, total.loss.dtype)], 0), *total.statistics]
@@ -275,14 +236,39 @@ def make_train_step(
                 statistic.assign(summed / spec.virtual_shards)
         return loss_and_flags
 
+    return update
+
+
+def make_train_step(
+    net: Net, optimizer: Any, spec: StepSpec, observers: Sequence[StepObserver] = ()
+) -> Callable[..., Any]:
+    """Build the step.
+
+    Args:
+        net: its model is trained.
+        optimizer: distributed with op "sum", since each rank's gradient is its share of the global one.
+        spec: what the step computes.
+        observers: what watches or wraps the step, in their order.
+
+    Returns:
+        A function (micro_batches, global_count, learning_rate, flags) -> float [2 + spec.flags], the same on every
+        rank: the loss of the global batch (mean cross-entropy plus penalties; NaN if a variable is not finite), the
+        penalties alone, and the sums over all ranks of `flags`, float32. They are reduced in the same message as the
+        gradients. It may still be on the device.
+    """
+    real, statistics = real_of(net.model), local_statistics(net.model)
+    share_of, update = make_share(net, optimizer, spec, observers), make_update(net, optimizer, spec, observers)
+    *batch_types, count_type = micro_batch_signature(spec)
+
+    def share(batch: Sequence[Any], count: Any, start: Sequence[Any]) -> Share:
+        return share_of(*batch, count, start)
+
     def add(one: Share, other: Share) -> Any:
         return tf.nest.map_structure(tf.add, one, other)
 
-    if not is_one_graph:
-        # A graph for a micro-batch, the same however many a rank has, and one for the update after them.
+    if not spec.is_one_graph:
         start = [tf.TensorSpec(s.shape, s.dtype) for s in statistics]
-        *batch, count = micro_batch_signature(spec)
-        share = _graph(share, input_signature=[batch, count, start])
+        share = _graph(share, input_signature=[batch_types, count_type, start])
         add, update = _graph(add), _graph(update)
 
     def step(micro_batches: Sequence[Sequence[Any]], count: Any, learning_rate: Any, flags: Any) -> Any:
@@ -294,9 +280,8 @@ def make_train_step(
 
     for observer in observers:
         step = observer.wrap(step)
-    if is_one_graph:  # so that gradients leave during the backward pass
-        *batch, count = micro_batch_signature(spec)
-        types = [[batch], count, tf.TensorSpec([], real), tf.TensorSpec([spec.flags], tf.float32)]
+    if spec.is_one_graph:
+        types = [[batch_types], count_type, tf.TensorSpec([], real), tf.TensorSpec([spec.flags], tf.float32)]
         step = _graph(step, input_signature=types)
 
     def call(micro_batches: Sequence[MicroBatch], count: Any, rate: float, flags: Any) -> Any:

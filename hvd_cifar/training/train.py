@@ -8,21 +8,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import tensorflow as tf
+
 from hvd_cifar import extensions
 from hvd_cifar.config import TrainSettings
-from hvd_cifar.data.pipeline import MicroBatch, training_batches
-from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.distributed import collectives, prove_averaging
 from hvd_cifar.distributed.batch_norm import local_statistics
 from hvd_cifar.errors import RESUME, Diverged, Preempted
 from hvd_cifar.models.portable import finish_all
-from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.optim.schedules import Schedule
 from hvd_cifar.reporting import terminal
 from hvd_cifar.reporting.metrics import Reporter
@@ -33,14 +31,15 @@ from hvd_cifar.runtime.world import World, session
 from hvd_cifar.training import facts, net_checks, run_dir, user_code, user_files
 from hvd_cifar.training.callbacks import Run, check_interface
 from hvd_cifar.training.checkpoint import Checkpoints
+from hvd_cifar.training.facts import Record
 from hvd_cifar.training.plan import is_deterministic, make_schedule, threads_of
 from hvd_cifar.training.preemption import StopRequests
 from hvd_cifar.training.progress import Progress
 from hvd_cifar.training.ranks import Ranks
 from hvd_cifar.training.routines import Checkpointer, Logger, Summariser, evaluator_of
 from hvd_cifar.training.state import TrainState
-from hvd_cifar.training.step import Averaging, TrainStep, make_train_step
-from hvd_cifar.training.work import UserObjects, Work, make_net, make_optimizer, prepare, step_spec
+from hvd_cifar.training.step import Averaging, make_train_step
+from hvd_cifar.training.work import UserObjects, Work, make_averages, make_net, make_optimizer, prepare, step_spec
 
 
 def train(settings: TrainSettings, given: UserObjects | None = None) -> dict[str, Any]:
@@ -73,74 +72,52 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
     The run directory stays locked until `run_dir.release`, also after an error.
     """
     # Settings to data, recipe and batch arithmetic.
-    settings = collectives.on_root(lambda: run_dir.continue_run(settings))
+    asked, settings = settings, collectives.on_root(lambda: run_dir.continue_run(settings))
     user_code.use_copies(collectives.on_root(lambda: user_files.to_continue(settings)))
     work = prepare(settings, world, given)
     if work.settings.deterministic:
         world = replace(world, algorithm="all-to-all and all-gather")
-    kernels = facts.agree_on_kernels(world, work.settings)
     schedule = make_schedule(work.settings, work.recipe, work.plan)
 
-    # Net, optimizer and averages, freshly initialised: the state of the run.
+    # Net, optimizer and averages, freshly initialised: the state of the run. Then all that observes its steps.
     run, averages = collectives.on_every_rank(lambda: _build(work, world, schedule, Progress(watch=watch)))
-    net_checks.refuse_unlike(net := net_checks.structure(run), work.model.name)
-    objects = [one for one in (given.model, given.dataset) if one is not None]
-    of_course = user_files.modules_of(work.settings.model_copy(update={"callbacks": ()}), objects)
-    own_callbacks = given.callbacks or [user_code.callback(spec) for spec in work.settings.callbacks]
-    check_interface(own_callbacks)
-    core = {
-        "LOG": Logger(),
-        "EVALUATE": evaluator_of(run, averages),
-        "SAVE": Checkpointer(),
-        "SUM UP": Summariser(),
-    }
-    run.callbacks = [*extensions.in_order(run, core), *own_callbacks]
-    run.observe(run.progress.times)
-    run.observe(net_checks.MissingGradients(run))
-    run.tell("on_build")
-    for average in averages:  # last: they follow weights that another observer may still change
-        run.observe(Averaging(average))
+    record = Record(run, given)
+    _add_callbacks(run, averages, given)
 
     # Proof that the optimizer averages over the ranks.
     proof = prove_averaging(run.optimizer, contributions="sum")
 
     # The run directory, and the state to begin with.
-    must_match = facts.must_match(work, given, schedule, kernels)
-    compared = run_dir.compared(work.settings, must_match)
-    run.run_dir, newest = collectives.on_root(lambda: run_dir.claim(work.settings, compared))
-    if world.is_root:
-        run.checkpoints = Checkpoints(run.run_dir / "checkpoints", run.state)
+    run.run_dir, newest = collectives.on_root(lambda: run_dir.claim(run.settings, record.compared))
     own_folder = run.run_dir if world.is_root else None
-    run.report_to(Reporter(own_folder, terminal.is_watched(), run.dataset, work.settings.quiet))
+    if own_folder:
+        run.checkpoints = Checkpoints(own_folder / "checkpoints", run.state)
+    run.report_to(Reporter(own_folder, terminal.is_watched(), run.dataset, run.settings.quiet))
     source = _restore(run, newest)
-    published = facts.published(work)
-    record = {**must_match, **facts.of_run(run, published), "net": net, "job": environment.starts_of_job()}
-    changed: list[str] = []  # against the record before this run's own
-    if newest:
-        collectives.on_root(lambda: user_files.refuse_other_net(settings, record))
-        changed = collectives.on_root(lambda: run_dir.changed_kernels(newest.parent.parent, kernels))
-    modules = user_files.modules_of(work.settings, [*objects, *given.callbacks])
-    record["code"] = collectives.on_root(lambda: user_files.keep(run.run_dir, modules, of_course))
-    named = work.settings.model_copy(update={"dataset": must_match["dataset"]})
-    collectives.on_root(lambda: run_dir.record(run.run_dir, named, work.plan, record))
+    changed = record.write(run, asked, newest)
 
     # Lines about the run, and its steps.
-    lines = [*facts.describe(run), *([facts.NOT_PUBLISHED] if published is False else [])]
-    run.introduce(lines)
-    run.say(f"start-up proof: {proof}")
-    run.say(f"run directory {run.run_dir}")
-    for line in changed:
+    run.introduce(record.lines(run))
+    resumed = f"resumed from {source} at step {run.step}" if source else ""
+    for line in filter(None, (f"start-up proof: {proof}", f"run directory {run.run_dir}", *changed, resumed)):
         run.say(line)
-    if source:
-        run.say(f"resumed from {source} at step {run.step}")
     run.progress.watch.run_dir = run.run_dir
     run.progress.watch.waits_in_step = run.progress.times.is_waiting
+    return Trainer(run)
 
-    def step_of(side: int) -> Callable[..., Any]:
-        spec = step_spec(work, side, len(run.progress.flags.own))
-        return make_train_step(run.net, run.optimizer, spec, run.observers)
 
-    return Trainer(run, TrainStep(step_of, work.sizes, schedule, work.plan))
+def _add_callbacks(run: Run, averages: Sequence[Any], given: UserObjects) -> None:
+    """Give the run its callbacks, in their order, and its observers of the step. A collective."""
+    own = given.callbacks or [user_code.callback(spec) for spec in run.settings.callbacks]
+    check_interface(own)
+    evaluator = evaluator_of(run, averages)
+    core = {"LOG": Logger(), "EVALUATE": evaluator, "SAVE": Checkpointer(), "SUM UP": Summariser()}
+    run.callbacks = [*extensions.in_order(run, core), *own]
+    run.observe(run.progress.times)
+    run.observe(net_checks.MissingGradients(run))
+    run.tell("on_build")
+    for average in averages:  # last: they follow weights that another observer may still change
+        run.observe(Averaging(average))
 
 
 def _build(work: Work, world: World, schedule: Schedule, progress: Progress) -> tuple[Run, list[Any]]:
@@ -149,19 +126,14 @@ def _build(work: Work, world: World, schedule: Schedule, progress: Progress) -> 
     Raises:
         UserError: where the net and the settings do not fit.
     """
-    net = make_net(work)
-    weights, recipe = net.model.trainable_variables, work.recipe
+    net, averages = make_net(work), []
     optimizer = make_optimizer(work, net, schedule(0))
     state = TrainState(net.model, optimizer, (work.settings.seed, work.plan.global_batch_size, work.plan.examples))
     if not work.settings.virtual_shards:  # with them each step averages the statistics itself
         state.keep_own(local_statistics(net.model))
-    averages: list[Any] = []
-    if recipe.lookahead:
-        averages.append(Lookahead(weights, work.plan.all_steps))
-        state.add_core("lookahead", averages[-1].variables)
-    if recipe.ema_decay:
-        averages.append(MovingAverage(weights, recipe.ema_decay))
-        state.add_core("averages", averages[-1].variables)
+    for name, average in make_averages(work.recipe, net, work.plan.all_steps).items():
+        state.add_core(name, average.variables)
+        averages.append(average)
     return Run(work, net, optimizer, state, world, Ranks(), schedule, progress), averages
 
 
@@ -185,9 +157,13 @@ def _restore(run: Run, newest: Path | None) -> str:
 class Trainer:
     """The loop over global steps. Callbacks do everything else."""
 
-    def __init__(self, run: Run, step: TrainStep) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.step = step
+        flags = len(run.progress.flags.own)
+        self.steps = {
+            side: make_train_step(run.net, run.optimizer, step_spec(run.work, side, flags), run.observers)
+            for side in run.work.sizes.sides
+        }
         run.progress.on_bad_loss = lambda step, loss: any(run.tell("on_bad_loss", step, loss))
 
     def train(self) -> dict[str, Any]:
@@ -220,15 +196,19 @@ class Trainer:
 
     def _make_steps(self, requests: StopRequests) -> None:
         run, progress = self.run, self.run.progress
-        batches = progress.times.each(batches_of(run.work, run.world, run.step))
+        batches = progress.times.each(run.work.batches(run.world, run.step))
         for micro_batches in progress.watch.each("batch", batches):
             if progress.ends_early:
                 break
             progress.watch.mark("step", run.step + 1)
-            flags = progress.flags_to_send(requests.made, run.reporter.is_behind, run.world.is_root)
-            # Forward, loss, backward, all-reduce and update: step.py.
-            result = self.step(run.step, micro_batches, progress.rate_factor, flags)
-            progress.add(micro_batches, result)
+            is_root = run.world.is_root
+            saves = is_root and (run.reporter.is_behind or progress.save_is_due(run.settings.checkpoint_minutes))
+            flags = progress.flags_to_send(requests.made, saves, is_root)
+            # Forward, loss, backward, all-reduce and update: step.py. The step's number determines its image size.
+            step = self.steps[run.work.sizes(run.step)]
+            count = tf.constant(run.plan.examples_in_step(run.step))
+            rate = run.schedule(run.step) * progress.rate_factor
+            progress.add(micro_batches, step(micro_batches, count, rate, tf.constant(flags, tf.float32)))
             run.tell("on_step")
             self._stop_where_asked()
 
@@ -270,18 +250,3 @@ class Trainer:
         run.reporter.open(run.step)
         told = {"ends": environment.ends(), "ranks": run.world.size, "elastic": run.world.elastic is not None}
         run.reporter.begin_session(environment.starts(), **told)
-
-
-def batches_of(work: Work, world: World, first_step: int) -> Iterator[list[MicroBatch]]:
-    """This rank's micro-batches of each step after `first_step`."""
-    batches = training_batches(
-        work.dataset.train,
-        work.transforms,
-        Sampler(work.plan.examples, work.plan.global_batch_size, work.settings.seed, work.sharding),
-        first_step=first_step,
-        last_step=work.plan.total_steps,
-        device=world.device if "GPU" in world.device else "",
-    )
-    elements = iter(batches)
-    while step := list(islice(elements, work.sharding.micro_batches)):
-        yield step

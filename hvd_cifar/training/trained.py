@@ -10,26 +10,28 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_cifar import config, models
-from hvd_cifar.config import RunSettings, TrainSettings
+from hvd_cifar import config, models, settings_file
+from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.dataset import Dataset
+from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
-from hvd_cifar.models import Model, Net
+from hvd_cifar.models import Model
 from hvd_cifar.models.portable import finish_all
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.runtime.environment import launched_size
-from hvd_cifar.training import checkpoint, run_dir, user_code, user_files
+from hvd_cifar.training import checkpoint, user_code, user_files
 from hvd_cifar.training.plan import changed, precision_of, resolve, set_precision
-from hvd_cifar.training.run_dir import damage_told
+from hvd_cifar.training.run_dir import damage_told, described, recorded
 from hvd_cifar.training.state import TrainState
 from hvd_cifar.training.work import transforms_of
+from hvd_cifar.use_settings import RunSettings
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trained:
-    """A run's net at a checkpoint, as evaluation uses it.
+    """A run's net, as evaluation uses it.
 
     Attributes:
         settings: the run's, resolved.
@@ -38,7 +40,9 @@ class Trained:
         dataset: the run's data set, without examples.
         model: from images as the transforms make them to logits [b, classes].
         transforms: from the data set's images to what the net sees.
-        checkpoint, step: of the weights.
+        state: what is read from a checkpoint.
+        averages: of the weights, if the run keeps them.
+        checkpoint: of the weights, once they are read.
     """
 
     settings: TrainSettings
@@ -47,13 +51,63 @@ class Trained:
     dataset: Dataset
     model: keras.Model
     transforms: Transforms
-    checkpoint: Path
-    step: int
+    state: TrainState
+    averages: MovingAverage | None = None
+    checkpoint: Path = Path()
+
+    @property
+    def step(self) -> int:
+        """Of the weights."""
+        return int(self.state.step.numpy())
 
     @property
     def six_views(self) -> bool:
         """Whether logits are the average of six views of an image."""
         return self.recipe.test_time_augmentation
+
+    def finish(self, path: Path) -> None:
+        """Make the net ready, once the state has the values of a checkpoint."""
+        self.checkpoint = path
+        finish_all(self.model)
+        if self.averages:
+            self.averages.swap()
+
+    def read(self, path: Path) -> None:
+        """Load a checkpoint on all ranks. A collective.
+
+        Raises:
+            UserError: where it cannot be read, or is of another net.
+        """
+        collectives.on_root(lambda: checkpoint.restore(self.state, path, partial=True))
+        self.state.broadcast()
+        self.finish(path)
+
+
+def rebuild(settings: TrainSettings, model: Model, run_dir: Path) -> Trained:
+    """The net of a run with its initial weights, without the run's data set.
+
+    Args:
+        settings: from `find` or `settings_of`.
+        model: that these name.
+
+    Raises:
+        UserError: where the record lacks the data set, or the model cannot be built.
+    """
+    facts = recorded(run_dir / "config.json")["run"]
+    dataset = described(facts, run_dir)
+    set_precision("float32", settings.seed)
+    model = models.with_recipe(model, dataset.image_shape, dataset.classes)
+    assert model.recipe is not None, "it was asked for"
+    recipe = changed(model.recipe.for_batch(settings.global_batch_size or 0), settings)
+    settings = resolve(settings, recipe)
+    transforms = transforms_of(settings, recipe, dataset)
+    set_precision(precision_of(settings), settings.seed)
+    net = models.build(model, transforms.shape, dataset.classes)
+    state, averages = TrainState(net.model), None
+    if recipe.ema_decay:
+        averages = MovingAverage(net.model.trainable_variables, recipe.ema_decay)
+        state.add_core("averages", averages.variables)
+    return Trained(settings, recipe, facts, dataset, net.model, transforms, state, averages)
 
 
 def load(settings: RunSettings) -> Trained:
@@ -66,26 +120,14 @@ def load(settings: RunSettings) -> Trained:
         raise UserError("a launcher started this command several times; it runs in one process: call it once")
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.experimental.set_memory_growth(gpu, True)  # leave memory to a run that may be training there
-    trained, path = find(settings, needs_data=False)
+    values, path = find(settings, needs_data=False)
     user_code.use_copies(user_files.copies_of(settings.run_dir, [settings.model or ""]))
-    facts = run_dir.recorded(settings.run_dir / "config.json")["run"]
-    dataset = run_dir.described(facts, settings.run_dir)
-    name = trained.model
+    name = values.model
     model = models.BUILT_IN.get(name) or Model(name, user_code.load_alone(name, "--model"))
-    set_precision("float32", trained.seed)
-    model = models.with_recipe(model, dataset.image_shape, dataset.classes)
-    assert model.recipe is not None, "it was asked for"
-    recipe = changed(model.recipe.for_batch(trained.global_batch_size or 0), trained)
-    trained = resolve(trained, recipe)
-    transforms = transforms_of(trained, recipe, dataset)
-    set_precision(precision_of(trained), trained.seed)
-    net = models.build(model, transforms.shape, dataset.classes)
-    state, averages = state_of(net, recipe)
-    checkpoint.restore(state, path, partial=True)
-    if averages:
-        averages.swap()
-    finish_all(net.model)
-    return Trained(trained, recipe, facts, dataset, net.model, transforms, path, int(state.step.numpy()))
+    trained = rebuild(values, model, settings.run_dir)
+    checkpoint.restore(trained.state, path, partial=True)
+    trained.finish(path)
+    return trained
 
 
 def find(settings: RunSettings, needs_data: bool) -> tuple[TrainSettings, Path]:
@@ -110,20 +152,11 @@ def find(settings: RunSettings, needs_data: bool) -> tuple[TrainSettings, Path]:
 
 def settings_of(run_dir: Path) -> dict[str, Any]:
     """The settings of a run, by name, for an evaluation. Raises UserError where there is no run."""
-    recorded = run_dir / "config.json"
-    if not os.path.exists(recorded):  # unlike Path.exists, False where a folder may not be read
+    record = run_dir / "config.json"
+    if not os.path.exists(record):  # unlike Path.exists, False where a folder may not be read
         raise UserError(f"{run_dir}: there is no run (no config.json); give the folder of a run")
-    with damage_told(recorded):
-        values = config.read_file(recorded)
+    with damage_told(record):
+        values = settings_file.read_file(record)
     values |= {"virtual_shards": None, "gradient_accumulation": 1}
     values["set"] = {**values.get("set", {}), "image_scales": None}
     return values | {"callbacks": []}
-
-
-def state_of(net: Net, recipe: Recipe) -> tuple[TrainState, MovingAverage | None]:
-    """What an evaluation reads from a checkpoint: the net's weights, and their moving averages if the run has them."""
-    state, averages = TrainState(net.model), None
-    if recipe.ema_decay:
-        averages = MovingAverage(net.model.trainable_variables, recipe.ema_decay)
-        state.add_core("averages", averages.variables)
-    return state, averages

@@ -13,14 +13,15 @@ from pathlib import Path
 from filelock import FileLock
 
 from hvd_cifar import config
-from hvd_cifar.config import TrainSettings, ValidateSettings
+from hvd_cifar.config import TrainSettings
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
 from hvd_cifar.runtime.world import World, session
 from hvd_cifar.training import snapshots, user_code, user_files
-from hvd_cifar.training.evaluate import Evaluation
-from hvd_cifar.training.evaluate_command import RestoredNet
-from hvd_cifar.training.trained import settings_of
+from hvd_cifar.training.evaluate import Evaluation, make_evaluator
+from hvd_cifar.training.trained import rebuild, settings_of
+from hvd_cifar.training.work import UserObjects, load_data, model_of
+from hvd_cifar.use_settings import ValidateSettings
 
 SECONDS_BETWEEN_LOOKS = 0.5
 
@@ -62,15 +63,17 @@ def _end(*_: object) -> None:
 
 def _evaluator(run_dir: Path, world: World) -> Callable[[Path], Evaluation | None]:
     """A function that evaluates a snapshot, or returns None where it is gone. Both are collectives."""
-    trained = collectives.on_root(lambda: config.make(TrainSettings, settings_of(run_dir)))
+    settings = collectives.on_root(lambda: config.make(TrainSettings, settings_of(run_dir)))
     user_code.use_copies(collectives.on_root(lambda: user_files.copies_of(run_dir)))
-    net = RestoredNet(trained, world)
-    part = "validation" if net.work.dataset.validation else "test"
-    evaluate = net.evaluator(part)
+    model = model_of(settings, UserObjects())
+    trained = collectives.host_by_host(lambda: rebuild(settings, model, run_dir))
+    dataset = load_data(settings, world, None)
+    part = "validation" if dataset.validation else "test"
+    evaluate = make_evaluator(trained.model, dataset, trained.transforms, world, None, part)
 
     def evaluate_snapshot(path: Path) -> Evaluation | None:
         try:
-            net.read(path)
+            trained.read(path)
         except UserError:
             if collectives.on_root(path.exists):
                 raise

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import keras
@@ -15,15 +16,17 @@ from hvd_cifar.data import augment, synthetic
 from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.image_sizes import ImageSizes
-from hvd_cifar.data.sampler import Sharding, spread
+from hvd_cifar.data.pipeline import MicroBatch, training_batches
+from hvd_cifar.data.sampler import Sampler, Sharding, spread
 from hvd_cifar.distributed import DistributedOptimizer, collectives, convert_sync_batch_norm
 from hvd_cifar.distributed.batch_norm import local_layers, synchronised_layers
 from hvd_cifar.distributed.optimizer import reduction_of
 from hvd_cifar.errors import UserError, cause_of
 from hvd_cifar.models import Model, Net
 from hvd_cifar.models.recipe import Recipe
+from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.runtime.world import World
-from hvd_cifar.training import random_layers, run_dir, user_code
+from hvd_cifar.training import random_layers, user_code
 from hvd_cifar.training.callbacks import Callback
 from hvd_cifar.training.plan import Plan, changed, global_batch, plan, precision_of, resolve, set_precision
 from hvd_cifar.training.shrink import scaled_width
@@ -40,6 +43,11 @@ class UserObjects:
     model: Callable[..., Any] | None = None
     dataset: Dataset | Callable[[], Dataset] | None = None
     callbacks: Sequence[Callback] = ()
+
+    @property
+    def named(self) -> list[Any]:
+        """Those that a run's results depend on: model and data set, where given."""
+        return [one for one in (self.model, self.dataset) if one is not None]
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,20 @@ class Work:
         """The height of each step's images."""
         return ImageSizes(self.image_sizes, self.plan.all_steps)
 
+    def batches(self, world: World, first_step: int) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches of each step after `first_step`."""
+        batches = training_batches(
+            self.dataset.train,
+            self.transforms,
+            Sampler(self.plan.examples, self.plan.global_batch_size, self.settings.seed, self.sharding),
+            first_step=first_step,
+            last_step=self.plan.total_steps,
+            device=world.device if "GPU" in world.device else "",
+        )
+        elements = iter(batches)
+        while step := list(islice(elements, self.sharding.micro_batches)):
+            yield step
+
     @property
     def recipe(self) -> Recipe:
         """The model's."""
@@ -80,49 +102,36 @@ class Work:
         return self.model.recipe
 
 
-def prepare(
-    settings: TrainSettings,
-    world: World,
-    given: UserObjects | None = None,
-    trained_with: int = 0,
-    learnt: Dataset | None = None,
-) -> Work:
-    """Load data set and model, and do the batch arithmetic. A collective.
+def load_data(settings: TrainSettings, world: World, own: Dataset | Callable[[], Dataset] | None) -> Dataset:
+    """The data set that the settings name, or the user's `own`, with validation examples held out. A collective."""
+    if own is None and fields.is_user_code(settings.dataset):
+        own = user_code.load(settings.dataset, "--dataset")
+    dataset = prepare_data(settings, world, own)
+    return dataset.hold_out(settings.hold_out, settings.seed) if settings.hold_out else dataset
 
-    Args:
-        trained_with: to evaluate a run: its global batch, by which the recipe is chosen.
-        learnt: to evaluate a run: its data set, which its net is made for.
+
+def prepare(settings: TrainSettings, world: World, given: UserObjects | None = None) -> Work:
+    """Load data set and model, and do the batch arithmetic. A collective.
 
     Raises:
         UserError: where data set, model and settings do not fit; the same on every rank.
     """
     given = given or UserObjects()
-    own = given.dataset
-    if own is None and fields.is_user_code(settings.dataset):
-        own = user_code.load(settings.dataset, "--dataset")
-    dataset = prepare_data(settings, world, own)
-    if count := settings.hold_out:
-        dataset = dataset.hold_out(count, settings.seed)
-    set_precision("float32", settings.seed)
-    model = _model(settings, given)
-    shape, classes = (learnt or dataset).image_shape, (learnt or dataset).classes
-    model = collectives.host_by_host(lambda: models.with_recipe(model, shape, classes))
-    assert model.recipe is not None, "it was asked for"
-    batch = trained_with or global_batch(settings, model.recipe.batch, world.batch_ranks or world.size)
-    recipe = changed(model.recipe.for_batch(batch), settings)
-    model = replace(model, recipe=recipe)
-    if learnt is not None:
-        dataset = run_dir.as_learnt(dataset, learnt, any_size=not isinstance(recipe.augmentation, str))
-    elif dataset.classes < 2:
+    dataset = load_data(settings, world, given.dataset)
+    if dataset.classes < 2:
         raise UserError(
             f"data set {dataset.name}: all its examples are of class {dataset.labels_in_words[0]}: give two or more"
         )
-    if own is None and settings.dataset == "auto" and dataset.name == synthetic.LAYOUT.name:
+    set_precision("float32", settings.seed)
+    model = model_of(settings, given)
+    model = collectives.host_by_host(lambda: models.with_recipe(model, dataset.image_shape, dataset.classes))
+    assert model.recipe is not None, "it was asked for"
+    batch = global_batch(settings, model.recipe.batch, world.batch_ranks or world.size)
+    recipe = changed(model.recipe.for_batch(batch), settings)
+    if given.dataset is None and settings.dataset == "auto" and dataset.name == synthetic.LAYOUT.name:
         recipe = replace(recipe, epochs=min(recipe.epochs, recipe.embedded_epochs))
     resolved = for_machines(resolve(settings, recipe), world)
-    if trained_with:  # an evaluation makes no steps: ranks may outnumber the training examples
-        return work_of(resolved, dataset, model, 0, 1)
-    return work_of(resolved, dataset, model, world.rank, world.size, world.batch_ranks)
+    return work_of(resolved, dataset, replace(model, recipe=recipe), world.rank, world.size, world.batch_ranks)
 
 
 def work_of(
@@ -140,7 +149,8 @@ def work_of(
     return Work(settings, dataset, model, transforms, batch_plan, sharding)
 
 
-def _model(settings: TrainSettings, given: UserObjects) -> Model:
+def model_of(settings: TrainSettings, given: UserObjects) -> Model:
+    """The model that the settings name, or the user's own. A collective."""
     if given.model is not None:
         return Model(settings.model, given.model)
     if settings.model in models.BUILT_IN:
@@ -240,6 +250,16 @@ def _refuse_layers(settings: TrainSettings, net: Net) -> None:
                 f"--model {settings.model}: {variable.path} takes its value from its gradient, which ranks add up; "
                 'leave quantize("float8") out'
             )
+
+
+def make_averages(recipe: Recipe, net: Net, steps: int) -> dict[str, Any]:
+    """The averages of a net's weights that its recipe keeps, by the names of their parts of the state."""
+    weights, made = net.model.trainable_variables, dict[str, Any]()
+    if recipe.lookahead:
+        made["lookahead"] = Lookahead(weights, steps)
+    if recipe.ema_decay:
+        made["averages"] = MovingAverage(weights, recipe.ema_decay)
+    return made
 
 
 def distribute(work: Work, optimizer: keras.optimizers.Optimizer, process_set: Any = collectives.ALL_RANKS) -> Any:

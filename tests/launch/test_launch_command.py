@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_cifar import cli
-from hvd_cifar.config import LaunchSettings, option_name
+from hvd_cifar.config import option_name
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch import here, launcher, start
 from hvd_cifar.launch import validators as launch_validators
@@ -32,6 +32,7 @@ from hvd_cifar.launch.command import Installation, command
 from hvd_cifar.launch.install import everywhere, installer
 from hvd_cifar.launch.install.versions import versions_of
 from hvd_cifar.launch.request import parse, with_allocation
+from hvd_cifar.launch.settings import LaunchSettings
 from tests.ranks import CHECKOUT
 
 OWN_OPTIONS = [name for name in LaunchSettings.model_fields if name not in ("ranks", "hosts")]

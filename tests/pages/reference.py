@@ -33,7 +33,7 @@ def configuration() -> str:
     usage = subprocess.run([str(CHECKOUT / "run.sh"), "--help"], capture_output=True, text=True, check=True).stdout
     parts = [
         "# Configuration reference\n",
-        NOTE.format(source="fields of hvd_cifar/config.py, or the help of run.sh,"),
+        NOTE.format(source="fields of settings in hvd_cifar, or the help of run.sh,"),
         "`./run.sh COMMAND --help` prints the options of a command. A setting's name in a `--config` file and in "
         "`hvd_cifar.train(...)` is that of its option with underscores: `--global-batch-size` is `global_batch_size`. "
         "Options take precedence over the file. Variables of the environment are on a [page of their "

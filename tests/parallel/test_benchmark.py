@@ -186,6 +186,7 @@ def _one_value_wrong(output: str) -> str:
     from hvd_cifar import config
     from hvd_cifar.errors import TrainingError
     from hvd_cifar.tools.benchmark import allreduce, commands
+    from hvd_cifar.tools.settings import BenchmarkAllreduceSettings
 
     true_sum = allreduce.through_horovod
 
@@ -203,7 +204,7 @@ def _one_value_wrong(output: str) -> str:
     values = {"max_bytes": "1K", "factor": 4, "seconds": 0.01, "repeats": 1, "json_file": output}
     try:
         with mock.patch.object(allreduce, "through_horovod", through_horovod):
-            commands.benchmark_allreduce(config.make(config.BenchmarkAllreduceSettings, values))
+            commands.benchmark_allreduce(config.make(BenchmarkAllreduceSettings, values))
     except TrainingError as error:
         return str(error)
     return "nothing was found"

@@ -44,8 +44,8 @@ def _all(embedded: str, spoilt: str, empty: str, images: str) -> dict[str, Any]:
             about = [dataset.name, dataset.digest, list(dataset.class_names)]
             return {"about": about, "read": read, "said": said}
 
-        def of_synthetic(folders: list[str], source: str) -> dict[str, Any]:
-            return prepared({"dataset": "synthetic", "data_dir": folders[world.rank], "data_source": source})
+        def of_synthetic(*folders: str) -> dict[str, Any]:
+            return prepared({"dataset": "synthetic", "data_dir": folders[world.rank]})
 
         def of_function(what: str) -> dict[str, Any]:
             def load() -> Any:
@@ -61,9 +61,9 @@ def _all(embedded: str, spoilt: str, empty: str, images: str) -> dict[str, Any]:
             return prepared({"dataset": f"folder:{images}", "data_dir": f"{empty}/of-rank-{world.rank}"})
 
         found = {
-            "sent": of_synthetic([embedded, empty], "auto"),
-            "local, other data": of_synthetic([embedded, spoilt], "local"),
-            "local, the same": of_synthetic([embedded, embedded], "local"),
+            "sent": of_synthetic(embedded, empty),
+            "other data": of_synthetic(embedded, spoilt),
+            "the same": of_synthetic(embedded, embedded),
             **{what: of_function(what) for what in [*WRONG, "right"]},
         }
         shown: list[bool] = []
@@ -102,13 +102,13 @@ def cases(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[lis
 Cases = tuple[list[dict[str, Any]], Path]
 
 
-def test_local_sets_of_one_name_and_length_are_compared_by_their_bytes(cases: Cases) -> None:
-    one, other = (of_rank["local, other data"] for of_rank in cases[0])
+def test_sets_of_one_name_and_length_are_compared_by_their_bytes(cases: Cases) -> None:
+    one, other = (of_rank["other data"] for of_rank in cases[0])
     assert one == other
     spoilt = cases[1] / "spoilt" / SET
     assert one["error"].startswith(f"twin (rank 1): {spoilt}/data_batch_3.bin is damaged or not rank 0's (its SHA-256")
     assert f"move {spoilt} away" in one["error"]
-    one, other = (of_rank["local, the same"] for of_rank in cases[0])
+    one, other = (of_rank["the same"] for of_rank in cases[0])
     assert "error" not in one and one["about"] == other["about"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,6 +70,7 @@ def _runs(folder: str) -> dict[str, Any]:
     found = {
         "evaluated": train("evaluated", eval_every=2),
         "plain": train("plain"),
+        "saved by time": train("saved", checkpoint_minutes=1e-6),
         "short": train("short", max_steps=2),
         "without averages": train("without", ema_decay=0, max_steps=2),
     }
@@ -80,11 +80,9 @@ def _runs(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Any]], Path]:
-    """What each of three ranks returned of `_runs`, `_views` and `_uncertain`, and the folder of the runs."""
+    """What each of three ranks returned of `_runs` and `_views`, and the folder of the runs."""
     folder = tmp_path_factory.mktemp("runs")
-    return run_all(
-        {"runs": partial(_runs, str(folder)), "views": _views, "uncertain": _uncertain}, 3, timeout=240
-    ), folder
+    return run_all({"runs": partial(_runs, str(folder)), "views": _views}, 3, timeout=240), folder
 
 
 @pytest.fixture
@@ -111,6 +109,15 @@ def test_moving_statistics_are_averaged_before_every_evaluation(ranks: Ranks) ->
         assert seen["evaluated"]["statistics_alike"] == [True] * 3
     before = {seen["evaluated"]["statistics"]["1"] for seen in ranks[0]}
     assert len(before) == 3  # each rank gathers its own
+
+
+def test_a_checkpoint_by_the_clock_leaves_the_run_as_it_was(ranks: Ranks) -> None:
+    """It holds averaged statistics; each rank goes on with its own."""
+    for seen in ranks[0]:
+        for name in ("statistics", "weights"):
+            assert seen["saved by time"][name] == seen["plain"][name]
+    steps = [{path.name for path in (ranks[1] / name / "checkpoints").iterdir()} for name in ("saved", "plain")]
+    assert len(steps[0]) > 2 and steps[1] == {"step-6"}
 
 
 def test_a_rank_without_an_example_learns_no_statistics(ranks: Ranks) -> None:
@@ -145,47 +152,6 @@ def _views() -> list[Any]:
     dataset = Dataset.from_arrays(images, labels, images, labels)
     evaluate = make_evaluator(model, dataset, plain, world, batch_size=2)
     return [[e.accuracy, e.plain_accuracy, e.views, e.examples] for e in (evaluate(False), evaluate(True))]
-
-
-def _uncertain() -> list[Any]:
-    """An evaluation by a net whose answer for every image is class 0 from two views, and class 1 from six."""
-    from hvd_cifar.runtime.world import start
-
-    world = start()
-    import keras
-    import numpy as np
-
-    from hvd_cifar.data.augment import Transforms
-    from hvd_cifar.data.dataset import Dataset
-    from hvd_cifar.training.evaluate import make_evaluator
-
-    # A rank has every third: one of them a batch of an uncertain image, and then a batch of two.
-    brightness = np.array([4, 10, 5, 10, 10, 6, 4, 10, 10, 5, 6], np.uint8)
-    labels = np.array([1, 0, 1, 0, 0, 0, 1, 0, 0, 1, 1], np.int32)
-    images = np.zeros((11, 6, 6, 1), np.uint8)
-    images[:, 2, 2, 0] = brightness
-    weights = np.zeros((6, 6, 2))
-    for row, column in ((2, 2), (2, 3)):  # of the image and its mirror image
-        weights[row, column, 0] = 0.3
-    for row, column in ((3, 3), (1, 1), (3, 2), (1, 4)):  # of the shifted ones
-        weights[row, column, 1] = 0.6
-    model = keras.Sequential([keras.Input((6, 6, 1)), keras.layers.Flatten(), keras.layers.Dense(2, use_bias=False)])
-    model.set_weights([weights.reshape(36, 2)])
-    plain = Transforms((6, 6, 1), lambda images, _: images.astype(np.float32), lambda images: images.astype(np.float32))
-    found = make_evaluator(model, Dataset.from_arrays(images, labels, images, labels), plain, world, batch_size=2)(True)
-    assert found.confusion is not None
-    mistakes = [[mistake.example, mistake.predicted] for mistake in found.confusion.mistakes]
-    return [found.accuracy, found.plain_accuracy, found.loss, found.confusion.matrix.tolist(), mistakes]
-
-
-def test_only_uncertain_images_are_seen_in_six_views(job: tuple[dict[str, list[Any]], Path]) -> None:
-    """Logits of bright images differ by 3, those of dark ones by up to 1.8. Example 5 is dark, and wrongly labelled."""
-    margins = [3.0] * 5 + [0.15 * brightness for brightness in (4, 5, 4, 5, 6, -6)]
-    expected = sum(math.log1p(math.exp(-margin)) for margin in margins) / 11
-    for accuracy, plain_accuracy, loss, matrix, mistakes in job[0]["uncertain"]:
-        assert [accuracy, plain_accuracy] == [pytest.approx(10 / 11), pytest.approx(6 / 11)]
-        assert loss == pytest.approx(expected, rel=1e-6)
-        assert [matrix, mistakes] == [[[5, 1], [0, 5]], [[5, 1]]]
 
 
 def test_the_accuracy_of_one_view_is_not_that_of_six(job: tuple[dict[str, list[Any]], Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -41,9 +40,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory, own_files: Path) -> Jobs:
             2: {
                 "drop": partial(_drop, str(folder)),
                 "state": partial(_with_state, str(folder / "state")),
-                "other type": partial(_last_layer_of_another_type, str(folder / "type")),
                 "prepared": partial(_prepared_by_the_user, str(folder / "prepared")),
-                "put off": partial(_evaluation_put_off, str(folder / "off")),
                 "fails": partial(_code_that_fails_on_rank_1, str(folder)),
             },
             3: {"losses": losses, "loads": partial(_load_where_the_file_is_not, str(own_files))},  # and stays there
@@ -224,78 +221,6 @@ def _prepared_by_the_user(folder: str) -> list[tuple[float, float]]:
 def test_a_layer_that_the_user_prepares_computes_with_rank_0_s_and_the_checkpoint_s_values(jobs: Jobs) -> None:
     ranks = jobs(2, "mpirun")["prepared"]
     assert ranks[0] == ranks[1] and len({value for pair in ranks[0] for value in pair}) == 1
-
-
-def _evaluation_put_off(folder: str) -> tuple[str, list[int], list[int]]:
-    """A stop puts an evaluation off; the next start finds that its loss is infinite, and goes back a step."""
-    import os
-    import signal
-
-    import keras
-    import tensorflow as tf
-
-    import hvd_cifar
-
-    factor = tf.Variable(1.0)
-
-    class Spoils(keras.layers.Layer):
-        def call(self, images: Any, training: bool = False) -> Any:
-            return images if training else images * tf.cast(factor, images.dtype)
-
-    class Stops(hvd_cifar.Callback):
-        def on_step(self, run: hvd_cifar.Run) -> None:
-            steps.append(run.step)
-            if run.step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    class Heals(hvd_cifar.Callback):
-        def on_rollback(self, run: hvd_cifar.Run) -> None:
-            went_back_to.append(run.step)
-            factor.assign(1.0)
-
-    steps: list[int] = []
-    went_back_to: list[int] = []
-    course = {"max_steps": 9, "eval_every": 1, "checkpoint_every": 1, "on_nan": "rollback"}
-    try:
-        _train(folder, _net(Spoils), [Stops()], **course)
-    except SystemExit as error:
-        stopped = type(error).__name__
-    factor.assign(math.inf)
-    assert _train(folder, _net(Spoils), [Heals()], **course)["replicas_identical"]
-    return stopped, steps, went_back_to
-
-
-def test_an_evaluation_that_a_stop_put_off_may_roll_back(jobs: Jobs) -> None:
-    for stopped, steps, went_back_to in jobs(2, "mpirun")["put off"]:
-        assert stopped == "Preempted" and 3 < steps[-1] < 9 and went_back_to == [steps[-1] - 1]
-
-
-def _last_layer_of_another_type(folder: str) -> list[float]:
-    """Losses of a net in float64 whose last layer is float32, and the reverse."""
-    import keras
-
-    import hvd_cifar
-
-    def build(image_shape: tuple[int, int, int], classes: int) -> Any:
-        images = keras.Input(image_shape)
-        x = keras.layers.Flatten()(images)
-        other = "float32" if keras.config.dtype_policy().name == "float64" else "float64"
-        return keras.Model(images, keras.layers.Dense(classes, dtype=other)(x))
-
-    losses: list[float] = []
-
-    class Losses(hvd_cifar.Callback):
-        def on_log(self, run: hvd_cifar.Run) -> None:
-            losses.append(run.loss or 0.0)
-
-    for precision in ("float64", "float32"):
-        _train(f"{folder}/{precision}", build, [Losses()], precision=precision, max_steps=2)
-    return losses
-
-
-def test_a_last_layer_of_another_precision_trains(jobs: Jobs) -> None:
-    for losses in jobs(2, "mpirun")["other type"]:
-        assert len(set(losses)) == 4 and all(map(math.isfinite, losses))
 
 
 def _drop(folder: str) -> dict[str, Any]:

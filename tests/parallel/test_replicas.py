@@ -105,15 +105,15 @@ def _drift(data: str, run_dir: str, options: list[str], at_the_end: bool = False
     train, end = Trainer.train, Checkpointer.on_end
 
     def train_under_a_cosmic_ray(self: Trainer) -> dict[str, Any]:
-        step = self.step
+        ((side, step),) = self.steps.items()
 
-        def struck(number: int, *given: Any) -> Any:
-            loss = step(number, *given)
-            if number == 6:
+        def struck(*given: Any) -> Any:
+            loss = step(*given)
+            if self.run.step == 6:
                 _turn_a_bit(self.run.model)
             return loss
 
-        self.step = struck  # type: ignore[assignment]
+        self.steps[side] = struck
         return train(self)
 
     def end_under_a_cosmic_ray(self: Checkpointer, run: Any) -> None:

@@ -59,7 +59,7 @@ def _life() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=["mpirun", "gloo"])
+@pytest.fixture(scope="module", params=["mpirun", pytest.param("gloo", marks=pytest.mark.slow)])
 def lives(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What `_life` returned on each of two ranks."""
     return run_ranks(_life, 2, launcher=request.param, fresh=True)

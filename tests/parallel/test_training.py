@@ -171,6 +171,7 @@ def test_only_the_default_run_on_the_embedded_set_is_shortened(embedded: Path) -
     assert run_ranks(_shortened, 1, str(embedded)) == [[0.35, 3, 10, 10]]
 
 
+@pytest.mark.slow
 def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, tmp_path: Path) -> None:
     """Two ranks with four micro-batches each. With plain SGD at eight times the rate the loss is infinite."""
     run_dir = tmp_path / "run"

@@ -80,7 +80,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     yield made
 
 
-@pytest.mark.parametrize("name", ["net.py", "data.py", "helper"])
+@pytest.mark.parametrize("name", ["data.py", "helper"])
 def test_a_run_does_not_resume_with_other_code(name: str, job: Job) -> None:
     file = f"{job.helper}.py" if name == "helper" else name
     job.write(file, (job.folder / file).read_text() + "# edited\n")

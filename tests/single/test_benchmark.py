@@ -11,6 +11,7 @@ import pytest
 
 from hvd_cifar import cli, config
 from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.tools import settings as tools
 from hvd_cifar.tools.benchmark import tables
 from hvd_cifar.tools.benchmark.commands import judge_efficiency, judge_sums
 from hvd_cifar.tools.benchmark.results import AllreduceResult, Estimate, StepResult, read, write
@@ -110,7 +111,7 @@ def test_the_gate_names_measured_and_wanted() -> None:
 
 @pytest.mark.parametrize(("text", "value"), [("4", 4), ("64K", 2**16), ("256MiB", 2**28), ("0.5G", 2**29)])
 def test_sizes(text: str, value: int) -> None:
-    assert config.make(config.BenchmarkAllreduceSettings, {"max_bytes": text}).max_bytes == value
+    assert config.make(tools.BenchmarkAllreduceSettings, {"max_bytes": text}).max_bytes == value
 
 
 def test_results_survive_their_files_and_other_files_are_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,168 +14,54 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_cifar import cli, config
+from hvd_cifar import cli, config, fields
 from hvd_cifar.errors import UserError
 from hvd_cifar.options import HELP_OF_TRAIN
+from hvd_cifar.settings_file import read_file, write_file
+from hvd_cifar.tools import settings as tools
 from tests.ranks import CHECKOUT, LAUNCHERS, environment
 
+# A command, and then options of it that are wrong: alone, or together.
+WRONG_LINES = """
+| | no-such-command | benchmark | benchmark speed
+train | --model vgg | --dataset mnist | --batch-size 0 | --batch-size many | --batch-size 1.5 | --global-batch-size -8
+train | --batch-size 8 --global-batch-size 16 | --epochs 0 | --epochs 1e308 | --epochs 1e-9 | --epochs nan
+train | --clip-norm 1e-300 | --set warmup_epochs=5 --epochs 1 | --max-steps 99999999999999999999999 | --max-steps 0
+train | --threads-per-rank 1000000 | --learning-rate 1e300 | --learning-rate 0 | --learning-rate nan | --config ''
+train | --set ema_decay=1 | --set lookahead=5 | --set image_scales=0.5,0 | --set momentum=0.9 | --set weight_decay
+train | --set augmentation=mixup | --set learning_rate_factor=0 | --callbacks mine | --seed -1
+train | --seed 9223372036854775808 | --precision int8 | --gradient-accumulation 0 | --summary-every -1 | --overlap some
+train | --compression bf17 | --bucket-bytes 0 | --bucket-bytes 64K --overlap off | --virtual-shards 0
+train | --virtual-shards 6 | --virtual-shards 4 --gradient-accumulation 2 | --virtual-shards 4 --sync-batch-norm
+train | --virtual-shards 4 --compression fp16 | --virtual-shards 4 --no-deterministic | --check-sync-every -1
+train | --on-nan ignore | --deterministic=1 | --record-examples=yes | --quiet=yes | --log-every 0 | --hold-out 0
+train | --profile-steps 110:100 | --profile-steps x | --checkpoint-every 0 | --checkpoint-minutes -1 | --grace-seconds 0
+train | --stall-seconds -1 | --eval-every -1 | --changed-code ask | --early-stopping 0 | --resume '' | --run-dir ''
+train | --early-stopping 3 --eval-every 0 | --data-dir ~nobody-of-this-name/x | --data-url ftp://host/x.tar.gz
+train | --data-url https://me:secret@host/x.tar.gz | --config /no/such/file.yaml | --no-such-option 1 | --batch-size
+train | surplus
+evaluate | | --run-dir r --batch-size 0 | --run-dir r --dataset mnist | --run-dir r --model vgg
+evaluate | --run-dir r --confusion=1
+export | | r | r --to ''
+predict | r | '' x.png | r '' | r x.png --json=1
+report | | '' | r --output '' | r --benchmarks a,,b
+watch | | r other | r --quiet=yes
+benchmark step | --model vgg | --batch-size 0 | --precision int8 | --dataset mnist | --steps 0
+benchmark step | --threads-per-rank 0 | --repeats 0 | --ranks 1,two | --ranks 0 | --ranks '' | --min-efficiency 90
+benchmark step | --json '' | --plot '' | --bucket-bytes 1X | --overlap some | --compression bf17
+benchmark allreduce | --ranks 2;4 | --min-bytes 2 | --min-bytes 4Q | --max-bytes many | --max-bytes 4.5 | --factor 1
+benchmark allreduce | --min-bytes 8K --max-bytes 4K | --seconds 0 | --iterations 0 | --repeats 0 | --json '' | --plot ''
+doctor | --hostfile '' | --hostfile f --hosts a:1 | -np 0 | --allreduce tree | --run-dir '' | --probe-timeout 0
+doctor | --job-timeout soon | --json=x | --no-such-option
+doctor-job | | --per-host 2,,1
+"""
 WRONG = [
-    ["train", "--model", "vgg"],
-    ["train", "--dataset", "mnist"],
-    ["train", "--batch-size", "0"],
-    ["train", "--batch-size", "many"],
-    ["train", "--batch-size", "1.5"],
-    ["train", "--global-batch-size", "-8"],
-    ["train", "--batch-size", "8", "--global-batch-size", "16"],
-    ["train", "--epochs", "0"],
-    ["train", "--epochs", "-0.5"],
-    ["train", "--epochs", "1e308"],
-    ["train", "--epochs", "1e-9"],
-    ["train", "--clip-norm", "1e-300"],
-    ["train", "--set", "warmup_epochs=5", "--epochs", "1"],
-    ["train", "--max-steps", "9" * 23],
-    ["train", "--log-every", "9" * 5000],
-    ["train", "--threads-per-rank", "1000000"],
-    ["train", "--learning-rate", "1e300"],
-    ["train", "--config", ""],
-    ["evaluate", "--run-dir", "a\0b"],
-    ["train", "--run-dir", "caf\udce9"],
-    ["train", "--epochs", "nan"],
-    ["train", "--max-steps", "0"],
-    ["train", "--learning-rate", "0"],
-    ["train", "--learning-rate", "nan"],
-    ["train", "--learning-rate", "inf"],
-    ["train", "--set", "warmup_epochs=-1"],
-    ["train", "--set", "weight_decay=-0.1"],
-    ["train", "--set", "ema_decay=1"],
-    ["train", "--clip-norm", "0"],
-    ["train", "--set", "label_smoothing=1"],
-    ["train", "--set", "lookahead=5"],
-    ["train", "--set", "image_scales=0.5,0"],
-    ["train", "--set", "momentum=0.9"],
-    ["train", "--set", "weight_decay"],
-    ["train", "--callbacks", "mine"],
-    ["train", "--data-source", "cloud"],
-    ["train", "--set", "test_time_augmentation=6"],
-    ["train", "--seed", "-1"],
-    ["train", "--seed", str(2**63)],
-    ["train", "--precision", "int8"],
-    ["train", "--gradient-accumulation", "0"],
-    ["train", "--summary-every", "-1"],
-    ["train", "--compression", "bf17"],
-    ["train", "--overlap", "some"],
-    ["train", "--bucket-bytes", "0"],
-    ["train", "--bucket-bytes", "64K", "--overlap", "off"],
-    ["benchmark", "step", "--bucket-bytes", "64K", "--overlap", "off"],
-    ["benchmark", "step", "--overlap", "some"],
-    ["benchmark", "step", "--compression", "bf17"],
-    ["benchmark", "step", "--bucket-bytes", "1X"],
-    ["train", "--set", "augmentation=mixup"],
-    ["train", "--set", "learning_rate_factor=0"],
-    ["train", "--threads-per-rank", "0"],
-    ["train", "--virtual-shards", "0"],
-    ["train", "--virtual-shards", "6"],
-    ["train", "--virtual-shards", "4", "--gradient-accumulation", "2"],
-    ["train", "--virtual-shards", "4", "--sync-batch-norm"],
-    ["train", "--virtual-shards", "4", "--compression", "fp16"],
-    ["train", "--virtual-shards", "4", "--no-deterministic"],
-    ["train", "--check-sync-every", "-1"],
-    ["train", "--on-nan", "ignore"],
-    ["train", "--deterministic=1"],
-    ["train", "--record-examples=yes"],
-    ["train", "--quiet=yes"],
-    ["train", "--log-every", "0"],
-    ["train", "--profile-steps", "110:100"],
-    ["train", "--profile-steps", "x"],
-    ["train", "--checkpoint-every", "0"],
-    ["train", "--grace-seconds", "0"],
-    ["train", "--stall-seconds", "-1"],
-    ["train", "--eval-every", "-1"],
-    ["train", "--hold-out", "0"],
-    ["train", "--changed-code", "ask"],
-    ["train", "--early-stopping", "0"],
-    ["train", "--early-stopping", "3", "--eval-every", "0"],
-    ["train", "--resume", ""],
-    ["train", "--run-dir", ""],
-    ["train", "--data-dir", "~nobody-of-this-name/x"],
-    ["train", "--data-url", "ftp://host/x.tar.gz"],
-    ["train", "--data-url", "https://me:secret@host/x.tar.gz"],
-    ["train", "--config", "/no/such/file.yaml"],
-    ["train", "--no-such-option", "1"],
-    ["train", "--batch-size"],
-    ["train", "surplus"],
-    ["evaluate"],
-    ["evaluate", "--run-dir", "r", "--batch-size", "0"],
-    ["evaluate", "--run-dir", "r", "--dataset", "mnist"],
-    ["evaluate", "--run-dir", "r", "--model", "vgg"],
-    ["evaluate", "--run-dir", "r", "--confusion=1"],
-    ["export"],
-    ["export", "r"],
-    ["export", "r", "--to", ""],
-    ["predict", "r"],
-    ["predict", "", "x.png"],
-    ["predict", "r", ""],
-    ["predict", "r", "x.png", "--json=1"],
-    ["report"],
-    ["report", ""],
-    ["report", "r", "--output", ""],
-    ["report", "r", "--benchmarks", "a,,b"],
-    ["watch"],
-    ["watch", "r", "other"],
-    ["watch", "r", "--quiet=yes"],
-    ["no-such-command"],
-    ["benchmark"],
-    ["benchmark", "speed"],
-    *(
-        ["benchmark", *words]
-        for words in (
-            ["step", "--model", "vgg"],
-            ["step", "--batch-size", "0"],
-            ["step", "--precision", "int8"],
-            ["step", "--dataset", "mnist"],
-            ["step", "--data-source", "cloud"],
-            ["step", "--threads-per-rank", "0"],
-            ["step", "--steps", "0"],
-            ["step", "--repeats", "0"],
-            ["step", "--ranks", "1,two"],
-            ["step", "--ranks", "0"],
-            ["step", "--ranks", ""],
-            ["step", "--min-efficiency", "90"],
-            ["step", "--min-efficiency", "0"],
-            ["step", "--json", ""],
-            ["step", "--plot", ""],
-            ["allreduce", "--ranks", "2;4"],
-            ["allreduce", "--min-bytes", "2"],
-            ["allreduce", "--min-bytes", "4Q"],
-            ["allreduce", "--max-bytes", "many"],
-            ["allreduce", "--max-bytes", "4.5"],
-            ["allreduce", "--min-bytes", "8K", "--max-bytes", "4K"],
-            ["allreduce", "--factor", "1"],
-            ["allreduce", "--seconds", "0"],
-            ["allreduce", "--iterations", "0"],
-            ["allreduce", "--repeats", "0"],
-            ["allreduce", "--json", ""],
-            ["allreduce", "--plot", ""],
-        )
-    ),
-    *(
-        ["doctor", *words]
-        for words in (
-            ["--hostfile", ""],
-            ["--hostfile", "f", "--hosts", "a:1"],
-            ["-np", "0"],
-            ["--allreduce", "tree"],
-            ["--run-dir", ""],
-            ["--probe-timeout", "0"],
-            ["--job-timeout", "soon"],
-            ["--json=x"],
-            ["--no-such-option"],
-        )
-    ),
-    ["doctor-job"],
-    ["doctor-job", "--per-host", "2,,1"],
-    [],
+    shlex.split(f"{command} {options}")
+    for line in WRONG_LINES.strip().splitlines()
+    for command, *parts in [line.split("|")]
+    for options in parts
 ]
+WRONG += [["evaluate", "--run-dir", "a\0b"], ["train", "--run-dir", "caf\udce9"], ["train", "--log-every", "9" * 5000]]
 
 
 @pytest.mark.parametrize("argv", WRONG, ids=lambda argv: " ".join(argv) or "nothing")
@@ -196,65 +83,46 @@ def test_a_password_is_not_repeated(capfd: pytest.CaptureFixture[str]) -> None:
     cli.check(["train", "--data-url", "https://host/@x.tar.gz"])
 
 
-def test_every_option_of_train_has_a_wrong_value_above() -> None:
-    # These take any text; what they name is looked at when the run starts.
-    free = {"data_dir", "run_dir"}
-    tried = {word.partition("=")[0] for argv in WRONG if argv[:1] == ["train"] for word in argv}
-    untried = {f for f in config.TrainSettings.model_fields if f not in free and config.option_name(f) not in tried}
-    assert untried == set()
-
-
 @pytest.mark.parametrize(
-    ("command", "settings"),
+    ("command", "settings", "free"),
     [
-        ("step", config.BenchmarkStepSettings),
-        ("allreduce", config.BenchmarkAllreduceSettings),
+        # `free` takes any text; what it names is looked at when the command runs.
+        ("train", config.TrainSettings, {"data_dir", "run_dir"}),
+        ("benchmark step", tools.BenchmarkStepSettings, {"data_dir", "data_url"}),
+        ("benchmark allreduce", tools.BenchmarkAllreduceSettings, set()),
+        ("doctor", tools.DoctorSettings, set()),
     ],
 )
-def test_every_option_of_a_benchmark_has_a_wrong_value_above(command: str, settings: type[config.S]) -> None:
-    tried = {word for argv in WRONG if argv[:2] == ["benchmark", command] for word in argv}
-    untried = {f for f in settings.model_fields if config.option_name(f) not in tried}
-    assert untried <= {"data_dir", "data_url"}
+def test_every_option_has_a_wrong_value_above(command: str, settings: type[fields.S], free: set[str]) -> None:
+    words = command.split()
+    tried = {word.partition("=")[0] for argv in WRONG if argv[: len(words)] == words for word in argv}
+    named = {
+        name: [config.option_name(name), *dict(info.json_schema_extra or {}).get("flags", [])]  # type: ignore[arg-type, misc]
+        for name, info in settings.model_fields.items()
+    }
+    assert {name for name, options in named.items() if tried.isdisjoint(options)} <= free
 
 
-def test_every_option_of_the_doctor_has_a_wrong_value_above() -> None:
-    tried = {word.partition("=")[0] for argv in WRONG if argv[:1] == ["doctor"] for word in argv}
-    tried |= {"--as-json"} if "--json" in tried else set()
-    tried |= {"--ranks"} if "-np" in tried else set()
-    assert {f for f in config.DoctorSettings.model_fields if config.option_name(f) not in tried} == set()
-
-
-@pytest.mark.parametrize(
-    "argv", [["--help"], ["doctor", "--help"], ["train", "--help"], ["evaluate", "-h"], ["--version"]]
-)
+@pytest.mark.parametrize("argv", [["--help"], ["doctor", "--help"], ["evaluate", "-h"], ["--version"]])
 def test_help_ends_with_0(argv: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert _help(argv, capfd)
+
+
+def _help(argv: list[str], capfd: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as ended:
         cli.check(argv)
     assert ended.value.code == 0
-    assert capfd.readouterr().out
+    return str(capfd.readouterr().out)
 
 
-def test_help_names_every_option_and_describes_it(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.check(["train", "--help-all"])
-    shown = capfd.readouterr().out
-    for field, info in config.TrainSettings.model_fields.items():
-        assert config.option_name(field) in shown
-        assert info.description
-
-
-def test_help_of_train_shows_what_most_people_need(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.check(["train", "--help"])
-    shown = re.findall(r"^  (--[a-z-]+)", capfd.readouterr().out, re.M)
+def test_help_of_train_shows_what_most_people_need_and_help_all_the_rest(capfd: pytest.CaptureFixture[str]) -> None:
+    text, whole = _help(["train", "--help"], capfd), _help(["train", "--help-all"], capfd)
+    shown = re.findall(r"^  (--[a-z-]+)", text, re.M)
     named = [config.option_name(name) for names in HELP_OF_TRAIN.values() for name in names]
     assert len(named) == 20 and shown == [*named, "--help-all"]
-
-
-def test_help_shows_defaults_that_are_zero_and_none_that_are_empty(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.check(["train", "--help"])
-    text = " ".join(capfd.readouterr().out.split())
+    for field, info in config.TrainSettings.model_fields.items():
+        assert config.option_name(field) in whole and info.description
+    text = " ".join(text.split())
     assert "order of the data and the augmentation. [default: 0]" in text and "[default: ]" not in text
 
 
@@ -294,74 +162,43 @@ def test_a_file_that_is_wrong_on_one_host_is_told_once(
     assert done.returncode == 2 and len(told) == 1 and told[0].startswith(f"hvd_cifar: {said}{error}"), done.stderr
 
 
-def _settings_of(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> config.TrainSettings:
-    seen: list[Any] = []
-    monkeypatch.setattr(cli, "_train", seen.append)
-    with pytest.raises(SystemExit):
-        cli.main(argv)
-    return seen[0]
-
-
 @pytest.mark.parametrize("form", ["json", "yaml"])
-def test_options_outdo_the_file(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_outdo_the_file(form: str, tmp_path: Path) -> None:
     values = {"model": "resnet32", "batch_size": 64, "learning-rate": 0.25}
     file = tmp_path / f"settings.{form}"
-    text = json.dumps(values) if form == "json" else "".join(f"{k}: {v}\n" for k, v in values.items())
-    file.write_text(text)
-    alone = _settings_of(["train", "--config", str(file)], monkeypatch)
+    file.write_text(json.dumps(values) if form == "json" else "".join(f"{k}: {v}\n" for k, v in values.items()))
+    alone = cli.check(["train", "--config", str(file)])
     assert (alone.model, alone.batch_size, alone.learning_rate) == ("resnet32", 64, 0.25)
-    outdone = _settings_of(
-        ["train", "--config", str(file), "--global-batch-size", "96", "--model", "tutorial"], monkeypatch
-    )
+    outdone = cli.check(["train", "--config", str(file), "--global-batch-size", "96", "--model", "tutorial"])
     assert (outdone.model, outdone.batch_size, outdone.global_batch_size) == ("tutorial", None, 96)
 
 
-def test_a_flag_outdoes_the_file_either_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flag_outdoes_the_file_either_way(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("deterministic: true\n")
     for flags, expected in ([], True), (["--no-deterministic"], False), (["--deterministic"], True):
-        assert _settings_of(["train", "--config", str(file), *flags], monkeypatch).deterministic is expected
-    assert _settings_of(["train"], monkeypatch).deterministic is None
+        assert cli.check(["train", "--config", str(file), *flags]).deterministic is expected
+    assert cli.check(["train"]).deterministic is None
 
 
 def test_a_written_config_reads_back_the_same(tmp_path: Path) -> None:
     settings = config.make(config.TrainSettings, {"model": "resnet56", "seed": "12", "run_dir": str(tmp_path)})
-    config.write_file(tmp_path / "config.json", settings, {"world_size": 2})
-    assert config.make(config.TrainSettings, config.read_file(tmp_path / "config.json")) == settings
+    write_file(tmp_path / "config.json", settings, {"world_size": 2})
+    assert config.make(config.TrainSettings, read_file(tmp_path / "config.json")) == settings
 
 
-SAME_TEXT = [
-    ("overlap", "off"),
-    ("profile_steps", "10:20"),
-    ("batch_size", "012"),
-    ("batch_size", "1_0"),
-    ("batch_size", "0x10"),
-    ("batch_size", "64"),
-    ("batch_size", "true"),
-    ("batch_size", "1e3"),
-    ("seed", "010"),
-    ("seed", "2020-01-01"),
-    ("seed", "9" * 5000),
-    ("epochs", "1:30"),
-    ("epochs", "9.9"),
-    ("epochs", ".inf"),
-    ("learning_rate", "1e-3"),
-    ("learning_rate", "yes"),
-    ("bucket_bytes", "128K"),
-    ("bucket_bytes", "4096"),
-    ("compression", "fp16"),
-    ("epochs", "20,24"),
-    ("callbacks", "a.py:A,b.py:B"),
-    ("data_url", "5"),
-    ("run_dir", "2020-01-01"),
-    ("resume", "no"),
-]
+SAME_TEXT = (
+    "overlap=off profile_steps=10:20 batch_size=012 batch_size=1_0 batch_size=0x10 batch_size=true batch_size=1e3 "
+    f"seed=010 seed=2020-01-01 seed={'9' * 5000} epochs=1:30 epochs=9.9 epochs=.inf learning_rate=1e-3 "
+    "learning_rate=yes bucket_bytes=128K bucket_bytes=4096 epochs=20,24 callbacks=a.py:A,b.py:B data_url=5 "
+    "run_dir=2020-01-01 resume=no"
+).split()
 
 
-@pytest.mark.parametrize(("field", "text"), SAME_TEXT, ids=lambda word: word[:20])
-def test_a_file_means_what_the_command_line_means(
-    field: str, text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("pair", SAME_TEXT, ids=lambda word: word[:20])
+def test_a_file_means_what_the_command_line_means(pair: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    field, _, text = pair.partition("=")
+
     def outcome(*argv: str) -> Any:
         try:
             return cli.check(["train", *argv])
@@ -378,7 +215,7 @@ def test_a_flag_in_a_file(text: str, meant: bool | None, tmp_path: Path) -> None
     for form, written in (("yaml", text), ("json", json.dumps(meant))):
         file = tmp_path / f"settings.{form}"
         file.write_text(f'{{"deterministic": {written}}}' if form == "json" else f"deterministic: {written}\n")
-        assert config.make(config.TrainSettings, config.read_file(file)).deterministic is meant
+        assert config.make(config.TrainSettings, read_file(file)).deterministic is meant
 
 
 @pytest.mark.parametrize(
@@ -429,7 +266,7 @@ def test_a_bad_file_is_one_line(text: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     with pytest.raises(UserError, match="--config") as raised:
-        config.read_file(file)
+        read_file(file)
     assert len(str(raised.value).splitlines()) == 1 and len(str(raised.value)) < 300
 
 
@@ -439,26 +276,20 @@ def test_a_value_of_another_kind(value: str, tmp_path: Path) -> None:
     for name in config.TrainSettings.model_fields:
         file.write_text(f"{name.removesuffix('_file')}: {value}\n")
         with contextlib.suppress(UserError):  # no other error
-            config.make(config.TrainSettings, config.read_file(file))
+            config.make(config.TrainSettings, read_file(file))
 
 
 def test_an_endless_file_is_not_read_to_its_end() -> None:
     with pytest.raises(UserError, match="has more than 16,777,216 bytes"):
-        config.read_file(Path("/dev/zero"))
-
-
-def test_a_date_is_no_number(tmp_path: Path) -> None:
-    (tmp_path / "date.yaml").write_text("seed: 2020-01-01\n")
-    with pytest.raises(UserError, match="--seed 2020-01-01: input should be a valid integer"):
-        config.make(config.TrainSettings, config.read_file(tmp_path / "date.yaml"))
+        read_file(Path("/dev/zero"))
 
 
 def test_the_default_warm_up_passes_on_a_trial_run() -> None:
     config.make(config.TrainSettings, {"set": {"warmup_epochs": 1}, "epochs": 0.1})
 
 
-def test_numbers_of_a_recipe_are_set_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _settings_of(["train", "--set", "weight_decay=0", "--set", "image_scales=0.75,1"], monkeypatch)
+def test_numbers_of_a_recipe_are_set_by_name() -> None:
+    found = cli.check(["train", "--set", "weight_decay=0", "--set", "image_scales=0.75,1"])
     assert found.set.given == {"weight_decay": 0.0, "image_scales": (0.75, 1.0)}
     for text, words in (
         ("momentum=0.9", "--set momentum is no setting"),

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_cifar.config import DoctorSettings, make
+from hvd_cifar.config import make
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.network import Card, Network, NoWay
@@ -30,6 +30,7 @@ from hvd_cifar.tools.doctor.facts import (
     Versions,
 )
 from hvd_cifar.tools.doctor.finding import Finding
+from hvd_cifar.tools.settings import DoctorSettings
 from tests.ranks import CHECKOUT
 
 HOSTS = ("a", "b", "c")

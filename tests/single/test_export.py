@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 
-from hvd_cifar.config import ExportSettings, TrainSettings, make
+from hvd_cifar.config import TrainSettings, make
 from hvd_cifar.data import augment
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.errors import UserError
@@ -16,7 +17,9 @@ from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.tools import export
 from hvd_cifar.tools.export import accuracy_of, usable
 from hvd_cifar.tools.predict import as_json, as_text, images_in
+from hvd_cifar.training.state import TrainState
 from hvd_cifar.training.trained import Trained
+from hvd_cifar.use_settings import ExportSettings
 
 
 @pytest.mark.parametrize(("step", "views", "expected"), [(40, 6, 0.9), (40, 1, 0.8), (39, 6, None), (39, 1, None)])
@@ -28,6 +31,12 @@ def test_an_accuracy_is_of_the_step_and_of_as_many_views(step: int, views: int, 
     assert accuracy_of({}, step, views) is None
 
 
+def _at_step_1(model: keras.Model) -> TrainState:
+    state = TrainState(model)
+    state.step.assign(1)
+    return state
+
+
 def test_metadata_has_no_accuracy_of_another_run_s_weights(tmp_path: Path) -> None:
     images, labels = np.zeros((2, 4, 4, 3), np.uint8), np.arange(2)
     dataset = Dataset.from_arrays(images, labels, images, labels)
@@ -36,7 +45,7 @@ def test_metadata_has_no_accuracy_of_another_run_s_weights(tmp_path: Path) -> No
         (tmp_path / name / "summary.json").write_text('{"steps": 1, "test_views": 1, "test_accuracy": 0.5}')
     model, transforms = keras.Sequential([keras.Input((4, 4, 3))]), augment.transforms("none", dataset)
     path = tmp_path / "b" / "checkpoints" / "step-1"
-    of_b = Trained(make(TrainSettings, {}), Recipe(), {}, dataset, model, transforms, path, 1)
+    of_b = Trained(make(TrainSettings, {}), Recipe(), {}, dataset, model, transforms, _at_step_1(model), None, path)
     found = [export._metadata(of_b, tmp_path / name)["test_accuracy"] for name in "ab"]
     assert found == [None, 0.5]
 
@@ -47,11 +56,9 @@ def test_transforms_that_are_python_alone_are_refused() -> None:
     given = keras.Input((4, 4, 3))
     model = keras.Model(given, keras.layers.Dense(2)(keras.layers.Flatten()(given)))
     transforms = augment.transforms("none", dataset)
-    trained = Trained(make(TrainSettings, {}), Recipe(), {}, dataset, model, transforms, Path("step-1"), 1)
+    trained = Trained(make(TrainSettings, {}), Recipe(), {}, dataset, model, transforms, TrainState(model))
     assert usable(trained)(images)["probabilities"].shape == (2, 2)
-    python_alone = Trained(
-        make(TrainSettings, {}), Recipe(), {}, dataset, model, transforms._replace(portable=None), Path("step-1"), 1
-    )
+    python_alone = replace(trained, transforms=transforms._replace(portable=None))
     with pytest.raises(UserError, match="TensorFlow cannot load the Transforms of its recipe: set their `portable`"):
         usable(python_alone)
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from hvd_cifar import config
+from hvd_cifar import config, fields, use_settings
 from hvd_cifar.data.cifar import CIFAR10
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch import preflight
 from hvd_cifar.runtime import devices
 
-EVALUATE, TRAIN = config.EvaluateSettings, config.TrainSettings
+EVALUATE, TRAIN = use_settings.EvaluateSettings, config.TrainSettings
 
 
-def _check(kind: type[config.S], ranks: int = 2, sees_files: bool = True, **values: Any) -> list[str]:
+def _check(kind: type[fields.S], ranks: int = 2, sees_files: bool = True, **values: Any) -> list[str]:
     warnings: list[str] = []
     settings = config.make(kind, values)
     preflight.check(settings, ranks, sees_files=sees_files, on_gpus=False, warn=warnings.append)

@@ -114,7 +114,8 @@ def test_a_run_stops_only_where_its_step_is_saved() -> None:
     progress = Progress(first_step=5, saved_step=3)
     progress.stop_requested = True
     run: Any = SimpleNamespace(step=5, total_steps=10, run_dir="r", progress=progress, warn=lambda line: None)
-    trainer = Trainer(run, None)  # type: ignore[arg-type]
+    trainer = Trainer.__new__(Trainer)
+    trainer.run = run
     trainer._stop_where_asked()
     progress.saved_step = 5
     with pytest.raises(Preempted):

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from hvd_cifar.config import ReportSettings, make
+from hvd_cifar.config import make
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting.run_files import Confusion, read_run
 from hvd_cifar.tools.report import charts, content
 from hvd_cifar.tools.report.command import report
+from hvd_cifar.tools.settings import ReportSettings
 from tests.run_dirs import CONFIG, CONFUSION, EVENTS, MARKS, TRAIN, write_run
 
 HOSTILE = '<img src=x onerror="alert(1)">&{{ 7 * 6 }}$\\frac$'

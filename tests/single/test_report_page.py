@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from hvd_cifar.config import ReportSettings, make
+from hvd_cifar.config import make
 from hvd_cifar.tools.report.command import report
+from hvd_cifar.tools.settings import ReportSettings
 from tests.run_dirs import CONFIG, CONFUSION, MARKS, PIXEL, write_run
 
 CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hvd_cifar import config
+from hvd_cifar import config, use_settings
 from hvd_cifar.data.place import NOBODY, digest_of
-from hvd_cifar.data.source import Source, source_of
+from hvd_cifar.data.source import Source
 from hvd_cifar.errors import UserError
-from hvd_cifar.fields import DataSource
 from hvd_cifar.training import sources
 from hvd_cifar.training.sources import differences, speakers
 
@@ -67,7 +66,7 @@ def test_paths_in_names_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_pat
         ("~/mine.py:load", "/home/me/mine.py:load"),
     ):
         assert config.make(config.DataSettings, {"dataset": given}).dataset == expected
-        assert config.make(config.EvaluateSettings, {"run_dir": "r", "dataset": given}).dataset == expected
+        assert config.make(use_settings.EvaluateSettings, {"run_dir": "r", "dataset": given}).dataset == expected
 
 
 @pytest.mark.parametrize(
@@ -103,34 +102,18 @@ def _digests(folder: Path) -> dict[str, str]:
     return {name: digest_of(folder / name) for name in FILES}
 
 
-def test_a_host_with_another_set_is_named_unless_rank_0_s_is_asked_for(tmp_path: Path) -> None:
+def test_a_host_with_another_set_is_named(tmp_path: Path) -> None:
     expected = _digests(_write(tmp_path / "root"))
     same, other = _write(tmp_path / "same"), _write(tmp_path / "other", b=b"spoilt")
     source = _source(tmp_path / "data")
-    for how in ("auto", "rank0"):
-        assert sources._find(replace(source, locate=lambda _: same), how, expected, "host", NOBODY) == same
-        assert sources._find(source, how, expected, "host", NOBODY) is None
+    assert sources._find(replace(source, locate=lambda _: same), expected, "host", NOBODY) == same
+    assert sources._find(source, expected, "host", NOBODY) is None
     source = replace(source, locate=lambda _: other)
     with pytest.raises(UserError, match=rf"^host: {other}/b.bin is damaged or not rank 0's .*: move {other} away"):
-        sources._find(source, "auto", expected, "host", NOBODY)
-    assert sources._find(source, "rank0", expected, "host", NOBODY) is None
+        sources._find(source, expected, "host", NOBODY)
     (other / "b.bin").unlink()
     with pytest.raises(UserError, match="b.bin is damaged or not rank 0's"):
-        sources._find(source, "auto", expected, "host", NOBODY)
-
-
-@pytest.mark.parametrize("how", ["auto", "rank0"])
-def test_rank_0_s_set_takes_the_place_of_a_damaged_folder_where_it_is_asked_for(
-    how: DataSource, tmp_path: Path
-) -> None:
-    (tmp_path / "birds").mkdir()  # a mount without its disk
-    values = {"dataset": f"folder:{tmp_path}/birds", "data_dir": tmp_path / "data"}
-    source = source_of(config.make(config.DataSettings, values))
-    if how == "rank0":
-        assert sources._find(source, how, {"train.bin": "1"}, "host", NOBODY) is None
-        return
-    with pytest.raises(UserError, match="birds: it has no folder test, val, valid or validation"):
-        sources._find(source, how, {"train.bin": "1"}, "host", NOBODY)
+        sources._find(source, expected, "host", NOBODY)
 
 
 def _receive(source: Source, digests: dict[str, str], **changed: bytes) -> Path:
@@ -157,7 +140,7 @@ def test_received_files_come_to_the_usual_place_or_to_one_of_their_own(tmp_path:
     assert (users / "a.bin").read_bytes() == b"mine"
     (received / "a.bin").write_bytes(b"damaged")  # a set that was received before, and is damaged, is replaced
     assert _receive(source, expected) == received and _digests(received) == expected
-    assert sources._find(source, "auto", expected, "host", NOBODY) == received  # the next start finds it
+    assert sources._find(source, expected, "host", NOBODY) == received  # the next start finds it
     shutil.rmtree(users)
     users.symlink_to(tmp_path)  # a link is not written through
     assert _receive(source, expected) == received

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_cifar.extensions.elastic_copies import _Values
-from hvd_cifar.training.checkpoint import Checkpoints, write_state
+from hvd_cifar.training.checkpoint import Checkpoints, values_of, write
 from hvd_cifar.training.state import Kind, TrainState
 
 Part = tuple[list[tuple[tuple[int, ...], str]], Kind]  # shapes and types of its variables, and its kind
@@ -53,7 +53,7 @@ def _bits(state: TrainState) -> list[bytes]:
 def test_what_is_registered_survives_save_and_restore(parts: list[Part]) -> None:
     saved, other = _state(parts, 1), _state(parts, 2)
     with tempfile.TemporaryDirectory() as folder:
-        path = write_state(saved, Path(folder), 5)
+        path = write(Path(folder), 5, values_of(saved))
         Checkpoints(Path(folder), other).restore(path)
     assert _bits(other) == _bits(saved)
 
@@ -64,11 +64,11 @@ def test_a_checkpoint_without_a_part_gives_it_its_initial_values(parts: list[Par
     """A callback that is new in a resumed run; and one that is gone, whose variables are passed over."""
     saved, other = _state(parts, 1), _state([*parts, *more], 2)
     with tempfile.TemporaryDirectory() as folder:
-        Checkpoints(Path(folder), other).restore(write_state(saved, Path(folder), 5))
+        Checkpoints(Path(folder), other).restore(write(Path(folder), 5, values_of(saved)))
         assert _bits(other)[: len(saved.variables)] == _bits(saved)
         assert all(not np.asarray(v.numpy(), np.float64).any() for v in other.variables[len(saved.variables) :])
         other.step.assign(6)
-        Checkpoints(Path(folder), saved).restore(write_state(other, Path(folder), 6))
+        Checkpoints(Path(folder), saved).restore(write(Path(folder), 6, values_of(other)))
     assert _bits(saved) == _bits(other)[: len(saved.variables)]
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hvd_cifar.config import WatchSettings, make
+from hvd_cifar.config import make
 from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.reporting.run_files import Evaluated, Ranks, Train, Validated
 from hvd_cifar.reporting.view import Course, View, in_words
+from hvd_cifar.tools.settings import WatchSettings
 from hvd_cifar.tools.watch import _Followed
 from tests.run_dirs import CONFIG, write_run
 

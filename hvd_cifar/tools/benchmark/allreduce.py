@@ -15,12 +15,12 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.config import BenchmarkAllreduceSettings
 from hvd_cifar.distributed import DistributedOptimizer, collectives
 from hvd_cifar.errors import UserError
 from hvd_cifar.runtime import devices, direct_mpi
 from hvd_cifar.tools.benchmark.job import Job, facts_of
 from hvd_cifar.tools.benchmark.results import AllreducePoint, AllreduceResult, Estimate
+from hvd_cifar.tools.settings import BenchmarkAllreduceSettings
 
 Way = Literal["horovod", "mpi"]
 WIDTH = 4  # bytes of a float32

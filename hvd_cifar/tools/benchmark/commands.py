@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from hvd_cifar.config import BenchmarkAllreduceSettings, BenchmarkStepSettings
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.tools.benchmark import allreduce, job, plots, results, step, tables
 from hvd_cifar.tools.benchmark.results import AllreduceResult, StepResult
+from hvd_cifar.tools.settings import BenchmarkAllreduceSettings, BenchmarkStepSettings
 
 
 def benchmark_step(settings: BenchmarkStepSettings) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_cifar.config import BenchmarkStepSettings, TrainSettings
+from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.pipeline import PREFETCH_BATCHES, MicroBatch, training_batches
 from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.distributed import collectives, process_sets
@@ -23,15 +23,16 @@ from hvd_cifar.distributed.batch_norm import synchronised_layers
 from hvd_cifar.distributed.optimizer import inner_of, reduction_of, set_bucket_bytes
 from hvd_cifar.distributed.overlap import Backward
 from hvd_cifar.errors import UserError
-from hvd_cifar.optim.averages import Lookahead, MovingAverage
 from hvd_cifar.reporting import terminal
 from hvd_cifar.tools.benchmark.job import Job, facts_of
 from hvd_cifar.tools.benchmark.results import Estimate, Gradient, Phases, RankResult, StepResult, WorldResult
+from hvd_cifar.tools.settings import BenchmarkStepSettings
 from hvd_cifar.training.overlap import measure_backward, set_buckets
 from hvd_cifar.training.plan import precision_of
 from hvd_cifar.training.step import Averaging, make_train_step
 from hvd_cifar.training.work import (
     Work,
+    make_averages,
     make_net,
     make_optimizer,
     prepare,
@@ -127,9 +128,7 @@ class Bench:
         self.batches = batches
         with tf.device(job.world.device):
             self.in_memory = MicroBatch(*map(tf.identity, next(batches)))
-        weights, decay = self.net.model.trainable_variables, work.recipe.ema_decay
-        self.averages: list[Any] = [Lookahead(weights, ENDLESS)] if work.recipe.lookahead else []
-        self.averages += [MovingAverage(weights, decay)] if decay else []
+        self.averages = list(make_averages(work.recipe, self.net, ENDLESS).values())
         # The buckets are chosen for all ranks, and smaller groups use the same ones.
         self._model_optimizer = make_optimizer(work, self.net, LEARNING_RATE)
         examples = len(self.in_memory.label)

@@ -19,7 +19,6 @@ from rich.table import Table
 from rich.text import Text
 
 import hvd_cifar
-from hvd_cifar.config import DoctorSettings
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local, parse_hosts, ranks_by_default, read_hostfile
@@ -31,6 +30,7 @@ from hvd_cifar.tools.doctor import ask, checks, job
 from hvd_cifar.tools.doctor.facts import Job, Subject
 from hvd_cifar.tools.doctor.finding import Finding, counted
 from hvd_cifar.tools.doctor.job import LOCAL_RANKS
+from hvd_cifar.tools.settings import DoctorSettings
 
 LEAST_WIDTH, WIDTH_OF_A_FILE = 60, 120
 WORDS = {"ok": Text("ok", "green"), "warning": Text("warn", "yellow"), "failure": Text("FAIL", "bold red")}

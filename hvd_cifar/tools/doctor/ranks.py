@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from hvd_cifar.config import DoctorJobSettings
 from hvd_cifar.distributed import collectives, pairs
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import terminal
@@ -23,6 +22,7 @@ from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.runtime.world import session
 from hvd_cifar.tools.benchmark.allreduce import sums_of, terms_of
 from hvd_cifar.tools.doctor.job import BEGINS, ENDS, RESULT
+from hvd_cifar.tools.settings import DoctorJobSettings
 
 Pair = tuple[int, int]
 

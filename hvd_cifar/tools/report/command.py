@@ -7,7 +7,6 @@ from typing import Any
 import jinja2
 
 from hvd_cifar import __version__
-from hvd_cifar.config import ReportSettings
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import replace_bytes
 from hvd_cifar.reporting import story, terminal
@@ -16,6 +15,7 @@ from hvd_cifar.tools.benchmark import results
 from hvd_cifar.tools.benchmark.results import AllreduceResult, StepResult
 from hvd_cifar.tools.doctor.finding import counted
 from hvd_cifar.tools.report import charts, content
+from hvd_cifar.tools.settings import ReportSettings
 
 
 def report(settings: ReportSettings) -> None:
