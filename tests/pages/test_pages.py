@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -185,6 +186,13 @@ def test_programs_after_migration_train_alike_on_two_ranks(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr
     told = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("told ")]
     assert told == [["2", "True", "8"], ["0", "True"], ["1", "True"]]  # 8: two epochs of four batches
+
+
+def test_the_way_of_an_image_names_functions_that_there_are() -> None:
+    names = re.findall(r"^\| \d+ \| `([\w.]+\.\w+)`", TEXTS["docs/architecture.md"], re.M)
+    assert len(names) > 10
+    for name in names:
+        pkgutil.resolve_name(f"hvd_cifar.{name}")
 
 
 def test_the_net_of_readme_is_one() -> None:
