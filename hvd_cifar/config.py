@@ -30,6 +30,7 @@ from hvd_cifar.fields import (
     Compression,
     DatasetName,
     Finite,
+    ImageSize,
     LocalPath,
     ModelSpec,
     Overlap,
@@ -76,8 +77,20 @@ class DataSettings(Settings):
     dataset: DatasetName = Field(
         "auto",
         description="cifar10, cifar100, the embedded synthetic set, or auto: CIFAR-10, and synthetic only where "
-        "CIFAR-10 is neither there nor downloadable; folder:PATH: images in PATH/train/CLASS and PATH/test/CLASS; "
+        "CIFAR-10 is neither there nor downloadable; folder:PATH: images in PATH/train/CLASS and "
+        "PATH/test/CLASS, or in PATH/CLASS; "
         "FILE.py:NAME or package.module:NAME: a function that returns a hvd_cifar.Dataset.",
+    )
+    image_size: ImageSize | None = Field(
+        None,
+        description="Height and width of what the net sees, N or HxW, of a folder: whose images have many sizes. "
+        "[default: their own size, if all have one]",
+    )
+    max_unreadable: int = Field(
+        0,
+        ge=0,
+        le=MOST_EXAMPLES,
+        description="Images of a folder: that may be left out since they cannot be read. More end the run.",
     )
     data_dir: LocalPath = Field(
         Path("~/.cache/hvd_cifar/data"),

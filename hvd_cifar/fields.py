@@ -35,6 +35,7 @@ FOLDER_DATASET = "folder:"  # prefix of the path of a folder of images
 MOST_STEPS = 10**12
 MOST_EXAMPLES = 10**9
 MOST_THREADS = 4096
+MOST_PIXELS = 4096  # of a side of an image
 MOST_PROFILED_STEPS = 100  # each has thousands of events, which a rank holds in memory
 LARGEST_RATE = 1e37  # the largest float32 is 3.4e38
 SMALLEST_NORM = 1e-6  # smaller gradients do not change float32 weights
@@ -145,6 +146,16 @@ def _bytes(given: Any) -> float:
     return float(match[1]) * _SIZES[match[2]]
 
 
+def _image_size(given: Any) -> tuple[int, int]:
+    """Text such as 224 or 224x160 as (224, 160)."""
+    match = re.fullmatch(
+        "([0-9]{1,5})(?:x([0-9]{1,5}))?", "x".join(map(str, given)) if isinstance(given, tuple | list) else str(given)
+    )
+    if not match or not 1 <= min(size := (int(match[1]), int(match[2] or match[1]))) <= max(size) <= MOST_PIXELS:
+        raise ValueError(f"write a height and a width in pixels, such as 224 or 160x224, each at most {MOST_PIXELS}")
+    return size
+
+
 def address(given: str) -> str:
     """`given`, unchanged; ValueError where it is no address on the web, or holds a password."""
     if not re.match(r"https?://[^/?#\s]+", given):
@@ -181,6 +192,7 @@ LocalPath = Annotated[Path, BeforeValidator(not_empty), AfterValidator(absolute)
 DatasetName = Annotated[str, AfterValidator(_dataset)]
 Sizes = Annotated[tuple[int, int], _pair(1, "MIN:MAX ranks, such as 2:8")]
 Rests = Annotated[tuple[int, int], _pair(0, "FIRST:LONGEST seconds, such as 10:300")]
+ImageSize = Annotated[tuple[int, int], BeforeValidator(_image_size)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Scale = Annotated[float, Field(gt=0, le=1)]
 

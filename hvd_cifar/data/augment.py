@@ -14,9 +14,13 @@ from numpy.typing import NDArray
 
 from hvd_cifar.data import sampler
 from hvd_cifar.data.dataset import Dataset
+from hvd_cifar.data.pictures import with_margin
+from hvd_cifar.data.records import CROP_DRAWS
 
 PAD = 4  # pixels on each side of an image of 32 and more, as He et al. 2015 (section 4.2)
 FAST_PAD = 2  # the same, for `fast`
+SMALLEST_CUT = 64  # pixels
+CROPS = 4  # the purpose, in `sampler.key`, of cutting random parts
 
 RANDOM_DRAWS = 5  # row offset, column offset, flip, brightness (unused: without it contrast's draws change), contrast
 DRAWS_PER_EXAMPLE = RANDOM_DRAWS + 1  # and the alternating flip
@@ -41,12 +45,15 @@ class Transforms(NamedTuple):
         test: images -> floats.
         portable: the same as `test` by `keras.ops`, for `export`: symbolic tensors float32 [b, height, width, channels]
             of whole numbers -> [b, *shape]. None: nets that are trained with these transforms cannot be exported.
+        crops: whether `train` gets a random part of each image where `--image-size` scales images of many sizes
+            (`records.crop_boxes`), not the middle.
     """
 
     shape: tuple[int, int, int]
     train: TrainTransform
     test: TestTransform
     portable: Callable[[Any], Any] | None = None
+    crops: bool = False
 
 
 def transforms(name: str, dataset: Dataset) -> Transforms:
@@ -63,7 +70,7 @@ def transforms(name: str, dataset: Dataset) -> Transforms:
 
 def undistorted(transforms: Transforms) -> Transforms:
     """The same, but with the test transform in training also."""
-    return transforms._replace(train=lambda images, _: transforms.test(images))
+    return transforms._replace(train=lambda images, _: transforms.test(images), crops=False)
 
 
 def fit(images: Any, shape: tuple[int, int, int]) -> Any:
@@ -78,16 +85,34 @@ def fit(images: Any, shape: tuple[int, int, int]) -> Any:
     return ops.round(ops.image.resize(floats, shape[:2], antialias=True, crop_to_aspect_ratio=True))
 
 
+def middle(images: Any, shape: tuple[int, int, int]) -> Any:
+    """As `fit`, but what `pictures.read_image` makes of an image for `--image-size`, to rounding."""
+    from keras import ops
+
+    size, floats = with_margin(shape[:2]), ops.cast(images, "float32")
+    scaled = ops.image.resize(floats, size, interpolation="bicubic", antialias=True, crop_to_aspect_ratio=True)
+    top, left = (size[0] - shape[0]) // 2, (size[1] - shape[1]) // 2
+    return ops.clip(ops.round(scaled[:, top : top + shape[0], left : left + shape[1]]), 0, 255)
+
+
+def crop_draws(seed: int, epoch: int, examples: NDArray[np.int64]) -> NDArray[np.float32]:
+    """The random numbers of each example's crop in an epoch, uniform in [0, 1), float32 [len(examples), CROP_DRAWS]."""
+    return _uniform(examples, sampler.key(seed, CROPS, epoch), CROP_DRAWS)
+
+
+def _uniform(examples: NDArray[np.int64], key: np.uint64, count: int) -> NDArray[np.float32]:
+    columns = np.arange(1, count + 1, dtype=np.uint64)
+    bits = sampler.mix(sampler.mix(examples.astype(np.uint64) ^ key)[:, None] ^ sampler.mix(columns)[None, :])
+    return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)  # 24 bits fill a float32's mantissa
+
+
 def draws(seed: int, epoch: int, examples: NDArray[np.int64]) -> NDArray[np.float32]:
     """The random numbers of each example in an epoch, float32 [len(examples), DRAWS_PER_EXAMPLE].
 
     All but the last are uniform in [0, 1). The last is the alternating flip: 0 or 1 at random in epoch 0, then the
     other one in each next epoch, so that two epochs in a row show both sides of every image (Jordan 2024, section 3.6).
     """
-    base = sampler.mix(examples.astype(np.uint64) ^ sampler.key(seed, 1, epoch))
-    columns = np.arange(1, RANDOM_DRAWS + 1, dtype=np.uint64)
-    bits = sampler.mix(base[:, None] ^ sampler.mix(columns)[None, :])
-    uniform = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)  # 24 bits fill a float32's mantissa
+    uniform = _uniform(examples, sampler.key(seed, 1, epoch), RANDOM_DRAWS)
     first = sampler.mix(examples.astype(np.uint64) ^ sampler.key(seed, 2))
     flip = ((first + np.uint64(epoch)) & np.uint64(1)).astype(np.float32)
     return np.concatenate([uniform, flip[:, None]], axis=1)
@@ -172,6 +197,8 @@ def _standard(dataset: Dataset) -> Transforms:
     The padding has the colour of the channel means, so that it is zero in the standardised image (to 0.01).
     Source: He et al. 2015, section 4.2.
     """
+    if _cuts_parts(dataset):
+        return _of_parts(dataset, lambda draw: draw[:, 2] < 0.5)
     height, width, channels = dataset.image_shape
     above, left = _pads(dataset, PAD)
     colour = np.array([round(mean) for mean in dataset.channel_mean], np.uint8)[:, np.newaxis, np.newaxis]
@@ -190,6 +217,8 @@ def _fast(dataset: Dataset) -> Transforms:
 
     Source: Jordan 2024, sections 3.1 and 3.6.
     """
+    if _cuts_parts(dataset):
+        return _of_parts(dataset, lambda draw: draw[:, 5] > 0)
     height, width, _ = dataset.image_shape
     above, left = _pads(dataset, FAST_PAD)
 
@@ -226,6 +255,22 @@ def _tutorial(dataset: Dataset) -> Transforms:
         return (middle - mean) / ops.maximum(deviation, (channels * size[0] * size[1]) ** -0.5)
 
     return Transforms((*size, channels), train, test, portable)
+
+
+def _cuts_parts(dataset: Dataset) -> bool:
+    """Whether training cuts random parts of larger images, as is usual from 64 pixels on, instead of shifting them."""
+    return min(dataset.image_shape[:2]) >= SMALLEST_CUT and getattr(dataset.train.images, "crops", None) is not None
+
+
+def _of_parts(dataset: Dataset, flips: Callable[[Floats], NDArray[np.bool_]]) -> Transforms:
+    """Random parts, mirrored where `flips` (draws -> bool [b]) says so; channels standardised."""
+
+    def train(images: Images, draw: Floats) -> Floats:
+        flip = flips(draw)
+        images[flip] = images[flip][:, :, ::-1]
+        return _standardise_channels(images.transpose(TO_PLANES), dataset)
+
+    return _plain(dataset)._replace(train=train, crops=True)
 
 
 def _pads(dataset: Dataset, most: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn, Protocol
@@ -12,10 +12,11 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_cifar.data.sampler import held_out
+from hvd_cifar.data.sampler import held_out, spread
 from hvd_cifar.errors import UserError, printable
 
 CHUNK_BYTES = 1 << 24  # of images that are read at a time
+MOST_MEASURED = 5000  # images that are read one at a time, for channel statistics
 UNNAMED = "arrays"  # the name of a set that was given none
 
 
@@ -56,6 +57,49 @@ class Selected:
     def __getitem__(self, index: Any) -> NDArray[np.uint8]:
         return self.images[self.index[index]]
 
+    @property
+    def digest(self) -> str:
+        """Of what is selected from images that have a digest; "" where they have none."""
+        whole = getattr(self.images, "digest", "")
+        return whole and hashlib.sha256(whole.encode() + self.index.tobytes()).hexdigest()
+
+    @property
+    def crops(self) -> Callable[[NDArray[np.int64], Any], NDArray[np.uint8]] | None:
+        """As `records.Pictures.crops`; None where the images have none."""
+        crops = getattr(self.images, "crops", None)
+        return crops and (lambda index, draws: crops(self.index[index], draws))
+
+
+class Gathered:
+    """Images that are read one at a time, from any object with a length and an item for each number: an `ImageArray`.
+
+    Such are the random-access sources of grain and array_record, and a list of arrays.
+    """
+
+    dtype: Any = np.dtype(np.uint8)
+
+    def __init__(self, source: Any) -> None:
+        """`source[i]` is an image uint8 [height, width, channels] or [height, width]; its `digest` stands for all."""
+        self.source, self.digest = source, str(getattr(source, "digest", ""))
+        self.shape = (len(source), *self._one(0).shape) if len(source) else (0, 0, 0, 0)
+
+    def _one(self, number: int) -> NDArray[np.uint8]:
+        image = np.asarray(self.source[number])
+        image = image[..., np.newaxis] if image.ndim == 2 else image
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape != getattr(self, "shape", (0, *image.shape))[1:]:
+            first = f", and the first one {_size(self)}" if hasattr(self, "shape") else ""
+            raise UserError(
+                f"image {number} of a {type(self.source).__name__} is {image.dtype} of shape {_shown(image.shape)}"
+                f"{first}: give each as uint8 [height, width, channels], all of one size"
+            )
+        return image
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, index: Any) -> NDArray[np.uint8]:
+        return np.stack([self._one(number) for number in np.arange(len(self))[index].tolist()])
+
 
 @dataclass(frozen=True, eq=False)
 class Examples:
@@ -78,8 +122,11 @@ class Examples:
     def digest(self) -> str:
         """SHA-256 of images and labels, by which hosts and runs compare their examples."""
         state = hashlib.sha256()
-        for chunk in chunks(self.images):
-            state.update(np.ascontiguousarray(chunk).data)
+        if known := getattr(self.images, "digest", ""):
+            state.update(known.encode())
+        else:
+            for chunk in chunks(self.images):
+                state.update(np.ascontiguousarray(chunk).data)
         state.update(self.labels.tobytes())
         return state.hexdigest()
 
@@ -159,7 +206,9 @@ class Dataset:
 
         Args:
             train_images, test_images: uint8 [n, height, width, channels], or [n, height, width] for one channel; all
-                of one size. A NumPy array, an `ImageArray`, or a tensor of TensorFlow or PyTorch.
+                of one size. A NumPy array, an `ImageArray`, a tensor of TensorFlow or PyTorch, or an object whose item
+                i is image i, such as a source of grain or array_record. Its attribute `digest`, a text, stands for its
+                images where hosts and runs compare them; without it all are read for that.
             train_labels, test_labels: integers [n] or [n, 1] from 0 on.
             name: shown beside all results.
             class_names: of all classes, two or more, in order. Empty: there are as many classes as the largest label
@@ -186,7 +235,7 @@ class Dataset:
             raise UserError(f"data set {name}: all labels are 0: give examples of two or more classes")
         if twice := [one for one, count in Counter(class_names).items() if count > 1]:
             raise UserError(f"data set {name}: class_names has {twice[0]} twice: give each class a name of its own")
-        mean, deviation = channel_statistics(train.images)
+        mean, deviation = channel_statistics(measured(train.images))
         return cls(name, train, test, len(class_names) or classes, mean, deviation, class_names)
 
 
@@ -195,6 +244,12 @@ def chunks(images: Images) -> Iterator[NDArray[np.uint8]]:
     count = max(1, CHUNK_BYTES // max(1, int(np.prod(images.shape[1:]))))
     for first in range(0, len(images), count):
         yield images[first : first + count]
+
+
+def measured(images: Images) -> Images:
+    """The images that channel statistics are taken of: all, or `MOST_MEASURED` where each has to be decoded."""
+    is_slow = getattr(images, "digest", None) is not None and len(images) > MOST_MEASURED
+    return Selected(images, spread(MOST_MEASURED, len(images))) if is_slow else images
 
 
 def channel_statistics(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -218,6 +273,8 @@ def _examples(part: str, images: Any, labels: Any) -> Examples:
 
     if hasattr(images, "numpy"):  # a tensor
         images = images.numpy()
+    if not hasattr(images, "shape") and hasattr(images, "__getitem__") and hasattr(images, "__len__"):
+        images = Gathered(images)
     shape, kind = getattr(images, "shape", None), getattr(images, "dtype", None)
     wanted = "give a NumPy array of uint8, [n, height, width, channels]"
     if shape is None or kind is None:

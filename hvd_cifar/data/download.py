@@ -56,7 +56,7 @@ def fetch(layout: Layout, url: str, scratch: Path, onlooker: Onlooker) -> Path:
         OSError: `scratch` cannot be written.
     """
     pooch.get_logger().setLevel("ERROR")
-    with onlooker.progress(layout.title, DownloadColumn(), TransferSpeedColumn()) as show:
+    with onlooker.progress(layout.title, "bytes", DownloadColumn(), TransferSpeedColumn()) as show:
         for wait in (*WAITS, None):
             try:
                 archive = _download(layout, url, scratch, show)

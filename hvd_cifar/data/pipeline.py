@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.data.augment import Transforms, draws
+from hvd_cifar.data.augment import Transforms, crop_draws, draws
 from hvd_cifar.data.dataset import Examples
 from hvd_cifar.data.sampler import PADDING, Sampler
 from hvd_cifar.errors import UserError
@@ -90,10 +90,13 @@ def training_batches(
         shards do not divide the batch. A micro-batch without an example has one of padding.
     """
 
+    crops = getattr(examples.images, "crops", None) if transforms.crops else None
+
     def make(number: int) -> MicroBatch:
         epoch, example = sampler.micro_batch(number)
         present = np.maximum(example, 0)
-        image = transforms.train(examples.images[present], draws(sampler.seed, epoch, present))
+        images = crops(present, crop_draws(sampler.seed, epoch, present)) if crops else examples.images[present]
+        image = transforms.train(images, draws(sampler.seed, epoch, present))
         is_there = example >= 0
         if examples.numbers is not None:
             example = np.where(is_there, examples.numbers[present], PADDING)

@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any, TextIO, cast
 
 from filelock import FileLock, Timeout
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import LastingStream
@@ -22,6 +23,7 @@ from hvd_cifar.files import LastingStream
 LOCK = ".lock"
 SCRATCH = ".unfinished"
 SECONDS_BETWEEN_LOOKS = 5.0
+SECONDS_BETWEEN_LINES = 20.0  # of progress
 
 
 def _ignore(*_: Any) -> None:
@@ -43,17 +45,29 @@ class Onlooker:
     is_warned: Callable[[str], Any] = _ignore
 
     @contextmanager
-    def progress(self, title: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
-        """A function show(done, total), to be called after each piece of work."""
+    def progress(self, title: str, unit: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
+        """A function show(done, total), to be called after each piece of work; where no bar is seen, lines tell it."""
         # Under a launcher stderr is a pipe, which rich does not take for a terminal.
         console = Console(file=cast(TextIO, LastingStream(sys.stderr)), force_terminal=True)
         name = TextColumn("{task.description}", markup=False)
+        columns = columns or (MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
         bar = Progress(name, BarColumn(), *columns, TimeRemainingColumn(), console=console, disable=not self.sees_bar)
+        begin = line = time.monotonic()
+        at_first: int | None = None
         with bar:
-            task = bar.add_task(title, total=None)
+            task = bar.add_task(title, total=None, speed="")
 
             def show(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total)
+                nonlocal line, at_first
+                now = time.monotonic()
+                at_first = done if at_first is None else at_first  # a part may have been there before
+                rate = (done - at_first) / max(1e-9, now - begin)
+                bar.update(task, completed=done, total=total, speed=f"{rate:,.0f} {unit}/s")
+                if not self.sees_bar and rate and now - line > SECONDS_BETWEEN_LINES:
+                    line, left = now, (total - done) / rate
+                    self.is_warned(
+                        f"hvd_cifar: {title}: {done:,} of {total:,} {unit}, {rate:,.0f} a second, {left:,.0f} s left"
+                    )
                 self.is_told()
 
             yield show

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_cifar.config import DataSettings
-from hvd_cifar.data import folder, synthetic
+from hvd_cifar.data import cache, folder, synthetic
 from hvd_cifar.data.cifar import CIFAR10, CIFAR100, Layout
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.download import DownloadError, fetch
@@ -57,8 +57,9 @@ def source_of(settings: DataSettings, name: str = "") -> Source:
     """
     name, data_dir = name or settings.dataset, settings.data_dir
     if name.startswith(FOLDER_DATASET):
-        images = folder.Folder(Path(name.removeprefix(FOLDER_DATASET)), data_dir)
-        return Source(name, data_dir, folder.FILES, None, images.locate, images.prepare, images.read)
+        path = Path(name.removeprefix(FOLDER_DATASET))
+        images = folder.Folder(path, data_dir, settings.image_size, settings.max_unreadable)
+        return Source(name, data_dir, cache.FILES, None, images.locate, images.prepare, images.read)
     layout = layout_of(name)
     if layout is None:
         raise ValueError(f"no built-in data set is called {name!r}")

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_cifar.data import augment
-from hvd_cifar.data.folder import images_below, read_image
+from hvd_cifar.data.folder import images_below
+from hvd_cifar.data.pictures import read_image
 from hvd_cifar.errors import UserError, printable
 from hvd_cifar.reporting import terminal
 from hvd_cifar.training.evaluate import examples_at_once, logits_of
@@ -43,7 +44,8 @@ def predict(settings: PredictSettings) -> int:
         images: list[tuple[Path, NDArray[np.uint8]]] = []
         for file in files[first : first + at_once]:
             try:
-                images.append((file, _fitting(read_image(file, channels), trained.dataset.image_shape)))
+                image = read_image(file, channels, trained.settings.image_size)
+                images.append((file, _fitting(image, trained.dataset.image_shape)))
             except UserError as failure:
                 terminal.complain(f"hvd_cifar: {printable(str(failure))}")
                 unread += 1

@@ -43,6 +43,8 @@ def prepare_data(settings: DataSettings, world: World, own: Dataset | Callable[[
     Raises:
         UserError: on every rank, where one host cannot get the data, or hosts have different data.
     """
+    if settings.image_size and not settings.dataset.startswith(fields.FOLDER_DATASET):
+        raise UserError("--image-size goes with --dataset folder:PATH; give a data set of your own images of one size")
     if own is not None:
         return _own_dataset(own, settings)
     hosts, speaker = name_hosts(world)

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_cifar import config, models, settings_file
+from hvd_cifar import config, fields, models, settings_file
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.dataset import Dataset
@@ -139,6 +139,8 @@ def find(settings: RunSettings, needs_data: bool) -> tuple[TrainSettings, Path]:
     values = settings_of(settings.run_dir) | {"hold_out": None}  # only the test set is evaluated
     instead = ("model", "dataset", "data_dir")
     values.update({name: v for name in instead if (v := getattr(settings, name, None)) is not None})
+    if not str(values.get("dataset")).startswith(fields.FOLDER_DATASET):
+        values["image_size"] = None  # of another set that is evaluated
     if settings.test_time_augmentation is not None:
         values["set"] = {**values.get("set", {}), "test_time_augmentation": settings.test_time_augmentation}
     if not needs_data:

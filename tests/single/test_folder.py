@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from hvd_cifar.config import DataSettings, make
+from hvd_cifar.data import cache
 from hvd_cifar.data import folder as module
 from hvd_cifar.data.cifar import is_published
 from hvd_cifar.data.dataset import Dataset
-from hvd_cifar.data.folder import CACHE, Folder, Listing
+from hvd_cifar.data.folder import CACHE, Folder
+from hvd_cifar.data.pictures import decode, read_image
 from hvd_cifar.data.place import NOBODY, Onlooker
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
@@ -123,7 +126,9 @@ def test_palettes_and_transparency_become_colours(birds: Path) -> None:
 
 def test_one_other_size_is_named(birds: Path) -> None:
     _save(birds / "test" / "bee" / "1.png", _pixels(0, 6, 7, 3))
-    message = r"cannot use \S+test/bee/1.png \(7x6 pixels, and the first image has 5x6\): .* make all one size"
+    message = (
+        r"its images have 2 sizes \(\S+test/bee/1.png is 7x6, and the first image 5x6\): give --image-size 32, .*0 MB"
+    )
     with pytest.raises(UserError, match=message) as caught:
         _read(birds)
     assert "\n" not in str(caught.value)
@@ -133,11 +138,13 @@ def test_one_other_size_is_named(birds: Path) -> None:
 def test_a_damaged_image_is_named(birds: Path, damage: str) -> None:
     path = birds / "train" / "cat" / "2.png"
     path.write_bytes({"cut": path.read_bytes()[:60], "no image": b"text", "empty": b""}[damage])
-    with pytest.raises(UserError, match=r"cannot use \S+train/cat/2.png \(.*\): restore or remove") as caught:
+    with pytest.raises(
+        UserError, match=r"cannot use \S+train/cat/2.png \(.*\): restore or remove .* --max-unreadable 1"
+    ) as caught:
         _read(birds)
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="cannot read the image .*train/cat/2.png"):
-        module.read_image(path, 3)
+        read_image(path, 3)
 
 
 def test_a_link_that_leads_nowhere_is_named(birds: Path) -> None:
@@ -173,18 +180,21 @@ def test_a_subfolder_that_cannot_be_read_is_named(birds: Path, monkeypatch: pyte
         _read(birds)
 
 
-def test_more_than_8_bits_are_refused(birds: Path) -> None:
-    _save(birds / "train" / "bee" / "0.png", np.full((6, 5), 1000, np.uint16))
-    with pytest.raises(UserError, match="train/bee/0.png .more than 8 bits a channel, I;16"):
-        _read(birds)
+def test_16_bits_become_8_and_other_pixels_are_refused(birds: Path) -> None:
+    _save(birds / "train" / "ant" / "0.png", np.full((6, 5), 1000, np.uint16))
+    assert (_read(birds).train.images[np.array([0])] == 4).all()  # 1000 / 257
+    for pixels, why in ((np.full((6, 5), 70_000, np.int32), "more than 16 bits"), (np.ones((6, 5), "f4"), "floating")):
+        Image.fromarray(pixels).save(birds / "train" / "ant" / "0.tif")
+        with pytest.raises(UserError, match=f"train/ant/0.tif .{why}"):
+            _read(birds)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda path: shutil.rmtree(path), "there is no such folder"),
-        (lambda path: shutil.rmtree(path / "train"), "it has no folder train"),
-        (lambda path: shutil.rmtree(path / "test"), "it has no folder test, val, valid or validation"),
+        (lambda path: shutil.rmtree(path / "train"), "it has a folder test, but no train"),
+        (lambda path: list(map(shutil.rmtree, (path / "train", path / "test"))), "it has no folders of classes"),
         (lambda path: (path / "test" / "dog").mkdir(), "test/dog is no class of train"),
         (lambda path: (path / "train" / "dog").mkdir(), r"train/dog has no images \(.avif, .bmp"),
         (lambda path: [p.unlink() for p in path.glob("test/*/*")], "test has no images"),
@@ -214,7 +224,7 @@ def test_folders_that_cannot_be_searched_are_named(birds: Path, monkeypatch: pyt
 def test_the_cache_is_made_once_and_anew_after_a_change(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _folder(birds).prepare()
     before = _read(birds)
-    monkeypatch.setattr(module, "_decode_all", lambda *_: pytest.fail("decoded it again"))
+    monkeypatch.setattr(cache, "make", lambda *_: pytest.fail("decoded it again"))
     assert _folder(birds).prepare() == first
     monkeypatch.undo()
     os.utime(birds / "train" / "ant" / "0.png", ns=(1, 1))
@@ -275,66 +285,43 @@ class Killed(BaseException):
 @pytest.mark.parametrize("cut", [0, 100])
 def test_a_killed_decoding_goes_on_where_it_stopped(birds: Path, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the file of images is shorter than what was written: no image may become zeros."""
-    monkeypatch.setattr(module, "CHUNK", 3)
-    decode, decoded = module._decode, []
+    monkeypatch.setattr(cache, "CHUNK", 3)
+    damaged = birds / "train" / "ant" / "0.png"
+    damaged.write_bytes(b"")
+    decoded = []
 
-    def counted(path: Path, **given: Any) -> Any:
+    def counted(path: Path, *given: Any) -> Any:
         decoded.append(path)
         if len(decoded) > 14:  # in the test part: 12 images are of the training part
             raise Killed
-        return decode(path, **given)
+        return decode(path, *given)
 
-    monkeypatch.setattr(module, "_decode", counted)
-    with pytest.raises(Killed):
-        _read(birds)
-    (part,) = (path for path in (birds / CACHE).iterdir() if path.is_dir())
-    assert part.name.endswith("-3.part")
-    with (part / "train.bin").open("r+b") as file:
-        file.truncate((part / "train.bin").stat().st_size - cut)
-    decoded.clear()
+    monkeypatch.setattr(cache, "decode", counted)
     signs: list[None] = []
-    found = _read(birds, Onlooker(is_told=lambda: signs.append(None)))
-    assert len(decoded) == (6 if cut else 4)  # four of the test part, and the two images of 90 bytes that were cut
+    source = replace(_folder(birds), max_unreadable=1)
+    with pytest.raises(Killed):
+        source.prepare()
+    (part,) = (path for path in (birds / CACHE).iterdir() if path.is_dir())
+    assert part.name.endswith(".part")
+    os.truncate(part / cache.IMAGES, 11 * 90 - cut)
+    decoded.clear()
+    found = source.read(source.prepare(Onlooker(is_told=lambda: signs.append(None))))
+    # The damaged one, to name it, six of the test part, and the two images of 90 bytes that were cut.
+    assert len(decoded) == (9 if cut else 7) and decoded[0] == damaged
     assert len(signs) == (3 if cut else 2)  # of life, for a watchdog: after each chunk
     shutil.rmtree(birds / CACHE)
     monkeypatch.undo()
-    assert found.digest == _read(birds).digest
-
-
-def test_a_killed_decoding_of_grey_and_coloured_images_goes_on(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first image is grey; the name of the unfinished cache says that another one has colours."""
-    _save(birds / "train" / "ant" / "0.png", _pixels(0, 6, 5))
-    expected = _read(birds)
-    shutil.rmtree(birds / CACHE)
-    monkeypatch.setattr(module, "CHUNK", 3)
-    decode, decoded = module._decode, []
-
-    def counted(path: Path, shape: tuple[int, int, int]) -> Any:
-        decoded.append(shape[2])
-        if decoded.count(3) > 14:
-            raise Killed
-        return decode(path, shape)
-
-    monkeypatch.setattr(module, "_decode", counted)
-    with pytest.raises(Killed):
-        _read(birds)
-    assert 1 in decoded
-    decoded.clear()
-    assert _read(birds).digest == expected.digest and decoded == [3] * 4  # those of the test part that were not decoded
+    assert found.digest == source.read(source.prepare()).digest and len(found.train) == 11
 
 
 def test_who_waited_for_another_process_does_not_decode_again(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Path] = []
 
-    def counted(listing: Listing, home: Path, *_: Any) -> Path:
-        calls.append(home)
-        return home / listing.fingerprint
-
     @contextmanager
     def waited(home: Path, onlooker: Onlooker) -> Iterator[Onlooker]:
         monkeypatch.undo()
         _folder(birds).prepare()  # the other process, which has the lock meanwhile
-        monkeypatch.setattr(module, "_decode_all", counted)
+        monkeypatch.setattr(cache, "make", lambda _, place, *__: calls.append(place))
         yield onlooker
 
     monkeypatch.setattr(module, "locked", waited)
@@ -347,12 +334,12 @@ def test_a_damaged_cache_is_made_again(birds: Path, damage: str) -> None:
     source, expected = _folder(birds), _read(birds).digest
     place = source.prepare()
     if damage == "a pixel":
-        content = bytearray((place / "train.bin").read_bytes())
+        content = bytearray((place / cache.IMAGES).read_bytes())
         content[17] ^= 1
-        (place / "train.bin").write_bytes(content)
+        (place / cache.IMAGES).write_bytes(content)
     elif damage == "a cut":
-        os.truncate(place / "test.bin", 200)
-        with pytest.raises(UserError, match=rf"{place} is damaged \(test.bin does not hold 6 images.*\): remove it"):
+        os.truncate(place / cache.IMAGES, 200)
+        with pytest.raises(UserError, match=rf"{place} is damaged \(images.bin does not hold 18 images.*\): remove it"):
             source.read(place)  # the files of another host are not made again
     elif damage == "no description":
         (place / "about.json").unlink()
@@ -374,7 +361,7 @@ def test_all_unusable_images_are_named_at_once(birds: Path) -> None:
     assert f"{images[7]} (it is no regular file)" in message and "\n" not in message
     assert not [path for path in (birds / CACHE).iterdir() if path.is_dir()]
     with pytest.raises(UserError, match="it is no regular file"):
-        module.read_image(images[7], 3)
+        read_image(images[7], 3)
 
 
 def test_what_is_left_out_is_counted_in_one_line(birds: Path) -> None:
@@ -409,7 +396,7 @@ def test_images_are_upright_in_training_as_in_predict(tmp_path: Path) -> None:
             path.parent.mkdir(parents=True)
             Image.fromarray(_pixels(orientation, 6, 5, 3)).save(path, exif=exif)
         (image,) = _read(tmp_path / f"birds{orientation}").train.images[:1]
-        assert np.array_equal(image, module.read_image(path, 3)), orientation
+        assert np.array_equal(image, read_image(path, 3)), orientation
         assert image.shape == ((6, 5, 3) if orientation < 5 else (5, 6, 3))
 
 

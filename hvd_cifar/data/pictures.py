@@ -1,0 +1,174 @@
+"""One image file as pixels: upright, 8 bits a channel, and of one size where files have many.
+
+`--image-size` scales images so that their largest middle part of its proportions has 8/7 of its height and width, as
+256 pixels to 224 in the common ImageNet recipe. What lies around this part is kept, for random crops. Training,
+`evaluate` and `predict` read files by `decode` alone, and so get the same pixels.
+"""
+
+from __future__ import annotations
+
+import stat
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from hvd_cifar.errors import UserError, reason_of
+
+EXTENSIONS = (
+    *(".avif", ".bmp", ".gif", ".ico", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pcx", ".pgm"),
+    *(".png", ".pnm", ".ppm", ".qoi", ".tga", ".tif", ".tiff", ".webp"),
+)
+GREY_MODES = ("1", "L", "LA")  # Pillow's names
+DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")  # grey, of 16 bits
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values that exchange height and width
+LONGEST = 4  # sides of more than this times the middle part's are cut: a panorama would take the memory of hundreds
+FINER = 2.0  # a JPEG is decoded to at least this many times the pixels that a side needs, not to all that it has
+# Pillow warns of a large image, but refuses one of more than twice the limit: that refusal is enough.
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+
+Pixels = NDArray[np.uint8]
+Size = tuple[int, int]  # height, width
+
+
+class Unusable(UserError):
+    """An image that cannot be decoded, or does not fit the others."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        self.text = f"{path} ({reason})"
+        super().__init__(f"cannot read the image {self.text}: restore it, or remove it")
+
+
+class Head(NamedTuple):
+    """What the head of an image file says: its size when upright, and whether it has no colours."""
+
+    size: Size
+    is_grey: bool
+
+
+class Span(NamedTuple):
+    """One axis of a scaled image: `length` pixels, which show the whole image's from `low` to `high`."""
+
+    length: int
+    low: float
+    high: float
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
+    """An image file. Raises Unusable where it cannot be opened, or read in the `with` block."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise Unusable(path, "it is no regular file")  # a FIFO would be waited for
+        with Image.open(path) as image:
+            yield image
+    except UserError:
+        raise
+    except Exception as error:  # Pillow raises many kinds for a damaged file
+        raise Unusable(path, " ".join(reason_of(error).split())) from None
+
+
+def head(path: Path) -> Head | None:
+    """What the head of a file says, without its pixels; None where it cannot be read: `decode` says why."""
+    try:
+        with _opened(path) as image:
+            return Head(_upright_size(image), image.mode in (*GREY_MODES, *DEEP_MODES))
+    except UserError:
+        return None
+
+
+def _upright_size(image: Image.Image) -> Size:
+    # Pillow decodes a whole PNG to look for the orientation, unless it has seen one.
+    has_tags = image.format != "PNG" or "exif" in image.info
+    is_turned = has_tags and image.getexif().get(ORIENTATION) in TURNED
+    return (image.width, image.height) if is_turned else (image.height, image.width)
+
+
+def decode(path: Path, channels: int, image_size: Size | None = None) -> Pixels:
+    """The pixels of any image that Pillow reads, uint8 [height, width, channels], upright.
+
+    Args:
+        channels: 1: grey, or 3: red, green and blue. Transparency is left out.
+        image_size: what the net sees: the image is scaled for it. None: the image as it is.
+
+    Raises:
+        UserError: where it cannot be read, or has more than 16 bits a channel.
+    """
+    with _opened(path) as image:
+        reduced = _reduce(image, image_size) if image_size and image.format in ("JPEG", "MPO") else None
+        upright = ImageOps.exif_transpose(image)
+        plain = _of_8_bits(upright, path).convert("L" if channels == 1 else "RGB")
+        if image_size:
+            whole, factor = reduced or ((plain.height, plain.width), 1)
+            rows, columns = scaled(whole, with_margin(image_size))
+            box = (columns.low / factor, rows.low / factor, columns.high / factor, rows.high / factor)
+            gap = FINER if reduced else None
+            plain = plain.resize((columns.length, rows.length), Image.Resampling.BICUBIC, box, reducing_gap=gap)
+        return np.asarray(plain).reshape(plain.height, plain.width, channels)
+
+
+def _reduce(image: Image.Image, image_size: Size) -> tuple[Size, float]:
+    """Have a JPEG decoded with 1, 1/2, 1/4 or 1/8 of the pixels of a side: its whole size, and 1, 2, 4 or 8."""
+    whole, width = _upright_size(image), image.width
+    step = max((span.high - span.low) / span.length for span in scaled(whole, with_margin(image_size)))
+    drafted = image.draft(None, (max(1, int(width / step * FINER)), max(1, int(image.height / step * FINER))))
+    return whole, width / drafted[1][2] if drafted else 1.0
+
+
+def _of_8_bits(image: Image.Image, path: Path) -> Image.Image:
+    """Grey of 16 bits as grey of 8; other images as they are."""
+    if image.mode == "F":
+        raise Unusable(path, "floating-point pixels")
+    if image.mode not in DEEP_MODES:
+        return image
+    values = np.asarray(image).astype(np.int64)
+    if values.min() < 0 or values.max() > 65535:
+        raise Unusable(path, f"more than 16 bits a channel, {image.mode}")
+    return Image.fromarray(((values + 128) // 257).astype(np.uint8))
+
+
+def with_margin(image_size: Size) -> Size:
+    """The size of the middle part of a scaled image, of which the net sees the middle."""
+    return round(image_size[0] * 8 / 7), round(image_size[1] * 8 / 7)
+
+
+def scaled(whole: Size, part: Size) -> tuple[Span, Span]:
+    """The rows and columns of an image of size `whole`, scaled so that its largest middle part has the size `part`.
+
+    The part is cut at whole pixels, and the rest follows its grid. So a program that cuts the part and resizes it, as
+    an exported net does, gets the same pixels. As many pixels are kept before the part as after it.
+    """
+    height, width = whole
+    rows = max(1, min(height, width * part[0] // part[1]))
+    columns = max(1, min(width, height * part[1] // part[0]))
+
+    def span(side: int, cut: int, count: int) -> Span:
+        start, step = (side - cut) // 2, cut / count
+        margin = min(int(start / step), count * (LONGEST - 1) // 2)
+        low = max(0.0, start - margin * step)
+        return Span(count + 2 * margin, low, min(float(side), low + (count + 2 * margin) * step))
+
+    return span(height, rows, part[0]), span(width, columns, part[1])
+
+
+def scaled_bytes(size: Size, image_size: Size, channels: int) -> int:
+    """The memory of a scaled image."""
+    rows, columns = scaled(size, with_margin(image_size))
+    return rows.length * columns.length * channels
+
+
+def middle(pixels: Pixels, size: Size) -> Pixels:
+    """The middle of an image uint8 [height, width, channels], [*size, channels], without a copy."""
+    top, left = (pixels.shape[0] - size[0]) // 2, (pixels.shape[1] - size[1]) // 2
+    return pixels[top : top + size[0], left : left + size[1]]
+
+
+def read_image(path: Path, channels: int, image_size: Size | None = None) -> Pixels:
+    """As `decode`; with `image_size` the middle of the image, which evaluation sees, uint8 [*image_size, channels]."""
+    pixels = decode(path, channels, image_size)
+    return middle(pixels, image_size) if image_size else pixels
