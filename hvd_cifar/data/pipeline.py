@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,7 @@ from hvd_cifar.data.dataset import Examples
 from hvd_cifar.data.sampler import PADDING, Sampler
 from hvd_cifar.errors import UserError
 
+THREADS_FOR_A_GPU = 8  # its step leaves the cores to the input
 PREFETCH_BATCHES = 4  # enough to hide a slow batch; more only costs memory
 
 T = TypeVar("T")
@@ -42,15 +44,17 @@ class MicroBatch(NamedTuple):
 class Batches(Generic[T]):
     """Batches that are made ahead while they are iterated over, which may be done several times.
 
-    One thread makes them, since the other cores belong to the step.
+    One thread makes them by default, since the other cores belong to the step.
 
     Attributes:
         make: number -> a batch.
         numbers: of the batches, in order.
+        threads: that make batches, a batch each.
     """
 
     make: Callable[[int], T]
     numbers: Sequence[int]
+    threads: int = 1
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -58,10 +62,10 @@ class Batches(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """Raises UserError where a file has become unreadable; other ranks may not have this error."""
         ahead: deque[Future[T]] = deque()
-        with ThreadPoolExecutor(1, "batches") as pool:
+        with ThreadPoolExecutor(self.threads, "batches") as pool:
             for number in self.numbers:
                 ahead.append(pool.submit(self.make, number))
-                if len(ahead) > PREFETCH_BATCHES:
+                if len(ahead) >= PREFETCH_BATCHES + self.threads:
                     yield _result(ahead.popleft())
             while ahead:
                 yield _result(ahead.popleft())
@@ -105,7 +109,8 @@ def training_batches(
             return MicroBatch(*map(tf.constant, (image, examples.labels[present], weight, example)))
 
     per_step = sampler.sharding.micro_batches
-    return Batches(make, range(first_step * per_step, last_step * per_step))
+    threads = max(1, min(THREADS_FOR_A_GPU, len(os.sched_getaffinity(0)) // 2)) if device else 1
+    return Batches(make, range(first_step * per_step, last_step * per_step), threads)
 
 
 def evaluation_batches(

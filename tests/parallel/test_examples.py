@@ -25,7 +25,9 @@ def _on_two_ranks(*words: Any, cwd: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("my_net.py", 30), ("my_data.py", 50), ("my_callback.py", 20), ("minimal.py", 60)]
+    ("name", "most"),
+    [("my_net.py", 30), ("my_data.py", 50), ("my_callback.py", 20), ("minimal.py", 60)]
+    + [("mobilenet.py", 25), ("fine_tune.py", 25), ("my_records.py", 50)],
 )
 def test_an_example_is_short(name: str, most: int) -> None:
     assert len((EXAMPLES / name).read_text().splitlines()) <= most
