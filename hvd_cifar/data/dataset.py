@@ -73,7 +73,7 @@ class Selected:
 class Gathered:
     """Images that are read one at a time, from any object with a length and an item for each number: an `ImageArray`.
 
-    Such are the random-access sources of grain and array_record, and a list of arrays.
+    Such are the random-access sources of grain and array_record.
     """
 
     dtype: Any = np.dtype(np.uint8)
@@ -273,7 +273,8 @@ def _examples(part: str, images: Any, labels: Any) -> Examples:
 
     if hasattr(images, "numpy"):  # a tensor
         images = images.numpy()
-    if not hasattr(images, "shape") and hasattr(images, "__getitem__") and hasattr(images, "__len__"):
+    by_number = all(hasattr(images, name) for name in ("__getitem__", "__len__"))
+    if by_number and not hasattr(images, "shape") and not isinstance(images, list | tuple):
         images = Gathered(images)
     shape, kind = getattr(images, "shape", None), getattr(images, "dtype", None)
     wanted = "give a NumPy array of uint8, [n, height, width, channels]"

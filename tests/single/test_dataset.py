@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from hvd_cifar.data import dataset as module
 from hvd_cifar.data.dataset import Dataset, Examples, channel_statistics
@@ -157,3 +158,54 @@ def test_the_digest_of_examples_is_fixed_for_ever() -> None:
         (np.arange(2 * 5 * 4 * 3) % 251).astype(np.uint8).reshape(2, 5, 4, 3), np.array([7, 9], np.int32)
     )
     assert examples.digest == "4e6c6f2ef9184e810af7c7f4d8df401ea0518c2712efd7dd8a1e9d76a1f90020"
+
+
+class _Source:
+    """Images one at a time, as grain's and array_record's sources give them."""
+
+    def __init__(self, images: NDArray[Any], digest: str = "") -> None:
+        self.images, self.digest, self.read = images, digest, 0
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, number: int) -> Any:
+        self.read += 1
+        return self.images[number]
+
+
+def test_images_may_come_from_a_source_by_index() -> None:
+    images = _images(7)
+    whole, found = _dataset(), _dataset(train_images=_Source(images))
+    assert found.digest == whole.digest and found.channel_mean == whole.channel_mean
+    assert (found.train.images[np.array([5, 0, 5])] == images[[5, 0, 5]]).all()
+    assert (found.hold_out(3, 5).train.images[:] == whole.hold_out(3, 5).train.images[:]).all()
+
+
+def test_a_source_s_digest_stands_for_its_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_MEASURED", 4)
+    source = _Source(_images(7), "v1")
+    found = _dataset(train_images=source)
+    read = source.read
+    assert read <= 1 + 4  # the first for its shape, and some to measure
+    assert (
+        found.train.digest == _dataset(train_images=_Source(_images(7) ^ 1, "v1")).train.digest and source.read == read
+    )
+    assert found.train.digest != _dataset(train_images=_Source(_images(7), "v2")).train.digest
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a.astype(np.float32), "image 0 of a _Source is float32 of shape .5, 4, 3.: give each as uint8"),
+        (
+            lambda a: [*a[:6], a[6, :3]],
+            r"image 6 of a _Source is uint8 of shape .3, 4, 3., and the first one 5 x 4 x 3",
+        ),
+        (lambda a: a[:0], "images are empty"),
+    ],
+)
+def test_a_source_of_other_images_is_refused(change: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        _dataset(train_images=_Source(change(_images(7))))
+    assert "\n" not in str(caught.value)
