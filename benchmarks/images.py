@@ -1,0 +1,151 @@
+"""Images/s of the input of pictures, beside Keras's and PyTorch's, on the same files and cores.
+
+    python -m benchmarks.images FOLDER --size 224 --ranks 2
+
+FOLDER holds a folder of pictures for each class. Each library gets batches of float images of the size, cut at random
+from the pictures (`image_dataset_from_directory` has no random crops: it resizes), shuffled, without a training step.
+A turn of each follows one of the others; the first turn is a warm-up and does not count. With two ranks as many
+processes run at the same time, each on its share of the pictures, and their images/s are added. PyTorch is left out
+where it is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+BATCH = 32
+Input = Callable[[argparse.Namespace], Iterator[Any]]
+
+
+def ours(given: argparse.Namespace) -> Iterator[Any]:
+    """The batches of `train` from the cache, which is made before."""
+    from hvd_cifar.data.augment import transforms
+    from hvd_cifar.data.folder import Folder
+    from hvd_cifar.data.pipeline import training_batches
+    from hvd_cifar.data.sampler import Sampler, Sharding
+
+    source = Folder(given.folder, given.folder.parent / "data", (given.size, given.size))
+    begin = time.monotonic()
+    dataset = source.read(source.prepare())
+    if time.monotonic() - begin > 3:
+        print(f"cache made in {time.monotonic() - begin:.1f} s", file=sys.stderr)
+    sampler = Sampler(len(dataset.train), BATCH * given.ranks, 0, Sharding(given.rank, given.ranks))
+    batches = training_batches(dataset.train, transforms("standard", dataset), sampler, first_step=0, last_step=1 << 40)
+    return iter(batches)
+
+
+def of_keras(given: argparse.Namespace) -> Iterator[Any]:
+    """`image_dataset_from_directory`, which decodes and resizes with as many threads as tf.data likes."""
+    import tensorflow as tf
+
+    found = tf.keras.utils.image_dataset_from_directory(
+        given.folder, image_size=(given.size, given.size), batch_size=BATCH, crop_to_aspect_ratio=True, verbose=False
+    )
+    scaled = found.map(lambda image, label: (image / 127.5 - 1, label), tf.data.AUTOTUNE)
+    return iter(scaled.shard(given.ranks, given.rank).repeat().prefetch(tf.data.AUTOTUNE))
+
+
+def of_torch(given: argparse.Namespace) -> Iterator[Any]:
+    """`ImageFolder` and `DataLoader` with a worker for each core of the rank, and the transforms of its examples."""
+    import torch
+    from torchvision import datasets, transforms  # type: ignore[import-not-found]
+
+    steps = [
+        transforms.RandomResizedCrop(given.size),
+        transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(),
+        transforms.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+    ]
+    dataset = datasets.ImageFolder(given.folder, transforms.Compose(steps), allow_empty=True)
+    own = torch.utils.data.Subset(dataset, range(given.rank, len(dataset), given.ranks))
+    workers = max(1, len(os.sched_getaffinity(0)) // given.ranks)
+    loader = torch.utils.data.DataLoader(own, BATCH, shuffle=True, num_workers=workers, persistent_workers=True)
+    while True:
+        yield from loader
+
+
+LIBRARIES: dict[str, Input] = {"hvd_cifar": ours, "Keras": of_keras, "PyTorch": of_torch}
+
+
+def serve(given: argparse.Namespace) -> None:
+    """One rank of one library: for each line on stdin it takes batches for some seconds, and prints images/s."""
+    batches = LIBRARIES[given.serve](given)
+    next(batches)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        begin, images = time.monotonic(), 0
+        while (taken := time.monotonic() - begin) < float(line):
+            images += len(next(batches)[1])
+        print(images / taken, flush=True)
+
+
+def measure(given: argparse.Namespace) -> dict[str, list[float]]:
+    """Images/s of all ranks together, in each turn, by library."""
+    names = [name for name in LIBRARIES if name != "PyTorch" or find_spec("torchvision")]
+    command = [sys.executable, "-m", "benchmarks.images", str(given.folder), "--size", str(given.size)]
+    command += ["--ranks", str(given.ranks)]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    found: dict[str, list[float]] = {name: [] for name in names}
+    started = {}
+    for name in names:  # one after the other: the first makes the cache
+        started[name] = [
+            subprocess.Popen(
+                [*command, "--serve", name, "--rank", str(rank)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+            )
+            for rank in range(given.ranks)
+        ]  # fmt: skip
+        for process in started[name]:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n", name
+    for turn in range(given.turns + 1):
+        for name, processes in started.items():
+            for process in processes:
+                print(given.seconds, file=process.stdin, flush=True)
+            rate = sum(float(process.stdout.readline()) for process in processes if process.stdout)
+            found[name] += [rate] * (turn > 0)
+            time.sleep(1)  # what it has begun ahead ends
+    for process in (process for processes in started.values() for process in processes):
+        process.kill()
+        process.wait()
+    return found
+
+
+def main() -> None:
+    """Print a table: medians, ranges, and the ratio to ours."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    for name, default in (("size", 224), ("ranks", 1), ("rank", 0), ("turns", 5), ("seconds", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--serve", choices=LIBRARIES)
+    given = parser.parse_args()
+    if given.serve:
+        serve(given)
+        return
+    found = measure(given)
+    middle = {name: statistics.median(rates) for name, rates in found.items()}
+    for name, rates in found.items():
+        values = (f"{value:,.0f}" for value in (middle[name], min(rates), max(rates)))
+        row = (
+            given.size,
+            given.ranks,
+            name,
+            "{} ({} to {})".format(*values),
+            f"{middle['hvd_cifar'] / middle[name]:.2f}",
+        )
+        print("| " + " | ".join(map(str, row)) + " |")
+    print(json.dumps({"size": given.size, "ranks": given.ranks, "rates": found}), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
