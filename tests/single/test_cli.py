@@ -39,15 +39,15 @@ train | --profile-steps 110:100 | --profile-steps x | --checkpoint-every 0 | --c
 train | --stall-seconds -1 | --eval-every -1 | --changed-code ask | --early-stopping 0 | --resume '' | --run-dir ''
 train | --early-stopping 3 --eval-every 0 | --data-dir ~nobody-of-this-name/x | --data-url ftp://host/x.tar.gz
 train | --data-url https://me:secret@host/x.tar.gz | --config /no/such/file.yaml | --no-such-option 1 | --batch-size
-train | surplus
+train | surplus | --image-size 0x64 | --image-size wide | --max-unreadable -1
 evaluate | | --run-dir r --batch-size 0 | --run-dir r --dataset mnist | --run-dir r --model vgg
 evaluate | --run-dir r --confusion=1
 export | | r | r --to ''
 predict | r | '' x.png | r '' | r x.png --json=1
 report | | '' | r --output '' | r --benchmarks a,,b
 watch | | r other | r --quiet=yes
-benchmark step | --model vgg | --batch-size 0 | --precision int8 | --dataset mnist | --steps 0
-benchmark step | --threads-per-rank 0 | --repeats 0 | --ranks 1,two | --ranks 0 | --ranks '' | --min-efficiency 90
+benchmark step | --model vgg | --batch-size 0 | --precision int8 | --dataset mnist | --steps 0 | --image-size 5000
+benchmark step | --max-unreadable few | --threads-per-rank 0 | --repeats 0 | --ranks 1,two | --ranks 0 | --ranks '' | --min-efficiency 90
 benchmark step | --json '' | --plot '' | --bucket-bytes 1X | --overlap some | --compression bf17
 benchmark allreduce | --ranks 2;4 | --min-bytes 2 | --min-bytes 4Q | --max-bytes many | --max-bytes 4.5 | --factor 1
 benchmark allreduce | --min-bytes 8K --max-bytes 4K | --seconds 0 | --iterations 0 | --repeats 0 | --json '' | --plot ''
