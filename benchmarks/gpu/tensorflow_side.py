@@ -36,7 +36,7 @@ def product(net: Any, recipe: Any, batch: list[Any], count: Any) -> Callable[[],
     averages += [MovingAverage(weights, recipe.ema_decay)] if recipe.ema_decay else []
     spec = StepSpec(tuple(batch[0].shape[1:]), recipe.weight_decay, recipe.label_smoothing)
     step = make_train_step(net, optimizer, spec, [Averaging(average) for average in averages])
-    given, flags = [MicroBatch(*batch, example=tf.range(batch[1].shape[0]))], tf.zeros([0])
+    given, flags = [MicroBatch._make([*batch, tf.range(batch[1].shape[0])])], tf.zeros([0])
     return lambda: step(given, count, RATE, flags)[0]
 
 

@@ -71,7 +71,7 @@ def trained(precision: str, shards: int | None) -> dict[str, dict[str, Any]]:
         spec = StepSpec((6, 6, 4), recipe.weight_decay, 0.1, len(batches), shards)
         plain = make_train_step(net, optimizer, spec, averages)
 
-        given = [MicroBatch(*batch, example=tf.range(batch[1].shape[0])) for batch in batches]
+        given = [MicroBatch._make([*batch, tf.range(batch[1].shape[0])]) for batch in batches]
         losses = [plain(given, tf.constant(count), 0.1, tf.zeros([0]))[0] for _ in range(STEPS)]
         right = [v.numpy() for v in weights]
         found[kind] = {"product": [_digest(right), 0.0, float(losses[-1])]}
