@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +61,11 @@ def _common(function: Any) -> Any:
 @click.pass_obj
 @setting.one_line_for_users()
 def ranks(
-    folder: Path,
-    dataset: str,
-    data_dir: str,
-    model: str,
-    steps: int,
-    precision: tuple[str, ...],
-    ranks: tuple[int, ...],
-    towers: tuple[int, ...],
-    learning_rate: str | None,
+    folder: Path, /, steps: int, precision: Sequence[str], ranks: Sequence[int], towers: Sequence[int], **given: Any
 ) -> None:
     """Losses and weights against one rank's."""
-    rate = {"learning_rate": learning_rate} if learning_rate else {}
-    given = {"model": model, "dataset": dataset, "data_dir": data_dir, "max_steps": steps, **rate}
+    given = {name: value for name, value in given.items() if value} | {"max_steps": steps}
+    model = given["model"]
     courses = [_Course(folder, {**given, "precision": kind, "global_batch_size": BATCH}) for kind in precision]
     print(f"| {model}, {steps} steps of {BATCH} | precision | loss, first {FIRST} steps | loss, all | weights |")
     print("|---|---|---|---|---|")

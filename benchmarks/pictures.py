@@ -1,4 +1,4 @@
-"""The pictures of README.md, from one real run: its terminal output, and its loss and test accuracy.
+"""The picture of a terminal in docs/report.md, from one real run.
 
     python -m benchmarks.pictures --data-dir D
 
@@ -8,12 +8,10 @@ A run that `--runs` already holds is drawn, not made again. The picture shows th
 from __future__ import annotations
 
 import io
-import json
 import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
@@ -40,8 +38,6 @@ def main(data_dir: Path, runs: Path, output: Path) -> None:
         jobs.run([sys.executable, "-m", "hvd_cifar.launch", *words, *where], log)
     output.mkdir(parents=True, exist_ok=True)
     (output / "terminal.svg").write_text(terminal(shown(log.read_text(), f"{run_dir.parent}/")))
-    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    plot(events, output / "loss.svg")
 
 
 def shown(said: str, folder: str) -> list[str]:
@@ -62,33 +58,6 @@ def terminal(lines: list[str]) -> str:
         console.print(line, markup=False, highlight=False)
     drawn = console.export_svg(title="hvd_cifar", unique_id="hvd")
     return re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)  # fonts of another site
-
-
-def plot(events: list[dict[str, Any]], path: Path) -> None:
-    """Loss over epochs, and test accuracy after evaluations, as SVG."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "hvd_cifar"  # the same file from the same run
-    from matplotlib import pyplot
-
-    train = [event for event in events if event["event"] == "train"]
-    tests = [event for event in events if event["event"] == "eval"]
-    figure, axes = pyplot.subplots(figsize=(8, 3.4), layout="constrained")
-    axes.plot([e["epoch"] for e in train], [e["loss"] for e in train], label="loss of the global batch")
-    axes.set(xlabel="epoch", ylabel="loss", ylim=(0, None))
-    right = axes.twinx()
-    accuracy = [100 * e["test_accuracy"] for e in tests]
-    right.plot([e["epoch"] for e in tests], accuracy, "o--", color="tab:green", label="test accuracy")
-    for e, percent in zip(tests, accuracy, strict=True):
-        right.annotate(
-            f"{percent:.1f}%", (e["epoch"], percent), (-6, -14), textcoords="offset points", fontsize="small"
-        )
-    right.set(ylabel="test accuracy, %", ylim=(0, 100))
-    lines = [*axes.get_lines(), *right.get_lines()]
-    axes.legend(lines, [str(line.get_label()) for line in lines], loc="lower left")
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

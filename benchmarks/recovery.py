@@ -66,7 +66,6 @@ class Soak:
     sizes: the numbers of ranks that the job can have.
     noticed, outages: seconds from the fault to the launcher's line if it was seen, and without a step, by fault.
     repeated: for each fault, the steps that were made a second time.
-    memory: bytes of the launcher after each fault.
     """
 
     job: Any
@@ -77,7 +76,6 @@ class Soak:
     noticed: dict[str, list[float]] = field(default_factory=dict)
     outages: dict[str, list[float]] = field(default_factory=dict)
     repeated: list[int] = field(default_factory=list)
-    memory: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.steps = Followed(self.folder / "run" / "metrics.jsonl", r'^\{.*"event": "train".*"step": (\d+)')
@@ -124,7 +122,6 @@ class Soak:
         self.outages.setdefault(kind, []).append(time.monotonic() - last)
         self.noticed.setdefault(kind, []).extend([] if noticed is None else [noticed])
         self.repeated.append(max(0, newest - resumed))
-        self.memory.append(psutil.Process(self.job.pid).memory_info().rss)
 
     def wait_for_steps(self, steps: int) -> None:
         """Wait until the job has made some more steps."""
@@ -212,8 +209,6 @@ def _print(soak: Soak, title: str) -> None:
         outage = f"without a step {statistics.median(found):.1f} s, at most {max(found):.1f}"
         print(f"{kind}, n = {len(found)}: told {seen}{count}; {outage}")
     print(f"steps made twice: {sum(soak.repeated)} in {len(soak.repeated)} faults, at most {max(soak.repeated)} each")
-    first, last = (statistics.median(part) / 2**20 for part in (soak.memory[:5], soak.memory[-5:]))
-    print(f"memory of the launcher: {first:.1f} MiB after the first faults, {last:.1f} MiB after the last ones")
 
 
 if __name__ == "__main__":

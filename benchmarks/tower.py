@@ -34,12 +34,12 @@ from hvd_cifar.data.place import Onlooker
 from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.data.source import prepare
 from hvd_cifar.errors import UserError
-from hvd_cifar.models import BUILT_IN
+from hvd_cifar.models import BUILT_IN, Net
 from hvd_cifar.models.recipe import momentum_sgd
 from hvd_cifar.training import checkpoint
 from hvd_cifar.training.plan import changed, global_batch, make_schedule, resolve
 from hvd_cifar.training.state import TrainState
-from hvd_cifar.training.work import make_net, work_of
+from hvd_cifar.training.work import Work, make_net, work_of
 
 
 def towers_of(count: int) -> list[str]:
@@ -50,6 +50,38 @@ def towers_of(count: int) -> list[str]:
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
     return [f"/CPU:{i}" for i in range(count)]
+
+
+def _make_step(work: Work, net: Net, devices: Sequence[str], rate: float, step: Any, averages: Any) -> Any:
+    """The step (parts of the batch, learning rate) -> each tower's loss."""
+    model, variables = net.model, net.model.trainable_variables
+    optimizer = work.recipe.optimizer(rate)
+    optimizer.global_clipnorm = work.settings.clip_norm
+    optimizer.build(variables)
+    cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def tower_loss(image: Any, label: Any) -> Any:
+        loss = cross_entropy(label, model(image, training=True))
+        decay = [tf.nn.l2_loss(v.value) * work.recipe.weight_decay for v in net.decayed]
+        return tf.add_n([loss, *(tf.cast(term, loss.dtype) for term in decay)])
+
+    @tf.function(reduce_retracing=True)
+    def train_step(parts: Sequence[tuple[Any, Any]], learning_rate: Any) -> Any:
+        losses, gradients = [], []
+        for device, (image, label) in zip(devices, parts, strict=True):
+            with tf.device(device):
+                with tf.GradientTape() as tape:
+                    losses.append(tower_loss(image, label))
+                gradients.append(tape.gradient(losses[-1], [v.value for v in variables]))
+        averaged = [tf.reduce_mean(tf.stack(of_towers), axis=0) for of_towers in zip(*gradients, strict=True)]
+        optimizer.learning_rate.assign(learning_rate)
+        optimizer.apply(averaged, variables)
+        step.assign_add(1)
+        if averages is not None:
+            averages.apply([v.value for v in variables])
+        return tf.stack(losses)
+
+    return train_step
 
 
 def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
@@ -80,34 +112,9 @@ def train(settings: TrainSettings, towers: int, nudge: bool) -> None:
         value.flat[0] = np.nextafter(value.flat[0], np.inf)
         variables[0].assign(value)
 
-    optimizer = work.recipe.optimizer(schedule(0))
-    optimizer.global_clipnorm = settings.clip_norm
-    optimizer.build(variables)
-    cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     step = tf.Variable(0, dtype=tf.int64, trainable=False)
     averages = tf.train.ExponentialMovingAverage(work.recipe.ema_decay, step) if work.recipe.ema_decay else None
-
-    def tower_loss(image: Any, label: Any) -> Any:
-        loss = cross_entropy(label, model(image, training=True))
-        decay = [tf.nn.l2_loss(v.value) * work.recipe.weight_decay for v in net.decayed]
-        return tf.add_n([loss, *(tf.cast(term, loss.dtype) for term in decay)])
-
-    @tf.function(reduce_retracing=True)
-    def train_step(parts: Sequence[tuple[Any, Any]], learning_rate: Any) -> Any:
-        losses, gradients = [], []
-        for device, (image, label) in zip(devices, parts, strict=True):
-            with tf.device(device):
-                with tf.GradientTape() as tape:
-                    losses.append(tower_loss(image, label))
-                gradients.append(tape.gradient(losses[-1], [v.value for v in variables]))
-        averaged = [tf.reduce_mean(tf.stack(of_towers), axis=0) for of_towers in zip(*gradients, strict=True)]
-        optimizer.learning_rate.assign(learning_rate)
-        optimizer.apply(averaged, variables)
-        step.assign_add(1)
-        if averages is not None:
-            averages.apply([v.value for v in variables])
-        return tf.stack(losses)
-
+    train_step = _make_step(work, net, devices, schedule(0), step, averages)
     if averages is not None:
         averages.apply([v.value for v in variables])  # outside the graph, since it makes variables
     parts = [

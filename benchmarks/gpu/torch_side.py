@@ -73,6 +73,7 @@ def repeated(work: Work, form: str, device: str) -> Callable[[int], None]:
         return work.step(net)
 
     if "graph" in form:
+        torch.cuda.synchronize()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(3):  # allocations, before the capture

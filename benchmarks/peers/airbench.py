@@ -161,9 +161,8 @@ def accuracy(net: Any, data: Windows, labels: Any, views: int, autocast: bool) -
     return right / len(labels)
 
 
-def main() -> None:
-    """Train, then print and, with --run-dir, write what came out."""
-    keep_memory()
+def options() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -175,6 +174,36 @@ def main() -> None:
     parser.add_argument("--precision", choices=("float32", "mixed_bfloat16"), default="mixed_bfloat16")
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--run-dir", type=Path)
+    return parser
+
+
+def finish(given: argparse.Namespace, net: Any, part: Any, training_seconds: float, steps: int) -> None:
+    """Evaluate; print and, with --run-dir, write what came out."""
+    autocast = given.precision == "mixed_bfloat16"
+    began = time.perf_counter()
+    tests = Windows(part.images, 0, "mean", MEAN, DEVIATION, torch.bfloat16 if autocast else torch.float32)
+    labels = torch.tensor(part.labels.astype(np.int64))
+    with_views = accuracy(net, tests, labels, 6, autocast)
+    evaluated = time.perf_counter()
+    result = {
+        "test_accuracy_six_views": with_views,
+        "test_accuracy": accuracy(net, tests, labels, 1, autocast),
+        "training_seconds": round(training_seconds, 2),
+        "six_view_evaluation_seconds": round(evaluated - began, 2),
+        "steps": steps,
+        "seed": given.seed,
+        "threads": given.threads,
+        "torch": torch.__version__,
+    }
+    print(json.dumps(result))
+    if given.run_dir:
+        (given.run_dir / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+def main() -> None:
+    """Train, then `finish`."""
+    keep_memory()
+    parser = options()
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.set_default_device(given.device)
@@ -185,7 +214,7 @@ def main() -> None:
     if folder is None:
         parser.error(f"--data-dir {given.data_dir}: no CIFAR-10 in its binary layout is there")
     dataset = CIFAR10.read(folder)
-    train_set, test_set = dataset.train, dataset.test
+    train_set = dataset.train
     dtype = torch.bfloat16 if autocast else torch.float32
     stamps = Stamps(given.run_dir)
 
@@ -230,24 +259,7 @@ def main() -> None:
             stamps.write(done, loss.item() / BATCH)
             rate = done * BATCH / seconds
             print(f"step {done} of {total}: loss {loss.item() / BATCH:.4f}, {seconds:.1f} s, {rate:.0f} images/s")
-    trained = time.perf_counter()
-    tests = Windows(test_set.images, 0, "mean", MEAN, DEVIATION, dtype)
-    test_labels = torch.tensor(test_set.labels.astype(np.int64))
-    with_views = accuracy(net, tests, test_labels, 6, autocast)
-    evaluated = time.perf_counter()
-    result = {
-        "test_accuracy_six_views": with_views,
-        "test_accuracy": accuracy(net, tests, test_labels, 1, autocast),
-        "training_seconds": round(trained - began, 2),
-        "six_view_evaluation_seconds": round(evaluated - trained, 2),
-        "steps": last,
-        "seed": given.seed,
-        "threads": given.threads,
-        "torch": torch.__version__,
-    }
-    print(json.dumps(result))
-    if given.run_dir:
-        (given.run_dir / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
+    finish(given, net, dataset.test, time.perf_counter() - began, last)
 
 
 if __name__ == "__main__":

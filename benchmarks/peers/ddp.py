@@ -77,8 +77,8 @@ class MovingAverage:
         torch._foreach_lerp_(self.values, self.sources, 1 - decay)
 
 
-def main() -> None:
-    """Train for ever."""
+def options() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--store", required=True, help="File in which ranks find each other; it must not exist.")
     parser.add_argument("--data-dir", type=Path, required=True)
@@ -88,6 +88,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--run-dir", type=Path, required=True)
+    return parser
+
+
+def main() -> None:
+    """Train for ever."""
+    parser = options()
     given = parser.parse_args()
     keep_memory()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -31,8 +31,8 @@ BATCH = 128
 TEST_BATCH = 1000
 
 
-def main() -> None:
-    """Train to the last step; print losses, and accuracies on the test set every --evaluate-every steps."""
+def options() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--depth", type=int, default=20, help="6n + 2: 20, 32, 56, ...")
@@ -41,6 +41,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--evaluate-every", type=int, default=4000, help="Steps between two evaluations.")
     parser.add_argument("--output", type=Path, help="JSON file for the accuracies.")
+    return parser
+
+
+def main() -> None:
+    """Train to the last step; print losses, and accuracies on the test set every --evaluate-every steps."""
+    parser = options()
     given = parser.parse_args()
     if given.depth < 8 or (given.depth - 2) % 6:
         parser.error(f"--depth {given.depth}: not 6n + 2; try 20, 32 or 56")

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from filelock import FileLock, Timeout
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import LastingStream
@@ -45,8 +43,12 @@ class Onlooker:
     is_warned: Callable[[str], Any] = _ignore
 
     @contextmanager
-    def progress(self, title: str, unit: str, *columns: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
+    def progress(self, title: str, unit: str, *columns: Any) -> Iterator[Callable[[int, int], None]]:
         """A function show(done, total), to be called after each piece of work; where no bar is seen, lines tell it."""
+        # Here, since the peers of the benchmarks read the data where there is no rich.
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
         # Under a launcher stderr is a pipe, which rich does not take for a terminal.
         console = Console(file=cast(TextIO, LastingStream(sys.stderr)), force_terminal=True)
         name = TextColumn("{task.description}", markup=False)

@@ -10,10 +10,11 @@ import keras
 import tensorflow as tf
 
 from hvd_cifar.kernels.half import narrow, widen
+from hvd_cifar.models.layer import OwnLayer
 
 
 @keras.saving.register_keras_serializable("hvd_cifar")
-class QuickGelu(keras.layers.Layer):
+class QuickGelu(OwnLayer):
     """x * sigmoid(1.702 x): within 0.02 of GELU (Hendrycks and Gimpel 2016, section 2).
 
     One pass each way takes a fifth of the time of `keras.activations.gelu` on a CPU.
@@ -23,17 +24,9 @@ class QuickGelu(keras.layers.Layer):
         """Any shape -> the same shape and type."""
         return _gelu(inputs)
 
-    def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        """The shape as it is; Keras asks for it while it builds a model."""
-        return input_shape
-
     def portable(self, inputs: Any) -> Any:
         """The same by `keras.ops`; see `models.portable`."""
         return inputs * keras.ops.sigmoid(1.702 * inputs)
-
-    def get_config(self) -> dict[str, Any]:
-        """The layer's settings; without this method Keras refuses a dtype that is a policy."""
-        return super().get_config()
 
 
 # sigmoid(1.702 x) = (1 + tanh(0.851 x)) / 2, which XLA computes faster. The gradient is written out and recomputes the
@@ -57,13 +50,15 @@ def _gelu_backward(x: Any, upstream: Any) -> Any:
 
 
 @keras.saving.register_keras_serializable("hvd_cifar")
-class QuickRelu(keras.layers.Layer):
+class QuickRelu(OwnLayer):
     """max(x, 0) or max(a + b, 0); with `copies` = n, a tuple of n outputs, one for each consumer.
 
     A residual block adds before a ReLU, and adds the gradients of its two consumers. TensorFlow's CPU kernels compute
     bfloat16 one element at a time, so there XLA fuses each sum with the ReLU or its gradient. The ReLU of one term
     stays TensorFlow's, which fuses it with the batch norm before it.
     """
+
+    SETTINGS = ("copies",)
 
     def __init__(self, copies: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -79,7 +74,7 @@ class QuickRelu(keras.layers.Layer):
         return made if self.copies > 1 else made[0]
 
     def compute_output_shape(self, input_shape: Any) -> Any:
-        """The shape of one term, once for each copy; Keras asks for it while it builds a model."""
+        """The shape of one term, once for each copy."""
         one = input_shape[0] if isinstance(input_shape[0], (list, tuple)) else input_shape
         return (one,) * self.copies if self.copies > 1 else one
 
@@ -88,10 +83,6 @@ class QuickRelu(keras.layers.Layer):
         terms = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
         made = keras.ops.relu(functools.reduce(operator.add, terms))
         return (made,) * self.copies if self.copies > 1 else made
-
-    def get_config(self) -> dict[str, Any]:
-        """The layer's settings, as Keras saves them."""
-        return {**super().get_config(), "copies": self.copies}
 
 
 def _fused_relu(terms: tuple[Any, ...], copies: int) -> tuple[Any, ...]:

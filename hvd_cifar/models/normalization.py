@@ -9,11 +9,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_cifar.kernels.half import narrow, widen
+from hvd_cifar.models.layer import OwnLayer
 from hvd_cifar.models.portable import as_keras
 
 
 @keras.saving.register_keras_serializable("hvd_cifar")
-class FusedBatchNormalization(keras.layers.Layer):
+class FusedBatchNormalization(OwnLayer):
     """Batch normalisation over [b, h, w, c] by TensorFlow's fused kernel (Ioffe and Szegedy 2015).
 
     Keras 3's own layer runs as a chain of elementwise operations, which costs a quarter to more than half of a small
@@ -24,6 +25,7 @@ class FusedBatchNormalization(keras.layers.Layer):
     unbiased variance.
     """
 
+    SETTINGS = ("momentum", "epsilon", "scale")
     averages_unbiased_variances = True  # for `distributed.convert_sync_batch_norm`
 
     def __init__(self, momentum: float = 0.9, epsilon: float = 1e-5, scale: bool = True, **kwargs: Any) -> None:
@@ -34,18 +36,15 @@ class FusedBatchNormalization(keras.layers.Layer):
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
         """Make scale, offset and moving statistics, float [c] each."""
-        shape = (input_shape[-1],)
-        # autocast=False: the kernel wants float32 statistics and scale even where the images are bfloat16.
-        self.gamma = self.add_weight(
-            name="gamma", shape=shape, initializer="ones", trainable=self.scale, autocast=False
-        )
-        self.beta = self.add_weight(name="beta", shape=shape, initializer="zeros", autocast=False)
-        self.moving_mean = self.add_weight(
-            name="moving_mean", shape=shape, initializer="zeros", trainable=False, autocast=False
-        )
-        self.moving_variance = self.add_weight(
-            name="moving_variance", shape=shape, initializer="ones", trainable=False, autocast=False
-        )
+
+        def weight(name: str, value: str, trainable: bool) -> Any:
+            # autocast=False: the kernel wants float32 statistics and scale even where the images are bfloat16.
+            given = {"initializer": value, "trainable": trainable, "autocast": False}
+            return self.add_weight(name=name, shape=(input_shape[-1],), **given)
+
+        self.gamma, self.beta = weight("gamma", "ones", self.scale), weight("beta", "zeros", True)
+        self.moving_mean = weight("moving_mean", "zeros", False)
+        self.moving_variance = weight("moving_variance", "ones", False)
 
     def call(self, images: Any, training: bool | None = None) -> Any:
         """[b, h, w, c] -> the same shape and type; `training` uses the batch's statistics, and updates the moving."""
@@ -82,29 +81,22 @@ class FusedBatchNormalization(keras.layers.Layer):
         scale = tf.convert_to_tensor(self.gamma) * tf.math.rsqrt(variance + self.epsilon)
         return (images - mean) * scale + tf.convert_to_tensor(self.beta)
 
-    def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        """The shape as it is; Keras asks for it while it builds a model."""
-        return input_shape
-
     def portable(self, images: Any) -> Any:
         """The same by Keras's layer; see `models.portable`."""
         used = [self.gamma] * self.scale + [self.beta, self.moving_mean, self.moving_variance]
         return as_keras(keras.layers.BatchNormalization, self, images, [variable.numpy() for variable in used])
 
-    def get_config(self) -> dict[str, Any]:
-        """The layer's settings, as Keras saves them."""
-        own = {"momentum": self.momentum, "epsilon": self.epsilon, "scale": self.scale}
-        return {**super().get_config(), **own}
-
 
 @keras.saving.register_keras_serializable("hvd_cifar")
-class LocalResponseNormalization(keras.layers.Layer):
+class LocalResponseNormalization(OwnLayer):
     """x / (bias + alpha * sum of x^2 over neighbouring channels)^0.75 (Krizhevsky et al. 2012, section 3.3).
 
     The constants are those of TensorFlow's CIFAR-10 tutorial; `depth_radius` channels on either side are summed. XLA
     compiles one pass forward and one backward, which take a sixth of the time of TensorFlow's kernel on a CPU.
     TensorFlow's kernel also lacks float64 and bfloat16. Half types are computed in float32: squares overflow float16.
     """
+
+    SETTINGS = ("depth_radius", "bias", "alpha")
 
     def __init__(self, depth_radius: int = 4, bias: float = 1.0, alpha: float = 0.001 / 9.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -116,21 +108,12 @@ class LocalResponseNormalization(keras.layers.Layer):
         """[b, h, w, c] -> the same shape and type."""
         return _local_response(images, self.depth_radius, self.bias, self.alpha)
 
-    def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        """The shape as it is; Keras asks for it while it builds a model."""
-        return input_shape
-
     def portable(self, images: Any) -> Any:
         """The same by `keras.ops`; see `models.portable`."""
         places = np.arange(images.shape[-1])
         near = np.abs(places[:, None] - places) <= self.depth_radius
         sums = keras.ops.matmul(keras.ops.square(images), near.astype(np.float32))
         return images * keras.ops.power(self.bias + self.alpha * sums, -0.75)
-
-    def get_config(self) -> dict[str, Any]:
-        """The layer's settings, as Keras saves them."""
-        own = {"depth_radius": self.depth_radius, "bias": self.bias, "alpha": self.alpha}
-        return {**super().get_config(), **own}
 
 
 # With s = bias + alpha * neighbours(x^2), y = x s^-3/4 has the gradient g s^-3/4 - 3/2 alpha x neighbours(g x s^-7/4).
@@ -139,10 +122,8 @@ class LocalResponseNormalization(keras.layers.Layer):
 def _local_response(images: Any, radius: int, bias: float, alpha: float) -> Any:
     @tf.custom_gradient
     def respond(x: Any) -> Any:
-        return (
-            _local_response_forward(x, radius, bias, alpha),
-            lambda gradient: _local_response_backward(x, gradient, radius, bias, alpha),
-        )
+        response = _local_response_forward(x, radius, bias, alpha)
+        return response, lambda gradient: _local_response_backward(x, gradient, radius, bias, alpha)
 
     return respond(images)
 

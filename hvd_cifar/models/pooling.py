@@ -12,9 +12,11 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from hvd_cifar.models.layer import OwnLayer
+
 
 @keras.saving.register_keras_serializable("hvd_cifar")
-class SteadyMaxPooling2D(keras.layers.Layer):
+class SteadyMaxPooling2D(OwnLayer):
     """Max pooling over disjoint windows, in which the first of nearly equal pixels wins, whatever their rounding.
 
     Rounding decides which of nearly equal pixels is the largest, and so where the gradient goes. Rounding depends on
@@ -31,6 +33,8 @@ class SteadyMaxPooling2D(keras.layers.Layer):
     Raises:
         ValueError: where the size is not positive, or larger than the image.
     """
+
+    SETTINGS = ("size",)
 
     def __init__(self, size: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -53,7 +57,7 @@ class SteadyMaxPooling2D(keras.layers.Layer):
         return pooled if self.size else pooled[:, 0, 0]
 
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        """The output's shape; Keras asks for it while it builds a model."""
+        """[b, h / size, w / size, c], or [b, c]."""
         batch, height, width, channels = input_shape
         if self.size is None:
             return (batch, channels)
@@ -71,10 +75,6 @@ class SteadyMaxPooling2D(keras.layers.Layer):
         if self.compute_dtype == "float32":
             images = images - (TIE[tf.float32] * _lowering(*sides, *window)).astype(np.float32)
         return keras.ops.max_pool(images, window) if self.size else keras.ops.max(images, axis=(1, 2))
-
-    def get_config(self) -> dict[str, Any]:
-        """The layer's settings, as Keras saves them."""
-        return {**super().get_config(), "size": self.size}
 
 
 # Larger than a convolution's rounding error of values up to 10, smaller than a meaningful difference.

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvd_cifar.models.activation import QuickRelu
 from hvd_cifar.models.convolution import QuickConv2D
+from hvd_cifar.models.layer import OwnLayer
 from hvd_cifar.models.normalization import FusedBatchNormalization
 from hvd_cifar.models.recipe import Batch, Recipe
 from hvd_cifar.optim.muon import Muon
@@ -36,8 +37,10 @@ RECIPE = replace(PUBLISHED, beyond=(256, LARGE))
 
 
 @keras.saving.register_keras_serializable("hvd_cifar")
-class PadShortcut(keras.layers.Layer):
+class PadShortcut(OwnLayer):
     """The parameter-free shortcut between stages: every second pixel, new channels zero (He et al. 2015, option A)."""
+
+    SETTINGS = ("filters",)
 
     def __init__(self, filters: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -50,10 +53,9 @@ class PadShortcut(keras.layers.Layer):
         return tf.pad(halved, self._missing(images))
 
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        """[b, h / 2, w / 2, filters]; Keras asks for it while it builds a model."""
-        batch, height, width, _ = input_shape
-        halved = [None if side is None else (side + 1) // 2 for side in (height, width)]
-        return (batch, halved[0], halved[1], self.filters)
+        """[b, h / 2, w / 2, filters], rounded up."""
+        batch, *sides, _ = input_shape
+        return (batch, *(side and (side + 1) // 2 for side in sides), self.filters)
 
     def portable(self, images: Any) -> Any:
         """The same by `keras.ops`; see `models.portable`."""
@@ -63,10 +65,6 @@ class PadShortcut(keras.layers.Layer):
         """The channels to add to images, before and after theirs, as padding of [b, h, w, c]."""
         missing = self.filters - images.shape[-1]
         return [[0, 0], [0, 0], [0, 0], [missing // 2, missing - missing // 2]]
-
-    def get_config(self) -> dict[str, Any]:
-        """The layer's settings, as Keras saves them."""
-        return {**super().get_config(), "filters": self.filters}
 
 
 def build(image_shape: tuple[int, int, int], classes: int, depth: int) -> keras.Model:

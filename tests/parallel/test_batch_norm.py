@@ -79,15 +79,57 @@ def _nested(kind: str) -> Any:
     return net
 
 
+def _cases(world: Any) -> dict[str, Any]:
+    """What single layers do in half types, without examples, with constant values, under a mask, and with renorm."""
+    import keras
+    import tensorflow as tf
+
+    from hvd_cifar.distributed import SyncBatchNormalization, convert_sync_batch_norm
+    from hvd_cifar.distributed.batch_norm import examples_present
+
+    found: dict[str, Any] = {}
+    half = SyncBatchNormalization(dtype="mixed_bfloat16")
+    found["half"] = half(tf.ones((2, *SHAPE), "bfloat16"), training=True).dtype.name, str(half.gamma.dtype)
+    # First the last rank has no example, only a placeholder; then no rank has one.
+    lone = SyncBatchNormalization(dtype="float64")
+    placeholder = tf.fill((1, *SHAPE), tf.constant(1000.0, tf.float64))
+    with examples_present(world.rank + 1 < world.size):
+        lone(tf.ones((2, *SHAPE), "float64") if world.rank + 1 < world.size else placeholder, training=True)
+    found["without the last"] = lone.moving_mean.numpy().tolist(), lone.moving_variance.numpy().tolist()
+    with examples_present(False):
+        output = lone(placeholder, training=True)
+    kept = lone.moving_mean.numpy().tolist(), lone.moving_variance.numpy().tolist()
+    found["without any"] = *kept, bool(np.isfinite(output.numpy()).all())
+
+    # All values of a channel are one number, and large: rounding takes the mean of squares below the mean's square.
+    constant = np.broadcast_to(np.random.default_rng(6).uniform(100, 1000, 256), (5, 3, 256)).astype("float32")
+    flat = SyncBatchNormalization(dtype="float32", epsilon=1e-12, momentum=0.0)
+    output = flat(constant, training=True)
+    found["constant"] = bool(np.isfinite(output.numpy()).all()), float(flat.moving_variance.numpy().min())
+
+    # Positions that a mask leaves out are not counted.
+    masked = keras.layers.BatchNormalization(momentum=0.0)
+    net = keras.Sequential([keras.Input((4, 2)), keras.layers.Masking(-1.0), masked])
+    convert_sync_batch_norm(net)
+    net(np.where(np.arange(4)[:, None] <= world.rank, world.rank + 1.0, np.full((2, 4, 2), -1.0)), training=True)
+    found["masked"] = masked.moving_mean.numpy().tolist()
+
+    refused = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.BatchNormalization(renorm=True)])
+    try:
+        convert_sync_batch_norm(refused)
+    except ValueError as error:
+        found["renorm"] = str(error), type(refused.layers[0]) is keras.layers.BatchNormalization
+    return found
+
+
 def _on_ranks(folder: str) -> dict[str, Any]:
     from hvd_cifar.runtime.world import start
 
     world = start()
     import keras
-    import tensorflow as tf
 
     from hvd_cifar.distributed import SyncBatchNormalization, collectives, convert_sync_batch_norm
-    from hvd_cifar.distributed.batch_norm import examples_present, moving_statistics
+    from hvd_cifar.distributed.batch_norm import moving_statistics
 
     found: dict[str, Any] = {}
     for kind in ("float64", "float32"):
@@ -120,37 +162,7 @@ def _on_ranks(folder: str) -> dict[str, Any]:
     layer = SyncBatchNormalization(momentum=0.7, scale=False)
     found["config"] = SyncBatchNormalization.from_config(layer.get_config()).get_config() == layer.get_config()
 
-    half = SyncBatchNormalization(dtype="mixed_bfloat16")
-    found["half"] = half(tf.ones((2, *SHAPE), "bfloat16"), training=True).dtype.name, str(half.gamma.dtype)
-    # First the last rank has no example, only a placeholder; then no rank has one.
-    lone = SyncBatchNormalization(dtype="float64")
-    placeholder = tf.fill((1, *SHAPE), tf.constant(1000.0, tf.float64))
-    with examples_present(world.rank + 1 < world.size):
-        lone(tf.ones((2, *SHAPE), "float64") if world.rank + 1 < world.size else placeholder, training=True)
-    found["without the last"] = lone.moving_mean.numpy().tolist(), lone.moving_variance.numpy().tolist()
-    with examples_present(False):
-        output = lone(placeholder, training=True)
-    kept = lone.moving_mean.numpy().tolist(), lone.moving_variance.numpy().tolist()
-    found["without any"] = *kept, bool(np.isfinite(output.numpy()).all())
-
-    # All values of a channel are one number, and large: rounding takes the mean of squares below the mean's square.
-    constant = np.broadcast_to(np.random.default_rng(6).uniform(100, 1000, 256), (5, 3, 256)).astype("float32")
-    flat = SyncBatchNormalization(dtype="float32", epsilon=1e-12, momentum=0.0)
-    output = flat(constant, training=True)
-    found["constant"] = bool(np.isfinite(output.numpy()).all()), float(flat.moving_variance.numpy().min())
-
-    # Positions that a mask leaves out are not counted.
-    masked = keras.layers.BatchNormalization(momentum=0.0)
-    net = keras.Sequential([keras.Input((4, 2)), keras.layers.Masking(-1.0), masked])
-    convert_sync_batch_norm(net)
-    net(np.where(np.arange(4)[:, None] <= world.rank, world.rank + 1.0, np.full((2, 4, 2), -1.0)), training=True)
-    found["masked"] = masked.moving_mean.numpy().tolist()
-
-    refused = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.BatchNormalization(renorm=True)])
-    try:
-        convert_sync_batch_norm(refused)
-    except ValueError as error:
-        found["renorm"] = str(error), type(refused.layers[0]) is keras.layers.BatchNormalization
+    found |= _cases(world)
     collectives.barrier()  # no rank leaves before the last collective of another is done
     return found
 

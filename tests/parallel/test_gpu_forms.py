@@ -10,6 +10,7 @@ import pytest
 
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow  # the forms are the benchmark's, not the product's
 STEPS = 4  # the form with several steps in one call makes as many
 RECIPES = ("sgd", "muon")
 OF_MUON = ("no switch", "flat update", "one buffer", "all")  # whose update is another than with SGD

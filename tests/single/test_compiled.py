@@ -160,11 +160,7 @@ for convolve in (
 @there
 def test_too_little_memory_is_an_error_and_no_crash_and_images_without_channels_have_outputs_of_zeros() -> None:
     """Weights of 600 and 300 MB, where there are 200 more."""
-    told = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
-    script = NO_MEMORY.format(channels=2048, more=200_000_000)
-    done = subprocess.run([sys.executable, "-c", script], env=told, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    zeros, *found = done.stdout.splitlines()
+    zeros, *found = run(NO_MEMORY.format(channels=2048, more=200_000_000))
     assert zeros == "False" and len(found) == 2
     assert "no memory for what a convolution of 2048 to 2048 channels needs" in found[0]
     assert "no memory for what a convolution of 2048 to 1024 channels needs" in found[1]
@@ -186,19 +182,18 @@ print(*(own_digests() if compiled.operations() else ["none"]), sep="\\n")
 """
 
 
-def digests(threads: int, vectors: int | str) -> list[str]:
-    """Of all results, by a process of its own with a number of threads and vectors of a number of bits."""
-    told = {"HVD_CIFAR_VECTORS": str(vectors), "TF_CPP_MIN_LOG_LEVEL": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", DIGESTS.format(threads=threads)],
-        env={**os.environ, **told},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def run(script: str, **variables: str) -> list[str]:
+    """The lines that a process of its own prints."""
+    told = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **variables}
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, env=told, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def digests(threads: int, vectors: int | str) -> list[str]:
+    """Of all results, by a process with a number of threads and vectors of a number of bits."""
+    return run(DIGESTS.format(threads=threads), HVD_CIFAR_VECTORS=str(vectors))
 
 
 @there
@@ -235,14 +230,12 @@ def test_without_the_library_or_with_one_of_another_tensorflow_there_are_none(
         ((3, 3, 16, 16), "float32", "", True),
         ((3, 3, 256, 256), "float32", "tiles, dots", True),
         ((3, 3, 3, 16), "float32", "", False),
-        ((3, 3, 16, 8), "float32", "", False),
         ((5, 5, 32, 32), "float32", "dots", False),
         ((3, 3, 32, 32), "bfloat16", "", False),
         ((3, 3, 16, 16), "bfloat16", "dots", True),
         ((5, 5, 32, 32), "bfloat16", "dots", True),
         ((3, 3, 32, 32), "bfloat16", "tiles, dots", False),
         ((7, 7, 32, 32), "bfloat16", "dots", False),
-        ((3, 3, 32, 32), "float64", "", False),
         ((3, 3, 32, 32), "float16", "dots", False),
     ],
 )

@@ -12,28 +12,17 @@ from benchmarks.curves import accuracies, main
 
 def test_curves_of_a_run_and_of_a_file(tmp_path: Path) -> None:
     found = [{"event": "eval", "step": step, "epoch": step / 4, "test_accuracy": step / 20} for step in (5, 10)]
-    events = [{"event": "train", "step": 5}, *found]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in found))
     (file := tmp_path / "torch.json").write_text(json.dumps({"test_accuracy": {"4": 0.5}, "seconds": 1.0}))
     assert accuracies(tmp_path) == {5: 0.25, 10: 0.5} and accuracies(file) == {4: 0.5}
     picture = tmp_path / "curves.svg"
     done = CliRunner().invoke(main, [f"ours={tmp_path}", f"theirs={file}", "--output", str(picture)])
     assert done.exit_code == 0, done.output
     assert picture.read_text().count("50.00%") == 2  # the last of each, as a comment beside its glyphs
-    by_epoch = ["--by", "epoch", "--output", str(picture)]
-    done = CliRunner().invoke(main, [f"ours={tmp_path}", *by_epoch])
-    assert done.exit_code == 0, done.output
-    assert "<!-- epoch -->" in picture.read_text()
-    failed = CliRunner().invoke(main, [f"theirs={file}", *by_epoch])
-    assert failed.exit_code == 2 and "has no epochs" in failed.output
-
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(events[0]) + '\n{"event": "ev')  # of a killed run
-    (list_file := tmp_path / "list.json").write_text("[]")
     for words, told in (
-        [f"ours={tmp_path}", "no test accuracies there; train with --eval-every"],
-        [f"ours={tmp_path / 'none'}", "no file of benchmarks.peers.published: "],
-        [f"ours={list_file}", "no file of benchmarks.peers.published: "],
-        ["ours", "give NAME=RUN_DIR or NAME=FILE.json"],
+        ((f"theirs={file}", "--by", "epoch"), "has no epochs"),
+        ((f"ours={tmp_path / 'none'}",), "no file of benchmarks.peers.published: "),
+        (("ours",), "give NAME=RUN_DIR or NAME=FILE.json"),
     ):
-        failed = CliRunner().invoke(main, [words, "--output", str(picture)])
+        failed = CliRunner().invoke(main, [*words, "--output", str(picture)])
         assert failed.exit_code == 2 and told in failed.output

@@ -7,14 +7,16 @@ import json
 import sys
 import tarfile
 import time
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.gpu import eight, pack
-from benchmarks.gpu.__main__ import Command, Options, main
+from benchmarks.gpu import eight, pack, variants
+from benchmarks.gpu.__main__ import FORMS, Command, Options, Steps, main, parts
 from benchmarks.gpu.serve import Side
+from hvd_cifar import cli
 from tests.ranks import CHECKOUT, environment
 
 
@@ -31,6 +33,20 @@ def test_the_small_form_measures_and_a_second_call_only_prints(tmp_path: Path) -
     assert CliRunner().invoke(main, [*words[:-1], str(tmp_path / "none")]).stdout == first.stdout
     assert time.monotonic() - began < 5
     assert "nvidia-smi lists no GPU here" in CliRunner().invoke(main, words[:4]).output
+
+
+def test_all_parts_take_at_most_8_minutes_and_their_commands_have_such_options(tmp_path: Path) -> None:
+    found = parts(Options(tmp_path, tmp_path, tmp_path / "python", small=False))
+    assert sum(part.seconds for part in found) <= 480 and len({part.name for part in found}) == len(found)
+    steps = [part for part in found if isinstance(part, Steps)]
+    assert {(s.model, s.precision, s.examples) for s in steps} == {
+        *product(("resnet20", "tutorial", "fast"), ("float32", "mixed_bfloat16"), (128, 1024))
+    }
+    assert {*FORMS} == {*variants.FORMS} == {*steps[0].forms}
+    for part in found:
+        words = list(part.words) if isinstance(part, Command) else []
+        if ("-m", "hvd_cifar") in pairwise(words):
+            cli.check(words[words.index("hvd_cifar") + 1 :])
 
 
 SERVE = """

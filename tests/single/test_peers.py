@@ -158,6 +158,14 @@ def test_a_command_that_cannot_be_started_leaves_none_behind(tmp_path: Path) -> 
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in (p.info["cmdline"] or [])]
 
 
+def test_pytorchs_side_reads_the_data_with_numpy_alone() -> None:
+    """Its environment has PyTorch, NumPy and what these need."""
+    hidden = ["rich", "keras", "tensorflow", "pydantic", "click", "psutil"]
+    script = f"import sys; sys.modules.update(dict.fromkeys({hidden}))"
+    script += "; import hvd_cifar.data.cifar, hvd_cifar.data.augment, hvd_cifar.data.sampler, benchmarks.gpu.serve"
+    subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, check=True, timeout=60)
+
+
 # Keras pads a convolution of stride 2 below and to the right alone, PyTorch's layer all around: here alike.
 TORCH_SIDE = """
 import sys, numpy, torch
