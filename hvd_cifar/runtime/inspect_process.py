@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import threading
 import time
@@ -15,8 +14,6 @@ import psutil
 from hvd_cifar.runtime.channel import GONE
 from hvd_cifar.runtime.environment import launched_rank
 
-THREAD_NAME = "hvd watch"  # of a watchdog, which other processes can read
-PR_SET_NAME = 15  # of Linux's prctl
 STOPPED = "its process is stopped (SIGSTOP or a debugger)"
 # A launcher's variables with the job's number.
 JOB_VARIABLES = (
@@ -49,18 +46,6 @@ def ranks_here(environ: Mapping[str, str] = os.environ) -> dict[int, list[int]]:
             if own and rank is not None and all(theirs.get(name) == value for name, value in own.items()):
                 found.setdefault(rank, []).append(process.pid)
     return found
-
-
-def name_thread() -> None:
-    """Name this thread as that of a watchdog."""
-    ctypes.CDLL(None).prctl(PR_SET_NAME, THREAD_NAME.encode(), 0, 0, 0)
-
-
-def is_watched(pid: int) -> bool:
-    """Whether a process has a watchdog: it has begun to start Horovod."""
-    with contextlib.suppress(OSError):
-        return any(path.read_text().strip() == THREAD_NAME for path in Path(f"/proc/{pid}/task").glob("*/comm"))
-    return False
 
 
 def computes(pid: int, left_out: Collection[int] = (), samples: int = 10, seconds: float = 0.05) -> bool:

@@ -16,40 +16,20 @@ T = TypeVar("T")
 RECENT = 100  # durations of a phase that are remembered
 
 
-class Durations:
-    """The durations of each phase, and the time-outs that follow from them."""
+class Phases:
+    """The phases of a rank, as its main thread marks them, and the time-outs that follow from their durations."""
 
     def __init__(self, seconds: float | None) -> None:
         """`seconds`: the user's time-out; None: it is learned from the durations."""
         self._given = seconds
-        self._seen: dict[str, deque[float]] = {}
-
-    def add(self, phase: str, seconds: float) -> None:
-        """Remember how long a phase took."""
-        self._seen.setdefault(phase, deque(maxlen=RECENT)).append(seconds)
-
-    def limit(self, phase: str) -> float:
-        """Seconds without progress in this phase after which the ranks look for one that hangs."""
-        seen = list(self._seen.get(phase, ()))
-        if not seen:
-            return FACTOR * (self._given or FLOOR)  # the first time compiles
-        if self._given:
-            return self._given
-        return max(FLOOR, FACTOR * max(seen[1:] or seen))
-
-
-class Phases:
-    """The phases of a rank, as its main thread marks them."""
-
-    def __init__(self, durations: Durations) -> None:
-        self._durations = durations
+        self._durations: dict[str, deque[float]] = {}
         self._phase, self._step, self._since = "start-up", 0, time.monotonic()
         self._position = 0  # phases begun: the same on all ranks that are at the same place
         self._spent = 0.0  # s in this phase before a phase within it
 
     def mark(self, phase: str, step: int | None = None) -> None:
         """A phase begins: this rank makes progress."""
-        self._durations.add(self._phase, self._elapsed())
+        self._end()
         self._step = self._step if step is None else step
         self._begin(phase)
 
@@ -61,7 +41,7 @@ class Phases:
         try:
             yield
         finally:
-            self._durations.add(self._phase, self._elapsed())
+            self._end()
             self._begin(outer, spent)
 
     def each(self, phase: str, items: Iterable[T]) -> Iterator[T]:
@@ -75,10 +55,20 @@ class Phases:
                 return
             yield item
 
+    def _limit(self, phase: str) -> float:
+        """Seconds without progress in this phase after which the ranks look for one that hangs."""
+        seen = list(self._durations.get(phase, ()))
+        if not seen:
+            return FACTOR * (self._given or FLOOR)  # the first time compiles
+        return self._given or max(FLOOR, FACTOR * max(seen[1:] or seen))
+
     def _begin(self, phase: str, spent: float = 0.0) -> None:
         self._phase, self._since, self._spent = phase, time.monotonic(), spent
         self._position += 1
         note(f"{phase}, step {self._step}")
+
+    def _end(self) -> None:
+        self._durations.setdefault(self._phase, deque(maxlen=RECENT)).append(self._elapsed())
 
     def _elapsed(self) -> float:
         return self._spent + self._idle

@@ -26,8 +26,8 @@ from hvd_cifar.distributed.trail import recent
 from hvd_cifar.errors import STALLED
 from hvd_cifar.runtime import channel
 from hvd_cifar.runtime.environment import launched_rank
-from hvd_cifar.runtime.inspect_process import STOPPED, computes, is_watched, name_thread, ranks_here, state_of
-from hvd_cifar.runtime.phases import Durations, Phases
+from hvd_cifar.runtime.inspect_process import STOPPED, computes, ranks_here, state_of
+from hvd_cifar.runtime.phases import Phases
 from hvd_cifar.runtime.stalls import FLOOR, PATIENCE, Lost, Status, judge
 
 TICK = 0.5  # s between looks, at most
@@ -39,6 +39,8 @@ DEFERENCE = 8.0  # s for which a rank does not ask after a lower rank has asked 
 GLOO_SECONDS = 86_400  # Gloo's own time-out, 30 s by default, would blame a rank that only waits
 STALLS = "stalls"  # the folder of stacks in the run directory
 IDLE = "idle"  # the phase in which a rank may take any time
+
+Answers = dict[int, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,14 @@ class Watch(Phases):
         Args:
             seconds: the time-out; None: learned; 0: the watch does nothing.
         """
-        super().__init__(Durations(seconds))
+        super().__init__(seconds)
         self.is_on = seconds != 0
         self.rank = launched_rank() or 0
         self.run_dir: Path | None = None  # for stacks, where the host has it
         self.waits_in_step: Callable[[], bool] = lambda: False  # whether the step waits for other ranks
+        self.is_alone = False  # it judges by this rank alone, after more time: others cannot be asked
         self._peers: Sequence[Peer] = ()
         self._has_joined = threading.Event()
-        self.is_alone = False  # it judges by this rank alone, after more time: others cannot be asked
         self._end_answers: Callable[[], None] = lambda: None
         self._next_look = 0.0
         self._slow: set[int] = set()  # ranks that have been named
@@ -125,25 +127,21 @@ class Watch(Phases):
         return self._peers[0].secret if self._peers else secrets.token_hex(32)
 
     def _run(self, tick: float) -> None:
-        name_thread()
         seen = time.monotonic()
         while Watch._current is self:
             time.sleep(tick)
             now = time.monotonic()
             if now - seen > GAP:
                 self._since += now - seen
-            limit = self._durations.limit(self._phase)
+            limit = self._limit(self._phase)
             waited = limit * (PATIENCE if self.is_alone else 1) + (TICK + min(self.rank, 10) * LEAD) * (self.rank > 0)
             if self._phase != IDLE and self._idle > waited and now > self._next_look:
-                self._look(limit)
+                self._look(limit) if self._peers else self._look_at_start_up(limit)
                 self._next_look = max(self._next_look, time.monotonic() + BETWEEN_LOOKS)
             seen = time.monotonic()
 
     def _look(self, limit: float) -> None:
         """No progress for this long: find out why, and end the run if it cannot go on."""
-        if not self._peers:
-            self._look_at_start_up(limit)
-            return
         position, question = self._position, {"ask": "status", "by": self.rank}
         answers, absent = self._ask_all(question, range(len(self._peers)))
         if absent and self._position == position:  # again: an answer may be late on a busy machine
@@ -157,6 +155,8 @@ class Watch(Phases):
         if self._position != position:
             return
         verdict = judge(statuses, {rank: (self._peers[rank].host, reason) for rank, reason in absent.items()}, limit)
+        if verdict.ends:
+            self._end(verdict.lost, answers, limit)
         for status in verdict.slow:
             if status.rank not in self._slow and self.rank == min({s.rank for s in statuses if s not in verdict.slow}):
                 self._slow.add(status.rank)
@@ -164,22 +164,18 @@ class Watch(Phases):
                     f"rank {status.rank} on {status.host} is slow at step {status.step} ({status.phase}): the other "
                     f"ranks have waited for {limit:.0f} s, and it still works"
                 )
-        if verdict.ends:
-            self._end(verdict.lost, answers, limit)
 
-    def _ask_all(
-        self, question: Mapping[str, Any], ranks: Collection[int]
-    ) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+    def _ask_all(self, question: Mapping[str, Any], ranks: Collection[int]) -> tuple[Answers, dict[int, str]]:
         """Ask other ranks at once: the answers, and the reasons where there is none."""
-        answers: dict[int, dict[str, Any]] = {}
+        answers: Answers = {}
         absent: dict[int, str] = {}
 
         def ask(rank: int, peer: Peer) -> None:
             try:
                 answers[rank] = channel.ask(peer.address, self._peers[0].secret, question)
             except channel.NoAnswer as failure:
-                here = str(failure) == channel.SILENT and self._is_here(peer)
-                absent[rank] = state_of(peer.pid) if here else str(failure)
+                is_here = str(failure) == channel.SILENT and self._is_here(peer)
+                absent[rank] = state_of(peer.pid) if is_here else str(failure)
 
         others = [] if self.is_alone else [rank for rank in ranks if rank != self.rank]
         for thread in [channel.in_thread(ask, rank, self._peers[rank]) for rank in others]:
@@ -203,21 +199,13 @@ class Watch(Phases):
         return asdict(self._status())
 
     def _status(self) -> Status:
-        frame, in_collective = sys._current_frames().get(self._main), False
+        frame, waits = sys._current_frames().get(self._main), self._phase == "step" and self.waits_in_step()
         while frame is not None:
-            in_collective |= frame.f_globals.get("__name__", "").startswith("horovod.")
+            waits |= frame.f_globals.get("__name__", "").startswith("horovod.")
             frame = frame.f_back
-        return Status(
-            self.rank,
-            socket.gethostname(),
-            os.getpid(),
-            self._step,
-            self._phase,
-            self._position,
-            self._idle,
-            waits=in_collective or (self._phase == "step" and self.waits_in_step()),
-            computes=computes(os.getpid(), Watch._of_communication),
-        )
+        works = computes(os.getpid(), Watch._of_communication)
+        place = (self._step, self._phase, self._position, self._idle)
+        return Status(self.rank, socket.gethostname(), os.getpid(), *place, waits, works)
 
     def _end(self, lost: Sequence[Lost], others: Collection[int], limit: float) -> None:
         """Save stacks, name the ranks that are lost, and end all others."""
@@ -254,22 +242,15 @@ class Watch(Phases):
         return os.fdopen(os.dup(2), "w")
 
     def _look_at_start_up(self, limit: float) -> None:
-        """Horovod has not started, so only this host is known: look for ranks that have not come as far."""
-        found, host, late = ranks_here(), socket.gethostname(), {}
-        for rank, pids in found.items():
-            states = [state_of(pid) for pid in pids]
-            if rank != self.rank and (STOPPED in states or not any(map(is_watched, pids))):
-                late[rank] = STOPPED if STOPPED in states else states[0]
-        if not late and self._idle < limit + DEFERENCE:
-            return  # a rank on the same host as a late one names it
-        if self._idle < PATIENCE * limit and any(computes(pid) for rank in late for pid in found[rank]):
+        """Horovod has not started, so only this host is known: name its stopped ranks; without one, wait for longer."""
+        found, host = ranks_here(), socket.gethostname()
+        stopped = [rank for rank, pids in sorted(found.items()) if STOPPED in map(state_of, pids)]
+        names_them = bool(stopped) and self.rank == min(set(found) - set(stopped))
+        if not names_them and self._idle < PATIENCE * limit:
             return
-        if late and self.rank != min(set(found) - set(late), default=self.rank):
-            return
-        lost = [str(Lost(rank, host, 0, "start-up", reason)) for rank, reason in sorted(late.items())]
         complain(f"not all ranks have started after {limit:.0f} s; the run ends (exit code {STALLED})")
-        for line in lost or [f"rank {self.rank} on {host} waits for ranks on other hosts, which have not started"]:
-            complain(line)
+        for rank in stopped:
+            complain(str(Lost(rank, host, 0, "start-up", STOPPED)))
         os._exit(STALLED)
 
 

@@ -206,16 +206,15 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("fault", "reason"), [("stopped", "stopped (SIGSTOP"), ("deadlock", "sleeping")])
-def test_a_rank_that_does_not_arrive(fault: str, reason: str, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_arrive(tmp_path: Path) -> None:
     """Before Horovod has started there is no channel between the ranks: processes of the host are looked at."""
     program = tmp_path / "program.py"
     program.write_text(RANK.replace("int(sys.argv[5])", "int(os.environ['OMPI_COMM_WORLD_RANK'])"))
-    words = ["mpirun", "-np", "2", "--oversubscribe", sys.executable, str(program), fault, "start", "1", "0.1"]
+    words = ["mpirun", "-np", "2", "--oversubscribe", sys.executable, str(program), "stopped", "start", "1", "0.1"]
     done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == STALLED, done.stderr
     (lost,) = lost_ranks(done.stderr)
-    assert (lost.rank, lost.phase) == (1, "start-up") and reason in lost.reason
+    assert (lost.rank, lost.phase) == (1, "start-up") and "stopped (SIGSTOP" in lost.reason
 
 
 def test_a_stopped_starter_is_named() -> None:

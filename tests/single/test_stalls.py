@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from hvd_cifar.extensions.stragglers import Seen, slow_ranks
 from hvd_cifar.runtime import channel
 from hvd_cifar.runtime.inspect_process import computes
-from hvd_cifar.runtime.phases import Durations, Phases
+from hvd_cifar.runtime.phases import Phases
 from hvd_cifar.runtime.stalls import FACTOR, FLOOR, Lost, Status, judge, lost_ranks
 from hvd_cifar.runtime.watch import Peer, Watch
 from hvd_cifar.training.step_times import Times
@@ -48,31 +49,29 @@ def test_verdicts(statuses: list[Status], absent: Any, lost: list[int], slow: li
 
 
 def test_time_outs_grow_with_what_is_seen() -> None:
-    learned, given = Durations(None), Durations(5.0)
-    assert (learned.limit("step"), given.limit("step")) == (FACTOR * FLOOR, 50.0)
-    for seconds in (90.0, 0.1, 0.2):  # the first one compiles
-        learned.add("step", seconds)
-        given.add("step", seconds)
-    assert (learned.limit("step"), given.limit("step")) == (FLOOR, 5.0)
-    learned.add("step", 20.0)
-    assert learned.limit("step") == FACTOR * 20.0 and learned.limit("evaluation") == FACTOR * FLOOR
+    learned, given = Phases(None), Phases(5.0)
+    assert (learned._limit("step"), given._limit("step")) == (FACTOR * FLOOR, 50.0)
+    for phases in (learned, given):
+        phases._durations["step"] = deque([90.0, 0.1, 0.2])  # the first one compiles
+    assert (learned._limit("step"), given._limit("step")) == (FLOOR, 5.0)
+    learned._durations["step"].append(20.0)
+    assert learned._limit("step") == FACTOR * 20.0 and learned._limit("evaluation") == FACTOR * FLOOR
 
 
 def test_a_phase_is_seen_once_it_has_ended_as_a_whole() -> None:
     """The first one may take long, also after another phase within it."""
-    durations = Durations(None)
-    phases = Phases(durations)
+    phases = Phases(None)
     with phases.phase("checkpoints"):
         with phases.phase("callback"):
-            assert durations.limit("callback") == FACTOR * FLOOR
-        assert durations.limit("callback") == FLOOR
-        assert durations.limit("checkpoints") == FACTOR * FLOOR
-    assert durations.limit("checkpoints") == FLOOR
+            assert phases._limit("callback") == FACTOR * FLOOR
+        assert phases._limit("callback") == FLOOR
+        assert phases._limit("checkpoints") == FACTOR * FLOOR
+    assert phases._limit("checkpoints") == FLOOR
 
 
 def test_an_error_leaves_a_phase() -> None:
     """What follows, such as a rollback, does not count as a part of it."""
-    phases = Phases(Durations(None))
+    phases = Phases(None)
     phases.mark("step")
     with contextlib.suppress(ValueError), phases.phase("evaluation"):
         raise ValueError
@@ -89,7 +88,7 @@ def test_a_sign_of_life_is_progress_within_a_phase(monkeypatch: pytest.MonkeyPat
     Watch.sign_of_life()
     assert watch._idle < 900 and watch._position == position
     watch.mark("step")
-    assert watch._durations._seen["set-up"][-1] > 900
+    assert watch._durations["set-up"][-1] > 900
 
 
 def test_a_run_ends_the_answers_of_the_run_before() -> None:
