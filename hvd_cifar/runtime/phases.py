@@ -29,7 +29,7 @@ class Phases:
 
     def mark(self, phase: str, step: int | None = None) -> None:
         """A phase begins: this rank makes progress."""
-        self._end()
+        self._leave()
         self._step = self._step if step is None else step
         self._begin(phase)
 
@@ -41,7 +41,7 @@ class Phases:
         try:
             yield
         finally:
-            self._end()
+            self._leave()
             self._begin(outer, spent)
 
     def each(self, phase: str, items: Iterable[T]) -> Iterator[T]:
@@ -67,7 +67,7 @@ class Phases:
         self._position += 1
         note(f"{phase}, step {self._step}")
 
-    def _end(self) -> None:
+    def _leave(self) -> None:
         self._durations.setdefault(self._phase, deque(maxlen=RECENT)).append(self._elapsed())
 
     def _elapsed(self) -> float:
