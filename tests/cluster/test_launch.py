@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -238,22 +237,6 @@ def test_this_host_is_known_by_any_of_its_names(own: str, three_hosts: Cluster) 
         for host in three_hosts:
             three_hosts.set_names(host, three_hosts.names())
             host.must("hostname", host.name)
-
-
-@pytest.mark.skipif(not shutil.which("tcsh"), reason="needs tcsh (Debian: apt-get install tcsh)")
-def test_csh_may_be_the_login_shell(three_hosts: Cluster, tmp_path: Path) -> None:
-    accounts, now = tmp_path / "passwd", Path("/etc/passwd").read_text()
-    accounts.write_text(re.sub(r"(?m)^(root:.*:)[^:]*$", rf"\g<1>{shutil.which('tcsh')}", now))
-    for host in three_hosts:
-        host.must("mount", "--bind", accounts, "/etc/passwd")
-    try:
-        assert "csh" in three_hosts[0].must("ssh", "node2", "echo $shell")
-        done = _launch(three_hosts[0], ["-H", "node1:1,node2:1", "python", "-c", WHERE])
-    finally:
-        for host in three_hosts:
-            host.must("umount", "/etc/passwd")
-    assert done.returncode == 0, done.stderr
-    assert sorted(line.split()[4] for line in done.stderr.splitlines()) == ["node1", "node2"]
 
 
 def test_a_folder_that_other_hosts_lack_is_no_fault(three_hosts: Cluster) -> None:

@@ -23,8 +23,10 @@ SECONDS = 0.4  # the time-out
 RANK = """
 import atexit, ctypes, json, os, pathlib, signal, sys, threading, time
 from dataclasses import asdict, replace
+from hvd_cifar.runtime import watch as module
 from hvd_cifar.runtime.watch import Peer, Watch
 
+module.GAP = 1.0
 FAULT, MOMENT, FAULTY, SECONDS, RANK = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5])
 waits = False
 
@@ -104,7 +106,7 @@ SCENARIOS: dict[str, tuple[Any, ...]] = {
     "rank 1 stops, and cannot be asked": ("stopped", "alone", 1, SECONDS),
     "rank 1 stops at the end": ("stopped", "exit", 1, SECONDS),
     "rank 1 is slow": ("slow", "step", 1, 1.0),
-    "both are stopped for a while": ("nothing", "step", 1, 3.0),
+    "both are stopped for a while": ("nothing", "step", 1, 1.5),
 }
 
 
@@ -193,7 +195,7 @@ def test_a_pause_of_all_is_no_hang(ranks: Mapping[str, Started]) -> None:
 def stop_for_a_while(one: Started) -> None:
     """As on a laptop that sleeps; rank 1 sleeps for longer, but for less than the time-out after the other one."""
     wait_until((one.folder / "20.0").exists)
-    for number, rank, seconds in (("STOP", 0, 0), ("STOP", 1, 3.5), ("CONT", 0, 5.5), ("CONT", 1, 0)):
+    for number, rank, seconds in (("STOP", 0, 0), ("STOP", 1, 1.8), ("CONT", 0, 1.1), ("CONT", 1, 0)):
         one.ranks[rank].send_signal(signal.Signals[f"SIG{number}"])
         time.sleep(seconds)
     (one.folder / "paused").touch()

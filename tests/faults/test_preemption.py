@@ -174,7 +174,7 @@ def test_a_signal_before_any_rank_has_started(embedded: Path, tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("launcher", [["-np", 2], ["-np", 1, "--max-restarts", 1]])
+@pytest.mark.parametrize("launcher", [["-np", 2], pytest.param(["-np", 1], marks=pytest.mark.slow)])
 def test_a_second_ctrl_c_ends_the_job_at_once(launcher: list[Any], job: Any) -> None:
     """Rank 0 stands still, so no checkpoint comes after the first one."""
     running = job(launcher)

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -119,7 +118,7 @@ def test_a_discovery_script_that_hangs_ends_with_all_that_it_started(
     path, pid = tmp_path / "find", tmp_path / "pid"
     path.write_text(f"#!/bin/sh\nsleep 600 & echo $! > {pid}\nwait\n")
     path.chmod(0o755)
-    monkeypatch.setattr(elastic, "SCRIPT_SECONDS", 5.0)
+    monkeypatch.setattr(elastic, "SCRIPT_SECONDS", 0.5)
     with pytest.raises(UserError, match="timed out"):
         script(path)()
     with contextlib.suppress(psutil.NoSuchProcess):  # or nobody waits for it, and it stays a zombie
@@ -154,7 +153,7 @@ def test_the_older_version_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_is_killed_leaves_a_whole_version(tmp_path: Path) -> None:
-    """Ten writers are killed in the midst of writing 8 MiB over and over; what is marked as whole is whole."""
+    """Four writers are killed in the midst of writing 8 MiB over and over; what is marked as whole is whole."""
     program = (
         "import sys, itertools, numpy as np; from pathlib import Path\n"
         "from hvd_cifar.runtime.shared_memory import TwoSlots\n"
@@ -165,7 +164,7 @@ def test_a_writer_that_is_killed_leaves_a_whole_version(tmp_path: Path) -> None:
     )
     path = tmp_path / "state"
     last = -1
-    for _ in range(10):
+    for _ in range(4):
         process = subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE)
         assert process.stdout
         for _ in range(3):
@@ -188,40 +187,20 @@ def test_no_room_and_a_folder_of_somebody_else(tmp_path: Path, monkeypatch: pyte
     (tmp_path / f"hvd_cifar-{os.getuid()}" / "job").chmod(0o755)
     with pytest.raises(UserError, match="is not a folder of yours alone"):
         own_folder("job")
-
-
-@pytest.mark.parametrize("kind", ["file", "dangling link"])
-def test_something_else_in_the_place_of_the_folder(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "ROOT", tmp_path)
-    place = tmp_path / f"hvd_cifar-{os.getuid()}"
-    place.touch() if kind == "file" else place.symlink_to("nowhere")
+    place = tmp_path / "other" / f"hvd_cifar-{os.getuid()}"
+    place.parent.mkdir()
+    place.symlink_to("nowhere")
+    monkeypatch.setattr(shared_memory, "ROOT", place.parent)
     with pytest.raises(UserError, match=f"--elastic: cannot make {place}: File exists"):
         own_folder("job")
-
-
-def test_a_discovery_that_fails_is_told_once_and_the_known_hosts_stay(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    answers: Iterator[tuple[Host, ...] | UserError] = iter([HOSTS, *[UserError("no answer")] * 3, UserError("other")])
-
-    def discover() -> tuple[Host, ...]:
-        answer = next(answers)
-        if isinstance(answer, UserError):
-            raise answer
-        return answer
-
-    job: Any = None  # none starts
-    run = ElasticRun(Options(Sizes(1, 8), None, 1, (1, 1)), discover, lambda *_: 0, job, tmp_path)
-    assert [run._look() for _ in range(5)] == [HOSTS] * 5
-    said = capfd.readouterr().err
-    assert said.count("no answer; the hosts known so far stay") == 1 and said.count("other;") == 1
 
 
 def test_a_discovery_that_fails_while_no_host_is_there_does_not_end_the_job(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Nor does the job then start on no host, which mpirun takes for this one."""
-    answers: Iterator[tuple[Host, ...] | UserError] = iter([HOSTS, (), UserError("no answer"), HOSTS])
+    failures = [UserError("no answer"), UserError("no answer"), UserError("other")]
+    answers: Iterator[tuple[Host, ...] | UserError] = iter([HOSTS, (), *failures, HOSTS])
     started: list[tuple[Host, ...]] = []
 
     def discover() -> tuple[Host, ...]:
@@ -240,7 +219,8 @@ def test_a_discovery_that_fails_while_no_host_is_there_does_not_end_the_job(
     run.clean_up()
     assert started == [HOSTS, HOSTS]
     said = capfd.readouterr().err
-    assert "none of the hosts that have it is there" in said and "no answer; the hosts known so far stay" in said
+    assert "none of the hosts that have it is there" in said
+    assert said.count("no answer; the hosts known so far stay") == 1 and said.count("other;") == 1
 
 
 def test_a_start_is_told_of_where_no_lost_rank_is_known(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -258,14 +238,13 @@ def _rank(job: Job, program: str) -> int:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "SECONDS_BETWEEN_LOOKS", 0.1)
+    monkeypatch.setattr(elastic, "SECONDS_BETWEEN_LOOKS", 0.05)
     monkeypatch.setattr(elastic, "SECONDS_BEFORE_RESIZE", 0.3)
-    monkeypatch.setattr(launch_job, "SECONDS_BETWEEN_ASKS", 0.1)
+    monkeypatch.setattr(launch_job, "SECONDS_BETWEEN_ASKS", 0.05)
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("cool_down", [(0, 0), (0.3, 60)])
-@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize(("returns", "cool_down"), [(True, (0, 0)), (False, (0.3, 60))])
 def test_a_job_that_needs_a_lost_host_waits_for_it(
     returns: bool, cool_down: tuple[float, float], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,7 +263,7 @@ def test_a_job_that_needs_a_lost_host_waits_for_it(
 
     answer = f"echo >> {asked}; {f'test $(wc -l < {asked}) -gt 5' if returns else 'exit 1'}"
     run = ElasticRun(
-        Options(Sizes(2, 2), None, 60 if returns else 3, cool_down), lambda: (here, away), start, Job(True), tmp_path
+        Options(Sizes(2, 2), None, 60 if returns else 1, cool_down), lambda: (here, away), start, Job(True), tmp_path
     )
     run.words = lambda host, command: ["sh", "-c", answer]
     code = run.run()
@@ -295,11 +274,11 @@ def test_a_job_that_needs_a_lost_host_waits_for_it(
     assert code == (0 if returns else RESUME)
     said = capfd.readouterr().err
     assert said.count("1 ranks are there, and 2 needed") == 1
-    assert returns or said.endswith("elastic: no 2 ranks within 3 s (exit code 75)\n")
+    assert returns or said.endswith("elastic: no 2 ranks within 1 s (exit code 75)\n")
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("code", "starts", "saved"), [(1, 7, RESUME), (1, 7, 1), (2, 5, RESUME)])
+@pytest.mark.parametrize(("code", "starts", "saved"), [(1, 7, 1), (2, 5, RESUME)])
 def test_steps_that_only_another_host_sees_count_and_the_newest_state_is_saved_at_the_end(
     code: int,
     starts: int,
@@ -344,7 +323,7 @@ def test_steps_that_only_another_host_sees_count_and_the_newest_state_is_saved_a
 def test_clean_up_says_nothing_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(elastic, "SCRIPT_SECONDS", 2.0)
+    monkeypatch.setattr(elastic, "SCRIPT_SECONDS", 0.3)
     asked: list[str] = []
     before = set(psutil.Process().children())
     run = ElasticRun(Options(Sizes(1, 8), None, 1, (1, 1)), lambda: HOSTS, lambda *_: 0, Job(can_stop=True), tmp_path)
@@ -379,7 +358,7 @@ def test_slots_that_come_while_hosts_are_asked_are_taken(tmp_path: Path) -> None
         started.append(hosts)
         if len(started) > 1:
             return 0
-        time.sleep(1.5)  # longer than SECONDS_BEFORE_RESIZE
+        time.sleep(0.5)  # longer than SECONDS_BEFORE_RESIZE
         return _rank(ours, "import time; time.sleep(60)")
 
     few, more = (Host("localhost", 1),), (Host("localhost", 2),)
@@ -393,9 +372,9 @@ def test_slots_that_come_while_hosts_are_asked_are_taken(tmp_path: Path) -> None
 @pytest.mark.usefixtures("quick")
 def test_the_end_of_a_start_spares_a_discovery_in_progress(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path, ours = tmp_path / "find", Job(can_stop=True)
-    path.write_text("#!/bin/sh\nsleep 4\necho localhost:2\n")
+    path.write_text("#!/bin/sh\nsleep 0.6\necho localhost:2\n")
     path.chmod(0o755)
-    starts = iter(["import time; time.sleep(6); raise SystemExit(137)", "raise SystemExit(0)"])
+    starts = iter(["import time; time.sleep(1); raise SystemExit(137)", "raise SystemExit(0)"])
 
     def start(hosts: tuple[Host, ...], _: dict[str, str]) -> int:
         code = _rank(ours, next(starts))
