@@ -43,7 +43,7 @@ def launch(request: Request, ranks: int, stall_seconds: float) -> int:
     if all_ranks > cores and not ready.hosts:
         complain(f"note: {all_ranks} ranks share {cores} core{'s' * (cores > 1)}: results are right, but slow")
     job = Job(can_stop=request.command[0] == "train", stall_seconds=stall_seconds)
-    with validators.beside(request, hosts_of_ranks(request.hosts, ranks) or ["localhost"] * ranks):
+    with validators.beside(request, hosts_of_ranks(request.hosts, ranks)):
         code = start(ready, job)
         if request.settings.max_restarts:
             ready = replace(ready, words=[*ready.words, *request.of_restarts])
@@ -126,7 +126,7 @@ def launch_elastic(request: Request, settings: config.TrainSettings) -> int:
 
 def check_early(request: Request, ranks: int, settings: Any) -> None:
     """Raise UserError for errors that can be found before any rank starts."""
-    of_ranks = hosts_of_ranks(request.hosts, ranks) or ["localhost"] * ranks
+    of_ranks = hosts_of_ranks(request.hosts, ranks)
     local = {name: is_local(name) for name in dict.fromkeys(of_ranks)}
     sees_files, on_gpus = local[of_ranks[0]], is_for_gpus()
     preflight.check(settings, ranks, sees_files=sees_files, on_gpus=on_gpus, warn=complain)

@@ -148,11 +148,15 @@ def _start_doctor(request: Request, check: Callable[[list[str]], Any]) -> int:
 
 def _start_alone(request: Request, settings: Any) -> int:
     """Run a command in a single process on this machine."""
-    if request.hosts or request.ranks not in (None, 1):
-        raise UserError(f"{request.command[0]} runs in one process, on this machine: leave -np, -H and --hostfile out")
+    _refuse_ranks(request)
     if not request.settings.dry_run:
         preflight.check(settings, 1, sees_files=True, on_gpus=is_for_gpus(), warn=complain)
     return _become(request, list(request.command))
+
+
+def _refuse_ranks(request: Request) -> None:
+    if request.hosts or request.ranks not in (None, 1):
+        raise UserError(f"{request.command[0]} runs in one process, on this machine: leave -np, -H and --hostfile out")
 
 
 def _become(request: Request, words: list[str], module: str = "hvd_cifar") -> int:
@@ -169,8 +173,7 @@ def _start_tensorboard(request: Request) -> int:
     _, *words = request.command
     if not words or words[0].startswith("-"):
         raise UserError("tensorboard: name a run: ./run.sh tensorboard RUN_DIR [ARGUMENTS OF TENSORBOARD]")
-    if request.ranks or request.hosts:
-        raise UserError("tensorboard runs in one process, on this machine: leave -np, -H and --hostfile out")
+    _refuse_ranks(request)
     if next(Path(words[0]).glob("**/events.out.tfevents.*"), None) is None:
         raise UserError(f"tensorboard {words[0]}: no event file is there; give the folder of a run, or of several runs")
     return _become(request, ["--logdir", *words], module="tensorboard.main")

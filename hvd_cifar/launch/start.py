@@ -118,15 +118,15 @@ def make_ready(request: Request, ranks: int) -> Ready:
     if not request.settings.dry_run:
         env |= {STARTS: "", ENDS: "[]"}  # so that mpirun exports them; `Job` sets their values
     of_ranks = hosts_of_ranks(request.hosts, ranks)
-    env |= validators.neighbours(request.validators, of_ranks[-1] if of_ranks else "localhost")
+    env |= validators.neighbours(request.validators, of_ranks[-1])
     request = replace(request, hosts=tuple(host for host in request.hosts if host.name in of_ranks))
     network, gpus = _ask_hosts(request, bin_folder)
     if not request.is_again:
         note_gpus(gpus or {socket.gethostname(): gpus_here()}, all_here=network is None)
     installed = Installation(sys.executable, mpirun, os.geteuid() == 0)
     words = command(request, ranks, installed, env, network)
-    is_here = not of_ranks or is_local(of_ranks[0])  # rank 0, which writes the run directory
-    proof = request.run_dir / "summary.json" if request.command[0] == "train" and is_here else None
+    writes_here = request.command[0] == "train" and is_local(of_ranks[0])
+    proof = request.run_dir / "summary.json" if writes_here else None
     return Ready(words, env, of_ranks if network else [], proof)
 
 

@@ -39,7 +39,7 @@ def set_apart(request: Request, ranks: int) -> tuple[Request, int]:
             f"--validation-ranks {request.settings.validation_ranks}: of {ranks} ranks none is left to train; "
             f"give -np {request.settings.validation_ranks + 1} or more"
         )
-    names = hosts_of_ranks(request.hosts, ranks) or ["localhost"] * ranks
+    names = hosts_of_ranks(request.hosts, ranks)
     last = tuple(Host(name, slots) for name, slots in Counter(names[training:]).items())
     return replace(request, hosts=first_slots(request.hosts, training), validators=last), training
 
@@ -69,17 +69,8 @@ def neighbours(validators: Sequence[Host], host: str) -> dict[str, str]:
 def words(request: Request) -> list[str]:
     """The command that starts the launcher of the validation ranks."""
     hosts = ",".join(f"{host.name}:{host.slots}" for host in request.validators)
-    return [
-        sys.executable,
-        *ISOLATED,
-        "-m",
-        "hvd_cifar.launch",
-        "-H",
-        hosts,
-        "validate",
-        "--run-dir",
-        str(request.run_dir),
-    ]
+    program = [sys.executable, *ISOLATED, "-m", "hvd_cifar.launch"]
+    return [*program, "-H", hosts, "validate", "--run-dir", str(request.run_dir)]
 
 
 @contextlib.contextmanager

@@ -95,12 +95,13 @@ def waited_for(mpirun: int) -> list[int]:
     with contextlib.suppress(psutil.Error, OSError, KeyError):
         files = Path(f"/proc/{mpirun}/task").glob("*/children")
         children = [psutil.Process(int(word)) for file in files for word in file.read_text().split()]
-        ranks = [(child, child.environ()) for child in children]
-        _, one = next((rank for rank in ranks if "OMPI_COMM_WORLD_LOCAL_SIZE" in rank[1]), (None, {}))
-        size = int(one.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0"))
-        if len(ranks) < size:
-            first = int(one["OMPI_COMM_WORLD_RANK"]) - int(one["OMPI_COMM_WORLD_LOCAL_RANK"])
+        ranks = {rank: child for child in children if (rank := launched_rank(child.environ())) is not None}
+        if not ranks:
+            return []
+        one = next(iter(ranks.values())).environ()
+        first = int(one["OMPI_COMM_WORLD_RANK"]) - int(one["OMPI_COMM_WORLD_LOCAL_RANK"])
+        if absent := {*range(first, first + int(one["OMPI_COMM_WORLD_LOCAL_SIZE"]))} - {*ranks}:
             ports = {c.laddr.port for c in psutil.Process(mpirun).net_connections("tcp") if c.raddr}
-            if any(c.raddr and c.raddr.port in ports for child in children for c in child.net_connections("tcp")):
-                return sorted({*range(first, first + size)} - {launched_rank(theirs) for _, theirs in ranks})
+            connections = (c for child in ranks.values() for c in child.net_connections("tcp"))
+            return sorted(absent) if any(c.raddr and c.raddr.port in ports for c in connections) else []
     return []

@@ -94,9 +94,8 @@ def judge(statuses: Sequence[Status], absent: Mapping[int, tuple[str, str]], lim
     if not suspects:
         # All wait in the same place: for the network, or for different collectives.
         return Verdict(ends=min(s.idle for s in statuses) >= SLACK * limit)
-    if min(s.idle for s in suspects) < SLACK * limit:
-        return Verdict(slow=suspects if len(suspects) < len(statuses) else [])
-    if any(s.computes and s.idle < PATIENCE * limit for s in suspects):
+    is_late = min(s.idle for s in suspects) >= SLACK * limit
+    if not is_late or any(s.computes and s.idle < PATIENCE * limit for s in suspects):
         return Verdict(slow=suspects if len(suspects) < len(statuses) else [])
     reason = "it waits for other ranks elsewhere" if suspects is here else "the other ranks wait for it"
     if len(statuses) == 1:

@@ -195,6 +195,7 @@ def test_no_room_and_a_folder_of_somebody_else(tmp_path: Path, monkeypatch: pyte
         own_folder("job")
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_discovery_that_fails_while_no_host_is_there_does_not_end_the_job(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

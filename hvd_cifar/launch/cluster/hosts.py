@@ -129,8 +129,9 @@ def _check_each_is_there_once(names: Sequence[str], where: str) -> None:
 
 
 def hosts_of_ranks(hosts: Sequence[Host], ranks: int) -> list[str]:
-    """Each rank's host by name: ranks fill one host before the next, as under mpirun here."""
-    return list(itertools.islice((host.name for host in hosts for _ in range(host.slots)), ranks))
+    """Each rank's host by name: ranks fill one host before the next, as under mpirun here. Without hosts: localhost."""
+    names = (host.name for host in hosts or [Host("localhost", ranks)] for _ in range(host.slots))
+    return list(itertools.islice(names, ranks))
 
 
 def ranks_by_default(gpus: int, cores: int) -> int:

@@ -171,37 +171,27 @@ def outsiders(reports: Mapping[str, Report], resolved: Mapping[str, str | None],
     return [host for host in reports if host not in largest]
 
 
-class Probe:
+class Probe(Program):
     """The program `probe.py`, running on one host."""
 
     def __init__(self, participants: Participants, host: str) -> None:
-        self.program = Program(participants, host, PROBE.read_text(), SECONDS_TO_ANSWER)
+        super().__init__(participants, host, PROBE.read_text(), SECONDS_TO_ANSWER)
         self.report = Report("", ())
 
     def listen(self) -> tuple[str, str] | None:
         """Wait for the host's report. If none comes, return what is wrong with the host, and what to do."""
-        said = self.program.hear(b"{")
-        if said is None:
-            return self.program.why()
-        self.report = Report(
-            said["hostname"],
-            tuple(
-                Card(card["name"], card["address"], _subnet(card["address"], card["netmask"]), card["speed"])
-                for card in said["interfaces"]
-            ),
-            tuple(said["ports"]),
-            len(devices.visible_gpus(said["nvidia_smi"], said["variables"])),
-        )
+        if (said := self.hear(b"{")) is None:
+            return self.why()
+        found = [(card["name"], card["address"], card["netmask"], card["speed"]) for card in said["interfaces"]]
+        cards = tuple(Card(name, address, _subnet(address, mask), speed) for name, address, mask, speed in found)
+        gpus = len(devices.visible_gpus(said["nvidia_smi"], said["variables"]))
+        self.report = Report(said["hostname"], cards, tuple(said["ports"]), gpus)
         return None
 
     def ask(self, targets: list[tuple[str, int]]) -> list[bool]:
         """For each address and port, whether the host can connect to it. To be called once."""
-        self.program.say(targets)
-        return self.program.hear(b"[") or [False] * len(targets)
-
-    def end(self) -> None:
-        """End the program."""
-        self.program.end()
+        self.say(targets)
+        return self.hear(b"[") or [False] * len(targets)
 
 
 @contextlib.contextmanager
