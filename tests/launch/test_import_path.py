@@ -72,7 +72,7 @@ def _executed(folder: Path) -> str:
 )
 def test_no_module_of_the_current_folder_is_run(words: list[str], code: int, hostile: Path) -> None:
     """Nor where PYTHONPATH has an empty entry, which stands for the current folder, nor with a PYTHONHOME."""
-    done = _run(hostile, *words, PYTHONPATH=":/none", PYTHONHOME="/none")
+    done = _run(hostile, *words, PYTHONPATH=":/proc/none", PYTHONHOME="/proc/none")
     assert (done.returncode, _executed(hostile)) == (code, ""), done.stderr
     assert "Traceback" not in done.stderr
 
@@ -112,7 +112,7 @@ def test_a_program_of_the_user_s_own_imports_as_python_does(tmp_path: Path) -> N
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "numpy.py").write_text("VALUE = 2\n")
     words = ["-np", "1", "python", "program.py"]
-    done = _run(tmp_path, *words, PYTHONPATH=str(tmp_path / "more"), PYTHONHOME="/none")
+    done = _run(tmp_path, *words, PYTHONPATH=str(tmp_path / "more"), PYTHONHOME="/proc/none")
     assert (done.returncode, done.stdout) == (0, "1 2\n"), done.stderr
     (note,) = done.stderr.splitlines()
     assert note.startswith(f"hvd_cifar: note: your program imports {tmp_path}/more/numpy.py, from PYTHONPATH")

@@ -154,6 +154,6 @@ def test_the_wait_has_an_end(pods: Cluster, known: int, why: str) -> None:
 
 
 def test_the_wait_needs_a_hostfile() -> None:
-    done = subprocess.run([WAIT, "/no/such/file", "true"], capture_output=True, text=True, env=os.environ)
+    done = subprocess.run([WAIT, "/proc/no/such/file", "true"], capture_output=True, text=True, env=os.environ)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "no hostfile /no/such/file" in done.stderr
+    assert "no hostfile /proc/no/such/file" in done.stderr

@@ -94,7 +94,7 @@ def test_an_option_of_the_launcher_after_the_command(option: str, capfd: pytest.
         (["--dry-run=yes"], "Option '--dry-run' does not take a value"),
         (["-H", "a;reboot:1"], "is not a host"),
         (["--epochs", "3"], "--epochs.* those of the command after it"),
-        (["--hostfile", "/no/such/file"], "No such file"),
+        (["--hostfile", "/proc/no/such/file"], "No such file"),
     ],
 )
 def test_parse_refuses(argv: list[str], message: str) -> None:
@@ -376,7 +376,7 @@ def test_a_program_of_the_users_own(
     ("words", "message"),
     [
         (["python"], "name a program"),
-        (["python", "/no/such/program.py"], "python /no/such/program.py: no such file"),
+        (["python", "/proc/no/such/program.py"], "python /proc/no/such/program.py: no such file"),
         (["program.py"], "python program.py: no such file"),
         (["python3", "-"], "ranks have no standard input; write the program to a file"),
         (["/usr/bin/python3", "a.py", "b"], "ranks run in this environment's Python; write python a.py b"),

@@ -139,7 +139,7 @@ def test_the_launcher_starts_tensorboard_on_a_run_and_passes_arguments_on(tmp_pa
     [
         (["tensorboard"], "name a run"),
         (["tensorboard", "--port", "6007"], "name a run"),
-        (["tensorboard", "/no/such"], "/no/such: no event file is there"),
+        (["tensorboard", "/proc/no/such"], "/proc/no/such: no event file is there"),
         (["-np", "2", "tensorboard", "x"], "leave -np"),
     ],
 )

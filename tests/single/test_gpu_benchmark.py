@@ -101,4 +101,4 @@ def test_a_ring_of_eight_is_predicted_and_says_so(tmp_path: Path) -> None:
     rows = {line.split("|")[1].strip(): line for line in done.output.splitlines() if line.startswith("| ")}
     assert "| 1,078,896 | 3.0 ms |" in rows["resnet20"] and "| 2.2 ms |" in rows["tutorial"]
     assert "| not measured |" in rows["fast"]
-    assert "no step of 128 images" in CliRunner().invoke(eight.main, ["--measured", "/none"]).output
+    assert "no step of 128 images" in CliRunner().invoke(eight.main, ["--measured", "/proc/none"]).output

@@ -67,9 +67,9 @@ def test_a_run_that_cannot_begin(values: dict[str, Any], message: str, tmp_path:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"run_dir": "/no/such"}, "/no/such: there is no run"),
-        ({"checkpoint": "/no/such"}, "--checkpoint /no/such: no checkpoint is there"),
-        ({"output": "/no/such/x.json"}, "--output .*: there is no folder /no/such"),
+        ({"run_dir": "/proc/no/such"}, "/proc/no/such: there is no run"),
+        ({"checkpoint": "/proc/no/such"}, "--checkpoint /proc/no/such: no checkpoint is there"),
+        ({"output": "/proc/no/such/x.json"}, "--output .*: there is no folder /proc/no/such"),
         ({"output": "/tmp"}, "--output /tmp: is a folder"),
         ({"output": "/dev/stdout"}, "--output /dev/stdout: it is no regular file"),
     ],
@@ -85,7 +85,7 @@ def test_what_can_begin_passes_and_other_hosts_folders_are_not_looked_at(run: Pa
             file.truncate(CIFAR10.bytes_of(name))
     assert _check(EVALUATE, run_dir=run, output=run / "new.json") == []
     assert _check(TRAIN, data_dir=tmp_path, run_dir=tmp_path / "a" / "b", virtual_shards=4) == []
-    assert _check(TRAIN, sees_files=False, data_dir="/proc/none", run_dir="/dev/null/x", resume="/no/such") == []
+    assert _check(TRAIN, sees_files=False, data_dir="/proc/none", run_dir="/dev/null/x", resume="/proc/no/such") == []
     (warning,) = _check(TRAIN, data_dir=tmp_path, run_dir=run, precision="mixed_float16")
     assert "mixed_float16 is slow on a CPU" in warning
 

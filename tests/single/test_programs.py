@@ -30,8 +30,8 @@ def test_a_picture_shows_the_ends_of_a_run_and_its_evaluations() -> None:
         (["exactness", "costs", "--steps", "0"], "--steps"),
         (["accuracy", "--model", "nope", "--data-dir", "DATA", "--runs", "RUNS"], "--model nope"),
         (["exactness", "digests", "--data-dir", "DATA", "--shards", "3"], "--virtual-shards 3"),
-        (["accuracy", "--data-dir", "/none", "--runs", "/none"], "--data-dir /none: no CIFAR-10"),
-        (["tower", "--towers", "2", "--model", "alexnet", "--run-dir", "/none"], "--model alexnet"),
+        (["accuracy", "--data-dir", "/proc/none", "--runs", "/proc/none"], "--data-dir /proc/none: no CIFAR-10"),
+        (["tower", "--towers", "2", "--model", "alexnet", "--run-dir", "/proc/none"], "--model alexnet"),
     ],
 )
 def test_wrong_input_ends_with_one_line(words: list[str], told: str, real_data: Path, tmp_path: Path) -> None:
