@@ -75,7 +75,7 @@ peers = [Peer(**json.loads(pathlib.Path(f"peer.{rank}").read_text())) for rank i
 if not watch.join([replace(peer, address=tuple(peer.address)) for peer in peers]):
     watch.is_alone = True
 watch.run_dir = pathlib.Path(".")
-for step in range(1, 400 if FAULT == "nothing" else 40):
+for step in range(1, 150 if FAULT == "nothing" else 40):
     watch.mark("step", step)
     meet(step)
     with watch.phase("callback"):
@@ -222,7 +222,9 @@ def test_a_rank_that_does_not_arrive(tmp_path: Path) -> None:
 def test_a_stopped_starter_is_named() -> None:
     """mpirun, which forwards all that ranks print, and which nobody but the launcher watches."""
     program = """
+from hvd_cifar.launch import job as module
 from hvd_cifar.launch.job import Job, Starter, chunks
+module.SECONDS_BETWEEN_ASKS = 0.1
 job = Job(can_stop=True, stall_seconds=0.5)
 words = ["sh", "-c", "kill -STOP $$"]
 raise SystemExit(job.run(Starter(words, {}, None, lambda stream: list(chunks(stream)))))

@@ -125,8 +125,9 @@ def test_a_line_names_a_rank_and_is_read() -> None:
     assert lost_ranks(text) == [lost]
 
 
-def test_only_those_with_the_secret_are_answered() -> None:
+def test_only_those_with_the_secret_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a rank believe an answer of somebody else; and who is silent or gone is told apart."""
+    monkeypatch.setattr(channel, "SECONDS", 0.3)
     asked: list[Any] = []
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
