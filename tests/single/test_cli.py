@@ -38,7 +38,7 @@ train | --on-nan ignore | --deterministic=1 | --record-examples=yes | --quiet=ye
 train | --profile-steps 110:100 | --profile-steps x | --checkpoint-every 0 | --checkpoint-minutes -1 | --grace-seconds 0
 train | --stall-seconds -1 | --eval-every -1 | --changed-code ask | --early-stopping 0 | --resume '' | --run-dir ''
 train | --early-stopping 3 --eval-every 0 | --data-dir ~nobody-of-this-name/x | --data-url ftp://host/x.tar.gz
-train | --data-url https://me:secret@host/x.tar.gz | --config /proc/no/such/file.yaml | --no-such-option 1 | --batch-size
+train | --data-url https://me:secret@host/x.tar.gz | --config /proc/no/file.yaml | --no-such-option 1 | --batch-size
 train | surplus | --image-size 0x64 | --image-size wide | --max-unreadable -1
 evaluate | | --run-dir r --batch-size 0 | --run-dir r --dataset mnist | --run-dir r --model vgg
 evaluate | --run-dir r --confusion=1
