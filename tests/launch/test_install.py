@@ -673,6 +673,7 @@ def test_a_step_that_fails_shows_why_and_where(tmp_path: Path, capsys: pytest.Ca
     assert "    error: no space\n" in said and f"(sh ended with exit code 3); all output is in {log}" in said
 
 
+@pytest.mark.slow
 def test_a_link_to_nothing_in_the_place_of_the_environment_may_be_replaced(tmp_path: Path) -> None:
     venv = _checkout(tmp_path)
     venv.symlink_to(tmp_path / "no such environment")

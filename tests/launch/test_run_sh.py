@@ -262,6 +262,7 @@ def _recorded_flags() -> list[str]:
     return ["--gpu"] * options.gpu + ["--system-mpi"] * options.system_mpi
 
 
+@pytest.mark.slow  # `./run.sh test` has set up already
 @pytest.mark.timeout(900)
 def test_a_second_checkout_with_spaces_in_its_path(data: Path, tmp_path: Path) -> None:
     """A copy sets up from the cached wheel, also after a first try was killed; then each launcher works in it."""
