@@ -26,9 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.peers import torch_resnet, torch_tutorial
 from benchmarks.peers.allocator import keep_memory
 from benchmarks.peers.stamps import Stamps
-from benchmarks.peers.torch_views import Distorted, Windows
+from benchmarks.peers.torch_views import PAD, Distorted, Windows
 from hvd_cifar.data import sampler
-from hvd_cifar.data.augment import PAD
 from hvd_cifar.data.cifar import CIFAR10, SIDE
 
 PARAMETERS = {"tutorial": 1_068_298, "resnet20": 269_722, "resnet32": 464_154, "resnet56": 853_018}

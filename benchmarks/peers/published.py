@@ -22,9 +22,8 @@ import torch
 from torch import nn
 
 from benchmarks.peers import torch_resnet
-from benchmarks.peers.torch_views import Windows
+from benchmarks.peers.torch_views import PAD, Windows
 from hvd_cifar.data import sampler
-from hvd_cifar.data.augment import PAD
 from hvd_cifar.data.cifar import CIFAR10, SIDE
 
 BATCH = 128

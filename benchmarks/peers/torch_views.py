@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+PAD = 4  # pixels on each side: that of `hvd_cifar.data.augment`, which needs more than NumPy
+
 
 class Windows:
     """Every window of padded images, as a view: a batch of random crops is one indexing.

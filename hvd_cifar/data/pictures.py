@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from hvd_cifar.data.records import middle
 from hvd_cifar.errors import UserError, reason_of
 
 EXTENSIONS = (
@@ -160,12 +161,6 @@ def scaled_bytes(size: Size, image_size: Size, channels: int) -> int:
     """The memory of a scaled image."""
     rows, columns = scaled(size, with_margin(image_size))
     return rows.length * columns.length * channels
-
-
-def middle(pixels: Pixels, size: Size) -> Pixels:
-    """The middle of an image uint8 [height, width, channels], [*size, channels], without a copy."""
-    top, left = (pixels.shape[0] - size[0]) // 2, (pixels.shape[1] - size[1]) // 2
-    return pixels[top : top + size[0], left : left + size[1]]
 
 
 def read_image(path: Path, channels: int, image_size: Size | None = None) -> Pixels:

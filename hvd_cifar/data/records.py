@@ -15,13 +15,17 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
-from hvd_cifar.data.pictures import middle
 from hvd_cifar.errors import UserError
 
 ATTEMPTS = 10  # to cut a random part that fits into the image
 CROP_DRAWS = 2 * ATTEMPTS + 2  # random numbers of an image: area and proportions of each attempt, row and column
+
+
+def middle(pixels: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
+    """The middle of an image uint8 [height, width, channels], [*size, channels], without a copy."""
+    top, left = (pixels.shape[0] - size[0]) // 2, (pixels.shape[1] - size[1]) // 2
+    return pixels[top : top + size[0], left : left + size[1]]
 
 
 class RecordFile:
@@ -147,6 +151,8 @@ class Pictures:
         Args:
             draws: uniform in [0, 1), float32 [b, CROP_DRAWS].
         """
+        from PIL import Image  # here: the peers of the benchmarks read CIFAR-10 with NumPy alone
+
         images = np.empty((len(index), *self.size), np.uint8)
         boxes = crop_boxes(self.sizes[index], self.size[:2], draws)
         for image, number, (top, left, height, width) in zip(images, index.tolist(), boxes.tolist(), strict=True):

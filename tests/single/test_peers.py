@@ -18,6 +18,7 @@ from benchmarks.peers.__main__ import LOG_EVERY, main
 from benchmarks.peers.rates import Stamp
 from benchmarks.peers.turns import Job, Side
 from hvd_cifar.config import TrainSettings, make
+from hvd_cifar.data import augment
 from hvd_cifar.errors import UserError
 from hvd_cifar.training.plan import plan, resolve
 from tests.cluster.hosts import Host
@@ -160,9 +161,9 @@ def test_a_command_that_cannot_be_started_leaves_none_behind(tmp_path: Path) -> 
 
 def test_pytorchs_side_reads_the_data_with_numpy_alone() -> None:
     """Its environment has PyTorch, NumPy and what these need."""
-    hidden = ["rich", "keras", "tensorflow", "pydantic", "click", "psutil"]
+    hidden = ["rich", "keras", "tensorflow", "pydantic", "click", "psutil", "PIL"]
     script = f"import sys; sys.modules.update(dict.fromkeys({hidden}))"
-    script += "; import hvd_cifar.data.cifar, hvd_cifar.data.augment, hvd_cifar.data.sampler, benchmarks.gpu.serve"
+    script += "; import hvd_cifar.data.cifar, hvd_cifar.data.sampler, benchmarks.gpu.serve"
     subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, check=True, timeout=60)
 
 
@@ -228,11 +229,13 @@ def test_pytorchs_net_is_ours(name: str, side: int, parameters: int, tmp_path: P
 @pytest.mark.parametrize("model, batch", [("tutorial", 100), ("tutorial", 128), ("tutorial", 256), ("resnet20", 256)])
 def test_pytorchs_rate_and_momentum_are_ours(model: str, batch: int) -> None:
     script = "import sys; from benchmarks.peers.ddp import work_of; w = work_of(sys.argv[1], int(sys.argv[2])); "
-    words = [str(PEERS / "bin/python"), "-c", script + "print(w.rate, w.momentum, w.weight_decay)", model, str(batch)]
+    script += "print(w.rate, w.momentum, w.weight_decay, w.pad)"
+    words = [str(PEERS / "bin/python"), "-c", script, model, str(batch)]
     found = subprocess.run(words, cwd=CHECKOUT, check=True, timeout=120, capture_output=True, text=True).stdout
     recipe = nets.recipe_of(model).for_batch(batch)
     momentum = recipe.optimizer(1.0).momentum
-    expected = [recipe.learning_rate * recipe.batch.scale_of(batch), momentum, recipe.weight_decay]
+    pad = augment.PAD if recipe.augmentation == "standard" else 0
+    expected = [recipe.learning_rate * recipe.batch.scale_of(batch), momentum, recipe.weight_decay, pad]
     assert [float(word) for word in found.split()] == pytest.approx(expected)
 
 

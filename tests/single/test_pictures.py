@@ -17,10 +17,10 @@ from PIL import Image
 from hvd_cifar.data import augment, records
 from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.data.folder import CACHE, Folder, list_images
-from hvd_cifar.data.pictures import Size, decode, head, middle, read_image, scaled, with_margin
+from hvd_cifar.data.pictures import Size, decode, head, read_image, scaled, with_margin
 from hvd_cifar.data.pipeline import training_batches
 from hvd_cifar.data.place import NOBODY, Onlooker
-from hvd_cifar.data.records import CROP_DRAWS, Pictures, crop_boxes
+from hvd_cifar.data.records import CROP_DRAWS, Pictures, crop_boxes, middle
 from hvd_cifar.data.sampler import Sampler, Sharding
 from hvd_cifar.errors import UserError
 from tests import pictures
