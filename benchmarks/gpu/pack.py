@@ -42,6 +42,8 @@ tar -xf "$here/built.tar" -C .venv
 site=$(.venv/bin/python -c "import site; print(site.getsitepackages()[0])")
 echo "$PWD" >"$site/hvd_cifar.pth"
 if [ -d "$site/nvidia/cusolver" ]; then ln -sf ../../cusolver/lib/libcusolver.so.11 "$site/nvidia/cusparse/lib/"; fi
+correct="from pathlib import Path; from hvd_cifar.launch.install import open_mpi; open_mpi.correct(Path('.venv'))"
+.venv/bin/python -c "$correct"
 .venv/bin/python -m hvd_cifar.runtime.check_build
 """
 
