@@ -77,6 +77,7 @@ def _fail_on_rank_1() -> float:
     return float(hvd.allreduce(tf.zeros(1))[0])
 
 
+@pytest.mark.slow  # ranks start anew after it
 def test_an_error_of_a_rank_ends_them_and_others_take_their_place() -> None:
     pids = [rank["pid"] for rank in run_ranks(_state, 2)]
     with pytest.raises(RanksFailed) as failed:
@@ -93,6 +94,7 @@ def _wait(seconds: float) -> None:
     time.sleep(seconds)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_end_are_ended() -> None:
     with pytest.raises(RanksFailed, match=r"no end after 0\.5 s") as failed:
         run_ranks(_wait, 1, 60, timeout=0.5)
