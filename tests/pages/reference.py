@@ -34,14 +34,14 @@ def configuration() -> str:
     parts = [
         "# Configuration reference\n",
         NOTE.format(source="fields of settings in hvd_cifar, or the help of run.sh,"),
-        "`./run.sh COMMAND --help` prints the options of a command. A setting's name in a `--config` file and in "
-        "`hvd_cifar.train(...)` is that of its option with underscores: `--global-batch-size` is `global_batch_size`. "
-        "Options take precedence over the file. Variables of the environment are on a [page of their "
+        "`./run.sh COMMAND --help` prints the options of a command. Every command takes `--config FILE`. A setting's name in "
+        "this file and in `hvd_cifar.train(...)` is that of its option with underscores: `--global-batch-size` is "
+        "`global_batch_size`. Options take precedence over the file. Variables of the environment are on a [page of their "
         "own](environment.md).\n",
         f"## `./run.sh`: set-up and launcher\n\n```\n{usage}```\n",
     ]
     seen: dict[str, str] = {}  # the command in which a row stands, by the row
-    for name, command in _commands(cli._commands()):
+    for name, command in sorted(_commands(cli._commands()), key=lambda one: one[0] != "train"):
         places = [str(place.metavar) for place in command.params if isinstance(place, click.Argument)]
         heading = " ".join([name, *places])
         parts.append(f"## `{heading}`\n\n{command.help}\n\n| option | value | what it does |\n|---|---|---|")
@@ -50,6 +50,8 @@ def configuration() -> str:
         parts.append("\n".join(row for row in rows if row not in seen) + "\n")
         as_in: dict[str, list[str]] = {}
         for row, option in rows.items():
+            if "--config" in option.opts and row in seen:
+                continue  # the page begins with it
             as_in.setdefault(seen.setdefault(row, name), []).append(f"`{option.opts[0]}`")
         others = [f"as in `{other}`: {', '.join(names)}" for other, names in as_in.items() if other != name]
         parts += [f"Also, {'; '.join(others)}.\n"] if others else []
