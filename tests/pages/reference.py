@@ -34,10 +34,10 @@ def configuration() -> str:
     parts = [
         "# Configuration reference\n",
         NOTE.format(source="fields of settings in hvd_cifar, or the help of run.sh,"),
-        "`./run.sh COMMAND --help` prints the options of a command. Every command takes `--config FILE`. A setting's name in "
-        "this file and in `hvd_cifar.train(...)` is that of its option with underscores: `--global-batch-size` is "
-        "`global_batch_size`. Options take precedence over the file. Variables of the environment are on a [page of their "
-        "own](environment.md).\n",
+        "`./run.sh COMMAND --help` prints the options of a command. Every command takes `--config FILE`. A setting's "
+        "name in this file and in `hvd_cifar.train(...)` is that of its option with underscores: `--global-batch-size` "
+        "is `global_batch_size`. Options take precedence over the file. Variables of the environment are on a [page of "
+        "their own](environment.md).\n",
         f"## `./run.sh`: set-up and launcher\n\n```\n{usage}```\n",
     ]
     seen: dict[str, str] = {}  # the command in which a row stands, by the row
