@@ -67,11 +67,10 @@ class Record:
         """The first lines of a run."""
         return [*describe(run), *([NOT_PUBLISHED] if self._published is False else [])]
 
-    def write(self, run: Run, asked: TrainSettings, newest: Path | None) -> list[str]:
+    def write(self, run: Run, newest: Path | None) -> list[str]:
         """Write config.json and copies of the user's files; return notes of what has changed. A collective.
 
         Args:
-            asked: the settings as the user gave them.
             newest: the checkpoint that the run begins with.
 
         Raises:
@@ -83,7 +82,7 @@ class Record:
         def at_root() -> list[str]:
             changed = []
             if newest:
-                user_files.refuse_other_net(asked, facts)
+                user_files.refuse_other_net(run.settings, facts)
                 changed = run_dir.changed_kernels(newest.parent.parent, self._kernels)
             facts["code"] = user_files.keep(run.run_dir, modules, self._of_course)
             named = run.settings.model_copy(update={"dataset": self.must_match["dataset"]})

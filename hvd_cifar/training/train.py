@@ -72,7 +72,7 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
     The run directory stays locked until `run_dir.release`, also after an error.
     """
     # Settings to data, recipe and batch arithmetic.
-    asked, settings = settings, collectives.on_root(lambda: run_dir.continue_run(settings))
+    settings = collectives.on_root(lambda: run_dir.continue_run(settings))
     user_code.use_copies(collectives.on_root(lambda: user_files.to_continue(settings)))
     work = prepare(settings, world, given)
     if work.settings.deterministic:
@@ -94,7 +94,7 @@ def assemble(settings: TrainSettings, world: World, given: UserObjects, watch: W
         run.checkpoints = Checkpoints(own_folder / "checkpoints", run.state)
     run.report_to(Reporter(own_folder, terminal.is_watched(), run.dataset, run.settings.quiet))
     source = _restore(run, newest)
-    changed = record.write(run, asked, newest)
+    changed = record.write(run, newest)
 
     # Lines about the run, and its steps.
     run.introduce(record.lines(run))

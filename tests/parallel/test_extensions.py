@@ -10,7 +10,7 @@ import pytest
 
 from hvd_cifar import extensions
 from hvd_cifar.config import RunOptions
-from tests.options import FEW, OF_ANY_SIZE
+from tests.options import FEW, SMALL_NET
 from tests.ranks import CHECKOUT, run_ranks
 
 NAMES = [name for name in extensions.ORDER if name == name.lower()]
@@ -31,7 +31,7 @@ def _digests(folder: str, names: list[str]) -> dict[str, str]:
         if name:
             sys.modules[module] = None  # type: ignore[assignment]
         try:
-            summary = hvd_cifar.train(OF_ANY_SIZE, FEW, run_dir=f"{folder}/{name or 'whole'}", quiet=True, **options)
+            summary = hvd_cifar.train(SMALL_NET, FEW, run_dir=f"{folder}/{name or 'whole'}", quiet=True, **options)
         finally:
             sys.modules.pop(module, None)
             if kept:
@@ -68,8 +68,8 @@ def _norms(folder: str) -> list[Any]:
     found = []
     for place, steps in (("whole", 6), ("cut", 3), ("cut", 6)):
         options: dict[str, Any] = {"global_batch_size": 12, "max_steps": steps, "log_every": 2, "eval_every": 0}
-        options |= {"deterministic": True, "sync_batch_norm": True, "run_dir": f"{folder}/{place}"}
-        summary = hvd_cifar.train(OF_ANY_SIZE, FEW, callbacks=[_example()], **options)
+        options |= {"deterministic": True, "run_dir": f"{folder}/{place}"}
+        summary = hvd_cifar.train(SMALL_NET, FEW, callbacks=[_example()], **options)
         found.append([summary["gradient_norm"], summary["weights_sha256"]])
     return found
 
