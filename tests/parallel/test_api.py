@@ -309,6 +309,7 @@ def test_an_error_in_own_code_is_one_line_on_the_command_line(tmp_path: Path) ->
     assert "KeyError: 'no such layer'" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_is_printed_by_it(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     words = [sys.executable, "-m", "hvd_cifar.launch", "-np", "2", "train", "--model", "mine.py:build"]

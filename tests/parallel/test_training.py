@@ -156,7 +156,7 @@ def _shortened(data: str) -> list[float | None]:
 
     found = []
     with session() as world:
-        for given in ({}, {"epochs": 3}, {"dataset": "synthetic"}):
+        for given in ({}, {"dataset": "synthetic"}):
             options = {"data_dir": data, "data_url": "http://127.0.0.1:9/x.tar.gz", **given}
             settings = prepare(make(TrainSettings, options), world, UserObjects()).settings
             found.append(settings.epochs)
@@ -168,7 +168,7 @@ def _shortened(data: str) -> list[float | None]:
 
 
 def test_only_the_default_run_on_the_embedded_set_is_shortened(embedded: Path) -> None:
-    assert run_ranks(_shortened, 1, str(embedded)) == [[0.35, 3, 10, 10]]
+    assert run_ranks(_shortened, 1, str(embedded)) == [[0.35, 10, 10]]
 
 
 @pytest.mark.slow
