@@ -263,9 +263,7 @@ def make_train_step(
     def share(batch: Sequence[Any], count: Any, start: Sequence[Any]) -> Share:
         return share_of(*batch, count, start)
 
-    def add(one: Share, other: Share) -> Any:
-        return tf.nest.map_structure(tf.add, one, other)
-
+    add: Callable[..., Any] = partial(tf.nest.map_structure, tf.add)
     if not spec.is_one_graph:
         start = [tf.TensorSpec(s.shape, s.dtype) for s in statistics]
         share = _graph(share, input_signature=[batch_types, count_type, start])
