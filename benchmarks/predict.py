@@ -19,7 +19,7 @@ import os
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import click
 import numpy as np
@@ -30,13 +30,14 @@ if __name__ == "__main__":  # before the import of TensorFlow, which computes no
 from benchmarks import setting
 from hvd_cifar.distributed.overlap import Backward, Link, choose, seconds_with
 from hvd_cifar.errors import UserError
-from hvd_cifar.tools.benchmark.results import AllreduceResult, StepResult, WorldResult, read
+from hvd_cifar.tools.benchmark.results import AllreduceResult, StepResult, WorldResult
 
 # For shorter messages the all-reduce uses another algorithm than a ring, and a step sends none.
 LEAST_BYTES = 2**14
 NUMBERS = ("beta", "start", "alpha", "local_beta", "local_alpha")  # of two that cannot be told apart, the first is used
 
 Floats = NDArray[np.float64]
+Result = TypeVar("Result", StepResult, AllreduceResult)
 
 
 class Layout(NamedTuple):
@@ -163,13 +164,24 @@ def predict(step: StepResult, network: Network, layout: Layout, like: WorldResul
 
 def network_of(step: StepResult, allreduce: AllreduceResult) -> tuple[Network, tuple[str, ...]]:
     """The fits of Horovod's all-reduces, and the numbers that they do not determine."""
-    measured = [p for p in allreduce.points if p.way == "horovod"]
+    measured = allreduce.points
     layouts = [Layout.of(allreduce.facts.local_ranks[: p.ranks]) for p in measured]
     wall, unknown = fit([Point(at, p.bytes, p.seconds.mean) for at, p in zip(layouts, measured, strict=True)])
     if "GPU" in step.facts.device:  # which goes on while the processor works for the all-reduce
         return Network(wall, Fit()), unknown
     used = [Point(at, p.bytes, max(p.processor_seconds, 1e-9)) for at, p in zip(layouts, measured, strict=True)]
     return Network(wall, fit(used)[0]), unknown
+
+
+def read(kind: type[Result], path: Path, option: str) -> Result:
+    """A result of a benchmark. Raises UserError where the file, which `option` names, holds none."""
+    name = kind.model_fields["benchmark"].default
+    try:
+        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+    except OSError as failure:
+        raise UserError(f"{option} {path}: {failure.strerror}; give the --json file of `benchmark {name}`") from None
+    except ValueError:
+        raise UserError(f"{option} {path}: is no result of `benchmark {name}`; give its --json file") from None
 
 
 def _numbers(context: Any, parameter: Any, text: str) -> list[int]:
@@ -196,8 +208,7 @@ def main(
     latency_us: float | None,
 ) -> None:
     """Print the checks and the predictions, in Markdown."""
-    step: StepResult = read(StepResult, step_file, "--step")
-    allreduce: AllreduceResult = read(AllreduceResult, allreduce_file, "--allreduce")
+    step, allreduce = read(StepResult, step_file, "--step"), read(AllreduceResult, allreduce_file, "--allreduce")
     network, unknown = network_of(step, allreduce)
     given = {"beta": 8e-9 / gbit} if gbit else {}
     given |= {} if latency_us is None else {"alpha": latency_us * 1e-6}

@@ -149,7 +149,7 @@ COMMANDS: tuple[tuple[str, type[Settings], str, str], ...] = (
         "benchmark allreduce",
         tools.BenchmarkAllreduceSettings,
         "tools.benchmark.commands:benchmark_allreduce",
-        "Measure all-reduces of many sizes, through Horovod and through MPI: time and bandwidth.",
+        "Measure Horovod's all-reduces of many sizes: time, bandwidth, right sums.",
     ),
     (
         "doctor",

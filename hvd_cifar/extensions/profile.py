@@ -25,7 +25,8 @@ from hvd_cifar.training.callbacks import Callback, Run
 if TYPE_CHECKING:
     from hvd_cifar.distributed.clocks import Comparison
 
-MOST_BYTES = 48_000_000  # of the uncompressed trace; also of all ranks' files for TensorBoard
+MOST_BYTES = 48_000_000  # of all ranks' files for TensorBoard
+MOST_EVENTS = 240_000  # of the trace, about as many bytes before compression
 
 
 class Settings(fields.Settings):
@@ -164,7 +165,7 @@ class Profiler(Callback):
         messages = trace.begun(seen.messages, run.ranks.gather(seen.messages))
         zero = run.ranks.broadcast(edges[0])
         own_lanes = trace.lanes_of(messages, edges, self.first)
-        text, left_out = trace.as_json(world.rank, world.host, own_lanes, seen.events, zero, most)
+        text, left_out = trace.as_json(world.rank, world.host, own_lanes, seen.events, zero, MOST_EVENTS // world.size)
         told = {
             "host": world.host,
             "clock_ahead_seconds": started.ahead / 1e9,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import socket
 import time
@@ -30,7 +29,6 @@ from hvd_cifar.files import replace_bytes
 BUCKETS = 30  # of a histogram, as TensorFlow's have
 LARGEST = 1e300  # so that the distance of two values is finite
 CELL = 16  # pixels of a cell of a confusion matrix
-_numbers = itertools.count()
 
 
 def begin(folder: Path, first_step: int) -> Path:
@@ -43,7 +41,7 @@ def begin(folder: Path, first_step: int) -> Path:
     for path in folder.glob("events.out.tfevents.*"):
         _drop_events_after(path, first_step)
     # TensorBoard reads files of a folder in the order of their names.
-    name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+    name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
     (folder / name).write_bytes(_records([Event(wall_time=time.time(), file_version="brain.Event:2")]))
     return folder / name
 

@@ -104,47 +104,39 @@ def intervals(marks: Iterable[Mark]) -> list[Interval]:
     spans: list[Interval] = []
     others: list[Interval] = []
     runs: list[_Steps] = []
-    kind_of_start = "set_up"  # only of the first start
     starts: list[float] = []
-    begun, at, steps = False, 0.0, None
+    steps: _Steps | None = None  # None: ranks are being started, which is of kind `starting`, since `at`
+    starting, at = "set_up", -math.inf  # before the first launch
     for mark in marks:
         kind, time, step = mark["mark"], mark["time"], int(mark.get("step", 0))
         if kind == "launch":
             before, starts = starts, list(mark.get("starts") or [time])
-            same_job = begun and starts[: len(before)] == before and len(starts) > len(before)
-            of_gap = "detection" if same_job else kind_of_start
+            same_job = bool(before) and starts[: len(before)] == before and len(starts) > len(before)
+            of_gap = "detection" if same_job else starting
             at, new = (at, starts[len(before) :]) if same_job else (starts[0], starts[1:])
             for i, then in enumerate(new):  # noticed, started again, noticed, ...
                 others.append((of_gap, at, then))
-                kind_of_start = "restart"
-                at, of_gap = then, "restart" if i % 2 else "waiting"
-            begun, steps = True, None
-        elif not begun:
+                at, starting, of_gap = then, "restart", "restart" if i % 2 else "waiting"
+            steps = None
+        elif at == -math.inf:
             continue
-        elif kind in SPANS:
-            spans.append((kind, mark["began"], time))
-            if steps is None:  # before the first step
-                others.append((kind_of_start, at, mark["began"]))
-                at = time
-            else:
+        else:
+            if kind in SPANS:
+                spans.append((kind, mark["began"], time))
+            if steps:
                 steps.end = time
-                steps.reached.append((step, time))
-        elif kind in ("start", "rollback"):
-            if steps is None:
-                others.append((kind_of_start, at, time))
-            else:
-                steps.end = time
-            steps, kind_of_start = _Steps(step, time, time), "restart"
-            runs.append(steps)
-            at = time
-        elif kind in ("end", "lost"):
-            if steps is None:
-                others.append((kind_of_start, at, time))
-            else:
-                steps.end = time
-                steps.reached += [(step, time)] * (kind == "end")
+                steps.reached += [(step, time)] * (kind in SPANS or kind == "end")
                 steps.logged = step if kind == "lost" else None
-            steps, kind_of_start, at = None, "restart", time
+            elif kind != "warning":
+                others.append((starting, at, mark["began"] if kind in SPANS else time))
+            if kind in ("start", "rollback"):
+                steps = _Steps(step, time, time)
+                runs.append(steps)
+            elif kind in ("end", "lost"):
+                steps = None
+            if kind not in (*SPANS, "warning"):
+                starting = "restart"
+            at = time if kind != "warning" else at
     others += _of_steps(runs)
     uncovered = [(kind, *part) for kind, begin, end in others for part in _outside(begin, end, spans)]
     return sorted([*(span for span in spans if span[1] < span[2]), *uncovered], key=lambda found: found[1])

@@ -18,7 +18,7 @@ from hvd_cifar.errors import UserError, reason_of
 from hvd_cifar.files import append, parse_json, replace_lines, replace_text
 from hvd_cifar.reporting import board, goodput, terminal
 from hvd_cifar.reporting.goodput import SESSIONS
-from hvd_cifar.reporting.run_files import as_event
+from hvd_cifar.reporting.run_files import as_events
 from hvd_cifar.reporting.view import Course, View
 
 SECONDS_BETWEEN_BEATS = 1.0
@@ -49,20 +49,30 @@ class Reporter:
         if self.run_dir is None:
             return
         self.last_train, self.evaluated, self.missed = {}, defaultdict(set), set()
-        self._resume(self.run_dir / "metrics.jsonl", first_step, self._remember)
+        self.resume_file("metrics.jsonl", first_step, self._remember)
         folder = self.run_dir / "tensorboard"
         with _writing(folder):
             self.begins_events = not folder.exists()
             self._events = board.begin(folder, first_step)
 
-    def resume_file(self, name: str, first_step: int) -> None:
+    def resume_file(
+        self, name: str, first_step: int, see: Callable[[dict[str, Any]], None] = lambda event: None
+    ) -> None:
         """Remove the entries after `first_step` of a file of JSON lines in the run directory, which is made if absent.
+
+        `see` is called with each entry that stays.
 
         Raises:
             UserError: where it cannot be written.
         """
-        if self.run_dir is not None:
-            self._resume(self.run_dir / name, first_step, lambda event: None)
+        if self.run_dir is None:
+            return
+        path = self.run_dir / name
+        with _writing(path):
+            last, damaged = _keep_events_up_to(path, first_step, see)
+        if damaged:
+            self.warn(f"warning: {path}: {damaged} damaged line{'s' * (damaged > 1)} removed")
+        self._last_step = max(self._last_step, last)
 
     def record(self, event: str, **values: Any) -> None:
         """Add an event to metrics.jsonl. `values`: its step, and what else it has, as JSON."""
@@ -138,8 +148,7 @@ class Reporter:
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
         if self.run_dir is not None and not self._quiet:
-            say = self._view.say if self._view else terminal.say
-            say(line)
+            (self._view.say if self._view else terminal.say)(line)
 
     def train(
         self, step: int, epoch: float, loss: float, learning_rate: float, images_per_second: float, seconds: float
@@ -147,12 +156,10 @@ class Reporter:
         """Report the steps since the last report: `loss` of the last one, over its global batch; `seconds` of each."""
         if self.run_dir is None:
             return
-        rate, per_batch = f"{images_per_second:.1f} images/s", f"{seconds:.3f} s/batch"
-        stamp = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        self.say(f"{stamp}: step {step}, loss = {loss:.4f} ({rate}; {per_batch})")
-        event = {"step": step, "epoch": epoch, "loss": loss, "learning_rate": learning_rate}
-        self._event({"event": "train", "dataset": self.dataset, **event, "images_per_second": images_per_second})
+        stamp, rate = datetime.now().astimezone(), f"{images_per_second:.1f} images/s; {seconds:.3f} s/batch"
+        self.say(f"{stamp.isoformat(sep=' ', timespec='seconds')}: step {step}, loss = {loss:.4f} ({rate})")
         shown = {"learning_rate": learning_rate, "images_per_second": images_per_second}
+        self._event({"event": "train", "dataset": self.dataset, "step": step, "epoch": epoch, "loss": loss, **shown})
         self.show(step, [board.scalars(shown)])
 
     def evaluation(
@@ -199,22 +206,14 @@ class Reporter:
         if self._events:
             self._append(self._events, board.encode(step, summaries, graph))
 
-    def _resume(self, path: Path, first_step: int, see: Callable[[dict[str, Any]], None]) -> None:
-        with _writing(path):
-            last, damaged = _keep_events_up_to(path, first_step, see)
-        if damaged:
-            self.warn(f"warning: {path}: {damaged} damaged line{'s' * (damaged > 1)} removed")
-        self._last_step = max(self._last_step, last)
-
     def _remember(self, event: dict[str, Any]) -> None:
-        if event.get("event") == "train":
-            self.last_train = event
-        elif event.get("event") == "missing":
-            self.missed.add(event["step"])
-        elif event.get("event") == "eval":
-            self.evaluated["test"].add(event["step"])
-        elif event.get("event") == "validation":
-            self.evaluated["validation"].add(event["step"])
+        match event.get("event"):
+            case "train":
+                self.last_train = event
+            case "missing":
+                self.missed.add(event["step"])
+            case "eval" | "validation" as kind:
+                self.evaluated["test" if kind == "eval" else kind].add(event["step"])
 
     def _tell_caught_up(self, path: Path) -> None:
         self.warn(f"note: {path} could not be written for a while; nothing of it is lost")
@@ -225,9 +224,9 @@ class Reporter:
             return
         self._remember(event)
         self.append_line("metrics.jsonl", event)
-        shown = as_event(event) if self._view and self._is_drawn else None
-        if self._view and shown:
-            self._view.add(shown)
+        if self._view and self._is_drawn:
+            for shown in as_events([json.dumps(event)])[0]:
+                self._view.add(shown)
 
     def append_line(self, name: str, values: dict[str, Any]) -> None:
         """Add a line to a file of the run."""

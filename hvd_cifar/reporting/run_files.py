@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.fields import MOST_STEPS
@@ -41,29 +41,18 @@ class Train(_Part):
 
 
 class Evaluated(_Part):
-    """An evaluation on the test set."""
+    """An evaluation on the test set, or on examples that are held out."""
 
-    event: Literal["eval"]
+    event: Literal["eval", "validation"]
     step: Count
     epoch: Number
-    test_accuracy: Fraction
-    test_loss: Number
+    accuracy: Fraction = Field(validation_alias=AliasChoices("test_accuracy", "validation_accuracy"))
+    loss: Number = Field(validation_alias=AliasChoices("test_loss", "validation_loss"))
 
-    def __str__(self) -> str:
-        return f"test accuracy {self.test_accuracy:.2%}, test loss {self.test_loss:.4f}"
-
-
-class Validated(_Part):
-    """An evaluation on examples that are held out."""
-
-    event: Literal["validation"]
-    step: Count
-    epoch: Number
-    validation_accuracy: Fraction
-    validation_loss: Number
-
-    def __str__(self) -> str:
-        return f"validation accuracy {self.validation_accuracy:.2%}, validation loss {self.validation_loss:.4f}"
+    @property
+    def part(self) -> str:
+        """Of the data set."""
+        return "test" if self.event == "eval" else "validation"
 
 
 class Ranks(_Part):
@@ -82,8 +71,8 @@ class Ranks(_Part):
         return self
 
 
-Event = Train | Evaluated | Validated | Ranks
-_EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
+Event = Train | Evaluated | Ranks
+EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 
 
 class Facts(_Part):
@@ -156,16 +145,10 @@ class Confusion(_Part):
 class RunFiles:
     """A run, read at one moment.
 
-    Attributes:
-        run_dir: its folder.
-        settings: all of config.json.
-        config: the part of it that readers use.
-        events: of metrics.jsonl, in their order.
-        damaged: number of lines of metrics.jsonl that are no events; an incomplete last line does not count.
-        marks: of sessions.jsonl; a session that lives, or was killed, ends with a mark at its last sign of life.
-        standing: how the run stands.
-        summary: None until the run is complete.
-        confusion: None without `evaluate --confusion`.
+    settings: all of config.json; config: the part of it that readers use.
+    events: of metrics.jsonl, in their order; damaged: number of its lines that are none.
+    marks: of sessions.jsonl; a session that lives, or was killed, ends with a mark at its last sign of life.
+    summary: None until the run is complete. confusion: None without `evaluate --confusion`.
     """
 
     run_dir: Path
@@ -183,7 +166,7 @@ class RunFiles:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-E = TypeVar("E", Train, Evaluated, Validated, Ranks)
+E = TypeVar("E", Train, Evaluated, Ranks)
 P = TypeVar("P", bound=_Part)
 
 
@@ -239,19 +222,11 @@ def as_events(lines: Iterable[str]) -> tuple[list[Event], int]:
     events, damaged = [], 0
     for line in lines:
         try:
-            events.append(_EVENT.validate_json(line))
+            events.append(EVENT.validate_json(line))
         except ValidationError as failure:
             # An event of another kind is for other readers.
             damaged += failure.errors()[0]["type"] != "union_tag_invalid"
     return events, damaged
-
-
-def as_event(values: dict[str, Any]) -> Event | None:
-    """The event that a line with these values would be, if readers use it."""
-    try:
-        return _EVENT.validate_python(values)
-    except ValidationError:
-        return None
 
 
 class Lines:

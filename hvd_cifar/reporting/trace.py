@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import nlargest
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -61,8 +62,7 @@ def read(content: bytes, on_root: Callable[[int], int], edges: Sequence[int], fi
         first_step: number of the first.
     """
     space = xplane_pb2.XSpace.FromString(content)
-    facts = {_name(plane, stat): _value(plane, stat) for plane in space.planes for stat in plane.stats}
-    origin = facts["profile_start_time"]
+    origin = {key: value for plane in space.planes for key, value in _stats(plane, plane)}["profile_start_time"]
     events, computing = [], []
     given: dict[int, tuple[str, int]] = {}  # by the number that an operation's start and end share
     back: dict[int, int] = {}
@@ -80,7 +80,7 @@ def read(content: bytes, on_root: Callable[[int], int], edges: Sequence[int], fi
                 if name == COMPUTING and not line.name.startswith(DATA_THREADS):
                     computing.append((begin, end))
                 if name in (GIVEN, BACK):
-                    stats = {_name(plane, stat): _value(plane, stat) for stat in found.stats}
+                    stats = dict(_stats(plane, found))
                     if name == BACK:
                         back[stats["_c"]] = begin
                     elif stats["kernel_type"].startswith(HOROVOD):
@@ -95,13 +95,12 @@ def read(content: bytes, on_root: Callable[[int], int], edges: Sequence[int], fi
     return Seen(events, messages, computing)
 
 
-def _name(plane: Any, stat: Any) -> str:
-    return str(plane.stat_metadata[stat.metadata_id].name)
-
-
-def _value(plane: Any, stat: Any) -> Any:
-    kind = stat.WhichOneof("value")
-    return plane.stat_metadata[stat.ref_value].name if kind == "ref_value" else getattr(stat, kind)
+def _stats(plane: Any, of: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values that the file has of a plane or an event of it."""
+    for stat in of.stats:
+        kind = stat.WhichOneof("value")
+        value = plane.stat_metadata[stat.ref_value].name if kind == "ref_value" else getattr(stat, kind)
+        yield plane.stat_metadata[stat.metadata_id].name, value
 
 
 def begun(own: Sequence[Message], by_rank: Iterable[Sequence[Message]]) -> list[Message]:
@@ -167,37 +166,29 @@ def lanes_of(messages: Sequence[Message], edges: Sequence[int], first_step: int)
 
 
 def as_json(
-    rank: int, host: str, first: Sequence[Event], rest: Sequence[Event], zero: int, most_bytes: int
+    rank: int, host: str, first: Sequence[Event], rest: Sequence[Event], zero: int, most: int
 ) -> tuple[str, int]:
     """A rank's events in the format of Chrome's traces, with commas between them; and how many are left out.
 
     Args:
         rank, host: name the process.
         first: events that are kept.
-        rest: others, of which the shortest are left out where there is no room.
+        rest: others, of which the longest `most` are kept.
         zero: the time that the trace begins at.
-        most_bytes: of the text.
     """
-    lanes: dict[str, int] = {}
-    named = {"name": f"rank {rank} on {host}"}
-    texts = [_meta("process_name", rank, 0, named), _meta("process_sort_index", rank, 0, {"sort_index": rank})]
-    size, left_out = sum(map(len, texts)), 0
-    kept: list[tuple[int, int, str]] = []
-    for event in (*first, *sorted(rest, key=lambda event: event.begin - event.end)):
-        lane = lanes.get(event.lane, len(lanes))
-        values = {"ph": "X", "name": event.name, "pid": rank, "tid": lane}
-        text = json.dumps({**values, "ts": (event.begin - zero) / 1000, "dur": (event.end - event.begin) / 1000})
-        head = [] if event.lane in lanes else [_meta("thread_name", rank, lane, {"name": event.lane})]
-        head += [_meta("thread_sort_index", rank, lane, {"sort_index": lane})] if head else []
-        size += sum(len(part) + 2 for part in (text, *head))
-        if size > most_bytes:
-            left_out = len(first) + len(rest) - len(kept)
-            break
-        lanes[event.lane] = lane
-        texts += head
-        kept.append((event.begin, -event.end, text))
-    return ",\n".join([*texts, *(text for _, _, text in sorted(kept))]), left_out
+    kept = [*first, *nlargest(most, rest, key=lambda event: event.end - event.begin)]
+    lanes = {lane: number for number, lane in enumerate(dict.fromkeys(event.lane for event in kept))}
+    texts = [_meta("process", rank, 0, f"rank {rank} on {host}", rank)]
+    texts += [_meta("thread", rank, number, lane, number) for lane, number in lanes.items()]
+    for event in sorted(kept, key=lambda event: (event.begin, -event.end)):
+        times = {"ts": (event.begin - zero) / 1000, "dur": (event.end - event.begin) / 1000}
+        texts.append(json.dumps({"ph": "X", "name": event.name, "pid": rank, "tid": lanes[event.lane], **times}))
+    return ",\n".join(texts), len(first) + len(rest) - len(kept)
 
 
-def _meta(kind: str, rank: int, lane: int, args: Mapping[str, Any]) -> str:
-    return json.dumps({"ph": "M", "name": kind, "pid": rank, "tid": lane, "args": args})
+def _meta(kind: str, rank: int, lane: int, name: str, place: int) -> str:
+    """The name and the place of a process or a thread."""
+    args = {f"{kind}_name": {"name": name}, f"{kind}_sort_index": {"sort_index": place}}
+    return ",\n".join(
+        json.dumps({"ph": "M", "name": what, "pid": rank, "tid": lane, "args": values}) for what, values in args.items()
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -15,7 +16,7 @@ from rich.text import Text
 from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.errors import printable
 from hvd_cifar.reporting import terminal
-from hvd_cifar.reporting.run_files import Evaluated, Event, Ranks, Train, Validated
+from hvd_cifar.reporting.run_files import Evaluated, Event, Ranks, Train
 
 ROWS_FOR_LINES = 8  # of the terminal, for the log and the bar: ranks are shown only where their rows fit below
 
@@ -39,20 +40,13 @@ class View:
         self.console = console
         self._live: Live | None = None
         self.step = step
-        self._train: Train | None = None
-        self._evaluated: Evaluated | Validated | None = None
-        self._ranks: Ranks | None = None
+        self._newest: dict[type, Any] = {}  # event by its kind
 
     def add(self, event: Event) -> None:
         """Show the values of an event."""
-        if not isinstance(event, Evaluated | Validated):  # these may come after later steps
+        if not isinstance(event, Evaluated):  # these may come after later steps
             self.step = event.step
-        if isinstance(event, Train):
-            self._train = event
-        elif isinstance(event, Evaluated | Validated):
-            self._evaluated = event
-        elif isinstance(event, Ranks):
-            self._ranks = event
+        self._newest[type(event)] = event
         if self._live:
             self._live.refresh()
 
@@ -77,35 +71,34 @@ class View:
         yield self._bar()
         if values := self._values():
             yield Text(values, no_wrap=True, overflow="ellipsis")
-        if self._ranks and len(self._ranks.compute_seconds) + ROWS_FOR_LINES <= console.height:
-            yield _by_rank(self._ranks)
+        ranks: Ranks | None = self._newest.get(Ranks)
+        if ranks and len(ranks.compute_seconds) + ROWS_FOR_LINES <= console.height:
+            yield _by_rank(ranks)
 
     def _bar(self) -> Table:
-        course, train = self.course, self._train
+        """Epoch, a bar, step and time left; without a known length only the step."""
+        course, train, step = self.course, self._newest.get(Train), f"step {self.step:,}"
         line = Table.grid(padding=(0, 2), expand=True)
-        cells: list[Text | ProgressBar] = []
-        if course.steps_per_epoch and course.total_steps:
-            per_epoch = course.steps_per_epoch
-            cells.append(Text(f"epoch {self.step / per_epoch:.2f} of {course.total_steps / per_epoch:.4g}"))
-        if course.total_steps:
-            cells.append(ProgressBar(course.total_steps, self.step))
-        cells.append(Text(f"step {self.step:,}" + (f" of {course.total_steps:,}" if course.total_steps else "")))
-        if course.total_steps and train and train.images_per_second > 0:
-            steps: float = max(0, course.total_steps - self.step)
+        total, per_epoch = course.total_steps, course.steps_per_epoch
+        if not total or not per_epoch:
+            line.add_row(step)
+            return line
+        left = ""
+        if train and train.images_per_second > 0:
+            steps: float = max(0, total - self.step)
             if course.sizes:  # the rate is that of the newest steps
-                steps = course.sizes.steps_like(max(0, train.step - 1), self.step, course.total_steps)
-            seconds = steps * course.global_batch_size / train.images_per_second
-            cells.append(Text(f"{clock(seconds)} left"))
-        for cell in cells:
-            is_bar = isinstance(cell, ProgressBar)
-            line.add_column(no_wrap=True, ratio=1 if is_bar else None, min_width=8 if is_bar else None)
-        line.add_row(*cells)
+                steps = course.sizes.steps_like(max(0, train.step - 1), self.step, total)
+            left = f"{clock(steps * course.global_batch_size / train.images_per_second)} left"
+        for ratio, least in ((None, None), (1, 8), (None, None), (None, None)):
+            line.add_column(no_wrap=True, ratio=ratio, min_width=least)
+        epoch = f"epoch {self.step / per_epoch:.2f} of {total / per_epoch:.4g}"
+        line.add_row(epoch, ProgressBar(total, self.step), f"{step} of {total:,}", left)
         return line
 
     def _values(self) -> str:
-        train, evaluated = self._train, self._evaluated
+        train, evaluated = self._newest.get(Train), self._newest.get(Evaluated)
         found = [f"loss {train.loss:.4f}"] if train else []
-        found += [str(evaluated).partition(",")[0]] if evaluated else []
+        found += [f"{evaluated.part} accuracy {evaluated.accuracy:.2%}"] if evaluated else []
         if train:
             found += [f"{train.images_per_second:,.0f} images/s", f"learning rate {train.learning_rate:.4g}"]
         return "   ".join(found)
@@ -136,6 +129,7 @@ def in_words(event: Event) -> str | None:
     """A line about an event, where one is shown."""
     if isinstance(event, Train):
         return f"step {event.step}, loss = {event.loss:.4f} ({event.images_per_second:.1f} images/s)"
-    if isinstance(event, Evaluated | Validated):
-        return f"step {event.step} (epoch {event.epoch:.2f}): {event}"
+    if isinstance(event, Evaluated):
+        results = f"{event.part} accuracy {event.accuracy:.2%}, {event.part} loss {event.loss:.4f}"
+        return f"step {event.step} (epoch {event.epoch:.2f}): {results}"
     return None

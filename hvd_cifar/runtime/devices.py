@@ -114,7 +114,8 @@ def usable_cores(cores: int, quota: float | None) -> int:
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """The limit in cores of this process's control group and those around it; None: no limit."""
-    return least_quota([[_read(folder / name) for name in QUOTA_FILES] for folder in group_folders("cpu", root)])
+    groups = ([_read(folder / name) for name in QUOTA_FILES] for folder in group_folders("cpu", root))
+    return min((quota for quota in map(quota_of, groups) if quota is not None), default=None)
 
 
 def available_memory(*, swap: bool, root: Path = Path("/")) -> int:
@@ -127,7 +128,8 @@ def available_memory(*, swap: bool, root: Path = Path("/")) -> int:
         limit, used = (_read(folder / name).strip() for name in names)
         if limit.isdecimal() and used.isdecimal():
             known = _read(folder / "memory.stat")
-            # As in tools.doctor.probe: files that are kept in memory give way to programs.
+            # Files that are kept in memory count as used, and give way to programs. Version 1 counts the files of
+            # groups within this one in totals alone.
             totals = "total_" if "total_active_file" in known else ""
             files = re.findall(rf"^(?:{totals}(?:in)?active_file|slab_reclaimable) (\d+)$", known, re.MULTILINE)
             available = min(available, max(0, int(limit) - int(used) + sum(map(int, files))))
@@ -152,11 +154,6 @@ def group_folders(controller: str, root: Path = Path("/")) -> list[Path]:
             outermost = base / controller if controllers else base
             folders += [outermost / part for part in (inner, *inner.parents)]
     return list(dict.fromkeys(folders))
-
-
-def least_quota(groups: Sequence[Sequence[str]]) -> float | None:
-    """The limit in cores of control groups within each other, from the texts of QUOTA_FILES in each; None: no limit."""
-    return min((quota for quota in map(quota_of, groups) if quota is not None), default=None)
 
 
 def quota_of(texts: Sequence[str]) -> float | None:

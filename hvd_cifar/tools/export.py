@@ -115,12 +115,13 @@ def _metadata(trained: Trained, run_dir: Path) -> dict[str, Any]:
     views = 6 if trained.six_views else 1
     # --checkpoint may be of another run.
     summary = read_summary(run_dir) if trained.checkpoint.resolve().is_relative_to(run_dir.resolve()) else {}
+    is_same = (summary.get("steps"), summary.get("test_views")) == (trained.step, views)
     return {
         "run": str(run_dir),
         "checkpoint": trained.checkpoint.name,
         "step": trained.step,
         "model": trained.settings.model,
-        "test_accuracy": accuracy_of(summary, trained.step, views),
+        "test_accuracy": summary["test_accuracy"] if is_same else None,
         "test_views": views,
         "dataset": trained.dataset.name,
         "examples_sha256": trained.facts.get("examples_sha256"),
@@ -128,11 +129,3 @@ def _metadata(trained: Trained, run_dir: Path) -> dict[str, Any]:
         "class_names": trained.dataset.labels_in_words,
         "versions": {"hvd_cifar": __version__, "tensorflow": tf.__version__, "keras": keras.__version__},
     }
-
-
-def accuracy_of(summary: dict[str, Any], step: int, views: int) -> float | None:
-    """The test accuracy in a run's summary; None where the summary is of another step or number of views."""
-    if summary.get("steps") != step:
-        return None
-    name = "test_accuracy" if summary.get("test_views") == views else "test_accuracy_of_one_view"
-    return summary.get(name) if name == "test_accuracy" or views == 1 else None

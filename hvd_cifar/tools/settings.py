@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from hvd_cifar.config import StepOptions
 from hvd_cifar.fields import (
@@ -17,14 +16,12 @@ from hvd_cifar.fields import (
     LocalPath,
     RankCounts,
     Settings,
-    words,
 )
 from hvd_cifar.launch.settings import HostSettings
 
 
 class _BenchmarkOutput(Settings):
     json_file: LocalPath | None = Field(None, description="JSON file to write the result to.")
-    plot_file: LocalPath | None = Field(None, description="PNG file to draw the result in.")
 
 
 class BenchmarkStepSettings(StepOptions, _BenchmarkOutput):
@@ -57,13 +54,11 @@ class BenchmarkAllreduceSettings(_BenchmarkOutput):
     )
     max_bytes: Bytes = Field(2**28, ge=4, description="Largest message.")
     factor: int = Field(2, ge=2, le=2**40, description="Ratio of each size to the one before.")
-    seconds: Finite = Field(0.3, gt=0, description="Approximate seconds per size and method.")
+    seconds: Finite = Field(0.3, gt=0, description="Approximate seconds per size.")
     iterations: int = Field(
         100, gt=0, le=MOST_STEPS, description="Maximum number of all-reduces in one measurement of a size."
     )
-    repeats: int = Field(
-        5, gt=0, le=MOST_STEPS, description="Measurements of each size and method; methods take turns."
-    )
+    repeats: int = Field(5, gt=0, le=MOST_STEPS, description="Measurements of each size.")
 
     @model_validator(mode="after")
     def _sizes_ascend(self) -> BenchmarkAllreduceSettings:
@@ -77,9 +72,6 @@ class ReportSettings(Settings):
 
     run_dirs: tuple[LocalPath, ...] = Field(
         min_length=1, description="Folders of runs; several are compared.", json_schema_extra={"argument": "RUN_DIR..."}
-    )
-    benchmarks: Annotated[tuple[LocalPath, ...], BeforeValidator(words)] = Field(
-        (), description="--json files of `benchmark` to draw as well, separated by commas."
     )
     output: LocalPath | None = Field(
         None, description="HTML file to write. [default: report.html in the first RUN_DIR]"
@@ -106,7 +98,3 @@ class DoctorSettings(HostSettings):
 
 class DoctorJobSettings(Settings):
     """The command of the doctor's small job, as the doctor starts its ranks."""
-
-    per_host: str = Field(
-        pattern=r"^[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*$", description="Ranks on each host in turn, such as 2,1,1."
-    )

@@ -11,7 +11,7 @@ from rich.console import Console
 from hvd_cifar.data.image_sizes import ImageSizes
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import goodput, run_files, story, terminal
-from hvd_cifar.reporting.run_files import Evaluated, Validated
+from hvd_cifar.reporting.run_files import Evaluated
 from hvd_cifar.reporting.view import Course, View, in_words
 from hvd_cifar.tools.settings import WatchSettings
 
@@ -69,7 +69,7 @@ class _Followed:
         for one in happened[self._told :]:
             say(f"{story.clock(one.time)} {one.text}")
         self._told = len(happened)
-        lines = [in_words(event) for event in events if isinstance(event, Evaluated | Validated) or not self.is_drawn]
+        lines = [in_words(event) for event in events if isinstance(event, Evaluated) or not self.is_drawn]
         # At the first look, and after a resumed run has written the file again, all lines but the last are old.
         is_known, self._is_first = self._is_first or self._metrics.replaced, False
         for line in [line for line in lines if line][-1:] if is_known else lines:

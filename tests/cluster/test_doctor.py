@@ -12,11 +12,8 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from itertools import combinations
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.cluster.hosts import Cluster, Host, cluster
 from tests.cluster.jobs import launcher, variables, wait_for
@@ -48,31 +45,15 @@ def _found(said: dict[str, Any]) -> dict[str, list[str]]:
 def test_healthy_hosts_are_well(three_hosts: Cluster) -> None:
     code, said, errors = _doctor(three_hosts, "--hostfile", three_hosts.hostfile(2, 1, 1), "--allreduce", "ring")
     names = ["node1", "node2", "node3"]
-    # Hosts that share cores may slow each other's links; nothing else is to be found.
+    # Hosts that share cores may slow each other's messages; nothing else is to be found.
     found = _found(said)
-    assert code == 0 and set(found) <= {"links"}, (found, errors)
-    assert len({f["check"] for f in said["findings"]}) == 13
-    assert said["network"] == {"subnet": "10.77.0.0/24", "cards": dict.fromkeys(names, "eth0")}
+    assert code == 0 and set(found) <= {"job"}, (found, errors)
+    assert len({f["check"] for f in said["findings"]}) == 9
+    assert {name: card["name"] for name, card in said["network"]["cards"].items()} == dict.fromkeys(names, "eth0")
     job = said["job"]
-    assert job["hosts"] == ["node1", *names]
-    pairs = [(link["a"], link["b"]) for link in job["links"]]
-    assert pairs == [("node1", "node1"), *combinations(names, 2)]
-    assert all(link["wrong_values"] == 0 and link["seconds"] > 0 for link in job["links"])
+    assert job["wrong_values"] == 0 and job["bytes_per_second"] > 0 and not job["failure"]
     assert "over mpi (ring; TCP (10.77.0.0/24) and shared memory)" in job["how"]
     assert not any(host.processes() for host in three_hosts)
-
-
-def test_this_machine_by_itself(three_hosts: Cluster) -> None:
-    """No hosts are given; the table is read, as a person would."""
-    first = three_hosts[0]
-    words = ["doctor", "-np", "2", *PATIENT]
-    done = first.run([*launcher(), *words], env=variables(first) | {"COLUMNS": "80"}, timeout=SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert "FAIL" not in done.stdout
-    assert any(re.match(r"job +ok +2 ranks", line) for line in lines)
-    assert any(re.match(r"links +ok +ranks of one host only; .*bit/s", line) for line in lines)
 
 
 def _plant_other_version(host: Host) -> None:
@@ -99,9 +80,8 @@ def test_planted_faults_are_named(need_hosts: None, tmp_path: Path) -> None:
         (first.files / "runs").mkdir()
         first.must("mount", "--bind", hosts.own / "runs", hosts.own / "runs")
         first.must("mount", "-o", "remount,bind,ro", hosts.own / "runs")
-        # On the second: another version, few open files.
+        # On the second: another version.
         _plant_other_version(second)
-        subprocess.run(["prlimit", f"--pid={second.pid}", "--nofile=80:80"], check=True)
         # On the third: a firewall, and a full disk.
         third.must("ip", "rule", "add", "sport", "32768-65534", "blackhole")
         (third.files / "tmp").mkdir()
@@ -125,33 +105,31 @@ def test_planted_faults_are_named(need_hosts: None, tmp_path: Path) -> None:
             lines = [line for line in found.pop(check, []) if line.startswith(start)]
             assert len(lines) == 1 and all(part in lines[0] for part in parts), (check, lines, said["findings"])
 
-        assert code == 1 and "a run would fail: ports on node3, versions on node2, " in errors, errors
+        assert code == 1 and "a run would fail: network, versions on node2, " in errors, errors
         is_named("cores", "warning node1", f"{cores + 1} slots share {cores} core", f"slots={cores}")
         is_named("shared memory", "warning node1: 64.0 KiB free in /dev/shm", "--shm-size")
-        is_named("run folder", f"failure node1: rank 0 cannot write to {hosts.own}/runs: Read-only file system")
         is_named("versions", "failure node2: numpy 2.0.99, not ", f"./run.sh setup --hostfile {hostfile}")
-        is_named("open files", "failure node2: a process may open 80 files", "nofile")
-        others = "node1, node2, node4 and 1 more"
-        is_named("ports", f"failure node3: ports are blocked between it and {others}", "ufw allow from 10.77.0.0/24")
+        is_named("network", "failure : ", "node3", "firewalls, which must let all ports through")
+        disk = found["disk"]
         is_named("disk", f"failure node3: nothing can be written to {hosts.own}/tmp: No space left on device")
+        found["disk"] = disk
+        is_named("disk", f"failure node1: rank 0 cannot write to {hosts.own}/runs: Read-only file system")
         is_named(
             "GPUs", "warning node5: 1 GPU, but the environment is for the CPU", f"setup --hostfile {hostfile} --gpu"
         )
-        # The job ran on the three hosts that could take part, and found the slow one.
-        assert said["job"]["ranks"] == {"node1": min(2, cores + 1), "node4": 1, "node5": 1}
-        is_named("job", "warning : it ran without node2, node3")
-        slow = [
-            line for line in found.pop("links") if line.startswith("warning node4: slow between it and node1, node5")
-        ]
-        assert len(slow) == 1 and "ethtool -S eth0 on node4" in slow[0], said["findings"]
-        speeds = {(link["a"], link["b"]): link["bytes_per_second"] * 8 / 1e6 for link in said["job"]["links"]}
-        assert speeds["node1", "node4"] < 30 and speeds["node4", "node5"] < 30, speeds
+        is_named("job", "warning : not started")
         assert not found
+
+        # Without these hosts the job runs, and is slow.
+        code, said, errors = _doctor(hosts, "-H", "node1:2,node4:1,node5:1", "--run-dir", "/tmp")
+        found = _found(said)
+        assert code == 0 and found["job"][0].startswith("warning : all-reduces are slow: "), (found, errors)
+        assert said["job"]["bytes_per_second"] * 8 < 30e6
         assert not any(host.processes() for host in hosts)
 
 
 def test_hosts_that_do_not_answer_are_named(need_hosts: None, tmp_path: Path) -> None:
-    """Off, not to be logged in to, unknown, without an environment; and the only one left is looked at all the same."""
+    """Off, not to be logged in to, unknown, without an environment."""
     with cluster(5, tmp_path / "cluster") as hosts:
         first, second, third, fourth, fifth = hosts
         second.end()
@@ -170,7 +148,7 @@ def test_hosts_that_do_not_answer_are_named(need_hosts: None, tmp_path: Path) ->
         assert silent[2].startswith("failure node4: ssh node4: its key is not known here") and "ssh node4" in silent[2]
         assert silent[3].startswith("failure node5: node5 has no environment like this one")
         assert f"./run.sh setup --hostfile {options[1]}" in silent[3]
-        assert said["job"]["ranks"] == {"node1": 1} and not said["job"]["failure"]
+        assert said["job"] is None
 
 
 def test_a_job_that_takes_too_long_is_ended_everywhere(three_hosts: Cluster) -> None:
@@ -182,8 +160,7 @@ def test_a_job_that_takes_too_long_is_ended_everywhere(three_hosts: Cluster) -> 
     wait_for(lambda: not any(host.processes() for host in three_hosts), "all processes to end", 60)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_doctor_leaves_nothing(number: signal.Signals, three_hosts: Cluster) -> None:
+def test_an_interrupted_doctor_leaves_nothing(three_hosts: Cluster) -> None:
     first = three_hosts[0]
     words = [*launcher(), "doctor", *PATIENT, "-H", "node1:1,node2:1"]
     process = first.start(words, env=variables(first), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -192,8 +169,10 @@ def test_an_interrupted_doctor_leaves_nothing(number: signal.Signals, three_host
     doctor = [p for p in first.processes(f"{CHECKOUT}") + first.processes("hvd_cifar doctor") if p.is_running()]
     doctor = [p for p in doctor if p.cmdline()[1:5] == ["-I", "-m", "hvd_cifar", "doctor"]]
     assert doctor
-    min(doctor, key=lambda p: p.create_time()).send_signal(number)  # a child has its name until it starts a program
+    min(doctor, key=lambda p: p.create_time()).send_signal(
+        signal.SIGTERM
+    )  # a child has its name until it starts a program
     code = process.wait(120)
-    assert code == (130 if number == signal.SIGINT else 128 + number), doctor
+    assert code == 128 + signal.SIGTERM, doctor
     wait_for(lambda: not any(host.processes() for host in three_hosts), "all processes to end", 60)
     assert process.stderr and b"Traceback" not in process.stderr.read()

@@ -138,9 +138,9 @@ def test_files_of_the_run_tell_what_a_report_needs(seen: Seen) -> None:
     assert run.standing.word == "complete" and run.summary and run.damaged == 0
     assert [one.kind for one in content.happenings(run)] == ["start", "failure", "resume", "end"]
     assert all(len(event.hosts) == len(event.compute_seconds) == 2 for event in run.of_kind(Ranks))
-    found = content.by_rank(run)
-    assert found and found.slowest.startswith("Rank ") and found.rows[0].compute > 0
-    assert {"useful steps", "set up", "restart", "repeated steps"} <= {share.kind for share in content.shares(run)}
+    rows, slowest = content.by_rank(run)
+    assert slowest.startswith("Rank ") and rows[0].compute > 0
+    assert {"useful steps", "set up", "restart", "repeated steps"} <= {kind for _, kind, *_ in content.shares(run)}
 
 
 def test_what_watches_ends_at_once_after_the_end(seen: Seen, tmp_path: Path) -> None:

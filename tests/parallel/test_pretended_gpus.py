@@ -83,7 +83,7 @@ def done(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list
     (folder / "net.py").write_text(NET)
     train = ["train", "--model", f"{folder}/net.py:build", *data, "--run-dir", str(folder / "run"), "--max-steps", "6"]
     commands = [
-        ["doctor-job", "--per-host", "2"],
+        ["doctor-job"],
         [*train, "--batch-size", "16", "--log-every", "2", "--overlap", "on"],
         ["evaluate", "--run-dir", str(folder / "run")],
     ]

@@ -1,7 +1,7 @@
 """What was trained is used: exported, loaded by TensorFlow alone, compared with `evaluate`, asked for images.
 
-Two ranks train each net for a few steps, and evaluate it. One process exports them all. Another one, in an environment
-with TensorFlow and what it requires, loads them.
+Two ranks train each net for a few steps, and evaluate it. One process exports them all. Another one, which cannot
+import this project, Horovod and Pillow, loads them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ import os
 import re
 import subprocess
 import sys
-import venv
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from packaging.requirements import Requirement
 from PIL import Image
 
 from tests.ranks import CHECKOUT, environment, run_ranks
@@ -48,10 +45,9 @@ def load():
     return hvd_cifar.Dataset.from_arrays(*parts, class_names={NAMES})
 """
 LOAD = """
-import importlib.util, sys
+import sys
+sys.modules.update(dict.fromkeys(("horovod", "mpi4py", "hvd_cifar", "PIL")))
 import numpy as np, tensorflow as tf, keras
-there = [name for name in ("horovod", "mpi4py", "hvd_cifar", "PIL") if importlib.util.find_spec(name)]
-assert not there, there
 images, other = np.load("images.npy"), np.zeros((2, 50, 70, 3), np.uint8)
 for name in sys.argv[1:]:
     saved = tf.saved_model.load(f"exported/{name}/saved_model").signatures["serving_default"]
@@ -106,32 +102,6 @@ def _export(folder: str, nets: list[str]) -> None:
         export(config.make(ExportSettings, {"run_dir": f"{folder}/{name}", "to": f"{folder}/exported/{name}"}))
 
 
-def _tensorflow_alone(folder: Path) -> Path:
-    """The Python of an environment with the installed TensorFlow, and the packages that it requires, alone."""
-    venv.create(folder, symlinks=True, with_pip=False)
-    (packages,) = folder.glob("lib/python*/site-packages")
-    wanted, seen = ["tensorflow-cpu" if _is_there("tensorflow-cpu") else "tensorflow"], set()
-    while wanted:
-        name = wanted.pop()
-        if name in seen or not _is_there(name):  # of another platform
-            continue
-        seen.add(name)
-        package = metadata.distribution(name)
-        for place in {file.parts[0] for file in package.files or () if file.parts[0] != ".."}:
-            if not (packages / place).exists():  # packages share folders such as google/
-                (packages / place).symlink_to(str(package.locate_file(place)))
-        requirements = map(Requirement, package.requires or ())
-        wanted += [r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
-    return folder / "bin" / "python"
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return bool(metadata.distribution(name))
-    except metadata.PackageNotFoundError:
-        return False
-
-
 def _softmax(logits: Any) -> Any:
     powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return powers / powers.sum(axis=-1, keepdims=True)
@@ -158,7 +128,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     assert sorted(path.name for path in made["place"].iterdir()) == ["metadata.json", "model.keras", "saved_model"]
     (program,) = re.findall(r"^```python\n(import numpy.*?)^```", (CHECKOUT / "docs/use.md").read_text(), re.M | re.S)
     program = LOAD + program.replace("exported/", "exported/fast/")
-    words = [str(_tensorflow_alone(folder / "alone")), "-I", "-c", program, *NETS]
+    words = [sys.executable, "-I", "-c", program, *NETS]
     env = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr

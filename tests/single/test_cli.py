@@ -44,18 +44,18 @@ evaluate | | --run-dir r --batch-size 0 | --run-dir r --dataset mnist | --run-di
 evaluate | --run-dir r --confusion=1
 export | | r | r --to ''
 predict | r | '' x.png | r '' | r x.png --json=1
-report | | '' | r --output '' | r --benchmarks a,,b
+report | | '' | r --output ''
 watch | | r other | r --quiet=yes
 benchmark step | --model vgg | --batch-size 0 | --precision int8 | --dataset mnist | --steps 0
 benchmark step | --image-size 5000
 benchmark step | --max-unreadable few
 benchmark step | --threads-per-rank 0 | --repeats 0 | --ranks 1,two | --ranks 0 | --ranks '' | --min-efficiency 90
-benchmark step | --json '' | --plot '' | --bucket-bytes 1X | --overlap some | --compression bf17
+benchmark step | --json '' | --bucket-bytes 1X | --overlap some | --compression bf17
 benchmark allreduce | --ranks 2;4 | --min-bytes 2 | --min-bytes 4Q | --max-bytes many | --max-bytes 4.5 | --factor 1
-benchmark allreduce | --min-bytes 8K --max-bytes 4K | --seconds 0 | --iterations 0 | --repeats 0 | --json '' | --plot ''
+benchmark allreduce | --min-bytes 8K --max-bytes 4K | --seconds 0 | --iterations 0 | --repeats 0 | --json ''
 doctor | --hostfile '' | --hostfile f --hosts a:1 | -np 0 | --allreduce tree | --run-dir '' | --probe-timeout 0
 doctor | --job-timeout soon | --json=x | --no-such-option
-doctor-job | | --per-host 2,,1
+doctor-job | surplus
 """
 WRONG = [
     shlex.split(f"{command} {options}")

@@ -11,11 +11,9 @@ import pytest
 from hvd_cifar.errors import UserError
 from hvd_cifar.runtime import world
 from hvd_cifar.runtime.devices import (
-    QUOTA_FILES,
     available_memory,
     choose_gpu,
     cpu_quota,
-    least_quota,
     multiplies_bfloat16,
     processor,
     threads_per_rank,
@@ -23,7 +21,6 @@ from hvd_cifar.runtime.devices import (
     visible_gpus,
 )
 from hvd_cifar.runtime.environment import launched_rank, prepare_mpi
-from hvd_cifar.tools.doctor import probe
 
 EIGHT = [f"GPU-{i}" for i in range(8)]
 
@@ -128,15 +125,9 @@ def test_cores_are_divided_between_the_ranks_of_a_host(
         ({"other/cpu.max": "100000 100000\n", "memory/old/cpu.max": "100000 100000\n"}, None),
     ],
 )
-def test_cpu_quota_of_control_groups(
-    files: dict[str, str], quota: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As this process finds it, and as the doctor reads it on another host."""
+def test_cpu_quota_of_control_groups(files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
     _write_groups(tmp_path, files)
     assert cpu_quota(tmp_path) == quota
-    read = probe._read
-    monkeypatch.setattr(probe, "_read", lambda path: read(f"{tmp_path}{path}"))
-    assert least_quota(probe.cpu({"quota_files": QUOTA_FILES})["quota"]) == quota
 
 
 def _write_groups(root: Path, files: dict[str, str]) -> None:
@@ -169,16 +160,12 @@ def _write_groups(root: Path, files: dict[str, str]) -> None:
 def test_memory_of_control_groups(
     files: dict[str, str], available: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As this process finds it, and as the doctor reads it on another host."""
     outer = {"job/step/memory.max": "max\n", "job/step/memory.current": "9\n"}
     outer |= {"memory.max": "5000\n", "memory.current": "1300\n"}
     _write_groups(tmp_path, {**outer, **files})
     monkeypatch.setattr(psutil, "swap_memory", lambda: mock.Mock(free=7))
     assert available_memory(swap=False, root=tmp_path) == available
     assert available_memory(swap=True, root=tmp_path) == available + 7
-    read = probe._read
-    monkeypatch.setattr(probe, "_read", lambda path: read(f"{tmp_path}{path}"))
-    assert probe.memory({})["available"] == available
 
 
 @pytest.mark.parametrize(("mask", "quota", "cores"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 6.0, 2)])

@@ -15,20 +15,11 @@ from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.errors import UserError
 from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.tools import export
-from hvd_cifar.tools.export import accuracy_of, usable
+from hvd_cifar.tools.export import usable
 from hvd_cifar.tools.predict import as_json, as_text, images_in
 from hvd_cifar.training.state import TrainState
 from hvd_cifar.training.trained import Trained
 from hvd_cifar.use_settings import ExportSettings
-
-
-@pytest.mark.parametrize(("step", "views", "expected"), [(40, 6, 0.9), (40, 1, 0.8), (39, 6, None), (39, 1, None)])
-def test_an_accuracy_is_of_the_step_and_of_as_many_views(step: int, views: int, expected: float | None) -> None:
-    of_six = {"steps": 40, "test_views": 6, "test_accuracy": 0.9, "test_accuracy_of_one_view": 0.8}
-    assert accuracy_of(of_six, step, views) == expected
-    of_one = {"steps": 40, "test_views": 1, "test_accuracy": 0.7, "test_accuracy_of_one_view": 0.7}
-    assert accuracy_of(of_one, 40, 6) is None and accuracy_of(of_one, 40, 1) == 0.7
-    assert accuracy_of({}, step, views) is None
 
 
 def _at_step_1(model: keras.Model) -> TrainState:

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hvd_cifar.reporting import goodput
 from hvd_cifar.reporting.metrics import Reporter
@@ -40,11 +38,6 @@ CASES: dict[str, tuple[list[goodput.Mark], dict[str, Any]]] = {
         {"set_up": 10, "evaluation": 3, "checkpoints": 2, "useful_steps": 30, "repeated_steps": 15}
         | {"detection": 4, "waiting": 1, "restart": 12},
     ),
-    "and a start between that never came to its run directory": (
-        [*KILLED, launch(100.0, 144.0, 145.0, 150.0, 152.0), mark("start", 157, 5), mark("end", 177, 9)],
-        {"set_up": 10, "evaluation": 3, "checkpoints": 2, "useful_steps": 30, "repeated_steps": 15}
-        | {"detection": 4, "waiting": 3, "restart": 10},
-    ),
     "stopped after a checkpoint, and resumed by hand an hour later": (
         [*PLAIN, span("checkpoints", 130, 131, 7), mark("end", 132, 7), launch(3732.0), mark("start", 3740, 7)]
         + [mark("end", 3750, 9)],
@@ -59,10 +52,6 @@ CASES: dict[str, tuple[list[goodput.Mark], dict[str, Any]]] = {
         + [mark("end", 60, 9)],
         {"set_up": 10, "repeated_steps": 20, "detection": 1, "waiting": 2, "restart": 7, "useful_steps": 20},
     ),
-    "killed in set-up, after it had claimed the run directory": (
-        [launch(0.0), mark("lost", 8), launch(0.0, 9.0, 10.0), mark("start", 20), mark("end", 50, 9)],
-        {"set_up": 8, "detection": 1, "waiting": 1, "restart": 10, "useful_steps": 30},
-    ),
     "a rollback that took 2 s; the checkpoint of step 5 is passed over for the start": (
         [*PLAIN, span("restart", 135, 137, 6), mark("rollback", 137, 0), mark("end", 157, 9)],
         {"set_up": 10, "evaluation": 3, "checkpoints": 2, "repeated_steps": 20, "restart": 2, "useful_steps": 20},
@@ -73,21 +62,11 @@ CASES: dict[str, tuple[list[goodput.Mark], dict[str, Any]]] = {
         + [launch(40.0), mark("start", 42, 5), mark("end", 52, 9)],
         {"set_up": 1, "checkpoints": 2, "useful_steps": 18, "restart": 3, "repeated_steps": 13},
     ),
-    "the same, but the second session went on from a later step than the third": (
-        [launch(0.0), mark("start", 1), span("checkpoints", 9, 10, 5), span("checkpoints", 19, 20, 7)]
-        + [mark("end", 20, 7), launch(30.0), mark("start", 31, 7), mark("end", 41, 8)]
-        + [launch(50.0), mark("start", 51, 5), mark("end", 61, 8)],
-        {"set_up": 1, "checkpoints": 2, "useful_steps": 18, "restart": 2, "repeated_steps": 19},
-    ),
     "a killed elastic job, which goes on from memory after the last step that it logged": (
         [*PLAIN, {"mark": "lost", "time": 140.0, "step": 7}, launch(100.0, 144.0, 145.0), mark("start", 157, 8)]
         + [mark("end", 177, 9)],
         {"set_up": 10, "evaluation": 3, "checkpoints": 2, "useful_steps": 45, "detection": 4, "waiting": 1}
         | {"restart": 12},
-    ),
-    "an evaluation before the first step": (
-        [launch(0.0), span("evaluation", 5, 8, 0), mark("start", 9), mark("end", 19, 3)],
-        {"set_up": 6, "evaluation": 3, "useful_steps": 10},
     ),
     "the launcher's clock is ahead of rank 0's": (
         [launch(5.0), mark("start", 4), mark("end", 14, 3)],
@@ -112,17 +91,9 @@ def test_a_line_for_people_has_the_largest_first() -> None:
     assert goodput.in_words(goodput.shares(marks)) == line
 
 
-@given(st.lists(st.one_of(st.binary(max_size=9), st.sampled_from([json.dumps(m).encode() for m in KILLED]))))
-def test_damaged_lines_of_the_file_do_no_harm(lines: list[bytes]) -> None:
-    marks = goodput.read(b"\n".join(lines).decode(errors="replace"))
-    assert all(seconds >= 0 for seconds in goodput.seconds_by_kind(marks).values())
-
-
 @pytest.mark.parametrize(
     "wrong",
-    ['{"mark": "end"}', '{"mark": "end", "time": "x"}', '{"mark": 5, "time": 1}', "[]",
-     '{"mark": "start", "time": 1, "step": null}', '{"mark": "launch", "time": 1, "starts": 5}',
-     '{"mark": "launch", "time": 1, "starts": ["x"]}', '{"mark": "end", "time": NaN}',
+    ['{"mark": "end"}', '{"mark": 5, "time": 1}', "[]", '{"mark": "launch", "time": 1, "starts": ["x"]}',
      '{"mark": "evaluation", "time": 1}', '{"mark": "end", "time": 1' + "0" * 400 + "}", "[" * 3000],
 )  # fmt: skip
 def test_marks_that_are_none_are_left_out(wrong: str) -> None:

@@ -47,13 +47,6 @@ print(sys.modules["matplotlib"].pyplot is pyplot)
     assert ONEDNN in done.stderr or platform.machine() != "x86_64"  # elsewhere TensorFlow decides
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="TensorFlow decides itself on other processors")
-def test_the_user_may_disable_onednn() -> None:
-    program = "from hvd_cifar.reporting.quiet import quiet_start\nwith quiet_start():\n    import tensorflow"
-    done = _run(program, "0", TF_ENABLE_ONEDNN_OPTS="0")
-    assert done.returncode == 0 and ONEDNN not in done.stderr
-
-
 def test_settings_of_other_keras_programs_change_no_net(tmp_path: Path) -> None:
     (tmp_path / "keras.json").write_text('{"backend": "torch", "image_data_format": "channels_first"}')
     program = """

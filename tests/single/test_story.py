@@ -35,12 +35,6 @@ CASES: dict[str, tuple[list[Mark], list[tuple[str, int, str]]]] = {
         [("start", 10, "the run starts on 2 ranks"), ("failure", 30, f"the run is cut off after step 7: {SAID}")]
         + [("resume", 40, "the run goes on after step 5 on 2 ranks")],
     ),
-    "and a start between that never came to its run directory": (
-        [*KILLED, launch(0.0, 31.0, 33.0, 35.0, 37.0, ranks=1, ends=[SAID, "exit code 1"]), mark("start", 40, 5)],
-        [("start", 10, "the run starts on 2 ranks"), ("failure", 30, f"the run is cut off after step 7: {SAID}")]
-        + [("failure", 35, "a start fails: exit code 1")]
-        + [("resize", 40, "the run goes on after step 5 on 1 rank instead of 2")],
-    ),
     "an error that the session told itself is told once": (
         [*ENDED, launch(0.0, 31.0, 33.0, ranks=2, ends=["no room"]), mark("start", 40, 5)],
         [("start", 10, "the run starts on 2 ranks"), ("failure", 30, "the run fails after step 7: no room")]
@@ -55,10 +49,6 @@ CASES: dict[str, tuple[list[Mark], list[tuple[str, int, str]]]] = {
         [*FIRST, mark("rollback", 22, 5), mark("end", 30, 8, how="stopped")],
         [("start", 10, "the run starts on 2 ranks"), ("rollback", 22, "rollback to step 5")]
         + [("stop", 30, "the run stops at a request, after step 8")],
-    ),
-    "a file that another program wrote": (
-        [{"mark": "launch", "time": 1.0, "starts": [0.0], "ranks": "x", "ends": 5}, mark("start", 2)],
-        [("start", 2, "the run starts")],
     ),
     "nothing": ([], []),
 }

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.environment import launched_size
-from hvd_cifar.tools.benchmark import allreduce, job, plots, results, step, tables
+from hvd_cifar.tools.benchmark import allreduce, job, results, step, tables
 from hvd_cifar.tools.benchmark.results import AllreduceResult, StepResult
 from hvd_cifar.tools.settings import BenchmarkAllreduceSettings, BenchmarkStepSettings
 
@@ -24,11 +23,9 @@ def benchmark_step(settings: BenchmarkStepSettings) -> None:
     if settings.min_efficiency is not None and max(settings.ranks or [launched_size() or 2]) == 1:
         raise UserError("--min-efficiency: the efficiency of one rank is always 1; start more (-np 2)")
     with job.start(settings.ranks, threads=settings.threads_per_rank) as ranks:
-        collectives.on_root(lambda: results.check_writable(settings.json_file, settings.plot_file))
+        collectives.on_root(lambda: results.check_writable(settings.json_file))
         found = step.measure(ranks, settings)
-        collectives.on_root(
-            lambda: _tell(settings, found, tables.of_step(found), lambda path: plots.of_step(found, path))
-        )
+        collectives.on_root(lambda: _tell(found, tables.of_step(found), settings.json_file))
         judge_efficiency(found, settings.min_efficiency)
 
 
@@ -51,11 +48,9 @@ def benchmark_allreduce(settings: BenchmarkAllreduceSettings) -> None:
         TrainingError: where a sum is wrong.
     """
     with job.start(settings.ranks, least=2) as ranks:
-        collectives.on_root(lambda: results.check_writable(settings.json_file, settings.plot_file))
+        collectives.on_root(lambda: results.check_writable(settings.json_file))
         found = allreduce.measure(ranks, settings)
-        collectives.on_root(
-            lambda: _tell(settings, found, tables.of_allreduce(found), lambda path: plots.of_allreduce(found, path))
-        )
+        collectives.on_root(lambda: _tell(found, tables.of_allreduce(found), settings.json_file))
         judge_sums(found)
 
 
@@ -66,20 +61,13 @@ def judge_sums(found: AllreduceResult) -> None:
         first = wrong[0]
         others = f", and in {len(wrong) - 1} more cases" if len(wrong) > 1 else ""
         raise TrainingError(
-            f"wrong sums: {first.wrong_values:,} values of an all-reduce of {first.bytes:,} bytes ({first.way}) "
+            f"wrong sums: {first.wrong_values:,} values of an all-reduce of {first.bytes:,} bytes "
             f"on {first.ranks} ranks{others}; do not train over this network or MPI"
         )
 
 
-def _tell(
-    settings: BenchmarkStepSettings | BenchmarkAllreduceSettings,
-    found: StepResult | AllreduceResult,
-    text: str,
-    plot: Callable[[Path], None],
-) -> None:
-    """Print the text and write the files. Local."""
+def _tell(found: StepResult | AllreduceResult, text: str, path: Path | None) -> None:
+    """Print the text and write the file. Local."""
     terminal.say(text)
-    if settings.json_file:
-        results.write(settings.json_file, found)
-    if settings.plot_file:
-        plot(settings.plot_file)
+    if path:
+        results.write(path, found)

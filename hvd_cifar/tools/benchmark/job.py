@@ -77,7 +77,7 @@ def facts_of(world: World) -> Facts:
             command=provenance.command(),
             git_commit=provenance.git_commit() if world.is_root else None,
             versions=versions(),
-            processor=_processor("GPU" in world.device),
+            processor=_gpu() if "GPU" in world.device else devices.processor(Path("/proc/cpuinfo"))[0],
             cores=len(os.sched_getaffinity(0)),
             hosts=list(hosts),
             local_ranks=list(local_ranks),
@@ -90,10 +90,6 @@ def facts_of(world: World) -> Facts:
     )
 
 
-def _processor(gpu: bool) -> str:
-    found = re.search(r"^GPU \d+: (.*?) \(UUID", devices.list_gpus(), re.MULTILINE) if gpu else None
-    try:
-        found = found or re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else os.uname().machine
+def _gpu() -> str:
+    found = re.search(r"^GPU \d+: (.*?) \(UUID", devices.list_gpus(), re.MULTILINE)
+    return found[1] if found else "an unknown GPU"

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import math
-import os
+import secrets
 import statistics
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.files import PART, can_be_replaced, replace_text
 
 
 class _Result(BaseModel):
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")  # files of earlier versions have other fields
 
 
 class Estimate(_Result):
@@ -55,17 +53,6 @@ class Facts(_Result):
     transport: str
 
 
-class RankResult(_Result):
-    """Mean times of one rank of a job."""
-
-    rank: int
-    host: str
-    compute_seconds: float
-    communication_seconds: float | None  # None: nothing to reduce
-    step_seconds: float
-    input_seconds: float
-
-
 class WorldResult(_Result):
     """The step on the first `ranks` ranks of the job."""
 
@@ -77,20 +64,19 @@ class WorldResult(_Result):
     compute_seconds: Estimate  # the same step without communication
     lockstep_seconds: Estimate  # the same, if each step had to wait for its slowest rank
     communication_seconds: Estimate | None  # the all-reduce of the gradients by itself; None: nothing to reduce
-    input_seconds: Estimate  # the pipeline by itself, for one batch
     fed_seconds: Estimate  # the step, fed by the pipeline
     input_cost: Estimate  # fed over not fed, minus 1, by repeat
-    by_rank: list[RankResult]
+    compute_by_rank: list[float]  # mean seconds of the step without communication, by rank
 
     @property
-    def slowest(self) -> RankResult:
+    def slowest(self) -> int:
         """The rank whose computation of a step takes longest, without communication."""
-        return max(self.by_rank, key=lambda of_rank: of_rank.compute_seconds)
+        return self.compute_by_rank.index(max(self.compute_by_rank))
 
     @property
     def slowest_behind(self) -> float:
         """Its distance from the median rank, as a fraction; of two middle ranks, the faster one's."""
-        return self.slowest.compute_seconds / statistics.median_low(r.compute_seconds for r in self.by_rank) - 1
+        return max(self.compute_by_rank) / statistics.median_low(self.compute_by_rank) - 1
 
 
 class Gradient(_Result):
@@ -129,7 +115,6 @@ class StepResult(_Result):
 class AllreducePoint(_Result):
     """All-reduces of one size over the first `ranks` ranks."""
 
-    way: Literal["horovod", "mpi"]
     ranks: int
     bytes: int
     iterations: int
@@ -146,59 +131,25 @@ class AllreduceResult(_Result):
     benchmark: Literal["allreduce"] = "allreduce"
     facts: Facts
     points: list[AllreducePoint]
-    skipped: dict[str, str]  # ways that were not available, and why
 
 
 def write(path: Path, result: _Result) -> None:
     """Write a result as JSON. Raises UserError where it cannot be written."""
     try:
-        replace_text(path, json.dumps(result.model_dump(mode="json"), indent=2) + "\n")
+        replace_text(path, result.model_dump_json(indent=2) + "\n")
     except OSError as failure:
         raise UserError(f"cannot write {path}: {failure.strerror}; give a file that can be written") from None
 
 
-def read(kind: Any, path: Path, option: str) -> Any:
-    """Read a result that `write` wrote.
-
-    Args:
-        kind: a class of results, or a union of them.
-        option: that names the file.
-
-    Raises:
-        UserError: where the file holds no such result.
-    """
-    kinds = getattr(kind, "__args__", (kind,))
-    known = dict.fromkeys(f"`benchmark {kind.model_fields['benchmark'].default}`" for kind in kinds)
-    name = " or ".join(known)
+def check_writable(path: Path | None) -> None:
+    """UserError where a file could not be written; None: there is none to write."""
+    if path is None:
+        return
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
     try:
-        return TypeAdapter(kind).validate_json(path.read_text(encoding="utf-8"))
+        if not can_be_replaced(path):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        part.open("xb").close()
+        part.unlink()
     except OSError as failure:
-        raise UserError(f"{option} {path}: {failure.strerror}; give the --json file of {name}") from None
-    except (ValidationError, UnicodeDecodeError):
-        raise UserError(f"{option} {path}: is no result of {name}; give its --json file") from None
-
-
-def check_writable(*paths: Path | None, inputs: Sequence[Path | None] = ()) -> None:
-    """UserError where a file cannot be written, or would overwrite another one or an input."""
-    seen = {path.resolve() for path in inputs if path is not None}
-    for path in paths:
-        if path is None:
-            continue
-        if path.resolve() in seen:
-            raise UserError(f"{path} is given twice, and one file would be written over the other; give two names")
-        seen.add(path.resolve())
-        what = f"there is no folder {path.parent}" if not os.path.isdir(path.parent) else ""
-        if os.path.isdir(path):
-            what = "is a folder"
-        elif not what and not can_be_replaced(path):
-            what = "is no regular file"
-        elif not what:
-            try:
-                with tempfile.TemporaryFile(dir=path.parent):
-                    for name in (path.name, path.name + PART):
-                        with suppress(FileNotFoundError):
-                            path.with_name(name).open("r+b").close()
-            except OSError as failure:
-                what = str(failure.strerror)
-        if what:
-            raise UserError(f"cannot write {path}: {what}; give another file")
+        raise UserError(f"cannot write {path}: {failure.strerror}; give another file") from None

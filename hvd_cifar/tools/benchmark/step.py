@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from hvd_cifar.distributed.overlap import Backward
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import terminal
 from hvd_cifar.tools.benchmark.job import Job, facts_of
-from hvd_cifar.tools.benchmark.results import Estimate, Gradient, Phases, RankResult, StepResult, WorldResult
+from hvd_cifar.tools.benchmark.results import Estimate, Gradient, Phases, StepResult, WorldResult
 from hvd_cifar.tools.settings import BenchmarkStepSettings
 from hvd_cifar.training.overlap import measure_backward, set_buckets
 from hvd_cifar.training.plan import precision_of
@@ -43,9 +43,9 @@ from hvd_cifar.training.work import (
 LEARNING_RATE = 1e-3
 # Steps before the clock starts: caches fill, and batches that the pipeline has made ahead are used up.
 LEAD_IN = 2
-LEAD_IN_OF_INPUT = PREFETCH_BATCHES + 1
+LEAD_IN_OF_FED = PREFETCH_BATCHES + 1
 ENDLESS = 2**31  # steps
-WAYS = ("communication", "input", "fed", "step", "compute")  # ways to be compared are neighbours, against drift
+WAYS = ("communication", "fed", "step", "compute")  # ways to be compared are neighbours, against drift
 
 Repeat = Callable[[int], None]  # repeats something n times, and returns when the device has finished
 
@@ -80,7 +80,7 @@ def measure(job: Job, options: BenchmarkStepSettings) -> StepResult:
         compression=settings.compression,
         bucket_bytes=bench.bucket_bytes,
         steps=options.steps,
-        worlds=[_world_result(k, taken[k], options.batch_size, facts.hosts) for k in job.sets],
+        worlds=[_world_result(k, taken[k], options.batch_size) for k in job.sets],
         phases=_phases(bench, options.repeats, statistics.median(map(max, taken[max(job.sets)]["compute"]))),
     )
 
@@ -148,7 +148,7 @@ class Bench:
         if self.job.includes_me(k):
             repeat = self.repeat(k, way)
             collectives.barrier(self.job.sets[k])
-            repeat(LEAD_IN_OF_INPUT if way in ("input", "fed") else LEAD_IN)
+            repeat(LEAD_IN_OF_FED if way == "fed" else LEAD_IN)
             at_once = steps if "GPU" in self.job.world.device else 1
             for _ in range(steps // at_once):
                 began = time.perf_counter()
@@ -171,10 +171,8 @@ class Bench:
             return self._step(ranks, k, lambda: next(self.batches))
         if way == "compute":
             return self._step(process_sets.ALONE, 1, lambda: self.in_memory)
-        if way == "communication":
-            return self._reduction(ranks)
-        assert way == "input"
-        return lambda: next(self.batches).weight
+        assert way == "communication"
+        return self._reduction(ranks)
 
     def _step(self, ranks: Any, k: int, batch: Callable[[], MicroBatch]) -> Callable[[], Any]:
         """The step of training on batches of k ranks, with gradients summed over a process set."""
@@ -212,13 +210,12 @@ def _repeated(once: Callable[[], Any]) -> Repeat:
     return repeat
 
 
-def _world_result(k: int, taken: dict[str, list[list[float]]], batch: int, hosts: Sequence[str]) -> WorldResult:
+def _world_result(k: int, taken: dict[str, list[list[float]]], batch: int) -> WorldResult:
     """From seconds by way, repeat and rank. A group's step takes as long as its slowest rank's."""
     step = [max(by_rank) for by_rank in taken["step"]]
     fed = [max(by_rank) for by_rank in taken["fed"]]
     images = [k * batch / s for s in step]
     alone = [sum(batch / s for s in by_rank) for by_rank in taken["compute"]]
-    means = {way: [statistics.fmean(repeats) for repeats in zip(*taken[way], strict=True)] for way in taken}
     return WorldResult(
         ranks=k,
         images_per_second=Estimate.of(images),
@@ -228,20 +225,9 @@ def _world_result(k: int, taken: dict[str, list[list[float]]], batch: int, hosts
         compute_seconds=Estimate.of([k * batch / rate for rate in alone]),
         lockstep_seconds=Estimate.of([of_slowest for (of_slowest,) in taken["lockstep"]]),
         communication_seconds=Estimate.of([max(s) for s in taken["communication"]]) if k > 1 else None,
-        input_seconds=Estimate.of([statistics.fmean(by_rank) for by_rank in taken["input"]]),
         fed_seconds=Estimate.of(fed),
         input_cost=Estimate.of([a / b - 1 for a, b in zip(fed, step, strict=True)]),
-        by_rank=[
-            RankResult(
-                rank=rank,
-                host=hosts[rank],
-                compute_seconds=means["compute"][rank],
-                communication_seconds=means["communication"][rank] if k > 1 else None,
-                step_seconds=means["step"][rank],
-                input_seconds=means["input"][rank],
-            )
-            for rank in range(k)
-        ],
+        compute_by_rank=[statistics.fmean(seconds) for seconds in zip(*taken["compute"], strict=True)],
     )
 
 

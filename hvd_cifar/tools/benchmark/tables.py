@@ -3,107 +3,82 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hvd_cifar.tools.benchmark.results import AllreduceResult, Estimate, Facts, StepResult
+from hvd_cifar.tools.benchmark.results import AllreduceResult, Estimate, Facts, StepResult, WorldResult
 
 WIDTH = 200  # of the widest table; a terminal's own width would cut columns off
-RANKS_SHOWN = 16
-INPUT_COLUMNS = ("input alone", "fed", "costs")
-WAY_NAMES = {"horovod": "Horovod", "mpi": "MPI"}
 
 
 def plain(estimate: Estimate, digits: int, factor: float = 1.0) -> str:
     """Mean and standard error: 12.3 ± 0.1."""
-    text = f"{estimate.mean * factor:,.{digits}f}"
-    if estimate.standard_error is None:
-        return text
-    return f"{text} ± {estimate.standard_error * factor:,.{digits}f}"
+    error = estimate.standard_error
+    spread = "" if error is None else f" ± {error * factor:,.{digits}f}"
+    return f"{estimate.mean * factor:,.{digits}f}{spread}"
 
 
 def of_step(found: StepResult) -> str:
-    """Speed and efficiency by number of ranks, the parts of a step's time, and times by rank."""
+    """Speed and efficiency by number of ranks, and the parts of a step's time."""
     n = found.worlds[0].step_seconds.n
-    speed = _table(
-        f"{found.model}, {found.precision}, {found.per_rank_batch_size} images a rank and step; {found.dataset}; "
-        f"mean ± standard error of {n} x {found.steps} steps",
-        ["ranks", "images/s", "images/s without communication", "efficiency", "slowest rank"],
-    )
-    for w in found.worlds:
-        slowest = f"{w.slowest.rank} on {w.slowest.host}, {w.slowest_behind:.1%} behind the median"
-        speed.add_row(
-            str(w.ranks),
-            plain(w.images_per_second, 0),
-            plain(w.images_per_second_alone, 0),
-            plain(w.efficiency, 3),
-            slowest if w.ranks > 1 else "",
-        )
-    parts = _table(
-        "milliseconds a step",
-        ["ranks", "step", "computation alone", "of the slowest", "all-reduce alone", "exposed", *INPUT_COLUMNS],
-    )
-    for w in found.worlds:
-        alone = w.communication_seconds
-        parts.add_row(
-            str(w.ranks),
-            plain(w.step_seconds, 2, 1e3),
-            plain(w.compute_seconds, 2, 1e3),
-            plain(w.lockstep_seconds, 2, 1e3),
-            plain(alone, 2, 1e3) if alone else "",
-            f"{(w.step_seconds.mean - w.lockstep_seconds.mean) * 1e3:.2f}" if alone else "",
-            plain(w.input_seconds, 2, 1e3),
-            plain(w.fed_seconds, 2, 1e3),
-            plain(w.input_cost, 1, 100) + "%",
-        )
-    most = found.worlds[-1]
-    columns = [f"{name}, ms" for name in ("computation", "all-reduce", "both: a step", "input")]
-    by_rank = _table("by rank", ["rank", "host", *columns])
-    shown = sorted(most.by_rank, key=lambda of_rank: -of_rank.compute_seconds)[:RANKS_SHOWN]
-    for r in sorted(shown, key=lambda of_rank: of_rank.rank):
-        times = (r.compute_seconds, r.communication_seconds, r.step_seconds, r.input_seconds)
-        texts = ["" if seconds is None else f"{seconds * 1e3:.2f}" for seconds in times]
-        by_rank.add_row(str(r.rank), r.host, *texts)
-    lines = [_facts(found.facts)]
-    lines.append(f"{_buckets(found.bucket_bytes)}; compression: {found.compression}")
-    p = found.phases
-    lines.append(
-        f"computation on {most.ranks} ranks: forward {p.forward_seconds * 1e3:.2f} ms, backward "
+    title = f"{found.model}, {found.precision}, {found.per_rank_batch_size} images a rank and step; {found.dataset}; "
+    speed = {
+        str(w.ranks): {
+            "images/s": plain(w.images_per_second, 0),
+            "images/s without communication": plain(w.images_per_second_alone, 0),
+            "efficiency": plain(w.efficiency, 3),
+            "slowest rank": _slowest(w, found.facts),
+        }
+        for w in found.worlds
+    }
+    parts = {
+        str(w.ranks): {
+            "step": plain(w.step_seconds, 2, 1e3),
+            "computation alone": plain(w.compute_seconds, 2, 1e3),
+            "of the slowest": plain(w.lockstep_seconds, 2, 1e3),
+            "all-reduce alone": plain(w.communication_seconds, 2, 1e3) if w.communication_seconds else "",
+            "exposed": f"{(w.step_seconds.mean - w.lockstep_seconds.mean) * 1e3:.2f}" if w.ranks > 1 else "",
+            "fed": plain(w.fed_seconds, 2, 1e3),
+            "costs": plain(w.input_cost, 1, 100) + "%",
+        }
+        for w in found.worlds
+    }
+    p, size = found.phases, found.bucket_bytes
+    sent = "in one message" if size is None else f"in buckets of {size / 2**10:,.0f} KiB"
+    return _text(
+        (f"{title}mean ± standard error of {n} x {found.steps} steps", "ranks", speed),
+        ("milliseconds a step", "ranks", parts),
+        _facts(found.facts),
+        f"gradients leave {sent}; compression: {found.compression}",
+        f"computation on {found.worlds[-1].ranks} ranks: forward {p.forward_seconds * 1e3:.2f} ms, backward "
         f"{p.backward_seconds * 1e3:.2f} ms, update {p.update_seconds * 1e3:.2f} ms; gradients of "
-        f"{sum(g.bytes for g in p.gradients) / 2**20:.2f} MiB in {len(p.gradients)} variables"
+        f"{sum(g.bytes for g in p.gradients) / 2**20:.2f} MiB in {len(p.gradients)} variables",
     )
-    if most.ranks > RANKS_SHOWN:
-        lines.append(f"the {RANKS_SHOWN} slowest ranks of {most.ranks} are shown; all are in the JSON file")
-    return _text(speed, parts, by_rank, lines)
 
 
 def of_allreduce(found: AllreduceResult) -> str:
     """A table for each number of ranks, with a row a size."""
     tables = []
     for ranks in sorted({p.ranks for p in found.points}):
-        points = {(p.way, p.bytes): p for p in found.points if p.ranks == ranks}
-        ways = [way for way in WAY_NAMES if any(w == way for w, _ in points)]
-        columns = ["bytes"]
-        for way in ways:
-            columns += [f"{WAY_NAMES[way]}: us", "algorithm GB/s", "bus GB/s", "wrong"]
-        table = _table(f"all-reduce of float32 over {ranks} ranks", columns)
-        for size in sorted({size for _, size in points}):
-            row = [f"{size:,}"]
-            for way in ways:
-                p = points[way, size]  # type: ignore[index]
-                bandwidths = [f"{each / 1e9:.3f}" for each in (p.algorithm_bandwidth, p.bus_bandwidth)]
-                row += [plain(p.seconds, 1, 1e6), *bandwidths, str(p.wrong_values)]
-            table.add_row(*row)
-        tables.append(table)
-    skipped = [f"{WAY_NAMES[way]} was left out: {reason}" for way, reason in found.skipped.items()]
-    return _text(*tables, [_facts(found.facts), *skipped])
+        rows = {
+            f"{p.bytes:,}": {
+                "us": plain(p.seconds, 1, 1e6),
+                "algorithm GB/s": f"{p.algorithm_bandwidth / 1e9:.3f}",
+                "bus GB/s": f"{p.bus_bandwidth / 1e9:.3f}",
+                "wrong": f"{p.wrong_values}",
+            }
+            for p in sorted((p for p in found.points if p.ranks == ranks), key=lambda p: p.bytes)
+        }
+        tables.append((f"all-reduce of float32 over {ranks} ranks", "bytes", rows))
+    return _text(*tables, _facts(found.facts))
 
 
-def _buckets(size: int | None) -> str:
-    return "in one message" if size is None else f"in buckets of {size / 2**10:,.0f} KiB"
+def _slowest(world: WorldResult, facts: Facts) -> str:
+    if world.ranks == 1:
+        return ""
+    return f"{world.slowest} on {facts.hosts[world.slowest]}, {world.slowest_behind:.1%} behind the median"
 
 
 def _facts(facts: Facts) -> str:
@@ -114,23 +89,20 @@ def _facts(facts: Facts) -> str:
     return f"{where}, {facts.processor}, {facts.cores} cores, over {facts.controller}{how}; {names}"
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, header_style="")
-    for column in columns:
-        left = column in ("slowest rank", "host", "")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
-    return table
-
-
-def _text(*parts: Table | Sequence[str]) -> str:
+def _text(*parts: str | tuple[str, str, dict[str, dict[str, str]]]) -> str:
+    """Lines and tables. A table: its title, the name of its first column, and its rows, each of cells by column."""
     stream = io.StringIO()
     console = Console(file=stream, width=WIDTH, color_system=None, highlight=False)
     for part in parts:
-        if isinstance(part, Table):
-            console.print(part.title, markup=False, soft_wrap=True)
-            part.title = None  # which rich would break at the table's width
-            console.print(part)
-        else:
-            for line in part:
-                console.print(line, markup=False, soft_wrap=True)
+        title = part if isinstance(part, str) else part[0]
+        console.print(title, markup=False, soft_wrap=True)
+        if isinstance(part, str):
+            continue
+        table = Table(box=box.SIMPLE_HEAD, header_style="")
+        _, first, rows = part
+        for column in (first, *next(iter(rows.values()))):
+            table.add_column(column, justify="left" if column == "slowest rank" else "right", no_wrap=True)
+        for name, cells in rows.items():
+            table.add_row(name, *cells.values())
+        console.print(table)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"

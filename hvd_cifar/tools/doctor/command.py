@@ -10,28 +10,26 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import hvd_cifar
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.launch.cluster import slurm, ssh
-from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local, parse_hosts, ranks_by_default, read_hostfile
+from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local, parse_hosts, read_hostfile
 from hvd_cifar.launch.cluster.program import Participants, Way
+from hvd_cifar.launch.here import ranks_of
 from hvd_cifar.reporting import terminal
-from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.environment import launched_size
-from hvd_cifar.tools.doctor import ask, checks, job
+from hvd_cifar.tools.doctor import checks, facts, job
 from hvd_cifar.tools.doctor.facts import Job, Subject
 from hvd_cifar.tools.doctor.finding import Finding, counted
-from hvd_cifar.tools.doctor.job import LOCAL_RANKS
 from hvd_cifar.tools.settings import DoctorSettings
 
+LOCAL_RANKS = 2  # of the job on each host: enough for messages between them; where GPUs compute, all take part
 LEAST_WIDTH, WIDTH_OF_A_FILE = 60, 120
 WORDS = {"ok": Text("ok", "green"), "warning": Text("warn", "yellow"), "failure": Text("FAIL", "bold red")}
 
@@ -53,26 +51,20 @@ def examine(settings: DoctorSettings) -> None:
     here = next((name for name in names if is_local(name)), socket.gethostname())
     everyone = list(dict.fromkeys([here, *names]))  # this machine takes part even if it has no rank
     way: Way = slurm if nodes else ssh
-    questions = {
-        "package": str(Path(hvd_cifar.__file__).parent),
-        "quota_files": devices.QUOTA_FILES,
-        "run_dir": str(settings.run_dir),
-    }
     _tell(f"asking {counted(len(everyone), 'host')} ...")
-    answers = ask.ask_all(Participants(everyone, here, sys.executable, way), questions, settings.probe_timeout)
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    subject = Subject(hosts=hosts, here=here, chosen_gpus=chosen, **answers)
-    if not hosts[0].slots:
-        subject = subject.model_copy(update={"hosts": (replace(hosts[0], slots=_slots_by_default(subject)),)})
-    subject = subject.model_copy(update=_try_job(subject, settings, bool(nodes)))
-    found = checks.findings(subject, checks.CHECKS, _hosts_option(settings, hosts))
+    participants = Participants(everyone, here, sys.executable, way)
+    subject = facts.ask(hosts, participants, settings.run_dir, settings.probe_timeout)
+    option = _hosts_option(settings, hosts)
+    if not any(one.level == "failure" for one in checks.findings(subject, checks.OF_HOSTS)):
+        subject = replace(subject, job=_run_job(subject, settings, bool(nodes)))
+    found = checks.findings(subject, checks.CHECKS, option)
     terminal.say(as_json(subject, found) if settings.as_json else as_table(found))
     if failed := [f"{one.check}{' on ' * bool(one.host)}{one.host}" for one in found if one.level == "failure"]:
         raise TrainingError(f"a run would fail: {', '.join(dict.fromkeys(failed))}")
 
 
 def hosts_of(settings: DoctorSettings, nodes: tuple[Host, ...] = ()) -> tuple[Host, ...]:
-    """The hosts, with the slots that a run would use; this machine with 0 slots where neither hosts nor -np is given.
+    """The hosts, with the slots that a run would use.
 
     `nodes`: of the Slurm allocation, () outside of one.
 
@@ -85,7 +77,7 @@ def hosts_of(settings: DoctorSettings, nodes: tuple[Host, ...] = ()) -> tuple[Ho
     elif nodes:
         hosts = nodes
     else:
-        return (Host("localhost", settings.ranks or 0),)
+        return (Host("localhost", settings.ranks or ranks_of(())),)
     slots = sum(host.slots for host in hosts)
     if settings.ranks is None:
         return hosts
@@ -93,14 +85,6 @@ def hosts_of(settings: DoctorSettings, nodes: tuple[Host, ...] = ()) -> tuple[Ho
         raise UserError(f"-np {settings.ranks} is more than the {slots} slots of the hosts; lower it or add slots")
     used = Counter(hosts_of_ranks(hosts, settings.ranks))
     return tuple(Host(name, count) for name, count in used.items())
-
-
-def _slots_by_default(subject: Subject) -> int:
-    """The ranks that the launcher starts by default on this machine, the subject's only host."""
-    name = subject.hosts[0].name
-    cpu = subject.facts_of(name).cpu
-    gpus = len(subject.gpus_of(name) or ()) if subject.computes_on_gpus(name) else 0
-    return ranks_by_default(gpus, cpu.usable if cpu else 1)
 
 
 def _hosts_option(settings: DoctorSettings, hosts: Sequence[Host]) -> str:
@@ -113,20 +97,16 @@ def _hosts_option(settings: DoctorSettings, hosts: Sequence[Host]) -> str:
     return f"-H {','.join(f'{host.name}:{host.slots}' for host in hosts)}"
 
 
-def _try_job(subject: Subject, settings: DoctorSettings, in_slurm: bool) -> dict[str, Job | str]:
-    """Run the small job on the hosts that can take part: `job` of the subject, or `no_job`, the reason for none."""
-    hosts = checks.hosts_for_the_job(subject)
-    if not hosts:
-        return {"no_job": "there is no host on which ranks can start"}
-    if in_slurm and len(hosts) < len(subject.hosts):  # the launcher takes all nodes of the allocation
-        return {"no_job": "not all nodes of this Slurm job can take part"}
-    if not in_slurm and not all(subject.computes_on_gpus(host.name) for host in hosts):
+def _run_job(subject: Subject, settings: DoctorSettings, in_slurm: bool) -> Job:
+    """Run the small job on all hosts."""
+    hosts = list(subject.hosts)
+    if not in_slurm and not all(found.computes_on_gpus for _, found in subject.known):
         hosts = [Host(host.name, min(host.slots, LOCAL_RANKS)) for host in hosts]
     ranks = sum(host.slots for host in hosts)
     _tell(f"a small job of {counted(ranks, 'rank')} on {counted(len(hosts), 'host')} ...")
     named = not in_slurm and [host.name for host in hosts] != [subject.here]
     words = job.command(hosts, named, settings.allreduce == "ring")
-    return {"job": job.run(hosts, words, settings.job_timeout)}
+    return job.run(words, settings.job_timeout)
 
 
 def _tell(text: str) -> None:
@@ -168,13 +148,12 @@ def summary(found: Sequence[Finding]) -> str:
 
 def as_json(subject: Subject, found: Sequence[Finding]) -> str:
     """Findings and all facts, for programs."""
-    network = subject.network
     content = {
         "would_fail": any(one.level == "failure" for one in found),
         "findings": [one._asdict() for one in found],
         "hosts": {host.name: host.slots for host in subject.hosts},
-        "network": network and {"subnet": network.subnet, "cards": {h: c.name for h, c in network.cards.items()}},
-        "job": subject.job and subject.job.model_dump(),
-        "facts": {name: facts.model_dump() for name, facts in subject.facts.items()},
+        "network": subject.network and asdict(subject.network),
+        "job": subject.job and asdict(subject.job),
+        "facts": {name: asdict(found) for name, found in subject.facts.items()},
     }
     return json.dumps(content, indent=1)

@@ -5,168 +5,130 @@ Sizes are in bytes, times in seconds. `doctor --json` prints all of it.
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
-
 from hvd_cifar.launch.cluster.hosts import Host
-from hvd_cifar.launch.cluster.network import Card, Network, NoWay
+from hvd_cifar.launch.cluster.network import Network, Unreachable, find_network
+from hvd_cifar.launch.cluster.program import Participants, Program
 from hvd_cifar.runtime import devices
 
-
-class _Facts(BaseModel):
-    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+PROBE = Path(__file__).with_name("probe.py")
 
 
-class Versions(_Facts):
-    """Versions of what a rank runs; `mpi`: the first line of mpirun --version; `code`: a digest, "" without files."""
+@dataclass(frozen=True)
+class HostFacts:
+    """The facts of one host.
+
+    code: a digest of this project's files.
+    cores, gpus: that ranks may use. memory: free, within the limits of control groups. shm: free in /dev/shm.
+    temporary: the folder for temporary files. folder: the run's, or the nearest existing one above it.
+    temporary_error, folder_error: why nothing can be written there; "": it can.
+    """
 
     python: str
     packages: Mapping[str, str]
-    mpi: str
     code: str
-
-
-class Cpu(_Facts):
-    """`cores`: in a process's CPU mask; `quota`: limit of its control groups, in cores."""
-
     cores: int
-    quota: float | None
-
-    @property
-    def usable(self) -> int:
-        """Cores for ranks."""
-        return devices.usable_cores(self.cores, self.quota)
-
-    @field_validator("quota", mode="before")
-    @classmethod
-    def _of_files(cls, quota: Any) -> Any:
-        """The probe sends the texts of `devices.QUOTA_FILES` in each control group."""
-        return devices.least_quota(quota) if isinstance(quota, list) else quota
-
-
-class Gpus(_Facts):
-    """The GPUs as `nvidia-smi -L` lists them, and their driver."""
-
-    listing: str
-    driver: str
-
-
-class Memory(_Facts):
-    """Free memory, free shared memory, and the soft limit of open files (-1: none)."""
-
-    available: int
-    shm_free: int
-    open_files: int
-
-
-class Disk(_Facts):
-    """The run's folder, or the nearest existing one above it, and the folder for temporary files.
-
-    error, temporary_error: why nothing can be written there; "": it can.
-    """
-
-    folder: str
-    free: int
-    error: str
+    gpus: list[str]
+    memory: int
+    shm: int
     temporary: str
     temporary_error: str
+    folder: str
+    folder_free: int
+    folder_error: str
+
+    @property
+    def is_for_gpus(self) -> bool:
+        """Whether the environment is for GPUs: set-up then installs NCCL, on which it builds Horovod."""
+        return any(name.startswith("nvidia-nccl") for name in self.packages)
+
+    @property
+    def computes_on_gpus(self) -> bool:
+        """Whether ranks compute on the host's GPUs."""
+        return self.is_for_gpus and bool(self.gpus)
 
 
-class HostFacts(_Facts):
-    """All facts of one host. A group that it did not give is None, for the reason in `missing`."""
-
-    cpu: Cpu | None = None
-    memory: Memory | None = None
-    versions: Versions | None = None
-    gpus: Gpus | None = None
-    disk: Disk | None = None
-    missing: Mapping[str, str] = {}
-
-
-GROUPS = ("cpu", "memory", "versions", "gpus", "disk")
-
-
-class Link(_Facts):
-    """An all-reduce between two hosts, or between two ranks of one host (then `b` is `a`)."""
-
-    a: str
-    b: str
-    ranks: tuple[int, int]
-    seconds: float  # of the smallest message
-    bytes_per_second: float
-    wrong_values: int
-
-
-class Job(_Facts):
+@dataclass(frozen=True)
+class Job:
     """The outcome of the small job.
 
-    ranks: their number, by host. hosts: each rank's own host name.
-    failure: why the job failed; "": it did not.
-    pending: the two hosts of each pair that had begun and not ended when the job ran out of time.
-    complaints: lines of the ranks' stderr.
+    failure: why it failed; "": it did not. complaints: lines of the ranks' stderr. seconds: of all of it.
     how: ranks, devices, algorithm and transport, as in the first line of a training.
-    wrong_values: in an all-reduce over all ranks. pairs: of hosts; of many hosts not all are measured.
+    wrong_values: in all-reduces over all ranks. bytes_per_second: that each rank sends, and receives, in them.
     """
 
-    ranks: Mapping[str, int]
-    hosts: tuple[str, ...] = ()
     failure: str = ""
-    pending: tuple[tuple[str, str], ...] = ()
     complaints: tuple[str, ...] = ()
     how: str = ""
     wrong_values: int = 0
-    links: tuple[Link, ...] = ()
-    pairs: int = 0
+    bytes_per_second: float = 0.0
     seconds: float = 0.0
 
 
-class Subject(_Facts):
+@dataclass(frozen=True)
+class Subject:
     """What is judged.
 
     hosts: with the slots that a run would use. here: this machine's name, which need not be one of them.
     facts: of the hosts that answer. silent: for each other host, what is wrong and what to do.
-    cards: each host's network cards that are up. network: the one that ranks would use; None: one host, or none in
-    common. blocked: connections that fail on it.
-    chosen_gpus: this machine's CUDA_VISIBLE_DEVICES.
-    job: None where it was not started, for the reason `no_job`.
+    network: that ranks would use; None: one host, or none in common that works, for the reason in `no_network`.
+    job: None where it was not started.
     """
 
     hosts: tuple[Host, ...]
     here: str
     facts: Mapping[str, HostFacts]
-    silent: Mapping[str, tuple[str, str]] = {}
-    cards: Mapping[str, tuple[Card, ...]] = {}
+    silent: Mapping[str, tuple[str, str]]
     network: Network | None = None
-    blocked: tuple[NoWay, ...] = ()
-    chosen_gpus: str | None = None
+    no_network: str = ""
+    hides_gpus: bool = False
     job: Job | None = None
-    no_job: str = ""
 
-    def facts_of(self, host: str) -> HostFacts:
-        """A host's facts; without any where it did not answer."""
-        return self.facts.get(host, HostFacts())
+    @property
+    def known(self) -> list[tuple[Host, HostFacts]]:
+        """The hosts that answer, with their facts."""
+        return [(host, self.facts[host.name]) for host in self.hosts if host.name in self.facts]
 
-    def gpus_of(self, host: str) -> list[str] | None:
-        """The names of the GPUs that ranks on a host see; None: not known.
 
-        Variables of this machine count here alone, but an empty CUDA_VISIBLE_DEVICES hides the GPUs of all hosts.
-        """
-        gpus = self.facts_of(host).gpus
-        if gpus is None:
-            return None
-        counts = self.chosen_gpus is not None and (host == self.here or devices.hides_all(self.chosen_gpus))
-        seen = devices.visible_gpus(gpus.listing, {"CUDA_VISIBLE_DEVICES": self.chosen_gpus or ""} if counts else {})
-        named = {uuid: name for name, uuid in re.findall(r"^GPU \d+: (.*) \(UUID: ([^)]+)\)", gpus.listing, re.M)}
-        return [named[uuid] for uuid in seen]
+def ask(hosts: tuple[Host, ...], participants: Participants, run_dir: Path, seconds: float) -> Subject:
+    """Ask all hosts at once for their facts, then test the connections between those that answer.
 
-    def computes_on_gpus(self, host: str) -> bool:
-        """Whether ranks compute on a host's GPUs."""
-        return bool(self.gpus_of(host)) and self.is_for_gpus(host)
+    Args:
+        hosts: with the slots that a run would use.
+        participants: the hosts, and this machine.
+        run_dir: the run's folder.
+        seconds: the time limit for a host's facts.
+    """
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hides = devices.hides_all(chosen)
+    names, text, programs = participants.hosts, PROBE.read_text(), list[Program]()
 
-    def is_for_gpus(self, host: str) -> bool:
-        """Whether a host's environment is for GPUs: set-up then installs NCCL, on which it builds Horovod."""
-        versions = self.facts_of(host).versions
-        return versions is not None and any(name.startswith("nvidia-nccl") for name in versions.packages)
+    def listen(program: Program) -> HostFacts | tuple[str, str]:
+        # Variables of this machine count here alone; but where they hide all GPUs, they do so on all hosts.
+        counts = hides or program.host == participants.here
+        program.say({"run_dir": str(run_dir), "visible_gpus": chosen if counts else None})
+        found: dict[str, Any] | None = program.hear(b"{")
+        return program.why() if found is None else HostFacts(**found)
+
+    with ThreadPoolExecutor(max_workers=len(names)) as pool:
+        try:
+            programs += [Program(participants, name, text, seconds) for name in names]
+            answers = dict(zip(names, pool.map(listen, programs), strict=True))
+        finally:  # The pool's exit waits for its threads, which wait for the programs: end these first.
+            for program in programs:
+                program.end()
+    facts = {name: answer for name, answer in answers.items() if isinstance(answer, HostFacts)}
+    silent = {name: answer for name, answer in answers.items() if not isinstance(answer, HostFacts)}
+    subject = Subject(hosts, participants.here, facts, silent, hides_gpus=hides)
+    if len(facts) < 2:
+        return subject
+    try:
+        return replace(subject, network=find_network(replace(participants, hosts=list(facts)))[0])
+    except Unreachable as failure:
+        return replace(subject, no_network=str(failure))

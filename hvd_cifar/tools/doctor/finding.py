@@ -33,27 +33,17 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def ranged(texts: Sequence[str]) -> str:
-    """From the first text to the last one."""
-    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
+def scaled(number: float, units: Sequence[tuple[str, float]]) -> str:
+    """A number in the first unit that it reaches, else in the last, with three digits at least."""
+    unit, factor = next((one for one in units if number >= one[1]), units[-1])
+    return f"{number / factor:.{0 if number >= 100 * factor else 1}f} {unit}"
 
 
 def size(number: float) -> str:
     """A number of bytes with a unit."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= factor:
-            return f"{number / factor:.{0 if number >= 100 * factor else 1}f} {unit}"
-    return f"{number:.0f} bytes"
-
-
-def seconds(number: float) -> str:
-    """A time with a unit."""
-    if number >= 1:
-        return f"{number:.1f} s"
-    return f"{number * 1e3:.2g} ms" if number >= 1e-3 else f"{number * 1e6:.0f} us"
+    return scaled(number, (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)))
 
 
 def speed(bytes_per_second: float) -> str:
     """A bandwidth in bits per second, with a unit."""
-    bits = bytes_per_second * 8
-    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.1f} Mbit/s"
+    return scaled(bytes_per_second * 8, (("Gbit/s", 1e9), ("Mbit/s", 1e6)))

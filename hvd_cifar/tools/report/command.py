@@ -11,9 +11,6 @@ from hvd_cifar.errors import UserError
 from hvd_cifar.files import replace_bytes
 from hvd_cifar.reporting import story, terminal
 from hvd_cifar.reporting.run_files import RunFiles, Train, read_run
-from hvd_cifar.tools.benchmark import results
-from hvd_cifar.tools.benchmark.results import AllreduceResult, StepResult
-from hvd_cifar.tools.doctor.finding import counted
 from hvd_cifar.tools.report import charts, content
 from hvd_cifar.tools.settings import ReportSettings
 
@@ -31,9 +28,7 @@ def report(settings: ReportSettings) -> None:
     for run in runs:
         if not run.of_kind(Train):
             raise UserError(f"{run.run_dir}: no log line is on record yet; wait for the first one (--log-every)")
-    benchmarks = [results.read(StepResult | AllreduceResult, path, "--benchmarks") for path in settings.benchmarks]
-    results.check_writable(output, inputs=settings.benchmarks)
-    text = page(runs, benchmarks)
+    text = page(runs)
     try:
         replace_bytes(output, text.encode(errors="replace"))  # a folder's name need not be valid UTF-8
     except OSError as failure:
@@ -41,7 +36,7 @@ def report(settings: ReportSettings) -> None:
     terminal.say(f"{output}")
 
 
-def page(runs: list[RunFiles], benchmarks: list[charts.Benchmark]) -> str:
+def page(runs: list[RunFiles]) -> str:
     """The page as HTML. Autoescape escapes what comes from files; only `charts.svg` makes markup."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hvd_cifar.tools.report", ""),
@@ -50,19 +45,20 @@ def page(runs: list[RunFiles], benchmarks: list[charts.Benchmark]) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.globals |= {"duration": content.duration, "clock": story.clock}
-    named = content.names([run.run_dir for run in runs])
+    environment.globals |= {"duration": content.duration, "clock": story.clock, "most_ranks": content.MOST_RANKS}
+    names = [run.run_dir.name for run in runs]
+    named = names if len(set(names)) == len(names) else [str(run.run_dir) for run in runs]
     return environment.get_template("page.html").render(
         runs=[_of_run(*one, number) for number, one in enumerate(zip(runs, named, strict=True), start=1)],
         curves=charts.curves(runs),
         differing=content.differing(runs),
-        benchmarks=[_of_benchmark(found, number) for number, found in enumerate(benchmarks, start=1)],
         version=__version__,
     )
 
 
 def _of_run(run: RunFiles, name: str, number: int) -> dict[str, Any]:
     happened = content.happenings(run)
+    by_rank, slowest = content.by_rank(run)
     return {
         "name": name,
         "standing": run.standing,
@@ -70,23 +66,12 @@ def _of_run(run: RunFiles, name: str, number: int) -> dict[str, Any]:
         "facts": content.facts(run),
         "settings": content.settings(run),
         "shares": content.shares(run),
-        "by_rank": content.by_rank(run),
+        "by_rank": by_rank,
+        "slowest": slowest,
         "time_axis": charts.time_axis(run, happened, f"Steps over time, run {number}") if run.marks else "",
         "happened": happened,
         "classes": content.classes(run.confusion) if run.confusion else None,
         "confusion": run.confusion,
         "pictures": content.pictures(run.confusion) if run.confusion else [],
         "damaged": run.damaged,
-    }
-
-
-def _of_benchmark(found: charts.Benchmark, number: int) -> dict[str, Any]:
-    facts = found.facts
-    ranks, hosts = counted(len(facts.hosts), "rank"), counted(facts.local_ranks.count(0), "host")
-    return {
-        "model": getattr(found, "model", ""),
-        "kind": found.benchmark,
-        "facts": f"{ranks} on {hosts}, {facts.processor}, {facts.date}",
-        "command": facts.command,
-        "charts": charts.of_benchmark(found, f"benchmark {number}"),
     }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from hvd_cifar.reporting.run_files import Confusion, Evaluated, Mistake, Ranks, 
 from hvd_cifar.reporting.story import Happening
 from hvd_cifar.reporting.view import clock
 
+MOST_HOSTS = 8  # by name
 MOST_RANKS = 16  # in the table of ranks: the slowest
 MOST_CLASSES = 20  # of a confusion matrix that fits a page
 MOST_PAIRS = 10  # of a true and a predicted class that are confused
@@ -22,55 +23,36 @@ TOP = 3  # classes of a mistake
 MOST_HAPPENINGS = 100
 
 
-def names(run_dirs: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell the runs apart."""
-    parts = 1
-    while len({path.parts[-parts:] for path in run_dirs}) < len(set(run_dirs)):
-        parts += 1
-    return ["/".join(path.parts[-parts:]) for path in run_dirs]
-
-
 def duration(seconds: float) -> str:
     """A time in words that fit a table."""
     return f"{seconds:.1f} s" if seconds < 120 else clock(seconds)
 
 
-@dataclass(frozen=True)
-class Results:
-    """A run's numbers; None: not known yet."""
-
-    accuracy: float | None
-    test_loss: float | None
-    train_loss: float
-    epochs: float
-    images_per_second: float
-    seconds: float
-    useful: float
-
-
-def results(run: RunFiles) -> Results:
-    """The numbers of a run, at its end or so far."""
-    train, tests = run.of_kind(Train), run.of_kind(Evaluated)
-    shares = goodput.shares(run.marks)
-    summary = run.summary
-    return Results(
-        accuracy=summary.test_accuracy if summary else tests[-1].test_accuracy if tests else None,
-        test_loss=summary.test_loss if summary else tests[-1].test_loss if tests else None,
-        train_loss=train[-1].loss,
-        epochs=train[-1].epoch,
-        images_per_second=(summary and summary.images_per_second)
-        or statistics.median(event.images_per_second for event in train),
-        seconds=shares["seconds"],
-        useful=shares["useful_steps"],
-    )
+def results(run: RunFiles) -> dict[str, float | None]:
+    """The numbers of a run, at its end or so far; None: not known yet."""
+    train, shares = run.of_kind(Train), goodput.shares(run.marks)
+    tests: list[tuple[float | None, float | None]] = [(None, None)]
+    tests += [(event.accuracy, event.loss) for event in run.of_kind(Evaluated) if event.part == "test"]
+    tests += [(run.summary.test_accuracy, run.summary.test_loss)] if run.summary else []
+    accuracy, loss = tests[-1]
+    speed = statistics.median(event.images_per_second for event in train)
+    return {
+        "accuracy": accuracy,
+        "test_loss": loss,
+        "train_loss": train[-1].loss,
+        "epochs": train[-1].epoch,
+        "images_per_second": (run.summary and run.summary.images_per_second) or speed,
+        "seconds": shares["seconds"],
+        "useful": shares["useful_steps"],
+    }
 
 
 def facts(run: RunFiles) -> dict[str, str]:
     """The net, data, ranks, device and versions of a run."""
     ran, config = run.config.run, run.config
-    hosts = {host: ran.hosts.count(host) for host in ran.hosts}
-    where = ", ".join(f"{host} ({count})" for host, count in list(hosts.items())[:8])
-    where += f" and {len(hosts) - 8} more hosts" * (len(hosts) > 8)
+    hosts = Counter(ran.hosts)
+    where = ", ".join(f"{host} ({count})" for host, count in list(hosts.items())[:MOST_HOSTS])
+    where += f" and {len(hosts) - MOST_HOSTS} more hosts" * (len(hosts) > MOST_HOSTS)
     found = {
         "Net": f"{config.model}, {config.precision or 'float32'}",
         "Data": ran.dataset,
@@ -100,29 +82,18 @@ def differing(runs: Sequence[RunFiles]) -> dict[str, list[str]]:
     return {name: values for name, values in rows.items() if len(set(values)) > 1}
 
 
-@dataclass(frozen=True)
-class Share:
-    """A kind of time: its number in `goodput.KINDS`, and what it took."""
-
-    number: int
-    kind: str
-    fraction: float
-    seconds: str
-
-
-def shares(run: RunFiles) -> list[Share]:
-    """Where the wall time went, the largest first."""
+def shares(run: RunFiles) -> list[tuple[int, str, float, str]]:
+    """Where the wall time went, the largest first: number in `goodput.KINDS`, name, fraction, duration."""
     found = goodput.shares(run.marks)
     rows = [
-        Share(number, kind.replace("_", " "), found[kind], duration(found[kind] * found["seconds"]))
+        (number, kind.replace("_", " "), found[kind], duration(found[kind] * found["seconds"]))
         for number, kind in enumerate(goodput.KINDS)
         if found[kind]
     ]
-    return sorted(rows, key=lambda row: -row.fraction)
+    return sorted(rows, key=lambda row: -row[2])
 
 
-@dataclass(frozen=True)
-class OfRank:
+class OfRank(NamedTuple):
     """A rank's mean times of a step, in seconds."""
 
     rank: int
@@ -130,44 +101,33 @@ class OfRank:
     compute: float
     wait: float
 
+    @property
+    def step(self) -> float:
+        """Of the whole step."""
+        return self.compute + self.wait
 
-@dataclass(frozen=True)
-class ByRank:
-    """Where the ranks' time went.
 
-    rows: the slowest ranks. count: of all ranks. longest: step of any rank, in seconds. slowest: a sentence about the
-    slowest rank. since: the step after which the means begin.
+def by_rank(run: RunFiles) -> tuple[list[OfRank], str]:
+    """Each rank's mean times on the newest set of ranks, weighted by steps, the slowest first; and a sentence about it.
+
+    Without rows for one rank, or without a record.
     """
-
-    rows: list[OfRank]
-    count: int
-    longest: float
-    slowest: str
-    since: int
-
-
-def by_rank(run: RunFiles) -> ByRank | None:
-    """Each rank's mean times since the ranks last changed, weighted by steps; None for one rank or without a record."""
     every = run.of_kind(Ranks)
     if not every or len(every[-1].compute_seconds) == 1:
-        return None
+        return [], ""
     count, hosts = len(every[-1].compute_seconds), every[-1].hosts
-    first = len(every)
-    while first and (len(every[first - 1].compute_seconds), every[first - 1].hosts) == (count, hosts):
-        first -= 1
-    since, newest = every[first - 1].step if first else 0, every[first:]
-    weights = np.maximum(1, np.diff([since, *(one.step for one in newest)]))
-    compute = np.average([one.compute_seconds for one in newest], axis=0, weights=weights).tolist()
-    wait = np.average([one.wait_seconds for one in newest], axis=0, weights=weights).tolist()
+    steps = np.maximum(1, np.diff([0, *(one.step for one in every)]))
+    same = [i for i, one in enumerate(every) if (len(one.compute_seconds), one.hosts) == (count, hosts)]
+    compute, wait = (
+        np.average([getattr(every[i], name) for i in same], axis=0, weights=steps[same]).tolist()
+        for name in ("compute_seconds", "wait_seconds")
+    )
     rows = [OfRank(*row) for row in zip(range(count), hosts or [""] * count, compute, wait, strict=True)]
     rows.sort(key=lambda row: -row.compute)
-    usual = statistics.median_low(compute)
-    where = f" on {rows[0].host}" if rows[0].host else ""
+    usual, where = statistics.median_low(compute), f" on {rows[0].host}" if rows[0].host else ""
     behind = f"{rows[0].compute / usual - 1:.1%} behind the median" if usual else "behind the median"
     own = f"its own part of a step takes {rows[0].compute * 1e3:.1f} ms"
-    slowest = f"Rank {rows[0].rank}{where} is the slowest: {own}, {behind}."
-    longest = max(row.compute + row.wait for row in rows) or 1.0
-    return ByRank(rows[:MOST_RANKS], count, longest, slowest, since)
+    return rows, f"Rank {rows[0].rank}{where} is the slowest: {own}, {behind}."
 
 
 def happenings(run: RunFiles) -> list[Happening]:
@@ -183,8 +143,7 @@ def happenings(run: RunFiles) -> list[Happening]:
     return found if len(found) <= MOST_HAPPENINGS else [found[0], *found[1 - MOST_HAPPENINGS :]]
 
 
-@dataclass(frozen=True)
-class Classes:
+class Classes(NamedTuple):
     """A confusion matrix.
 
     cells: images, and their percentage of their class (None: the class has no image); none where they do not fit a
