@@ -105,7 +105,8 @@ def _check_data(settings: DataSettings, ranks: int) -> None:
         examples -= min(examples, settings.hold_out or 0)
         if batch > examples:
             raise UserError(
-                f"the global batch of {batch} is larger than the training set of {examples}: make it smaller"
+                f"the global batch of {batch} is larger than the training set of {examples}: give a smaller "
+                f"--{'global-' * bool(settings.global_batch_size)}batch-size"
             )
     found = None if named == "synthetic" else layout.locate(data_dir)
     if found is not None:

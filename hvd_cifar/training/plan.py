@@ -119,7 +119,10 @@ def plan(settings: TrainSettings, recipe: Recipe, examples: int, size: int, batc
     whole = global_batch(settings, recipe.batch, batch_ranks or size)
     config.check_ranks(settings.model_copy(update={"global_batch_size": whole}), size)
     if whole > examples:
-        raise UserError(f"the global batch of {whole} is larger than the training set of {examples}: make it smaller")
+        raise UserError(
+            f"the global batch of {whole} is larger than the training set of {examples}: give a smaller "
+            f"--{'global-' * bool(settings.global_batch_size)}batch-size"
+        )
     steps = sampler.steps_per_epoch(examples, whole)
     assert settings.epochs is not None, "settings are resolved"
     total = max(1, round(steps * settings.epochs))

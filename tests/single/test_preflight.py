@@ -45,7 +45,10 @@ def run(tmp_path: Path) -> Path:
         ({"model": "{none}.py:f"}, "--model .*none.py:f: there is no such file"),
         ({"callbacks": "{none}.py:f"}, "--callbacks .*none.py:f: there is no such file"),
         ({"resume": "{none}"}, "--resume .*/none: no checkpoint is there"),
-        ({"batch_size": 30_000}, "global batch of 60000 is larger than the training set of 50000"),
+        (
+            {"batch_size": 30_000},
+            "global batch of 60000 is larger than the training set of 50000: give a smaller --batch-size",
+        ),
         ({"global_batch_size": 50_001, "dataset": "cifar100"}, "global batch of 50001 is larger"),
         ({"global_batch_size": 1}, "global batch of 1 is smaller than 2 ranks"),
         ({"virtual_shards": 1}, "2 ranks do not divide them; start 1 ranks"),
