@@ -15,11 +15,10 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
 
 from hvd_cifar.errors import DIVERGED, OUT_OF_SYNC, RESUME, UserError
 from hvd_cifar.launch.cluster import ssh
@@ -36,6 +35,8 @@ SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_BEFORE_RESIZE = 30.0  # time for a first step, where this host cannot see the steps
 FAILURES_WITHOUT_A_STEP = 3
 SCRIPT_SECONDS = 10.0
+ANSWER_SECONDS = 20.0  # for a host
+HOPELESS = (DIVERGED, OUT_OF_SYNC)  # parts of messages after which another start would fail in the same way
 
 Discover = Callable[[], tuple[Host, ...]]
 
@@ -105,14 +106,10 @@ class ElasticRun:
             code, lost = self._run_on(hosts)
             gone = {one.host for one in lost if one.rank is None}
             there = tuple(host for host in hosts if host.name not in gone)
-            if code in FINAL and not (code == RESUME and not self.job.asked):
-                # A user's error, perhaps of one rank.
-                if code == 2 and not self.job.asked and self._newest_copy(there) != NONE:
-                    self._save(there)
-                return code
-            if any(reason.encode() in self.job.tail for reason in (DIVERGED, OUT_OF_SYNC)):
-                return code
-            if self.job.asked:
+            if code == 2 and not self.job.asked and self._newest_copy(there) != NONE:  # perhaps of one rank
+                self._save(there)
+            is_final = code in FINAL and code != RESUME or any(r.encode() in self.job.tail for r in HOPELESS)
+            if self.job.asked or is_final:
                 return code
             now = self._newest_copy(there, above=step)
             # `now` may be less: a lost host had a newer copy.
@@ -131,20 +128,10 @@ class ElasticRun:
 
     def clean_up(self) -> None:
         """Remove the copies of the state from this host, and from others that can be reached."""
-        removal = ["rm", "-rf", str(folder_of(self.name))]
         assert self.cleaner.stdin
         self.cleaner.stdin.close()
-        removals, nothing = [self.cleaner], subprocess.DEVNULL
-        for words in (self.words(host, removal) for host in self.used if not is_local(host)):
-            with contextlib.suppress(OSError):  # there is no ssh here
-                removals.append(subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing))
-        end = time.monotonic() + SCRIPT_SECONDS
-        for process in removals:
-            try:
-                process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        self._ask(self.used, ["rm", "-rf", str(folder_of(self.name))])
+        self.cleaner.wait()
 
     def _run_on(self, hosts: tuple[Host, ...]) -> tuple[int, list[Lost]]:
         """Run ranks on hosts until they end. Return the exit code, and the lost ranks and hosts."""
@@ -285,30 +272,30 @@ class ElasticRun:
 
     def _silent(self, names: set[str]) -> set[str]:
         """Those of these hosts that do not answer."""
-        if not names:
-            return set()
-        asked = sorted(names)
-        with ThreadPoolExecutor(max_workers=len(asked)) as pool:
-            answers = pool.map(lambda host: is_local(host) or self._answer(host, ["true"]) is not None, asked)
-            silent = {host for host, answer in zip(asked, answers, strict=True) if not answer}
+        silent = {host for host, said in self._ask(names, ["true"]).items() if said is None}
         self.doubted = (self.doubted - names) | silent
         return silent
 
+    def _ask(self, hosts: Collection[str], command: Sequence[str]) -> dict[str, bytes | None]:
+        """What a command prints on each of these hosts, without this one; None: it fails, or does not end in time."""
+        others = sorted(host for host in hosts if not is_local(host))
+        with ThreadPoolExecutor(max_workers=max(1, len(others))) as pool:
+            return dict(zip(others, pool.map(lambda host: self._answer(host, command), others), strict=True))
+
     def _answer(self, host: str, command: Sequence[str]) -> bytes | None:
-        """What a command prints on a host; None: it fails, or does not end within 20 s."""
-        nothing = subprocess.DEVNULL
-        try:
-            words = self.words(host, command)
-            with own_program(words, stdin=nothing, stdout=subprocess.PIPE, stderr=nothing) as process:
-                try:
-                    said, _ = process.communicate(timeout=20)
-                    return said if process.returncode == 0 else None
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-                    return None
-        except OSError:  # there is no ssh here
-            return None
+        nothing, words = subprocess.DEVNULL, self.words(host, command)
+        # OSError: there is no ssh here.
+        with (
+            contextlib.suppress(OSError),
+            own_program(words, stdin=nothing, stdout=subprocess.PIPE, stderr=nothing) as process,
+        ):
+            try:
+                said, _ = process.communicate(timeout=ANSWER_SECONDS)
+                return said if process.returncode == 0 else None
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        return None
 
     def _step(self) -> int:
         """A number that grows with the newest step that this host can see; -1: there is none."""
@@ -322,15 +309,10 @@ class ElasticRun:
 
     def _versions(self, hosts: Sequence[Host]) -> dict[str, int]:
         """The newest version of the state on each of these hosts; -1: none."""
-        words = ["head", "-c", str(LABEL_BYTES), str(self._copy)]
-
-        def version(host: Host) -> int:
-            if is_local(host.name):
-                return newest_version(self._copy)
-            return newest_of((self._answer(host.name, words) or b"")[-LABEL_BYTES:])  # after a login shell's text
-
-        with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
-            return {host.name: found for host, found in zip(hosts, pool.map(version, hosts), strict=True)}
+        found = {host.name: newest_version(self._copy) for host in hosts}
+        for name, said in self._ask(found, ["head", "-c", str(LABEL_BYTES), str(self._copy)]).items():
+            found[name] = newest_of((said or b"")[-LABEL_BYTES:])  # after a login shell's text
+        return found
 
     @property
     def _copy(self) -> Path:
@@ -339,11 +321,6 @@ class ElasticRun:
 
 def _limit_output() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_BYTES, MOST_BYTES))
-
-
-def _read_from_start(file: IO[bytes]) -> bytes:
-    file.seek(0)
-    return file.read(MOST_BYTES)
 
 
 def script(path: Path) -> Discover:
@@ -365,7 +342,7 @@ def script(path: Path) -> Discover:
                     os.killpg(process.pid, signal.SIGKILL)  # the programs that it waits for also
                     process.wait()
                     raise
-                said, complaints = (_read_from_start(file).decode() for file in (out, err))
+                said, complaints = (os.pread(file.fileno(), MOST_BYTES, 0).decode() for file in (out, err))
         except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError) as failure:
             raise UserError(f"{what}: {failure}") from None
         if code:

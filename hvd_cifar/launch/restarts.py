@@ -39,8 +39,10 @@ class Failure:
 
 def failure_of(code: int, tail: bytes, run_dir: Path) -> Failure:
     """The failure of a job with this exit code; `tail` is the end of its stderr."""
-    marks, diverged = len(_lines(run_dir / "sessions.jsonl")), DIVERGED.encode() in tail
-    return Failure(code, last_said(tail), last_step(run_dir / "metrics.jsonl"), marks, diverged)
+    marks = 0
+    with contextlib.suppress(OSError):
+        marks = (run_dir / "sessions.jsonl").read_bytes().count(b"\n")
+    return Failure(code, last_said(tail), last_step(run_dir / "metrics.jsonl"), marks, DIVERGED.encode() in tail)
 
 
 def last_said(tail: bytes) -> str:
@@ -92,11 +94,3 @@ def _step_of(line: bytes) -> int | None:
         event = json.loads(line)
         return int(event["step"]) if event["event"] == "train" else None
     return None
-
-
-def _lines(path: Path) -> list[str]:
-    """The lines of a file; none where it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []

@@ -324,7 +324,7 @@ def test_steps_that_only_another_host_sees_count_and_the_newest_state_is_saved_a
 def test_clean_up_says_nothing_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(elastic, "SCRIPT_SECONDS", 0.3)
+    monkeypatch.setattr(elastic, "ANSWER_SECONDS", 0.3)
     asked: list[str] = []
     before = set(psutil.Process().children())
     run = ElasticRun(Options(Sizes(1, 8), None, 1, (1, 1)), lambda: HOSTS, lambda *_: 0, Job(can_stop=True), tmp_path)
