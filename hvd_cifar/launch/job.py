@@ -76,6 +76,11 @@ class Starter:
         """The program's name."""
         return Path(self.words[0]).name
 
+    @property
+    def is_rank(self) -> bool:
+        """Whether it is the only rank itself."""
+        return self.output is None
+
 
 class Job:
     """Runs starters, one after the other, and passes signals on to them.
@@ -135,8 +140,8 @@ class Job:
         if why and was_killed:
             code = why
         if code < 0 and not self._caught:
-            name = signal.Signals(-code).name
-            complain(f"{starter.name} was ended by signal {-code} ({name}), and its ranks with it")
+            who, more = ("rank 0", "") if starter.is_rank else (starter.name, ", and its ranks with it")
+            complain(f"{who} was ended by signal {-code} ({signal.Signals(-code).name}){more}")
         _end_orphans(0 if was_killed else SECONDS_FOR_ORPHANS, others)
         if was_killed:
             remove_session(process.pid, starter.env)
@@ -145,7 +150,7 @@ class Job:
             pump.join(SECONDS_FOR_LAST_OUTPUT)
         outcome = self._outcome(code if code >= 0 else 128 - code)
         if outcome == 0 and starter.proof and not starter.proof.exists():  # no more than C's `_exit` gives such a code
-            who = "all ranks ended" if starter.name == "mpirun" else "rank 0 ended first,"
+            who = "rank 0 ended first," if starter.is_rank else "all ranks ended"
             self.pass_on(f"hvd_cifar: {who} with exit code 0, before the job was over\n".encode())
             outcome = TrainingError.code
         self._ends.append(self._said() or f"exit code {outcome}")
