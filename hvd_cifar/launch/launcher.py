@@ -26,6 +26,7 @@ from hvd_cifar.import_path import OPTIONS as ISOLATED
 from hvd_cifar.import_path import foreign
 from hvd_cifar.launch import preflight, validators
 from hvd_cifar.launch.cluster import slurm
+from hvd_cifar.launch.cluster.hosts import is_local
 from hvd_cifar.launch.here import is_for_gpus, ranks_of
 from hvd_cifar.launch.job import complain, write
 from hvd_cifar.launch.jobs import check_early, launch, launch_elastic, stall_seconds_of
@@ -61,8 +62,7 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
         if request.is_program:
             _check_program(request.command[1:])
         settings = None if request.is_program else check(list(request.command))
-        needs_run_dir = request.settings.max_restarts or request.settings.elastic or request.settings.validation_ranks
-        if needs_run_dir or (request.command[0] == "train" and not request.settings.dry_run):
+        if request.settings.max_restarts or request.settings.elastic or request.settings.validation_ranks:
             request = _with_run_dir(request, settings)
         if request.command[0] in ALONE:
             return _start_alone(request, settings)
@@ -78,6 +78,9 @@ def _start_ranks(request: Request, settings: Any) -> int:
     request = with_allocation(request, () if request.hosts else slurm.allocation(os.environ))
     if request.settings.elastic:
         return launch_elastic(request, settings)
+    writes_here = not request.hosts or is_local(request.hosts[0].name)  # another host may have other folders
+    if request.command[0] == "train" and request.run_dir == Path() and writes_here and not request.settings.dry_run:
+        request = _with_run_dir(request, settings)
     ranks = request.ranks or ranks_of(request.hosts)
     if request.settings.validation_ranks:
         request, ranks = validators.set_apart(request, ranks)

@@ -26,7 +26,7 @@ class Request:
     hosts: (): this machine.
     in_slurm: whether the hosts are the nodes of this process's Slurm allocation, which starts programs there.
     discover: lists the current hosts of an elastic job; None: they do not change.
-    run_dir: set for --max-restarts, --elastic and --validation-ranks.
+    run_dir: set for --max-restarts, --elastic and --validation-ranks, and where rank 0 trains on this host.
     of_restarts: options that restarts add to the command.
     is_again: whether an elastic job has started before.
     variables: additional ones for the ranks.

@@ -125,8 +125,7 @@ def make_ready(request: Request, ranks: int) -> Ready:
         note_gpus(gpus or {socket.gethostname(): gpus_here()}, all_here=network is None)
     installed = Installation(sys.executable, mpirun, os.geteuid() == 0)
     words = command(request, ranks, installed, env, network)
-    writes_here = request.command[0] == "train" and is_local(of_ranks[0])
-    proof = request.run_dir / "summary.json" if writes_here else None
+    proof = request.run_dir / "summary.json" if request.run_dir != Path() and is_local(of_ranks[0]) else None
     return Ready(words, env, of_ranks if network else [], proof)
 
 
