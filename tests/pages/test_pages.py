@@ -80,7 +80,7 @@ BUDGETS = {
     "docs/environment.md": 45,
     "docs/api.md": 500,
     "docs/reliability.md": 170,
-    "docs/exactness.md": 150,
+    "docs/exactness.md": 140,
     "docs/benchmarks.md docs/performance.md docs/fast.md": 170,
     "docs/results.md": 90,
     "docs/network.md": 110,
