@@ -8,11 +8,30 @@ usage() {
     cat <<'TEXT'
 Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU or core.
 
+  ./run.sh                                             set up if needed, then train with the defaults
+  ./run.sh setup --gpu                                 set up only: in .venv, with TensorFlow for GPUs; --cpu: without
+  ./run.sh test                                        run linters, type checks and all but slow tests
+  ./run.sh -np 2 train --model resnet20 --epochs 2     train on two ranks; ./run.sh train --help lists options
+  ./run.sh -np 2 evaluate --run-dir runs/first         evaluate a run on the whole test set
+  ./run.sh predict runs/first photo.png                classify images with the net of a run
+  ./run.sh report runs/first                           write a page about a run; `watch` shows it while it runs
+  ./run.sh setup --hostfile my-hosts                   set up every host of a file with lines `HOST slots=N`
+  ./run.sh --hostfile my-hosts train                   train on all of them; `doctor` in the place of `train` checks them
+  ./run.sh -np 2 python examples/fit.py                run a program of your own on every rank
+
+./run.sh --help-all lists all commands and the launcher's options, docs/configuration.md every option.
+TEXT
+}
+
+usage_of_all() {
+    cat <<'TEXT'
+Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU or core.
+
   ./run.sh                                 set up if needed, then train with the defaults
   ./run.sh setup [--gpu] [--system-mpi]    set up only: in .venv, with TensorFlow for the CPU and a packaged MPI
                                            later set-ups keep these options; --cpu and --packaged-mpi undo them
   ./run.sh setup --replace                 replace even a .venv that this machine cannot run; jobs elsewhere may use it
-  ./run.sh setup --hostfile FILE           set up every host of FILE with this environment's options and versions
+  ./run.sh setup --hostfile FILE           set up every host of FILE: they get this checkout and its environment
   ./run.sh wheel --to FOLDER [--gpu]       set up if needed, and write wheels that pip installs in other environments
   ./run.sh test [PYTEST OPTIONS]           run linters, type checks and all but slow tests; with options: pytest
   ./run.sh test --all [PYTEST OPTIONS]     run slow tests too, such as those of clusters; --slow: these alone
@@ -81,6 +100,7 @@ run_tests() {
 
 case ${1:-} in
     -h | --help | help) usage ;;
+    --help-all) usage_of_all ;;
     setup | wheel) exec "${install[@]}" "$@" ;;
     test) run_tests "${@:2}" ;;
     *) exec "${install[@]}" run "$@" ;;

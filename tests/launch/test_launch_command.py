@@ -30,7 +30,7 @@ from hvd_cifar.launch.cluster.network import Card, Network, find_network
 from hvd_cifar.launch.cluster.program import Participants, Program
 from hvd_cifar.launch.command import Installation, command
 from hvd_cifar.launch.install import everywhere, installer
-from hvd_cifar.launch.install.versions import versions_of
+from hvd_cifar.launch.install.versions import environment_in, versions_of
 from hvd_cifar.launch.request import parse, with_allocation
 from hvd_cifar.launch.settings import LaunchSettings
 from tests.ranks import CHECKOUT
@@ -465,18 +465,10 @@ def test_a_login_shell_may_print_a_title_without_a_newline(tmp_path: Path, monke
     finally:
         program.end()
     there = versions_of(lambda text: everywhere._ask("b", shlex.join([sys.executable, "-I", "-c", text])))
-    assert there == installer._packages()
-    checkout = tmp_path / "checkout"
-    (checkout / "hvd_cifar").mkdir(parents=True)
-    for name in ("run.sh", "hvd_cifar/theirs.py"):
-        (checkout / name).touch()
-    here = everywhere.Here(checkout, "", (3, 11), (), ("run.sh",), {})
-    with pytest.raises(everywhere.HostFailed, match="there holds other files than here"):
-        everywhere._send("b", here, tmp_path / "none")
+    assert there == environment_in(installer.VENV).packages
     monkeypatch.setattr(everywhere, "_ask", lambda *_: "\033]0;b\007absent")
     with pytest.raises(everywhere.HostFailed, match="which set-up does not know"):
-        everywhere._send("b", here, tmp_path / "none")
-    assert sorted(path.name for path in checkout.iterdir()) == ["hvd_cifar", "run.sh"]
+        everywhere._set_up("b", installer._describe_here(installer.Options()), tmp_path / "none")
 
 
 def test_no_ssh_is_told_in_one_line(
@@ -485,9 +477,7 @@ def test_no_ssh_is_told_in_one_line(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="there is no ssh here: apt-get install openssh-client"):
         find_network(Participants(["localhost", "nosuch.invalid"], "localhost", sys.executable))
-    assert (
-        everywhere.set_up_hosts([Host("nosuch.invalid", 1)], installer._describe_here(installer.Options(), False)) == 1
-    )
+    assert everywhere.set_up_hosts([Host("nosuch.invalid", 1)], installer._describe_here(installer.Options())) == 1
     assert "nosuch.invalid  FAILED: there is no ssh here" in capfd.readouterr().err
 
 

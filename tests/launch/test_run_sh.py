@@ -11,15 +11,19 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from hvd_cifar import cli
+from hvd_cifar.config import LaunchSettings, option_name
 from hvd_cifar.errors import RESUME
 from hvd_cifar.launch.install import installer
+from hvd_cifar.launch.request import parse
+from hvd_cifar.options import launcher_option
 from tests.options import PACE, SMALL
 from tests.ranks import CHECKOUT, end_tree
 
@@ -61,9 +65,9 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     results: dict[str, tuple[dict[str, Any], str]] = {}
     launchers = {
         "run.sh": [RUN_SH, "-H", "localhost:2"],
-        "horovodrun": ["horovodrun", "-np", "2", *MODULE],
+        "horovodrun": ["horovodrun", "-np", "2", "hvd_cifar"],
         "horovodrun --gloo": ["horovodrun", "--gloo", "-np", "2", *MODULE],
-        "mpirun": ["mpirun", *AS_ROOT, "-np", "2", "--oversubscribe", *MODULE],
+        "mpirun": ["mpirun", *AS_ROOT, "-np", "2", "--oversubscribe", "hvd_cifar"],
         "run.sh alone": [RUN_SH, "-np", "1"],
         "none": MODULE,
     }
@@ -106,29 +110,21 @@ def _masked(line: str) -> str:
     return " ".join(sorted(masked.split())) if line.startswith("wall time") else masked  # its largest share comes first
 
 
-@pytest.mark.parametrize("words", [[RUN_SH, "-np", "2"], ["mpirun", *AS_ROOT, "-np", "2", "--oversubscribe", *MODULE]])
-def test_a_wrong_option_is_told_once(words: list[str]) -> None:
-    done = _run([*words, "train", "--max-steps", "ten"])
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.count("hvd_cifar:") == 1
-    assert "--max-steps" in done.stderr
-    if words[0] == RUN_SH:
-        assert done.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--frob"], "No such option '--frob': options of the launcher stand before"),
-        (["frob"], "frob"),
-        (["setup", "--frob"], "--frob"),
+        ([RUN_SH, "--frob"], "No such option '--frob': options of the launcher stand before"),
+        ([RUN_SH, "frob"], "frob"),
+        ([RUN_SH, "setup", "--frob"], "--frob"),
+        ([RUN_SH, "-np", "2", "train", "--max-steps", "ten"], "--max-steps"),
+        (["mpirun", *AS_ROOT, "-np", "2", "--oversubscribe", *MODULE, "train", "--max-steps", "ten"], "--max-steps"),
     ],
 )
-def test_a_user_error_is_one_line(words: list[str], message: str) -> None:
-    done = _run([RUN_SH, *words])
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+def test_a_user_error_is_told_once(words: list[str], message: str) -> None:
+    done = _run(words)
+    assert (done.returncode, done.stdout, done.stderr.count("hvd_cifar:")) == (2, "", 1)
     assert message in done.stderr
+    assert done.stderr.count("\n") == 1 or words[0] == "mpirun"
 
 
 def test_an_error_found_by_the_ranks_keeps_its_code(data: Path, tmp_path: Path) -> None:
@@ -140,32 +136,20 @@ def test_an_error_found_by_the_ranks_keeps_its_code(data: Path, tmp_path: Path) 
 
 def test_help_from_anywhere(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(RUN_SH)
-    done = _run(["./link", "--help"], cwd=tmp_path)
-    assert done.returncode == 0
-    assert "setup [--gpu] [--system-mpi]" in done.stdout
-    done = _run(["./link", "train", "--help"], cwd=tmp_path)
-    assert done.returncode == 0
-    assert "--global-batch-size" in done.stdout
-
-
-@pytest.fixture
-def long_run(data: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Start a training of two ranks that would not end, and return when it has made steps."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(**variables: str) -> subprocess.Popen[bytes]:
-        words = [RUN_SH, "-np", "2", *_train(data, tmp_path / "run"), *LONG]
-        env = _environment() | variables
-        with (tmp_path / "output").open("wb") as output:
-            process = subprocess.Popen(words, stdout=output, stderr=output, env=env, start_new_session=True)
-        started.append(process)
-        _wait_for(lambda: b"step 10," in (tmp_path / "output").read_bytes(), process)
-        assert len(_processes_of(tmp_path / "run")) >= 3  # two ranks and what started them
-        return process
-
-    yield start
-    for process in started:
-        end_tree(process)
+    short, whole, train = (
+        _run(["./link", *words], cwd=tmp_path).stdout for words in (["--help"], ["--help-all"], ["train", "--help"])
+    )
+    assert "--global-batch-size" in train
+    examples = [re.split(r"   +", line.strip())[0] for line in short.splitlines() if line.startswith("  ./run.sh")]
+    assert len(examples) == 10 and "--system-mpi" not in short and "--system-mpi" in whole
+    assert all((launcher_option(option_name(field)) or f"-{field}") in whole for field in LaunchSettings.model_fields)
+    for example in examples:  # the launcher takes each
+        words = example.replace("my-hosts", str(CHECKOUT / "hostfiles" / "cluster-example")).split()[1:]
+        if words and words[0] in ("setup", "test"):
+            continue
+        request = parse(words)
+        if not request.is_program:
+            cli.check([*request.command])
 
 
 def _wait_for(
@@ -190,16 +174,23 @@ def _processes_of(run_dir: Path) -> list[psutil.Process]:
     return found
 
 
-def test_kill_leaves_no_rank_behind(long_run: Any, tmp_path: Path) -> None:
+def test_kill_leaves_no_rank_behind(data: Path, tmp_path: Path) -> None:
     """Neither do MPI's files stay, nor its shared memory: mpirun is signalled once."""
-    with tempfile.TemporaryDirectory() as sessions:  # a short path, as MPI's sockets need
-        process = long_run(TMPDIR=sessions, OMPI_MCA_btl_vader_backing_directory=sessions)
-        files = [*Path(sessions).glob("ompi.*/pid.*"), *Path(sessions).glob("vader_segment.*")]
-        assert len(files) == 3
-        process.kill()
-        process.wait()
-        _wait_for(lambda: not _processes_of(tmp_path / "run"), timeout=30)
-        _wait_for(lambda: not any(map(Path.exists, files)), timeout=30)
+    words, output = [RUN_SH, "-np", "2", *_train(data, tmp_path / "run"), *LONG], tmp_path / "output"
+    with tempfile.TemporaryDirectory() as sessions, output.open("wb") as log:  # a short path, as MPI's sockets need
+        env = _environment() | {"TMPDIR": sessions, "OMPI_MCA_btl_vader_backing_directory": sessions}
+        process = subprocess.Popen(words, stdout=log, stderr=log, env=env, start_new_session=True)
+        try:
+            _wait_for(lambda: b"step 10," in output.read_bytes(), process)
+            assert len(_processes_of(tmp_path / "run")) >= 3  # two ranks and what started them
+            files = [*Path(sessions).glob("ompi.*/pid.*"), *Path(sessions).glob("vader_segment.*")]
+            assert len(files) == 3
+            process.kill()
+            process.wait()
+            _wait_for(lambda: not _processes_of(tmp_path / "run"), timeout=30)
+            _wait_for(lambda: not any(map(Path.exists, files)), timeout=30)
+        finally:
+            end_tree(process)
 
 
 def test_ctrl_c_in_a_terminal(data: Path, tmp_path: Path) -> None:
@@ -233,33 +224,19 @@ def test_ctrl_c_in_a_terminal(data: Path, tmp_path: Path) -> None:
     assert b"Traceback" not in seen
 
 
-def test_set_up_is_not_repeated() -> None:
+def test_set_up_is_not_repeated(tmp_path: Path) -> None:
+    """Nor begun where a tool is missing: neither the environment that is there nor its record is touched."""
     log = CHECKOUT / ".venv" / "set-up.log"  # written anew by every set-up that does something
-    before = log.stat().st_mtime_ns
+    before = log.stat().st_mtime_ns, installer.read_record()
     done = _run([RUN_SH, "setup"])
-    assert done.returncode == 0
-    assert "Nothing to do" in done.stderr
-    options = installer.recorded_options(installer.read_record())
-    assert f"({' '.join(options.words())})" in done.stderr
-    assert log.stat().st_mtime_ns == before
-
-
-def test_missing_tools_are_told_before_anything_happens(tmp_path: Path) -> None:
-    """Neither the environment that is there nor its record is touched."""
+    assert done.returncode == 0 and "Nothing to do" in done.stderr
+    assert f"({' '.join(installer.recorded_options(before[1]).words())})" in done.stderr
     for name in ("bash", "dirname", "readlink", "c++", "make"):
-        found = shutil.which(name)
-        assert found
-        (tmp_path / name).symlink_to(found)
-    before = installer.read_record()
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
     done = _run([RUN_SH, "setup", "--system-mpi"], env={"PATH": str(tmp_path), "HOME": str(tmp_path)})
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "mpicc, mpicxx, mpirun not on PATH" in done.stderr
-    assert installer.read_record() == before
-
-
-def _recorded_flags() -> list[str]:
-    options = installer.recorded_options(installer.read_record())
-    return ["--gpu"] * options.gpu + ["--system-mpi"] * options.system_mpi
+    assert (log.stat().st_mtime_ns, installer.read_record()) == before
 
 
 @pytest.mark.slow  # `./run.sh test` has set up already
@@ -273,7 +250,8 @@ def test_a_second_checkout_with_spaces_in_its_path(data: Path, tmp_path: Path) -
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(CHECKOUT / name, checkout / name)
     run_sh, venv = str(checkout / "run.sh"), checkout / ".venv"
-    flags = _recorded_flags()
+    options = installer.recorded_options(installer.read_record())
+    flags = ["--gpu"] * options.gpu + ["--system-mpi"] * options.system_mpi
     env = _environment() | {"UV_COMPILE_BYTECODE": "0"}
 
     first = subprocess.Popen([run_sh, "setup", *flags], env=env, stderr=subprocess.DEVNULL, start_new_session=True)

@@ -30,7 +30,7 @@ def pages() -> dict[str, str]:
 
 def configuration() -> str:
     """Every option of the launcher and of every command."""
-    usage = subprocess.run([str(CHECKOUT / "run.sh"), "--help"], capture_output=True, text=True, check=True).stdout
+    usage = subprocess.run([str(CHECKOUT / "run.sh"), "--help-all"], capture_output=True, text=True, check=True).stdout
     parts = [
         "# Configuration reference\n",
         NOTE.format(source="fields of settings in hvd_cifar, or the help of run.sh,"),

