@@ -121,11 +121,15 @@ def _send(name: str, here: Here, stamp: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, SENT).write_text(stamp)
         words = ["tar", "-C", str(here.checkout), "-cf", "-", *files_of(here.checkout), ".venv", "-C", folder, SENT]
-        with subprocess.Popen(words, stdout=subprocess.PIPE) as tar:
+        complaints = Path(folder, "complaints")
+        with complaints.open("w") as file, subprocess.Popen(words, stdout=subprocess.PIPE, stderr=file) as tar:
             try:
                 _ask(name, here.fill(RECEIVE), tar.stdout, SECONDS_TO_RECEIVE)
-            finally:
+            except HostFailed:
                 tar.kill()
+                raise
+        if tar.returncode > 1:  # 1: a file changed meanwhile, as by another link to it
+            raise HostFailed((complaints.read_text().strip().splitlines() or ["tar failed"])[-1])
 
 
 def _differences(name: str, here: Here) -> list[str]:
