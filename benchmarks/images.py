@@ -5,8 +5,8 @@
 FOLDER holds a folder of pictures for each class. Each library gets batches of float images of the size, cut at random
 from the pictures (`image_dataset_from_directory` has no random crops: it resizes), shuffled, without a training step.
 A turn of each follows one of the others; the first turn is a warm-up and does not count. With two ranks as many
-processes run at the same time, each on its share of the pictures, and their images/s are added. PyTorch is left out
-where it is not installed.
+processes run at the same time, each on its share of the pictures, and their images/s are added. PyTorch is measured
+where `--torch` names a Python that has torchvision.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +90,15 @@ def serve(given: argparse.Namespace) -> None:
 
 def measure(given: argparse.Namespace) -> dict[str, list[float]]:
     """Images/s of all ranks together, in each turn, by library."""
-    names = [name for name in LIBRARIES if name != "PyTorch" or find_spec("torchvision")]
-    command = [sys.executable, "-m", "benchmarks.images", str(given.folder), "--size", str(given.size)]
-    command += ["--ranks", str(given.ranks)]
+    names = [name for name in LIBRARIES if name != "PyTorch" or given.torch]
+    command = [__file__, str(given.folder), "--size", str(given.size), "--ranks", str(given.ranks)]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     found: dict[str, list[float]] = {name: [] for name in names}
     started = {}
     for name in names:  # one after the other: the first makes the cache
         started[name] = [
             subprocess.Popen(
-                [*command, "--serve", name, "--rank", str(rank)],
+                [given.torch if name == "PyTorch" else sys.executable, *command, "--serve", name, "--rank", str(rank)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
             )
             for rank in range(given.ranks)
@@ -127,6 +125,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     for name, default in (("size", 224), ("ranks", 1), ("rank", 0), ("turns", 5), ("seconds", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--torch", help="a Python that has torchvision")
     parser.add_argument("--serve", choices=LIBRARIES)
     given = parser.parse_args()
     if given.serve:

@@ -27,6 +27,7 @@ from hvd_cifar.files import read_json, replace_text
 
 IMAGES, SIZES, ABOUT = FILES = ("images.bin", "sizes.bin", "about.json")
 CHUNK = 256  # images decoded between two reports of progress
+HEADS = 4096  # files of which only the heads are read, between two signs of life
 MOST_NAMED = 20  # unusable images in one message
 PROPOSED = (224, 192, 160, 128, 96, 64, 48, 32)  # image sizes, the largest first
 
@@ -100,7 +101,10 @@ def make(listing: Listing, place: Path, image_size: Size | None, allowed: int, s
     place.mkdir(exist_ok=True)
     try:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            heads = list(pool.map(head, paths))
+            heads: list[Head | None] = []
+            for first in range(0, len(paths), HEADS):
+                heads += pool.map(head, paths[first : first + HEADS])
+                show(0, len(paths))
             size = image_size or _one_size(listing.path, paths, heads)
             channels = 1 if all(one.is_grey for one in heads if one) else 3
 

@@ -126,6 +126,7 @@ def list_images(path: Path) -> Listing:
     if test and not any(parts[1]):
         raise UserError(f"{where}: {test} has {what} in folders of classes; add some")
     others = [f"{name}/ ({test}/ is used)" for name in tests[1:]]
+    others += [f"{name}/" for name in inside.values() if trains and name not in (train, *tests)]
     counts = [f"{count} {kind}" for kind, count in sorted(left_out.items()) if count]
     notes = [f"left out: {', '.join(others + counts)}"] if others + counts else []
     if not test:

@@ -366,6 +366,7 @@ def test_all_unusable_images_are_named_at_once(birds: Path) -> None:
 
 def test_what_is_left_out_is_counted_in_one_line(birds: Path) -> None:
     shutil.copytree(birds / "test", birds / "val")
+    (birds / "unlabelled").mkdir()
     for name in ("1.heic", "2.HEIC", "notes.txt", ".hidden.png", "README"):
         (birds / "train" / "ant" / name).write_bytes(b"x")
     shutil.copy(birds / "train" / "ant" / "0.png", birds / "train" / "0.png")
@@ -375,7 +376,7 @@ def test_what_is_left_out_is_counted_in_one_line(birds: Path) -> None:
     said: list[str] = []
     assert len(_read(birds, Onlooker(is_warned=said.append)).train) == 14
     assert said == [
-        f"hvd_cifar: note: --dataset folder:{birds}: left out: val/ (test/ is used), 2 .heic, 1 .txt, 1 hidden, "
+        f"hvd_cifar: note: --dataset folder:{birds}: left out: val/ (test/ is used), unlabelled/, 2 .heic, 1 .txt, 1 hidden, "
         "1 outside the folders of classes, 1 without an extension"
     ]
 
