@@ -18,7 +18,7 @@ from hvd_cifar.data.dataset import Examples
 from hvd_cifar.data.sampler import PADDING, Sampler
 from hvd_cifar.errors import UserError
 
-THREADS_FOR_A_GPU = 8  # its step leaves the cores to the input
+THREADS_FOR_A_GPU = 8  # that cut and resize pictures: its step leaves the cores to the input
 PREFETCH_BATCHES = 4  # enough to hide a slow batch; more only costs memory
 
 T = TypeVar("T")
@@ -109,7 +109,8 @@ def training_batches(
             return MicroBatch(*map(tf.constant, (image, examples.labels[present], weight, example)))
 
     per_step = sampler.sharding.micro_batches
-    threads = max(1, min(THREADS_FOR_A_GPU, len(os.sched_getaffinity(0)) // 2)) if device else 1
+    # Not for objects of the user's, which several threads may not call at once.
+    threads = max(1, min(THREADS_FOR_A_GPU, len(os.sched_getaffinity(0)) // 2)) if device and crops else 1
     return Batches(make, range(first_step * per_step, last_step * per_step), threads)
 
 
