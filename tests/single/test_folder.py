@@ -376,8 +376,8 @@ def test_what_is_left_out_is_counted_in_one_line(birds: Path) -> None:
     said: list[str] = []
     assert len(_read(birds, Onlooker(is_warned=said.append)).train) == 14
     assert said == [
-        f"hvd_cifar: note: --dataset folder:{birds}: left out: val/ (test/ is used), unlabelled/, 2 .heic, 1 .txt, 1 hidden, "
-        "1 outside the folders of classes, 1 without an extension"
+        f"hvd_cifar: note: --dataset folder:{birds}: left out: val/ (test/ is used), unlabelled/, 2 .heic, 1 .txt, "
+        "1 hidden, 1 outside the folders of classes, 1 without an extension"
     ]
 
 
