@@ -55,15 +55,16 @@ class Onlooker:
         columns = columns or (MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
         bar = Progress(name, BarColumn(), *columns, TimeRemainingColumn(), console=console, disable=not self.sees_bar)
         begin = line = time.monotonic()
-        at_first: int | None = None
+        before = 0  # what another process had made, and the first piece of work
         with bar:
             task = bar.add_task(title, total=None, speed="")
 
             def show(done: int, total: int) -> None:
-                nonlocal line, at_first
+                nonlocal begin, before, line
                 now = time.monotonic()
-                at_first = done if at_first is None else at_first  # a part may have been there before
-                rate = (done - at_first) / max(1e-9, now - begin)
+                if not before:
+                    before, begin = done, now
+                rate = (done - before) / max(1e-9, now - begin)
                 bar.update(task, completed=done, total=total, speed=f"{rate:,.0f} {unit}/s")
                 if not self.sees_bar and rate and now - line > SECONDS_BETWEEN_LINES:
                     line, left = now, (total - done) / rate
@@ -117,34 +118,25 @@ def _acquired(folder: Path, onlooker: Onlooker) -> FileLock:
 
 @contextmanager
 def searched(folder: Path) -> Iterator[None]:
-    """Look for files in a folder.
-
-    Raises:
-        UserError: where the body meets a file or folder that cannot be read (permission, too long a name, ...).
-    """
-    try:
+    """Look for files in a folder. Raises UserError where one cannot be read (permission, too long a name, ...)."""
+    with _told("read", folder, "allow reading there, or name another folder with --data-dir or --dataset"):
         yield
-    except OSError as error:
-        raise UserError(
-            f"cannot read {error.filename or folder}: {error.strerror or error}: allow reading there, or name another "
-            "folder with --data-dir or --dataset"
-        ) from error
 
 
 @contextmanager
 def written(folder: Path) -> Iterator[None]:
-    """Write files in a folder.
+    """Write files in a folder. Raises UserError where one cannot be made or written (permission, no space, ...)."""
+    with _told("write", folder, "free space, allow writing there, or name another folder with --data-dir"):
+        yield
 
-    Raises:
-        UserError: where the body meets one that cannot be made or written (permission, no space left, ...).
-    """
+
+@contextmanager
+def _told(verb: str, folder: Path, remedy: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"cannot write {error.filename or folder}: {error.strerror or error}: free space, allow writing there, "
-            "or name another folder with --data-dir"
-        ) from error
+        where, why = error.filename or folder, error.strerror or error
+        raise UserError(f"cannot {verb} {where}: {why}: {remedy}") from error
 
 
 def digest_of(path: Path) -> str:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from hvd_cifar.config import DataSettings, make
-from hvd_cifar.data import cache
+from hvd_cifar.data import cache, place
 from hvd_cifar.data import folder as module
 from hvd_cifar.data.cifar import is_published
 from hvd_cifar.data.dataset import Dataset
@@ -392,8 +392,8 @@ def test_images_are_upright_in_training_as_in_predict(tmp_path: Path) -> None:
     for orientation in range(1, 9):
         exif = Image.Exif()
         exif[0x0112] = orientation
-        for place in ("train/bee", "test/bee", "train/ant", "test/ant"):
-            path = tmp_path / f"birds{orientation}" / place / "0.jpg"
+        for part in ("train/bee", "test/bee", "train/ant", "test/ant"):
+            path = tmp_path / f"birds{orientation}" / part / "0.jpg"
             path.parent.mkdir(parents=True)
             Image.fromarray(_pixels(orientation, 6, 5, 3)).save(path, exif=exif)
         (image,) = _read(tmp_path / f"birds{orientation}").train.images[:1]
@@ -416,6 +416,15 @@ def test_progress_is_drawn_on_stderr_when_asked_for(birds: Path, capfd: pytest.C
     _folder(birds).prepare(Onlooker(sees_bar=True))
     out, err = capfd.readouterr()
     assert out == "" and "decoding birds" in err and "18/18" in err
+
+
+def test_progress_is_told_in_lines_where_nobody_watches(birds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "CHUNK", 3)
+    monkeypatch.setattr(place, "SECONDS_BETWEEN_LINES", 0.0)
+    said: list[str] = []
+    _folder(birds).prepare(Onlooker(is_warned=said.append))
+    pattern = r"hvd_cifar: decoding birds: (\d+) of 18 images, [\d,]+ a second, \d+ s left"
+    assert [int(found[1]) for line in said if (found := re.fullmatch(pattern, line))] == [6, 9, 12, 15, 18]
 
 
 @pytest.mark.parametrize("name", ["birds{1}", "birds{x}", "birds [v2]", "birds[bold]"])
