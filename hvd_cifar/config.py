@@ -85,6 +85,7 @@ class DataSettings(Settings):
         None,
         description="Height and width of what the net sees, N or HxW, of a folder: whose images have many sizes. "
         "[default: their own size, if all have one]",
+        json_schema_extra={"metavar": "HxW"},
     )
     max_unreadable: int = Field(
         0,
