@@ -21,10 +21,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hvd_cifar.distributed.batch_norm import SyncBatchNormalization, convert_sync_batch_norm
-    from hvd_cifar.distributed.collectives import broadcast_variables
-    from hvd_cifar.distributed.optimizer import DistributedOptimizer
-    from hvd_cifar.distributed.proof import prove_averaging
+    from .batch_norm import SyncBatchNormalization, convert_sync_batch_norm
+    from .collectives import broadcast_variables
+    from .optimizer import DistributedOptimizer
+    from .proof import prove_averaging
 
 __all__ = [
     "DistributedOptimizer",

@@ -13,8 +13,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_cifar.distributed import collectives
-from hvd_cifar.distributed.subclass import put_in_front
+from . import collectives
+from .subclass import put_in_front
 
 # A Keras model passes only `training` and `mask` on to its layers, so a context variable carries this flag to them. It
 # is no attribute of a layer, since it belongs to one call.
@@ -37,7 +37,7 @@ def examples_present(flag: Any) -> Iterator[None]:
         _present.reset(token)
 
 
-class _Synchronized:
+class Synchronized:
     """The class in front of a batch norm layer's own; it replaces the layer's computation in training.
 
     Sums are of the inputs minus the moving mean, which is the same on all ranks: the variance is then a difference of
@@ -96,7 +96,7 @@ class _Synchronized:
 
 
 @keras.saving.register_keras_serializable("hvd_cifar")
-class SyncBatchNormalization(_Synchronized, keras.layers.BatchNormalization):
+class SyncBatchNormalization(Synchronized, keras.layers.BatchNormalization):
     """Batch normalisation by the mean and variance of all ranks' examples together (Ioffe and Szegedy 2015).
 
     Every rank computes the number of its inputs, their sum and the sum of their squares. One all-reduce of 2 c + 1
@@ -169,7 +169,7 @@ def convert_sync_batch_norm(model: keras.Model) -> int:
     for layer in found:
         _refuse_renorm(layer)
     for layer in found:
-        put_in_front(_Synchronized, layer, _unbiased=_averages_unbiased(layer))
+        put_in_front(Synchronized, layer, _unbiased=_averages_unbiased(layer))
     return len(found)
 
 
@@ -177,12 +177,12 @@ def local_layers(model: keras.Model) -> list[Any]:
     """The batch norm layers of a model that take their training statistics over their own rank's examples."""
     kind = keras.layers.BatchNormalization
     found = [layer for layer in model._flatten_layers() if isinstance(layer, kind) or _averages_unbiased(layer)]
-    return [layer for layer in found if not isinstance(layer, _Synchronized)]
+    return [layer for layer in found if not isinstance(layer, Synchronized)]
 
 
 def synchronised_layers(model: keras.Model) -> list[Any]:
     """The batch norm layers of a model that take their training statistics over all ranks' examples."""
-    return [layer for layer in model._flatten_layers() if isinstance(layer, _Synchronized)]
+    return [layer for layer in model._flatten_layers() if isinstance(layer, Synchronized)]
 
 
 def _averages_unbiased(layer: Any) -> bool:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hvd_cifar.distributed import collectives
+from . import collectives
 
 ROUNDS = 100  # barriers of a comparison, each below a millisecond: enough for some in which no rank is interrupted
 

@@ -19,9 +19,9 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.distributed import buckets, names
-from hvd_cifar.distributed.errors import TrainingError
-from hvd_cifar.distributed.trail import note
+from . import buckets, names
+from .errors import TrainingError
+from .trail import note
 
 T = TypeVar("T")
 

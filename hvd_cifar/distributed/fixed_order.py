@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_cifar.distributed import buckets, names
+from . import buckets, names
 
 T = TypeVar("T")
 

@@ -1,55 +1,29 @@
 """`DistributedOptimizer`: any Keras 3 optimizer, with gradients reduced over all ranks before they are applied.
 
-Horovod's own wrapper overrides hooks of Keras 2 (`get_gradients`, `_compute_gradients`, `_aggregate_gradients`).
-Keras 3 calls none of them: with Horovod's wrapper each rank trains alone, without an error. In Keras 3 all gradients go
-through `Optimizer.apply`, in `fit` and in a user's own loop. This module overrides that method.
+Horovod's own wrapper overrides hooks of Keras 2 (`get_gradients`, `_compute_gradients`, `_aggregate_gradients`), none
+of which Keras 3 calls. In Keras 3 all gradients go through `Optimizer.apply`, in `fit` and in a user's own loop. This
+module overrides that method.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from numbers import Integral
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvd_cifar.distributed import buckets, names
-from hvd_cifar.distributed.fixed_order import all_reduce_in_tree
-from hvd_cifar.distributed.subclass import put_in_front
+from . import loss_scale, names, reduction
+from .reduction import Reduction
+from .subclass import put_in_front
 
 OptimizerT = TypeVar("OptimizerT", bound=keras.optimizers.Optimizer)
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """How `DistributedOptimizer` reduces gradients; see its arguments."""
-
-    average: bool = True
-    compression: str = "none"
-    passes: int = 1
-    average_passes: bool = False
-    process_set: Any = hvd.global_process_set
-    sparse_as_dense: bool = False
-    fixed_order: bool = False
-    bucket_bytes: int | None = None
-
-    @property
-    def is_local(self) -> bool:
-        """Whether this rank exchanges nothing: it is the only member of the process set, or no member."""
-        return not self.process_set.included() or self.process_set.size() == 1
-
-    @property
-    def is_plain_sum(self) -> bool:
-        """Whether each call returns the uncompressed sum over the ranks."""
-        return not self.average and self.compression == "none" and self.passes == 1
-
-
-class _Distributed:
+class Distributed:
     """The class that `DistributedOptimizer` puts in front of the optimizer's own.
 
     Keras does not track the variables that accumulate gradients, and `variables` does not list them: a saved model or
@@ -69,6 +43,7 @@ class _Distributed:
     _check_variables_are_known: Callable[[list[Any]], None]
 
     def build(self, variables: Sequence[Any]) -> None:
+        """As the optimizer's own."""
         super().build(variables)  # type: ignore[misc]
         self._make_pass_sums()
 
@@ -88,10 +63,12 @@ class _Distributed:
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
+        """As the optimizer's own, with the reduced gradients. A collective."""
         grads = list(grads)
         variables = None if trainable_variables is None else list(trainable_variables)
         if not grads or self._reduction.passes == 1:
-            self._apply_reduced(self.reduce(grads), variables)
+            known = self._trainable_variables if variables is None and self.built else variables
+            self._apply_reduced(self._reduction.reduce(grads, known), variables)
             return
         if not self.built:
             with keras.name_scope(self.name):
@@ -105,7 +82,7 @@ class _Distributed:
     @tf.autograph.experimental.do_not_convert
     def apply_and_sum(self, grads: Sequence[Any], variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """`apply`, with the `values` in the gradients' message; only where the reduction `is_plain_sum`."""
-        reduced = self.reduce([*grads, *values])
+        reduced = self._reduction.reduce([*grads, *values])
         self._apply_reduced(reduced[: len(grads)], list(variables))
         return reduced[len(grads) :]
 
@@ -130,23 +107,21 @@ class _Distributed:
         for total, (gradient, _) in zip(sums, present, strict=True):
             total.assign_add(tf.cast(tf.convert_to_tensor(gradient), total.dtype))
         self._passes_done.assign_add(1)
+        last = self._passes_done.value >= self._reduction.passes
+        tf.cond(last, lambda: self._update(sums, [v for _, v in present]), self._end_pass)
 
-        def update() -> None:
-            divisor = self._reduction.passes if self._reduction.average_passes else 1
-            totals = [tf.convert_to_tensor(total) / divisor for total in sums]
-            reduced = self.reduce(totals)
-            self._apply_reduced(reduced, [v for _, v in present])
-            for total in sums:
-                total.assign(tf.zeros_like(total.value))
-            self._passes_done.assign(0)
-            if tf.executing_eagerly():  # a graph, which is traced once, keeps to its variables
-                del vars(self)["_present"]
+    def _update(self, sums: list[Any], variables: list[Any]) -> None:
+        divisor = self._reduction.passes if self._reduction.average_passes else 1
+        totals = [tf.convert_to_tensor(total) / divisor for total in sums]
+        self._apply_reduced(self._reduction.reduce(totals, variables), variables)
+        for total in sums:
+            total.assign(tf.zeros_like(total.value))
+        self._passes_done.assign(0)
+        if tf.executing_eagerly():  # a graph, which is traced once, keeps to its variables
+            del vars(self)["_present"]
 
-        tf.cond(self._passes_done.value >= self._reduction.passes, update, lambda: None)
-
-    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
-        """Gradients reduced over the ranks, as `apply` applies them."""
-        return reduce_gradients(gradients, self._reduction)
+    def _end_pass(self) -> None:
+        """The end of a pass that is not the last of its step."""
 
     def on_all_ranks(self, condition: Any) -> Any:
         """Whether `condition`, a boolean scalar of each rank, holds on all of them."""
@@ -222,40 +197,26 @@ def DistributedOptimizer(
         ValueError: where it is already distributed, or an argument is out of its range.
         RuntimeError: where Horovod is not initialised.
     """
+    fields = reduction.checked(op, compression, backward_passes_per_step, bucket_bytes, process_set)
+    fields |= {"average_passes": average_aggregated_gradients, "sparse_as_dense": sparse_as_dense}
+    return distribute(optimizer, Reduction(**fields, fixed_order=fixed_order))
+
+
+def distribute(optimizer: OptimizerT, how: Any, kind: type[Distributed] = Distributed) -> OptimizerT:
+    """Make an optimizer reduce its gradients as a `Reduction` says. Raises as `DistributedOptimizer` does."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"DistributedOptimizer wraps a Keras 3 optimizer, not {type(optimizer).__name__}")
     inner = inner_of(optimizer)
-    if isinstance(inner, _Distributed):
+    if isinstance(inner, Distributed):
         raise ValueError("this optimizer is already distributed: its gradients would be reduced twice")
-    _check_count("backward_passes_per_step", backward_passes_per_step)
-    if bucket_bytes is not None:
-        _check_count("bucket_bytes", bucket_bytes)
     if not hvd.is_initialized():
         raise RuntimeError("Horovod is not initialised: call hvd.init() before DistributedOptimizer")
-    if getattr(process_set, "process_set_id", 0) is None:
-        raise ValueError("process_set is not registered: give it to hvd.init(process_sets=[...]) on every rank")
-    reduction = Reduction(
-        average=_named(op, {"average": hvd.Average, "sum": hvd.Sum}, "op") == hvd.Average,
-        compression=_compression(compression),
-        passes=backward_passes_per_step,
-        average_passes=average_aggregated_gradients,
-        process_set=process_set,
-        sparse_as_dense=sparse_as_dense,
-        fixed_order=fixed_order,
-        bucket_bytes=bucket_bytes,
-    )
-    _adapt_loss_scale()
-
+    loss_scale.ask_all_ranks()
     # Not a copy: a copy shares Keras's trackers, and the original, which does not reduce, could be used by mistake.
-    put_in_front(_Distributed, inner, _reduction=reduction)
+    put_in_front(kind, inner, _reduction=how)
     if inner.built:
         inner._make_pass_sums()
     return optimizer
-
-
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value}: it must be an integer, at least 1")
 
 
 def inner_of(optimizer: Any) -> Any:
@@ -266,13 +227,13 @@ def inner_of(optimizer: Any) -> Any:
 def reduction_of(optimizer: Any) -> Reduction | None:
     """The reduction of a `DistributedOptimizer`, also inside a LossScaleOptimizer; None for any other optimizer."""
     inner = inner_of(optimizer)
-    return inner._reduction if isinstance(inner, _Distributed) else None
+    return inner._reduction if isinstance(inner, Distributed) else None
 
 
 def process_set_of(optimizer: Any) -> Any:
     """The ranks over which a `DistributedOptimizer` reduces."""
-    reduction = reduction_of(optimizer)
-    return reduction.process_set if reduction else hvd.global_process_set
+    how = reduction_of(optimizer)
+    return how.process_set if how else hvd.global_process_set
 
 
 def set_bucket_bytes(optimizer: Any, bucket_bytes: int | None) -> None:
@@ -320,159 +281,14 @@ def apply_and_sum(
     Raises:
         TypeError: where `optimizer` is any other.
     """
-    reduction = reduction_of(optimizer)
-    if reduction is None:
+    how = reduction_of(optimizer)
+    if how is None:
         raise TypeError(f"{type(optimizer).__name__} is not a DistributedOptimizer")
-    if isinstance(optimizer, _Distributed) and reduction.is_plain_sum:
+    if isinstance(optimizer, Distributed) and how.is_plain_sum:
         return optimizer.apply_and_sum(gradients, variables, values)
     # After the gradients: between a step's first message and its last, Horovod's threads poll on cores that compute.
     with tf.control_dependencies([g for g in gradients if g is not None]):
         values = [tf.identity(value) for value in values]
-    sums = values if reduction.is_local else _all_reduce(values, hvd.Sum, reduction)
+    sums = how.sums(values)
     optimizer.apply(gradients, variables)
     return sums
-
-
-def reduce_gradients(gradients: Sequence[Any], reduction: Reduction) -> list[Any]:
-    """All-reduce gradients of any floating types over the ranks; in a graph, as its operations. A collective.
-
-    Args:
-        gradients: tensors, `tf.IndexedSlices`, or None, which stays None; the same kinds, types and shapes on every
-            rank.
-    """
-    if reduction.sparse_as_dense or reduction.fixed_order:
-        gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    if reduction.is_local:
-        return [_with_sums_of_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-    reduced: list[Any] = list(gradients)
-    dense = [i for i, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)]
-    ranks = reduction.process_set.size()
-    packed = [pack(tf.convert_to_tensor(gradients[i]), reduction, ranks) for i in dense]
-    by_horovod = reduction.average and reduction.compression == "none" and not reduction.fixed_order
-    totals = _all_reduce(packed, hvd.Average if by_horovod else hvd.Sum, reduction)
-    for i, total in zip(dense, totals, strict=True):
-        dtype = gradients[i].dtype
-        reduced[i] = tf.cast(total, dtype) if by_horovod else unpack(total, dtype, reduction, ranks)
-    for i, gradient in enumerate(gradients):
-        if isinstance(gradient, tf.IndexedSlices):
-            reduced[i] = _reduce_sparse(gradient, reduction)
-    return reduced
-
-
-def pack(gradient: Any, reduction: Reduction, ranks: int) -> Any:
-    """A rank's gradient in the type and scale in which it is sent. Local."""
-    # Horovod cannot add bfloat16.
-    wide = tf.cast(gradient, tf.float32) if gradient.dtype == tf.bfloat16 else gradient
-    if reduction.compression != "fp16":
-        return wide
-    # A share of a global mean shrinks as the number of ranks grows, until it underflows in half precision.
-    return tf.cast(wide if reduction.average else wide * ranks, tf.float16)
-
-
-def sent_width(dtype: Any, compression: str) -> int:
-    """Bytes of one value of a gradient as `pack` sends it."""
-    if compression == "fp16":
-        return 2
-    dtype = tf.as_dtype(dtype)
-    return 4 if dtype == tf.bfloat16 else int(dtype.size)
-
-
-def sent_bytes(like: Any, compression: str) -> int:
-    """Bytes of a gradient as `pack` sends it. `like`: its variable, or a tensor."""
-    return math.prod(like.shape) * sent_width(like.dtype, compression)
-
-
-def unpack(total: Any, dtype: Any, reduction: Reduction, ranks: int) -> Any:
-    """The reduced gradient, of type `dtype`, from the sum of what all ranks packed. Local."""
-    wide = tf.cast(total, tf.float32 if dtype in (tf.bfloat16, tf.float16) else dtype)
-    if reduction.average or reduction.compression == "fp16":  # makes the mean, or undoes the factor of `pack`
-        wide = wide / ranks
-    return tf.cast(wide, dtype)
-
-
-def _all_reduce(tensors: Sequence[Any], op: Any, reduction: Reduction) -> list[Any]:
-    """All-reduce tensors in buckets of one type each. Every rank sends the same buckets in the same order."""
-    totals: list[Any] = [None] * len(tensors)
-    in_order = buckets.order(tensors) if reduction.bucket_bytes else list(range(len(tensors)))
-    members: list[list[int]] = []
-    for dtype in sorted({t.dtype for t in tensors}, key=lambda dtype: dtype.name):
-        chosen = [i for i in in_order if tensors[i].dtype == dtype]
-        sizes = [(tensors[i].shape.num_elements() or 0) * dtype.size for i in chosen]
-        members += [[chosen[i] for i in bucket] for bucket in buckets.plan(sizes, reduction.bucket_bytes)]
-    members.sort(key=lambda bucket: max(map(in_order.index, bucket)))
-    messages = [buckets.flat([tensors[i] for i in bucket]) for bucket in members]
-    if reduction.bucket_bytes:
-        buckets.gate(messages)
-    for bucket, message in zip(members, messages, strict=True):
-        if reduction.fixed_order:
-            (total,) = all_reduce_in_tree([message], reduction.process_set)
-        else:
-            name = names.in_graph("Allreduce", "gradients")
-            total = hvd.allreduce(message, op=op, process_set=reduction.process_set, **name)
-        for i, piece in zip(bucket, buckets.pieces(total, [tensors[i] for i in bucket]), strict=True):
-            totals[i] = piece
-    return totals
-
-
-def _reduce_sparse(gradient: tf.IndexedSlices, reduction: Reduction) -> tf.IndexedSlices:
-    """Gather the rows of all ranks and add up those with the same index."""
-    process_set, ranks = reduction.process_set, reduction.process_set.size()
-    packed = pack(gradient.values, reduction, ranks)
-    rows = hvd.allgather(packed, process_set=process_set, **names.in_graph("Allgather", "rows"))
-    indices = hvd.allgather(gradient.indices, process_set=process_set, **names.in_graph("Allgather", "indices"))
-    dtype = gradient.values.dtype
-    wide = unpack(rows, tf.float32 if dtype == tf.bfloat16 else dtype, reduction, ranks)
-    summed = _with_sums_of_rows(tf.IndexedSlices(wide, indices, gradient.dense_shape))
-    return tf.IndexedSlices(tf.cast(summed.values, dtype), summed.indices, summed.dense_shape)
-
-
-def _with_sums_of_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The gradient with one row for each index: Adam and others would square each of several, not their sum. Local."""
-    dtype = gradient.values.dtype
-    wide = tf.cast(gradient.values, tf.float32) if dtype == tf.bfloat16 else gradient.values
-    unique, positions = tf.unique(gradient.indices)
-    total = tf.math.unsorted_segment_sum(wide, positions, tf.size(unique))
-    return tf.IndexedSlices(tf.cast(total, dtype), unique, gradient.dense_shape)
-
-
-def _compression(given: Any) -> str:
-    named = _named(given, {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}, "compression")
-    return "fp16" if named is hvd.Compression.fp16 else "none"
-
-
-def _named(value: Any, names: dict[str, Any], what: str) -> Any:
-    if isinstance(value, str):
-        if value not in names:
-            raise ValueError(f"{what} is {value!r}: it must be one of {', '.join(names)}")
-        return names[value]
-    if not any(value is known or value == known for known in names.values()):
-        raise ValueError(f"{what} is {value!r}: it must be one of {', '.join(names)}")
-    return value
-
-
-def _adapt_loss_scale() -> None:
-    """Make Keras's LossScaleOptimizer ask all ranks whether gradients are finite, and refuse to be copied.
-
-    Keras checks this rank's gradients alone. A rank whose gradients are not finite then skips the inner `apply` and its
-    all-reduce, and the other ranks wait for it for ever. The class itself is changed, not a subclass, since `compile`
-    makes a LossScaleOptimizer under mixed_float16. Around any other optimizer it behaves as before.
-    """
-    loss_scale = keras.optimizers.LossScaleOptimizer
-    local_check = loss_scale.check_finite
-    if getattr(local_check, "asks_all_ranks", False):
-        return
-
-    def check_finite(self: Any, grads: Any) -> Any:
-        finite = local_check(self, grads)
-        inner = self.inner_optimizer
-        return inner.on_all_ranks(finite) if isinstance(inner, _Distributed) else finite
-
-    own_reduce = loss_scale.__reduce__
-
-    def reduce(self: Any) -> Any:
-        inner = self.inner_optimizer
-        return inner.__reduce__() if isinstance(inner, _Distributed) else own_reduce(self)
-
-    check_finite.asks_all_ranks = True  # type: ignore[attr-defined]
-    loss_scale.check_finite = check_finite
-    loss_scale.__reduce__ = reduce

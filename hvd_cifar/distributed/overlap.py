@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hvd_cifar.distributed import buckets
+from . import buckets
 
 # Bytes of a bucket to choose from.
 CANDIDATES = tuple(2**n for n in range(16, 25))

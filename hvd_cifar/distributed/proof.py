@@ -12,9 +12,10 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.distributed import collectives
-from hvd_cifar.distributed.errors import TrainingError
-from hvd_cifar.distributed.optimizer import Reduction, apply_and_sum, inner_of, reduced_into, reduction_of
+from . import collectives
+from .errors import TrainingError
+from .optimizer import apply_and_sum, inner_of, reduced_into, reduction_of
+from .reduction import Reduction
 
 HALF = 2e-3  # relative: half precision rounds to 11 bits
 REMEDY = "wrap the optimizer in hvd_cifar.distributed.DistributedOptimizer, with the op that its gradients need"

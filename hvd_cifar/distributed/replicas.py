@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_cifar.distributed.collectives import all_gather_object, broadcast_bytes
+from .collectives import all_gather_object, broadcast_bytes
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,9 @@ from numpy.typing import NDArray
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.distributed import buckets, collectives
 from hvd_cifar.distributed.batch_norm import local_statistics
-from hvd_cifar.distributed.optimizer import (
-    Reduction,
-    reduce_gradients,
-    reduction_of,
-    sent_bytes,
-    sent_width,
-    set_bucket_bytes,
-)
+from hvd_cifar.distributed.optimizer import reduction_of, set_bucket_bytes
 from hvd_cifar.distributed.overlap import CANDIDATES, Backward, Choice, Link, choose
+from hvd_cifar.distributed.reduction import Reduction, reduce_gradients, sent_bytes, sent_width
 from hvd_cifar.errors import UserError
 from hvd_cifar.models import Net
 from hvd_cifar.runtime.world import World

@@ -19,6 +19,11 @@ import horovod.tensorflow as hvd, tensorflow as tf
 hvd.init()
 assert hvd.mpi_enabled() and hvd.size() == 2
 print("sum", float(hvd.allreduce(tf.constant(1.0 + hvd.rank()), op=hvd.Sum)), flush=True)
+import keras, sys
+weight = keras.Variable([0.0])
+optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+optimizer.apply_gradients([(tf.constant([1.0 + hvd.rank()]), weight)])
+print("weight", float(weight.numpy()[0]), "hvd_cifar" in sys.modules, flush=True)
 """
 KERNELS = "from hvd_cifar.kernels import compiled; print(compiled.about(), compiled.operations())"
 TRAIN = ("train", "--dataset", "synthetic", "--model", "tutorial", "--max-steps", "2", "--eval-every", "0")
@@ -114,3 +119,4 @@ def test_pip_installs_doctor_convolutions_and_horovod_alone(installed: Path, tmp
     assert none.stdout == "TensorFlow's None\n"
     done = run("mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", "python", "../program.py")
     assert (done.returncode, done.stdout.count("sum 3.0")) == (0, 2), done.stderr
+    assert done.stdout.count("weight -1.5 False") == 2  # averaged, by the copy in the wheel

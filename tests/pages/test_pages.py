@@ -7,6 +7,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -71,9 +72,9 @@ BUDGETS = {
     "docs/own-pictures.md": 100,
     "docs/use.md": 90,
     "docs/validation.md": 60,
-    "docs/migration.md": 178,
+    "docs/migration.md": 142,
     "docs/cluster.md hostfiles/README.md": 152,
-    "docs/gpu.md docs/horovod.md": 108,
+    "docs/gpu.md docs/horovod.md": 192,
     "docs/report.md docs/tensorboard.md docs/profile.md": 197,
     "docs/faq.md": 95,
     "docs/configuration.md": 203,
@@ -142,10 +143,10 @@ def test_messages_of_the_faq_are_those_of_the_program() -> None:
 
 
 def _programs(heading: str) -> tuple[str, str]:
-    """The programs before and after of a section of the page of migration."""
+    """The programs before and after of a section of the page of migration; where nothing changes, there is one."""
     section = TEXTS[MIGRATION].partition(f"## {heading}")[2].partition("\n## ")[0]
-    before, after = re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)
-    return before, after
+    programs = re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)
+    return programs[0], programs[-1]
 
 
 HEADINGS = re.findall(r"^## (.*)$", TEXTS[MIGRATION], re.M)
@@ -164,6 +165,7 @@ def test_the_program_of_pytorch_runs() -> None:
     subprocess.run(words, env=environment(alone), check=True, timeout=120)
 
 
+@pytest.mark.skipif(not find_spec("horovod.keras3"), reason="set up before Horovod had this layer: ./run.sh setup")
 def test_programs_after_migration_train_alike_on_two_ranks(tmp_path: Path) -> None:
     """One start for all programs: each runs as `__main__`, then ranks compare what they have learned."""
     for number, heading in enumerate(HEADINGS):

@@ -45,7 +45,7 @@ def trained(precision: str, shards: int | None) -> dict[str, dict[str, Any]]:
     from benchmarks.gpu.variants import FORMS, Step, staged
     from hvd_cifar.data.pipeline import MicroBatch
     from hvd_cifar.distributed import DistributedOptimizer
-    from hvd_cifar.distributed.optimizer import Reduction
+    from hvd_cifar.distributed.reduction import Reduction
     from hvd_cifar.models import resnet
     from hvd_cifar.optim.averages import Lookahead, MovingAverage
     from hvd_cifar.training.step import Averaging, StepSpec, make_train_step

@@ -280,7 +280,7 @@ def test_what_half_precision_loses_does_not_depend_on_the_number_of_ranks(ranks:
     """Of gradients between the smallest half and 128, shares over 512 ranks underflow only where one rank's do."""
     import tensorflow as tf
 
-    from hvd_cifar.distributed.optimizer import Reduction, pack, unpack
+    from hvd_cifar.distributed.reduction import Reduction, pack, unpack
 
     draw = np.random.default_rng(2)
     reduction = Reduction(average=average, compression="fp16")

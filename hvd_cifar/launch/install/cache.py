@@ -48,7 +48,7 @@ def built(
     with locked(
         folder.with_suffix(".lock"), f"another set-up builds the same {names[1].split(':')[0]}: waiting for it"
     ):
-        if folder.is_dir() and (found := next(folder.iterdir(), None)):
+        if folder.is_dir() and (found := next(filter(Path.is_file, folder.iterdir()), None)):
             with steps.step(names[0]):
                 return found
         with steps.step(names[1]), tempfile.TemporaryDirectory(prefix="hvd_cifar-") as work:

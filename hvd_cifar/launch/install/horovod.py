@@ -6,7 +6,7 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvd_cifar.launch.install import cache
+from hvd_cifar.launch.install import cache, layer
 from hvd_cifar.launch.install.machine import Machine
 from hvd_cifar.launch.install.patch import apply_patch
 from hvd_cifar.launch.install.steps import Steps
@@ -80,7 +80,7 @@ def build_environment(
 
 
 def wheel(steps: Steps, venv: Path, environment: Environment, machine: Machine, tools: list[str]) -> Path:
-    """Horovod's wheel for an environment. `tools`: requirements of the build, to install there."""
+    """Horovod's wheel for an environment, with the layer. `tools`: requirements of the build, to install there."""
 
     def build(work: Path) -> Path:
         steps.run([str(venv / "bin" / "python"), "-I", "-m", "pip", "install", *tools])
@@ -91,7 +91,8 @@ def wheel(steps: Steps, venv: Path, environment: Environment, machine: Machine, 
         f"Horovod {VERSION}, built before",
         f"Horovod {VERSION}: build, once for this user (about {minutes} minutes)",
     )
-    return cache.built(steps, names, ingredients(environment, machine, os.environ), venv / "wheels", build)
+    compiled = cache.built(steps, names, ingredients(environment, machine, os.environ), venv / "wheels", build)
+    return layer.lay_over(compiled)
 
 
 def _build(steps: Steps, work: Path, venv: Path, environment: Environment, machine: Machine) -> Path:

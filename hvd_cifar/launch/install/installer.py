@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import parse_hosts, read_hostfile
-from hvd_cifar.launch.install import convolutions, horovod, machine, open_mpi, packages, wheels
+from hvd_cifar.launch.install import convolutions, horovod, layer, machine, open_mpi, packages, wheels
 from hvd_cifar.launch.install.everywhere import LOCK, Here, set_up_hosts
 from hvd_cifar.launch.install.steps import SHOWN_LINES, StepFailed, Steps, locked, say, telling_lines
 from hvd_cifar.launch.install.versions import Environment, environment_in
@@ -173,9 +173,10 @@ def recorded_options(record: dict[str, Any]) -> Options:
 def fingerprint(checkout: Path = CHECKOUT, python: str = "") -> str:
     """A hash of everything that set-up depends on, with the checkout's path, which an environment's scripts contain."""
     folders = [checkout / "hvd_cifar" / "launch" / "install", checkout / convolutions.SOURCES.relative_to(CHECKOUT)]
+    entry = layer.ENTRY.relative_to(CHECKOUT)  # the layer's other files come from this checkout in any case
     sources = sorted(path for folder in folders for path in folder.iterdir() if path.is_file())
     digest = hashlib.sha256(f"{checkout} {python}".encode())
-    for path in [checkout / "setup.cfg", checkout / CHECK.relative_to(CHECKOUT), *sources]:
+    for path in [checkout / "setup.cfg", checkout / entry, checkout / CHECK.relative_to(CHECKOUT), *sources]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -308,7 +309,7 @@ def _install_horovod(steps: Steps, environment: Environment, here: machine.Machi
             check = [PYTHON, "-I", str(CHECK), *(["--gpu"] if here.gpu else [])]
             steps.run(check, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"})
         except StepFailed:
-            shutil.rmtree(wheel.parent, ignore_errors=True)  # it may be at fault: the next set-up builds it again
+            shutil.rmtree(wheel.parents[1], ignore_errors=True)  # it may be at fault: the next set-up builds it again
             raise
 
 

@@ -1,0 +1,97 @@
+"""Keras 3's variables as arguments of Horovod's functions, which take TensorFlow's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from inspect import signature
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from . import keras_2_names
+
+# Functions of `horovod.tensorflow` whose first argument is one tensor, or a list of them.
+TAKE_TENSORS = (
+    "allreduce",
+    "grouped_allreduce",
+    "allgather",
+    "grouped_allgather",
+    "broadcast",
+    "alltoall",
+    "reducescatter",
+    "grouped_reducescatter",
+)
+
+
+def complete(horovod: dict[str, Any]) -> None:
+    """Make the names of the module `horovod.tensorflow` serve Keras 3."""
+    keras_2_names.give()
+    for name in TAKE_TENSORS:
+        horovod[name] = _with_tensors(horovod[name])
+    horovod["_make_allreduce_grads_fn"] = _reduce_by(horovod["_make_allreduce_grads_fn"])
+
+
+def tensor_of(value: Any) -> Any:
+    """The present value of a Keras variable; anything else as it is."""
+    return tf.convert_to_tensor(value) if isinstance(value, keras.Variable) else value
+
+
+def to_broadcast(variables: Iterable[Any]) -> list[Any]:
+    """TensorFlow's variables inside Keras's, without the states of random generators, which Keras 2 does not list.
+
+    Ranks with one state would drop the same units.
+    """
+    own = [v for v in variables if getattr(v, "name", "") != "seed_generator_state"]
+    return [v._value if isinstance(v, keras.Variable) else v for v in own]
+
+
+def _with_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(value: Any, *args: Any, **kwargs: Any) -> Any:
+        of_many = isinstance(value, (list, tuple))
+        return function([tensor_of(v) for v in value] if of_many else tensor_of(value), *args, **kwargs)
+
+    return call
+
+
+def _reduce_by(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Horovod's maker of the function that reduces gradients, with groups that do not depend on variables' names.
+
+    Horovod finds a group's variables by their names, of which Keras 3's models have several alike: it would drop all
+    gradients but one of a name.
+    """
+
+    def make_for(*args: Any, groups: Any = None, process_set: Any, **kwargs: Any) -> Callable[..., Any]:
+        single = make(*args, groups=None, process_set=process_set, **kwargs)
+        together = make(*args, groups=1, process_set=process_set, **kwargs)
+
+        def reduce(gradients: Sequence[Any], variables: Any = None, use_generic_names: bool = False) -> list[Any]:
+            if groups is None:
+                return single(list(gradients), None, use_generic_names)
+            reduced = list(gradients)
+            for members in _groups(gradients, variables, groups):
+                # Sparse gradients alone: in a group Horovod takes the shape of the wrong tensor.
+                by = single if len(members) == 1 else together
+                for i, total in zip(members, by([gradients[i] for i in members], [0] * len(members)), strict=True):
+                    reduced[i] = total
+            return reduced
+
+        return reduce
+
+    names = signature(make).parameters
+    return lambda *args, **kwargs: make_for(**dict(zip(names, args, strict=False)), **kwargs)
+
+
+def _groups(gradients: Sequence[Any], variables: Any, groups: Any) -> list[list[int]]:
+    """Indices of gradients by group: as listed, or in `groups` groups of neighbours; each other one by itself."""
+    dense = [i for i, g in enumerate(gradients) if g is not None and not isinstance(g, tf.IndexedSlices)]
+    alone = [[i] for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)]
+    if isinstance(groups, int):
+        count = min(groups, len(dense))
+        bounds = [len(dense) * k // max(count, 1) for k in range(count + 1)]
+        return [dense[a:b] for a, b in zip(bounds, bounds[1:], strict=False)] + alone
+    numbers = {variables[i].ref(): i for i in dense}
+    found = [[numbers.pop(v.ref()) for v in group if v.ref() in numbers] for group in groups]
+    return [group for group in found if group] + [[i] for i in numbers.values()] + alone

@@ -1,0 +1,234 @@
+"""Horovod's own names under Keras 3, as a Horovod program uses them: ranks end with one process's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import horovod_nets as nets
+from tests.horovod_nets import BATCH, STEPS
+from tests.ranks import Jobs, once, run_all
+
+LAUNCHES = [(1, "mpirun"), (2, "mpirun"), (3, "mpirun"), (2, "gloo")]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """What the functions below returned in a job, by their names and by rank: each job starts once."""
+    folder = tmp_path_factory.mktemp("saved")
+    every: dict[str, Callable[..., Any]] = {"loops": _loops, "fit": partial(_fit, str(folder))}
+    functions: dict[tuple[int, str], dict[str, Callable[..., Any]]] = {
+        (1, "mpirun"): {**every, "loops": partial(_loops, SOME)},
+        (2, "mpirun"): every,
+        (3, "mpirun"): {**every, "loops": partial(_loops, SOME), "process set": _process_set},
+        (2, "gloo"): {**every, "loops": partial(_loops, SOME)},
+    }
+
+    def start(n: int, launcher: str) -> dict[str, list[Any]]:
+        dynamic = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if n == 3 else None
+        return run_all(functions[n, launcher], n, launcher=launcher, env=dynamic, timeout=600)
+
+    return once(start)
+
+
+# Cases for each number of ranks and each launcher; two ranks over MPI have all.
+SOME = ["graph", "listed groups", "loss scale", "sparse", "tape"]
+
+
+def _cases(hvd: Any) -> dict[str, tuple[Callable[[Any], Any], dict[str, Any]]]:
+    """By case: from a net to the optimizer that trains it, and how `nets.train` does."""
+    import horovod.keras as hvd_keras
+    import horovod.tensorflow.keras as hvd_tf_keras
+    import keras
+
+    def adam() -> Any:
+        return keras.optimizers.Adam(0.05)
+
+    def pairs(net: Any) -> Any:
+        kernel, bias, other, last = net.trainable_variables
+        return [[kernel, other], [bias]]  # `last` in no group
+
+    wrap = hvd_tf_keras.DistributedOptimizer
+    return {
+        "eager": (lambda net: wrap(adam()), {"graph": False}),
+        "graph": (lambda net: wrap(adam()), {}),
+        "horovod.keras": (lambda net: hvd_keras.DistributedOptimizer(adam()), {}),
+        "horovod.tensorflow": (lambda net: hvd.DistributedOptimizer(adam()), {}),
+        "sum": (lambda net: hvd.DistributedOptimizer(adam(), op=hvd.Sum), {"scale": 1 / hvd.size()}),
+        "fp16": (lambda net: wrap(adam(), compression=hvd.Compression.fp16), {}),
+        "predivided": (lambda net: wrap(adam(), gradient_predivide_factor=2.0), {}),
+        "two groups": (lambda net: wrap(adam(), groups=2), {}),
+        "more groups than gradients": (lambda net: wrap(adam(), num_groups=9), {}),
+        "listed groups": (lambda net: wrap(adam(), groups=pairs(net)), {}),
+        "loss scale": (lambda net: wrap(keras.optimizers.LossScaleOptimizer(adam())), {}),
+        "loss scale outside": (lambda net: keras.optimizers.LossScaleOptimizer(wrap(adam())), {}),
+        "clipped": (lambda net: wrap(keras.optimizers.Adam(0.05, global_clipnorm=0.1)), {}),
+        "sparse": (lambda net: wrap(adam()), {"sparse": True}),
+        "sparse in groups": (lambda net: wrap(adam(), groups=2), {"sparse": True}),
+        "sparse as dense": (lambda net: wrap(adam(), sparse_as_dense=True), {"sparse": True}),
+        "tape": (lambda net: adam(), {"tape": hvd.DistributedGradientTape}),
+        "eager tape": (lambda net: adam(), {"tape": hvd.DistributedGradientTape, "graph": False}),
+        "tape, sparse": (lambda net: adam(), {"tape": hvd.DistributedGradientTape, "sparse": True}),
+    }
+
+
+def _loops(some: list[str] | None = None) -> dict[str, Any]:
+    """Weights after a loop of one's own, beside those of one process on the whole batches, by case."""
+    hvd = nets.start()
+    import horovod.tensorflow.keras as hvd_tf_keras
+    import keras
+
+    shard, wrap, cases = slice(hvd.rank(), None, hvd.size()), hvd_tf_keras.DistributedOptimizer, _cases(hvd)
+    found = {}
+    plain: dict[Any, Any] = {}  # what one process gets
+    for case in some or cases:
+        make, how = cases[case]
+        sparse, clipped = how.get("sparse", False), case == "clipped"
+        # Keras 3's Adam takes rows of one index one by one: the optimizer's equal are whole tables.
+        tape = nets.Dense if sparse and "tape" not in how else nets.as_it_is
+        if (key := (sparse, clipped, tape)) not in plain:
+            alone = keras.optimizers.Adam(0.05, global_clipnorm=0.1 if clipped else None)
+            plain[key] = nets.train(nets.net(sparse), alone, sparse=sparse, tape=tape)
+        net = nets.net(sparse)
+        found[case] = [nets.train(net, make(net), shard, **how), plain[key]]
+    if some:
+        return found
+    net = nets.net()
+    listed = partial(hvd.DistributedGradientTape, groups=[net.trainable_variables[::2]])
+    trained = nets.train(net, keras.optimizers.Adam(0.05), shard, tape=listed)
+    found["tape, listed groups"] = [trained, found["graph"][1]]
+    optimizer = wrap(keras.optimizers.SGD(0.1), backward_passes_per_step=2, average_aggregated_gradients=True)
+    passes = nets.train(nets.net(), optimizer, shard, passes=2)
+    found["passes"] = [passes, nets.train(nets.net(), keras.optimizers.SGD(0.1))]
+    found["counted passes"] = [[float(optimizer.iterations.numpy())], [2.0 * STEPS]]
+    optimizer = wrap(keras.optimizers.SGD(0.1, momentum=0.9))
+    net = nets.net()
+    for x, y in zip(*nets.data(), strict=True):
+        optimizer.minimize(_loss(net, x[shard], y[shard]), net.trainable_variables)
+    found["minimize"] = [nets.flat(net), nets.train(nets.net(), keras.optimizers.SGD(0.1, momentum=0.9))]
+    return found
+
+
+def _loss(net: Any, x: Any, y: Any) -> Callable[[], Any]:
+    import tensorflow as tf
+
+    return lambda: tf.reduce_mean((net(x) - y) ** 2)
+
+
+@pytest.mark.parametrize(("n", "launcher"), LAUNCHES)
+def test_a_loop_of_ones_own_equals_one_process(n: int, launcher: str, jobs: Jobs) -> None:
+    for rank in jobs(n, launcher)["loops"]:
+        for case, (weights, alone) in rank.items():
+            half = case == "fp16"
+            assert np.allclose(weights, alone, rtol=0, atol=5e-3 if half else 2e-5), case
+
+
+def _fit(folder: str) -> dict[str, Any]:
+    """Weights, logs and learning rates of `fit` with all callbacks, of a loaded model, and of one process."""
+    hvd = nets.start()
+    import horovod.tensorflow.keras as hvd_keras
+    import keras
+
+    n, rank = hvd.size(), hvd.rank()
+    x, y = nets.data()
+    x_own, y_own = (v[:, rank::n].reshape(-1, v.shape[-1]) for v in (x, y))
+    x_all, y_all = (v.reshape(-1, v.shape[-1]) for v in (x, y))
+    fit = {"epochs": 2, "shuffle": False, "verbose": 0}
+    callbacks = [
+        hvd_keras.callbacks.BroadcastGlobalVariablesCallback(n - 1),
+        hvd_keras.callbacks.MetricAverageCallback(),
+        hvd_keras.callbacks.LearningRateWarmupCallback(0.05, warmup_epochs=1, verbose=0),
+        hvd_keras.callbacks.LearningRateScheduleCallback(0.05, multiplier=0.1, start_epoch=1),
+    ]
+    net = nets.net(seed=rank)
+    optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
+    net.compile(loss="mse", optimizer=optimizer, metrics=["mae"], experimental_run_tf_function=False)
+    history = net.fit(x_own, y_own, batch_size=BATCH // n, callbacks=callbacks, **fit).history
+    found: dict[str, Any] = {"weights": nets.flat(net), "logs": {k: np.ravel(v).tolist() for k, v in history.items()}}
+
+    # The same by one process: the rates and the corrections of the momentum by hand.
+    alone = nets.net(seed=n - 1)
+    plain = keras.optimizers.SGD(0.05, momentum=0.9)
+    alone.compile(plain, loss="mse", metrics=["mae"])
+    rates = [0.05 / n * ((k + 1) / STEPS * (n - 1) + 1) for k in range(STEPS)] + [0.05] * STEPS
+    alone_logs: dict[str, list[float]] = {"loss": [], "mae": []}
+    plain.build(alone.trainable_variables)
+    old = 0.05
+    for epoch in range(2):
+        logs = []
+        for k in range(STEPS):
+            rate = rates[epoch * STEPS + k]
+            for velocity in plain.momentums:
+                velocity.assign(velocity * rate / old)
+            plain.learning_rate = old = rate
+            logs.append(alone.train_on_batch(x[k], y[k], return_dict=True))
+            alone.reset_metrics()
+        for name, values in alone_logs.items():
+            values.append(float(np.mean([log[name] for log in logs])))
+    found |= {"alone": nets.flat(alone), "alone logs": alone_logs, "last rate": float(optimizer.lr.numpy())}
+
+    # What rank 0 saved goes on, with its velocities, in a model that every rank loads.
+    path = f"{folder}/{n}.keras"
+    if rank == 0:
+        net.save(path)
+    hvd.broadcast_object(0)
+    loaded = hvd_keras.load_model(path, compression=hvd.Compression.none)
+    loaded.fit(x_own, y_own, batch_size=BATCH // n, **fit)
+    net.fit(x_own, y_own, batch_size=BATCH // n, **fit)
+    found["loaded"], found["went on"] = nets.flat(loaded), nets.flat(net)
+
+    # A model that has trained alone, and then reduces: its step is traced again.
+    net, alone = nets.net(), nets.net()
+    sgd = keras.optimizers.SGD(0.05)
+    net.compile(sgd, loss="mse")
+    alone.compile(keras.optimizers.SGD(0.05), loss="mse")
+    for x_own, y_own in ((x_all[:4], y_all[:4]), (x_all[rank:BATCH:n], y_all[rank:BATCH:n])):
+        net.fit(x_own, y_own, batch_size=BATCH, shuffle=False, verbose=0)
+        if not hasattr(sgd, "on_all_ranks"):
+            hvd_keras.DistributedOptimizer(sgd)
+    for count in (4, BATCH):
+        alone.fit(x_all[:count], y_all[:count], batch_size=BATCH, shuffle=False, verbose=0)
+    found["wrapped late"] = [nets.flat(net), nets.flat(alone)]
+    return found
+
+
+@pytest.mark.parametrize(("n", "launcher"), LAUNCHES)
+def test_fit_with_all_callbacks_equals_one_process(n: int, launcher: str, jobs: Jobs) -> None:
+    ranks = jobs(n, launcher)["fit"]
+    for rank in ranks:
+        assert rank["weights"] == ranks[0]["weights"] and rank["logs"] == ranks[0]["logs"]
+        assert np.allclose(rank["weights"], rank["alone"], rtol=0, atol=2e-5)
+        assert np.allclose(rank["loaded"], rank["went on"], rtol=0, atol=2e-6)
+        for name, values in rank["alone logs"].items():
+            assert np.allclose(rank["logs"][name], values, rtol=1e-4), name
+        assert rank["last rate"] == pytest.approx(0.05)
+        late, alone = rank["wrapped late"]
+        assert np.allclose(late, alone, rtol=0, atol=2e-6)
+
+
+def _process_set() -> list[float]:
+    """An update on ranks 1 and 2, which average with each other, and on rank 0."""
+    hvd = nets.start()
+    import horovod.tensorflow.keras as hvd_keras
+    import keras
+    import tensorflow as tf
+
+    pair = hvd.add_process_set([1, 2])
+    ended = []
+    for graph in (False, True):
+        variable = keras.Variable([0.0])
+        optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=pair)
+        optimizer.build([variable])
+        step = tf.function(optimizer.apply) if graph else optimizer.apply
+        step([tf.constant([hvd.rank() + 1.0])], [variable])
+        ended += variable.numpy().tolist()
+    hvd.allreduce(tf.zeros(1))
+    return ended
+
+
+def test_a_process_set_averages_among_its_members(jobs: Jobs) -> None:
+    assert jobs(3, "mpirun")["process set"] == [[-1.0, -1.0], [-2.5, -2.5], [-2.5, -2.5]]

@@ -1,0 +1,200 @@
+"""The parts of Horovod's Keras interface under Keras 3: layers, states, callbacks, local layers, errors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import horovod_nets as nets
+from tests.horovod_nets import BATCH
+from tests.ranks import Jobs, once, run_all
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Jobs:
+    """What the functions below returned in a job, by their names and by rank: each job starts once."""
+    of_two = {"batch norm": _batch_norm, "state": _state, "rates": _rates, "local": _local}
+
+    def start(n: int, launcher: str) -> dict[str, list[Any]]:
+        return run_all({"errors": _errors} if n == 1 else of_two, n, launcher=launcher)
+
+    return once(start)
+
+
+def _batch_norm() -> list[list[float]]:
+    hvd = nets.start()
+    import keras
+
+    optimizers = (hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), keras.optimizers.SGD(0.1))
+    layers = (hvd.SyncBatchNormalization(), keras.layers.BatchNormalization())
+    shards = (slice(hvd.rank(), None, hvd.size()), slice(None))
+    return [nets.train(nets.net(layer=la), o, s) for la, o, s in zip(layers, optimizers, shards, strict=True)]
+
+
+def test_batch_norm_has_the_statistics_of_all_ranks(jobs: Jobs) -> None:
+    for weights, alone in jobs(2, "mpirun")["batch norm"]:
+        assert np.allclose(weights, alone, rtol=0, atol=2e-5)
+
+
+def _state() -> dict[str, Any]:
+    """What `KerasState` and `TensorFlowState` hold after sync, restore and commit; what is broadcast of a model."""
+    hvd = nets.start()
+    import horovod.tensorflow.keras as hvd_keras
+    import keras
+    import tensorflow as tf
+
+    rank = hvd.rank()
+    net, optimizer = nets.net(seed=rank), keras.optimizers.Adam(0.05 + rank)
+    if rank == 0:  # as where only one rank has loaded a checkpoint
+        optimizer.build(net.trainable_variables)
+    state = hvd_keras.elastic.KerasState(net, optimizer, epoch=10 + rank)
+    state.sync()
+    found: dict[str, Any] = {"synced": [nets.flat(net), state.epoch, float(optimizer.learning_rate.numpy())]}
+    net.set_weights([w + 1 for w in net.get_weights()])
+    state.epoch += 1
+    state.restore()
+    found["restored"] = [nets.flat(net), state.epoch, float(optimizer.learning_rate.numpy())]
+    net.set_weights([w + 1 for w in net.get_weights()])
+    state.commit()
+    state.restore()
+    found["committed"] = nets.flat(net)
+    variable = tf.Variable([float(rank)])
+    hvd.elastic.TensorFlowState([variable]).sync()
+    variable.assign([float(rank)])
+    hvd.elastic.TensorFlowState([variable]).sync()
+    found["variable"] = variable.numpy().tolist()
+    drop = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5, seed=rank), keras.layers.Dense(1)])
+    hvd.broadcast_variables(drop.variables, root_rank=0)
+    hvd.broadcast_variables(optimizer.variables(), root_rank=0)
+    found["dropout"] = drop.layers[0].seed_generator.state.numpy().tolist()
+    found["weights"] = nets.flat(drop)
+    found["gathered"] = hvd.allgather(drop.trainable_variables[1]).numpy().tolist()
+    return found
+
+
+def test_elastic_state_is_that_of_rank_0(jobs: Jobs) -> None:
+    first, second = jobs(2, "mpirun")["state"]
+    dropout = [rank.pop("dropout") for rank in (first, second)]
+    assert dropout[0] != dropout[1]  # ranks do not drop the same units
+    assert first == second and first["synced"] == first["restored"]
+    assert first["synced"][1:] == [10, pytest.approx(0.05)]
+    assert first["committed"] == pytest.approx(np.add(first["synced"][0], 1))
+    assert first["variable"] == [0.0] and first["gathered"] == [0.0, 0.0]
+
+
+def _rates() -> list[float]:
+    """The learning rate at the end of each epoch of a warm-up, then of a schedule by steps, under a loss scale."""
+    hvd = nets.start()
+    import horovod.keras as hvd_keras
+    import keras
+
+    seen = []
+    net = nets.net()
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.4, momentum=0.9))
+    net.compile(hvd_keras.DistributedOptimizer(optimizer), loss="mse")
+    callbacks = [
+        hvd_keras.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2),
+        hvd_keras.callbacks.LearningRateScheduleCallback(0.4, lambda epoch: 10.0**-epoch, start_epoch=2),
+        keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(float(logs["lr"]))),
+    ]
+    x, y = (v.reshape(-1, v.shape[-1]) for v in nets.data())
+    net.fit(x, y, batch_size=BATCH, epochs=4, callbacks=callbacks, verbose=0)
+    assert hvd.size() == 2
+    return seen
+
+
+def test_rates_follow_warm_up_and_schedule(jobs: Jobs) -> None:
+    for seen in jobs(2, "mpirun")["rates"]:
+        assert seen == pytest.approx([0.3, 0.4, 0.4e-2, 0.4e-3])
+
+
+def _local() -> dict[str, Any]:
+    """The gradient of a layer of a rank's own, as a step of 1 applied it: by optimizer, by tape, and unscaled."""
+    hvd = nets.start()
+    import horovod.keras as hvd_keras
+    import keras
+    import tensorflow as tf
+
+    found = {}
+    value = float(hvd.rank() + 1)
+    for way in ("tape", "unscaled", "loss scale", "passes", "optimizer"):
+        net = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False), keras.layers.Dense(1)])
+        net.set_weights([np.ones(w.shape) for w in net.get_weights()])
+        optimizer: Any = keras.optimizers.SGD(1.0)
+        if way == "loss scale":
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
+        if way == "passes":
+            optimizer = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2)
+            optimizer.register_local_var(net.trainable_variables[0])
+        elif way != "tape":
+            options: dict[str, Any] = {"local_layers": net.layers[0], "scale_local_gradients": way != "unscaled"}
+            optimizer = hvd_keras.PartialDistributedOptimizer(optimizer, **options)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(net(tf.fill((1, 1), value)))
+        if way == "tape":
+            tape = hvd.PartialDistributedGradientTape(tape, local_layers=net.layers[:1])
+        gradients = tape.gradient(loss, net.trainable_variables)
+        for _ in range(2 if way == "passes" else 1):  # of halves
+            halves = [g / 2 for g in gradients] if way == "passes" else gradients
+            optimizer.apply_gradients(zip(halves, net.trainable_variables, strict=True))
+        found[way] = (1 - np.array(nets.flat(net)[:2])).tolist()  # the third is the bias, 1 on every rank
+    # Gradients that `compute_gradients` has summed are not summed again.
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum)
+    reduced = optimizer.compute_gradients(lambda: tf.reduce_sum(net(tf.fill((1, 1), value))), net.trainable_variables)
+    before = nets.flat(net)
+    optimizer.apply_gradients(reduced)
+    found["reduced before"] = before[2] - nets.flat(net)[2]
+    return found
+
+
+def test_local_layers_keep_their_gradients(jobs: Jobs) -> None:
+    for rank, found in enumerate(jobs(2, "mpirun")["local"]):
+        for way in ("optimizer", "loss scale", "tape", "passes"):
+            assert found[way] == pytest.approx([(rank + 1) / 2, 1.5]), way
+        assert found["unscaled"] == pytest.approx([rank + 1, 1.5])
+        assert found["reduced before"] == pytest.approx(2.0)
+
+
+def _errors() -> dict[str, str]:
+    """What an optimizer says that would not average, by the attempt; and that `from_config` makes one that does."""
+    hvd = nets.start()
+    import horovod.tensorflow.keras as hvd_keras
+    import keras
+
+    wrap = hvd_keras.DistributedOptimizer
+    wrapped = wrap(keras.optimizers.Adam())
+    attempts = {
+        "twice": lambda: wrap(wrapped),
+        "twice inside": lambda: wrap(keras.optimizers.LossScaleOptimizer(wrapped)),
+        "copy": lambda: copy.copy(wrapped),
+        "deep copy": lambda: copy.deepcopy(wrapped),
+        "pickle": lambda: pickle.dumps(wrapped),
+        "adasum": lambda: wrap(keras.optimizers.Adam(), op=hvd.Adasum),
+        "predivided sum": lambda: wrap(keras.optimizers.Adam(), op=hvd.Sum, gradient_predivide_factor=2.0),
+        "passes": lambda: wrap(keras.optimizers.Adam(), backward_passes_per_step=0),
+        "no tape": lambda: wrapped.compute_gradients(1.0, []),
+    }
+    found = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            found[name] = "no error"
+        except (TypeError, ValueError) as error:
+            found[name] = str(error)
+    copied = type(wrapped).from_config(wrapped.get_config())
+    found["from config"] = str(hasattr(copied, "on_all_ranks"))
+    return found
+
+
+def test_what_would_not_average_is_an_error(jobs: Jobs) -> None:
+    (found,) = jobs(1, "mpirun")["errors"]
+    assert found["twice"] == found["twice inside"] and "already distributed" in found["twice"]
+    for way in ("copy", "deep copy", "pickle"):
+        assert "cannot be copied or pickled" in found[way]
+    assert "only supports Average and Sum" in found["adasum"] and "hvd.Average" in found["predivided sum"]
+    assert "at least 1" in found["passes"] and "give the tape" in found["no tape"]
+    assert found["from config"] == "True"
