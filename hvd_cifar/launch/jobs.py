@@ -55,15 +55,16 @@ def launch(request: Request, ranks: int, stall_seconds: float) -> int:
 def _restart(code: int, request: Request, job: Job, start: Callable[[], int]) -> int:
     """Restart a failed job until it succeeds, is stopped or is given up. Return its exit code."""
     failures: list[Failure] = []
+    run_dir = None if request.is_program else request.run_dir
     while code not in FINAL and not job.asked:
-        failures.append(failure_of(code, job.tail, request.run_dir))
+        failures.append(failure_of(code, job.tail, run_dir))
         if reason := reason_to_give_up(failures, request.settings.max_restarts):
             complain(f"exit code {code}; the job does not start again: {reason}")
             return code
         seconds = seconds_before(len(failures))
         complain(
             f"exit code {code}; restart {len(failures)} of {request.settings.max_restarts} in {seconds:g} s, "
-            f"from the newest checkpoint in {request.run_dir}"
+            + ("from its own checkpoints" if run_dir is None else f"from the newest checkpoint in {run_dir}")
         )
         if not job.wait(seconds):
             return RESUME

@@ -116,6 +116,10 @@ def _with_run_dir(request: Request, settings: Any) -> Request:
 
     Raises UserError where the command does not train.
     """
+    if request.is_program and not request.settings.validation_ranks:
+        if request.settings.elastic:
+            raise UserError("--elastic goes with train: horovodrun --gloo --min-np starts a program's elastic ranks")
+        return request  # a program restarts from checkpoints of its own
     if not isinstance(settings, config.TrainSettings):
         if request.settings.validation_ranks:
             raise UserError("--validation-ranks goes with train: no other command has weights to evaluate")

@@ -37,8 +37,10 @@ class Failure:
     diverged: bool = False
 
 
-def failure_of(code: int, tail: bytes, run_dir: Path) -> Failure:
-    """The failure of a job with this exit code; `tail` is the end of its stderr."""
+def failure_of(code: int, tail: bytes, run_dir: Path | None) -> Failure:
+    """The failure of a job with this exit code; `tail` is the end of its stderr. `run_dir`: None: a user's program."""
+    if run_dir is None:
+        return Failure(code, last_said(tail), None)
     marks = 0
     with contextlib.suppress(OSError):
         marks = (run_dir / "sessions.jsonl").read_bytes().count(b"\n")

@@ -218,13 +218,17 @@ def _process_set() -> list[float]:
     import tensorflow as tf
 
     pair = hvd.add_process_set([1, 2])
+
+    def update(optimizer: Any, variable: Any) -> Callable[[Any], Any]:
+        return lambda gradient: optimizer.apply([gradient], [variable])
+
     ended = []
     for graph in (False, True):
         variable = keras.Variable([0.0])
         optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=pair)
         optimizer.build([variable])
-        step = tf.function(optimizer.apply) if graph else optimizer.apply
-        step([tf.constant([hvd.rank() + 1.0])], [variable])
+        step = update(optimizer, variable)
+        (tf.function(step) if graph else step)(tf.constant([hvd.rank() + 1.0]))
         ended += variable.numpy().tolist()
     hvd.allreduce(tf.zeros(1))
     return ended
