@@ -43,7 +43,7 @@ def on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
-@pytest.mark.parametrize("side", [9, 16, 17])
+@pytest.mark.parametrize("side", [9, pytest.param(16, marks=pytest.mark.slow), 17])
 def test_fast_trains_on_the_smallest_images(side: int, precision: str) -> None:
     """Of batches of any size, as in a run: what the graph does not know of a shape, a layer must not ask it."""
     optimizer = _Recorder()
