@@ -17,10 +17,9 @@ from hvd_cifar.reporting.quiet import quiet_start
 with quiet_start():
     import tensorflow as tf
 import numpy as np
-from hvd_cifar.distributed import DistributedOptimizer
+from hvd_cifar.distributed.reduction import Reduction
 from hvd_cifar.runtime.world import session
 import horovod.tensorflow as hvd
-import keras
 
 def sent():
     (card,) = [line.split() for line in open("/proc/net/dev") if line.split()[0] == "{INTERFACE}:"]
@@ -28,8 +27,8 @@ def sent():
 
 with session(1) as world:
     print(world.algorithm)
-    optimizer = DistributedOptimizer(keras.optimizers.SGD(), op="sum")
-    reduce = tf.function(lambda values: optimizer.reduce([values])[0], autograph=False)
+    reduction = Reduction(average=False)
+    reduce = tf.function(lambda values: reduction.reduce([values])[0], autograph=False)
     ranks = world.size * (world.size + 1) / 2
     for count in (1, 2, 3, 4097, 100_003):  # shorter than the ranks, and no multiple of a segment
         values = np.arange(count, dtype=np.float32) % 13 + 1

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from hvd_cifar.distributed import DistributedOptimizer, collectives
+from hvd_cifar.distributed import collectives
+from hvd_cifar.distributed.reduction import Reduction
 from hvd_cifar.errors import UserError
 from hvd_cifar.runtime import devices
 from hvd_cifar.tools.benchmark.job import Job, facts_of
@@ -57,10 +57,10 @@ def _pattern(count: int) -> NDArray[np.float32]:
 
 def through_horovod(process_set: Any) -> Reduce:
     """The all-reduce that the optimizer uses for gradients."""
-    optimizer = DistributedOptimizer(keras.optimizers.SGD(), op="sum", process_set=process_set)
+    reduction = Reduction(average=False, process_set=process_set)
     # One graph for all sizes: tracing one for each size takes long.
     signature = [tf.TensorSpec([None], tf.float32)]
-    return tf.function(lambda terms: optimizer.reduce([terms])[0], input_signature=signature, autograph=False)
+    return tf.function(lambda terms: reduction.reduce([terms])[0], input_signature=signature, autograph=False)
 
 
 def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:

@@ -20,7 +20,7 @@ from hvd_cifar.data.pipeline import PREFETCH_BATCHES, MicroBatch, training_batch
 from hvd_cifar.data.sampler import Sampler
 from hvd_cifar.distributed import collectives, process_sets
 from hvd_cifar.distributed.batch_norm import synchronised_layers
-from hvd_cifar.distributed.optimizer import inner_of, reduction_of, set_bucket_bytes
+from hvd_cifar.distributed.optimizer import reduction_of, set_bucket_bytes
 from hvd_cifar.distributed.overlap import Backward
 from hvd_cifar.errors import UserError
 from hvd_cifar.reporting import terminal
@@ -187,12 +187,11 @@ class Bench:
 
     def _reduction(self, ranks: Any) -> Callable[[], Any]:
         """The all-reduce of the gradients alone, as the optimizer does it."""
-        optimizer = make_optimizer(self.work, self.net, LEARNING_RATE, ranks)
-        optimizer, variables = inner_of(optimizer), self.net.model.trainable_variables
-        optimizer.build(variables)
+        reduction = reduction_of(make_optimizer(self.work, self.net, LEARNING_RATE, ranks))
+        assert reduction, "make_optimizer distributes it"
         with tf.device(self.job.world.device):
-            gradients = [tf.zeros(v.shape, v.dtype) for v in variables]
-        reduce = tf.function(lambda: optimizer.reduce(gradients), autograph=False)
+            gradients = [tf.zeros(v.shape, v.dtype) for v in self.net.model.trainable_variables]
+        reduce = tf.function(lambda: reduction.reduce(gradients), autograph=False)
         return lambda: reduce()[-1]
 
     def backward(self, repeats: int) -> tuple[Backward, list[int]]:
