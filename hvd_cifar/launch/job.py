@@ -62,7 +62,7 @@ class Starter:
 
     words, env: its command line and variables.
     output, errors: read its stdout and stderr, and print what the user should see. None: it inherits stdout.
-    proof: a file that ranks write before they end with code 0; None: their code says enough.
+    proof: a file that ranks write, or touch, before they end with code 0; None: their code says enough.
     """
 
     words: list[str]
@@ -113,6 +113,7 @@ class Job:
             The starter's exit code; 128 + the signal, if a signal ended the job; `RESUME`, if ranks stopped as asked.
         """
         self._starter, self.tail, self._stops = starter, b"", self.asked
+        proof_before = _mark_of(starter.proof)  # of an earlier job
         if len(self._times) % 2 == 0:
             self._times.append(time.time())
         # mpirun kills its ranks 2 s after a SIGTERM, too soon for a checkpoint. It runs with the signal blocked: a
@@ -149,7 +150,8 @@ class Job:
         for pump in pumps:
             pump.join(SECONDS_FOR_LAST_OUTPUT)
         outcome = self._outcome(code if code >= 0 else 128 - code)
-        if outcome == 0 and starter.proof and not starter.proof.exists():  # no more than C's `_exit` gives such a code
+        # No more than C's `_exit` gives such a code.
+        if outcome == 0 and starter.proof and _mark_of(starter.proof) in (None, proof_before):
             who = "rank 0 ended first," if starter.is_rank else "all ranks ended"
             self.pass_on(f"hvd_cifar: {who} with exit code 0, before the job was over\n".encode())
             outcome = TrainingError.code
@@ -279,6 +281,14 @@ class Job:
     def _send(self, number: int) -> None:
         if self._process is not None:
             self._process.send_signal(number)
+
+
+def _mark_of(proof: Path | None) -> tuple[int, int] | None:
+    """What changes when a file is written or touched; None: it is not there."""
+    with contextlib.suppress(OSError):
+        state = proof.stat() if proof else None
+        return (state.st_ino, state.st_mtime_ns) if state else None
+    return None
 
 
 def _start_heir(number: str) -> subprocess.Popen[bytes]:

@@ -12,6 +12,8 @@ from typing import NoReturn
 from hvd_cifar.errors import TrainingError, cause_of
 
 GRACE_SECONDS = 2.0  # where all ranks leave, rank 0 speaks for all, and its end ends the others
+# A rank that ends shuts Horovod down, and only then its process ends: the launcher must see that end first, to name it.
+SECONDS_FOR_FIRST = 10.0
 
 
 @contextlib.contextmanager

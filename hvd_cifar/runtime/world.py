@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import tensorflow as tf
 
 from hvd_cifar.errors import Preempted, TrainingError, UserError
 from hvd_cifar.runtime import devices, environment, transport
-from hvd_cifar.runtime.endings import leave, no_early_success
+from hvd_cifar.runtime.endings import SECONDS_FOR_FIRST, leave, no_early_success
 from hvd_cifar.runtime.failures import lost_rank
 from hvd_cifar.runtime.ranks import RankFacts, gather
 from hvd_cifar.runtime.watch import Watch
@@ -206,6 +207,7 @@ def session(
         said = lost_rank(failure)
         if said is None:
             raise
+        time.sleep(SECONDS_FOR_FIRST)
         raise TrainingError(
             f"rank {world.rank} lost another rank, which ended first; see that one's error ({said})"
         ) from failure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import tensorflow as tf
 from hvd_cifar import __version__
 from hvd_cifar.data import augment
 from hvd_cifar.errors import UserError, reason_of
-from hvd_cifar.files import replace_text
+from hvd_cifar.files import PART, replace_text
 from hvd_cifar.models.portable import portable
 from hvd_cifar.reporting import terminal
 from hvd_cifar.training.evaluate import logits_of
@@ -25,7 +26,6 @@ from hvd_cifar.training.trained import Trained, load
 from hvd_cifar.use_settings import ExportSettings
 
 SAVED_MODEL, KERAS, METADATA = "saved_model", "model.keras", "metadata.json"
-PART = ".part"
 
 
 def export(settings: ExportSettings) -> None:
@@ -35,9 +35,9 @@ def export(settings: ExportSettings) -> None:
         UserError: where there is no such run or checkpoint, the folder has files or cannot be written, or the net has
             a layer that TensorFlow alone cannot load.
     """
-    is_there, inside = os.path.exists(settings.to), settings.to / PART  # Path.exists may raise
+    is_there = os.path.exists(settings.to)  # Path.exists may raise
     try:
-        taken = is_there and (not os.path.isdir(settings.to) or any(path != inside for path in settings.to.iterdir()))
+        taken = is_there and (not os.path.isdir(settings.to) or not all(map(_is_part, settings.to.iterdir())))
     except OSError as failure:
         raise UserError(f"--to {settings.to}: {failure.strerror}; give an empty folder, or a new one") from None
     if taken:
@@ -47,9 +47,9 @@ def export(settings: ExportSettings) -> None:
         model = usable(trained)
     except UserError as failure:
         raise UserError(f"--model {trained.settings.model}: {failure}") from None
-    # A folder that is there may be a mount, or have a parent that cannot be written.
-    part = inside if is_there else settings.to.with_name(f".{settings.to.name}{PART}")
-    shutil.rmtree(part, ignore_errors=True)
+    # A folder that is there may be a mount, or have a parent that cannot be written. Another process may export too.
+    name = f".{settings.to.name}.{secrets.token_hex(4)}{PART}"
+    part = settings.to / name if is_there else settings.to.with_name(name)
     try:
         part.mkdir(parents=True)
         with_names(model, trained.dataset.labels_in_words).save(part / KERAS)
@@ -65,6 +65,11 @@ def export(settings: ExportSettings) -> None:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     terminal.say(f"step {trained.step} of {settings.run_dir}: {SAVED_MODEL}/, {KERAS}, {METADATA} in {settings.to}")
+
+
+def _is_part(path: Path) -> bool:
+    """Whether a path is what another export has begun to write, or a killed one has left."""
+    return path.name.startswith(".") and path.suffix == PART
 
 
 def usable(trained: Trained) -> keras.Model:

@@ -176,6 +176,7 @@ class Trainer:
         if run.step == run.total_steps:
             done: dict[str, Any] = collectives.broadcast_object(run_dir.read_summary(run.run_dir))
             if done.get("steps") == run.step:
+                collectives.on_root(lambda: run_dir.touch_summary(run.run_dir))
                 run.say(f"nothing left to do after step {run.step}: see {run.run_dir}/summary.json")
                 return done
         with self._open() as requests:

@@ -54,13 +54,20 @@ def test_a_callback_cannot_end_a_run_as_if_it_were_complete(embedded: Path, tmp_
             job.end()
 
 
-def test_a_program_of_the_user_s_gives_the_code_of_the_rank_that_ended_first(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(ENDS.replace("{call}", "sys.exit(3)"))
+@pytest.mark.parametrize(
+    ("call", "code", "said"),
+    [("sys.exit(3)", 3, "3: SystemExit: 3 (program.py, line 8)"), ("raise RuntimeError('one rank')", 1, "1")],
+)
+def test_a_program_of_the_user_s_gives_the_code_of_the_rank_that_ended_first(
+    call: str, code: int, said: str, tmp_path: Path
+) -> None:
+    """The other rank, which loses it, ends later, though Horovod has ended there at once."""
+    (tmp_path / "program.py").write_text(ENDS.replace("{call}", call))
     words = [str(CHECKOUT / "run.sh"), "-np", "2", "python", "program.py"]
     done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    own = [line for line in done.stderr.splitlines() if "hvd_cifar" in line]  # TensorFlow has lines of its own
-    assert own == [LINE.format(1, "3: SystemExit: 3 (program.py, line 8)")] and "Traceback" not in done.stderr
-    assert done.returncode == 3 and read_summary(tmp_path / "run") == {}
+    own = [line for line in done.stderr.splitlines() if line.startswith("hvd_cifar: ")]
+    assert own == [LINE.format(1, said)] and ("raise" in call or "Traceback" not in done.stderr)
+    assert done.returncode == code and read_summary(tmp_path / "run") == {}
 
 
 RANK = """
@@ -89,3 +96,20 @@ def test_a_rank_that_leaves_before_mpi_starts(leaves: bool) -> None:
     words = [sys.executable, "-c", STARTER, RANK.replace("{leaves}", str(leaves))]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.splitlines()) == ((1, [LINE.format(1, EARLY)]) if leaves else (0, []))
+
+
+OF_AN_EARLIER_JOB = """
+import sys
+from pathlib import Path
+from hvd_cifar.launch.job import Job, Starter, chunks
+words = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
+raise SystemExit(Job(can_stop=False).run(Starter(words, {}, None, lambda s: list(chunks(s)), Path(sys.argv[2]))))
+"""
+
+
+@pytest.mark.parametrize(("rank", "code"), [("pass", 1), ("import os, sys; os.utime(sys.argv[1])", 0)])
+def test_the_summary_of_an_earlier_job_is_no_success(rank: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text("{}")
+    words = [sys.executable, "-c", OF_AN_EARLIER_JOB, rank, str(tmp_path / "summary.json")]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.splitlines()) == (code, [LINE.format(0, EARLY)] * code)

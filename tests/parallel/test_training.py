@@ -93,10 +93,11 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
 
     # The same command again finds nothing to do, and leaves the results alone.
     files = [run_dir / name for name in ("summary.json", "metrics.jsonl")]
-    texts = [file.read_text() for file in files]
+    texts, written = [file.read_text() for file in files], files[0].stat().st_mtime_ns
     first, second = _train(run_dir, "--config", run_dir / "config.json", base=())
     assert first["code"] == second["code"] == 0 and "nothing left to do" in "\n".join(first["said"]), first
     assert [file.read_text() for file in files] == texts
+    assert files[0].stat().st_mtime_ns > written  # what the launcher takes for this start's success
 
 
 def test_resnet_ranks_agree_and_its_moving_statistics_are_averaged(tmp_path: Path) -> None:
