@@ -1,8 +1,9 @@
-"""Process sets of the first k ranks of a job, which measure a job of k ranks while the others wait."""
+"""Process sets of some ranks of a job, which measure while the others wait."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -34,6 +35,17 @@ def first_ranks(sizes: Sequence[int], world_size: int) -> dict[int, Any]:
     if world_size in sizes and world_size > 1:
         sets[world_size] = hvd.global_process_set  # Horovod refuses a second set of the same ranks
     return dict(sorted(sets.items()))
+
+
+@contextmanager
+def joined(ranks: Sequence[int]) -> Iterator[Any]:
+    """A process set of some ranks, while the block runs. A collective of all ranks.
+
+    Start the world with `process_sets="dynamic"`. No other process set may have the same ranks.
+    """
+    process_set = hvd.add_process_set(sorted(ranks))
+    yield process_set
+    hvd.remove_process_set(process_set)
 
 
 def to_register(sets: Mapping[Any, Any]) -> list[Any]:
