@@ -14,7 +14,7 @@ WORKDIR /opt/hvd_cifar
 # What set-up reads, and no more: another line of code elsewhere does not build Horovod anew.
 COPY run.sh setup.cfg pyproject.toml LICENSE NOTICE ./
 COPY hvd_cifar/__init__.py hvd_cifar/errors.py hvd_cifar/import_path.py hvd_cifar/
-COPY hvd_cifar/distributed/__init__.py hvd_cifar/distributed/errors.py hvd_cifar/distributed/
+COPY hvd_cifar/distributed hvd_cifar/distributed
 COPY hvd_cifar/launch/__init__.py hvd_cifar/launch/
 COPY hvd_cifar/launch/cluster/__init__.py hvd_cifar/launch/cluster/hosts.py hvd_cifar/launch/cluster/ssh.py hvd_cifar/launch/cluster/
 COPY hvd_cifar/runtime/check_build.py hvd_cifar/runtime/

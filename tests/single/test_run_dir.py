@@ -157,11 +157,12 @@ def test_a_damaged_checkpoint_is_passed_over_and_no_whole_one_ends_the_run(tmp_p
 
 # Settings that a resumed run may change: where and how it computes and reports, and how far it goes. What the batch and
 # the learning rate come to is compared as facts.
+# Of these, image_size and max_unreadable are in the fact examples_sha256.
 FREE = {
     "batch_size", "bucket_bytes", "callbacks", "changed_code", "check_sync_every", "checkpoint_every", "data_dir",
     "checkpoint_minutes", "data_url", "dataset", "early_stopping", "epochs", "eval_every",
-    "global_batch_size", "grace_seconds", "gradient_accumulation", "learning_rate",
-    "log_every", "max_steps", "on_nan", "overlap", "profile_steps", "quiet",
+    "global_batch_size", "grace_seconds", "gradient_accumulation", "image_size", "learning_rate",
+    "log_every", "max_steps", "max_unreadable", "on_nan", "overlap", "profile_steps", "quiet",
     "record_examples", "resume", "run_dir", "set", "stall_seconds", "summary_every", "threads_per_rank",
 }  # fmt: skip
 
