@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -81,6 +82,8 @@ def read_file(path: Path, has_batch: bool = False) -> dict[str, Any]:
     """
     one_a_line = "write one 'name: value' a line"
     try:
+        if os.path.exists(path) and not os.path.isfile(path):  # reading a FIFO would block for ever
+            raise _Refused(f"it is no regular file; {REMEDY}")
         with path.open("rb") as file:
             data = file.read(MOST_JSON_BYTES + 1)
         if len(data) > MOST_JSON_BYTES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -281,9 +282,11 @@ def test_a_value_of_another_kind(value: str, tmp_path: Path) -> None:
             config.make(config.TrainSettings, read_file(file))
 
 
-def test_an_endless_file_is_not_read_to_its_end() -> None:
+def test_a_huge_file_is_not_read_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "huge").touch()
+    os.truncate(tmp_path / "huge", 1 << 40)  # a hole: it takes no disk
     with pytest.raises(UserError, match="has more than 16,777,216 bytes"):
-        read_file(Path("/dev/zero"))
+        read_file(tmp_path / "huge")
 
 
 def test_the_default_warm_up_passes_on_a_trial_run() -> None:
@@ -305,3 +308,9 @@ def test_numbers_of_a_recipe_are_set_by_name() -> None:
 def test_a_setting_that_does_not_exist_is_named() -> None:
     with pytest.raises(UserError, match="--modle is no setting"):
         config.make(config.TrainSettings, {"modle": "tutorial"})
+
+
+def test_a_fifo_as_settings_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe: it is no regular file; give a YAML or JSON file"):
+        read_file(tmp_path / "pipe")
