@@ -118,6 +118,7 @@ def test_pip_installs_doctor_convolutions_and_horovod_alone(installed: Path, tmp
     assert "compiled" in run("python", "-I", "-c", KERNELS).stdout or os.uname().machine != "x86_64"
     none = _run(installed, tmp_path / "here", "python", "-I", "-c", KERNELS, HVD_CIFAR_VECTORS="0")
     assert none.stdout == "TensorFlow's None\n"
+    assert run("python", "-I", "-m", "pip", "uninstall", "-q", "-y", "hvd_cifar").returncode == 0
     done = run("mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", "python", "../program.py")
     assert (done.returncode, done.stdout.count("sum 3.0")) == (0, 2), done.stderr
     assert done.stdout.count("weight -1.5 False") == 2  # averaged, by the copy in the wheel
