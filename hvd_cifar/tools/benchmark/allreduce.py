@@ -100,7 +100,7 @@ def _measure_size(
     sums: Any = None
 
     def time_of(iterations: int) -> tuple[float, float]:
-        """Wall and processor seconds of one of so many all-reduces, of the rank that takes longest."""
+        """Wall and processor seconds of one all-reduce: the mean over `iterations`, on the slowest rank."""
         nonlocal sums
         seconds = processor = 0.0
         if reduce:
