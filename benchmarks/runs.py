@@ -19,11 +19,6 @@ def steps(run_dir: Path) -> list[int]:
     return [e["step"] for e in events(run_dir) if e["event"] == "train"]
 
 
-def accuracies(run_dir: Path, by: str = "step") -> dict[float, float]:
-    """The test accuracies of a run by "step" or "epoch"."""
-    return {e[by]: e["test_accuracy"] for e in events(run_dir) if e["event"] == "eval"}
-
-
 def events(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
     path = run_dir / "metrics.jsonl"

@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.predict import read
 from hvd_cifar import cli
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.tools.benchmark import tables
 from hvd_cifar.tools.benchmark.commands import judge_efficiency, judge_sums
-from hvd_cifar.tools.benchmark.results import AllreduceResult, Estimate, StepResult, write
+from hvd_cifar.tools.benchmark.results import Estimate
 from tests.benchmark_results import allreduce_result, estimate, step_result
 
 
@@ -95,18 +94,6 @@ def test_the_gate_names_measured_and_wanted() -> None:
     spoilt = [p.model_copy(update={"wrong_values": 3 * (p.bytes == 2**16)}) for p in fine.points]
     with pytest.raises(TrainingError, match="3 values of an all-reduce of 65,536 bytes"):
         judge_sums(fine.model_copy(update={"points": spoilt}))
-
-
-def test_results_survive_their_files_and_other_files_are_refused(tmp_path: Path) -> None:
-    step, allreduce = step_result(4.0, {1: 1.0, 2: 0.9}), allreduce_result([2, 4])
-    write(tmp_path / "step.json", step)
-    assert read(StepResult, tmp_path / "step.json", "--step") == step
-    write(tmp_path / "allreduce.json", allreduce)
-    assert read(AllreduceResult, tmp_path / "allreduce.json", "--allreduce") == allreduce
-    (tmp_path / "text.json").write_text("{")
-    for name, said in (("none", "No such file"), ("text", "is no result of"), ("allreduce", "is no result of")):
-        with pytest.raises(UserError, match=f"--step .*{name}.json: {said}.*`benchmark step`"):
-            read(StepResult, tmp_path / f"{name}.json", "--step")
 
 
 def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

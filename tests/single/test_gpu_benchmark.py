@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
-import tarfile
 import time
 from itertools import pairwise, product
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.gpu import eight, pack, variants
+from benchmarks.gpu import eight, variants
 from benchmarks.gpu.__main__ import FORMS, Command, Options, Steps, main, parts
 from benchmarks.gpu.serve import Side
 from hvd_cifar import cli
@@ -76,20 +74,6 @@ def test_a_part_ends_at_its_limit_and_is_not_complete(tmp_path: Path) -> None:
     (tmp_path / "found.json").write_text('{"a": 1, "b": 2}')
     told = Command("told", ("{python}", "-c", "print('x')"), 60, "found.json", ("b",))
     assert told.table(told.run(options)) == "told, exit code 0: b 2"
-
-
-def test_what_travels_is_small_and_whole(tmp_path: Path) -> None:
-    done = CliRunner().invoke(pack.main, ["--output", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "hvd_cifar-gpu.tar.gz").stat().st_size < 64 * 2**20
-    assert any(line.startswith("keras==") for line in (tmp_path / "wheels.txt").read_text().splitlines())
-    with tarfile.open(tmp_path / "hvd_cifar-gpu.tar.gz") as archive:
-        assert {"install.sh", "wheels.txt", "checkout/hvd_cifar/cli.py"} <= {*archive.getnames()}
-        built = archive.extractfile("built.tar")
-        assert built
-        with tarfile.open(fileobj=io.BytesIO(built.read())) as inner:
-            names = inner.getnames()
-    assert any("horovod/tensorflow/mpi_lib" in name for name in names) and not any(".." in name for name in names)
 
 
 def test_a_ring_of_eight_is_predicted_and_says_so(tmp_path: Path) -> None:
