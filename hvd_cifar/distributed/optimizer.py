@@ -168,8 +168,9 @@ def DistributedOptimizer(
     `jit_compile=False`: XLA cannot compile Horovod's operations.
 
     Ranks with other numbers of batches may end with `hvd.join()` only where all gradients are dense and `fixed_order`
-    is not set: Horovod hangs where a rank has joined and others gather rows or terms. `sparse_as_dense=True` makes all
-    gradients dense. Averages still divide by the number of all ranks.
+    is not set: Horovod would hang where a rank has joined and others gather rows or terms, so `join` raises after a
+    graph with such a gather. `sparse_as_dense=True` makes all gradients dense. Averages still divide by the number of
+    all ranks.
 
     Args:
         optimizer: any Keras 3 optimizer, built or not, such as `keras.optimizers.SGD(0.1)`.

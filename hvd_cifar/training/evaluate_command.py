@@ -35,7 +35,7 @@ def evaluate_run(settings: EvaluateSettings, given: UserObjects | None = None) -
         has_data = given.dataset is not None
         values, path = collectives.on_root(lambda: find(settings, needs_data=not has_data))
         own = [spec for spec in (settings.model, settings.dataset) if spec is not None]
-        user_code.use_copies(collectives.on_root(lambda: user_files.copies_of(settings.run_dir, own)))
+        user_code.use_copies(collectives.on_root(lambda: user_files.of_trained(settings.run_dir, own)))
         model = model_of(values, given)
         trained = collectives.host_by_host(lambda: rebuild(values, model, settings.run_dir))
         trained.read(path)

@@ -121,7 +121,7 @@ def load(settings: RunSettings) -> Trained:
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.experimental.set_memory_growth(gpu, True)  # leave memory to a run that may be training there
     values, path = find(settings, needs_data=False)
-    user_code.use_copies(user_files.copies_of(settings.run_dir, [settings.model or ""]))
+    user_code.use_copies(user_files.of_trained(settings.run_dir, [settings.model or ""]))
     name = values.model
     model = models.BUILT_IN.get(name) or Model(name, user_code.load_alone(name, "--model"))
     trained = rebuild(values, model, settings.run_dir)

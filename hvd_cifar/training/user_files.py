@@ -6,6 +6,7 @@ a job, and `evaluate`, `predict` and `export`, use the copies. A run that resume
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import sys
@@ -123,13 +124,14 @@ def to_continue(settings: TrainSettings) -> Copies:
     then, copies = run_dir.recorded(origin)["run"], copies_of(origin.parent)
     if then.get("job") and then["job"] == environment.starts_of_job():
         return copies
-    program = os.path.abspath(getattr(sys.modules["__main__"], "__file__", None) or "")
     for told in then.get("code", ()):
-        file = told["file"]
-        if not os.path.exists(file) or _digest(text_of(file)) == told["sha256"]:
+        file, text = copies[told["module"]]
+        now = _text_now(file, text)
+        if now == text:
             continue
         # A program also holds settings, such as the number of epochs: `refuse_other_net` compares what it has built.
-        if told["course"] and file != program and settings.changed_code == "refuse":
+        may_matter = told["course"] and file != _program() and _code_of(now) != _code_of(text)
+        if may_matter and settings.changed_code == "refuse":
             raise UserError(
                 f"{file} is not the file that the run in {origin.parent} was started with (its copy: "
                 f"{FOLDER}/{told['copy']}): bring that back, or give --changed-code accept, or another --run-dir"
@@ -137,6 +139,42 @@ def to_continue(settings: TrainSettings) -> Copies:
         terminal.complain(f"hvd_cifar: note: {file} has changed since the run in {origin.parent} was started with it")
         copies.pop(told["module"])
     return copies
+
+
+def of_trained(folder: Path, left_out: Sequence[str]) -> Copies:
+    """As `copies_of`, for the use of a trained net. A note names each file that has been edited since. On rank 0."""
+    copies = copies_of(folder, left_out)
+    for file, text in copies.values():
+        if file != _program() and _text_now(file, text) != text:
+            terminal.complain(
+                f"hvd_cifar: note: {file} has changed since training: the copy in {folder / FOLDER} is used"
+            )
+    return copies
+
+
+def _program() -> str:
+    return os.path.abspath(getattr(sys.modules["__main__"], "__file__", None) or "")
+
+
+def _text_now(file: str, text: str) -> str:
+    """The text of a file; `text` where the file is gone."""
+    try:
+        return text_of(file) if os.path.exists(file) else text
+    except (OSError, UnicodeError, SyntaxError):
+        return ""
+
+
+class _NoDocstrings(ast.NodeTransformer):
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        return None if isinstance(node.value, ast.Constant) else node
+
+
+def _code_of(text: str) -> str:
+    """A file's text without comments, docstrings and positions; the text itself where it is no Python."""
+    try:
+        return ast.dump(_NoDocstrings().visit(ast.parse(text)))
+    except (SyntaxError, ValueError):
+        return text
 
 
 def refuse_other_net(settings: TrainSettings, now: dict[str, Any]) -> None:

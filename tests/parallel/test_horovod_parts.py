@@ -17,7 +17,7 @@ from tests.ranks import Jobs, once, run_all
 @pytest.fixture(scope="module")
 def jobs() -> Jobs:
     """What the functions below returned in a job, by their names and by rank: each job starts once."""
-    of_two = {"batch norm": _batch_norm, "state": _state, "rates": _rates, "local": _local}
+    of_two = {"batch norm": _batch_norm, "state": _state, "rates": _rates, "local": _local, "join": _join}
 
     def start(n: int, launcher: str) -> dict[str, list[Any]]:
         return run_all({"errors": _errors} if n == 1 else of_two, n, launcher=launcher)
@@ -157,6 +157,21 @@ def test_local_layers_keep_their_gradients(jobs: Jobs) -> None:
             assert found[way] == pytest.approx([(rank + 1) / 2, 1.5]), way
         assert found["unscaled"] == pytest.approx([rank + 1, 1.5])
         assert found["reduced before"] == pytest.approx(2.0)
+
+
+def _join() -> str:
+    hvd = nets.start()
+    import keras
+
+    nets.train(nets.net(sparse=True), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), sparse=True)
+    with pytest.raises(RuntimeError) as told:
+        hvd.join()
+    return str(told.value)
+
+
+def test_join_after_sparse_gradients_is_an_error_and_no_hang(jobs: Jobs) -> None:
+    for told in jobs(2, "mpirun")["join"]:
+        assert "hvd.join() after allgather in a step" in told and "sparse_as_dense=True" in told
 
 
 def _errors() -> dict[str, str]:

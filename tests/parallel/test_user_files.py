@@ -83,7 +83,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 @pytest.mark.parametrize("name", ["data.py", "helper"])
 def test_a_run_does_not_resume_with_other_code(name: str, job: Job) -> None:
     file = f"{job.helper}.py" if name == "helper" else name
-    job.write(file, (job.folder / file).read_text() + "# edited\n")
+    job.write(file, (job.folder / file).read_text() + "edited = True\n")
     refused = job.train(4)
     (line,) = refused["errors"]
     assert refused["code"] == 2 and f"{job.folder}/{file} is not the file" in line and "--changed-code accept" in line
@@ -93,10 +93,12 @@ def test_a_run_does_not_resume_with_other_code(name: str, job: Job) -> None:
     assert json.loads((job.run / "config.json").read_text())["changed_code"] == "refuse"
 
 
-def test_an_edited_callback_is_told(job: Job) -> None:
-    job.write("cb.py", CALLBACK + "# edited\n")
+def test_an_edit_that_cannot_change_the_result_is_told(job: Job) -> None:
+    job.write("cb.py", CALLBACK + "edited = True\n")
+    job.edit("net.py", "def build(shape, c):\n", "# edited\n\ndef build(shape, c):\n    'A docstring.'\n")
     rank = job.train(4)
-    assert rank["code"] == 0 and f"note: {job.folder}/cb.py has changed" in "\n".join(rank["errors"])
+    notes = [f"hvd_cifar: note: {job.folder}/{name} has changed" for name in ("net.py", "cb.py")]
+    assert rank["code"] == 0 and [line[: len(note)] for line, note in zip(rank["errors"], notes, strict=True)] == notes
 
 
 def test_the_net_and_the_test_set_are_compared_also_where_no_file_has_changed(tmp_path: Path) -> None:
@@ -128,6 +130,7 @@ def test_a_finished_run_is_used_with_the_net_that_it_was_trained_with(job: Job) 
     moved = job.folder / "moved"
     after = job.call("evaluate", "--run-dir", moved)
     assert before["code"] == after["code"] == 0 and before["said"][-1] == after["said"][-1]
+    assert not before["errors"] and f"note: {job.folder}/net.py has changed since training" in after["errors"][0]
     asked = job.call("evaluate", "--run-dir", moved, "--model", f"{job.folder}/net.py:build")
     (line,) = (line for line in asked["errors"] if line.startswith("hvd_cifar: "))
     assert asked["code"] == 2 and "hidden/kernel" in line and "(192, 8)" in line and "(192, 9)" in line

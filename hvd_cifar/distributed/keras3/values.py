@@ -23,6 +23,9 @@ TAKE_TENSORS = (
     "reducescatter",
     "grouped_reducescatter",
 )
+GATHER = ("allgather", "grouped_allgather", "alltoall")  # those in which a rank cannot take part once it has joined
+
+_gathers_in_graphs: set[str] = set()
 
 
 def complete(horovod: dict[str, Any]) -> None:
@@ -30,6 +33,7 @@ def complete(horovod: dict[str, Any]) -> None:
     keras_2_names.give()
     for name in TAKE_TENSORS:
         horovod[name] = _with_tensors(horovod[name])
+    horovod["join"] = _without_gathers(horovod["join"])
     horovod["_make_allreduce_grads_fn"] = _reduce_by(horovod["_make_allreduce_grads_fn"])
 
 
@@ -50,8 +54,23 @@ def to_broadcast(variables: Iterable[Any]) -> list[Any]:
 def _with_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(value: Any, *args: Any, **kwargs: Any) -> Any:
+        if function.__name__ in GATHER and not tf.executing_eagerly():
+            _gathers_in_graphs.add(function.__name__)
         of_many = isinstance(value, (list, tuple))
         return function([tensor_of(v) for v in value] if of_many else tensor_of(value), *args, **kwargs)
+
+    return call
+
+
+def _without_gathers(join: Callable[[], int]) -> Callable[[], int]:
+    @wraps(join)
+    def call() -> int:
+        if _gathers_in_graphs:
+            raise RuntimeError(
+                f"hvd.join() after {', '.join(sorted(_gathers_in_graphs))} in a step: a rank that still steps would "
+                "hang; give the optimizer sparse_as_dense=True and no fixed_order, or leave join out"
+            )
+        return join()
 
     return call
 
