@@ -35,11 +35,6 @@ class EvaluateSettings(RunSettings):
         le=MOST_EXAMPLES,
         description="Examples a rank evaluates at a time. [default: 500 of 32 x 32 pixels, fewer of larger images]",
     )
-    confusion: bool = Field(
-        False,
-        description="Write confusion.json, with the confusion matrix and the worst mistakes, into the folder of "
-        "--output. [default folder: --run-dir]",
-    )
     output: LocalPath | None = Field(None, description="JSON file to write the result to.")
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import base64
+import io
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from hvd_cifar.files import replace_text
 from hvd_cifar.training.callbacks import Callback, Run
 
 if TYPE_CHECKING:
+    from hvd_cifar.data.dataset import Dataset
     from hvd_cifar.training.confusion import Confusion
     from hvd_cifar.training.evaluate import Evaluation
+
+SIDE = 256  # pixels, the longer side of the mistakes' images: with larger ones the file is too large for its readers
 
 
 def make(run: Run) -> Callback:
@@ -27,6 +35,40 @@ class ConfusionWriter(Callback):
 
     def _write(self, run: Run, found: Confusion) -> None:
         try:
-            found.write(run.run_dir, run.data, run.step)
+            write(run.run_dir, found, run.data, run.step)
         except OSError as failure:
             run.warn(f"note: cannot write {failure.filename or run.run_dir}: {failure.strerror}")
+
+
+def write(folder: Path, found: Confusion, dataset: Dataset, step: int) -> None:
+    """Write confusion.json; `dataset` has the images. Raises OSError where it cannot be written."""
+    mistakes = [
+        {
+            "index": mistake.example,
+            "label": mistake.label,
+            "predicted": mistake.predicted,
+            "probabilities": mistake.probabilities,
+            "image": _data_url(dataset.test.images[[mistake.example]][0]),
+        }
+        for mistake in found.mistakes
+    ]
+    content = {
+        "dataset": dataset.name,
+        "step": step,
+        "split": "test",
+        "class_names": list(dataset.labels_in_words),
+        "matrix": found.matrix.tolist(),
+        "mistakes": mistakes,
+    }
+    replace_text(folder / "confusion.json", json.dumps(content) + "\n")
+
+
+def _data_url(image: Any) -> str:
+    """An image uint8 [height, width, channels] as a PNG in a data URL. Without 3 channels, only the first is shown."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    picture = Image.fromarray(image if image.shape[-1] == 3 else image[..., 0])
+    picture.thumbnail((SIDE, SIDE))
+    picture.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -135,8 +135,6 @@ def _check_run(settings: RunSettings) -> None:
 def _check_outputs(settings: EvaluateSettings) -> None:
     output = settings.output
     if output is None:
-        if settings.confusion:
-            check_folder(settings.run_dir, f"--confusion: the run directory {settings.run_dir}")
         return
     if os.path.isdir(output):
         raise UserError(f"--output {output}: is a folder; give a file")

@@ -123,7 +123,7 @@ class Mistake(_Part):
 
 
 class Confusion(_Part):
-    """What confusion.json says, which `evaluate --confusion` writes."""
+    """What confusion.json says."""
 
     dataset: str = ""  # files of older versions lack it
     step: Count
@@ -148,7 +148,7 @@ class RunFiles:
     settings: all of config.json; config: the part of it that readers use.
     events: of metrics.jsonl, in their order; damaged: number of its lines that are none.
     marks: of sessions.jsonl; a session that lives, or was killed, ends with a mark at its last sign of life.
-    summary: None until the run is complete. confusion: None without `evaluate --confusion`.
+    summary: None until the run is complete. confusion: None before the first evaluation.
     """
 
     run_dir: Path
@@ -185,7 +185,9 @@ def read_run(run_dir: Path) -> RunFiles:
     if not goodput.has_ended(marks):
         marks.append({"mark": "lost", "time": max(seen, marks[-1]["time"]), "step": step})
     summary = _read(Summary, run_dir / "summary.json", "train the run to its end again, or remove the file")
-    confusion = _read(Confusion, run_dir / "confusion.json", "write it again: evaluate --confusion, or remove it")
+    confusion = _read(
+        Confusion, run_dir / "confusion.json", "remove it; an evaluation writes it again"
+    )
     return RunFiles(run_dir, settings, config, events, damaged, marks, standing, summary, confusion)
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.files import replace_text
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.world import session
 from hvd_cifar.training import user_code, user_files
-from hvd_cifar.training.confusion import FILE, MOST_CLASSES
-from hvd_cifar.training.evaluate import Evaluation, make_evaluator
+from hvd_cifar.training.evaluate import make_evaluator
 from hvd_cifar.training.run_dir import as_learnt
 from hvd_cifar.training.trained import find, rebuild
 from hvd_cifar.training.work import UserObjects, load_data, model_of
@@ -24,7 +21,7 @@ from hvd_cifar.use_settings import EvaluateSettings
 
 
 def evaluate_run(settings: EvaluateSettings, given: UserObjects | None = None) -> dict[str, Any]:
-    """Evaluate a run's checkpoint on all ranks of this job; rank 0 prints and writes --output, and confusion.json.
+    """Evaluate a run's checkpoint on all ranks of this job; rank 0 prints and writes --output.
 
     Raises:
         UserError: where there is no such run or checkpoint, or its data set cannot be found or made.
@@ -66,28 +63,14 @@ def evaluate_run(settings: EvaluateSettings, given: UserObjects | None = None) -
                 f"{dataset.name}, {values.model}, step {trained.step}: test accuracy {found.accuracy:.2%}, "
                 f"test loss {found.loss:.4f}, {found.examples} examples, {world.size} rank{'s' * (world.size > 1)}"
             )
-        collectives.on_root(lambda: _write(settings, result, dataset, found))
+        collectives.on_root(lambda: _write(settings.output, result))
         return result
 
 
-def _write(settings: EvaluateSettings, result: dict[str, Any], dataset: Dataset, found: Evaluation) -> None:
-    """Rank 0's files. Raises UserError where one cannot be written."""
-    output = settings.output
-    if output is not None:
-        with _writing(f"--output {output}", "a file"):
-            replace_text(output, json.dumps(result, indent=2) + "\n")
-    if not settings.confusion:
-        return
-    if found.confusion is None:
-        raise UserError(f"--confusion: a matrix of {dataset.classes} classes is too large; {MOST_CLASSES} are the most")
-    folder = output.parent if output else settings.run_dir
-    with _writing(f"--confusion: {folder / FILE}", "--output in a folder"):
-        terminal.say(f"confusion matrix and worst mistakes: {found.confusion.write(folder, dataset, result['step'])}")
-
-
-@contextmanager
-def _writing(what: str, remedy: str) -> Iterator[None]:
+def _write(output: Path | None, result: dict[str, Any]) -> None:
+    """Rank 0's file. Raises UserError where it cannot be written."""
     try:
-        yield
+        if output:
+            replace_text(output, json.dumps(result, indent=2) + "\n")
     except OSError as failure:
-        raise UserError(f"{what}: {failure.strerror}; give {remedy} that can be written") from None
+        raise UserError(f"--output {output}: {failure.strerror}; give a file that can be written") from None

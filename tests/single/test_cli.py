@@ -42,7 +42,6 @@ train | --early-stopping 3 --eval-every 0 | --data-dir ~nobody-of-this-name/x | 
 train | --data-url https://me:secret@host/x.tar.gz | --config /proc/no/file.yaml | --no-such-option 1 | --batch-size
 train | surplus | --image-size 0x64 | --image-size wide | --max-unreadable -1
 evaluate | | --run-dir r --batch-size 0 | --run-dir r --dataset mnist | --run-dir r --model vgg
-evaluate | --run-dir r --confusion=1
 export | | r | r --to ''
 predict | r | '' x.png | r '' | r x.png --json=1
 report | | '' | r --output ''

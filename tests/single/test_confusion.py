@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from hvd_cifar.data.dataset import Dataset
+from hvd_cifar.extensions import confusion
 from hvd_cifar.files import read_json
 from hvd_cifar.training.confusion import WORST, Confusion, Mistake, Tally
+
+
+def _written(folder: Path, found: Confusion, dataset: Dataset) -> Any:
+    confusion.write(folder, found, dataset, 40)
+    return read_json(folder / "confusion.json")
 
 
 def test_a_tally_has_a_row_for_each_true_class_and_the_largest_losses_first() -> None:
@@ -43,7 +49,7 @@ def test_the_file_holds_the_image_of_each_mistake(channels: int, tmp_path: Path)
     labels = np.array([0, 1, 1, 0])
     dataset = Dataset.from_arrays(images, labels, images[::-1], labels)
     found = Confusion(np.array([[1, 1], [0, 2]]), [Mistake(2.5, 3, 0, 1, [0.2, 0.8])])
-    content = json.loads(found.write(tmp_path, dataset, 40).read_text())
+    content = _written(tmp_path, found, dataset)
     assert {name: content[name] for name in ("step", "split", "class_names", "matrix")} == {
         "step": 40,
         "split": "test",
@@ -62,6 +68,6 @@ def test_readers_take_the_file_of_large_images(tmp_path: Path) -> None:
     images = np.random.default_rng(1).integers(0, 256, (2, 1200, 800, 3), np.uint8)
     dataset = Dataset.from_arrays(images, np.arange(2), images, np.arange(2))
     found = Confusion(np.array([[0, WORST], [0, 0]]), [Mistake(2.5, 0, 0, 1, [0.2, 0.8])] * WORST)
-    content = read_json(found.write(tmp_path, dataset, 40))
+    content = _written(tmp_path, found, dataset)
     shown = Image.open(io.BytesIO(base64.b64decode(content["mistakes"][0]["image"].partition(",")[2])))
     assert shown.size == (171, 256)

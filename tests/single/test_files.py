@@ -40,7 +40,7 @@ def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_the_end(
 
 
 def test_two_programs_may_write_the_same_file(tmp_path: Path) -> None:
-    """As `evaluate --confusion` beside `train`: the second one begins and ends while the first one writes."""
+    """As two runs that share a file: the second one begins and ends while the first one writes."""
 
     def lines() -> Iterator[bytes]:
         yield b"first "
