@@ -75,7 +75,7 @@ BUDGETS = {
     "docs/migration.md": 142,
     "docs/cluster.md hostfiles/README.md": 152,
     "docs/gpu.md docs/horovod.md": 192,
-    "docs/report.md docs/tensorboard.md docs/profile.md": 197,
+    "docs/report.md docs/tensorboard.md docs/profile.md": 130,
     "docs/faq.md": 95,
     "docs/configuration.md": 203,
     "docs/environment.md": 45,
