@@ -61,10 +61,8 @@ class BestWeights(Callback):
 
     def on_start(self, run: Run) -> None:
         """Continue from the recorded evaluations, which rank 0 broadcasts."""
-        from hvd_cifar.training.snapshots import told
-
         if self.snapshots:
-            with told(run, "the best weights so far cannot be read"):
+            with run.files_may_fail("the best weights so far cannot be read"):
                 self.best = self.snapshots.best()
             self.evaluated = set(run.reporter.evaluated[self.watched])
         self.best, self.evaluated = run.ranks.broadcast((self.best, self.evaluated))
@@ -87,20 +85,16 @@ class BestWeights(Callback):
             self._end_where_due(run)
             return
         self.best = evaluation
-        from hvd_cifar.training.snapshots import told
-
         if self.snapshots:
-            with told(run, f"the best weights, of step {evaluation.step}, are not kept"):
+            with run.files_may_fail(f"the best weights, of step {evaluation.step}, are not kept"):
                 self.snapshots.keep(evaluation, run.step)
 
     def on_rollback(self, run: Run) -> None:
         """Forget evaluations of later steps."""
         if self.newest and self.newest.step > run.step:
             self.newest = None
-        from hvd_cifar.training.snapshots import told
-
         if self.snapshots:
-            with told(run, "snapshots of later steps cannot be removed"):
+            with run.files_may_fail("snapshots of later steps cannot be removed"):
                 self.snapshots.go_back(run.step)
         self.on_start(run)
 

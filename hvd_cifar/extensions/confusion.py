@@ -34,10 +34,8 @@ class ConfusionWriter(Callback):
             run.ranks.on_root(lambda: self._write(run, found))
 
     def _write(self, run: Run, found: Confusion) -> None:
-        try:
+        with run.files_may_fail("confusion.json cannot be written"):
             write(run.run_dir, found, run.data, run.step)
-        except OSError as failure:
-            run.warn(f"note: cannot write {failure.filename or run.run_dir}: {failure.strerror}")
 
 
 def write(folder: Path, found: Confusion, dataset: Dataset, step: int) -> None:

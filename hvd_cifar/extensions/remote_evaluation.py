@@ -96,20 +96,16 @@ class RemoteEvaluation(Callback):
 
     def _is_awaited(self, run: Run, end: float) -> bool:
         """Whether a result may still arrive; False on ranks other than 0."""
-        from hvd_cifar.training.snapshots import told
-
         if not self.snapshots or not self._pending(run):
             return False
         now, may_come = time.monotonic(), not self.has_met and time.monotonic() < self.began + SECONDS_TO_COME
-        with told(run, UNREAD):
+        with run.files_may_fail(UNREAD):
             return now < end and (may_come or self.snapshots.has_readers()) and not self.hang
         return False
 
     def _pending(self, run: Run) -> list[int]:
         """Steps without a result; empty on ranks other than 0."""
-        from hvd_cifar.training.snapshots import told
-
-        with told(run, UNREAD):
+        with run.files_may_fail(UNREAD):
             return self.snapshots.pending() if self.snapshots else []
         return []
 
@@ -119,11 +115,9 @@ class RemoteEvaluation(Callback):
         run.progress.flags.own[FLAG] = run.progress.flags.sums[FLAG] = 0.0
 
     def _look(self, run: Run) -> None:
-        from hvd_cifar.training.snapshots import told
-
         if self.snapshots:
             self.looked = time.monotonic()
-            with told(run, UNREAD):
+            with run.files_may_fail(UNREAD):
                 self.has_met = self.has_met or self.snapshots.has_readers()
                 self.results = [found for found in self.snapshots.results() if found.step not in self.reported]
                 self._listen(run, self.snapshots)
@@ -161,12 +155,10 @@ class RemoteEvaluation(Callback):
 
     def _offer(self, run: Run) -> None:
         """Write a snapshot of this step, unless the step is evaluated. A collective, since ranks average statistics."""
-        from hvd_cifar.training.snapshots import told
-
         run.progress.check_losses()
         with run.progress.aside("evaluation"):
             run.state.average(run.step)
             if self.snapshots and run.step not in run.reporter.evaluated[self.watched]:
-                with told(run, f"step {run.step} is not evaluated: its snapshot cannot be written"):
+                with run.files_may_fail(f"step {run.step} is not evaluated: its snapshot cannot be written"):
                     for step in self.snapshots.offer(run.step):
                         run.reporter.missing(step, f"no validation rank has taken it, and step {run.step} replaces it")

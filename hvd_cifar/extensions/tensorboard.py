@@ -71,7 +71,7 @@ class Summaries(Callback):
     def on_start(self, run: Run) -> None:
         """Show the hyperparameters."""
         from hvd_cifar.reporting import board
-        from hvd_cifar.training.run_dir import MUST_MATCH, numbers_of
+        from hvd_cifar.training.record import MUST_MATCH, numbers_of
 
         self.ended = time.perf_counter()
         if run.reporter.begins_events:

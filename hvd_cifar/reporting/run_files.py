@@ -185,9 +185,7 @@ def read_run(run_dir: Path) -> RunFiles:
     if not goodput.has_ended(marks):
         marks.append({"mark": "lost", "time": max(seen, marks[-1]["time"]), "step": step})
     summary = _read(Summary, run_dir / "summary.json", "train the run to its end again, or remove the file")
-    confusion = _read(
-        Confusion, run_dir / "confusion.json", "remove it; an evaluation writes it again"
-    )
+    confusion = _read(Confusion, run_dir / "confusion.json", "remove it; an evaluation writes it again")
     return RunFiles(run_dir, settings, config, events, damaged, marks, standing, summary, confusion)
 
 

@@ -6,13 +6,13 @@ This module imports no TensorFlow: the command line lists the extensions' option
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from hvd_cifar.errors import TrainingError, UserError
+from hvd_cifar.errors import TrainingError, UserError, reason_of
 
 if TYPE_CHECKING:
     import keras
@@ -275,6 +275,14 @@ class Run:
             self._reporter.warn(line, step)
         else:
             self.say(line)
+
+    @contextmanager
+    def files_may_fail(self, what: str) -> Iterator[None]:
+        """A block whose files training does not depend on: an `OSError` in it is a warning, `what` and its reason."""
+        try:
+            yield
+        except OSError as failure:
+            self.warn(f"{what}: {reason_of(failure)}")
 
     def record(self, event: str, **values: Any) -> None:
         """Add a line to metrics.jsonl, on rank 0. `values` are JSON; give the step as step=run.step."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hvd_cifar.data.dataset import Dataset
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import TrainingError, UserError
 from hvd_cifar.files import replace_text
@@ -14,7 +16,6 @@ from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime.world import session
 from hvd_cifar.training import user_code, user_files
 from hvd_cifar.training.evaluate import make_evaluator
-from hvd_cifar.training.run_dir import as_learnt
 from hvd_cifar.training.trained import find, rebuild
 from hvd_cifar.training.work import UserObjects, load_data, model_of
 from hvd_cifar.use_settings import EvaluateSettings
@@ -65,6 +66,39 @@ def evaluate_run(settings: EvaluateSettings, given: UserObjects | None = None) -
             )
         collectives.on_root(lambda: _write(settings.output, result))
         return result
+
+
+def as_learnt(given: Dataset, learnt: Dataset, any_size: bool) -> Dataset:
+    """A set to evaluate, with the classes and channel statistics that the run's net has learnt.
+
+    Args:
+        learnt: the run's data set.
+        any_size: whether the run's transforms are the user's own, which may take images of any size.
+
+    Raises:
+        UserError: where the set has images of another size, or other classes.
+    """
+    known, named = learnt.labels_in_words, given.class_names
+    if given.image_shape != learnt.image_shape and not any_size:
+        theirs, own = (" x ".join(map(str, shape)) for shape in (given.image_shape, learnt.image_shape))
+        raise UserError(
+            f"data set {given.name}: its images are {theirs} and the run's {own} (height x width x channels): "
+            "give a set with images of the run's size"
+        )
+    is_named = bool(named) and known != tuple(map(str, range(learnt.classes)))
+    if given.classes > learnt.classes or is_named and named != known[: len(named)]:
+        theirs, own = (", ".join(names[:3]) for names in (given.labels_in_words, known))
+        raise UserError(
+            f"data set {given.name}: its classes ({theirs}, ...) are not the run's, in their order ({own}, ...): "
+            "give a set with the same classes"
+        )
+    return replace(
+        given,
+        classes=learnt.classes,
+        class_names=learnt.class_names,
+        channel_mean=learnt.channel_mean,
+        channel_deviation=learnt.channel_deviation,
+    )
 
 
 def _write(output: Path | None, result: dict[str, Any]) -> None:

@@ -4,69 +4,23 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from filelock import FileLock, Timeout
 
-from hvd_cifar import config, settings_file
+from hvd_cifar import config
 from hvd_cifar.config import TrainSettings
-from hvd_cifar.data.dataset import Dataset, Examples
 from hvd_cifar.errors import UserError, reason_of
 from hvd_cifar.files import read_json
-from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime import environment
 from hvd_cifar.training import checkpoint
-from hvd_cifar.training.plan import Plan
 
 SECONDS_FOR_READERS = 0.2  # `reporting.run_files.lives` holds the lock for an instant
 SECONDS_FOR_A_LOST_HOST = 150.0  # a file server keeps the lock of a host that does not answer (NFS by default for 90 s)
 OF_A_RUN = ("metrics.jsonl", "sessions.jsonl", "examples.jsonl", "summary.json")  # written after config.json
-MOST_EARLIER = 50  # starts of a run in its config.json, the newest ones
-OF_LAST_START = ("earlier", "data", "net", "code")  # long facts, which are the same in all parts of a run
-# Settings that determine a run's results. They must not change when a run resumes, nor must the facts derived from
-# settings (data set, batch, learning rate).
-MUST_MATCH = (
-    "model",
-    "precision",
-    "seed",
-    "hold_out",
-    "clip_norm",
-    "compression",
-    "sync_batch_norm",
-    "virtual_shards",
-    "deterministic",
-)
-
-
-# Numbers of the recipe that determine a run's results.
-RECIPE = ("weight_decay", "ema_decay", "label_smoothing", "lookahead", "image_scales")
-
-
-def numbers_of(settings: TrainSettings, recipe: Recipe) -> dict[str, Any]:
-    """The recipe's numbers that must be the same for a run to resume, as config.json records them."""
-    numbers = {name: getattr(recipe, name) for name in RECIPE}
-    return {**numbers, "image_scales": list(recipe.image_scales), "augmentation": settings.set.augmentation or "recipe"}
-
-
-def compared(settings: TrainSettings, facts: dict[str, Any]) -> dict[str, Any]:
-    """What must be the same for a run to resume: settings by name, and the `facts` derived from settings."""
-    names = list(MUST_MATCH)
-    if settings.sync_batch_norm:
-        names.append("gradient_accumulation")  # batch norm's statistics are over its micro-batches
-    if facts["lookahead"] or facts["image_scales"]:
-        names.append("epochs")  # look-ahead's decay and the image sizes follow the steps of all epochs
-    if settings.virtual_shards:
-        names.append("threads_per_rank")  # the last bits depend on threads and convolution kernels
-    else:
-        facts = {name: value for name, value in facts.items() if name != "convolutions"}
-    kept = settings.model_dump(mode="json")  # as config.json will say it
-    return {**{name: kept[name] for name in names}, **facts}
 
 
 def continue_run(settings: TrainSettings) -> TrainSettings:
@@ -74,13 +28,12 @@ def continue_run(settings: TrainSettings) -> TrainSettings:
     names = ["precision"]
     if settings.batch_size is None and settings.global_batch_size is None:
         names += ["global_batch_size"]
-    recorded = origin(settings)
-    if recorded is None or not os.path.exists(recorded):  # Path.exists may raise
+    path = origin(settings)
+    if path is None or not os.path.exists(path):  # Path.exists may raise
         return settings
-    with damage_told(recorded):
-        then = settings_file.read_file(recorded)
-        missing = {name: then[name] for name in names if getattr(settings, name) is None and name in then}
-        return config.make(TrainSettings, {**settings.model_dump(), **missing})
+    then = settings_of_run(path)
+    missing = {name: getattr(then, name) for name in names if getattr(settings, name) is None}
+    return settings.model_copy(update=missing)
 
 
 def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path | None]:
@@ -89,7 +42,7 @@ def claim(settings: TrainSettings, recorded: dict[str, Any]) -> tuple[Path, Path
     The lock stays until `release`, also after an error.
 
     Args:
-        recorded: from `course_of`.
+        recorded: what must be the same; see `record.compared`.
 
     Raises:
         UserError: where the folder is in use, not writable, or of another run.
@@ -163,102 +116,6 @@ def _checkpoint_to_resume(settings: TrainSettings, run_dir: Path, recorded: dict
     return own
 
 
-def record(run_dir: Path, settings: TrainSettings, plan: Plan, facts: dict[str, Any]) -> None:
-    """Write config.json: settings that repeat the run on any number of ranks, and under "run" the facts of this run.
-
-    Raises:
-        UserError: where it cannot be written.
-    """
-    path = run_dir / "config.json"
-    earlier = []
-    began_from = "auto" if settings.resume == "never" else settings.resume  # "never" would refuse to resume the run
-    if facts["first_step"] and path.exists():
-        # A resumed run keeps the record of where it began, and the facts of its earlier parts.
-        then = recorded(path)
-        began_from = then.get("resume", began_from)
-        last = {name: value for name, value in then["run"].items() if name not in OF_LAST_START}
-        earlier = [*then.get("earlier", []), last][-MOST_EARLIER:]
-    repeatable = settings.model_copy(
-        update={
-            "run_dir": None,  # a repetition takes a folder of its own
-            "resume": began_from,
-            "changed_code": "refuse",  # each change is accepted once
-            "batch_size": None,  # per rank: another number of ranks would change the global batch
-            "global_batch_size": plan.global_batch_size,
-        }
-    )
-    try:
-        settings_file.write_file(path, repeatable, {"run_dir": str(run_dir), **facts, "earlier": earlier})
-    except OSError as failure:
-        raise UserError(f"cannot write {path}: {failure.strerror}; make room or give another --run-dir") from None
-
-
-def describe(dataset: Dataset) -> dict[str, Any]:
-    """What a run records of its data set, so that its net can be used without the data set."""
-    return {
-        "image_shape": dataset.image_shape,
-        "class_names": dataset.labels_in_words,
-        "channel_mean": dataset.channel_mean,
-        "channel_deviation": dataset.channel_deviation,
-    }
-
-
-def described(facts: dict[str, Any], run_dir: Path) -> Dataset:
-    """The data set that a run has recorded, without its examples.
-
-    Args:
-        facts: the "run" section of config.json.
-
-    Raises:
-        UserError: where the record lacks it.
-    """
-    try:
-        data = facts["data"]
-        height, width, channels = map(int, data["image_shape"])
-        names = tuple(map(str, data["class_names"]))
-        mean, deviation = (tuple(map(float, data[name])) for name in ("channel_mean", "channel_deviation"))
-        none = Examples(np.empty((0, height, width, channels), np.uint8), np.empty(0, np.int32))
-        return Dataset(str(facts["dataset"]), none, none, len(names), mean, deviation, names)
-    except (KeyError, TypeError, ValueError):
-        raise UserError(
-            f"{run_dir}/config.json does not describe the data set; to add that, also where no steps are left: "
-            f"./run.sh train --config {run_dir}/config.json --run-dir {run_dir}"
-        ) from None
-
-
-def as_learnt(given: Dataset, learnt: Dataset, any_size: bool) -> Dataset:
-    """A set to evaluate, with the classes and channel statistics that the run's net has learnt.
-
-    Args:
-        learnt: the run's data set.
-        any_size: whether the run's transforms are the user's own, which may take images of any size.
-
-    Raises:
-        UserError: where the set has images of another size, or other classes.
-    """
-    known, named = learnt.labels_in_words, given.class_names
-    if given.image_shape != learnt.image_shape and not any_size:
-        theirs, own = (" x ".join(map(str, shape)) for shape in (given.image_shape, learnt.image_shape))
-        raise UserError(
-            f"data set {given.name}: its images are {theirs} and the run's {own} (height x width x channels): "
-            "give a set with images of the run's size"
-        )
-    is_named = bool(named) and known != tuple(map(str, range(learnt.classes)))
-    if given.classes > learnt.classes or is_named and named != known[: len(named)]:
-        theirs, own = (", ".join(names[:3]) for names in (given.labels_in_words, known))
-        raise UserError(
-            f"data set {given.name}: its classes ({theirs}, ...) are not the run's, in their order ({own}, ...): "
-            "give a set with the same classes"
-        )
-    return replace(
-        given,
-        classes=learnt.classes,
-        class_names=learnt.class_names,
-        channel_mean=learnt.channel_mean,
-        channel_deviation=learnt.channel_deviation,
-    )
-
-
 _held: list[FileLock] = []  # of run directories that this process has claimed
 
 
@@ -281,15 +138,6 @@ def touch_summary(run_dir: Path) -> None:
     """Show the launcher that the summary holds for this start too (`launch.job.Starter.proof`)."""
     with suppress(OSError):
         os.utime(run_dir / "summary.json")
-
-
-def changed_kernels(run_dir: Path, now: str) -> list[str]:
-    """A note where the run used other convolution kernels before. Under --virtual-shards `claim` refuses that."""
-    path = run_dir / "config.json"
-    then = recorded(path).get("convolutions", now) if path.exists() else now
-    if then == now:
-        return []
-    return [f"note: convolution kernels changed from {then} to {now}: results differ by rounding"]
 
 
 def origin(settings: TrainSettings) -> Path | None:
@@ -332,21 +180,21 @@ def recorded(path: Path) -> dict[str, Any]:
         content = read_json(path)
         return {**content, **content["run"], "run": content["run"]}
     except (OSError, ValueError, KeyError, TypeError) as failure:
-        raise UserError(f"{path} is damaged ({reason_of(failure)}): give another --run-dir") from None
+        raise UserError(f"{path} is damaged ({reason_of(failure)}): bring it back, or give another run") from None
 
 
-@contextmanager
-def damage_told(path: Path) -> Iterator[None]:
-    """A block that reads settings from a run's config.json: what is wrong in them is told as that file's, not --config.
+def settings_of_run(path: Path, **changes: Any) -> TrainSettings:
+    """The settings in a run directory's config.json, with changes by name.
 
     Raises:
         UserError: where the file is damaged.
     """
+    content = recorded(path)
+    values = {name: content[name] for name in TrainSettings.model_fields if name in content}
     try:
-        yield
+        return config.make(TrainSettings, {**values, **changes})
     except UserError as failure:
-        why = str(failure).removeprefix(f"--config {path}: ").partition(";")[0]
-        raise UserError(f"{path} is damaged ({why}): bring it back, or give another run") from None
+        raise UserError(f"{path} is damaged ({failure}): bring it back, or give another run") from None
 
 
 def _differences_of(path: Path, now: dict[str, Any]) -> list[str]:

@@ -25,7 +25,6 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from hvd_cifar.errors import reason_of
 from hvd_cifar.files import read_json, replace_text
 from hvd_cifar.training import checkpoint
 from hvd_cifar.training.callbacks import Run
@@ -69,19 +68,10 @@ def weights_of(run: Run) -> TrainState:
     return state
 
 
-@contextlib.contextmanager
-def told(run: Run, what: str) -> Iterator[None]:
-    """Warn if the block cannot write its files, and continue: training does not depend on them."""
-    try:
-        yield
-    except OSError as failure:
-        run.warn(f"{what}: {reason_of(failure)}")
-
-
 def open_snapshots(run: Run) -> Snapshots | None:
     """The snapshots of a run, at its present step. None on ranks other than 0, and where they cannot be written."""
     if run.world.is_root:
-        with told(run, "weights cannot be kept for evaluations"):
+        with run.files_may_fail("weights cannot be kept for evaluations"):
             return Snapshots(run.run_dir, weights_of(run), int(run.state.step.numpy()))
     return None
 

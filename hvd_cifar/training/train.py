@@ -28,14 +28,14 @@ from hvd_cifar.reporting.view import Course
 from hvd_cifar.runtime import environment
 from hvd_cifar.runtime.watch import IDLE, Watch
 from hvd_cifar.runtime.world import World, session
-from hvd_cifar.training import facts, net_checks, run_dir, user_code, user_files
+from hvd_cifar.training import net_checks, run_dir, user_code, user_files
 from hvd_cifar.training.callbacks import Run, check_interface
 from hvd_cifar.training.checkpoint import Checkpoints
-from hvd_cifar.training.facts import Record
 from hvd_cifar.training.plan import is_deterministic, make_schedule, threads_of
 from hvd_cifar.training.preemption import StopRequests
 from hvd_cifar.training.progress import Progress
 from hvd_cifar.training.ranks import Ranks
+from hvd_cifar.training.record import Record, why_failed
 from hvd_cifar.training.routines import Checkpointer, Logger, Summariser, evaluator_of
 from hvd_cifar.training.state import TrainState
 from hvd_cifar.training.step import Averaging, make_train_step
@@ -238,7 +238,7 @@ class Trainer:
                 if isinstance(failure, Preempted):
                     run.reporter.mark("end", step=run.step, how="stopped")
                 else:
-                    run.reporter.mark("end", step=run.step, how="failed", why=facts.why_failed(failure))
+                    run.reporter.mark("end", step=run.step, how="failed", why=why_failed(failure))
                 raise
             else:
                 run.reporter.mark("end", step=run.step, how="complete")

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_cifar import config, fields, models, settings_file
+from hvd_cifar import fields, models
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.augment import Transforms
 from hvd_cifar.data.dataset import Dataset
@@ -23,7 +23,8 @@ from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.runtime.environment import launched_size
 from hvd_cifar.training import checkpoint, user_code, user_files
 from hvd_cifar.training.plan import changed, precision_of, resolve, set_precision
-from hvd_cifar.training.run_dir import damage_told, described, recorded
+from hvd_cifar.training.record import described_data
+from hvd_cifar.training.run_dir import recorded, settings_of_run
 from hvd_cifar.training.state import TrainState
 from hvd_cifar.training.work import transforms_of
 from hvd_cifar.use_settings import RunSettings
@@ -94,7 +95,7 @@ def rebuild(settings: TrainSettings, model: Model, run_dir: Path) -> Trained:
         UserError: where the record lacks the data set, or the model cannot be built.
     """
     facts = recorded(run_dir / "config.json")["run"]
-    dataset = described(facts, run_dir)
+    dataset = described_data(facts, run_dir)
     set_precision("float32", settings.seed)
     model = models.with_recipe(model, dataset.image_shape, dataset.classes)
     assert model.recipe is not None, "it was asked for"
@@ -136,29 +137,28 @@ def find(settings: RunSettings, needs_data: bool) -> tuple[TrainSettings, Path]:
     Raises:
         UserError: where there is no such run or checkpoint.
     """
-    values = settings_of(settings.run_dir) | {"hold_out": None}  # only the test set is evaluated
-    instead = ("model", "dataset", "data_dir")
-    values.update({name: v for name in instead if (v := getattr(settings, name, None)) is not None})
-    if not str(values.get("dataset")).startswith(fields.FOLDER_DATASET):
-        values["image_size"] = None  # of another set that is evaluated
+    names = ("model", "dataset", "data_dir")
+    changes = {name: v for name in names if (v := getattr(settings, name, None)) is not None}
+    changes["hold_out"] = None  # only the test set is evaluated
     if settings.test_time_augmentation is not None:
-        values["set"] = {**values.get("set", {}), "test_time_augmentation": settings.test_time_augmentation}
+        changes["set"] = {"test_time_augmentation": settings.test_time_augmentation}
     if not needs_data:
-        values["dataset"] = "auto"
+        changes["dataset"] = "auto"
+    values = settings_of(settings.run_dir, **changes)
     path = checkpoint.find(settings.checkpoint or settings.run_dir)
     if path is None:
         raise UserError(f"{settings.checkpoint or settings.run_dir}: there is no checkpoint; give --checkpoint PATH")
-    with damage_told(settings.run_dir / "config.json"):
-        return config.make(TrainSettings, values), path
+    return values, path
 
 
-def settings_of(run_dir: Path) -> dict[str, Any]:
-    """The settings of a run, by name, for an evaluation. Raises UserError where there is no run."""
-    record = run_dir / "config.json"
-    if not os.path.exists(record):  # unlike Path.exists, False where a folder may not be read
+def settings_of(run_dir: Path, **changes: Any) -> TrainSettings:
+    """The settings of a run for an evaluation, with changes by name. Raises UserError where there is no run."""
+    path = run_dir / "config.json"
+    if not os.path.exists(path):  # unlike Path.exists, False where a folder may not be read
         raise UserError(f"{run_dir}: there is no run (no config.json); give the folder of a run")
-    with damage_told(record):
-        values = settings_file.read_file(record)
-    values |= {"virtual_shards": None, "gradient_accumulation": 1}
-    values["set"] = {**values.get("set", {}), "image_scales": None}
-    return values | {"callbacks": []}
+    then = recorded(path)
+    changes = {"virtual_shards": None, "gradient_accumulation": 1, "callbacks": (), **changes}
+    changes["set"] = {**then.get("set", {}), "image_scales": None, **changes.get("set", {})}
+    if not str(changes.get("dataset", then.get("dataset"))).startswith(fields.FOLDER_DATASET):
+        changes["image_size"] = None  # of another set that is evaluated
+    return settings_of_run(path, **changes)

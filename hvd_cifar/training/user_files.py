@@ -21,7 +21,7 @@ from hvd_cifar.errors import UserError, reason_of
 from hvd_cifar.files import replace_text
 from hvd_cifar.reporting import terminal
 from hvd_cifar.runtime import environment
-from hvd_cifar.training import net_checks, run_dir
+from hvd_cifar.training import run_dir
 from hvd_cifar.training.user_code import Copies, source_of, text_of
 
 FOLDER = "code"
@@ -175,28 +175,3 @@ def _code_of(text: str) -> str:
         return ast.dump(_NoDocstrings().visit(ast.parse(text)))
     except (SyntaxError, ValueError):
         return text
-
-
-def refuse_other_net(settings: TrainSettings, now: dict[str, Any]) -> None:
-    """UserError where the net or the test set is not that of the run to resume. On rank 0.
-
-    Args:
-        now: the facts of this start; see `facts.of_run`.
-    """
-    origin = run_dir.origin(settings)
-    if origin is None or not origin.exists() or settings.changed_code == "accept":
-        return
-    then = run_dir.recorded(origin)["run"]
-    same_keras = then.get("versions", {}).get("keras") == now["versions"]["keras"]
-    mine, theirs = ({k: v for k, v in facts.get("net", {}).items() if k != net_checks.RECIPE} for facts in (now, then))
-    wrong = net_checks.first_difference(theirs, mine) if same_keras and theirs else None
-    if wrong is None and then.get("test_sha256", now["test_sha256"]) != now["test_sha256"]:
-        wrong = "the test set"
-    names = list(now["data"]["class_names"])
-    if wrong is None and then.get("data", {}).get("class_names", names) != names:
-        wrong = "the list of class names"
-    if wrong:
-        raise UserError(
-            f"{wrong} is not as in the run in {origin.parent}: give the same code and data, or --changed-code accept, "
-            "or another --run-dir"
-        )

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from hvd_cifar import config
-from hvd_cifar.config import TrainSettings
 from hvd_cifar.distributed import collectives
 from hvd_cifar.errors import UserError
 from hvd_cifar.runtime.world import World, session
@@ -63,7 +61,7 @@ def _end(*_: object) -> None:
 
 def _evaluator(run_dir: Path, world: World) -> Callable[[Path], Evaluation | None]:
     """A function that evaluates a snapshot, or returns None where it is gone. Both are collectives."""
-    settings = collectives.on_root(lambda: config.make(TrainSettings, settings_of(run_dir)))
+    settings = collectives.on_root(lambda: settings_of(run_dir))
     user_code.use_copies(collectives.on_root(lambda: user_files.copies_of(run_dir)))
     model = model_of(settings, UserObjects())
     trained = collectives.host_by_host(lambda: rebuild(settings, model, run_dir))

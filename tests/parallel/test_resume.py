@@ -129,7 +129,6 @@ def test_the_batch_of_a_run_stays_on_other_ranks(tmp_path: Path) -> None:
     assert {"seed", "model", "dataset", "global_batch_size"} <= set(config)
     facts = {"world_size", "hosts", "convolutions", "command", "hvd_cifar", "git_commit", "versions"}
     assert facts <= set(config["run"])
-    assert [part["world_size"] for part in config["run"]["earlier"]] == [2]
     words = jobs.command(1, "--config", run_dir / "config.json")
     again = subprocess.run(words, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr

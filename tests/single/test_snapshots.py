@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from hvd_cifar.extensions.best_weights import BestWeights
 from hvd_cifar.extensions.remote_evaluation import RemoteEvaluation
 from hvd_cifar.optim.averages import MovingAverage
 from hvd_cifar.training import snapshots
+from hvd_cifar.training.callbacks import Run
 from hvd_cifar.training.checkpoint import damage, find, restore
 from hvd_cifar.training.confusion import Confusion
 from hvd_cifar.training.evaluate import Evaluation
@@ -127,6 +129,7 @@ def test_a_result_that_comes_after_that_of_a_later_step_is_not_the_newest() -> N
 def test_a_disk_that_fails_ends_the_wait_for_results_with_a_line(ours: Snapshots, tmp_path: Path) -> None:
     """It is no error of the run: the weights do not depend on it."""
     run, remote, best = mock.Mock(run_dir=tmp_path, step=10), RemoteEvaluation(), BestWeights(None)
+    run.files_may_fail = partial(Run.files_may_fail, run)
     run.ranks.broadcast, run.reporter.evaluated = (lambda value: value), {"test": set()}
     remote.snapshots = best.snapshots = ours
     best.watched = "test"

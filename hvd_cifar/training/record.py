@@ -1,17 +1,20 @@
-"""What a run says and records of itself at its start: ranks, kernels, batches, versions."""
+"""What a run says and records of itself at its start (config.json), and what of it must be the same to resume."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from hvd_cifar import __version__, fields
+import numpy as np
+
+from hvd_cifar import __version__, fields, settings_file
 from hvd_cifar.config import TrainSettings
 from hvd_cifar.data.cifar import is_published
-from hvd_cifar.data.dataset import Dataset
+from hvd_cifar.data.dataset import Dataset, Examples
 from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.batch_norm import local_layers
 from hvd_cifar.errors import TrainingError, UserError, reason_of
+from hvd_cifar.models.recipe import Recipe
 from hvd_cifar.reporting import provenance, terminal
 from hvd_cifar.runtime import environment
 from hvd_cifar.runtime.failures import lost_rank
@@ -19,14 +22,51 @@ from hvd_cifar.runtime.ranks import differences
 from hvd_cifar.runtime.world import World, versions
 from hvd_cifar.training import net_checks, random_layers, run_dir, user_files
 from hvd_cifar.training.callbacks import Run
+from hvd_cifar.training.plan import Plan
 from hvd_cifar.training.work import UserObjects, Work
 
+# Settings that determine a run's results. They must not change when a run resumes, nor must the facts derived from
+# settings (data set, batch, learning rate).
+MUST_MATCH = (
+    "model",
+    "precision",
+    "seed",
+    "hold_out",
+    "clip_norm",
+    "compression",
+    "sync_batch_norm",
+    "virtual_shards",
+    "deterministic",
+)
+# Numbers of the recipe that determine a run's results.
+RECIPE = ("weight_decay", "ema_decay", "label_smoothing", "lookahead", "image_scales")
 LONGEST_WHY = 300  # characters of an error in the run's record
 NO_BFLOAT16 = (
     "note: --precision mixed_bfloat16: a rank's device has no instructions for it, so steps take about ten times as "
     "long as in float32"
 )
 NOT_PUBLISHED = "note: the training images are not CIFAR-10's published ones: compare only runs on the same files"
+
+
+def numbers_of(settings: TrainSettings, recipe: Recipe) -> dict[str, Any]:
+    """The recipe's numbers that must be the same for a run to resume, as config.json records them."""
+    numbers = {name: getattr(recipe, name) for name in RECIPE}
+    return {**numbers, "image_scales": list(recipe.image_scales), "augmentation": settings.set.augmentation or "recipe"}
+
+
+def compared(settings: TrainSettings, facts: dict[str, Any]) -> dict[str, Any]:
+    """What must be the same for a run to resume: settings by name, and the `facts` derived from settings."""
+    names = list(MUST_MATCH)
+    if settings.sync_batch_norm:
+        names.append("gradient_accumulation")  # batch norm's statistics are over its micro-batches
+    if facts["lookahead"] or facts["image_scales"]:
+        names.append("epochs")  # look-ahead's decay and the image sizes follow the steps of all epochs
+    if settings.virtual_shards:
+        names.append("threads_per_rank")  # the last bits depend on threads and convolution kernels
+    else:
+        facts = {name: value for name, value in facts.items() if name != "convolutions"}
+    kept = settings.model_dump(mode="json")  # as config.json will say it
+    return {**{name: kept[name] for name in names}, **facts}
 
 
 class Record:
@@ -59,9 +99,9 @@ class Record:
             "examples_sha256": collectives.on_root(lambda: work.dataset.train.digest),
             "learning_rate_schedule": collectives.on_every_rank(lambda: schedule.exact),
             "convolutions": self._kernels,
-            **run_dir.numbers_of(work.settings, work.recipe),
+            **numbers_of(work.settings, work.recipe),
         }
-        self.compared = run_dir.compared(work.settings, self.must_match)
+        self.compared = compared(work.settings, self.must_match)
 
     def lines(self, run: Run) -> list[str]:
         """The first lines of a run."""
@@ -82,11 +122,11 @@ class Record:
         def at_root() -> list[str]:
             changed = []
             if newest:
-                user_files.refuse_other_net(run.settings, facts)
-                changed = run_dir.changed_kernels(newest.parent.parent, self._kernels)
+                _refuse_other_net(run.settings, facts)
+                changed = changed_kernels(newest.parent.parent, self._kernels)
             facts["code"] = user_files.keep(run.run_dir, modules, self._of_course)
             named = run.settings.model_copy(update={"dataset": self.must_match["dataset"]})
-            run_dir.record(run.run_dir, named, run.plan, facts)
+            write(run.run_dir, named, run.plan, facts)
             return changed
 
         return collectives.on_root(at_root)
@@ -95,7 +135,7 @@ class Record:
         """Facts about ranks, data and versions. A collective."""
         world, plan = run.world, run.plan
         return {
-            "data": run_dir.describe(run.data),
+            "data": describe_data(run.data),
             "test_sha256": collectives.on_root(lambda: run.data.test.digest),
             "published_images": self._published,
             "first_step": run.step,
@@ -148,6 +188,65 @@ def agree_on_kernels(world: World, settings: TrainSettings) -> str:
     return named
 
 
+def write(folder: Path, settings: TrainSettings, plan: Plan, facts: dict[str, Any]) -> None:
+    """Write config.json: settings that repeat the run on any number of ranks, and under "run" the facts of this run.
+
+    Raises:
+        UserError: where it cannot be written.
+    """
+    path = folder / "config.json"
+    began_from = "auto" if settings.resume == "never" else settings.resume  # "never" would refuse to resume the run
+    if facts["first_step"] and path.exists():  # a resumed run keeps the record of where it began
+        began_from = run_dir.recorded(path).get("resume", began_from)
+    repeatable = settings.model_copy(
+        update={
+            "run_dir": None,  # a repetition takes a folder of its own
+            "resume": began_from,
+            "changed_code": "refuse",  # each change is accepted once
+            "batch_size": None,  # per rank: another number of ranks would change the global batch
+            "global_batch_size": plan.global_batch_size,
+        }
+    )
+    try:
+        settings_file.write_file(path, repeatable, {"run_dir": str(folder), **facts})
+    except OSError as failure:
+        raise UserError(f"cannot write {path}: {failure.strerror}; make room or give another --run-dir") from None
+
+
+def changed_kernels(folder: Path, now: str) -> list[str]:
+    """A note where the run used other convolution kernels before. Under --virtual-shards `claim` refuses that."""
+    path = folder / "config.json"
+    then = run_dir.recorded(path).get("convolutions", now) if path.exists() else now
+    if then == now:
+        return []
+    return [f"note: convolution kernels changed from {then} to {now}: results differ by rounding"]
+
+
+def _refuse_other_net(settings: TrainSettings, now: dict[str, Any]) -> None:
+    """UserError where the net or the test set is not that of the run to resume. On rank 0.
+
+    Args:
+        now: the facts of this start; see `Record.write`.
+    """
+    origin = run_dir.origin(settings)
+    if origin is None or not origin.exists() or settings.changed_code == "accept":
+        return
+    then = run_dir.recorded(origin)["run"]
+    same_keras = then.get("versions", {}).get("keras") == now["versions"]["keras"]
+    mine, theirs = ({k: v for k, v in facts.get("net", {}).items() if k != net_checks.RECIPE} for facts in (now, then))
+    wrong = net_checks.first_difference(theirs, mine) if same_keras and theirs else None
+    if wrong is None and then.get("test_sha256", now["test_sha256"]) != now["test_sha256"]:
+        wrong = "the test set"
+    names = list(now["data"]["class_names"])
+    if wrong is None and then.get("data", {}).get("class_names", names) != names:
+        wrong = "the list of class names"
+    if wrong:
+        raise UserError(
+            f"{wrong} is not as in the run in {origin.parent}: give the same code and data, or --changed-code accept, "
+            "or another --run-dir"
+        )
+
+
 def describe(run: Run) -> list[str]:
     """The first lines of a run: model, data set, ranks, and the batch arithmetic."""
     settings, batch, net, work = run.settings, run.plan.global_batch_size, run.net, run.work
@@ -186,3 +285,36 @@ def why_failed(failure: BaseException) -> str:
     if words := lost_rank(failure):
         return f"another rank is lost ({words})"
     return f"{type(failure).__name__}: {reason_of(failure)}"
+
+
+def describe_data(dataset: Dataset) -> dict[str, Any]:
+    """What a run records of its data set, so that its net can be used without the data set."""
+    return {
+        "image_shape": dataset.image_shape,
+        "class_names": dataset.labels_in_words,
+        "channel_mean": dataset.channel_mean,
+        "channel_deviation": dataset.channel_deviation,
+    }
+
+
+def described_data(facts: dict[str, Any], folder: Path) -> Dataset:
+    """The data set that a run has recorded, without its examples.
+
+    Args:
+        facts: the "run" section of config.json.
+
+    Raises:
+        UserError: where the record lacks it.
+    """
+    try:
+        data = facts["data"]
+        height, width, channels = map(int, data["image_shape"])
+        names = tuple(map(str, data["class_names"]))
+        mean, deviation = (tuple(map(float, data[name])) for name in ("channel_mean", "channel_deviation"))
+        none = Examples(np.empty((0, height, width, channels), np.uint8), np.empty(0, np.int32))
+        return Dataset(str(facts["dataset"]), none, none, len(names), mean, deviation, names)
+    except (KeyError, TypeError, ValueError):
+        raise UserError(
+            f"{folder}/config.json does not describe the data set; to add that, also where no steps are left: "
+            f"./run.sh train --config {folder}/config.json --run-dir {folder}"
+        ) from None
