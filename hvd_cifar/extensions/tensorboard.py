@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 
 SUMMARY_EVERY = 100  # steps, unless the user gives another number
 SHARE = 0.02  # limit of the share of time that summaries take, without --summary-every
-TOWERS = 8  # number of ranks, from rank 0 on, whose activations are shown
 IMAGES = 10
 MOST_CLASSES = 200  # of a confusion matrix that is drawn: a larger picture would be unreadable
-EXAMPLES = 32  # of a micro-batch whose activations are copied: a layer has a million values for 32 CIFAR-10 images
 _NAMES = {"kernel": "weights", "bias": "biases"}  # Keras's names, and those of TensorFlow's tutorial
 
 
@@ -50,22 +48,22 @@ class Summaries(Callback):
     """Shows a run in TensorBoard, with the names of TensorFlow's CIFAR-10 tutorial. Rank 0 writes.
 
     It writes hyperparameters and the graph at the start, losses at each log line, and the confusion matrix of each
-    evaluation. After the first step and every --summary-every steps it writes a summary: histograms of the variables,
-    of the reduced gradients and of each rank's activations, the activations' sparsity, and images as the net gets them.
+    evaluation. After the first step and every --summary-every steps it writes a summary: histograms of the variables
+    and of the reduced gradients, and images as the net gets them.
     """
 
     def __init__(self, every: int | None) -> None:
         """`every`: of --summary-every."""
         self.every = every
-        self.record: Record | None = None  # copies gradients and activations of a step
-        self.asked_step = 0  # the step whose gradients and activations are copied
+        self.record: Record | None = None  # copies the gradients of a step
+        self.asked_step = 0  # the step whose gradients are copied
         self.seconds = 0.0  # that the last summary took
         self.ended = 0.0
 
     def on_build(self, run: Run) -> None:
-        """Add copies of gradients and activations to the step."""
+        """Add copies of the gradients to the step."""
         if self.every != 0:
-            self.record = Record(run.model)
+            self.record = Record(run.model.trainable_variables)
             run.observe(self.record)
 
     def on_start(self, run: Run) -> None:
@@ -92,13 +90,11 @@ class Summaries(Callback):
         self._ask(run)
 
     def on_log(self, run: Run) -> None:
-        """Show the losses of the last step, and their moving averages."""
+        """Show the losses of the last step."""
         from hvd_cifar.reporting import board
 
-        last, average = run.progress.losses, run.progress.average_losses
-        if last and average:
-            raw = {f"{name} (raw)": value for name, value in last._asdict().items()}
-            run.reporter.show(run.step, [board.scalars(raw | average._asdict())])
+        if run.progress.losses:
+            run.reporter.show(run.step, [board.scalars(run.progress.losses._asdict())])
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """Show the confusion matrix."""
@@ -135,23 +131,16 @@ class Summaries(Callback):
         assert self.record is not None, "it was asked"
         run.progress.check_losses()  # waits for the device: steps in progress do not count as time of the summary
         began = time.perf_counter()
-        gradients, activations = self.record.take()
-        own = {name: (board.histogram(v), float(np.mean(v == 0))) for name, v in activations.items()}
-        towers = run.ranks.gather(own if run.world.rank < TOWERS else {})
+        gradients = self.record.take()
         if run.world.is_root:
             variables = run.model.trainable_variables
             found = {_tag(v): board.histogram(v.numpy()) for v in variables}
             found |= {f"{_tag(v)}/gradients": board.histogram(g) for v, g in zip(variables, gradients, strict=True)}
-            sparsity = {}
-            for rank, tower in enumerate(towers):
-                for name, (buckets, zeros) in tower.items():
-                    found[f"tower_{rank}/{name}/activations"] = buckets
-                    sparsity[f"tower_{rank}/{name}/sparsity"] = zeros
             pixels = _images(run.progress.micro_batches[-1], run.data.class_names)
             shown = board.images(
                 pixels, "A training image as the net gets it, its values stretched to black and white."
             )
-            run.reporter.show(run.step, [board.histograms(found), board.scalars(sparsity), shown])
+            run.reporter.show(run.step, [board.histograms(found), shown])
         self.ended = time.perf_counter()
         self.seconds = self.ended - began
 
@@ -180,21 +169,20 @@ def _visible(image: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 class Record(StepObserver):
-    """Copies the reduced gradients and the activations of the steps that `ask` marks.
+    """Copies the reduced gradients of the steps that `ask` marks.
 
     A variable on the host switches copying inside the one graph, so marked and other steps compute the same bits.
     """
 
-    def __init__(self, model: keras.Model) -> None:
-        """`model`: built. The step calls `self.model` instead, which also returns activations (`_with_activations`)."""
+    def __init__(self, variables: Sequence[Any]) -> None:
+        """`variables`: whose gradients are copied."""
         import tensorflow as tf
 
-        self.model, names = _with_activations(model)
         with tf.device("/CPU:0"):  # where the graph reads it without waiting for a GPU
             self._is_asked = tf.Variable(False, trainable=False, name="record")
-        self._gradients = [_empty() for _ in model.trainable_variables]
-        self._activations = {name: _empty() for name in names}
-        self.graph: Any = None  # of the net's forward and backward pass, once it is traced
+        empty = tf.zeros([0])
+        self._copies = [tf.Variable(empty, shape=tf.TensorShape(None), trainable=False) for _ in variables]
+        self.graph: Any = None  # of the step, once it is traced
 
     def ask(self, asked: bool = True) -> None:
         """Set whether the next steps are copied."""
@@ -202,71 +190,19 @@ class Record(StepObserver):
 
     def on_reduced(self, gradients: Sequence[Any]) -> None:
         """Copy the gradients that the optimizer applies."""
-        self._keep(self._gradients, lambda: gradients)
-
-    def forward(self, model: Any, images: Any) -> Any:
-        """The logits; copies of the activations are made beside them."""
-        import tensorflow as tf
-
-        self.graph = tf.compat.v1.get_default_graph()
-        outputs = self.model(images, training=True)
-        logits, *activations = outputs if isinstance(outputs, list) else [outputs]
-        found = [tf.stop_gradient(output[:EXAMPLES]) for output in activations]
-        self._keep(list(self._activations.values()), lambda: found)
-        return logits
-
-    def _keep(self, places: Sequence[Any], tensors: Callable[[], Sequence[Any]]) -> None:
         import tensorflow as tf
 
         def copy() -> None:
-            for place, tensor in zip(places, tensors(), strict=True):
-                place.assign(tf.cast(tensor, tf.float32))
+            for place, gradient in zip(self._copies, gradients, strict=True):
+                place.assign(tf.cast(gradient, tf.float32))
 
+        self.graph = tf.compat.v1.get_default_graph()
         tf.cond(self._is_asked, copy, lambda: None)
 
-    def take(self) -> tuple[list[NDArray[Any]], dict[str, NDArray[Any]]]:
-        """The copied gradients, in the variables' order, and activations, by layer. Copying stops."""
-        found = [v.numpy() for v in self._gradients], {name: v.numpy() for name, v in self._activations.items()}
+    def take(self) -> list[NDArray[Any]]:
+        """The copied gradients, in the variables' order. Copying stops."""
+        found = [v.numpy() for v in self._copies]
         self.ask(False)
-        for variable in (*self._gradients, *self._activations.values()):
+        for variable in self._copies:
             variable.assign([])  # frees memory
         return found
-
-
-def _empty() -> Any:
-    import tensorflow as tf
-
-    return tf.Variable(tf.zeros([0]), shape=tf.TensorShape(None), trainable=False)
-
-
-def _with_activations(model: keras.Model) -> tuple[keras.Model, list[str]]:
-    """The model with the outputs of its activation layers beside its logits.
-
-    Returns:
-        A model of the same layers from images to [logits, *outputs], and a name for each output: the layer's, without
-        the suffix `_relu`, as in TensorFlow's tutorial. The logits are also among the outputs. Where the model is not a
-        graph of layers, `model` itself and no names.
-    """
-    import keras
-
-    if not type(model).__module__.startswith("keras.") or not getattr(model, "inputs", None):
-        return model, []  # a user's class, whose `call` may do more than its layers
-    logits = model.outputs[0]
-    outputs = {layer.name.removesuffix("_relu"): layer.output for layer in model.layers if _is_activation(layer)}
-    outputs[model.layers[-1].name] = logits
-    ones = [output[0] if isinstance(output, (list, tuple)) else output for output in outputs.values()]
-    try:
-        return keras.Model(model.inputs[0], [logits, *ones], name=model.name, dtype=model.dtype_policy), list(outputs)
-    except ValueError:  # a layer that is part of another net first
-        return model, []
-
-
-def _is_activation(layer: keras.layers.Layer) -> bool:
-    import keras
-
-    from hvd_cifar.models.activation import QuickGelu, QuickRelu
-
-    names = ("Activation", "ELU", "LeakyReLU", "PReLU", "ReLU")
-    kinds = (*(getattr(keras.layers, name) for name in names), QuickGelu, QuickRelu)
-    linear = keras.activations.linear
-    return isinstance(layer, kinds) or getattr(layer, "activation", linear) not in (None, linear)

@@ -42,13 +42,6 @@ class StepObserver:
     Add an observer with `Run.observe` in `Callback.on_build`.
     """
 
-    def forward(self, model: Any, images: Any) -> Any:
-        """The net's logits [b, classes] of float images [b, height, width, channels]; None: as without this observer.
-
-        At most one observer of a run may replace the forward pass, by one that computes the same.
-        """
-        return None
-
     def on_unconnected(self, variables: Sequence[Any]) -> None:
         """The trainable variables, if there are any, on which the loss does not depend; their gradient is 0."""
 

@@ -14,7 +14,6 @@ from hvd_cifar.errors import DIVERGED, Diverged
 from hvd_cifar.runtime.watch import Watch
 from hvd_cifar.training.step_times import StepTimes
 
-LOSS_DECAY = 0.9  # per step, of the losses' moving averages, as in TensorFlow's CIFAR-10 tutorial
 SECONDS_BETWEEN_LOOKS = 1.0  # between fetches of the steps' results; a request to stop waits as long
 
 
@@ -131,7 +130,6 @@ class Progress:
 
     def _forget(self) -> None:
         self.losses: Losses | None = None  # of the last step whose result was fetched
-        self.average_losses: Losses | None = None  # over the steps of this process
         self.micro_batches: Sequence[MicroBatch] = ()  # of the last step
         self._unseen: list[Any] = []  # results of steps, left on the device until `check_losses`
         self._next_look = self.step + 1
@@ -185,7 +183,7 @@ class Progress:
             self.flags.sums["seconds"] = 0.0  # of the newest step alone
             self.flags.add(sums)
             if math.isfinite(loss):
-                self._note(Losses(loss - penalty, penalty, loss))
+                self.losses = Losses(loss - penalty, penalty, loss)
             elif not self.on_bad_loss(step, loss):
                 raise self.diverged(f"loss = {loss} at step {step}", step - 1)
             self.stop_requested |= self.flags.sums["stop"] > 0
@@ -193,11 +191,6 @@ class Progress:
         if unseen:
             now = time.perf_counter()
             self._seconds_per_step, self._looked = (now - self._looked) / len(unseen), now
-
-    def _note(self, found: Losses) -> None:
-        pairs = zip(self.average_losses or found, found, strict=True)
-        self.losses = found
-        self.average_losses = Losses(*(LOSS_DECAY * average + (1 - LOSS_DECAY) * value for average, value in pairs))
 
     def diverged(self, how: str, weights_step: int | None) -> Diverged:
         """The error for a loss that is not finite. `how` names the loss; `weights_step` is the step of its weights."""

@@ -20,7 +20,6 @@ from hvd_cifar.data.pipeline import MicroBatch
 from hvd_cifar.distributed.batch_norm import examples_present, local_statistics
 from hvd_cifar.distributed.fixed_order import add_in_tree
 from hvd_cifar.distributed.optimizer import apply_and_sum, watch_gradients
-from hvd_cifar.errors import UserError
 from hvd_cifar.models import Net
 from hvd_cifar.training.callbacks import StepObserver
 from hvd_cifar.training.shrink import shrink
@@ -150,12 +149,6 @@ def make_share(
     decayed = net.decayed if spec.weight_decay else []
     watched = [v for v in variables if id(v) not in set(map(id, decayed))]
 
-    def forward(image: Any) -> Any:
-        found = [logits for observer in observers if (logits := observer.forward(model, image)) is not None]
-        if len(found) > 1:
-            raise UserError("two observers of the step replace the forward pass: leave one out, or --summary-every 0")
-        return found[0] if found else model(image, training=True)
-
     def share_of(image: Any, label: Any, weight: Any, count: Any, start: Sequence[Any]) -> Share:
         if not spec.is_one_graph:
             for statistic, before in zip(statistics, start, strict=True):
@@ -165,7 +158,7 @@ def make_share(
         if spec.side not in (None, *spec.image_shape[:1]):
             image = shrink(tf.cast(image, real), spec.side)
         with examples_present(present > 0), tf.GradientTape() as tape:
-            losses = tf.cast(cross_entropy(label, forward(image), spec.label_smoothing), real)
+            losses = tf.cast(cross_entropy(label, model(image, training=True), spec.label_smoothing), real)
             share = tf.reduce_sum(losses * weight) / count
             penalties = [_penalty(tf.cast(loss, real), weight, present / count) for loss in model.losses]
             penalty = tf.add_n(penalties) if penalties else tf.zeros([], real)

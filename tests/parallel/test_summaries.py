@@ -40,22 +40,14 @@ def _train(data: str, folder: str) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     class Look(Callback):
-        """Weights before and after a step, and the net's outputs for the step's images with the weights before."""
+        """Weights before and after a step, and its images."""
 
         def on_step(self, run: Any) -> None:
-            import keras
-
             weights = {v.path: v.numpy() for v in run.model.trainable_variables}
             if run.step == EVERY - 1:
                 self.before = weights
             if run.step == EVERY and not seen:
                 batch = run.progress.micro_batches[0]
-                for v in run.model.trainable_variables:
-                    v.assign(self.before[v.path])
-                conv1 = keras.Model(run.model.inputs, run.model.get_layer("conv1_relu").output)
-                seen["conv1"] = conv1(batch.image[:32]).numpy().ravel()
-                for v in run.model.trainable_variables:
-                    v.assign(weights[v.path])
                 seen.update(image=batch.image.numpy(), label=batch.label.numpy(), before=self.before, after=weights)
 
     def asked(summaries: Any, rank: int, seconds: list[float]) -> int:
@@ -117,18 +109,13 @@ def test_tensorboard_shows_what_the_run_computes(embedded: Path, tmp_path: Path)
 
     # Training does not notice.
     assert digests["plain"] == digests["none"]
-    # The losses of each step, and their moving averages.
+    # The losses of each step.
     trained = _metrics(run, "train")
-    raw = board["total_loss (raw)"]
+    raw = board["total_loss"]
     assert {event["step"]: event["loss"] for event in trained} == pytest.approx(raw) and len(raw) == STEPS
     decay = DECAY / 2 * sum(np.square(seen["before"][f"local{i}/kernel"]).sum() for i in (3, 4))
-    assert board["weight_loss (raw)"][EVERY] == pytest.approx(decay, rel=1e-5)
-    for name in ("cross_entropy", "weight_loss", "total_loss"):
-        average, values = None, board[f"{name} (raw)"]
-        for step, value in values.items():
-            average = value if average is None else 0.9 * average + 0.1 * value
-            assert board[name][step] == pytest.approx(average, rel=1e-5)
-    assert raw[EVERY] == pytest.approx(board["cross_entropy (raw)"][EVERY] + decay, rel=1e-5)
+    assert board["weight_loss"][EVERY] == pytest.approx(decay, rel=1e-5)
+    assert raw[EVERY] == pytest.approx(board["cross_entropy"][EVERY] + decay, rel=1e-5)
     for name in ("learning_rate", "images_per_second"):
         assert board[name] == pytest.approx({event["step"]: event[name] for event in trained}, rel=1e-5)
 
@@ -146,14 +133,6 @@ def test_tensorboard_shows_what_the_run_computes(embedded: Path, tmp_path: Path)
         # What float32 weights near 0.1 lose of a small change.
         assert ends == pytest.approx((gradient.min(), gradient.max()), abs=2e-6 / RATE, rel=1e-3)
         assert max(map(abs, ends)) > 1e-4
-
-    # Activations of the second rank's own images.
-    assert np.array_equal(board["tower_1/conv1/activations"][EVERY][:, 2].sum(), len(seen["conv1"]))
-    assert board["tower_1/conv1/activations"][EVERY][-1, 1] == pytest.approx(max(seen["conv1"]), rel=1e-4)
-    zeros = np.mean(np.array(seen["conv1"]) == 0)
-    assert 0.1 < zeros == pytest.approx(board["tower_1/conv1/sparsity"][EVERY], abs=1e-4)
-    layers = ("conv1", "conv2", "local3", "local4", "softmax_linear")
-    assert {f"tower_{r}/{layer}/sparsity" for r in (0, 1) for layer in layers} <= board.tags
 
     # An image of each class of rank 0's batch, as the net got it.
     own = ranks[0]["seen"]
