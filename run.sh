@@ -41,7 +41,6 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
   ./run.sh report RUN_DIR...               write a page about runs: curves, lost time, events, mistakes
   ./run.sh watch RUN_DIR                   show a run that was started elsewhere, until it ends
   ./run.sh doctor [-H HOSTS | --hostfile FILE]             check all hosts at once for the usual faults
-  ./run.sh tensorboard RUN_DIR [ARGUMENTS]                 TensorBoard on a run, or on a folder of runs
 
 COMMAND is train, evaluate, or benchmark step|allreduce. `./run.sh COMMAND --help` and
 docs/configuration.md list its options.
@@ -54,8 +53,8 @@ docs/configuration.md list its options.
   --max-restarts N   if the job fails, start again from the newest checkpoint, up to N times
   --validation-ranks K   K of the ranks evaluate while the others train; see docs/validation.md
   --elastic MIN:MAX  train on MIN to MAX ranks: continue without lost ranks and hosts, and with added ones. With it:
-                     --host-discovery-script FILE, --elastic-timeout SECONDS (600) and --cool-down FIRST:LONGEST
-                     (10:300 seconds); see docs/reliability.md
+                     --elastic-timeout SECONDS (600) and --cool-down FIRST:LONGEST (10:300 seconds); see
+                     docs/reliability.md
   --dry-run          print the command that starts the ranks, but do not run it
   PYTHON=python3.12 ./run.sh setup         the Python to set up with (3.10 to 3.13; default: python3)
 TEXT

@@ -4,8 +4,8 @@
 
 Faults: SIGKILL of a rank, of all ranks, and of their starter (mpirun); SIGSTOP of a rank; fewer slots, more slots. Each
 comes at a random moment after the job has made a step, also while ranks are started again. With --virtual-shards the
-weights at the end must be those of a job without faults, to the bit. The host is this machine; its slots come from a
-discovery script.
+weights at the end must be those of a job without faults, to the bit. The host is this machine; its slots stand in a
+hostfile.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Followed:
 class Soak:
     """A job and what has been done to it.
 
-    slots: file from which the discovery script reads the number of slots.
+    hosts: hostfile of the job.
     sizes: the numbers of ranks that the job can have.
     noticed, outages: seconds from the fault to the launcher's line if it was seen, and without a step, by fault.
     repeated: for each fault, the steps that were made a second time.
@@ -70,7 +70,7 @@ class Soak:
 
     job: Any
     folder: Path
-    slots: Path
+    hosts: Path
     sizes: Sequence[int]
     chance: random.Random
     noticed: dict[str, list[float]] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Soak:
 
     def fault(self) -> None:
         """Cause a random fault, and wait until the job has made a new step."""
-        now = int(self.slots.read_text())
+        now = int(self.hosts.read_text().partition("=")[2])
         ranks, starter = self._processes()
         kinds = [KILL_RANK, KILL_STARTER] + [KILL_RANKS, STOP_RANK] * (len(ranks) > 1)
         fewer, more = ([n for n in self.sizes if (n - now) * sign > 0] for sign in (-1, 1))
@@ -102,7 +102,7 @@ class Soak:
         began = last = time.monotonic()
         newest = self.step
         if kind in (LEAVE, JOIN):
-            self.slots.write_text(str(self.chance.choice(fewer if kind == LEAVE else more)))
+            self.hosts.write_text(f"localhost slots={self.chance.choice(fewer if kind == LEAVE else more)}\n")
         else:
             targets = {KILL_RANKS: ranks, KILL_STARTER: [starter]}.get(kind, [self.chance.choice(ranks)])
             for process in targets:
@@ -173,15 +173,13 @@ def _disturb(given: Any, folder: Path) -> None:
     options += ["--log-every", 1, "--stall-seconds", STALL_SECONDS, "--max-steps", given.steps]
     options += ["--virtual-shards", given.virtual_shards] if given.virtual_shards else []
 
-    slots, find = folder / "slots", folder / "discover.sh"
-    slots.write_text(str(given.ranks))
-    find.write_text(f'#!/bin/sh\necho "localhost:$(cat {slots})"\n')
-    find.chmod(0o755)
+    hosts = folder / "hosts"
+    hosts.write_text(f"localhost slots={given.ranks}\n")
     words: list[Any] = [sys.executable, "-m", "hvd_cifar.launch", "--elastic", f"1:{given.ranks}", "--cool-down", "2:2"]
-    words += ["--host-discovery-script", find, "train", *options, "--run-dir", folder / "run"]
+    words += ["--hostfile", hosts, "train", *options, "--run-dir", folder / "run"]
     sizes = [n for n in range(1, given.ranks + 1) if not given.virtual_shards or given.virtual_shards % n == 0]
     job = jobs.start([str(word) for word in words], folder / "log")
-    soak = Soak(job, folder, slots, sizes, random.Random(seed))
+    soak = Soak(job, folder, hosts, sizes, random.Random(seed))
     try:
         soak.wait_for_steps(5)
         while len(soak.repeated) < given.faults:

@@ -4,7 +4,6 @@ import sys
 
 from hvd_cifar.import_path import set_import_path
 
-OF_LAUNCHER = ("python", "tensorboard")  # commands that the launcher alone knows
 PACKAGES = ("horovod", "keras", "mpi4py", "tensorflow")
 
 
@@ -13,7 +12,7 @@ def main() -> None:
     set_import_path()
     word = next(iter(sys.argv[1:]), "")
     try:
-        if word in OF_LAUNCHER or (word.startswith("-") and word not in ("-h", "--help", "--version")):
+        if word == "python" or (word.startswith("-") and word not in ("-h", "--help", "--version")):
             from hvd_cifar.launch.__main__ import main as command
         else:
             from hvd_cifar.cli import main as command

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_cifar.import_path import OPTIONS as ISOLATED
@@ -38,44 +39,21 @@ def _is_exported(name: str, value: str) -> bool:
     return bool(EXPORTED.fullmatch(name)) or (name == "CUDA_VISIBLE_DEVICES" and devices.hides_all(value))
 
 
-@dataclass(frozen=True)
-class Installation:
-    """The programs that start ranks.
-
-    python: path of every rank's interpreter, the same on every host.
-    mpirun: path.
-    as_root: whether the user is root, whom mpirun refuses without an option.
-    """
-
-    python: str
-    mpirun: str
-    as_root: bool
-
-    @property
-    def bin_folder(self) -> Path:
-        """The folder of the environment's programs."""
-        return Path(self.python).parent
-
-
 def command(
-    request: Request, ranks: int, installed: Installation, environ: Mapping[str, str], network: Network | None = None
+    request: Request, ranks: int, mpirun: str, environ: Mapping[str, str], network: Network | None = None
 ) -> list[str]:
     """The command that starts the ranks, as words.
 
     Args:
         request: hosts and command; without hosts all ranks run here.
         ranks: their number.
-        installed: the programs that start them.
+        mpirun: its path.
         environ: this process's variables, of which mpirun exports some to other hosts.
         network: between the hosts; None: all ranks run here.
     """
     # Ranks start in this process's folder. A user's own program imports from where Python finds its modules.
-    python, bin_folder = installed.python, installed.bin_folder
-    program = (
-        [python, *request.command[1:]]
-        if request.is_program
-        else [python, *ISOLATED, "-m", "hvd_cifar", *request.command]
-    )
+    module = [] if request.is_program else [*ISOLATED, "-m", "hvd_cifar"]
+    program = [sys.executable, *module, *request.command[request.is_program :]]
     hosts = request.hosts or (Host("localhost", ranks),)
     if ranks == 1 and network is None:
         return program
@@ -83,8 +61,8 @@ def command(
     # With whole names mpirun knows its own host by none but this.
     names = [socket.gethostname() if whole_names and is_local(host.name) else host.name for host in hosts]
     slots = ",".join(f"{name}:{host.slots}" for name, host in zip(names, hosts, strict=True))
-    words = [installed.mpirun, "-np", str(ranks), "-H", slots]
-    words += ["--allow-run-as-root"] if installed.as_root else []
+    words = [mpirun, "-np", str(ranks), "-H", slots]
+    words += ["--allow-run-as-root"] if os.geteuid() == 0 else []  # mpirun refuses root without it
     # As horovodrun: no binding, since TensorFlow's threads need all cores.
     words += ["-bind-to", "none", "-map-by", "slot"]
     for name, value in TRANSPORT.items():  # a variable of the user's, such as OMPI_MCA_pml=ucx, takes precedence
@@ -102,9 +80,9 @@ def command(
         words += ["-mca", "orte_keep_fqdn_hostnames", "1"]
     if network is not None:
         words += _of_other_hosts(network, environ, KEEPALIVE_ELASTIC if request.settings.elastic else KEEPALIVE)
-        if Path(installed.mpirun).parent == bin_folder:
+        if (folder := Path(mpirun).parent) == Path(sys.executable).parent:
             # Without both, the packaged Open MPI looks for its files in the folder where it was built.
-            words += ["--prefix", str(bin_folder.parent), "-x", "OPAL_PREFIX"]
+            words += ["--prefix", str(folder.parent), "-x", "OPAL_PREFIX"]
     return words + program
 
 

@@ -7,12 +7,8 @@ start therefore loses the step in progress and at most one complete step.
 from __future__ import annotations
 
 import contextlib
-import os
-import resource
 import secrets
-import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -22,10 +18,10 @@ from pathlib import Path
 
 from hvd_cifar.errors import DIVERGED, OUT_OF_SYNC, RESUME, UserError
 from hvd_cifar.launch.cluster import ssh
-from hvd_cifar.launch.cluster.hosts import MOST_BYTES, Host, hosts_of_ranks, is_local, parse_hosts
+from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local
 from hvd_cifar.launch.cluster.network import Unreachable
 from hvd_cifar.launch.cluster.remarks import Lost, lost_in
-from hvd_cifar.launch.job import Job, complain, own_program
+from hvd_cifar.launch.job import Job, complain
 from hvd_cifar.launch.restarts import FINAL, last_step
 from hvd_cifar.launch.roster import Roster, Sizes, first_slots, slots_of
 from hvd_cifar.runtime.environment import ELASTIC, ElasticJob
@@ -34,7 +30,6 @@ from hvd_cifar.runtime.shared_memory import LABEL_BYTES, NONE, folder_of, newest
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_BEFORE_RESIZE = 30.0  # time for a first step, where this host cannot see the steps
 FAILURES_WITHOUT_A_STEP = 3
-SCRIPT_SECONDS = 10.0
 ANSWER_SECONDS = 20.0  # for a host
 HOPELESS = (DIVERGED, OUT_OF_SYNC)  # parts of messages after which another start would fail in the same way
 
@@ -156,7 +151,7 @@ class ElasticRun:
             return 1, []
         finally:
             ended.set()
-            watch.join(SCRIPT_SECONDS)  # the thread hangs if the hostfile's disk does not answer
+            watch.join(ANSWER_SECONDS)  # the thread hangs if the hostfile's disk does not answer
         of_ranks = hosts_of_ranks(hosts, slots_of(hosts))
         found = lost_in(self.job.tail)
         named = [Lost(of_ranks[one.rank], one.rank) if one.rank is not None else one for one in found]
@@ -287,7 +282,9 @@ class ElasticRun:
         # OSError: there is no ssh here.
         with (
             contextlib.suppress(OSError),
-            own_program(words, stdin=nothing, stdout=subprocess.PIPE, stderr=nothing) as process,
+            subprocess.Popen(
+                words, stdin=nothing, stdout=subprocess.PIPE, stderr=nothing, start_new_session=True
+            ) as process,
         ):
             try:
                 said, _ = process.communicate(timeout=ANSWER_SECONDS)
@@ -317,43 +314,3 @@ class ElasticRun:
     @property
     def _copy(self) -> Path:
         return folder_of(self.name) / "state"
-
-
-def _limit_output() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_BYTES, MOST_BYTES))
-
-
-def script(path: Path) -> Discover:
-    """Discovery by a program that prints lines `HOST:SLOTS`, like horovodrun's."""
-
-    def discover() -> tuple[Host, ...]:
-        what = f"--host-discovery-script {path}"
-        try:
-            with (
-                tempfile.TemporaryFile() as out,
-                tempfile.TemporaryFile() as err,
-                own_program(
-                    [str(path)], stdout=out, stderr=err, preexec_fn=_limit_output, start_new_session=True
-                ) as process,
-            ):
-                try:
-                    code = process.wait(SCRIPT_SECONDS)
-                except BaseException:
-                    os.killpg(process.pid, signal.SIGKILL)  # the programs that it waits for also
-                    process.wait()
-                    raise
-                said, complaints = (os.pread(file.fileno(), MOST_BYTES, 0).decode() for file in (out, err))
-        except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError) as failure:
-            raise UserError(f"{what}: {failure}") from None
-        if code:
-            last = complaints.strip().splitlines()[-1:]
-            raise UserError(f"{what}: exit code {code}{''.join(f': {line}' for line in last)}")
-        lines = [line.strip() for line in said.splitlines() if line.strip()]
-        if not lines:
-            return ()
-        try:
-            return parse_hosts(",".join(lines))
-        except UserError as failure:
-            raise UserError(f"{what}: {str(failure).partition(': ')[2]}") from None
-
-    return discover

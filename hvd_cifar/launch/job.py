@@ -11,14 +11,17 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import psutil
 
 from hvd_cifar.errors import RESUME, STALLED, TrainingError
+from hvd_cifar.launch.cluster.remarks import without_banners
+from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
 from hvd_cifar.launch.restarts import last_said
 from hvd_cifar.runtime.environment import ENDS, STARTS
 from hvd_cifar.runtime.inspect_process import is_pending, is_stopped, waited_for
@@ -38,37 +41,19 @@ LONGEST_END = 300  # characters
 # for each thread of this process, and mpirun takes a second one as a request to end without removing its files.
 HEIR = "trap '' HUP INT TERM USR1; read -r pid && { read -r _ || kill -$1 $pid; }"
 
-Pump = Callable[[BinaryIO], None]
-
-_own: set[int] = set()  # process ids of `own_program`
-_own_starts = threading.Lock()
-
-
-@contextlib.contextmanager
-def own_program(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program of the launcher's own beside a job. The end of the job spares it. `options`: of Popen."""
-    with _own_starts:
-        process = subprocess.Popen(words, **options)
-        _own.add(process.pid)
-    try:
-        yield process
-    finally:
-        _own.discard(process.pid)
-
 
 @dataclass(frozen=True)
 class Starter:
-    """A program that starts ranks: mpirun, or the Python of a single rank.
+    """A program that starts ranks: mpirun, or the Python of a single rank, which inherits stdout.
 
     words, env: its command line and variables.
-    output, errors: read its stdout and stderr, and print what the user should see. None: it inherits stdout.
+    hosts: each rank's host where there are several hosts, else ().
     proof: a file that ranks write, or touch, before they end with code 0; None: their code says enough.
     """
 
     words: list[str]
     env: Mapping[str, str]
-    output: Pump | None
-    errors: Pump
+    hosts: Sequence[str] = ()
     proof: Path | None = None
 
     @property
@@ -79,7 +64,7 @@ class Starter:
     @property
     def is_rank(self) -> bool:
         """Whether it is the only rank itself."""
-        return self.output is None
+        return self.name != "mpirun"
 
 
 class Job:
@@ -119,9 +104,8 @@ class Job:
         # mpirun kills its ranks 2 s after a SIGTERM, too soon for a checkpoint. It runs with the signal blocked: a
         # SIGTERM sent to mpirun itself stays pending, where this process sees it. mpirun unblocks signals for its
         # children, and SIGINT ends it as SIGTERM would.
-        holds_sigterm = self.can_stop and starter.name == "mpirun"
+        holds_sigterm = self.can_stop and not starter.is_rank
         heir = _start_heir("INT" if holds_sigterm else "TERM")
-        others = set(psutil.Process().children(recursive=True))
         process = self._start(starter, holds_sigterm)
         assert heir.stdin
         heir.stdin.write(f"{process.pid}\n".encode())
@@ -129,9 +113,9 @@ class Job:
         self._process = process
         if self._caught and self._ends_at_once:
             self._end(self._caught[-1])  # it came before there was a process
-        pumps = [threading.Thread(target=starter.errors, args=[process.stderr], daemon=True)]
-        if starter.output:
-            pumps.append(threading.Thread(target=starter.output, args=[process.stdout], daemon=True))
+        pumps = [threading.Thread(target=self._show_errors, args=[process.stderr, starter], daemon=True)]
+        if not starter.is_rank:
+            pumps.append(threading.Thread(target=_show_output, args=[process.stdout, bool(starter.hosts)], daemon=True))
         for pump in pumps:
             pump.start()
         why = self._wait(process, holds_sigterm)
@@ -143,7 +127,7 @@ class Job:
         if code < 0 and not self._caught:
             who, more = ("rank 0", "") if starter.is_rank else (starter.name, ", and its ranks with it")
             complain(f"{who} was ended by signal {-code} ({signal.Signals(-code).name}){more}")
-        _end_orphans(0 if was_killed else SECONDS_FOR_ORPHANS, others)
+        _end_orphans(process.pid, 0 if was_killed else SECONDS_FOR_ORPHANS)
         if was_killed:
             remove_session(process.pid, starter.env)
         self._times.append(time.time())
@@ -155,7 +139,7 @@ class Job:
             who = "rank 0 ended first," if starter.is_rank else "all ranks ended"
             self.pass_on(f"hvd_cifar: {who} with exit code 0, before the job was over\n".encode())
             outcome = TrainingError.code
-        self._ends.append(self._said() or f"exit code {outcome}")
+        self._ends.append(last_said(self.tail).removeprefix("hvd_cifar: ")[:LONGEST_END] or f"exit code {outcome}")
         return outcome
 
     def _start(self, starter: Starter, holds_sigterm: bool) -> subprocess.Popen[Any]:
@@ -167,8 +151,8 @@ class Job:
         return subprocess.Popen(
             starter.words,
             env={**starter.env, STARTS: " ".join(map(str, self._times)), ENDS: json.dumps(self._ends[-ENDS_TOLD:])},
-            stdin=subprocess.DEVNULL if starter.output else None,  # a single rank may have a debugger
-            stdout=subprocess.PIPE if starter.output else None,
+            stdin=None if starter.is_rank else subprocess.DEVNULL,  # a single rank may have a debugger
+            stdout=None if starter.is_rank else subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
             preexec_fn=prepare,  # safe: other threads only wait
@@ -225,8 +209,27 @@ class Job:
         self.tail = (self.tail + data)[-TAIL_BYTES:]
         write(2, data)
 
-    def _said(self) -> str:
-        return last_said(self.tail).removeprefix("hvd_cifar: ")[:LONGEST_END]
+    def _show_errors(self, stream: BinaryIO, starter: Starter) -> None:
+        """Pass stderr on: as it is from a single rank; from mpirun with each rank's name, without its banners."""
+        if starter.is_rank:
+            for piece in chunks(stream):
+                self.pass_on(piece)
+            return
+        lines = NamedLines(starter.hosts)
+
+        def of_mpirun() -> Iterator[bytes]:
+            for rank, piece in by_rank(chunks(stream)):
+                if rank is None:
+                    yield piece
+                else:
+                    self.pass_on(lines.add(rank, piece))
+
+        found = [value for name, value in pairwise(starter.words) if name == "btl_tcp_if_include"]
+        subnets = found[0].split(",") if found and "," in found[0] else []
+        pieces, last = (of_mpirun(), lines.last) if starter.hosts else (chunks(stream), None)
+        for piece in without_banners(pieces, subnets, last):
+            self.pass_on(piece)
+        self.pass_on(lines.rest())
 
     def _outcome(self, code: int) -> int:
         if self._caught and self._ends_at_once:
@@ -237,7 +240,7 @@ class Job:
 
     def _on_signal(self, number: int, _: object) -> None:
         if number == signal.SIGUSR1 and not self.can_stop:
-            if self._starter and self._starter.name == "mpirun":
+            if self._starter and not self._starter.is_rank:
                 self._send(number)  # a program of the user's own may call `hvd_cifar.train`
             return
         self._caught.append(number)
@@ -267,13 +270,10 @@ class Job:
     def _tell_ranks(self) -> None:
         if self._starter is None or self._process is None:
             return
-        if self._starter.name == "mpirun":
-            self._send(signal.SIGUSR1)  # which it forwards to all ranks
-        else:
-            self._send(signal.SIGTERM)
+        self._send(signal.SIGTERM if self._starter.is_rank else signal.SIGUSR1)  # which mpirun forwards to all ranks
 
     def _end(self, number: int) -> None:
-        if self._starter and self._starter.name != "mpirun" and self._process and self.can_stop:
+        if self._starter and self._starter.is_rank and self._process and self.can_stop:
             self._process.kill()  # a single rank, for which the first SIGINT would be a request also
         # Starters clean up on SIGINT and SIGTERM, not on SIGHUP.
         self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
@@ -308,20 +308,19 @@ def _ends(process: subprocess.Popen[Any], seconds: float) -> bool:
     return process.returncode is not None
 
 
-def _end_orphans(seconds: float, others: Collection[psutil.Process]) -> None:
-    """Wait for processes that a starter left, then kill them: a killed mpirun ends no rank.
+def _show_output(stream: BinaryIO, is_tagged: bool) -> None:
+    """Print rank 0's stdout. Even on one host mpirun ends its ranks if it cannot write their output."""
+    for rank, piece in by_rank(chunks(stream)) if is_tagged else ((0, piece) for piece in chunks(stream)):
+        if rank in (0, None):
+            write(1, piece)
 
-    `others`, which ran before the starter, each `own_program`, and the children of both are spared.
-    """
-    is_held = _own_starts.acquire(timeout=SECONDS_FOR_ORPHANS)  # in vain where a program's disk does not answer
-    below = psutil.Process().children(recursive=True)
-    spared = {*others, *(process for process in below if process.pid in _own)}
-    if is_held:
-        _own_starts.release()
-    for other in [*spared]:
-        with contextlib.suppress(psutil.Error):  # it has ended
-            spared |= set(other.children(recursive=True))
-    orphans = [process for process in below if process not in spared]
+
+def _end_orphans(session: int, seconds: float) -> None:
+    """Wait for processes that a starter left in its session, then kill them: a killed mpirun ends no rank."""
+    orphans = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(ProcessLookupError):
+            orphans += [process] if os.getsid(process.pid) == session else []
     _, alive = psutil.wait_procs(orphans, seconds)
     for process in alive:
         with contextlib.suppress(psutil.Error):

@@ -5,54 +5,56 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from hvd_cifar import config
 from hvd_cifar.errors import RESUME, UserError
-from hvd_cifar.launch import preflight, validators
+from hvd_cifar.launch import validators
 from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local
 from hvd_cifar.launch.elastic import ElasticRun, Options
 from hvd_cifar.launch.here import cores_here, is_for_gpus
-from hvd_cifar.launch.job import Job, complain, write
+from hvd_cifar.launch.job import Job, Starter, complain, write
 from hvd_cifar.launch.request import Request
 from hvd_cifar.launch.restarts import FINAL, Failure, failure_of, reason_to_give_up, seconds_before
 from hvd_cifar.launch.roster import Sizes, slots_of
-from hvd_cifar.launch.start import as_typed, leave_terminal, make_ready, start
+from hvd_cifar.launch.start import as_typed, leave_terminal, make_starter
 from hvd_cifar.runtime import devices
 from hvd_cifar.runtime.stalls import FLOOR
 
 ELASTIC_TIMEOUT, COOL_DOWN = 600, (10, 300)  # s
+# Peak of a rank's own memory (USS) in the smallest run: tutorial, batch 1, one thread, 2 ranks: 303 MiB. `fast` takes
+# 874 MiB.
+LEAST_BYTES_OF_A_RANK = 300 << 20
 
 
 def launch(request: Request, ranks: int, stall_seconds: float) -> int:
     """Run a job of this number of ranks; `stall_seconds`: as of `Job`. Returns its exit code."""
-    ready = make_ready(request, ranks)
+    starter = make_starter(request, ranks)
     if request.settings.dry_run:
-        write(1, os.fsencode(f"{as_typed(ready.words, ready.env)}\n"))
+        write(1, os.fsencode(f"{as_typed(starter)}\n"))
         if request.validators:
             write(1, os.fsencode(f"{shlex.join(validators.words(request))}\n"))
         return 0
-    if ready.words[0] == sys.executable and not ready.proof and not request.validators:
-        os.execve(ready.words[0], ready.words, ready.env)
+    if starter.is_rank and not starter.proof and not request.validators:
+        os.execve(starter.words[0], starter.words, starter.env)
 
     cores, all_ranks = cores_here(), ranks + request.settings.validation_ranks
-    if all_ranks > cores and not ready.hosts:
+    if all_ranks > cores and not starter.hosts:
         complain(f"note: {all_ranks} ranks share {cores} core{'s' * (cores > 1)}: results are right, but slow")
     job = Job(can_stop=request.command[0] == "train", stall_seconds=stall_seconds)
     with validators.beside(request, hosts_of_ranks(request.hosts, ranks)):
-        code = start(ready, job)
+        code = job.run(starter)
         if request.settings.max_restarts:
-            ready = replace(ready, words=[*ready.words, *request.of_restarts])
-            code = _restart(code, request, job, lambda: start(ready, job))
+            code = _restart(code, request, job, replace(starter, words=[*starter.words, *request.of_restarts]))
     leave_terminal(ranks, code)
     return code
 
 
-def _restart(code: int, request: Request, job: Job, start: Callable[[], int]) -> int:
+def _restart(code: int, request: Request, job: Job, starter: Starter) -> int:
     """Restart a failed job until it succeeds, is stopped or is given up. Return its exit code."""
     failures: list[Failure] = []
     run_dir = None if request.is_program else request.run_dir
@@ -68,7 +70,7 @@ def _restart(code: int, request: Request, job: Job, start: Callable[[], int]) ->
         )
         if not job.wait(seconds):
             return RESUME
-        code = start()
+        code = job.run(starter)
     return code
 
 
@@ -87,38 +89,30 @@ def launch_elastic(request: Request, settings: config.TrainSettings) -> int:
         sizes = replace(sizes, most=max(sizes.least, min(sizes.most, limit)))
     timeout = request.settings.elastic_timeout or ELASTIC_TIMEOUT
     options = Options(sizes, request.ranks, timeout, request.settings.cool_down or COOL_DOWN, settings.batch_size)
-    if request.settings.validation_ranks:
-        request = validators.set_apart_elastic(request)
     hosts, least = request.hosts or (Host("localhost", sizes.most),), request.ranks or sizes.least
     if not request.discover and slots_of(hosts) < least:
         raise UserError(
-            f"{asked}: {least} ranks are needed, and the hosts have {slots_of(hosts)} slots"
-            f"{' beside the validation ranks' * bool(request.settings.validation_ranks)}; give more, or hosts that "
-            "may change (--hostfile, --host-discovery-script)"
+            f"{asked}: {least} ranks are needed, and the hosts have {slots_of(hosts)} slots; give more, or hosts that "
+            "may change (--hostfile)"
         )
-    # Without validation ranks a script is asked for hosts only when the job starts.
-    known = bool(request.hosts or not request.discover)
-    awaited = request.ranks or 0  # by the first start, if they are not there yet
-    ranks = max(awaited, sizes.fitting(slots_of(hosts))) if known or not awaited else awaited
+    ranks = max(request.ranks or 0, sizes.fitting(slots_of(hosts)))  # the first start awaits -np
     if request.settings.dry_run:
         return launch(request, ranks, 0.0)
-    if known:
-        check_early(request, ranks, settings)
+    check_early(request, ranks, settings)
     job = Job(can_stop=True, stall_seconds=stall_seconds_of(settings))
     starts = itertools.count()
 
     def start_on(chosen: tuple[Host, ...], variables: Mapping[str, str]) -> int:
         is_again = next(starts) > 0
         words = request.command + (request.of_restarts if is_again else ())
-        given = chosen if request.hosts or request.discover else ()  # (): this machine, which messages do not name
+        given = chosen if request.hosts else ()  # (): this machine, which messages do not name
         now = replace(request, hosts=given, command=words, variables=variables, is_again=is_again)
-        return start(make_ready(now, slots_of(chosen)), job)
+        return job.run(make_starter(now, slots_of(chosen)))
 
     way = slurm if request.in_slurm else ssh
     run = ElasticRun(options, request.discover or (lambda: hosts), start_on, job, request.run_dir, way.words)
     try:
-        with validators.beside(request, hosts_of_ranks(hosts, ranks)):
-            code = run.run()
+        code = run.run()
     finally:
         run.clean_up()
     leave_terminal(2, code)
@@ -127,12 +121,17 @@ def launch_elastic(request: Request, settings: config.TrainSettings) -> int:
 
 def check_early(request: Request, ranks: int, settings: Any) -> None:
     """Raise UserError for errors that can be found before any rank starts."""
-    of_ranks = hosts_of_ranks(request.hosts, ranks)
-    local = {name: is_local(name) for name in dict.fromkeys(of_ranks)}
-    sees_files, on_gpus = local[of_ranks[0]], is_for_gpus()
-    preflight.check(settings, ranks, sees_files=sees_files, on_gpus=on_gpus, warn=complain)
-    here = sum(local[name] for name in of_ranks) + sum(host.slots for host in request.validators if is_local(host.name))
-    preflight.check_memory(here, devices.available_memory(swap=True))
+    if isinstance(settings, config.TrainSettings):
+        config.check_ranks(settings, ranks)
+    if getattr(settings, "precision", None) == "mixed_float16" and not is_for_gpus():
+        complain("note: --precision mixed_float16 is slow on a CPU; for speed give mixed_bfloat16 or float32")
+    slots = Counter(hosts_of_ranks(request.hosts, ranks)) + Counter({one.name: one.slots for one in request.validators})
+    here, available = sum(slots[name] for name in slots if is_local(name)), devices.available_memory(swap=True)
+    if here * LEAST_BYTES_OF_A_RANK > available:
+        raise UserError(
+            f"{here} ranks on this host need at least {here * LEAST_BYTES_OF_A_RANK / 2**30:.1f} GiB of memory, and "
+            f"{available / 2**30:.1f} GiB are free: start at most {available // LEAST_BYTES_OF_A_RANK} here (-np)"
+        )
 
 
 def stall_seconds_of(settings: Any) -> float:

@@ -24,10 +24,10 @@ from hvd_cifar import config
 from hvd_cifar.errors import RESUME, UserError
 from hvd_cifar.import_path import OPTIONS as ISOLATED
 from hvd_cifar.import_path import foreign
-from hvd_cifar.launch import preflight, validators
+from hvd_cifar.launch import validators
 from hvd_cifar.launch.cluster import slurm
 from hvd_cifar.launch.cluster.hosts import is_local
-from hvd_cifar.launch.here import is_for_gpus, ranks_of
+from hvd_cifar.launch.here import ranks_of
 from hvd_cifar.launch.job import complain, write
 from hvd_cifar.launch.jobs import check_early, launch, launch_elastic, stall_seconds_of
 from hvd_cifar.launch.request import Request, parse, with_allocation
@@ -56,8 +56,6 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
             raise UserError("mpirun or srun started run.sh several times; it starts the ranks itself: call it once")
         if request.command[0] == "doctor":
             return _start_doctor(request, check)
-        if request.command[0] == "tensorboard":
-            return _start_tensorboard(request)
         _note_foreign_modules(request)
         if request.is_program:
             _check_program(request.command[1:])
@@ -65,7 +63,9 @@ def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:
         if request.settings.max_restarts or request.settings.elastic or request.settings.validation_ranks:
             request = _with_run_dir(request, settings)
         if request.command[0] in ALONE:
-            return _start_alone(request, settings)
+            if request.hosts or request.ranks not in (None, 1):
+                raise UserError(f"{request.command[0]} runs in one process here: leave -np, -H and --hostfile out")
+            return _become(request, list(request.command))
         return _start_ranks(request, settings)
     except UserError as error:
         complain(str(error))
@@ -153,34 +153,10 @@ def _start_doctor(request: Request, check: Callable[[list[str]], Any]) -> int:
     return _become(request, words)
 
 
-def _start_alone(request: Request, settings: Any) -> int:
-    """Run a command in a single process on this machine."""
-    _refuse_ranks(request)
-    if not request.settings.dry_run:
-        preflight.check(settings, 1, sees_files=True, on_gpus=is_for_gpus(), warn=complain)
-    return _become(request, list(request.command))
-
-
-def _refuse_ranks(request: Request) -> None:
-    if request.hosts or request.ranks not in (None, 1):
-        raise UserError(f"{request.command[0]} runs in one process, on this machine: leave -np, -H and --hostfile out")
-
-
-def _become(request: Request, words: list[str], module: str = "hvd_cifar") -> int:
-    """Replace this process by a module's program; with --dry-run print the command."""
-    words = [sys.executable, *ISOLATED, "-m", module, *words]
+def _become(request: Request, words: list[str]) -> int:
+    """Replace this process by a command that needs no launcher; with --dry-run print the command."""
+    words = [sys.executable, *ISOLATED, "-m", "hvd_cifar", *words]
     if request.settings.dry_run:
         write(1, os.fsencode(f"{shlex.join(words)}\n"))
         return 0
     os.execv(words[0], words)
-
-
-def _start_tensorboard(request: Request) -> int:
-    """Run TensorBoard in this process on a run, or on all runs in a folder."""
-    _, *words = request.command
-    if not words or words[0].startswith("-"):
-        raise UserError("tensorboard: name a run: ./run.sh tensorboard RUN_DIR [ARGUMENTS OF TENSORBOARD]")
-    _refuse_ranks(request)
-    if next(Path(words[0]).glob("**/events.out.tfevents.*"), None) is None:
-        raise UserError(f"tensorboard {words[0]}: no event file is there; give the folder of a run, or of several runs")
-    return _become(request, ["--logdir", *words], module="tensorboard.main")

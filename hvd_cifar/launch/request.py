@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch.cluster.hosts import Host, is_local, parse_hosts, read_hostfile
-from hvd_cifar.launch.elastic import Discover, script
+from hvd_cifar.launch.elastic import Discover
 from hvd_cifar.launch.settings import LaunchSettings
 from hvd_cifar.options import launcher_options
 
@@ -65,13 +65,11 @@ def parse(argv: list[str]) -> Request:
         hosts = read_hostfile(settings.hostfile)
     _check_slots(settings.ranks, hosts, "slot", "the hosts; lower it or add slots")
     request = Request(settings, _of_python(words or ("train",)), hosts)
-    if settings.elastic is None:
+    if settings.elastic is None or settings.hostfile is None:
         return request
-    if settings.host_discovery_script:
-        return replace(request, discover=script(settings.host_discovery_script))
-    if settings.hostfile and not settings.hostfile.is_file():
+    if not settings.hostfile.is_file():
         raise UserError(f"--hostfile {settings.hostfile}: --elastic reads it again and again: give a file")
-    return replace(request, discover=partial(read_hostfile, settings.hostfile)) if settings.hostfile else request
+    return replace(request, discover=partial(read_hostfile, settings.hostfile))
 
 
 def _of_python(command: tuple[str, ...]) -> tuple[str, ...]:

@@ -44,7 +44,6 @@ class LaunchSettings(HostSettings):
     max_restarts: int = Field(0, gt=0, description="Start a failed job again from its newest checkpoint, N times.")
     validation_ranks: int = Field(0, gt=0, description="Ranks that evaluate while the others train.")
     elastic: Sizes | None = Field(None, description="MIN:MAX ranks: continue without lost ranks, with added ones.")
-    host_discovery_script: LocalPath | None = Field(None, description="Program that prints lines HOST:SLOTS.")
     elastic_timeout: int | None = Field(None, gt=0, description="Seconds to wait for enough ranks. [default: 600]")
     cool_down: Rests | None = Field(None, description="FIRST:LONGEST seconds of rest after a loss. [default: 10:300]")
     dry_run: bool = Field(
@@ -56,7 +55,7 @@ class LaunchSettings(HostSettings):
     @model_validator(mode="after")
     def _elastic_jobs_are_consistent(self) -> LaunchSettings:
         if self.elastic is None:
-            for name in ("host_discovery_script", "elastic_timeout", "cool_down"):
+            for name in ("elastic_timeout", "cool_down"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{option_name(name)} goes with --elastic MIN:MAX")
             return self
@@ -65,6 +64,6 @@ class LaunchSettings(HostSettings):
             raise ValueError(f"-np {self.ranks} is not within --elastic {least}:{most}")
         if self.max_restarts:
             raise ValueError("--elastic starts ranks again by itself: leave --max-restarts out")
-        if self.host_discovery_script and (self.hosts or self.hostfile):
-            raise ValueError("--host-discovery-script names the hosts: leave -H and --hostfile out")
+        if self.validation_ranks:
+            raise ValueError("--elastic and --validation-ranks exclude each other: leave one of them out")
         return self

@@ -7,11 +7,8 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 from hvd_cifar.errors import UserError
 from hvd_cifar.launch import validators
@@ -19,11 +16,9 @@ from hvd_cifar.launch.cluster import slurm, ssh
 from hvd_cifar.launch.cluster.hosts import hosts_of_ranks, is_local
 from hvd_cifar.launch.cluster.network import Network, find_network
 from hvd_cifar.launch.cluster.program import Participants
-from hvd_cifar.launch.cluster.remarks import without_banners
-from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
-from hvd_cifar.launch.command import Installation, command
+from hvd_cifar.launch.command import command
 from hvd_cifar.launch.here import gpus_here, note_gpus
-from hvd_cifar.launch.job import Job, Starter, chunks, write
+from hvd_cifar.launch.job import Starter, write
 from hvd_cifar.launch.request import Request
 from hvd_cifar.runtime.environment import ENDS, STARTS, prepare_tensorflow
 from hvd_cifar.runtime.transport import RING_VARIABLES
@@ -31,68 +26,7 @@ from hvd_cifar.runtime.transport import RING_VARIABLES
 SHOW_CURSOR = b"\x1b[?25h"
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A job that can start.
-
-    words, env: the command that starts its ranks.
-    hosts: each rank's host where there are several hosts, else [].
-    proof: see `Starter`.
-    """
-
-    words: list[str]
-    env: dict[str, str]
-    hosts: list[str]
-    proof: Path | None = None
-
-
-def _mpirun(ready: Ready, job: Job) -> Starter:
-    hosts, lines = ready.hosts, NamedLines(ready.hosts)
-    found = [value for name, value in pairwise(ready.words) if name == "btl_tcp_if_include"]
-    subnets = found[0].split(",") if found and "," in found[0] else []
-
-    def output(stream: BinaryIO) -> None:  # even on one host: mpirun ends its ranks if it cannot write its output
-        for rank, piece in by_rank(chunks(stream)) if hosts else ((0, piece) for piece in chunks(stream)):
-            if rank in (0, None):
-                write(1, piece)
-
-    def of_mpirun(pieces: Iterable[bytes]) -> Iterator[bytes]:
-        for rank, piece in by_rank(pieces):
-            if rank is None:
-                yield piece
-            else:
-                job.pass_on(lines.add(rank, piece))
-
-    def errors(stream: BinaryIO) -> None:
-        if hosts:
-            pieces = without_banners(of_mpirun(chunks(stream)), subnets, lines.last)
-        else:
-            pieces = without_banners(chunks(stream), subnets)
-        for piece in pieces:
-            job.pass_on(piece)
-        job.pass_on(lines.rest())
-
-    return Starter(ready.words, ready.env, output, errors, ready.proof)
-
-
-def _python(ready: Ready, job: Job) -> Starter:
-    """A single rank, whose stdout is this process's."""
-
-    def errors(stream: BinaryIO) -> None:
-        for piece in chunks(stream):
-            job.pass_on(piece)
-
-    return Starter(ready.words, ready.env, None, errors, ready.proof)
-
-
-def start(ready: Ready, job: Job) -> int:
-    """Run the program that starts the ranks, and return the job's exit code."""
-    if Path(ready.words[0]).name == "mpirun":
-        return job.run(_mpirun(ready, job))
-    return job.run(_python(ready, job))
-
-
-def make_ready(request: Request, ranks: int) -> Ready:
+def make_starter(request: Request, ranks: int) -> Starter:
     """Find the network between the hosts, and make the command that starts the ranks. Raises UserError."""
     bin_folder = Path(sys.executable).parent
     path = os.pathsep.join([str(bin_folder), os.environ.get("PATH", os.defpath)])
@@ -123,10 +57,9 @@ def make_ready(request: Request, ranks: int) -> Ready:
     network, gpus = _ask_hosts(request, bin_folder)
     if not request.is_again:
         note_gpus(gpus or {socket.gethostname(): gpus_here()}, all_here=network is None)
-    installed = Installation(sys.executable, mpirun, os.geteuid() == 0)
-    words = command(request, ranks, installed, env, network)
+    words = command(request, ranks, mpirun, env, network)
     proof = request.run_dir / "summary.json" if request.run_dir != Path() and is_local(of_ranks[0]) else None
-    return Ready(words, env, of_ranks if network else [], proof)
+    return Starter(words, env, of_ranks if network else [], proof)
 
 
 def _ask_hosts(request: Request, bin_folder: Path) -> tuple[Network | None, dict[str, int]]:
@@ -164,7 +97,7 @@ def leave_terminal(ranks: int, code: int) -> None:
         write(1, SHOW_CURSOR + b"\n")
 
 
-def as_typed(words: list[str], env: Mapping[str, str]) -> str:
+def as_typed(starter: Starter) -> str:
     """The command as typed in a shell, with the variables that differ from this process's before it."""
-    differing = [f"{name}={shlex.quote(value)}" for name, value in env.items() if os.environ.get(name) != value]
-    return " ".join([*differing, shlex.join(words)])
+    env = starter.env.items()
+    return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in env if os.environ.get(k) != v), shlex.join(starter.words)])

@@ -21,7 +21,7 @@ from hvd_cifar.import_path import OPTIONS as ISOLATED
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks
 from hvd_cifar.launch.job import complain, remove_session, write
 from hvd_cifar.launch.request import Request
-from hvd_cifar.launch.roster import first_slots, slots_of
+from hvd_cifar.launch.roster import first_slots
 from hvd_cifar.runtime.environment import BESIDE, Beside
 from hvd_cifar.runtime.process import signalled_with_parent
 
@@ -42,22 +42,6 @@ def set_apart(request: Request, ranks: int) -> tuple[Request, int]:
     names = hosts_of_ranks(request.hosts, ranks)
     last = tuple(Host(name, slots) for name, slots in Counter(names[training:]).items())
     return replace(request, hosts=first_slots(request.hosts, training), validators=last), training
-
-
-def set_apart_elastic(request: Request) -> Request:
-    """As `set_apart`, for the hosts that an elastic job starts with. Without hosts, slots are added on this machine."""
-    look = request.discover
-    found = request.hosts or (look() if look else ())
-    if not found:
-        return replace(request, validators=(Host("localhost", request.settings.validation_ranks),))
-    apart, _ = set_apart(replace(request, hosts=found), slots_of(found))
-    return replace(apart, discover=(lambda: _without(look(), apart.validators)) if look else None)
-
-
-def _without(hosts: Sequence[Host], taken: Sequence[Host]) -> tuple[Host, ...]:
-    slots = {host.name: host.slots for host in taken}
-    left = (Host(host.name, host.slots - slots.get(host.name, 0)) for host in hosts)
-    return tuple(host for host in left if host.slots > 0)
 
 
 def neighbours(validators: Sequence[Host], host: str) -> dict[str, str]:

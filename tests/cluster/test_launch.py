@@ -143,9 +143,8 @@ sys.exit(5 if rank == "2" else 0)
 """
 DRIVER = """
 import os, sys
-from hvd_cifar.launch import job, start
-ready = start.Ready(sys.argv[2:], dict(os.environ), sys.argv[1].split(","))
-sys.exit(start.start(ready, job.Job(can_stop=False)))
+from hvd_cifar.launch.job import Job, Starter
+sys.exit(Job(can_stop=False).run(Starter(sys.argv[2:], os.environ, sys.argv[1].split(","))))
 """
 
 

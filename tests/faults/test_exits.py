@@ -83,10 +83,10 @@ if rank == 0:
 """
 STARTER = """
 import os, sys
-from hvd_cifar.launch import job, start
+from hvd_cifar.launch import job
 job.SECONDS_BETWEEN_ASKS, job.SECONDS_FOR_MPIRUN = 0.1, 0.5
 words = ["mpirun", "-np", "2", "--oversubscribe", sys.executable, "-c", sys.argv[1]]
-raise SystemExit(start.start(start.Ready(words, dict(os.environ), []), job.Job(can_stop=False)))
+raise SystemExit(job.Job(can_stop=False).run(job.Starter(words, os.environ)))
 """
 
 
@@ -101,9 +101,9 @@ def test_a_rank_that_leaves_before_mpi_starts(leaves: bool) -> None:
 OF_AN_EARLIER_JOB = """
 import sys
 from pathlib import Path
-from hvd_cifar.launch.job import Job, Starter, chunks
+from hvd_cifar.launch.job import Job, Starter
 words = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
-raise SystemExit(Job(can_stop=False).run(Starter(words, {}, None, lambda s: list(chunks(s)), Path(sys.argv[2]))))
+raise SystemExit(Job(can_stop=False).run(Starter(words, {}, proof=Path(sys.argv[2]))))
 """
 
 

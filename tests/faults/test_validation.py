@@ -133,31 +133,3 @@ def test_a_killed_training_rank_ends_the_validation_ranks(embedded: Path, tmp_pa
     finally:
         job.end()
     assert "validation ranks have ended" not in job.said()
-
-
-@pytest.mark.slow
-def test_an_elastic_job_ends_by_the_results_of_its_validation_rank(embedded: Path, tmp_path: Path) -> None:
-    """At such a rate no weight changes. A training rank is killed; the validation rank lives through it.
-
-    The net's file is edited at the start: all starts and the validation rank, which come later, use the first text.
-    """
-    net = tmp_path / "net.py"
-    net.write_text(NET)
-    options = ["--learning-rate", 1e-30, "--set", "warmup_epochs=0", "--early-stopping", 3, "--eval-every", 20]
-    options += ["--model", f"{net}:build"]
-    launcher = ["--elastic", "1:2", "--cool-down", "900:900", "--validation-ranks", 1]
-    job = start(launcher, embedded, tmp_path / "run", *options)
-    try:
-        job.wait_until(partial(job.has_said, "run directory "))
-        net.write_text(NET.replace("Dense(8", "Dense(9"))
-        job.wait_until(partial(job.has_said, "it came at step"))
-        (validator,) = _validators(job)
-        job.send(signal.SIGKILL, "rank 1")
-        job.wait_until(partial(job.has_said, "resumed from memory"))
-        assert [process.pid for process in _validators(job)] == [validator.pid]
-        assert job.wait() == 0 and not job.left(), job.said()
-    finally:
-        job.end()
-    summary, found = runs.summary(job.run_dir), _evaluations(job.run_dir, "eval")
-    assert "3 evaluations in a row have no higher test accuracy" in summary["stopped_early"]
-    assert summary["best_evaluation"]["step"] == min(found) and summary["world_size"] == 1

@@ -22,25 +22,25 @@ from hypothesis import strategies as st
 from hvd_cifar import cli
 from hvd_cifar.config import option_name
 from hvd_cifar.errors import UserError
-from hvd_cifar.launch import here, launcher, start
+from hvd_cifar.launch import here, jobs, launcher, start
 from hvd_cifar.launch import validators as launch_validators
 from hvd_cifar.launch.cluster import remarks, ssh
 from hvd_cifar.launch.cluster.hosts import Host, ranks_by_default, read_hostfile
 from hvd_cifar.launch.cluster.network import Card, Network, find_network
 from hvd_cifar.launch.cluster.program import Participants, Program
-from hvd_cifar.launch.command import Installation, command
+from hvd_cifar.launch.command import command
 from hvd_cifar.launch.install import everywhere, installer
 from hvd_cifar.launch.install.versions import environment_in, versions_of
 from hvd_cifar.launch.request import parse, with_allocation
 from hvd_cifar.launch.settings import LaunchSettings
+from hvd_cifar.runtime import devices
 from tests.ranks import CHECKOUT
 
 OWN_OPTIONS = [name for name in LaunchSettings.model_fields if name not in ("ranks", "hosts")]
-BIN = Path("/checkout with space/.venv/bin")
-PYTHON = str(BIN / "python")
+BIN = Path(sys.executable).parent
 MPIRUN = str(BIN / "mpirun")
-INSTALLED = Installation(PYTHON, MPIRUN, as_root=False)
-FLAGS = ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
+FLAGS = ["--allow-run-as-root"] * (os.geteuid() == 0)
+FLAGS += ["-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"]
 
 
 @pytest.mark.parametrize(
@@ -121,17 +121,6 @@ def test_validation_ranks_have_the_last_slots(
     last = hosts[-1].name if hosts else "localhost"
     assert launch_validators.neighbours(apart.validators, last) == {"HVD_CIFAR_BESIDE": after}
     assert launch_validators.neighbours((), last) == {}
-
-
-def test_validation_ranks_of_an_elastic_job_are_no_part_of_its_sizes() -> None:
-    of_script = parse(["--elastic", "1:4", "--host-discovery-script", "f", "--validation-ranks", "3", "train"])
-    found = [(Host("a", 2), Host("b", 4)), (Host("b", 4), Host("c", 1)), (Host("a", 2), Host("b", 3))]
-    apart = launch_validators.set_apart_elastic(replace(of_script, discover=iter(found).__next__))
-    assert (apart.hosts, apart.validators) == ((Host("a", 2), Host("b", 1)), (Host("b", 3),))
-    assert apart.discover is not None
-    assert apart.discover() == (Host("b", 1), Host("c", 1)) and apart.discover() == (Host("a", 2),)
-    here = launch_validators.set_apart_elastic(parse(["--elastic", "1:2", "--validation-ranks", "3", "train"]))
-    assert (here.hosts, here.validators) == ((), (Host("localhost", 3),))
 
 
 @pytest.mark.parametrize(
@@ -282,26 +271,25 @@ def test_ranks_by_default(gpus: int, cores: int, ranks: int) -> None:
 def test_hosts_named_within_a_slurm_job_are_not_looked_for_among_its_nodes() -> None:
     named = parse(["-H", "localhost:2"])
     environ = {"SLURM_JOB_ID": "1"}
-    words = command(named, 2, INSTALLED, environ)
+    words = command(named, 2, MPIRUN, environ)
     assert words[words.index("plm") - 1 :][:6] == ["-mca", "plm", "^slurm", "-mca", "ras", "^slurm"]
     given = with_allocation(parse([]), (Host("localhost", 2),))
-    assert "^slurm" not in command(given, 2, INSTALLED, environ)
-    assert "^slurm" not in command(named, 2, INSTALLED, {})
+    assert "^slurm" not in command(given, 2, MPIRUN, environ)
+    assert "^slurm" not in command(named, 2, MPIRUN, {})
 
 
 def _command(
     ranks: int,
     hosts: tuple[Host, ...] = (),
     mpirun: str = MPIRUN,
-    root: bool = False,
     network: Network | None = None,
 ) -> list[str]:
     environ = {"PATH": "/p", "HOROVOD_CYCLE_TIME": "5", "HOME": "/h", "HVD_CIFAR_TERMINAL": "1", "SECRET_TF_KEY": "s"}
     request = replace(parse(["-np", str(ranks), "train", "--run-dir", "a b"]), hosts=hosts)
-    return command(request, ranks, Installation(PYTHON, mpirun, root), environ, network)
+    return command(request, ranks, mpirun, environ, network)
 
 
-PROGRAM = [PYTHON, "-I", "-m", "hvd_cifar", "train", "--run-dir", "a b"]
+PROGRAM = [sys.executable, "-I", "-m", "hvd_cifar", "train", "--run-dir", "a b"]
 
 
 @pytest.mark.parametrize(
@@ -325,7 +313,7 @@ def test_what_needs_no_ranks_runs_once_and_the_doctor_takes_the_launchers_option
 def test_what_runs_as_one_process_takes_no_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     assert launcher.main(["-np", "2", "report", "a"], cli.check) == 2
     assert capfd.readouterr().err.splitlines() == [
-        "hvd_cifar: report runs in one process, on this machine: leave -np, -H and --hostfile out"
+        "hvd_cifar: report runs in one process here: leave -np, -H and --hostfile out"
     ]
 
 
@@ -392,19 +380,18 @@ def test_a_program_that_is_not_there_is_told_once(
 
 def test_command_here() -> None:
     assert _command(2) == [MPIRUN, "-np", "2", "-H", "localhost:2", *FLAGS, *PROGRAM]
-    assert "--allow-run-as-root" in _command(2, root=True)
     named = (Host(socket.gethostname(), 4),)
     assert "-x" not in _command(2, hosts=named)
 
 
 def test_the_user_s_transport_takes_precedence() -> None:
-    words = command(parse(["-np", "2", "train"]), 2, INSTALLED, {"OMPI_MCA_pml": "ucx"})
+    words = command(parse(["-np", "2", "train"]), 2, MPIRUN, {"OMPI_MCA_pml": "ucx"})
     assert "pml" not in words and words[words.index("btl") + 1] == "^openib"
 
 
 def test_a_ring_is_asked_of_mpirun() -> None:
     request = parse(["-np", "2", "--allreduce", "ring", "train"])
-    words = command(request, 2, INSTALLED, {})
+    words = command(request, 2, MPIRUN, {})
     assert words[words.index("coll_tuned_allreduce_algorithm") + 1] == "4"
     assert words[words.index("coll_tuned_use_dynamic_rules") + 1] == "1"
     assert "coll_tuned_allreduce_algorithm" not in _command(2)
@@ -425,7 +412,7 @@ def test_command_on_other_hosts() -> None:
     assert words[-len(PROGRAM) :] == PROGRAM
     assert "--prefix" not in _command(2, hosts, mpirun="/usr/bin/mpirun", network=network)
     for gpus, is_exported in (("", True), ("-1", True), ("0,1", False)):  # "none" holds on every host
-        words = command(replace(parse([]), hosts=hosts), 2, INSTALLED, {"CUDA_VISIBLE_DEVICES": gpus}, network)
+        words = command(replace(parse([]), hosts=hosts), 2, MPIRUN, {"CUDA_VISIBLE_DEVICES": gpus}, network)
         assert ("CUDA_VISIBLE_DEVICES" in words) == is_exported
     assert _command(1, (Host("other", 1),), network=network)[0] == MPIRUN
 
@@ -665,9 +652,9 @@ def _starts(starter: Path, script: str, hosts: list[str], times: int) -> subproc
     starter.write_text(f"#!/bin/sh\n{script}\nexit 1\n")
     starter.chmod(0o755)
     program = (
-        "import os, sys\nfrom hvd_cifar.launch import job, start\none = job.Job(can_stop=False)\n"
-        f"ready = start.Ready(sys.argv[1:], dict(os.environ), {hosts})\n"
-        f"print([start.start(ready, one) for _ in range({times})])"
+        "import os, sys\nfrom hvd_cifar.launch import job\none = job.Job(can_stop=False)\n"
+        f"starter = job.Starter(sys.argv[1:], dict(os.environ), {hosts})\n"
+        f"print([one.run(starter) for _ in range({times})])"
     )
     words = [sys.executable, "-c", program, str(starter)]
     return subprocess.run(words, capture_output=True, text=True, timeout=60)
@@ -687,6 +674,24 @@ def test_a_rank_s_own_error_on_another_host_is_the_last_line(said: str, more: li
     assert done.stdout == "[1]\n" and done.stderr.splitlines() == [f"rank 1 on node3: {said}", of_rank_0, *more]
 
 
+def test_more_ranks_than_memory_holds_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(devices, "available_memory", lambda **_: 100 * jobs.LEAST_BYTES_OF_A_RANK - 1)
+    assert launcher.main(["-np", "100", "train", "--dataset", "synthetic"], cli.check) == 2
+    assert "100 ranks on this host need at least 29.3 GiB" in (said := capfd.readouterr().err)
+    assert said.endswith("start at most 99 here (-np)\n") and said.count("\n") == 1
+
+
+def test_what_the_launcher_refuses_imports_no_tensorflow(tmp_path: Path) -> None:
+    words = [sys.executable, "-X", "importtime", "-m", "hvd_cifar.launch", "-np", "3", "train", "--virtual-shards", "4"]
+    env = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=env)
+    said = done.stderr.splitlines()
+    assert done.returncode == 2 and not any(line.endswith((" tensorflow", " keras")) for line in said)
+    assert said[-1] == "hvd_cifar: --virtual-shards 4: 3 ranks do not divide them; start 1, 2, 4 ranks"
+
+
 def test_an_elastic_job_whose_hosts_can_never_suffice_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert launcher.main(["-H", "localhost:1", "--elastic", "2:4", "train"], cli.check) == 2
     (line,) = capfd.readouterr().err.splitlines()
@@ -702,7 +707,7 @@ def test_a_signal_while_the_starter_starts_is_not_lost() -> None:
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "one = Job(can_stop=False)\n"
         "subprocess.Popen = Popen\n"
-        "print(one.run(Starter(['sleep', '60'], dict(os.environ), None, lambda stream: None)))\n"
+        "print(one.run(Starter(['sleep', '60'], os.environ)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
     assert done.stdout == f"{128 + signal.SIGTERM}\n", done.stderr

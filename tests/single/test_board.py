@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import re
-import subprocess
-import sys
-import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +13,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
-from hvd_cifar import cli
 from hvd_cifar.files import append
-from hvd_cifar.launch import launcher
 from hvd_cifar.reporting import board
-from tests.ranks import environment
 
 
 def _read(folder: Path, step: int, *summaries: Any, graph: bytes | None = None) -> EventAccumulator:
@@ -74,42 +65,3 @@ def test_a_confusion_matrix_is_a_picture_and_a_table(names: tuple[str, ...], tmp
     shade = np.asarray(Image.open(io.BytesIO(_value(found, "confusion_matrix")[2])))
     corners = shade[:: board.CELL, :: board.CELL].tolist()
     assert corners == [[63, 191], [255, 255]]  # black: all of a class
-
-
-def test_the_launcher_starts_tensorboard_on_a_run_and_passes_arguments_on(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    _read(tmp_path / "run" / "tensorboard", 3, board.scalars({"total_loss": 2.5}))
-    words = [sys.executable, "-m", "hvd_cifar.launch", "tensorboard", str(tmp_path), "--port", "0"]
-    words += ["--load_fast", "false"]
-    server = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment())
-    try:
-        assert server.stderr is not None
-        address = next(found[0] for line in server.stderr if (found := re.search(r"http://localhost:\d+/", line)))
-        deadline, shown = time.monotonic() + 120, dict[str, Any]()
-        while not shown:  # the server reads files after it has begun to answer
-            assert time.monotonic() < deadline
-            with urllib.request.urlopen(f"{address}data/plugin/scalars/tags", timeout=60) as answer:
-                shown = json.load(answer)
-        with urllib.request.urlopen(f"{address}data/logdir", timeout=60) as answer:
-            assert json.load(answer) == {"logdir": str(tmp_path)}
-    finally:
-        server.terminate()
-        server.communicate()
-    assert list(shown["run/tensorboard"]) == ["total_loss"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["tensorboard"], "name a run"),
-        (["tensorboard", "--port", "6007"], "name a run"),
-        (["tensorboard", "/proc/no/such"], "/proc/no/such: no event file is there"),
-        (["-np", "2", "tensorboard", "x"], "leave -np"),
-    ],
-)
-def test_what_tensorboard_cannot_show_is_one_line(
-    argv: list[str], message: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert launcher.main(argv, cli.check) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert message in line

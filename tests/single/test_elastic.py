@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from hvd_cifar.launch import job as launch_job
 from hvd_cifar.launch.cluster.hosts import Host
 from hvd_cifar.launch.cluster.network import Unreachable
 from hvd_cifar.launch.cluster.remarks import Lost, ended_by_signal, lost_in
-from hvd_cifar.launch.elastic import ElasticRun, Options, script
+from hvd_cifar.launch.elastic import ElasticRun, Options
 from hvd_cifar.launch.job import Job, Starter
 from hvd_cifar.launch.request import parse
 from hvd_cifar.launch.roster import Roster, Sizes, first_slots
@@ -51,12 +50,11 @@ def test_sizes_from_the_command_line() -> None:
     "words",
     [
         ["-np", "9", "--elastic", "2:8"],
-        ["--host-discovery-script", "f"],
         ["--elastic-timeout", "9"],
         ["--cool-down", "3:9"],
         ["--hostfile", "/dev/stdin", "--elastic", "1:2"],
         ["--elastic", "1:2", "--max-restarts", "2"],
-        ["-H", "a:1", "--host-discovery-script", "f", "--elastic", "1:2"],
+        ["--elastic", "1:2", "--validation-ranks", "1"],
         ["--elastic", "1:2", "--cool-down", "9"],
         ["--elastic", "1:2", "--cool-down", "9:3"],
     ],
@@ -93,39 +91,6 @@ def test_what_was_lost_is_read_from_what_the_launcher_said() -> None:
     hangs = stalls.Lost(2, "c", 120, "step", "its process is stopped")
     assert lost_in(f"{said}hvd_cifar: {hangs}\n".encode()) == [Lost("c", 2)]
     assert lost_in(b"hvd_cifar: rank 0 lost another rank, which ended first\n") == []
-
-
-def test_a_discovery_script(tmp_path: Path) -> None:
-    path = tmp_path / "find"
-    path.write_text("#!/bin/sh\ncat $0.hosts\n")
-    with pytest.raises(UserError, match="Permission denied"):
-        script(path)()
-    path.chmod(0o755)
-    with pytest.raises(UserError, match="exit code 1: .*No such file"):
-        script(path)()
-    hosts = tmp_path / "find.hosts"
-    for text, found in (("a:2\n\n b:4 \n", HOSTS), ("", ()), ("a\n", (Host("a", 1),))):
-        hosts.write_text(text)
-        assert script(path)() == found
-    hosts.write_text("a:2\na:1\n")
-    with pytest.raises(UserError, match="--host-discovery-script .*a is there twice"):
-        script(path)()
-
-
-def test_a_discovery_script_that_hangs_ends_with_all_that_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, pid = tmp_path / "find", tmp_path / "pid"
-    path.write_text(f"#!/bin/sh\nsleep 600 & echo $! > {pid}\nwait\n")
-    path.chmod(0o755)
-    monkeypatch.setattr(elastic, "SCRIPT_SECONDS", 0.5)
-    with pytest.raises(UserError, match="timed out"):
-        script(path)()
-    with contextlib.suppress(psutil.NoSuchProcess):  # or nobody waits for it, and it stays a zombie
-        child = psutil.Process(int(pid.read_text()))
-        end = time.monotonic() + 10
-        while child.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < end
 
 
 def test_an_elastic_job_travels_in_a_variable() -> None:
@@ -234,7 +199,7 @@ def test_a_start_is_told_of_where_no_lost_rank_is_known(tmp_path: Path, capfd: p
 
 
 def _rank(job: Job, program: str) -> int:
-    return job.run(Starter([sys.executable, "-c", program], os.environ, None, lambda stream: None))
+    return job.run(Starter([sys.executable, "-c", program], os.environ))
 
 
 @pytest.fixture
@@ -368,21 +333,3 @@ def test_slots_that_come_while_hosts_are_asked_are_taken(tmp_path: Path) -> None
     assert run.run() == 0
     run.clean_up()
     assert started == [few, more] and time.monotonic() - began < 30
-
-
-@pytest.mark.usefixtures("quick")
-def test_the_end_of_a_start_spares_a_discovery_in_progress(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path, ours = tmp_path / "find", Job(can_stop=True)
-    path.write_text("#!/bin/sh\nsleep 0.6\necho localhost:2\n")
-    path.chmod(0o755)
-    starts = iter(["import time; time.sleep(1); raise SystemExit(137)", "raise SystemExit(0)"])
-
-    def start(hosts: tuple[Host, ...], _: dict[str, str]) -> int:
-        code = _rank(ours, next(starts))
-        ours.tail = ended_by_signal(0, "localhost", 9, "Killed").encode() if code else b""
-        return code
-
-    run = ElasticRun(Options(Sizes(1, 8), 1, 60, (1, 1)), script(path), start, ours, tmp_path)
-    assert run.run() == 0
-    run.clean_up()
-    assert "elastic: rank 0 on localhost is lost (exit code 137); it rests for 1 s" in capfd.readouterr().err

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import sys
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -13,8 +10,7 @@ from hypothesis import strategies as st
 
 from hvd_cifar.launch.cluster import network, ssh
 from hvd_cifar.launch.cluster.hosts import Host, hosts_of_ranks, is_local
-from hvd_cifar.launch.cluster.network import Card, Report, Unreachable, candidates
-from hvd_cifar.launch.cluster.program import Participants
+from hvd_cifar.launch.cluster.network import Card, Report, candidates
 from hvd_cifar.launch.cluster.streams import NamedLines, by_rank
 
 
@@ -86,46 +82,6 @@ def test_the_address_from_which_another_is_reached() -> None:
 def test_the_hosts_without_which_all_others_connect(pairs: list[str], out: list[str]) -> None:
     faults = [network.NoWay(one, other, _card("eth0", "10.0.0.1")) for one, other in map(tuple, pairs)]
     assert network.unusable(faults, here="a") == out
-
-
-def test_the_hosts_without_which_most_have_a_network() -> None:
-    bridge = _card("docker0", "172.17.0.1")
-    reports = {
-        "a": _report(bridge, _card("eth0", "10.0.0.1"), _card("ib0", "10.1.0.1")),
-        "b": _report(bridge, _card("eth0", "10.0.0.2"), _card("ib0", "10.1.0.2")),
-        "c": _report(bridge, _card("ib0", "10.1.0.3")),
-        "d": _report(bridge, _card("eth0", "10.2.0.4")),
-    }
-    assert network.outsiders(reports, {}, "a") == ["d"]
-    assert network.outsiders(reports, {}, "d") == ["a", "b", "c"]
-    named: dict[str, str | None] = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "203.0.113.1", "d": "10.2.0.4"}
-    assert network.outsiders(reports, named, "d") == ["c"]  # between the others routers forward
-    twice = {host: _report(_card("eth0", f"10.3.0.{number}")) for host, number in (("a", 1), ("b", 1), ("c", 2))}
-    assert network.outsiders(twice, {}, "a") == ["b"]
-
-
-class Elsewhere:
-    """A host's answer, which needs no host."""
-
-    FAILED = 255
-
-    def __init__(self, address: str) -> None:
-        card = {"name": "eth0", "address": address, "netmask": "255.255.255.0", "speed": 0}
-        own = {"hostname": "b", "interfaces": [card]}
-        self.report = json.dumps({**own, "ports": [1, 2], "nvidia_smi": "", "variables": {}})
-
-    def words(self, host: str, command: Sequence[str]) -> list[str]:
-        return ["sh", "-c", 'echo "$0"; read -r _', self.report]
-
-    def diagnose(self, host: str, complaint: str) -> tuple[str, str]:
-        return complaint, ""
-
-
-def test_an_elastic_job_goes_on_without_a_host_that_is_unsuitable() -> None:
-    participants = Participants(["localhost", "b"], "localhost", sys.executable, Elsewhere("203.0.113.9"))
-    with pytest.raises(Unreachable, match="have no network in common") as raised:
-        network.find_network(participants)
-    assert raised.value.hosts == ["b"]
 
 
 def test_hosts_of_ranks_and_local_ones() -> None:

@@ -114,8 +114,8 @@ def find_network(participants: Participants) -> tuple[Network, dict[str, Report]
     """The network of a job, on which each host has connected to every other one, and the hosts' reports.
 
     Raises:
-        Unreachable: a host cannot be reached, has no environment, or cannot reach another host, as without a network
-            in common.
+        Unreachable: a host cannot be reached, has no environment, or cannot reach another host.
+        UserError: the hosts have no network in common.
     """
     with asked(participants) as (probes, silent):
         if silent:
@@ -128,10 +128,9 @@ def find_network(participants: Participants) -> tuple[Network, dict[str, Report]
                 f"{host}: {', '.join(f'{card.name} {card.subnet}' for card in report.cards) or 'none'}"
                 for host, report in reports.items()
             )
-            raise Unreachable(
+            raise UserError(
                 f"the hosts have no network in common ({cards}): connect them to one, or name them by the addresses "
-                "of cards between which routers forward",
-                outsiders(reports, resolved, participants.here),
+                "of cards between which routers forward"
             )
         faults = try_out(found, probes)
     works = next((network for network, fault in zip(found, faults, strict=True) if not fault), None)
@@ -155,20 +154,6 @@ def unusable(faults: Sequence[NoWay], here: str) -> list[str]:
     ):
         out.append(max(counts, key=lambda host: (counts[host], host)))
     return out
-
-
-def outsiders(reports: Mapping[str, Report], resolved: Mapping[str, str | None], here: str) -> list[str]:
-    """The hosts without which this host, `here`, and as many others as possible have a network. Other arguments: as of
-    `candidates`.
-    """
-    others_first = sorted(reports, key=lambda host: host == here)  # of hosts with one address the last one counts
-    joined = [
-        {card.address: host for host in others_first for card in reports[host].cards if card.subnet == subnet}.values()
-        for subnet in (card.subnet for card in reports[here].cards)
-    ]
-    routed = [host for host, report in reports.items() if resolved.get(host) in {card.address for card in report.cards}]
-    largest = max(({*hosts} for hosts in (*joined, routed) if here in hosts), key=len, default={here})
-    return [host for host in reports if host not in largest]
 
 
 class Probe(Program):

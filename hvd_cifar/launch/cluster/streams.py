@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 # mpirun --tag-output puts a tag before each piece that a rank writes, even within a line.
 TAG = re.compile(rb"\[\d+,(\d+)\]<std(?:out|err)>:")
@@ -40,7 +40,7 @@ def by_rank(chunks: Iterable[bytes]) -> Iterator[tuple[int | None, bytes]]:
 class NamedLines:
     """Joins the pieces of ranks' stderr to lines, and puts rank and host before each."""
 
-    def __init__(self, hosts: list[str]) -> None:
+    def __init__(self, hosts: Sequence[str]) -> None:
         """`hosts`: each rank's host."""
         self._hosts = hosts
         self._begun: dict[int, bytes] = {}
