@@ -45,7 +45,6 @@ class BestWeights(Callback):
         self.patience = patience
         self.snapshots: Snapshots | None = None  # on rank 0
         self.best: Evaluation | None = None
-        self.newest: Evaluation | None = None
         self.evaluated: set[int] = set()  # steps
         self.watched = "test"
 
@@ -77,9 +76,6 @@ class BestWeights(Callback):
         """Compare with the best one so far. All ranks have the same two, and decide the same."""
         if evaluation.part != self.watched:
             return
-        # The result of validation ranks may come after that of a later step.
-        if self.newest is None or evaluation.step >= self.newest.step:
-            self.newest = evaluation
         self.evaluated.add(evaluation.step)
         if self.best is not None and _merit(evaluation) <= _merit(self.best):
             self._end_where_due(run)
@@ -91,8 +87,6 @@ class BestWeights(Callback):
 
     def on_rollback(self, run: Run) -> None:
         """Forget evaluations of later steps."""
-        if self.newest and self.newest.step > run.step:
-            self.newest = None
         if self.snapshots:
             with run.files_may_fail("snapshots of later steps cannot be removed"):
                 self.snapshots.go_back(run.step)
@@ -104,11 +98,10 @@ class BestWeights(Callback):
             self.snapshots.close()
 
     def on_summary(self, run: Run, summary: dict[str, Any]) -> None:
-        """Add the best and the newest evaluation."""
-        for name, found in (("best", self.best), ("newest", self.newest)):
-            if found:
-                values = {"step": found.step, f"{self.watched}_accuracy": found.plain_accuracy}
-                summary[f"{name}_evaluation"] = values
+        """Add the best evaluation."""
+        if self.best:
+            values = {"step": self.best.step, f"{self.watched}_accuracy": self.best.plain_accuracy}
+            summary["best_evaluation"] = values
 
     def _end_where_due(self, run: Run) -> None:
         patience, is_last = self.patience, run.step == run.total_steps
