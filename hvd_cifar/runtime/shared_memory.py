@@ -50,7 +50,7 @@ def own_folder(job: str) -> Path:
 
 
 class TwoSlots:
-    """Numbered versions of `size` bytes, each with a note. One process writes; any may read while it does not."""
+    """Numbered versions of `size` bytes. One process writes; any may read while it does not."""
 
     def __init__(self, path: Path, layout: bytes, size: int) -> None:
         """Open or make the file. One of another layout, such as of other variables, is replaced.
@@ -88,34 +88,28 @@ class TwoSlots:
         self._mark(0, NONE)
         self._mark(1, NONE)
 
-    def write(self, version: int, pieces: list[NDArray[np.uint8]], note: int = 0) -> None:
+    def write(self, version: int, pieces: list[NDArray[np.uint8]]) -> None:
         """Replace the older version by `pieces`, which make up all bytes."""
         held = self.versions
         slot = held.index(min(held))
-        self._mark(slot, NONE, note)
+        self._mark(slot, NONE)
         at = HEAD_BYTES + slot * self._size
         for piece in pieces:
             self._map[at : at + piece.nbytes] = piece.data
             at += piece.nbytes
-        self._mark(slot, version, note)
+        self._mark(slot, version)
 
     def read(self, version: int) -> NDArray[np.uint8]:
         """The bytes of a version."""
         at = HEAD_BYTES + self.versions.index(version) * self._size
         return np.frombuffer(self._map[at : at + self._size], np.uint8)
 
-    def note(self, version: int) -> int:
-        """The note of a version."""
-        (note,) = struct.unpack_from("<q", self._map, LABEL_BYTES + 8 * self.versions.index(version))
-        return int(note)
-
     @property
     def versions(self) -> tuple[int, int]:
         """The numbers of the two versions; -1: none."""
         return _versions(self._map[:HEAD_BYTES])
 
-    def _mark(self, slot: int, version: int, note: int = 0) -> None:
-        struct.pack_into("<q", self._map, LABEL_BYTES + 8 * slot, note)
+    def _mark(self, slot: int, version: int) -> None:
         struct.pack_into("<q", self._map, LAYOUT_BYTES + 8 * slot, version)
 
 

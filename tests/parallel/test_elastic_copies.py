@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from tests.ranks import run_all
+from tests.ranks import run_ranks
 
 
-def _restored(folder: str, same_host: bool) -> dict[str, Any]:
-    """What each rank restores after a rollback that a host missed, and after a rank that died before its copy."""
+def _restored(folder: str) -> dict[str, Any]:
+    """What each rank restores, with a host each, after a rollback that a host missed, and after a rank has died."""
     import dataclasses
 
     import keras
@@ -25,14 +22,12 @@ def _restored(folder: str, same_host: bool) -> dict[str, Any]:
     from hvd_cifar.training.state import TrainState
 
     world = start()
-    own = Path(folder, "host-0" if same_host else f"host-{world.rank}")
-    own.mkdir(exist_ok=True)
+    own = Path(folder, f"host-{world.rank}")
+    own.mkdir()
     vars(elastic_copies)["own_folder"] = lambda job: own / job
-    local = (world.rank, world.size) if same_host else (0, 1)
-    world = dataclasses.replace(world, local_rank=local[0], local_size=local[1])
-    own_kind = "bfloat16" if same_host else "float32"  # Horovod adds no bfloat16
+    world = dataclasses.replace(world, local_rank=0, local_size=1)
     state = TrainState(keras.Sequential([keras.Input((1,))]))
-    weight, mine = (keras.Variable(0, dtype=kind) for kind in ("float32", own_kind))
+    weight, mine = keras.Variable(0, dtype="float32"), keras.Variable(0, dtype="bfloat16")
     state.add("weight", [weight])
     state.add("mine", [mine], "own")
     found: dict[str, Any] = {}
@@ -55,22 +50,19 @@ def _restored(folder: str, same_host: bool) -> dict[str, Any]:
         state.step.assign(on_disk)
         again, run = run_of(name)
         assert again.on_restore(run) == "memory"
-        values = [int(state.step.numpy()), float(weight.numpy()), float(mine.numpy()), int(state.rollbacks.numpy())]
-        found[name] = [round(value, 5) if isinstance(value, float) else value for value in values]
+        found[name] = [float(v.numpy()) for v in (state.step, weight, mine, state.rollbacks)]
 
     for name in ("away", "dead"):
-        (own / name).mkdir(exist_ok=True)
-    collectives.barrier()
-    if not same_host:  # rank 1's host is away from step 100 on; the others go back to step 50 and on to step 60
-        state.step.assign(0)
-        copies, run = run_of("away")
-        assert copies.on_restore(run) is None
-        write(copies, run, 100)
-        if world.rank == 0:
-            copies.on_rollback(run)
-            state.rollbacks.assign(1)
-            write(copies, run, 60)
-        restore("away", 50)
+        (own / name).mkdir()
+    # Rank 1's host is away from step 100 on; the others go back to step 50 and on to step 60.
+    copies, run = run_of("away")
+    assert copies.on_restore(run) is None
+    write(copies, run, 100)
+    if world.rank == 0:
+        copies.on_rollback(run)
+        state.rollbacks.assign(1)
+        write(copies, run, 60)
+    restore("away", 50)
     state.rollbacks.assign(0)
     state.step.assign(0)
     copies, run = run_of("dead")
@@ -79,23 +71,11 @@ def _restored(folder: str, same_host: bool) -> dict[str, Any]:
     if world.rank == 0:  # rank 1 dies before it has copied step 2
         write(copies, run, 2)
     restore("dead", 0)
+    again, run = run_of("dead")
+    found["later on disk"] = again.on_restore(run)
     return found
 
 
-@pytest.fixture(scope="module")
-def of_hosts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What each of two ranks restored, with a host for each and both on one."""
-    folders = [str(tmp_path_factory.mktemp("copies")) for _ in range(2)]
-    return run_all({"two": partial(_restored, folders[0], False), "one": partial(_restored, folders[1], True)}, 2)
-
-
-def test_a_host_that_missed_a_rollback_does_not_undo_it(of_hosts: dict[str, list[Any]]) -> None:
-    for found in of_hosts["two"]:
-        assert found["away"] == [60, 60.0, 600.0, 1]
-        assert found["dead"] == [1, 1.0, 10.5, 0]  # the mean of both ranks' own variables
-
-
-def test_a_copy_without_a_rank_s_own_variables_is_not_whole(of_hosts: dict[str, list[Any]]) -> None:
-    """Both ranks are on one host, which has one copy of the state."""
-    for found in of_hosts["one"]:
-        assert found["dead"] == [1, 1.0, 10.5, 0]
+def test_ranks_restore_the_newest_copy_and_no_undone_step(tmp_path: Path) -> None:
+    for found in run_ranks(_restored, 2, str(tmp_path)):
+        assert found == {"away": [60, 60, 600, 1], "dead": [2, 2, 20, 0], "later on disk": None}
