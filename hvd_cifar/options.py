@@ -18,7 +18,7 @@ from hvd_cifar.launch.settings import LaunchSettings
 # The options of `train` that most people need, as its help shows them; --help-all shows all.
 HELP_OF_TRAIN = {
     "Data and net": ("dataset", "data_dir", "model", "callbacks"),
-    "Training": ("epochs", "max_steps", "global_batch_size", "learning_rate", "set", "precision", "seed"),
+    "Training": ("epochs", "max_steps", "batch_size", "global_batch_size", "learning_rate", "set", "precision", "seed"),
     "Ranks": ("sync_batch_norm", "virtual_shards"),
     "Evaluation": ("eval_every", "hold_out", "early_stopping"),
     "Run": ("run_dir", "resume", "checkpoint_minutes", "config"),
