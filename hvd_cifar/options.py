@@ -21,7 +21,7 @@ HELP_OF_TRAIN = {
     "Training": ("epochs", "max_steps", "batch_size", "global_batch_size", "learning_rate", "set", "precision", "seed"),
     "Ranks": ("sync_batch_norm", "virtual_shards"),
     "Evaluation": ("eval_every", "hold_out", "early_stopping"),
-    "Run": ("run_dir", "resume", "checkpoint_minutes", "config"),
+    "Run": ("run_dir", "resume", "config"),
 }
 
 

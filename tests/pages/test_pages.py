@@ -72,8 +72,8 @@ BUDGETS = {
     "docs/own-pictures.md": 100,
     "docs/use.md": 90,
     "docs/validation.md": 60,
-    "docs/migration.md": 142,
-    "docs/cluster.md hostfiles/README.md": 152,
+    "docs/migration.md": 140,
+    "docs/cluster.md hostfiles/README.md": 150,
     "docs/gpu.md docs/horovod.md": 192,
     "docs/report.md docs/tensorboard.md docs/profile.md": 130,
     "docs/faq.md": 95,
@@ -142,34 +142,20 @@ def test_messages_of_the_faq_are_those_of_the_program() -> None:
     assert len(messages) > 20 and not [part for part in parts if part not in program]
 
 
-def _programs(heading: str) -> tuple[str, str]:
-    """The programs before and after of a section of the page of migration; where nothing changes, there is one."""
+def _program(heading: str) -> str:
+    """The last program of a section of the page of migration: the one to write."""
     section = TEXTS[MIGRATION].partition(f"## {heading}")[2].partition("\n## ")[0]
-    programs = re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)
-    return programs[0], programs[-1]
+    return re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)[-1]
 
 
 HEADINGS = re.findall(r"^## (.*)$", TEXTS[MIGRATION], re.M)
-
-
-def test_programs_before_migration_are_python() -> None:
-    assert len(HEADINGS) == 3
-    for heading in HEADINGS:
-        compile(_programs(heading)[0], heading, "exec")  # Keras 2 and TensorFlow 1 are not here
-
-
-@pytest.mark.skipif(not (PEERS / "bin" / "python").exists(), reason=f"needs PyTorch; no environment in {PEERS}")
-def test_the_program_of_pytorch_runs() -> None:
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    words = [str(PEERS / "bin" / "python"), "-c", _programs(HEADINGS[0])[0]]
-    subprocess.run(words, env=environment(alone), check=True, timeout=120)
 
 
 @pytest.mark.skipif(not find_spec("horovod.keras3"), reason="set up before Horovod had this layer: ./run.sh setup")
 def test_programs_after_migration_train_alike_on_two_ranks(tmp_path: Path) -> None:
     """One start for all programs: each runs as `__main__`, then ranks compare what they have learned."""
     for number, heading in enumerate(HEADINGS):
-        (tmp_path / f"after_{number}.py").write_text(_programs(heading)[1])
+        (tmp_path / f"after_{number}.py").write_text(_program(heading))
     (tmp_path / "all.py").write_text(
         "import runpy\nimport horovod.tensorflow as hvd\n"
         "for number in (2, 0, 1):\n"  # hvd_cifar.train starts before TensorFlow does
