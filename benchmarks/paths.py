@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,18 +41,18 @@ Switch = Callable[[ExitStack], None]  # leaves a path out until the stack closes
 @setting.one_line_for_users()
 def main(data_dir: Path, model: str, precision: str, batch_size: int, pairs: int, only: str) -> None:
     """Measure, then print a table in Markdown."""
-    from hvd_cifar.tools.benchmark import job
+    from hvd_cifar.runtime.world import session
     from hvd_cifar.tools.benchmark.step import make_bench
 
     given = {"model": model, "precision": precision, "batch_size": batch_size, "dataset": "cifar10"}
     settings = make(TrainSettings, {**given, "data_dir": str(setting.real_data(data_dir))})
-    with job.start((1,), threads=1) as alone:
+    with session(threads=1) as alone:
 
         def step_without(switch: Switch | None) -> Any:
             with ExitStack() as stack:
                 if switch:
                     switch(stack)
-                step = make_bench(alone, settings).repeat(1, "step")
+                step = partial(make_bench(alone, settings).repeat, "step")
                 step(2)  # the path is chosen while the graph is made
             return step
 

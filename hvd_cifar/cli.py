@@ -143,7 +143,7 @@ COMMANDS: tuple[tuple[str, type[Settings], str, str], ...] = (
         "benchmark step",
         tools.BenchmarkStepSettings,
         "tools.benchmark.commands:benchmark_step",
-        "Measure the training step on 1 to N ranks: speed, parts of its time, scaling efficiency.",
+        "Measure the training step: speed, parts of its time, scaling efficiency.",
     ),
     (
         "benchmark allreduce",

@@ -119,15 +119,6 @@ def _dataset(given: str) -> str:
     return absolute_user_code(given)
 
 
-def _rank_counts(given: Any) -> Any:
-    """Text such as 1,2,4 as (1, 2, 4): ascending, each once."""
-    words = given.split(",") if isinstance(given, str) else given if isinstance(given, (list, tuple)) else [given]
-    texts = [str(word).strip() for word in words]
-    if not all(re.fullmatch("[0-9]{1,6}", text) and int(text) > 0 for text in texts):
-        raise ValueError("write numbers of ranks, each at most 999999, with commas between them, such as 1,2,4")
-    return tuple(sorted({int(text) for text in texts}))
-
-
 # Units, with their values in bytes.
 _SIZES = {"": 1, "B": 1, "K": 2**10, "KiB": 2**10, "M": 2**20, "MiB": 2**20, "G": 2**30, "GiB": 2**30}
 
@@ -183,7 +174,6 @@ def _pair(least: int, what: str) -> BeforeValidator:
     return BeforeValidator(pair)
 
 
-RankCounts = Annotated[tuple[int, ...], BeforeValidator(_rank_counts)]
 Steps = Annotated[tuple[int, int], _pair(1, "FIRST:LAST steps, such as 100:110"), AfterValidator(_few)]
 Bytes = Annotated[int, BeforeValidator(_bytes)]
 ModelSpec = Annotated[str, AfterValidator(_model)]

@@ -37,7 +37,6 @@ from benchmarks.peers.turns import Job, Turn
 from hvd_cifar.errors import UserError
 from hvd_cifar.models.recipe import momentum_sgd
 from hvd_cifar.runtime.environment import prepare_tensorflow
-from hvd_cifar.tools.benchmark.results import check_writable
 
 BY_MODEL = "[default: float32; mixed_bfloat16 for fast]"
 # Share of the cores that other programs may take. With more, sides whose ranks wait for each other lose most.
@@ -133,7 +132,8 @@ def measure(options: Options) -> None:
         UserError: where data or an environment is missing, or a side ends.
     """
     data_dir = setting.real_data(options.data_dir)
-    check_writable(options.output)
+    if options.output and not options.output.absolute().parent.is_dir():
+        raise UserError(f"--output {options.output}: no such folder; give a file in one that is there")
     prepare_tensorflow(os.environ)  # all sides inherit it
     network.check(options.hosts, options.ranks, options.links)
     links = tuple(dict.fromkeys([network.NO_LIMIT, *options.links]))

@@ -6,10 +6,9 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -61,11 +60,7 @@ class World:
 _running: tuple[World, bool] | None = None  # this process's world, and whether TensorFlow is deterministic
 
 
-def start(
-    threads: int | None = None,
-    deterministic: bool = False,
-    process_sets: Sequence[Any] = (),
-) -> World:
+def start(threads: int | None = None, deterministic: bool = False) -> World:
     """Start Horovod in this process, pin its device and size its thread pool, before any TensorFlow operation.
 
     A second call returns the running world: MPI starts once in a process, and TensorFlow keeps its devices and threads.
@@ -75,7 +70,6 @@ def start(
         threads: of TensorFlow's pools on a CPU; None: this rank's share of the host's cores, or in a second call the
             running world's.
         deterministic: TensorFlow uses operations that give the same bits every time.
-        process_sets: Horovod's process sets, registered on all ranks; see `distributed.process_sets`. First call only.
 
     Raises:
         UserError: where the host has GPUs but fewer than ranks; where the launcher did not number the ranks, or MPI
@@ -83,11 +77,9 @@ def start(
     """
     global _running
     if _running is None:
-        _running = _start(threads, deterministic, process_sets), deterministic
+        _running = _start(threads, deterministic), deterministic
         return _running[0]
     world, is_deterministic = _running
-    if process_sets:
-        raise ValueError("Horovod runs already: process sets are made at its start")
     if not hvd.is_initialized():
         raise UserError("hvd.shutdown() was called in this process, and MPI cannot start twice: remove the call")
     if threads and world.threads not in (0, threads):
@@ -103,11 +95,11 @@ def start(
     return world
 
 
-def _start(threads: int | None, deterministic: bool, process_sets: Sequence[Any]) -> World:
+def _start(threads: int | None, deterministic: bool) -> World:
     environment.check_launcher()
     gpus = tf.config.list_physical_devices("GPU")
     environment.prepare_mpi(os.environ, on_cpu=not gpus)
-    hvd.init(process_sets=process_sets)
+    hvd.init()
     _check_size()
     local_rank, local_size = hvd.local_rank(), hvd.local_size()
 
@@ -176,7 +168,6 @@ def _check_size() -> None:
 def session(
     threads: int | None = None,
     deterministic: bool = False,
-    process_sets: Sequence[Any] = (),
     watch: Watch | None = None,
 ) -> Iterator[World]:
     """Start this rank as `start` does, report the loss of another rank in one line, and end when all ranks do.
@@ -188,7 +179,7 @@ def session(
         TrainingError: where another rank ended, so that this one cannot continue, or a user's code ends this one
             (SystemExit). All other errors pass unchanged.
     """
-    world = start(threads, deterministic, process_sets)
+    world = start(threads, deterministic)
     stopped: Preempted | None = None
     try:
         try:

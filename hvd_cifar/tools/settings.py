@@ -14,7 +14,6 @@ from hvd_cifar.fields import (
     Bytes,
     Finite,
     LocalPath,
-    RankCounts,
     Settings,
 )
 from hvd_cifar.launch.settings import HostSettings
@@ -25,30 +24,24 @@ class _BenchmarkOutput(Settings):
 
 
 class BenchmarkStepSettings(StepOptions, _BenchmarkOutput):
-    """How long a training step and its parts take on 1 to N ranks: the step of `train` with the same settings."""
+    """How long a training step and its parts take: the step of `train` with the same settings."""
 
     batch_size: int = Field(
         DEFAULT_PER_RANK_BATCH_SIZE, gt=0, le=MOST_EXAMPLES, description="Examples a rank processes at a time."
     )
     steps: int = Field(10, gt=0, le=MOST_STEPS, description="Steps in one measurement.")
     repeats: int = Field(5, gt=0, le=MOST_STEPS, description="Measurements of each kind, after a warm-up measurement.")
-    ranks: RankCounts | None = Field(
-        None, description="Numbers of ranks to measure, such as 1,2,3. [default: powers of two, and all]"
-    )
     min_efficiency: Finite | None = Field(
         None,
         gt=0,
         le=1,
-        description="End with exit code 1 where the scaling efficiency on the most ranks is lower than this fraction.",
+        description="End with exit code 1 where the scaling efficiency is lower than this fraction.",
     )
 
 
 class BenchmarkAllreduceSettings(_BenchmarkOutput):
     """How long all-reduces of many sizes take."""
 
-    ranks: RankCounts | None = Field(
-        None, description="Numbers of ranks to measure, such as 2,4. [default: powers of two, and all]"
-    )
     min_bytes: Bytes = Field(
         4, ge=4, validate_default=True, description="Smallest message; K, M, G are powers of 1024."
     )

@@ -41,7 +41,7 @@ FACTS = HostFacts(
 )
 
 
-JOB = Job(how="4 ranks", bytes_per_second=5e8, links=(9e8, 1e9, 8e8))
+JOB = Job(how="4 ranks", bytes_per_second=5e8)
 HEALTHY = Subject(
     hosts=(Host("a", 2), Host("b", 1), Host("c", 1)),
     here="a",
@@ -115,15 +115,6 @@ CASES: dict[str, list[tuple[Subject, str, str, str]]] = {
         (_job(wrong_values=3), "failure", "3 wrong values in all-reduces over all ranks", "setup; if that"),
         (_job(bytes_per_second=5e7), "warning", "slow: 400 Mbit/s; the cards have 10.0 Gbit/s", "half of the hosts"),
     ],
-    "links": [
-        (
-            _job(links=(1e8, 2e8, 1e9)),
-            "warning b",
-            "slow to a (800 Mbit/s) and c (1.6 Gbit/s); usual is 8.0",
-            "eth0 on b",
-        ),
-        (_job(links=(1e9, 1e9, 1e8)), "warning", "slow between c and a alone: 800 Mbit/s", "eth0 on c, eth0 on a: err"),
-    ],
 }
 
 
@@ -151,35 +142,9 @@ def test_nothing_is_wrong_with_healthy_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rates", "hosts", "links"),
-    [
-        ([10, 10, 10], [], []),
-        ([10, 6, 9, 12], [], []),  # sound links differ
-        ([1, 1, 10], [1], []),  # most links of three are slow
-        ([1, 10, 1], [0], []),  # first and last link
-        ([1, 2, 10, 10], [1], []),
-        ([10, 10, 1, 10], [], [2]),
-        ([10, 10, 10, 1], [], [3]),
-        ([1, 1, 1, 10, 10, 10], [1, 2], []),  # two slow hosts side by side
-        ([1, 1, 10, 10, 1, 10, 10], [1], [4]),
-        ([1, 1, 1, 1], [], []),  # the network is slow, not a host
-        ([10, 10, 10, 1000], [], []),  # two hosts on one machine are no measure of the others
-    ],
-)
-def test_which_host_or_link_is_slow(rates: list[float], hosts: list[int], links: list[int]) -> None:
-    assert checks.slow_in_ring(rates)[:2] == (hosts, links)
-
-
-def test_slow_all_reduces_point_to_the_slow_link() -> None:
-    job = next(one for one in _wrong(_job(bytes_per_second=5e7, links=(1e8, 1e8, 1e9))) if one.check == "job")
-    assert job.remedy == "see links"
-
-
-@pytest.mark.parametrize(
     "fine",
     [
         replace(HEALTHY, hosts=(Host("a", 2),), facts={"a": FACTS}, network=None, job=Job(how="x")),
-        _job(links=()),  # two hosts
         _on("b", shm=65536),  # one rank shares no memory
         _on("b", folder_error="Read-only file system", folder_free=0),  # rank 0 writes the run
         replace(_gpus(0, 0, 0, slots=1), hides_gpus=True),
@@ -190,12 +155,12 @@ def test_what_harms_nobody_is_no_fault(fine: Subject) -> None:
 
 
 OF_TWO = [Host("a", 2), Host("b", 1)]
-SAID = f"noise\n{job.RESULT}" + json.dumps(["3 ranks", 2, 5e8, [1e9, 2e9, 3e9]])
+SAID = f"noise\n{job.RESULT}" + json.dumps(["3 ranks", 2, 5e8])
 
 
 def test_what_a_job_said() -> None:
     done = job.result_of(0, SAID, "hvd_cifar: note: 3 ranks share\n", "", 5.0)
-    assert done == Job(how="3 ranks", wrong_values=2, bytes_per_second=5e8, links=(1e9, 2e9, 3e9), seconds=5.0)
+    assert done == Job(how="3 ranks", wrong_values=2, bytes_per_second=5e8, seconds=5.0)
 
 
 IMPORT = "rank 1 on a: Traceback\nrank 1 on a: ImportError: no libmpi\n"

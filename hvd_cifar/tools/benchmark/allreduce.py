@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +14,8 @@ from hvd_cifar.distributed import collectives
 from hvd_cifar.distributed.reduction import Reduction
 from hvd_cifar.errors import UserError
 from hvd_cifar.runtime import devices
-from hvd_cifar.tools.benchmark.job import Job, facts_of
-from hvd_cifar.tools.benchmark.results import AllreducePoint, AllreduceResult, Estimate
+from hvd_cifar.runtime.world import World
+from hvd_cifar.tools.benchmark.results import AllreducePoint, AllreduceResult, Estimate, Facts
 from hvd_cifar.tools.settings import BenchmarkAllreduceSettings
 
 WIDTH = 4  # bytes of a float32
@@ -55,30 +54,27 @@ def _pattern(count: int) -> NDArray[np.float32]:
     return (np.arange(count, dtype=np.int32) % PATTERN + 1).astype(np.float32)
 
 
-def through_horovod(process_set: Any) -> Reduce:
+def through_horovod() -> Reduce:
     """The all-reduce that the optimizer uses for gradients."""
-    reduction = Reduction(average=False, process_set=process_set)
+    reduction = Reduction(average=False)
     # One graph for all sizes: tracing one for each size takes long.
     signature = [tf.TensorSpec([None], tf.float32)]
     return tf.function(lambda terms: reduction.reduce([terms])[0], input_signature=signature, autograph=False)
 
 
-def measure(job: Job, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
-    """Measure all sizes on all groups of the job; a collective, and every rank returns the same.
+def measure(world: World, settings: BenchmarkAllreduceSettings) -> AllreduceResult:
+    """Measure all sizes; a collective, and every rank returns the same points.
 
     Wrong sums do not end the measurement; the result counts them.
 
     Raises:
         UserError: on every rank, where a host lacks the memory for the largest message.
     """
-    world, free = job.world, devices.available_memory(swap=False)
+    free = devices.available_memory(swap=False)
     collectives.on_every_rank(lambda: check_memory(settings.max_bytes, world.local_size, world.host, free))
-    points = []
-    for k, process_set in job.sets.items():
-        reduce = through_horovod(process_set) if job.includes_me(k) else None
-        for size in sizes(settings.min_bytes, settings.max_bytes, settings.factor):
-            points.append(_measure_size(job, k, size, reduce, settings))
-    return AllreduceResult(facts=facts_of(job.world), points=points)
+    reduce, how = through_horovod(), (settings.repeats, settings.iterations, settings.seconds)
+    chosen = sizes(settings.min_bytes, settings.max_bytes, settings.factor)
+    return AllreduceResult(Facts.of(world), [measure_size(world, reduce, size, *how) for size in chosen])
 
 
 def check_memory(largest: int, ranks: int, host: str, available: int) -> None:
@@ -91,42 +87,33 @@ def check_memory(largest: int, ranks: int, host: str, available: int) -> None:
         )
 
 
-def _measure_size(
-    job: Job, k: int, size: int, reduce: Reduce | None, settings: BenchmarkAllreduceSettings
+def measure_size(
+    world: World, reduce: Reduce, size: int, repeats: int, most_iterations: int = 1, seconds: float = 0.0
 ) -> AllreducePoint:
-    """Measure a size on the first k ranks; `reduce` is None on ranks that wait. A collective."""
-    with tf.device(job.world.device):
-        terms = tf.constant(terms_of(job.world.rank, size // WIDTH)) if reduce else None
+    """Measure all-reduces of `size` bytes for about `seconds`; a collective."""
+    with tf.device(world.device):
+        terms = tf.constant(terms_of(world.rank, size // WIDTH))
     sums: Any = None
 
-    def time_of(iterations: int) -> tuple[float, float]:
-        """Wall and processor seconds of one all-reduce: the mean over `iterations`, on the slowest rank."""
+    def time_of(iterations: int) -> float:
+        """Seconds of one all-reduce: the mean over `iterations`, on the slowest rank."""
         nonlocal sums
-        seconds = processor = 0.0
-        if reduce:
-            collectives.barrier(job.sets[k])
-            began, worked = time.perf_counter(), time.process_time()
-            for _ in range(iterations):
-                sums = reduce(terms)
-            np.asarray(sums[-1:])  # waits for the device, and copies four bytes
-            seconds = (time.perf_counter() - began) / iterations
-            processor = (time.process_time() - worked) / iterations
-        by_rank = collectives.all_gather_object((seconds, processor))
-        return max(wall for wall, _ in by_rank), max(work for _, work in by_rank)
+        collectives.barrier()
+        began = time.perf_counter()
+        for _ in range(iterations):
+            sums = reduce(terms)
+        np.asarray(sums[-1:])  # waits for the device, and copies four bytes
+        return max(collectives.all_gather_object((time.perf_counter() - began) / iterations))
 
-    once, budget = time_of(2)[0], settings.seconds / settings.repeats
-    iterations = int(min(settings.iterations, max(1.0, budget / max(once, 1e-9))))
-    taken = [time_of(iterations) for _ in range(settings.repeats)]
-    wrong = int((np.asarray(sums) != sums_of(k, size // WIDTH)).sum()) if reduce else 0
-    estimate = Estimate.of([wall for wall, _ in taken])
-    bandwidth = size / estimate.mean
+    once = max(time_of(2), 1e-9)
+    iterations = int(min(most_iterations, max(1.0, seconds / repeats / once)))
+    taken = Estimate.of([time_of(iterations) for _ in range(repeats)])
+    wrong = int((np.asarray(sums) != sums_of(world.size, size // WIDTH)).sum())
     return AllreducePoint(
-        ranks=k,
         bytes=size,
-        iterations=iterations * settings.repeats,
-        seconds=estimate,
-        algorithm_bandwidth=bandwidth,
-        bus_bandwidth=bandwidth * 2 * (k - 1) / k,
-        processor_seconds=statistics.fmean(work for _, work in taken),
+        iterations=iterations * repeats,
+        seconds=taken,
+        algorithm_bandwidth=size / taken.mean,
+        bus_bandwidth=size / taken.mean * 2 * (world.size - 1) / world.size,
         wrong_values=sum(collectives.all_gather_object(wrong)),
     )

@@ -5,21 +5,11 @@ A failure means that a run would fail. A warning means that it would be slow, or
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from hvd_cifar.launch.install.versions import differences, plain
 from hvd_cifar.tools.doctor.facts import Subject
-from hvd_cifar.tools.doctor.finding import (
-    SET_UP,
-    SET_UP_ALL,
-    Finding,
-    Level,
-    counted,
-    listed,
-    size,
-    speed,
-)
+from hvd_cifar.tools.doctor.finding import SET_UP, SET_UP_ALL, Finding, Level, counted, listed, size, speed
 
 MIB, GIB, MBIT = 2**20, 2**30, 1e6 / 8
 # Packages that exchange data between ranks, or whose arithmetic must be the same.
@@ -32,9 +22,6 @@ SHM_OF_A_RANK, SHM_OF_A_GPU = 4 * MIB + 4096, 16 * MIB
 LEAST_DISK, GOOD_DISK = 100 * MIB, 1 * GIB
 # All-reduces are slow below this share of the slowest card's speed, and below this bandwidth between hosts.
 SLOW_OF_CARD, SLOW_BYTES_PER_SECOND = 0.05, 100e6 / 8
-# A link is slow below this share of the usual speed: a card or cable at its next lower rate has 0.4 of it (25 to 10
-# Gbit/s) or less, and the shortest tries of sound links differ by less.
-SLOW_OF_OTHERS = 0.5
 
 HALF = "half of the hosts (-H), and so on,"
 
@@ -214,50 +201,9 @@ def job(subject: Subject) -> Found:
         if done.bytes_per_second < max(SLOW_OF_CARD * promised, SLOW_BYTES_PER_SECOND):
             cards = f"; the cards have {speed(promised)}" if promised else ""
             text = f"all-reduces are slow: {speed(done.bytes_per_second)}{cards}"
-            remedy = "see links" if links(subject)[0] else f"the doctor on {HALF} finds the host at fault"
-            wrong.append(Finding("warning", "", text, remedy))
+            wrong.append(Finding("warning", "", text, f"the doctor on {HALF} finds the host at fault"))
     rate = f", {speed(done.bytes_per_second)}" if done.bytes_per_second else ""
     return wrong, f"{done.how}; sums are right{rate} ({done.seconds:.0f} s)"
-
-
-def links(subject: Subject) -> Found:
-    """No host, and no link between neighbours in the ring of hosts, is much slower than the others."""
-    rates, names = subject.job.links if subject.job else (), [host.name for host in subject.hosts]
-    if len(rates) != len(names):  # too few hosts, or two names of one
-        return [], ""
-    hosts, pairs, usual = slow_in_ring(rates)
-    cards = subject.network.cards if subject.network else {}
-    card = {name: cards[name].name if name in cards else "CARD" for name in names}
-    next_to = [*names[1:], names[0]]
-    then = "errors? Then try another cable, or port of the switch"
-    wrong = []
-    for i in hosts:
-        slow = f"slow to {names[i - 1]} ({speed(rates[i - 1])}) and {next_to[i]} ({speed(rates[i])})"
-        remedy = f"ethtool -S {card[names[i]]} on {names[i]}: {then}"
-        wrong.append(Finding("warning", names[i], f"{slow}; usual is {speed(usual)}", remedy))
-    for i in pairs:
-        a, b = names[i], next_to[i]
-        text = f"slow between {a} and {b} alone: {speed(rates[i])}; usual is {speed(usual)}"
-        remedy = f"ethtool -S {card[a]} on {a}, {card[b]} on {b}: {then}; or look at switches between them"
-        wrong.append(Finding("warning", "", text, remedy))
-    return wrong, f"{counted(len(rates), 'link')} between neighbours: {speed(min(rates))} to {speed(max(rates))}"
-
-
-def slow_in_ring(rates: Sequence[float]) -> tuple[list[int], list[int], float]:
-    """Which hosts and which links of a ring are slow, and the usual rate.
-
-    Args:
-        rates: of link i between host i and host i + 1, the last one between the last host and the first.
-
-    Returns:
-        The hosts whose two links are both slow; the slow links between two other hosts; the median over the hosts of
-        the faster link of each: in a ring of three one slow host slows two links, but no other host's faster one.
-    """
-    usual = statistics.median_low(max(rates[i - 1], rate) for i, rate in enumerate(rates))
-    slow = [rate < SLOW_OF_OTHERS * usual for rate in rates]
-    hosts = [i for i in range(len(rates)) if slow[i - 1] and slow[i]]
-    pairs = [i for i in range(len(rates)) if slow[i] and not {i, (i + 1) % len(rates)} & set(hosts)]
-    return hosts, pairs, usual
 
 
 OF_HOSTS = {
@@ -270,4 +216,4 @@ OF_HOSTS = {
     "memory": memory,
     "disk": disk,
 }
-CHECKS = {**OF_HOSTS, "job": job, "links": links}
+CHECKS = {**OF_HOSTS, "job": job}
