@@ -39,7 +39,6 @@ Train image classifiers with TensorFlow and Horovod: one process (rank) per GPU 
   ./run.sh predict RUN_DIR IMAGE|FOLDER... [--json]    classify images with the net of a run
   ./run.sh export RUN_DIR --to FOLDER      write the net of a run as files that TensorFlow loads without this program
   ./run.sh report RUN_DIR...               write a page about runs: curves, lost time, events, mistakes
-  ./run.sh watch RUN_DIR                   show a run that was started elsewhere, until it ends
   ./run.sh doctor [-H HOSTS | --hostfile FILE]             check all hosts at once for the usual faults
 
 COMMAND is train, evaluate, or benchmark step|allreduce. `./run.sh COMMAND --help` and

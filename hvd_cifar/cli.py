@@ -134,12 +134,6 @@ COMMANDS: tuple[tuple[str, type[Settings], str, str], ...] = (
         "Write a page (HTML) about runs: what ran, curves, where the time went, what happened, mistakes.",
     ),
     (
-        "watch",
-        tools.WatchSettings,
-        "tools.watch:watch",
-        "Show a run that somebody else started, until it ends.",
-    ),
-    (
         "benchmark step",
         tools.BenchmarkStepSettings,
         "tools.benchmark.commands:benchmark_step",
@@ -160,7 +154,7 @@ COMMANDS: tuple[tuple[str, type[Settings], str, str], ...] = (
     ("validate", use_settings.ValidateSettings, "training.validate_command:validate_run", ""),
     ("doctor-job", tools.DoctorJobSettings, "tools.doctor.ranks:run", ""),
 )
-WITHOUT_TENSORFLOW = ("report", "watch", "doctor")
+WITHOUT_TENSORFLOW = ("report", "doctor")
 
 
 def _commands() -> click.Group:

@@ -36,7 +36,7 @@ from hvd_cifar.runtime.environment import copies, launched_size
 # Enough for 20,000 hosts. Programs that close every number they might have open take long with millions.
 FILES = 65_536
 MODULES = ("horovod", "keras", "numpy", "tensorflow")  # whose place others in PYTHONPATH would take
-ALONE = ("export", "predict", "report", "watch")  # commands that run in a single process, not as ranks
+ALONE = ("export", "predict", "report")  # commands that run in a single process, not as ranks
 
 
 def main(argv: list[str], check: Callable[[list[str]], Any]) -> int:

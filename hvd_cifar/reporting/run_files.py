@@ -88,10 +88,6 @@ class Facts(_Part):
     hvd_cifar: str
     git_commit: str | None
     versions: dict[str, str]
-    total_steps: Count | None = None  # None in files of older versions
-    all_steps: Count | None = None
-    image_heights: Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1)] | None = None
-    steps_per_epoch: Count | None = None
 
 
 class Config(_Part):
@@ -177,9 +173,8 @@ def read_run(run_dir: Path) -> RunFiles:
         UserError: where there is no run, or a file of it is damaged.
     """
     settings, config = read_config(run_dir)
-    lines = Lines(run_dir / "metrics.jsonl")
-    events, damaged = as_events(lines.read())
-    marks = goodput.read("\n".join(Lines(run_dir / goodput.SESSIONS).read()))
+    events, damaged = as_events(_lines(run_dir / "metrics.jsonl"))
+    marks = goodput.read("\n".join(_lines(run_dir / goodput.SESSIONS)))
     step, seen = max((event.step for event in events), default=0), last_sign(run_dir)
     standing = story.standing(marks, step, seen, lives(run_dir, config), time.time())
     if not goodput.has_ended(marks):
@@ -229,35 +224,19 @@ def as_events(lines: Iterable[str]) -> tuple[list[Event], int]:
     return events, damaged
 
 
-class Lines:
-    """The whole lines of a file that another process appends to, and sometimes replaces."""
+def _lines(path: Path) -> list[str]:
+    """The whole lines of a file that another process appends to; of one that is not there yet none.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.replaced = False  # whether the last `read` found another file, and so began at its start
-        self._inode, self._offset = -1, 0
-
-    def read(self) -> list[str]:
-        """The lines since the last call; a line that is being written is left for the next one.
-
-        Raises:
-            UserError: where the file cannot be read. One that is not there yet has no lines.
-        """
-        try:
-            with self.path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                self.replaced = self._inode != -1 and (found.st_ino != self._inode or found.st_size < self._offset)
-                if self.replaced:
-                    self._offset = 0
-                self._inode = found.st_ino
-                file.seek(self._offset)
-                whole = file.read().rpartition(b"\n")[0]
-        except FileNotFoundError:
-            return []
-        except OSError as failure:
-            raise UserError(f"cannot read {self.path}: {failure.strerror}; give the folder of a run") from None
-        self._offset += len(whole) + bool(whole)
-        return whole.decode(errors="replace").split("\n") if whole else []
+    Raises:
+        UserError: where it cannot be read.
+    """
+    try:
+        whole = path.read_bytes().rpartition(b"\n")[0]
+    except FileNotFoundError:
+        return []
+    except OSError as failure:
+        raise UserError(f"cannot read {path}: {failure.strerror}; give the folder of a run") from None
+    return whole.decode(errors="replace").split("\n") if whole else []
 
 
 def last_sign(run_dir: Path) -> float:

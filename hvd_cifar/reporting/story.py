@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from hvd_cifar.errors import DIVERGED, printable
+from hvd_cifar.errors import printable
 from hvd_cifar.reporting.goodput import Mark
 
-SECONDS_FOR_RESTART = 90.0  # a launcher waits up to 60 s before it starts ranks again; the rest is for their start
 # Until a run whose lock cannot be seen counts as cut off: during evaluations and checkpoints it gives no sign of life.
 SECONDS_OF_SILENCE = 600.0
 
@@ -105,17 +104,10 @@ def _ends(launch: Mark, count: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Standing:
-    """How a run stands.
-
-    Attributes:
-        word: the state in a word.
-        text: the state in a sentence.
-        is_final: whether no launcher is expected to start the run again.
-    """
+    """How a run stands, in a word and in a sentence."""
 
     word: Literal["complete", "running", "stopped", "failed", "cut off"]
     text: str
-    is_final: bool
 
 
 def standing(marks: Sequence[Mark], step: int, seen: float, is_alive: bool | None, now: float) -> Standing:
@@ -126,16 +118,10 @@ def standing(marks: Sequence[Mark], step: int, seen: float, is_alive: bool | Non
         seen, is_alive: of `run_files.last_sign` and `run_files.lives`.
         now: the Unix time.
     """
-    is_late = now > seen + SECONDS_FOR_RESTART
     if not marks or marks[-1]["mark"] != "end":
         if is_alive or is_alive is None and now < seen + SECONDS_OF_SILENCE:
-            return Standing("running", f"the run is at step {step}" if marks else "the run sets up", False)
+            return Standing("running", f"the run is at step {step}" if marks else "the run sets up")
         why = "its process is gone" if is_alive is False else "it gives no sign of life"
-        return Standing("cut off", f"the run is cut off after step {step}: {why}", is_late)
-    text, how = _end(marks[-1]).text, marks[-1].get("how", "complete")
-    if how == "complete":
-        return Standing("complete", text, True)
-    if how == "stopped":
-        is_elastic = any(mark.get("elastic") is True for mark in marks if mark["mark"] == "launch")
-        return Standing("stopped", text, is_late or not is_elastic)
-    return Standing("failed", text, is_late or DIVERGED in text)
+        return Standing("cut off", f"the run is cut off after step {step}: {why}")
+    words: dict[str, Literal["complete", "stopped"]] = {"complete": "complete", "stopped": "stopped"}
+    return Standing(words.get(marks[-1].get("how", "complete"), "failed"), _end(marks[-1]).text)

@@ -71,13 +71,6 @@ class ReportSettings(Settings):
     )
 
 
-class WatchSettings(Settings):
-    """A run to watch."""
-
-    run_dir: LocalPath = Field(description="Folder of the run.", json_schema_extra={"argument": "RUN_DIR"})
-    quiet: bool = Field(False, description="Print only how the run ends.")
-
-
 class DoctorSettings(HostSettings):
     """What the doctor checks: hosts as for the launcher, and the folder of a run."""
 

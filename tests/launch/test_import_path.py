@@ -62,7 +62,6 @@ def _executed(folder: Path) -> str:
     ("words", "code"),
     [
         (["report", "."], 2),
-        (["watch", "."], 2),
         (["predict", ".", "x.png"], 2),
         (["train", "--help"], 0),
         (["doctor", "--help"], 0),

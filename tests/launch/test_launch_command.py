@@ -300,7 +300,6 @@ PROGRAM = [sys.executable, "-I", "-m", "hvd_cifar", "train", "--run-dir", "a b"]
         (["-H", "a:2,b", "-np", "2", "doctor", "--json"], "doctor --json -np 2 -H a:2,b:1"),
         (["--allreduce", "ring", "doctor"], "doctor --allreduce ring"),
         (["report", "a", "b", "--output", "c"], "report a b --output c"),
-        (["watch", "a"], "watch a"),
     ],
 )
 def test_what_needs_no_ranks_runs_once_and_the_doctor_takes_the_launchers_options(

@@ -45,13 +45,12 @@ evaluate | | --run-dir r --batch-size 0 | --run-dir r --dataset mnist | --run-di
 export | | r | r --to ''
 predict | r | '' x.png | r '' | r x.png --json=1
 report | | '' | r --output ''
-watch | | r other | r --quiet=yes
 benchmark step | --model vgg | --batch-size 0 | --precision int8 | --dataset mnist | --steps 0
 benchmark step | --image-size 5000
 benchmark step | --max-unreadable few
-benchmark step | --threads-per-rank 0 | --repeats 0 | --ranks 1,two | --ranks 0 | --ranks '' | --min-efficiency 90
+benchmark step | --threads-per-rank 0 | --repeats 0 | --min-efficiency 90
 benchmark step | --json '' | --bucket-bytes 1X | --overlap some | --compression bf17
-benchmark allreduce | --ranks 2;4 | --min-bytes 2 | --min-bytes 4Q | --max-bytes many | --max-bytes 4.5 | --factor 1
+benchmark allreduce | --min-bytes 2 | --min-bytes 4Q | --max-bytes many | --max-bytes 4.5 | --factor 1
 benchmark allreduce | --min-bytes 8K --max-bytes 4K | --seconds 0 | --iterations 0 | --repeats 0 | --json ''
 doctor | --hostfile '' | --hostfile f --hosts a:1 | -np 0 | --allreduce tree | --run-dir '' | --probe-timeout 0
 doctor | --job-timeout soon | --json=x | --no-such-option

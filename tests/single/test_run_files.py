@@ -15,9 +15,8 @@ import pytest
 from filelock import FileLock
 
 from hvd_cifar.errors import UserError
-from hvd_cifar.files import append, replace_text
 from hvd_cifar.reporting import run_files
-from hvd_cifar.reporting.run_files import Lines, Train, as_events, read_run
+from hvd_cifar.reporting.run_files import Train, as_events, read_run
 from tests.run_dirs import CONFIG, CONFUSION, TRAIN_LINE
 
 
@@ -27,29 +26,6 @@ def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "metrics.jsonl").write_text(TRAIN_LINE)
     (tmp_path / "sessions.jsonl").write_text('{"mark": "launch", "time": 1, "starts": [0]}\n')
     return tmp_path
-
-
-def test_lines_are_read_once_and_whole(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    lines = Lines(path)
-    assert lines.read() == []  # it is not there yet
-    path.write_text("a\nb\nhal")
-    assert lines.read() == ["a", "b"]
-    assert lines.read() == []
-    append(path, "f\n\xe9\n".encode())
-    assert lines.read() == ["half", "\xe9"] and not lines.replaced
-
-
-@pytest.mark.parametrize("longer", [False, True])
-def test_a_replaced_file_is_read_from_its_beginning(tmp_path: Path, longer: bool) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("a\nb\n")
-    lines = Lines(path)
-    lines.read()
-    text = ["a"] + ["b", "c"] * longer
-    replace_text(path, "".join(f"{line}\n" for line in text))  # as a run that goes on does
-    assert lines.read() == text and lines.replaced
-    assert lines.read() == [] and not lines.replaced
 
 
 def test_events_of_others_are_passed_over_and_damaged_lines_counted() -> None:
