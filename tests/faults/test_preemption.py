@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pty
 import re
-import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +18,6 @@ import pytest
 from benchmarks import runs
 from hvd_cifar.errors import RESUME
 from hvd_cifar.reporting import goodput
-from hvd_cifar.training.preemption import StopRequests
 from tests.faults.jobs import COURSE, STEPS, Running, checkpoints, start
 from tests.options import PACE, SMALL
 from tests.ranks import CHECKOUT, environment
@@ -44,23 +39,6 @@ def job(embedded: Path, tmp_path: Path) -> Iterator[Callable[..., Running]]:
     yield begin
     for running in jobs:
         running.end()
-
-
-def test_requests_arrive_where_a_thousand_files_are_open() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 2000:
-        pytest.skip("needs 2000 open files")
-    with contextlib.ExitStack() as files:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (2000, hard))
-        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        for _ in range(1024):
-            files.enter_context(open(os.devnull))
-        with StopRequests(60, True, lambda: "") as requests:
-            os.kill(os.getpid(), signal.SIGTERM)
-            end = time.monotonic() + 10
-            while not requests.made:
-                assert time.monotonic() < end
-                time.sleep(0.01)
 
 
 def test_stopped_twice_and_as_if_never(job: Any, alone: Path, embedded: Path, tmp_path: Path) -> None:
@@ -117,38 +95,6 @@ def test_output_that_cannot_be_written_neither_ends_a_job_nor_keeps_it_from_stop
     finally:
         running.end()
     assert len(checkpoints(running.run_dir)) == 1 and _ends(running.run_dir) == ["stopped"] and not running.left()
-
-
-@pytest.mark.slow
-def test_a_terminal_that_is_closed_does_not_end_a_single_rank(embedded: Path, tmp_path: Path) -> None:
-    """Which prints to the terminal itself, and draws there."""
-    screen, terminal = pty.openpty()
-    words = [sys.executable, "-m", "hvd_cifar", "train", *SMALL, embedded, "--batch-size", 16]
-    words += ["--run-dir", tmp_path / "run", *OFTEN]
-    process = subprocess.Popen(
-        list(map(str, words)), stdin=terminal, stdout=terminal, stderr=terminal, env=environment(), cwd=CHECKOUT
-    )
-    os.close(terminal)
-    reader = threading.Thread(target=_read_until, args=[screen, b"step 3, loss"], daemon=True)
-    reader.start()
-    running = Running(process, tmp_path / "run", tmp_path / "nothing")
-    running.output.touch()
-    try:
-        reader.join(120)
-        assert not reader.is_alive()
-        os.close(screen)
-        running.wait_for_step(max(runs.losses(running.run_dir)) + 50)
-        process.send_signal(signal.SIGUSR1)
-        assert running.wait() == RESUME
-    finally:
-        running.end()
-    assert len(checkpoints(running.run_dir)) == 1 and _ends(running.run_dir) == ["stopped"]
-
-
-def _read_until(descriptor: int, text: bytes) -> None:
-    said = b""
-    while text not in said:
-        said += os.read(descriptor, 65536)
 
 
 @pytest.mark.slow

@@ -218,16 +218,3 @@ RUN: dict[str, Callable[[list[str]], None]] = {
     "docker": _docker,
     "cp": _copy,
 }
-
-
-def test_a_wrong_command_is_found() -> None:
-    text = (
-        "```\n./run.sh -np 2 train --no-such 1\n```\nand `A=1 python -m benchmarks.accuracy --nothing` or `plain code`."
-    )
-    assert list(commands(text)) == ["./run.sh -np 2 train --no-such 1", "A=1 python -m benchmarks.accuracy --nothing"]
-    with pytest.raises(SystemExit):
-        _run_sh(["-np", "2", "train", "--no-such", "1"])
-    with pytest.raises(click.ClickException):
-        _python(["-m", "benchmarks.accuracy", "--nothing"])
-    with pytest.raises(UserError):
-        _run_sh(["setup", "--nothing"])

@@ -7,34 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import CHECKOUT, Jobs, command, environment, once, run_all
+from tests.ranks import CHECKOUT, command, environment, run_ranks
 
 EXAMPLES = 42  # in batches of 8: the last of an epoch has 2 examples, fewer than 3 ranks
-
-
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    """What the functions below returned in a job, by their names and by rank: each job starts once."""
-    folder = tmp_path_factory.mktemp("runs")
-    for name in ("again", "wrong"):
-        (folder / name).mkdir()
-        (folder / name / "mine.py").write_text(MINE)
-
-    functions: dict[int, dict[str, Callable[..., Any]]] = {
-        1: {
-            "again": partial(_again_in_one_folder, str(folder / "again")),  # first: it sees names that nobody has used
-            "wrong": partial(_wrong_code, str(folder / "wrong")),
-        },
-        2: {"twice": partial(_twice_in_one_process, str(folder / "twice"))},
-    }
-    return once(lambda n, launcher: run_all(functions[n], n, launcher=launcher, timeout=300))
 
 
 def _data() -> Any:
@@ -130,8 +110,8 @@ def _twice_in_one_process(folder: str) -> dict[str, Any]:
     return {"seen": seen, "summaries": runs, "evaluated": evaluated, "refused": refused, "asked": asked}
 
 
-def test_train_and_evaluate_twice_in_one_process_with_a_callback(jobs: Jobs) -> None:
-    one, other = jobs(2, "mpirun")["twice"]
+def test_train_and_evaluate_twice_in_one_process_with_a_callback(tmp_path: Path) -> None:
+    one, other = run_ranks(_twice_in_one_process, 2, str(tmp_path), timeout=300)
     assert one["summaries"] == other["summaries"]
     first, resumed, whole = one["summaries"]
     assert (first["steps"], resumed["steps"], whole["steps"]) == (4, 6, 6)
@@ -167,37 +147,32 @@ def _again_in_one_folder(folder: str) -> dict[str, Any]:
     """Runs in one process and one folder, after ends of every kind; and evaluations of a file that was moved."""
     import hvd_cifar
 
-    def told(function: Any) -> str:
+    mine: dict[str, Any] = {"model": f"{folder}/mine.py:build", "dataset": f"{folder}/mine.py:load"}
+    mine |= {"run_dir": f"{folder}/run", "global_batch_size": 20, "epochs": 1}
+
+    def train(steps: int) -> str:
         try:
-            return f"step {function()['steps']}"
+            return str(hvd_cifar.train(**mine, max_steps=steps)["steps"])
         except hvd_cifar.UserError as error:
             return str(error)
 
-    cached = ["cosine" in vars(hvd_cifar), hvd_cifar.cosine(0.0), "cosine" in vars(hvd_cifar)]
-    mine: dict[str, Any] = {"model": f"{folder}/mine.py:build", "dataset": f"{folder}/mine.py:load"}
-    mine |= {"run_dir": f"{folder}/run", "global_batch_size": 20, "epochs": 1}
-    ends = [told(lambda steps=steps: hvd_cifar.train(**mine, max_steps=steps)) for steps in (1, 1, 2)]
+    ends = [train(steps) for steps in (1, 1, 2)]
     (Path(folder) / "mine.py").rename(Path(folder) / "moved.py")
     moved = {"dataset": f"{folder}/moved.py:load"}
-    evaluations = []
-    for model in ({}, {"model": f"{folder}/moved.py:build"}):
-        try:
-            evaluations.append(hvd_cifar.evaluate(mine["run_dir"], **model, **moved)["test_examples"])
-        except hvd_cifar.UserError as error:
-            evaluations.append(str(error))
+    nets: list[dict[str, Any]] = [{}, {"model": f"{folder}/moved.py:build"}]
+    evaluations = [hvd_cifar.evaluate(mine["run_dir"], **net, **moved)["test_examples"] for net in nets]
     (Path(folder) / "moved.py").rename(Path(folder) / "mine.py")
     for data in Path(folder, "run", "checkpoints").glob("step-*/state.npz"):
         data.write_bytes(data.read_bytes()[:100])
-    ends += [told(lambda: hvd_cifar.train(**mine, max_steps=3)) for _ in range(2)]
-    return {"ends": ends, "evaluations": evaluations, "cached": cached}
+    return {"ends": [*ends, train(3), train(3)], "evaluations": evaluations}
 
 
-def test_every_end_of_a_run_leaves_its_folder_to_the_next(jobs: Jobs) -> None:
-    (found,) = jobs(1, "none")["again"]
-    assert found["ends"][:3] == ["step 1", "step 1", "step 2"]  # the second had nothing to do
+def test_every_end_of_a_run_leaves_its_folder_to_the_next(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    (found,) = run_ranks(_again_in_one_folder, 1, str(tmp_path))
+    assert found["ends"][:3] == ["1", "1", "2"]  # the second had nothing to do
     assert all("damaged checkpoint" in end for end in found["ends"][3:]), found["ends"]
     assert found["evaluations"] == [20, 20]  # by the run's copy of the file, and by the file that is named
-    assert found["cached"] == [False, 1.0, True]  # a name is loaded once
 
 
 def _command(n: int, *words: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -209,7 +184,7 @@ def _command(n: int, *words: Any, cwd: Path) -> subprocess.CompletedProcess[str]
 
 MINE = """
 import keras, numpy as np
-from hvd_cifar import Callback, Dataset, Recipe, UserError
+from hvd_cifar import Callback, Dataset, Recipe
 
 def build(image_shape, classes):
     return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(classes)])
@@ -240,11 +215,6 @@ def broken(image_shape, classes):
 class NeedsPath(Callback):
     def __init__(self, path):
         self.path = path
-
-class FailsOnRank1(Callback):
-    def on_log(self, run):  # told by a callback of the package
-        if run.world.rank == 1:
-            raise UserError("the disk of this rank is full")
 """
 
 
@@ -274,47 +244,20 @@ WRONG = [
     (("--dataset", "mine.py:build"), "--dataset"),
     (("--callbacks", "mine.py:load"), "--callbacks"),
     (("--callbacks", "mine.py:NeedsPath"), "called without arguments: TypeError: NeedsPath.__init__() missing"),
+    (("--model", "mine.py:broken"), "KeyError: 'no such layer'"),
 ]
 
 
-def _train_own(option: tuple[str, str], run_dir: Path) -> list[str]:
-    """The words of a command that trains `MINE` with one option changed."""
-    own = dict([("--model", "mine.py:build"), ("--dataset", "mine.py:load"), ("--batch-size", "5"), option])
-    return ["train", *sum(map(list, own.items()), []), "--run-dir", str(run_dir)]
-
-
 def _wrong_code(folder: str) -> list[Any]:
-    """What the command returned by each line of `WRONG`."""
-    before = Path.cwd()
+    """What the command returned by each line of `WRONG`, which changes one option."""
+    own = {"--model": "mine.py:build", "--dataset": "mine.py:load", "--batch-size": "5", "--run-dir": "run"}
     os.chdir(folder)
-    try:
-        return [command(_train_own(option, Path(folder, f"run-{i}"))) for i, (option, _) in enumerate(WRONG)]
-    finally:
-        os.chdir(before)
+    return [command(["train", *sum(map(list, (own | dict([option])).items()), [])]) for option, _ in WRONG]
 
 
-@pytest.mark.parametrize("case", range(len(WRONG)), ids=["-".join(option) for option, _ in WRONG])
-def test_what_is_wrong_with_own_code_is_one_line(case: int, jobs: Jobs) -> None:
-    (by_case,) = jobs(1, "none")["wrong"]
-    found = by_case[case]
-    assert found["code"] == 2, found
-    (line,) = found["errors"]
-    assert WRONG[case][1] in line
-
-
-def test_an_error_in_own_code_is_one_line_on_the_command_line(tmp_path: Path) -> None:
+def test_what_is_wrong_with_own_code_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    done = _command(1, *_train_own(("--model", "mine.py:broken"), tmp_path / "run"), cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert "KeyError: 'no such layer'" in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_an_error_of_one_rank_is_printed_by_it(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
-    words = [sys.executable, "-m", "hvd_cifar.launch", "-np", "2", "train", "--model", "mine.py:build"]
-    words += ["--dataset", "mine.py:load", "--batch-size", "5", "--callbacks", "mine.py:FailsOnRank1"]
-    env = environment({"PYTHONPATH": str(CHECKOUT)})
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("hvd_cifar: rank 1: the disk of this rank is full\n") == 1, done.stderr
+    (by_case,) = run_ranks(_wrong_code, 1, str(tmp_path))
+    for found, (option, message) in zip(by_case, WRONG, strict=True):
+        (line,) = found["errors"]
+        assert found["code"] == 2 and message in line, (option, found)

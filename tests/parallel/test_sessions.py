@@ -59,35 +59,19 @@ def _life() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=["mpirun", pytest.param("gloo", marks=pytest.mark.slow)])
-def lives(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What `_life` returned on each of two ranks."""
-    return run_ranks(_life, 2, launcher=request.param, fresh=True)
-
-
-def test_a_process_has_several_sessions(lives: list[dict[str, Any]]) -> None:
+def test_a_process_has_several_sessions_and_its_errors_are_told() -> None:
+    lives = run_ranks(_life, 2, fresh=True)
     for life in lives:
         assert life["sums"] == [[3.0, 1], [3.0, 1]]
         assert life["same world"] is True
-
-
-def test_what_tensorflow_cannot_change_any_more_is_refused_in_one_line(lives: list[dict[str, Any]]) -> None:
-    for life in lives:
-        assert life["other threads"][0] == "UserError"
+        # What TensorFlow cannot change any more.
+        assert life["other threads"][0] == life["deterministic"][0] == "UserError"
         assert "--threads-per-rank 2: TensorFlow runs with 1 since the first run" in life["other threads"][1]
-        assert life["deterministic"][0] == "UserError" and "--deterministic: " in life["deterministic"][1]
+        assert "--deterministic: " in life["deterministic"][1]
         assert "\n" not in life["other threads"][1] + life["deterministic"][1]
-
-
-def test_ranks_that_disagree_are_told_so(lives: list[dict[str, Any]]) -> None:
-    for life in lives:
-        kind, text, _ = life["shapes"]
-        assert kind == "FailedPreconditionError" and "sent a tensor of shape [4]" in text
-        kind, text, _ = life["types"]
-        assert kind == "FailedPreconditionError" and "One rank had type" in text
-
-
-def test_a_rank_that_leaves_early_is_lost_to_the_others(lives: list[dict[str, Any]]) -> None:
+        # Ranks that disagree.
+        for name, text in (("shapes", "sent a tensor of shape [4]"), ("types", "One rank had type")):
+            assert life[name][0] == "FailedPreconditionError" and text in life[name][1]
     kind, text, cause = lives[0]["left"]
     assert (kind, cause) == ("TrainingError", "UnknownError")
     assert text == "rank 0 lost another rank, which ended first; see that one's error (Horovod has been shut down)"
@@ -116,6 +100,7 @@ def _be_killed() -> None:
         print(f"TrainingError: {error}", flush=True)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_lost_over_gloo() -> None:
     """Over MPI the launcher ends the survivors before they see an error."""
     with pytest.raises(RanksFailed) as failed:
@@ -123,13 +108,14 @@ def test_a_killed_rank_is_lost_over_gloo() -> None:
     assert "TrainingError: rank 0 lost another rank, which ended first; see that one's error (" in failed.value.logs[0]
 
 
-def _compute_first() -> str:
+def _start(computes: bool) -> str:
     import tensorflow as tf
 
     from hvd_cifar.errors import UserError
     from hvd_cifar.runtime.world import start
 
-    tf.zeros(1)
+    if computes:
+        tf.zeros(1)
     try:
         start(threads=1)
     except UserError as error:
@@ -137,26 +123,12 @@ def _compute_first() -> str:
     return ""
 
 
-def test_tensorflow_that_runs_before_the_start_is_refused_in_one_line() -> None:
-    (text,) = run_ranks(_compute_first, 1, launcher="none")
+def test_a_start_that_cannot_be_right_is_refused_in_one_line() -> None:
+    """TensorFlow has computed before it; another MPI's launcher has started the first of two such ranks."""
+    (text,) = run_ranks(_start, 1, True, launcher="none")
     assert "TensorFlow has computed in this process before Horovod started" in text
-
-
-def _start_alone() -> str:
-    from hvd_cifar.errors import UserError
-    from hvd_cifar.runtime.world import start
-
-    try:
-        start()
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_that_another_mpis_launcher_started_do_not_train_alone() -> None:
-    """The variables are those of the first of two such ranks, whose MPI finds no daemon to tell it of the other."""
     alone: dict[str, str] = {}
-    prepare_mpi(alone, on_cpu=False)
+    prepare_mpi(alone, on_cpu=False)  # whose MPI finds no daemon to tell it of the other
     launched = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
-    (text,) = run_ranks(_start_alone, 1, launcher="none", env=alone | launched)
+    (text,) = run_ranks(_start, 1, False, launcher="none", env=alone | launched)
     assert text == "the launcher started 2 ranks, but MPI joined 1: use the mpirun of this environment, or ./run.sh"

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +11,7 @@ from unittest import mock
 import pytest
 
 from tests.options import FEW, RESNET8, SMALL_NET
-from tests.ranks import CHECKOUT, command, environment, run_ranks
+from tests.ranks import command, run_ranks
 from tests.small import EXAMPLES
 
 BASE = ("--model", SMALL_NET, "--dataset", FEW)
@@ -146,76 +143,21 @@ def test_without_cifar10_and_network_auto_trains_on_the_embedded_set(embedded: P
     assert accuracies and all("synthetic" in line for line in accuracies)
 
 
-def _shortened(data: str) -> list[float | None]:
-    """Epochs of `fast` on the embedded set, by default and as given."""
-    import numpy as np
-
-    from hvd_cifar.config import TrainSettings, make
-    from hvd_cifar.data.dataset import Dataset
-    from hvd_cifar.runtime.world import session
-    from hvd_cifar.training.work import UserObjects, prepare
-
-    found = []
-    with session() as world:
-        for given in ({}, {"dataset": "synthetic"}):
-            options = {"data_dir": data, "data_url": "http://127.0.0.1:9/x.tar.gz", **given}
-            settings = prepare(make(TrainSettings, options), world, UserObjects()).settings
-            found.append(settings.epochs)
-        images, labels = np.zeros((9, 32, 32, 3), np.uint8), np.arange(9)
-        own = UserObjects(dataset=Dataset.from_arrays(images, labels, images, labels, name="synthetic"))
-        settings = prepare(make(TrainSettings, {"global_batch_size": 9}), world, own).settings
-        found.append(settings.epochs)
-    return found
-
-
-def test_only_the_default_run_on_the_embedded_set_is_shortened(embedded: Path) -> None:
-    assert run_ranks(_shortened, 1, str(embedded)) == [[0.35, 10, 10]]
-
-
 @pytest.mark.slow
 def test_real_cifar10_is_learnt_with_the_batch_of_eight_ranks(real_data: Path, tmp_path: Path) -> None:
     """Two ranks with four micro-batches each. With plain SGD at eight times the rate the loss is infinite."""
     run_dir = tmp_path / "run"
     words: list[Any] = ["--model", "tutorial", "--dataset", "cifar10", "--data-dir", real_data, "--run-dir", run_dir]
     words += ["--gradient-accumulation", 4, "--seed", 21, "--max-steps", 65, "--eval-every", 0]
-    done = _run("train", *words)
-    assert done.returncode == 0, done.stderr
-    assert "optimizer muon, learning rate 0.002, times" in done.stdout
-    assert done.stdout.count(" of training left") == 1  # at the 20th step: tracing does not count
+    ranks = run_ranks(command, 2, ["train", *words], timeout=900, fresh=True)
+    said = "\n".join(ranks[0]["said"])
+    assert _codes(ranks) == [0, 0], ranks
+    assert "optimizer muon, learning rate 0.002, times" in said
+    assert said.count(" of training left") == 1  # at the 20th step: tracing does not count
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["dataset"] == "cifar10" and summary["global_batch_size"] == 1024
     assert summary["test_accuracy"] > 0.3  # a net that does not learn stays at 10%, one fed wrong labels too
-    assert "cifar10, tutorial: test accuracy" in done.stdout
-
-
-def _at_eight_ranks_batch(data: str, folder: str) -> dict[str, dict[str, Any]]:
-    """The summaries of default recipes on 1024 examples a step: 25 steps of warm-up, if any, and the full rate after.
-
-    They train on half of the embedded set's images, with a quarter of the pixels, so the warm-up is shorter.
-    """
-    import hvd_cifar
-    from examples.my_net import build
-    from hvd_cifar.data import synthetic
-
-    whole = synthetic.LAYOUT.read(Path(data) / synthetic.LAYOUT.folder)
-    train, test = ((p.images[:25_600][:, ::2, ::2], p.labels[:25_600]) for p in (whole.train, whole.test))
-    dataset = hvd_cifar.Dataset.from_arrays(*train, *test)
-    course: dict[str, Any] = {"global_batch_size": 1024, "max_steps": 45, "eval_every": 0}
-    return {
-        name: hvd_cifar.train(model, dataset, run_dir=f"{folder}/{name}", **course)
-        for name, model in (("resnet8", RESNET8), ("default", build))
-    }
-
-
-@pytest.mark.slow
-def test_no_default_recipe_diverges_with_the_batch_of_eight_ranks(embedded: Path, tmp_path: Path) -> None:
-    """ResNet's, and that of a net without a recipe; the tutorial's is above."""
-    found = run_ranks(_at_eight_ranks_batch, 2, str(embedded), str(tmp_path), timeout=600)[0]
-    # A recipe of its own for this batch; eight times the rate for 128.
-    for name, rate in (("resnet8", "0.1, times"), ("default", "0.05 to 0.4 over 25 steps")):
-        schedule = json.loads((tmp_path / name / "config.json").read_text())["run"]["learning_rate_schedule"]
-        assert schedule.startswith(rate)
-        assert found[name]["steps"] == 45 and found[name]["train_loss"] < 2.3  # ten classes at random: ln 10
+    assert "cifar10, tutorial: test accuracy" in said
 
 
 def test_divergence_ends_all_ranks_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
@@ -231,26 +173,13 @@ def test_divergence_ends_all_ranks_and_keeps_the_last_good_checkpoint(tmp_path: 
     assert [path.name for path in (tmp_path / "good" / "checkpoints").iterdir()] == ["step-5"]
 
 
-def test_a_net_that_has_diverged_is_not_saved_at_the_end_and_not_evaluated(tmp_path: Path) -> None:
-    """The loss of the only step is that of the weights before it. The weights after it are finite.
-
-    So only the evaluation finds that the net has diverged.
-    """
+def test_a_net_that_has_diverged_is_not_saved_at_the_end(tmp_path: Path) -> None:
+    """The loss of the only step is that of the weights before it. Those after it are finite: the evaluation finds it."""
     one = _train(tmp_path / "one", *DIVERGES, "--checkpoint-every", 1, "--max-steps", 1)
     assert _codes(one) == [1, 1], one
     said = "\n".join(one[0]["errors"])
     assert re.search(r"diverged with test loss = (nan|inf) at step 1; nothing was saved", said)
     assert not list((tmp_path / "one" / "checkpoints").iterdir())
-
-    _train(tmp_path / "two", *DIVERGES, "--checkpoint-every", 1, "--max-steps", 2)
-    assert [p.name for p in (tmp_path / "two" / "checkpoints").iterdir()] == ["step-1"]
-    words = ["evaluate", "--run-dir", tmp_path / "two", "--output", tmp_path / "evaluation.json"]
-    evaluated = run_ranks(command, 2, words)
-    assert _codes(evaluated) == [1, 1], evaluated
-    assert not any("step 1:" in line for rank in evaluated for line in rank["said"])
-    said = "\n".join(evaluated[0]["errors"])
-    assert re.search(r"test loss = (nan|inf): the run had diverged at .*step-1;", said)
-    assert not (tmp_path / "evaluation.json").exists()
 
 
 # After step 7 it moves a file or folder of the run away, and back after step 10 is logged, where the run goes on.
@@ -270,36 +199,29 @@ class Away(hvd_cifar.Callback):
 """
 
 
-def _without(gone: str, tmp_path: Path, kept: bool) -> list[dict[str, Any]]:
-    """A run of which a file is moved away, for good where `kept` is false."""
-    text = AWAY.format(gone=gone)
+@pytest.mark.parametrize(("gone", "kept"), [("run", False), ("run/metrics.jsonl", False), ("run/metrics.jsonl", True)])
+def test_files_that_are_removed_during_a_run_end_it_with_what_can_be_saved(
+    gone: str, kept: bool, tmp_path: Path
+) -> None:
+    """Where the file is back at the next step, nothing is lost: all ranks save at the same step, and go on."""
+    text, run_dir = AWAY.format(gone=gone), tmp_path / "run"
     (tmp_path / "away.py").write_text(text if kept else text[: text.index("    def on_log")])
-    return _train(tmp_path / "run", *QUICK, "--callbacks", f"{tmp_path}/away.py:Away", "--max-steps", 40)
-
-
-@pytest.mark.parametrize("gone", ["run", "run/metrics.jsonl"])
-def test_files_that_are_removed_during_a_run_end_it_with_what_can_be_saved(gone: str, tmp_path: Path) -> None:
-    ranks = _without(gone, tmp_path, kept=False)
-    assert _codes(ranks) == [2, 2], ranks
-    (line,) = (line for rank in ranks for line in rank["errors"] if line.startswith("hvd_cifar: "))
+    ranks = _train(run_dir, *QUICK, "--callbacks", f"{tmp_path}/away.py:Away", "--max-steps", 40)
+    assert _codes(ranks) == [0, 0] if kept else [2, 2], ranks
+    lines = [line for rank in ranks for line in rank["errors"] if line.startswith("hvd_cifar: ")]
+    if kept:
+        assert sorted(_losses(run_dir)) == list(range(5, 41, 5))
+        first, last = sorted(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").iterdir())
+        assert 10 < first < last == 40
+        assert "\n".join(lines).count("could not be written for a while; nothing of it is lost") == 1
+        return
+    (line,) = lines
     assert "No such file or directory" in line
     if gone == "run":
         assert "cannot write the checkpoint" in line and "nothing is saved" in line
     else:
-        (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+        (saved,) = (run_dir / "checkpoints").iterdir()
         assert f"cannot write {tmp_path / gone}" in line and f"the checkpoint {saved.name} is kept" in line
-
-
-def test_a_run_goes_on_after_a_write_that_failed_once(tmp_path: Path) -> None:
-    """metrics.jsonl is missing when step 10 is logged. All ranks save at the same step, and nothing is lost."""
-    run_dir = tmp_path / "run"
-    ranks = _without("run/metrics.jsonl", tmp_path, kept=True)
-    assert _codes(ranks) == [0, 0], ranks
-    assert sorted(_losses(run_dir)) == list(range(5, 41, 5))
-    first, last = sorted(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").iterdir())
-    assert 10 < first < last == 40
-    said = "\n".join(line for rank in ranks for line in rank["errors"])
-    assert said.count("could not be written for a while; nothing of it is lost") == 1
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG, ids=[option for (option, *_), _ in WRONG])
@@ -311,48 +233,3 @@ def test_what_only_a_started_run_can_find_wrong_is_one_line_too(
     (line,) = first["errors"]
     assert message in line and second["errors"] == []
     assert not any("step" in line for rank in (first, second) for line in rank["said"])
-
-
-def _run(*argv: Any) -> subprocess.CompletedProcess[str]:
-    """A command on two ranks of its own, to its end."""
-    words = ["mpirun", "-q", "-np", 2, "--bind-to", "none", sys.executable, "-m", "hvd_cifar", *argv]
-    env = environment()
-    return subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=900, env=env, cwd=CHECKOUT)
-
-
-def test_a_wrong_option_ends_a_job_with_one_line(tmp_path: Path) -> None:
-    """Found before the ranks have started."""
-    done = _run("train", *BASE, "--run-dir", tmp_path / "run", "--max-steps", 1, "--batch-size", 0)
-    assert done.returncode == 2, done.stderr
-    assert "--batch-size 0" in done.stderr and len(done.stderr.splitlines()) == 1
-    assert "step" not in done.stdout
-
-
-# After step 7 it fills the disk that holds the run.
-FILL = """
-import contextlib
-import hvd_cifar
-
-class Fill(hvd_cifar.Callback):
-    def on_step(self, run):
-        if run.step == 7 and run.world.is_root:
-            with contextlib.suppress(OSError), (run.run_dir / "filler").open("wb") as filler:
-                filler.write(bytes(2**20))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
-def test_a_full_disk_in_the_middle_of_a_run_is_one_line_and_ends_all_ranks(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    (tmp_path / "fill.py").write_text(FILL)
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], stderr=subprocess.DEVNULL).returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
-        ranks = _train(disk / "run", *QUICK, "--callbacks", f"{tmp_path}/fill.py:Fill", "--max-steps", 9000)
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
-    lines = [line for rank in ranks for line in rank["errors"] if line.startswith("hvd_cifar: ")]
-    assert len(lines) == 1 and re.search("cannot write .*No space left on device", lines[0]), ranks
-    assert _codes(ranks) == [2, 2]

@@ -18,9 +18,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.options import OF_ANY_SIZE
 from tests.ranks import CHECKOUT, environment, run_ranks
 
-NETS = ("fast", "tutorial", "own")
+# What an export must hold: six views of a test image, and a recipe of the user's own; and the nets of the package.
+NETS = [("six", "own"), pytest.param(("fast", "tutorial"), marks=pytest.mark.slow)]
+SIX = ("six", "fast")  # nets with six views
 # The example's net, whose recipe of larger batches, which trains it, shows the net other images.
 OWN = f"""
 import sys
@@ -32,6 +35,7 @@ def build(image_shape, classes):
     net, recipe = my_net.build_with_recipe(image_shape, classes)
     return net, replace(recipe, augmentation="tutorial", beyond=(31, recipe))
 """
+Used = tuple[Path, dict[str, Any]]  # the folder, and the evaluations by net
 NAMES = ["heron", "stork", "ibis", "crane"]
 DATA = f"""
 import numpy as np
@@ -71,11 +75,11 @@ def _train(folder: str, nets: list[str]) -> dict[str, Any]:
 
     common: dict[str, Any] = {"dataset": f"{folder}/data.py:load", "global_batch_size": 32, "max_steps": 3}
     common |= {"precision": "float32", "eval_every": 0, "set": {"learning_rate_factor": 0.1}}
+    files = {"own": f"{folder}/own.py:build", "six": OF_ANY_SIZE}
     found = {}
     for name in nets:
         run_dir = Path(folder, name)
-        net = f"{folder}/own.py:build" if name == "own" else name
-        trained = hvd_cifar.train(net, run_dir=run_dir, **common)
+        trained = hvd_cifar.train(files.get(name, name), run_dir=run_dir, **common)
         output = run_dir / "evaluation" / "result.json"
         output.parent.mkdir(exist_ok=True)
         found[name] = hvd_cifar.evaluate(run_dir, output=output)
@@ -107,9 +111,10 @@ def _softmax(logits: Any) -> Any:
     return powers / powers.sum(axis=-1, keepdims=True)
 
 
-@pytest.fixture(scope="module")
-def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+@pytest.fixture(scope="module", params=NETS, ids=lambda nets: "-".join(nets))
+def used(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Used:
     """A folder with runs, exports, and what TensorFlow alone makes of them; and the evaluations, by net."""
+    nets: tuple[str, ...] = request.param
     folder = tmp_path_factory.mktemp("use")
     (folder / "data.py").write_text(DATA)
     (folder / "own.py").write_text(OWN)
@@ -118,17 +123,17 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     test = made["load"]().test
     np.save(folder / "images.npy", test.images)
     np.save(folder / "labels.npy", test.labels)
-    evaluations = run_ranks(_train, 2, str(folder), NETS, timeout=900)[0]
+    evaluations = run_ranks(_train, 2, str(folder), nets, timeout=900)[0]
     (folder / "data.py").unlink()  # nothing needs the data from here on
-    place = folder / "exported" / NETS[0]  # an empty folder of the user's own, such as a mount
+    place = folder / "exported" / nets[0]  # an empty folder of the user's own, such as a mount
     place.mkdir(parents=True)
     made["place"], made["inode"] = place, place.stat().st_ino
-    run_ranks(_export, 1, str(folder), NETS, launcher="none", timeout=200)
+    run_ranks(_export, 1, str(folder), nets, timeout=200)
     assert made["place"].stat().st_ino == made["inode"]
     assert sorted(path.name for path in made["place"].iterdir()) == ["metadata.json", "model.keras", "saved_model"]
     (program,) = re.findall(r"^```python\n(import numpy.*?)^```", (CHECKOUT / "docs/use.md").read_text(), re.M | re.S)
-    program = LOAD + program.replace("exported/", "exported/fast/")
-    words = [sys.executable, "-I", "-c", program, *NETS]
+    program = LOAD + program.replace("exported/", f"exported/{nets[0]}/")
+    words = [sys.executable, "-I", "-c", program, *nets]
     env = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
@@ -136,44 +141,46 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return folder, evaluations
 
 
-@pytest.mark.parametrize("name", NETS)
-def test_tensorflow_alone_gives_the_logits_of_evaluate(name: str, used: tuple[Path, dict[str, Any]]) -> None:
+def test_tensorflow_alone_gives_the_logits_of_evaluate(used: Used) -> None:
     folder, evaluations = used
-    expected, labels, found = np.load(folder / f"{name}.npy"), np.load(folder / "labels.npy"), evaluations[name]
-    entropy = -np.log(_softmax(expected.astype(np.float64))[np.arange(len(labels)), labels])
-    assert found["test_loss"] == pytest.approx(entropy.mean(), abs=1e-6)  # these are the logits that `evaluate` has
-    assert found["in_training"] == pytest.approx(found["test_loss"], abs=1e-6)
-    about = json.loads((folder / "exported" / name / "metadata.json").read_text())
-    with np.load(folder / f"{name}.npz") as made:
-        for kind in ("saved", "keras"):
-            assert np.abs(made[f"{kind}_logits"] - expected).max() < 1e-5
-            assert made[f"{kind}_probabilities"] == pytest.approx(_softmax(expected), abs=1e-6)
-            assert made[f"{kind}_class_names"].astype(str).tolist() == [NAMES] * len(labels)
-    config = json.loads((folder / name / "config.json").read_text())
-    assert about["class_names"] == NAMES
-    assert (about["step"], about["checkpoint"], about["run"]) == (3, "step-3", str(folder / name))
-    assert about["test_accuracy"] == found["test_accuracy"] and about["test_views"] == (6 if name == "fast" else 1)
-    assert about["examples_sha256"] == config["run"]["examples_sha256"]
-    assert sorted(path.name for path in (folder / "exported" / name).parent.iterdir()) == sorted(NETS)
+    labels = np.load(folder / "labels.npy")
+    for name, found in evaluations.items():
+        expected = np.load(folder / f"{name}.npy")
+        entropy = -np.log(_softmax(expected.astype(np.float64))[np.arange(len(labels)), labels])
+        assert found["test_loss"] == pytest.approx(entropy.mean(), abs=1e-6)  # these are the logits that `evaluate` has
+        assert found["in_training"] == pytest.approx(found["test_loss"], abs=1e-6)
+        with np.load(folder / f"{name}.npz") as made:
+            for kind in ("saved", "keras"):
+                assert np.abs(made[f"{kind}_logits"] - expected).max() < 1e-5
+                assert made[f"{kind}_probabilities"] == pytest.approx(_softmax(expected), abs=1e-6)
+                assert made[f"{kind}_class_names"].astype(str).tolist() == [NAMES] * len(labels)
+        about = json.loads((folder / "exported" / name / "metadata.json").read_text())
+        config = json.loads((folder / name / "config.json").read_text())
+        assert about["class_names"] == NAMES
+        assert (about["step"], about["checkpoint"], about["run"]) == (3, "step-3", str(folder / name))
+        assert about["test_accuracy"] == found["test_accuracy"] and about["test_views"] == (6 if name in SIX else 1)
+        assert about["examples_sha256"] == config["run"]["examples_sha256"]
+    assert sorted(path.name for path in (folder / "exported").iterdir()) == sorted(evaluations)
 
 
-@pytest.mark.parametrize("name", ["fast", "own"])
-def test_the_confusion_is_that_of_all_ranks(name: str, used: tuple[Path, dict[str, Any]]) -> None:
+def test_the_confusion_is_that_of_all_ranks(used: Used) -> None:
     """83 test images on two ranks."""
     folder, evaluations = used
-    found = json.loads((folder / name / "confusion.json").read_text())
-    labels, logits = np.load(folder / "labels.npy"), np.load(folder / f"{name}.npy").astype(np.float64)
-    predicted, losses = logits.argmax(axis=-1), -np.log(_softmax(logits)[np.arange(len(labels)), labels])
-    expected = np.zeros((4, 4), int)
-    np.add.at(expected, (labels, predicted), 1)
-    assert found["matrix"] == expected.tolist()
-    assert np.trace(expected) == round(evaluations[name]["test_accuracy"] * len(labels))
-    worst = [int(i) for i in np.argsort(-np.where(predicted == labels, -1, losses), kind="stable")[:16]]
-    assert [mistake["index"] for mistake in found["mistakes"]] == worst
-    for mistake in found["mistakes"]:
-        i = mistake["index"]
-        assert (mistake["label"], mistake["predicted"]) == (labels[i], predicted[i])
-        assert mistake["probabilities"] == pytest.approx(_softmax(logits)[i], abs=1e-5)
+    labels = np.load(folder / "labels.npy")
+    for name, evaluation in evaluations.items():
+        found = json.loads((folder / name / "confusion.json").read_text())
+        logits = np.load(folder / f"{name}.npy").astype(np.float64)
+        predicted, losses = logits.argmax(axis=-1), -np.log(_softmax(logits)[np.arange(len(labels)), labels])
+        expected = np.zeros((4, 4), int)
+        np.add.at(expected, (labels, predicted), 1)
+        assert found["matrix"] == expected.tolist()
+        assert np.trace(expected) == round(evaluation["test_accuracy"] * len(labels))
+        worst = [int(i) for i in np.argsort(-np.where(predicted == labels, -1, losses), kind="stable")[:16]]
+        assert [mistake["index"] for mistake in found["mistakes"]] == worst
+        for mistake in found["mistakes"]:
+            i = mistake["index"]
+            assert (mistake["label"], mistake["predicted"]) == (labels[i], predicted[i])
+            assert mistake["probabilities"] == pytest.approx(_softmax(logits)[i], abs=1e-5)
 
 
 def _launch(*words: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -183,9 +190,10 @@ def _launch(*words: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200)
 
 
-def test_predict_names_classes_and_passes_over_broken_images(used: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    folder, _ = used
-    images, expected = np.load(folder / "images.npy")[:3], _softmax(np.load(folder / "tutorial.npy")[:3])
+def test_predict_names_classes_and_passes_over_broken_images(used: Used, tmp_path: Path) -> None:
+    folder, evaluations = used
+    name = list(evaluations)[1]
+    images, expected = np.load(folder / "images.npy")[:3], _softmax(np.load(folder / f"{name}.npy")[:3])
     for place, image in zip(("b/0.png", "b/c/1.bmp", "2.tiff"), images, strict=True):
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(tmp_path / place)
@@ -202,7 +210,7 @@ def test_predict_names_classes_and_passes_over_broken_images(used: tuple[Path, d
     Image.new("L", (10_000, 9_000)).save(tmp_path / "huge.png", compress_level=1)  # of which Pillow warns
     named = ("two\nlines.png", "huge.png")
     done = _launch(
-        "predict", folder / "tutorial", "b", "large.webp", "none.png", "large.webp", *named, "--json", cwd=tmp_path
+        "predict", folder / name, "b", "large.webp", "none.png", "large.webp", *named, "--json", cwd=tmp_path
     )
     assert done.returncode == 2, done.stderr
     assert [
@@ -222,15 +230,15 @@ def test_predict_names_classes_and_passes_over_broken_images(used: tuple[Path, d
         assert [by_name[name] for name in NAMES] == pytest.approx(row.tolist(), abs=1e-5)
 
 
-def test_one_line_for_what_cannot_be_used(used: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    folder, _ = used
-    run = tmp_path / "run"
+def test_one_line_for_what_cannot_be_used(used: Used, tmp_path: Path) -> None:
+    folder, evaluations = used
+    whole, run = folder / list(evaluations)[1], tmp_path / "run"
     run.mkdir()
-    content = json.loads((folder / "tutorial" / "config.json").read_text())
+    content = json.loads((whole / "config.json").read_text())
     del content["run"]["data"]
     (run / "config.json").write_text(json.dumps(content))
     for part in ("checkpoints", "code"):
-        os.symlink(folder / "tutorial" / part, run / part)
+        os.symlink(whole / part, run / part)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for words, told in (

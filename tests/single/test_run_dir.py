@@ -107,28 +107,6 @@ def test_a_folder_of_something_else_is_left_alone(name: str, tmp_path: Path) -> 
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine\n")]
 
 
-def test_a_name_that_is_too_long_is_one_line(tmp_path: Path) -> None:
-    """As a folder that may not be read, it has Path.exists raise an error."""
-    long = tmp_path / ("x" * 300)
-    assert run_dir.continue_run(_settings(long)).run_dir == long
-    with pytest.raises(UserError, match=f"^--run-dir {long}: File name too long; give a folder that can be written$"):
-        _claim(long)
-    with pytest.raises(UserError, match=f"^cannot read {long}: File name too long; give a path"):
-        run_dir.continue_run(_settings(tmp_path, resume=str(long)))
-    with pytest.raises(UserError, match=f"^cannot read {long}: File name too long; give a path"):
-        checkpoint.find(long)
-    with pytest.raises(UserError, match=f"^{long}: there is no run"):
-        settings_of(long)
-
-
-def test_a_run_directory_may_have_a_checkpoint_s_name(tmp_path: Path) -> None:
-    folder = tmp_path / "step-100"
-    assert _claim(folder) is None
-    run_dir.release()
-    newest = _run(folder, 5)
-    assert _claim(folder) == newest
-
-
 def test_the_same_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     _run(tmp_path, 5)
     newest = _run(tmp_path, 12)
