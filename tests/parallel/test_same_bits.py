@@ -58,7 +58,7 @@ def _sums_in_tree() -> dict[str, list[float]]:
     }
 
 
-@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("n", [2, 3])
 def test_a_sum_over_ranks_is_added_in_the_order_of_the_ranks(n: int) -> None:
     terms = list(_terms(TERMS if TERMS % n == 0 else n))
     while len(terms) > 1:  # by hand: neighbours, level by level

@@ -174,7 +174,7 @@ def test_divergence_ends_all_ranks_and_keeps_the_last_good_checkpoint(tmp_path: 
 
 
 def test_a_net_that_has_diverged_is_not_saved_at_the_end(tmp_path: Path) -> None:
-    """The loss of the only step is that of the weights before it. Those after it are finite: the evaluation finds it."""
+    """The loss of the only step is that of the weights before it. The evaluation finds what came after it."""
     one = _train(tmp_path / "one", *DIVERGES, "--checkpoint-every", 1, "--max-steps", 1)
     assert _codes(one) == [1, 1], one
     said = "\n".join(one[0]["errors"])

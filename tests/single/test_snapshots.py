@@ -104,15 +104,6 @@ def test_a_run_that_goes_on_offers_again_what_nobody_has_finished(ours: Snapshot
     assert _names(tmp_path / "snapshots" / "offered") == ["step-20"]
 
 
-def test_readers_are_there_while_they_hold_the_lock(ours: Snapshots, tmp_path: Path) -> None:
-    assert not ours.has_readers()
-    lock = snapshots.follow(tmp_path)
-    assert lock is not None and ours.has_readers()
-    lock.release()
-    assert not ours.has_readers()
-    assert snapshots.follow(tmp_path / "none") is None and not (tmp_path / "none").exists()
-
-
 def test_a_result_that_comes_after_that_of_a_later_step_counts() -> None:
     results: dict[str, Any] = {}
     best = BestWeights(2)
