@@ -18,7 +18,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -63,13 +63,13 @@ def _call(folder: Path) -> None:
     with (folder / f"rank-{RANK}.log").open("w") as log:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
-    tensorflow, calls = json.loads((folder / "calls.json").read_text())
+    tensorflow, deterministic, calls = json.loads((folder / "calls.json").read_text())
     if tensorflow:
         _import_tensorflow()
     results = {}
     for name, module, function, args, keywords in calls:
         print(f"--- {name}", flush=True)  # the log ends with what failed
-        with _process_as_before():
+        with _process_as_before(), _deterministic() if deterministic else nullcontext():
             results[name] = getattr(_import_file(Path(module)), function)(*args, **keywords)
     part = folder / f"rank-{RANK}.part"
     part.write_text(json.dumps(results, default=plain))
@@ -96,6 +96,21 @@ def _process_as_before() -> Iterator[None]:
         keras.config.set_dtype_policy("float32")
         keras.backend.clear_session()
     gc.collect()  # graphs hold their tensors in cycles
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """TensorFlow's operations give the same bits in the block; a rank that runs already could not ask for it."""
+    import tensorflow as tf
+    from tensorflow.python.framework.config import disable_op_determinism
+
+    from hvd_cifar.runtime import world
+
+    if world._running:
+        world._running = world.start(), True  # put back with all variables of modules
+    tf.config.experimental.enable_op_determinism()
+    yield
+    disable_op_determinism()
 
 
 def _seed() -> None:

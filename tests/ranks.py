@@ -14,7 +14,7 @@ or scalar as lists or numbers.
 
 A rank takes seconds to start, most of them for TensorFlow's import. So one group of ranks of each size, started by
 mpirun, serves all files of a process of pytest. They find Keras's types, the environment, the folder and random numbers
-as at a start. What TensorFlow or Horovod keeps for a whole process, such as determinism, takes ranks of its own:
+as at a start. What TensorFlow or Horovod keeps for a whole process, such as threads, takes ranks of its own:
 `fresh=True`, or anything but the default launcher and environment.
 """
 
@@ -46,7 +46,6 @@ JOB = "TEST_JOB"
 Jobs = Callable[[int, str], dict[str, list[Any]]]  # what `run_all` returned for a number of ranks and a launcher
 LAUNCHERS = {
     "mpirun": ["mpirun", "-np", "{n}", "--bind-to", "none", "--map-by", "slot", "--oversubscribe"],
-    "horovodrun": ["horovodrun", "--mpi", "-np", "{n}", "-H", "localhost:{n}"],
     "gloo": ["horovodrun", "--gloo", "-np", "{n}", "-H", "localhost:{n}"],
     "none": [],
 }
@@ -62,27 +61,9 @@ class RanksFailed(Exception):
         super().__init__("\n".join([reason, *tails, f"--- launcher\n{_tail(launcher_output)}"]))
 
 
-def run_ranks(
-    function: Callable[..., Any],
-    n: int,
-    *args: Any,
-    launcher: str = "mpirun",
-    env: dict[str, str] | None = None,
-    timeout: float = 120,
-    tensorflow: bool = True,
-    fresh: bool = False,
-) -> list[Any]:
-    """Call `function(*args)` in `n` ranks and return their return values, by rank.
-
-    `launcher` is "mpirun", "horovodrun" (over MPI), "gloo" (horovodrun --gloo) or "none" (no launcher, n = 1).
-    `env` is added to the environment. After `timeout` seconds, and after any failure, no process is left behind.
-    `tensorflow` imports it first, as a rank of `train` does. `fresh`: in ranks that serve no other test.
-
-    Raises RanksFailed, with the end of every rank's output, where a rank fails or time runs out.
-    """
-    functions = {function.__name__: partial(function, *args)}
-    found = run_all(functions, n, launcher=launcher, env=env, timeout=timeout, tensorflow=tensorflow, fresh=fresh)
-    return found[function.__name__]
+def run_ranks(function: Callable[..., Any], n: int, *args: Any, **how: Any) -> list[Any]:
+    """Call `function(*args)` in `n` ranks and return their return values, by rank. `how`: as in `run_all`."""
+    return run_all({function.__name__: partial(function, *args)}, n, **how)[function.__name__]
 
 
 def run_all(
@@ -93,18 +74,30 @@ def run_all(
     env: dict[str, str] | None = None,
     timeout: float = 120,
     tensorflow: bool = True,
+    deterministic: bool = False,
     fresh: bool = False,
 ) -> dict[str, list[Any]]:
     """Call functions one after the other in the same `n` ranks; return the values of each by its name, by rank.
 
-    Arguments are given by `functools.partial`. All others are as in `run_ranks`; the first failure ends the job.
+    Arguments are given by `functools.partial`; the first failure ends the job. After it, and after `timeout` seconds,
+    no process is left behind.
+
+    Args:
+        launcher: "mpirun", "gloo" (horovodrun --gloo) or "none" (no launcher, n = 1).
+        env: is added to the environment.
+        tensorflow: it is imported first, as by a rank of `train`.
+        deterministic: the ranks can train with --deterministic.
+        fresh: the ranks serve no other test.
+
+    Raises:
+        RanksFailed: with the end of every rank's output, where a rank fails or time runs out.
     """
     calls = []
     for name, function in functions.items():
         call = partial(function)
         source = str(Path(inspect.getfile(call.func)).resolve())
         calls.append([name, source, call.func.__name__, call.args, call.keywords])
-    text = json.dumps([tensorflow, calls], default=plain)
+    text = json.dumps([tensorflow, deterministic, calls], default=plain)
     what = f"{', '.join(functions)} on {n} ranks ({launcher})"
     if launcher == "mpirun" and n <= MOST_POOLED and tensorflow and not env and not fresh:
         ranks = _group(n).call(text, timeout, what)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pkgutil
 import re
 import subprocess
@@ -21,7 +20,6 @@ from tests.ranks import CHECKOUT, environment
 LINK = re.compile(r"""(?:\]\(|(?:href|src)=")([^)\s"]+)""")
 TEXTS = {page: (CHECKOUT / page).read_text() for page in pages()}
 MIGRATION = "docs/migration.md"
-PEERS = Path(os.environ.get("HVD_CIFAR_PEERS", "~/.cache/hvd_cifar/peers")).expanduser()
 
 
 def _anchors(text: str) -> set[str]:
@@ -107,11 +105,6 @@ def test_readme_begins_with_two_commands_and_their_times_and_no_other_takes_long
     assert all("minutes" in line for line in begin)
     runs = [line for block in others for line in block.splitlines() if " train" in line]
     assert len(runs) > 4 and all("--epochs 2" in line or "--max-steps" in line for line in runs), runs
-
-
-def test_no_page_names_commits() -> None:
-    found = {page: re.findall(r"\bcommits? [0-9a-f]{7,40}\b", text) for page, text in TEXTS.items()}
-    assert not any(found.values()), found
 
 
 def test_one_version() -> None:

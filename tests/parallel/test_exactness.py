@@ -52,7 +52,6 @@ FAST = {
 FLAT = 8  # pixels, the side of the squares of one colour that it trains on: a maximum has equal pixels there
 RUNS: dict[str, dict[str, Any]] = {
     "tutorial": {},
-    "tutorial, plain": {"set": {"augmentation": "none", "weight_decay": 0, "ema_decay": 0}},
     "tutorial, accumulated and clipped": {"gradient_accumulation": 2, "clip_norm": 1.0},
     "tutorial, float32": {"precision": "float32", "learning_rate": 0.02},
     "fast": FAST,

@@ -20,7 +20,7 @@ OPTIONS += ["--set", "warmup_epochs=0", "--eval-every", 4, "--log-every", 1, "--
 
 def _command(n: int, *words: Any) -> str:
     """What rank 0 of `n` ranks says."""
-    ranks = run_ranks(command, n, words, fresh=True)  # --virtual-shards computes deterministically
+    ranks = run_ranks(command, n, words, deterministic=True)  # as --virtual-shards computes
     assert [rank["code"] for rank in ranks] == [0] * n, ranks
     return "\n".join(ranks[0]["said"])
 

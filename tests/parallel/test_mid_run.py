@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import run_all
+from tests.ranks import run_ranks
 
 EXAMPLES = 42  # in batches of 8: the sixth step has 2 examples, and the third rank none
 
@@ -78,20 +77,14 @@ def _runs(folder: str) -> dict[str, Any]:
     return {**found, "goes on": train("goes on", resume=newest, factor=2)}
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Any]], Path]:
-    """What each of three ranks returned of `_runs` and `_views`, and the folder of the runs."""
-    folder = tmp_path_factory.mktemp("runs")
-    return run_all({"runs": partial(_runs, str(folder)), "views": _views}, 3, timeout=240), folder
-
-
-@pytest.fixture
-def ranks(job: tuple[dict[str, list[Any]], Path]) -> tuple[list[dict[str, Any]], Path]:
-    """What each of three ranks saw of the runs, and the folder of these."""
-    return job[0]["runs"], job[1]
-
-
 Ranks = tuple[list[dict[str, Any]], Path]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """What each of three ranks saw of the runs, and the folder of these."""
+    folder = tmp_path_factory.mktemp("runs")
+    return run_ranks(_runs, 3, str(folder), timeout=240), folder
 
 
 def test_an_evaluation_is_of_the_averaged_weights_and_puts_the_others_back(ranks: Ranks) -> None:
@@ -127,35 +120,3 @@ def test_a_rank_without_an_example_learns_no_statistics(ranks: Ranks) -> None:
 
 def test_a_run_that_starts_from_another_one_has_checkpoints_of_its_own(ranks: Ranks) -> None:
     assert (ranks[1] / "goes on" / "checkpoints" / "step-6").exists()
-
-
-def _views() -> list[Any]:
-    """Evaluations by a net that tells the brighter half, which is the other one in a mirrored view."""
-    from hvd_cifar.runtime.world import start
-
-    world = start()
-    import keras
-    import numpy as np
-
-    from hvd_cifar.data.augment import Transforms
-    from hvd_cifar.data.dataset import Dataset
-    from hvd_cifar.training.evaluate import make_evaluator
-
-    labels = np.array([0, 1, 1, 0, 1, 1, 0], np.int32)
-    images = np.zeros((7, 6, 6, 1), np.uint8)
-    images[labels == 0, :, :3] = images[labels == 1, :, 3:] = 10
-    given = keras.Input((6, 6, 1))
-    halves = keras.layers.Flatten()(keras.layers.AveragePooling2D((6, 3))(given))
-    model = keras.Model(given, keras.layers.Dense(2)(halves))
-    model.layers[-1].set_weights([np.eye(2), np.array([0.01, 0.0])])  # of equal halves the first one wins
-    plain = Transforms((6, 6, 1), lambda images, _: images.astype(np.float32), lambda images: images.astype(np.float32))
-    dataset = Dataset.from_arrays(images, labels, images, labels)
-    evaluate = make_evaluator(model, dataset, plain, world, batch_size=2)
-    return [[e.accuracy, e.plain_accuracy, e.views, e.examples] for e in (evaluate(False), evaluate(True))]
-
-
-def test_the_accuracy_of_one_view_is_not_that_of_six(job: tuple[dict[str, list[Any]], Path]) -> None:
-    """Over six views both halves are as bright, and the first class is taken: right for 3 of 7."""
-    for one, six in job[0]["views"]:
-        assert one == [1.0, 1.0, 1, 7]
-        assert six == [pytest.approx(3 / 7), 1.0, 6, 7]

@@ -139,7 +139,7 @@ def _refused_layers(folder: str) -> list[str]:
 
 
 def test_options_refuse_layers_that_contradict_them(tmp_path: Path) -> None:
-    for told in run_ranks(_refused_layers, 2, str(tmp_path / "run"), fresh=True):
+    for told in run_ranks(_refused_layers, 2, str(tmp_path / "run"), deterministic=True):
         synchronised, drawing, local, spectral, renormalised, distributed = told
         assert "its layer batch_normalization" in distributed and "give --sync-batch-norm" in distributed
         assert "--virtual-shards: the net has the layer sync_batch_normalization" in synchronised

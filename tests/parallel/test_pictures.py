@@ -40,7 +40,7 @@ def test_bits_are_the_same_on_any_number_of_ranks(folder: Path, tmp_path: Path) 
     found = []
     for ranks in (1, 2, 4):
         run = str(tmp_path / str(ranks))
-        found.append(run_ranks(_train, ranks, str(folder), run, options, fresh=True, timeout=400)[0])
+        found.append(run_ranks(_train, ranks, str(folder), run, options, deterministic=True, timeout=400)[0])
     assert found[0]["weights_sha256"] == found[1]["weights_sha256"] == found[2]["weights_sha256"]
     assert found[0]["test_examples"] == 4 * -(-COUNT // 4 // 10)
 

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from tests.options import OF_ANY_SIZE
-from tests.ranks import CHECKOUT, environment, run_ranks
+from tests.ranks import CHECKOUT, command, environment, run_ranks
 
 # What an export must hold: six views of a test image, and a recipe of the user's own; and the nets of the package.
 NETS = [("six", "own"), pytest.param(("fast", "tutorial"), marks=pytest.mark.slow)]
@@ -183,70 +183,50 @@ def test_the_confusion_is_that_of_all_ranks(used: Used) -> None:
             assert mistake["probabilities"] == pytest.approx(_softmax(logits)[i], abs=1e-5)
 
 
-def _launch(*words: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The launcher, without a variable that says where data may lie."""
-    command = [sys.executable, "-m", "hvd_cifar.launch", *map(str, words)]
-    env = environment({"PYTHONPATH": str(CHECKOUT), "HOME": str(cwd)})
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200)
-
-
 def test_predict_names_classes_and_passes_over_broken_images(used: Used, tmp_path: Path) -> None:
     folder, evaluations = used
     name = list(evaluations)[1]
-    images, expected = np.load(folder / "images.npy")[:3], _softmax(np.load(folder / f"{name}.npy")[:3])
-    for place, image in zip(("b/0.png", "b/c/1.bmp", "2.tiff"), images, strict=True):
-        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    images, expected = np.load(folder / "images.npy")[:3], _softmax(np.load(folder / f"{name}.npy")[:2])
+    (tmp_path / "b" / "c").mkdir(parents=True)
+    for place, image in zip(("b/0.png", "b/c/1.bmp"), images[:2], strict=True):
         Image.fromarray(image).save(tmp_path / place)
     large = Image.fromarray(images[2]).resize((96, 64), Image.Resampling.NEAREST).convert("RGBA")
     large.save(tmp_path / "large.webp", lossless=True)
     (tmp_path / "b" / "broken.jpg").write_bytes(b"\xff\xd8\xff")
-    (tmp_path / "b" / "notes.txt").write_text("no image")
-    (tmp_path / "b" / ".hidden.png").write_text("no image")
-    (tmp_path / "linked").mkdir()
-    (tmp_path / "2.tiff").rename(tmp_path / "linked" / "2.tiff")
-    (tmp_path / "b" / "d").symlink_to("../linked")
-    (tmp_path / "linked" / "back").symlink_to("../b")
-    (tmp_path / "two\nlines.png").write_text("no image")
-    Image.new("L", (10_000, 9_000)).save(tmp_path / "huge.png", compress_level=1)  # of which Pillow warns
-    named = ("two\nlines.png", "huge.png")
-    done = _launch(
-        "predict", folder / name, "b", "large.webp", "none.png", "large.webp", *named, "--json", cwd=tmp_path
-    )
-    assert done.returncode == 2, done.stderr
-    assert [
-        re.findall(r"^hvd_cifar: cannot read the image (.+?) \(.+\): ", line) for line in done.stderr.splitlines()
-    ] == [
-        ["b/broken.jpg"],
-        ["none.png"],
-        [r"two\nlines.png"],
-    ]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    several = ["b/0.png", "b/c/1.bmp", "b/d/2.tiff", "large.webp", "large.webp", "huge.png"]
-    assert [line["image"] for line in found] == several
+    for text in ("b/notes.txt", "b/.hidden.png", "two\nlines.png"):
+        (tmp_path / text).write_text("no image")
+    given = [tmp_path / one for one in ("b", "large.webp", "none.png", "large.webp", "two\nlines.png")]
+    (done,) = run_ranks(command, 1, ["predict", folder / name, *given, "--json"])
+    assert done["code"] == 2, done
+    told = [re.findall(r"^hvd_cifar: cannot read the image (.+?) \(.+\): ", line) for line in done["errors"]]
+    assert told == [[f"{tmp_path}/{place}"] for place in ("b/broken.jpg", "none.png", r"two\nlines.png")]
+    found = [json.loads(line) for line in done["said"]]
+    several = ["b/0.png", "b/c/1.bmp", "large.webp", "large.webp"]
+    assert [line["image"] for line in found] == [f"{tmp_path}/{place}" for place in several]
     for line, row in zip(found, expected, strict=False):
-        told = [part["probability"] for part in line["classes"]]
-        assert told == sorted(told, reverse=True)
+        chances = [part["probability"] for part in line["classes"]]
+        assert chances == sorted(chances, reverse=True)
         by_name = {part["class"]: part["probability"] for part in line["classes"]}
         assert [by_name[name] for name in NAMES] == pytest.approx(row.tolist(), abs=1e-5)
 
 
-def test_one_line_for_what_cannot_be_used(used: Used, tmp_path: Path) -> None:
+def test_one_line_for_what_cannot_be_exported(used: Used, tmp_path: Path) -> None:
     folder, evaluations = used
-    whole, run = folder / list(evaluations)[1], tmp_path / "run"
+    whole, run, full = folder / list(evaluations)[1], tmp_path / "run", tmp_path / "full"
     run.mkdir()
     content = json.loads((whole / "config.json").read_text())
     del content["run"]["data"]
     (run / "config.json").write_text(json.dumps(content))
     for part in ("checkpoints", "code"):
         os.symlink(whole / part, run / part)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    for words, told in (
-        (["export", tmp_path, "--to", "x"], "there is no run"),
-        (["-np", 2, "predict", run, "x.png"], "predict runs in one process"),
-        (["export", run, "--to", "full"], "full: exists; give an empty folder"),
-        (["export", run, "--to", "x"], f"train --config {run}/config.json --run-dir {run}"),
+    full.mkdir()
+    (full / "file").touch()
+    for place, to, told in (
+        (tmp_path, "x", "there is no run"),
+        (run, "full", "full: exists; give an empty folder"),
+        (run, "x", f"train --config {run}/config.json --run-dir {run}"),
     ):
-        done = _launch(*words, cwd=tmp_path)
-        assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["full", "run"]
+        (done,) = run_ranks(command, 1, ["export", place, "--to", tmp_path / to])
+        (line,) = done["errors"]
+        assert done["code"] == 2 and told in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "run"]

@@ -81,25 +81,19 @@ class _Subclass(keras.Model):
         return x
 
 
-@pytest.mark.parametrize("subclass", [False, True])
-def test_layers_in_lists_and_dicts_are_saved(subclass: bool, tmp_path: Path) -> None:
+def test_layers_in_lists_and_dicts_are_saved(tmp_path: Path) -> None:
     """TensorFlow's own checkpoint of such a model would be empty."""
 
-    def net(seed: int) -> keras.Model:
+    def state(seed: int, trains: bool = True) -> TrainState:
         keras.utils.set_random_seed(seed)
-        layers = [_Subclass()] if subclass else [_Listed(), keras.layers.Dense(3, name="last")]
-        model = layers[0] if subclass else keras.Sequential([keras.Input((2,)), *layers])
+        model = _Subclass()
         model(np.ones((4, 2), np.float32))
         for v in model.variables:  # as if trained
             v.assign(v + seed if v.dtype == "float32" else v)
-        return model
-
-    def state(seed: int, trains: bool = True) -> TrainState:
-        made = net(seed)
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9) if trains else None
         if optimizer:
-            optimizer.build(made.trainable_variables)
-        return TrainState(made, optimizer)
+            optimizer.build(model.trainable_variables)
+        return TrainState(model, optimizer)
 
     saved = state(1)
     path = Checkpoints(tmp_path, saved).save()
@@ -167,14 +161,6 @@ def test_every_damage_is_found_before_a_value_is_read(tmp_path: Path, capfd: pyt
     with pytest.raises(UserError, match=r"state.npz is not what was written\), and no whole one in .*step-10"):
         _flip(newest / "state.npz", -9)
         find(newest)
-
-
-@pytest.mark.parametrize("content", ["\udcff", "5", "{}", '{"format": 1}', '{"format": 4, "files": {}}', "[]"])
-def test_a_manifest_that_says_something_else_is_damage(content: str, tmp_path: Path) -> None:
-    path = Checkpoints(tmp_path, _state()).save()
-    (path / "manifest.json").write_text(content, errors="surrogateescape")
-    with pytest.raises(UserError, match="damaged checkpoint"):
-        find(tmp_path)
 
 
 def test_a_run_that_goes_on_from_an_older_one_replaces_the_damaged(tmp_path: Path) -> None:
