@@ -125,16 +125,16 @@ class RemoteEvaluation(Callback):
 
     def _listen(self, run: Run, snapshots: Snapshots) -> None:
         """Warn where validation ranks show no sign of life for some time-outs of --stall-seconds."""
-        sign, process = snapshots.sign_of_life()
-        if self.has_met and (sign != self.sign or self.heard == math.inf):
-            self.sign, self.heard, self.hang = sign, self.looked, False
+        life = snapshots.sign_of_life()
+        if self.has_met and (life.time != self.sign or self.heard == math.inf):
+            self.sign, self.heard, self.hang = life.time, self.looked, False
         limit = run.settings.stall_seconds  # None: `FLOOR`; 0: never
         seconds = (FLOOR if limit is None else limit) * (PATIENCE if self.reported else FACTOR)
         if seconds and self.looked > self.heard + seconds and not self.hang and snapshots.has_readers():
             self.hang = True
             run.warn(
-                f"the validation ranks hang: {process} has shown no progress for {seconds:.0f} s; training goes on, "
-                "and evaluations of later steps are missing"
+                f"the validation ranks hang: {life.process} has shown no progress for {seconds:.0f} s; training goes "
+                "on, and evaluations of later steps are missing"
             )
 
     def _report(self, run: Run) -> None:

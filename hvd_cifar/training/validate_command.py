@@ -47,7 +47,6 @@ def _take(run_dir: Path, held: list[FileLock]) -> Path | None:
     """Rank 0's part: the newest snapshot; None: none is there. `held`: the lock, once there is a run."""
     if not held and (lock := snapshots.follow(run_dir)):
         held.append(lock)
-    snapshots.show_life(run_dir)
     return snapshots.take(run_dir) if held else None
 
 

@@ -89,19 +89,19 @@ def test_the_best_one_is_kept_alone_and_found_again(ours: Snapshots, tmp_path: P
     assert again.best() is None and _names(tmp_path / "best") == []
 
 
-def test_a_run_that_goes_on_offers_again_what_nobody_has_finished(ours: Snapshots, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_keeps_what_nobody_has_finished(ours: Snapshots, tmp_path: Path) -> None:
     for step in (10, 20, 30):
         ours.offer(step)
         taken = snapshots.take(tmp_path)
         assert taken is not None
         if step == 10:
             snapshots.answer(taken, _found(10))
-    (tmp_path / "snapshots" / "offered" / ".step-40.part").mkdir()
+    (tmp_path / "snapshots" / ".step-40.part").mkdir()
     again = Snapshots(tmp_path, _state(), 25)
     assert again.results() == [_found(10)] and again.pending() == [20]
     with pytest.raises(OSError):  # it was of a step that the run makes again
-        snapshots.answer(tmp_path / "snapshots" / "taken" / "step-30", _found(30))
-    assert _names(tmp_path / "snapshots" / "offered") == ["step-20"]
+        snapshots.answer(tmp_path / "snapshots" / "step-30", _found(30))
+    assert _names(tmp_path / "snapshots") == ["alive", "step-10", "step-20"]
 
 
 def test_a_result_that_comes_after_that_of_a_later_step_counts() -> None:
