@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -13,8 +13,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    ValidationInfo,
-    field_validator,
 )
 
 from hvd_cifar.errors import UserError, printable
@@ -187,24 +185,10 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Scale = Annotated[float, Field(gt=0, le=1)]
 
 
-def _has_numbers(annotation: Any) -> bool:
-    return annotation in (int, float) or any(map(_has_numbers, get_args(annotation)))
-
-
 class Settings(BaseModel):
     """Settings whose fields are options; None often stands for another default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _a_truth_value_is_no_number(cls, given: Any, info: ValidationInfo) -> Any:
-        """Refuse True, which pydantic takes for 1."""
-        words = given if isinstance(given, list | tuple) else [given]
-        is_bool = any(type(word).__name__ == "bool" for word in words)  # also NumPy's
-        if is_bool and _has_numbers(cls.model_fields[str(info.field_name)].annotation):
-            raise ValueError("a truth value is not a number")
-        return given
 
 
 S = TypeVar("S", bound=Settings)

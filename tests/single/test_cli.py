@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hvd_cifar import cli, config
@@ -168,24 +167,6 @@ def test_a_flag_in_a_file(text: str, meant: bool | None, tmp_path: Path) -> None
     assert cli.check(given).deterministic is meant
     for flag, outdone in (("--no-deterministic", False), ("--deterministic", True)):
         assert cli.check([*given, flag]).deterministic is outdone
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("batch_size", True),
-        ("seed", False),
-        ("learning_rate", True),
-        ("grace_seconds", np.True_),
-        ("set", {"image_scales": [True, 1]}),
-        ("profile_steps", (True, 5)),
-    ],
-)
-def test_a_truth_value_is_no_number(field: str, value: Any) -> None:
-    with pytest.raises(
-        UserError, match=f"{config.option_name(field)} (True|.*True|False).*: a truth value is not a number"
-    ):
-        config.make(config.TrainSettings, {field: value})
 
 
 BAD_FILES = {
