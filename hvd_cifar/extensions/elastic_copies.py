@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from hvd_cifar.runtime.environment import ElasticJob
 
 STATE = "state"
-LARGE_BYTES = 2**18
 
 
 def make(run: Run) -> Callback | None:
@@ -30,36 +29,33 @@ def make(run: Run) -> Callback | None:
 
 
 class _Values:
-    """Variables as bytes, and back. Small ones are concatenated by type, since each fetch has an overhead."""
+    """Variables as bytes, and back. Those of a type are concatenated, since each fetch has an overhead."""
 
     def __init__(self, variables: Sequence[Any]) -> None:
         import tensorflow as tf
 
-        self.variables = [getattr(v, "value", v) for v in variables]
-        self._large = [v for v in self.variables if _bytes_of(v) >= LARGE_BYTES]
-        small = [v for v in self.variables if _bytes_of(v) < LARGE_BYTES]
-        self._alike = [[v for v in small if v.dtype == dtype] for dtype in dict.fromkeys(v.dtype for v in small)]
-        self._in_order = [v for alike in self._alike for v in alike] + self._large
+        variables = [getattr(v, "value", v) for v in variables]
+        dtypes = dict.fromkeys(v.dtype for v in variables)
+        alike = [[v for v in variables if v.dtype == dtype] for dtype in dtypes]
+        self._in_order = [v for of_type in alike for v in of_type]
         described = [(v.dtype.name, tuple(v.shape)) for v in self._in_order]
         self.layout = hashlib.sha256(repr(described).encode()).digest()
-        self.size = sum(map(_bytes_of, self.variables))
+        self.size = sum(map(_bytes_of, variables))
         self._joined = tf.function(
-            lambda: [tf.concat([tf.reshape(v, [-1]) for v in alike], 0) for alike in self._alike], autograph=False
+            lambda: [tf.concat([tf.reshape(v, [-1]) for v in of_type], 0) for of_type in alike], autograph=False
         )
 
     def pieces(self) -> list[NDArray[np.uint8]]:
         """The current values, as bytes."""
-        values = [*self._joined(), *(v.read_value() for v in self._large)]
-        return [value.numpy().reshape(-1).view(np.uint8) for value in values]
+        return [value.numpy().view(np.uint8) for value in self._joined()]
 
-    def arrays(self, content: NDArray[np.uint8]) -> list[NDArray[Any]]:
-        """The values in `content`, in the order of `variables`."""
-        found, at = {}, 0
+    def assign(self, content: NDArray[np.uint8]) -> None:
+        """Set the variables to the values in `content`."""
+        at = 0
         for v in self._in_order:
             end = at + _bytes_of(v)
-            found[id(v)] = content[at:end].view(v.dtype.as_numpy_dtype).reshape(v.shape)
+            v.assign(content[at:end].view(v.dtype.as_numpy_dtype).reshape(v.shape))
             at = end
-        return [found[id(v)] for v in self.variables]
 
 
 def _bytes_of(variable: Any) -> int:
@@ -85,11 +81,9 @@ class ElasticCopies(Callback):
         """
         self._values = _Values(run.state.variables)
         folder = run.ranks.on_every_rank(lambda: own_folder(self.job.name))
-        self._slots = run.ranks.on_every_rank(
-            lambda: (
-                TwoSlots(folder / STATE, self._values.layout, self._values.size) if run.world.local_rank == 0 else None
-            )
-        )
+        is_first = run.world.local_rank == 0
+        layout, size = self._values.layout, self._values.size
+        self._slots = run.ranks.on_every_rank(lambda: TwoSlots(folder / STATE, layout, size) if is_first else None)
         return "memory" if self._restore(run) else None
 
     def on_step(self, run: Run) -> None:
@@ -115,9 +109,6 @@ class ElasticCopies(Callback):
             return False
         root = newest.index(found)
         if self._slots and run.world.rank == root:
-            for variable, value in zip(
-                self._values.variables, self._values.arrays(self._slots.read(found)), strict=True
-            ):
-                variable.assign(value)
+            self._values.assign(self._slots.read(found))
         run.state.broadcast(root)
         return True

@@ -1,8 +1,7 @@
-"""How much longer a run takes, printed once its speed is known, and what shorter runs would reach."""
+"""How much longer a run takes, printed once its speed is known."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hvd_cifar.data.image_sizes import ImageSizes
@@ -31,12 +30,10 @@ class Forecast(Callback):
         if self.said or begin < run.progress.first_step + STEPS_LEFT_OUT or run.step == run.total_steps:
             return
         self.said = True
-        measured = run.recipe.shorter if run.dataset == "cifar10" else {}  # on which the accuracies were measured
-        shorter = {epochs: found for epochs, found in measured.items() if epochs < (run.settings.epochs or 0)}
-        run.say(forecast(run.plan, run.work.sizes, run.step, rate, shorter))
+        run.say(forecast(run.plan, run.work.sizes, run.step, rate))
 
 
-def forecast(plan: Plan, sizes: ImageSizes, step: int, rate: float, shorter: Mapping[float, float]) -> str:
+def forecast(plan: Plan, sizes: ImageSizes, step: int, rate: float) -> str:
     """The line to print. It assumes that an image's time is proportional to its pixels.
 
     Args:
@@ -44,18 +41,9 @@ def forecast(plan: Plan, sizes: ImageSizes, step: int, rate: float, shorter: Map
         sizes: of the images, by step.
         step: finished global steps.
         rate: images/s of the last of them.
-        shorter: accuracies, 0 to 1, by numbers of epochs to name.
     """
-
-    def seconds(first: int, end: int, sizes: ImageSizes) -> float:
-        return sizes.steps_like(step - 1, first, end) * plan.global_batch_size / rate
-
-    parts = [f"about {roughly(seconds(step, plan.total_steps, sizes))} of training left"]
-    for epochs, accuracy in shorter.items():
-        steps = round(epochs * plan.steps_per_epoch)
-        taken = seconds(0, steps, ImageSizes(sizes.sides, steps))
-        parts.append(f"--epochs {epochs:g} reaches {accuracy:.0%} in {roughly(taken)}")
-    return "; ".join(parts)
+    seconds = sizes.steps_like(step - 1, step, plan.total_steps) * plan.global_batch_size / rate
+    return f"about {roughly(seconds)} of training left"
 
 
 def roughly(seconds: float) -> str:

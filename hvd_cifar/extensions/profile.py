@@ -25,7 +25,6 @@ from hvd_cifar.training.callbacks import Callback, Run
 if TYPE_CHECKING:
     from hvd_cifar.distributed.clocks import Comparison
 
-MOST_BYTES = 48_000_000  # of all ranks' files for TensorBoard
 MOST_EVENTS = 240_000  # of the trace, about as many bytes before compression
 
 
@@ -55,11 +54,6 @@ class Profiler(Callback):
         self.started: Comparison | None = None
         self.edges: list[int] = []  # times between the steps in ns, by this rank's clock
         self.is_over = False
-
-    @property
-    def name(self) -> str:
-        """Name of the profile's files."""
-        return f"steps-{self.first}-{self.last}"
 
     def on_build(self, run: Run) -> None:
         """Refuse steps after the run's end."""
@@ -160,7 +154,6 @@ class Profiler(Callback):
         world = run.world
         on_root = partial(clocks.on_root, first=started, last=ended)
         edges = [on_root(edge) for edge in self.edges]
-        most = MOST_BYTES // world.size
         seen = run.ranks.on_every_rank(lambda: trace.read(content, on_root, edges, self.first))
         messages = trace.begun(seen.messages, run.ranks.gather(seen.messages))
         zero = run.ranks.broadcast(edges[0])
@@ -173,29 +166,22 @@ class Profiler(Callback):
             "clock_uncertainty_seconds": max(started.uncertainty, ended.uncertainty) / 1e9,
             "hidden_and_communication_seconds": [ns / 1e9 for ns in trace.hidden(messages, seen.computing)],
             "events_left_out": left_out,
-            "is_too_large_for_tensorboard": len(content) > most,
         }
         ranks = run.ranks.gather(told)
         parts = collectives.gather_bytes(zlib.compress(text.encode()))
-        files = collectives.gather_bytes(content if len(content) <= most else b"")
         if world.is_root:
             try:
-                path, size = self._write(run, ranks, parts, files)
+                path, size = self._write(run, ranks, parts)
                 run.say(f"profile: {in_words(ranks)}; {path}, {size / 1e6:.1f} MB")
             except OSError as failure:  # a profile that cannot be written does not end the run
                 self._leave_out(run, f"{failure.filename or run.run_dir}: {failure.strerror}")
 
-    def _write(self, run: Run, ranks: list[dict[str, Any]], parts: list[bytes], files: list[bytes]) -> tuple[Path, int]:
-        """Rank 0's part: write the trace and each rank's TensorBoard file; return the trace's path and bytes."""
-        folder = run.run_dir / "tensorboard/plugins/profile" / self.name
-        folder.mkdir(parents=True, exist_ok=True)
-        for rank, content in enumerate(files):
-            if content:
-                replace_bytes(folder / f"rank-{rank}-{ranks[rank]['host']}.xplane.pb", content)
+    def _write(self, run: Run, ranks: list[dict[str, Any]], parts: list[bytes]) -> tuple[Path, int]:
+        """Rank 0's part: write the trace; return its path and bytes."""
         events = ",\n".join(zlib.decompress(part).decode() for part in parts)
         about = json.dumps({"ranks": ranks, "steps": [self.first, self.last]})
         whole = f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [\n{events}\n]}}\n'
-        path = run.run_dir / "profile" / f"{self.name}.json.gz"
+        path = run.run_dir / "profile" / f"steps-{self.first}-{self.last}.json.gz"
         path.parent.mkdir(exist_ok=True)
         packed = gzip.compress(whole.encode(), mtime=0)
         replace_bytes(path, packed)
@@ -213,6 +199,4 @@ def in_words(ranks: list[dict[str, Any]]) -> str:
     said += f"; clocks agree to {1e3 * max(rank['clock_uncertainty_seconds'] for rank in ranks):.2f} ms"
     if left_out := sum(rank["events_left_out"] for rank in ranks):
         said += f"; the {left_out} shortest events are left out"
-    if large := sum(rank["is_too_large_for_tensorboard"] for rank in ranks):
-        said += f"; the files of {large} ranks are too large for TensorBoard, and are left out"
     return said

@@ -91,23 +91,18 @@ class RemoteEvaluation(Callback):
                 waits = run.ranks.broadcast(self._is_awaited(run, end))  # first: the last look misses nothing
                 self._look(run)
                 self._report(run)
-        for step in self._pending(run):
-            run.reporter.missing(step, "no validation rank has answered")
+        with run.files_may_fail(UNREAD):
+            for step in self.snapshots.pending() if self.snapshots else ():
+                run.reporter.missing(step, "no validation rank has answered")
 
     def _is_awaited(self, run: Run, end: float) -> bool:
         """Whether a result may still arrive; False on ranks other than 0."""
-        if not self.snapshots or not self._pending(run):
-            return False
-        now, may_come = time.monotonic(), not self.has_met and time.monotonic() < self.began + SECONDS_TO_COME
+        now = time.monotonic()
         with run.files_may_fail(UNREAD):
-            return now < end and (may_come or self.snapshots.has_readers()) and not self.hang
+            if self.snapshots and self.snapshots.pending() and now < end and not self.hang:
+                may_come = not self.has_met and now < self.began + SECONDS_TO_COME
+                return may_come or self.snapshots.has_readers()
         return False
-
-    def _pending(self, run: Run) -> list[int]:
-        """Steps without a result; empty on ranks other than 0."""
-        with run.files_may_fail(UNREAD):
-            return self.snapshots.pending() if self.snapshots else []
-        return []
 
     def _forget(self, run: Run) -> None:
         """Have no results: none to tell the other ranks of, and none that they have heard of."""

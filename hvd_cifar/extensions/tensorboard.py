@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,8 @@ if TYPE_CHECKING:
     import keras
 
     from hvd_cifar.data.pipeline import MicroBatch
-    from hvd_cifar.training.evaluate import Evaluation
 
-SUMMARY_EVERY = 100  # steps, unless the user gives another number
-SHARE = 0.02  # limit of the share of time that summaries take, without --summary-every
 IMAGES = 10
-MOST_CLASSES = 200  # of a confusion matrix that is drawn: a larger picture would be unreadable
 _NAMES = {"kernel": "weights", "bias": "biases"}  # Keras's names, and those of TensorFlow's tutorial
 
 
@@ -35,7 +30,7 @@ class Settings(fields.Settings):
         ge=0,
         le=MOST_STEPS,
         description="Steps between histograms and images for TensorBoard, beside those of the first step; 0: none. "
-        f"[default: {SUMMARY_EVERY}; more where they would take over 2% of the time]",
+        "[default: as --eval-every]",
     )
 
 
@@ -47,9 +42,8 @@ def make(run: Run) -> Callback:
 class Summaries(Callback):
     """Shows a run in TensorBoard, with the names of TensorFlow's CIFAR-10 tutorial. Rank 0 writes.
 
-    It writes hyperparameters and the graph at the start, losses at each log line, and the confusion matrix of each
-    evaluation. After the first step and every --summary-every steps it writes a summary: histograms of the variables
-    and of the reduced gradients, and images as the net gets them.
+    It writes the graph at the start, and losses at each log line. After the first step and every --summary-every steps
+    it writes a summary: histograms of the variables and of the reduced gradients, and images as the net gets them.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -57,8 +51,6 @@ class Summaries(Callback):
         self.every = every
         self.record: Record | None = None  # copies the gradients of a step
         self.asked_step = 0  # the step whose gradients are copied
-        self.seconds = 0.0  # that the last summary took
-        self.ended = 0.0
 
     def on_build(self, run: Run) -> None:
         """Add copies of the gradients to the step."""
@@ -67,17 +59,7 @@ class Summaries(Callback):
             run.observe(self.record)
 
     def on_start(self, run: Run) -> None:
-        """Show the hyperparameters."""
-        from hvd_cifar.reporting import board
-        from hvd_cifar.training.record import MUST_MATCH, numbers_of
-
-        self.ended = time.perf_counter()
-        if run.reporter.begins_events:
-            values = {name: getattr(run.settings, name) for name in (*MUST_MATCH, "learning_rate", "epochs")}
-            values |= numbers_of(run.settings, run.recipe)
-            values |= {name: getattr(run.plan, name) for name in ("learning_rate_factor", "warmup_epochs")}
-            values |= {"dataset": run.dataset, "ranks": run.world.size, "batch": run.plan.global_batch_size}
-            run.reporter.show(run.step, [board.hyperparameters(values, run.run_dir.name)])
+        """Ask for the first summary."""
         self._ask(run)
 
     def on_step(self, run: Run) -> None:
@@ -96,14 +78,6 @@ class Summaries(Callback):
         if run.progress.losses:
             run.reporter.show(run.step, [board.scalars(run.progress.losses._asdict())])
 
-    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Show the confusion matrix."""
-        from hvd_cifar.reporting import board
-
-        if evaluation.confusion is not None and run.data.classes <= MOST_CLASSES:
-            matrix = evaluation.confusion.matrix.tolist()
-            run.reporter.show(run.step, board.confusion(matrix, run.data.class_names))
-
     def on_rollback(self, run: Run) -> None:
         """Cancel the summary that was asked for, and ask again."""
         if self.record:
@@ -113,36 +87,25 @@ class Summaries(Callback):
 
     def _ask(self, run: Run) -> None:
         """Have the next step recorded where a summary is due after it."""
-        every = self.every
+        every = run.plan.evaluation_steps if self.every is None else self.every
         following = run.step + 1
-        if not self.record or (following > 1 and following % (every or SUMMARY_EVERY)):
-            return
-        if every is None:  # rank 0's clock decides for all ranks
-            is_due = SHARE * (time.perf_counter() - self.ended) >= self.seconds
-            if not run.ranks.broadcast(is_due):
-                return
-        self.record.ask()
-        self.asked_step = following
+        if self.record and (following == 1 or (every and following % every == 0)):
+            self.record.ask()
+            self.asked_step = following
 
     def _show(self, run: Run) -> None:
-        """Show a summary of the last step. A collective."""
+        """Show a summary of the last step."""
         from hvd_cifar.reporting import board
 
         assert self.record is not None, "it was asked"
-        run.progress.check_losses()  # waits for the device: steps in progress do not count as time of the summary
-        began = time.perf_counter()
         gradients = self.record.take()
         if run.world.is_root:
             variables = run.model.trainable_variables
             found = {_tag(v): board.histogram(v.numpy()) for v in variables}
             found |= {f"{_tag(v)}/gradients": board.histogram(g) for v, g in zip(variables, gradients, strict=True)}
             pixels = _images(run.progress.micro_batches[-1], run.data.class_names)
-            shown = board.images(
-                pixels, "A training image as the net gets it, its values stretched to black and white."
-            )
-            run.reporter.show(run.step, [board.histograms(found), shown])
-        self.ended = time.perf_counter()
-        self.seconds = self.ended - began
+            words = "A training image as the net gets it, its values stretched to black and white."
+            run.reporter.show(run.step, [board.histograms(found), board.images(pixels, words)])
 
 
 def _tag(variable: keras.Variable) -> str:

@@ -4,45 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_cifar.errors import UserError
-
 LIBRARY = Path("lib", "hvd_cifar", "libconvolutions.so")  # within the environment; launch/install compiles it there
-VECTORS = "HVD_CIFAR_VECTORS"
 # The cost of transforms grows with the channels, the cost of products with pairs of channels. With fewer channels the
 # transforms dominate, and oneDNN is faster.
 LEAST_CHANNELS = 16
-
-
-def check_vectors() -> None:
-    """Check `HVD_CIFAR_VECTORS`, which the library reads when it is loaded. An empty one is removed.
-
-    Raises:
-        UserError: where it is not 0, 256 or 512: the library would take it for a smaller number.
-    """
-    given = os.environ.get(VECTORS)
-    if given == "":
-        del os.environ[VECTORS]
-    elif given not in (None, "0", "256", "512"):
-        raise UserError(f"{VECTORS} is {given!r}: give 0, 256 or 512, or unset it")
 
 
 @functools.cache
 def operations() -> Any:
     """The library's operations; None where it was not compiled, or the processor has neither AVX2 nor AVX-512.
 
-    `HVD_CIFAR_VECTORS` (512, 256 or 0 bits) limits the vector width; 0 disables the kernels.
-
-    Raises:
-        UserError: as `check_vectors`.
+    The library reads `HVD_CIFAR_VECTORS` (512, 256 or 0 bits), which limits the vector width; 0 disables the kernels.
     """
-    check_vectors()
     path = Path(sys.prefix) / LIBRARY
     if not path.exists():
         return None

@@ -7,7 +7,6 @@ precision. Built-in and user models take the same path.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import keras
 import numpy as np
 
 from hvd_cifar.errors import UserError, cause_of
-from hvd_cifar.kernels import compiled
 from hvd_cifar.models import fast, resnet, tutorial
 from hvd_cifar.models.recipe import Recipe
 
@@ -98,11 +96,14 @@ def adapt(net: Net, images: Callable[[], Any]) -> None:
     """Let layers that learn from images before training do so: those with a method `adapt`, as Keras names it.
 
     A `keras.layers.Normalization` that has learnt already, or was given a mean, stays as it is. One behind other layers
-    learns from what these make of the images.
+    of the net learns from what these make of the images.
 
     Args:
         images: called if there are such layers. Returns float [n, height, width, channels], some thousands of training
             images as the net sees test images.
+
+    Raises:
+        UserError: where a Normalization that has to learn is a layer of a model within the net.
     """
     layers = [layer for layer in net.model._flatten_layers(include_self=False) if callable(getattr(layer, "adapt", 0))]
     learning = [layer for layer in layers if not (isinstance(layer, keras.layers.Normalization) and _has_learnt(layer))]
@@ -111,38 +112,22 @@ def adapt(net: Net, images: Callable[[], Any]) -> None:
         layer.adapt(_inputs_of(layer, net.model, seen) if isinstance(layer, keras.layers.Normalization) else seen)
 
 
-class _Reached(BaseException):
-    """Ends a forward pass; Keras gives an Exception another text."""
-
-
 def _inputs_of(layer: keras.layers.Layer, model: keras.Model, images: Any) -> Any:
-    """What a layer anywhere in a model gets for images: float [n, ...], in float32 or better.
+    """What a layer gets for images: float [n, ...], in float32 or better.
 
     Raises:
-        UserError: where the layer gets nothing.
+        UserError: where the model's graph does not show it.
     """
-    found, autocast = [], layer.autocast
-
-    def noting(inputs: Any, *_: Any, **__: Any) -> Any:
-        values = np.asarray(inputs)
-        # NumPy would add values of half precision in half precision.
-        found.append(values.astype(np.float32) if values.dtype.itemsize < 4 else values)
-        raise _Reached  # what comes behind the layer is of no interest
-
-    layer.autocast = False  # values as they come, not rounded to the layer's precision
-    object.__setattr__(layer, "call", noting)  # past Keras, which would take the function for a part of the layer
     try:
-        for begin in range(0, len(images), AT_ONCE):
-            with contextlib.suppress(_Reached):
-                model(images[begin : begin + AT_ONCE], training=False)
-    finally:
-        object.__delattr__(layer, "call")
-        layer.autocast = autocast
-    if not found:
+        before = keras.Model(model.inputs[0], layer.input)
+    except (AttributeError, IndexError, TypeError, ValueError):
         raise UserError(
-            f"the net does not call its layer {layer.name}, which learns from images: give it mean and variance"
-        )
-    return np.concatenate(found)
+            f"the layer {layer.name} learns from images, and is in a part of the net: give it mean and variance"
+        ) from None
+    parts = [np.asarray(before(images[begin : begin + AT_ONCE])) for begin in range(0, len(images), AT_ONCE)]
+    values = np.concatenate(parts)
+    # NumPy would add values of half precision in half precision.
+    return values.astype(np.float32) if values.dtype.itemsize < 4 else values
 
 
 def _has_learnt(layer: keras.layers.Normalization) -> bool:
@@ -185,7 +170,6 @@ def _refuse_fixed_batch(model: keras.Model, where: str) -> None:
 
 
 def _built(model: Model, image_shape: tuple[int, int, int], classes: int) -> tuple[keras.Model, Recipe | None]:
-    compiled.check_vectors()  # here, since Keras would wrap the error of a layer in text of its own
     where = f"--model {model.name}"
     recipe = None
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -71,7 +71,6 @@ class Recipe:
             are. The last one should be 1, since evaluation does not shrink images.
         test_time_augmentation: evaluate on six views of each test image at the end.
         evaluation_epochs: epochs between evaluations.
-        shorter: by number of epochs, the test accuracy on CIFAR-10, 0 to 1, of shorter runs, for a run's forecast.
         embedded_epochs: at most this many epochs on the embedded set, which `--dataset auto` takes without CIFAR-10.
         beyond: (n, recipe): the recipe of global batches of more than n examples; None: this one for all.
     """
@@ -93,7 +92,6 @@ class Recipe:
     image_scales: tuple[float, ...] = ()
     test_time_augmentation: bool = False
     evaluation_epochs: int = 1
-    shorter: Mapping[float, float] = field(default_factory=dict)
     embedded_epochs: float = 2
     beyond: tuple[int, Recipe] | None = None
 

@@ -6,7 +6,7 @@ import io
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,8 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram import metadata as histogram_metadata
-from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.image import metadata as image_metadata
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
-from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
@@ -28,7 +26,6 @@ from hvd_cifar.files import replace_bytes
 
 BUCKETS = 30  # of a histogram, as TensorFlow's have
 LARGEST = 1e300  # so that the distance of two values is finite
-CELL = 16  # pixels of a cell of a confusion matrix
 
 
 def begin(folder: Path, first_step: int) -> Path:
@@ -63,14 +60,6 @@ def _records(events: Iterable[Any]) -> bytes:
 def scalars(values: Mapping[str, float]) -> Any:
     """A Summary of numbers by tag."""
     return Summary(value=[value for tag, number in values.items() for value in scalar_pb(tag, number).value])
-
-
-def hyperparameters(values: Mapping[str, Any], run: str) -> Any:
-    """A Summary of the settings of a run by name, for TensorBoard's table of runs; None is left out."""
-    plain = {
-        name: v if isinstance(v, (bool, int, float, str)) else str(v) for name, v in values.items() if v is not None
-    }
-    return hparams_pb(plain, trial_id=run)
 
 
 def histogram(values: NDArray[Any]) -> NDArray[np.float64]:
@@ -111,22 +100,6 @@ def _png(array: NDArray[np.uint8]) -> Any:
     Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array).save(file, "PNG")
     height, width = (str(size).encode() for size in array.shape[:2])
     return make_tensor_proto([width, height, file.getvalue()])
-
-
-def confusion(matrix: Sequence[Sequence[int]], class_names: Sequence[str]) -> list[Any]:
-    """Summaries of a confusion matrix [classes, classes]: a picture, and a table with the names of the classes."""
-    counts = np.array(matrix)
-    shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
-    shade = (255 * (1 - shares)).astype(np.uint8).repeat(CELL, axis=0).repeat(CELL, axis=1)[..., None]
-    names = class_names or [str(number) for number in range(len(counts))]
-    rows = [[f"**{name}**", *map(str, row)] for name, row in zip(names, counts.tolist(), strict=True)]
-    words = "Rows are true classes, columns predicted ones, in the order of the table."
-    return [
-        images({"confusion_matrix": shade}, words),
-        text_pb(
-            "confusion_matrix/counts", np.array([["", *(f"**{name}**" for name in names)], *rows], dtype=object), words
-        ),
-    ]
 
 
 def _drop_events_after(path: Path, step: int) -> None:

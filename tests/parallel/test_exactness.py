@@ -68,7 +68,7 @@ RUNS: dict[str, dict[str, Any]] = {
 ON_RECORD = [name for name in RUNS if not name.endswith("float32")]
 # The first half on 2 ranks, the rest on 3: batch norm's statistics, momentum and the order of the data go on.
 HALF, RESUMED = "resnet8, first half", "resnet8, resumed"
-# By ranks; else all gradients leave in one message. No multiple of a value's size, or a sixteenth.
+# By ranks; else all gradients leave in one message. No multiple of a value's size, or as measured.
 BUCKETS: dict[int, dict[str, Any]] = {3: {"overlap": "on", "bucket_bytes": 1001}, 5: {"overlap": "on"}}
 FIRST_HALF = 5  # in the second epoch
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ PLAIN = {"deterministic": True}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {**PLAIN, "summary_every": EVERY},
     "none": {**PLAIN, "summary_every": 0},
-    "half": {**PLAIN, "max_steps": 2, "precision": "mixed_float16", "compression": "fp16"},
+    "half": {**PLAIN, "max_steps": 4, "eval_every": 3, "precision": "mixed_float16", "compression": "fp16"},
 }
 
 
@@ -31,9 +30,7 @@ def _train(data: str, folder: str) -> dict[str, Any]:
     """Runs in one start of the ranks: their digests; of the first what a callback sees at step 5."""
     from hvd_cifar import Callback
     from hvd_cifar.config import TrainSettings, make
-    from hvd_cifar.extensions.tensorboard import Summaries
     from hvd_cifar.runtime.world import session
-    from hvd_cifar.training.ranks import Ranks
     from hvd_cifar.training.train import assemble
     from hvd_cifar.training.work import UserObjects
 
@@ -49,12 +46,6 @@ def _train(data: str, folder: str) -> dict[str, Any]:
             if run.step == EVERY and not seen:
                 batch = run.progress.micro_batches[0]
                 seen.update(image=batch.image.numpy(), label=batch.label.numpy(), before=self.before, after=weights)
-
-    def asked(summaries: Any, rank: int, seconds: list[float]) -> int:
-        """The step of the next summary, chosen after step 99. `seconds`: what the last summary took each rank."""
-        summaries.seconds, summaries.asked_step = seconds[rank], 0
-        summaries._ask(SimpleNamespace(step=99, ranks=Ranks()))
-        return int(summaries.asked_step)
 
     common = {
         "model": "tutorial",
@@ -72,9 +63,7 @@ def _train(data: str, folder: str) -> dict[str, Any]:
             settings = make(TrainSettings, {**common, "run_dir": f"{folder}/{name}", **way})
             trainer = assemble(settings, world, UserObjects(callbacks=[Look()]))
             digests[name] = trainer.train()["weights_sha256"]
-        (summaries,) = (c for c in trainer.run.callbacks if isinstance(c, Summaries))
-        decided = [asked(summaries, world.rank, seconds) for seconds in ([1e9, 0.0], [0.0, 1e9])]
-    return {"digests": digests, "seen": seen, "decided": decided, "names": trainer.run.data.class_names}
+    return {"digests": digests, "seen": seen, "names": trainer.run.data.class_names}
 
 
 class Board:
@@ -144,20 +133,16 @@ def test_tensorboard_shows_what_the_run_computes(embedded: Path, tmp_path: Path)
         pixels = np.asarray(Image.open(io.BytesIO(board[f"images/{name}"][EVERY][2])))
         assert np.abs(pixels / 255 - (image - image.min()) / np.ptp(image)).max() < 0.51 / 255
 
-    # The evaluation, the ranks' times, the settings, the graph.
+    # The evaluation, the ranks' times, the graph.
     (evaluation,) = _metrics(run, "eval")
     assert board["synthetic/test_accuracy"][STEPS] == pytest.approx(evaluation["test_accuracy"])
-    counts = board["confusion_matrix/counts"][STEPS][1:, 1:].astype(int)
-    assert counts.sum() == 1000 and np.trace(counts) / 1000 == evaluation["test_accuracy"]
     (times,) = _metrics(run, "ranks")
     for name in ("step_seconds", "compute_seconds", "wait_seconds"):
         for rank in (0, 1):
             assert board[f"{name}/rank_{rank}"][STEPS] == pytest.approx(times[name][rank])
             assert times["step_seconds"][rank] > 0.9 * times[name][rank]
-    assert "_hparams_/session_start_info" in board.tags
     assert any("Horovod" in node.op for node in board.events.Graph().node)
 
-    # The gradient is unscaled, and by default rank 0's clock decides for both.
+    # The gradient is unscaled; by default a summary follows the first step and each evaluation.
     half = Board(tmp_path / "half")["local3/weights/gradients"]
-    assert list(half) == [1] and 0 < half[1][-1, 1] < 1  # unscaled: the loss scale is 32,768
-    assert [rank["decided"] for rank in ranks] == [[0, 100]] * 2
+    assert list(half) == [1, 3] and 0 < half[1][-1, 1] < 1  # unscaled: the loss scale is 32,768

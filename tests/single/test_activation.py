@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from hvd_cifar.kernels import half
 from hvd_cifar.models.activation import QuickGelu, QuickRelu
-from hvd_cifar.models.normalization import FusedBatchNormalization
 
 
 def test_quick_gelu_is_near_gelu_and_has_its_own_gradient() -> None:
@@ -81,29 +80,6 @@ def test_nan_goes_through_an_activation(dtype: str) -> None:
     one, other = tf.constant([np.nan, 1.0], dtype), tf.constant([1.0, np.nan], dtype)
     assert np.isnan(tf.cast(QuickRelu(dtype=dtype)([one, other]), tf.float64)).all()
     assert np.isnan(tf.cast(QuickGelu(dtype=dtype)(one), tf.float64)).tolist() == [True, False]
-
-
-def test_relu_stays_part_of_batch_norm_s_kernel_in_bfloat16() -> None:
-    """TensorFlow takes a ReLU into that kernel only if nothing else, such as a gradient, reads batch norm's output."""
-    norm, relu = FusedBatchNormalization(dtype="mixed_bfloat16"), QuickRelu(dtype="mixed_bfloat16")
-    images = tf.cast(np.random.default_rng(2).normal(size=(2, 4, 4, 8)), tf.bfloat16)
-
-    def step(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = relu(norm(x, training=True))
-        return tape.gradient(y, x)
-
-    traced = tf.function(step, autograph=False).get_concrete_function(images)
-    norms = [op for op in traced.graph.get_operations() if op.type == "FusedBatchNormV3"]
-    assert len(norms) == 1
-    made = norms[0].outputs[0]
-    readers = {op.type for op in made.consumers()}
-    for op in made.consumers():  # what a gradient of one's own hands on, which nobody needs to take
-        if op.type == "IdentityN":
-            handed_on = [out for given, out in zip(op.inputs, op.outputs, strict=True) if given is made]
-            readers |= {reader.type for out in handed_on for reader in out.consumers()}
-    assert readers <= {"Identity", "IdentityN", "Relu"}, readers
 
 
 def test_half_types_are_rounded_to_the_nearest_and_ties_to_even() -> None:

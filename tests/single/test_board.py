@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -54,14 +52,3 @@ def test_a_histogram_counts_every_finite_value(tmp_path: Path) -> None:
 def test_a_histogram_of_values_that_are_nearly_alike_or_very_large(values: NDArray[Any]) -> None:
     left, right, counts = board.histogram(values).T
     assert counts.sum() == values.size and (left < right).all() and np.isfinite([left, right]).all()
-
-
-@pytest.mark.parametrize("names", [("cat", "dog"), ()])
-def test_a_confusion_matrix_is_a_picture_and_a_table(names: tuple[str, ...], tmp_path: Path) -> None:
-    found = _read(tmp_path, 1, *board.confusion([[3, 1], [0, 0]], names))
-    one, other = names or ("0", "1")
-    table = [["", f"**{one}**", f"**{other}**"], [f"**{one}**", "3", "1"], [f"**{other}**", "0", "0"]]
-    assert [[cell.decode() for cell in row] for row in _value(found, "confusion_matrix/counts")] == table
-    shade = np.asarray(Image.open(io.BytesIO(_value(found, "confusion_matrix")[2])))
-    corners = shade[:: board.CELL, :: board.CELL].tolist()
-    assert corners == [[63, 191], [255, 255]]  # black: all of a class

@@ -35,35 +35,6 @@ def test_values_and_gradients_are_the_convolution_s(
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("batch, side, taps, channels, times", [(4, 8, 3, 256, 12), (16, 12, 5, 64, 24)])
-def test_float32_is_rounded_a_little_more_by_products_of_matrices_than_in_a_plain_sum(
-    batch: int, side: int, taps: int, channels: int, times: float
-) -> None:
-    given = draw((batch, side, side, channels, channels), "float32", taps)
-    exact = both_ways(plain, *(tf.cast(value, "float64") for value in given))
-    ways = (both_ways(convolve, *given) for convolve in (winograd.convolve, plain))
-    quick, slow = ([float(np.std(a - b)) for a, b in zip(found, exact, strict=True)] for found in ways)
-    assert all(one < times * other for one, other in zip(quick, slow, strict=True))
-
-
-@pytest.mark.parametrize("taps", [3, 5])
-def test_a_tile_s_transforms_multiply_as_often_as_it_sees_pixels(taps: int) -> None:
-    tile, seen = winograd.of_tile(taps), winograd.TILE + taps - 1
-    assert [part.shape for part in tile] == [(seen, seen), (seen, taps), (winograd.TILE, seen)]
-    numbers = np.random.default_rng(1)
-    inputs, weights = numbers.normal(size=seen), numbers.normal(size=taps)
-    found = tile.outputs @ ((tile.kernel @ weights) * (tile.inputs @ inputs))
-    np.testing.assert_allclose(found, np.correlate(inputs, weights), atol=1e-13)
-
-
-def test_images_lie_in_rows_with_zeros_between() -> None:
-    images = tf.reshape(tf.range(1.0, 13.0), [3, 2, 2, 1])  # rows [1, 2], [3, 4]; [5, 6], [7, 8]; [9, 10], [11, 12]
-    assert side_by_side.in_rows(images, 2, 1)[..., 0].numpy().tolist() == [
-        [[1, 2, 0, 9, 10], [3, 4, 0, 11, 12]],
-        [[5, 6, 0, 0, 0], [7, 8, 0, 0, 0]],
-    ]
-
-
 @pytest.mark.parametrize(
     ("side", "taps", "channels", "filters", "dtype", "way"),
     [

@@ -60,12 +60,12 @@ def test_the_shortest_events_are_left_out() -> None:
 
 
 def test_what_is_said() -> None:
-    rank = {"clock_uncertainty_seconds": 2e-4, "events_left_out": 0, "is_too_large_for_tensorboard": False}
+    rank = {"clock_uncertainty_seconds": 2e-4, "events_left_out": 0}
     ranks = [{**rank, "hidden_and_communication_seconds": times} for times in ([1.0, 2.0], [0.0, 2.0])]
     said = "25% of the communication is hidden behind backward (0% to 50% on 2 ranks); clocks agree to 0.20 ms"
     assert profile.in_words(ranks) == said
-    ranks[0].update(events_left_out=3, is_too_large_for_tensorboard=True)
-    assert "; the 3 shortest events are left out; the files of 1 ranks" in profile.in_words(ranks)
+    ranks[0].update(events_left_out=3)
+    assert "; the 3 shortest events are left out" in profile.in_words(ranks)
     assert profile.in_words([{**rank, "hidden_and_communication_seconds": [0.0, 0.0]}]).startswith("no communication; ")
 
 
